@@ -309,7 +309,7 @@ def test_builders_of_operators(cpu):
     assert cpu.create_op_builder("CPUAdamBuilder").load() is adam
     with pytest.raises(BuildError, match="inference engine"):
         cpu.create_op_builder("InferenceBuilder").load()
-    # What is no builder of DeepSpeed's, a name of the module's among them.
+    # Names that are no builders of DeepSpeed's; importlib and ALL_OP are names in its module.
     for name in ("NoSuchBuilder", "importlib", "ALL_OP"):
         assert cpu.get_op_builder(name) is None and cpu.create_op_builder(name) is None, name
     assert cpu.build_extension() is BuildExtension

@@ -1,4 +1,5 @@
-"""The pool of buffers: never the same bytes twice, no more of them than were lent at once, and what somebody kept is left to him."""
+"""The pool of buffers: never the same bytes twice, no more buffers than were in use at once, and a kept buffer stays
+its holder's."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def test_no_group_and_no_limit(tmp_path):
     put(tmp_path, "sys/fs/cgroup/a/b/memory.max", "max\n")
     put(tmp_path, "sys/fs/cgroup/a/b/memory.current", "5\n")
     assert memory_left(str(tmp_path)) is None
-    # A limit without a number of what is used says nothing.
+    # A limit without a usage says nothing.
     put(tmp_path, "sys/fs/cgroup/a/memory.max", "1000\n")
     assert memory_left(str(tmp_path)) is None
 
@@ -70,7 +70,7 @@ def test_version_1(tmp_path):
     put(tmp_path, "sys/fs/cgroup/memory/pod/x/memory.limit_in_bytes", f"{300 * MIB}\n")
     put(tmp_path, "sys/fs/cgroup/memory/pod/x/memory.usage_in_bytes", f"{200 * MIB}\n")
     assert memory_left(str(tmp_path)) == 100 * MIB
-    # Those of the groups within count as well, as they do in the usage.
+    # Cached files of the groups within count as well, as in the usage.
     stat = f"inactive_file 5\nactive_file 6\ntotal_inactive_file {30 * MIB}\ntotal_active_file {10 * MIB}\n"
     put(tmp_path, "sys/fs/cgroup/memory/pod/x/memory.stat", stat)
     assert memory_left(str(tmp_path)) == 140 * MIB

@@ -1,4 +1,4 @@
-"""The environment variables: defaults, values, and what is refused."""
+"""The environment variables: defaults, values, and refusals."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""initialize: what it refuses of an ``mpu``, and what an engine over a part of the ranks knows of itself and gives back."""
+"""initialize: its refusals of an ``mpu``, and the state and results of an engine over a part of the ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG = {
 
 
 class Mpu:
-    """What Megatron's and DeepSpeed's topologies answer."""
+    """The methods of Megatron's and DeepSpeed's topologies."""
 
     def __init__(self, group=None, **sizes: int) -> None:
         self._group, self._sizes = group, sizes

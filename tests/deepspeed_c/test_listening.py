@@ -1,4 +1,4 @@
-"""listening.py: one address, and what is refused."""
+"""listening.py: one address, and refusals."""
 
 from __future__ import annotations
 

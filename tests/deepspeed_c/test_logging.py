@@ -1,4 +1,4 @@
-"""The logger: which rank says what, at which level, on which stream; nothing at import; no doubled lines."""
+"""The logger: ranks, levels and streams of its lines; nothing at import; no doubled lines."""
 
 import json
 import logging

@@ -298,7 +298,7 @@ def test_equals_deepspeed_step_by_step(peer, index):
         got = [[group["lr"], group["betas"][0]] for group in optimizer.param_groups]
         want = peer[index][step]
         if step == 0 and params.get("warmup_min_ratio"):
-            # DeepSpeed's first optimizer step runs at 0, whatever warmup_min_ratio says; ours at that ratio.
+            # DeepSpeed's first optimizer step runs at 0 for any warmup_min_ratio; ours at that ratio.
             want = [[lr * params["warmup_min_ratio"], beta] for lr, (_, beta) in zip(LRS, want)]
         if step == 0 and name == "OneCycle":
             # DeepSpeed's momentum starts at its minimum and is next to its maximum one step later; ours starts at the
@@ -326,7 +326,8 @@ def test_resumed_is_as_uninterrupted(kind, at):
     straight, first = kind(make()), kind(make())
     rows = run(straight, at + 30)
     run(first, at)
-    # The optimizer that is resumed has gone on: its rates are those of the middle, which must not become the new base.
+    # The optimizer that is resumed has gone on: its rates are from the middle of the schedule, and must not become the
+    # new base.
     state = json.loads(json.dumps(first.state_dict()))
     resumed = kind(first.optimizer)
     resumed.load_state_dict(state)

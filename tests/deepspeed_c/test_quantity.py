@@ -1,4 +1,4 @@
-"""quantity.py: what people write for counts and bytes, and what is shown to them."""
+"""quantity.py: spellings of counts and bytes, and their printed form."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from deepspeed_c.saved_tensors import SavedTensors
 from deepspeed_c.zero import GatheredParameters
 
 WIDTH, LAYERS, STEPS, LR = 13, 3, 4, 0.05
-ROWS, WIDE = 3, 29  # of an activation; its width inside a block
+ROWS, WIDE = 3, 29  # rows of an activation; its width inside a block
 
 
 class ToNumpy:
@@ -103,7 +103,7 @@ def sharded_body(rank: int, world: int, kind: str) -> tuple[list[float], list[to
         for packer in packers:
             engine._fetcher.saved.add(packer)
         for step in range(STEPS):
-            # Two in flight: what the packers keep outlives the other's backward.
+            # Two graphs in flight: the packers' tensors outlive the other's backward.
             first, second = (engine(batch(i, rank)).square().mean() for i in (step, 50 + step))
             losses += [first.item(), second.item()]
             engine.backward(second)
@@ -192,7 +192,7 @@ def test_each_packer_is_asked_for_what_those_before_it_left() -> None:
     tensors = [torch.randn(4, width, requires_grad=True) for width in (2, 3, 5)]
     entered = run_chain(saved, lambda: sum((t * t.detach()).sum() for t in tensors))
     assert all(torch.equal(t.grad, t.detach()) for t in tensors)
-    # The product saves both factors where both are wanted; here the one that is not differentiated by.
+    # The product saves both factors where both are wanted; here only one is wanted, so it saves the other.
     assert asked == [(2, 2), (2, 3), (3, 3), (2, 5), (3, 5), (2, 5)], asked
     assert len(entered) == 3, entered
 
@@ -223,7 +223,7 @@ def test_what_nobody_takes_goes_to_the_hooks_around() -> None:
     outside: list[Any] = []
 
     def pack(tensor: torch.Tensor) -> None:
-        outside.append(tensor.detach())  # and None is what is kept
+        outside.append(tensor.detach())  # append returns None, so the graph keeps None
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: outside.pop()):
         entered = run_chain(saved, lambda: sum((t * t.detach()).sum() for t in tensors[:2]))
@@ -240,7 +240,8 @@ class CountsForwards(nn.Linear):
 
 
 def around_body(rank: int, world: int, kind: str, is_sharded: bool) -> tuple[list[float], int, int]:
-    """Losses of a training in which hooks lie around each forward, tensors that went through them, forwards of the last layer."""
+    """Train with saved-tensor hooks around each forward. Return the losses, the number of tensors packed, and of
+    forwards of the last layer."""
     torch.manual_seed(3)
     model = nn.Sequential(*(CountsForwards(WIDTH, WIDTH) for _ in range(LAYERS)))
     losses, packed = [], []

@@ -1,4 +1,5 @@
-"""What a rank has imported after it has trained: torch's compiler and its sharding packages, which cost nearly as much as torch itself, are not among it."""
+"""Modules that a rank has imported after training: not torch's compiler and its sharding packages, which cost nearly as
+much as torch itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How many threads a rank's passes over host memory get: control groups of both versions, the rank's part, and what engines leave to backward."""
+"""Number of threads for a rank's passes over host memory: control groups of both versions, the rank's part, and the
+threads left to backward."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def test_the_least_limit_of_all_groups_above_counts(tmp_path):
     assert quota(str(tmp_path)) == 3
     put(tmp_path, "sys/fs/cgroup/cpu.max", "100000 100000\n")
     assert quota(str(tmp_path)) == 1
-    # A container may see its group's path as the host's: what is not there limits nothing.
+    # A container may see the host's path of its group; a missing folder limits nothing.
     put(tmp_path, "proc/self/cgroup", "0::/elsewhere/deep/down\n")
     assert quota(str(tmp_path)) == 1
     put(tmp_path, "proc/self/cgroup", "0::/\n")

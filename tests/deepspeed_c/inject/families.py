@@ -108,6 +108,6 @@ FAMILIES = (
     *("falcon", "falcon_7b", "starcoder2", "bert", "distilbert", "t5", "clip", "gpt_bigcode", "gpt_bigcode_heads"),
     *("codegen", "mpt", "gpt_oss"),
 )
-"""Those that a policy cuts."""
+"""Families that a policy cuts."""
 PLANNED = ("cohere", "granite", "aria", "llama4", "apertus", "granite_swa", "inkling")
-"""Those that only transformers' own plan knows."""
+"""Families that only transformers' own plan knows."""

@@ -1,4 +1,5 @@
-"""What ranks that cut models of transformers have imported before they are forked: the packages, and the code of each family of families.py once, not in every rank."""
+"""Imports for ranks that cut models of transformers, made once before the ranks are forked: the packages, and the code
+of each family of families.py."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 PRELOAD = "tests.deepspeed_c.inject.preload"
 STEPS, LR = 3, 0.3
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-# family, ranks, stages, what LoRA is given. Random factors: with B = 0 the gradient of A would be 0 whatever is cut.
+# family, ranks, stages, arguments of LoRA. Random factors: with B = 0 the gradient of A would be 0 for every cut.
 CASES: dict[str, tuple[str, int, list[int], dict[str, Any]]] = {
     "all linear layers": ("llama", 2, [0, 1, 2, 3], {"target_modules": "all-linear"}),
     "attention": ("llama_tied_shared", 3, [0, 2, 3], {"target_modules": ATTENTION, "bias": "lora_only", "use_rslora": True}),

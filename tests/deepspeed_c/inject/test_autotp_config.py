@@ -84,7 +84,7 @@ def test_sections_and_objects_are_the_same() -> None:
     assert made.find_matching_spec("layers.0.out.weight", "mine") is out
     assert made.find_matching_spec("layers.0.out.weight", "other") is None
     assert made.find_matching_spec("layers.0.out.weights", "mine") is None
-    # What they write, the configuration reads.
+    # The configuration reads the written section.
     written = {"train_batch_size": 1, "tensor_parallel": {"autotp_size": 2, "partition_config": made.as_dict()}}
     read = load_config(written, world_size=1).tensor_parallel.partition_config
     assert [spec.partition_type for spec in read.layer_specs] == ["column", "row", "skip"]

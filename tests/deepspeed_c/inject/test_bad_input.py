@@ -1,4 +1,4 @@
-"""What a user can get wrong when a model is to be cut by the configuration or by an mpu: said by name, with nothing changed."""
+"""Users' mistakes in cutting a model by the configuration or by an mpu: errors name them, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 BASE = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
 ROW = {"patterns": [r".*\.o_proj\.weight"], "partition_type": "row"}
 QKV = {"patterns": [r".*\.q_proj\.weight"], "shape": [[16, 16, 20], -1], "partition_dim": 0}
-# What is wrong -> (the section, the error, what it says).
+# Mistake -> (the section, the error, a part of its message).
 WRONG = {
     "two sizes": (
         {"autotp_size": 2, "partition_config": {"tp_size": 3, "layer_specs": [ROW]}},

@@ -1,4 +1,4 @@
-"""What becomes of every causal family of transformers that is cut: the trial's verdict of each, as a table in a file.
+"""Cutting every causal family of transformers: the trial's verdict of each, as a table in a file.
 
 A verdict is ``cut`` (the trial agrees with the whole model), ``hardly`` (so does it, and more than three quarters stay
 on a rank, which is a warning), or the words of the ModelError. ``python -m tests.deepspeed_c.inject.test_causal`` writes
@@ -45,7 +45,7 @@ def build(kind: str) -> torch.nn.Module | None:
     try:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(made(**sizes))
-    # Whatever a class says of sizes that do not fit it, or of a package that is not installed.
+    # Any error of a class about sizes that do not fit it, or about a missing package.
     except (
         StrictDataclassError,
         ArithmeticError,

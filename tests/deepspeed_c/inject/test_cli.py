@@ -1,4 +1,4 @@
-"""``deepspeed_c inject``: what it prints is what ``cut_model`` does, and what cannot be shown is a typed error."""
+"""``deepspeed_c inject``: its table matches ``cut_model``, and models that cannot be shown give a typed error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_it_prints_what_each_rank_will_hold(tmp_path: Path, capsys: pytest.Captu
     assert "policy llama: column queries" in text and text.count(" of 2 holds ") == 2
     assert main(["inject", folder, "--tp", "2", "--rank", "1"]) == 0
     assert capsys.readouterr().out.count(" of 2 holds ") == 1
-    # 7 ranks, 6 query heads: what stays whole says why.
+    # 7 ranks, 6 query heads: a whole layer's row gives the reason.
     assert main(["inject", folder, "--tp", "7", "--rank", "6"]) == 0
     assert "6 query heads" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""The configuration's own rules, what is refused before a weight is changed, and cuts by themselves."""
+"""The configuration's own rules, refusals before a weight is changed, and single cuts."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ BAD = {
 
 
 class Named(torch.nn.Linear):
-    """Of a name of its own, and nothing else."""
+    """A linear layer whose class has another name and nothing else."""
 
 
 class Doubled(torch.nn.Linear):

@@ -98,7 +98,7 @@ def test_cut_by_the_configuration_alone(tmp_path, family: str, n_tp: int, n_data
 
 
 def drop_body(rank: int, world: int, stage: int, recompute: dict, folder: str):
-    """Two steps, a checkpoint, two more; and what an engine of other random numbers makes of the checkpoint."""
+    """Two steps, a checkpoint, two more; and an engine with other random numbers that loads the checkpoint."""
     found = []
     for seed in (5, 6):
         model = make("llama").train()
@@ -120,7 +120,7 @@ def drop_body(rank: int, world: int, stage: int, recompute: dict, folder: str):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_dropout_in_the_cut_region_is_drawn_again_alike(tmp_path, stage: int) -> None:
-    """With recomputation bit for bit what is computed without, and after a load bit for bit what would have been."""
+    """Bit for bit the same with recomputation as without, and after a load as without the load."""
     kept = run_ranks(2, drop_body, stage, {}, str(tmp_path / "kept"), preload="tests.deepspeed_c.inject.preload")
     again = {"activation_checkpointing": {"layers": "auto"}}
     recomputed = run_ranks(2, drop_body, stage, again, str(tmp_path / "again"), preload="tests.deepspeed_c.inject.preload")

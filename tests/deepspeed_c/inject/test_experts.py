@@ -33,7 +33,7 @@ def trained(model: torch.nn.Module) -> tuple[torch.nn.Module, list[float]]:
 
 
 def with_values(family: str) -> torch.nn.Module:
-    """Biases and sinks are made as zeros, of which nothing could be seen."""
+    """Make a model with random biases and sinks; their initial zeros would hide errors."""
     model = make(family)
     rng = torch.Generator().manual_seed(2)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Every family cut over 2, 3 and 4 ranks: logits, loss and gradients are those of transformers' own model in one process."""
+"""Every family cut over 2, 3 and 4 ranks: logits, loss and gradients equal transformers' own model in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def logits_of(output: Any) -> torch.Tensor:
 
 def compare(rank: int, world: int, family: str) -> dict[str, Any]:
     whole, cut = make(family).train(), make(family).train()
-    if rank:  # what other ranks began with does not matter
+    if rank:  # the other ranks' initial weights do not matter
         with torch.no_grad():
             for param in cut.parameters():
                 param.add_(1.0)
@@ -58,7 +58,7 @@ def compare(rank: int, world: int, family: str) -> dict[str, Any]:
     return {"worst": max(errors, key=errors.get), "error": max(errors.values()), "n_cut": n_cut, "share": report.local_elems / report.logical_elems}
 
 
-# Those that are cut over every number of ranks; 6 heads over 4 are 2, 2, 1 and 1. The others over two numbers or one.
+# Families cut over every number of ranks; 6 heads over 4 are 2, 2, 1 and 1. The others over two numbers or one.
 EIGHT = ("llama", "qwen3", "mixtral", "deepseek_v3", "phi3", "gpt2", "bloom", "bert")
 CASES = {(2 + i % 2, family) for i, family in enumerate((*FAMILIES, *PLANNED))}
 CASES |= {(2 + (i + 1) % 2, family) for i, family in enumerate(FAMILIES[:8])}
@@ -157,5 +157,5 @@ def draw(rank: int, world: int) -> tuple:
 def test_dropout_is_alike_outside_the_cut_region_and_apart_inside() -> None:
     first, second = run_ranks(2, draw, preload=PRELOAD)
     differ = [a != b for a, b in zip(first[0], second[0], strict=True)]
-    assert differ.count(True) == 1  # what was drawn behind the query projection
+    assert differ.count(True) == 1  # the numbers drawn behind the query projection
     assert first[1:] == second[1:]

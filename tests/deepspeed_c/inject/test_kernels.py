@@ -21,7 +21,7 @@ from tests.deepspeed_c.inject.test_families import logits_of
 from tests.ranks import run_ranks
 
 PRELOAD = "tests.deepspeed_c.inject.preload"
-# What each family has to swap besides norms; what looks like it and is something else.
+# Modules that each family has to swap besides norms, and modules that only look alike.
 ROTARY = (
     *("llama", "llama_tied_shared", "qwen2", "qwen3", "mixtral", "deepseek_v3", "phi", "phi3", "gpt_neox", "falcon"),
     *("falcon_7b", "starcoder2", "cohere", "granite", "aria", "apertus", "granite_swa"),
@@ -79,13 +79,13 @@ def test_kernels_do_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         model(ids)
         n_calls = len(called)
-        other(ids)  # of the same classes, and left alone
+        other(ids)  # a model of the same classes stays unchanged
     # rotary turns queries and keys; swiglu was bound when it was put in.
     assert n_calls == len(called) and called.count("rms_norm") == 5 and called.count("rotary") == 4
 
 
 class Strange(nn.Module):
-    """A norm by its name, and another by what it computes."""
+    """A norm by its name, with another computation."""
 
     def __init__(self, power: float) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class OneMoreRMSNorm(Strange):
 
 
 class GemmaLikeRMSNorm(nn.Module):
-    """Its weight is what is added to 1."""
+    """A norm that scales by 1 plus its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def test_a_module_is_what_it_computes(module: nn.Module, found: str) -> None:
 
 
 class OfItsOwnEpsilon(nn.Module):
-    """A norm whose epsilon depends on the dtype: in float32 it computes what a kernel does."""
+    """A norm whose epsilon depends on the dtype: in float32 it computes the same as a kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class WideRMSNorm(OfItsOwnEpsilon):
 
 
 class FloatRMSNorm(Strange):
-    """It gives float32, whatever it is given."""
+    """A norm with a float32 output for every input dtype."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x.float(), (6,), self.weight.float(), self.eps)
@@ -247,7 +247,7 @@ def test_meta_weights_half_precision_and_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(ids).logits
         inject_kernels(model)
-        assert torch.equal(model(ids).logits, expected)  # which decides dtypes as it did
+        assert torch.equal(model(ids).logits, expected)  # dtypes are as before
 
 
 def test_what_has_no_kernel_is_refused_with_nothing_changed() -> None:

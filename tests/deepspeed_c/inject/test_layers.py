@@ -1,4 +1,5 @@
-"""Layers made by hand, by DeepSpeed's names: pairs of them compute what the whole layers compute, on numbers of ranks that divide nothing."""
+"""Layers made by hand, by DeepSpeed's names: pairs of them compute the same as the whole layers, on numbers of ranks
+that do not divide the sizes."""
 
 from __future__ import annotations
 

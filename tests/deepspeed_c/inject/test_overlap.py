@@ -104,7 +104,7 @@ def test_the_training_of_one_process(family: str, n_tp: int, cells: list[dict]) 
 
 
 def order_body(rank: int, world: int, section: dict, more: dict):
-    """What is started, waited for and computed in one forward and backward, in order."""
+    """The starts, waits and computations of a forward and a backward, in order."""
     events: list[str] = []
     start, wait, weights = exchange.sum_start, exchange.wait, overlap._Weights.backward
     sum_ = exchange.sum_
@@ -188,7 +188,7 @@ def test_bytes_are_those_of_the_formula(section: dict) -> None:
 
 
 def drop_body(rank: int, world: int, recompute: dict):
-    """Dropout on residuals: what ranks draw for their own tokens, and that it is drawn again alike."""
+    """Dropout on residuals: masks that ranks draw for their own tokens, and the same masks in recomputation."""
     model = make("gpt2").train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -263,7 +263,7 @@ def operators_body(rank: int, world: int) -> None:
     comm = Collectives()
     number, x, mine = exchange.number_of(comm), torch.randn(2, 5, 3), torch.randn(2, (3, 2)[rank], 3)
     ops = torch.ops.deepspeed_c
-    # What is under way is in the operators' own table, which tracing does not see: their results are waited for here.
+    # Operations under way are in the operators' own table, invisible to tracing, so the results are waited for here.
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     for op, arguments in (
         (ops.tp_sum_, (x.clone(), number, "x")),

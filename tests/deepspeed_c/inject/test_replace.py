@@ -1,4 +1,4 @@
-"""Whole layers exchanged for DeepSpeed's and back: what they computed before they compute afterwards, and they train."""
+"""Whole layers exchanged for DeepSpeed's and back: they compute the same afterwards, and they train."""
 
 from __future__ import annotations
 

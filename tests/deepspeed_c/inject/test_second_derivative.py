@@ -1,4 +1,4 @@
-"""A gradient penalty through what ranks of one model send one another is an error and never a lost term."""
+"""A gradient penalty through messages between ranks of one model is an error, never a lost term."""
 
 from __future__ import annotations
 

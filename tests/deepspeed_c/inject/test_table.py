@@ -1,4 +1,4 @@
-"""Families by what is done with them: adapters, generation and kernels give on cut models what one process gives."""
+"""Families with adapters, generation and kernels: cut models give the same results as one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REFUSED = {
     "deepseek_v3": "ParamWrapper",
     "llama4": "no trial.*'tuple' object has no attribute 'dtype'",
 }
-"""What a ModelError says of all linear layers."""
+"""A part of the ModelError about all linear layers."""
 
 
 def adapted(family: str, targets: str | list[str]) -> tuple[torch.nn.Module, torch.nn.Module]:

@@ -36,7 +36,8 @@ def stablelm() -> torch.nn.Module:
 
 
 class Between(torch.nn.Module):
-    """A module in the place of an MLP's activation or an attention's projection, with what is to be recognised."""
+    """A module in the place of an MLP's activation or an attention's projection, with a change that the trial has to
+    recognise."""
 
     def __init__(self, inner: torch.nn.Module, kind: str, size: int) -> None:
         super().__init__()

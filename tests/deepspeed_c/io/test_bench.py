@@ -1,4 +1,5 @@
-"""io/bench.py: rates and ratios are those of the times, our contenders move the bytes, and fio is called and read as it should be."""
+"""io/bench.py: rates and ratios follow from the times, our contenders move the bytes, and fio is called and read
+correctly."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 from deepspeed_c.io.bench import FIO_ENGINES, FioError, MeasuredRates, Settings, compare, find_fio, fio, ours, summary
 from deepspeed_c.io.scratch import scratch
 
-# Keeps what it was called with and reports as fio does, after a line of text as some versions print one.
+# Record the arguments and report as fio does, after a line of text that some versions print.
 FAKE_FIO = """#!{python}
 import json, sys
 open({log!r}, "a").write(json.dumps(sys.argv[1:]) + "\\n")

@@ -14,7 +14,7 @@ from tests.open_files import open_files
 
 @pytest.fixture(params=["unnamed", "unlinked"])
 def kind(request, monkeypatch):
-    """File systems without unnamed files have one that is unlinked at once."""
+    """On file systems without unnamed files the scratch file is unlinked at once."""
     if request.param == "unlinked":
         real = os.open
 

@@ -1,4 +1,5 @@
-"""io/tune.py: the search finds the best of a made-up device, keeps to its time, and its section is one that the configuration takes."""
+"""io/tune.py: the search finds the best of a made-up device, keeps to its time, and the configuration accepts its
+section."""
 
 from __future__ import annotations
 

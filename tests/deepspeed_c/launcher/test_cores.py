@@ -113,7 +113,7 @@ def test_threads(tmp_path, allowed, n_ranks, threads):
 )
 def test_quota_of_a_container(tmp_path, allowed, quota, threads):
     allowed(range(6))
-    # The group's own file is the host's in a container: that of the mount point counts.
+    # In a container the group's own file is the host's, so the mount point's file counts.
     for name, text in (("proc/self/cgroup", "0::/pod/x\n"), ("sys/fs/cgroup/cpu.max", quota)):
         path = tmp_path / name
         path.parent.mkdir(parents=True)

@@ -1,4 +1,5 @@
-"""The command line as a user calls it: real launches, judged by their output, their exit code and what they leave."""
+"""The command line as a user calls it: real launches, judged by their output, their exit code and the processes and
+files left behind."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tests.ranks import free_port
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_SECONDS = 300
 
-# Prints what a rank sees, as one line of JSON.
+# Print a rank's arguments and environment as a line of JSON.
 SHOW = """
 import json, os, sys
 names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS EXTRA".split()
@@ -31,7 +32,7 @@ line = json.dumps({**seen, "args": sys.argv[1:], "cores": sorted(os.sched_getaff
 os.write(1, (line + chr(10)).encode())
 """
 
-# Records its process id (and that of a child that would outlive it), then waits. Signals in argv[2] are only noted.
+# Record the process id (and the id of a child that would outlive it), then wait. Signals in argv[2] are only noted.
 WAIT = """
 import os, signal, subprocess, sys, time
 rank, folder = os.environ["RANK"], sys.argv[1]
@@ -83,7 +84,7 @@ def run(*argv, **keywords):
 
 
 def shown(*argv, **keywords):
-    """What the ranks of a launch of SHOW saw, by rank."""
+    """The reports of the ranks of a launch of SHOW, by rank."""
     code, out, err = run(*argv, **keywords)
     assert code == 0, err
     return sorted(map(json.loads, out.splitlines()), key=lambda seen: int(seen["RANK"]))

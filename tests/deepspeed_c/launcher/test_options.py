@@ -1,4 +1,4 @@
-"""The launcher's options: where they end, what excludes what, and that nothing asked for is silently ignored."""
+"""The launcher's options: where they end, which exclude each other, and that no option is silently ignored."""
 
 from __future__ import annotations
 

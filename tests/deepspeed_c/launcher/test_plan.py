@@ -1,4 +1,4 @@
-"""The plan of a launch: command, environment and devices of every rank, and what is refused before anything starts."""
+"""The plan of a launch: command, environment and devices of every rank, and refusals before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting and ending ranks in this process: what the command line cannot cause by itself."""
+"""Starting and ending ranks in this process: cases that the command line cannot cause by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models of transformers, one of each family, with their inputs."""
+"""A small transformers model of each family, with its inputs."""
 
 from __future__ import annotations
 

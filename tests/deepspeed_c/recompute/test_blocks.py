@@ -31,7 +31,7 @@ WIDTH, LAYERS, STEPS, ROWS, LR = 13, 4, 3, 3, 0.05
 
 
 class Block(nn.Module):
-    """A parameter of its own beside submodules, one that is frozen, dropout, and a count of its forwards."""
+    """A layer with its own parameter beside submodules, a frozen parameter, dropout, and a count of its forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,8 +193,8 @@ def check(run_ranks: Callable, world: int, stage: int, name: str, flow: str) -> 
     n_tensor = 2 if flow == "tensor parallel" else 1
     want_losses, want = expected(world // n_tensor, flow)
     plain = run_ranks(world, trained, stage, None, flow)
-    # A reentrant layer's gradients come together in another order where a layer is used twice; so do those of a second
-    # backward at stage 3, whose buckets go by the order in which weights are used.
+    # A reentrant layer's gradients come together in another order where a layer is used twice; the gradients of a
+    # second backward at stage 3 do too, because its buckets follow the order of the weights' use.
     is_exact = not name.startswith("reentrant") and not (flow == "two backwards" and stage == 3)
     for rank, (losses, weights, counts, kinds) in enumerate(run_ranks(world, trained, stage, SECTIONS[name], flow)):
         wanted = want_losses[rank // n_tensor]
@@ -391,7 +391,7 @@ def test_a_model_that_calls_checkpoint(run_ranks: Callable, section: dict, stage
 
 
 class Smooth(nn.Module):
-    """Gives what has two derivatives."""
+    """A layer whose output can be differentiated twice."""
 
     def __init__(self) -> None:
         super().__init__()

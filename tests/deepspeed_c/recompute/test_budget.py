@@ -1,4 +1,4 @@
-"""recompute/budget.py: plans against what a step really holds, on all ranks the same, pinned, remade and refused."""
+"""recompute/budget.py: plans compared with a step's measured memory, equal on all ranks, pinned, remade and refused."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers, one of them twice, two of which share a weight."""
+    """A model of layers; one layer runs twice, and two share a weight."""
 
     def __init__(self, attention_dropout: float = 0.1) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def test_a_step_holds_what_its_plan_says(run_ranks: Callable) -> None:
     (found,) = run_ranks(1, peaks_body)
     everything, plan = found["all"], found["half"][2][-1]
     assert set(everything.treatments) == {Treatment(KEEP)} and everything.added_ns == 0
-    # What is held besides (gradients, the rest of the model) is what a recomputed step holds besides its smallest.
+    # Other memory (gradients, the rest of the model): a recomputed step's peak less its planned minimum.
     besides = found["recomputed"][1][-1] - plan.smallest_bytes
     kept = found["kept"][1][-1] - besides
     measured = found["half"][1][-1] - besides
@@ -129,7 +129,7 @@ def test_a_step_holds_what_its_plan_says(run_ranks: Callable) -> None:
     assert measured == pytest.approx(plan.budget_bytes, rel=0.05), (measured, plan)
     assert plan.smallest_bytes < plan.peak_bytes <= plan.budget_bytes < everything.peak_bytes
     assert plan.added_ns > 0 and plan.treatments[-1].choice == KEEP
-    # The first step recomputes everything, and holds what one layer's operators give while that is measured.
+    # The first step recomputes everything, and holds one layer's operator outputs while it measures them.
     first, recomputed = found["half"][1][0], found["recomputed"][1][0]
     assert first <= recomputed + kept / (LAYERS + 1), (first, recomputed, kept)
     for name in ("recomputed", "half"):
@@ -149,7 +149,7 @@ def flows_body(rank: int, world: int, folder: str) -> dict[str, Any]:
     # Attention that draws no random numbers may be kept.
     found["still"] = train({"layers": "auto", "budget": half}, shapes, rank=rank, dropout=0.0)
     found["still plain"] = train({}, shapes, rank=rank, dropout=0.0)
-    # Rank 1 gets longer rows from the third step on: what is planned for is the longest.
+    # Rank 1 gets longer rows from the third step on: the plan is for the longest rows.
     grown = [(ROWS, TOKENS)] * 2 + [(ROWS, TOKENS + 32 * rank)] * 2
     found["grown"] = train({"layers": "auto", "budget": half}, grown, rank=rank)
     found["grown plain"] = train({}, grown, rank=rank)
@@ -157,7 +157,7 @@ def flows_body(rank: int, world: int, folder: str) -> dict[str, Any]:
         found["tiny"] = train({"layers": "auto", "budget": 1000}, shapes, rank=rank)
     found["told"] = [call.args[0] % call.args[1:] for call in warning.call_args_list]
     found["smallest"] = everything.smallest_bytes
-    # Whoever gathers weights decides together: the longest rows of any rank count.
+    # Ranks that gather weights decide together: the longest rows of any rank count.
     found["sharded"] = train({"layers": "auto", "budget": half}, grown, 3, rank)
     found["sharded plain"] = train({}, grown, 3, rank)
     return found
@@ -224,7 +224,7 @@ class Mixing(nn.Module):
 
 
 class Choosing(nn.Module):
-    """Experts of which those run that a token goes to."""
+    """Experts; an expert runs only if a token goes to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class Sending(nn.Module):
 
 
 class Chain(nn.Module):
-    """Layers, of which a rank skips some, other ones in each step."""
+    """A chain of layers; a rank skips some, different ones in each step."""
 
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ def apart_body(rank: int, world: int, name: str, stage: int) -> Any:
     kind = {"routing": Choosing, "dropped": Mixing, "sends": Sending}[name]
     shapes = [(3, 8 + 16 * rank * (name == "sends"))] * 7
     options = {"drops": name == "dropped"}
-    # Of those that send, rank 0 could keep everything.
+    # In the model whose layers send, rank 0 could keep everything.
     budget = 100_000 if name == "sends" else 20_000
     section = {"layers": r"layers\.\d", "budget": budget}
     return chain_run(kind, shapes, section, rank, stage, **options), chain_run(kind, shapes, {}, rank, stage, **options)
@@ -447,7 +447,7 @@ FAST, SLOW = Tier(1e15), Tier(1.0, 1.0)
 
 
 def with_files_body(rank: int, world: int, folder: str, stage: int) -> dict[str, Any]:
-    """Below what recomputing takes with its inputs in memory, and above it with a disk that is slow."""
+    """Budgets below the memory of recomputation with inputs in memory, and above it with a slow disk."""
     shapes = [(ROWS, TOKENS)] * 3
     section = {"layers": "auto", "offload": {"device": "nvme", "nvme_path": folder}}
     found = {"kept": train({}, shapes, stage, rank)}
@@ -484,7 +484,7 @@ def test_a_file_makes_room_for_what_has_none(run_ranks: Callable, tmp_path: Path
         assert plan.peak_bytes <= plan.budget_bytes == found["budget"]
         assert "nvme" in {t.choice for t in found["measured"][2][-1].treatments}
         assert {t.choice for t in found["slow"][2][-1].treatments} <= {KEEP, RECOMPUTE}
-        # In the first step all inputs go out; later ones keep what fits.
+        # In the first step all inputs go out; later steps keep as many as fit.
         besides = kept[1][-1] - found["all"].peak_bytes
         assert found["little"][1][-1] - besides <= 1.05 * found["budget"], (
             found["little"][1],

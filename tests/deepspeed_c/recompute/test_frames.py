@@ -308,7 +308,7 @@ def test_a_graph_dies_with_its_outputs() -> None:
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_backwards_in_several_threads(flavour: str) -> None:
-    """Graphs of their own, and one that two threads go through."""
+    """Backward in several threads, each with its own graph, and in two threads through the same graph."""
 
     def gradients(how: str) -> list[torch.Tensor]:
         layers = blocks(2)

@@ -1,4 +1,5 @@
-"""Recomputed layers of real models at stages 2 and 3: adapters, experts that differ in what they get, layers within layers, compiled parts.
+"""Recomputed layers of real models at stages 2 and 3: adapters, experts with different inputs, layers within layers,
+compiled parts.
 
 Each is compared with the same engine without recomputation, bit for bit, and with plain torch in one process.
 """

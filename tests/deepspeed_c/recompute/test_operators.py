@@ -81,7 +81,7 @@ def test_what_is_kept_is_given_again() -> None:
 
 
 class RunAgain(TorchDispatchMode):
-    """Counts the matrix products of a layer that runs in a graph, and not those of its backward."""
+    """Count the matrix products of a layer that runs in a graph, without the products of its backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,8 +132,8 @@ def test_a_sum_over_ranks_in_place_overwrites() -> None:
 
 
 def own_operators_body(rank: int, world: int) -> list[tuple[list[str], int, bool]]:
-    """For our attention and what tensor-parallel ranks send: (operators that are known, collectives of the second run,
-    whether its values are those of the first)."""
+    """For our attention and tensor-parallel collectives: (known operators, collectives of the second run, whether its
+    values equal the first run's)."""
     comm = Collectives(torch.distributed.group.WORLD)
     generator = torch.Generator().manual_seed(rank)
     x, w = torch.randn(1, 2, 5, 8, generator=generator), torch.randn(8, 8, generator=generator)

@@ -135,7 +135,7 @@ def plain(layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def ahead_body(rank: int, world: int, is_reentrant: bool) -> tuple[list[str], list[bool]]:
-    """What happens, in order: a letter and the rows of what it happens to, which differ from layer to layer."""
+    """The events in order: a letter and the number of rows of the tensor, different for each layer."""
     checkpointing.configure(
         Mpu(), {"activation_checkpointing": {"use_reentrant": is_reentrant}}, partition_activations=True
     )
@@ -161,7 +161,7 @@ def ahead_body(rank: int, world: int, is_reentrant: bool) -> tuple[list[str], li
 
     found = []
     original, packers.Gather = packers.Gather, Noted
-    # Ranks free what is dropped at different times.
+    # Ranks free dropped graphs at different times: the collector only runs by hand, on one rank in each step.
     gc.disable()
     try:
         for step in range(5):
@@ -241,7 +241,8 @@ def test_partitioned_training_is_plain_training(
 
 
 def kept_body(rank: int, world: int) -> tuple[int, int, int]:
-    """Bytes of this rank's parts of what four layers keep, bytes of the whole, and of whole inputs that still live."""
+    """Bytes of this rank's parts of the inputs that four layers keep, of the whole inputs, and of whole inputs still
+    alive."""
     checkpointing.configure(Mpu(), partition_activations=True)
     torch.manual_seed(1)
     layers = nn.ModuleList(Block() for _ in range(4))

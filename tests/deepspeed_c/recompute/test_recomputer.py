@@ -1,4 +1,5 @@
-"""recompute/recomputer.py and active.py: whose settings a call follows, what errors call a layer, who is asked for ranks."""
+"""recompute/recomputer.py and active.py: the settings that a call follows, layers' names in errors, and the source of
+ranks."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def test_the_flavour_that_is_asked_for_wins() -> None:
 
 
 class Routed(nn.Module):
-    """A layer some of whose rows go to an expert: in some calls none do, and other tensors are saved."""
+    """A layer that sends some rows to an expert: in some calls none, and then other tensors are saved."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -198,7 +199,7 @@ def test_layers_within_layers_under_a_budget() -> None:
             for a, b in zip(got, wanted[step]):
                 assert torch.equal(a, b), (budget, step)
         plans[budget] = mine.budget.plan
-    # Those within others are a part of them, and are not planned by themselves.
+    # Layers within others are a part of them, and are not planned by themselves.
     assert all(len(plan.treatments) == 4 for plan in plans.values()), plans
     assert {treatment.choice for treatment in plans["1GiB"].treatments} == {KEEP}
     assert RECOMPUTE in {treatment.choice for treatment in plans[budget].treatments}, plans

@@ -1,4 +1,4 @@
-"""recompute/rng.py and conditions.py: streams by name, and that a recomputed layer draws what it drew."""
+"""recompute/rng.py and conditions.py: streams by name, and that a recomputed layer draws the same numbers again."""
 
 from __future__ import annotations
 

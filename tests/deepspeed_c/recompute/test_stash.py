@@ -211,7 +211,7 @@ def test_what_many_layers_get_is_written_once(tmp_path: Path) -> None:
     for i in range(6):
         y = mine.run(torch.mul, (y, wide), {}) if i % 3 == 0 else mine.run(torch.tanh, (y,), {})
     y.sum().backward()
-    # Five inputs of five calls, and the one that comes back at the fourth.
+    # Five inputs of five calls, and the input that comes back at the fourth.
     assert mine.stash.written_bytes <= 6 * wide.nbytes
 
 
@@ -279,7 +279,7 @@ def test_a_read_that_fails(tmp_path: Path, broken: Any, plan: dict, words: str) 
     mine.stash._finish_leaving()
     broken.set(seed=11, **plan)
     with pytest.raises(OffloadError) as caught:
-        for _ in range(50):  # a flipped bit may lie in what fills the page
+        for _ in range(50):  # a flipped bit may lie in the page's padding
             loss.backward(retain_graph=True)
     text = str(caught.value)
     assert "the inputs of layer " in text and "could not be read" in text and words in text, text

@@ -1,4 +1,4 @@
-"""Plain attention of whole sequences in one process: what attention over ranks is compared with."""
+"""Plain attention of whole sequences in one process, the reference for attention over ranks."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def show(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 @pytest.mark.parametrize("words", [["--order", "contiguous"], [], ["--window", "7"], ["--not-causal"], ["--documents", "5,20,7"]])
 def test_the_picture_is_who_sees_whom(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
-    """32 tokens are a character each: dots are what the mask hides, digits the way between the two ranks."""
+    """32 tokens are a character each: dots are hidden by the mask, digits are the steps between the two ranks."""
     printed = show(capsys, "--tokens", "32", "--ranks", "4", *words)
     grid = [line.strip() for line in printed.splitlines() if re.fullmatch(r"  [0-3.]{32}", line)]
     owners, *rows = grid

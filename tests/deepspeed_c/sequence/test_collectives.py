@@ -55,7 +55,7 @@ def test_batches_are_cut_in_the_order_of_their_model(world: int) -> None:
 
 
 def refused_body(rank: int, world: int) -> list[str]:
-    """What attention in one order says of positions that were cut in another, with a mask of the model's own too."""
+    """The errors of attention in one order for positions cut in another, also with a model's own mask."""
     found = []
     whole = torch.cat([torch.arange(5), torch.arange(TOKENS - 5)]).expand(2, -1)
     orders = [CONTIGUOUS, ZIGZAG] + ([TokenOrder("zigzag", 2)] if world == 4 else [])

@@ -239,7 +239,7 @@ def dropout_body(rank: int, world: int, folder: str) -> list[torch.Tensor]:
         for step in range(2):
             train(engine, 1, range(step, step + 1))
             found.append(model.dropped)
-        assert torch.equal(torch.get_rng_state(), outside)  # what the program draws outside stays the same on all ranks
+        assert torch.equal(torch.get_rng_state(), outside)  # the program's own random state stays the same on all ranks
         engine.save_checkpoint(folder, "t")
         train(engine, 1, range(2, 3))
         found.append(model.dropped)
@@ -287,7 +287,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def ways_body(rank: int, world: int, way: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """A loss of a script's own, said to be what it is."""
+    """Train with a script's own loss; the first word of ``way`` is the configured kind of loss."""
     with make_engine(2, config_of(2, sequence_parallel={"loss": way.split(",")[0]})) as engine:
         norms, group = [], engine.get_sequence_parallel_group()
         for step in range(STEPS):

@@ -285,7 +285,7 @@ def test_what_a_loss_in_chunks_refuses():
 
 
 class Copies:
-    """A device that is not the host, as far as copies go; counts what is there."""
+    """Copies of a pretended device apart from the host; counts the copies to the host and the tensors on the device."""
 
     def __init__(self) -> None:
         self.n_here = self.most = self.n_down = 0

@@ -24,7 +24,7 @@ CASES = [
 
 
 def of_hybrid(rank: int, world: int, n_inner: int, cases: list[Case]) -> list[list[torch.Tensor]]:
-    """What this rank computes of each case."""
+    """This rank's results of each case."""
     ranks = split_ranks(Collectives(), n_inner)
     assert (ranks.inner.world_size, ranks.ring.world_size) == (n_inner, world // n_inner)
     results = []
@@ -60,7 +60,7 @@ def test_rows_and_rings_compute_what_one_process_computes(n_inner: int) -> None:
 
 
 def refused(rank: int, world: int) -> list[str]:
-    """What this rank is told."""
+    """The errors that this rank gets."""
     said = []
     comm = Collectives()
     ranks = split_ranks(comm, 2)

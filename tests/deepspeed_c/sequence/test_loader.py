@@ -1,4 +1,5 @@
-"""The adapter of a loader: parts of every rank's batches against cuts made by hand, what is made and filled up, where it goes on, and what it refuses on all ranks."""
+"""The adapter of a loader: parts of every rank's batches against cuts made by hand, keys made and padded, resuming, and
+refusals on all ranks."""
 
 from __future__ import annotations
 

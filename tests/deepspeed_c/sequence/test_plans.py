@@ -23,7 +23,7 @@ def test_what_is_taken_joins_to_the_whole(order: str, n_ranks: int, n_inner: int
     for rank, part in enumerate(parts):
         assert part.shape[1] == cut.tokens[rank] == cut.local_tokens(rank)
         assert part.equal(whole[:, cut.positions(rank)])
-    # A row's ranks, one after the other, have what the part of the ring has.
+    # A row's ranks, one after the other, have the positions of the ring's part.
     for row in range(cut.n_parts):
         of_row = torch.cat([cut.positions(row * n_inner + inner) for inner in range(n_inner)])
         assert of_row.equal(cut.parts().positions(row))

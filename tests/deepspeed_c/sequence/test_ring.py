@@ -19,7 +19,7 @@ WIDTH = 8
 
 @dataclass
 class Case:
-    """One call of attention: what it is over, and how."""
+    """One call of attention: its sizes, order and mask."""
 
     n_tokens: int
     order: str = "zigzag"
@@ -59,7 +59,7 @@ class Case:
 
 
 def of_ring(rank: int, world: int, cases: list[Case]) -> list[tuple[list[torch.Tensor], dict[str, int]]]:
-    """What this rank computes of each case, and what it sent."""
+    """This rank's results of each case, and the bytes it sent."""
     comm = Collectives()
     results = []
     for case in cases:
@@ -164,7 +164,7 @@ def test_work_is_even_in_zigzag_and_not_in_contiguous_order() -> None:
 
 
 def refused(rank: int, world: int) -> list[str]:
-    """What this rank is told for calls that do not fit; nothing is sent."""
+    """The errors that this rank gets for calls that do not fit; nothing is sent."""
     comm, cut = Collectives(), SequenceCut(10, world)
     comm.ledger.reset_totals()
     n = cut.tokens[rank]

@@ -1,4 +1,5 @@
-"""What a rank's loss counts where nobody has said it (engine/share.py): weights after SGD as in one plain process, or an error on all ranks, or a warning with the factor."""
+"""How much a rank's loss counts if it is not configured (engine/share.py): weights after SGD as in one plain process,
+or an error on all ranks, or a warning with the factor."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class GatheringAlone(Toy):
 
 
 class OwnGather(torch.autograd.Function):
-    """A gather of a user's own whose backward adds up what all ranks ask for."""
+    """A user's own gather whose backward sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
@@ -77,7 +78,7 @@ class OwnGather(torch.autograd.Function):
 
 
 def own_gather_without_sum(value: torch.Tensor, group: Any) -> torch.Tensor:
-    """Values of all ranks, of which this rank's alone is in the graph."""
+    """Values of all ranks; only this rank's value is in the graph."""
     parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, value.detach(), group=group)
     parts[dist.get_rank(group)] = value

@@ -1,4 +1,5 @@
-"""Tiled parts under every stage of ZeRO: weights after steps of SGD are those of one plain process that runs all of it whole."""
+"""Tiled parts under every stage of ZeRO: weights after steps of SGD equal those from a plain process that runs every
+part whole."""
 
 from __future__ import annotations
 
@@ -160,7 +161,7 @@ def log_gathers(rank, world, n_tiles):
             "stage": 3,
             "stage3_param_persistence_threshold": 0,
             "reduce_bucket_size": 192,
-            # What may be let go is let go at once.
+            # Weights are released as early as possible.
             "stage3_max_live_parameters": 0,
             "stage3_max_reuse_distance": 0,
             "stage3_prefetch_bucket_size": 0,

@@ -1,4 +1,5 @@
-"""Look-ups of process groups: all ranks by default, those of the ``mpu`` that the engine was given, one rank of every other kind."""
+"""Look-ups of process groups: all ranks by default, the groups of the engine's ``mpu``, one rank for every other kind.
+"""
 
 from __future__ import annotations
 

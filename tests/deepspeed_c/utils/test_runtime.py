@@ -1,4 +1,4 @@
-"""The helpers of ``deepspeed.runtime.utils``: norms against float64 and over ranks, containers, and what they refuse."""
+"""The helpers of ``deepspeed.runtime.utils``: norms against float64 and over ranks, containers, and refusals."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def over_ranks_body(rank: int, world: int) -> None:
     assert abs(runtime.get_weight_norm([whole, part], mpu=Mpu()) - want) < 1e-5
     assert runtime.get_weight_norm([whole, part], math.inf, mpu=Mpu()) == 3
     assert abs(runtime.get_global_norm_of_tensors([part], mpu=Mpu()).item() - math.sqrt(4 + 16)) < 1e-5
-    # Ranks of a data-parallel group: the mean of their norms, by which all of them scale.
+    # Ranks of a data-parallel group: all of them scale by the mean of their norms.
     mine = nn.Parameter(torch.zeros(1))
     mine.grad = torch.tensor([2.0 + 4 * rank])
     assert runtime.clip_grad_norm_([mine], 2.0).item() == 4

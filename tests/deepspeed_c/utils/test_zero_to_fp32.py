@@ -1,4 +1,5 @@
-"""DeepSpeed's names for fp32 weights give what the masters hold, from checkpoints of ours, and the program has DeepSpeed's arguments."""
+"""DeepSpeed's functions for fp32 weights return the masters of our checkpoints, and the program has DeepSpeed's
+arguments."""
 
 from __future__ import annotations
 

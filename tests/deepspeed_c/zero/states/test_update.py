@@ -1,5 +1,5 @@
-"""zero/states/update.py: optimizers that only this file knows, one of each scope, over shards, compared with plain
-torch over whole parameters.
+"""zero/states/update.py: optimizers that only this file knows, for each scope, over shards, compared with plain torch
+over whole parameters.
 
 All of an optimizer is its class: nothing else in the package has to learn of it. fp32; tolerance as in the parity oracle, for sums are taken in another order.
 """
