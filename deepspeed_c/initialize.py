@@ -110,7 +110,7 @@ def initialize(
         check_pipeline(pipeline, settings.pipeline, settings.zero, mesh)
     _check_data_parallel_size(settings.data_parallel_size, mesh)
     mesh = mesh_of_config(settings.zero, mesh)
-    groups.tell(mesh)
+    groups.set_mesh(mesh)
     set_level(settings.log_level)
     watch(comm, settings.collective_timeout_s)
     log_dist(settings.summary_line(), ranks=[0])

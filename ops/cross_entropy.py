@@ -34,13 +34,13 @@ def rows(logits: Tensor, targets: Tensor) -> Tensor:
         torch.ops.deepspeed_c.cross_entropy_rows_(logits, targets, out)
         return out
     wide = _wide(logits)
-    n_words = wide.shape[1]
-    if n_words == 0:
+    vocab_size = wide.shape[1]
+    if vocab_size == 0:
         return wide.new_tensor([-torch.inf, 0.0, 0.0, 0.0]).repeat(len(wide), 1)
     largest = wide.amax(1)
     shift = torch.where(largest == -torch.inf, 0.0, largest)
-    is_here = (targets >= 0) & (targets < n_words)
-    target = wide.gather(1, targets.clamp(0, n_words - 1).unsqueeze(1)).squeeze(1)
+    is_here = (targets >= 0) & (targets < vocab_size)
+    target = wide.gather(1, targets.clamp(0, vocab_size - 1).unsqueeze(1)).squeeze(1)
     sums = torch.exp(wide - shift.unsqueeze(1)).sum(1)
     return torch.stack([largest, sums, torch.where(is_here, target, 0.0), wide.sum(1)], dim=1)
 
@@ -56,16 +56,16 @@ def join(parts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return shift + total.log(), stacked[..., 2].sum(0), stacked[..., 3].sum(0)
 
 
-def grad_(logits: Tensor, targets: Tensor, log_sum: Tensor, scale: Tensor, smoothing: float, n_all_words: int) -> None:
-    """Puts the gradient in place of ``logits`` [n, words of this rank]: scale * (softmax - smoothing / n_all_words -
-    (1 - smoothing) * (word is the target)). log_sum, scale: [n], of the dtype of ``rows``. A row of scale 0 becomes
+def grad_(logits: Tensor, targets: Tensor, log_sum: Tensor, scale: Tensor, smoothing: float, full_vocab_size: int) -> None:
+    """Puts the gradient in place of ``logits`` [n, words of this rank]: scale * (softmax - smoothing / full_vocab_size
+    - (1 - smoothing) * (word is the target)). log_sum, scale: [n], of the dtype of ``rows``. A row of scale 0 becomes
     zeros.
     """
     if _is_of_core(logits):
-        torch.ops.deepspeed_c.cross_entropy_grad_(logits, targets, log_sum, scale, smoothing, n_all_words)
+        torch.ops.deepspeed_c.cross_entropy_grad_(logits, targets, log_sum, scale, smoothing, full_vocab_size)
         torch.autograd.graph.increment_version(logits)
         return
-    grad = torch.exp(_wide(logits) - log_sum.unsqueeze(1)) - smoothing / n_all_words
+    grad = torch.exp(_wide(logits) - log_sum.unsqueeze(1)) - smoothing / full_vocab_size
     row, word = torch.nonzero(
         torch.arange(logits.shape[1], device=logits.device) == targets.unsqueeze(1), as_tuple=True
     )

@@ -68,7 +68,7 @@ PERMITTED: dict[str, str] = {
     "engine/checkpoint/model_files.py: config.architectures": "transformers' own: what from_pretrained reads",
     **dict.fromkeys(
         (
-            "inject/loss.py: ctx.n_words",
+            "inject/loss.py: ctx.vocab_size",
             "inject/loss.py: ctx.smoothing",
             "inject/ranks.py: ctx.begin",
             "inject/ranks.py: ctx.label",

@@ -119,19 +119,19 @@ static dsc_status flat_cast(const struct dsc_span *src, const struct dsc_span *d
 #undef DSC_NN_CALL
 
 static dsc_status cross_entropy_rows(const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
-                                     int64_t n_words, struct dsc_tp_row *out_rows, void *stream)
+                                     int64_t vocab_size, struct dsc_tp_row *out_rows, void *stream)
 {
     (void)stream;
-    return dsc_tp_cross_entropy_rows(logits, dtype, targets, n_rows, n_words, NULL, out_rows);
+    return dsc_tp_cross_entropy_rows(logits, dtype, targets, n_rows, vocab_size, NULL, out_rows);
 }
 
 static dsc_status cross_entropy_grad(void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
-                                     int64_t n_words, const float *log_sum, const float *scale, double smoothing,
-                                     int64_t n_all_words, void *stream)
+                                     int64_t vocab_size, const float *log_sum, const float *scale, double smoothing,
+                                     int64_t full_vocab_size, void *stream)
 {
     (void)stream;
-    return dsc_tp_cross_entropy_grad(logits, dtype, targets, n_rows, n_words, log_sum, scale, smoothing, n_all_words,
-                                     NULL);
+    return dsc_tp_cross_entropy_grad(logits, dtype, targets, n_rows, vocab_size, log_sum, scale, smoothing,
+                                     full_vocab_size, NULL);
 }
 
 static const struct dsc_accel table = {

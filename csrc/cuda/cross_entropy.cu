@@ -46,9 +46,9 @@ __global__ void __launch_bounds__(N_THREADS) entropy_rows_kernel(const __grid_co
 }
 
 dsc_status cross_entropy_rows(const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
-                              int64_t n_words, struct dsc_tp_row *out_rows, void *stream)
+                              int64_t vocab_size, struct dsc_tp_row *out_rows, void *stream)
 {
-    const entropy_rows_params params = {grid_of_rows(n_rows, n_words), (int)dtype, logits, targets, out_rows};
+    const entropy_rows_params params = {grid_of_rows(n_rows, vocab_size), (int)dtype, logits, targets, out_rows};
 
     if (n_rows == 0)
         return DSC_OK;
@@ -84,20 +84,20 @@ __global__ void __launch_bounds__(N_THREADS) entropy_grad_kernel(const __grid_co
     });
 }
 
-dsc_status cross_entropy_grad(void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows, int64_t n_words,
-                              const float *log_sum, const float *scale, double smoothing, int64_t n_all_words,
+dsc_status cross_entropy_grad(void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows, int64_t vocab_size,
+                              const float *log_sum, const float *scale, double smoothing, int64_t full_vocab_size,
                               void *stream)
 {
-    const entropy_grad_params params = {grid_of_elements(n_rows, n_words),
+    const entropy_grad_params params = {grid_of_elements(n_rows, vocab_size),
                                         (int)dtype,
                                         logits,
                                         targets,
                                         log_sum,
                                         scale,
-                                        (float)(smoothing / (double)n_all_words),
+                                        (float)(smoothing / (double)full_vocab_size),
                                         (float)(1.0 - smoothing)};
 
-    if (n_rows == 0 || n_words == 0)
+    if (n_rows == 0 || vocab_size == 0)
         return DSC_OK;
     DSC_TRY(check_pointer(logits, "logits"));
     return launch("cross_entropy_grad", entropy_grad_kernel, params.grid.n_blocks, params, stream);

@@ -81,9 +81,9 @@ dsc_status flat_cast(const struct dsc_span *src, const struct dsc_span *dst, voi
 #include "dsc/nn_calls.inc"
 #undef DSC_NN_CALL
 dsc_status cross_entropy_rows(const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
-                              int64_t n_words, struct dsc_tp_row *out_rows, void *stream);
-dsc_status cross_entropy_grad(void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows, int64_t n_words,
-                              const float *log_sum, const float *scale, double smoothing, int64_t n_all_words,
+                              int64_t vocab_size, struct dsc_tp_row *out_rows, void *stream);
+dsc_status cross_entropy_grad(void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows, int64_t vocab_size,
+                              const float *log_sum, const float *scale, double smoothing, int64_t full_vocab_size,
                               void *stream);
 
 }  // namespace dsc_cuda

@@ -14,7 +14,7 @@ struct job {
     dsc_dtype dtype;
     const int64_t *targets;
     int64_t n_rows;
-    int64_t n_words;
+    int64_t vocab_size;
     int64_t rows_per_chunk;
     struct dsc_tp_row *rows;
     const float *log_sum;
@@ -23,27 +23,28 @@ struct job {
     float at_target; /* and from the target's besides */
 };
 
-static dsc_status check(const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows, int64_t n_words)
+static dsc_status check(const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows, int64_t vocab_size)
 {
     int64_t n_elems;
 
     if (dsc_dtype_bytes(dtype) == 0)
         return dsc_fail(DSC_EINVAL, "dtype is %d, which is no dsc_dtype", (int)dtype);
-    if (n_rows < 0 || n_words < 0)
+    if (n_rows < 0 || vocab_size < 0)
         return dsc_fail(DSC_EINVAL, "%lld rows of %lld words: neither must be negative", (long long)n_rows,
-                        (long long)n_words);
-    if (__builtin_mul_overflow(n_rows, n_words, &n_elems) || n_elems > INT64_MAX / 4)
+                        (long long)vocab_size);
+    if (__builtin_mul_overflow(n_rows, vocab_size, &n_elems) || n_elems > INT64_MAX / 4)
         return dsc_fail(DSC_EOVERFLOW, "%lld rows of %lld words do not fit int64_t", (long long)n_rows,
-                        (long long)n_words);
+                        (long long)vocab_size);
     if ((logits == NULL && n_elems > 0) || (targets == NULL && n_rows > 0))
         return dsc_fail(DSC_EINVAL, "%s is NULL for %lld rows", logits == NULL ? "logits" : "targets",
                         (long long)n_rows);
     return DSC_OK;
 }
 
-static struct job job_of(const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows, int64_t n_words)
+static struct job job_of(const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
+                         int64_t vocab_size)
 {
-    int64_t rows_per_chunk = n_words > 0 ? DSC_MIN_CHUNK_ELEMS / n_words : n_rows;
+    int64_t rows_per_chunk = vocab_size > 0 ? DSC_MIN_CHUNK_ELEMS / vocab_size : n_rows;
 
     return (struct job){
         .kernels = dsc_kernels_get(),
@@ -51,7 +52,7 @@ static struct job job_of(const void *logits, dsc_dtype dtype, const int64_t *tar
         .dtype = dtype,
         .targets = targets,
         .n_rows = n_rows,
-        .n_words = n_words,
+        .vocab_size = vocab_size,
         .rows_per_chunk = rows_per_chunk < 1 ? 1 : rows_per_chunk,
     };
 }
@@ -72,7 +73,7 @@ static int64_t last_row(const struct job *job, int64_t last_chunk)
 
 static char *word(const struct job *job, int64_t row, int64_t i)
 {
-    return job->logits + (size_t)(row * job->n_words + i) * dsc_dtype_bytes(job->dtype);
+    return job->logits + (size_t)(row * job->vocab_size + i) * dsc_dtype_bytes(job->dtype);
 }
 
 static int64_t block_of(int64_t n_left)
@@ -88,8 +89,8 @@ static struct dsc_tp_row read_row(const struct job *job, int64_t row)
     double sum_exp = 0.0;
     double sum = 0.0;
 
-    for (int64_t i = 0; i < job->n_words; i += DSC_BLOCK_ELEMS) {
-        int64_t n = block_of(job->n_words - i);
+    for (int64_t i = 0; i < job->vocab_size; i += DSC_BLOCK_ELEMS) {
+        int64_t n = block_of(job->vocab_size - i);
 
         job->kernels->max_f32(n, dsc_load_f32(job->kernels, job->dtype, word(job, row, i), n, scratch), &found.max);
     }
@@ -97,8 +98,8 @@ static struct dsc_tp_row read_row(const struct job *job, int64_t row)
     /* A row of nothing but -inf adds nothing, and a row of nothing but NaN is NaN. */
     float shift = found.max == -INFINITY ? 0.0f : found.max;
 
-    for (int64_t i = 0; i < job->n_words; i += DSC_BLOCK_ELEMS) {
-        int64_t n = block_of(job->n_words - i);
+    for (int64_t i = 0; i < job->vocab_size; i += DSC_BLOCK_ELEMS) {
+        int64_t n = block_of(job->vocab_size - i);
         const dsc_f32 *block = dsc_load_f32(job->kernels, job->dtype, word(job, row, i), n, scratch);
 
         if (target >= i && target < i + n)
@@ -121,20 +122,20 @@ static void read_chunks(void *arg, int64_t first, int64_t last)
 }
 
 dsc_status dsc_tp_cross_entropy_rows_check(const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
-                                           int64_t n_words, const struct dsc_tp_row *out_rows)
+                                           int64_t vocab_size, const struct dsc_tp_row *out_rows)
 {
-    DSC_TRY(check(logits, dtype, targets, n_rows, n_words));
+    DSC_TRY(check(logits, dtype, targets, n_rows, vocab_size));
     if (out_rows == NULL && n_rows > 0)
         return dsc_fail(DSC_EINVAL, "out_rows is NULL for %lld rows", (long long)n_rows);
     return DSC_OK;
 }
 
 dsc_status dsc_tp_cross_entropy_rows(const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
-                                     int64_t n_words, const struct dsc_par *par, struct dsc_tp_row *out_rows)
+                                     int64_t vocab_size, const struct dsc_par *par, struct dsc_tp_row *out_rows)
 {
-    DSC_TRY(dsc_tp_cross_entropy_rows_check(logits, dtype, targets, n_rows, n_words, out_rows));
+    DSC_TRY(dsc_tp_cross_entropy_rows_check(logits, dtype, targets, n_rows, vocab_size, out_rows));
 
-    struct job job = job_of(logits, dtype, targets, n_rows, n_words);
+    struct job job = job_of(logits, dtype, targets, n_rows, vocab_size);
 
     job.rows = out_rows;
     run(par, &job, read_chunks);
@@ -148,12 +149,12 @@ static void write_row(const struct job *job, int64_t row)
     float scale = job->scale[row];
 
     if (scale == 0.0f) {
-        if (job->n_words > 0)
-            memset(word(job, row, 0), 0, (size_t)job->n_words * dsc_dtype_bytes(job->dtype));
+        if (job->vocab_size > 0)
+            memset(word(job, row, 0), 0, (size_t)job->vocab_size * dsc_dtype_bytes(job->dtype));
         return;
     }
-    for (int64_t i = 0; i < job->n_words; i += DSC_BLOCK_ELEMS) {
-        int64_t n = block_of(job->n_words - i);
+    for (int64_t i = 0; i < job->vocab_size; i += DSC_BLOCK_ELEMS) {
+        int64_t n = block_of(job->vocab_size - i);
         const dsc_f32 *block = dsc_load_f32(job->kernels, job->dtype, word(job, row, i), n, scratch);
 
         job->kernels->exp_f32(n, block, job->log_sum[row], scratch);
@@ -173,33 +174,33 @@ static void write_chunks(void *arg, int64_t first, int64_t last)
 }
 
 dsc_status dsc_tp_cross_entropy_grad_check(const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
-                                           int64_t n_words, const float *log_sum, const float *scale, double smoothing,
-                                           int64_t n_all_words)
+                                           int64_t vocab_size, const float *log_sum, const float *scale,
+                                           double smoothing, int64_t full_vocab_size)
 {
-    DSC_TRY(check(logits, dtype, targets, n_rows, n_words));
+    DSC_TRY(check(logits, dtype, targets, n_rows, vocab_size));
     if ((log_sum == NULL || scale == NULL) && n_rows > 0)
         return dsc_fail(DSC_EINVAL, "%s is NULL for %lld rows", log_sum == NULL ? "log_sum" : "scale",
                         (long long)n_rows);
     if (!(smoothing >= 0.0 && smoothing <= 1.0))
         return dsc_fail(DSC_EINVAL, "smoothing is %g, must be 0 to 1", smoothing);
-    if (n_all_words < n_words || n_all_words < 1)
-        return dsc_fail(DSC_EINVAL, "n_all_words is %lld, this rank alone has %lld", (long long)n_all_words,
-                        (long long)n_words);
+    if (full_vocab_size < vocab_size || full_vocab_size < 1)
+        return dsc_fail(DSC_EINVAL, "full_vocab_size is %lld, this rank alone has %lld", (long long)full_vocab_size,
+                        (long long)vocab_size);
     return DSC_OK;
 }
 
 dsc_status dsc_tp_cross_entropy_grad(void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
-                                     int64_t n_words, const float *log_sum, const float *scale, double smoothing,
-                                     int64_t n_all_words, const struct dsc_par *par)
+                                     int64_t vocab_size, const float *log_sum, const float *scale, double smoothing,
+                                     int64_t full_vocab_size, const struct dsc_par *par)
 {
-    DSC_TRY(dsc_tp_cross_entropy_grad_check(logits, dtype, targets, n_rows, n_words, log_sum, scale, smoothing,
-                                            n_all_words));
+    DSC_TRY(dsc_tp_cross_entropy_grad_check(logits, dtype, targets, n_rows, vocab_size, log_sum, scale, smoothing,
+                                            full_vocab_size));
 
-    struct job job = job_of(logits, dtype, targets, n_rows, n_words);
+    struct job job = job_of(logits, dtype, targets, n_rows, vocab_size);
 
     job.log_sum = log_sum;
     job.scale = scale;
-    job.each = (float)(smoothing / (double)n_all_words);
+    job.each = (float)(smoothing / (double)full_vocab_size);
     job.at_target = (float)(1.0 - smoothing);
     run(par, &job, write_chunks);
     return DSC_OK;

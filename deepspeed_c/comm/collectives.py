@@ -51,7 +51,7 @@ class Collectives:
         ours. is_alone: only this rank, even if the group has more.
         """
         self.group = group
-        self._local: shm.Wish = "off"
+        self._local: shm.LocalTransport = "off"
         self._connection: shm.Connection | Hierarchy | None = None
         self.world_size = 1 if is_alone else get_world_size(group)
         self.rank = 0 if is_alone else get_rank(group)
@@ -79,7 +79,7 @@ class Collectives:
         self._number_device = torch.device("cpu" if "cpu" in names or not names else next(iter(names)))
         self._object_path = names.get(self._number_device.type, "")
 
-    def use_shared_memory(self, wish: shm.Wish) -> None:
+    def use_shared_memory(self, wish: shm.LocalTransport) -> None:
         """Sends CPU tensors through memory that all ranks share, or the ranks of each host, where ``wish`` (the
         configuration key ``comm.local``) allows it and they can. Every later ``part`` does the same.
 

@@ -35,9 +35,9 @@ from deepspeed_c.logging import logger
 if TYPE_CHECKING:
     from deepspeed_c.comm.collectives import Collectives
 
-__all__ = ["REFUSALS", "Connection", "Wish", "as_tensor", "connect", "discard", "first_refusal"]
+__all__ = ["REFUSALS", "Connection", "LocalTransport", "as_tensor", "connect", "discard", "first_refusal"]
 
-Wish = Literal["auto", "shm", "off"]
+LocalTransport = Literal["auto", "shm", "off"]
 """The configuration key ``comm.local``."""
 
 # Errors of the binding where ranks cannot share memory: the system lacks something, there is no memory, another user.

@@ -67,7 +67,7 @@ class BackwardPass:
     def drive(self, reducer: GradientReducer, fetcher: Fetcher | None) -> None:
         """From now on passes go through ``reducer``, and read weights that ``fetcher`` gathers."""
         self._reducer, self._fetcher = reducer, fetcher
-        reducer.follow(self)
+        reducer.bind_passes(self)
         _all.add(self)
 
     def leave(self) -> None:

@@ -26,9 +26,9 @@ from deepspeed_c.engine.passes import nodes_between, nodes_of
 from deepspeed_c.errors import RankMismatchError, StateError
 from deepspeed_c.logging import log_dist
 
-__all__ = ["LossShare", "Way"]
+__all__ = ["LossKind", "LossShare"]
 
-Way = Literal["auto", "mean", "part", "whole"]
+LossKind = Literal["auto", "mean", "part", "whole"]
 """mean: a rank's loss is the mean over its own valid tokens. part: it is a term of the sum over ranks already. whole:
 it is the loss of whole sequences, by a collective whose backward adds up the gradients of all ranks."""
 
@@ -53,7 +53,7 @@ _ROUNDING = 1e-3
 class _Guess(NamedTuple):
     """One loss that nobody has said anything about, as other ranks are told of it."""
 
-    way: Way
+    way: LossKind
     loss: float
     is_wide: bool
     """Whether its dtype has 32 bits at least: losses of 16 bits are equal by chance."""
@@ -68,7 +68,7 @@ class _Guess(NamedTuple):
 class _Noted(NamedTuple):
     """A guess whose numbers may still lie on the device."""
 
-    way: Way
+    way: LossKind
     loss: torch.Tensor
     has_collective: bool
     labels: torch.Tensor | None
@@ -78,7 +78,7 @@ class _Noted(NamedTuple):
 class LossShare:
     """Weighs the losses of one engine's micro-batches. ``way``: ``sequence_parallel.loss``."""
 
-    def __init__(self, mesh: Mesh, way: Way) -> None:
+    def __init__(self, mesh: Mesh, way: LossKind) -> None:
         self._mesh, self._way = mesh, way
         self.is_needed = mesh.size(SP) > 1
         """Whether sequences are cut at all."""
@@ -87,7 +87,7 @@ class LossShare:
         self._ends: frozenset[Any] = frozenset()
         self._loss_node: Any = None
         self._is_whole_inside: bool | None = None  # whether the model's own loss is whole; found out once
-        self._told: set[Way] = set()
+        self._told: set[LossKind] = set()
         self._noted: list[_Noted] = []
         self._n_compared = 0
         self._compares = self.is_needed and way == "auto"
@@ -126,7 +126,7 @@ class LossShare:
         total = sum(self._mesh.sequence.gather_numbers(mine, label="valid tokens"))
         return mine / total if total else 0.0
 
-    def _find_way(self, loss: torch.Tensor) -> Way:
+    def _find_way(self, loss: torch.Tensor) -> LossKind:
         if loss.grad_fn is None:
             return "part"
         is_own = loss.grad_fn is self._loss_node
@@ -136,7 +136,7 @@ class LossShare:
             has_collective = self._is_whole_inside
         else:
             has_collective = any(map(self._is_whole, nodes_between([loss.grad_fn], self._ends)))
-        way: Way = "whole" if has_collective else "part"
+        way: LossKind = "whole" if has_collective else "part"
         if is_own and self._labels is not None and self._n_items is None:
             # Weights by tokens add up to 1 over ranks, so they also fit a loss that the model itself has gathered; and
             # a collective in a model's graph may belong to a layer.
@@ -153,7 +153,7 @@ class LossShare:
         ranks = dist.get_process_group_ranks(group)
         return set(self._mesh.sequence.global_ranks) <= set(ranks)
 
-    def _tell(self, way: Way) -> None:
+    def _tell(self, way: LossKind) -> None:
         """Says once how losses of this kind were understood: a wrong scale of gradients hides behind Adam."""
         if way in self._told:
             return

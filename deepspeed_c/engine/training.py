@@ -26,7 +26,7 @@ from deepspeed_c.engine.reductions import Reductions
 from deepspeed_c.engine.shard import shard_model, take_cores_back
 from deepspeed_c.engine.state import TrainState
 from deepspeed_c.engine.trainable import assign_groups, match_names, put_states, take_states
-from deepspeed_c.engine.zero_grad import follow_zero_grad
+from deepspeed_c.engine.zero_grad import hook_zero_grad
 from deepspeed_c.errors import BatchSizeError, StateError
 from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.profile.timers import EngineTimers, ThroughputTimer, see_memory_usage
@@ -80,7 +80,7 @@ class TrainingHost(Reductions, ModelHost):
             self.training_dataloader = self.deepspeed_io(training.data, collate_fn=training.collate_fn)
         self._inputs = InputCheck(mesh, device)
         self._step_applied = False
-        self._stop_following: Callable[[], None] = lambda: None
+        self._unhook_zero_grad: Callable[[], None] = lambda: None
         self.timers = EngineTimers(
             enabled=config.wall_clock_breakdown,
             throughput=config.timers.throughput.enabled,
@@ -116,8 +116,8 @@ class TrainingHost(Reductions, ModelHost):
         for slot in optimizer.slots:
             attach(optimizer, slot)
         if self._trains:
-            self._stop_following = follow_zero_grad(self.module, self._drop_gradients)
-            optimizer.lend(
+            self._unhook_zero_grad = hook_zero_grad(self.module, self._drop_gradients)
+            optimizer.bind_engine(
                 self,
                 wants_stop=self._preemption.is_requested,
                 begin_window=self._state.begin_window,
@@ -138,7 +138,7 @@ class TrainingHost(Reductions, ModelHost):
         self.close()
 
     def _release(self) -> None:
-        self._stop_following()
+        self._unhook_zero_grad()
         for slot in self._optimizer.slots:
             detach(slot)
         self._optimizer.release()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["follow_zero_grad"]
+__all__ = ["hook_zero_grad"]
 
 _NAME = "zero_grad"
 
@@ -44,7 +44,7 @@ class _ZeroGrad:
         return partial, (type(module).zero_grad, module)
 
 
-def follow_zero_grad(model: torch.nn.Module, drop: Drop) -> Callable[[], None]:
+def hook_zero_grad(model: torch.nn.Module, drop: Drop) -> Callable[[], None]:
     """From now on ``zero_grad()`` of ``model`` and of modules in it calls ``drop`` with the module's parameters, until
     the function that is returned is called."""
     modules = list(model.modules())

@@ -35,7 +35,7 @@ _TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 # Scales of the stand-ins' values: an epsilon shows in the smaller one.
 _SCALES = (1.0, 0.01)
 Forward = Callable[..., Any]
-Answer = tuple[str, Forward] | str | None
+KernelMatch = tuple[str, Forward] | str | None
 """(the operator, a forward that runs it), why a module keeps its own, or None where it is of another kind."""
 
 
@@ -202,7 +202,7 @@ def _numbers(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
 
-def _find_norm(module: torch.nn.Module) -> Answer:
+def _find_norm(module: torch.nn.Module) -> KernelMatch:
     own = type(module).forward
     if own in (torch.nn.LayerNorm.forward, torch.nn.RMSNorm.forward):
         if len(module.normalized_shape) != 1:
@@ -245,7 +245,7 @@ def _rms_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return nn.rms_norm(x, module.weight, torch.finfo(torch.float32).eps if module.eps is None else module.eps)
 
 
-def _find_act(module: torch.nn.Module) -> Answer:
+def _find_act(module: torch.nn.Module) -> KernelMatch:
     kind = type(module)
     is_leaf = not (module._modules or module._parameters or module._buffers)
     if not is_leaf or kind.__module__ not in ("torch.nn.modules.activation", "transformers.activations"):
@@ -262,7 +262,7 @@ def _find_act(module: torch.nn.Module) -> Answer:
     return "computes another activation" if looks_alike else None
 
 
-def _find_gated(module: torch.nn.Module) -> Answer:
+def _find_gated(module: torch.nn.Module) -> KernelMatch:
     children = module._modules
     names = next((names for names in _GATED if all(name in children for name in names)), None)
     act = next((name for name in _ACT_NAMES if name in children), None)
@@ -306,7 +306,7 @@ def _layout_of_angles(module: torch.nn.Module) -> str:
     return "interleaved" if all(torch.equal(x[..., ::2], x[..., 1::2]) for x in (cos, sin)) else ""
 
 
-def _find_rotary(module: torch.nn.Module, angles: set[str]) -> Answer:
+def _find_rotary(module: torch.nn.Module, angles: set[str]) -> KernelMatch:
     own = type(module).forward
     code, names = getattr(own, "__code__", None), getattr(own, "__globals__", {})
     if code is None or _ROTARY not in code.co_names or _ROTARY not in names:

@@ -383,7 +383,7 @@ class WordsEmbedding(torch.nn.Module):
             wrong = ids[~is_word]
             if not wrong.numel():
                 raise
-            raise IndexError(f"{self.label}: id {int(wrong[0])} is no word of {self.num_embeddings}") from error
+            raise IndexError(f"{self.label}: id {int(wrong[0])} is not in the vocabulary of {self.num_embeddings}") from error
         found = found.masked_fill(is_elsewhere.unsqueeze(-1), 0)
         return self.ranks.leave(found, self.label)
 

@@ -45,16 +45,16 @@ class _CrossEntropy(torch.autograd.Function):
         ignore_index: int,
         smoothing: float,
     ) -> torch.Tensor:
-        n_words = sum(sizes)
+        vocab_size = sum(sizes)
         is_counted = targets != ignore_index
-        is_wrong = is_counted & ((targets < 0) | (targets >= n_words))
+        is_wrong = is_counted & ((targets < 0) | (targets >= vocab_size))
         if is_wrong.device.type == "cpu":
             wrong = targets[is_wrong]
             if wrong.numel():
-                raise IndexError(f"target {int(wrong[0])} is no word of {n_words}")
+                raise IndexError(f"target {int(wrong[0])} is not in the vocabulary of {vocab_size}")
         else:
             # As torch's own loss: the device says it, and nobody waits for the device.
-            torch._assert_async((~is_wrong).all(), f"a target is no word of {n_words}")
+            torch._assert_async((~is_wrong).all(), f"a target is not in the vocabulary of {vocab_size}")
         logits = logits.contiguous()
         here = torch.where(is_counted, targets - sum(sizes[: ranks.rank]), -1)
         # A target on a later rank lies past this rank's words, a target on an earlier rank below 0.
@@ -62,9 +62,9 @@ class _CrossEntropy(torch.autograd.Function):
         log_sum, target, total = cross_entropy.join(ranks.comm.all_gather_list(rows, label="cross-entropy"))
         loss = log_sum - (1 - smoothing) * target
         if smoothing:
-            loss = loss - smoothing * total / n_words
+            loss = loss - smoothing * total / vocab_size
         ctx.save_for_backward(logits, here, log_sum, is_counted)
-        ctx.smoothing, ctx.n_words = smoothing, n_words
+        ctx.smoothing, ctx.vocab_size = smoothing, vocab_size
         return torch.where(is_counted, loss, 0.0)
 
     @staticmethod
@@ -72,7 +72,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, here, log_sum, is_counted = ctx.saved_tensors
         scale = torch.where(is_counted, grad.float(), 0.0).contiguous()
-        cross_entropy.grad_(logits, here, log_sum, scale, ctx.smoothing, ctx.n_words)
+        cross_entropy.grad_(logits, here, log_sum, scale, ctx.smoothing, ctx.vocab_size)
         return logits, None, None, None, None, None
 
 

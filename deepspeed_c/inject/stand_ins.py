@@ -286,8 +286,8 @@ class SmallModel:
 def _vocabulary(config: Any) -> int:
     """Words that are safe to ask for."""
     text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
-    n_words = getattr(text, "vocab_size", None)
-    return min(n_words, 40) if isinstance(n_words, int) and n_words > 4 else 40
+    vocab_size = getattr(text, "vocab_size", None)
+    return min(vocab_size, 40) if isinstance(vocab_size, int) and vocab_size > 4 else 40
 
 
 def _indices(plan: CutPlan, param: torch.nn.Parameter, dim: int) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from deepspeed_c.quantity import parse_bytes
 from deepspeed_c.recompute.budget import KEEP, RECOMPUTE, Tier, Treatment, find_plan, smallest_budget
 from deepspeed_c.recompute.recomputer import bytes_of
 
-__all__ = ["Moment", "Option", "options_of"]
+__all__ = ["HeldBytes", "Option", "options_of"]
 
 # No activations take as much.
 _ALL = 1 << 60
@@ -21,7 +21,7 @@ _ALL = 1 << 60
 _TIERS = {"cpu": Tier(25e9), "nvme": Tier(5e9)}
 
 
-class Moment(NamedTuple):
+class HeldBytes(NamedTuple):
     """The bytes at the end of a stretch of the forward, or while a stretch's backward runs."""
 
     label: str
@@ -35,7 +35,7 @@ class Option(NamedTuple):
     """One way to keep activations, or why it cannot be had."""
 
     name: str
-    moments: tuple[Moment, ...]
+    moments: tuple[HeldBytes, ...]
     run_again: float  # the part of the layers' time that is spent a second time
     wire_bytes: int = 0  # that a rank sends to those along tp in a forward and its backward
     refusal: str = ""
@@ -170,13 +170,13 @@ class _Step:
             sent += whole * (way.n_cut - 1) // way.n_cut  # gathered
         return Option(name, self._moments(chosen, way), run_again, sent)
 
-    def _moments(self, chosen: Mapping[int, Treatment], way: _HowInputsWait) -> tuple[Moment, ...]:
+    def _moments(self, chosen: Mapping[int, Treatment], way: _HowInputsWait) -> tuple[HeldBytes, ...]:
         """chosen: of the layers that are recomputed, by number of the stretch."""
         moved = self._moved(chosen, way)
         places, waiting = self._places(chosen, moved, way)
         held = _Held()
         kept: list[list[tuple[object, int]]] = []
-        moments: list[Moment] = []
+        moments: list[HeldBytes] = []
         elsewhere = {"cpu": 0, "nvme": 0}
         # Backward begins at the newest layer, whose inputs stay.
         last = max(chosen, default=-1)
@@ -187,7 +187,7 @@ class _Step:
             if i in waiting and i != last:
                 elsewhere[places[i]] += waiting[i]
             near = self._near(i, moved, held)
-            moments.append(Moment(segment.label, False, held.nbytes + sum(near.values()), *elsewhere.values()))
+            moments.append(HeldBytes(segment.label, False, held.nbytes + sum(near.values()), *elsewhere.values()))
         for i, segment in reversed(list(enumerate(self._segments))):
             near = self._near(i, moved, held)
             more = sum(near.values())
@@ -195,7 +195,7 @@ class _Step:
                 new = sum(n for s, n in segment.saved.items() if not held.has(s) and s not in near)
                 at_hand = [segment.measured.operators[n] for n in chosen[i].operators]
                 more += max(new - sum(op.n_bytes for op in at_hand if op.is_saved), 0)
-            moments.append(Moment(segment.label, True, held.nbytes + more, *elsewhere.values()))
+            moments.append(HeldBytes(segment.label, True, held.nbytes + more, *elsewhere.values()))
             for key, nbytes in kept[i]:
                 held.free(key, nbytes)
             if i in waiting and i != last:

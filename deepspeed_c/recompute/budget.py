@@ -408,7 +408,7 @@ class _Measured:
         self.plan: BudgetPlan | None = None
         self.treatments: dict[Key, Treatment] = {}
 
-    def follow(self, plan: BudgetPlan | None) -> None:
+    def use_plan(self, plan: BudgetPlan | None) -> None:
         self.plan = plan
         self.treatments = {} if plan is None else dict(zip(keys_of(plan.labels), plan.treatments))
 
@@ -518,7 +518,7 @@ class Budget:
         for name, plan in plans.items():
             if plan is not None:
                 pinned[name] = _Measured(name, is_pinned=True)
-                pinned[name].follow(plan)
+                pinned[name].use_plan(plan)
         return pinned
 
     def _refuse_unknown_tiers(self, plan: BudgetPlan) -> None:
@@ -530,7 +530,7 @@ class Budget:
                 fix='set "offload" (or "cpu_checkpointing") as it was, or remove the file: it is then written anew',
             )
 
-    def lend(self, probe: Callable[[int], Tier | None]) -> None:
+    def set_probe(self, probe: Callable[[int], Tier | None]) -> None:
         """probe: moves so many bytes to where inputs may wait, and back, and says how fast; None: there is no place.
 
         Collective: the slowest rank's figure counts. Raises OffloadError on all ranks where it fails on one.
@@ -555,7 +555,7 @@ class Budget:
         is."""
         if n_in_flight != self._n_in_flight:
             for known in self._known:
-                known.follow(None)
+                known.use_plan(None)
         self._n_in_flight, self._is_told = n_in_flight, True
         self._look_at_memory()
 
@@ -668,7 +668,7 @@ class Budget:
         for key, shapes in self._given.items():
             if not known.has_seen(key, shapes):
                 known.given.setdefault(key, []).append(shapes)
-        known.follow(None)
+        known.use_plan(None)
         if self._wanted == "auto" and self._free_bytes is None:
             self.plan = BudgetPlan(0, 0, 0, 0, 0, 0, (), (), 0)
             return
@@ -676,7 +676,7 @@ class Budget:
 
     def _make(self, known: _Measured) -> None:
         if not known.layers:
-            known.follow(BudgetPlan(0, 0, 0, 0, 0, 0, (), (), 0))
+            known.use_plan(BudgetPlan(0, 0, 0, 0, 0, 0, (), (), 0))
             return
         budget = self._wanted
         if budget == "auto":
@@ -700,7 +700,7 @@ class Budget:
             )
         plan = find_plan(known.layers, max(budget, smallest), tiers=tiers, may_mix=self._may_mix)
         plan = plan._replace(budget_bytes=budget)
-        known.follow(plan)
+        known.use_plan(plan)
         self.plan = plan
         if self._is_first:
             logger.info(plan.table(known.layers))

@@ -107,10 +107,10 @@ class _Aliases:
     def __init__(self, outputs: Any) -> None:
         self.tensors: list[torch.Tensor] = []
         self._versions: list[int] = []
-        self.follow(outputs)
+        self.note_outputs(outputs)
         self.places = {_place_of(tensor) for tensor in self.tensors}
 
-    def follow(self, outputs: Any) -> None:
+    def note_outputs(self, outputs: Any) -> None:
         for leaf in tree_leaves(outputs):
             if torch.is_tensor(leaf):
                 self.tensors.append(_alias(leaf))
@@ -130,11 +130,11 @@ class _Followed:
     def add(self, aliases: _Aliases) -> None:
         self._by_place.update(dict.fromkeys(aliases.places, aliases))
 
-    def follow(self, outputs: Any) -> None:
+    def note_outputs(self, outputs: Any) -> None:
         """An operator that is not followed itself has given ``outputs``."""
         for leaf in tree_leaves(outputs) if self._by_place else ():
             if torch.is_tensor(leaf) and (aliases := self._by_place.get(_place_of(leaf))) is not None:
-                aliases.follow(leaf)
+                aliases.note_outputs(leaf)
 
 
 class _Seen:
@@ -239,7 +239,7 @@ class Measurement(_Onlooker):
             self._followed.add(self._seen[-1].aliases)
             self._note_start(name, args, outputs)
         else:
-            self._followed.follow(outputs)
+            self._followed.note_outputs(outputs)
         return outputs
 
     def _note_start(self, name: str, args: Any, outputs: Any) -> None:
@@ -396,7 +396,7 @@ class _Numbered(_Onlooker):
         if not _is_expensive(func._schema.name):
             outputs = func(*args, **kwargs)
             if self._followed is not None:
-                self._followed.follow(outputs)
+                self._followed.note_outputs(outputs)
             if self._on_wait is not None and func._schema.name == _OWN_WAIT:
                 self._on_wait(args[0])
             return outputs

@@ -99,7 +99,7 @@ class Recomputer:
         # Where a budget decides, inputs stay in the memory that computes unless it sends them away.
         self._near = self._keeping if budget is None or self.stash is None else self._make_keeping(None)
         if budget is not None and self.stash is not None:
-            budget.lend(self._probe)
+            budget.set_probe(self._probe)
 
     def _make_keeping(self, stash: Stash | None) -> _Keeping:
         section, comm = self.section, self._comm

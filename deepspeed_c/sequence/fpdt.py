@@ -471,16 +471,16 @@ class FPDT_LogitsLoss:
             return row_losses(logits, tiles[1].reshape(-1), is_spent=True).view(tiles[1].shape)
 
         def losses() -> torch.Tensor:
-            n_words = _shape_of(logit_weights)[0]
+            vocab_size = _shape_of(logit_weights)[0]
             if labels.dtype is not torch.int64 or labels.shape != lm_output.shape[1::-1]:
                 raise ModelError(
                     f"labels are {labels.dtype} {tuple(labels.shape)} for the shape {tuple(lm_output.shape)}",
                     where=where,
                     fix="give int64 labels [batch, tokens] for an output [tokens, batch, hidden]",
                 )
-            wrong = labels[(labels != -100) & ((labels < 0) | (labels >= n_words))]
+            wrong = labels[(labels != -100) & ((labels < 0) | (labels >= vocab_size))]
             if wrong.numel():
-                raise IndexError(f"{where}: label {int(wrong[0])} is no word of {n_words}")
+                raise IndexError(f"{where}: label {int(wrong[0])} is not in the vocabulary of {vocab_size}")
             lengths = tile_lengths(lm_output.shape[0], num_chunk)
             return in_tiles(chunk_losses, [lm_output, labels.t()], {"logit_weights": logit_weights}, lengths, where)
 

@@ -20,16 +20,16 @@ RowLosses = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 __all__ = ["RowLosses", "gathered_losses", "row_losses", "tiled_cross_entropy", "vocab_sequence_parallel_cross_entropy"]
 
 
-def _check_targets(logits: torch.Tensor, targets: torch.Tensor, n_words: int, ignore_index: int, where: str) -> None:
+def _check_targets(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, ignore_index: int, where: str) -> None:
     if targets.dtype is not torch.int64 or targets.shape != logits.shape[:-1]:
         raise ModelError(
             f"targets are {targets.dtype} {tuple(targets.shape)} for logits of the shape {tuple(logits.shape)}",
             where=where,
             fix="give int64 targets, one for each row of logits",
         )
-    wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= n_words))]
+    wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= vocab_size))]
     if wrong.numel():
-        raise IndexError(f"{where}: target {int(wrong.flatten()[0])} is no word of {n_words}")
+        raise IndexError(f"{where}: target {int(wrong.flatten()[0])} is not in the vocabulary of {vocab_size}")
 
 
 class _RowLosses(torch.autograd.Function):
@@ -68,12 +68,12 @@ class _RowLosses(torch.autograd.Function):
     @first_derivative_only("a vocabulary-parallel loss")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, here, log_sum, is_counted = ctx.saved_tensors
-        smoothing, n_words, is_spent = ctx.call
+        smoothing, vocab_size, is_spent = ctx.call
         scale = torch.where(is_counted, grad.to(log_sum.dtype), 0.0).contiguous()
         found = logits.contiguous()
         if found.data_ptr() == logits.data_ptr() and not is_spent:
             found = logits.clone(memory_format=torch.contiguous_format)
-        cross_entropy.grad_(found, here, log_sum, scale, smoothing, n_words)
+        cross_entropy.grad_(found, here, log_sum, scale, smoothing, vocab_size)
         return (found, *[None] * 6)
 
 
@@ -226,8 +226,8 @@ def vocab_sequence_parallel_cross_entropy(
     comm = Collectives(sp_group)
     vocab = None if vocab_group is None else Collectives(vocab_group)
     logits = vocab_seq_parallel_logits
-    n_words = logits.shape[-1] if logits.dim() else 0
-    sizes = [n_words] if vocab is None else [int(n) for n in vocab.gather_numbers(n_words, label="words of each rank")]
+    vocab_size = logits.shape[-1] if logits.dim() else 0
+    sizes = [vocab_size] if vocab is None else [int(n) for n in vocab.gather_numbers(vocab_size, label="words of each rank")]
 
     def losses() -> torch.Tensor:
         if logits.dim() != 3:
@@ -235,7 +235,7 @@ def vocab_sequence_parallel_cross_entropy(
                 f"logits have the shape {tuple(logits.shape)}", where=where, fix="give them as [tokens, batch, words]"
             )
         _check_targets(logits, target, sum(sizes), ignore_index, where)
-        flat = logits.reshape(-1, n_words) if logits.numel() else logits.flatten(0, 1)
+        flat = logits.reshape(-1, vocab_size) if logits.numel() else logits.flatten(0, 1)
         found = _RowLosses.apply(flat, target.reshape(-1), ignore_index, 0.0, False, vocab, sizes)
         return found.view(target.shape)
 

@@ -42,9 +42,9 @@ def tiles_of_mlp(n_tokens: int, width: int) -> int:
     return max(1, math.ceil(n_tokens / max(1, width)))
 
 
-def tiles_of_loss(n_tokens: int, n_words: int) -> int:
+def tiles_of_loss(n_tokens: int, vocab_size: int) -> int:
     """Number of tiles so that a tile's logits have at most ``LOGITS_ELEMS`` elements."""
-    return max(1, math.ceil(n_tokens * n_words / LOGITS_ELEMS))
+    return max(1, math.ceil(n_tokens * vocab_size / LOGITS_ELEMS))
 
 
 def tile_model(model: torch.nn.Module, n_tensor_ranks: int = 1) -> TiledModel:
@@ -65,7 +65,7 @@ def tile_model(model: torch.nn.Module, n_tensor_ranks: int = 1) -> TiledModel:
     if tiled.n_mlps == 0 and not tiled.has_loss:
         tiled.close()
         raise ModelError(
-            f"{type(model).__name__} has no perceptron (a module whose class is called ...{', ...'.join(_NAMES)})"
+            f"{type(model).__name__} has no MLP (a module whose class is called ...{', ...'.join(_NAMES)})"
             " and no causal loss of transformers'",
             where='"sequence_parallel": {"tiles": "auto"}',
             fix="call TiledMLP and TiledFusedLogitsLoss in the model, or leave tiles out",
@@ -230,10 +230,10 @@ class PromisedLogits(torch.Tensor):
     computed: torch.Tensor | None
 
     @classmethod
-    def of(cls, hidden: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], n_words: int) -> PromisedLogits:
-        """A promise of ``project(hidden)``: logits of ``n_words`` words."""
+    def of(cls, hidden: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], vocab_size: int) -> PromisedLogits:
+        """A promise of ``project(hidden)``: logits of ``vocab_size`` words."""
         made = torch.Tensor._make_wrapper_subclass(
-            cls, (*hidden.shape[:-1], n_words), dtype=hidden.dtype, device=hidden.device
+            cls, (*hidden.shape[:-1], vocab_size), dtype=hidden.dtype, device=hidden.device
         )
         made.hidden, made.project, made.computed = hidden, project, None
         return made

@@ -41,10 +41,10 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     Raises FeatureError unless ``ep_size`` is 1.
     """
     refuse_later_axes({EP: ep_size}, "groups.initialize(ep_size=...)")
-    tell(None if mpu is None else mesh_of_mpu(mpu))
+    set_mesh(None if mpu is None else mesh_of_mpu(mpu))
 
 
-def tell(mesh: Mesh | None) -> None:
+def set_mesh(mesh: Mesh | None) -> None:
     """From now on answers come from ``mesh``; None: all ranks are data-parallel."""
     _told[:] = [] if mesh is None else [mesh]
 

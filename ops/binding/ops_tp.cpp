@@ -80,23 +80,23 @@ void cross_entropy_rows(const Tensor &logits, const Tensor &targets, const Tenso
         dsc::fail(DSC_EINVAL, std::string(op) + ": out has " + std::to_string(rows.n_elems) +
                                   " elements, 4 a target are needed (" + std::to_string(4 * wanted.n_elems) + ")");
     const dsc_dtype dtype = dtype_of(values, op);
-    const int64_t n_words = words_of(values, wanted.n_elems, op);
+    const int64_t vocab_size = words_of(values, wanted.n_elems, op);
     const auto *const words = static_cast<const int64_t *>(wanted.data);
     auto *const found = static_cast<struct dsc_tp_row *>(rows.data);
 
     run_at(
         values, op,
         [&](const struct dsc_par *par) {
-            return dsc_tp_cross_entropy_rows(values.data, dtype, words, wanted.n_elems, n_words, par, found);
+            return dsc_tp_cross_entropy_rows(values.data, dtype, words, wanted.n_elems, vocab_size, par, found);
         },
-        [&] { return dsc_tp_cross_entropy_rows_check(values.data, dtype, words, wanted.n_elems, n_words, found); },
+        [&] { return dsc_tp_cross_entropy_rows_check(values.data, dtype, words, wanted.n_elems, vocab_size, found); },
         [&](const struct dsc_accel &accel, void *stream) {
-            return accel.cross_entropy_rows(values.data, dtype, words, wanted.n_elems, n_words, found, stream);
+            return accel.cross_entropy_rows(values.data, dtype, words, wanted.n_elems, vocab_size, found, stream);
         });
 }
 
 void cross_entropy_grad(const Tensor &logits, const Tensor &targets, const Tensor &log_sum, const Tensor &scale,
-                        double smoothing, int64_t n_all_words)
+                        double smoothing, int64_t full_vocab_size)
 {
     const char *const op = "deepspeed_c::cross_entropy_grad_";
     const dsc::View values = read(logits, op, "logits", nullptr);
@@ -109,7 +109,7 @@ void cross_entropy_grad(const Tensor &logits, const Tensor &targets, const Tenso
                                   std::to_string(scales.n_elems) + " scale for " + std::to_string(wanted.n_elems) +
                                   " targets");
     const dsc_dtype dtype = dtype_of(values, op);
-    const int64_t n_words = words_of(values, wanted.n_elems, op);
+    const int64_t vocab_size = words_of(values, wanted.n_elems, op);
     const auto *const words = static_cast<const int64_t *>(wanted.data);
     const auto *const sum = static_cast<const float *>(sums.data);
     const auto *const factor = static_cast<const float *>(scales.data);
@@ -117,16 +117,16 @@ void cross_entropy_grad(const Tensor &logits, const Tensor &targets, const Tenso
     run_at(
         values, op,
         [&](const struct dsc_par *par) {
-            return dsc_tp_cross_entropy_grad(values.data, dtype, words, wanted.n_elems, n_words, sum, factor, smoothing,
-                                             n_all_words, par);
+            return dsc_tp_cross_entropy_grad(values.data, dtype, words, wanted.n_elems, vocab_size, sum, factor,
+                                             smoothing, full_vocab_size, par);
         },
         [&] {
-            return dsc_tp_cross_entropy_grad_check(values.data, dtype, words, wanted.n_elems, n_words, sum, factor,
-                                                   smoothing, n_all_words);
+            return dsc_tp_cross_entropy_grad_check(values.data, dtype, words, wanted.n_elems, vocab_size, sum, factor,
+                                                   smoothing, full_vocab_size);
         },
         [&](const struct dsc_accel &accel, void *stream) {
-            return accel.cross_entropy_grad(values.data, dtype, words, wanted.n_elems, n_words, sum, factor, smoothing,
-                                            n_all_words, stream);
+            return accel.cross_entropy_grad(values.data, dtype, words, wanted.n_elems, vocab_size, sum, factor,
+                                            smoothing, full_vocab_size, stream);
         });
 }
 
@@ -136,7 +136,7 @@ DSC_OPS(m)
 {
     m.def("cross_entropy_rows_(Tensor logits, Tensor targets, Tensor(a!) out) -> ()");
     m.def(
-        "cross_entropy_grad_(Tensor(a!) logits, Tensor targets, Tensor log_sum, Tensor scale, float smoothing, int n_all_words) -> ()");
+        "cross_entropy_grad_(Tensor(a!) logits, Tensor targets, Tensor log_sum, Tensor scale, float smoothing, int full_vocab_size) -> ()");
 }
 
 #define IMPLEMENTATIONS(m)                                       \

@@ -62,9 +62,9 @@ def plain_loss(weights: dict[str, torch.Tensor], rows: torch.Tensor) -> float:
     """The loss of a Llama of these weights, in fp32, without any engine."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    n_words, width = weights["model.embed_tokens.weight"].shape
+    vocab_size, width = weights["model.embed_tokens.weight"].shape
     sizes = {"hidden_size": width, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64, vocab_size=n_words))
+    model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64, vocab_size=vocab_size))
     model.load_state_dict({name: value.float() for name, value in weights.items()})
     with torch.no_grad():
         return model.eval()(input_ids=rows, labels=rows).loss.item()

@@ -246,7 +246,7 @@ def nothing_to_tile(rank, world):
     from deepspeed_c.errors import ModelError
 
     tiles_auto = prepare()
-    with pytest.raises(ModelError, match="Sequential has no perceptron"):
+    with pytest.raises(ModelError, match="Sequential has no MLP"):
         tiles_auto.tile_model(torch.nn.Sequential(torch.nn.Linear(3, 3)))
     return tiles_auto._is_mlp(torch.nn.Linear(3, 3))
 

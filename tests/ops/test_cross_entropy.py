@@ -13,24 +13,24 @@ CUTS = {1: [(0, 1)], 103: [(0, 35), (35, 69), (69, 103)], 2: [(0, 1), (1, 2), (2
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("n_words", list(CUTS))
-def test_loss_and_gradient_of_cut_words_are_the_whole_ones(dtype, smoothing, n_words):
-    random = torch.Generator().manual_seed(n_words)
-    logits = (torch.randn(17, n_words, generator=random) * 5).to(dtype)
-    targets = torch.randint(0, n_words, (17,), generator=random)
+@pytest.mark.parametrize("vocab_size", list(CUTS))
+def test_loss_and_gradient_of_cut_words_are_the_whole_ones(dtype, smoothing, vocab_size):
+    random = torch.Generator().manual_seed(vocab_size)
+    logits = (torch.randn(17, vocab_size, generator=random) * 5).to(dtype)
+    targets = torch.randint(0, vocab_size, (17,), generator=random)
     scale = torch.rand(17, generator=random)
     scale[3] = 0
     whole = logits.double().requires_grad_()
     loss = torch.nn.functional.cross_entropy(whole, targets, reduction="none", label_smoothing=smoothing)
     (loss * scale).sum().backward()
-    parts = [cross_entropy.rows(logits[:, begin:end].contiguous(), targets - begin) for begin, end in CUTS[n_words]]
+    parts = [cross_entropy.rows(logits[:, begin:end].contiguous(), targets - begin) for begin, end in CUTS[vocab_size]]
     log_sum, target, total = cross_entropy.join(parts)
-    got = log_sum - (1 - smoothing) * target - smoothing * total / n_words
+    got = log_sum - (1 - smoothing) * target - smoothing * total / vocab_size
     assert (got - loss).abs().max() < 2e-5
     grads = []
-    for begin, end in CUTS[n_words]:
+    for begin, end in CUTS[vocab_size]:
         grad = logits[:, begin:end].contiguous()
-        cross_entropy.grad_(grad, targets - begin, log_sum, scale, smoothing, n_words)
+        cross_entropy.grad_(grad, targets - begin, log_sum, scale, smoothing, vocab_size)
         grads.append(grad)
     tolerance = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}[dtype]
     assert (torch.cat(grads, 1) - whole.grad).abs().max() < tolerance

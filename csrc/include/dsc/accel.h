@@ -94,10 +94,10 @@ struct dsc_accel {
 
     /* As dsc_tp_cross_entropy_*, for arguments that their checks have passed. Required. */
     dsc_status (*cross_entropy_rows)(const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
-                                     int64_t n_words, struct dsc_tp_row *out_rows, void *stream);
+                                     int64_t vocab_size, struct dsc_tp_row *out_rows, void *stream);
     dsc_status (*cross_entropy_grad)(void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
-                                     int64_t n_words, const float *log_sum, const float *scale, double smoothing,
-                                     int64_t n_all_words, void *stream);
+                                     int64_t vocab_size, const float *log_sum, const float *scale, double smoothing,
+                                     int64_t full_vocab_size, void *stream);
 };
 
 /* Keeps a sentence for dsc_last_error() of the calling thread. */

@@ -93,32 +93,33 @@ struct dsc_tp_row {
 };
 
 /*
- * Cross-entropy over words that are cut over ranks, first half: a pass over this rank's logits [n_rows, n_words],
+ * Cross-entropy over words that are cut over ranks, first half: a pass over this rank's logits [n_rows, vocab_size],
  * contiguous, of dtype. targets[row] is a word of this rank's, counted from its first one; any other number means that
  * another rank has it, or nobody.
  */
 DSC_API dsc_status dsc_tp_cross_entropy_rows(const void *logits, dsc_dtype dtype, const int64_t *targets,
-                                             int64_t n_rows, int64_t n_words, const struct dsc_par *par,
+                                             int64_t n_rows, int64_t vocab_size, const struct dsc_par *par,
                                              struct dsc_tp_row *out_rows);
 
 /*
  * Second half: the gradient takes the place of the logits,
  *
- *   scale[row] * (e^(logit - log_sum[row]) - smoothing / n_all_words - (1 - smoothing) * (word is the target))
+ *   scale[row] * (e^(logit - log_sum[row]) - smoothing / full_vocab_size - (1 - smoothing) * (word is the target))
  *
  * computed in f32 and rounded once; log_sum is the logarithm of the sum of exponentials over all ranks, so no logit is
- * above it, n_all_words counts the words of all ranks. A row with scale 0 becomes zeros, even if it holds NaN.
+ * above it, full_vocab_size counts the words of all ranks. A row with scale 0 becomes zeros, even if it holds NaN.
  */
 DSC_API dsc_status dsc_tp_cross_entropy_grad(void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
-                                             int64_t n_words, const float *log_sum, const float *scale,
-                                             double smoothing, int64_t n_all_words, const struct dsc_par *par);
+                                             int64_t vocab_size, const float *log_sum, const float *scale,
+                                             double smoothing, int64_t full_vocab_size, const struct dsc_par *par);
 
 /* The checks that each of the two begins with, alone: for who runs them elsewhere (dsc/accel.h). */
 DSC_API dsc_status dsc_tp_cross_entropy_rows_check(const void *logits, dsc_dtype dtype, const int64_t *targets,
-                                                   int64_t n_rows, int64_t n_words, const struct dsc_tp_row *out_rows);
+                                                   int64_t n_rows, int64_t vocab_size,
+                                                   const struct dsc_tp_row *out_rows);
 DSC_API dsc_status dsc_tp_cross_entropy_grad_check(const void *logits, dsc_dtype dtype, const int64_t *targets,
-                                                   int64_t n_rows, int64_t n_words, const float *log_sum,
-                                                   const float *scale, double smoothing, int64_t n_all_words);
+                                                   int64_t n_rows, int64_t vocab_size, const float *log_sum,
+                                                   const float *scale, double smoothing, int64_t full_vocab_size);
 
 #ifdef __cplusplus
 }

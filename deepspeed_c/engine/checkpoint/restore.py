@@ -34,7 +34,7 @@ __all__ = ["LoadOptions", "RestorePlan", "plan_restore"]
 NAMES_SHOWN = 5
 
 # Makes room for states: returns the reads into it, and a function to call after them.
-Room = Callable[[], tuple[Sequence[Read], Callable[[], None]]]
+MakeRoom = Callable[[], tuple[Sequence[Read], Callable[[], None]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class RestorePlan:
     """Read states that do not stay in memory, one bucket after the other."""
     after: list[Callable[[], None]] = field(default_factory=list)
     """Copies out of temporary places, on this rank alone."""
-    rooms: dict[tuple[Unit, int], Room] = field(default_factory=dict)
+    rooms: dict[tuple[Unit, int], MakeRoom] = field(default_factory=dict)
     """As ``before``, of buckets that are streamed."""
     stored: dict[tuple[Unit, int], list[tuple[LogicalTensor, Fragment]]] = field(default_factory=dict)
     """Reads into weights that live in a file, by bucket."""
@@ -280,7 +280,7 @@ def _stream(
     unit: Unit,
     bucket: int,
     masters: Sequence[tuple[Slot, LogicalTensor]],
-    make_room: Room,
+    make_room: MakeRoom,
     source: Source,
 ) -> None:
     with unit.states.open(bucket, reads=not optimizer.broken):
@@ -364,7 +364,7 @@ def _plan_states(
     return problems
 
 
-def _make_room_for_good(plan: RestorePlan, make_room: Room) -> Sequence[Read]:
+def _make_room_for_good(plan: RestorePlan, make_room: MakeRoom) -> Sequence[Read]:
     reads, close = make_room()
     plan.after.append(close)
     return reads

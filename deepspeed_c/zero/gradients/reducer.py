@@ -232,11 +232,11 @@ class GradientReducer:
         for bucket in self.buckets:
             bucket.reset()
 
-    def follow(self, passes: Passes) -> None:
+    def bind_passes(self, passes: Passes) -> None:
         """From now on a pass that only its first gradient tells of is begun by ``passes``."""
         self._passes = passes
 
-    def tell(self, on_summed: Callable[[Bucket], None], on_change: Callable[[], None]) -> None:
+    def set_callbacks(self, on_summed: Callable[[Bucket], None], on_change: Callable[[], None]) -> None:
         """For an optimizer that updates ahead of the step. From now on ``on_summed`` is called with a bucket whose sums
         are complete for the step, and ``on_change`` when the step will see other sums after all."""
         self._on_summed, self._on_change = on_summed, on_change

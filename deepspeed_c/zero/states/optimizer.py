@@ -95,8 +95,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.overflow = False
         self._norm: float | None = None
         self._losses = WindowLosses()
-        # Functions of the engine (`lend`): whether somebody has asked this rank to end, and the begin of a window after
-        # a load.
+        # Functions of the engine (`bind_engine`): whether somebody has asked this rank to end, and the begin of a window
+        # after a load.
         self._wants_stop: Callable[[], bool] = lambda: False
         self._begin_window: Callable[[], None] = self.zero_grad
         self._hash_of_inputs: Callable[[], int] = lambda: 0
@@ -139,7 +139,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         )
         if self._options.steps_ahead:
             self._ahead = StepAhead(base, self._updates.changed, self._updates.update_masters, self.keep_edits)
-            reducer.tell(self._step_ahead, self._ahead.take_back)
+            reducer.set_callbacks(self._step_ahead, self._ahead.take_back)
 
     def _point_base(self, base: torch.optim.Optimizer, units: list[Unit], *, allow_untested: bool) -> list[Entry]:
         return point_at_shards(base, units, allow_untested=allow_untested)
@@ -149,7 +149,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """The optimizer that ``initialize`` returns."""
         return self
 
-    def lend(
+    def bind_engine(
         self,
         mover: StateMover,
         *,

@@ -20,7 +20,7 @@ from typing_extensions import Self
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm import get_world_group, init_distributed, is_initialized
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.comm.shm import Wish
+from deepspeed_c.comm.shm import LocalTransport
 from deepspeed_c.config.source import read_source
 from deepspeed_c.errors import ConfigError, FeatureError, ModelError, StateError
 from deepspeed_c.logging import logger
@@ -323,14 +323,14 @@ def _place_of(source: Any) -> str | None:
     return place if isinstance(place, str) else None
 
 
-def _local_of(source: Any) -> Wish:
+def _local_of(source: Any) -> LocalTransport:
     """The transport between ranks of one host, from a configuration. Only this key is read, as by ``_dtype_of``."""
     if source is None:
         return "auto"
     keys, _ = read_source(source)
     section = keys.get("comm")
     local = section.get("local", "auto") if isinstance(section, dict) else "auto"
-    if local not in get_args(Wish):
+    if local not in get_args(LocalTransport):
         raise ConfigError(
             f"{local!r} is no way for ranks of one host to talk", where="comm.local", fix='write "auto", "shm" or "off"'
         )

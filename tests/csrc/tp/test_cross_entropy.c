@@ -28,14 +28,14 @@ static double log_sum_of(const float *row, int64_t n)
 }
 
 /* Words [begin, end) of every row, as one rank has them. */
-static void take(int64_t n_rows, int64_t n_words, int64_t begin, int64_t end)
+static void take(int64_t n_rows, int64_t vocab_size, int64_t begin, int64_t end)
 {
     for (int64_t row = 0; row < n_rows; row++)
         for (int64_t i = begin; i < end; i++)
-            part[row * (end - begin) + i - begin] = logits[row * n_words + i];
+            part[row * (end - begin) + i - begin] = logits[row * vocab_size + i];
 }
 
-static void check_cut(int64_t n_rows, int64_t n_words, int n_ranks, double smoothing, const struct dsc_par *par)
+static void check_cut(int64_t n_rows, int64_t vocab_size, int n_ranks, double smoothing, const struct dsc_par *par)
 {
     struct dsc_tp_row rows[4][MAX_ROWS];
     int64_t targets[MAX_ROWS];
@@ -44,20 +44,21 @@ static void check_cut(int64_t n_rows, int64_t n_words, int n_ranks, double smoot
     float scale[MAX_ROWS];
     uint64_t random = 5;
 
-    for (int64_t i = 0; i < n_rows * n_words; i++)
+    for (int64_t i = 0; i < n_rows * vocab_size; i++)
         logits[i] = (float)((double)test_below(&random, 40000) / 1000.0 - 20.0);
     for (int64_t row = 0; row < n_rows; row++) {
-        targets[row] = test_below(&random, n_words);
+        targets[row] = test_below(&random, vocab_size);
         scale[row] = row % 5 == 3 ? 0.0f : 0.25f + (float)row;
     }
     for (int rank = 0; rank < n_ranks; rank++) {
-        int64_t begin = n_words * rank / n_ranks;
-        int64_t end = n_words * (rank + 1) / n_ranks;
+        int64_t begin = vocab_size * rank / n_ranks;
+        int64_t end = vocab_size * (rank + 1) / n_ranks;
 
-        take(n_rows, n_words, begin, end);
+        take(n_rows, vocab_size, begin, end);
         for (int64_t row = 0; row < n_rows; row++)
             here[row] = targets[row] - begin;
-        CHECK_STATUS(dsc_tp_cross_entropy_rows(part, DSC_DTYPE_F32, here, n_rows, end - begin, par, rows[rank]), DSC_OK);
+        CHECK_STATUS(dsc_tp_cross_entropy_rows(part, DSC_DTYPE_F32, here, n_rows, end - begin, par, rows[rank]),
+                     DSC_OK);
     }
     for (int64_t row = 0; row < n_rows; row++) {
         double most = -INFINITY;
@@ -72,27 +73,34 @@ static void check_cut(int64_t n_rows, int64_t n_words, int n_ranks, double smoot
             target += (double)rows[rank][row].target;
         }
         log_sums[row] = (float)(most + log(sum));
-        CHECK(fabs((double)log_sums[row] - log_sum_of(logits + row * n_words, n_words)) < 4e-6);
-        CHECK(target == (double)logits[row * n_words + targets[row]]);
+        CHECK(fabs((double)log_sums[row] - log_sum_of(logits + row * vocab_size, vocab_size)) < 4e-6);
+        CHECK(target == (double)logits[row * vocab_size + targets[row]]);
     }
     for (int rank = 0; rank < n_ranks; rank++) {
-        int64_t begin = n_words * rank / n_ranks;
-        int64_t end = n_words * (rank + 1) / n_ranks;
+        int64_t begin = vocab_size * rank / n_ranks;
+        int64_t end = vocab_size * (rank + 1) / n_ranks;
         double worst = 0;
 
-        take(n_rows, n_words, begin, end);
+        take(n_rows, vocab_size, begin, end);
         memcpy(again, part, sizeof part);
         for (int64_t row = 0; row < n_rows; row++)
             here[row] = targets[row] - begin;
-        CHECK_STATUS(dsc_tp_cross_entropy_grad(part, DSC_DTYPE_F32, here, n_rows, end - begin, log_sums, scale, smoothing, n_words, par), DSC_OK);
-        CHECK_STATUS(dsc_tp_cross_entropy_grad(again, DSC_DTYPE_F32, here, n_rows, end - begin, log_sums, scale, smoothing, n_words, NULL), DSC_OK);
+        CHECK_STATUS(dsc_tp_cross_entropy_grad(part, DSC_DTYPE_F32, here, n_rows, end - begin, log_sums, scale,
+                                               smoothing, vocab_size, par),
+                     DSC_OK);
+        CHECK_STATUS(dsc_tp_cross_entropy_grad(again, DSC_DTYPE_F32, here, n_rows, end - begin, log_sums, scale,
+                                               smoothing, vocab_size, NULL),
+                     DSC_OK);
         CHECK_BYTES(part, again, (size_t)(n_rows * (end - begin)) * sizeof *part); /* threads */
         for (int64_t row = 0; row < n_rows; row++)
             for (int64_t i = begin; i < end; i++) {
-                double softmax = exp((double)logits[row * n_words + i] - log_sum_of(logits + row * n_words, n_words));
-                double expected = (double)scale[row] * (softmax - smoothing / (double)n_words - (i == targets[row] ? 1 - smoothing : 0));
+                double softmax =
+                    exp((double)logits[row * vocab_size + i] - log_sum_of(logits + row * vocab_size, vocab_size));
+                double expected = (double)scale[row] *
+                                  (softmax - smoothing / (double)vocab_size - (i == targets[row] ? 1 - smoothing : 0));
 
-                worst = fmax(worst, fabs(expected - (double)part[row * (end - begin) + i - begin]) / fmax((double)scale[row], 1));
+                worst = fmax(worst, fabs(expected - (double)part[row * (end - begin) + i - begin]) /
+                                        fmax((double)scale[row], 1));
             }
         CHECK(worst < 4e-6);
     }
@@ -134,24 +142,23 @@ static void test_same_bits(void)
     for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
         for (int dtype = 0; dtype < DSC_DTYPE_COUNT; dtype++) {
             int64_t n_rows = shapes[s][0];
-            int64_t n_words = shapes[s][1];
-            size_t n_bytes = (size_t)(n_rows * n_words) * dsc_dtype_bytes((dsc_dtype)dtype);
+            int64_t vocab_size = shapes[s][1];
+            size_t n_bytes = (size_t)(n_rows * vocab_size) * dsc_dtype_bytes((dsc_dtype)dtype);
             int32_t isa_index = 0;
             const char *isa;
             bool is_first = true;
 
-            for (int64_t i = 0; i < n_rows * n_words; i++) {
+            for (int64_t i = 0; i < n_rows * vocab_size; i++) {
                 /* Steep: from vanishing terms to large ones. */
                 float logit = -(float)test_below(&random, 1 << 22) / 40000.0f;
 
                 if (dtype == DSC_DTYPE_F32)
                     ((float *)values)[i] = logit;
                 else
-                    ((uint16_t *)values)[i] =
-                        dtype == DSC_DTYPE_BF16 ? dsc_f32_to_bf16(logit) : dsc_f32_to_f16(logit);
+                    ((uint16_t *)values)[i] = dtype == DSC_DTYPE_BF16 ? dsc_f32_to_bf16(logit) : dsc_f32_to_f16(logit);
             }
             for (int64_t row = 0; row < n_rows; row++) {
-                targets[row] = test_below(&random, n_words);
+                targets[row] = test_below(&random, vocab_size);
                 log_sums[row] = (float)test_below(&random, 1000) / 300.0f;
                 scale[row] = 0.1f + (float)row / 7.0f;
             }
@@ -159,10 +166,15 @@ static void test_same_bits(void)
                 for (int n_threads = 1; n_threads <= 3; n_threads += 2) {
                     const struct dsc_par *lent = n_threads == 1 ? NULL : &par;
 
-                    TEST_CASE("[%d, %d] %s on %s, %d threads", (int)n_rows, (int)n_words, dtype_names[dtype], isa, n_threads);
+                    TEST_CASE("[%d, %d] %s on %s, %d threads", (int)n_rows, (int)vocab_size, dtype_names[dtype], isa,
+                              n_threads);
                     memcpy(changed, values, n_bytes);
-                    CHECK_STATUS(dsc_tp_cross_entropy_rows(changed, (dsc_dtype)dtype, targets, n_rows, n_words, lent, rows), DSC_OK);
-                    CHECK_STATUS(dsc_tp_cross_entropy_grad(changed, (dsc_dtype)dtype, targets, n_rows, n_words, log_sums, scale, 0.1, n_words, lent), DSC_OK);
+                    CHECK_STATUS(
+                        dsc_tp_cross_entropy_rows(changed, (dsc_dtype)dtype, targets, n_rows, vocab_size, lent, rows),
+                        DSC_OK);
+                    CHECK_STATUS(dsc_tp_cross_entropy_grad(changed, (dsc_dtype)dtype, targets, n_rows, vocab_size,
+                                                           log_sums, scale, 0.1, vocab_size, lent),
+                                 DSC_OK);
                     if (is_first) {
                         memcpy(first, changed, n_bytes);
                         memcpy(first_rows, rows, sizeof rows);
@@ -186,7 +198,8 @@ static void test_exponential(void)
     for (double x = -90; x <= 0; x += 0.0071) {
         float value = (float)x;
 
-        CHECK_STATUS(dsc_tp_cross_entropy_grad(&value, DSC_DTYPE_F32, &target, 1, 1, &zero, &one, 0.0, 1, NULL), DSC_OK);
+        CHECK_STATUS(dsc_tp_cross_entropy_grad(&value, DSC_DTYPE_F32, &target, 1, 1, &zero, &one, 0.0, 1, NULL),
+                     DSC_OK);
         if ((float)x < -87.3f)
             CHECK(value == 0.0f);
         else
@@ -225,13 +238,17 @@ static void test_bad_input(void)
 
     CHECK_ERROR(dsc_tp_cross_entropy_rows(values, DSC_DTYPE_COUNT, &target, 1, 4, NULL, &row), DSC_EINVAL, "dtype");
     CHECK_ERROR(dsc_tp_cross_entropy_rows(values, DSC_DTYPE_F32, &target, -1, 4, NULL, &row), DSC_EINVAL, "negative");
-    CHECK_ERROR(dsc_tp_cross_entropy_rows(values, DSC_DTYPE_F32, &target, INT64_MAX, 4, NULL, &row), DSC_EOVERFLOW, "int64_t");
+    CHECK_ERROR(dsc_tp_cross_entropy_rows(values, DSC_DTYPE_F32, &target, INT64_MAX, 4, NULL, &row), DSC_EOVERFLOW,
+                "int64_t");
     CHECK_ERROR(dsc_tp_cross_entropy_rows(values, DSC_DTYPE_F32, NULL, 1, 4, NULL, &row), DSC_EINVAL, "targets");
     CHECK_ERROR(dsc_tp_cross_entropy_rows(NULL, DSC_DTYPE_F32, &target, 1, 4, NULL, &row), DSC_EINVAL, "logits");
     CHECK_ERROR(dsc_tp_cross_entropy_rows(values, DSC_DTYPE_F32, &target, 1, 4, NULL, NULL), DSC_EINVAL, "out_rows");
-    CHECK_ERROR(dsc_tp_cross_entropy_grad(values, DSC_DTYPE_F32, &target, 1, 4, NULL, &one, 0, 4, NULL), DSC_EINVAL, "log_sum");
-    CHECK_ERROR(dsc_tp_cross_entropy_grad(values, DSC_DTYPE_F32, &target, 1, 4, &one, &one, 1.5, 4, NULL), DSC_EINVAL, "smoothing");
-    CHECK_ERROR(dsc_tp_cross_entropy_grad(values, DSC_DTYPE_F32, &target, 1, 4, &one, &one, 0, 3, NULL), DSC_EINVAL, "n_all_words");
+    CHECK_ERROR(dsc_tp_cross_entropy_grad(values, DSC_DTYPE_F32, &target, 1, 4, NULL, &one, 0, 4, NULL), DSC_EINVAL,
+                "log_sum");
+    CHECK_ERROR(dsc_tp_cross_entropy_grad(values, DSC_DTYPE_F32, &target, 1, 4, &one, &one, 1.5, 4, NULL), DSC_EINVAL,
+                "smoothing");
+    CHECK_ERROR(dsc_tp_cross_entropy_grad(values, DSC_DTYPE_F32, &target, 1, 4, &one, &one, 0, 3, NULL), DSC_EINVAL,
+                "full_vocab_size");
     CHECK(row.max == -7 && values[0] == 1);
 }
 

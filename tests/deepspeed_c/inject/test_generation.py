@@ -85,8 +85,8 @@ def test_what_one_process_refuses_or_ranks_cannot_do_together_is_refused_on_all(
         assert "max_new_tokens" in first["lengths"] and "2" in first["lengths"] and "3" in first["lengths"]
         for name in ("attentions", "attentions of the model inside", "attentions of generate"):
             assert first[name].startswith(StateError.__name__) and "own heads" in first[name], first[name]
-        assert "embed_tokens: id 101 is no word of 101" in first["an id past the words"], first
-        assert "IndexError" in first["a far id"] and "id -1 is no word of 101" in first["a negative id"], first
+        assert "embed_tokens: id 101 is not in the vocabulary of 101" in first["an id past the words"], first
+        assert "IndexError" in first["a far id"] and "id -1 is not in the vocabulary of 101" in first["a negative id"], first
         assert first["a good call"] == "no error"
 
 
@@ -111,4 +111,4 @@ def few_words(rank: int, world: int) -> tuple[str, float]:
 
 def test_a_rank_without_words_refuses_as_the_others_do() -> None:
     for text, error in run_ranks(4, few_words, preload=PRELOAD):
-        assert "id 3 is no word of 3" in text and error < 1e-5, (text, error)
+        assert "id 3 is not in the vocabulary of 3" in text and error < 1e-5, (text, error)

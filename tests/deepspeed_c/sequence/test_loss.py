@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_an_error_of_all_ranks():
         assert name == RankMismatchError.__name__ and "[2, 1]" in text
     (first, text), (second, own) = run_ranks(2, refused, "word")
     assert (first, second) == (RankMismatchError.__name__, "IndexError")
-    assert "rank 1 of 2" in text and "target 5 is no word of 5" in own
+    assert "rank 1 of 2" in text and "target 5 is not in the vocabulary of 5" in own
     (first, own), (second, text) = run_ranks(2, refused, "shape")
     assert (first, second) == (ModelError.__name__, RankMismatchError.__name__) and "(3, 2)" in own
 
@@ -150,7 +150,7 @@ def test_a_loss_in_tiles_of_padding_alone_and_of_wrong_targets():
     loss = tiled_cross_entropy(head, hidden, torch.full((2, 7), -100), 3)
     loss.backward()
     assert loss.item() == 0 and not hidden.grad.any() and not head.weight.grad.any()
-    with pytest.raises(IndexError, match="target 11 is no word of 11"):
+    with pytest.raises(IndexError, match="target 11 is not in the vocabulary of 11"):
         tiled_cross_entropy(head, hidden, torch.full((2, 7), 11), 3)
     with pytest.raises(ModelError, match=r"\(2, 6\) targets for the shape \(2, 7, 6\)"):
         tiled_cross_entropy(head, hidden, torch.zeros(2, 6, dtype=torch.int64), 3)

@@ -280,10 +280,10 @@ def losses_of(head: nn.Linear, x: torch.Tensor, labels: torch.Tensor, reduction:
     return F.cross_entropy(head(x).flatten(0, -2), labels.flatten(), reduction=reduction)
 
 
-def labels_of(shape: tuple[int, ...], n_words: int = 11) -> torch.Tensor:
+def labels_of(shape: tuple[int, ...], vocab_size: int = 11) -> torch.Tensor:
     """Half of the tokens are padding, and the last of all of them are."""
     torch.manual_seed(2)
-    labels = torch.randint(n_words, shape)
+    labels = torch.randint(vocab_size, shape)
     labels[torch.rand(shape) < 0.5] = -100
     labels[:, shape[1] // 2 :] = -100
     labels[0, 0] = 1

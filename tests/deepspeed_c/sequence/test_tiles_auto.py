@@ -63,7 +63,7 @@ def test_perceptrons_are_known_by_their_layers(between):
 
 @pytest.mark.parametrize("between", [Mixing(), Recurrent(), nn.BatchNorm1d(8), nn.Conv1d(8, 8, 3)])
 def test_what_mixes_tokens_is_no_perceptron(between):
-    with pytest.raises(ModelError, match="SmallMLP has no perceptron"):
+    with pytest.raises(ModelError, match="SmallMLP has no MLP"):
         tile_model(SmallMLP(between))
 
 

@@ -1,0 +1,129 @@
+"""Every command of README runs, as it stands there, with a script and a configuration of the names that it uses."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import free_port
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 300
+# Commands that install or train for minutes -> the test that runs them, or a form of them.
+COVERED = {
+    "pip install torch setuptools pybind11": "tests/test_package.py",
+    "pip install --no-build-isolation .": "tests/test_package.py",
+    "make train": "tests/examples/test_train_gpt.py",
+    "make test": "tests/test_readme.py",
+}
+TRAIN = """
+import argparse
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import {name}
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=0)
+parser = {name}.add_config_arguments(parser)
+args = parser.parse_args()
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096))
+config = args.deepspeed_config or "ds_config.json"
+engine, *_ = {name}.initialize(model=model, model_parameters=model.parameters(), config=config)
+ids = torch.randint(64, (2, 16), device=engine.device)
+for _ in range(2):
+    loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    engine.step()
+print(f"trained to {{loss.item():.3f}} with {{engine.world_size}} ranks by {{type(engine).__module__}}", flush=True)
+"""
+# A script of the Hugging Face stack names its configuration by --deepspeed.
+TRAIN_HF = """
+import sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+arguments = TrainingArguments(output_dir="out", max_steps=2, per_device_train_batch_size=2, learning_rate=1e-3, report_to=[], use_cpu=True,
+                              weight_decay=0.0, save_strategy="no", deepspeed=sys.argv[sys.argv.index("--deepspeed") + 1])
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                                     num_attention_heads=4, num_key_value_heads=2))
+rows = [dict(input_ids=torch.arange(8) + i, labels=torch.arange(8) + i) for i in range(8)]
+trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+trainer.train()
+print(f"trained by {type(trainer.model_wrapped).__module__}", flush=True)
+"""
+CONFIG = """{
+  "train_micro_batch_size_per_gpu": 2,
+  "gradient_accumulation_steps": 1,
+  "gradient_clipping": 1.0,
+  "zero_optimization": {"stage": 2},
+  "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}
+}"""
+# Part of a command -> what it prints.
+SAYS = {
+    "train_hf.py": "trained by deepspeed_c.engine.engine",
+    "--num_procs 2": "with 2 ranks by deepspeed_c.engine.engine",
+    "--num_processes 2": "with 2 ranks by deepspeed_c.engine.engine",
+    "--num_gpus 2": "with 2 ranks by deepspeed_c.engine.engine",
+    "python train.py": "with 1 ranks by deepspeed_c.engine.engine",
+    "config show": "zero_optimization.stage",
+    "config check": "zero_optimization.stage 2",
+    "--params 7e9": "GiB per rank",
+    "--seq 4096": "sent along tp",
+    "deepspeed_c report": "torch",
+}
+
+
+def commands() -> list[str]:
+    blocks = re.findall(
+        r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    return list(
+        dict.fromkeys(line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip())
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with the files that the commands name."""
+    path = tmp_path_factory.mktemp("readme")
+    (path / "ds_config.json").write_text(CONFIG)
+    (path / "train.py").write_text(TRAIN.format(name="deepspeed_c"))
+    (path / "train_hf.py").write_text(TRAIN_HF)
+    return path
+
+
+@pytest.mark.parametrize("command", [command for command in commands() if command not in COVERED])
+def test_command_runs(command: str, folder: Path) -> None:
+    said = next(text for part, text in SAYS.items() if part in command)
+    programs = os.path.dirname(sys.executable)
+    port = str(free_port())  # other tests run beside this one
+    done = subprocess.run(
+        command.replace("accelerate launch", f"accelerate launch --main_process_port {port}"),
+        shell=True,
+        cwd=folder,
+        env={
+            **os.environ,
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "CUDA_VISIBLE_DEVICES": "",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    assert said in done.stdout + done.stderr, f"{command}\n{done.stdout[-2000:]}"
+
+
+def test_the_other_commands_are_known_and_tested_elsewhere() -> None:
+    assert COVERED.keys() <= set(commands()), "a command is no longer in README"
+    assert all((ROOT / place).is_file() for place in COVERED.values())
+    for target in (command.split()[1] for command in COVERED if command.startswith("make ")):
+        assert re.search(rf"^{target}:.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), target
