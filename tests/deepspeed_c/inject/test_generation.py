@@ -1,4 +1,4 @@
-"""Generation of a cut model: one sequence on all ranks of a group, whatever their random states and prompts."""
+"""Generation of a cut model: one sequence on all ranks of a group, even with different random states and prompts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_all_ranks_draw_the_tokens_of_rank_0(world: int, apart: int) -> None:
     results = run_ranks(world, sample, apart, preload=PRELOAD)
     for rank, (found, is_same_state, numbers) in enumerate(results):
         assert found == expected, (rank, found, expected)
-        # Rank 0 goes on as one process does, others with what they had; ranks that drew alike go on alike.
+        # Rank 0's random state goes on as in one process, the others return to their own; equal states stay equal.
         assert is_same_state == bool(apart and rank), rank
         if not apart:
             assert numbers == results[0][2], (rank, numbers, results[0][2])

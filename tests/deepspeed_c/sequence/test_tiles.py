@@ -33,7 +33,7 @@ def whole(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(output: torch.Tensor, of: list[torch.Tensor], seed: int = 5) -> list[torch.Tensor | None]:
-    """Of a loss that weighs all outputs differently."""
+    """The gradients of a loss that weighs all outputs differently."""
     torch.manual_seed(seed)
     return list(torch.autograd.grad((output * torch.randn_like(output)).sum(), of, allow_unused=True))
 

@@ -1,4 +1,4 @@
-"""Which modules are taken for perceptrons, how many tiles they get, and what the keys of the configuration do."""
+"""Modules recognised as MLPs, their number of tiles, and the effect of the configuration's keys."""
 
 from __future__ import annotations
 
