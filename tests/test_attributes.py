@@ -1,4 +1,4 @@
-"""Whoever reads a class sees all of its attributes in its own file: nobody sets one from another file."""
+"""A class sets all of its attributes in its own file: no other file sets one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Attributes of objects that are Python's or torch's, whoever has them.
+# Attributes of Python's or torch's objects, in any file.
 FOREIGN = {
     "data": "of a tensor",
     "grad": "of a tensor",
@@ -23,7 +23,7 @@ FOREIGN = {
 
 SETTERS = {"setattr", "delattr", "object.__setattr__"}
 
-# What is set from another file all the same, each with its reason. The list may only get shorter.
+# Exceptions that are set from another file, each with its reason. The list may only get shorter.
 PERMITTED: dict[str, str] = {
     "accelerator.py: setattr(Accelerator, _name)": "a table makes the methods of the class below it",
     "engine/getters.py: setattr(ConfigGetters, _name)": "a table makes the methods of the class below it",

@@ -54,7 +54,7 @@ def banners(source: str) -> list[str]:
 
 
 def too_long_in_c(source: str) -> list[int]:
-    """Lines of comments: those that begin one or go on with one, as all of ours do."""
+    """Lines that begin or continue a comment."""
     lines = enumerate(source.splitlines(), 1)
     return [number for number, line in lines if len(line) > LIMIT and re.match(r"\s*(//|/?\*)", line)]
 

@@ -50,7 +50,7 @@ def test_the_first_step_of_deepspeed_chat(tmp_path, arguments):
     assert losses[0] > 4.5 and losses[3] < losses[2] < losses[1] < losses[0] - 0.3, losses
     assert (tmp_path / "latest").read_text() == "last" and (tmp_path / "last").is_dir()
 
-    # What was saved is the model that was measured last, adapters included.
+    # The saved model is the one measured last, adapters included.
     saved = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     loss = plain_loss(saved, torch.tensor(result["rows"]))
     assert loss == pytest.approx(losses[-1], rel=0.01), (loss, losses)

@@ -156,7 +156,7 @@ def test_tiles_of_cut_sequences_train_as_one_plain_process():
 
 TENSOR_CELLS = [
     # stage, accumulation, tied words, more of tensor_parallel, more sections, options of the loss (transformers ignores
-    # those that it does not know)
+    # unknown options)
     (0, 1, False, {}, {}, {}),
     (1, 2, True, {}, {}, {}),
     (3, 1, False, {"tp_overlap_comm": True}, {}, {"num_items_in_batch": 13}),
@@ -203,7 +203,7 @@ def shared_by_tensor_ranks(rank, world):
         assert len(promised) == 3 * gas
         found = logical(engine)
         worst.append(max((found[name] - p.detach()).abs().max().item() for name, p in want.named_parameters()))
-        # Whoever looks at the logits has the whole ones, in training and in evaluation.
+        # A reader of the logits gets the whole logits, in training and in evaluation.
         output, whole = engine(**batch), want(**batch).logits.detach()
         assert output.logits.shape == whole.shape
         torch.testing.assert_close(output.logits.detach() + 0, whole, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,5 @@
-"""Cross-entropy over words that are cut: rows and gradients against torch's in float64, in every dtype, and what is refused."""
+"""Cross-entropy over a split vocabulary: rows and gradients against torch's in float64, in every dtype, and refused
+arguments."""
 
 from __future__ import annotations
 
