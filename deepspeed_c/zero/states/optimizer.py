@@ -95,8 +95,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.overflow = False
         self._norm: float | None = None
         self._losses = WindowLosses()
-        # Functions of the engine (`bind_engine`): whether somebody has asked this rank to end, and the begin of a window
-        # after a load.
+        # Functions of the engine (`bind_engine`): whether somebody has asked this rank to end, and the begin of a
+        # window after a load.
         self._wants_stop: Callable[[], bool] = lambda: False
         self._begin_window: Callable[[], None] = self.zero_grad
         self._hash_of_inputs: Callable[[], int] = lambda: 0
