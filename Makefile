@@ -73,8 +73,8 @@ bench: $(BUILT) ## measure everything, alone on the machine (about 40 min), and 
 	$(BIN)/python -m benchmarks.run
 
 .PHONY: docs
-docs: $(BUILT) ## write what is made: docs/config.md, docs/compatibility.md, docs/performance.md, deepspeed_c/_C.pyi
-	$(BIN)/python -m deepspeed_c.config.docs docs/config.md
+docs: $(BUILT) ## write what is made: docs/config.md, docs/config, docs/compatibility.md, docs/performance.md, deepspeed_c/_C.pyi
+	$(BIN)/python -m deepspeed_c.config.docs docs
 	$(BIN)/python -m scripts.compatibility docs/compatibility.md
 	$(BIN)/python -m scripts.missing --write
 	$(BIN)/python -m scripts.stubs deepspeed_c/_C.pyi

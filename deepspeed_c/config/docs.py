@@ -1,4 +1,4 @@
-"""Write docs/config.md from the schema: ``python -m deepspeed_c.config.docs docs/config.md``."""
+"""Write docs/config.md and a page for each section below docs/config: ``python -m deepspeed_c.config.docs docs``."""
 
 import inspect
 import sys
@@ -17,10 +17,14 @@ from .schema import Root, SectionField, fields_of, kinds_of
 
 __all__ = ["main", "render"]
 
+_WRITTEN = "<!-- Written by `python -m deepspeed_c.config.docs docs` from deepspeed_c/config. Do not edit. -->"
+# Folder of the sections' pages, below docs.
+_FOLDER = "config"
+
 _HEAD = """\
 # Configuration
 
-<!-- Written by `python -m deepspeed_c.config.docs docs/config.md` from deepspeed_c/config. Do not edit. -->
+{written}
 
 The configuration is DeepSpeed's JSON (with the names, types and defaults of DeepSpeed 0.19.6), given as a dict, as
 the path of a JSON file, or as base64-encoded JSON. `deepspeed_c config check FILE` lists the errors of a file
@@ -75,32 +79,53 @@ not multiply, or no size at all, are an error with all the numbers in it.
 """
 
 
-def render() -> str:
-    """Return the text of docs/config.md."""
+def render() -> dict[str, str]:
+    """Return the pages: path below docs -> text. ``config.md`` has the rules, the top-level keys and the links."""
     spellings: dict[str, list[str]] = {}
     for spelling, short in DTYPE_NAMES.items():
         spellings.setdefault(short, []).append(f"`{spelling}`")
-    parts = [_HEAD.replace("{dtypes}", "; ".join(", ".join(names) for names in spellings.values()))]
-    parts += _section(Root, "", "Top level")
-    parts += _kinds(
-        "optimizer.params", OPTIMIZERS, "Any other class of torch.optim may be named; its parameters are passed on."
-    )
-    parts += _kinds("scheduler.params", SCHEDULES, "")
-    parts += _old_keys()
-    parts += _features()
-    return "\n".join(parts)
+    dtypes = "; ".join(", ".join(names) for names in spellings.values())
+    sections = [field for field in fields_of(Root).values() if field.section is not None]
+    parts = [_HEAD.replace("{written}", _WRITTEN).replace("{dtypes}", dtypes), "## Top level\n", *_table(Root)]
+    parts += ["## Sections\n", "| section | |", "| --- | --- |"]
+    parts += [
+        f"| [`{field.name}`]({_FOLDER}/{field.name}.md) | {_first_sentence(field.section)} |" for field in sections
+    ]
+    parts += ["", *_old_keys(), *_features()]
+    pages = {"config.md": "\n".join(parts)}
+    for field in sections:
+        lines = [f"# `{field.name}`\n", _WRITTEN + "\n", "[All sections, and the rules](../config.md)\n"]
+        lines += _section(field.section, _path(field, "") + ".", _path(field, ""), is_page=True)
+        if field.name == "optimizer":
+            others = "Any other class of torch.optim may be named; its parameters are passed on."
+            lines += _kinds("optimizer.params", OPTIMIZERS, others)
+        if field.name == "scheduler":
+            lines += _kinds("scheduler.params", SCHEDULES, "")
+        pages[f"{_FOLDER}/{field.name}.md"] = "\n".join(lines)
+    return pages
 
 
-def _section(cls: type[Section], path: str, title: str) -> Iterator[str]:
-    yield f"## {title}\n"
-    if path:
-        paragraphs = inspect.getdoc(cls).split("\n\n")
-        yield "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs) + "\n"
+def _paragraphs(cls: type[Section]) -> list[str]:
+    return [" ".join(paragraph.split()) for paragraph in inspect.getdoc(cls).split("\n\n")]
+
+
+def _first_sentence(cls: type[Section]) -> str:
+    return _paragraphs(cls)[0].split(". ")[0].rstrip(".").replace("|", "\\|") + "."
+
+
+def _path(field: SectionField, above: str) -> str:
+    return above + field.name + {"": "", "dict": ".NAME", "list": "[]"}[field.container]
+
+
+def _section(cls: type[Section], path: str, title: str, *, is_page: bool = False) -> Iterator[str]:
+    if not is_page:
+        yield f"## `{title}`\n"
+    yield "\n\n".join(_paragraphs(cls)) + "\n"
     yield from _table(cls)
     for field in fields_of(cls).values():
         if field.section is not None:
-            below = path + field.name + {"": "", "dict": ".NAME", "list": "[]"}[field.container]
-            yield from _section(field.section, below + ".", f"`{below}`")
+            below = _path(field, path)
+            yield from _section(field.section, below + ".", below)
 
 
 def _table(cls: type[Section], *, is_later: bool = False) -> Iterator[str]:
@@ -183,11 +208,17 @@ def _features() -> Iterator[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Write the file that is named on the command line."""
+    """Write the pages below the folder that is named on the command line; pages of sections that are gone go."""
     if len(argv) != 1:
-        print("usage: python -m deepspeed_c.config.docs FILE", file=sys.stderr)
+        print("usage: python -m deepspeed_c.config.docs FOLDER", file=sys.stderr)
         return 2
-    Path(argv[0]).write_text(render(), encoding="utf-8")
+    folder, pages = Path(argv[0]), render()
+    (folder / _FOLDER).mkdir(parents=True, exist_ok=True)
+    for old in (folder / _FOLDER).glob("*.md"):
+        if f"{_FOLDER}/{old.name}" not in pages:
+            old.unlink()
+    for path, text in pages.items():
+        (folder / path).write_text(text, encoding="utf-8")
     return 0
 
 
