@@ -80,6 +80,11 @@ docs: $(BUILT) ## write what is made: docs/config.md, docs/config, docs/compatib
 	$(BIN)/python -m scripts.stubs deepspeed_c/_C.pyi
 	$(BIN)/python -m benchmarks.run --docs
 
+.PHONY: site
+site: $(BUILT) ## build the API reference from the docstrings: out/site/index.html
+	$(PIP) install -c constraints.txt pdoc
+	$(BIN)/python -m scripts.reference out/site
+
 .PHONY: build
 build: $(BUILT) ## environment and compiled extension only
 
