@@ -44,12 +44,4 @@ static inline float dsc_exp_nonpositive(float x)
     return x < MIN_EXPONENT ? 0.0f : p * power;
 }
 
-/* 1 / (1 + exp(-x)). */
-static inline float dsc_sigmoid(float x)
-{
-    float e = dsc_exp_nonpositive(-fabsf(x));
-
-    return (x < 0.0f ? e : 1.0f) / (1.0f + e);
-}
-
 #endif

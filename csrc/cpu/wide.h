@@ -161,6 +161,20 @@ static inline __attribute__((always_inline)) void dsc_wide_store_as(dsc_dtype dt
             step(__VA_ARGS__, at, (n)-at);               \
     } while (0)
 
+/* Runs call(dtype, ...), with a constant for dtype. */
+#define WITH_DTYPE(dtype, call, ...)           \
+    do {                                       \
+        if ((dtype) == DSC_DTYPE_F32)          \
+            call(DSC_DTYPE_F32, __VA_ARGS__);  \
+        else if ((dtype) == DSC_DTYPE_BF16)    \
+            call(DSC_DTYPE_BF16, __VA_ARGS__); \
+        else                                   \
+            call(DSC_DTYPE_F16, __VA_ARGS__);  \
+    } while (0)
+
+/* EACH_WIDE of step(dtype, ..., i, n_lanes), for WITH_DTYPE. */
+#define EACH_WIDE_AS(dtype, n, step, ...) EACH_WIDE(n, step, dtype, __VA_ARGS__)
+
 static inline wide dsc_wide_all(float x)
 {
     return x - (wide){0};

@@ -45,7 +45,7 @@ static inline struct act relu(wide x)
 
 typedef struct act act_of(wide x);
 
-/* Steps of EACH_WIDE; act, dtype and a NULL are constants where they are inlined. */
+/* Steps of EACH_WIDE_AS; dtype, act and a NULL are constants where they are inlined. */
 #define STEP static inline __attribute__((always_inline)) void
 
 static inline __attribute__((always_inline)) wide biased(dsc_dtype dtype, const void *x, const void *bias, int64_t i,
@@ -56,12 +56,12 @@ static inline __attribute__((always_inline)) wide biased(dsc_dtype dtype, const 
     return bias == NULL ? loaded : loaded + dsc_wide_load_as(dtype, bias, i, n);
 }
 
-STEP value_step(act_of *act, dsc_dtype dtype, const void *x, const void *bias, void *y, int64_t i, int64_t n)
+STEP value_step(dsc_dtype dtype, act_of *act, const void *x, const void *bias, void *y, int64_t i, int64_t n)
 {
     dsc_wide_store_as(dtype, act(biased(dtype, x, bias, i, n)).value, y, i, n);
 }
 
-STEP grad_step(act_of *act, dsc_dtype dtype, const void *x, const void *bias, const void *dy, void *dx, float *sum,
+STEP grad_step(dsc_dtype dtype, act_of *act, const void *x, const void *bias, const void *dy, void *dx, float *sum,
                int64_t i, int64_t n)
 {
     wide found = dsc_wide_load_as(dtype, dy, i, n) * act(biased(dtype, x, bias, i, n)).slope;
@@ -71,14 +71,14 @@ STEP grad_step(act_of *act, dsc_dtype dtype, const void *x, const void *bias, co
     dsc_wide_store_as(dtype, found, dx, i, n);
 }
 
-STEP gated_step(act_of *act, dsc_dtype dtype, const void *gate, const void *up, void *y, int64_t i, int64_t n)
+STEP gated_step(dsc_dtype dtype, act_of *act, const void *gate, const void *up, void *y, int64_t i, int64_t n)
 {
     wide found = act(dsc_wide_load_as(dtype, gate, i, n)).value;
 
     dsc_wide_store_as(dtype, found * dsc_wide_load_as(dtype, up, i, n), y, i, n);
 }
 
-STEP gated_grad_step(act_of *act, dsc_dtype dtype, const void *gate, const void *up, const void *dy, void *dgate,
+STEP gated_grad_step(dsc_dtype dtype, act_of *act, const void *gate, const void *up, const void *dy, void *dgate,
                      void *dup, int64_t i, int64_t n)
 {
     struct act found = act(dsc_wide_load_as(dtype, gate, i, n));
@@ -89,41 +89,30 @@ STEP gated_grad_step(act_of *act, dsc_dtype dtype, const void *gate, const void 
     dsc_wide_store_as(dtype, gradient * found.value, dup, i, n);
 }
 
-/* A loop for each dtype. */
-#define EACH_OF(dtype, n, step, act, ...)                         \
-    do {                                                          \
-        if (dtype == DSC_DTYPE_F32)                               \
-            EACH_WIDE(n, step, act, DSC_DTYPE_F32, __VA_ARGS__);  \
-        else if (dtype == DSC_DTYPE_BF16)                         \
-            EACH_WIDE(n, step, act, DSC_DTYPE_BF16, __VA_ARGS__); \
-        else                                                      \
-            EACH_WIDE(n, step, act, DSC_DTYPE_F16, __VA_ARGS__);  \
-    } while (0)
-
 #define DSC_NN_ACT(name)                                                                                             \
     void DSC_K(nn_##name)(int64_t n, dsc_dtype dtype, const void *x, const void *bias, void *y)                      \
     {                                                                                                                \
         if (bias == NULL)                                                                                            \
-            EACH_OF(dtype, n, value_step, name, x, NULL, y);                                                         \
+            WITH_DTYPE(dtype, EACH_WIDE_AS, n, value_step, name, x, NULL, y);                                        \
         else                                                                                                         \
-            EACH_OF(dtype, n, value_step, name, x, bias, y);                                                         \
+            WITH_DTYPE(dtype, EACH_WIDE_AS, n, value_step, name, x, bias, y);                                        \
     }                                                                                                                \
     void DSC_K(nn_##name##_grad)(int64_t n, dsc_dtype dtype, const void *x, const void *bias, const void *dy,        \
                                  void *dx, float *sum)                                                               \
     {                                                                                                                \
         if (bias == NULL && sum == NULL)                                                                             \
-            EACH_OF(dtype, n, grad_step, name, x, NULL, dy, dx, NULL);                                               \
+            WITH_DTYPE(dtype, EACH_WIDE_AS, n, grad_step, name, x, NULL, dy, dx, NULL);                              \
         else                                                                                                         \
-            EACH_OF(dtype, n, grad_step, name, x, bias, dy, dx, sum);                                                \
+            WITH_DTYPE(dtype, EACH_WIDE_AS, n, grad_step, name, x, bias, dy, dx, sum);                               \
     }                                                                                                                \
     void DSC_K(nn_gated_##name)(int64_t n, dsc_dtype dtype, const void *gate, const void *up, void *y)               \
     {                                                                                                                \
-        EACH_OF(dtype, n, gated_step, name, gate, up, y);                                                            \
+        WITH_DTYPE(dtype, EACH_WIDE_AS, n, gated_step, name, gate, up, y);                                           \
     }                                                                                                                \
     void DSC_K(nn_gated_##name##_grad)(int64_t n, dsc_dtype dtype, const void *gate, const void *up, const void *dy, \
                                        void *dgate, void *dup)                                                       \
     {                                                                                                                \
-        EACH_OF(dtype, n, gated_grad_step, name, gate, up, dy, dgate, dup);                                          \
+        WITH_DTYPE(dtype, EACH_WIDE_AS, n, gated_grad_step, name, gate, up, dy, dgate, dup);                         \
     }
 
 #include "dsc/activations.inc"

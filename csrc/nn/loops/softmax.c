@@ -60,32 +60,21 @@ INLINE void score_row(int64_t n, struct scored from, dsc_f32 *y, float *max)
         *max = most[0][lane] > *max ? most[0][lane] : *max;
 }
 
-/* Calls with a constant for dtype, one loop each. */
-#define WITH_DTYPE(dtype, call)             \
-    do {                                    \
-        if ((dtype) == DSC_DTYPE_F32)       \
-            call(DSC_DTYPE_F32);            \
-        else if ((dtype) == DSC_DTYPE_BF16) \
-            call(DSC_DTYPE_BF16);           \
-        else                                \
-            call(DSC_DTYPE_F16);            \
-    } while (0)
+/* Without mask and keep their terms fall away. */
+#define SCORE(dtype, mask, keep) score_row(n, (struct scored){dtype, x, scale, mask, keep}, y, max)
 
 void DSC_K(nn_scores)(int64_t n, dsc_dtype dtype, const void *x, float scale, const void *mask, dsc_f32 *y, float *max)
 {
-#define PLAIN(known) score_row(n, (struct scored){known, x, scale, NULL, NULL}, y, max)
-#define MASKED(known) score_row(n, (struct scored){known, x, scale, mask, NULL}, y, max)
     if (mask == NULL)
-        WITH_DTYPE(dtype, PLAIN);
+        WITH_DTYPE(dtype, SCORE, NULL, NULL);
     else
-        WITH_DTYPE(dtype, MASKED);
+        WITH_DTYPE(dtype, SCORE, mask, NULL);
 }
 
 void DSC_K(nn_scores_kept)(int64_t n, dsc_dtype dtype, const void *x, float scale, const uint8_t *keep, dsc_f32 *y,
                            float *max)
 {
-#define KEPT(known) score_row(n, (struct scored){known, x, scale, NULL, keep}, y, max)
-    WITH_DTYPE(dtype, KEPT);
+    WITH_DTYPE(dtype, SCORE, NULL, keep);
 }
 
 /*
@@ -139,12 +128,11 @@ INLINE void scaled_step(dsc_dtype dtype, const dsc_f32 *x, float factor, void *y
 
 void DSC_K(nn_scaled)(int64_t n, const dsc_f32 *x, float factor, dsc_dtype dtype, void *y)
 {
-#define SCALED(known) EACH_WIDE(n, scaled_step, known, x, factor, y)
-    WITH_DTYPE(dtype, SCALED);
+    WITH_DTYPE(dtype, EACH_WIDE_AS, n, scaled_step, x, factor, y);
 }
 
 /* In the order of nn_dot, which has the lanes of doubles. */
-INLINE void dot_row(int64_t n, dsc_dtype dtype, const void *y, const void *dy, double *sum)
+INLINE void dot_row(dsc_dtype dtype, int64_t n, const void *y, const void *dy, double *sum)
 {
     doubles sums[REGISTERS] = {0};
     double lanes[LANES];
@@ -178,8 +166,7 @@ INLINE void dot_row(int64_t n, dsc_dtype dtype, const void *y, const void *dy, d
 
 void DSC_K(nn_softmax_dot)(int64_t n, dsc_dtype dtype, const void *y, const void *dy, double *sum)
 {
-#define DOT(known) dot_row(n, known, y, dy, sum)
-    WITH_DTYPE(dtype, DOT);
+    WITH_DTYPE(dtype, dot_row, n, y, dy, sum);
 }
 
 INLINE void grad_step(dsc_dtype dtype, const void *y, const void *dy, float sum, float scale, void *dx, int64_t i,
@@ -192,6 +179,5 @@ INLINE void grad_step(dsc_dtype dtype, const void *y, const void *dy, float sum,
 
 void DSC_K(nn_softmax_grad)(int64_t n, dsc_dtype dtype, const void *y, const void *dy, float sum, float scale, void *dx)
 {
-#define GRAD(known) EACH_WIDE(n, grad_step, known, y, dy, sum, scale, dx)
-    WITH_DTYPE(dtype, GRAD);
+    WITH_DTYPE(dtype, EACH_WIDE_AS, n, grad_step, y, dy, sum, scale, dx);
 }
