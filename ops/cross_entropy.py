@@ -25,7 +25,7 @@ def rows(logits: Tensor, targets: Tensor) -> Tensor:
     the largest logit, the sum of exp(logit - largest), the target's logit, the sum of logits. float64 for float64
     logits.
 
-    targets: int64 [n], counted from this rank's first word; any that is no word of this rank gives 0. One pass where
+    targets: int64 [n], counted from this rank's first token id; an id that another rank has gives 0. One pass where
     there are kernels (``deepspeed_c.ops.placement``), elsewhere, and in float64, by torch. ValueError for other dtypes
     and layouts.
     """
@@ -57,8 +57,8 @@ def join(parts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def grad_(logits: Tensor, targets: Tensor, log_sum: Tensor, scale: Tensor, smoothing: float, full_vocab_size: int) -> None:
-    """Puts the gradient in place of ``logits`` [n, words of this rank]: scale * (softmax - smoothing / full_vocab_size
-    - (1 - smoothing) * (word is the target)). log_sum, scale: [n], of the dtype of ``rows``. A row of scale 0 becomes
+    """Puts the gradient in place of ``logits`` [n, vocab_size]: scale * (softmax - smoothing / full_vocab_size
+    - (1 - smoothing) * (column is the target)). log_sum, scale: [n], of the dtype of ``rows``. A row of scale 0 becomes
     zeros.
     """
     if _is_of_core(logits):
@@ -66,9 +66,9 @@ def grad_(logits: Tensor, targets: Tensor, log_sum: Tensor, scale: Tensor, smoot
         torch.autograd.graph.increment_version(logits)
         return
     grad = torch.exp(_wide(logits) - log_sum.unsqueeze(1)) - smoothing / full_vocab_size
-    row, word = torch.nonzero(
+    row, column = torch.nonzero(
         torch.arange(logits.shape[1], device=logits.device) == targets.unsqueeze(1), as_tuple=True
     )
-    grad[row, word] -= 1 - smoothing
+    grad[row, column] -= 1 - smoothing
     grad *= scale.unsqueeze(1)
     logits.copy_(torch.where(scale.unsqueeze(1) == 0, 0.0, grad))

@@ -20,7 +20,7 @@ def first_derivative_only(what: str) -> Callable[[Callable[..., Any]], Callable[
 
     torch's ``once_differentiable`` is not enough: where the incoming gradient is a constant (a sum's) it gives results
     outside of any graph, and its node has no edges to the operands, so that ``autograd.grad`` for an operand passes it
-    by. Both lose the term of second order without a word. All tensors that ``backward`` computes from must be its
+    by. Both lose the term of second order silently. All tensors that ``backward`` computes from must be its
     arguments or in ``ctx.saved_tensors``.
     """
 

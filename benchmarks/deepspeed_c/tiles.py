@@ -29,7 +29,7 @@ MIB = 1 << 20
 LOSS_TILES, MLP_TILES = 16, 8
 
 
-class Perceptron(nn.Module):
+class MLP(nn.Module):
     """Llama's MLP."""
 
     def __init__(self, width: int) -> None:
@@ -78,9 +78,9 @@ def losses_of(tokens: int, words: int, width: int) -> Part:
     return Part(ways, seen, [x, y, head.weight])
 
 
-def perceptrons_of(tokens: int, width: int) -> Part:
+def mlps_of(tokens: int, width: int) -> Part:
     torch.manual_seed(1)
-    mlp, x = Perceptron(width), torch.randn(1, tokens, width).requires_grad_()
+    mlp, x = MLP(width), torch.randn(1, tokens, width).requires_grad_()
     seen: list[int] = []
     mlp.up.register_forward_hook(lambda module, args, output: seen.append(output.numel()))
 
@@ -94,7 +94,7 @@ def perceptrons_of(tokens: int, width: int) -> Part:
 
     ways = {
         "whole": lambda: step(lambda: mlp(x)),
-        "tiles": lambda: step(lambda: TiledMLP.apply(Perceptron.forward, mlp, x, MLP_TILES, list(mlp.parameters()))),
+        "tiles": lambda: step(lambda: TiledMLP.apply(MLP.forward, mlp, x, MLP_TILES, list(mlp.parameters()))),
     }
     return Part(ways, seen, [x, *mlp.parameters()])
 
@@ -152,9 +152,9 @@ def main() -> None:
     sizes = {"tokens": options.tokens, "words": options.words, "width": options.width}
     print(json.dumps({"benchmark": "tiled_loss", "part": "loss", **sizes, **row, "machine": machine()}))
     kept = 2 * options.mlp_tokens * options.width * 4
-    row = measure(perceptrons_of(options.mlp_tokens, options.width), MLP_TILES, options.rounds, kept)
+    row = measure(mlps_of(options.mlp_tokens, options.width), MLP_TILES, options.rounds, kept)
     sizes = {"tokens": options.mlp_tokens, "width": options.width}
-    print(json.dumps({"benchmark": "tiled_loss", "part": "perceptron", **sizes, **row, "machine": machine()}))
+    print(json.dumps({"benchmark": "tiled_loss", "part": "MLP", **sizes, **row, "machine": machine()}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-/* Opens files with and without O_DIRECT, asks the file system for its alignment, and words failures. */
+/* Opens files with and without O_DIRECT, asks the file system for its alignment, and describes failures. */
 #include "aio/file.h"
 
 #include "base/fail.h"

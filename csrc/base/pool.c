@@ -91,7 +91,7 @@ static int64_t now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Gives *word up to spin_ns to become zero (is_wanted_zero), or to become anything else; returns it as last seen. */
+/* Waits up to spin_ns for *word to become zero (is_wanted_zero), or anything else; returns the value last seen. */
 static uint32_t spin(_Atomic uint32_t *word, bool is_wanted_zero)
 {
     int64_t limit_ns = atomic_load_explicit(&spin_ns, memory_order_relaxed);

@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* The numbers that follow two words at the beginning of lines, added up; false when neither is there. */
+/* Adds up the numbers after two names at the beginning of lines; false when neither is there. */
 static bool read_sum(const char *path, const char *a, const char *b, int64_t *out_sum)
 {
     FILE *file = fopen(path, "re");

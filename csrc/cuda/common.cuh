@@ -36,7 +36,7 @@ constexpr int32_t MAX_PARTIALS = DSC_CUDA_MAX_PARTIALS;
 /* Hands the sentence to the host library and returns status. */
 dsc_status fail(dsc_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/* DSC_EDEVICE with the runtime's words, unless error is cudaSuccess. */
+/* DSC_EDEVICE with the message of CUDA's runtime, unless error is cudaSuccess. */
 dsc_status check_cuda(cudaError_t error, const char *what);
 
 /*

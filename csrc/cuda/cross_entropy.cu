@@ -1,4 +1,4 @@
-/* Cross-entropy over words that are cut over ranks: csrc/tp/cross_entropy.c on a device. One block a row. */
+/* Cross-entropy over a vocabulary cut over ranks: csrc/tp/cross_entropy.c on a device. One block a row. */
 #include "cuda/kinds.h"
 #include "cuda/nn_rows.cuh"
 
@@ -63,7 +63,7 @@ struct entropy_grad_params {
     const int64_t *targets;
     const float *log_sum;
     const float *scale;
-    float each;      /* subtracted from every word's probability */
+    float each;      /* subtracted from every token id's probability */
     float at_target; /* and from the target's besides */
 };
 

@@ -19,7 +19,7 @@ struct job {
     struct dsc_tp_row *rows;
     const float *log_sum;
     const float *scale;
-    float each;      /* subtracted from every word's probability */
+    float each;      /* subtracted from every token id's probability */
     float at_target; /* and from the target's besides */
 };
 
@@ -30,10 +30,10 @@ static dsc_status check(const void *logits, dsc_dtype dtype, const int64_t *targ
     if (dsc_dtype_bytes(dtype) == 0)
         return dsc_fail(DSC_EINVAL, "dtype is %d, which is no dsc_dtype", (int)dtype);
     if (n_rows < 0 || vocab_size < 0)
-        return dsc_fail(DSC_EINVAL, "%lld rows of %lld words: neither must be negative", (long long)n_rows,
+        return dsc_fail(DSC_EINVAL, "%lld rows over a vocabulary of %lld: neither must be negative", (long long)n_rows,
                         (long long)vocab_size);
     if (__builtin_mul_overflow(n_rows, vocab_size, &n_elems) || n_elems > INT64_MAX / 4)
-        return dsc_fail(DSC_EOVERFLOW, "%lld rows of %lld words do not fit int64_t", (long long)n_rows,
+        return dsc_fail(DSC_EOVERFLOW, "%lld rows over a vocabulary of %lld do not fit int64_t", (long long)n_rows,
                         (long long)vocab_size);
     if ((logits == NULL && n_elems > 0) || (targets == NULL && n_rows > 0))
         return dsc_fail(DSC_EINVAL, "%s is NULL for %lld rows", logits == NULL ? "logits" : "targets",
@@ -71,7 +71,7 @@ static int64_t last_row(const struct job *job, int64_t last_chunk)
     return row < job->n_rows ? row : job->n_rows;
 }
 
-static char *word(const struct job *job, int64_t row, int64_t i)
+static char *logit(const struct job *job, int64_t row, int64_t i)
 {
     return job->logits + (size_t)(row * job->vocab_size + i) * dsc_dtype_bytes(job->dtype);
 }
@@ -92,7 +92,7 @@ static struct dsc_tp_row read_row(const struct job *job, int64_t row)
     for (int64_t i = 0; i < job->vocab_size; i += DSC_BLOCK_ELEMS) {
         int64_t n = block_of(job->vocab_size - i);
 
-        job->kernels->max_f32(n, dsc_load_f32(job->kernels, job->dtype, word(job, row, i), n, scratch), &found.max);
+        job->kernels->max_f32(n, dsc_load_f32(job->kernels, job->dtype, logit(job, row, i), n, scratch), &found.max);
     }
 
     /* A row of nothing but -inf adds nothing, and a row of nothing but NaN is NaN. */
@@ -100,7 +100,7 @@ static struct dsc_tp_row read_row(const struct job *job, int64_t row)
 
     for (int64_t i = 0; i < job->vocab_size; i += DSC_BLOCK_ELEMS) {
         int64_t n = block_of(job->vocab_size - i);
-        const dsc_f32 *block = dsc_load_f32(job->kernels, job->dtype, word(job, row, i), n, scratch);
+        const dsc_f32 *block = dsc_load_f32(job->kernels, job->dtype, logit(job, row, i), n, scratch);
 
         if (target >= i && target < i + n)
             found.target = block[target - i];
@@ -150,18 +150,18 @@ static void write_row(const struct job *job, int64_t row)
 
     if (scale == 0.0f) {
         if (job->vocab_size > 0)
-            memset(word(job, row, 0), 0, (size_t)job->vocab_size * dsc_dtype_bytes(job->dtype));
+            memset(logit(job, row, 0), 0, (size_t)job->vocab_size * dsc_dtype_bytes(job->dtype));
         return;
     }
     for (int64_t i = 0; i < job->vocab_size; i += DSC_BLOCK_ELEMS) {
         int64_t n = block_of(job->vocab_size - i);
-        const dsc_f32 *block = dsc_load_f32(job->kernels, job->dtype, word(job, row, i), n, scratch);
+        const dsc_f32 *block = dsc_load_f32(job->kernels, job->dtype, logit(job, row, i), n, scratch);
 
         job->kernels->exp_f32(n, block, job->log_sum[row], scratch);
         if (target >= i && target < i + n)
             scratch[target - i] -= job->at_target;
         job->kernels->sub_scale_f32(n, job->each, scale, scratch);
-        dsc_store_f32(job->kernels, job->dtype, scratch, n, word(job, row, i));
+        dsc_store_f32(job->kernels, job->dtype, scratch, n, logit(job, row, i));
     }
 }
 

@@ -155,7 +155,7 @@ TOKENS = _names(lambda axis: axis.is_built and axis.sums_gradients)
 # ZeRO cuts over these unless it is told otherwise. Ranks along the others of TOKENS hold copies of the same shards.
 SHARDS = _names(lambda axis: axis.is_built and axis.shards_states)
 COPIES = tuple(name for name in TOKENS if name not in SHARDS)
-# Ranks along these have one place in the data together. So many ranks of a saved run share one place.
+# Ranks along these axes read the same samples: a saved run has one place in the data for all of them.
 SAME_SAMPLES = _names(lambda axis: axis.is_built and axis.sees is not Sees.OTHER_SAMPLES)
 # Ranks of a plain module cannot lie along these.
 LATER = _names(lambda axis: not axis.is_built or bool(axis.needs))

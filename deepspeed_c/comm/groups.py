@@ -347,7 +347,7 @@ def _linger(store: dist.Store, prefix: str, rank: int) -> None:
         try:
             store.wait([f"{prefix}/all_read"], _LINGER)
         except dist.DistStoreError:
-            return  # somebody came and went; nobody is left to tell
+            return  # a rank has ended without reading the reason; the store need not live for it
 
 
 def _publish(place: LaunchPlace, local_rank: int) -> None:

@@ -252,17 +252,17 @@ class _Call:
         except RuntimeError as error:
             self._owner.fail(str(error))
             self.fail(self._owner.failure)
-        except StopIteration:  # it has been failed just now
+        except StopIteration:  # ``fail`` has closed the generator meanwhile
             pass
         self._is_ready.set()
 
     def fail(self, error: str) -> None:
-        """Lets go of all that is under way, unless a thread is just at it, which will fail by itself."""
+        """Stop the call and release its connections. A thread that is running a step fails by itself."""
         if self._is_over:
             return
         self._error = self._error or error
         self._agreement = None  # connections end with the last message
-        with contextlib.suppress(ValueError):  # it runs
+        with contextlib.suppress(ValueError):  # the generator is running in another thread
             self._steps.close()
         self._is_ready.set()
 
@@ -296,8 +296,9 @@ class Hierarchy:
         between: dist.ProcessGroup,
         names: Sequence[int],
     ) -> None:
-        """hosts: the ranks of ``process_group`` by host. ends: of the ranks of this host; None where ``rank`` is alone.
-        between: a gloo group of the same ranks that nobody else uses. names: the ranks' numbers in the world.
+        """hosts: the ranks of ``process_group`` by host. ends: this host's two ends of shared
+        memory, for callers and for the thread; None where ``rank`` is alone. between: a gloo group of the same ranks
+        for this object alone. names: the ranks' numbers in the world.
         """
         host = next(i for i, ranks in enumerate(hosts) if rank in ranks)
         self.places = _Places(tuple(tuple(ranks) for ranks in hosts), rank, host, list(hosts[host]).index(rank))

@@ -248,7 +248,7 @@ class Ledger:
             self.axes = f"{self.axes} or {axes}" if self.axes else axes
 
     def explain_by(self, watchman: Callable[[], str] | None) -> None:
-        """Has ``watchman`` answer ``explain``, or nobody (None)."""
+        """Let ``watchman`` answer calls of ``explain``; None: the ledger of all ranks does."""
         self._watchman = watchman
 
     def explain(self) -> str:

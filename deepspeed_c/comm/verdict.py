@@ -245,7 +245,7 @@ class _Judge:
         )
 
     def _place(self, rank: int) -> tuple[str, float]:
-        """(activity, seconds of waiting). The verb is a plural that ``_singular`` knows."""
+        """(activity, seconds of waiting). The activity begins with a plural verb, a key of ``_VERBS``."""
         if rank in self._absent:
             return self._absent[rank].text, 0.0
         position = self._positions[rank]

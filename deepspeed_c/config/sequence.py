@@ -43,7 +43,7 @@ class SequenceParallel(Section, kw_only=True):
     tiles: Annotated[
         Literal["auto", "off"],
         acts(
-            "auto: perceptrons, and the causal loss of transformers' models, run over some tokens at a time, so that"
+            "auto: MLPs, and the causal loss of transformers' models, run over some tokens at a time, so that"
             " neither their activations nor the logits of a whole sequence exist.",
             auto="value",
         ),

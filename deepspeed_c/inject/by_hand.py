@@ -31,7 +31,7 @@ __all__ = ["EmbeddingLayer", "fused_LinearLayer", "is_autotp_training_mode", "se
 class EmbeddingLayer(torch.nn.Module):
     """An embedding table that every rank holds whole: ids of any shape to [*ids, width].
 
-    weight: the table [words, width], kept as the parameter it is. Without one the table is made, of ``weight_shape``
+    weight: the table [vocab_size, width], kept as it is. Without one the table is made, of ``weight_shape``
     and ``dtype``, and not filled. DeepSpeed takes a bias and ignores it; here one is a ValueError.
     """
 
@@ -47,7 +47,7 @@ class EmbeddingLayer(torch.nn.Module):
             raise ValueError("EmbeddingLayer has no bias to add; leave it None")
         if weight is None:
             if weight_shape is None or len(weight_shape) != 2:
-                raise ValueError(f"EmbeddingLayer needs a weight, or weight_shape (words, width), not {weight_shape}")
+                raise ValueError(f"EmbeddingLayer needs a weight, or weight_shape (vocab_size, width), not {weight_shape}")
             weight = torch.nn.Parameter(torch.empty(*weight_shape, dtype=dtype))
         self.weight = weight
 

@@ -40,7 +40,7 @@ from deepspeed_c.logging import logger
 
 __all__ = ["CutReport", "ReportRow", "cut_model", "preview_cut"]
 
-_WORDS = Rule("", "column")
+_VOCABULARY = Rule("", "column")
 _HARDLY = 0.75  # if a rank holds a larger share of the model's elements, the cut saves little
 # A module's attributes for hooks on its forward; a hook of peft makes the embedding's outputs require a gradient.
 _HOOKS = (
@@ -379,10 +379,10 @@ class _Surgeon:
             holders = [(name, m) for name, m in self.model.named_modules() if getattr(m, "weight", None) is weight]
             if not all(_has_words(m) or type(m) is torch.nn.Linear for _, m in holders):
                 kinds = ", ".join(type(m).__name__ for _, m in holders)
-                self.reasons[weight] = f"words are looked up in another way than a table's ({kinds})"
+                self.reasons[weight] = f"token ids are looked up in another way than in a table ({kinds})"
                 continue
             for name, m in holders:
-                step = Planned(name, m, _WORDS, "words")
+                step = Planned(name, m, _VOCABULARY, "vocabulary")
                 self._cut(weight, 0, step, f"{name}.weight")
                 if isinstance(m, torch.nn.Embedding):
                     self.embeddings.append((name, m))

@@ -1,4 +1,4 @@
-"""The layers that a cut model has in place of its own: linear by columns and by rows, embedding by words.
+"""The layers that a cut model has in place of its own: linear by columns and by rows, embedding by vocabulary.
 
 They keep the parameters of the module that they replace, under the same names, and are made by hand as well:
 ``LinearLayer(torch.nn.Linear(8, 6), group)`` cuts the linear layer's parameters in place over the ranks of ``group``,
@@ -364,14 +364,14 @@ class WordsEmbedding(torch.nn.Module):
         self.train(module.training)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Raises IndexError, on all ranks alike, for an id that is no word; on an accelerator the device reports it."""
+        """Raises IndexError, on all ranks alike, for an id outside of the vocabulary; an accelerator reports it."""
         is_word = (ids >= 0) & (ids < self.num_embeddings)
         is_elsewhere = is_word & ((ids < self.begin) | (ids >= self.end))
-        # An id that is no word has no row on any rank, and torch's own look-up refuses it, without a look at values.
+        # No rank has a row for an id outside of the vocabulary: torch's own look-up refuses it without reading values.
         rows = (ids - self.begin).masked_fill(is_elsewhere, 0)
         try:
             if self.begin == self.end:
-                # No word is here; the gradient is as empty as the weight.
+                # No row is here; the gradient is as empty as the weight.
                 none = self.weight.new_zeros((1, self.embedding_dim)) + self.weight.sum()
                 found = F.embedding((~is_word).long(), none)
             else:
@@ -388,7 +388,7 @@ class WordsEmbedding(torch.nn.Module):
         return self.ranks.leave(found, self.label)
 
     def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, words=[{self.begin}, {self.end})"
+        return f"{self.num_embeddings}, {self.embedding_dim}, ids=[{self.begin}, {self.end})"
 
 
 class RowPicker:

@@ -1,4 +1,4 @@
-"""Cross-entropy without whole logits: each rank keeps its words', and the ranks exchange four numbers a token."""
+"""Cross-entropy without whole logits: a rank keeps its part of the vocabulary and sends four numbers a token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """The loss of each token, float32 [n], as ``torch.nn.functional.cross_entropy`` with ``reduction="none"`` gives it.
 
-    logits: [n, sizes[rank]], this rank's words (float32, bfloat16, float16); the backward overwrites them with their
+    logits: [n, sizes[rank]], this rank's columns (float32, bfloat16, float16); the backward overwrites them with their
     gradient. targets: int64 [n], the same on all ranks.
     """
     return _CrossEntropy.apply(logits, targets, sizes, ranks, ignore_index, label_smoothing)
@@ -57,7 +57,7 @@ class _CrossEntropy(torch.autograd.Function):
             torch._assert_async((~is_wrong).all(), f"a target is not in the vocabulary of {vocab_size}")
         logits = logits.contiguous()
         here = torch.where(is_counted, targets - sum(sizes[: ranks.rank]), -1)
-        # A target on a later rank lies past this rank's words, a target on an earlier rank below 0.
+        # A target on a later rank lies past this rank's columns, a target on an earlier rank below 0.
         rows = cross_entropy.rows(logits, here)
         log_sum, target, total = cross_entropy.join(ranks.comm.all_gather_list(rows, label="cross-entropy"))
         loss = log_sum - (1 - smoothing) * target
@@ -68,7 +68,7 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.where(is_counted, loss, 0.0)
 
     @staticmethod
-    @first_derivative_only("the cross-entropy over words that tensor-parallel ranks share")
+    @first_derivative_only("the cross-entropy over a vocabulary cut over tensor-parallel ranks")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, here, log_sum, is_counted = ctx.saved_tensors
         scale = torch.where(is_counted, grad.float(), 0.0).contiguous()
@@ -77,7 +77,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class CutLogits(torch.Tensor):
-    """Logits [..., words of this rank] that appear whole, [..., words], to every use.
+    """Logits [..., columns of this rank] that appear whole, [..., vocab_size], to every use.
 
     Each use is a collective: all ranks do the same with it. Not to be read after the backward, which has put the
     gradient in their place (StateError).
@@ -117,7 +117,7 @@ class CutLogits(torch.Tensor):
 
 
 class CutCausalLoss:
-    """Stands in for transformers' ``ForCausalLMLoss`` on one model: each rank has the logits of some words."""
+    """Stands in for transformers' ``ForCausalLMLoss`` on one model: each rank has some columns of the logits."""
 
     def __init__(self, head: LinearLayer, sizes: list[int], ranks: TensorRanks, usual: Any) -> None:
         self.head, self.sizes, self.ranks, self.usual = head, sizes, ranks, usual
@@ -130,11 +130,11 @@ class CutCausalLoss:
         self.head.gather_columns(self.sizes)
 
     def columns(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of this rank's words [..., words of this rank] for hidden states [..., width]."""
+        """This rank's logits [..., columns of this rank] for hidden states [..., width]."""
         return self.head.columns(hidden)
 
     def losses(self, logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
-        """The loss of each token, float32 [n], of ``columns`` [n, words of this rank] and targets int64 [n]."""
+        """The loss of each token, float32 [n], of ``columns`` [n, columns of this rank] and targets int64 [n]."""
         return vocab_parallel_cross_entropy(logits, targets, self.sizes, self.ranks, ignore_index=ignore_index)
 
     def before(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -163,7 +163,7 @@ class CutCausalLoss:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """logits [..., tokens, words of this rank], labels [..., tokens]: token t predicts label t + 1."""
+        """logits [..., tokens, columns of this rank], labels [..., tokens]: token t predicts label t + 1."""
         if not self.is_cut:
             return self.usual(
                 logits=logits,

@@ -65,9 +65,9 @@ class _Extent:
         self.name, self.offset, self.n_bytes = tagged.name, offset, n_bytes
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.piece_bytes = tagged.piece_elems * tensor.element_size() or n_bytes
-        self.crcs: dict[int, int] = {}  # of pieces, by their first byte
+        self.crcs: dict[int, int] = {}  # CRC of each piece by the piece's first byte
         self.buffer: torch.Tensor | None = None
-        self.read: _Read | None = None  # all of it, on its way in
+        self.read: _Read | None = None  # a read of the whole extent that is under way
         self.is_away = False
 
     @property
@@ -81,7 +81,7 @@ class _Extent:
         return whole_pages(n_bytes) if is_last else n_bytes
 
     def pieces(self, begin: int = 0, n_bytes: int | None = None) -> Iterator[tuple[int, int]]:
-        """(first byte, bytes) of each that begins in the given range."""
+        """(first byte, bytes) of each piece that begins in the given range."""
         end = self.n_bytes if n_bytes is None else begin + n_bytes
         return ((at, min(self.piece_bytes, self.n_bytes - at)) for at in range(begin, end, self.piece_bytes))
 
@@ -89,16 +89,15 @@ class _Extent:
 class _Write(NamedTuple):
     request: int
     extent: _Extent
-    tensor: weakref.ref[torch.Tensor] | None  # None: a piece of it
-    data: torch.Tensor  # what the tensor was pointed at
-    buffer: torch.Tensor  # of the pool, with the data at its beginning
-    group: int  # number of the ``send`` that it belongs to
+    tensor: weakref.ref[torch.Tensor] | None  # None: the request writes one piece of a tensor
+    data: torch.Tensor  # the bytes to write; the tensor was a view of them
+    buffer: torch.Tensor  # borrowed from the pool; the data is its beginning
+    group: int  # number of the ``send`` that the request belongs to
 
 
 @dataclass
 class _Read:
-    """Bytes of an extent on their way in; ``request`` is None when they have been waited for, and ``buffer`` when that
-    failed."""
+    """Bytes of an extent that are being read. ``request`` is None once the read is over, ``buffer`` once it failed."""
 
     extent: _Extent
     at: int  # first byte within the extent

@@ -109,7 +109,7 @@ class Observers(NamedTuple):
 
 
 class Frame:
-    """One call of a layer. Blanks hold it, so that it lives as long as something of its graph does."""
+    """One call of a layer. The blanks in its graph hold the frame, so it lives as long as any part of that graph."""
 
     counts_all = True
 

@@ -10,7 +10,7 @@ from deepspeed_c.comm.axes import SP, TP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import ConfigError, FeatureError
-from deepspeed_c.sequence.collectives import ModelOrder, TokenOrder, lend
+from deepspeed_c.sequence.collectives import ModelOrder, TokenOrder, bind_collectives
 from deepspeed_c.sequence.huggingface import Registration, registration_of
 from deepspeed_c.sequence.plans import plan_heads
 from deepspeed_c.sequence.ring_huggingface import RingSPAttentionHF
@@ -61,7 +61,7 @@ def take_over_attention(
                 where=f"{_SECTION}.attention",
                 fix="call deepspeed_c.sequence.ring_attention in the model's own code, or leave the key out",
             )
-        lend(comm)
+        bind_collectives(comm)
         return SharedAttention(ModelOrder(model, mesh.process_group(SP), TokenOrder("contiguous", 1)), None)
     try:
         # Heads that tensor-parallel ranks share are as many fewer on each.
@@ -70,7 +70,7 @@ def take_over_attention(
     except ConfigError:
         found.close()
         raise
-    lend(comm)
+    bind_collectives(comm)
     if way.is_ring:
         members = {"order": way.order, "n_inner": way.n_inner}
         found.attend_by(type(RingSPAttentionHF.__name__, (RingSPAttentionHF,), members))

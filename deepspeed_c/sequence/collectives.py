@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import StateError
 
-__all__ = ["ModelOrder", "TokenOrder", "lend", "order_of", "ranks_of"]
+__all__ = ["ModelOrder", "TokenOrder", "bind_collectives", "order_of", "ranks_of"]
 
 
 class TokenOrder(NamedTuple):
@@ -23,7 +23,7 @@ class TokenOrder(NamedTuple):
 
 
 # Collectives of engines, which know whether shared memory is wanted; else our own.
-_lent: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives] = weakref.WeakKeyDictionary()
+_bound: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives] = weakref.WeakKeyDictionary()
 
 
 class ModelOrder:
@@ -48,9 +48,9 @@ class ModelOrder:
 _orders: weakref.WeakKeyDictionary[torch.nn.Module, ModelOrder] = weakref.WeakKeyDictionary()
 
 
-def lend(comm: Collectives) -> None:
+def bind_collectives(comm: Collectives) -> None:
     """Let attention over the group of ``comm`` use it from now on."""
-    _lent[_process_group(comm.group)] = comm
+    _bound[_process_group(comm.group)] = comm
 
 
 def order_of(group: Any, model: torch.nn.Module | None = None) -> TokenOrder:
@@ -93,8 +93,8 @@ def _process_group(group: Any) -> Any:
 def ranks_of(group: Any) -> Collectives:
     """The collectives over a process group of ``torch.distributed``; None: all ranks. Collective at the first call."""
     group = _process_group(group)
-    found = _lent.get(group)
+    found = _bound.get(group)
     if found is None:
-        found = _lent[group] = Collectives(group)
+        found = _bound[group] = Collectives(group)
         found.use_shared_memory("auto")
     return found

@@ -427,12 +427,12 @@ class FPDT_FFN:
         _check_chunk_size(chunk_size, "FPDT_FFN")
         given = {"w1": w1, "b1": b1, "w2": w2, "b2": b2 if add_bias else None}
 
-        def perceptron(tiles: list[torch.Tensor], weights: dict[str, torch.Tensor | None]) -> torch.Tensor:
+        def mlp(tiles: list[torch.Tensor], weights: dict[str, torch.Tensor | None]) -> torch.Tensor:
             inner = F.gelu(F.linear(tiles[0], weights["w1"], weights["b1"]), approximate="tanh")
             return F.linear(inner, weights["w2"], weights["b2"])
 
         lengths = tile_lengths(x.shape[0], max(1, math.ceil(x.shape[0] / chunk_size)))
-        return in_tiles(perceptron, [x], given, lengths, "FPDT_FFN"), None if add_bias else b2
+        return in_tiles(mlp, [x], given, lengths, "FPDT_FFN"), None if add_bias else b2
 
 
 class FPDT_LogitsLoss:
@@ -451,7 +451,7 @@ class FPDT_LogitsLoss:
         """Return losses [all tokens, batch], float32 (float64 of float64), rank after rank.
 
         lm_output: [tokens of this rank, batch, hidden]. labels: int64 [batch, tokens of this rank]; -100 gives 0.
-        logit_weights: [words, hidden]. rank, spg_size: of the group ``spg``. num_chunk: how many chunks this rank's
+        logit_weights: [vocab_size, hidden]. rank, spg_size: in ``spg``. num_chunk: how many chunks this rank's
         tokens are cut into. The backward computes logits again, chunk by chunk. Collective.
 
         Raises ConfigError for another rank than the group's, ModelError and IndexError for labels that do not fit;

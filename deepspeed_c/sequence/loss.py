@@ -35,7 +35,7 @@ def _check_targets(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int,
 class _RowLosses(torch.autograd.Function):
     """-log softmax at the target of each row.
 
-    vocab: the ranks that the words are cut over; None: this rank has all of them.
+    vocab: the ranks that the vocabulary is cut over; None: this rank has all of them.
     is_spent: the backward may put the gradient in place of the logits.
     """
 
@@ -52,7 +52,7 @@ class _RowLosses(torch.autograd.Function):
     ) -> torch.Tensor:
         rank = 0 if vocab is None else vocab.rank
         is_counted = targets != ignore_index
-        # A target on a later rank lies past this rank's words, a target on an earlier rank below 0.
+        # A target on a later rank lies past this rank's columns, a target on an earlier rank below 0.
         here = torch.where(is_counted, targets - sum(sizes[:rank]), -1)
         rows = cross_entropy.rows(logits.contiguous(), here)
         parts = [rows] if vocab is None else vocab.all_gather_list(rows, label="cross-entropy")
@@ -87,7 +87,7 @@ def row_losses(
 ) -> torch.Tensor:
     """The loss of each row: float32 [n] (float64 of float64), 0 where the target is ``ignore_index``.
 
-    logits: [n, words]. targets: int64 [n]. is_spent: nobody reads the logits again, so that the backward may put their
+    logits: [n, vocab_size]. targets: int64 [n]. is_spent: nobody reads the logits again, so that backward may put their
     gradient in their place.
     """
     return _RowLosses.apply(logits, targets, ignore_index, label_smoothing, is_spent, None, [logits.shape[-1]])
@@ -112,9 +112,9 @@ def tiled_cross_entropy(
     put in their place; None: if it is a ``Linear``. hidden: [..., width].
     targets: int64 [...]. weights: the parameters of ``head``, which ZeRO stage 3 gathers once for all tiles. n_counted:
     the divisor of the sum; None: the number of targets that are not ``ignore_index``, at least 1. losses: gives the
-    loss of each row, where ``head`` gives logits of a part of the words; no label is smoothed then.
+    loss of each row, where ``head`` gives logits of a part of the vocabulary; no label is smoothed then.
 
-    Raises ModelError for shapes that do not fit, IndexError for a target that is no word.
+    Raises ModelError for shapes that do not fit, IndexError for a target outside of the vocabulary.
     """
     is_spent = type(head) is torch.nn.Linear if is_spent is None else is_spent
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
@@ -211,10 +211,10 @@ def vocab_sequence_parallel_cross_entropy(
 ) -> torch.Tensor:
     """The loss of every token of a sequence that is cut over ranks: [all tokens, batch], the same on all of them.
 
-    vocab_seq_parallel_logits: [tokens of this rank, batch, words]; ranks may have different numbers of tokens. target:
+    vocab_seq_parallel_logits: [tokens of this rank, batch, vocab_size]; ranks may differ in tokens. target:
     int64 [tokens of this rank, batch]. Losses are float32 (float64 of float64), 0 where the target is ``ignore_index``.
     sp_group: the ranks that the tokens are cut over. vocab_group: the ranks that the vocabulary is cut over, in their
-    order; None: each rank has all words of its tokens. No rank ever has more logits than it gives.
+    order; None: each rank has all logits of its tokens. No rank ever has more logits than it gives.
 
     Each rank's backward has the gradient of its own tokens: every rank must compute the same loss from the result. The
     graph may be gone through again (``retain_graph``).
@@ -227,12 +227,12 @@ def vocab_sequence_parallel_cross_entropy(
     vocab = None if vocab_group is None else Collectives(vocab_group)
     logits = vocab_seq_parallel_logits
     vocab_size = logits.shape[-1] if logits.dim() else 0
-    sizes = [vocab_size] if vocab is None else [int(n) for n in vocab.gather_numbers(vocab_size, label="words of each rank")]
+    sizes = [vocab_size] if vocab is None else [int(n) for n in vocab.gather_numbers(vocab_size, label="columns of each rank's logits")]
 
     def losses() -> torch.Tensor:
         if logits.dim() != 3:
             raise ModelError(
-                f"logits have the shape {tuple(logits.shape)}", where=where, fix="give them as [tokens, batch, words]"
+                f"logits have the shape {tuple(logits.shape)}", where=where, fix="give them as [tokens, batch, vocab_size]"
             )
         _check_targets(logits, target, sum(sizes), ignore_index, where)
         flat = logits.reshape(-1, vocab_size) if logits.numel() else logits.flatten(0, 1)

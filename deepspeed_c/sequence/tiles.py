@@ -134,7 +134,7 @@ class _TileSum:
 
     def __init__(self) -> None:
         self.total: torch.Tensor | None = None
-        self._is_own = False  # and may be written to: autograd gives one tensor to several, or an expanded one
+        self._is_own = False  # False: ``total`` came from autograd, which may share or expand it: add out of place
 
     def add(self, part: torch.Tensor | None) -> None:
         if part is None:

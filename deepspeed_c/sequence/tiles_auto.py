@@ -3,7 +3,7 @@
 MLPs are found by the name of their class and by their contents: nothing but layers that treat each token by itself.
 Transformers' causal models have their loss computed in tiles where they train with labels: the layer that would give
 the logits gives something that stands for them, and the loss takes the layer's input instead. For any other use the
-logits are computed. Where tensor-parallel ranks hold the model together, each computes its words of a tile; MLPs stay
+logits are computed. Where tensor-parallel ranks hold the model together, each computes its columns of logits; MLPs stay
 whole there, since their layers send.
 """
 
@@ -71,7 +71,7 @@ def tile_model(model: torch.nn.Module, n_tensor_ranks: int = 1) -> TiledModel:
             fix="call TiledMLP and TiledFusedLogitsLoss in the model, or leave tiles out",
         )
     logger.info(
-        "%d perceptrons%s run in tiles of the sequence", tiled.n_mlps, " and the loss" if tiled.has_loss else ""
+        "%d MLPs%s run in tiles of the sequence", tiled.n_mlps, " and the loss" if tiled.has_loss else ""
     )
     return tiled
 
@@ -146,7 +146,7 @@ def _forward_in_tiles(module: torch.nn.Module, forward: Callable, *args: Any, **
 
 
 def _causal_model(model: torch.nn.Module, *, is_cut: bool) -> torch.nn.Module | None:
-    """The module whose loss is transformers' causal one, on the logits of a layer of its own. is_cut: that one's words
+    """The module whose loss is transformers' causal one, on the logits of a layer of its own. is_cut: its vocabulary
     are cut over ranks."""
     for module in model.modules():
         # By class: peft's wrappers hand attributes of their models through.
@@ -222,7 +222,7 @@ class _TiledCausalLoss:
 
 
 class PromisedLogits(torch.Tensor):
-    """Logits [..., words] that nobody has computed. Any use but a look at shape, dtype or device computes them."""
+    """Logits [..., vocab_size] that nobody has computed. Any use but a look at shape, dtype or device computes them."""
 
     # Set by ``of`` on each; a tensor's own constructor takes no such arguments.
     hidden: torch.Tensor
@@ -231,7 +231,7 @@ class PromisedLogits(torch.Tensor):
 
     @classmethod
     def of(cls, hidden: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], vocab_size: int) -> PromisedLogits:
-        """A promise of ``project(hidden)``: logits of ``vocab_size`` words."""
+        """A promise of ``project(hidden)``: logits of a vocabulary of ``vocab_size``."""
         made = torch.Tensor._make_wrapper_subclass(
             cls, (*hidden.shape[:-1], vocab_size), dtype=hidden.dtype, device=hidden.device
         )

@@ -1,4 +1,4 @@
-/* Cross-entropy over words that are cut over ranks, as two operators. */
+/* Cross-entropy over a vocabulary cut over ranks, as two operators. */
 #include "check.h"
 #include "dsc_torch.h"
 
@@ -81,17 +81,17 @@ void cross_entropy_rows(const Tensor &logits, const Tensor &targets, const Tenso
                                   " elements, 4 a target are needed (" + std::to_string(4 * wanted.n_elems) + ")");
     const dsc_dtype dtype = dtype_of(values, op);
     const int64_t vocab_size = words_of(values, wanted.n_elems, op);
-    const auto *const words = static_cast<const int64_t *>(wanted.data);
+    const auto *const token_ids = static_cast<const int64_t *>(wanted.data);
     auto *const found = static_cast<struct dsc_tp_row *>(rows.data);
 
     run_at(
         values, op,
         [&](const struct dsc_par *par) {
-            return dsc_tp_cross_entropy_rows(values.data, dtype, words, wanted.n_elems, vocab_size, par, found);
+            return dsc_tp_cross_entropy_rows(values.data, dtype, token_ids, wanted.n_elems, vocab_size, par, found);
         },
-        [&] { return dsc_tp_cross_entropy_rows_check(values.data, dtype, words, wanted.n_elems, vocab_size, found); },
+        [&] { return dsc_tp_cross_entropy_rows_check(values.data, dtype, token_ids, wanted.n_elems, vocab_size, found); },
         [&](const struct dsc_accel &accel, void *stream) {
-            return accel.cross_entropy_rows(values.data, dtype, words, wanted.n_elems, vocab_size, found, stream);
+            return accel.cross_entropy_rows(values.data, dtype, token_ids, wanted.n_elems, vocab_size, found, stream);
         });
 }
 
@@ -110,22 +110,22 @@ void cross_entropy_grad(const Tensor &logits, const Tensor &targets, const Tenso
                                   " targets");
     const dsc_dtype dtype = dtype_of(values, op);
     const int64_t vocab_size = words_of(values, wanted.n_elems, op);
-    const auto *const words = static_cast<const int64_t *>(wanted.data);
+    const auto *const token_ids = static_cast<const int64_t *>(wanted.data);
     const auto *const sum = static_cast<const float *>(sums.data);
     const auto *const factor = static_cast<const float *>(scales.data);
 
     run_at(
         values, op,
         [&](const struct dsc_par *par) {
-            return dsc_tp_cross_entropy_grad(values.data, dtype, words, wanted.n_elems, vocab_size, sum, factor,
+            return dsc_tp_cross_entropy_grad(values.data, dtype, token_ids, wanted.n_elems, vocab_size, sum, factor,
                                              smoothing, full_vocab_size, par);
         },
         [&] {
-            return dsc_tp_cross_entropy_grad_check(values.data, dtype, words, wanted.n_elems, vocab_size, sum, factor,
+            return dsc_tp_cross_entropy_grad_check(values.data, dtype, token_ids, wanted.n_elems, vocab_size, sum, factor,
                                                    smoothing, full_vocab_size);
         },
         [&](const struct dsc_accel &accel, void *stream) {
-            return accel.cross_entropy_grad(values.data, dtype, words, wanted.n_elems, vocab_size, sum, factor,
+            return accel.cross_entropy_grad(values.data, dtype, token_ids, wanted.n_elems, vocab_size, sum, factor,
                                             smoothing, full_vocab_size, stream);
         });
 }

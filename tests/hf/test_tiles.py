@@ -1,4 +1,4 @@
-"""transformers' models whose perceptrons and loss run in tiles by themselves, against the same models without tiles."""
+"""transformers' models whose MLPs and loss run in tiles by themselves, against the same models without tiles."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ CUTS = {1: [(0, 1)], 103: [(0, 35), (35, 69), (69, 103)], 2: [(0, 1), (1, 2), (2
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("vocab_size", list(CUTS))
-def test_loss_and_gradient_of_cut_words_are_the_whole_ones(dtype, smoothing, vocab_size):
+def test_loss_and_gradient_of_a_cut_vocabulary_are_the_whole_ones(dtype, smoothing, vocab_size):
     random = torch.Generator().manual_seed(vocab_size)
     logits = (torch.randn(17, vocab_size, generator=random) * 5).to(dtype)
     targets = torch.randint(0, vocab_size, (17,), generator=random)

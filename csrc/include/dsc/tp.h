@@ -86,16 +86,16 @@ DSC_API dsc_status dsc_tp_runs_of(const struct dsc_tp_dim *dim, int32_t n_ranks,
 
 /* One rank's share of a row of logits: all ranks' shares together give the row's loss. */
 struct dsc_tp_row {
-    float max;     /* of this rank's words; -inf where it has none */
+    float max;     /* of this rank's logits; -inf where it has none */
     float sum_exp; /* of e^(logit - max), 0 where max is -inf */
     float target;  /* the target's logit; 0 where another rank has it */
     float sum;     /* of this rank's logits */
 };
 
 /*
- * Cross-entropy over words that are cut over ranks, first half: a pass over this rank's logits [n_rows, vocab_size],
- * contiguous, of dtype. targets[row] is a word of this rank's, counted from its first one; any other number means that
- * another rank has it, or nobody.
+ * Cross-entropy over a vocabulary cut over ranks, first half: a pass over this rank's logits [n_rows, vocab_size],
+ * contiguous, of dtype. targets[row] is a token id, counted from the first one of this rank; a number outside of
+ * [0, vocab_size) means that another rank has it, or nobody.
  */
 DSC_API dsc_status dsc_tp_cross_entropy_rows(const void *logits, dsc_dtype dtype, const int64_t *targets,
                                              int64_t n_rows, int64_t vocab_size, const struct dsc_par *par,
@@ -104,10 +104,10 @@ DSC_API dsc_status dsc_tp_cross_entropy_rows(const void *logits, dsc_dtype dtype
 /*
  * Second half: the gradient takes the place of the logits,
  *
- *   scale[row] * (e^(logit - log_sum[row]) - smoothing / full_vocab_size - (1 - smoothing) * (word is the target))
+ *   scale[row] * (e^(logit - log_sum[row]) - smoothing / full_vocab_size - (1 - smoothing) * (column is the target))
  *
  * computed in f32 and rounded once; log_sum is the logarithm of the sum of exponentials over all ranks, so no logit is
- * above it, full_vocab_size counts the words of all ranks. A row with scale 0 becomes zeros, even if it holds NaN.
+ * above it; full_vocab_size counts all ranks' columns. A row with scale 0 becomes zeros, even if it holds NaN.
  */
 DSC_API dsc_status dsc_tp_cross_entropy_grad(void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
                                              int64_t vocab_size, const float *log_sum, const float *scale,

@@ -85,7 +85,7 @@ struct dsc_bucket_tracker {
     int64_t next_waiting; /* where to look for the next bucket that has waited */
 };
 
-/* waits is 0 for all. */
+/* Starts without marks. No bucket waits until dsc_bucket_tracker_set_waiting says so. */
 DSC_API dsc_status dsc_bucket_tracker_init(struct dsc_bucket_tracker *tracker, const int64_t *bucket_of,
                                            int64_t n_params, int64_t n_buckets, int64_t *pending, uint8_t *marks,
                                            uint8_t *states);

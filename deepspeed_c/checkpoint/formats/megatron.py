@@ -141,7 +141,7 @@ class MegatronSDLoader:
             )
 
     def sanity_check(self, ckpt_file_name: str) -> None:
-        """Raises CheckpointError where a file has not the names of Megatron's transformer."""
+        """Raises CheckpointError where a file lacks the names of Megatron's transformer."""
         names = list(self.get_module(self._read(ckpt_file_name)))
         for mark in _MARKS:
             if not any(mark in name for name in names):

@@ -171,7 +171,7 @@ class GradientReducer:
         entries: list[tuple[int, Unit, int]] = []
         for unit in self.units:
             for b in range(unit.n_buckets):
-                # The bucket is full when the gradient of its first registered parameter comes, the last of all.
+                # Backward runs from the last parameter to the first, so the first one registered completes the bucket.
                 last = min((slot.order for slot in unit.bucket_slots[b]), default=0)
                 entries.append((-last, unit, b))
         entries.sort(key=lambda entry: entry[0])

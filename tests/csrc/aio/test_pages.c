@@ -38,7 +38,7 @@ int uname(struct utsname *out)
 static int64_t memory_align = 1;
 static int64_t n_direct;
 
-/* Plain transfers that are looked at first. */
+/* Checks that direct operations are aligned, then transfers as the backend "fault" does. */
 static int64_t watch_submit(void *state, struct dsc_aio_op *const *ops, int64_t n_ops)
 {
     for (int64_t i = 0; i < n_ops; i++) {

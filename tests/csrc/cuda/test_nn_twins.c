@@ -203,14 +203,14 @@ static void test_softmax(struct bench *b, dsc_dtype dtype, int64_t queries, int6
     clear(b);
 }
 
-static void test_cross_entropy(struct bench *b, dsc_dtype dtype, int64_t rows, int64_t words)
+static void test_cross_entropy(struct bench *b, dsc_dtype dtype, int64_t rows, int64_t vocab_size)
 {
-    struct twin *logits = add(b, dtype, rows * words, 5), *log_sum = add(b, DSC_DTYPE_F32, rows, 0), *scale = add(b, DSC_DTYPE_F32, rows, 1);
+    struct twin *logits = add(b, dtype, rows * vocab_size, 5), *log_sum = add(b, DSC_DTYPE_F32, rows, 0), *scale = add(b, DSC_DTYPE_F32, rows, 1);
     struct twin *out = add(b, DSC_DTYPE_F32, 4 * rows, 0);
     int64_t *targets = test_alloc((size_t)rows * sizeof *targets), *on_device = device_alloc(b->device, (size_t)(rows + 1) * sizeof *targets);
 
     for (int64_t row = 0; row < rows; row++) {
-        targets[row] = row % 3 == 0 ? -1 : row % (words + 1);
+        targets[row] = row % 3 == 0 ? -1 : row % (vocab_size + 1);
         array_set(&log_sum->host, row, 9);
         if (row % 5 == 0)
             array_set(&scale->host, row, 0);
@@ -218,12 +218,12 @@ static void test_cross_entropy(struct bench *b, dsc_dtype dtype, int64_t rows, i
     device_upload(b->device, on_device, targets, (size_t)rows * sizeof *targets);
     device_upload(b->device, log_sum->device, log_sum->host.data, (size_t)rows * 4);
     device_upload(b->device, scale->device, scale->host.data, (size_t)rows * 4);
-    TEST_CASE("%s: cross-entropy of [%d, %d] %s", b->device->name, (int)rows, (int)words, dtype_names[dtype]);
-    CHECK_STATUS(dsc_tp_cross_entropy_rows(H(logits), dtype, targets, rows, words, NULL, H(out)), DSC_OK);
-    CHECK_STATUS(b->device->accel->cross_entropy_rows(D(logits), dtype, on_device, rows, words, D(out), NULL), DSC_OK);
+    TEST_CASE("%s: cross-entropy of [%d, %d] %s", b->device->name, (int)rows, (int)vocab_size, dtype_names[dtype]);
+    CHECK_STATUS(dsc_tp_cross_entropy_rows(H(logits), dtype, targets, rows, vocab_size, NULL, H(out)), DSC_OK);
+    CHECK_STATUS(b->device->accel->cross_entropy_rows(D(logits), dtype, on_device, rows, vocab_size, D(out), NULL), DSC_OK);
     check(b, out, 4, 1, "rows");
-    CHECK_STATUS(dsc_tp_cross_entropy_grad(H(logits), dtype, targets, rows, words, H(log_sum), H(scale), 0.1, words + 3, NULL), DSC_OK);
-    CHECK_STATUS(b->device->accel->cross_entropy_grad(D(logits), dtype, on_device, rows, words, D(log_sum), D(scale), 0.1, words + 3, NULL), DSC_OK);
+    CHECK_STATUS(dsc_tp_cross_entropy_grad(H(logits), dtype, targets, rows, vocab_size, H(log_sum), H(scale), 0.1, vocab_size + 3, NULL), DSC_OK);
+    CHECK_STATUS(b->device->accel->cross_entropy_grad(D(logits), dtype, on_device, rows, vocab_size, D(log_sum), D(scale), 0.1, vocab_size + 3, NULL), DSC_OK);
     check(b, logits, 0, 0, "gradient");
     device_free(b->device, on_device);
     free(targets);

@@ -27,7 +27,7 @@ static double log_sum_of(const float *row, int64_t n)
     return most + log(sum);
 }
 
-/* Words [begin, end) of every row, as one rank has them. */
+/* Columns [begin, end) of every row, as one rank has them. */
 static void take(int64_t n_rows, int64_t vocab_size, int64_t begin, int64_t end)
 {
     for (int64_t row = 0; row < n_rows; row++)
@@ -110,13 +110,13 @@ static void test_values(void)
 {
     struct pool pool;
     struct dsc_par par = {&pool, pool_run};
-    const int64_t words[] = {1, 2, 17, 1024, 1025, 2600};
+    const int64_t vocab_sizes[] = {1, 2, 17, 1024, 1025, 2600};
 
     pool_init(&pool, 3, 1);
-    for (size_t w = 0; w < sizeof words / sizeof *words; w++)
+    for (size_t w = 0; w < sizeof vocab_sizes / sizeof *vocab_sizes; w++)
         for (int n_ranks = 1; n_ranks <= 4; n_ranks++) {
-            TEST_CASE("%d words over %d ranks", (int)words[w], n_ranks);
-            check_cut(w < 4 ? MAX_ROWS : 7, words[w], n_ranks, n_ranks % 2 ? 0.0 : 0.1, &par);
+            TEST_CASE("a vocabulary of %d over %d ranks", (int)vocab_sizes[w], n_ranks);
+            check_cut(w < 4 ? MAX_ROWS : 7, vocab_sizes[w], n_ranks, n_ranks % 2 ? 0.0 : 0.1, &par);
         }
     check_cut(0, 5, 2, 0.0, &par);
     pool_clear(&pool);
@@ -224,7 +224,7 @@ static void test_not_finite(void)
     values[2] = INFINITY;
     CHECK_STATUS(dsc_tp_cross_entropy_rows(values, DSC_DTYPE_F32, &target, 1, 4, NULL, &row), DSC_OK);
     CHECK(row.max == INFINITY && isnan(row.sum_exp));
-    TEST_CASE("no word");
+    TEST_CASE("an empty vocabulary");
     CHECK_STATUS(dsc_tp_cross_entropy_rows(NULL, DSC_DTYPE_F32, &target, 1, 0, NULL, &row), DSC_OK);
     CHECK(row.max == -INFINITY && row.sum_exp == 0.0f);
 }

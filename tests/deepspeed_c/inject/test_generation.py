@@ -58,7 +58,7 @@ def ask(rank: int, world: int) -> dict[str, str]:
         "attentions of generate": lambda: cut.generate(
             ids, max_new_tokens=2, output_attentions=True, return_dict_in_generate=True
         ),
-        "an id past the words": lambda: cut(input_ids=torch.cat([ids[:, :-1], torch.tensor([[101], [3]])], 1)),
+        "an id past the vocabulary": lambda: cut(input_ids=torch.cat([ids[:, :-1], torch.tensor([[101], [3]])], 1)),
         "a far id": lambda: cut(input_ids=ids + 10**12),
         "a negative id": lambda: cut(input_ids=ids.clone().fill_(-1)),
         "a good call": lambda: cut(input_ids=ids),
@@ -85,13 +85,13 @@ def test_what_one_process_refuses_or_ranks_cannot_do_together_is_refused_on_all(
         assert "max_new_tokens" in first["lengths"] and "2" in first["lengths"] and "3" in first["lengths"]
         for name in ("attentions", "attentions of the model inside", "attentions of generate"):
             assert first[name].startswith(StateError.__name__) and "own heads" in first[name], first[name]
-        assert "embed_tokens: id 101 is not in the vocabulary of 101" in first["an id past the words"], first
+        assert "embed_tokens: id 101 is not in the vocabulary of 101" in first["an id past the vocabulary"], first
         assert "IndexError" in first["a far id"] and "id -1 is not in the vocabulary of 101" in first["a negative id"], first
         assert first["a good call"] == "no error"
 
 
 def few_words(rank: int, world: int) -> tuple[str, float]:
-    """A table of fewer words than ranks: the last rank has none."""
+    """A table of fewer rows than ranks: the last rank has none."""
     import transformers
 
     config = make("llama").config

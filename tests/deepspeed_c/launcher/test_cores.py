@@ -113,7 +113,7 @@ def test_threads(tmp_path, allowed, n_ranks, threads):
 )
 def test_quota_of_a_container(tmp_path, allowed, quota, threads):
     allowed(range(6))
-    # In a container the group's own file is the host's, so the mount point's file counts.
+    # /proc/self/cgroup names a path on the host; in a container the quota is in the file at the mount point.
     for name, text in (("proc/self/cgroup", "0::/pod/x\n"), ("sys/fs/cgroup/cpu.max", quota)):
         path = tmp_path / name
         path.parent.mkdir(parents=True)

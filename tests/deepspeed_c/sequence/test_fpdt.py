@@ -1,4 +1,4 @@
-"""Chunked attention, perceptron and loss against the same in one piece, in one process."""
+"""Chunked attention, MLP and loss against the same in one piece, in one process."""
 
 from __future__ import annotations
 
@@ -206,12 +206,12 @@ def test_input_is_dealt_out_chunk_by_chunk(world, n_tokens, chunk):
         FPDT_InputConstruct(tokens, None, None, None, None, args, world, world)
 
 
-# Perceptron and loss
+# MLP and loss
 
 
 @pytest.mark.parametrize("add_bias", [True, False])
 @pytest.mark.parametrize("chunk_size", [1, 4, 5, 13, 100])
-def test_a_perceptron_in_chunks(chunk_size, add_bias):
+def test_an_mlp_in_chunks(chunk_size, add_bias):
     torch.manual_seed(9)
     x = torch.randn(13, 2, 6, dtype=torch.float64).requires_grad_()
     w1, b1, w2, b2 = (nn.Parameter(torch.randn(s, dtype=torch.float64)) for s in [(9, 6), (9,), (6, 9), (6,)])

@@ -29,7 +29,7 @@ def whole_losses(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def sequence_losses(rank, world, n_tokens, n_vocab, dtype):
-    """Over world / n_vocab parts of the sequence and n_vocab of the words."""
+    """Over world / n_vocab parts of the sequence and n_vocab of the vocabulary."""
     batch, words = 3, 11
     logits, target = case(n_tokens, batch, words, dtype)
     meshes = torch.arange(world).view(-1, n_vocab)
@@ -71,7 +71,7 @@ def test_a_cut_sequence(world, n_tokens, dtype):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_words_that_are_cut_as_well(world):
+def test_a_vocabulary_that_is_cut_as_well(world):
     assert all(run_ranks(world, sequence_losses, 7, 2, torch.float32))
     assert all(run_ranks(world, sequence_losses, 7, 2, torch.float64))
 

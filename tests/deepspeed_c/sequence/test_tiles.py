@@ -15,7 +15,7 @@ TILES = [1, 2, 3, 7, 13, 40]
 
 
 class Gated(nn.Module):
-    """A gated perceptron with a bias, as Llama's."""
+    """A gated MLP with a bias, as Llama's."""
 
     def __init__(self, width: int = 6, inner: int = 10, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def test_tiles_are_equal_but_for_a_shorter_last_one():
 
 @pytest.mark.parametrize("shape", [(13, 6), (1, 13, 6), (3, 13, 6), (2, 3, 13, 6), (2, 1, 6), (2, 0, 6)])
 @pytest.mark.parametrize("n_tiles", TILES)
-def test_a_perceptron_in_tiles_is_the_whole_one(shape, n_tiles):
+def test_an_mlp_in_tiles_is_the_whole_one(shape, n_tiles):
     mlp, x = Gated(), rows_of(shape)
     of = [x, *mlp.parameters()]
     output = TiledMLP.apply(whole, mlp, x, n_tiles, None)
@@ -241,7 +241,7 @@ def test_weights_that_change_before_the_backward():
         output.sum().backward()
 
 
-def test_what_a_perceptron_in_tiles_refuses():
+def test_what_an_mlp_in_tiles_refuses():
     mlp, x = Gated(), rows_of((2, 13, 6))
     with pytest.raises(ConfigError, match="0 tiles for 13 rows"):
         TiledMLP.apply(whole, mlp, x, 0, None)

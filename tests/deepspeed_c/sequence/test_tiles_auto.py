@@ -55,14 +55,14 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("between", [nn.SiLU(), nn.Dropout(0.1), nn.LayerNorm(8), nn.Identity(), nn.ReLU()])
-def test_perceptrons_are_known_by_their_layers(between):
+def test_mlps_are_known_by_their_layers(between):
     tiled = tile_model(nn.Sequential(SmallMLP(between), SmallMLP()))
     assert tiled.n_mlps == 2 and not tiled.has_loss
     tiled.close()
 
 
 @pytest.mark.parametrize("between", [Mixing(), Recurrent(), nn.BatchNorm1d(8), nn.Conv1d(8, 8, 3)])
-def test_what_mixes_tokens_is_no_perceptron(between):
+def test_what_mixes_tokens_is_no_mlp(between):
     with pytest.raises(ModelError, match="SmallMLP has no MLP"):
         tile_model(SmallMLP(between))
 

@@ -24,7 +24,7 @@ class Block(nn.Module):
         self.up = nn.Linear(WIDTH, INNER)
         self.down = nn.Linear(INNER, WIDTH, bias=False)
 
-    def perceptron(self, x):
+    def mlp(self, x):
         return self.down(F.silu(self.up(x)))
 
 
@@ -42,9 +42,9 @@ class Model(nn.Module):
     def block(self, block, x):
         h = block.norm(x)
         if self.n_tiles is None:
-            return x + block.perceptron(h)
+            return x + block.mlp(h)
         weights = [*block.up.parameters(), *block.down.parameters()] if self.names_weights else []
-        return x + TiledMLP.apply(Block.perceptron, block, h, self.n_tiles, weights)
+        return x + TiledMLP.apply(Block.mlp, block, h, self.n_tiles, weights)
 
     def forward(self, ids, labels):
         x = self.words(ids)

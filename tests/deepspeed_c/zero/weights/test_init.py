@@ -58,7 +58,7 @@ def whole(param: torch.Tensor) -> torch.Tensor:
 
 
 def raises(kind: type[BaseException], *words: str):
-    """As pytest.raises, which a rank cannot have: the message must hold all ``words``."""
+    """A ``pytest.raises`` for bodies of ranks, which run without pytest: the message must contain all ``words``."""
 
     @contextlib.contextmanager
     def context():
