@@ -281,22 +281,26 @@ static inline wide dsc_wide_lookup(const float table[DSC_ENTRIES], wide_ints ind
 static inline wide dsc_wide_exp_nonpositive(wide x)
 {
     wide least = dsc_wide_all(MIN_EXPONENT);
-    wide clamped = dsc_wide_max(least, x);
-    wide shifted = dsc_wide_fma(clamped, dsc_wide_all(LOG2_E), dsc_wide_all(ROUNDER));
-    wide n = dsc_wide_all(ROUNDER) - shifted;
-    wide r = dsc_wide_fma(n, dsc_wide_all(LN2_LOW), dsc_wide_fma(n, dsc_wide_all(LN2_HIGH), clamped));
-    wide p = dsc_wide_all(1.98909809e-4f);
+    wide shifted = dsc_wide_fma(x, dsc_wide_all(LOG2_E), dsc_wide_all(EXPONENT_ROUNDER));
+    wide n = dsc_wide_all(EXPONENT_ROUNDER) - shifted;
+    wide r = dsc_wide_fma(n, dsc_wide_all(LN2_LOW), dsc_wide_fma(n, dsc_wide_all(LN2_HIGH), x));
+    wide p = dsc_wide_all(1.38145406e-3f);
 
-    p = dsc_wide_fma(p, r, dsc_wide_all(1.39336416e-3f));
-    p = dsc_wide_fma(p, r, dsc_wide_all(8.33331048e-3f));
-    p = dsc_wide_fma(p, r, dsc_wide_all(4.16664667e-2f));
-    p = dsc_wide_fma(p, r, dsc_wide_all(1.66666672e-1f));
-    p = dsc_wide_fma(p, r, dsc_wide_all(0.5f));
-    p = 1.0f + dsc_wide_fma(r * r, p, r);
+    p = dsc_wide_fma(p, r, dsc_wide_all(8.36874545e-3f));
+    p = dsc_wide_fma(p, r, dsc_wide_all(4.1668389e-2f));
+    p = dsc_wide_fma(p, r, dsc_wide_all(1.66665211e-1f));
+    p = dsc_wide_fma(p, r, dsc_wide_all(0.49999994f));
+    p = dsc_wide_fma(p, r, dsc_wide_all(1.0f));
+    p = dsc_wide_fma(p, r, dsc_wide_all(1.0f));
 
-    wide power = (wide)(((wide_bits)shifted + 127u) << 23);
+    wide power = (wide)((wide_bits)shifted << 23);
 
+#if defined(__AVX512F__)
+    return (wide)_mm512_maskz_mul_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)least, _CMP_NLT_UQ), (__m512)p,
+                                     (__m512)power);
+#else
     return dsc_wide_where_less(x, least, (wide){0}, p * power);
+#endif
 }
 
 /* 1 / (1 + exp(-x)). */

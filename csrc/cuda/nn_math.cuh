@@ -13,19 +13,19 @@ namespace dsc_cuda {
 __device__ inline float exp_nonpositive(float x)
 {
     const float least = -87.3f;
-    const float clamped = x < least ? least : x;
-    const float shifted = fmaf(clamped, 1.44269504f, 12582912.0f);
-    const float n = shifted - 12582912.0f;
-    const float r = fmaf(-n, 1.42860677e-6f, fmaf(-n, 0.693145752f, clamped));
-    float p = 1.98909809e-4f;
+    const float rounder = 12582912.0f + 127.0f;
+    const float shifted = fmaf(x, 1.44269504f, rounder);
+    const float n = rounder - shifted;
+    const float r = fmaf(n, 1.42860677e-6f, fmaf(n, 0.693145752f, x));
+    float p = 1.38145406e-3f;
 
-    p = fmaf(p, r, 1.39336416e-3f);
-    p = fmaf(p, r, 8.33331048e-3f);
-    p = fmaf(p, r, 4.16664667e-2f);
-    p = fmaf(p, r, 1.66666672e-1f);
-    p = fmaf(p, r, 0.5f);
-    p = 1.0f + fmaf(r * r, p, r);
-    return x < least ? 0.0f : p * __uint_as_float((__float_as_uint(shifted) + 127u) << 23);
+    p = fmaf(p, r, 8.36874545e-3f);
+    p = fmaf(p, r, 4.1668389e-2f);
+    p = fmaf(p, r, 1.66665211e-1f);
+    p = fmaf(p, r, 0.49999994f);
+    p = fmaf(p, r, 1.0f);
+    p = fmaf(p, r, 1.0f);
+    return x < least ? 0.0f : p * __uint_as_float(__float_as_uint(shifted) << 23);
 }
 
 __device__ inline float sigmoid(float x)

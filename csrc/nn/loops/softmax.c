@@ -83,6 +83,15 @@ void DSC_K(nn_scores_kept)(int64_t n, dsc_dtype dtype, const void *x, float scal
 #define SUMMED 4
 #define SUM_REGISTERS (LANES / WIDE_LANES)
 
+INLINE void add_totals(const wide totals[SUM_REGISTERS], doubles sums[REGISTERS])
+{
+    floats halves[REGISTERS];
+
+    memcpy(halves, totals, sizeof halves);
+    for (int r = 0; r < REGISTERS; r++)
+        sums[r] += dsc_widen(halves[r]);
+}
+
 void DSC_K(nn_exps)(int64_t n, const dsc_f32 *x, float max, dsc_f32 *y, double *sum)
 {
     double lanes[LANES];
@@ -91,7 +100,6 @@ void DSC_K(nn_exps)(int64_t n, const dsc_f32 *x, float max, dsc_f32 *y, double *
 
     for (; i + SUMMED * LANES <= n; i += SUMMED * LANES) {
         wide totals[SUM_REGISTERS];
-        floats halves[REGISTERS];
 
 #pragma GCC unroll 4
         for (int r = 0; r < SUM_REGISTERS; r++) {
@@ -106,9 +114,7 @@ void DSC_K(nn_exps)(int64_t n, const dsc_f32 *x, float max, dsc_f32 *y, double *
             }
             totals[r] = (found[0] + found[1]) + (found[2] + found[3]);
         }
-        memcpy(halves, totals, sizeof halves);
-        for (int r = 0; r < REGISTERS; r++)
-            sums[r] += dsc_widen(halves[r]);
+        add_totals(totals, sums);
     }
     memcpy(lanes, sums, sizeof lanes);
     for (; i < n; i += WIDE_LANES) {
@@ -131,35 +137,37 @@ void DSC_K(nn_scaled)(int64_t n, const dsc_f32 *x, float factor, dsc_dtype dtype
     WITH_DTYPE(dtype, EACH_WIDE_AS, n, scaled_step, x, factor, y);
 }
 
-/* In the order of nn_dot, which has the lanes of doubles. */
+/* Products, which of 16-bit elements are exact, and sums of SUMMED of them in f32, as in nn_exps. */
 INLINE void dot_row(dsc_dtype dtype, int64_t n, const void *y, const void *dy, double *sum)
 {
-    doubles sums[REGISTERS] = {0};
     double lanes[LANES];
+    doubles sums[REGISTERS] = {0};
     int64_t i = 0;
 
-    for (; i + LANES <= n; i += LANES) {
-        wide pairs[2][SUM_REGISTERS];
-        floats halves[2][REGISTERS];
+    for (; i + SUMMED * LANES <= n; i += SUMMED * LANES) {
+        wide totals[SUM_REGISTERS];
 
 #pragma GCC unroll 4
         for (int r = 0; r < SUM_REGISTERS; r++) {
-            pairs[0][r] = dsc_wide_load_as(dtype, y, i + r * WIDE_LANES, WIDE_LANES);
-            pairs[1][r] = dsc_wide_load_as(dtype, dy, i + r * WIDE_LANES, WIDE_LANES);
+            wide found[SUMMED];
+
+#pragma GCC unroll 4
+            for (int k = 0; k < SUMMED; k++) {
+                int64_t at = i + k * LANES + r * WIDE_LANES;
+
+                found[k] = dsc_wide_load_as(dtype, y, at, WIDE_LANES) * dsc_wide_load_as(dtype, dy, at, WIDE_LANES);
+            }
+            totals[r] = (found[0] + found[1]) + (found[2] + found[3]);
         }
-        memcpy(halves, pairs, sizeof halves);
-#pragma GCC unroll 8
-        for (int r = 0; r < REGISTERS; r++)
-            sums[r] = dsc_add_product(sums[r], dsc_widen(halves[0][r]), dsc_widen(halves[1][r]));
+        add_totals(totals, sums);
     }
     memcpy(lanes, sums, sizeof lanes);
-    for (int lane = 0; i < n; i += WIDE_LANES) {
+    for (; i < n; i += WIDE_LANES) {
         int64_t n_here = n - i < WIDE_LANES ? n - i : WIDE_LANES;
-        wide a = dsc_wide_load_as(dtype, y, i, n_here);
-        wide b = dsc_wide_load_as(dtype, dy, i, n_here);
+        wide found = dsc_wide_load_as(dtype, y, i, n_here) * dsc_wide_load_as(dtype, dy, i, n_here);
 
-        for (int k = 0; k < n_here; k++, lane++)
-            lanes[lane] += (double)a[k] * (double)b[k];
+        for (int64_t lane = 0; lane < n_here; lane++)
+            lanes[(i + lane) % LANES] += (double)found[lane];
     }
     *sum += dsc_fold(lanes);
 }
