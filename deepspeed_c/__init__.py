@@ -118,21 +118,40 @@ class _UpstreamPaths:
         return spec_of_ours(name)
 
 
+class _OtherPaths:
+    """Last on ``sys.meta_path``: DeepSpeed's paths that are no files of ours (``deepspeed_c.moe.layer``)."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> Any:
+        if not name.startswith(f"{__name__}."):
+            return None
+        from deepspeed_c.compat.alias.finder import spec_of_listed
+
+        return spec_of_listed(name)
+
+
+def _is_file(name: str) -> bool:
+    from importlib.machinery import PathFinder
+
+    return PathFinder.find_spec(f"{__name__}.{name}", __path__) is not None
+
+
 def __getattr__(name: str) -> Any:
     if name == "_C":
         value: Any = _load_compiled()
     elif name in PUBLIC_NAMES:
         value = getattr(importlib.import_module(PUBLIC_NAMES[name]), name)
-    elif name in PUBLIC_MODULES:
+    elif name in PUBLIC_MODULES or name in _UPSTREAM_PACKAGES:
         value = importlib.import_module(f"{__name__}.{name}")
-    elif sys.modules.get("deepspeed") is sys.modules[__name__]:
-        from deepspeed_c.compat.alias.finder import upstream_attribute
-
-        value = upstream_attribute("deepspeed", name)
-    elif name in _UPSTREAM_PACKAGES:
-        value = importlib.import_module(f"{__name__}.{name}")
-    else:
+    elif sys.modules.get("deepspeed") is not sys.modules[__name__] and _is_file(name):
+        # Python asks for the attribute before it imports a submodule, and is not to wait for the tables.
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    else:
+        from deepspeed_c.compat.alias.finder import is_active, is_listed, upstream_attribute
+
+        if not is_listed("deepspeed", name) and not is_active():
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = upstream_attribute("deepspeed", name)
     globals()[name] = value
     return value
 
@@ -143,3 +162,4 @@ def __dir__() -> list[str]:
 
 sys.modules[__name__].__class__ = _Package
 sys.meta_path.insert(0, _UpstreamPaths())
+sys.meta_path.append(_OtherPaths())

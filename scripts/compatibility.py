@@ -5,9 +5,10 @@ python -m scripts.compatibility          lists rows that are not true, and repor
 
 A row of the table is a name of DeepSpeed 0.19.6: its place (a module, ``module:Class``, or a heading of
 ``_ELSEWHERE``), its kind, its parameters without annotations, and its state here: "same" (the name is there and takes
-the same parameters), "different" (the name is there, and the reason gives the difference), "absent" (asking for it
-raises; the reason says why it is not to come, or its error names a replacement) or "not yet" (asking for it raises an
-error that says how to do without it until then). Nothing here needs a DeepSpeed.
+the same parameters), "different" (the name is there, and the reason gives the difference), "raises when called" (the
+name imports, and its error, or the reason, says how to do without it), "absent" (asking for it raises; the reason says
+why it is not to come) or "not yet" (asking for it raises an error that says how to do without it until then). Nothing
+here needs a DeepSpeed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import deepspeed_c
-from deepspeed_c.compat.alias.finder import ELSEWHERE
+from deepspeed_c.compat.unbuilt import ELSEWHERE, Unbuilt, instead_of
 from deepspeed_c.engine.getters import ABSENT_METHODS
 from deepspeed_c.env import VARIABLES as ENV_VARIABLES
 from deepspeed_c.errors import FeatureError, LaunchError, MissingModuleError, MissingNameError
@@ -32,7 +33,8 @@ __all__ = ["Row", "check", "look_up", "main", "misfits", "read_rows", "render"]
 
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.tsv"
 DOCUMENT = TABLE.with_suffix(".md")
-STATES = ("same", "different", "absent", "not yet")
+UNBUILT = "raises when called"
+STATES = ("same", "different", UNBUILT, "absent", "not yet")
 MISSING = ("absent", "not yet")  # asking for such a name raises
 
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
@@ -173,7 +175,10 @@ def _problem(row: Row) -> str | None:
         # Only modules, and engines, have a sentence for their missing names.
         is_told = row.name in ABSENT_METHODS if row.where == ENGINE else row.state == "absent" and row.why
         return None if is_told and row.state in MISSING else f"raises {error!r}"
-    if row.state in MISSING:
+    if isinstance(ours, Unbuilt):
+        is_told = row.why or instead_of(f"{ours.__module__}.{ours.__name__}") != ELSEWHERE
+        return None if row.state == UNBUILT and is_told else f"is not built: {ours!r}"
+    if row.state in (*MISSING, UNBUILT):
         return f"is there: {ours!r}"
     if row.state == "different":
         return None if row.why else f"is there, for no reason: {ours!r}"
@@ -227,11 +232,14 @@ when it is started by `deepspeed_c run`, or calls `deepspeed_c.install_as_deepsp
 - **same**: the name is there, takes the same parameters by the same names at the same places with the same defaults,
   and does the same. Where DeepSpeed returns a section of its configuration, a frozen section of ours is returned.
 - **different**: the name is there, and the text beside it gives the difference.
-- **absent**: the name is not there and is not to come, as nothing is left for it to do here; the text beside it says
-  why, or names a replacement.
-- **not yet**: the name comes with a later version. Asking for it, or for an absent name, raises a `FeatureError` (an
-  `AttributeError` or `ImportError` too, as Python expects) with the text beside it. A class that is not there
-  yet stands for its methods.
+- **raises when called**: the name imports, and can stand in annotations, in `isinstance` (which is `False`) and in
+  comparisons; a call or a subclass raises a `FeatureError` with the text beside it. A class stands for its methods.
+  Each name of DeepSpeed's that does not stand in this table is of this kind as well, unless it is built: imports
+  never fail.
+- **absent**: the attribute is not there and is not to come, as nothing is left for it to do here; the text beside it
+  says why, or names a replacement.
+- **not yet**: the attribute or option comes with a later version. Asking for it, or for an absent name, raises a
+  `FeatureError` (an `AttributeError` too, as Python expects) with the text beside it.
 """
 
 
@@ -242,9 +250,11 @@ def _reason(row: Row) -> str:
     if row.where == ENGINE:
         return ABSENT_METHODS[row.name]
     try:
-        look_up(row)
+        ours = look_up(row)
     except FeatureError as error:
         return error.fix
+    if isinstance(ours, Unbuilt):
+        return instead_of(f"{ours.__module__}.{ours.__name__}")
     raise LookupError(f"{row.where}.{row.name} is there: run python -m scripts.compatibility")
 
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from deepspeed_c.config.features import AREAS, FEATURES, Feature
-from scripts.compatibility import Row, read_rows
+from scripts.compatibility import UNBUILT, Row, read_rows
 
 __all__ = ["DOCUMENTS", "area_table", "main", "put_between_marks"]
 
@@ -27,10 +27,10 @@ def _missing_by_area() -> dict[str, list[Feature]]:
 
 def _intro(rows: list[Row]) -> str:
     n_missing = sum(not feature.is_built for feature in FEATURES.values())
-    n_names = sum(row.state == "not yet" for row in rows)
+    n_names = sum(row.state in ("not yet", UNBUILT) for row in rows)
     return (
         f"Not in this version: {n_missing} of {len(FEATURES)} features that configuration keys ask for, and {n_names} of"
-        f" DeepSpeed's {len(rows)} public names. Asking for one is an error that names it"
+        f" DeepSpeed's {len(rows)} public names. Using one is an error that names it"
         " and says what to do instead; nothing is silently ignored."
     )
 

@@ -12,7 +12,7 @@ class Import(NamedTuple):
     line: str
     projects: str
     words: str = ""
-    """Words of the error if the name is missing here; "" if the line works."""
+    """Words of the error that a call raises, if the name is not built; "" if it is."""
 
 
 MOE = "expert parallelism comes with a later version"

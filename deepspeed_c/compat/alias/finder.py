@@ -1,5 +1,5 @@
-"""Imports of ``deepspeed.x``: our module of the table in modules.py, the same object under both names, or an error that
-says what to use.
+"""Imports of ``deepspeed.x``: our module of the table in modules.py, the same object under both names; for what is not
+built, a module whose names raise when they are used; for what DeepSpeed lacks, an error.
 """
 
 from __future__ import annotations
@@ -12,13 +12,21 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any, NoReturn
 
-from deepspeed_c.compat.alias.modules import ABSENT, MODULES, NAMES
+from deepspeed_c.compat.alias.modules import MODULES, NAMES
+from deepspeed_c.compat.alias.upstream import upstream
+from deepspeed_c.compat.unbuilt import instead_of, unbuilt
 from deepspeed_c.errors import MissingModuleError, MissingNameError
 
-__all__ = ["AliasedModule", "adopt", "install_finders", "is_active", "spec_of_ours", "upstream_attribute"]
-
-# Fix in an error that has no better one.
-ELSEWHERE = "docs/compatibility.md of deepspeed_c's source lists what is here, what differs and what is not yet"
+__all__ = [
+    "AliasedModule",
+    "adopt",
+    "install_finders",
+    "is_active",
+    "is_listed",
+    "spec_of_listed",
+    "spec_of_ours",
+    "upstream_attribute",
+]
 
 OURS, UPSTREAM = "deepspeed_c", "deepspeed"
 _PACKAGE = sys.modules[OURS]
@@ -32,9 +40,14 @@ def is_active() -> bool:
     return sys.modules.get(UPSTREAM) is _PACKAGE
 
 
+def _has_module(path: str) -> bool:
+    """Whether DeepSpeed, or a table of ours, has a module of that path."""
+    return path in _KNOWN or path in upstream().modules
+
+
 def _upstream_names(module: str) -> list[str]:
     """DeepSpeed's names of our module, shortest first; ``module`` itself where the module is made of names only."""
-    names = sorted((upstream for upstream, ours in MODULES.items() if ours == module), key=len)
+    names = sorted((path for path, ours in MODULES.items() if ours == module), key=len)
     return names or [UPSTREAM + module.removeprefix(OURS) if module.split(".")[0] == OURS else module]
 
 
@@ -47,25 +60,41 @@ class AliasedModule(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         names = _upstream_names(self.__name__)
-        for upstream in names:
-            if _is_listed(upstream, name):
-                value = upstream_attribute(upstream, name)
+        for module in names:
+            if is_listed(module, name):
+                value = upstream_attribute(module, name)
                 setattr(self, name, value)
                 return value
         if name.startswith("__"):  # asked for by Python and by tools, by way of trial
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         _refuse(MissingNameError, name, *names)
 
+    @property
+    def __all__(self) -> list[str]:
+        """What ``from module import *`` takes: a property, because a module's own list has our names alone."""
+        own = self.__dict__.get("__all__", [name for name in self.__dict__ if not name.startswith("_")])
+        names = {name for module in _upstream_names(self.__name__) for name in _names_of(module)}
+        return [*own, *sorted(name for name in names.difference(own) if not name.startswith("_"))]
+
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, types.ModuleType) and is_active():
             adopt(value)  # the import system has bound a submodule
-            if callable(self.__dict__.get(name)):
+            if callable(self.__dict__.get(name)) or (not hasattr(self, "__file__") and _is_shadowed(self, name)):
                 return  # a function with its submodule's name (z3_leaf_module) keeps the name, as in DeepSpeed
         super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        listed = [name for upstream in _upstream_names(self.__name__) for name in _listed(upstream)]
+        listed = [name for module in _upstream_names(self.__name__) for name in _listed(module)]
         return sorted({*super().__dir__(), *listed})
+
+
+def _is_shadowed(module: AliasedModule, name: str) -> bool:
+    """Whether DeepSpeed's package has something else under the name of its submodule."""
+    paths = _upstream_names(module.__name__)
+    if any(f"{path}.{name}" in _KNOWN for path in paths):
+        return False
+    found = (upstream().find(path, name) for path in paths)
+    return any(each is not None and each.kind != "module" for each in found)
 
 
 def adopt(module: types.ModuleType) -> None:
@@ -77,37 +106,66 @@ def adopt(module: types.ModuleType) -> None:
                 adopt(value)
 
 
-def _listed(upstream: str) -> set[str]:
-    below = {path.rpartition(".")[2] for path in _KNOWN if path.rpartition(".")[0] == upstream}
-    return below | set(NAMES.get(upstream, ()))
+def _submodules(module: str) -> set[str]:
+    return {path.rpartition(".")[2] for path in _KNOWN.union(upstream().modules) if path.rpartition(".")[0] == module}
 
 
-def _is_listed(upstream: str, name: str) -> bool:
-    return name in NAMES.get(upstream, ()) or f"{upstream}.{name}" in _KNOWN
+def _listed(module: str) -> set[str]:
+    return _submodules(module) | _names_of(module)
 
 
-def upstream_attribute(upstream: str, name: str) -> Any:
-    """Return the object that DeepSpeed calls ``name`` in its module ``upstream``.
+def _names_of(module: str) -> set[str]:
+    return set(NAMES.get(module, ())) | upstream().public_names(module)
+
+
+def is_listed(module: str, name: str) -> bool:
+    """Whether DeepSpeed's ``module`` has that name, or that submodule."""
+    if name in NAMES.get(module, ()) or f"{module}.{name}" in _KNOWN:
+        return True
+    # Python and tools ask for such names by way of trial, and are to find none without reading the table.
+    if name.startswith("__"):
+        return False
+    return upstream().find(module, name) is not None or f"{module}.{name}" in upstream().modules
+
+
+def upstream_attribute(module: str, name: str) -> Any:
+    """Return the object that DeepSpeed calls ``name`` in its module ``module``, or what stands for it.
 
     Raises:
-        MissingNameError: it is not in the tables.
+        MissingNameError: DeepSpeed has none.
     """
-    if ours := NAMES.get(upstream, {}).get(name):
-        module, _, attribute = ours.partition(":")
-        found = importlib.import_module(module)
+    if ours := NAMES.get(module, {}).get(name):
+        path, _, attribute = ours.partition(":")
+        found = importlib.import_module(path)
         return getattr(found, attribute) if attribute else found
-    if f"{upstream}.{name}" in _KNOWN:
-        path = f"{upstream}.{name}"
-        return importlib.import_module(path if is_active() else path.replace(UPSTREAM, OURS, 1))
-    _refuse(MissingNameError, name, upstream)
+    if not is_listed(module, name):
+        _refuse(MissingNameError, name, module)
+    if f"{module}.{name}" in _KNOWN:
+        return _import_upstream(f"{module}.{name}")
+    if listed := upstream().find(module, name):
+        if not listed.name:
+            return _import_upstream(listed.module)
+        if (listed.module, listed.name) == (module, name):
+            return unbuilt(module, name)
+        # A name that the module has from another: ours, where that is built
+        there = _import_upstream(listed.module)
+        if isinstance(there, AliasedModule) or hasattr(there, listed.name):
+            return getattr(there, listed.name)
+        return upstream_attribute(listed.module, listed.name)
+    return _import_upstream(f"{module}.{name}")
+
+
+def _import_upstream(path: str) -> types.ModuleType:
+    own = path if is_active() else path.replace(UPSTREAM, OURS, 1)
+    module = importlib.import_module(MODULES.get(path, own))
+    adopt(module)
+    return module
 
 
 def _refuse(kind: type[MissingNameError | MissingModuleError], name: str, *modules: str) -> NoReturn:
     """Raises the error for a name in a module that DeepSpeed has under these paths."""
     paths = [f"{module}.{name}" for module in modules]
-    prefixes = [".".join(path.split(".")[:n]) for path in paths for n in range(path.count(".") + 1, 1, -1)]
-    fix = next((ABSENT[prefix] for prefix in sorted(prefixes, key=len, reverse=True) if prefix in ABSENT), ELSEWHERE)
-    raise kind("is not part of this version of deepspeed_c", where=paths[0], fix=fix)
+    raise kind("is not part of this version of deepspeed_c", where=paths[0], fix=instead_of(*paths))
 
 
 class _Loader:
@@ -125,8 +183,11 @@ class _Loader:
             spec = importlib.util.find_spec(ours)
             return spec.loader.get_code(spec.name)
         main = NAMES.get(name, {}).get("main", "")
+        if not main:
+            parent, _, last = name.rpartition(".")
+            _refuse(MissingModuleError, last, parent)
         module, _, attribute = main.partition(":")
-        source = f"import sys\nfrom {module} import {attribute} as main\nsys.exit(main())\n" if main else ""
+        source = f"import sys\nfrom {module} import {attribute} as main\nsys.exit(main())\n"
         return compile(source, f"<{name}>", "exec")
 
     def exec_module(self, module: types.ModuleType) -> None:
@@ -134,21 +195,23 @@ class _Loader:
         adopt(module)
 
 
-def _our_module(upstream: str) -> str | None:
+def _our_module(upstream_path: str) -> str | None:
     """Our module of that name; None where it is made of names only.
 
     Raises:
         ModuleNotFoundError: there is none.
     """
-    if upstream in MODULES:
-        return MODULES[upstream]
-    if upstream in _KNOWN:
+    if upstream_path in MODULES:
+        return MODULES[upstream_path]
+    if upstream_path in _KNOWN:
         return None
-    parent, _, name = upstream.rpartition(".")
-    same = upstream.replace(UPSTREAM, OURS, 1)
+    parent, _, name = upstream_path.rpartition(".")
+    same = upstream_path.replace(UPSTREAM, OURS, 1)
     above = sys.modules[parent]  # a module is imported before its submodules
     if above.__name__ == same.rpartition(".")[0] and PathFinder.find_spec(same, list(above.__path__)):
         return same
+    if _has_module(upstream_path):
+        return None
     _refuse(MissingModuleError, name, parent)
 
 
@@ -161,17 +224,21 @@ def spec_of_ours(name: str) -> ModuleSpec:
     """Return the spec for a path of DeepSpeed's under our own name.
 
     Raises:
-        MissingModuleError: it is not in the tables.
+        MissingModuleError: DeepSpeed has no such module.
     """
-    upstream = _upstream_path(name)
-    if upstream not in _KNOWN:
-        parent, _, last = upstream.rpartition(".")
-        try:
-            _refuse(MissingModuleError, last, parent)
-        except MissingModuleError as error:
-            error.name = name
-            raise
-    return ModuleSpec(name, _Loader())
+    if spec := spec_of_listed(name):
+        return spec
+    parent, _, last = _upstream_path(name).rpartition(".")
+    try:
+        _refuse(MissingModuleError, last, parent)
+    except MissingModuleError as error:
+        error.name = name
+        raise
+
+
+def spec_of_listed(name: str) -> ModuleSpec | None:
+    """Return the spec for a path of DeepSpeed's under our own name; None where it has no such module."""
+    return ModuleSpec(name, _Loader()) if _has_module(_upstream_path(name)) else None
 
 
 class AliasFinder:

@@ -409,11 +409,6 @@ _FRAGMENTS = "use safe_get_full_* and safe_set_full_* of deepspeed_c.utils"
 
 # Longest prefix of a path that is missing here -> the replacement. Names stand behind their modules' dots.
 ABSENT: dict[str, str] = {
-    "deepspeed.DeepSpeedHybridEngine": _INFERENCE,
-    "deepspeed.DeepSpeedInferenceConfig": _INFERENCE,
-    "deepspeed.InferenceEngine": _INFERENCE,
-    "deepspeed.merge_tp_model_init_into_config": _TENSOR,
-    "deepspeed.record_tp_model_init_args": _TENSOR,
     "deepspeed.autotuning": "`deepspeed_c plan` says which stage and offload fit, without running anything",
     "deepspeed.checkpoint": _CONVERTER,
     "deepspeed.checkpoint.deepspeed_checkpoint": _OPEN,
@@ -437,9 +432,8 @@ ABSENT: dict[str, str] = {
     "deepspeed.moe": _EXPERTS,
     "deepspeed.monitor": "monitors come with a later version; log from the training loop, engine.get_lr() and get_global_grad_norm() have the numbers",
     "deepspeed.nvme": "`deepspeed_c io bench|tune` measures a device and finds the settings that suit it",
-    "deepspeed.ops.adam.ZenFlowCPUAdam": "use DeepSpeedCPUAdam",
-    "deepspeed.ops.adam.ZenFlowSelectiveAdamW": "use FusedAdam",
-    "deepspeed.ops.adam.ZenFlowSelectiveAdamW_stage3": "use FusedAdam",
+    "deepspeed.ops.adam.zenflow_cpu_adam": "use DeepSpeedCPUAdam",
+    "deepspeed.ops.adam.zenflow_torch_adam": "use FusedAdam",
     "deepspeed.ops.op_builder": "deepspeed_c.ops.op_builder has the builders; NAME, is_compatible and load are what they offer",
     "deepspeed.ops.sparse_attention": "use torch.nn.attention.flex_attention",
     "deepspeed.ops.transformer": _LAYERS,

@@ -1,0 +1,70 @@
+"""Every name of DeepSpeed, from upstream.tsv, which is read when a name is asked for that no other table has.
+
+scripts/upstream_names.py writes the file, and its first lines say what a row means.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import NamedTuple
+
+__all__ = ["Name", "Upstream", "upstream"]
+
+FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "upstream.tsv")
+
+
+class Name(NamedTuple):
+    kind: str
+    """module, class, exception, function or constant"""
+    module: str
+    """The module that defines it."""
+    name: str
+    """Its name there; empty for a module."""
+    value: str
+    """A literal where the constant is plain; an exception's bases."""
+
+
+class Upstream:
+    """DeepSpeed's modules, their names, and plain constants in classes."""
+
+    def __init__(self, file: str = FILE) -> None:
+        self.modules: dict[str, dict[str, Name]] = {}
+        self._stars: dict[str, list[str]] = {}
+        self._constants: dict[tuple[str, str], dict[str, str]] = {}
+        module = ""
+        with open(file, encoding="utf-8") as lines:
+            next(lines)
+            for line in lines:
+                where, name, kind, defined, value, *_ = *line.rstrip("\n").split("\t"), "", "", "", ""
+                if where.startswith(":"):
+                    self._constants.setdefault((module, where[1:]), {})[name] = value
+                elif where:
+                    module = where
+                    self.modules[module] = {}
+                elif name == "*":
+                    self._stars.setdefault(module, []).append(defined)
+                else:
+                    at, colon, there = defined.partition(":")
+                    self.modules[module][name] = Name(kind, at or module, there if colon else name, value)
+
+    def find(self, module: str, name: str) -> Name | None:
+        """Return DeepSpeed's ``name`` in its ``module``; None where it has none, or a submodule alone."""
+        found = self.modules.get(module, {}).get(name)
+        if found is None and not name.startswith("_"):
+            found = next((each for star in self._stars.get(module, ()) if (each := self.find(star, name))), None)
+        return found
+
+    def public_names(self, module: str) -> set[str]:
+        """All names of a module that do not begin with an underscore, without its submodules."""
+        own = {name for name in self.modules.get(module, ()) if not name.startswith("_")}
+        return own.union(*(self.public_names(star) for star in self._stars.get(module, ())))
+
+    def class_constants(self, module: str, name: str) -> dict[str, str]:
+        """Constants in a class's body: name to literal."""
+        return self._constants.get((module, name), {})
+
+
+@functools.cache
+def upstream() -> Upstream:
+    return Upstream()
