@@ -89,7 +89,9 @@ void cross_entropy_rows(const Tensor &logits, const Tensor &targets, const Tenso
         [&](const struct dsc_par *par) {
             return dsc_tp_cross_entropy_rows(values.data, dtype, token_ids, wanted.n_elems, vocab_size, par, found);
         },
-        [&] { return dsc_tp_cross_entropy_rows_check(values.data, dtype, token_ids, wanted.n_elems, vocab_size, found); },
+        [&] {
+            return dsc_tp_cross_entropy_rows_check(values.data, dtype, token_ids, wanted.n_elems, vocab_size, found);
+        },
         [&](const struct dsc_accel &accel, void *stream) {
             return accel.cross_entropy_rows(values.data, dtype, token_ids, wanted.n_elems, vocab_size, found, stream);
         });
@@ -121,8 +123,8 @@ void cross_entropy_grad(const Tensor &logits, const Tensor &targets, const Tenso
                                              smoothing, full_vocab_size, par);
         },
         [&] {
-            return dsc_tp_cross_entropy_grad_check(values.data, dtype, token_ids, wanted.n_elems, vocab_size, sum, factor,
-                                                   smoothing, full_vocab_size);
+            return dsc_tp_cross_entropy_grad_check(values.data, dtype, token_ids, wanted.n_elems, vocab_size, sum,
+                                                   factor, smoothing, full_vocab_size);
         },
         [&](const struct dsc_accel &accel, void *stream) {
             return accel.cross_entropy_grad(values.data, dtype, token_ids, wanted.n_elems, vocab_size, sum, factor,
