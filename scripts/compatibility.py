@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import deepspeed_c
-from deepspeed_c.compat.unbuilt import ELSEWHERE, Unbuilt, instead_of
+from deepspeed_c.compat.alias.unbuilt import ELSEWHERE, Unbuilt, instead_of
 from deepspeed_c.engine.getters import ABSENT_METHODS
 from deepspeed_c.env import VARIABLES as ENV_VARIABLES
 from deepspeed_c.errors import FeatureError, LaunchError, MissingModuleError, MissingNameError

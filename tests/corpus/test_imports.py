@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_c.compat.alias.unbuilt import unbuilt
 from deepspeed_c.compat.alias.upstream import upstream
-from deepspeed_c.compat.unbuilt import unbuilt
 from deepspeed_c.errors import FeatureError
 from tests.corpus.imports import IMPORTS
 

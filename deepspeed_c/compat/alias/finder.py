@@ -13,8 +13,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any, NoReturn
 
 from deepspeed_c.compat.alias.modules import MODULES, NAMES
+from deepspeed_c.compat.alias.unbuilt import instead_of, unbuilt
 from deepspeed_c.compat.alias.upstream import upstream
-from deepspeed_c.compat.unbuilt import instead_of, unbuilt
 from deepspeed_c.errors import MissingModuleError, MissingNameError
 
 __all__ = [

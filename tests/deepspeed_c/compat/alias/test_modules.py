@@ -94,7 +94,7 @@ for path in REACHED:
     except AttributeError as error: unreached.append(str(error))
 result["unreached"] = unreached
 
-from deepspeed_c.compat.unbuilt import Unbuilt
+from deepspeed_c.compat.alias.unbuilt import Unbuilt
 
 wrong = []
 for upstream, ours in MODULES.items():

@@ -10,8 +10,8 @@ from typing import Dict, Optional  # noqa: UP035  (programs write it so)
 import pytest
 
 from deepspeed_c.compat.alias.modules import ABSENT
+from deepspeed_c.compat.alias.unbuilt import Unbuilt, unbuilt
 from deepspeed_c.compat.alias.upstream import upstream
-from deepspeed_c.compat.unbuilt import Unbuilt, unbuilt
 from deepspeed_c.errors import FeatureError, MissingNameError
 
 MOE = unbuilt("deepspeed.moe.layer", "MoE")
