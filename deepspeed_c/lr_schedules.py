@@ -213,6 +213,7 @@ class OneCycle(_Schedule):
         if cycle_second_step_size is not None:
             second = positive("cycle_second_step_size", cycle_second_step_size, may_be_zero=True)
         self.first_step_size, self.second_step_size, self.total_size = first, second, first + second
+        self.step_ratio = first / self.total_size
         self.first_stair_count = _count(_where(self, "cycle_first_stair_count"), cycle_first_stair_count, 0)
         self.second_stair_count = self.first_stair_count
         if cycle_second_stair_count is not None:
@@ -234,7 +235,7 @@ class OneCycle(_Schedule):
             self.cycle_momentum = False
         self._apply()
 
-    def _height(self) -> float:
+    def _get_scale_factor(self) -> float:
         """0 at the cycle's ends, 1 in its middle."""
         at = (self.last_batch_iteration + 1) % self.total_size
         if at <= self.first_step_size:
@@ -255,29 +256,30 @@ class OneCycle(_Schedule):
     def get_lr(self) -> list[float]:
         if self._n_decayed:
             return [lr / self._decay(self.decay_lr_rate) for lr in self.min_lrs]
-        height = self._height()
+        height = self._get_scale_factor()
         return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs)]
 
-    def get_mom(self) -> list[float] | None:
-        """Each group's momentum at ``last_batch_iteration``; None when momentum is not cycled."""
+    def get_mom(self) -> list[tuple[float, ...]] | None:
+        """Each group's momentum at ``last_batch_iteration``, as ``betas`` with the group's own second beta where the
+        group has betas, else as a tuple of one; None when momentum is not cycled.
+        """
         if not self.cycle_momentum:
             return None
         if self._n_decayed:
             factor = self._decay(self.decay_mom_rate)
-            return [min(mom * factor, max(mom, _MAX_DECAYED_MOMENTUM)) for mom in self.max_moms]
-        height = self._height()
-        return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms)]
+            moms = [min(mom * factor, max(mom, _MAX_DECAYED_MOMENTUM)) for mom in self.max_moms]
+        else:
+            height = self._get_scale_factor()
+            moms = [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms)]
+        return [(mom, *group.get("betas", ())[1:]) for mom, group in zip(moms, self.optimizer.param_groups)]
 
     def _apply(self) -> None:
         super()._apply()
-        moms = self.get_mom()
-        if moms is None:
-            return
-        for group, mom in zip(self.optimizer.param_groups, moms):
+        for group, mom in zip(self.optimizer.param_groups, self.get_mom() or ()):
             if "betas" in group:
-                group["betas"] = (mom, *group["betas"][1:])
+                group["betas"] = mom
             elif "momentum" in group:
-                group["momentum"] = mom
+                (group["momentum"],) = mom
 
     def step(self, batch_iteration: int | None = None) -> None:
         """Goes to the next iteration, or to the one given."""
@@ -293,9 +295,9 @@ class _Warmup(_Schedule):
         # 1 counts as 2, as in DeepSpeed: the logarithm of 1 is no length to divide by. 0 is no warm-up.
         self.warmup_num_steps = max(2, n) if n else 0
         if warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
-            raise ConfigError(
-                f"{warmup_type!r} is no way to warm up", where=_where(self, "warmup_type"), fix='use "log" or "linear"'
-            )
+            # As DeepSpeed does: a run that trained with a misspelt type there trains the same here.
+            logger.warning('%s: %r is not "log" or "linear"; warming up by "log"', _where(self, "warmup_type"), warmup_type)
+            warmup_type = WARMUP_LOG_RATE
         self.warmup_type = warmup_type
 
     @property

@@ -1,6 +1,6 @@
 """Section scheduler: the five learning-rate schedules that can be named, and the parameters that each takes."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -12,11 +12,10 @@ __all__ = ["SCHEDULES", "Scheduler"]
 PerGroup = NonNegFloat | tuple[NonNegFloat, ...]
 """One value, or one for each parameter group."""
 LastStep = Annotated[int, msgspec.Meta(ge=-1)]
-Warmup = Literal["log", "linear"]
 
 _LAST = acts("Position to resume at: the last step done, -1 for none.")
 _WARMUP_STEPS = acts("Steps of warm-up; 0 means none.", auto="fill")
-_WARMUP_TYPE = acts("Shape of the warm-up.")
+_WARMUP_TYPE = acts('Shape of the warm-up: "log" or "linear"; another one warns and is "log".')
 _WARMUP_MIN = acts("Learning rate at the start; one value, or one per group.", auto="fill")
 _WARMUP_MAX = acts("Learning rate after warm-up; null: that of the optimizer.", auto="fill")
 _TOTAL = acts("Steps at which the decay ends.", auto="fill")
@@ -39,7 +38,7 @@ class OneCycleParams(Section, kw_only=True):
     cycle_max_lr: Annotated[PerGroup, acts("Upper learning rate.")]
     decay_lr_rate: Annotated[NonNegFloat, acts("Decay of the learning rate per interval after the cycle.")] = 0.0
     cycle_first_step_size: Annotated[Positive, acts("Steps of the first half.")] = 2000
-    cycle_second_step_size: Annotated[Positive | None, acts("Steps of the second half; null: as the first.")] = None
+    cycle_second_step_size: Annotated[NonNeg | None, acts("Steps of the second half; null: as the first.")] = None
     cycle_first_stair_count: Annotated[NonNeg, acts("Stairs of the first half; 0: smooth.")] = 0
     cycle_second_stair_count: Annotated[NonNeg | None, acts("Stairs of the second half; null: as the first.")] = None
     decay_step_size: Annotated[NonNeg, acts("Steps of one decay interval; 0: no decay.")] = 0
@@ -56,7 +55,7 @@ class WarmupLRParams(Section, kw_only=True):
     warmup_min_lr: Annotated[PerGroup, _WARMUP_MIN] = 0.0
     warmup_max_lr: Annotated[PerGroup | None, _WARMUP_MAX] = None
     warmup_num_steps: Annotated[NonNeg, _WARMUP_STEPS] = 1000
-    warmup_type: Annotated[Warmup, _WARMUP_TYPE] = "log"
+    warmup_type: Annotated[str, _WARMUP_TYPE] = "log"
     last_batch_iteration: Annotated[LastStep, _LAST] = -1
 
 
@@ -67,7 +66,7 @@ class WarmupDecayLRParams(Section, kw_only=True):
     warmup_min_lr: Annotated[PerGroup, _WARMUP_MIN] = 0.0
     warmup_max_lr: Annotated[PerGroup | None, _WARMUP_MAX] = 0.001
     warmup_num_steps: Annotated[NonNeg, _WARMUP_STEPS] = 1000
-    warmup_type: Annotated[Warmup, _WARMUP_TYPE] = "log"
+    warmup_type: Annotated[str, _WARMUP_TYPE] = "log"
     last_batch_iteration: Annotated[LastStep, _LAST] = -1
 
 
@@ -78,7 +77,7 @@ class WarmupCosineLRParams(Section, kw_only=True):
     warmup_min_ratio: Annotated[NonNegFloat, acts("Part of the learning rate at the start.")] = 0.0
     warmup_num_steps: Annotated[NonNeg, _WARMUP_STEPS] = 1000
     cos_min_ratio: Annotated[NonNegFloat, acts("Part of the learning rate at the end.")] = 0.0001
-    warmup_type: Annotated[Warmup, _WARMUP_TYPE] = "log"
+    warmup_type: Annotated[str, _WARMUP_TYPE] = "log"
     last_batch_iteration: Annotated[LastStep, _LAST] = -1
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from deepspeed_c import lr_schedules
+from deepspeed_c.config.load import load_config
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.lr_schedules import (
     VALID_LR_SCHEDULES,
@@ -189,8 +190,50 @@ def test_one_cycle_turns_the_momentum_of_sgd_too():
     moms = []
     for _ in range(8):
         moms.append(optimizer.param_groups[0]["momentum"])
+        assert schedule.get_mom() == [(moms[-1],)] * 2
         schedule.step()
     assert moms == pytest.approx([0.9, 0.875, 0.85, 0.825, 0.8, 0.825, 0.85, 0.875])
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.5, 0.7), ([0.5, 0.6], [0.7, 0.9])], ids=["number", "list"])
+def test_one_cycle_answers_with_the_betas_of_each_group(low, high):
+    """As in DeepSpeed, get_mom gives a pair a group; the second of it is the group's own here."""
+    optimizer = make(betas=(0.8, 0.95))
+    schedule = OneCycle(optimizer, 0.1, 0.2, cycle_first_step_size=4, cycle_min_mom=low, cycle_max_mom=high)
+    lows, highs = (value if isinstance(value, list) else [value] * 2 for value in (low, high))
+    for t in range(12):
+        height = 1 - abs(t - 4) / 4 if t < 8 else 0
+        want = [(b - (b - a) * height, 0.95) for a, b in zip(lows, highs)]
+        got = schedule.get_mom()
+        assert [pytest.approx(pair) for pair in want] == got == [g["betas"] for g in optimizer.param_groups], (t, got)
+        schedule.step()
+
+
+def test_a_cycle_that_falls_at_once():
+    """A second half of 0 steps, also by the configuration: up, and the next step begins anew at the bottom."""
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_first_step_size": 4, "cycle_second_step_size": 0}
+    written = {"train_batch_size": 1, "scheduler": {"type": "OneCycle", "params": params}}
+    assert load_config(written, world_size=1).scheduler.params["cycle_second_step_size"] == 0
+    optimizer = make()
+    schedule = build_scheduler("OneCycle", params, optimizer)
+    lrs = []
+    for _ in range(6):
+        lrs.append(rates(optimizer)[0])
+        schedule.step()
+    assert lrs == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.1, 0.1]), lrs
+
+
+@pytest.mark.parametrize("kind", [WarmupLR, WarmupDecayLR, WarmupCosineLR])
+def test_an_unknown_kind_of_warm_up_is_log_with_a_warning(caplog, monkeypatch, kind):
+    monkeypatch.setattr(lr_schedules.logger, "propagate", True)
+    total = {} if kind is WarmupLR else {"total_num_steps": 50}
+    misspelt, log = make(), make()
+    schedules = [kind(misspelt, warmup_num_steps=9, warmup_type="cubic", **total), kind(log, warmup_num_steps=9, **total)]
+    assert f"{kind.__name__}.warmup_type: 'cubic' is not" in caplog.text
+    for _ in range(12):
+        assert rates(misspelt) == rates(log)
+        for schedule in schedules:
+            schedule.step()
 
 
 def test_one_cycle_leaves_momentum_alone_when_told():
@@ -417,7 +460,6 @@ def test_wrapped_optimizers():
         ("WarmupLR", {"warmup_num_steps": 2.5}, "is 2.5"),
         ("WarmupLR", {"warmup_num_steps": True}, "is True"),
         ("WarmupLR", {"warmup_num_steps": "10"}, "is '10'"),
-        ("WarmupLR", {"warmup_type": "cubic"}, "'cubic' is no way to warm up"),
         ("WarmupLR", {"warmup_max_lr": [1, 2, 3]}, "3 values are given for 2 parameter groups"),
         ("WarmupLR", {"warmup_max_lr": "0.1"}, "is '0.1'"),
         ("WarmupLR", {"warmup_max_lr": float("nan")}, "is nan"),

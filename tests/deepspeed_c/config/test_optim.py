@@ -167,7 +167,7 @@ def test_warmup_of_no_steps_is_allowed_and_less_is_not():
 @pytest.mark.parametrize(
     "kind, params, key",
     [
-        ("WarmupLR", {"warmup_type": "cubic"}, "warmup_type"),
+        ("WarmupLR", {"warmup_type": 3}, "warmup_type"),
         ("WarmupLR", {"total_num_steps": 5}, "total_num_steps"),
         ("WarmupDecayLR", {"total_num_steps": 0}, "total_num_steps"),
         ("LRRangeTest", {"lr_range_test_step_size": 0}, "lr_range_test_step_size"),
