@@ -192,6 +192,8 @@ class _Reader:
         self.overridden: set[str] = set()
         # Path of each "auto" that others fill and have not filled -> a description of possible values.
         self.unfilled: dict[str, str] = {}
+        # Section of a missing feature that is being read: sections inside it get no note of their own.
+        self.missing: str | None = None
 
     # Names
 
@@ -297,7 +299,7 @@ class _Reader:
             if not isinstance(value, dict):
                 self.fail(f"{show(value)} is not a section", where, "write an object {...}")
                 return
-            values[field.attribute] = self.section(field.section, value, where + ".")
+            values[field.attribute] = self.subsection(field, value, where)
         elif field.section is not None and value is not None:
             entries = self.entries(field, value, where)
             if entries is None:
@@ -315,6 +317,32 @@ class _Reader:
                 return
         self.mark(where, "user")
         self.feature(field, values[field.attribute], value, where)
+
+    def subsection(self, field: SectionField, given: dict[str, Any], where: str) -> Section | None:
+        """Read a section inside another; a note names a section that leaves a missing feature off.
+
+        Switches beside ``"enabled": false`` ask for nothing. Switches in deeper sections do: in DeepSpeed the one of
+        ``data_efficiency.data_routing.random_ltd`` drops tokens under a disabled ``data_efficiency`` too.
+        """
+        outer, n_problems = self.missing, len(self.problems)
+        if not field.info.is_built and outer is None:
+            self.missing = where
+        section = self.section(field.section, given, where + ".")
+        self.missing = outer
+        switch = fields_of(field.section).get("enabled")
+        if switch is not None and not switch.info.is_built and "enabled" in given and not section.enabled:
+            beside = {f"{where}.{name}" for name in given}
+            self.problems[n_problems:] = [
+                problem
+                for problem in self.problems[n_problems:]
+                if not (isinstance(problem, UnsupportedConfigError) and problem.where in beside)
+            ]
+        if field.info.is_built or (field.info.is_switch and _is_asking(section, given)):
+            return section
+        if outer is None and len(self.problems) == n_problems:
+            title = FEATURES[field.info.feature].title
+            self.note(where, f"= {show(given)} has no effect: {title} stays off, and this version does not have it")
+        return field.default if field.info.is_switch else section
 
     def entries(self, field: SectionField, value: Any, where: str) -> FrozenDict | tuple | None:
         """Read sections by name, or a list of them."""
@@ -378,8 +406,6 @@ class _Reader:
         """Refuse a value that asks for a missing feature."""
         info = field.info
         if not info.is_switch or info.is_built or value == field.default or value in info.off:
-            return
-        if isinstance(value, Section) and getattr(value, "enabled", True) is False:
             return
         feature = FEATURES[info.feature]
         self.problems.append(
@@ -580,6 +606,14 @@ class _Reader:
         if source == "user" and any(".".join(parts[:n]) in self.overridden for n in range(1, len(parts) + 1)):
             source = "override"
         self.sources[where] = source
+
+
+def _is_asking(section: Section, given: dict[str, Any]) -> bool:
+    """Whether a section that is null by default asks for its feature, rather than being disabled, empty or at its
+    defaults."""
+    if "enabled" in given and hasattr(section, "enabled"):
+        return section.enabled
+    return section != type(section)()
 
 
 def _is_parked(name: str) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from deepspeed_c.config import load_config, problems_of
 from deepspeed_c.config.features import FEATURES
 from deepspeed_c.config.keys import Section
-from deepspeed_c.config.schema import arms, bare, kinds_of, walk
+from deepspeed_c.config.schema import arms, bare, fields_of, find, kinds_of, walk
 from deepspeed_c.errors import UnsupportedConfigError
 
 
@@ -29,7 +29,11 @@ def other_values(field):
     for arm in arms(field.hint):
         kind = bare(arm)
         if isinstance(kind, type) and issubclass(kind, Section):
-            yield {}
+            # Its presence with any key at another value than the default.
+            inner = [each for each in fields_of(kind).values() if each.name != "enabled" and each.section is None]
+            yield next({each.name: value} for each in inner for value in other_values(each) if value != each.default)
+            if "enabled" in fields_of(kind):
+                yield {"enabled": True}
         elif kind is bool:
             yield not field.default
         elif kind is str:
@@ -154,9 +158,103 @@ def test_a_missing_feature_is_refused_and_one_line_enables_it(monkeypatch):
     assert problems_of(tree, batch="skip") == []
 
 
-@pytest.mark.parametrize("section", ["weight_quantization"])
-def test_section_that_is_switched_off_is_accepted(section):
-    assert problems_of({section: {"enabled": False, "num_bits": 4}}, batch="skip") == []
+# Sections of missing features: null by default, so that a section asks, or with a switch inside.
+NULL_BY_DEFAULT = [(path, field) for path, field in SWITCHES if field.section is not None]
+MISSING = [
+    (path, field)
+    for path, field in PLAIN
+    if field.section is not None and not field.container and not field.info.is_built and "<" not in path
+]
+
+
+def defaults_of(section):
+    return {
+        field.name: defaults_of(field.section) if isinstance(field.default, Section) else field.default
+        for field in fields_of(section).values()
+        if field.default is not None
+    }
+
+
+def outermost(path):
+    """The path of the first section on the way that belongs to a missing feature: the note names it."""
+    known = {known for known, _ in MISSING}
+    parts = path.split(".")
+    return next(".".join(parts[:n]) for n in range(1, len(parts) + 1) if ".".join(parts[:n]) in known)
+
+
+def off_forms(field):
+    yield {}
+    if "enabled" in fields_of(field.section):
+        yield {"enabled": False}
+        yield defaults_of(field.section) | {"enabled": False}
+    else:
+        yield defaults_of(field.section)
+
+
+def test_there_are_sections_of_missing_features():
+    names = {path for path, _ in NULL_BY_DEFAULT}
+    assert names == {
+        "zero_optimization.zenflow",
+        "zero_optimization.zeropp_loco_param",
+        "checkpoint.writer",
+        "datastates_ckpt",
+        "sparse_attention",
+        "weight_quantization",
+    }
+    assert len(MISSING) > 30, MISSING
+
+
+@pytest.mark.parametrize("path, field", MISSING, ids=[path for path, _ in MISSING])
+def test_section_that_leaves_a_missing_feature_off_is_a_note(path, field):
+    for value in off_forms(field):
+        assert problems_of(tree_of(path, value), batch="skip") == [], (path, value)
+        config = load_config(tree_of(path, value), world_size=1, batch="skip")
+        notes = [note for note in config.notes if note.startswith(outermost(path) + " = ")]
+        assert len(notes) == 1 and len(config.notes) == 1, (path, value, config.notes)
+        assert FEATURES[find(outermost(path)).info.feature].title in notes[0], (value, notes)
+        config.summary_line()
+        config.rows(everything=True)
+        strict = problems_of(tree_of(path, value) | {"strict": True}, batch="skip")
+        assert [problem.where for problem in strict] == [outermost(path)], (path, value, strict)
+
+
+@pytest.mark.parametrize("path, field", NULL_BY_DEFAULT, ids=[path for path, _ in NULL_BY_DEFAULT])
+def test_section_that_is_off_reads_as_if_it_were_not_there(path, field):
+    for value in off_forms(field):
+        config = load_config(tree_of(path, value), world_size=1, batch="skip")
+        got, expected = config.resolved_dict(), load_config({}, world_size=1, batch="skip").resolved_dict()
+        assert got == expected, (path, value)
+
+
+@pytest.mark.parametrize("path, field", MISSING, ids=[path for path, _ in MISSING])
+def test_section_of_a_missing_feature_with_a_wrong_key_is_refused(path, field):
+    for value in off_forms(field):
+        problems = problems_of(tree_of(path, value | {"no_such_key_here": 1}), batch="skip")
+        assert [problem.where for problem in problems] == [f"{path}.no_such_key_here"], (path, value, problems)
+        assert not any(isinstance(problem, UnsupportedConfigError) for problem in problems)
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        ("weight_quantization", {"enabled": False, "num_bits": 4}),
+        ("expert_parallel", {"enabled": False, "load_balance_coeff": 0.5, "autoep_size": 8}),
+        ("amp", {"enabled": False, "opt_level": "O2"}),
+        ("elasticity", {"enabled": False, "max_train_batch_size": 64}),
+    ],
+)
+def test_other_keys_of_a_disabled_section_ask_for_nothing(path, value):
+    config = load_config({path: value}, world_size=1, batch="skip")
+    assert len(config.notes) == 1 and config.notes[0].startswith(path), config.notes
+
+
+def test_a_section_inside_a_disabled_one_asks_by_its_own_switch():
+    """As in DeepSpeed, which drops tokens by the inner switch alone."""
+    routing = {"enabled": False, "random_ltd": {"enabled": True}}
+    tree = {"data_efficiency": {"enabled": False, "data_routing": routing}}
+    (problem,) = problems_of(tree, batch="skip")
+    assert isinstance(problem, UnsupportedConfigError), problem
+    assert problem.where == "data_efficiency.data_routing.random_ltd.enabled"
 
 
 def test_every_type_of_a_missing_feature_is_refused():
