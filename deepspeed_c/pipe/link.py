@@ -8,6 +8,7 @@ one costs two messages more.
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections import deque
 from typing import Any, NamedTuple, Protocol
@@ -111,6 +112,25 @@ class _Form(NamedTuple):
         return cls(spec, tuple(known), end)
 
 
+class _FormPickler(pickle.Pickler):
+    """Sends the place of a leaf as a call of ``_leaf_spec``: to unpickle torch's own class for it prints a FutureWarning
+    since torch 2.13.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (_leaf_spec, ()) if isinstance(obj, TreeSpec) and obj.is_leaf() else NotImplemented
+
+
+def _leaf_spec() -> TreeSpec:
+    return tree_flatten(None)[1]
+
+
+def _pickle_form(form: _Form) -> bytearray:
+    file = io.BytesIO()
+    _FormPickler(file).dump(form)
+    return bytearray(file.getbuffer())
+
+
 _NOTHING = _Form(tree_flatten(())[1], (), HEAD_BYTES)
 
 
@@ -136,7 +156,7 @@ class RemoteLink:
         leaves, spec = tree_flatten(value)
         form = _Form.of(leaves, spec)
         if form != self._form:
-            header = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self._device)
+            header = torch.frombuffer(_pickle_form(form), dtype=torch.uint8).to(self._device)
             notice = self._empty(self._form.n_bytes)
             _write_head(notice, header.numel(), self._n_begun)
             # The receiver cannot tell a notice from a value before it has come: both have one label.

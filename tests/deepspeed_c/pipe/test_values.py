@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import pickle
+import warnings
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 import deepspeed_c
 from deepspeed_c.errors import ConfigError, FeatureError, ModelError, StateError
 from deepspeed_c.pipe import LayerSpec, PipelineModule
+from deepspeed_c.pipe.link import _Form, _pickle_form
 from tests.deepspeed_c.pipe.models import WIDTH, Block, Plain, loss_fn, micro_batches, module_of
 from tests.deepspeed_c.pipe.test_engine import config_of
 from tests.ranks import run_ranks
@@ -37,6 +41,26 @@ def test_sixteen_bits_cut_nothing(schedule, dtype):
     for got in run_ranks(2, train_bf16, schedule, dtype):
         assert got == one
     assert one[0][-1] < one[0][0]
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 3, (), {}, [torch.ones(2)], {"a": (1, [torch.ones(1), None]), "b": Pair(torch.zeros(0), "x")}],
+    ids=repr,
+)
+def test_a_form_comes_over_in_silence(value):
+    """Unpickling torch's own class for a leaf warns: the text would stand in each run's log."""
+    leaves, spec = tree_flatten(value)
+    form = _Form.of(leaves, spec)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        came = pickle.loads(_pickle_form(form))
+    assert came == form and came.spec == spec, (came, form)
 
 
 def overflow(rank: int, world: int) -> tuple[list[int], list[float], list[float]]:
