@@ -1,6 +1,6 @@
 """Sections fp16, bf16, torch_autocast, data_types, amp and msamp: the formats numbers are kept and computed in."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -69,6 +69,15 @@ class DataTypes(Section, kw_only=True):
     ] = None
     param_dtype: Annotated[DType | None, acts("Format of the weights; must be that of fp16, bf16 or neither.")] = None
     buffer_dtype: Annotated[DType | None, acts("Format that buffers are cast to; null leaves them.")] = None
+    keep_in_fp32_modules: Annotated[
+        Literal["auto"] | tuple[str, ...],
+        acts(
+            "Buffers that stay fp32 under bf16 and fp16, also in zero.Init. A list has patterns of their names: * stands"
+            " for any characters, and a pattern may match anywhere in a full name. auto: those that the model names in"
+            " _keep_in_fp32_modules_strict and, under fp16, in _keep_in_fp32_modules. []: none. Parameters are cast.",
+            auto="value",
+        ),
+    ] = "auto"
 
 
 class Amp(Section, kw_only=True):

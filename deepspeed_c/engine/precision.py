@@ -11,6 +11,7 @@ from deepspeed_c import _C
 from deepspeed_c.config import Config
 from deepspeed_c.config.precision import TorchAutocast
 from deepspeed_c.zero.layout.unit import Dtypes
+from deepspeed_c.zero.weights.fp32_buffers import buffers_in_fp32
 
 __all__ = ["DTYPES", "Precision"]
 
@@ -57,6 +58,7 @@ class Precision:
         self.accum_dtype = DTYPES[accum] if accum else None
         buffers = config.data_types.buffer_dtype
         self._buffer_dtype = DTYPES[buffers] if buffers else None
+        self._keep_in_fp32 = config.data_types.keep_in_fp32_modules
         self._low_precision = self._low_precision_params(model, config.torch_autocast)
         self._sparse = self._sparse_params(model) if config.sparse_gradients else set()
 
@@ -85,7 +87,7 @@ class Precision:
         return Dtypes(dtype, comm, torch.float32 if is_mixed else dtype, id(param) in self._sparse)
 
     def cast_frozen(self, model: torch.nn.Module, trained: set[int]) -> None:
-        """Casts the parameters that no unit holds; buffers change only when ``buffer_dtype`` asks for it.
+        """Cast the parameters that no unit holds; ``buffer_dtype`` and ``keep_in_fp32_modules`` change buffers too.
 
         A rotary table or a running mean in fp32 is of no use when it is rounded to 16 bits.
         """
@@ -94,11 +96,14 @@ class Precision:
                 for p in model.parameters():
                     if id(p) not in trained and p.is_floating_point():
                         p.data = p.data.to(self.dtype)
-            if self._buffer_dtype is not None:
-                for module in model.modules():
-                    for name, buffer in module._buffers.items():
-                        if buffer is not None and buffer.is_floating_point():
-                            module._buffers[name] = buffer.to(self._buffer_dtype)
+            kept = buffers_in_fp32(model, self._keep_in_fp32, self.dtype)
+            for module in model.modules():
+                for buffer in module._buffers.values():
+                    if buffer is None or not buffer.is_floating_point():
+                        continue
+                    dtype = torch.float32 if id(buffer) in kept else self._buffer_dtype
+                    if dtype is not None and dtype != buffer.dtype:
+                        buffer.data = buffer.data.to(dtype)
 
     def cast_inputs(self, value: Any) -> Any:
         """Floating-point tensors in args and kwargs, cast to the weights' dtype when ``fp16.auto_cast`` asks for it."""

@@ -24,6 +24,7 @@ from deepspeed_c.comm.shm import LocalTransport
 from deepspeed_c.config.source import read_source
 from deepspeed_c.errors import ConfigError, FeatureError, ModelError, StateError
 from deepspeed_c.logging import logger
+from deepspeed_c.zero.weights.fp32_buffers import keep_buffers_in_fp32
 from deepspeed_c.zero.weights.gathered import (
     GatheredParameters,
     register_external_parameter,
@@ -128,7 +129,7 @@ class Init:
         offload_param says. Shards lie in host memory for "cpu" and "nvme"; the engine moves them to files for "nvme".
         pin_memory: accepted for shards in host memory.
         config_dict_or_path, config: the configuration; its bf16/fp16 sections give the dtype, ``"auto"`` values are
-        fine. enabled: False makes the context do nothing.
+        fine; buffers that data_types.keep_in_fp32_modules names stay fp32. enabled: False makes the context do nothing.
         dtype: dtype of new floating-point parameters and buffers; overrides the configuration's.
         mpu: an object with ``get_data_parallel_group()``.
         zero_quantized_weights, zero_quantized_nontrainable_weights: not supported yet.
@@ -201,6 +202,7 @@ class Init:
         is_remote = (remote_device or _place_of(source)) in ("cpu", "nvme")
         self._home = torch.device("cpu") if is_remote else None
         self.dtype = dtype or _dtype_of(source)
+        self._keep_in_fp32 = _kept_of(source)
         self.tensor_overrides = tuple(tensor_overrides)
         # Parameters that constructors have touched after sharding: whole until nobody holds their data.
         self._edited: list[torch.nn.Parameter] = []
@@ -208,6 +210,7 @@ class Init:
             materialize(module, self.device, self._shard_module)
             for name, each in module.named_modules():
                 self._shard_module(each, name)
+            keep_buffers_in_fp32(module, self._keep_in_fp32, self.dtype)
 
     def get_dp_process_group(self) -> Any:
         """The ranks that parameters are sharded over."""
@@ -352,6 +355,19 @@ def _dtype_of(source: Any) -> torch.dtype | None:
     return None
 
 
+def _kept_of(source: Any) -> str | list[str]:
+    """The setting of buffers that stay in fp32, from a configuration. Only this key is read, as by ``_dtype_of``."""
+    keys = {} if source is None else read_source(source)[0]
+    where = "data_types.keep_in_fp32_modules"
+    section = keys.get("data_types")
+    kept = keys.get(where, section.get("keep_in_fp32_modules", "auto") if isinstance(section, dict) else "auto")
+    if kept != "auto" and not (isinstance(kept, (list, tuple)) and all(isinstance(name, str) for name in kept)):
+        raise ConfigError(
+            f"{kept!r} is no list of names", where=where, fix='write a list of patterns of names, or "auto"'
+        )
+    return kept
+
+
 def _standalone_in(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [param for param in module.parameters() if isinstance(state_of(param), StandaloneShard)]
 
@@ -395,6 +411,8 @@ def _wrap_init(cls: type) -> None:
         if depth == 0 and _open:
             _open[-1]._shard_unused()
             _open[-1]._shard_module(module)
+            # A model's list of names is complete now, and no checkpoint has been copied into its buffers yet.
+            keep_buffers_in_fp32(module, _open[-1]._keep_in_fp32, _open[-1].dtype)
             if isinstance(module, ParametrizationList):
                 module.register_forward_pre_hook(_acquire_standalone)
                 module.register_forward_hook(_give_back_standalone, always_call=True)
