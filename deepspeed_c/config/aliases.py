@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["NAMES_ELSEWHERE", "OLD_KEYS", "OldKey", "stage_from_switch"]
+__all__ = ["NAMES_ELSEWHERE", "OLD_KEYS", "REMOVED_UPSTREAM", "OldKey", "stage_from_switch"]
 
 
 class OldKey(NamedTuple):
@@ -56,6 +56,26 @@ OLD_KEYS: tuple[OldKey, ...] = (
     OldKey("nebula.load_path", "nebula.nebula_load_path"),
 )
 
+
+# Keys of DeepSpeed 0.19.6 that 0.19.8 refuses or no longer reads. They are read here as before.
+REMOVED_UPSTREAM: frozenset[str] = frozenset(
+    {
+        "amp",
+        "compression_training",
+        "curriculum_learning",
+        "eigenvalue",
+        "elasticity",
+        "graph_harvesting",
+        "nebula",
+        "progressive_layer_drop",
+        "quantize_training",
+        "sparse_attention",
+        "sparse_gradients",
+        _ZERO + "mics_hierarchical_params_gather",
+        _ZERO + "mics_shard_size",
+        _ZERO + "zeropp_loco_param",
+    }
+)
 
 # Other tools' names of our keys, where the words differ.
 NAMES_ELSEWHERE: dict[str, str] = {

@@ -13,6 +13,7 @@ class Compile(Section, kw_only=True):
     """Passes over the captured graph."""
 
     deepcompile: Annotated[bool, asks("Switch of the section.", _C)] = False
+    autoep_non_moe: Annotated[bool, asks("Compile all but the experts of AutoEP.", _C)] = False
     free_activation: Annotated[bool, tunes("Free activations early.", _C)] = False
     free_activation_threshold: Annotated[NonNeg, tunes("Bytes an activation must have for that.", _C, floor=True)] = (
         10 << 20

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from .aliases import OLD_KEYS
+from .aliases import OLD_KEYS, REMOVED_UPSTREAM
 from .coerce import describe, show
 from .features import FEATURES
 from .keys import DTYPE_NAMES, Section
@@ -63,6 +63,8 @@ and `deepspeed_c config show FILE` every value with its origin; neither needs a 
 - **`null`** for a section is as if it were not there; a single key must have `null` among its values.
 - **Conflicts** between keys that are each right (fp16 and bf16 both enabled, ...) are errors too. All errors of a
   configuration are reported together.
+- **Keys of DeepSpeed 0.19.8** that 0.19.6 lacks are known too. Keys that 0.19.8 no longer reads are read as before; the column
+  *removed upstream in 0.19.8* marks them.
 - The dict that is passed in is never changed, and neither is the configuration after it was read.
 
 ## Batch sizes
@@ -88,7 +90,7 @@ def render() -> dict[str, str]:
         spellings.setdefault(short, []).append(f"`{spelling}`")
     dtypes = "; ".join(", ".join(names) for names in spellings.values())
     sections = [field for field in fields_of(Root).values() if field.section is not None]
-    parts = [_HEAD.replace("{written}", _WRITTEN).replace("{dtypes}", dtypes), "## Top level\n", *_table(Root)]
+    parts = [_HEAD.replace("{written}", _WRITTEN).replace("{dtypes}", dtypes), "## Top level\n", *_table(Root, "")]
     parts += ["## Sections\n", "| section | |", "| --- | --- |"]
     parts += [
         f"| [`{field.name}`]({_FOLDER}/{field.name}.md) | {_first_sentence(field.section)} |" for field in sections
@@ -97,6 +99,8 @@ def render() -> dict[str, str]:
     pages = {"config.md": "\n".join(parts)}
     for field in sections:
         lines = [f"# `{field.name}`\n", _WRITTEN + "\n", "[All sections, and the rules](../config.md)\n"]
+        if field.name in REMOVED_UPSTREAM:
+            lines.append("Removed upstream in 0.19.8. It is read here as before.\n")
         lines += _section(field.section, _path(field, "") + ".", _path(field, ""), is_page=True)
         if field.name == "optimizer":
             others = "Any other class of torch.optim may be named; its parameters are passed on."
@@ -123,19 +127,22 @@ def _section(cls: type[Section], path: str, title: str, *, is_page: bool = False
     if not is_page:
         yield f"## `{title}`\n"
     yield "\n\n".join(_paragraphs(cls)) + "\n"
-    yield from _table(cls)
+    yield from _table(cls, path)
     for field in fields_of(cls).values():
         if field.section is not None:
             below = _path(field, path)
             yield from _section(field.section, below + ".", below)
 
 
-def _table(cls: type[Section], *, is_later: bool = False) -> Iterator[str]:
-    yield "| key | value | default | status | meaning |"
-    yield "| --- | --- | --- | --- | --- |"
+def _table(cls: type[Section], path: str, *, is_later: bool = False) -> Iterator[str]:
+    # A column only where it says something.
+    has_removed = any(path + name in REMOVED_UPSTREAM for name in fields_of(cls))
+    yield "| key | value | default | status | meaning |" + " removed upstream in 0.19.8 |" * has_removed
+    yield "| --- | --- | --- | --- | --- |" + " --- |" * has_removed
     for field in fields_of(cls).values():
+        removed = f" {'removed' if path + field.name in REMOVED_UPSTREAM else ''} |" * has_removed
         words = describe(field.hint, field.info).replace("|", "\\|")
-        yield f"| `{field.name}` | {words} | {_default(field)} | {'later' if is_later else _status(field)} | {_meaning(field, cls)} |"
+        yield f"| `{field.name}` | {words} | {_default(field)} | {'later' if is_later else _status(field)} | {_meaning(field, cls)} |{removed}"
     yield ""
 
 
@@ -178,7 +185,7 @@ def _kinds(path: str, kinds: dict[str, Kind], closing: str) -> Iterator[str]:
         if params is not None:
             is_later = group[0].feature is not None and not FEATURES[group[0].feature].is_built
             yield f"### {', '.join(kind.name for kind in group)}{' (later)' if is_later else ''}\n"
-            yield from _table(params, is_later=is_later)
+            yield from _table(params, path + ".", is_later=is_later)
     for feature in dict.fromkeys(kind.feature for kind in shown.get(None, ())):
         names = ", ".join(kind.name for kind in shown[None] if kind.feature == feature)
         if feature is None:

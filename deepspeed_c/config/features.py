@@ -85,6 +85,12 @@ AREAS: dict[str, dict[str, Feature]] = {
             is_on=lambda root: root.zero.mics_shard_size > 0,
         ),
         "hierarchical_gather": _later("gathers within a node, then between nodes", "set it to false"),
+        "no_grad_norm": _later(
+            "steps without a gradient norm", "set it to true: the norm comes with the check for inf and NaN"
+        ),
+        "parameter_alignment": _later(
+            "parameters padded to 16 bytes in flat buffers", "set it to false: the layout has no padding"
+        ),
         "legacy_stage1": _later("the old stage 1", "set it to false: stage 1 has one implementation"),
     },
     "precision": {
@@ -122,7 +128,9 @@ AREAS: dict[str, dict[str, Feature]] = {
             "set the size to 0 (autotp_size) or 1 (tp_size)",
             is_on=lambda root: max(root.tensor_parallel.autotp_size, root.tensor_parallel.tp.tp_size) > 1,
         ),
-        "tensor_parallel_variants": _later("cuts of embeddings by dimension, models loaded to host memory", _REMOVE),
+        "tensor_parallel_variants": _later(
+            "cuts of embeddings by dimension, whole output layers, Liger's loss, models loaded to host memory", _REMOVE
+        ),
         "expert_parallel": _later("expert parallelism", 'set "enabled": false'),
         "hybrid_engine": _later("the hybrid (train and generate) engine", 'set "enabled": false'),
         "inference": _later("the inference engine", "remove the section"),

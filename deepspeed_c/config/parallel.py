@@ -90,6 +90,18 @@ class TensorParallel(Section, kw_only=True):
         bool,
         tunes("Norms, dropout and residuals see 1/tp of the tokens; for families whose policy says where.", _TP),
     ] = False
+    vocab_parallel_lm_head: Annotated[
+        bool | None,
+        asks(
+            "Cut the output layer over the vocabulary. The policies of model families always do where labels are given;"
+            " false asks for a whole one.",
+            _TP_VARIANTS,
+            off=(True,),
+        ),
+    ] = None
+    vocab_parallel_ce_backend: Annotated[
+        Literal["torch", "liger"], asks("Cross-entropy over a cut vocabulary; torch: ours.", _TP_VARIANTS)
+    ] = "torch"
     partition_config: Annotated[PartitionConfig | None, tunes("Custom rules.", _TP)] = None
     tp: Annotated[TpGroup, tunes("The group.", _TP)] = TpGroup()
     dtype: Annotated[DType | Literal["int8"], tunes("Format of the model.", _TP)] = "fp16"
@@ -174,8 +186,19 @@ class ExpertParallel(Section, kw_only=True):
     use_grouped_mm: Annotated[bool, tunes("Grouped matrix product.", _EP)] = True
     disable_triton_grouped_mm: Annotated[bool, tunes("Never use the Triton kernel.", _EP)] = False
     combine_impl: Annotated[
-        Literal["auto", "weighted_sum", "legacy_bmm"], tunes("How outputs are combined.", _EP, auto="value")
+        Literal["auto", "weighted_sum", "fused_weighted_sum", "legacy_bmm"],
+        tunes("How outputs are combined.", _EP, auto="value"),
     ] = "auto"
+    async_split_plan: Annotated[bool, tunes("Exchange sizes while something is computed.", _EP)] = False
+    row_weighting_impl: Annotated[
+        Literal["auto", "eager", "fused"], tunes("How rows are weighted.", _EP, auto="value")
+    ] = "auto"
+    gate_up_impl: Annotated[Literal["separate", "fused"], tunes("Gate and up products: two, or one.", _EP)] = "separate"
+    comm_backend: Annotated[Literal["comm", "deepep"], tunes("Transport of tokens.", _EP)] = "comm"
+    comm_num_sm: Annotated[Positive, tunes("Multiprocessors for the transport.", _EP)] = 12
+    comm_qp_margin: Annotated[NonNeg, tunes("Spare queue pairs of the transport.", _EP)] = 4
+    comm_max_tokens_per_rank: Annotated[NonNeg, tunes("Most tokens a rank sends.", _EP)] = 0
+    expert_activation: Annotated[str | None, tunes("Name of the experts' activation.", _EP)] = None
     moe_layer_pattern: Annotated[str | None, tunes("Regular expression of MoE modules.", _EP)] = None
     router_pattern: Annotated[str | None, tunes("Name of the router child.", _EP)] = None
     expert_pattern: Annotated[str | None, tunes("Name of the experts child.", _EP)] = None

@@ -111,6 +111,13 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     seed: Annotated[int, acts("Seed of data sampling.")] = 1234
 
     # Features of their own
+    disable_python_gc: Annotated[
+        bool,
+        acts(
+            "Turn Python's automatic cycle collections off until the last engine with this key is closed, after one"
+            " collection: they stop ranks at different moments. engine.collect_python_gc() runs one."
+        ),
+    ] = False
     graph_harvesting: Annotated[bool, asks("Capture parts of backward in CUDA graphs.", "graph_harvesting")] = False
     seq_parallel_communication_data_type: Annotated[
         DType | None,

@@ -72,9 +72,16 @@ class Zero(Section, kw_only=True):
     grad_hooks: Annotated[
         bool, inherent("Reduce from backward hooks (stage 1).", "stages share one implementation, driven by hooks")
     ] = True
+    compute_grad_norm: Annotated[
+        bool, asks("Compute the gradient norm of each step at stages 1 and 2.", "no_grad_norm")
+    ] = True
     ignore_unused_parameters: Annotated[
         bool, acts("Accept parameters that get no gradient; false makes them an error that names them.")
     ] = True
+
+    parameter_alignment: Annotated[
+        bool, asks("Pad flat buffers so that each parameter begins at a multiple of 16 bytes.", "parameter_alignment")
+    ] = False
 
     # Parameters after the step
     allgather_partitions: Annotated[bool, acts("Gather updated weights with all-gather; false uses broadcasts.")] = True

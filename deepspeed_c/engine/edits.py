@@ -14,6 +14,7 @@ from deepspeed_c.comm.axes import SP, TP, WITHIN_STAGE
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
+from deepspeed_c.engine.python_gc import CollectorPause
 from deepspeed_c.env import read_env
 from deepspeed_c.inject import cut_model
 from deepspeed_c.inject.kernels import inject_as_asked, revert_kernels
@@ -159,6 +160,11 @@ EDITS: tuple[ModelEdit, ...] = (
     ),
     ModelEdit("recomputation", wanted=lambda context: True, apply=_recompute, after=("attention", "tiles")),
     ModelEdit("gathering", wanted=_has_fetcher, apply=_gather, after=("recomputation",)),
+    ModelEdit(
+        "collector pause",
+        wanted=lambda context: context.config.disable_python_gc,
+        apply=lambda model, context: CollectorPause(),
+    ),
 )
 """Kernels compare a module's own forward with theirs, so they come before its weights are cut. Recomputed layers run
 all within them again, tiles and shared attention too; gathers are outside, once for each run."""

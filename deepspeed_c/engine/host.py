@@ -4,6 +4,7 @@ It trains nothing; engines extend it.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
@@ -294,6 +295,10 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
     def destroy(self) -> None:
         """As ``close``."""
         self.close()
+
+    def collect_python_gc(self) -> int:
+        """Run Python's cycle collector at a moment of your choice and return the number of objects that it freed."""
+        return gc.collect()
 
     def _end(self) -> None:
         self._edits.close()

@@ -35,7 +35,7 @@ def other_values(field):
             if "enabled" in fields_of(kind):
                 yield {"enabled": True}
         elif kind is bool:
-            yield not field.default
+            yield from (value for value in (True, False) if value is not field.default and value not in field.info.off)
         elif kind is str:
             yield "text"
         elif typing.get_origin(kind) is tuple:

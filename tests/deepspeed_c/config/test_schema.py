@@ -1,4 +1,4 @@
-"""The schema knows every key of DeepSpeed 0.19.6 (known_keys.tsv) at its depth, and is whole in itself."""
+"""The schema knows every key of DeepSpeed 0.19.6 and 0.19.8 (known_keys.tsv) at its depth, and is whole in itself."""
 
 from pathlib import Path
 
