@@ -1,4 +1,4 @@
-"""From a model and a configuration to an engine, step by step; reads like a table of contents."""
+"""Make an engine from a model and a configuration, one call for each step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Memory that the ranks of a group hold together: each writes its own slices, and all read the whole where it lies.
+"""Memory shared by the ranks of a group: each rank writes its own slices, and all ranks read the whole in place.
 
-[Note: fences] Nothing of it is a collective, so the ranks have to agree on the time of writes. A rank that is about to
-write waits until all ranks have come (``Fetcher.begin_writes``): by then nobody reads the old content. After writing it
-waits again (``Fetcher.end_writes``): from then on all ranks read the new content. In between nobody reads.
+[Note: fences] Reads and writes are not collectives, so the ranks have to agree on the time of writes. Before writing, a
+rank waits until all ranks have come (``Fetcher.begin_writes``), so that no rank still reads the old content. After
+writing it waits again (``Fetcher.end_writes``), and then all ranks read the new content. No rank reads between the two
+waits.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class _Members(Protocol):
 
 
 class JointMemory:
-    """Parts of so many bytes each, cut into equal slices, one a rank."""
+    """Parts of memory with the given numbers of bytes, each cut into equal slices, one for each rank."""
 
     def __init__(self, memory: _C.ShmJoint, begins: Sequence[int], sizes: Sequence[int], ranks: _Members) -> None:
         self._memory, self._begins, self._sizes, self._ranks = memory, begins, sizes, ranks

@@ -1,4 +1,5 @@
-"""The ledger of a process group: the collectives that this rank has entered, in order, and where it waits.
+"""The ledger of a process group: the collectives that this rank has entered, in order, and the collective that it waits
+in.
 
 All ranks of a group enter the same collectives in the same order, so entry number n of one rank must be entry number n
 of every other. ``watchdog.py`` compares them when a rank waits for long; ``totals`` counts traffic.

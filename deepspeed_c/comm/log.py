@@ -1,8 +1,8 @@
-"""Log of communication: which calls, how often and how fast (the ``comms_logger`` section).
+"""Log of communication: counts and speeds of calls (the ``comms_logger`` section).
 
-Calls of ``deepspeed_c.comm`` are recorded by their wrapper, at the cost of one test a call where the log is off. The
-engine's own collectives are recorded by their entries in the ledger (``log_collectives``), which are of another class
-while the log is on: off, nothing is done for it.
+Calls of ``deepspeed_c.comm`` are recorded by their wrapper; while the log is off this costs one test per call. The
+engine's own collectives are recorded by their entries in the ledger (``log_collectives``). These entries have another
+class while the log is on, so they cost nothing while it is off.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _CallRecord:
 
 
 class CommsLogger:
-    """Collects a record a call; ``world_size`` is asked when a summary is made.
+    """Collects one record for each call. ``world_size`` is called when a summary is made.
 
     ``on_switch`` is called with every value that ``enabled`` is set to.
     """

@@ -40,7 +40,7 @@ Life = Literal["gone", "stopped", "traced", "runs"]
 
 
 class ToldEntry(msgspec.Struct, frozen=True, array_like=True):
-    """An entry of a ledger as others are told of it."""
+    """The parts of a ledger's entry that are sent to other ranks."""
 
     seq: int
     op: str

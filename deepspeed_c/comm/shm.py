@@ -1,10 +1,10 @@
 """Ranks that share a host exchange CPU tensors through shared memory, below the calls of ``Collectives``.
 
-[Note: one connection a group] A process group has one connection for all engines on it, used one after the other or
-side by side: they take turns on it in an order that all ranks share. The ranks make it together where the first of them
-asks for it, and it is closed with the group. Either all ranks have it or none, with one reason that all know: the
-machine says whether they are on one host, and the proof is that each rank opens the memory of all others. Ranks of
-several hosts make a ``Hierarchy`` in the same way, if at least one host has several.
+[Note: one connection a group] A process group has one connection for all its engines. Engines use it in turn or at the
+same time, in an order that is the same on all ranks. All ranks make the connection together when the group is first
+used, and it is closed with the group. Either all ranks have the connection, or none has it and all know the same
+reason. The system tells whether the ranks are on one host, and then each rank has to open the memory of all others.
+Ranks of several hosts make a ``Hierarchy`` in the same way, if at least one host has several ranks.
 """
 
 from __future__ import annotations

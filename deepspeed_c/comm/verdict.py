@@ -1,4 +1,5 @@
-"""Judges the positions of all ranks: have they diverged, does one let the others wait, or is a transfer slow?
+"""Conclude from the positions of all ranks whether they have diverged, wait for a slow rank, or wait for a slow
+transfer.
 
 Waiting forms a graph: a rank that waits in a collective waits for all members of its group that have not entered it.
 Ranks on a cycle wait for ever, and so do all ranks that wait for them.

@@ -1,5 +1,4 @@
-"""The thread that notices when a rank waits for long, has all ranks compare where they are, and ends a run that cannot
-go on.
+"""A thread that notices a long wait of a rank, compares the positions of all ranks, and ends a run that cannot go on.
 
 [Note: alarms] Ranks talk through the store of the default group, over a connection of their own. A rank that has waited
 for its timeout raises alarm k: the first to write the key ``alarm/k`` is its judge. Every watchdog looks for alarms
@@ -8,8 +7,7 @@ second round (positions of two rounds that agree held at one moment between them
 read. A judge that dies is replaced: the next rank that waits raises alarm k + 1.
 
 Any process that reaches the store can write to it. Ranks draw conclusions from signed values only
-(comm/signed_store.py, [Note: signed keys]): a report that no rank has written is not read, and where an exchange was
-disturbed, nothing ends.
+(comm/signed_store.py, [Note: signed keys]). A report from outside is ignored, and a disturbed exchange ends no run.
 """
 
 from __future__ import annotations

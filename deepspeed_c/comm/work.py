@@ -28,8 +28,8 @@ class Handle(Protocol):
 class Work:
     """Something that was started and is finished by ``wait``.
 
-    Finishing may send as well (``all_reduce`` of 16-bit tensors over gloo), so all ranks wait for their works in the
-    same order, and between the same other collectives.
+    ``wait`` may send data too (``all_reduce`` of 16-bit tensors over gloo). So all ranks have to wait for their works
+    in the same order, and at the same place among other collectives.
     """
 
     __slots__ = ("_entry", "_error", "_handles", "_kept", "_steps", "_what")

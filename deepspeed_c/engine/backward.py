@@ -1,7 +1,7 @@
 """The backward pass of an engine: its begin, the factors of its gradients, and its end.
 
-A pass begins in one of three ways: by ``engine.backward``, by a caller's ``loss.backward()`` that comes through
-outputs of the engine, or inside the module: a gradient is the first sign of it then.
+A pass begins in one of three ways: by ``engine.backward``, by a caller's ``loss.backward()`` through outputs of the
+engine, or inside the module. In the last case the first gradient shows that a pass has begun.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _all: weakref.WeakSet[BackwardPass] = weakref.WeakSet()
 class BackwardPass:
     """One engine's backward passes, one at a time.
 
-    ``drop_window`` is called where a pass has failed, and with it the window. ``needs_weights``: losses have to come
-    through ``weigh``. ``drive`` comes before the first forward.
+    ``drop_window`` is called when a pass has failed, since the window has then failed too. ``needs_weights``: losses
+    have to go through ``weigh``. Call ``drive`` before the first forward.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Do all ranks hold the same model and configuration? Found out once, before anything else is exchanged."""
+"""Check once, before any other exchange, that all ranks have the same model and configuration."""
 
 from __future__ import annotations
 

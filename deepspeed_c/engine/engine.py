@@ -1,7 +1,7 @@
 """The training engine: forward, backward, step over a model whose states the ZeRO parts shard.
 
-It decides about times and weights only: the micro-batch that ends a window, and the weight of a loss. Its host has the
-parts that do the work (``host.py``, ``training.py``).
+The engine makes two decisions: the micro-batch that ends a window, and the weight of a loss. The base classes do the
+work (``host.py``, ``training.py``).
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ __all__ = ["DeepSpeedEngine"]
 class DeepSpeedEngine(WholeModel, TrainingHost):
     """A model ready to be trained: call it, ``backward`` its loss, ``step``.
 
-    Made by ``deepspeed_c.initialize``. ``module`` is the model; its parameters stay the same objects, their storage
-    lies in flat buffers until ``close``. At stage 0 ``param.grad`` is the gradient, and edits of it count; at stages 1
-    to 3 it is None after a backward pass: ``deepspeed_c.utils.safe_get_full_grad`` reads the reduced gradient.
+    ``deepspeed_c.initialize`` makes it. ``module`` is the model. Its parameters stay the same objects; their storage
+    lies in flat buffers until ``close``. At stage 0 ``param.grad`` is the gradient, and edits of it count. At stages 1
+    to 3 ``param.grad`` is None after a backward pass, and ``deepspeed_c.utils.safe_get_full_grad`` reads the reduced
+    gradient.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

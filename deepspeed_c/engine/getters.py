@@ -1,5 +1,4 @@
-"""DeepSpeed's engine answers some hundred questions about its configuration by methods; here each is a row of a
-table."""
+"""The hundred or so methods of DeepSpeed's engine that return a value of the configuration, as rows of a table."""
 
 from __future__ import annotations
 
@@ -166,7 +165,7 @@ def _getter(name: str, path: str):
 
 
 class ConfigGetters:
-    """The rows of ``GETTERS`` as methods, and the few answers that are more than a look-up."""
+    """The rows of ``GETTERS`` as methods, and a few methods that compute their value."""
 
     def optimizer_name(self) -> str | None:
         return None if self._config.optimizer is None else self._config.optimizer.type.lower()

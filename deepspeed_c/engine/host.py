@@ -1,5 +1,5 @@
-"""The host of a user's model: module, mesh, edits, sharded weights, and the ways of weights in and out.
-It trains nothing; engines extend it.
+"""The host of a user's model: module, mesh, edits, sharded weights, and reading and writing of weights. The host does
+not train; engines extend it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def take_from_others(model: torch.nn.Module) -> None:
 class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
     """A model on its ranks, ready to run. ``module`` is the model; its parameters stay the same objects.
 
-    Attributes of the module are its host's too. A constructor of an engine ends with ``_open``.
+    Attributes of the module can be read from the host too. The constructor of an engine has to end with ``_open``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Do tensor-parallel ranks compute with the same data? Looked at before the first pass, and now and then afterwards."""
+"""Check that tensor-parallel ranks compute with the same data, before the first pass and at intervals afterwards."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ __all__ = ["NoOptimizer"]
 
 
 class NoOptimizer:
-    """Stands where an engine that trains has its ``ZeroOptimizer``: it has no units, nothing gathers in it, and
-    nothing of it is saved.
+    """Takes the place of ``ZeroOptimizer`` in an engine that does not train. It has no units, gets no gradients, and
+    adds nothing to checkpoints.
     """
 
     units: tuple[Unit, ...] = ()

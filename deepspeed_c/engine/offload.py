@@ -118,9 +118,9 @@ class _Found(NamedTuple):
 
 
 class OffloadedStates:
-    """The tensors in memory of the homes of states and weights (``Unit.states``, ``Unit.weights``), moved out of it for
-    a while. The tensors stay the same objects, so that every view of them is whole again after ``reload``; their
-    storage has no memory meanwhile."""
+    """Tensors of states and weights (``Unit.states``, ``Unit.weights``) that are moved out of memory for a while. The
+    tensors stay the same objects, but their storage has no memory until ``reload``. After it every view of them is
+    valid again."""
 
     def __init__(
         self, layout: Layout, optimizer: ZeroOptimizer | NoOptimizer, zero: Zero, aio: Aio, comm: Collectives

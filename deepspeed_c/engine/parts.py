@@ -16,7 +16,8 @@ __all__ = ["Parts", "take_parts"]
 
 
 class Parts:
-    """The cuts of ``tensors``, by name, on all ranks of ``tp``, that hold one model together. Collective to make."""
+    """The cuts of ``tensors``, by name, on all ranks of ``tp``; these ranks hold one model together. The constructor is
+    a collective."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], tp: Collectives) -> None:
         self._tp = tp

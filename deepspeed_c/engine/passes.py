@@ -1,5 +1,5 @@
-"""The ends of the running backward pass, found from within it: ``autograd.grad`` comes through the same graph as
-``backward``."""
+"""Find from within a running backward pass the tensors whose gradients it computes. This tells ``autograd.grad`` from
+``backward``, since both go through the same graph."""
 
 from __future__ import annotations
 

@@ -110,8 +110,8 @@ def _most_in_flight(actions: list[tuple[int, int, int]]) -> int:
 
 
 class PipelineEngine(TrainingHost):
-    """Trains a ``PipelineModule``: ``train_batch`` takes as many micro-batches as ``gradient_accumulation_steps`` says
-    through all stages, then updates the weights. All ranks call it together.
+    """Trains a ``PipelineModule``. ``train_batch`` runs ``gradient_accumulation_steps`` micro-batches through all
+    stages, then updates the weights. All ranks call it together.
 
     A micro-batch is (inputs, labels). The first stage's ranks need the inputs, the last one's the labels; other ranks
     may have no data. Data-parallel ranks get different micro-batches, ranks of one pipeline the same.

@@ -19,7 +19,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """The precision policy of one engine, read off its configuration.
+    """The precision policy of one engine, from its configuration.
 
     ``dtype``: the dtype that weights are cast to (None: they stay as they are). ``scaler``: the loss scale of fp16.
     ``n_sequence``: sequence-parallel ranks.

@@ -1,11 +1,11 @@
-"""Ends a run that is asked to stop: after the step under way all ranks save, and exit with code 0.
+"""Ends a run that is asked to stop: all ranks finish the current step, save, and exit with code 0.
 
-A signal may reach one rank or all, and each at another moment; the ranks agree on the step in the exchange that every
+A signal may reach one rank or all, at different moments. The ranks agree on the last step in the exchange that every
 step makes anyway.
 
-[Note: engines of one process] They share one handler, so that a signal reaches all of them. Each saves after a step of
-its own, with its own ranks (another engine's ranks may be at another place); the last to save ends the process. Engines
-that were closed meanwhile are not waited for.
+[Note: engines of one process] All engines of a process share one signal handler, so that a signal reaches all of them.
+Each engine saves after its own step together with its own ranks, because the ranks of another engine may be at another
+place. The last engine to save ends the process. Closed engines are not waited for.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ _handler = _Handler()
 
 
 class Preemption:
-    """Listens for the signals of the configuration's ``checkpoint.preemption`` until it is closed; for an engine that
-    never steps (``can_step``), not at all."""
+    """Listens for the signals of ``checkpoint.preemption`` until it is closed. It does not listen for an engine that
+    never steps (``can_step``)."""
 
     def __init__(self, settings: Any, can_step: bool) -> None:
         self._settings = settings

@@ -1,10 +1,11 @@
 """How much a rank's loss counts when its sequences are cut over ranks: gradients are summed over the ranks of a
 sequence, so each rank's loss has to be its term of that sum.
 
-[Note: a guess is not silent] Without a word on the kind of a loss, its graph and the forward's labels suggest it. That
-cannot be complete: a gather may be a function of the user's, and a mean over a rank's own tokens looks like a term of a
-sum. So a guess that it is a term is a warning with the factor, and at the first step ranks compare their losses. They
-meet at the step, and not in a backward, because ranks may differ in how often they call backward.
+[Note: a guess is not silent] If the configuration does not name the kind of a loss, it is guessed from the loss's graph
+and the forward's labels. A guess may be wrong: a gather may be a function of the user, and a mean over a rank's own
+tokens looks like a term of a sum. So a guess of a term causes a warning with the factor, and at the first step ranks
+compare their losses. They compare at the step, and not in a backward, because ranks may call backward different numbers
+of times.
 """
 
 from __future__ import annotations

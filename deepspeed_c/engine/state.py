@@ -1,5 +1,5 @@
-"""The state that a run goes on from, beside the weights: optimizer, counters, loss scale, schedule, place in the data,
-random numbers. Checkpoints read it and put it back."""
+"""The state of a run besides the weights: optimizer, counters, loss scale, schedule, place in the data, random numbers.
+Checkpoints save and restore this state."""
 
 from __future__ import annotations
 

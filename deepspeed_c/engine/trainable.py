@@ -1,5 +1,5 @@
-"""Freezing and unfreezing in mid-run: which parameters are trained changes, and with it the layout; masters and
-optimizer state move along."""
+"""Freezing and unfreezing of parameters in mid-run. This changes the layout; masters and optimizer state move to the
+new layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["KeptState", "assign_groups", "match_names", "put_states", "take_stat
 
 
 class KeptState(NamedTuple):
-    """Master and states of one parameter: this rank's pieces, flat, in the cut of its last layout: over ``comm``; other
+    """Master and states of one parameter: this rank's flat pieces, as the previous layout cut them over ``comm``. Other
     ranks may hold copies of the same pieces."""
 
     name: str

@@ -1,5 +1,5 @@
-"""The host of a model that is trained: with optimizer, the state that a run goes on from, checkpoints, data, schedule.
-How micro-batches go through the model is an engine's own.
+"""The host of a model in training: optimizer, training state, checkpoints, data, schedule. Its subclasses, the engines,
+run the micro-batches.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _of(part: str, name: str) -> property:
 
 
 class Training(NamedTuple):
-    """The companions of a model in training. Without an optimizer it is only evaluated."""
+    """The objects that a model needs for training. Without an optimizer the model is only evaluated."""
 
     optimizer: ZeroOptimizer | None = None
     lr_scheduler: Any = None

@@ -1,4 +1,4 @@
-"""Verbs of a host whose ranks each run all layers: the forward, generation, and files of whole weights."""
+"""Methods of a host whose ranks each run all layers: forward, generation, and files of whole weights."""
 
 from __future__ import annotations
 

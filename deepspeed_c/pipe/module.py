@@ -29,8 +29,8 @@ _TIED = "tied_modules"
 
 
 class LayerSpec:
-    """A layer that is built where it is needed: a class of ``torch.nn.Module``, or a function that makes a module, and
-    the arguments of either."""
+    """A layer that is built only on the ranks that need it: a class of ``torch.nn.Module``, or a function that makes a
+    module, and the arguments for it."""
 
     def __init__(self, typename: Callable[..., torch.nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not callable(typename) or isinstance(typename, torch.nn.Module):
@@ -57,8 +57,8 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares its weights with all others of the same ``key``, in any stage: they are one module, whose
-    gradients are summed.
+    """A layer that shares its weights with all layers of the same ``key``, in any stage. These layers are one module,
+    and its gradients are summed.
 
     forward_fn: (module, input) -> output, instead of the module's own forward. tied_weight_attr: the names of the
     weights that are shared (DeepSpeed's); here the module is.

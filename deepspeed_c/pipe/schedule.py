@@ -1,4 +1,4 @@
-"""Schedules by name: their tables, the choice between them, and the run of one on paper."""
+"""Schedules by name: their tables, the choice of a schedule, and a simulated run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Cost(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """A run on paper."""
+    """The result of a simulated run."""
 
     makespan_ns: int
     spans: list[list[tuple[int, int]]]

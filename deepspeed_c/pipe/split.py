@@ -1,10 +1,11 @@
 """A backward in two halves: first gradients of a stage's inputs, later gradients of its weights; nothing is computed
 twice.
 
-Zero-bubble schedules (arXiv 2401.10241) send the first half on at once and let the second fill idle time. Both are runs
-of autograd over the one graph. The first goes only to nodes that lead to inputs; at each of them that a weight hangs
-from (a linear layer's product, say), it leaves the gradient that came there. The second starts at those nodes and goes
-to the weights alone. So each operation runs once, with the numbers of a whole backward.
+Zero-bubble schedules (arXiv 2401.10241) send the result of the first half at once and use the second half to fill idle
+time. Both halves are runs of autograd over the same graph. The first half goes only to nodes that lead to inputs. If
+such a node also leads to a weight (the product of a linear layer, for example), the gradient at the node is kept. The
+second half starts at these nodes and goes only to the weights. So each operation runs once, with the numbers of a whole
+backward.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class ProcessTopology:
     """Ranks on a grid: ``axes`` from the outermost to the innermost, whose sizes are ``dims``. Ranks of the last axis
     are neighbours.
 
-    Raises CommError (a RuntimeError) for axes that are none.
+    Raises CommError (a RuntimeError) for invalid axes.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""A gradient bucket: where the gradients of its parameters gather, and where their sum over the ranks ends up."""
+"""A gradient bucket: collects the gradients of its parameters and holds their sum over the ranks."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ class Summing(NamedTuple):
 class Bucket:
     """One bucket of one unit.
 
-    ``result`` is this rank's share of the sum over ``unit.comm`` and ``unit.replicas``: the whole bucket where nothing
-    is cut (stage 0), the owned slice otherwise. ``whole`` is a buffer of the whole bucket that exists all the time
-    (stages 0 and 1, or a single rank), into which gradients gather until the window's one reduction; without one
-    (stage 2) they gather in a staging buffer that is given back after each reduction.
+    ``result`` is this rank's share of the sum over ``unit.comm`` and ``unit.replicas``: the whole bucket at stage 0,
+    the owned slice otherwise. At stages 0 and 1, or on a single rank, ``whole`` is a permanent buffer of the whole
+    bucket, which collects gradients until the one reduction of the window. At stage 2 there is no such buffer:
+    gradients are collected in a staging buffer, which is released after each reduction.
 
-    A gradient that arrives after its bucket was launched (a parameter used in two graphs, a second backward) gathers
-    in a staging buffer of its own and is reduced by itself: sums are linear, so nothing is ever lost or counted twice.
+    A gradient may arrive after its bucket was launched (a parameter used in two graphs, a second backward). It is
+    collected in a separate staging buffer and reduced by itself. Sums are linear, so nothing is lost or counted twice.
 
-    Hooks write most gradients without a call of ours (through ``path``, where the bucket has the number ``number`` and
-    its parameters their ``tracker_index``); the rest comes to ``add``.
+    C hooks write most gradients without calling Python (through ``path``, which knows the bucket by ``number`` and its
+    parameters by ``tracker_index``). The other gradients are passed to ``add``.
 
     Sums are in the dtype of ``result``.
     """

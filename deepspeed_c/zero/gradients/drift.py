@@ -1,4 +1,4 @@
-"""Do the tensor-parallel ranks that hold a parameter whole still hold the same? Found out in the exchange that every
+"""Check that tensor-parallel ranks which hold a parameter whole still have the same values, in the exchange that every
 step makes anyway."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Results = Mapping[Unit, Sequence[torch.Tensor]]
 
 
 class DriftFound(RankMismatchError):
-    """Twins hold different values; the engine, which has seen data and random numbers, says why."""
+    """Twins hold different values. The engine knows data and random numbers, and adds the cause."""
 
     def __init__(self, found: str, what: str) -> None:
         """found: the parameter and its ranks. what: "gradients", "weights", or "data" where nothing else differs."""
@@ -42,8 +42,8 @@ class DriftCheck:
     """Compares ``units`` with their twins on other ranks.
 
     Gradients are compared by the sum of their squares, which the norm needs anyway; weights by the sum of their bits, a
-    part of them in each step; batches by a hash, since ranks that look up other words may agree in all sums.
-    ``numbers`` go through a sum over all ranks of ``mesh``, and ``check`` sees the outcome.
+    part of them in each step; batches by a hash, since ranks with different tokens may agree in all sums. ``numbers``
+    are summed over all ranks of ``mesh``, and ``check`` gets the sums.
     """
 
     def __init__(self, units: Iterable[Unit], mesh: Mesh) -> None:

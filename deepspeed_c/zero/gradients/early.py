@@ -1,4 +1,5 @@
-"""Hooks on parameters before any hook of a user: they begin passes in time, and scale gradients for the others."""
+"""Hooks on parameters that run before any hook of a user. They begin passes in time, and scale the gradients that later
+hooks get."""
 
 from __future__ import annotations
 

@@ -10,16 +10,15 @@ A *window* is the run of micro-batches between two optimizer steps. Within it:
 Where all ranks keep whole gradients (stage 0) each pass is reduced and averaged when it ends: callers find the result
 in ``param.grad`` and may change it (``shown.py``).
 
-A parameter whose hook fires again after its bucket was launched is *late*: its contribution gathers by itself and
-``finish`` reduces it. With the facts all ranks learn which parameters came after their bucket's turn on any rank. In
-the next window those buckets, and no others, *wait*: they are launched after all the rest, when backward ends (where
-gradients are not sharded, by ``finish``: a second backward may follow, and nothing is kept for it that would not be
-kept anyway). So lateness costs an extra collective once and not in every step, and one bucket's memory and not all
-gradients'. A bucket's waiting ends after a window without gradients behind its turn.
+A parameter whose hook fires again after its bucket was launched is *late*. Its contribution is collected separately,
+and ``finish`` reduces it. ``finish`` also tells all ranks which parameters were late on any rank. In the next window
+the buckets of these parameters *wait*: they are launched after all other buckets, when backward ends. (If gradients are
+not sharded ``finish`` launches them, because a second backward may follow, and the whole gradients are in memory
+anyway.) So a late gradient costs an extra collective once and not in every step, and the memory of one bucket and not
+of all gradients. A bucket stops waiting after a window without late gradients.
 
-Where parameters are sharded as well, their gathers and these reductions must come in one order on all ranks: the
-fetcher then gives each bucket its turn (``launch_bucket``), by the progress of backward and not by the gradients that
-this rank has seen.
+If parameters are sharded as well, their gathers and these reductions must have one order on all ranks. Then the fetcher
+launches the buckets (``launch_bucket``), by the progress of backward and not by the gradients of this rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gradients in ``param.grad``, as plain torch keeps them, where every rank has the whole sums (stage 0)."""
+"""Gradients in ``param.grad``, as in plain torch, for stage 0, where every rank has the whole sums."""
 
 from __future__ import annotations
 
