@@ -1,8 +1,8 @@
 """A checkpoint of any format: logical tensors that can be read by range, and the state beside them.
 
 Loading, export and conversion work on a ``Source`` and know no format. A *logical tensor* is one parameter, master
-weight, optimizer state or buffer under its name in the module; how it was cut when it was saved is the format's
-business.
+weight, optimizer state or buffer under its name in the module. The format hides how the tensor was cut when it was
+saved.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments of a call as lines of text, so that the ranks of one model can compare them."""
+"""Turns the arguments of a call into lines of text, so that the ranks of one model can compare them."""
 
 from __future__ import annotations
 

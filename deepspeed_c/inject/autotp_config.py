@@ -185,7 +185,8 @@ def _rules(columns: Sequence[str], rows: Sequence[str], skips: Sequence[str] = (
 
 
 class AutoTPPresets:
-    """Rules of model families. The family's policy knows where heads and fused parts lie, for any number of them."""
+    """Rules of model families. The family's policy gives the places of heads and fused parts, for any number of
+    heads."""
 
     @staticmethod
     def llama() -> AutoTPConfig:

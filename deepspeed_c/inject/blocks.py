@@ -1,8 +1,9 @@
-"""Rules from a model's own structure, where somebody names the row layers of its blocks: ``injection_policy``.
+"""Rules from a model's structure and the names of the row layers of its blocks (``injection_policy``).
 
 ``{Block: ("attn.out", "mlp.down")}``: in every block these linear layers are cut by rows, all others by columns. The
-family's policy says which layers belong to heads, otherwise sizes do: beside a row layer of ``n`` inputs, an
-attention's column layer of ``n`` outputs makes queries, and a layer of fewer outputs makes keys or values.
+family's policy tells which layers belong to heads. Without a policy the sizes tell: if the row layer of an attention
+has ``n`` inputs, a column layer with ``n`` outputs makes queries, and a column layer with fewer outputs makes keys or
+values.
 """
 
 from __future__ import annotations

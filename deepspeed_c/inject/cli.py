@@ -1,4 +1,5 @@
-"""The command ``deepspeed_c inject``: how a model would be cut over tensor-parallel ranks, before a rank is started."""
+"""The command ``deepspeed_c inject``: shows the cut of a model over tensor-parallel ranks, without starting any
+rank."""
 
 from __future__ import annotations
 

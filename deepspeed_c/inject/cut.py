@@ -1,7 +1,6 @@
-"""Places of the elements of a parameter, cut over tensor-parallel ranks, in the whole one.
-
-A parameter that was cut carries its ``Cut`` as ``param.tp_cut``. One without, whose ``tensor_model_parallel`` is not
-set, is whole on all ranks of the group and has the same bits there.
+"""Maps the elements of a cut parameter to their places in the whole parameter. A cut parameter carries its ``Cut`` as
+``param.tp_cut``. A parameter without ``tp_cut`` and without ``tensor_model_parallel`` is whole on all ranks of the
+group, with the same bits.
 """
 
 from __future__ import annotations

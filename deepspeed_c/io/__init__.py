@@ -1,1 +1,1 @@
-"""The command ``deepspeed_c io``: how fast a device is with our engine, and which settings suit it best."""
+"""The command ``deepspeed_c io``: measures the speed of a device with our engine, and finds the best settings."""

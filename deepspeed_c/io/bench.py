@@ -1,5 +1,5 @@
-"""How fast a device is with our engine, and with fio beside it: each round writes and reads the same file with every
-contender in turn.
+"""Measures the speed of a device with our engine and with fio: each round writes and reads the same file with both in
+turn.
 
 The file exists and has been written before the first timed transfer, as a swap file has. Nothing is synced: a transfer
 has ended when the device says so.

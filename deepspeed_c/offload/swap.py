@@ -1,9 +1,9 @@
 """Tensors that live in a file between their uses: read ahead, attached, written back behind the computation
 (ZeRO-Infinity, arXiv 2104.07857, section 5.2).
 
-A tensor that is *away* stays the same object with the same shape and dtype, and every element of it reads NaN: a use
-that was not announced shows. It is *brought* into a buffer before its use and *sent* away after it. Buffers are used
-again and again, so that no page of memory is made twice.
+A tensor that is *away* stays the same object with the same shape and dtype, and all its elements read NaN, so that an
+unplanned use is visible. It is *brought* into a buffer before its use and *sent* away after it. Buffers are reused, so
+that no new pages of memory are needed.
 """
 
 from __future__ import annotations

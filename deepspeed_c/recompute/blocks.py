@@ -145,7 +145,7 @@ def _recomputed(cls: type, recomputer: Recomputer, names: dict[int, str]) -> typ
 
 
 class Blocks:
-    """The layers of a model that an engine's section has recomputed, until ``close``.
+    """The layers of a model that are recomputed by an engine's section, until ``close``.
 
     tensor_parallel: the ranks that hold the model together: they share activations.
     has_sharded: weights are released after use. Torch's own checkpoint would keep frozen weights as they are.

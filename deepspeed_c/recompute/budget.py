@@ -1,10 +1,10 @@
-"""A number of bytes that activations may take, and the choice of layers and operators to recompute so that they fit.
+"""A memory budget for activations, and the choice of layers and operators to recompute so that activations fit into it.
 
 The first forward of each shape recomputes everything, and is measured. A C core (``dsc/recompute.h``) then finds the
 plan that adds the least time. Layers are known by their label and the number of their call in a forward.
 
-Two amounts count: the bytes that layers keep between forward and backward, and the bytes that a layer holds besides
-while it is run again. Gradients do not count, nor the rest of the model.
+The budget counts the bytes that layers keep between forward and backward, and the additional bytes of one layer while
+it runs again. It does not count gradients and the rest of the model.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _HOST, _FILE = "cpu", "nvme"
 
 
 class Tier(NamedTuple):
-    """A place other than the memory that computes, where inputs of layers may wait."""
+    """A place for the inputs of layers outside of the computing device's memory."""
 
     bytes_per_s: float  # there, and as much back, beside the computation
     thread_bytes_per_s: float = math.inf  # that the computing thread itself spends on it
@@ -447,9 +447,9 @@ class BudgetRole(NamedTuple):
 class Budget:
     """The budget of one engine: its measurements, and the plans that its forwards follow.
 
-    Each rank plans for itself, and waits for no other rank in a forward, unless layers that run again send something
-    (gathers of weights, sums over tensor-parallel ranks). Then its peers decide together at the begin of a forward,
-    which they all reach. A layer that sends by the caller's own means is always run again, the same on all ranks.
+    Each rank plans by itself and waits for no other rank in a forward. Only if recomputed layers communicate (gathers
+    of weights, sums over tensor-parallel ranks), the ranks concerned decide together at the beginning of a forward,
+    which all of them reach. A layer with collectives of the caller's own is always recomputed, on all ranks.
 
     comm: all ranks.
     """

@@ -110,7 +110,7 @@ class Outputs:
 
 
 class OutputsOnce:
-    """The layers that have been compared: each once, at its first recomputation."""
+    """The layers that have been compared. Each layer is compared once, at its first recomputation."""
 
     # Forwards of a layer that are looked at as long as no backward comes.
     _MOST = 4

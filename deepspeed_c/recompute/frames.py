@@ -1,11 +1,12 @@
-"""A layer that is run again in the backward when autograd asks for its tensors, and only as far as they need.
+"""A layer that runs again in the backward when autograd needs its saved tensors, up to the last of these tensors.
 
-In forward autograd keeps a *blank* for each tensor that it would have saved. The first blank that a backward asks for
-has the layer run again; the tensors that autograd would save of that run fill the blanks, and the run ends with the
-last blank. Tensors are known by their number: a layer must do the same both times. That each has the same shape, dtype
-and device is checked.
+In forward autograd saves a *blank* in place of each tensor. When a backward needs the first blank, the layer runs
+again. The tensors that autograd would save in this run fill the blanks in order, and the run ends with the last blank.
+A tensor is identified by its number, so a layer must do the same in both runs. Shape, dtype and device of each tensor
+are checked.
 
-Layers may lie within one another. The inner one's inputs are then among the tensors that the outer one has blanks for.
+Recomputed layers may be nested. The inputs of the inner layer are then among the tensors with blanks of the outer
+layer.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class _Enough(Exception):
 
 
 class Inputs:
-    """The tensors that a layer was given, kept until it is run again: by the first packer that takes one, by the hooks
-    around the layer, or as autograd would.
+    """The input tensors of a layer, kept until the layer runs again. Each is kept by the first packer that takes it, or
+    by the hooks around the layer, or else in the way of autograd.
     """
 
     __slots__ = ("_kept", "_label")

@@ -1,4 +1,4 @@
-"""Everything that autograd saves within a context waits in host memory or a file: without running anything again."""
+"""Moves every tensor that autograd saves within a context to host memory or a file, without recomputation."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _GROUP_BYTES = 32 << 20
 
 
 class offload_activations(saved_tensors_hooks):
-    """The context of a forward, whose saved activations wait elsewhere until backward asks for them.
-
-    Floating-point tensors that are no parameters (nor views of some) and have ``min_bytes`` go; others stay. On a
+    """The context of a forward. Its saved activations are moved out of memory until the backward needs them. On a
     machine without an accelerator ``"cpu"`` moves nothing, and the log says so once. Results are the same to the bit.
+
+    Floating-point tensors of at least ``min_bytes`` are moved, except parameters and views of parameters.
 
     Args:
         device: "cpu" (page-locked host memory) or "nvme" (a file without a name in ``nvme_path``).

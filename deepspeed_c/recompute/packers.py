@@ -1,5 +1,5 @@
-"""How the inputs of a recomputed layer are kept: cut over tensor-parallel ranks, in one arena, in host memory or
-a file."""
+"""Ways to keep the inputs of a recomputed layer: cut over tensor-parallel ranks, in one arena, in host memory or in a
+file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def own_range(numel: int, rank: int, n_ranks: int) -> tuple[int, int]:
 class Gather:
     """The elements of one tensor on their way from the ranks that keep them. Made in the same order on all ranks.
 
-    part: this rank's elements, or None: nobody on this rank wants the result, and the others must not wait.
+    part: this rank's elements. None: this rank does not need the result, and takes part only so that the others do not
+    wait.
     """
 
     def __init__(
@@ -69,11 +70,11 @@ class Gather:
 
 
 class Arena:
-    """One piece of memory for all that is kept between a forward and its backward, as large as the first of them was
-    found to need.
+    """One piece of memory for all parts that are kept between a forward and its backward. Its size is measured in the
+    first forward.
 
-    A tensor without room in it (another forward is in flight, or a longer one) lies on its own, and counts for the next
-    plan. It is used anew when everything has been given back.
+    A tensor without room in it (in a second forward in flight, or a longer one) is kept in other memory, and counts for
+    the next plan. The piece is reused when all parts in it have been released.
     """
 
     def __init__(self) -> None:

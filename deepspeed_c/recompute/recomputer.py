@@ -1,4 +1,4 @@
-"""Runs layers so that their activations are recomputed, as one section of a configuration says."""
+"""Runs layers so that their activations are recomputed, by the settings of one section of a configuration."""
 
 from __future__ import annotations
 

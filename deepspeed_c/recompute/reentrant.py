@@ -1,4 +1,4 @@
-"""A layer that is run again in the backward: as one operator, whose backward runs the layer's own within autograd's."""
+"""A layer as one operator of the graph, whose backward runs the layer again and then an inner backward pass."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Where the inputs of recomputed layers wait for the backward: in host memory, and in a file.
+"""Keeps the inputs of recomputed layers in host memory and in a file until the backward.
 
-Forward puts them, call by call. The inputs of the newest call stay where they are: backward begins there. When the next
-call puts its inputs, earlier inputs go *out*: the first ``max_in_cpu`` bytes into host memory (they are there already
-if the host computes), the others into the file, behind the computation. Backward asks in the reverse order, so earlier
-calls' inputs are read meanwhile.
+The forward passes in inputs call by call. The inputs of the newest call stay in place, because the backward begins
+there. When the next call passes its inputs in, earlier inputs move *out*: the first ``max_in_cpu`` bytes to host memory
+(on a machine that computes in host memory they are there already), and the rest to the file, during the computation.
+The backward needs the inputs in reverse order, so inputs of earlier calls are read ahead.
 
-At most one call's inputs are on their way out, and one to three calls' are on their way in.
+The inputs of at most one call are on their way out, and the inputs of one to three calls on their way in.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _crc(buffer: torch.Tensor, n_bytes: int) -> int:
 
 
 class Stashed:
-    """Some elements of one tensor, wherever they are. Its place is free when it is gone."""
+    """Some elements of one tensor, in memory or in the file. Their place is released with this object."""
 
     __slots__ = (
         "__weakref__",

@@ -1,4 +1,4 @@
-"""Running statistics of norms, which a layer that is run again leaves as its forward has made them."""
+"""Running statistics of norms: the second run of a layer does not change them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sequences over several ranks: each rank's part of them, and attention across them (docs/concepts/sequence.md)."""
+"""Sequence parallelism: each rank holds a part of every sequence, and attention works across ranks
+(docs/concepts/sequence.md)."""
 
 from deepspeed_c.sequence.plans import ExchangePlan, HeadPlan, SequenceCut, TokenRun, plan_exchange, plan_heads
 from deepspeed_c.sequence.ring import ring_attention

@@ -1,4 +1,4 @@
-"""Attention of an engine's sequences over ranks: section sequence_parallel, the model and the ranks decide."""
+"""Sets up attention over ranks for an engine, from the section sequence_parallel, the model and the ranks."""
 
 from __future__ import annotations
 

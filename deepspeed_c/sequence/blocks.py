@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys, with the logarithm of the sum that its softmax was divided by.
+"""Attention of some queries to some keys, with the logarithm of the sum of its exponentials.
 
 The logarithm lets parts over different keys become one (``deepspeed_c.ops.attention_parts``), and the gradient of a
 part be computed from the result of the whole: probabilities are e^(score - log_sum), for a log_sum from any source.

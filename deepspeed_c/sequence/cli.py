@@ -1,4 +1,4 @@
-"""The command ``deepspeed_c sequence``: how a sequence would lie over ranks, before a rank is started."""
+"""The command ``deepspeed_c sequence``: shows the distribution of a sequence over ranks, without starting any rank."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The collectives of the ranks that share a sequence, found by their process group: attention is made before the engine
-is, and is used without one as well."""
+"""The collectives of the ranks that share a sequence, found by their process group. Attention may be made before the
+engine, or be used without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks of a long sequence that wait elsewhere than where they are used: in page-locked host memory, or in a file."""
+"""Holds unused chunks of a long sequence in page-locked host memory or in a file."""
 
 from __future__ import annotations
 

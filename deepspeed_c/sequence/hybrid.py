@@ -1,7 +1,7 @@
 """Attention over ranks in two directions: ranks of a row exchange tokens for heads, rows pass keys around a ring.
 
-A row is a host, say: the exchange sends much and is spared a slow link, the ring sends behind the computation and does
-not care how many heads there are. A row of one rank is a ring alone, one row is DeepSpeed-Ulysses.
+A row may be a host, for example. Then the exchange of heads, which sends much data, stays off the slow links, and the
+ring sends during the computation. Rows of one rank are a plain ring. One row of all ranks is DeepSpeed-Ulysses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["HybridRanks", "hybrid_attention", "split_ranks"]
 
 
 class HybridRanks(NamedTuple):
-    """The ranks that share a sequence, as rank sees them."""
+    """The ranks that share a sequence, seen from one rank."""
 
     inner: Collectives
     """Collectives of its row: neighbours, which exchange heads."""

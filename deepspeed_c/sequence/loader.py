@@ -1,7 +1,7 @@
 """Batches of whole sequences -> this rank's parts of them: ``UlyssesSPDataLoaderAdapter``.
 
-Each rank of a group that shares sequences loads batches of its own. They are trained one after another, by all ranks
-together: of each rank's batch every rank gets its part, and no more.
+Each rank of a group that shares sequences loads its own batches. All ranks together train on these batches one after
+another; each rank gets only its part of each batch.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ __all__ = ["WholeSequences", "check_order", "valid_tokens"]
 
 
 class WholeSequences:
-    """Positions of the tokens of all ranks, and which of them are padding. Collective to make.
+    """Positions and padding of the tokens of all ranks. The constructor is a collective.
 
     positions: int [batch, tokens of this rank]; a position that does not follow the one before begins a new document,
     unless the model was given a mask of its own. valid: bool of the same shape, False for padding; None: all are

@@ -1,7 +1,8 @@
 """Groups of ranks that share a sequence, under the names of ``deepspeed.runtime.sequence_parallel.parallel_state_sp``:
 an mpu as a module.
 
-Ranks that share one are neighbours. There is one arrangement a process group of all ranks, and it ends with that.
+Ranks that share a sequence are neighbours. Each process group of all ranks has one arrangement, which ends with the
+group.
 """
 
 from __future__ import annotations

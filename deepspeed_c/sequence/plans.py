@@ -31,7 +31,7 @@ class TokenRun(NamedTuple):
 
 @dataclass(frozen=True)
 class SequenceCut:
-    """How one sequence lies over ranks. Every rank makes the same one, and none of them communicates for it.
+    """The distribution of one sequence over ranks. Every rank computes the same result, without communication.
 
     Raises ConfigError for numbers that do not fit one another.
     """

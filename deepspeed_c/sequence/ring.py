@@ -1,4 +1,4 @@
-"""Attention of one sequence that lies over ranks: keys and values travel around a ring behind the computation.
+"""Attention of one sequence that is cut over ranks: keys and values travel around a ring during the computation.
 
 Each rank keeps its queries. At every hop it computes its queries' attention to the keys that it holds, while those keys
 go on to the next rank and others come in; the parts become one by their log-sum-exp (arXiv 2310.01889). In the backward

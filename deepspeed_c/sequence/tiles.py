@@ -1,11 +1,10 @@
 """Parts of a model that treat every token by itself, run over some tokens at a time: only one tile's activations exist.
 
-A tiled part is one node of the graph. It keeps its input for the backward: each tile is run again there, or, if a loss
-ends the forward, has had its backward at once. Gradients of weights are summed over the tiles and handed to autograd
-once, so hooks of weights fire once, and a scale of the loss scales them as well. Under ZeRO stage 3 the weights are
-gathered once a pass and stay for all tiles.
-
-The weights are read off the graph of the first tile, and compared with the graph of every other.
+A tiled part is one node of the graph. It keeps its input for the backward, which runs each tile again. Tiles that end
+in a loss run their backward at once, in the forward. Gradients of weights are summed over the tiles and handed to
+autograd once. So hooks of weights fire once, and a scaled loss scales the gradients as well. Under ZeRO stage 3 the
+weights are gathered once a pass and stay gathered for all tiles. The weights are found in the graph of the first tile,
+and the graph of every other tile has to have the same.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Numbers, texts and arrays of numpy out of pickles of strangers, made anew from a dtype of a list and from bytes that
-fit it.
+"""Rebuilds numpy's numbers, texts and arrays from untrusted pickles, from a dtype on a list and bytes of the right
+size.
 
 numpy itself would set the state of the object that it unpickles: flags of a dtype that say whether elements are
 pointers, and the dtype of an array apart from its bytes. Here nothing is set. The pickle's values are read as numbers

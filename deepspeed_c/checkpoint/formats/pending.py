@@ -1,4 +1,4 @@
-"""A value of a pickle whose state is still to come."""
+"""A value of a pickle whose state has not been read yet."""
 
 from __future__ import annotations
 

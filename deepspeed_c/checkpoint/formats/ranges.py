@@ -1,5 +1,4 @@
-"""Serves reads of a logical tensor from a file that has it whole: which elements follow one another there, and how they
-come into the caller's memory.
+"""Reads ranges of a logical tensor from a file that holds the whole tensor, into the caller's memory.
 """
 
 from __future__ import annotations

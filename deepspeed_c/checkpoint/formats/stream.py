@@ -1,5 +1,5 @@
-"""Writes a whole-model weight file one tensor, or part of one, at a time, so that no more has to be in memory, and
-never a half one under its name.
+"""Writes a weight file of a whole model by tensors or parts of tensors, so that little is in memory at a time. The file
+gets its name only when it is complete.
 """
 
 from __future__ import annotations

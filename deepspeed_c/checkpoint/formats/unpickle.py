@@ -1,5 +1,5 @@
-"""Reads pickles of strangers as plain data: a machine of our own, which runs nothing that a pickle brings, and makes
-nothing larger than the pickle warrants.
+"""Reads untrusted pickles as plain data. This unpickler runs no code from a pickle, and limits memory by the pickle's
+size.
 
 A pickle is a program: it names functions and classes, calls them, and sets the state of the objects that they return.
 Python's own machine looks names up and hands arguments on, so any class with a careless ``__setstate__`` is a way out.

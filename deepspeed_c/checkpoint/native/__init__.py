@@ -1,1 +1,1 @@
-"""Our own format: a manifest and pieces, written by all ranks and brought into being by one rename."""
+"""The format of deepspeed_c: a manifest and pieces, written by all ranks and committed by one rename."""

@@ -6,12 +6,11 @@ one rename gives it its name. Where the tag exists already, one system call swap
 removes hidden folders that a dead process has left.
 
 [Note: retention] Several runs may save into one folder, and nothing tells whose a tag is. So a save deletes a tag only
-if every tag that it keeps is both trained further and written later. It neither counts nor deletes tags that another
-run has written since, the tag that ``latest`` names, incomplete ones, and tags that are trained further (another run's,
-or one's own from before an older tag was loaded). From the instant that a tag has its name until ``latest`` names it,
-its writer holds a shared lock on the folder. Retention looks and renames under an exclusive lock. If it does not get
-the lock, it leaves the work to the next save. Where the file system has no locks, only the order of times protects a
-tag.
+if every tag that it keeps has more steps and was written later. It neither counts nor deletes incomplete tags, the tag
+that ``latest`` names, tags that another run has written since, and tags with more steps. (These belong to another run,
+or to this run before it loaded an older tag.) The writer of a tag holds a shared lock on the folder from the rename of
+the tag until ``latest`` names it. Retention reads and renames under an exclusive lock. If it does not get the lock, it
+leaves the work to the next save. On a file system without locks, only the order of times protects a tag.
 """
 
 from __future__ import annotations

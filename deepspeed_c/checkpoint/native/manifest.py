@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: it maps bytes of files to parts of logical tensors (docs/concepts/checkpoint.md).
 
-It is JSON with a CRC32C of its own beside it. It is checked as a whole before anything in it is believed: a manifest
-comes from a disk, and perhaps from a stranger.
+The manifest is JSON, with its CRC32C in another file. It is checked as a whole before any part is used, because it may
+be damaged or untrusted.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class TopologyEntry(msgspec.Struct):
 
 
 class Manifest(msgspec.Struct):
-    """The whole of it.
+    """The whole manifest.
 
     ``states`` has the common state first, then one file a rank (which may be missing where ranks have none).
     """

@@ -1,5 +1,4 @@
-"""Reads our own checkpoints: each wanted range from the bytes that hold it, for any arrangement of ranks that wrote
-them.
+"""Reads checkpoints in the format of deepspeed_c, by ranges of tensors, whatever ranks have written them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes a checkpoint: every rank its own pieces into a file of its own, and all of them into being at one instant (see
+"""Writes a checkpoint: every rank writes its pieces into its own file, and one rename commits all files (see
 commit.py).
 """
 

@@ -39,7 +39,7 @@ DEFAULT_BUCKET_FLOOR_ELEMS = 1 << 20
 
 
 class DtypePolicy(Protocol):
-    """The questions of the layout to the engine's precision policy."""
+    """The part of the engine's precision policy that the layout needs."""
 
     def dtypes_of(self, name: str, param: torch.nn.Parameter) -> Dtypes: ...
 

@@ -1,7 +1,7 @@
 """A unit: the flat buffers of all parameters that share an optimizer group, a dtype and a reduction dtype.
 
-Everything that the engine does per step is done on a unit's buckets and slices, so its cost does not depend on how many
-parameters a model is cut into. Where an element lies is decided by the C core ``csrc/zero`` (see ``dsc/zero.h``).
+All work of a step is done on a unit's buckets and slices, so its cost does not depend on the number of a model's
+parameters. The C core ``csrc/zero`` decides the place of each element (see ``dsc/zero.h``).
 """
 
 from __future__ import annotations
@@ -113,21 +113,22 @@ class Slot:
 class Unit:
     """The parameters of one layout, and this rank's shard of their master weights.
 
-    Weights are whole on every rank, or sharded. Whole ones lie in ``flat_param`` ([flat_elems], in the parameters'
-    dtype), which backs ``param.data`` of every member. Of sharded weights a rank keeps ``weight_slices``, a slice of
-    each bucket; where these lie together in memory, they are ``param_shard`` ([shard_elems]). ``gather_unit.py`` puts a
-    bucket together while it is used; where the ranks hold the weights together (``joint``), it is there already.
-    ``master`` holds this rank's slice of each bucket, in fp32, or in the parameters' own dtype where that is trained.
-    Where the parameter is its own master, the slices are views of the weights, and no second copy exists.
+    Weights are whole on every rank, or sharded. Whole weights lie in ``flat_param`` ([flat_elems], in the parameters'
+    dtype), which is the storage of ``param.data`` of every member. Of sharded weights a rank keeps ``weight_slices``,
+    one slice of each bucket. If the slices are contiguous in memory, ``param_shard`` ([shard_elems]) is all of them.
+    ``gather_unit.py`` gathers a bucket while it is used; with joint memory of the ranks (``joint``) the bucket is there
+    already. ``master`` holds this rank's slice of each bucket, in fp32, or in the parameters' dtype if the optimizer
+    updates parameters in that dtype. If the parameter is its own master, the slices are views of the weights, and no
+    second copy exists.
 
-    The ranks ``comm`` share masters and states (and weights, where those are sharded): each rank has a slice of each
-    bucket. ``replicas`` are the ranks that hold the same shard as this one; each of them makes the same update. A
-    parameter's gradient is the sum over all ranks that are in either. ``twins`` are ranks that hold the same shard as
-    well, and whose gradients are the same without a sum: tensor-parallel ranks, of parameters that are whole on each of
-    them. ``parts`` are the ranks that together hold the logical tensors behind this rank's parts.
+    Masters, states and sharded weights are cut over the ranks of ``comm``: each rank has a slice of each bucket.
+    ``replicas`` are the ranks with the same shard as this rank; each of them makes the same update. A parameter's
+    gradient is the sum over the ranks of ``comm`` and ``replicas``. ``twins`` are the tensor-parallel ranks with the
+    same shard of parameters that are not cut; their gradients are equal without a sum. ``parts`` are the ranks that
+    together hold the logical tensors of this rank's parts.
 
-    ``states`` and ``weights`` are the homes of both, which may be away (offload). Every use of ``master`` lies within
-    ``states.open(bucket)``, every use of ``weight_slices`` within ``weights.open(bucket)``.
+    ``states`` and ``weights`` are the homes of masters with states, and of weights; both may be offloaded. Use
+    ``master`` only within ``states.open(bucket)``, and ``weight_slices`` only within ``weights.open(bucket)``.
     """
 
     def __init__(

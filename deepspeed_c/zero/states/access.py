@@ -1,7 +1,7 @@
 """Reading and writing the fp32 master, optimizer state and gradient of a parameter, whole or this rank's piece, at
 every stage.
 
-The ``full`` functions are collective when states are sharded: call them on all ranks. The ``local`` ones touch only
+The ``full`` functions are collective when states are sharded: call them on all ranks. The ``local`` functions use only
 this rank's piece, a flat tensor (empty on ranks that own nothing of the parameter).
 """
 

@@ -1,9 +1,9 @@
-"""Updates in host memory that begin while backward still runs on the device. Where the step turns out otherwise, they
-are taken back to the bit.
+"""Updates in host memory that begin while backward still runs on the device. If the step is skipped or clipped, they
+are undone to the bit.
 
-Speculation, then validation (SuperOffload, arXiv 2509.21271): a bucket whose gradients have arrived is updated as if
-no step were ever skipped or clipped. Its masters and states are copied first. That copy takes an update back, and no
-arithmetic in reverse.
+Speculation, then validation (SuperOffload, arXiv 2509.21271): a bucket whose gradients have arrived is updated as if no
+step were ever skipped or clipped. Its masters and states are copied first, and an undo restores this copy; it does not
+reverse the arithmetic.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class StepAhead:
         before_first: is called before the first update of a step.
 
     The copies take as much host memory as the states that are updated ahead, and are made when they are first needed.
-    Nothing here is for several threads: callers take turns (autograd's hooks hold the reducer's lock, a step begins
-    when backward has ended).
+    The class is not thread-safe, so callers take turns: autograd's hooks hold the reducer's lock, and a step begins
+    when backward has ended.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""How a base optimizer writes its states down: as tensors of their elements, or as codes of 8 bits with scales
-(``ops/q8.py``)."""
+"""The formats of a base optimizer's states: plain tensors, or codes of 8 bits with scales (``ops/q8.py``)."""
 
 from __future__ import annotations
 

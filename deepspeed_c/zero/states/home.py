@@ -1,7 +1,7 @@
-"""The home of a unit's states, or of its weights, between their uses, and its interface.
+"""The interface of homes: the places of a unit's states or weights between their uses.
 
-Here is memory, and in ``offload/file.py`` a file. ``offload/place.py`` chooses the home of each. Another one (another
-device, a peer's memory) is another subclass of ``Home``.
+``Home`` keeps tensors in memory, and ``offload/file.py`` in a file. ``offload/place.py`` chooses the home of each unit.
+A further home (another device, a peer's memory) is a new subclass of ``Home``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["ON_DEVICE", "Home", "MakeZeros", "Place", "Placement", "Tagged"]
 
 
 class Tagged(NamedTuple):
-    """A tensor under the name that a message calls it by."""
+    """A tensor, and its name in messages."""
 
     tensor: torch.Tensor
     name: str

@@ -1,5 +1,5 @@
-"""DeepSpeed's optimizer classes, as ``isinstance`` meets them: one for each stage and precision. The work is
-``ZeroOptimizer``'s in all of them."""
+"""DeepSpeed's optimizer classes, for ``isinstance``: one for each stage and precision. ``ZeroOptimizer`` does the work
+of all of them."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class FP16_UnfusedOptimizer(ZeroOptimizer):
 class PlainOptimizer(ZeroOptimizer):
     """Stage 0 in fp32: callers hold the base itself, whose groups keep the model's own parameters, as in plain torch.
 
-    Some of its own methods would not do: gradients are in none of its parameters' ``.grad``, and states may be away.
-    Methods of this class are called instead (``lent.py``).
+    Some methods of the base would not work, because the ``.grad`` of its parameters is empty, and states may be
+    offloaded. Methods of this class replace them (``lent.py``).
     """
 
     @property

@@ -1,4 +1,4 @@
-"""Methods of a base optimizer that callers reach, though an engine has taken it."""
+"""Replaced methods of a base optimizer that an engine uses while callers still hold it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer over shards: it decides from the norm whether to clip, skip or update, and callers hold it.
+"""The optimizer over shards, which ``initialize`` returns. It decides from the norm whether to clip, skip or update.
 
 It stands in front of a plain ``torch.optim.Optimizer`` (the *base*). The base's groups have this rank's slices of the
 master weights as their parameters. ``update.py`` does the update, ``stored.py`` knows the tensors in the units' homes,
@@ -74,8 +74,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     scaler: the loss scale of fp16 training.
 
-    Until the step, nobody sees an update ahead of it. Only ``optimizer``, ``pieces`` and ``Unit.master`` give out base,
-    states and masters, and those call ``settle`` first.
+    An update ahead of the step is not visible before the step. Only ``optimizer``, ``pieces`` and ``Unit.master`` give
+    out base, states and masters, and they call ``settle`` first.
     """
 
     def __init__(

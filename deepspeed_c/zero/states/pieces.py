@@ -28,8 +28,8 @@ def _alike(a: tuple[Mapping, Mapping], b: tuple[Mapping, Mapping]) -> bool:
 class Pieces:
     """Looks up and replaces masters and states of a base optimizer, by parameter.
 
-    The caller opens the home (``Unit.states``) of tensors that are away. Before ``Pieces`` looks at a state or replaces
-    it, it calls ``settle``: an update may have gone ahead of the step.
+    The caller opens the home (``Unit.states``) of offloaded tensors. ``Pieces`` calls ``settle`` before it reads or
+    replaces a state, because an update may have run ahead of the step.
     """
 
     def __init__(self, base: torch.optim.Optimizer, entries: list[Entry], settle: Callable[[], None]) -> None:

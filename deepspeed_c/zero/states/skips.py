@@ -1,4 +1,4 @@
-"""Why a step is skipped or refused, in words that name the rank and the parameter."""
+"""Messages on skipped and refused steps, with the rank and the parameter that caused them."""
 
 from __future__ import annotations
 

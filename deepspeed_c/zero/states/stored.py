@@ -1,5 +1,5 @@
-"""The tensors of each bucket in its unit's home: masters, where they are no parameters, and the base optimizer's states
-of them."""
+"""The tensors of each bucket in its unit's home: the base optimizer's states, and masters that are not the parameters
+themselves."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Key = tuple[Unit, int]
 class StoredBuckets:
     """Moves the buckets of ``units`` into their homes, and opens them in ``order``, one after the other.
 
-    It looks at states past the doors that would take an update ahead back; ``settle`` is that door, which homes call
-    before they give anything out."""
+    This class reads states without undoing an update that ran ahead of the step. Homes call ``settle``, which undoes
+    it, before they give out a tensor."""
 
     def __init__(
         self,

@@ -27,8 +27,8 @@ class Updates:
     """Updates masters and states, and brings the weights that forward uses in line with them, bucket by bucket.
 
     A base that updates bucket by bucket does unscale, clip, decay, moments, update and 16-bit copy in one pass. Any
-    other gets gradients in ``param.grad``, and steps once: ``step_base`` is that step. ``order`` is the forward's order
-    of use: buckets are updated and gathered in it. ``use_broadcast``: whole weights are sent by broadcasts.
+    other base gets gradients in ``param.grad``, and ``step_base`` steps it once for all buckets. Buckets are updated
+    and gathered in ``order``, the forward's order of use. ``use_broadcast``: whole weights are sent by broadcasts.
     """
 
     def __init__(

@@ -17,8 +17,8 @@ Key = tuple[Unit, int]
 
 
 class WholeMatrices:
-    """The parameters of a bucket as whole matrices (``ops.scope.Matrices``), in one flat buffer of the bucket's size
-    in fp32; where tensor-parallel ranks hold parts of them, besides one matrix at a time."""
+    """The parameters of a bucket as whole matrices (``ops.scope.Matrices``), in one flat fp32 buffer of the bucket's
+    size. If tensor-parallel ranks hold parts of the matrices, one whole matrix at a time is in memory besides."""
 
     def __init__(self, unit: Unit, bucket: int, entries: Sequence[Entry]) -> None:
         self._unit, self._bucket = unit, bucket

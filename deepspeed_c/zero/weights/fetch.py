@@ -1,14 +1,13 @@
-"""Puts sharded parameters together just before use and lets go of them just after, along a plan made from the recorded
-order of use.
+"""Gathers sharded parameters just before use and releases them just after, by a plan made from the recorded order of
+use.
 
-The unit of all of it is a *gather unit*: one bucket of a sharded unit, so small neighbours share one collective and
-Python is touched once for all of them. A
-*pass* is one forward (each mode has its own record) or one backward. The C core ``csrc/zero`` plans and runs passes:
-every rank issues all gathers of a plan in the plan's order, also for branches that its own control flow does not take,
-so no rank stops another.
+Parameters are gathered by *gather units*. A gather unit is one bucket of a sharded unit, so small neighbours share one
+collective and one call of Python. A *pass* is one forward (training and evaluation have separate records) or one
+backward. The C core ``csrc/zero`` plans and runs passes. Every rank issues all gathers of a plan in the plan's order,
+also for branches that its own control flow does not take, so no rank waits for another for ever.
 
-Autograd saves the place of a gathered parameter and not its data (``saved.py``); the parameter is gathered again when
-backward asks for it. So nothing ever points at released memory, and a model may use its weights in any way.
+Autograd saves the place of a gathered parameter and not its data (``saved.py``); the parameter is gathered again when a
+backward needs it. So no graph points at released memory, and a model may use its weights in any way.
 
 A backward is planned from the forwards that it goes through, of all that are in flight (``forwards.py``). So a backward
 finds the same plan in every mix of earlier forwards that wait for theirs.

@@ -1,9 +1,9 @@
-"""The forwards that are in flight: which ones a backward goes through, told from the graph, and the same on all ranks.
+"""Finds from the graph the forwards in flight that a backward goes through, the same on all ranks.
 
-A forward is one micro-batch's way through the root module (or through a chunk of it). Several may run before the first
-backward, and their backwards come in any order: pipelines, contrastive losses and evaluations with gradients do it.
-Autograd numbers nodes in the order of their making, so the numbers of a forward's nodes are an interval. A walk from
-the loss thus finds the forwards on its way, for any use of a module's outputs.
+A forward is one run of the root module (or of a chunk of it) on one micro-batch. Several forwards may run before the
+first backward, and their backwards may come in any order, as in pipelines, contrastive losses and evaluations with
+gradients. Autograd numbers nodes in the order of creation, so the numbers of a forward's nodes form an interval. So a
+walk from the loss finds the forwards by the numbers of the nodes that it visits, for any use of a module's outputs.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def _n_nodes() -> int:
 
 
 class Forward:
-    """One forward with gradients. The tensors that autograd saves of it, and the nodes of its outputs, hold this
-    object, so it lives as long as its graph."""
+    """One forward with gradients. Its saved tensors and the nodes of its outputs hold this object, so it lives as long
+    as the graph."""
 
     __slots__ = ("__weakref__", "first_node", "is_entered")
 
@@ -85,7 +85,7 @@ class Route(NamedTuple):
 
 
 class ForwardsInFlight:
-    """The forwards that no backward has come through since their end; the list is the same on all ranks."""
+    """The forwards that are still waiting for their backward. The list is the same on all ranks."""
 
     def __init__(self, comm: Collectives) -> None:
         self._comm = comm

@@ -1,7 +1,7 @@
 """Buffers that stay in fp32 while a model trains in bf16 or fp16 (``data_types.keep_in_fp32_modules``).
 
-Routers of experts add a correction bias to their scores. Its values differ by less than a step of bf16: rounded ones
-send tokens to other experts. transformers names such tensors in two attributes of a model's class.
+Routers of experts add a correction bias to their scores. Its values differ by less than a step of bf16, so rounded
+values would send tokens to other experts. transformers names such tensors in two attributes of a model's class.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""A sharded parameter: each rank keeps a piece of a ``torch.nn.Parameter``, and the whole only while somebody uses it.
+"""A sharded parameter: each rank keeps a piece of a ``torch.nn.Parameter``, and the whole parameter only while it is
+used.
 
-The object stays the same one for good. While it is *released* its storage is empty and its class is a subclass that
-turns a read of ``.data`` into an error that says what to do; while it is *available* it is an ordinary parameter of
-its own class. Its facts lie in a ``ShardState``, which either stands alone (a model under ``zero.Init`` that no engine
-has yet) or belongs to an engine's gather unit (``gather_unit.py``).
+The parameter object never changes. While it is *released* its storage is empty, and its class is a subclass in which
+reading ``.data`` is an error that says what to do. While it is *available* it is an ordinary parameter of its own
+class. A ``ShardState`` holds its state. It stands alone for a model under ``zero.Init`` without an engine; otherwise it
+belongs to a gather unit of the engine (``gather_unit.py``).
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class ZeroParamType(Enum):
 
 
 class ZeroParamStatus(Enum):
-    """Whether the whole parameter is here (DeepSpeed's names)."""
+    """Whether the whole parameter is in this rank's memory (DeepSpeed's names)."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -171,8 +172,8 @@ class Builder(Protocol):
 
 
 class StandaloneShard(ShardState):
-    """The state of a parameter that no engine holds: split evenly by elements, or in the pieces of the engine that it
-    was in. ``home``: where this rank's piece lies, if not where the parameter is used."""
+    """The state of a sharded parameter without an engine: split evenly by elements, or in the pieces of its former
+    engine. ``home``: the place of this rank's piece, if it differs from the place where the parameter is used."""
 
     def __init__(
         self,

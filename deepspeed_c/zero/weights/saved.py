@@ -1,5 +1,5 @@
-"""How autograd saves gathered weights: not the data but where it lies. A backward that asks for it has it gathered
-again."""
+"""Makes autograd save the position of a gathered weight and not its data. The weight is gathered again when a backward
+needs it."""
 
 from __future__ import annotations
 
