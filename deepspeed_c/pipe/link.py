@@ -113,7 +113,7 @@ class _Form(NamedTuple):
 
 
 class _FormPickler(pickle.Pickler):
-    """Sends the place of a leaf as a call of ``_leaf_spec``: to unpickle torch's own class for it prints a FutureWarning
+    """Sends the place of a leaf as a call of ``_leaf_spec``, since unpickling torch's own class prints a FutureWarning
     since torch 2.13.
     """
 
