@@ -12,6 +12,7 @@ from deepspeed_c._version import __version__
 
 TYPE_CHECKING = False  # typing's own; its import would be most of this module's time
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
 
 # Name -> the module that defines it. A test holds this table still: growing it is a decision.
@@ -59,6 +60,17 @@ PUBLIC_MODULES: tuple[str, ...] = (
 _UPSTREAM_PACKAGES = ("checkpointing", "module_inject", "runtime")
 _UPSTREAM_PATHS = tuple(f"{__name__}.{name}" for name in _UPSTREAM_PACKAGES)
 
+# Modules of ours at paths of DeepSpeed's: a name that they lack may be one of DeepSpeed's.
+_SHARED_PATHS = frozenset(
+    f"{__name__}.{path}"
+    for path in (
+        *("accelerator", "checkpoint", "comm", "comm.comm", "compat", "io", "launcher", "launcher.launch", "ops"),
+        *("ops.adagrad", "ops.adam", "ops.aio", "ops.lamb", "ops.lion", "ops.op_builder", "ops.transformer", "pipe"),
+        *("sequence", "sequence.layer", "utils", "utils.groups", "utils.init_on_device", "utils.numa", "utils.nvtx"),
+        *("utils.zero_to_fp32", "zero"),
+    )
+)
+
 __all__ = ["__version__", *PUBLIC_NAMES, *PUBLIC_MODULES]  # noqa: PLE0604  (they are strings)
 
 
@@ -85,6 +97,50 @@ def _decide_threads() -> int:
     return decide()
 
 
+class SharedModule(types.ModuleType):
+    """A module at a path of ``_SHARED_PATHS``, until somebody asks for a name that it lacks: then it becomes an
+    ``AliasedModule``, whose tables nobody has to load before.
+    """
+
+    # For `import module.name` and `from module import name`, as in AliasedModule.
+    __path__: Sequence[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        # Python and tools ask for the former by way of trial, and Python itself imports the latter.
+        if name.startswith("__") or has_file(self, name):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(self._aliased(), name)
+
+    @property
+    def __all__(self) -> list[str]:
+        return self._aliased().__all__
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        share(value)  # the import system has bound a submodule
+
+    def _aliased(self) -> Any:
+        from deepspeed_c.compat.alias.finder import adopt
+
+        adopt(self)
+        return self
+
+
+def share(value: object) -> None:
+    """Make a module answer to DeepSpeed's names, and its loaded submodules, if DeepSpeed has their paths."""
+    if type(value) is types.ModuleType and value.__name__ in _SHARED_PATHS:
+        value.__class__ = SharedModule
+        for each in [*vars(value).values()]:
+            share(each)
+
+
+def has_file(module: types.ModuleType, name: str) -> bool:
+    """Whether ``name`` is a submodule with a file."""
+    from importlib.machinery import PathFinder
+
+    return PathFinder.find_spec(f"{module.__name__}.{name}", module.__path__) is not None
+
+
 class _Package(types.ModuleType):
     """A package with a function that has the name of its own submodule (``initialize``, as in DeepSpeed).
 
@@ -102,6 +158,8 @@ class _Package(types.ModuleType):
             from deepspeed_c.compat.alias.finder import adopt
 
             adopt(value)
+        else:
+            share(value)
 
 
 class _UpstreamPaths:
@@ -130,12 +188,6 @@ class _OtherPaths:
         return spec_of_listed(name)
 
 
-def _is_file(name: str) -> bool:
-    from importlib.machinery import PathFinder
-
-    return PathFinder.find_spec(f"{__name__}.{name}", __path__) is not None
-
-
 def __getattr__(name: str) -> Any:
     if name == "_C":
         value: Any = _load_compiled()
@@ -143,9 +195,11 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(PUBLIC_NAMES[name]), name)
     elif name in PUBLIC_MODULES or name in _UPSTREAM_PACKAGES:
         value = importlib.import_module(f"{__name__}.{name}")
-    elif sys.modules.get("deepspeed") is not sys.modules[__name__] and _is_file(name):
+    elif has_file(sys.modules[__name__], name):
         # Python asks for the attribute before it imports a submodule, and is not to wait for the tables.
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if sys.modules.get("deepspeed") is not sys.modules[__name__]:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = importlib.import_module(f"{__name__}.{name}")
     else:
         from deepspeed_c.compat.alias.finder import is_active, is_listed, upstream_attribute
 

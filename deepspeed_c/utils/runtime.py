@@ -17,35 +17,65 @@ from deepspeed_c import comm
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.errors import StateError
 from deepspeed_c.profile.timers import see_memory_usage
-from deepspeed_c.utils import gradients, groups
-from deepspeed_c.utils.gradients import *
+from deepspeed_c.utils import groups
+from deepspeed_c.utils.gradients import (
+    OutputBackwardHookManager,
+    all_gather_dp_groups,
+    all_gather_into_tensor_dp_groups,
+    check_internal_apis_for_count_used_parameters,
+    count_used_parameters_in_backward,
+    get_alignment_padding,
+    get_flattened_grad_norm,
+    get_grad_zeros,
+    graph_process,
+    is_model_parallel_parameter,
+    is_transformers_cache,
+    maybe_loss_for_backward,
+    offload_adam_states,
+    register_output_backward_hooks,
+    reload_adam_states,
+)
 from deepspeed_c.zero.weights.param import ZeroParamStatus
 
-__all__ = [  # noqa: PLE0604  (they are strings)
-    *gradients.__all__,
+__all__ = [
+    "OutputBackwardHookManager",
     "align_dense_tensors",
+    "all_gather_dp_groups",
+    "all_gather_into_tensor_dp_groups",
     "call_to_str",
+    "check_internal_apis_for_count_used_parameters",
     "clip_grad_norm_",
     "clip_tensors_by_global_norm",
     "compare_tensors_in_structures",
     "copy_to_device",
+    "count_used_parameters_in_backward",
     "empty_cache",
     "ensure_directory_exists",
     "filter_empty_parameters",
+    "get_alignment_padding",
     "get_checkpoint_folder_size",
+    "get_flattened_grad_norm",
     "get_global_norm",
     "get_global_norm_of_tensors",
+    "get_grad_zeros",
     "get_inactive_params",
     "get_ma_status",
     "get_only_unique_item",
     "get_tensor_bytes",
     "get_weight_norm",
+    "graph_process",
+    "is_model_parallel_parameter",
+    "is_transformers_cache",
     "mask_nan_or_inf_with_val_inplace",
+    "maybe_loss_for_backward",
     "memory_status",
     "move_to_device",
+    "offload_adam_states",
     "partition_balanced",
     "partition_uniform",
     "prefix_sum_inc",
+    "register_output_backward_hooks",
+    "reload_adam_states",
     "see_memory_usage",
     "set_random_seed",
 ]

@@ -60,6 +60,10 @@ class AliasedModule(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         names = _upstream_names(self.__name__)
+        # Python asks for the attribute before it imports a submodule of ours, and is not to wait for upstream.tsv.
+        is_file = not any(_is_ours(module, name) for module in names) and _PACKAGE.has_file(self, name)
+        if is_file and not name.startswith("__"):
+            return importlib.import_module(f"{self.__name__}.{name}")
         for module in names:
             if is_listed(module, name):
                 value = upstream_attribute(module, name)
@@ -77,7 +81,7 @@ class AliasedModule(types.ModuleType):
         return [*own, *sorted(name for name in names.difference(own) if not name.startswith("_"))]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, types.ModuleType) and is_active():
+        if isinstance(value, types.ModuleType):
             adopt(value)  # the import system has bound a submodule
             if callable(self.__dict__.get(name)) or (not hasattr(self, "__file__") and _is_shadowed(self, name)):
                 return  # a function with its submodule's name (z3_leaf_module) keeps the name, as in DeepSpeed
@@ -99,7 +103,7 @@ def _is_shadowed(module: AliasedModule, name: str) -> bool:
 
 def adopt(module: types.ModuleType) -> None:
     """Make one of our modules, and its loaded submodules, answer to DeepSpeed's names too."""
-    if type(module) is types.ModuleType and module.__name__.startswith(f"{OURS}."):
+    if type(module) in (types.ModuleType, _PACKAGE.SharedModule) and module.__name__.startswith(f"{OURS}."):
         module.__class__ = AliasedModule
         for value in [*vars(module).values()]:
             if isinstance(value, types.ModuleType) and value.__name__.startswith(f"{module.__name__}."):
@@ -118,9 +122,14 @@ def _names_of(module: str) -> set[str]:
     return set(NAMES.get(module, ())) | upstream().public_names(module)
 
 
+def _is_ours(module: str, name: str) -> bool:
+    """Whether our own tables have that name, or that submodule, of DeepSpeed's ``module``."""
+    return name in NAMES.get(module, ()) or f"{module}.{name}" in _KNOWN
+
+
 def is_listed(module: str, name: str) -> bool:
     """Whether DeepSpeed's ``module`` has that name, or that submodule."""
-    if name in NAMES.get(module, ()) or f"{module}.{name}" in _KNOWN:
+    if _is_ours(module, name):
         return True
     # Python and tools ask for such names by way of trial, and are to find none without reading the table.
     if name.startswith("__"):

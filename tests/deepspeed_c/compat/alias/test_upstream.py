@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import deepspeed_c
 from deepspeed_c.compat.alias.install import SHIM
+from deepspeed_c.compat.alias.modules import MODULES, NAMES
+from deepspeed_c.compat.alias.upstream import FILE, upstream
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -61,6 +64,96 @@ def test_every_name_imports_under_both_package_names(result):
     assert not failures, f"{len(failures)} of {n} fail:\n" + "\n".join(failures[:40])
 
 
+WITHOUT_ALIAS = """
+import json, sys
+from deepspeed_c.compat.alias.upstream import upstream
+table, failures, n = upstream(), [], 0
+
+def attempt(code):
+    try: exec(code, namespace := {})
+    except Exception as error: failures.append(f"{code}: {type(error).__name__}: {error}"); return {}
+    return namespace
+
+# Modules at the end of the table first: what stands at its beginning would load ours by their own paths
+for module, own in reversed(table.modules.items()):
+    path = module.replace("deepspeed", "deepspeed_c", 1)
+    names = table.public_names(module)
+    for each in [f"import {path}", *(f"from {path} import {name}" for name in sorted(names | own.keys()))]:
+        attempt(each)
+        n += 1
+    if path != "deepspeed_c" and (lacking := names - attempt(f"from {path} import *").keys()):
+        failures.append(f"from {path} import *: lacks {sorted(lacking)}")
+assert "deepspeed" not in sys.modules
+print("RESULT " + json.dumps([n, failures]))
+"""
+
+
+def test_every_name_imports_without_the_alias():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_ALIAS], check=False, capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    n, failures = json.loads(done.stdout.rpartition("RESULT ")[2])
+    assert n > 10000
+    assert not failures, f"{len(failures)} of {n} fail:\n" + "\n".join(failures[:40])
+
+
+def test_our_modules_at_paths_of_deepspeed_are_known():
+    paths = {path.replace("deepspeed", "deepspeed_c", 1) for path in [*upstream().modules, *NAMES, *MODULES]}
+    files = [path.relative_to(ROOT) for path in (ROOT / "deepspeed_c").rglob("*.py")]
+    files += [Path("deepspeed_c") / path.relative_to(ROOT) for path in (ROOT / "ops").rglob("*.py")]
+    ours = {".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in files}
+    assert deepspeed_c._SHARED_PATHS == (paths & ours) - {"deepspeed_c"}
+
+
+# Uses of much that is built, and of nothing else.
+TRAINS = """
+import sys
+read = []
+sys.addaudithook(lambda event, args: event == "open" and str(args[0]).endswith("upstream.tsv") and read.append(1))
+import NAME as ds
+import torch
+from NAME.accelerator import get_accelerator
+from NAME.comm import get_rank
+from NAME.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from NAME.runtime.engine import DeepSpeedEngine
+from NAME.runtime.zero.partition_parameters import ZeroParamStatus
+from NAME.utils import groups, logger, safe_get_full_fp32_param, set_z3_leaf_modules
+ds.init_distributed("gloo", init_method="file://STORE", rank=0, world_size=1)
+for stage in (0, 3):
+    with ds.zero.Init(enabled=stage == 3):
+        model = torch.nn.Linear(8, 4)
+    config = {"train_batch_size": 2, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": stage}}
+    engine, *_ = ds.initialize(model=model, config=config)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 8)).square().mean())
+        engine.step()
+    with ds.zero.GatheredParameters([*engine.module.parameters()]):
+        pass
+    engine.save_checkpoint("FOLDER", tag=f"{stage}")
+    engine.load_checkpoint("FOLDER", tag=f"{stage}")
+    ds.comm.barrier()
+assert isinstance(engine, DeepSpeedEngine) and engine.global_steps == 2
+assert not read, "upstream.tsv was read"
+assert len(ds.moe.layer.MoE.__name__) == 3 and read == [1], read
+"""
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "deepspeed_c"])
+def test_program_that_uses_what_is_built_does_not_read_the_table(name, tmp_path):
+    code = TRAINS.replace("NAME", name).replace("STORE", f"{tmp_path}/store").replace("FOLDER", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([SHIM, str(ROOT)])},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 UNDER_OUR_NAME = """
 import deepspeed_c
 from deepspeed_c.moe.layer import MoE
@@ -79,3 +172,14 @@ def test_paths_of_what_is_not_built_answer_without_the_alias():
         [sys.executable, "-c", UNDER_OUR_NAME], check=False, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0 and "deepspeed_c.moe.nothing" in done.stdout, done
+
+
+def test_table_is_in_archives_and_wheels():
+    (line,) = [
+        each
+        for each in (ROOT / "pyproject.toml").read_text().splitlines()
+        if each.startswith('"deepspeed_c.compat.alias"')
+    ]
+    assert '"upstream.tsv"' in line
+    assert "include deepspeed_c/compat/alias/upstream.tsv" in (ROOT / "MANIFEST.in").read_text().splitlines()
+    assert FILE == str(ROOT / "deepspeed_c" / "compat" / "alias" / "upstream.tsv")
