@@ -58,6 +58,7 @@ def _absent(name: str, instead: str) -> Callable[[list[str]], int]:
 
 PROGRAMS: dict[str, Callable[[list[str]], int]] = {
     "deepspeed": _command(),
+    "deepspeed.pt": _command(),
     "ds": _command(),
     "ds_report": _command("report"),
     "dsr": _command("report"),
