@@ -102,7 +102,8 @@ def test_function_wins_over_the_module_of_its_name():
 
 @pytest.mark.parametrize("module", OPS)
 def test_ops_names(module):
-    assert set(getattr(deepspeed_c.ops, module).__all__) == OPS[module]
+    # Ours, as the file says: the attribute adds DeepSpeed's, for `import *`.
+    assert set(vars(getattr(deepspeed_c.ops, module))["__all__"]) == OPS[module]
 
 
 @pytest.mark.parametrize("name", BUILDERS)
