@@ -17,6 +17,7 @@ from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm.axes import DATA, TP
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
+from deepspeed_c.engine.attributes import ATTRIBUTES
 from deepspeed_c.engine.edits import EditContext, Edits
 from deepspeed_c.engine.getters import ABSENT_METHODS, ConfigGetters
 from deepspeed_c.engine.parts import take_parts
@@ -257,6 +258,8 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None:
                 raise
+            if name in ATTRIBUTES:
+                return ATTRIBUTES[name](self)
             try:
                 return getattr(module, name)
             except AttributeError:

@@ -117,6 +117,8 @@ class PipelineEngine(TrainingHost):
     may have no data. Data-parallel ranks get different micro-batches, ranks of one pipeline the same.
     """
 
+    pipeline_parallelism = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         module: PipelineModule = self.module

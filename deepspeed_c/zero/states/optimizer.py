@@ -21,6 +21,7 @@ from deepspeed_c.zero.gradients.bucket import Bucket
 from deepspeed_c.zero.gradients.reducer import GradientReducer, WindowFacts
 from deepspeed_c.zero.layout.unit import Slot, Unit
 from deepspeed_c.zero.states.ahead import StepAhead
+from deepspeed_c.zero.states.attributes import ATTRIBUTES
 from deepspeed_c.zero.states.entries import Entry, point_at_shards
 from deepspeed_c.zero.states.lent import LentMethods
 from deepspeed_c.zero.states.pieces import Pieces
@@ -398,6 +399,20 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     # DeepSpeed's name for it at stage 3.
     fp32_partitioned_groups_flat = single_partition_of_fp32_groups
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ATTRIBUTES and self.units:
+            return ATTRIBUTES[name](self)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def get_lr(self) -> float:
+        """The first group's learning rate."""
+        return self.param_groups[0]["lr"]
+
+    def set_lr(self, lr: float) -> None:
+        """Gives all groups another learning rate."""
+        for group in self.param_groups:
+            group["lr"] = lr
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the window's gradients."""

@@ -262,10 +262,19 @@ def join_pieces(
     return whole
 
 
+class _Gathered:
+    """The handle of a gather that has ended."""
+
+    def wait(self, *_: Any, **__: Any) -> None:
+        """Return at once."""
+
+
 class _Face(GradFace):
     """The attributes of a sharded parameter in both states: DeepSpeed's ``ds_`` names."""
 
     ds_param_type = ZeroParamType.PARTITIONED
+    # Copies within a node (hpZ), and a swapper of single parameters: neither is there.
+    ds_secondary_tensor = ds_zero_param_process_group = nvme_swapper = None
     _dsc_base: type  # the parameter's own class
     _dsc_available: type
     _dsc_released: type
@@ -322,6 +331,11 @@ class _Face(GradFace):
             state = state_of(param)
             if state is not None:
                 state.acquire([param])
+
+    def all_gather_coalesced(self, params: Sequence[torch.nn.Parameter], *_: Any, **__: Any) -> _Gathered:
+        """As ``all_gather`` of ``params``; returns a handle whose ``wait`` finds them gathered."""
+        self.all_gather(params)
+        return _Gathered()
 
     def partition(
         self, param_list: Sequence[torch.nn.Parameter] | None = None, has_been_updated: bool = False, **_: Any

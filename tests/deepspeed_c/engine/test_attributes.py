@@ -1,0 +1,139 @@
+"""Attributes of DeepSpeed's engine, optimizers and parameters that are no methods answer with the run's values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed_c
+from deepspeed_c.engine.attributes import ATTRIBUTES
+from deepspeed_c.zero.states.attributes import ATTRIBUTES as OF_OPTIMIZERS
+from tests.ranks import run_ranks
+
+
+class Words(nn.Module):
+    """Has an attribute that DeepSpeed's engine has as well, and another one."""
+
+    num_experts = 7
+    n_layers = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(ids)).square().mean()
+
+
+ZERO = {"stage3_param_persistence_threshold": 0}
+
+
+def make(stage: int, **more: Any) -> Any:
+    model = Words()
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {**ZERO, "stage": stage}, **more}
+    return deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}, "bf16": {"enabled": True}, "gradient_clipping": 0.5}
+
+
+def every_row_body(rank: int, world: int, stage: int) -> None:
+    engine = make(stage, **ADAM)
+    for name in ATTRIBUTES:
+        getattr(engine, name)
+    for name in OF_OPTIMIZERS:
+        getattr(engine.optimizer, name)
+    assert (engine.num_experts, engine.n_layers) == ([], 2), "DeepSpeed's engine hides the model's"
+    assert not engine.has_moe_layers and not engine.pipeline_parallelism and engine.sparse_tensor_module_names == set()
+    assert not hasattr(engine, "no_such_name") and not hasattr(engine.optimizer, "no_such_name")
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_row_answers(stage):
+    run_ranks(1, every_row_body, stage)
+
+
+def engine_body(rank: int, world: int) -> None:
+    data = [torch.tensor([1, 2]) for _ in range(8)]
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"train_micro_batch_size_per_gpu": 2, "sparse_gradients": True, "gradient_accumulation_steps": 2}
+    engine, *_ = deepspeed_c.initialize(model=model, optimizer=optimizer, config=config, training_data=data)
+    assert engine.client_optimizer is optimizer and engine.client_lr_scheduler is None
+    assert engine.training_data is data and engine.collate_fn is None
+    assert engine.param_names == {param: name for name, param in model.named_parameters()}
+    assert engine.sparse_tensor_module_names == {"table.weight"}
+    assert engine.dist_backend == torch.distributed.get_backend()
+    tensors = [torch.ones(2), torch.zeros(3, 1)]
+    flat = engine.flatten(tensors)
+    assert flat.tolist() == [1, 1, 0, 0, 0]
+    assert all(torch.equal(a, b) for a, b in zip(engine.unflatten(flat, tensors), tensors, strict=True))
+    assert not engine.inside_no_sync_ctxt
+    with engine.no_sync():
+        assert engine.inside_no_sync_ctxt
+    for step in range(4):
+        engine.backward(engine(torch.tensor([1, 2])))
+        engine.step()
+        assert engine.gas_boundary_ctr == (step + 1) // 2
+    engine.destroy()
+
+
+def test_values_of_the_engine():
+    run_ranks(1, engine_body)
+
+
+def optimizer_body(rank: int, world: int, stage: int) -> None:
+    engine = make(stage, **ADAM)
+    optimizer, model = engine.optimizer, engine.module
+    assert (optimizer.dtype, optimizer.device, optimizer.clip_grad) == (torch.bfloat16, torch.device("cpu"), 0.5)
+    assert optimizer.partition_count == [1] and not optimizer.cpu_offload and not optimizer.dynamic_loss_scale
+    assert {id(p) for group in optimizer.bit16_groups for p in group} == {id(p) for p in model.parameters()}
+    assert set(optimizer.param_names.values()) == {name for name, _ in model.named_parameters()}
+    assert optimizer.loss_scaler.cur_scale == optimizer.loss_scaler.loss_scale == 1.0
+    optimizer.set_lr(0.25)
+    assert optimizer.get_lr() == 0.25 and engine.get_lr() == [0.25]
+    engine.destroy()
+    assert not hasattr(optimizer, "dtype"), "a closed one has no units to ask"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_values_of_the_optimizer(stage):
+    run_ranks(1, optimizer_body, stage)
+
+
+def scaler_body(rank: int, world: int) -> None:
+    more = {"optimizer": ADAM["optimizer"], "fp16": {"enabled": True, "initial_scale_power": 5}}
+    engine = make(2, **more)
+    scaler = engine.optimizer.loss_scaler
+    assert (scaler.cur_scale, scaler.loss_scale, scaler.dynamic) == (32.0, 32.0, True)
+    assert engine.optimizer.dynamic_loss_scale
+    engine.destroy()
+
+
+def test_the_loss_scaler_of_fp16():
+    run_ranks(1, scaler_body)
+
+
+def gathered(rank: int, world: int) -> tuple[list[bool], list[bool]]:
+    torch.manual_seed(0)
+    plain = [param.detach().clone() for param in Words().parameters()]
+    torch.manual_seed(0)
+    engine = make(3, optimizer=ADAM["optimizer"])
+    params = list(engine.module.parameters())
+    params[0].all_gather_coalesced(params).wait()
+    equal = [torch.equal(param.detach(), value) for param, value in zip(params, plain, strict=True)]
+    params[0].partition(params)
+    released = [param.ds_status.name == "NOT_AVAILABLE" for param in params]
+    assert params[0].ds_secondary_tensor is params[0].nvme_swapper is None
+    engine.destroy()
+    return equal, released
+
+
+def test_parameters_gather_together():
+    for equal, released in run_ranks(2, gathered):
+        assert all(equal) and all(released), (equal, released)
