@@ -7,8 +7,8 @@ A row of the table is a name of DeepSpeed 0.19.6: its place (a module, ``module:
 ``_ELSEWHERE``), its kind, its parameters without annotations, and its state here: "same" (the name is there and takes
 the same parameters), "different" (the name is there, and the reason gives the difference), "raises when called" (the
 name imports, and its error, or the reason, says how to do without it), "absent" (asking for it raises; the reason says
-why it is not to come) or "not yet" (asking for it raises an error that says how to do without it until then). Nothing
-here needs a DeepSpeed.
+why it is not to come) or "not yet" (asking for it raises an error that says how to do without it until then). The last
+column has the version that removed the name upstream. Nothing here needs a DeepSpeed.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class Row(NamedTuple):
     """As in a definition, "(a, b=1)"; for a constant its value; empty for the rest."""
     state: str
     why: str
+    removed: str = ""
+    """The version of DeepSpeed that has the name no more; empty: none so far."""
 
 
 def read_rows(file: Path = TABLE) -> list[Row]:
@@ -240,6 +242,8 @@ when it is started by `deepspeed_c run`, or calls `deepspeed_c.install_as_deepsp
   says why, or names a replacement.
 - **not yet**: the attribute or option comes with a later version. Asking for it, or for an absent name, raises a
   `FeatureError` (an `AttributeError` too, as Python expects) with the text beside it.
+
+A line "Removed upstream" lists the names of a place that a later DeepSpeed has no more. They stay here.
 """
 
 
@@ -288,6 +292,9 @@ def _section(where: str, rows: list[Row]) -> Iterator[str]:
     same = [f"`{row.name}`" for row in rows if row.state == "same"]
     if same:
         yield f"Same: {', '.join(same)}.\n"
+    for version in sorted({row.removed for row in rows if row.removed}):
+        removed = [f"`{row.name}`" for row in rows if row.removed == version]
+        yield f"Removed upstream in {version}: {', '.join(removed)}.\n"
     rest = [row for row in rows if row.state != "same"]
     if rest:
         yield "| name | state | why, or what to use |"

@@ -15,7 +15,7 @@ from torch import nn
 import deepspeed_c
 from deepspeed_c.engine.getters import ABSENT_METHODS
 from deepspeed_c.errors import MissingNameError
-from scripts.compatibility import COMMAND, ENGINE, PARAMETER, STATES, Row, main, misfits, read_rows
+from scripts.compatibility import COMMAND, ENGINE, PARAMETER, STATES, Row, main, misfits, read_rows, render
 from tests.deepspeed_c.zero.traits import Mlp
 from tests.ranks import run_ranks
 
@@ -55,6 +55,14 @@ WRONG = [
     (Row("deepspeed", "get_accelerator", "function", "()", "same", ""), None),
     (Row("deepspeed", "get_accelerator", "function", "()", "same", ""), "has two rows"),
 ]
+
+
+def test_names_that_a_later_deepspeed_lacks_are_listed() -> None:
+    removed = [row for row in read_rows() if row.removed]
+    assert removed and {row.removed for row in removed} == {"0.19.8"}
+    rows = [Row("deepspeed", name, "function", "()", "same", "", removed) for name, removed in (("one", ""), ("two", "9.1"))]
+    assert "Removed upstream in 9.1: `two`." in render(rows).splitlines()
+    assert "Removed upstream" not in render(rows[:1]).split("They stay here.")[1]
 
 
 def test_every_row_is_true_and_the_document_is_made_from_them() -> None:
