@@ -609,11 +609,12 @@ class _Reader:
 
 
 def _is_asking(section: Section, given: dict[str, Any]) -> bool:
-    """Whether a section that is null by default asks for its feature, rather than being disabled, empty or at its
-    defaults."""
+    """Whether a section that is null by default asks for its feature, rather than being disabled or empty: without a
+    switch inside, DeepSpeed takes any of its keys for a wish, at its default too.
+    """
     if "enabled" in given and hasattr(section, "enabled"):
         return section.enabled
-    return section != type(section)()
+    return not fields_of(type(section)).keys().isdisjoint(given)
 
 
 def _is_parked(name: str) -> bool:

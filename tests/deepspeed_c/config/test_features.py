@@ -187,7 +187,7 @@ def off_forms(field):
     if "enabled" in fields_of(field.section):
         yield {"enabled": False}
         yield defaults_of(field.section) | {"enabled": False}
-    else:
+    elif not field.info.is_switch:
         yield defaults_of(field.section)
 
 
@@ -224,6 +224,16 @@ def test_section_that_is_off_reads_as_if_it_were_not_there(path, field):
         config = load_config(tree_of(path, value), world_size=1, batch="skip")
         got, expected = config.resolved_dict(), load_config({}, world_size=1, batch="skip").resolved_dict()
         assert got == expected, (path, value)
+
+
+@pytest.mark.parametrize("path, field", NULL_BY_DEFAULT, ids=[path for path, _ in NULL_BY_DEFAULT])
+def test_section_that_asks_by_being_there_is_refused(path, field):
+    """In DeepSpeed any key of such a section is a wish for its feature, at its default too."""
+    given = defaults_of(field.section) or dict.fromkeys(fields_of(field.section), 1)
+    given.pop("enabled", None)
+    problems = problems_of(tree_of(path, given), batch="skip")
+    assert problems and all(isinstance(problem, UnsupportedConfigError) for problem in problems), (path, given, problems)
+    assert problems_of(tree_of(path, {"//": "a comment"}), batch="skip") == []
 
 
 @pytest.mark.parametrize("path, field", MISSING, ids=[path for path, _ in MISSING])

@@ -230,6 +230,11 @@ def test_auto_where_deepspeed_takes_its_default_is_a_note():
     } <= set(paths)
     for path in paths:
         tree = with_auto_at(path)
+        if "zenflow." in path or "zeropp_loco_param." in path:
+            tree["zero_optimization"]["stage"] = 0
+            where = ".".join(path.split(".")[:2])  # the section asks for its feature by any key
+            assert [problem.where for problem in problems_of(tree, batch="skip")] == [where], path
+            continue
         config = load_config(tree, world_size=1, batch="skip")
         parts = path.split(".")
         sections = [".".join(parts[:n]) for n in range(1, len(parts))]
