@@ -46,7 +46,7 @@ and `deepspeed_c config show FILE` every value with its origin; neither needs a 
   the value that turns it off. Numbers that only tune such a feature are accepted and have no effect; `config show`
   marks them *unused*. A section of such a feature is accepted with a note while it is off: with `"enabled": false`,
   empty, or with nothing but defaults in it. Sections that are `null` by default (`zenflow`, `checkpoint.writer`, ...)
-  ask for their feature when any key has another value, or with `"enabled": true`.
+  ask for their feature with any key in them, or, where they have such a switch, with `"enabled": true`.
 - **`"auto"`** is a place for another program to fill, and a value that nobody fills is never guessed. The keys marked
   *the Trainer or accelerate fills `auto`* get their values when the configuration goes through `TrainingArguments` or
   `DeepSpeedPlugin`; if some are left, `initialize` raises an error that names all of them with the values to write. The
