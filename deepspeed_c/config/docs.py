@@ -38,7 +38,8 @@ and `deepspeed_c config show FILE` every value with its origin; neither needs a 
   front of its name: such keys are ignored, with everything below them, and reported as parked. So are comments: names
   that begin with `_`, `//` or `#`, and `comment`, `comment_1` and the like.
 - **Notes** name keys and values that have no effect, or are read as something else: one line each on rank 0 at the
-  start, and below the table of `config show`. `"strict": true` makes every note an error.
+  start, and below the table of `config show`. `"strict": true` makes an error of every note but those on sections that
+  are off.
 - **Keys that change nothing in DeepSpeed by themselves** are noted, not refused: `offload_param` below stage 3.
 - **Dotted keys** at the top level mean the place they spell: `"zero_optimization.stage": 2` is
   `"zero_optimization": {"stage": 2}`. They win over the nested form, and a note says so when the two differ.

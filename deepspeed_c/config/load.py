@@ -167,6 +167,8 @@ class _Note(NamedTuple):
 
     where: str
     what: str
+    is_harmless: bool = False
+    """The key does what it says: "strict" leaves the note alone."""
 
     def __str__(self) -> str:
         return f"{self.where} {self.what}"
@@ -179,7 +181,7 @@ class _Reader:
         self.lenient = lenient
         self.problems: list[ConfigError] = []
         self.notes: list[_Note] = []
-        # The one note that "strict" leaves alone: of keys that somebody has yet to fill.
+        # The note of keys that somebody has yet to fill, which "strict" leaves alone.
         self.to_fill: tuple[str, ...] = ()
         # Path of a key that was written and has no effect here -> why.
         self.inert: dict[str, str] = {}
@@ -341,7 +343,8 @@ class _Reader:
             return section
         if outer is None and len(self.problems) == n_problems:
             title = FEATURES[field.info.feature].title
-            self.note(where, f"= {show(given)} has no effect: {title} stays off, and this version does not have it")
+            what = f"= {show(given)} has no effect: {title} stays off, and this version does not have it"
+            self.notes.append(_Note(where, what, is_harmless=True))
         return field.default if field.info.is_switch else section
 
     def entries(self, field: SectionField, value: Any, where: str) -> FrozenDict | tuple | None:
@@ -585,10 +588,11 @@ class _Reader:
         self.notes.append(_Note(where, what))
 
     def refuse_notes(self) -> None:
-        """Make an error of every note."""
+        """Make an error of every note that is not harmless."""
         self.problems += [
             ConfigError(note.what, where=note.where, fix='write it as it is meant, remove it, or set "strict" to false')
             for note in self.notes
+            if not note.is_harmless
         ]
 
     def fail(self, what: str, where: str, fix: str) -> None:
