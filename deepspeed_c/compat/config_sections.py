@@ -144,6 +144,8 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel, section=Zero, prefix="stage3_"):
 
     stage: ZeroStageEnum = 0
     grad_hooks: bool = Field(True, exclude=True)  # of older releases: DeepSpeed 0.19.6 does not know it
+    compute_grad_norm: bool = Field(True, exclude=True)  # these two: of DeepSpeed 0.19.8
+    parameter_alignment: bool = Field(False, exclude=True)
     offload_param: DeepSpeedZeroOffloadParamConfig | None = None
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None
     zenflow: ZenFlowConfig | None = None
