@@ -60,16 +60,17 @@ class AliasedModule(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         names = _upstream_names(self.__name__)
+        is_asked_by_trial = name.startswith("__")  # by Python and by tools
         # Python asks for the attribute before it imports a submodule of ours, and is not to wait for upstream.tsv.
-        is_file = not any(_is_ours(module, name) for module in names) and _PACKAGE.has_file(self, name)
-        if is_file and not name.startswith("__"):
+        is_ours = any(_is_ours(module, name) for module in names)
+        if not is_asked_by_trial and not is_ours and _PACKAGE.has_file(self, name):
             return importlib.import_module(f"{self.__name__}.{name}")
         for module in names:
             if is_listed(module, name):
                 value = upstream_attribute(module, name)
                 setattr(self, name, value)
                 return value
-        if name.startswith("__"):  # asked for by Python and by tools, by way of trial
+        if is_asked_by_trial:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         _refuse(MissingNameError, name, *names)
 

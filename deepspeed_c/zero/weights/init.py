@@ -191,18 +191,19 @@ class Init:
         if group is None and mpu is not None:
             group = mpu.get_data_parallel_group()
         source = next((c for c in (config_dict_or_path, config, param_dict) if c), None)
+        keys = {} if source is None else read_source(source)[0]
         self.comm = Collectives(group=group)
-        self.comm.use_shared_memory(_local_of(source))
+        self.comm.use_shared_memory(_local_of(keys))
         if self.comm.world_size == 1:
             logger.warning(
                 "zero.Init shards over one rank, which saves nothing; start several with the launcher,"
                 " or call deepspeed_c.init_distributed() before"
             )
         self.device = torch.device(get_accelerator().current_device_name())
-        is_remote = (remote_device or _place_of(source)) in ("cpu", "nvme")
+        is_remote = (remote_device or _place_of(keys)) in ("cpu", "nvme")
         self._home = torch.device("cpu") if is_remote else None
-        self.dtype = dtype or _dtype_of(source)
-        self._keep_in_fp32 = _kept_of(source)
+        self.dtype = dtype or _dtype_of(keys)
+        self._keep_in_fp32 = _kept_of(keys)
         self.tensor_overrides = tuple(tensor_overrides)
         # Parameters that constructors have touched after sharding: whole until nobody holds their data.
         self._edited: list[torch.nn.Parameter] = []
@@ -315,22 +316,16 @@ class Init:
             point_at_nothing(param)
 
 
-def _place_of(source: Any) -> str | None:
+def _place_of(keys: dict[str, Any]) -> str | None:
     """Where a configuration has weights lie; None where it does not say. Only this is read, as by ``_dtype_of``."""
-    if source is None:
-        return None
-    keys, _ = read_source(source)
-    place = keys
+    place: Any = keys
     for name in ("zero_optimization", "offload_param", "device"):
         place = place.get(name) if isinstance(place, dict) else None
     return place if isinstance(place, str) else None
 
 
-def _local_of(source: Any) -> LocalTransport:
+def _local_of(keys: dict[str, Any]) -> LocalTransport:
     """The transport between ranks of one host, from a configuration. Only this key is read, as by ``_dtype_of``."""
-    if source is None:
-        return "auto"
-    keys, _ = read_source(source)
     section = keys.get("comm")
     local = section.get("local", "auto") if isinstance(section, dict) else "auto"
     if local not in get_args(LocalTransport):
@@ -340,14 +335,11 @@ def _local_of(source: Any) -> LocalTransport:
     return local
 
 
-def _dtype_of(source: Any) -> torch.dtype | None:
+def _dtype_of(keys: dict[str, Any]) -> torch.dtype | None:
     """The dtype that a configuration computes in; None where it names none.
 
     Only this is read: values that somebody fills in later ("auto") may stand anywhere else.
     """
-    if source is None:
-        return None
-    keys, _ = read_source(source)
     for name, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
         section = keys.get(name)
         if (section.get("enabled") if isinstance(section, dict) else keys.get(f"{name}.enabled")) is True:
@@ -355,9 +347,8 @@ def _dtype_of(source: Any) -> torch.dtype | None:
     return None
 
 
-def _kept_of(source: Any) -> str | list[str]:
+def _kept_of(keys: dict[str, Any]) -> str | list[str]:
     """The setting of buffers that stay in fp32, from a configuration. Only this key is read, as by ``_dtype_of``."""
-    keys = {} if source is None else read_source(source)[0]
     where = "data_types.keep_in_fp32_modules"
     section = keys.get("data_types")
     kept = keys.get(where, section.get("keep_in_fp32_modules", "auto") if isinstance(section, dict) else "auto")

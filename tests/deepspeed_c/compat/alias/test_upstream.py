@@ -17,10 +17,22 @@ from deepspeed_c.compat.alias.upstream import FILE, upstream
 
 ROOT = Path(__file__).resolve().parents[4]
 
-# Each name by `from module import name`, before and apart from the star of its module.
-IMPORT_ALL = """
-import json
-import deepspeed
+
+def run(code: str, cwd: Path, *above: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of this package; above: folders that come before it on the path (SHIM: under both names)."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*above, str(ROOT)])},
+        cwd=cwd,
+    )
+
+
+ATTEMPTS = """
+import json, sys
 from deepspeed_c.compat.alias.upstream import upstream
 table, failures, n = upstream(), [], 0
 
@@ -28,7 +40,12 @@ def attempt(code):
     try: exec(code, namespace := {})
     except Exception as error: failures.append(f"{code}: {type(error).__name__}: {error}"); return {}
     return namespace
+"""
 
+# Each name by `from module import name`, before and apart from the star of its module.
+IMPORT_ALL = f"""
+import deepspeed
+{ATTEMPTS}""" + """
 for top in ("deepspeed", "deepspeed_c"):
     for module, own in table.modules.items():
         path = module.replace("deepspeed", top, 1)
@@ -45,15 +62,7 @@ print("RESULT " + json.dumps([n, failures]))
 
 @pytest.fixture(scope="module")
 def result():
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([SHIM, str(ROOT)])},
-        cwd="/",
-    )
+    done = run(IMPORT_ALL, Path("/"), SHIM)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.rpartition("RESULT ")[2])
 
@@ -64,16 +73,7 @@ def test_every_name_imports_under_both_package_names(result):
     assert not failures, f"{len(failures)} of {n} fail:\n" + "\n".join(failures[:40])
 
 
-WITHOUT_ALIAS = """
-import json, sys
-from deepspeed_c.compat.alias.upstream import upstream
-table, failures, n = upstream(), [], 0
-
-def attempt(code):
-    try: exec(code, namespace := {})
-    except Exception as error: failures.append(f"{code}: {type(error).__name__}: {error}"); return {}
-    return namespace
-
+WITHOUT_ALIAS = ATTEMPTS + """
 # Modules at the end of the table first: what stands at its beginning would load ours by their own paths
 for module, own in reversed(table.modules.items()):
     path = module.replace("deepspeed", "deepspeed_c", 1)
@@ -89,9 +89,7 @@ print("RESULT " + json.dumps([n, failures]))
 
 
 def test_every_name_imports_without_the_alias():
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_ALIAS], check=False, capture_output=True, text=True, timeout=300, cwd=ROOT
-    )
+    done = run(WITHOUT_ALIAS, ROOT)
     assert done.returncode == 0, done.stderr
     n, failures = json.loads(done.stdout.rpartition("RESULT ")[2])
     assert n > 10000
@@ -142,15 +140,7 @@ assert len(ds.moe.layer.MoE.__name__) == 3 and read == [1], read
 @pytest.mark.parametrize("name", ["deepspeed", "deepspeed_c"])
 def test_program_that_uses_what_is_built_does_not_read_the_table(name, tmp_path):
     code = TRAINS.replace("NAME", name).replace("STORE", f"{tmp_path}/store").replace("FOLDER", str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([SHIM, str(ROOT)])},
-        cwd=tmp_path,
-    )
+    done = run(code, tmp_path, SHIM)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -168,9 +158,7 @@ except ModuleNotFoundError as error: print(error)
 
 
 def test_paths_of_what_is_not_built_answer_without_the_alias():
-    done = subprocess.run(
-        [sys.executable, "-c", UNDER_OUR_NAME], check=False, capture_output=True, text=True, timeout=120
-    )
+    done = run(UNDER_OUR_NAME, ROOT)
     assert done.returncode == 0 and "deepspeed_c.moe.nothing" in done.stdout, done
 
 
