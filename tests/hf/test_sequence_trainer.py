@@ -136,7 +136,9 @@ def test_accelerates_own_script(tmp_path: Path) -> None:
     )
     # Ranks on a CPU: accelerate would take them for one process.
     text = "from accelerate import PartialState\nPartialState(cpu=True)\n" + text
-    (tmp_path / "script.py").write_text(text + "\nprint('took', iter + 1, 'batches')\n")
+    # One write: both ranks share the pipe, and print writes each of its arguments by itself.
+    end = "\nimport sys\nsys.stdout.write(f'took {iter + 1} batches\\n')\n"
+    (tmp_path / "script.py").write_text(text + end)
     command = [sys.executable, "-m", "deepspeed_c", "run", sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--use_deepspeed", "--zero_stage", "3", "--num_processes", "2", "--num_machines", "1"]
     command += [
