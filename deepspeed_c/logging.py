@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Collection
 from contextlib import suppress
-from typing import Any
+from typing import Any, TextIO
 
 from .env import read_env
 from .errors import ConfigError
@@ -28,6 +28,7 @@ __all__ = [
     "set_rank",
     "should_log_le",
     "warning_once",
+    "write_line",
 ]
 
 LEVELS = {
@@ -161,7 +162,17 @@ def print_dist(message: str, ranks: Collection[int] | None = None) -> None:
     """Prints ``message`` on the given ranks (as in ``log_dist``) at every level."""
     text = get_dist_msg(message, ranks)
     if text is not None:
-        print(text)
+        write_line(text, sys.stdout)
+
+
+def write_line(text: str, stream: TextIO) -> None:
+    """Write ``text`` and the end of its line in one piece, at once.
+
+    ``print`` writes the end of the line by itself where the stream has no buffer (PYTHONUNBUFFERED), and lines of
+    other ranks that share the pipe or the terminal come in between.
+    """
+    stream.write(f"{text}\n")
+    stream.flush()
 
 
 def log_dist_once(message: str, ranks: Collection[int] | None = None, level: int = logging.INFO) -> None:

@@ -211,7 +211,7 @@ class _Group:
         self._connections: list[Connection] = []
         self._pids: list[int] = []
         self._hosts: Hosts | None = None
-        port = free_port()
+        self._port = port = free_port()
         try:
             self._hosts = Hosts(max(hosts) + 1) if hosts else None
             for rank in range(world):
@@ -318,6 +318,8 @@ class _Group:
 
     def stop(self) -> None:
         """Kills the ranks, reaps them and removes the group's folder. May be called twice."""
+        if (claim := _claims.pop(self._port, None)) is not None:
+            claim.close()
         self.is_usable = False
         if self._pid_of_session != os.getpid():
             return  # a child that the test session forked does not own the ranks
@@ -348,19 +350,25 @@ atexit.register(stop_ranks)
 # Below the ports that Linux assigns to connecting sockets: those may be taken between the check and the use.
 FIRST_PORT, LAST_PORT = 10000, 29000
 _ports = itertools.count(random.SystemRandom().randrange(LAST_PORT - FIRST_PORT))
+_claims: dict[int, socket.socket] = {}  # by port
 
 
 def free_port() -> int:
-    """A port that nobody uses, nor will before the caller does: each worker of pytest-xdist has ports of its own.
+    """A port that nobody uses, and that no other test session of this host is given before this process ends.
 
     For bodies that initialise by environment, and programs; a group of ranks itself meets through a file and needs none.
+    The port is bound by a rank, some time after the choice. Until then an abstract socket named after it tells the other
+    sessions and the other workers of this session that it is taken.
     """
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
     while True:
-        port = FIRST_PORT + (8 * next(_ports) + worker) % (LAST_PORT - FIRST_PORT)
+        port = FIRST_PORT + next(_ports) % (LAST_PORT - FIRST_PORT)
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         with socket.socket() as probe, contextlib.suppress(OSError):
+            claim.bind(f"\0deepspeed_c test port {port}")
             probe.bind(("", port))
+            _claims[port] = claim
             return port
+        claim.close()
 
 
 # ---- in the zygote -------------------------------------------------------------------------------------------------

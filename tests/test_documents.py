@@ -21,7 +21,7 @@ TRANSCRIPT = re.compile(r"^```\w*\n(>>> .*?)^```", re.MULTILINE | re.DOTALL)
 
 def test_lists_of_what_is_missing_are_of_today() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.missing"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "scripts.missing"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 

@@ -19,7 +19,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_c.errors import CheckpointError, DeepSpeedCError, StateError
-from deepspeed_c.logging import logger
+from deepspeed_c.logging import logger, write_line
 
 if TYPE_CHECKING:
     from deepspeed_c.comm.collectives import Collectives
@@ -147,7 +147,7 @@ class Preemption:
                 told = f"step {engine.global_steps} could not be saved, ending without it: {self._problem}"
             else:
                 told = f"saved step {engine.global_steps} to {self._folder}; ending, to be resumed from there"
-            print(f"deepspeed_c: {name}: {told}", file=sys.stderr, flush=True)
+            write_line(f"deepspeed_c: {name}: {told}", sys.stderr)
 
     def _hindrance(self) -> CheckpointError | None:
         if self._folder is None:

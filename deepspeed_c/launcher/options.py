@@ -189,7 +189,7 @@ _OPTIONS = (
                 ("--enable_each_rank_log",),
                 {"metavar": "DIR", "help": "write what rank N prints to DIR/TIME_rankN.log, not to the terminal"},
             ),
-            (("--tag_output",), dict(_FLAG, help="begin each line with the rank it comes from")),
+            (("--tag_output",), dict(_FLAG, help="begin each line with the rank it comes from, and show whole lines only")),
             (
                 ("--grace",),
                 {

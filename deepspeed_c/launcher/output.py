@@ -13,9 +13,13 @@ from types import TracebackType
 from typing import BinaryIO, final
 
 from deepspeed_c.errors import LaunchError
+from deepspeed_c.logging import write_line
 
 __all__ = ["Output"]
 
+# A line that a rank writes in pieces waits this long for its end before it is shown as it is, as a prompt or a progress
+# bar is. Until then no other rank's line comes in between.
+HOLD_SECONDS = 0.1
 TAIL_BYTES = 16 << 10
 TAIL_LINES = 30
 READ_BYTES = 64 << 10
@@ -31,9 +35,13 @@ class _Stream:
     target: int
     """File descriptor; -1 once it cannot be written any more (the terminal is gone, the disk is full)."""
     label: bytes = b""
-    """Prefix of every line; with it only whole lines are passed on, so that ranks do not mix within a line."""
+    """Prefix of every line; with it only whole lines are passed on, however long they take."""
+    is_shared: bool = False
+    """Whether other ranks write to the target: parts of a line are then held back for a moment."""
     is_remembered: bool = True
     pending: bytearray = field(default_factory=bytearray)
+    show_at: float = 0.0
+    """When ``pending`` is shown without the end of its line; by ``time.monotonic``."""
 
 
 @final
@@ -41,9 +49,10 @@ class Output:
     """The pipes of all ranks and the thread that empties them.
 
     By default a rank's stdout is the launcher's own, and only stderr goes through here, for the message after a
-    failure. With labels both go through here, and with a log folder both go to ``DIR/TIME_rankN.log``, in the order of
-    the rank's writes. ``paths(rank)`` are the files to open as the rank's stdout and stderr ("" for the launcher's
-    own). A context manager; after it, all that ranks wrote before they ended is written and no descriptor is left.
+    failure; there, lines of several ranks do not mix. With labels both go through here, and with a log folder both go
+    to ``DIR/TIME_rankN.log``, in the order of the rank's writes. ``paths(rank)`` are the files to open as the rank's
+    stdout and stderr ("" for the launcher's own). A context manager; after it, all that ranks wrote before they ended
+    is written and no descriptor is left.
     """
 
     def __init__(self, n_ranks: int, *, log_dir: str | None = None, has_labels: bool = False) -> None:
@@ -68,7 +77,7 @@ class Output:
                     self._paths.append((both, both))
                 else:
                     out = self._pipe(_Stream(rank, -1, 1, label, is_remembered=False)) if has_labels else ""
-                    self._paths.append((out, self._pipe(_Stream(rank, -1, 2, label))))
+                    self._paths.append((out, self._pipe(_Stream(rank, -1, 2, label, is_shared=n_ranks > 1))))
         except OSError as error:
             self.close()
             raise LaunchError(f"the ranks' output cannot be set up: {error}", where=log_dir or "pipes") from error
@@ -124,7 +133,7 @@ class Output:
 
     def _carry(self) -> None:
         while True:
-            events = self._selector.select()
+            events = self._selector.select(self._show_overdue())
             is_over = False
             for key, _ in events:
                 if key.data is None:
@@ -137,8 +146,23 @@ class Output:
                         if not self._read(stream):
                             break
                     if stream.pending:
-                        self._pass_on(stream, stream.label + bytes(stream.pending) + b"\n")
+                        end = b"\n" if stream.label else b""
+                        self._pass_on(stream, stream.label + bytes(stream.pending) + end)
+                        stream.pending.clear()
                 return
+
+    def _show_overdue(self) -> float | None:
+        """Show parts of lines whose ends have not come in time; return the seconds until the next one is due."""
+        now, waits = time.monotonic(), []
+        for stream in self._streams:
+            if not stream.pending or stream.label:
+                continue
+            if stream.show_at <= now:
+                self._pass_on(stream, bytes(stream.pending))
+                stream.pending.clear()
+            else:
+                waits.append(stream.show_at - now)
+        return min(waits, default=None)
 
     def _read(self, stream: _Stream) -> bool:
         """Pass on the content of the pipe; return whether there was any."""
@@ -150,15 +174,21 @@ class Output:
             tail = self._tails[stream.rank]
             tail += data
             del tail[:-TAIL_BYTES]
-        if not stream.label:
+        if not stream.label and not stream.is_shared:
             self._pass_on(stream, data)
             return bool(data)
+        is_new = not stream.pending
         stream.pending += data
-        # A progress bar ends its lines with \r: they are lines, too
-        end = max(stream.pending.rfind(b"\n"), stream.pending.rfind(b"\r")) + 1
-        lines = bytes(stream.pending[:end]).splitlines(keepends=True)
+        end = stream.pending.rfind(b"\n") + 1
+        if stream.label:
+            end = max(end, stream.pending.rfind(b"\r") + 1)  # a progress bar ends its lines so: they are lines, too
+        elif is_new or end:
+            stream.show_at = time.monotonic() + HOLD_SECONDS
+        lines = bytes(stream.pending[:end])
         del stream.pending[:end]
-        self._pass_on(stream, b"".join(stream.label + line for line in lines))
+        if stream.label:
+            lines = b"".join(stream.label + line for line in lines.splitlines(keepends=True))
+        self._pass_on(stream, lines)
         return bool(data)
 
     def _pass_on(self, stream: _Stream, data: bytes) -> None:
@@ -173,4 +203,4 @@ class Output:
                 where = "its log file" if self._logs else "the terminal"
                 stream.target = -1
                 with contextlib.suppress(OSError):
-                    print(f"deepspeed_c: rank {stream.rank} can no longer write to {where}: {error}", file=sys.stderr)
+                    write_line(f"deepspeed_c: rank {stream.rank} can no longer write to {where}: {error}", sys.stderr)

@@ -33,6 +33,7 @@ from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.output import Output
 from deepspeed_c.launcher.plan import Plan
 from deepspeed_c.listening import is_loopback, listening_socket
+from deepspeed_c.logging import write_line
 
 __all__ = ["launch"]
 
@@ -78,11 +79,11 @@ def _supervise(ranks: _RankProcesses, plan: Plan, output: Output) -> int:
         result = ranks.wait(period=POLL_SECONDS)
         _ignore_signals()  # all have ended, and so shall we: nothing to pass on
     except SignalException as stop:
-        print(f"deepspeed_c: {stop.sigval.name}: passed on to the ranks, which have {plan.grace:g} s", file=sys.stderr)
+        write_line(f"deepspeed_c: {stop.sigval.name}: passed on to the ranks, which have {plan.grace:g} s", sys.stderr)
         ranks.stop(stop.sigval, plan.grace)
         output.finish()
         if all(code == 0 for code in ranks.exit_codes()):
-            print("deepspeed_c: all ranks ended by themselves, with exit code 0", file=sys.stderr)
+            write_line("deepspeed_c: all ranks ended by themselves, with exit code 0", sys.stderr)
             return 0
         return 128 + stop.sigval
     if not result.failures:
@@ -114,7 +115,7 @@ def _explain(rank: int, pid: int, exitcode: int, n_ranks: int, output: Output) -
             f"Last lines of {'its log' if output.log_paths else 'its stderr'}:",
             *(f"  {t}" for t in tail.splitlines()),
         ]
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    write_line("\n".join(lines), sys.stderr)
 
 
 class _RankProcesses(SubprocessContext):
@@ -174,7 +175,7 @@ class _RankProcesses(SubprocessContext):
         try:
             self.close(death_sig, grace)
         except SignalException as again:
-            print(f"deepspeed_c: {again.sigval.name} once more: killing the ranks", file=sys.stderr)
+            write_line(f"deepspeed_c: {again.sigval.name} once more: killing the ranks", sys.stderr)
         _ignore_signals()
         self.close(signal.SIGKILL)
         self.kill_groups()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from deepspeed_c import comm
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.errors import StateError
+from deepspeed_c.logging import write_line
 from deepspeed_c.profile.timers import see_memory_usage
 from deepspeed_c.utils import groups
 from deepspeed_c.utils.gradients import (
@@ -375,7 +377,7 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
             ("peak reserved", accelerator.max_memory_reserved()),
         )
     ]
-    print(f"rank {rank}, {accelerator.current_device_name()}: {msg}: {', '.join(gib)}")
+    write_line(f"rank {rank}, {accelerator.current_device_name()}: {msg}: {', '.join(gib)}", sys.stdout)
 
 
 def get_ma_status() -> int:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_c import logging as own
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # In processes of their own: the logger belongs to the process.
@@ -177,3 +179,27 @@ def test_what_deepspeeds_module_has_besides(tmp_path):
         "  lr " + "." * 27 + " 0.1",
     ], lines
     assert json.loads(path.read_text()) == {"loss": 0.5, "rank": 1}
+
+
+class Pieces:
+    """A stream without a buffer, as with PYTHONUNBUFFERED: each write is a piece of its own in the shared pipe."""
+
+    def __init__(self):
+        self.written = []
+
+    def write(self, text):
+        self.written.append(text)
+        return len(text)
+
+    def flush(self):
+        pass
+
+
+def test_a_line_is_one_write(monkeypatch):
+    pieces = Pieces()
+    monkeypatch.setattr(sys, "stdout", pieces)
+    monkeypatch.setattr(sys, "stderr", pieces)
+    own.print_dist("printed", [-1])
+    own.logger.error("logged\nin two lines")
+    assert pieces.written[0] == "[Rank 0] printed\n", pieces.written
+    assert len(pieces.written) == 2 and pieces.written[1].endswith("logged\nin two lines\n"), pieces.written

@@ -125,6 +125,6 @@ def test_engines_leave_processors_and_take_them_back_in_any_order():
         check=False,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert (done.returncode, done.stdout) == (0, "8 4 2 2 2 8\n"), done.stdout + done.stderr

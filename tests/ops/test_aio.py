@@ -177,7 +177,7 @@ def test_a_file_that_is_closed_while_another_thread_is_about_to_use_it(tmp_path)
         second.close()
         broken.set()
         for thread in (waiting, using):
-            thread.join(60)
+            thread.join(300)
             assert not thread.is_alive()
     assert errors == ["AioEngine.submit_read: the file has been closed"]
     first.close()
@@ -355,7 +355,7 @@ def test_threads_share_a_handle(handle, tmp_path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert wrong == [] and not any(thread.is_alive() for thread in threads)
 
 

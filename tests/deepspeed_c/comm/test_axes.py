@@ -214,7 +214,7 @@ GRIDS = {
 @pytest.mark.parametrize("world", sorted(GRIDS))
 def test_claims_of_the_rows(world: int) -> None:
     cells = [(sizes, stage) for sizes, stages in GRIDS[world] for stage in stages]
-    results = run_ranks(world, look_body, cells, timeout=120)
+    results = run_ranks(world, look_body, cells)
     for i, (sizes, stage) in enumerate(cells):
         check_rows(sizes, stage, [found[i] for found in results])
     tried = {name for grids in GRIDS.values() for sizes, _ in grids for name in sizes}
@@ -260,7 +260,7 @@ def later_body(rank: int, world: int) -> list[str]:
 
 
 def test_an_axis_that_is_not_built_is_refused_at_every_entrance() -> None:
-    first, second = run_ranks(2, later_body, timeout=60)
+    first, second = run_ranks(2, later_body)
     assert first == second and len(first) == 11, (first, second)
 
 

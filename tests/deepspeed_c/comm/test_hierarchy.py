@@ -264,7 +264,7 @@ def groups_body(rank, world):
     gc.collect()
     assert kept.unique().tolist() == [3]
     del kept
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 200
     while threading.active_count() > n_threads or len(os.listdir("/proc/self/fd")) > n_files:
         assert time.monotonic() < deadline, (threading.active_count(), len(os.listdir("/proc/self/fd")), n_files)
         gc.collect()
@@ -356,7 +356,7 @@ def dying_body(rank, world):
     said = str(caught.value)
     with pytest.raises(CommError, match="rank [0-3]"):
         tall.barrier()
-    assert time.monotonic() - begin < 60, "nobody waits for the timeout of the group"
+    assert time.monotonic() - begin < 200, "nobody waits for the timeout of the group, which is 900 s"
     return said
 
 

@@ -123,7 +123,7 @@ def names_body(mesh: Mesh, rank: int) -> None:
 
 
 def test_groups_along_axes() -> None:
-    run_ranks(4, groups_body, timeout=60)
+    run_ranks(4, groups_body)
 
 
 def interop_body(rank: int, world: int) -> None:
@@ -171,4 +171,4 @@ def interop_body(rank: int, world: int) -> None:
 
 
 def test_device_meshes_both_ways_and_what_initialize_takes() -> None:
-    run_ranks(4, interop_body, timeout=90)
+    run_ranks(4, interop_body)

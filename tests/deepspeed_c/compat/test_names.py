@@ -169,5 +169,5 @@ def test_a_hook_is_called_with_the_gradient_in_place() -> None:
 )
 def test_constants_need_no_torch(module: str) -> None:
     code = f"import sys, deepspeed_c.compat.{module}; assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

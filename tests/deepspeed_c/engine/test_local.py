@@ -234,7 +234,7 @@ def killed_body(rank, world, stage):
     text = str(caught.value)
     assert "rank 1 (process " in text and "shm)" in text, text
     assert "rank 1 has ended" in text.split("Fix")[1], f"the watchdog knows it too: {text}"
-    assert seconds < 30, f"{seconds:.0f} s: noticed within a second, where the machine is not busy"
+    assert seconds < 200, f"{seconds:.0f} s: nobody waits for the timeout of the group, which is 900 s"
     os._exit(0)  # the remaining ranks cannot end the group in order
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import struct
+import termios
 import time
 from pathlib import Path
 
@@ -37,6 +40,43 @@ def test_output_comes_while_the_rank_runs(tmp_path):
         while not (text := Path(output.log_paths[0]).read_bytes()) and time.monotonic() < end:
             time.sleep(0.01)
         assert text == b"now"
+
+
+def write_and_wait(output, stream, data):
+    """Write to the pipe, and wait until the thread has taken it all out."""
+    write(output.paths(stream)[1], data)
+    fd = next(s.read_fd for s in output._streams if s.rank == stream and s.target == 2)
+    end = time.monotonic() + 200
+    while struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0]:
+        assert time.monotonic() < end, "nobody reads"
+        time.sleep(0.001)
+
+
+def test_lines_of_two_ranks_do_not_mix_on_the_terminal(capfd, monkeypatch):
+    """As ``print`` writes them without a buffer: the words, then the end of the line."""
+    monkeypatch.setattr(output_module, "HOLD_SECONDS", 1000.0)
+    with Output(2) as output:
+        write_and_wait(output, 0, b"took")
+        write_and_wait(output, 1, b"to")
+        write_and_wait(output, 0, b" 4")
+        write_and_wait(output, 1, b"ok 5\nok")
+        write_and_wait(output, 0, b" batches\n")
+        write_and_wait(output, 1, b" 6")
+        output.finish()
+        assert [output.tail(rank) for rank in (0, 1)] == ["took 4 batches", "took 5\nok 6"]
+    assert capfd.readouterr().err == "took 5\ntook 4 batches\nok 6"
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_a_prompt_without_the_end_of_its_line_is_shown(capfd, n_ranks):
+    with Output(n_ranks) as output:
+        write(output.paths(0)[1], b"10%\r20%")
+        end, seen = time.monotonic() + 200, ""
+        while "20%" not in seen:
+            assert time.monotonic() < end, seen
+            seen += capfd.readouterr().err
+            time.sleep(0.01)
+    assert seen + capfd.readouterr().err == "10%\r20%"
 
 
 def test_much_more_than_a_pipe_holds(tmp_path):

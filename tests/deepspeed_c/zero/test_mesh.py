@@ -115,7 +115,7 @@ def test_parity(kind: str) -> None:
         for t, trait in enumerate(TRAITS_HERE[:: 3 if kind == "device_mesh" else 1])
         for stage in ((1, 2, 3) if kind == "mixed" else (0 if t % 4 == 0 else 1 + t % 3, 3 - t % 2))
     ]
-    results = run_ranks(WORLD, parity_body, kind, cells, timeout=240)
+    results = run_ranks(WORLD, parity_body, kind, cells)
     oracles = {}
     for i, (trait_name, stage, gas) in enumerate(cells):
         trait = TRAITS[trait_name]
@@ -152,7 +152,7 @@ def test_other_optimizers_and_precisions_as_without_a_mesh(name: str, dtype: str
     tolerance = {"rtol": 2e-5, "atol": 2e-6} if dtype == "fp32" else {"rtol": 0.02, "atol": 0.02}
     for stage in (2, 3):
         for rank, (got, want) in enumerate(
-            run_ranks(WORLD, optimizers_body, "mixed", optimizer, dtype, stage, timeout=120)
+            run_ranks(WORLD, optimizers_body, "mixed", optimizer, dtype, stage)
         ):
             for what, a, b in (("losses", got[0], want[0]), ("norms", got[1], want[1])):
                 assert torch.allclose(torch.tensor(a), torch.tensor(b), **tolerance), (stage, rank, what, a, b)
@@ -191,7 +191,7 @@ def states_of(engine) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("kinds", [["mixed", "mixed", None, "mics"], [None, "mixed", "mics"], ["mics", None, "mixed"]])
 def test_checkpoints_of_one_mesh_are_loaded_on_another(tmp_path, kinds: list[str | None], stage: int) -> None:
-    for rank, (want, *found) in enumerate(run_ranks(WORLD, checkpoint_body, str(tmp_path), kinds, stage, timeout=120)):
+    for rank, (want, *found) in enumerate(run_ranks(WORLD, checkpoint_body, str(tmp_path), kinds, stage)):
         for kind, got in zip(kinds[1:], found, strict=True):
             for mine, theirs in zip(got, want, strict=True):
                 for name, value in theirs.items():
@@ -240,7 +240,7 @@ def access_body(rank: int, world: int, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_reading_editing_and_freezing(stage: int) -> None:
-    run_ranks(WORLD, access_body, stage, timeout=120)
+    run_ranks(WORLD, access_body, stage)
 
 
 def nonfinite_body(rank: int, world: int) -> tuple[bool, dict[str, bool]]:
@@ -255,7 +255,7 @@ def nonfinite_body(rank: int, world: int) -> tuple[bool, dict[str, bool]]:
 
 
 def test_one_ranks_overflow_skips_the_step_of_all() -> None:
-    for applied, unchanged in run_ranks(WORLD, nonfinite_body, timeout=60):
+    for applied, unchanged in run_ranks(WORLD, nonfinite_body):
         assert not applied and all(unchanged.values()), unchanged
 
 
@@ -267,4 +267,4 @@ def wrong_size_body(rank: int, world: int) -> None:
 
 
 def test_a_size_that_does_not_divide_the_ranks() -> None:
-    run_ranks(3, wrong_size_body, timeout=60)
+    run_ranks(3, wrong_size_body)

@@ -67,6 +67,6 @@ def test_an_isa_in_the_environment_is_the_one_that_runs():
         check=True,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.stdout == "scalar\n", done.stdout

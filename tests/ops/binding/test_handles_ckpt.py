@@ -445,7 +445,7 @@ def test_writers_work_in_background_threads(tmp_path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert crcs == [crcs_of(array_, BLOCK) for array_ in data]
     for i, array_ in enumerate(data):
         assert _C.verify_blocks(str(tmp_path / str(i)), array_.size, BLOCK, crcs[i]) == []

@@ -380,7 +380,7 @@ def test_an_interrupt_ends_the_wait_and_not_the_collective():
 
 
 def lose_a_rank(rank: int, world: int) -> None:
-    group = group_of(rank, world)
+    group = group_of(rank, world, 900.0)
     flat = torch.ones(100_000)
     group.all_reduce(flat).wait()
     if rank == 1:
@@ -393,7 +393,7 @@ def lose_a_rank(rank: int, world: int) -> None:
             group.all_reduce(flat).wait()
     seconds = time.monotonic() - begin
     group.close()
-    raise AssertionError(f"noticed after {'a moment' if seconds < 40 else seconds}")
+    raise AssertionError(f"noticed after {'a moment' if seconds < 200 else seconds}")
 
 
 def test_a_rank_that_dies_is_named():
