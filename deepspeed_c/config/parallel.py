@@ -94,7 +94,7 @@ class TensorParallel(Section, kw_only=True):
         bool | None,
         asks(
             "Cut the output layer over the vocabulary. The policies of model families always do where labels are given;"
-            " false asks for a whole one.",
+            " true: a model whose layer cannot be cut is an error; false asks for a whole one.",
             _TP_VARIANTS,
             off=(True,),
         ),

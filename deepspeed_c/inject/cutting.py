@@ -191,6 +191,7 @@ class _Surgeon:
                 uncut.append(step)
         self._refuse_halves(uncut)
         self._plan_words()
+        self._check_output_layer()
         found.check(self.names.values())
         adapted = next((step.adapted for step in self.planned if step.adapted), "")
         if adapted and self.section.sequence_parallel_norms:
@@ -390,6 +391,30 @@ class _Surgeon:
                     if m.bias is not None:
                         self._cut(m.bias, 0, step, f"{name}.bias")
                     self.heads.append((name, m))
+
+    def _check_output_layer(self) -> None:
+        """Raises ModelError where the configuration asks for a cut output layer, and the model's cannot be cut."""
+        if self.section.vocab_parallel_lm_head is not True or self.heads:
+            return
+        try:
+            head = self.model.get_output_embeddings()
+        except (AttributeError, NotImplementedError):
+            head = None
+        weight = getattr(head, "weight", None)
+        if weight is None:
+            problem = f"{type(self.model).__name__}.get_output_embeddings() names no output layer with a weight"
+        elif weight not in self.cuts:
+            reason = self.reasons.get(weight, "no rule cuts it")
+            problem = f"the output layer {self.names.get(weight, type(head).__name__)} stays whole ({reason})"
+        elif self.cuts[weight][1] != (1 if is_transposed(head) else 0):
+            problem = f"a rule cuts the output layer {self.names[weight]} along its inputs ({self.reasons[weight]})"
+        else:
+            return
+        raise ModelError(
+            problem,
+            where="tensor_parallel.vocab_parallel_lm_head",
+            fix="leave the key out: output layers are cut over the vocabulary wherever they can be",
+        )
 
     def report(self) -> CutReport:
         """The report of the plan, before it is carried out."""

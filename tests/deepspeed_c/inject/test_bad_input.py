@@ -51,6 +51,45 @@ def start(rank: int, world: int, names: list[str]) -> list[tuple[str, str, bool]
     return found
 
 
+HEADS = {
+    "none": ({}, "names no output layer"),
+    "skipped": ({"patterns": [r"lm_head\.weight"], "partition_type": "skip"}, "lm_head.weight stays whole (partition_config leaves"),
+    "by its inputs": ({"patterns": [r"lm_head\.weight"], "partition_type": "row"}, "cuts the output layer lm_head.weight along its inputs"),
+}
+
+
+def ask_for_a_cut_head(rank: int, world: int, name: str) -> tuple[str, bool]:
+    spec = HEADS[name][0] if name in HEADS else {}
+    model = make("llama")
+    section = {"autotp_size": 2, "vocab_parallel_lm_head": True}
+    if name == "none":
+        model = model.model  # transformers' LlamaModel: layers without a head
+    elif spec:
+        section["partition_config"] = {"layer_specs": [spec], "use_default_specs": True}
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    try:
+        engine, *_ = deepspeed_c.initialize(model=model, config={**BASE, "tensor_parallel": section})
+    except ModelError as error:
+        same = all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        return str(error), same
+    n_rows = engine.module.lm_head.weight.shape[0]
+    engine.destroy()
+    return f"{n_rows} rows", True
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_an_output_layer_that_cannot_be_cut_as_asked(name: str) -> None:
+    for text, same in run_ranks(2, ask_for_a_cut_head, name, preload="tests.deepspeed_c.inject.preload"):
+        print(text)
+        assert HEADS[name][1] in text and "vocab_parallel_lm_head" in text and "Fix: " in text and same, (text, same)
+
+
+def test_an_output_layer_that_is_cut_as_asked() -> None:
+    found = run_ranks(2, ask_for_a_cut_head, "plain", preload="tests.deepspeed_c.inject.preload")
+    n_rows = make("llama").lm_head.weight.shape[0]
+    assert [text for text, _ in found] == [f"{(n_rows + 1 - rank) // 2} rows" for rank in range(2)], (found, n_rows)
+
+
 def test_sections_that_do_not_fit() -> None:
     for found in run_ranks(2, start, list(WRONG), preload="tests.deepspeed_c.inject.preload"):
         assert [name for name, _, _ in found] == list(WRONG)
