@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-__all__ = ["ATTRIBUTES"]
+__all__ = ["ATTRIBUTES", "OF_PIPELINES"]
 
 
 def _names_of_sparse_tensors(engine: Any) -> set[str]:
@@ -24,6 +24,21 @@ def _names_of_sparse_tensors(engine: Any) -> set[str]:
 
 def _of_loader(attribute: str) -> Callable[[Any], Any]:
     return lambda engine: getattr(engine.training_dataloader, attribute, None)
+
+
+def _loaded_tensor_ranks(engine: Any) -> int | None:
+    """Tensor-parallel ranks of the run that saved the checkpoint which was loaded last; None before the first load."""
+    loaded = engine._checkpoints.loaded
+    return None if loaded is None else loaded.tensor_parallel
+
+
+def _loaded_data_ranks(engine: Any) -> int | None:
+    """Data-parallel ranks of that run, times the ranks of a sequence, as in DeepSpeed."""
+    loaded = engine._checkpoints.loaded
+    if loaded is None:
+        return None
+    # A folder of DeepSpeed has no axes: its reader counts the ranks that share one part of the model.
+    return loaded.world_size // (loaded.axes.get("tp", 1) * loaded.axes.get("pp", 1))
 
 
 def _always(value: Any) -> Callable[[Any], Any]:
@@ -40,6 +55,14 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "sparse_tensor_module_names": _names_of_sparse_tensors,
     "inside_no_sync_ctxt": lambda engine: engine._passes.is_inside_no_sync,
     "gas_boundary_ctr": lambda engine: engine.global_steps,
+    "loaded_checkpoint_mp_world_size": _loaded_tensor_ranks,
+    "loaded_checkpoint_dp_world_size": _loaded_data_ranks,
+    "checkpoint_mp_rank": lambda engine: engine.get_tensor_parallel_rank(),
+    "losses": _always(None),
+    "scale_wrt_gas": _always(None),
+    "warn_unscaled_loss": _always(True),
+    "torch_autocast_z0_gradscaler": _always(None),
+    "first_dataloader_check": _always(None),
     "dist_backend": lambda engine: torch.distributed.get_backend(),
     "pipeline_parallelism": _always(False),
     "flatten": _always(_flatten_dense_tensors),
@@ -51,9 +74,31 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "num_experts": lambda engine: [],
     "gate_modules": lambda engine: [],
     "moe_layers": lambda engine: [],
+    "expert_parallel_group": lambda engine: {},
+    "expert_data_parallel_group": lambda engine: {},
+    "all_to_all_group": _always(None),
+    "local_all_to_all_group": _always(None),
+    "quantizer": _always(None),
     "progressive_layer_drop": _always(None),
     "eigenvalue": _always(None),
     "block_eigenvalue": _always(None),
     "optimized_linear_base_weight_sharding": _always(False),
     "optimized_linear_lora_enabled": _always(False),
+}
+
+# Further attributes of the engine of a PipelineModule.
+OF_PIPELINES: dict[str, Callable[[Any], Any]] = {
+    "micro_batches": lambda engine: engine.gradient_accumulation_steps(),
+    "micro_batch_size": lambda engine: engine.train_micro_batch_size_per_gpu(),
+    "is_pipe_parallel": lambda engine: engine.num_stages > 1,
+    "is_data_parallel": lambda engine: engine.dp_world_size > 1,
+    "is_model_parallel": lambda engine: engine.mp_world_size > 1,
+    "is_pipe_partitioned": _always(False),
+    "is_grad_partitioned": _always(False),
+    "prev_stage": lambda engine: engine.stage_id - 1,
+    "next_stage": lambda engine: engine.stage_id + 1,
+    "loss_model": lambda engine: engine.module.loss_fn,
+    "using_bf16_optimizer": lambda engine: engine.bfloat16_enabled(),
+    "pipeline_enable_backward_allreduce": _always(True),
+    "eval_return_logits": _always(False),
 }

@@ -57,6 +57,8 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
     Attributes of the module can be read from the host too. The constructor of an engine has to end with ``_open``.
     """
 
+    _attributes = ATTRIBUTES
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -258,8 +260,8 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None:
                 raise
-            if name in ATTRIBUTES:
-                return ATTRIBUTES[name](self)
+            if name in self._attributes:
+                return self._attributes[name](self)
             try:
                 return getattr(module, name)
             except AttributeError:

@@ -15,6 +15,7 @@ from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config.parallel import Pipeline
 from deepspeed_c.config.zero import Zero
 from deepspeed_c.data.loader import RepeatingLoader
+from deepspeed_c.engine.attributes import ATTRIBUTES, OF_PIPELINES
 from deepspeed_c.engine.engine import DeepSpeedEngine
 from deepspeed_c.engine.training import TrainingHost
 from deepspeed_c.errors import BackwardError, ConfigError, FeatureError, ModelError, RankMismatchError, StateError
@@ -118,6 +119,7 @@ class PipelineEngine(TrainingHost):
     """
 
     pipeline_parallelism = True
+    _attributes = ATTRIBUTES | OF_PIPELINES
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed_c.checkpoint.checkpoint_engine import TorchCheckpointEngine
 from deepspeed_c.checkpoint.native.background import Save
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
@@ -89,6 +90,8 @@ class TrainingHost(Reductions, ModelHost):
         )
         self._tput_timer: ThroughputTimer | None = None
         self._checkpoints = Checkpoints(self._state)
+        self.checkpoint_engine = TorchCheckpointEngine.with_zip(config.checkpoint.checkpoint_serialization)
+        """Writes and reads files of programs. Checkpoints are written without it."""
         self._preemption = Preemption(config.checkpoint.preemption, can_step=self._trains)
         self._open(layout)
         if config.dump_state:

@@ -148,7 +148,7 @@ _FRAGMENT_NAMES = {
         "map_to_flat_opt_states",
     )
 }
-_ENGINES = "deepspeed_c.compat.checkpoint_engine"
+_ENGINES = "deepspeed_c.checkpoint.checkpoint_engine"
 _OFFLOAD_HOOKS = "deepspeed_c.zero.weights.hooks:ModuleHooks"
 _GROUP_NAMES = {
     name: f"deepspeed_c.comm.groups:{name}"

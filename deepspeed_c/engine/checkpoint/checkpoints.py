@@ -13,7 +13,7 @@ import torch
 from deepspeed_c import checkpoint as files
 from deepspeed_c.checkpoint.native.background import BackgroundSave, Save, Snapshot
 from deepspeed_c.checkpoint.native.ranks import Ranks
-from deepspeed_c.checkpoint.source import PARAM, ParamInfo, Read, Source
+from deepspeed_c.checkpoint.source import PARAM, ParamInfo, Read, Source, Topology
 from deepspeed_c.engine.checkpoint.contents import Reading, names_of, names_of_all, owned_pieces, param_infos
 from deepspeed_c.engine.checkpoint.restore import LoadOptions, plan_restore
 from deepspeed_c.engine.parts import take_parts
@@ -49,6 +49,8 @@ class Checkpoints:
         self._has_mixed_states = False
         self.last_dir: str | None = None
         """The folder that was last saved to or loaded from."""
+        self.loaded: Topology | None = None
+        """The arrangement of the ranks that saved the checkpoint which was last loaded."""
 
     def save(
         self,
@@ -217,7 +219,7 @@ class Checkpoints:
                             self.is_half_loaded = True
                             client_state = self._restore_state(module, source, options, load_scheduler, module_only)
                             self.is_half_loaded = self._has_mixed_states
-                            path = source.where
+                            path, self.loaded = source.where, source.topology
                         else:
                             was_replaced = any(self._ranks.all_gather(source.was_replaced))
                 if not was_replaced:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed_c.checkpoint.checkpoint_engine import TorchCheckpointEngine
 from deepspeed_c.compat import ds_config, moe, torch_version
-from deepspeed_c.compat.checkpoint_engine import TorchCheckpointEngine
 from deepspeed_c.compat.checkpoint_folder import merge_state, partition_data
 from deepspeed_c.compat.config_model import DeepSpeedConfigModel, Field
 from deepspeed_c.compat.config_sections import DeepSpeedFP16Config, DeepSpeedZeroConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 import deepspeed_c
-from deepspeed_c.engine.attributes import ATTRIBUTES
+from deepspeed_c.engine.attributes import ATTRIBUTES, OF_PIPELINES
+from deepspeed_c.pipe import LayerSpec, PipelineModule
 from deepspeed_c.zero.states.attributes import ATTRIBUTES as OF_OPTIMIZERS
 from tests.ranks import run_ranks
 
@@ -81,6 +83,47 @@ def engine_body(rank: int, world: int) -> None:
         engine.step()
         assert engine.gas_boundary_ctr == (step + 1) // 2
     engine.destroy()
+
+
+def loaded_body(rank: int, world: int, folder: str) -> tuple[Any, ...]:
+    """What the engine says of the checkpoint before and after its load, and a file that a program writes by it."""
+    engine = make(2, **ADAM)
+    before = engine.loaded_checkpoint_dp_world_size, engine.loaded_checkpoint_mp_world_size
+    if world == 2:
+        engine.save_checkpoint(folder, tag="two")
+    engine.load_checkpoint(folder, tag="two")
+    files = engine.checkpoint_engine
+    assert files is engine.checkpoint_engine and not files.is_decoupled()
+    path = os.path.join(folder, f"own{world}_{rank}.pt")
+    files.save({"step": 3, "weight": torch.arange(5.0)}, path)
+    back = files.load(path)
+    assert back["step"] == 3 and back["weight"].tolist() == torch.load(path)["weight"].tolist() == [0, 1, 2, 3, 4]
+    engine.destroy()
+    return before, engine.loaded_checkpoint_dp_world_size, engine.loaded_checkpoint_mp_world_size
+
+
+def test_ranks_of_the_run_that_saved_the_checkpoint(tmp_path):
+    for world in (2, 1, 3):
+        found = run_ranks(world, loaded_body, str(tmp_path))
+        print(world, found)
+        assert found == [((None, None), 2, 1)] * world
+
+
+def pipeline_body(rank: int, world: int) -> None:
+    parts = [LayerSpec(nn.Linear, 3, 3) for _ in range(2)]
+    module = PipelineModule(parts, num_stages=2, loss_fn=nn.functional.mse_loss)
+    config = {"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 3, "optimizer": ADAM["optimizer"]}
+    engine, *_ = deepspeed_c.initialize(model=module, model_parameters=list(module.parameters()), config=config)
+    for name in (*ATTRIBUTES, *OF_PIPELINES):
+        getattr(engine, name)
+    assert (engine.micro_batches, engine.micro_batch_size, engine.loss_model) == (3, 5, nn.functional.mse_loss)
+    assert engine.is_pipe_parallel and not engine.is_data_parallel and not engine.is_model_parallel
+    assert (engine.prev_stage, engine.next_stage) == (rank - 1, rank + 1)
+    engine.destroy()
+
+
+def test_values_of_a_pipeline():
+    run_ranks(2, pipeline_body)
 
 
 def test_values_of_the_engine():

@@ -1,6 +1,6 @@
 """The interface that DeepSpeed's engine writes the files of a checkpoint by, and torch's implementation of it.
 
-The engine here writes its own way.
+Checkpoints here are written in their own way: ``engine.checkpoint_engine`` is for files of programs.
 """
 
 from __future__ import annotations
@@ -88,6 +88,13 @@ class TorchCheckpointEngine(CheckpointEngine):
         self.zipfile_serialization = (
             False if config_params is None else config_params.checkpoint_config["checkpoint_serialization"]
         )
+
+    @classmethod
+    def with_zip(cls, is_zip: bool) -> TorchCheckpointEngine:
+        """An engine whose files are zip archives, or none."""
+        made = cls()
+        made.zipfile_serialization = is_zip
+        return made
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Do nothing: no preparation is needed."""
