@@ -49,6 +49,8 @@ PUBLIC_NAMES: dict[str, str] = {
     "FeatureError": "deepspeed_c.errors",
     "MissingModuleError": "deepspeed_c.errors",
     "MissingNameError": "deepspeed_c.errors",
+    "MissingPackageError": "deepspeed_c.errors",
+    "EventError": "deepspeed_c.errors",
 }
 
 # Submodules that are reached as attributes without an import of their own.

@@ -12,11 +12,13 @@ __all__ = [
     "CommError",
     "ConfigError",
     "DeepSpeedCError",
+    "EventError",
     "FeatureError",
     "LaunchError",
     "LossScaleError",
     "MissingModuleError",
     "MissingNameError",
+    "MissingPackageError",
     "ModelError",
     "NonFiniteLossError",
     "OffloadError",
@@ -56,6 +58,25 @@ class ConfigError(DeepSpeedCError, ValueError):
 
 class UnsupportedConfigError(ConfigError, NotImplementedError):
     """A key that is known and asks for a feature that this version does not have."""
+
+
+class MissingPackageError(ConfigError, ModuleNotFoundError):
+    """A package that the configuration asks for is missing, broken or too old; ``name`` is its name."""
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "", package: str = "") -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.name = package
+
+    def __reduce__(self):
+        return _rebuild_missing, (type(self), self.what, self.where, self.fix, self.name)
+
+
+def _rebuild_missing(cls: type, what: str, where: str, fix: str, package: str) -> MissingPackageError:
+    return cls(what, where=where, fix=fix, package=package)
+
+
+class EventError(DeepSpeedCError, ValueError):
+    """An event for monitors is no (name, number, step)."""
 
 
 class BatchSizeError(ConfigError):

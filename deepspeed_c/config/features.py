@@ -112,7 +112,8 @@ AREAS: dict[str, dict[str, Feature]] = {
             "16-bit moments by fp32_optimizer_states", 'set it to true, and use "state_dtype": "bf16"'
         ),
         "adagrad_variants": _later(
-            "Adagrad's lr_decay, initial_accumulator_value and maximize", "set it to its default, or pass initialize(optimizer=torch.optim.Adagrad(...))"
+            "Adagrad's lr_decay, initial_accumulator_value and maximize",
+            "set it to its default, or pass initialize(optimizer=torch.optim.Adagrad(...))",
         ),
         "muon_variants": _later("another rule for Muon's non-matrices", "set it to its default: they take AdamW"),
         "lamb_variants": _later("LAMB's eps_inside_sqrt and amsgrad", "set it to false"),
@@ -156,7 +157,15 @@ AREAS: dict[str, dict[str, Feature]] = {
         "autotuning": _later("autotuning", 'set "enabled": false'),
     },
     "monitoring": {
-        "monitors": _later("monitors", 'set "enabled": false; log from the training loop'),
+        **{
+            key: Feature(
+                f"the monitor {key}",
+                True,
+                'set "enabled": false',
+                is_on=lambda root, key=key: getattr(root, key).enabled,
+            )
+            for key in ("tensorboard", "wandb", "comet", "csv_monitor", "jsonl", "prometheus")
+        },
         "comms_logger": Feature(
             "the communication logger", True, 'set "enabled": false', is_on=lambda root: root.comms_logger.enabled
         ),

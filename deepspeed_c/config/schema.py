@@ -14,7 +14,17 @@ from .compression import Compression
 from .data import Curriculum, DataEfficiency
 from .keys import DType, Infinity, KeyInfo, NonNegFloat, Positive, PositiveFloat, Section, acts, asks, inherent, tunes
 from .model import Eigenvalue, ProgressiveLayerDrop, QuantizeTraining, SparseAttention, WeightQuantization
-from .monitor import Comet, CommsLoggerSection, CsvMonitor, FlopsProfiler, TensorBoard, Timers, Wandb
+from .monitor import (
+    Comet,
+    CommsLoggerSection,
+    CsvMonitor,
+    FlopsProfiler,
+    JsonLines,
+    Prometheus,
+    TensorBoard,
+    Timers,
+    Wandb,
+)
 from .offload import Aio
 from .optim import Kind, OptimizerSection
 from .parallel import Comm, ExpertParallel, HybridEngine, Inference, Pipeline, TensorParallel
@@ -150,10 +160,12 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     flops_profiler: Annotated[FlopsProfiler, tunes("Operations of the model.", "flops_profiler")] = FlopsProfiler()
     autotuning: Annotated[Autotuning, tunes("Search for settings.", "autotuning")] = Autotuning()
     elasticity: Annotated[Elasticity, tunes("Batch for many world sizes.", "elasticity")] = Elasticity()
-    tensorboard: Annotated[TensorBoard, tunes("TensorBoard.", "monitors")] = TensorBoard()
-    wandb: Annotated[Wandb, tunes("Weights & Biases.", "monitors")] = Wandb()
-    comet: Annotated[Comet, tunes("Comet.", "monitors")] = Comet()
-    csv_monitor: Annotated[CsvMonitor, tunes("CSV files.", "monitors")] = CsvMonitor()
+    tensorboard: Annotated[TensorBoard, tunes("TensorBoard.", "tensorboard")] = TensorBoard()
+    wandb: Annotated[Wandb, tunes("Weights & Biases.", "wandb")] = Wandb()
+    comet: Annotated[Comet, tunes("Comet.", "comet")] = Comet()
+    csv_monitor: Annotated[CsvMonitor, tunes("CSV files.", "csv_monitor")] = CsvMonitor()
+    jsonl: Annotated[JsonLines, tunes("JSON lines.", "jsonl")] = JsonLines()
+    prometheus: Annotated[Prometheus, tunes("Prometheus.", "prometheus")] = Prometheus()
     comms_logger: Annotated[CommsLoggerSection, tunes("Log of collectives.", "comms_logger")] = CommsLoggerSection()
     sparse_attention: Annotated[SparseAttention | None, asks("Block-sparse attention.", "sparse_attention")] = None
     progressive_layer_drop: Annotated[ProgressiveLayerDrop, tunes("Layer drop.", "progressive_layer_drop")] = (

@@ -1,0 +1,62 @@
+"""The interface of a monitor: a backend that writes events where people look at them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deepspeed_c.comm import get_rank, is_initialized
+from deepspeed_c.env import read_env
+
+__all__ = ["Event", "Monitor", "by_step", "is_first_rank"]
+
+Event = tuple[str, float, int]
+"""(name, value, step): "Train/Samples/train_loss", 2.5, 4096."""
+
+
+class Monitor(ABC):
+    """A backend. Its constructor opens what it writes to, and raises a typed error where it cannot; only rank 0 does.
+
+    ``MonitorMaster`` calls all other methods on its own thread, one at a time. A program may also use a monitor by
+    itself: its methods then write before they return.
+
+    Args:
+        monitor_config: the backend's section of the configuration.
+    """
+
+    key = ""
+    """The section's key in a configuration."""
+    on_failure = ""
+    """Advice to a user when writing fails."""
+
+    def __init__(self, monitor_config: Any) -> None:
+        self.monitor_config = monitor_config
+        self.enabled: bool = bool(monitor_config.enabled)
+        self.is_writing: bool = self.enabled and is_first_rank()
+
+    @abstractmethod
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Write events, whose values are plain numbers. May raise anything: the master says so and goes on."""
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write the resolved configuration of the run, without secrets. Not required."""
+
+    def flush(self) -> None:
+        """Return when all events so far are where a kill of this process leaves them alone. Not required."""
+
+    def close(self) -> None:
+        """Write the rest and close. Not required."""
+
+
+def is_first_rank() -> bool:
+    """Whether this process is rank 0 of the run."""
+    return (get_rank() if is_initialized() else read_env().rank) == 0
+
+
+def by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
+    """Names and values by step, in the order in which the steps came; the last value of a name holds."""
+    found: dict[int, dict[str, float]] = {}
+    for name, value, step in events:
+        found.setdefault(step, {})[name] = value
+    return found

@@ -1,0 +1,65 @@
+"""Events to Weights & Biases: to its service, or to a folder that ``wandb sync`` sends later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deepspeed_c.errors import ConfigError
+
+from .base import Event, Monitor, by_step
+from .packages import load_package
+
+__all__ = ["WandbMonitor"]
+
+
+class WandbMonitor(Monitor):
+    """Logs to one run: the program's own, if it has called ``wandb.init``, or a new one, which ``close`` finishes.
+
+    W&B takes steps in ascending order and ignores values of a step that is past, so a run that is resumed by ``id``
+    and goes back to an earlier checkpoint shows nothing new until it has caught up.
+    """
+
+    key = "wandb"
+    on_failure = 'look into the log of wandb, or set wandb.mode to "offline"'
+
+    def __init__(self, wandb_config: Any) -> None:
+        super().__init__(wandb_config)
+        self.group, self.team, self.project = wandb_config.group, wandb_config.team, wandb_config.project
+        self.run: Any = None
+        self._is_own = False
+        if self.is_writing:
+            self._open(load_package("wandb", key=self.key))
+
+    def _open(self, wandb: Any) -> None:
+        self._is_own = wandb.run is None
+        if not self._is_own:
+            self.run = wandb.run
+            return
+        more = {key: getattr(self.monitor_config, key, None) for key in ("id", "resume", "mode", "name")}
+        try:
+            self.run = wandb.init(project=self.project, group=self.group, entity=self.team, **more)
+        except (wandb.Error, OSError, ValueError) as error:
+            raise ConfigError(
+                f"Weights & Biases cannot start a run: {error}",
+                where=self.key,
+                fix='run wandb login, set "mode": "offline", or set wandb.enabled to false',
+            ) from error
+
+    def log(self, data: Mapping[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        """As ``wandb.log``, to this run."""
+        if self.run is not None:
+            self.run.log(dict(data), step=step, commit=commit)
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        for step, values in by_step(event_list).items():
+            self.log(values, step=step)
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        if self.run is not None:
+            # A resumed run has the values of its first start.
+            self.run.config.update({"deepspeed_c": dict(config)}, allow_val_change=True)
+
+    def close(self) -> None:
+        if self.run is not None and self._is_own:
+            self.run.finish()
