@@ -105,5 +105,5 @@ $(ENV): constraints.txt $(SYSTEM)
 
 # What tests and examples need comes at once: a second install takes its time. The objects stay: tests/test_package.py makes a wheel of them.
 $(BUILT): $(ENV) $(SOURCES)
-	DSC_BUILD_DIR=$(CURDIR)/build/objects $(PIP) install --no-build-isolation -c constraints.txt -e ".[examples,hf,test]" ruff clang-format
+	DSC_BUILD_DIR=$(CURDIR)/build/objects $(PIP) install --no-build-isolation -c constraints.txt -e ".[examples,hf,monitor,test]" ruff clang-format
 	@touch $@

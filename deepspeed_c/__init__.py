@@ -59,7 +59,7 @@ PUBLIC_MODULES: tuple[str, ...] = (
 )
 
 # DeepSpeed's modules and packages that have no place of that name here: they are found by DeepSpeed's paths.
-_UPSTREAM_PACKAGES = ("checkpointing", "module_inject", "runtime")
+_UPSTREAM_PACKAGES = ("checkpointing", "module_inject", "monitor.config", "runtime")
 _UPSTREAM_PATHS = tuple(f"{__name__}.{name}" for name in _UPSTREAM_PACKAGES)
 
 # Modules of ours at paths of DeepSpeed's: a name that they lack may be one of DeepSpeed's.
@@ -67,6 +67,7 @@ _SHARED_PATHS = frozenset(
     f"{__name__}.{path}"
     for path in (
         *("accelerator", "checkpoint", "comm", "comm.comm", "compat", "io", "launcher", "launcher.launch", "ops"),
+        *("monitor", "monitor.comet", "monitor.tensorboard", "monitor.wandb"),
         *("ops.adagrad", "ops.adam", "ops.aio", "ops.lamb", "ops.lion", "ops.op_builder", "ops.transformer", "pipe"),
         *("sequence", "sequence.layer", "utils", "utils.groups", "utils.init_on_device", "utils.numa", "utils.nvtx"),
         *("utils.zero_to_fp32", "zero"),

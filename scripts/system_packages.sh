@@ -3,7 +3,7 @@
 # Python's headers and venv module. Touches nothing, and needs no privileges, where all of it is there.
 #
 # usage: scripts/system_packages.sh [PYTHON]
-#        scripts/system_packages.sh --tests    what tests use that make hosts of network namespaces: they skip without it
+#        scripts/system_packages.sh --tests    what tests use that make hosts of network namespaces or scrape monitors: they skip without it
 set -euo pipefail
 
 if [ "${1:-}" = --tests ]; then
@@ -11,6 +11,10 @@ if [ "${1:-}" = --tests ]; then
     if ! command -v ip >/dev/null && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
         apt-get update -qq
         DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends iproute2 >/dev/null
+    fi
+    if ! command -v promtool >/dev/null && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+        apt-get update -qq
+        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends prometheus >/dev/null
     fi
     exit 0
 fi

@@ -21,7 +21,7 @@ from .jsonl import JsonLinesMonitor
 from .prometheus import PrometheusMonitor
 from .tensorboard import TensorBoardMonitor
 from .wandb import WandbMonitor
-from .writer import Writer
+from .writer import EventWriter
 
 __all__ = ["MONITORS", "Event", "Monitor", "MonitorMaster"]
 
@@ -63,7 +63,7 @@ class MonitorMaster(Monitor):
         self.enabled = bool(enabled)
         self.is_writing = self.enabled and is_first_rank()
         self.monitors: dict[str, Monitor] = {}
-        self._writer: Writer | None = None
+        self._writer: EventWriter | None = None
         error = self._open({key: sections[key] for key in enabled}) if self.is_writing else None
         if comm is not None and self.enabled:
             error = next((each for each in comm.gather_objects(error, label="monitors") if each is not None), None)
@@ -72,7 +72,7 @@ class MonitorMaster(Monitor):
             raise error
         if self.monitors:
             known = monitor_config.resolved_dict() if isinstance(monitor_config, Config) else None
-            self._writer = Writer(self.monitors, None if known is None else without_secrets(known))
+            self._writer = EventWriter(self.monitors, None if known is None else without_secrets(known))
 
     def write_events(self, event_list: Iterable[Sequence[Any]]) -> None:
         """Queue events (name, value, step), and return without waiting for any monitor.

@@ -13,13 +13,13 @@ from deepspeed_c.logging import logger
 
 from .base import Event, Monitor
 
-__all__ = ["CLOSE_SECONDS", "QUEUE_EVENTS", "Writer"]
+__all__ = ["CLOSE_SECONDS", "QUEUE_EVENTS", "EventWriter"]
 
 QUEUE_EVENTS = 10_000  # about 1 MB: the events of some hundred steps, while a disk or a server is slow
 CLOSE_SECONDS = 60.0  # W&B and Comet send what they hold when they close
 
 
-class Writer:
+class EventWriter:
     """Writes events to monitors on one daemon thread.
 
     The queue is bounded. Events that find it full are dropped and counted; the first of them is a warning, and closing

@@ -25,6 +25,13 @@ MODULES: dict[str, str] = {
     "deepspeed.comm": "deepspeed_c.comm",
     "deepspeed.comm.constants": "deepspeed_c.compat.comm_constants",
     "deepspeed.comm.comm": "deepspeed_c.comm.comm",
+    "deepspeed.monitor": "deepspeed_c.monitor",
+    "deepspeed.monitor.comet": "deepspeed_c.monitor.comet",
+    "deepspeed.monitor.csv_monitor": "deepspeed_c.monitor.csv_monitor",
+    "deepspeed.monitor.monitor": "deepspeed_c.monitor.monitor",
+    "deepspeed.monitor.tensorboard": "deepspeed_c.monitor.tensorboard",
+    "deepspeed.monitor.utils": "deepspeed_c.monitor.utils",
+    "deepspeed.monitor.wandb": "deepspeed_c.monitor.wandb",
     "deepspeed.ops": "deepspeed_c.ops",
     "deepspeed.ops.adagrad": "deepspeed_c.ops.adagrad",
     "deepspeed.ops.adagrad.cpu_adagrad": "deepspeed_c.ops.adagrad",
@@ -299,6 +306,18 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "deepspeed.comm.config": {name: f"{_SECTIONS}:{name}" for name in ("CommsLoggerConfig", "DeepSpeedCommsConfig")},
     "deepspeed.compile.config": {"CompileConfig": f"{_SECTIONS}:CompileConfig"},
+    "deepspeed.monitor.comet": {
+        "Name": "builtins:str",
+        "GlobalSamples": "builtins:int",
+        "Value": "typing:Any",
+        "check_comet_availability": "deepspeed_c.monitor.utils:check_comet_availability",
+    },
+    "deepspeed.monitor.tensorboard": {
+        "check_tb_availability": "deepspeed_c.monitor.utils:check_tb_availability"
+    },
+    "deepspeed.monitor.wandb": {
+        "check_wandb_availability": "deepspeed_c.monitor.utils:check_wandb_availability"
+    },
     "deepspeed.monitor.config": {
         name: f"{_SECTIONS}:{name}"
         for name in (
@@ -430,7 +449,6 @@ ABSENT: dict[str, str] = {
     "deepspeed.model_implementations": _INFERENCE,
     "deepspeed.module_inject": _TENSOR,
     "deepspeed.moe": _EXPERTS,
-    "deepspeed.monitor": "monitors come with a later version; log from the training loop, engine.get_lr() and get_global_grad_norm() have the numbers",
     "deepspeed.nvme": "`deepspeed_c io bench|tune` measures a device and finds the settings that suit it",
     "deepspeed.ops.adam.zenflow_cpu_adam": "use DeepSpeedCPUAdam",
     "deepspeed.ops.adam.zenflow_torch_adam": "use FusedAdam",

@@ -21,7 +21,7 @@ from deepspeed_c.config import load_config
 from deepspeed_c.errors import ConfigError, EventError
 from deepspeed_c.monitor import MonitorMaster
 from deepspeed_c.monitor.base import Monitor
-from deepspeed_c.monitor.writer import Writer
+from deepspeed_c.monitor.writer import EventWriter
 from tests.ranks import run_ranks
 
 
@@ -220,7 +220,7 @@ class Recorder(Monitor):
 
 def test_a_slow_monitor_holds_nothing_up_and_lost_events_are_counted(warnings):
     slow = Recorder()
-    writer = Writer({"recorder": slow}, capacity=10)
+    writer = EventWriter({"recorder": slow}, capacity=10)
     began = time.monotonic()
     for step in range(25):
         writer.put([("a", 1.0, step)])
@@ -240,7 +240,7 @@ def test_a_monitor_that_fails_says_so_once_and_the_others_go_on(warnings):
     broken, good = Recorder(fails=True), Recorder()
     broken.gate.set()
     good.gate.set()
-    writer = Writer({"broken": broken, "good": good})
+    writer = EventWriter({"broken": broken, "good": good})
     for step in range(3):
         writer.put([("a", 1.0, step), ("b", 1.0, step)])
         writer.flush()
@@ -252,7 +252,7 @@ def test_a_monitor_that_fails_says_so_once_and_the_others_go_on(warnings):
 
 
 def test_events_after_close_are_counted(warnings):
-    writer = Writer({})
+    writer = EventWriter({})
     writer.close()
     writer.put([("a", 1.0, 5)])
     writer.close()
