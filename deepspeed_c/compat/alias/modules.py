@@ -307,9 +307,9 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.comm.config": {name: f"{_SECTIONS}:{name}" for name in ("CommsLoggerConfig", "DeepSpeedCommsConfig")},
     "deepspeed.compile.config": {"CompileConfig": f"{_SECTIONS}:CompileConfig"},
     "deepspeed.monitor.comet": {
-        "Name": "builtins:str",
-        "GlobalSamples": "builtins:int",
-        "Value": "typing:Any",
+        "Name": "deepspeed_c.monitor.base:Name",
+        "GlobalSamples": "deepspeed_c.monitor.base:GlobalSamples",
+        "Value": "deepspeed_c.monitor.base:Value",
         "check_comet_availability": "deepspeed_c.monitor.utils:check_comet_availability",
     },
     "deepspeed.monitor.tensorboard": {
