@@ -1,4 +1,4 @@
-"""docs/adding/optimizer.md, nn-kernel.md and inject-policy.md: their diffs apply to this tree, and touch the files that
+"""docs/adding/optimizer.md, nn-kernel.md, inject-policy.md and monitor.md: their diffs apply to this tree, and touch the files that
 the pages name."""
 
 from __future__ import annotations
@@ -25,11 +25,19 @@ ACTIVATION = [
 SCHEDULE = ["csrc/pipe/breadth_first.c", "csrc/pipe/schedules.inc", "tests/csrc/pipe/test_schedules.c"]
 # One page of data; and a line in the tests.
 POLICY = ["deepspeed_c/inject/policies/gpt_neo.py", "tests/deepspeed_c/inject/families.py"]
+# One file, one line, one section.
+MONITOR = [
+    *(f"deepspeed_c/config/{name}.py" for name in ("features", "monitor", "schema")),
+    *(f"deepspeed_c/monitor/{name}.py" for name in ("log_lines", "monitor")),
+]
 
 
 @pytest.mark.parametrize(
     "page, parts",
-    [("optimizer", OPTIMIZER), ("nn-kernel", ACTIVATION), ("schedule", SCHEDULE), ("inject-policy", POLICY)],
+    [
+        *(("optimizer", OPTIMIZER), ("nn-kernel", ACTIVATION), ("schedule", SCHEDULE), ("inject-policy", POLICY)),
+        ("monitor", MONITOR),
+    ],
 )
 def test_the_diff_fits(page: str, parts: list[str]) -> None:
     diff = (ROOT / "docs" / "adding" / f"{page}.md").read_text().partition("```diff\n")[2].partition("```\n")[0]
