@@ -38,8 +38,6 @@ _DROP_AUTO = (
     "wandb.",
     "csv_monitor.",
     "comet.",
-    "jsonl.",
-    "prometheus.",
 )
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
