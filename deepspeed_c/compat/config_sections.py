@@ -16,7 +16,7 @@ from deepspeed_c.config.monitor import (
     Comet,
     CommsLoggerSection,
     CsvMonitor,
-    FlopsProfiler,
+    FlopsProfilerSection,
     TensorBoard,
     Throughput,
     Wandb,
@@ -278,7 +278,7 @@ class _FromWhole(DeepSpeedConfigModel):
         super().__init__(**param_dict.get(self._key, {}))
 
 
-class DeepSpeedFlopsProfilerConfig(_FromWhole, section=FlopsProfiler):
+class DeepSpeedFlopsProfilerConfig(_FromWhole, section=FlopsProfilerSection):
     """The section ``flops_profiler``."""
 
     _key = "flops_profiler"

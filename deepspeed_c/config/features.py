@@ -169,7 +169,9 @@ AREAS: dict[str, dict[str, Feature]] = {
         "comms_logger": Feature(
             "the communication logger", True, 'set "enabled": false', is_on=lambda root: root.comms_logger.enabled
         ),
-        "flops_profiler": _later("the flops profiler", 'set "enabled": false; wall_clock_breakdown times the phases'),
+        "flops_profiler": Feature(
+            "the flops profiler", True, 'set "enabled": false', is_on=lambda root: root.flops_profiler.enabled
+        ),
     },
     "model and data": {
         "sparse_attention": _later("sparse attention", "remove the section"),

@@ -10,7 +10,7 @@ __all__ = [
     "Comet",
     "CommsLoggerSection",
     "CsvMonitor",
-    "FlopsProfiler",
+    "FlopsProfilerSection",
     "JsonLines",
     "Prometheus",
     "TensorBoard",
@@ -96,16 +96,24 @@ class CommsLoggerSection(Section, kw_only=True):
     prof_ops: Annotated[tuple[str, ...], tunes("Log these operations only.", "comms_logger")] = ()
 
 
-class FlopsProfiler(Section, kw_only=True):
+class FlopsProfilerSection(Section, kw_only=True):
     """A count of the model's floating-point operations."""
 
     enabled: Annotated[bool, asks("Switch of the section.", "flops_profiler")] = False
-    recompute_fwd_factor: Annotated[NonNegFloat, tunes("Part of forward that is run again.", "flops_profiler")] = 0.0
-    profile_step: Annotated[int, tunes("Step that is profiled.", "flops_profiler")] = 1
-    module_depth: Annotated[int, tunes("Depth of the report; -1: all.", "flops_profiler")] = -1
-    top_modules: Annotated[Positive, tunes("Modules listed per depth.", "flops_profiler")] = 1
-    detailed: Annotated[bool, tunes("Print each module.", "flops_profiler")] = True
-    output_file: Annotated[str | None, tunes("File of the report.", "flops_profiler")] = None
+    recompute_fwd_factor: Annotated[
+        NonNegFloat,
+        tunes(
+            "Part of forward that the backward computes again, for a report that has counted no recomputation.",
+            "flops_profiler",
+        ),
+    ] = 0.0
+    profile_step: Annotated[int, tunes("Steps before the profiled one: 1 profiles the second.", "flops_profiler")] = 1
+    module_depth: Annotated[
+        int, tunes("Depths of modules in the list of the heaviest; -1: all.", "flops_profiler")
+    ] = -1
+    top_modules: Annotated[Positive, tunes("Modules in that list per depth.", "flops_profiler")] = 1
+    detailed: Annotated[bool, tunes("Print the tree of all modules, too.", "flops_profiler")] = True
+    output_file: Annotated[str | None, tunes("File of the report; null: it is printed.", "flops_profiler")] = None
 
 
 class Throughput(Section, kw_only=True):

@@ -18,7 +18,7 @@ from .monitor import (
     Comet,
     CommsLoggerSection,
     CsvMonitor,
-    FlopsProfiler,
+    FlopsProfilerSection,
     JsonLines,
     Prometheus,
     TensorBoard,
@@ -157,7 +157,9 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     checkpoint: Annotated[Checkpoint, acts("Saving and loading.")] = Checkpoint()
     nebula: Annotated[Nebula, tunes("Nebula.", "nebula")] = Nebula()
     datastates_ckpt: Annotated[DataStates | None, asks("DataStates.", "datastates")] = None
-    flops_profiler: Annotated[FlopsProfiler, tunes("Operations of the model.", "flops_profiler")] = FlopsProfiler()
+    flops_profiler: Annotated[FlopsProfilerSection, tunes("Operations of the model.", "flops_profiler")] = (
+        FlopsProfilerSection()
+    )
     autotuning: Annotated[Autotuning, tunes("Search for settings.", "autotuning")] = Autotuning()
     elasticity: Annotated[Elasticity, tunes("Batch for many world sizes.", "elasticity")] = Elasticity()
     tensorboard: Annotated[TensorBoard, tunes("TensorBoard.", "tensorboard")] = TensorBoard()

@@ -46,7 +46,7 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
         if self._tput_timer is not None and self.training:
             self._tput_timer.start()
         self._mesh.enter_phase("forward")
-        with self.timers.measure("forward"), self._sequence_stream():
+        with self.timers.measure("forward"), self._sequence_stream(), self._flops.forward():
             outputs = self._run(inputs, kwargs)
         if not self._trains or not torch.is_grad_enabled():
             return outputs
@@ -104,6 +104,7 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
         optimizer.note_loss(weighed)
         with self.timers.measure("backward"):
             self._passes.run(weighed, factor, retain_graph)
+        self._flops.end_backward()
         return loss.detach() * factor
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -221,7 +221,7 @@ class PipelineEngine(TrainingHost):
             backward=self._passes.part,
         )
         try:
-            with self.timers.measure("forward"), self._passes.no_sync():
+            with self.timers.measure("forward"), self._passes.no_sync(), self._flops.forward():
                 results = self._runner.run(table.actions(self.stage_id), lent, has_backward=True)
         except BaseException:
             self._state.begin_window()

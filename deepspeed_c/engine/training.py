@@ -30,6 +30,7 @@ from deepspeed_c.engine.trainable import assign_groups, match_names, put_states,
 from deepspeed_c.engine.zero_grad import hook_zero_grad
 from deepspeed_c.errors import BatchSizeError, StateError
 from deepspeed_c.logging import log_dist, logger
+from deepspeed_c.profile.flops_step import StepFlops
 from deepspeed_c.profile.timers import EngineTimers, ThroughputTimer, see_memory_usage
 from deepspeed_c.zero.gradients.drift import DriftFound
 from deepspeed_c.zero.layout.layout import Layout
@@ -89,6 +90,7 @@ class TrainingHost(Reductions, ModelHost):
             device=device,
         )
         self._tput_timer: ThroughputTimer | None = None
+        self._flops = StepFlops(config.flops_profiler, self)
         self._checkpoints = Checkpoints(self._state)
         self.checkpoint_engine = TorchCheckpointEngine.with_zip(config.checkpoint.checkpoint_serialization)
         """Writes and reads files of programs. Checkpoints are written without it."""
@@ -507,6 +509,7 @@ class TrainingHost(Reductions, ModelHost):
         if self._config.memory_breakdown:
             see_memory_usage("before step", force=True)
         self._mesh.enter_phase("step")
+        self._flops.begin_step()
         self._complete_window(optimizer)
         try:
             with self.timers.measure("step"):
@@ -524,6 +527,7 @@ class TrainingHost(Reductions, ModelHost):
             self.lr_scheduler.step(**lr_kwargs)
         self.timers.end_step(self.global_steps)
         self._stop_tput_timer(is_step=True)
+        self._flops.end_step()
         self._report()
         if optimizer.is_stopping:
             self._preemption.end_run(self, self._checkpoints.last_dir, self._comm)
@@ -531,6 +535,7 @@ class TrainingHost(Reductions, ModelHost):
     def close(self) -> None:
         if not self._is_closed:
             self._preemption.close()
+            self._flops.close()
         super().close()
 
     def _end(self) -> None:

@@ -157,6 +157,8 @@ def upstream_attribute(module: str, name: str) -> Any:
             return _import_upstream(listed.module)
         if (listed.module, listed.name) == (module, name):
             return unbuilt(module, name)
+        if module in MODULES and MODULES[module] == MODULES.get(listed.module):
+            return upstream_attribute(listed.module, listed.name)  # one module of ours under both paths lacks the name
         # A name that the module has from another: ours, where that is built
         there = _import_upstream(listed.module)
         if isinstance(there, AliasedModule) or hasattr(there, listed.name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 import typing
 from typing import Dict, Optional  # noqa: UP035  (programs write it so)
@@ -115,3 +116,14 @@ def test_table_is_whole() -> None:
         for names in table.modules.values()
         for name in names.values()
     )
+
+
+def test_one_module_under_two_paths_says_that_it_lacks_a_name():
+    """The package and its module are one module of ours; each once asked the other for the name, without end."""
+    package = importlib.import_module("deepspeed_c.profiling.flops_profiler")
+    module = importlib.import_module("deepspeed_c.profiling.flops_profiler.profiler")
+    assert package is module and package.FlopsProfiler.__module__ == "deepspeed_c.profile.flops"
+    with pytest.raises(MissingNameError, match="MODULE_HOOK_MAPPING"):
+        _ = package.MODULE_HOOK_MAPPING.items
+    with pytest.raises(MissingNameError, match="no_such_name"):
+        _ = package.no_such_name

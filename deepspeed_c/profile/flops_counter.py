@@ -1,0 +1,296 @@
+"""Count the FLOPs of a model while it runs, by module: its forward, its backward, and the recomputation in that.
+
+A ``TorchDispatchMode`` sees each operator below autograd, with its operands; ``flops_formulas.py`` has the numbers.
+Nothing in torch is replaced, and nothing is added to modules: torch's global module hooks tell which module runs.
+
+[Note: Modules of a backward]
+Autograd numbers the nodes of a graph as it makes them, and names the node that runs in a backward. So the
+counter notes the next number whenever forward enters or leaves a module, and finds the modules of a backward operator
+by the number of its node. Modules that are entered within a backward belong to a forward that is run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
+
+from deepspeed_c.profile.flops_formulas import elementwise_formulas, mac_formulas
+
+__all__ = ["Count", "FlopsCounter", "FlopsPhase", "ModuleCounts", "now", "running_counters"]
+
+
+class FlopsPhase(IntEnum):
+    """The part of a step in which an operator runs."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    RECOMPUTED = 2
+    """A forward that is run again within the backward (activation checkpointing)."""
+
+
+class Count(NamedTuple):
+    """Floating-point operations, and the multiply-accumulates among them (a MAC is two FLOPs)."""
+
+    flops: int = 0
+    macs: int = 0
+
+
+class ModuleCounts:
+    """The counts of one module, by phase."""
+
+    __slots__ = ("_begin", "_depth", "all", "module", "own", "seconds")
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.own = [Count() for _ in FlopsPhase]  # outside of its submodules
+        self.all = [Count() for _ in FlopsPhase]
+        self.seconds = 0.0  # in forward, submodules included
+        self._depth, self._begin = 0, 0.0
+
+    def enter(self, now: float) -> None:
+        """A module may run within itself, and its time counts once."""
+        if not self._depth:
+            self._begin = now
+        self._depth += 1
+
+    def leave(self, now: float) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.seconds += now - self._begin
+
+
+def _sum(a: Count, b: Count) -> Count:
+    return Count(a.flops + b.flops, a.macs + b.macs)
+
+
+_Path = tuple[ModuleCounts, ...]  # modules that run, outermost first
+
+
+class _Thread:
+    """The modules that one thread is in, and was in before."""
+
+    def __init__(self) -> None:
+        self.path: list[tuple[ModuleCounts, bool]] = []  # with each: whether it is within a backward
+        self.recomputing: set[int] = set()  # backward passes in which this thread recomputes
+        self._numbers: list[int] = []
+        self._paths: list[_Path] = []
+
+    def note(self, path: _Path, number: int | None = None) -> None:
+        """Nodes from ``number`` on, by default the next, are made in ``path``. See [Note: Modules of a backward]."""
+        if self._paths and self._paths[-1] == path:
+            return
+        self._numbers.append(torch.autograd._get_sequence_nr() if number is None else number)
+        self._paths.append(path)
+
+    def path_of(self, node: Any) -> _Path:
+        i = bisect_right(self._numbers, node._sequence_nr()) - 1
+        return self._paths[i] if i >= 0 else ()
+
+
+def now() -> float:
+    """Seconds; waits for the device."""
+    if (device := torch.accelerator.current_accelerator(check_available=True)) is not None and device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def _task() -> int:
+    """Autograd's number of the pass that runs; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+class FlopsCounter(TorchDispatchMode):
+    """Counts from ``start`` to ``stop``, in the thread that starts it and in the threads of its backward passes.
+
+    Operators outside of the model's modules, such as a loss function's, are not counted. ``ignored``: types of modules
+    whose operators count as their parents'.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: torch.nn.Module, ignored: Sequence[type] = ()) -> None:
+        super().__init__()
+        self.is_counting = False
+        self.backward_begin: float | None = None
+        """When the gradient of the model's outputs came, by ``time.perf_counter``."""
+        modules = [each for each in model.modules() if each is model or type(each) not in ignored]
+        self._counts = {id(module): ModuleCounts(module) for module in modules}
+        self.root = self._counts[id(model)]
+        self._macs, self._elementwise = mac_formulas(), elementwise_formulas()
+        self._threads: dict[int, _Thread] = {}
+        self._forward_thread = _Thread()
+        self._with_create_graph: set[int] = set()
+        self._handles: list[Any] = []
+        self._stance: Any = None
+        self._is_pushed = False
+        self._n_suspended = 0
+
+    def counts(self) -> list[ModuleCounts]:
+        """The counts of all modules of the model, without the ignored ones."""
+        return list(self._counts.values())
+
+    def start(self) -> None:
+        self.__enter__()
+        self._is_pushed = True
+        torch.ones(1).add(1)  # torch loads modules at the first operator under a mode, and that time is no module's
+        self._threads = {threading.get_ident(): self._forward_thread}
+        self._forward_thread.note(())
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        if "torch._dynamo" in sys.modules:
+            # A compiled graph runs kernels that are no operators: the counted step runs the code behind it.
+            self._stance = torch.compiler.set_stance("force_eager")
+        self.is_counting = True
+
+    def stop(self) -> None:
+        """Ends the count; a second call does nothing.
+
+        Within another dispatch mode that was entered after ``start`` the mode stays where it is, without counting, and
+        a later call takes it away.
+        """
+        if self.is_counting:
+            self.is_counting = False
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
+            if self._stance is not None:
+                self._stance.__exit__(None, None, None)
+                self._stance = None
+        if self._is_pushed and _get_current_dispatch_mode_stack()[-1:] == [self]:
+            self.__exit__(None, None, None)
+            self._is_pushed = False
+
+    def _thread(self) -> _Thread:
+        return self._threads.setdefault(threading.get_ident(), _Thread())
+
+    def _enter(self, module: torch.nn.Module, _: Any) -> None:
+        counts = self._counts.get(id(module))
+        if counts is None or not self.is_counting:
+            return
+        thread, task = self._thread(), _task()
+        thread.path.append((counts, task != -1))
+        thread.note(self._path(thread, task))
+        if task != -1:
+            thread.recomputing.add(task)
+        else:
+            counts.enter(now())
+
+    def _leave(self, module: torch.nn.Module, _: Any, outputs: Any) -> None:
+        counts = self._counts.get(id(module))
+        thread = self._thread()
+        if counts is None or not any(each is counts for each, _ in thread.path):
+            return
+        # Modules above it have been left by an exception.
+        while True:
+            left, is_again = thread.path.pop()
+            if not is_again:
+                left.leave(now())
+            if left is counts:
+                break
+        task = _task()
+        thread.note(self._path(thread, task))
+        if counts is self.root and task == -1 and torch.is_grad_enabled():
+            self._watch(outputs)
+
+    def _watch(self, outputs: Any) -> None:
+        for tensor in tree_leaves(outputs):
+            if torch.is_tensor(tensor) and tensor.requires_grad:
+                self._handles.append(tensor.register_hook(self._begin_backward))
+
+    def _begin_backward(self, _: torch.Tensor) -> None:
+        if self.backward_begin is None:
+            self.backward_begin = now()
+        for thread in self._threads.values():
+            thread.recomputing.clear()
+        if torch.is_grad_enabled():
+            self._with_create_graph.add(_task())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.is_counting or self._n_suspended:
+            return func(*args, **kwargs)
+        operator = getattr(func, "_overloadpacket", func)
+        macs, elementwise = self._macs.get(operator), self._elementwise.get(operator)
+        if macs is None and elementwise is None:
+            if torch.is_inference_mode_enabled() and isinstance(func, torch._ops.OpOverload):
+                # There operators that are made of others come whole, as `linear` does.
+                with self:
+                    out = func.decompose(*args, **kwargs)
+                if out is not NotImplemented:
+                    return out
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        phase, path = self._place()
+        if path:
+            n_macs = 0 if macs is None else macs(*args, out=out, **kwargs)
+            has_more = elementwise is not None and phase is not FlopsPhase.BACKWARD
+            n_flops = 2 * n_macs + (elementwise(*args, out=out, **kwargs) if has_more else 0)
+            self._add(phase, path, Count(n_flops, n_macs))
+        return out
+
+    def _path(self, thread: _Thread, task: int) -> _Path:
+        """The modules that run now, or those of the backward's node and then the recomputed ones."""
+        if task == -1:
+            return tuple(counts for counts, _ in thread.path)
+        node = torch._C._current_autograd_node()
+        # A pass that runs within the backward of a thread of autograd's own, over a graph that this thread has made
+        is_nested = bool(thread.recomputing) and task not in thread.recomputing
+        made_by = thread if is_nested else self._forward_thread
+        outer = () if node is None else made_by.path_of(node)
+        again = tuple(counts for counts, is_again in thread.path if is_again)
+        if not again:
+            return outer
+        at = next((i for i, counts in enumerate(outer) if counts is again[0]), len(outer))
+        return outer[:at] + again
+
+    def _place(self) -> tuple[FlopsPhase, _Path]:
+        """The phase and the modules of the operator that runs."""
+        thread, task = self._thread(), _task()
+        path = self._path(thread, task)
+        if task == -1:
+            return FlopsPhase.FORWARD, path
+        if any(is_again for _, is_again in thread.path):
+            return FlopsPhase.RECOMPUTED, path
+        # Autograd runs without gradients, but where it makes a graph of the backward itself: a recomputed function that
+        # is no module is told by that. Its nodes may be run by a pass of its own.
+        if torch.is_grad_enabled() and task not in self._with_create_graph:
+            thread.recomputing.add(task)
+            thread.note(path, torch.autograd._get_sequence_nr() - 1)  # this operator has its node already
+            return FlopsPhase.RECOMPUTED, path
+        return FlopsPhase.BACKWARD, path
+
+    def _add(self, phase: FlopsPhase, path: _Path, count: Count) -> None:
+        path[-1].own[phase] = _sum(path[-1].own[phase], count)
+        for counts in {*path, self.root}:
+            counts.all[phase] = _sum(counts.all[phase], count)
+
+    @contextlib.contextmanager
+    def counted_as(self, count: Count) -> Iterator[None]:
+        """Counts ``count`` instead of the operators within."""
+        if self.is_counting and not self._n_suspended:
+            phase, path = self._place()
+            if path:
+                self._add(phase, path, count)
+        self._n_suspended += 1
+        try:
+            yield
+        finally:
+            self._n_suspended -= 1
+
+
+def running_counters() -> list[FlopsCounter]:
+    """The counters that this thread runs under."""
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FlopsCounter)]

@@ -1,0 +1,99 @@
+"""The section ``flops_profiler``: the engine counts one micro-batch of one step, and reports it after that step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from deepspeed_c.config.monitor import FlopsProfilerSection
+from deepspeed_c.errors import ConfigError
+from deepspeed_c.logging import logger
+from deepspeed_c.profile.flops import FlopsProfiler
+
+__all__ = ["ProfiledEngine", "StepFlops"]
+
+
+class ProfiledEngine(Protocol):
+    """The parts of an engine that a profile needs."""
+
+    module: torch.nn.Module
+    global_rank: int
+    global_steps: int
+
+
+class StepFlops:
+    """Counts the first training forward, and the backward of it, while ``global_steps`` is ``profile_step``.
+
+    Rank 0 counts. The other ranks, and an engine without the section, do nothing here.
+    """
+
+    def __init__(self, section: FlopsProfilerSection, engine: ProfiledEngine) -> None:
+        self._section, self._engine = section, engine
+        self._is_waiting = section.enabled and engine.global_rank == 0
+        self._is_done = False
+        self._profiler: FlopsProfiler | None = None
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward; the counted micro-batch ends at the latest where the next begins."""
+        self._stop()
+        engine = self._engine
+        is_due = self._is_waiting and engine.global_steps == self._section.profile_step
+        if not is_due or not engine.module.training or not torch.is_grad_enabled():
+            yield
+            return
+        profiler = FlopsProfiler(engine.module, engine, self._section.recompute_fwd_factor)
+        profiler.start_profile()
+        try:
+            yield
+        except BaseException:
+            profiler.end_profile()  # the step may be tried again
+            raise
+        self._profiler, self._is_waiting = profiler, False
+
+    def end_backward(self) -> None:
+        """After a backward pass; a micro-batch may have several."""
+        if self._profiler is not None:
+            self._profiler.note_backward_end()
+
+    def begin_step(self) -> None:
+        """Ends the counted micro-batch."""
+        self._stop()
+        if self._profiler is not None:
+            self._profiler.note_step_begin()
+
+    def end_step(self) -> None:
+        """After the step: reports, where this step was profiled."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        section, self._is_done = self._section, True
+        profiler.note_step_end()
+        settings = (section.profile_step, section.module_depth, section.top_modules, section.detailed)
+        try:
+            profiler.print_model_profile(*settings, section.output_file)
+        except ConfigError as error:
+            # A run is worth more than a file of it.
+            logger.warning("rank 0: %s. The report follows instead", error.what)
+            profiler.print_model_profile(*settings)
+        finally:
+            profiler.end_profile()
+
+    def close(self) -> None:
+        """Says that no step was profiled, if so."""
+        if self._profiler is not None:
+            self._profiler.end_profile()
+            self._profiler = None
+        if self._section.enabled and self._engine.global_rank == 0 and not self._is_done:
+            logger.warning(
+                "flops_profiler: no step was profiled: training ended after %d steps, and profile_step is %d (1: the step after the first)",
+                self._engine.global_steps,
+                self._section.profile_step,
+            )
+
+    def _stop(self) -> None:
+        if self._profiler is not None:
+            self._profiler.stop_profile()
