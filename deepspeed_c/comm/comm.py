@@ -23,7 +23,7 @@ from deepspeed_c.comm import backends
 from deepspeed_c.comm.discover import DEFAULT_PORT, discover
 from deepspeed_c.comm.groups import is_initialized, require_initialized
 from deepspeed_c.comm.ledger import Ledger, LedgerEntry, ledger_of
-from deepspeed_c.comm.log import CommsLogger, log_collectives
+from deepspeed_c.comm.log import CommsLogger, EngineCollectives
 from deepspeed_c.errors import CommError
 from deepspeed_c.logging import logger
 
@@ -79,7 +79,7 @@ __all__ = [
 # One log a process, as there is one default group a process: ``configure`` and ``log_summary`` take no object to work
 # on.
 comms_logger = CommsLogger()
-comms_logger.on_switch = log_collectives(comms_logger)
+comms_logger.on_switch = EngineCollectives(comms_logger).switch
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

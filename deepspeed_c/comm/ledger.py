@@ -110,6 +110,21 @@ class LedgerEntry:
         self.state = STARTING
         self.since = monotonic()
 
+    @property
+    def axes(self) -> str:
+        """``Ledger.axes`` of its group."""
+        return self._ledger.axes
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of its group, by their numbers in the world."""
+        return self._ledger.ranks
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where its data is; None: on the CPU."""
+        return self._device
+
     def begin_wait(self) -> None:
         """From here on this rank waits for it; ``since`` becomes the time (``time.monotonic``) of this call."""
         self.since = monotonic()
@@ -206,10 +221,7 @@ class Ledger:
     """
 
     entry_type: ClassVar[type[LedgerEntry]] = LedgerEntry
-    """Class of the entries in all ledgers.
-
-    The communication log puts a class of its own here while it is on (``log.py``): off, it costs nothing.
-    """
+    """Class of the entries in all ledgers; another one while somebody listens to them (``observed.py``)."""
 
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
         """name: the group's, the same on all its ranks. ranks: its members by their numbers in the world."""
@@ -276,7 +288,7 @@ class Ledger:
     def enter_message(self, op: str, n_bytes: int, label: str = "", device: torch.device | None = None) -> LedgerEntry:
         """A message between two ranks: it takes no number (0), since the other ranks know nothing of it."""
         self._count(op, n_bytes)
-        return LedgerEntry(self, 0, op, n_bytes, label, device)
+        return self.entry_type(self, 0, op, n_bytes, label, device)
 
     def finish_on_device(self, entry: LedgerEntry, device: torch.device) -> None:
         """Ends ``entry`` when the current stream of ``device`` has done all its work so far."""

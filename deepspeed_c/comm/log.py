@@ -1,8 +1,8 @@
 """Log of communication: counts and speeds of calls (the ``comms_logger`` section).
 
 Calls of ``deepspeed_c.comm`` are recorded by their wrapper; while the log is off this costs one test per call. The
-engine's own collectives are recorded by their entries in the ledger (``log_collectives``). These entries have another
-class while the log is on, so they cost nothing while it is off.
+engine's own collectives are recorded by their entries in the ledger (``EngineCollectives``), and cost nothing while it
+is off.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from deepspeed_c.comm.ledger import Ledger, LedgerEntry
+from deepspeed_c.comm.ledger import LedgerEntry
+from deepspeed_c.comm.observed import ObservedEntry, listen, stop_listening
 from deepspeed_c.logging import logger
 
-__all__ = ["CommsLogger", "bandwidths_gbps", "log_collectives", "trim_mean"]
+__all__ = ["CommsLogger", "EngineCollectives", "bandwidths_gbps", "trim_mean"]
 
 # How many times an operation moves its message, as (n ranks) -> (factor of the algorithm's bandwidth, factor of the
 # bus's). The conventions come from nccl-tests (PERFORMANCE.md) and DeepSpeed, whose tables count a gathered message
@@ -215,39 +216,39 @@ _ENGINE_OPS = {
 }
 
 
-def log_collectives(log: CommsLogger) -> Callable[[bool], None]:
-    """Returns a function that has every collective of every engine recorded in ``log`` (True), or none (False).
+class EngineCollectives:
+    """Records every collective of every engine in a log, while the log is on.
 
     A record's time runs from the start of a collective to the end of waiting for it. The log does not hurry collectives
     beside the backward pass, so its time is an upper bound, and its bandwidth a lower one.
     """
 
-    class LoggedEntry(LedgerEntry):
-        __slots__ = ("_began",)
+    def __init__(self, log: CommsLogger) -> None:
+        self._log = log
 
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self._began = perf_counter()
+    def switch(self, is_on: bool) -> None:
+        (listen if is_on else stop_listening)(self)
 
-        def finish(self) -> None:
-            super().finish()
-            if self.op not in _ENGINE_OPS:
-                return  # recorded by the wrapper of deepspeed_c.comm
-            op, is_piece = _ENGINE_OPS[self.op]
-            if not log.wants(op, False):
-                return
-            if self._device is not None and self._device.type != "cpu":
-                torch.accelerator.synchronize(self._device)
-            n_ranks = len(self._ledger.ranks)
-            n_bytes = self.n_bytes // n_ranks if is_piece else self.n_bytes
-            at = ", ".join(part for part in (self.phase, self.label) if part)
-            name = f"{op} | [Caller Func: engine{f' ({at})' if at else ''}]" if log.debug else op
-            log.append(op, name, perf_counter() - self._began, n_bytes, n_ranks, self.path)
+    def begin(self, entry: LedgerEntry) -> None:
+        """Nothing: entries know when they were made."""
 
-    def switch(is_on: bool) -> None:
-        Ledger.entry_type = LoggedEntry if is_on else LedgerEntry
+    def end(self, entry: LedgerEntry) -> None:
+        """Nothing: the log counts the whole time of a collective."""
 
-    return switch
+    def finish(self, entry: ObservedEntry) -> None:
+        log = self._log
+        if entry.op not in _ENGINE_OPS:
+            return  # recorded by the wrapper of deepspeed_c.comm
+        op, is_piece = _ENGINE_OPS[entry.op]
+        if not log.wants(op, False):
+            return
+        if entry.device is not None and entry.device.type != "cpu":
+            torch.accelerator.synchronize(entry.device)
+        n_ranks = len(entry.ranks)
+        n_bytes = entry.n_bytes // n_ranks if is_piece else entry.n_bytes
+        at = ", ".join(part for part in (entry.phase, entry.label) if part)
+        name = f"{op} | [Caller Func: engine{f' ({at})' if at else ''}]" if log.debug else op
+        log.append(op, name, perf_counter() - entry.began, n_bytes, n_ranks, entry.path)
 
 
 def _size(n_bytes: int) -> str:

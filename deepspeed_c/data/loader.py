@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -113,6 +114,7 @@ class DeepSpeedDataLoader:
         *,
         seed: int = 0,
         shuffle: bool = True,
+        measure: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """batch_size: samples of one micro-batch of one rank.
 
@@ -120,6 +122,7 @@ class DeepSpeedDataLoader:
         ``data_parallel_world_size`` give this rank's share (default: from ``torch.distributed``).
         tput_timer: its ``start`` is called before each batch. num_local_io_workers: number of processes loading in the
         background; none by default (DeepSpeed: 2 a device). seed: the shuffle's, the same on all ranks.
+        measure: called with "data"; the context that it gives is around the making of each batch.
         """
         config = deepspeed_dataloader_config or {}
         if config.get("curriculum_learning"):
@@ -136,7 +139,7 @@ class DeepSpeedDataLoader:
         rank, world_size = _share(local_rank, data_parallel_rank, data_parallel_world_size)
         self.dataset, self.batch_size, self.pin_memory = dataset, batch_size, pin_memory
         self.tput_timer, self.collate_fn, self.num_local_io_workers = tput_timer, collate_fn, workers
-        self.dataloader_drop_last = dataloader_drop_last
+        self.dataloader_drop_last, self._measure = dataloader_drop_last, measure
         self._owns_sampler = data_sampler is None
         self.data_sampler: Any = data_sampler
         self._is_stream = isinstance(dataset, IterableDataset)
@@ -163,6 +166,7 @@ class DeepSpeedDataLoader:
         num_local_io_workers: int | None = None,
         drop_last: bool = False,
         seed: int = 0,
+        measure: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> DeepSpeedDataLoader:
         """A loader for the ranks of ``comm`` (a ``Collectives``). ``route``: "train" shuffles, "eval" and "predict" do
         not.
@@ -183,6 +187,7 @@ class DeepSpeedDataLoader:
             dataloader_drop_last=drop_last,
             seed=seed,
             shuffle=route == "train",
+            measure=measure,
         )
 
     def __len__(self) -> int:
@@ -214,9 +219,10 @@ class DeepSpeedDataLoader:
     def __next__(self) -> Any:
         if self.tput_timer is not None:
             self.tput_timer.start()
-        if self._batches is None:
-            self._batches = self._start()
-        batch = next(self._batches)
+        with self._measure("data"):
+            if self._batches is None:
+                self._batches = self._start()
+            batch = next(self._batches)
         self._n_given += 1
         return batch
 

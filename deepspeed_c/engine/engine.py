@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed_c.comm.axes import SP
+from deepspeed_c.engine.inputs import count_tokens
 from deepspeed_c.engine.share import LossShare
 from deepspeed_c.engine.training import TrainingHost
 from deepspeed_c.engine.whole import WholeModel
@@ -43,10 +44,11 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
             self._passes.recover()
             if self.training and torch.is_grad_enabled():
                 self._inputs.look(self.global_steps, inputs, kwargs)
+                self._state.n_tokens += count_tokens(inputs, kwargs)
         if self._tput_timer is not None and self.training:
             self._tput_timer.start()
         self._mesh.enter_phase("forward")
-        with self.timers.measure("forward"), self._sequence_stream(), self._flops.forward():
+        with self.phases.measure("forward"), self._sequence_stream(), self._flops.forward():
             outputs = self._run(inputs, kwargs)
         if not self._trains or not torch.is_grad_enabled():
             return outputs
@@ -67,8 +69,7 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
         own."""
         optimizer = self._require_optimizer("scale")
         weighed = self._weigh(loss)
-        if optimizer.scaler is not None:
-            optimizer.note_loss(weighed)
+        optimizer.note_loss(weighed, self._window.factor())
         return self._passes.scale(weighed, self._window.factor())
 
     def _weigh(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
@@ -101,8 +102,8 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
         self._passes.recover()
         factor = self._window.factor(scale_wrt_gas)
         weighed = self._weigh(loss, retain_graph)
-        optimizer.note_loss(weighed)
-        with self.timers.measure("backward"):
+        optimizer.note_loss(weighed, factor)
+        with self.phases.measure("backward"):
             self._passes.run(weighed, factor, retain_graph)
         self._flops.end_backward()
         return loss.detach() * factor
@@ -132,6 +133,7 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
         self._step_applied = False
         if not self.is_gradient_accumulation_boundary():
             self.micro_steps += 1
+            self.phases.end_micro_step(is_step=False)
             self._stop_tput_timer(is_step=False)
             return
         self._update(optimizer, lr_kwargs or {})

@@ -1,4 +1,5 @@
-"""Check that tensor-parallel ranks compute with the same data, before the first pass and at intervals afterwards."""
+"""The arguments of forward: their number of tokens, and the check that tensor-parallel ranks compute with the same data,
+before the first pass and at intervals afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from deepspeed_c.inject.alike import describe_call, digest_of, first_difference
 from deepspeed_c.inject.generation import random_state
 from deepspeed_c.zero.gradients.drift import DriftFound
 
-__all__ = ["InputCheck"]
+__all__ = ["InputCheck", "count_tokens"]
 
 # Windows from one look to the next.
 EVERY = 100
@@ -109,6 +110,24 @@ class InputCheck:
             why = "data and random numbers are the same, so each rank has a part of its gradient"
             fix += "set param.tp_sum_gradients = True before initialize, or sum the gradient in the model"
         return RankMismatchError(f"{found}: {why}", where="engine.step", fix=fix)
+
+
+def count_tokens(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Tokens in the arguments of a forward; 0 where they are none.
+
+    They are the elements of ``input_ids``, or the rows of ``inputs_embeds`` [..., tokens, width], by keyword or in a
+    mapping as the first argument; otherwise the elements of the first argument, where that is a tensor [samples,
+    tokens] of integers."""
+    first = inputs[0] if inputs else None
+    for given in (kwargs, first if isinstance(first, Mapping) else {}):
+        ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+        if torch.is_tensor(ids):
+            return ids.numel()
+        if torch.is_tensor(embeds) and embeds.dim() > 1:
+            return embeds.numel() // max(1, embeds.shape[-1])
+    if torch.is_tensor(first) and first.dim() == 2 and first.dtype in (torch.int64, torch.int32):
+        return first.numel()
+    return 0
 
 
 def _hash_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ class NoOptimizer:
     units: tuple[Unit, ...] = ()
     slots: tuple[Slot, ...] = ()
     has_window = False
-    face = optimizer = scaler = None
+    face = optimizer = scaler = last_facts = None
     loss_scale = 1.0
 
     def __init__(self) -> None:

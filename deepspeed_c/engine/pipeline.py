@@ -17,6 +17,7 @@ from deepspeed_c.config.zero import Zero
 from deepspeed_c.data.loader import RepeatingLoader
 from deepspeed_c.engine.attributes import ATTRIBUTES, OF_PIPELINES
 from deepspeed_c.engine.engine import DeepSpeedEngine
+from deepspeed_c.engine.inputs import count_tokens
 from deepspeed_c.engine.training import TrainingHost
 from deepspeed_c.errors import BackwardError, ConfigError, FeatureError, ModelError, RankMismatchError, StateError
 from deepspeed_c.pipe import PipelineModule
@@ -201,17 +202,20 @@ class PipelineEngine(TrainingHost):
         self._require_states("train_batch")
         n = self.gradient_accumulation_steps()
         table = self._table(n, trains=True)
-        batches = self._fetch(data_iter, n, "train_batch", needs_labels=True)
+        with self.phases.measure("data"):
+            batches = self._fetch(data_iter, n, "train_batch", needs_labels=True)
         self.module.train()
         self._passes.recover()
         self._blocks.expect(_most_in_flight(table.actions(self.stage_id)))
         self._state.begin_window()
+        if self.is_first_stage():
+            self._state.n_tokens = sum(count_tokens((inputs,), {}) for inputs, _ in batches)
         self._window.place(self._window.begin + n - 1)  # the following micro-batches are one window, and end it
         total = torch.zeros((), dtype=torch.float64)
 
         def loss_of(outputs: Any, k: int) -> torch.Tensor:
             loss = self._loss_of(outputs, batches[k])
-            self._optimizer.note_loss(loss)
+            self._optimizer.note_loss(loss, self._window.factor())
             return loss
 
         lent = Lent(
@@ -219,9 +223,10 @@ class PipelineEngine(TrainingHost):
             result=loss_of,
             scale=lambda loss: self._passes.scale(loss, self._window.factor()),
             backward=self._passes.part,
+            measure=self.phases.measure,
         )
         try:
-            with self.timers.measure("forward"), self._passes.no_sync(), self._flops.forward():
+            with self._passes.no_sync(), self._flops.forward():
                 results = self._runner.run(table.actions(self.stage_id), lent, has_backward=True)
         except BaseException:
             self._state.begin_window()

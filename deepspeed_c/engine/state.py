@@ -52,6 +52,8 @@ class TrainState:
         needs_weights = mesh.size(SP) > 1 and config.sequence_parallel.loss != "part"
         self.passes = BackwardPass(self.window, precision.scaler, mesh, self.begin_window, needs_weights)
         self.global_steps = self.global_samples = self.skipped_steps = 0
+        self.n_tokens = 0
+        """In this rank's batches of the present window."""
         self._loader_state: dict[str, int] | None = None  # where the loader stood when the present window began
 
     def lay_out(self, layout: Layout) -> None:
@@ -89,6 +91,7 @@ class TrainState:
     def begin_window(self) -> None:
         """Drops the gradients, losses and counts of the present window, and starts it over."""
         self.optimizer.zero_grad()
+        self.n_tokens = 0
         self.passes.begin_window()
         self.window.place(self.window.begin)
         self._note_loader()
@@ -101,6 +104,7 @@ class TrainState:
         self.global_samples += batch.train_batch_size if is_counted else n_samples
         self.skipped_steps += is_skipped
         self.global_steps += 1
+        self.n_tokens = 0
         self.window.place(self.window.micro_steps + 1)
         self.passes.begin_window()
         self._note_loader()

@@ -13,6 +13,7 @@ import torch
 from deepspeed_c.checkpoint.checkpoint_engine import TorchCheckpointEngine
 from deepspeed_c.checkpoint.native.background import Save
 from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.comm.observed import listen, stop_listening
 from deepspeed_c.config import Config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.checkpoint.checkpoints import Checkpoints
@@ -30,8 +31,10 @@ from deepspeed_c.engine.trainable import assign_groups, match_names, put_states,
 from deepspeed_c.engine.zero_grad import hook_zero_grad
 from deepspeed_c.errors import BatchSizeError, StateError
 from deepspeed_c.logging import log_dist, logger
+from deepspeed_c.observe.phases import Phases
+from deepspeed_c.observe.record import SampleRate, StepRecord
 from deepspeed_c.profile.flops_step import StepFlops
-from deepspeed_c.profile.timers import EngineTimers, ThroughputTimer, see_memory_usage
+from deepspeed_c.profile.timers import ThroughputTimer, resident_bytes, see_memory_usage
 from deepspeed_c.zero.gradients.drift import DriftFound
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.states.access import attach, detach
@@ -78,17 +81,16 @@ class TrainingHost(Reductions, ModelHost):
         optimizer = training.optimizer or NoOptimizer()
         self._state = TrainState(config, mesh, precision, device, optimizer, training.lr_scheduler)
         self._window, self._passes = self._state.window, self._state.passes
+        self.phases = Phases(enabled=config.wall_clock_breakdown, device=device)
+        if config.wall_clock_breakdown:
+            listen(self.phases)
+        self.monitor: Any = __import__("types").SimpleNamespace(enabled=False)
+        self._rate = SampleRate(is_counted=config.timers.throughput.enabled)
         if training.data is not None:
             self.training_dataloader = self.deepspeed_io(training.data, collate_fn=training.collate_fn)
         self._inputs = InputCheck(mesh, device)
         self._step_applied = False
         self._unhook_zero_grad: Callable[[], None] = lambda: None
-        self.timers = EngineTimers(
-            enabled=config.wall_clock_breakdown,
-            throughput=config.timers.throughput.enabled,
-            batch_size=config.batch.train_batch_size,
-            device=device,
-        )
         self._tput_timer: ThroughputTimer | None = None
         self._flops = StepFlops(config.flops_profiler, self)
         self._checkpoints = Checkpoints(self._state)
@@ -127,6 +129,8 @@ class TrainingHost(Reductions, ModelHost):
                 wants_stop=self._preemption.is_requested,
                 begin_window=self._state.begin_window,
                 hash_of_inputs=self._inputs.hash_of_window,
+                n_tokens=lambda: self._state.n_tokens,
+                measure=self.phases.measure,
             )
 
     def _trained_params(self) -> list[torch.nn.Parameter]:
@@ -230,18 +234,39 @@ class TrainingHost(Reductions, ModelHost):
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def _report(self) -> None:
+        """Says the numbers of the step that has ended to the log, where a line is due, and to the monitors."""
         # Phases that somebody asked to have timed are told even where no interval was given.
         every = self._config.steps_per_print or (1 if self._config.wall_clock_breakdown else float("inf"))
-        if every != float("inf") and self.global_steps % int(every) == 0:
-            log_dist(
-                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
-                + self.timers.report(),
-                ranks=[0],
-            )
-            if self._blocks is not None and (profile := self._blocks.profile(self.global_steps, self.global_rank)):
-                log_dist(profile, ranks=[0])
+        is_due = every != float("inf") and self.global_steps % int(every) == 0
+        if is_due or self.monitor.enabled:
+            record = self._record()
+            if self.monitor.enabled:
+                self.monitor.write_events(record.events())
+            if is_due:
+                log_dist(record.line(self.phases.mean_ms(reset=True)), ranks=[0])
+                if self._blocks is not None and (profile := self._blocks.profile(self.global_steps, self.global_rank)):
+                    log_dist(profile, ranks=[0])
         if self._config.memory_breakdown:
             see_memory_usage("after step", force=True)
+
+    def _record(self) -> StepRecord:
+        optimizer, facts = self._optimizer, self._optimizer.last_facts
+        has_device = self.monitor.enabled and self.device.type != "cpu"
+        return StepRecord(
+            step=self.global_steps,
+            samples=self.global_samples,
+            skipped_steps=self.skipped_steps,
+            lr=self.get_lr(),
+            momentum=self.get_mom(),
+            loss=None if facts is None else facts.loss,
+            loss_scale=None if optimizer.scaler is None else optimizer.loss_scale,
+            grad_norm=self.get_global_grad_norm(),
+            n_tokens=0 if facts is None else facts.n_tokens,
+            samples_per_sec=self._rate.samples_per_sec(),
+            phases_ms=self.phases.last_step_ms() if self.monitor.enabled else {},
+            host_bytes=resident_bytes() if self.monitor.enabled else None,
+            device_bytes=torch.accelerator.memory_allocated(self.device) if has_device else None,
+        )
 
     def was_step_applied(self) -> bool:
         """Whether the last ``step()`` updated the weights."""
@@ -269,8 +294,13 @@ class TrainingHost(Reductions, ModelHost):
         return [group.get("type") for group in self._require_optimizer("get_type").hyper_parameters]
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """{phase: ms a step} since the last report; empty without ``wall_clock_breakdown``."""
-        return self.timers.phases_ms()
+        """{phase: ms} of the last step; empty without ``wall_clock_breakdown``.
+
+        The phases are "data", "forward", "backward", "step" and "other", which add up to its wall clock; parts of a
+        phase ("backward.reduce"); and DeepSpeed's timers (``fwd``, ``bwd``, ``bwd_inner``, ``bwd_allreduce``, and with
+        ``_microstep`` behind their names those of the last micro-batch).
+        """
+        return self.phases.last_step_ms()
 
     def deepspeed_io(
         self,
@@ -295,6 +325,7 @@ class TrainingHost(Reductions, ModelHost):
             num_local_io_workers=num_local_io_workers,
             drop_last=self._config.dataloader_drop_last,
             seed=self._config.seed,
+            measure=self.phases.measure,
         )
 
     def save_checkpoint(
@@ -512,7 +543,7 @@ class TrainingHost(Reductions, ModelHost):
         self._flops.begin_step()
         self._complete_window(optimizer)
         try:
-            with self.timers.measure("step"):
+            with self.phases.measure("step"):
                 optimizer.step()
         except DriftFound as drift:
             raise self._inputs.cause_of(drift) from drift
@@ -525,7 +556,8 @@ class TrainingHost(Reductions, ModelHost):
             # one does in another method.
             optimizer.optimizer._opt_called = True
             self.lr_scheduler.step(**lr_kwargs)
-        self.timers.end_step(self.global_steps)
+        self.phases.end_micro_step(is_step=True)
+        self._rate.end_step(self.train_batch_size())
         self._stop_tput_timer(is_step=True)
         self._flops.end_step()
         self._report()
@@ -536,6 +568,7 @@ class TrainingHost(Reductions, ModelHost):
         if not self._is_closed:
             self._preemption.close()
             self._flops.close()
+            stop_listening(self.phases)
         super().close()
 
     def _end(self) -> None:

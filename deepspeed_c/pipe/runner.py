@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +43,8 @@ class Lent(NamedTuple):
     """Loss -> the scalar where backward starts."""
     backward: Callable[[], AbstractContextManager[None]]
     """Context around each run of autograd."""
+    measure: Callable[[str], AbstractContextManager[None]] = nullcontext
+    """Context whose time counts as a phase: "forward", "backward", or "messages" of the links."""
 
 
 class _Flight:
@@ -90,8 +92,9 @@ class Runner:
         try:
             for kind, stage, micro_batch in actions:
                 self._do[kind](stage, micro_batch)
-            for link in self._links():
-                link.flush()
+            with lent.measure("messages"):
+                for link in self._links():
+                    link.flush()
         except BaseException:
             for link in self._links():
                 link.clear()
@@ -110,28 +113,38 @@ class Runner:
 
     def _forward(self, s: int, k: int) -> None:
         stage = self._stages[s]
-        inputs = self._lent.first_inputs(k) if stage.inputs is None else stage.inputs.take()
-        outputs = stage.run(inputs)
-        if stage.outputs is None:
-            outputs = self._lent.result(outputs, k)
-            self._results[k] = outputs.detach() if self._has_backward else outputs
-            if self._has_backward:
-                outputs = self._lent.scale(outputs)
-        else:
-            self._outputs[s, k] = outputs
+        inputs = self._lent.first_inputs(k) if stage.inputs is None else self._take(stage.inputs)
+        with self._lent.measure("forward"):
+            outputs = stage.run(inputs)
+            if stage.outputs is None:
+                outputs = self._lent.result(outputs, k)
+                self._results[k] = outputs.detach() if self._has_backward else outputs
+                if self._has_backward:
+                    outputs = self._lent.scale(outputs)
+            else:
+                self._outputs[s, k] = outputs
         if self._has_backward:
             self._flights[s, k] = _Flight(() if stage.inputs is None else inputs, outputs)
         if isinstance(stage.outputs, LocalLink):
             self._send_output(s, k)
 
+    def _take(self, link: Link) -> Any:
+        """The value of the oldest message, waited for."""
+        with self._lent.measure("messages"):
+            return link.take()
+
+    def _send(self, link: Link, value: Any, label: str) -> None:
+        with self._lent.measure("messages"):
+            link.send(value, label)
+
     def _send_output(self, s: int, k: int) -> None:
-        self._stages[s].outputs.send(self._outputs.pop((s, k)), _label("output", s, k))
+        self._send(self._stages[s].outputs, self._outputs.pop((s, k)), _label("output", s, k))
 
     def _post_input(self, s: int, k: int) -> None:
         self._stages[s].inputs.post(_label("output", s - 1, k))
 
     def _send_gradients(self, s: int, k: int) -> None:
-        self._stages[s].input_grads.send(self._gradients.pop((s, k)), _label("gradient of the input", s, k))
+        self._send(self._stages[s].input_grads, self._gradients.pop((s, k)), _label("gradient of the input", s, k))
 
     def _post_gradients(self, s: int, k: int) -> None:
         self._stages[s].output_grads.post(_label("gradient of the input", s + 1, k))
@@ -141,13 +154,13 @@ class Runner:
         stage, roots = self._stages[s], self._flights[s, k].roots
         if stage.output_grads is None:
             return roots, [torch.ones_like(self._results[k]) for _ in roots]
-        pairs = [(root, grad) for root, grad in zip(roots, stage.output_grads.take(), strict=True) if grad is not None]
+        pairs = [(root, grad) for root, grad in zip(roots, self._take(stage.output_grads), strict=True) if grad is not None]
         return [root for root, _ in pairs], [grad for _, grad in pairs]
 
     def _backward(self, s: int, k: int) -> None:
         roots, grads = self._roots(s, k)
         flight = self._flights.pop((s, k))
-        with self._lent.backward():
+        with self._lent.measure("backward"), self._lent.backward():
             if roots:
                 torch.autograd.backward(roots, grads)
         self._give_back(s, k, [leaf.grad for leaf in flight.inputs])
@@ -159,14 +172,14 @@ class Runner:
         roots, grads = self._roots(s, k)
         flight = self._flights[s, k]
         flight.half = SplitBackward(roots, grads, flight.inputs)
-        with self._lent.backward():
+        with self._lent.measure("backward"), self._lent.backward():
             given = flight.half.input_half()
         self._give_back(s, k, given)
 
     def _weight(self, s: int, k: int) -> None:
         flight = self._flights.pop((s, k), None)
         if flight is not None and flight.half is not None:
-            with self._lent.backward():
+            with self._lent.measure("backward"), self._lent.backward():
                 flight.half.weight_half()
 
     def _give_back(self, s: int, k: int, grads: list[torch.Tensor | None]) -> None:

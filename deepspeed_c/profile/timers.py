@@ -11,7 +11,6 @@ import os
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,18 +19,19 @@ from deepspeed_c.errors import StateError
 from deepspeed_c.logging import log_dist, logger
 
 __all__ = [
-    "EngineTimers",
     "MemoryReport",
     "NoopTimer",
     "SynchronizedWallClockTimer",
     "ThroughputTimer",
     "measure_memory",
+    "resident_bytes",
     "see_memory_usage",
 ]
 
 Clock = Callable[[], float]  # seconds from any beginning, never backwards
 
 _GIB = 1024**3
+_PAGE_BYTES = resource.getpagesize()
 
 
 def _accelerator() -> torch.device | None:
@@ -311,84 +311,6 @@ class ThroughputTimer:
         return self.avg_samples_per_sec() * self.tokens_per_sample
 
 
-class EngineTimers:
-    """An engine's measurements of itself: its phases (``wall_clock_breakdown``) and its samples per second."""
-
-    # The first steps allocate and warm up.
-    _SKIPPED_STEPS = 2
-
-    def __init__(
-        self,
-        *,
-        enabled: bool,
-        throughput: bool,
-        batch_size: int,
-        device: torch.device,
-        tokens_per_sample: float | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        """enabled: time the phases. throughput: count steps. batch_size: samples of a step over all ranks."""
-        self._is_enabled, self._counts_steps = enabled, throughput
-        self.batch_size, self.tokens_per_sample = batch_size, tokens_per_sample
-        self.phases = SynchronizedWallClockTimer(clock=clock, device=device)
-        self._clock = time.perf_counter if clock is None else clock
-        self._nothing = nullcontext()
-        self._n_steps = 0  # since the last report
-        self._n_seen = 0
-        self._began: float | None = None  # when counting began
-        self._n_counted = 0
-        self._elapsed = 0.0
-
-    def measure(self, name: str) -> AbstractContextManager[Any]:
-        """A context whose time counts as phase ``name``."""
-        return self._span(name) if self._is_enabled else self._nothing
-
-    @contextmanager
-    def _span(self, name: str) -> Iterator[None]:
-        timer = self.phases(name)
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.stop()
-
-    def end_step(self, global_steps: int) -> None:
-        """A step has ended; ``global_steps`` have by now."""
-        self._n_steps += 1
-        if not self._counts_steps:
-            return
-        self._n_seen += 1
-        if self._n_seen == self._SKIPPED_STEPS:
-            self._began = self._clock()
-        elif self._began is not None:
-            self._n_counted += 1
-            self._elapsed = self._clock() - self._began
-
-    def samples_per_sec(self) -> float | None:
-        """Samples per second since the first steps; None before there is anything to tell."""
-        if not self._n_counted or self._elapsed <= 0:
-            return None
-        return self.batch_size * self._n_counted / self._elapsed
-
-    def phases_ms(self, *, reset: bool = False) -> dict[str, float]:
-        """{phase: ms a step} since the last reset."""
-        n = max(1, self._n_steps)
-        phases = {name: timer.elapsed(reset=reset) / n for name, timer in self.phases.get_timers().items()}
-        if reset:
-            self._n_steps = 0
-        return phases
-
-    def report(self) -> str:
-        """For the end of a log line: ", forward=1.2 ms, ..., samples/s=34"; phases are means since the last report."""
-        parts = [f", {name}={ms:.2f} ms" for name, ms in self.phases_ms(reset=True).items()]
-        rate = self.samples_per_sec()
-        if rate is not None:
-            parts.append(f", samples/s={rate:.4g}")
-            if self.tokens_per_sample is not None:
-                parts.append(f", tokens/s={rate * self.tokens_per_sample:.4g}")
-        return "".join(parts)
-
-
 class MemoryReport(NamedTuple):
     """Bytes at one moment; None where the system does not say."""
 
@@ -428,6 +350,15 @@ def measure_memory() -> MemoryReport:
         machine.get("MemTotal"),
         *device,
     )
+
+
+def resident_bytes() -> int | None:
+    """Resident memory of this process; costs a tenth of ``measure_memory``. None where there is no /proc."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * _PAGE_BYTES
+    except (OSError, IndexError, ValueError):
+        return None
 
 
 def _proc(path: str) -> dict[str, int]:

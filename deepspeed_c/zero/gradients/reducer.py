@@ -54,7 +54,7 @@ MAX_IN_FLIGHT = 2
 # Late parameters that are named when they are first seen.
 MAX_NAMES = 8
 
-__all__ = ["GradientReducer", "Passes", "ReduceSettings", "WindowFacts"]
+__all__ = ["GradientReducer", "Passes", "ReduceSettings", "WindowFacts", "WindowNotes"]
 
 
 class Passes(Protocol):
@@ -76,6 +76,18 @@ class ReduceSettings(NamedTuple):
     accum_dtype: torch.dtype | None = None  # grad_accum_dtype; None: the parameters' dtype
 
 
+class WindowNotes(NamedTuple):
+    """A rank's own part of the facts of a window, beside its gradients."""
+
+    has_bad_loss: bool = False
+    wants_stop: bool = False
+    loss: float | None = None  # this rank's losses, each times 1 / accumulation steps, added up
+    n_tokens: int = 0  # in the batches of this rank
+
+
+NO_NOTES = WindowNotes()
+
+
 class WindowFacts(NamedTuple):
     """The facts that all ranks agree on at the end of a window."""
 
@@ -84,6 +96,12 @@ class WindowFacts(NamedTuple):
     n_bad_losses: int  # ranks whose loss was inf or NaN
     unused: list[Slot]  # parameters that no rank gave a gradient
     n_stops: int = 0  # ranks that have been asked to end after this step
+    loss: float | None = None  # mean over ranks and micro-batches; None where no rank's loss is known
+    n_tokens: int = 0  # of all ranks, the tokens that several ranks were given counted once
+
+
+# Numbers at the head of an exchange of facts (``GradientReducer._exchange``).
+_N_NUMBERS = 7
 
 
 class GradientReducer:
@@ -443,9 +461,8 @@ class GradientReducer:
 
     def finish(
         self,
+        notes: WindowNotes = NO_NOTES,
         *,
-        has_bad_loss: bool = False,
-        wants_stop: bool = False,
         hash_of_inputs: Callable[[], int] = lambda: 0,
     ) -> WindowFacts:
         """Completes every sum and exchanges the window's facts in one small collective. ``results`` holds the sums
@@ -469,19 +486,21 @@ class GradientReducer:
             self._has_unreduced = False
         self._has_passed = True
         self._wait()
-        facts = self._exchange(has_bad_loss, wants_stop, hash_of_inputs)
-        if self._reduce_late(facts[4 : 4 + len(self._in_order)]):
-            facts = self._exchange(has_bad_loss, wants_stop, hash_of_inputs)
+        facts = self._exchange(notes, hash_of_inputs)
+        if self._reduce_late(facts[_N_NUMBERS : _N_NUMBERS + len(self._in_order)]):
+            facts = self._exchange(notes, hash_of_inputs)
         flags = self._flags(facts)
-        facts[:4] = self._pipeline.sum_numbers(facts[:4], label="facts of all stages")
-        self._drift.check(facts[4 + len(self.slots) :], self.results)
+        numbers = self._pipeline.sum_numbers(facts[:_N_NUMBERS], label="facts of all stages")
+        self._drift.check(facts[_N_NUMBERS + len(self.slots) :], self.results)
         self._plan_waiting([slot for slot, flag in flags if flag >= self._after_turn])
         self.facts = WindowFacts(
-            norm=math.sqrt(facts[0]),
-            n_nonfinite=int(facts[1]),
-            n_bad_losses=int(facts[2]),
+            norm=math.sqrt(numbers[0]),
+            n_nonfinite=int(numbers[1]),
+            n_bad_losses=int(numbers[2]),
             unused=[slot for slot, flag in flags if not flag],
-            n_stops=int(facts[3]),
+            n_stops=int(numbers[3]),
+            loss=numbers[4] / numbers[5] if numbers[5] else None,
+            n_tokens=int(numbers[6]),
         )
         return self.facts
 
@@ -520,16 +539,17 @@ class GradientReducer:
 
     def _flags(self, facts: Sequence[float]) -> list[tuple[Slot, float]]:
         """The ranks' flags of each parameter, added up."""
-        return list(zip(self._in_order, facts[4 : 4 + len(self._in_order)]))
+        return list(zip(self._in_order, facts[_N_NUMBERS : _N_NUMBERS + len(self._in_order)]))
 
-    def _exchange(self, has_bad_loss: bool, wants_stop: bool, hash_of_inputs: Callable[[], int]) -> list[float]:
-        """[sum of squares, non-finite elements, bad losses, stops, ``_contributed``..., hashes...], summed over the
-        ranks that hold the same layers.
+    def _exchange(self, notes: WindowNotes, hash_of_inputs: Callable[[], int]) -> list[float]:
+        """[sum of squares, non-finite elements, bad losses, stops, losses, ranks with a loss, tokens,
+        ``_contributed``..., hashes...], summed over the ranks that hold the same layers.
         Parameters stand in order of registration; ``_late`` is added for a parameter whose bucket needs another
         reduction."""
         # Where ranks hold the same sums, one speaks for all. Twins have to find out that they do.
         with_twins = [unit for unit in self.units if unit.twins.world_size > 1]
-        facts = [0.0, 0.0, float(has_bad_loss), float(wants_stop)]
+        facts = [0.0, 0.0, float(notes.has_bad_loss), float(notes.wants_stop)]
+        facts += [notes.loss or 0.0, float(notes.loss is not None), float(notes.n_tokens * self._is_first_twin)]
         sums = self._sum_squares(unit for unit in self.units if unit not in with_twins and unit.speaks)
         of_twins = self._sum_squares(unit for unit in with_twins if unit.replicas.rank == 0)
         for both in (sums, of_twins) if self._is_first_twin else (sums,):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import AioError, OffloadError, OptimizerError, StateError
 from deepspeed_c.logging import logger
 from deepspeed_c.zero.gradients.bucket import Bucket
-from deepspeed_c.zero.gradients.reducer import GradientReducer, WindowFacts
+from deepspeed_c.zero.gradients.reducer import GradientReducer, WindowFacts, WindowNotes
 from deepspeed_c.zero.layout.unit import Slot, Unit
 from deepspeed_c.zero.states.ahead import StepAhead
 from deepspeed_c.zero.states.attributes import ATTRIBUTES
@@ -95,12 +96,16 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.clip, self.checks_overflow, self.scaler = float(options.clip), options.checks_overflow, scaler
         self.overflow = False
         self._norm: float | None = None
+        self.last_facts: WindowFacts | None = None
+        """The facts of the last window that came to a step."""
         self._losses = WindowLosses()
         # Functions of the engine (`bind_engine`): whether somebody has asked this rank to end, and the begin of a
         # window after a load.
         self._wants_stop: Callable[[], bool] = lambda: False
         self._begin_window: Callable[[], None] = self.zero_grad
         self._hash_of_inputs: Callable[[], int] = lambda: 0
+        self._n_tokens: Callable[[], int] = lambda: 0
+        self._measure: Callable[[str], AbstractContextManager[None]] = lambda part: nullcontext()
         self._lent: LentMethods | None = None
         self._has_told_who_steps = False
         self.is_stopping = False
@@ -157,14 +162,17 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         wants_stop: Callable[[], bool],
         begin_window: Callable[[], None],
         hash_of_inputs: Callable[[], int],
+        n_tokens: Callable[[], int],
+        measure: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         """An engine calls it when it is ready: callers get hold of ``face`` then.
 
         mover: the engine, which moves states out and back; it knows of the weights too. wants_stop: whether somebody
         has asked this rank to end. begin_window: drops gathered gradients, and resets the engine's counts of the
-        window. hash_of_inputs: a hash of the window's batches."""
+        window. hash_of_inputs: a hash of the window's batches. n_tokens: the number of tokens in them. measure: gives a
+        context whose time counts as that part of the step."""
         self._mover, self._wants_stop, self._begin_window = mover, wants_stop, begin_window
-        self._hash_of_inputs = hash_of_inputs
+        self._hash_of_inputs, self._n_tokens, self._measure = hash_of_inputs, n_tokens, measure
         self._lent = LentMethods(self._base, self._methods_for_caller())
 
     def _methods_for_caller(self) -> dict[str, Callable[..., Any]]:
@@ -180,9 +188,9 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 type(self._base).__name__,
             )
 
-    def note_loss(self, loss: torch.Tensor) -> None:
-        """Remembers whether a loss of this window was inf or NaN; waits for no device."""
-        self._losses.note(loss)
+    def note_loss(self, loss: torch.Tensor, factor: float) -> None:
+        """Remembers a loss of this window, which counts ``factor`` of its mean; waits for no device."""
+        self._losses.note(loss, factor)
 
     def forget_losses(self) -> None:
         self._losses.forget()
@@ -230,9 +238,9 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     def complete_gradients(self) -> WindowFacts:
         """Finishes the window's reductions, once; gradients may then be read and edited until ``step``."""
-        return self.reducer.finish(
-            has_bad_loss=self._losses.has_bad, wants_stop=self._wants_stop(), hash_of_inputs=self._hash_of_inputs
-        )
+        losses = self._losses
+        notes = WindowNotes(losses.has_bad, self._wants_stop(), losses.total, self._n_tokens())
+        return self.reducer.finish(notes, hash_of_inputs=self._hash_of_inputs)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Updates the weights from the window's gradients, or skips and leaves every bit of state as it was.
@@ -250,7 +258,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.keep_edits()
         self.reducer.take_edits()
         self._stored.read_first()
-        facts = self.complete_gradients()
+        with self._measure("norm"):
+            facts = self.last_facts = self.complete_gradients()
         post = self.gradient_factor
         self.is_stopping = facts.n_stops > 0
         self.overflow = facts.n_nonfinite > 0 and self.checks_overflow
@@ -267,8 +276,9 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                     raise unused_error(facts.unused)
                 coefficient = min(1.0, self.clip / (self._norm + 1e-6)) if self.clip > 0.0 else 1.0
                 try:
-                    done = self._kept_ahead(post * coefficient, facts)
-                    self._updates.run(post * coefficient, facts.unused, done)
+                    with self._measure("update"):
+                        done = self._kept_ahead(post * coefficient, facts)
+                        self._updates.run(post * coefficient, facts.unused, done)
                 except (OffloadError, AioError) as error:
                     self.broken = error.what
                     raise

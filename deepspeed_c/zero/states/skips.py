@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,22 +18,29 @@ __all__ = ["WindowLosses", "broken_error", "lowest_scale_error", "unused_error",
 
 
 class WindowLosses:
-    """Whether a loss of this window was inf or NaN on this rank."""
+    """The losses of this window on this rank: their sum, and whether one was inf or NaN."""
 
     def __init__(self) -> None:
-        self._has_bad: torch.Tensor | bool = False
+        self._terms: list[torch.Tensor | float] = []
 
-    def note(self, loss: torch.Tensor) -> None:
-        """Remembers a loss; waits for no device."""
-        bad = ~torch.isfinite(loss.detach()).all()
-        self._has_bad = bad if self._has_bad is False else self._has_bad | bad
+    def note(self, loss: torch.Tensor, factor: float) -> None:
+        """Remembers a loss times ``factor``; waits for no device."""
+        term = loss.detach()
+        self._terms.append(term.item() * factor if term.device.type == "cpu" else term * factor)
 
     def forget(self) -> None:
-        self._has_bad = False
+        self._terms.clear()
+
+    @property
+    def total(self) -> float | None:
+        """Their sum; None for none. The device is waited for once, whether this or ``has_bad`` is asked first."""
+        self._terms = [float(term) for term in self._terms]
+        return sum(self._terms) if self._terms else None
 
     @property
     def has_bad(self) -> bool:
-        return bool(self._has_bad)
+        total = self.total
+        return total is not None and not math.isfinite(total)
 
     def error(self, comm: Collectives) -> NonFiniteLossError:
         """Names the ranks of ``comm`` that had a bad loss. Collective."""

@@ -23,11 +23,23 @@ def test_one_bad_loss_of_a_window_is_remembered(bad: float) -> None:
     losses = WindowLosses()
     assert not losses.has_bad
     for value in (1.0, torch.finfo(torch.float32).max, -0.0):
-        losses.note(torch.tensor(value))
+        losses.note(torch.tensor(value), 0.5)
         assert not losses.has_bad
-    losses.note(torch.tensor([1.0, bad, 2.0]))
-    losses.note(torch.tensor(3.0))
+    losses.note(torch.tensor(bad), 0.5)
+    losses.note(torch.tensor(3.0), 0.5)
     assert losses.has_bad
     assert "rank 1, 3" in str(losses.error(FourRanks()))
     losses.forget()
     assert not losses.has_bad
+
+
+def test_losses_add_up_by_their_factors() -> None:
+    losses = WindowLosses()
+    assert losses.total is None
+    value = torch.tensor(3.0)
+    losses.note(value, 0.25)
+    value *= 100.0  # the caller's own, after backward
+    losses.note(torch.tensor([[5.0]], requires_grad=True), 0.75)
+    assert losses.total == 0.75 + 3.75 and not losses.has_bad
+    losses.forget()
+    assert losses.total is None

@@ -1,0 +1,252 @@
+"""Where the wall clock of an engine's steps goes (``wall_clock_breakdown``).
+
+Each instant counts to one phase, the innermost that is open, or to "other" where none is. So the phases of a step add up
+to its wall clock. On the CPU the host's clock is read where a phase begins and ends. On an accelerator an event is
+recorded there on the current stream, and nobody waits until the phases are read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from deepspeed_c.comm.axes import PP, SP, TP
+from deepspeed_c.comm.ledger import LedgerEntry
+
+__all__ = ["Phases"]
+
+Clock = Callable[[], float]  # seconds from any beginning, never backwards
+
+_OTHER = "other"
+
+# DeepSpeed's name of a timer -> (its phase, the phase that has its time where that one does not exist).
+_TIMERS: dict[str, tuple[str, str]] = {
+    "fwd": ("forward", ""),
+    "bwd": ("backward", ""),
+    "bwd_inner": ("backward.inner", "backward"),
+    "bwd_allreduce": ("backward.reduce", ""),
+    "step": ("step", ""),
+}
+
+# Cuts on a device that are kept for a report; the oldest of so many have long been passed.
+_MOST_UNREAD = 256
+
+
+# The axes along which a model is cut -> the part of a phase that its collectives along them are.
+_PARTS_OF_AXES = {TP: "tensor_parallel", SP: "sequence_parallel", PP: "messages"}
+# The part of a phase that collectives of data-parallel ranks are.
+_PARTS_OF_OPS = {"reduce-scatter": "reduce", "all-reduce": "reduce", "all-gather": "gather", "broadcast": "gather"}
+
+
+def _part_of(entry: LedgerEntry) -> str:
+    return _PARTS_OF_AXES.get(entry.axes) or _PARTS_OF_OPS.get(entry.op, "wait")
+
+
+class _Span:
+    """A context whose time counts as one phase. There is one object a phase, which may be entered within itself."""
+
+    __slots__ = ("_name", "_phases")
+
+    def __init__(self, phases: Phases, name: str) -> None:
+        self._phases, self._name = phases, name
+
+    def __enter__(self) -> None:
+        self._phases.enter(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._phases.leave(self._name)
+
+
+class _HostMarks:
+    """Adds up seconds by name, from mark to mark on the host's clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._last: float | None = None
+        self._sums: dict[str, float] = {}
+
+    def mark(self, name: str) -> None:
+        """The time since the mark before was spent in ``name``."""
+        now = self._clock()
+        if self._last is not None:
+            self._sums[name] = self._sums.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def cut(self) -> dict[str, float]:
+        """Returns the sums so far, and begins anew."""
+        sums, self._sums = self._sums, {}
+        return sums
+
+    @staticmethod
+    def seconds(cut: dict[str, float]) -> dict[str, float]:
+        return cut
+
+
+class _DeviceMarks:
+    """The same by events on the current stream of ``device``. A cut is a list of (name, event), read when asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[str, torch.Event]] = []
+
+    def mark(self, name: str) -> None:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        self._marks.append((name, event))
+
+    def cut(self) -> list[tuple[str, torch.Event]]:
+        marks, self._marks = self._marks, self._marks[-1:]
+        return marks
+
+    @staticmethod
+    def seconds(cut: list[tuple[str, torch.Event]]) -> dict[str, float]:
+        """Waits for the device."""
+        sums: dict[str, float] = {}
+        if cut:
+            cut[-1][1].synchronize()
+        for (_, begin), (name, end) in pairwise(cut):
+            sums[name] = sums.get(name, 0.0) + begin.elapsed_time(end) * 1e-3
+        return sums
+
+
+class Phases:
+    """The phases of one engine: "data", "forward", "backward", "step", in a pipeline "messages" between its stages, and
+    parts of these such as "backward.reduce".
+
+    A phase that is entered within another one is a part of the outermost. The time of a phase itself, without its
+    parts, is its part "inner".
+    """
+
+    open: Phases | None = None
+    """The object of this class that has a phase open and is enabled: collectives count their time to it."""
+
+    def __init__(self, *, enabled: bool, device: torch.device, clock: Clock | None = None) -> None:
+        self.is_enabled = enabled
+        on_host = device.type == "cpu" or clock is not None
+        self._marks: Any = _HostMarks(time.perf_counter if clock is None else clock) if on_host else _DeviceMarks(device)
+        self._nothing = nullcontext()
+        self._spans: dict[str, _Span] = {}
+        self._stack: list[str] = []
+        self._outer: Phases | None = None  # an engine whose forward runs this one's
+        self._thread = 0  # of the phase that is open
+        self._n_collectives = 0  # begun, one within another, and not ended
+        self._micro_cuts: list[Any] = []  # of the present step
+        self._last_cuts: list[Any] = []  # of the step before
+        self._unread: list[Any] = []  # cuts since the last report that nobody has waited for
+        self._read: dict[str, float] = {}  # the sums of all others
+        self._n_steps = 0  # since the last report
+
+    def measure(self, name: str) -> AbstractContextManager[None]:
+        """A context whose time counts as phase ``name``, or as a part of that name within a phase."""
+        if not self.is_enabled:
+            return self._nothing
+        span = self._spans.get(name)
+        if span is None:
+            span = self._spans[name] = _Span(self, name)
+        return span
+
+    def enter(self, name: str) -> None:
+        """Begins a phase; ``leave`` ends it. For callers that are enabled and cannot use ``measure``."""
+        stack = self._stack
+        if not stack:
+            self._outer, Phases.open = Phases.open, self
+            self._thread, self._n_collectives = get_ident(), 0
+        self._marks.mark(stack[-1] if stack else _OTHER)
+        stack.append(f"{stack[0]}.{name}" if stack and name != stack[0] else name)
+
+    def leave(self, name: str) -> None:
+        """Ends the phase of that name, and phases within it that an exception has left open."""
+        stack = self._stack
+        for i in reversed(range(len(stack))):
+            if stack[i] in (name, f"{stack[0]}.{name}"):
+                self._marks.mark(stack[-1])
+                del stack[i:]
+                break
+        if not stack and Phases.open is self:
+            Phases.open = self._outer
+
+    def begin(self, entry: LedgerEntry) -> None:
+        """A collective begins (``comm/observed.py``): within a phase its time is a part of that."""
+        # A thread that saves a checkpoint meanwhile is not in the phase; those of autograd's devices are.
+        if Phases.open is self and (get_ident() == self._thread or torch._C._current_graph_task_id() != -1):
+            self._n_collectives += 1
+            if self._n_collectives == 1:
+                self.enter(_part_of(entry))
+
+    def end(self, entry: LedgerEntry) -> None:
+        if Phases.open is self and self._n_collectives:
+            self._n_collectives -= 1
+            if self._n_collectives == 0:
+                self.leave(_part_of(entry))
+
+    def finish(self, entry: LedgerEntry) -> None:
+        """Nothing: ``end`` came before."""
+
+    def end_micro_step(self, *, is_step: bool) -> None:
+        """A micro-batch has ended, and with ``is_step`` the step too."""
+        if not self.is_enabled:
+            return
+        self._marks.mark(self._stack[-1] if self._stack else _OTHER)
+        self._micro_cuts.append(self._marks.cut())
+        if is_step:
+            self._last_cuts, self._micro_cuts = self._micro_cuts, []
+            self._unread += self._last_cuts
+            self._n_steps += 1
+            if len(self._unread) > _MOST_UNREAD:
+                self._read_cuts()
+
+    def _read_cuts(self) -> None:
+        self._read = self._sum_up([self._read, *map(self._marks.seconds, self._unread)])
+        self._unread = []
+
+    @staticmethod
+    def _sum_up(parts: list[dict[str, float]]) -> dict[str, float]:
+        sums: dict[str, float] = {}
+        for part in parts:
+            for name, seconds in part.items():
+                sums[name] = sums.get(name, 0.0) + seconds
+        return sums
+
+    def mean_ms(self, *, reset: bool = False) -> dict[str, float]:
+        """{phase: ms a step} since the last reset. Waits for the device."""
+        self._read_cuts()
+        n_steps = max(1, self._n_steps)
+        found = {name: seconds * 1e3 / n_steps for name, seconds in _with_wholes(self._read).items()}
+        if reset:
+            self._read, self._n_steps = {}, 0
+        return found
+
+    def last_step_ms(self) -> dict[str, float]:
+        """{phase: ms} of the last step; empty before the first one.
+
+        DeepSpeed's timers are there too: ``fwd``, ``bwd``, ``bwd_inner``, ``bwd_allreduce`` and ``step``, and with
+        ``_microstep`` behind their names those of its last micro-batch. Waits for the device.
+        """
+        if not self._last_cuts:
+            return {}
+        micro = [self._marks.seconds(cut) for cut in self._last_cuts]
+        step, last = _with_wholes(self._sum_up(micro)), _with_wholes(micro[-1])
+        found = {name: seconds * 1e3 for name, seconds in step.items()}
+        for timer, (name, phase) in _TIMERS.items():
+            found[timer] = step.get(name, step.get(phase, 0.0)) * 1e3
+            found[f"{timer}_microstep"] = last.get(name, last.get(phase, 0.0)) * 1e3
+        return found
+
+
+def _with_wholes(own: dict[str, float]) -> dict[str, float]:
+    """{phase: seconds} from the seconds of each phase without its parts: a phase has the sum of them, and the seconds
+    of its own are its part "inner"."""
+    wholes: dict[str, float] = {}
+    for name, seconds in own.items():
+        phase, _, part = name.partition(".")
+        wholes[phase] = wholes.get(phase, 0.0) + seconds
+        if part:
+            wholes[name] = seconds
+            wholes[f"{phase}.inner"] = own.get(phase, 0.0)
+    return wholes
