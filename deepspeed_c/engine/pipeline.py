@@ -20,6 +20,7 @@ from deepspeed_c.engine.engine import DeepSpeedEngine
 from deepspeed_c.engine.inputs import count_tokens
 from deepspeed_c.engine.training import TrainingHost
 from deepspeed_c.errors import BackwardError, ConfigError, FeatureError, ModelError, RankMismatchError, StateError
+from deepspeed_c.observe.record import Event, StepRecord, phases_text
 from deepspeed_c.pipe import PipelineModule
 from deepspeed_c.pipe.link import Link, LocalLink, RemoteLink
 from deepspeed_c.pipe.runner import Lent, Runner, Stage
@@ -237,6 +238,13 @@ class PipelineEngine(TrainingHost):
         self.loss = self._mean(float(total) / n)
         return self.loss
 
+    def _lines(self, record: StepRecord) -> list[str]:
+        """With the phases of each stage's rank in the pipeline of rank 0."""
+        if not self.phases.is_enabled:
+            return super()._lines(record)
+        found = self._mesh.pipeline.gather_objects(self.phases.mean_ms(reset=True), label="phases of the stages")
+        return [record.line({}), *(f"stage {stage}: {phases_text(means)}" for stage, means in enumerate(found))]
+
     def _mean(self, loss: float) -> torch.Tensor:
         """Over the pipelines, of a number that the ranks of the last stage have; on all ranks."""
         mine = loss / self._mesh.size(*DATA) if self.is_last_stage() else 0.0
@@ -293,6 +301,8 @@ class PipelineEngine(TrainingHost):
                 result = torch.stack([loss.float() for loss in result]).sum() / (n if reduce_output == "avg" else 1)
         if bcast_loss and reduce_output == "avg":
             result = self._mean(0.0 if result is None else float(result))
+            if self.monitor.is_writing:
+                self.monitor.write_events([Event("Train/Samples/eval_loss", float(result), self.global_samples)])
         return (result, logits) if return_logits else result
 
     def _loss_of(self, outputs: Any, batch: tuple[Any, Any]) -> torch.Tensor:

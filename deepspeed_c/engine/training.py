@@ -31,10 +31,11 @@ from deepspeed_c.engine.trainable import assign_groups, match_names, put_states,
 from deepspeed_c.engine.zero_grad import hook_zero_grad
 from deepspeed_c.errors import BatchSizeError, StateError
 from deepspeed_c.logging import log_dist, logger
+from deepspeed_c.monitor.monitor import MonitorMaster
 from deepspeed_c.observe.phases import Phases
 from deepspeed_c.observe.record import SampleRate, StepRecord
 from deepspeed_c.profile.flops_step import StepFlops
-from deepspeed_c.profile.timers import ThroughputTimer, resident_bytes, see_memory_usage
+from deepspeed_c.profile.timers import ThroughputTimer, device_bytes, resident_bytes, see_memory_usage
 from deepspeed_c.zero.gradients.drift import DriftFound
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.states.access import attach, detach
@@ -84,7 +85,6 @@ class TrainingHost(Reductions, ModelHost):
         self.phases = Phases(enabled=config.wall_clock_breakdown, device=device)
         if config.wall_clock_breakdown:
             listen(self.phases)
-        self.monitor: Any = __import__("types").SimpleNamespace(enabled=False)
         self._rate = SampleRate(is_counted=config.timers.throughput.enabled)
         if training.data is not None:
             self.training_dataloader = self.deepspeed_io(training.data, collate_fn=training.collate_fn)
@@ -96,6 +96,7 @@ class TrainingHost(Reductions, ModelHost):
         self._checkpoints = Checkpoints(self._state)
         self.checkpoint_engine = TorchCheckpointEngine.with_zip(config.checkpoint.checkpoint_serialization)
         """Writes and reads files of programs. Checkpoints are written without it."""
+        self.monitor = MonitorMaster(config, comm=mesh.comm)
         self._preemption = Preemption(config.checkpoint.preemption, can_step=self._trains)
         self._open(layout)
         if config.dump_state:
@@ -112,8 +113,15 @@ class TrainingHost(Reductions, ModelHost):
         try:
             super()._open(layout)
         except BaseException:
-            self._preemption.close()
+            self._stop_watching()
             raise
+
+    def _stop_watching(self) -> None:
+        """Ends everything that listens or waits beside the training."""
+        self._preemption.close()
+        self._flops.close()
+        stop_listening(self.phases)
+        self.monitor.close()
 
     def _adopt(self, layout: Layout) -> None:
         super()._adopt(layout)
@@ -238,20 +246,25 @@ class TrainingHost(Reductions, ModelHost):
         # Phases that somebody asked to have timed are told even where no interval was given.
         every = self._config.steps_per_print or (1 if self._config.wall_clock_breakdown else float("inf"))
         is_due = every != float("inf") and self.global_steps % int(every) == 0
-        if is_due or self.monitor.enabled:
+        if is_due or self.monitor.is_writing:
             record = self._record()
-            if self.monitor.enabled:
+            if self.monitor.is_writing:
                 self.monitor.write_events(record.events())
             if is_due:
-                log_dist(record.line(self.phases.mean_ms(reset=True)), ranks=[0])
+                for line in self._lines(record):
+                    log_dist(line, ranks=[0])
                 if self._blocks is not None and (profile := self._blocks.profile(self.global_steps, self.global_rank)):
                     log_dist(profile, ranks=[0])
         if self._config.memory_breakdown:
             see_memory_usage("after step", force=True)
 
+    def _lines(self, record: StepRecord) -> list[str]:
+        """The log of a step. Collective where ranks have parts of the model."""
+        return [record.line(self.phases.mean_ms(reset=True))]
+
     def _record(self) -> StepRecord:
         optimizer, facts = self._optimizer, self._optimizer.last_facts
-        has_device = self.monitor.enabled and self.device.type != "cpu"
+        is_written = self.monitor.is_writing
         return StepRecord(
             step=self.global_steps,
             samples=self.global_samples,
@@ -263,9 +276,9 @@ class TrainingHost(Reductions, ModelHost):
             grad_norm=self.get_global_grad_norm(),
             n_tokens=0 if facts is None else facts.n_tokens,
             samples_per_sec=self._rate.samples_per_sec(),
-            phases_ms=self.phases.last_step_ms() if self.monitor.enabled else {},
-            host_bytes=resident_bytes() if self.monitor.enabled else None,
-            device_bytes=torch.accelerator.memory_allocated(self.device) if has_device else None,
+            phases_ms=self.phases.last_step_ms() if is_written else {},
+            host_bytes=resident_bytes() if is_written else None,
+            device_bytes=device_bytes(self.device) if is_written else None,
         )
 
     def was_step_applied(self) -> bool:
@@ -566,9 +579,7 @@ class TrainingHost(Reductions, ModelHost):
 
     def close(self) -> None:
         if not self._is_closed:
-            self._preemption.close()
-            self._flops.close()
-            stop_listening(self.phases)
+            self._stop_watching()
         super().close()
 
     def _end(self) -> None:

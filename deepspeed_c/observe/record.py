@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Event", "SampleRate", "StepRecord"]
+__all__ = ["Event", "SampleRate", "StepRecord", "phases_text"]
 
 # Before a name of an event, as DeepSpeed has it: its step is a number of samples.
 _TRAIN = "Train/Samples/"
@@ -85,12 +85,20 @@ class StepRecord(NamedTuple):
     def line(self, mean_phases_ms: Mapping[str, float]) -> str:
         """The step as a line of log. mean_phases_ms: of the steps since the line before."""
         text = f"step={self.step}, skipped={self.skipped_steps}, lr={list(self.lr)}, mom={list(self.momentum)}"
-        for phase in [phase for phase in _PHASES if phase in mean_phases_ms]:
-            parts = {name.partition(".")[2]: ms for name, ms in mean_phases_ms.items() if name.startswith(f"{phase}.")}
-            parts.pop("inner", None)
-            split = ", ".join(f"{part} {ms:.2f}" for part, ms in sorted(parts.items()))
-            text += f", {phase}={mean_phases_ms[phase]:.2f} ms" + (f" ({split})" if split else "")
+        if mean_phases_ms:
+            text += f", {phases_text(mean_phases_ms)}"
         return text if self.samples_per_sec is None else f"{text}, samples/s={self.samples_per_sec:.4g}"
+
+
+def phases_text(phases_ms: Mapping[str, float]) -> str:
+    """Phases in the order of a step, each with its parts: "forward=1.20 ms (gather 0.10), ..."."""
+    texts = []
+    for phase in [phase for phase in _PHASES if phase in phases_ms]:
+        parts = {name.partition(".")[2]: ms for name, ms in phases_ms.items() if name.startswith(f"{phase}.")}
+        parts.pop("inner", None)
+        split = ", ".join(f"{part} {ms:.2f}" for part, ms in sorted(parts.items()))
+        texts.append(f"{phase}={phases_ms[phase]:.2f} ms" + (f" ({split})" if split else ""))
+    return ", ".join(texts)
 
 
 class SampleRate:

@@ -23,6 +23,7 @@ __all__ = [
     "NoopTimer",
     "SynchronizedWallClockTimer",
     "ThroughputTimer",
+    "device_bytes",
     "measure_memory",
     "resident_bytes",
     "see_memory_usage",
@@ -359,6 +360,11 @@ def resident_bytes() -> int | None:
             return int(file.read().split()[1]) * _PAGE_BYTES
     except (OSError, IndexError, ValueError):
         return None
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """Memory in tensors on ``device``; None for the CPU."""
+    return None if device.type == "cpu" else torch.accelerator.memory_allocated(device)
 
 
 def _proc(path: str) -> dict[str, int]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +87,15 @@ class Model(torch.nn.Module):
         return self.head(self.embedding(input_ids)).square().mean()
 
 
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 def ids(step: int, micro: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
     return torch.randint(13, (3, 7 + rank), generator=generator)
@@ -162,7 +174,9 @@ def test_a_loss_that_the_engine_never_saw_is_unknown() -> None:
     run_ranks(1, unscaled_body)
 
 
-def pipeline_body(rank: int, world: int) -> list[float]:
+def pipeline_body(rank: int, world: int) -> list[str]:
+    lines = Lines()
+    logging.getLogger("deepspeed_c").addHandler(lines)
     torch.manual_seed(0)
     layers = [LayerSpec(torch.nn.Embedding, 13, 8), LayerSpec(torch.nn.Linear, 8, 1)]
     module = PipelineModule(layers, num_stages=2, loss_fn=lambda outputs, labels: outputs.square().mean())
@@ -181,8 +195,41 @@ def pipeline_body(rank: int, world: int) -> list[float]:
         assert record.n_tokens == 3 * 7 * MICRO
         for phase in ("data", "forward", "backward", "messages", "step"):
             assert found[phase] > 0, (phase, found)
-    return found["forward"]
+    logging.getLogger("deepspeed_c").removeHandler(lines)
+    return [line for line in lines.lines if line.startswith("stage ")]
 
 
 def test_a_pipelines_numbers_are_known_on_all_ranks() -> None:
-    run_ranks(2, pipeline_body)
+    first, second = run_ranks(2, pipeline_body)
+    assert [line.split(":")[0] for line in first] == ["stage 0", "stage 1"] and not second, first
+    assert all("forward=" in line and "messages=" in line for line in first), first
+
+
+def monitored_body(rank: int, world: int, folder: str) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": MICRO,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.01}},
+        "gradient_clipping": 0.0,
+        "wall_clock_breakdown": True,
+        "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"},
+    }
+    torch.manual_seed(0)
+    with deepspeed_c.initialize(model=Model(), config=config)[0] as engine:
+        assert engine.monitor.enabled
+        for step in range(STEPS):
+            for micro in range(MICRO):
+                engine.backward(engine(ids(step, micro, rank)))
+                engine.step()
+
+
+def test_monitors_get_each_steps_numbers_once(tmp_path: Path) -> None:
+    run_ranks(2, monitored_body, str(tmp_path))
+    names = {path.stem for path in (tmp_path / "job").glob("*.csv")}
+    assert {f"Train_Samples_{name}" for name in ("train_loss", "lr", "grad_norm", "elapsed_time_ms_forward")} <= names
+    with open(tmp_path / "job" / "Train_Samples_train_loss.csv") as file:
+        rows = list(csv.reader(file))[1:]
+    assert [int(step) for step, _ in rows] == [3 * MICRO * 2 * (step + 1) for step in range(STEPS)]
+    found, expected = [float(value) for _, value in rows], [loss for loss, _ in plain(2)]
+    print(found, expected)
+    assert found == pytest.approx(expected, rel=1e-5)
