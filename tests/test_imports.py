@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"config", "logging", "_C"},
     "data": {"config", "logging", "comm", "accelerator"},
     "profile": {"config", "logging", "comm", "accelerator"},
-    "monitor": {"config", "logging", "comm"},
+    "monitor": {"config", "logging", "comm", "observe"},
     "observe": {"comm"},
     "zero": {"saved_tensors", "inject", "config", "logging", "comm", "accelerator", "ops", "_C"},
     "utils": {"config", "logging", "comm", "accelerator", "zero", "data", "profile", "checkpoint"},

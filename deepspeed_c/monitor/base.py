@@ -8,13 +8,12 @@ from typing import Any
 
 from deepspeed_c.comm import get_rank, is_initialized
 from deepspeed_c.env import read_env
+from deepspeed_c.observe.record import Event
 
 __all__ = ["Event", "GlobalSamples", "Monitor", "Name", "Value", "by_step", "is_first_rank"]
 
 # DeepSpeed's names for the parts of an event.
 Name, Value, GlobalSamples = str, Any, int
-Event = tuple[str, float, int]
-"""(name, value, step): "Train/Samples/train_loss", 2.5, 4096."""
 
 
 class Monitor(ABC):

@@ -185,4 +185,4 @@ def _read(events: list[tuple[str, Any, int]]) -> list[Event]:
         numbers = torch.stack([events[i][1].detach().reshape(()).double() for i in places]).tolist()
         for i, number in zip(places, numbers, strict=True):
             values[i] = number
-    return [(name, value, step) for (name, _, step), value in zip(events, values, strict=True)]
+    return [Event(name, value, step) for (name, _, step), value in zip(events, values, strict=True)]

@@ -28,7 +28,7 @@ _PHASE_EVENTS = {
 
 
 class Event(NamedTuple):
-    """A number at one moment of the run."""
+    """A number at one moment of the run. Programs may pass any (name, value, step) in its place."""
 
     name: str
     value: float
