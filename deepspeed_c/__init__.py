@@ -67,7 +67,8 @@ _SHARED_PATHS = frozenset(
     f"{__name__}.{path}"
     for path in (
         *("accelerator", "checkpoint", "comm", "comm.comm", "compat", "io", "launcher", "launcher.launch", "ops"),
-        *("monitor", "monitor.comet", "monitor.tensorboard", "monitor.wandb"),
+        *("monitor", "monitor.comet", "monitor.csv_monitor", "monitor.monitor"),
+        *("monitor.tensorboard", "monitor.utils", "monitor.wandb"),
         *("ops.adagrad", "ops.adam", "ops.aio", "ops.lamb", "ops.lion", "ops.op_builder", "ops.transformer", "pipe"),
         *("sequence", "sequence.layer", "utils", "utils.groups", "utils.init_on_device", "utils.numa", "utils.nvtx"),
         *("utils.zero_to_fp32", "zero"),

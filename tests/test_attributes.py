@@ -110,7 +110,6 @@ PERMITTED: dict[str, str] = {
     "engine/training.py: setattr(getattr(self, part), name)": "what callers set on the engine under DeepSpeed's names, its state holds",
     "comm/comm.py: comms_logger.on_switch": "one log a process, which collectives know nothing of",
     "comm/comm.py: setattr(comms_logger, name)": "one log a process, which collectives know nothing of",
-    "comm/log.py: Ledger.entry_type": "one log a process, which collectives know nothing of",
     "comm/comm.py: entry.module": "to be a method of the ledger",
     "comm/mesh.py: part.ledger.phase": "to be a method of the ledger",
     "zero/gradients/reducer.py: bucket.is_launched": "the reducer numbers the slots of its buckets, and has them launched once a backward",

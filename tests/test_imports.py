@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lr_schedules": {"config", "logging"},
     "checkpoint": {"config", "logging", "_C"},
     "data": {"config", "logging", "comm", "accelerator"},
-    "profile": {"config", "logging", "comm", "accelerator"},
+    "profile": {"config", "logging", "comm", "accelerator", "ops", "_C"},
     "monitor": {"config", "logging", "comm", "observe"},
     "observe": {"comm"},
     "zero": {"saved_tensors", "inject", "config", "logging", "comm", "accelerator", "ops", "_C"},

@@ -223,6 +223,11 @@ class Ledger:
     entry_type: ClassVar[type[LedgerEntry]] = LedgerEntry
     """Class of the entries in all ledgers; another one while somebody listens to them (``observed.py``)."""
 
+    @classmethod
+    def make_entries(cls, kind: type[LedgerEntry]) -> None:
+        """From now on entries of all ledgers are of class ``kind``."""
+        cls.entry_type = kind
+
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
         """name: the group's, the same on all its ranks. ranks: its members by their numbers in the world."""
         self.name = name

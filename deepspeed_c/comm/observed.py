@@ -76,7 +76,7 @@ def listen(observer: Observer) -> None:
     """From now on ``observer`` is told of all collectives that begin. Listening twice is listening once."""
     if observer not in _observers:
         _observers.append(observer)
-    Ledger.entry_type = ObservedEntry
+    Ledger.make_entries(ObservedEntry)
 
 
 def stop_listening(observer: Observer) -> None:
@@ -84,4 +84,4 @@ def stop_listening(observer: Observer) -> None:
     if observer in _observers:
         _observers.remove(observer)
     if not _observers:
-        Ledger.entry_type = LedgerEntry
+        Ledger.make_entries(LedgerEntry)

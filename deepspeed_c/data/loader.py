@@ -114,7 +114,6 @@ class DeepSpeedDataLoader:
         *,
         seed: int = 0,
         shuffle: bool = True,
-        measure: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """batch_size: samples of one micro-batch of one rank.
 
@@ -122,7 +121,6 @@ class DeepSpeedDataLoader:
         ``data_parallel_world_size`` give this rank's share (default: from ``torch.distributed``).
         tput_timer: its ``start`` is called before each batch. num_local_io_workers: number of processes loading in the
         background; none by default (DeepSpeed: 2 a device). seed: the shuffle's, the same on all ranks.
-        measure: called with "data"; the context that it gives is around the making of each batch.
         """
         config = deepspeed_dataloader_config or {}
         if config.get("curriculum_learning"):
@@ -139,7 +137,8 @@ class DeepSpeedDataLoader:
         rank, world_size = _share(local_rank, data_parallel_rank, data_parallel_world_size)
         self.dataset, self.batch_size, self.pin_memory = dataset, batch_size, pin_memory
         self.tput_timer, self.collate_fn, self.num_local_io_workers = tput_timer, collate_fn, workers
-        self.dataloader_drop_last, self._measure = dataloader_drop_last, measure
+        self.dataloader_drop_last = dataloader_drop_last
+        self._measure: Callable[[str], AbstractContextManager[None]] = nullcontext
         self._owns_sampler = data_sampler is None
         self.data_sampler: Any = data_sampler
         self._is_stream = isinstance(dataset, IterableDataset)
@@ -169,11 +168,11 @@ class DeepSpeedDataLoader:
         measure: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> DeepSpeedDataLoader:
         """A loader for the ranks of ``comm`` (a ``Collectives``). ``route``: "train" shuffles, "eval" and "predict" do
-        not.
+        not. measure: called with "data"; the context that it gives is around the making of each batch.
         """
         if route not in ("train", "eval", "predict"):
             raise ConfigError(f"is {route!r}", where="deepspeed_io(route=...)", fix='use "train", "eval" or "predict"')
-        return cls(
+        loader = cls(
             dataset,
             batch_size,
             pin_memory,
@@ -187,8 +186,9 @@ class DeepSpeedDataLoader:
             dataloader_drop_last=drop_last,
             seed=seed,
             shuffle=route == "train",
-            measure=measure,
         )
+        loader._measure = measure
+        return loader
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank, the same on all ranks."""

@@ -1,5 +1,5 @@
-"""The arguments of forward: their number of tokens, and the check that tensor-parallel ranks compute with the same data,
-before the first pass and at intervals afterwards."""
+"""The arguments of forward: their number of tokens, and the check that tensor-parallel ranks compute with the same
+data, before the first pass and at intervals afterwards."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ class PipelineEngine(TrainingHost):
         self._blocks.expect(_most_in_flight(table.actions(self.stage_id)))
         self._state.begin_window()
         if self.is_first_stage():
-            self._state.n_tokens = sum(count_tokens((inputs,), {}) for inputs, _ in batches)
+            self._state.note_tokens(sum(count_tokens((inputs,), {}) for inputs, _ in batches))
         self._window.place(self._window.begin + n - 1)  # the following micro-batches are one window, and end it
         total = torch.zeros((), dtype=torch.float64)
 

@@ -84,6 +84,10 @@ class TrainState:
     def _note_loader(self) -> None:
         self._loader_state = None if self._loader is None else self._loader.state_dict()
 
+    def note_tokens(self, n: int) -> None:
+        """This rank has got ``n`` more tokens in the present window."""
+        self.n_tokens += n
+
     @property
     def is_within_window(self) -> bool:
         return self.window.n_micro_steps > 0 or self.optimizer.has_window

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deepspeed_c import comm as dist
 from deepspeed_c.logging import logger
 
 from .base import Event, Monitor
 from .files import append, mend_last_line, open_folder
 
-__all__ = ["csvMonitor"]
+# DeepSpeed has the other two here as well, and programs import all names of a module.
+__all__ = ["Monitor", "csvMonitor", "dist"]
 
 
 class csvMonitor(Monitor):

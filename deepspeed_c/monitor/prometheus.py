@@ -110,8 +110,8 @@ class PrometheusMonitor(Monitor):
 def gauge_name(name: str) -> tuple[str, float]:
     """The metric's name for an event's, and the factor of its values.
 
-    Letters of other cases and signs become one ``_``, units become base units, and an ending that belongs to other kinds of
-    metrics gets ``_value`` behind it.
+    Letters of other cases and signs become one ``_``, units become base units, and an ending that belongs to other
+    kinds of metrics gets ``_value`` behind it.
     """
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.removeprefix(_GENERAL))
     words = [word for word in re.split(r"[^a-z0-9]+", snake.lower()) if word]

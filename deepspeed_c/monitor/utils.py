@@ -1,5 +1,5 @@
-"""Checks that a monitor's package can be imported, under DeepSpeed's names. Each raises MissingPackageError, which is an
-ImportError, where it cannot.
+"""Checks that a monitor's package can be imported, under DeepSpeed's names. Each raises MissingPackageError, which is
+an ImportError, where it cannot.
 """
 
 from __future__ import annotations

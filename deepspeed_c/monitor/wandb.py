@@ -36,9 +36,17 @@ class WandbMonitor(Monitor):
         if not self._is_own:
             self.run = wandb.run
             return
-        more = {key: getattr(self.monitor_config, key, None) for key in ("id", "resume", "mode", "name")}
+        section = self.monitor_config
         try:
-            self.run = wandb.init(project=self.project, group=self.group, entity=self.team, **more)
+            self.run = wandb.init(
+                project=self.project,
+                group=self.group,
+                entity=self.team,
+                name=section.name,
+                mode=section.mode,
+                id=section.id,
+                resume=section.resume,
+            )
         except (wandb.Error, OSError, ValueError) as error:
             raise ConfigError(
                 f"Weights & Biases cannot start a run: {error}",

@@ -1,7 +1,7 @@
 """Where the wall clock of an engine's steps goes (``wall_clock_breakdown``).
 
-Each instant counts to one phase, the innermost that is open, or to "other" where none is. So the phases of a step add up
-to its wall clock. On the CPU the host's clock is read where a phase begins and ends. On an accelerator an event is
+Each instant counts to one phase, the innermost that is open, or to "other" where none is. So the phases of a step add
+up to its wall clock. On the CPU the host's clock is read where a phase begins and ends. On an accelerator an event is
 recorded there on the current stream, and nobody waits until the phases are read.
 """
 
@@ -63,7 +63,7 @@ class _Span:
         self._phases.leave(self._name)
 
 
-class _HostMarks:
+class _ClockMarks:
     """Adds up seconds by name, from mark to mark on the host's clock."""
 
     def __init__(self, clock: Clock) -> None:
@@ -88,7 +88,7 @@ class _HostMarks:
         return cut
 
 
-class _DeviceMarks:
+class _EventMarks:
     """The same by events on the current stream of ``device``. A cut is a list of (name, event), read when asked."""
 
     def __init__(self, device: torch.device) -> None:
@@ -128,8 +128,9 @@ class Phases:
 
     def __init__(self, *, enabled: bool, device: torch.device, clock: Clock | None = None) -> None:
         self.is_enabled = enabled
-        on_host = device.type == "cpu" or clock is not None
-        self._marks: Any = _HostMarks(time.perf_counter if clock is None else clock) if on_host else _DeviceMarks(device)
+        if clock is None and device.type == "cpu":
+            clock = time.perf_counter
+        self._marks: Any = _EventMarks(device) if clock is None else _ClockMarks(clock)
         self._nothing = nullcontext()
         self._spans: dict[str, _Span] = {}
         self._stack: list[str] = []

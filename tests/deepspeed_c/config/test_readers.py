@@ -10,6 +10,7 @@ from deepspeed_c.config.features import FEATURES
 from deepspeed_c.config.optim import OPTIMIZERS
 from deepspeed_c.config.schedule import SCHEDULES
 from deepspeed_c.config.schema import walk
+from deepspeed_c.monitor import MONITORS
 
 ROOT = Path(deepspeed_c.__file__).parent
 # Files that read, check and print all keys alike, and DeepSpeed's getters and objects, which pass them on: none acts on
@@ -38,7 +39,8 @@ def attributes_read():
     return found
 
 
-READ = attributes_read()
+# A section of a monitor is looked up by the key of its backend.
+READ = attributes_read() | set(MONITORS)
 # A key that only tunes a feature that is not built does no harm while asking for the feature is refused.
 REFUSED = {field.info.feature for _, field in walk() if field.info.is_switch and not field.info.is_built} | {
     kind.feature for kind in (*OPTIMIZERS.values(), *SCHEDULES.values())

@@ -52,7 +52,7 @@ def run(folder, sections, first, last, ending="exit"):
                 if line == "written\n":
                     process.send_signal(signal.SIGKILL)
                     break
-        _, said = process.communicate(timeout=120)
+        _, said = process.communicate(timeout=300)
     assert process.returncode == (0 if ending == "exit" else -signal.SIGKILL), said
     return said
 

@@ -276,7 +276,7 @@ time.sleep(60)
 
 
 def test_what_waits_at_exit_is_written(tmp_path):
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path), "exit"], check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path), "exit"], check=False, timeout=300)
     assert done.returncode == 3
     assert len(rows_of(tmp_path / "run" / "loss.csv")) == 501
     assert [line["step"] for line in lines_of(tmp_path)[1:]] == list(range(500))
