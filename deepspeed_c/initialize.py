@@ -162,7 +162,7 @@ def initialize(
             device,
             edits,
             layout,
-            Training(zero_optimizer, scheduler, training_data, collate_fn, mpu),
+            Training(zero_optimizer, scheduler, training_data, collate_fn, mpu, mesh_device),
         )
     face = None if zero_optimizer is None else zero_optimizer.face
     return engine, face, engine.training_dataloader, scheduler

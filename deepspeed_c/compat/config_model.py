@@ -11,7 +11,7 @@ import enum
 import json
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import reduce
 from typing import Any
 
@@ -115,14 +115,18 @@ class DeepSpeedConfigModel:
     _own_fields: typing.ClassVar = {}
     _names: typing.ClassVar = {}
 
-    def __init_subclass__(cls, section: type[Section] | None = None, prefix: str = "", **options: Any) -> None:
-        """``section``: a class whose keys, types and defaults come before this class's own; attributes have the names
-        of the keys, without ``prefix``.
+    def __init_subclass__(
+        cls, section: type[Section] | None = None, prefix: str = "", without: Container[str] = (), **options: Any
+    ) -> None:
+        """``section``: a class whose keys, types and defaults come before this class's own, but for those in
+        ``without``; attributes have the names of the keys, without ``prefix``.
         """
         super().__init_subclass__(**options)
         own: dict[str, Field] = {}
         if section is not None:
             for each in fields_of(section).values():
+                if each.name in without:
+                    continue
                 name = each.name.removeprefix(prefix)
                 own[name] = Field(thaw(each.default), alias=each.name if each.name != name else None)
                 own[name].annotation = thawed_kind(each.hint)

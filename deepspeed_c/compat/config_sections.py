@@ -4,14 +4,18 @@ types, defaults and bounds.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from deepspeed_c.compat.config_model import DeepSpeedConfigModel, Field
 from deepspeed_c.config.aliases import stage_from_switch
 from deepspeed_c.config.checkpoint import ActivationCheckpointing, Nebula
 from deepspeed_c.config.compiler import Compile
+from deepspeed_c.config.model import WeightQuantization
 from deepspeed_c.config.monitor import (
     Comet,
     CommsLoggerSection,
@@ -22,20 +26,24 @@ from deepspeed_c.config.monitor import (
     Wandb,
 )
 from deepspeed_c.config.offload import OffloadOptimizer, OffloadParam, ZenFlow
-from deepspeed_c.config.parallel import HybridEngine
+from deepspeed_c.config.parallel import ExpertParallel, HybridEngine, TensorParallel, TpGroup
 from deepspeed_c.config.precision import Bf16, Fp16
+from deepspeed_c.config.tuning import Autotuning
 from deepspeed_c.config.zero import LeafModule, Zero
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.zero.layout.stages import ZeroStageEnum
 
 __all__ = [
+    "AutoEPConfig",
     "CSVConfig",
     "CometConfig",
     "CommsLoggerConfig",
     "CompileConfig",
     "DeepSpeedActivationCheckpointingConfig",
+    "DeepSpeedAutotuningConfig",
     "DeepSpeedBF16Config",
     "DeepSpeedCommsConfig",
+    "DeepSpeedDataStatesConfig",
     "DeepSpeedFP16Config",
     "DeepSpeedFlopsProfilerConfig",
     "DeepSpeedMonitorConfig",
@@ -46,12 +54,17 @@ __all__ = [
     "DeepSpeedZeroOffloadOptimizerConfig",
     "DeepSpeedZeroOffloadParamConfig",
     "HybridEngineConfig",
+    "TPConfig",
+    "TPTrainingConfig",
     "TensorBoardConfig",
     "WandbConfig",
+    "WeightQuantConfig",
     "ZenFlowConfig",
     "get_bfloat16_config",
+    "get_expert_parallel_config",
     "get_float16_config",
     "get_monitor_config",
+    "get_tensor_parallel_config",
     "get_timers_config",
     "get_zero_config",
 ]
@@ -294,3 +307,53 @@ class DeepSpeedNebulaConfig(_FromWhole, section=Nebula, prefix="nebula_"):
     """The section ``nebula``; its ``nebula_load_path`` is the attribute ``load_path``."""
 
     _key = "nebula"
+
+
+class DeepSpeedAutotuningConfig(_FromWhole, section=Autotuning):
+    """The section ``autotuning``."""
+
+    _key = "autotuning"
+
+
+class DeepSpeedDataStatesConfig:
+    """``enabled``: whether a whole configuration has the section ``datastates_ckpt``; ``config``: a copy of it."""
+
+    def __init__(self, param_dict: Mapping[str, Any]) -> None:
+        section = param_dict.get("datastates_ckpt", False)
+        self.enabled = section is not False
+        self.config = copy.deepcopy(section) if self.enabled else None
+
+
+class WeightQuantConfig(DeepSpeedConfigModel, section=WeightQuantization):
+    """The section ``weight_quantization``."""
+
+
+class TPConfig(DeepSpeedConfigModel, section=TpGroup):
+    """The section ``tensor_parallel.tp``, and the ranks that a program gives by hand."""
+
+    mpu: object = None
+    tp_group: object = None
+
+
+class TPTrainingConfig(DeepSpeedConfigModel, section=TensorParallel, without=("tp",)):
+    """The section ``tensor_parallel``; its ``tp`` is the attribute ``tensor_parallel``."""
+
+    dtype: torch.dtype = torch.float16
+    tensor_parallel: TPConfig = Field(default_factory=TPConfig, alias="tp")
+    injection_policy_tuple: tuple | None = None
+    partition_config: dict[str, Any] | None = None
+    replace_with_kernel_inject: bool = Field(False, alias="kernel_inject")
+
+
+def get_tensor_parallel_config(ds_config: Mapping[str, Any]) -> TPTrainingConfig:
+    """The section ``tensor_parallel`` of a whole configuration."""
+    return TPTrainingConfig(**ds_config.get("tensor_parallel", {}))
+
+
+class AutoEPConfig(DeepSpeedConfigModel, section=ExpertParallel):
+    """The section ``expert_parallel``."""
+
+
+def get_expert_parallel_config(param_dict: Mapping[str, Any]) -> AutoEPConfig:
+    """The section ``expert_parallel`` of a whole configuration."""
+    return AutoEPConfig(**param_dict.get("expert_parallel", {}))

@@ -19,13 +19,18 @@ from deepspeed_c.comm import groups
 from deepspeed_c.compat.config_sections import (
     CompileConfig,
     DeepSpeedActivationCheckpointingConfig,
+    DeepSpeedAutotuningConfig,
     DeepSpeedCommsConfig,
+    DeepSpeedDataStatesConfig,
     DeepSpeedFlopsProfilerConfig,
     DeepSpeedNebulaConfig,
     HybridEngineConfig,
+    WeightQuantConfig,
     get_bfloat16_config,
+    get_expert_parallel_config,
     get_float16_config,
     get_monitor_config,
+    get_tensor_parallel_config,
     get_timers_config,
     get_zero_config,
 )
@@ -233,7 +238,13 @@ class DeepSpeedConfig:
         self.torch_autocast_lower_precision_safe_modules = autocast.get(TORCH_AUTOCAST_LOWER_PRECISION_SAFE_MODULES)
         for name, value in resolved[EIGENVALUE].items():
             setattr(self, f"eigenvalue_{name}", value)
-        self.curriculum_enabled_legacy = known.curriculum_learning.enabled
+        self.autotuning_config = DeepSpeedAutotuningConfig(given)
+        self.datastates_config = DeepSpeedDataStatesConfig(given)
+        self.tensor_parallel_config = get_tensor_parallel_config(given)
+        self.expert_parallel_config = get_expert_parallel_config(given)
+        quantization = given.get("weight_quantization")
+        self.weight_quantization_config = None if quantization is None else WeightQuantConfig(**quantization)
+        self.curriculum_enabled_legacy, self.curriculum_params_legacy = _switched(given, "curriculum_learning")
         self.data_efficiency_enabled = known.data_efficiency.enabled
         self.data_efficiency_config = resolved["data_efficiency"]
 

@@ -6,7 +6,7 @@ A row is asked only for a name that the engine itself lacks, and before the mode
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
@@ -39,6 +39,34 @@ def _loaded_data_ranks(engine: Any) -> int | None:
         return None
     # A folder of DeepSpeed has no axes: its reader counts the ranks that share one part of the model.
     return loaded.world_size // (loaded.axes.get("tp", 1) * loaded.axes.get("pp", 1))
+
+
+class InertCompressionScheduler(NamedTuple):
+    """DeepSpeed's scheduler of compression where no method of it is enabled: programs read its fields, and call it."""
+
+    model: torch.nn.Module
+    training_steps: int
+    different_compression_methods: dict[str, Any]
+    compression_config: dict[str, Any]
+    verbose: dict[str, bool]
+    weight_quantization_enabled: bool = False
+
+    def step(self, step_zero_check: bool = False) -> None:
+        """Do nothing: no method has a schedule, and the engine counts its steps itself."""
+
+    def check_all_modules(self) -> None:
+        """Do nothing: no module is compressed."""
+
+
+def _compression_scheduler(engine: Any) -> InertCompressionScheduler:
+    config = engine._config.resolved_dict()["compression_training"]
+    methods = {
+        name: {"enabled": False, "shared_parameters": section["shared_parameters"], "different_groups": []}
+        for name, section in config.items()
+        if name != "layer_reduction"
+    }
+    steps = engine.global_steps - engine.skipped_steps
+    return InertCompressionScheduler(engine.module, steps, methods, config, dict.fromkeys(methods, False))
 
 
 def _always(value: Any) -> Callable[[Any], Any]:
@@ -78,6 +106,7 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "expert_data_parallel_group": lambda engine: {},
     "all_to_all_group": _always(None),
     "local_all_to_all_group": _always(None),
+    "compression_scheduler": _compression_scheduler,
     "quantizer": _always(None),
     "progressive_layer_drop": _always(None),
     "eigenvalue": _always(None),

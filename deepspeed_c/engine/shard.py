@@ -93,6 +93,7 @@ def shard_model(
                     uses_all_gather=config.zero.allgather_partitions and not config.disable_allgather,
                     allow_untested=config.zero_allow_untested_optimizer,
                     ignores_unused=config.zero.ignore_unused_parameters,
+                    section=config.zero,
                     steps_ahead=offload.super_offload,
                 ),
                 scaler=precision.scaler,

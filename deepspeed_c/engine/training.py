@@ -61,6 +61,7 @@ class Training(NamedTuple):
     data: Any = None
     collate_fn: Any = None
     mpu: Any = None
+    mesh_device: Any = None
 
 
 class TrainingHost(Reductions, ModelHost):
@@ -78,7 +79,7 @@ class TrainingHost(Reductions, ModelHost):
         training: Training,
     ) -> None:
         super().__init__(model, config, mesh, precision, device, edits)
-        self.mpu = training.mpu
+        self.mpu, self.mesh_device = training.mpu, training.mesh_device
         optimizer = training.optimizer or NoOptimizer()
         self._state = TrainState(config, mesh, precision, device, optimizer, training.lr_scheduler)
         self._window, self._passes = self._state.window, self._state.passes
@@ -480,6 +481,11 @@ class TrainingHost(Reductions, ModelHost):
             self._fetcher.abort()
             self._fetcher.begin_writes()
         self._offloaded.offload(include, device, pin_memory, non_blocking)
+
+    @property
+    def kinds_away(self) -> set[OffloadStateTypeEnum]:
+        """The kinds of state that ``offload_states`` has moved out of memory."""
+        return self._offloaded.kinds
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Brings back the states that ``offload_states`` moved out; collective where they are on NVMe, and with

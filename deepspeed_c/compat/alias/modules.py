@@ -111,6 +111,9 @@ _OPTIMIZER_NAMES = {
         *("ONEBIT_ADAM_OPTIMIZER", "ONEBIT_LAMB_OPTIMIZER", "ZERO_ONE_ADAM_OPTIMIZER"),
     )
 }
+_TENSOR_PARALLEL = {
+    name: f"{_SECTIONS}:{name}" for name in ("TPConfig", "TPTrainingConfig", "get_tensor_parallel_config")
+}
 _ZERO_CONFIG = {
     "OffloadDeviceEnum": "deepspeed_c.engine.offload:OffloadDeviceEnum",
     "OffloadStateTypeEnum": "deepspeed_c.engine.offload:OffloadStateTypeEnum",
@@ -297,8 +300,19 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.config": {
         "DeepSpeedConfigError": "deepspeed_c.errors:ConfigError",
         "DeepSpeedConfigModel": "deepspeed_c.compat.config_model:DeepSpeedConfigModel",
-        "HybridEngineConfig": f"{_SECTIONS}:HybridEngineConfig",
+        **{
+            name: f"{_SECTIONS}:{name}"
+            for name in (
+                *("DeepSpeedAutotuningConfig", "DeepSpeedDataStatesConfig", "HybridEngineConfig", "WeightQuantConfig"),
+                *("get_expert_parallel_config", "get_tensor_parallel_config"),
+            )
+        },
     },
+    "deepspeed.autotuning.config": {"DeepSpeedAutotuningConfig": f"{_SECTIONS}:DeepSpeedAutotuningConfig"},
+    "deepspeed.datastates.config": {"DeepSpeedDataStatesConfig": f"{_SECTIONS}:DeepSpeedDataStatesConfig"},
+    "deepspeed.inference.config": {"WeightQuantConfig": f"{_SECTIONS}:WeightQuantConfig"},
+    "deepspeed.runtime.tensor_parallel": _TENSOR_PARALLEL,
+    "deepspeed.runtime.tensor_parallel.config": _TENSOR_PARALLEL,
     "deepspeed.runtime.precision_config": {
         name: f"{_SECTIONS}:{name}"
         for name in ("DeepSpeedBF16Config", "DeepSpeedFP16Config", "get_bfloat16_config", "get_float16_config")

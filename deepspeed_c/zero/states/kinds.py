@@ -11,6 +11,7 @@ import torch
 from deepspeed_c.config.zero import Zero
 from deepspeed_c.ops.scope import declaration
 from deepspeed_c.zero.layout.unit import Unit
+from deepspeed_c.zero.states.attributes import ATTRIBUTES, OF_STAGE_3, OF_STAGES_1_AND_2, OF_STAGES_1_TO_3
 from deepspeed_c.zero.states.entries import Entry, keep_parameters, must_see_pieces
 from deepspeed_c.zero.states.optimizer import ZeroOptimizer
 
@@ -29,13 +30,19 @@ __all__ = [
 class ZeROOptimizer(ZeroOptimizer):
     """The optimizer of stages 1 to 3, which shard."""
 
+    _attributes = ATTRIBUTES | OF_STAGES_1_TO_3
+
 
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
     """Stages 1 and 2."""
 
+    _attributes = ATTRIBUTES | OF_STAGES_1_TO_3 | OF_STAGES_1_AND_2
+
 
 class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
     """Stage 3."""
+
+    _attributes = ATTRIBUTES | OF_STAGES_1_TO_3 | OF_STAGE_3
 
 
 class BF16_Optimizer(ZeROOptimizer):

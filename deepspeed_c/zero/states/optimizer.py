@@ -16,6 +16,7 @@ import torch
 
 from deepspeed_c import _C
 from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.config.zero import Zero
 from deepspeed_c.errors import AioError, OffloadError, OptimizerError, StateError
 from deepspeed_c.logging import logger
 from deepspeed_c.zero.gradients.bucket import Bucket
@@ -51,6 +52,8 @@ class StateMover(Protocol):
 
     def offload_states(self, include: Any, device: Any, pin_memory: bool, non_blocking: bool) -> None: ...
     def reload_states(self, non_blocking: bool) -> None: ...
+    @property
+    def kinds_away(self) -> set[Any]: ...
 
 
 class StepOptions(NamedTuple):
@@ -66,6 +69,8 @@ class StepOptions(NamedTuple):
     """The base may get slices, though nobody knows its class to be elementwise."""
     ignores_unused: bool = True
     """A parameter that no rank has used is no error."""
+    section: Zero = Zero()
+    """The section ``zero_optimization``: callers read its values from the optimizer."""
     steps_ahead: bool = False
     """Masters in host memory are updated while backward runs. The base must be elementwise and fused, and states in
     memory."""
@@ -79,6 +84,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     An update ahead of the step is not visible before the step. Only ``optimizer``, ``pieces`` and ``Unit.master`` give
     out base, states and masters, and they call ``settle`` first.
     """
+
+    _attributes = ATTRIBUTES
 
     def __init__(
         self,
@@ -394,6 +401,16 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         return [{key: value for key, value in group.items() if key != "params"} for group in self._base.param_groups]
 
     @property
+    def section(self) -> Zero:
+        """The section ``zero_optimization`` that it was made for."""
+        return self._options.section
+
+    @property
+    def kinds_away(self) -> set[Any]:
+        """The kinds of state that ``offload_states`` has moved out of memory."""
+        return set() if self._mover is None else self._mover.kinds_away
+
+    @property
     def state(self):
         return self.optimizer.state
 
@@ -411,8 +428,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     fp32_partitioned_groups_flat = single_partition_of_fp32_groups
 
     def __getattr__(self, name: str) -> Any:
-        if name in ATTRIBUTES and self.units:
-            return ATTRIBUTES[name](self)
+        if name in self._attributes and self.units:
+            return self._attributes[name](self)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def get_lr(self) -> float:

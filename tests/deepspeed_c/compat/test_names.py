@@ -78,6 +78,30 @@ def test_features_that_come_later_can_be_read() -> None:
     assert config == {"train_batch_size": 2, "pipeline": {"stages": 2}, "tensorboard": {"enabled": True}}
 
 
+def test_sections_of_later_features_are_objects() -> None:
+    curriculum = {"curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 64}
+    config = {
+        "train_batch_size": 1,
+        "tensor_parallel": {"autotp_size": 1, "tp": {"tp_size": 3, "tp_grain_size": 64}, "kernel_inject": True},
+        "expert_parallel": {"autoep_size": 4},
+        "curriculum_learning": {"enabled": False, **curriculum},
+        "weight_quantization": {"num_bits": 4},
+        "autotuning": {"enabled": False, "fast": False},
+        "datastates_ckpt": {"host_cache_size": 3},
+    }
+    read, bare = ds_config.DeepSpeedConfig(config), ds_config.DeepSpeedConfig({"train_batch_size": 1})
+    tp = read.tensor_parallel_config
+    assert (tp.autotp_size, tp.tensor_parallel.tp_size, tp.tensor_parallel.tp_grain_size) == (1, 3, 64)
+    assert tp.replace_with_kernel_inject and tp.dtype is torch.float16 and not hasattr(tp, "tp")
+    assert bare.tensor_parallel_config.tensor_parallel.mpu is None
+    assert (read.expert_parallel_config.autoep_size, bare.expert_parallel_config.autoep_size) == (4, 1)
+    assert (read.curriculum_params_legacy, bare.curriculum_params_legacy) == (curriculum, False)
+    assert read.weight_quantization_config.num_bits == 4 and bare.weight_quantization_config is None
+    assert (read.autotuning_config.fast, bare.autotuning_config.fast) == (False, True)
+    assert (read.datastates_config.enabled, read.datastates_config.config) == (True, {"host_cache_size": 3})
+    assert (bare.datastates_config.enabled, bare.datastates_config.config) == (False, None)
+
+
 def test_configurations_from_files_and_text(tmp_path) -> None:
     import base64
 

@@ -11,8 +11,10 @@ from torch import nn
 
 import deepspeed_c
 from deepspeed_c.engine.attributes import ATTRIBUTES, OF_PIPELINES
+from deepspeed_c.engine.offload import OffloadStateTypeEnum
 from deepspeed_c.pipe import LayerSpec, PipelineModule
 from deepspeed_c.zero.states.attributes import ATTRIBUTES as OF_OPTIMIZERS
+from deepspeed_c.zero.states.attributes import OF_STAGE_3, OF_STAGES_1_AND_2, OF_STAGES_1_TO_3
 from tests.ranks import run_ranks
 
 
@@ -47,8 +49,12 @@ def every_row_body(rank: int, world: int, stage: int) -> None:
     engine = make(stage, **ADAM)
     for name in ATTRIBUTES:
         getattr(engine, name)
-    for name in OF_OPTIMIZERS:
+    rows = {0: {}, 3: OF_STAGES_1_TO_3 | OF_STAGE_3}.get(stage, OF_STAGES_1_TO_3 | OF_STAGES_1_AND_2)
+    for name in OF_OPTIMIZERS | rows:
         getattr(engine.optimizer, name)
+    # Of other stages, as in DeepSpeed: programs ask with hasattr which optimizer they have.
+    for name in (OF_STAGES_1_TO_3 | OF_STAGE_3 | OF_STAGES_1_AND_2).keys() - rows.keys() - OF_OPTIMIZERS.keys():
+        assert not hasattr(engine.optimizer, name), name
     assert (engine.num_experts, engine.n_layers) == ([], 2), "DeepSpeed's engine hides the model's"
     assert not engine.has_moe_layers and not engine.pipeline_parallelism and engine.sparse_tensor_module_names == set()
     assert not hasattr(engine, "no_such_name") and not hasattr(engine.optimizer, "no_such_name")
@@ -58,6 +64,73 @@ def every_row_body(rank: int, world: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_row_answers(stage):
     run_ranks(1, every_row_body, stage)
+
+
+KEYS = {
+    "reduce_bucket_size": 7777,
+    "allgather_bucket_size": 8888,
+    "overlap_comm": True,
+    "reduce_scatter": False,
+    "contiguous_gradients": False,
+    "round_robin_gradients": True,
+    "ignore_unused_parameters": False,
+    "stage3_prefetch_bucket_size": 555,
+    "sub_group_size": 6666,
+    "stage3_param_persistence_threshold": 0,
+}
+
+
+def configured_body(rank: int, world: int, stage: int) -> None:
+    more = {**ADAM, "zero_optimization": {**KEYS, "stage": stage}, "prescale_gradients": True}
+    more |= {"data_types": {"grad_accum_dtype": "fp32"}} if stage > 1 else {}
+    engine = make(stage, **more, communication_data_type="fp32")
+    optimizer = engine.optimizer
+    for name in ("reduce_bucket_size", "reduce_scatter", "contiguous_gradients"):
+        print(name, getattr(optimizer, name), KEYS[name])
+        assert getattr(optimizer, name) == KEYS[name], name
+    assert optimizer.communication_data_type is torch.float32 and not optimizer.postscale_gradients
+    assert optimizer.gradient_accumulation_dtype is (torch.float32 if stage > 1 else torch.bfloat16)
+    assert optimizer.master_weights_and_grads_dtype is torch.float32 and optimizer.dtype is torch.bfloat16
+    if stage < 3:
+        for name in ("overlap_comm", "allgather_bucket_size", "round_robin_gradients", "ignore_unused_parameters"):
+            assert getattr(optimizer, name) == KEYS[name], name
+        assert optimizer.partition_gradients is (stage == 2) and optimizer.zero_stage_string == f"ZeRO-{stage}"
+        assert optimizer.real_dp_process_group == [optimizer.dp_process_group] and not optimizer.cpu_offload_pin_memory
+    else:
+        assert (optimizer.prefetch_elements, optimizer.sub_group_size) == (555, 6666)
+        assert not optimizer.offload_param and not optimizer.swap_optimizer and optimizer.max_params_in_cpu == 0
+    assert optimizer.offloaded_states == set()
+    engine.offload_states(include=[OffloadStateTypeEnum.optim_states])
+    assert optimizer.offloaded_states == {OffloadStateTypeEnum.optim_states}
+    engine.reload_states()
+    assert optimizer.offloaded_states == set()
+    # What Megatron forks do with the scheduler of compression in each step.
+    scheduler = engine.compression_scheduler
+    assert not scheduler.weight_quantization_enabled and scheduler.training_steps == 0
+    scheduler.step(step_zero_check=True)
+    engine.backward(engine(torch.tensor([[1, 2], [3, 4]])))
+    engine.step()
+    assert engine.compression_scheduler.training_steps == 1 and not any(engine.compression_scheduler.verbose.values())
+    assert engine.mesh_device is None
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_optimizer_answers_with_the_values_of_the_configuration(stage):
+    run_ranks(1, configured_body, stage)
+
+
+def mesh_body(rank: int, world: int) -> None:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
+    model = Words()
+    config = {"train_micro_batch_size_per_gpu": 2, **ADAM}
+    engine = deepspeed_c.initialize(model=model, config=config, mesh_device=mesh)[0]
+    assert engine.mesh_device is mesh
+    engine.destroy()
+
+
+def test_the_engine_answers_with_the_mesh_that_it_was_given():
+    run_ranks(2, mesh_body)
 
 
 def engine_body(rank: int, world: int) -> None:
