@@ -23,7 +23,7 @@ from deepspeed_c.comm import backends
 from deepspeed_c.comm.discover import DEFAULT_PORT, discover
 from deepspeed_c.comm.groups import is_initialized, require_initialized
 from deepspeed_c.comm.ledger import Ledger, LedgerEntry, ledger_of
-from deepspeed_c.comm.log import CommsLogger, EngineCollectives
+from deepspeed_c.comm.log import CommsLogger, EngineCollectives, shared_calls_of
 from deepspeed_c.errors import CommError
 from deepspeed_c.logging import logger
 
@@ -135,8 +135,9 @@ def _operation(function: _F) -> _F:
 
         def record() -> None:
             _synchronize(sent)
-            comms_logger.append(
-                function.__name__, log_name, time.perf_counter() - begin, _n_bytes(sent), dist.get_world_size()
+            seconds, n_ranks = time.perf_counter() - begin, len(entry.ranks)
+            comms_logger.record(
+                function.__name__, log_name, seconds, _n_bytes(sent), n_ranks, shared=shared_calls_of(entry)
             )
 
         if is_handle:
@@ -215,7 +216,8 @@ def configure(
     given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
     section = None
     if deepspeed_config is not None:
-        section = _read(deepspeed_config, "comms_logger")
+        # DeepSpeed's object for a whole configuration keeps the section one level down.
+        section = _read(_read(deepspeed_config, "comms_config") or deepspeed_config, "comms_logger")
     for name, value in given.items():
         if value is None and section is not None:
             value = _read(section, name)
@@ -231,35 +233,13 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     """Prints the recorded calls on rank 0, to standard output; every rank calls it.
 
     ``show_straggler``: also how long the fastest rank took for each operation, and how much longer this rank was in it,
-    which is mostly its waiting for others.
+    that is, waited for late ranks.
 
     Returns, if asked, {"summary": {name: {bytes: statistics}}, "straggler_analysis": the same or None, "metadata":
     ...}; times in ms, bandwidths in Gbit/s.
     """
     require_initialized("log_summary")
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    summary = comms_logger.summary(world_size)
-    stragglers = comms_logger.stragglers(_gather_objects) if show_straggler else None
-    if rank == 0:
-        texts = [comms_logger.format("communication", summary)]
-        if stragglers is not None:
-            texts.append(comms_logger.format("communication, with what this rank waited for others", stragglers))
-        sys.stdout.write("\n".join([*texts, ""]))
-        sys.stdout.flush()
-    if not return_dict:
-        return None
-    return {
-        "summary": summary,
-        "straggler_analysis": stragglers,
-        "metadata": comms_logger.metadata(world_size, rank),
-    }
-
-
-def _gather_objects(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    with ledger_of().enter("comm.log_summary", 0):
-        dist.all_gather_object(values, value)
-    return values
+    return comms_logger.log_all(dist.get_rank() == 0, show_straggler, return_dict)
 
 
 def reset_log() -> None:

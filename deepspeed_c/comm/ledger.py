@@ -121,6 +121,16 @@ class LedgerEntry:
         return self._ledger.ranks
 
     @property
+    def group(self) -> str:
+        """``Ledger.name`` of its group."""
+        return self._ledger.name
+
+    @property
+    def source(self) -> int | None:
+        """``Ledger.source`` of its group."""
+        return self._ledger.source
+
+    @property
     def device(self) -> torch.device | None:
         """Where its data is; None: on the CPU."""
         return self._device
@@ -228,9 +238,11 @@ class Ledger:
         """From now on entries of all ledgers are of class ``kind``."""
         cls.entry_type = kind
 
-    def __init__(self, name: str, ranks: Sequence[int]) -> None:
+    def __init__(self, name: str, ranks: Sequence[int], source: int | None = None) -> None:
         """name: the group's, the same on all its ranks. ranks: its members by their numbers in the world."""
         self.name = name
+        self.source = source
+        """The rank that sends, where the ledger has the messages from one rank to another."""
         self.ranks = tuple(ranks)
         self.axes = ""
         """The axes of a mesh that the group lies along (``dp_shard``); "" where no mesh made the group."""
@@ -403,7 +415,7 @@ def ledger_of_pair(whole: Ledger, group: dist.ProcessGroup | None, src: int, dst
     pairs = _pair_ledgers.get(group, {})
     ledger = pairs.get((src, dst, tag))
     if ledger is None:
-        made = Ledger(f"{whole.name} {src}-{dst} {tag}", sorted((src, dst)))
+        made = Ledger(f"{whole.name} {src}-{dst} {tag}", sorted((src, dst)), source=src)
         made.make_part_of(whole, whole.axes or PP)
         with _lock:  # the watchdog reads them meanwhile
             ledger = _pair_ledgers.setdefault(group, {}).setdefault((src, dst, tag), made)

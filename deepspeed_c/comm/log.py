@@ -8,18 +8,29 @@ is off.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from deepspeed_c.comm.ledger import LedgerEntry
+from deepspeed_c.comm.groups import get_rank, get_world_size, is_initialized
+from deepspeed_c.comm.ledger import LedgerEntry, ledger_of, ranks_in_words
 from deepspeed_c.comm.observed import ObservedEntry, listen, stop_listening
-from deepspeed_c.logging import logger
+from deepspeed_c.logging import log_dist
 
-__all__ = ["CommsLogger", "EngineCollectives", "bandwidths_gbps", "trim_mean"]
+__all__ = [
+    "CommsLogger",
+    "EngineCollectives",
+    "SharedCalls",
+    "bandwidths_gbps",
+    "convert_size",
+    "shared_calls_of",
+    "trim_mean",
+]
 
 # How many times an operation moves its message, as (n ranks) -> (factor of the algorithm's bandwidth, factor of the
 # bus's). The conventions come from nccl-tests (PERFORMANCE.md) and DeepSpeed, whose tables count a gathered message
@@ -33,7 +44,7 @@ def bandwidths_gbps(op: str, n_bytes: int, seconds: float, world_size: int) -> t
     """(bandwidth of the algorithm, bandwidth of the bus) in Gbit/s; 0 for an operation that took no measurable time."""
     if seconds <= 0:
         return 0.0, 0.0
-    n = world_size
+    n = max(world_size, 1)  # 0: torch's placeholder for a group of other ranks
     algorithm = bus = 1.0
     if op in _GATHERING:
         algorithm, bus = float(n), float(n - 1)
@@ -55,18 +66,46 @@ def trim_mean(values: Sequence[float], trim: float) -> float:
     return sum(kept) / len(kept)
 
 
+def convert_size(size_bytes: int) -> str:
+    """A number of bytes as DeepSpeed's tables have it: ``"4.0 KB"``."""
+    if size_bytes == 0:
+        return "0B"
+    power = min((size_bytes.bit_length() - 1) // 10, len(_UNITS) - 1)
+    return f"{round(size_bytes / 1024**power, 2)} {_UNITS[power]}"
+
+
+_UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB")
+
+
+class SharedCalls(NamedTuple):
+    """Calls of one operation that all ranks of a group make, and that have the same numbers (``LedgerEntry.seq``) on
+    each of them.
+    """
+
+    group: str
+    op: str
+    ranks: tuple[int, ...]
+
+
 @dataclass
 class _CallRecord:
     """All calls of one name with one message size."""
 
     op: str
     seconds: list[float] = field(default_factory=list)
+    n_ranks: list[int] = field(default_factory=list)
+    """Ranks of each call's group."""
+    places: list[tuple[SharedCalls, int]] = field(default_factory=list)
+    """For each call that other ranks make too, its number among these."""
     paths: list[str] = field(default_factory=list)
     """Transports of the calls, each once; empty where the caller chose it in torch."""
 
+    def speeds(self, n_bytes: int) -> list[tuple[float, float]]:
+        return [bandwidths_gbps(self.op, n_bytes, s, n) for s, n in zip(self.seconds, self.n_ranks)]
+
 
 class CommsLogger:
-    """Collects one record for each call. ``world_size`` is called when a summary is made.
+    """Collects one record for each call.
 
     ``on_switch`` is called with every value that ``enabled`` is set to.
     """
@@ -80,6 +119,7 @@ class CommsLogger:
         self.prof_ops: list[str] = []
         self.debug = False
         self._records: dict[str, dict[int, _CallRecord]] = {}
+        self._shared: dict[SharedCalls, dict[int, float]] = {}
 
     @property
     def enabled(self) -> bool:
@@ -91,88 +131,185 @@ class CommsLogger:
         self._is_enabled = bool(value)
         self.on_switch(self._is_enabled)
 
+    def configure(self, comms_config: Any) -> None:
+        """Takes the values of a ``DeepSpeedCommsConfig``; without the section the log is off."""
+        section = comms_config.comms_logger if comms_config.comms_logger_enabled else None
+        self.enabled = section is not None and section.enabled
+        if self.enabled:
+            self.verbose, self.debug = section.verbose, section.debug
+            self.prof_ops, self.prof_all = list(section.prof_ops), section.prof_all
+
+    def start_profiling_comms(self) -> None:
+        """Records all operations from now on, while the log is enabled."""
+        self.prof_all = True
+
+    def stop_profiling_comms(self) -> None:
+        """Records only operations of ``prof_ops`` and calls with ``prof=True`` from now on."""
+        self.prof_all = False
+
+    def start_profiling_op(self, op_name_list: Iterable[str]) -> None:
+        """Records the operations of these names from now on, while the log is enabled."""
+        self.prof_ops = list(dict.fromkeys([*self.prof_ops, *_names(op_name_list)]))
+
+    def stop_profiling_op(self, op_name_list: Iterable[str]) -> None:
+        """Takes the names out of ``prof_ops``; ``prof_all`` records them still."""
+        stopped = set(_names(op_name_list))
+        self.prof_ops = [name for name in self.prof_ops if name not in stopped]
+
     def wants(self, log_name: str, prof: bool) -> bool:
         """Whether a call is to be recorded."""
         return self.enabled and (prof or self.prof_all or log_name in self.prof_ops)
 
-    def append(self, op: str, log_name: str, seconds: float, n_bytes: int, world_size: int, path: str = "") -> None:
-        """Records one call of ``op`` under ``log_name``. path: as in ``LedgerEntry``."""
+    def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
+        """Records a call of ``raw_name`` by all ranks, which took ``latency`` ms, under ``record_name``."""
+        self.record(raw_name, record_name, latency / 1e3, msg_size, _world_size())
+
+    def record(
+        self,
+        op: str,
+        log_name: str,
+        seconds: float,
+        n_bytes: int,
+        n_ranks: int,
+        path: str = "",
+        shared: tuple[SharedCalls, int] | None = None,
+    ) -> None:
+        """Records one call of ``op`` among ``n_ranks`` ranks under ``log_name``.
+
+        path: as in ``LedgerEntry``. shared: the calls that other ranks make too, and the number of this one among
+        them; without it ``stragglers`` leaves the call out.
+        """
         record = self._records.setdefault(log_name, {}).setdefault(n_bytes, _CallRecord(op))
         record.seconds.append(seconds)
+        record.n_ranks.append(n_ranks)
+        if shared is not None:
+            calls, number = shared
+            record.places.append(shared)
+            self._shared.setdefault(calls, {})[number] = seconds
         if path and path not in record.paths:
             record.paths.append(path)
         if self.verbose:
-            algorithm, bus = bandwidths_gbps(op, n_bytes, seconds, world_size)
-            logger.info(
-                "comm %s%s: %.3f ms, %s, algorithm %.2f Gbit/s, bus %.2f Gbit/s",
-                log_name,
-                f" over {path}" if path else "",
-                seconds * 1e3,
-                _size(n_bytes),
-                algorithm,
-                bus,
+            algorithm, bus = bandwidths_gbps(op, n_bytes, seconds, n_ranks)
+            log_dist(
+                f"comm {log_name}{f' over {path}' if path else ''}: {seconds * 1e3:.3f} ms, {convert_size(n_bytes)},"
+                f" algorithm {algorithm:.2f} Gbit/s, bus {bus:.2f} Gbit/s",
+                ranks=[0],
             )
 
     def reset_data(self) -> None:
         """Forgets all records."""
         self._records.clear()
+        self._shared.clear()
 
     def has_data(self) -> bool:
+        """Whether anything has been recorded."""
         return bool(self._records)
 
+    def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
+        """{name: {message bytes: [calls, [ms of each], [Gbit/s of the algorithm], [Gbit/s of the bus]]}}, a copy."""
+        table: dict[str, dict[int, list[Any]]] = {}
+        for name, sizes in list(self._records.items()):
+            for n_bytes, record in list(sizes.items()):
+                speeds = record.speeds(n_bytes)
+                columns = [
+                    [s * 1e3 for s in record.seconds[: len(speeds)]],
+                    [a for a, _ in speeds],
+                    [b for _, b in speeds],
+                ]
+                table.setdefault(name, {})[n_bytes] = [len(speeds), *columns]
+        return table
+
+    @property
+    def comms_dict(self) -> dict[str, dict[int, list[Any]]]:
+        """``get_raw_data()``, by DeepSpeed's name."""
+        return self.get_raw_data()
+
     def get_operation_names(self) -> list[str]:
+        """The names of the recorded calls."""
         return list(self._records)
 
     def get_total_operations(self) -> int:
-        return sum(len(record.seconds) for sizes in self._records.values() for record in sizes.values())
+        """How many calls have been recorded."""
+        return sum(len(record.seconds) for sizes in list(self._records.values()) for record in list(sizes.values()))
 
-    def summary(self, world_size: int) -> dict[str, dict[int, dict[str, Any]]]:
+    def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
+        """{message bytes: statistics} of one name; None where nothing is recorded under it."""
+        return self.summary().get(operation_name)
+
+    def summary(self) -> dict[str, dict[int, dict[str, Any]]]:
         """{name: {message bytes: statistics}}; means leave out the slowest and fastest tenth."""
         table: dict[str, dict[int, dict[str, Any]]] = {}
-        for name, sizes in self._records.items():
+        for name, sizes in self.get_raw_data().items():
             table[name] = {}
-            for n_bytes, record in sorted(sizes.items()):
-                speeds = [bandwidths_gbps(record.op, n_bytes, s, world_size) for s in record.seconds]
+            for n_bytes, (count, latencies, algorithm, bus) in sorted(sizes.items()):
+                paths = self._records[name][n_bytes].paths
                 table[name][n_bytes] = {
-                    "count": len(record.seconds),
-                    "total_latency_ms": sum(record.seconds) * 1e3,
-                    "avg_latency_ms": trim_mean(record.seconds, 0.1) * 1e3,
-                    "tput_avg_gbps": trim_mean([a for a, _ in speeds], 0.1),
-                    "busbw_avg_gbps": trim_mean([b for _, b in speeds], 0.1),
+                    "count": count,
+                    "total_latency_ms": sum(latencies),
+                    "avg_latency_ms": trim_mean(latencies, 0.1),
+                    "tput_avg_gbps": trim_mean(algorithm, 0.1),
+                    "busbw_avg_gbps": trim_mean(bus, 0.1),
                     "msg_size_bytes": n_bytes,
-                    "msg_size_str": _size(n_bytes),
-                    **({"path": ", ".join(record.paths)} if record.paths else {}),
+                    "msg_size_str": convert_size(n_bytes),
+                    **({"path": ", ".join(paths)} if paths else {}),
                 }
         return table
 
     def stragglers(self, gather: Callable[[Any], list[Any]]) -> dict[str, dict[int, dict[str, Any]]]:
-        """Splits latencies into the fastest rank's time and this rank's additional wait. ``gather`` collects every
-        rank's object.
+        """Splits each call's time into moving, the time of the fastest rank of its group (which came last), and this
+        rank's wait for late ranks, the rest. ``gather`` collects every rank's object, by rank.
 
-        Records that some rank does not have, or has fewer of, are compared as far as all ranks have them.
+        Calls belong together by their numbers in the ledger of their group. Where ranks have recorded different calls,
+        those that all have are compared, and ``"differs"`` of the row says how many each rank has. Messages through
+        ``send`` and ``recv`` of ``deepspeed_c.comm`` are not compared (``"count"`` is 0): partners do not number them.
         """
-        mine = {(name, n): record.seconds for name, sizes in self._records.items() for n, record in sizes.items()}
-        everyone = gather(mine)
+        everyone: list[dict[SharedCalls, dict[int, float]]]
+        everyone = gather({calls: dict(times) for calls, times in list(self._shared.items())})
+        difference = {
+            calls: _difference([each.get(calls, {}) for each in everyone], calls.ranks) for calls in self._shared
+        }
         table: dict[str, dict[int, dict[str, Any]]] = {}
-        for (name, n_bytes), seconds in sorted(mine.items()):
-            per_rank = [other.get((name, n_bytes), []) for other in everyone]
-            common = min(map(len, per_rank))
-            fastest = [min(rank[i] for rank in per_rank) for i in range(common)]
-            waited = [own - fast for own, fast in zip(seconds, fastest)]
-            table.setdefault(name, {})[n_bytes] = {
-                "count": common,
-                "total_comm_lat_ms": sum(fastest) * 1e3,
-                "total_straggler_ms": sum(waited) * 1e3,
-                "avg_comm_lat_ms": trim_mean(fastest, 0.1) * 1e3,
-                "avg_straggler_ms": trim_mean(waited, 0.1) * 1e3,
-                "msg_size_bytes": n_bytes,
-                "msg_size_str": _size(n_bytes),
-            }
+        for name, sizes in list(self._records.items()):
+            for n_bytes, record in sorted(sizes.items()):
+                moved, waited = [], []
+                differs = {calls: difference[calls] for calls, _ in record.places if difference[calls]}
+                for calls, number in record.places:
+                    times = [everyone[rank].get(calls, {}).get(number) for rank in calls.ranks]
+                    if None not in times:
+                        moved.append(min(times))
+                        waited.append(self._shared[calls][number] - moved[-1])
+                table.setdefault(name, {})[n_bytes] = {
+                    "count": len(moved),
+                    "total_comm_lat_ms": sum(moved) * 1e3,
+                    "total_straggler_ms": sum(waited) * 1e3,
+                    "avg_comm_lat_ms": trim_mean(moved, 0.1) * 1e3,
+                    "avg_straggler_ms": trim_mean(waited, 0.1) * 1e3,
+                    "msg_size_bytes": n_bytes,
+                    "msg_size_str": convert_size(n_bytes),
+                    **({"differs": "; ".join(dict.fromkeys(differs.values()))} if differs else {}),
+                }
         return table
 
-    @staticmethod
-    def metadata(world_size: int, rank: int) -> dict[str, Any]:
-        return {"world_size": world_size, "rank": rank, "timestamp": datetime.datetime.now().isoformat()}
+    def log_all(
+        self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
+    ) -> dict[str, Any] | None:
+        """Prints the recorded calls of this rank to standard output, and returns them if asked; see ``log_summary``.
+
+        With ``show_straggler`` every rank calls it.
+        """
+        summary = self.summary()
+        stragglers = self.stragglers(_gather_objects) if show_straggler else None
+        if print_log:
+            texts = [self.format("communication", summary)]
+            if stragglers is not None:
+                texts.append(self.format("communication, with what this rank waited for others", stragglers))
+            sys.stdout.write("\n".join([*texts, ""]))
+            sys.stdout.flush()
+        if not return_dict:
+            return None
+        rank = get_rank() if is_initialized() else 0
+        metadata = {"world_size": _world_size(), "rank": rank, "timestamp": datetime.datetime.now().isoformat()}
+        return {"summary": summary, "straggler_analysis": stragglers, "metadata": metadata}
 
     @staticmethod
     def format(title: str, table: dict[str, dict[int, dict[str, Any]]]) -> str:
@@ -186,6 +323,35 @@ class CommsLogger:
                 values = [row.get(key, "") for key in columns]
                 rows.append(["", *(f"{value:.2f}" if isinstance(value, float) else str(value) for value in values)])
         return "\n".join([title, *("".join(f"{cell:<{_WIDTH}}" for cell in row).rstrip() for row in rows)])
+
+
+def _names(given: Iterable[str]) -> list[str]:
+    """One name counts as a list of one: its letters are no operations."""
+    return [given] if isinstance(given, str) else list(given)
+
+
+def _difference(everyone: list[dict[int, float]], ranks: Sequence[int]) -> str:
+    """``rank 0: 3 calls, ranks 1-3: 2``, where the recorded calls of ``ranks`` are not the same; else ""."""
+    if all(everyone[rank].keys() == everyone[ranks[0]].keys() for rank in ranks):
+        return ""
+    having: dict[int, list[int]] = {}
+    for rank in ranks:
+        having.setdefault(len(everyone[rank]), []).append(rank)
+    first, *rest = (f"{ranks_in_words(those)}: {n_calls}" for n_calls, those in having.items())
+    return ", ".join([f"{first} calls", *rest])
+
+
+def _world_size() -> int:
+    return get_world_size() if is_initialized() else 1
+
+
+def _gather_objects(value: Any) -> list[Any]:
+    if not is_initialized():
+        return [value]
+    values: list[Any] = [None] * get_world_size()
+    with ledger_of().enter("comm.log_summary", 0):
+        dist.all_gather_object(values, value)
+    return values
 
 
 # Key of a row -> heading of its column, as in DeepSpeed's tables, which people read and scripts parse.
@@ -202,18 +368,22 @@ _COLUMNS = {
     "avg_comm_lat_ms": "Avg comm lat(ms)",
     "avg_straggler_ms": "Avg straggler(ms)",
     "path": "Path",
+    "differs": "Ranks' calls differ",
 }
 
 
 # The ledger's operations of an engine -> the name in the log, and whether a message is one rank's piece of the counted
-# size. Names and sizes are as for the functions of ``deepspeed_c.comm`` that do the same.
+# size. Names and sizes are as for the functions of ``deepspeed_c.comm`` that do the same; a shift has none.
 _ENGINE_OPS = {
     "all-gather": ("all_gather_into_tensor", True),
     "all-reduce": ("all_reduce", False),
+    "all-to-all": ("all_to_all_single", False),
     "barrier": ("barrier", True),
     "broadcast": ("broadcast", False),
     "reduce-scatter": ("reduce_scatter_tensor", False),
+    "shift": ("shift", False),
 }
+_MESSAGE = "message"
 
 
 class EngineCollectives:
@@ -237,9 +407,14 @@ class EngineCollectives:
 
     def finish(self, entry: ObservedEntry) -> None:
         log = self._log
-        if entry.op not in _ENGINE_OPS:
+        if entry.op == _MESSAGE:
+            op, is_piece = "send" if entry.source == get_rank() else "recv", False
+        elif entry.op in _ENGINE_OPS:
+            op, is_piece = _ENGINE_OPS[entry.op]
+        else:
             return  # recorded by the wrapper of deepspeed_c.comm
-        op, is_piece = _ENGINE_OPS[entry.op]
+        if op == "all_gather_into_tensor" and entry.n_bytes == 0:
+            op = "all_gather_object"
         if not log.wants(op, False):
             return
         if entry.device is not None and entry.device.type != "cpu":
@@ -248,13 +423,11 @@ class EngineCollectives:
         n_bytes = entry.n_bytes // n_ranks if is_piece else entry.n_bytes
         at = ", ".join(part for part in (entry.phase, entry.label) if part)
         name = f"{op} | [Caller Func: engine{f' ({at})' if at else ''}]" if log.debug else op
-        log.append(op, name, perf_counter() - entry.began, n_bytes, n_ranks, entry.path)
+        log.record(op, name, perf_counter() - entry.began, n_bytes, n_ranks, entry.path, shared_calls_of(entry))
 
 
-def _size(n_bytes: int) -> str:
-    size, unit = float(n_bytes), "B"
-    for larger in ("KB", "MB", "GB", "TB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{n_bytes} B" if unit == "B" else f"{size:.2f} {unit}"
+def shared_calls_of(entry: LedgerEntry) -> tuple[SharedCalls, int] | None:
+    """The calls that the ranks of the entry's group share, and its number among them; None for a message that only its
+    two ranks know of.
+    """
+    return (SharedCalls(entry.group, entry.op, entry.ranks), entry.seq) if entry.seq else None

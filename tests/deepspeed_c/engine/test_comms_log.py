@@ -11,6 +11,9 @@ import deepspeed_c
 from deepspeed_c import comm
 from deepspeed_c.comm.comm import comms_logger
 from deepspeed_c.comm.ledger import Ledger, LedgerEntry
+from deepspeed_c.inject.layers import LinearAllreduce, LinearLayer
+from deepspeed_c.pipe import LayerSpec, PipelineModule
+from tests.deepspeed_c.sequence import test_engine as sequences
 from tests.ranks import run_ranks
 
 WIDTH, LAYERS, STEPS, MICRO_BATCHES = 192, 3, 2, 2
@@ -154,3 +157,83 @@ def settings_body(rank, world):
 
 def test_the_section_and_the_summary():
     run_ranks(2, settings_body, fresh=True)
+
+
+def _counts(engine):
+    """{name: {bytes: calls}}, and the same of the calls that the straggler analysis compared."""
+    result = comms_logger.log_all(print_log=False, show_straggler=True, return_dict=True)
+    comm.configure(enabled=False)
+    comm.reset_log()
+    engine.destroy()
+    return [
+        {name: {n: row["count"] for n, row in sizes.items()} for name, sizes in result[key].items()}
+        for key in ("summary", "straggler_analysis")
+    ]
+
+
+ROWS = 5
+
+
+def pipeline_body(rank, world):
+    layers = [LayerSpec(torch.nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(2)]
+    module = PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": 3,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "comms_logger": {"enabled": True},
+    }
+    engine, *_ = deepspeed_c.initialize(model=module, config=config)
+    comm.reset_log()
+    for _ in range(STEPS):
+        engine.train_batch(iter([(torch.ones(ROWS, WIDTH), torch.zeros(ROWS, WIDTH))] * 3))
+    return _counts(engine)
+
+
+def test_messages_between_stages_are_in_the_log():
+    everyone = run_ranks(2, pipeline_body)
+    for rank, (summary, compared) in enumerate(everyone):
+        print(rank, summary)
+        # A micro-batch's activations go on, its gradient comes back, behind a header of 64 bytes each.
+        n_bytes = 4 * ROWS * WIDTH + 64
+        assert (summary["send"][n_bytes], summary["recv"][n_bytes]) == (3 * STEPS, 3 * STEPS)
+        assert summary == compared, "a message has two ends, which are compared"
+
+
+def sequence_body(rank, world):
+    config = {"train_micro_batch_size_per_gpu": sequences.BATCH, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = sequences.make_engine(2, {**config, "comms_logger": {"enabled": True}})
+    comm.reset_log()
+    sequences.train(engine, 1, range(STEPS))
+    return _counts(engine)
+
+
+def test_exchanges_of_sequence_ranks_are_in_the_log():
+    ((summary, compared), _) = run_ranks(2, sequence_body)
+    print(summary)
+    # Two layers, forward and backward: queries, keys and values in one exchange, and outputs in another.
+    part = 4 * sequences.BATCH * sequences.TOKENS // 2 * sequences.WIDTH
+    assert summary["all_to_all_single"] == {part: 4 * STEPS, 3 * part: 4 * STEPS} == compared["all_to_all_single"]
+
+
+def tensors_body(rank, world):
+    """A pair of layers, cut over columns and then over rows, of a width that only the sum of both ranks has."""
+    torch.manual_seed(0)
+    first, last = torch.nn.Linear(8, 12), torch.nn.Linear(12, 10)
+    group = torch.distributed.group.WORLD
+    pair = torch.nn.Sequential(LinearLayer(first, group), LinearAllreduce(last, group))
+    comm.configure(enabled=True)
+    x = torch.ones(ROWS, 8, requires_grad=True)
+    for _ in range(STEPS):
+        pair(x).sum().backward()
+    result = comms_logger.log_all(print_log=False, return_dict=True)["summary"]["all_reduce"]
+    comm.configure(enabled=False)
+    comm.reset_log()
+    return {n: row["count"] for n, row in result.items()}
+
+
+def test_sums_of_tensor_parallel_ranks_are_in_the_log():
+    for counts in run_ranks(2, tensors_body):
+        print(counts)
+        # Outputs in forward, gradients of the inputs in backward.
+        assert counts == {4 * ROWS * 10: STEPS, 4 * ROWS * 8: STEPS}
