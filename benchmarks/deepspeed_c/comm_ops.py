@@ -65,17 +65,18 @@ def contenders(group: _C.ShmGroup, op: str, n: int) -> dict[str, tuple[torch.Ten
 
 
 def bound_of(op: str, n: int, group: _C.ShmGroup, repeats: int) -> Callable[[], float]:
-    """Time passes over a rank's own memory that read and write as much as ``op`` has to: a slice of each rank added up
-    in place, and a slice of each other rank copied."""
+    """Time passes over a rank's own memory that read and write as much as ``op`` has to. Of the slices that it adds up, a
+    rank reads one of each rank, and writes one, or with an all-reduce all of them. An all-gather copies the slices of the
+    other ranks."""
     world = dist.get_world_size()
     one, other = torch.ones(n // world), torch.ones(n // world)
     add, copy = partial(torch.add, one, other, out=one), partial(one.copy_, other)
 
     def measure() -> float:
-        # Two are read and one written; with more ranks more are read.
-        added = slowest(add, group, repeats) * (world + 1) / 3 if op != "all_gather" else 0.0
-        copied = slowest(copy, group, repeats) * (world - 1) if op != "reduce_scatter" else 0.0
-        return added + copied
+        if op == "all_gather":
+            return slowest(copy, group, repeats) * (world - 1)
+        # ``add`` reads two slices and writes one.
+        return slowest(add, group, repeats) * (2 * world if op == "all_reduce" else world + 1) / 3
 
     return measure
 
