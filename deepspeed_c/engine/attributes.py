@@ -69,6 +69,29 @@ def _compression_scheduler(engine: Any) -> InertCompressionScheduler:
     return InertCompressionScheduler(engine.module, steps, methods, config, dict.fromkeys(methods, False))
 
 
+class TimerNames(NamedTuple):
+    """Names of DeepSpeed's timers that a run has (keys of ``get_wall_clock_timers``), each list empty where it has none."""
+
+    forward_timers: list[str]
+    backward_timers: list[str]
+    backward_inner_timers: list[str]
+    backward_reduce_timers: list[str]
+    step_timers: list[str]
+    micro_timers: list[str]
+    global_timers: list[str]
+
+    def active_timers(self) -> list[str]:
+        """All of them."""
+        return self.micro_timers + self.global_timers
+
+
+def _engine_timers(engine: Any) -> TimerNames:
+    phases = ("fwd", "bwd", "bwd_inner", "bwd_allreduce", "step") if engine.wall_clock_breakdown() else ()
+    micro = [f"{phase}_microstep" for phase in phases]
+    by_phase = [list(names) for names in zip(micro, phases)] or [[] for _ in range(5)]
+    return TimerNames(*by_phase, micro, list(phases))
+
+
 def _always(value: Any) -> Callable[[Any], Any]:
     return lambda engine: value
 
@@ -106,6 +129,7 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "expert_data_parallel_group": lambda engine: {},
     "all_to_all_group": _always(None),
     "local_all_to_all_group": _always(None),
+    "engine_timers": _engine_timers,
     "compression_scheduler": _compression_scheduler,
     "quantizer": _always(None),
     "progressive_layer_drop": _always(None),

@@ -112,6 +112,16 @@ def test_deepspeeds_methods_choose_what_is_recorded():
         assert not log.enabled
 
 
+def test_verbose_tells_each_call(caplog):
+    log = CommsLogger()
+    log.record("all_reduce", "quiet", 0.002, 4096, 2)
+    log.verbose = True
+    with caplog.at_level("INFO", logger="deepspeed_c"):
+        log.record("all_reduce", "mine", 0.002, 4096, 2, "shm")
+    print(caplog.messages)
+    assert caplog.messages == ["comm mine over shm: 2.000 ms, 4.0 KB, algorithm 0.03 Gbit/s, bus 0.02 Gbit/s"]
+
+
 BOTH, LATER = SharedCalls("0", "comm.all_reduce", (0, 1)), SharedCalls("0", "comm.reduce", (0, 1))
 
 

@@ -112,7 +112,23 @@ def configured_body(rank: int, world: int, stage: int) -> None:
     engine.step()
     assert engine.compression_scheduler.training_steps == 1 and not any(engine.compression_scheduler.verbose.values())
     assert engine.mesh_device is None
+    assert engine.engine_timers.active_timers() == engine.engine_timers.forward_timers == []
     engine.destroy()
+
+
+def timers_body(rank: int, world: int) -> None:
+    engine = make(1, **ADAM, wall_clock_breakdown=True)
+    engine.backward(engine(torch.tensor([[1, 2], [3, 4]])))
+    engine.step()
+    names, times = engine.engine_timers, engine.get_wall_clock_timers()
+    print(names, times)
+    assert names.step_timers == ["step_microstep", "step"] and len(names.active_timers()) == 10
+    assert set(names.active_timers()) <= times.keys(), times.keys()
+    engine.destroy()
+
+
+def test_names_of_timers_are_those_that_the_engine_measures():
+    run_ranks(1, timers_body)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
