@@ -70,7 +70,7 @@ def _compression_scheduler(engine: Any) -> InertCompressionScheduler:
 
 
 class TimerNames(NamedTuple):
-    """Names of DeepSpeed's timers that a run has (keys of ``get_wall_clock_timers``), each list empty where it has none."""
+    """Names of DeepSpeed's timers, which are keys of ``get_wall_clock_timers``; empty lists where a run has none."""
 
     forward_timers: list[str]
     backward_timers: list[str]
