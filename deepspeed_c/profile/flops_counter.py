@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from deepspeed_c.profile.flops_formulas import elementwise_formulas, mac_formulas
+from deepspeed_c.profile.flops_formulas import Formula, elementwise_formulas, mac_formulas
 
 __all__ = ["Count", "FlopsCounter", "FlopsPhase", "ModuleCounts", "now", "running_counters"]
 
@@ -46,6 +46,9 @@ class Count(NamedTuple):
     macs: int = 0
 
 
+_NOTHING = Count()
+
+
 class ModuleCounts:
     """The counts of one module, by phase."""
 
@@ -53,8 +56,8 @@ class ModuleCounts:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        self.own = [Count() for _ in FlopsPhase]  # outside of its submodules
-        self.all = [Count() for _ in FlopsPhase]
+        self.own = [_NOTHING] * len(FlopsPhase)  # outside of its submodules
+        self.all = [_NOTHING] * len(FlopsPhase)
         self.seconds = 0.0  # in forward, submodules included
         self._depth, self._begin = 0, 0.0
 
@@ -128,6 +131,8 @@ class FlopsCounter(TorchDispatchMode):
         self._counts = {id(module): ModuleCounts(module) for module in modules}
         self.root = self._counts[id(model)]
         self._macs, self._elementwise = mac_formulas(), elementwise_formulas()
+        # By id of each operator that was called, with the operator, which so stays: its hash is a function in Python.
+        self._formulas: dict[int, tuple[Formula | None, Formula | None, Any]] = {}
         self._threads: dict[int, _Thread] = {}
         self._forward_thread = _Thread()
         self._with_create_graph: set[int] = set()
@@ -135,6 +140,13 @@ class FlopsCounter(TorchDispatchMode):
         self._stance: Any = None
         self._is_pushed = False
         self._n_suspended = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would enter and leave a switch of the compiler around each operator, which takes longer than the
+        count. Nothing is compiled meanwhile, as ``start`` sees to it.
+        """
+        return False
 
     def counts(self) -> list[ModuleCounts]:
         """The counts of all modules of the model, without the ignored ones."""
@@ -174,7 +186,19 @@ class FlopsCounter(TorchDispatchMode):
             self._is_pushed = False
 
     def _thread(self) -> _Thread:
-        return self._threads.setdefault(threading.get_ident(), _Thread())
+        ident = threading.get_ident()
+        thread = self._threads.get(ident)
+        if thread is None:
+            thread = self._threads[ident] = _Thread()
+        return thread
+
+    def _formulas_of(self, func: Any) -> tuple[Formula | None, Formula | None, Any]:
+        """The formulas of an operator's MACs and of its other FLOPs, None where it has none."""
+        found = self._formulas.get(id(func))
+        if found is None:
+            operator = getattr(func, "_overloadpacket", func)
+            found = self._formulas[id(func)] = (self._macs.get(operator), self._elementwise.get(operator), func)
+        return found
 
     def _enter(self, module: torch.nn.Module, _: Any) -> None:
         counts = self._counts.get(id(module))
@@ -222,8 +246,7 @@ class FlopsCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self.is_counting or self._n_suspended:
             return func(*args, **kwargs)
-        operator = getattr(func, "_overloadpacket", func)
-        macs, elementwise = self._macs.get(operator), self._elementwise.get(operator)
+        macs, elementwise, _ = self._formulas_of(func)
         if macs is None and elementwise is None:
             if torch.is_inference_mode_enabled() and isinstance(func, torch._ops.OpOverload):
                 # There operators that are made of others come whole, as `linear` does.
@@ -273,6 +296,8 @@ class FlopsCounter(TorchDispatchMode):
         return FlopsPhase.BACKWARD, path
 
     def _add(self, phase: FlopsPhase, path: _Path, count: Count) -> None:
+        if count == _NOTHING:
+            return
         path[-1].own[phase] = _sum(path[-1].own[phase], count)
         for counts in {*path, self.root}:
             counts.all[phase] = _sum(counts.all[phase], count)

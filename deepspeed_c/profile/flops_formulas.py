@@ -163,6 +163,11 @@ def _encoder_layer(
 
 
 _MACS: dict[Any, Formula] = {
+    # torch has these four right, but takes all arguments of a call apart for it, which costs more than a small product.
+    _aten.mm: _product,
+    _aten.bmm: _product,
+    _aten.addmm: _sum_of_products,
+    _aten.baddbmm: _sum_of_products,
     _aten.mv: _matrix_vector,
     _aten.addmv: _add_matrix_vector,
     _aten.addmv_: _add_matrix_vector,

@@ -10,7 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import flop_counter
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     BertConfig,
     BertModel,
@@ -381,6 +384,51 @@ def test_modules_of_the_backward_are_those_of_the_forward():
     found = [by_module[id(each)] for each in (model[0], model[1], model[1][0], model[1][1], model[2])]
     check(found, [[2 * n, 2 * m, 0] for n, m in ((72, 72), (54, 108), (0, 0), (54, 108), (18, 36))])
     profiler.end_profile()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_count_as_torch_counts_them(dtype):
+    """Formulas of ours stand for torch's here, as torch's take each call apart."""
+    a, b, c = (torch.randn(shape, dtype=dtype) for shape in ((5, 3), (3, 7), (1, 7)))
+    many_a, many_b, many_c = (torch.randn(shape, dtype=dtype) for shape in ((2, 5, 3), (2, 3, 7), (2, 1, 7)))
+    none = torch.zeros(0, 3, dtype=dtype)
+    calls = {
+        "mm": (5 * 3 * 7, lambda: torch.mm(a, b)),
+        "mm of a transposed": (5 * 3 * 7, lambda: torch.mm(b.t(), a.t())),
+        "mm of no rows": (0, lambda: torch.mm(none, b)),
+        "addmm": (5 * 3 * 7, lambda: torch.addmm(c, a, b, beta=2, alpha=3)),
+        "bmm": (2 * 5 * 3 * 7, lambda: torch.bmm(many_a, many_b)),
+        "baddbmm": (2 * 5 * 3 * 7, lambda: torch.baddbmm(many_c, many_a, many_b)),
+    }
+    for name, (macs, call) in calls.items():
+        theirs = FlopCounterMode(display=False)
+        with theirs:
+            call()
+        model = Called(call)
+        ours, _, _ = get_model_profile(model, args=[a], print_profile=False, as_string=False, warm_up=0)
+        assert ours == theirs.get_total_flops() == 2 * macs, (name, ours, theirs.get_total_flops(), 2 * macs)
+
+
+class Called(nn.Module):
+    """A model that ignores its input."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, _):
+        return self.call()
+
+
+@pytest.mark.parametrize("operator", ["mm", "addmm"])
+def test_counting_a_product_takes_no_call_apart(operator, monkeypatch):
+    """torch's shape_wrapper walks all arguments as a tree, which takes longer than a small product."""
+    walks = []
+    monkeypatch.setattr(flop_counter, "tree_map", lambda *args: walks.append(args) or tree_map(*args))
+    a = torch.randn(3, 3)
+    call = {"mm": lambda: torch.mm(a, a), "addmm": lambda: torch.addmm(a, a, a)}[operator]
+    flops, _, _ = get_model_profile(Called(call), args=[a], print_profile=False, as_string=False)
+    assert (flops, len(walks)) == (54, 0), (flops, len(walks))
 
 
 def test_ignored_modules_count_as_their_parents():
