@@ -397,6 +397,51 @@ FIGURES = [
     ),
     *(
         Figure(
+            f"all monitors, logs and profiles on: {what}, 29M GPT, fp32, 2 ranks, stage {stage}",
+            "<= 1.02",
+            "observe_step",
+            {"stage": stage},
+            key,
+        )
+        for stage in (2, 3)
+        for what, key in (
+            ("a step over the same step without them", "wall_to_plain"),
+            ("processor time of rank 0 in a step over the same without them", "processor_to_plain"),
+        )
+    ),
+    Figure(
+        "`MonitorMaster.write_events`, the 15 events of a step to CSV and TensorBoard: time on the caller's thread over DeepSpeed's",
+        "<= 0.5",
+        "monitor_events",
+        {},
+        "call_to_deepspeed",
+    ),
+    *(
+        Figure(
+            f"a step counted by the FLOPs profiler, {model}: over a plain step",
+            "<= 2",
+            "flops_step",
+            {"contender": model},
+            "profiled_over_plain",
+            why_not="most is torch's: it enters Python for each operator, however little is done there (bare_mode_over_plain)"
+            if model != "29M GPT"
+            else "",
+        )
+        for model in ("29M GPT", "200 layers of 64 x 64")
+    ),
+    *(
+        Figure(
+            f"phases of `wall_clock_breakdown` over the wall clock around them, {case}: {bound}",
+            goal,
+            "phases",
+            {"contender": case},
+            "phases_over_wall",
+        )
+        for case in (*(f"stage {stage}" for stage in range(4)), "pipeline of 2 stages")
+        for bound, goal in (("nothing lost", ">= 0.97"), ("nothing twice", "<= 1.01"))
+    ),
+    *(
+        Figure(
             f"`aio_handle` {direction}s 1 GiB from {what}: speed over {peer_name}",
             goal,
             "aio",

@@ -43,6 +43,7 @@ def ranks(n: int) -> list[str]:
 # Code that most benchmarks measure.
 CORES = ("csrc/base", "csrc/cpu", "csrc/optim", "csrc/include")
 ENGINE = (*CORES, "csrc/zero", "csrc/scale", "ops", "deepspeed_c/engine", "deepspeed_c/zero", "deepspeed_c/comm")
+OBSERVED = (*ENGINE, "deepspeed_c/observe", "deepspeed_c/monitor", "deepspeed_c/profile")
 OFFLOAD = (*ENGINE, "csrc/aio", "deepspeed_c/offload")
 STARTING = ("deepspeed_c/__init__.py", "deepspeed_c/env.py", "deepspeed_c/launcher")
 
@@ -166,6 +167,12 @@ BENCHMARKS = [
     ),
     _script("launch_overhead", f"{OURS}/launch_overhead.py", ENGINE, 30, "--rounds 2", n_ranks=2),
     _script("ledger_cost", f"{OURS}/ledger_cost.py", (*ENGINE,), 60, "--rounds 2", n_ranks=2),
+    _script("observe_step", f"{OURS}/observe_step.py", OBSERVED, 120, "--rounds 1"),
+    _script(
+        "monitor_events", f"{OURS}/monitor_events.py", ("deepspeed_c/monitor", "deepspeed_c/observe"), 60, "--rounds 1"
+    ),
+    _script("flops_step", f"{OURS}/flops_step.py", (*ENGINE, "deepspeed_c/profile"), 60, "--rounds 2", n_ranks=1),
+    _script("phases", f"{OURS}/phases.py", OBSERVED, 60, "--rounds 1 --steps 2", n_ranks=2),
     _script("memory", f"{OURS}/memory.py", ENGINE, 60, "--params 8e6"),
     _script(
         "memory_by_stage",

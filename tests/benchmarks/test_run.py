@@ -54,6 +54,7 @@ def test_no_script_is_left_out_of_the_list():
         "report.py",
         "results.py",
         "run.py",
+        "served.py",
         "stream.py",
     }
     found = {path for path in (report.ROOT / "benchmarks").rglob("*") if path.suffix in (".py", ".c")}
