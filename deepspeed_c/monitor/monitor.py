@@ -40,6 +40,9 @@ MONITORS: dict[str, type[Monitor]] = {
 
 _SECRET = re.compile(r"(?:^|_)(?:api_?key|token|password|secret)$", re.IGNORECASE)
 
+# The engine's own events have these types, and asking an abstract class about each of them costs several times more.
+_PLAIN = (float, int)
+
 
 class MonitorMaster(Monitor):
     """The monitors that a configuration enables, on rank 0; on other ranks it checks events and writes none.
@@ -149,6 +152,8 @@ def _checked(event: Sequence[Any]) -> tuple[str, Any, int]:
         name, value, step = event
     except (TypeError, ValueError):
         raise _wrong(event, "is no (name, value, step)") from None
+    if type(name) is str and name and type(value) in _PLAIN and type(step) is int:
+        return name, value, step
     if not isinstance(name, str) or not name:
         raise _wrong(event, f"has the name {name!r}")
     if isinstance(value, torch.Tensor):
@@ -175,7 +180,9 @@ def _read(events: list[tuple[str, Any, int]]) -> list[Event]:
     values: list[Any] = [None] * len(events)
     by_device: dict[torch.device, list[int]] = {}
     for i, (_, value, _) in enumerate(events):
-        if not isinstance(value, torch.Tensor):
+        if type(value) in _PLAIN:
+            values[i] = value
+        elif not isinstance(value, torch.Tensor):
             values[i] = int(value) if isinstance(value, Integral) else float(value)
         elif value.device.type == "cpu":
             values[i] = value.item()
