@@ -54,6 +54,16 @@ WAYS = (
         "apt-get install build-essential, or name another compiler in CC and CXX",
     ),
     Way(
+        "Prometheus",
+        r"(prometheus|promtool) is not installed",
+        "apt-get install prometheus (make test does so as root)",
+    ),
+    Way(
+        "the backends of monitors",
+        r"could not import '(tensorboard|wandb|comet_ml|prometheus_client)",
+        'pip install -c constraints.txt "deepspeed_c[monitor]"',
+    ),
+    Way(
         "the Hugging Face stack or Lightning",
         r"the extra \[(hf|test)\] is not installed",
         "make test with Python 3.11 or newer (PYTHON=python3.11), which installs both",

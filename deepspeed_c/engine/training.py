@@ -35,7 +35,13 @@ from deepspeed_c.monitor.monitor import MonitorMaster
 from deepspeed_c.observe.phases import Phases
 from deepspeed_c.observe.record import SampleRate, StepRecord
 from deepspeed_c.profile.flops_step import StepFlops
-from deepspeed_c.profile.timers import ThroughputTimer, device_bytes, resident_bytes, see_memory_usage
+from deepspeed_c.profile.timers import (
+    SynchronizedWallClockTimer,
+    ThroughputTimer,
+    device_bytes,
+    resident_bytes,
+    see_memory_usage,
+)
 from deepspeed_c.zero.gradients.drift import DriftFound
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.states.access import attach, detach
@@ -86,6 +92,8 @@ class TrainingHost(Reductions, ModelHost):
         self.phases = Phases(enabled=config.wall_clock_breakdown, device=device)
         if config.wall_clock_breakdown:
             listen(self.phases)
+        self.timers = SynchronizedWallClockTimer(device=device)
+        """For a program's own timers, as in DeepSpeed; ``get_wall_clock_timers`` has the engine's."""
         self._rate = SampleRate(is_counted=config.timers.throughput.enabled)
         if training.data is not None:
             self.training_dataloader = self.deepspeed_io(training.data, collate_fn=training.collate_fn)
