@@ -1,5 +1,5 @@
-"""Communication between ranks: ``torch.distributed`` under DeepSpeed's names, and the collectives that the engine runs
-on.
+"""Communication between ranks: the calls of ``torch.distributed`` under DeepSpeed's names, and the collectives that the
+engine uses.
 """
 
 from deepspeed_c.comm.comm import *

@@ -1,4 +1,6 @@
-"""The axes of a mesh: one row an axis, which says how ranks along it differ. Tuples of axes follow from the rows."""
+"""The axes of a mesh. Each row of the table describes how ranks along one axis differ; tuples of axes follow from the
+rows.
+"""
 
 from __future__ import annotations
 
@@ -146,13 +148,13 @@ def _names(is_meant: Callable[[Axis], bool]) -> tuple[str, ...]:
 
 
 AXES = _names(lambda axis: True)
-# Ranks that hold the same layers, or parts of them, differ along these only.
+# Ranks that hold the same layers, or parts of the same layers, differ along these axes only.
 WITHIN_STAGE = _names(lambda axis: axis.holds is not Holds.OTHER_LAYERS)
-# Gradients are averaged over the ranks along these: the batch is as many micro-batches.
+# Gradients are averaged over the ranks along these axes: a batch has one micro-batch for each of these ranks.
 DATA = _names(lambda axis: axis.is_built and axis.sees is Sees.OTHER_SAMPLES)
 # Gradients are summed over the ranks along these: they train the same parameters on different tokens.
 TOKENS = _names(lambda axis: axis.is_built and axis.sums_gradients)
-# ZeRO cuts over these unless it is told otherwise. Ranks along the others of TOKENS hold copies of the same shards.
+# By default ZeRO cuts over these axes. Ranks along the other axes of TOKENS hold copies of the same shards.
 SHARDS = _names(lambda axis: axis.is_built and axis.shards_states)
 COPIES = tuple(name for name in TOKENS if name not in SHARDS)
 # Ranks along these axes read the same samples: a saved run has one place in the data for all of them.

@@ -24,7 +24,7 @@ __all__ = [
     "reduce_scatter_single",
 ]
 
-# torch 2.13 renamed these two and warns about the old names; torch 2.10 has only the old ones.
+# torch 2.13 renamed these two functions and warns about the old names; torch 2.10 has only the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -32,7 +32,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 def _exchange_then_reduce(
     comm: Collectives, flat: torch.Tensor, out: torch.Tensor, scale: float, accumulate: bool
 ) -> Work:
-    """Every rank gets all ranks' versions of its slice and adds them up itself."""
+    """Each rank receives its slice from all ranks and adds the slices up itself."""
     received = comm.scratch.take(flat.numel(), flat.dtype, flat.device)
     handle = dist.all_to_all_single(received, flat, group=comm.group, async_op=True)
 
@@ -46,7 +46,7 @@ def _exchange_then_reduce(
 def _reduce_scatter_by_backend(
     comm: Collectives, flat: torch.Tensor, out: torch.Tensor, scale: float, accumulate: bool
 ) -> Work:
-    """The backend sums (in flat's dtype); scaling and accumulating into ``out`` is ours."""
+    """The backend computes the sum, in the dtype of ``flat``. Scaling and accumulating into ``out`` happen here."""
     what = f"reduce_scatter of {flat.numel()} {flat.dtype}"
     if scale == 1.0 and not accumulate and out.dtype == flat.dtype:
         handle = reduce_scatter_single(out, flat, group=comm.group, async_op=True)
@@ -62,9 +62,9 @@ def _reduce_scatter_by_backend(
 
 
 def broadcast_slices(comm: Collectives, flat: torch.Tensor) -> Work:
-    """An all-gather as one broadcast a slice, all of them at once, on any backend.
+    """An all-gather made of one broadcast for each slice, all of them at once, on any backend.
 
-    Over gloo 3 to 5 times as fast as its all_gather, which copies into lists.
+    Over gloo this is 3 to 5 times as fast as gloo's all_gather, which copies into lists.
     """
     broadcast = comm.backend_of(flat).broadcast
     handles = [broadcast(comm, part, r) for r, part in enumerate(flat.view(comm.world_size, -1))]
@@ -83,7 +83,9 @@ def _all_reduce_by_backend(comm: Collectives, flat: torch.Tensor, scale: float) 
 
 
 def _exchange_reduce_broadcast(comm: Collectives, flat: torch.Tensor, scale: float) -> Work:
-    """Each rank sums one piece (as ``_exchange_then_reduce``) and sends it to all. Pieces differ by at most 1."""
+    """Each rank sums one piece, as ``_exchange_then_reduce`` does, and sends the sum to all ranks. Lengths of pieces
+    differ by at most 1.
+    """
     n, rank, numel = comm.world_size, comm.rank, flat.numel()
     sizes = [numel // n + (r < numel % n) for r in range(n)]
     pieces = flat.split(sizes)
@@ -104,7 +106,9 @@ def _exchange_reduce_broadcast(comm: Collectives, flat: torch.Tensor, scale: flo
 
 
 def _all_reduce_gloo(comm: Collectives, flat: torch.Tensor, scale: float) -> Work:
-    """gloo's ring sums 16-bit numbers one by one and rounds at each rank; in f32 it is fast, and takes no scratch."""
+    """f32 takes gloo's ring, which is fast and needs no scratch memory. 16-bit numbers do not: the ring adds them one
+    by one and rounds at each rank.
+    """
     way = _all_reduce_by_backend if flat.dtype == torch.float32 else _exchange_reduce_broadcast
     return way(comm, flat, scale)
 
@@ -120,9 +124,9 @@ def _add_up_by_backend(comm: Collectives, tensor: torch.Tensor) -> Handle:
 def _shift_by_backend(
     comm: Collectives, sent: torch.Tensor, to: int, received: torch.Tensor, source: int
 ) -> list[Handle]:
-    """Messages between two ranks, both ways at once; a side without elements is left out."""
+    """Messages between two ranks, in both directions at once. A message without elements is not sent."""
     ways = [(dist.isend, sent, to), (dist.irecv, received, source)]
-    # One call for both: a backend of one stream would wait for the first before it starts the other.
+    # One call for both messages: a backend with one stream would wait for the first message before it starts the other.
     messages = [
         dist.P2POp(way, tensor, comm.global_ranks[peer], group=comm.group)
         for way, tensor, peer in ways
@@ -134,14 +138,15 @@ def _shift_by_backend(
 def all_to_all_by_backend(
     comm: Collectives, flat: torch.Tensor, out: torch.Tensor, in_splits: Sequence[int], out_splits: Sequence[int]
 ) -> Handle:
-    """The backend's own."""
+    """The all-to-all of the backend itself."""
     return dist.all_to_all_single(out, flat, list(out_splits), list(in_splits), group=comm.group, async_op=True)
 
 
 class Backend(NamedTuple):
-    """The collectives over one backend; nothing else of ``Collectives`` sends tensors.
+    """The collectives over one backend. ``Collectives`` sends tensors by these functions only.
 
-    Lengths are > 0, ranks > 1. The first three take flat tensors, the others any contiguous ones.
+    Lengths are above 0, and there are at least 2 ranks. The first three functions take flat tensors, the others any
+    contiguous tensors.
     """
 
     name: str
@@ -152,17 +157,19 @@ class Backend(NamedTuple):
     broadcast: Callable[[Collectives, torch.Tensor, int], Handle]
     """The last argument is the rank within the group that sends."""
     add_up: Callable[[Collectives, torch.Tensor], Handle]
-    """The sum in place of few numbers, f64 or integers."""
+    """The sum over ranks, in place, of a few numbers: f64 or integers."""
     all_to_all: Callable[[Collectives, torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], Handle]
-    """Flat tensors; the last two are elements to and from each rank."""
+    """Takes flat tensors. The last two arguments are the numbers of elements to each rank and from each rank."""
     shift: Callable[[Collectives, torch.Tensor, int, torch.Tensor, int], list[Handle]] = _shift_by_backend
-    """A message to one rank and one from another: tensor, rank within the group, tensor, rank. Either may have length
-    0."""
+    """Sends a message to one rank and receives a message from another. Arguments: the sent tensor, its receiver, the
+    received tensor, its sender; ranks are numbered within the group. Either tensor may have length 0.
+    """
 
 
-# Measured over gloo with 48 MiB, 2 / 3 ranks on 2 cores: reduce_scatter 38 / 51 ms by all_to_all (its own
-# reduce_scatter: 120 ms for 64 MiB and 2 ranks), all_gather 20-28 / 32 ms by broadcasts (its own: 75-109 / 93-230),
-# all_reduce f32 55 / 79 ms by its ring (ours 56 / 85), fp16 104 / 129 ms by its ring, 68 / 89 by ours.
+# Measured over gloo with 48 MiB and 2 / 3 ranks on 2 cores. reduce_scatter: 38 / 51 ms by all_to_all (gloo's own
+# reduce_scatter: 120 ms for 64 MiB and 2 ranks). all_gather: 20-28 / 32 ms by broadcasts (gloo's own: 75-109 / 93-230).
+# all_reduce of f32: 55 / 79 ms by gloo's ring (ours: 56 / 85). all_reduce of fp16: 104 / 129 ms by gloo's ring, 68 / 89
+# by ours.
 GLOO = Backend(
     "gloo",
     _exchange_then_reduce,
@@ -172,7 +179,7 @@ GLOO = Backend(
     _add_up_by_backend,
     all_to_all_by_backend,
 )
-# Collectives that a backend made for large machines does best itself.
+# A backend made for large machines does these collectives best itself.
 GENERIC = Backend(
     "torch",
     _reduce_scatter_by_backend,

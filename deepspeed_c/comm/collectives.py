@@ -1,7 +1,7 @@
-"""The few collectives that the engine runs on, each by the fastest way that a backend has (``backends.py``).
+"""The few collectives that the engine uses. Each takes the fastest way that a backend has (``backends.py``).
 
-Gradients travel unsummed and are added by our own kernel: in rank order, in f32, rounded once. So a sum has the same
-bits in every run, and 16-bit gradients lose nothing on the way. With one rank nothing is sent.
+Gradients are sent before they are summed, and our own kernel adds them: in rank order, in f32, rounded once. So a sum
+has the same bits in every run, and 16-bit gradients lose no precision on the way. With one rank nothing is sent.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from deepspeed_c.errors import CommError
 
 __all__ = ["Collectives"]
 
-# (sources of one dtype and length, scale, accumulate, out): out = (out if accumulate else 0) + scale * (sum of sources
-# in order).
+# Arguments: sources of one dtype and length, scale, accumulate, out. Effect: out = (out if accumulate else 0) + scale *
+# (sum of sources in order).
 ReduceKernel = Callable[[Sequence[torch.Tensor], float, bool, torch.Tensor], Any]
 
 
@@ -35,8 +35,9 @@ class Collectives:
     methods in the same order with the same sizes and dtypes. Methods that return ``Work`` leave their tensors in use
     until it has been waited for.
 
-    Every collective that sends something is entered in ``ledger``, with the ``label`` that its caller gives it: a short
-    text, the same on all ranks, that says whose data it carries (parameter names, say). It is read when a rank hangs.
+    Every collective that sends something is entered in ``ledger``, with the ``label`` that its caller gives it. A label
+    is a short text, the same on all ranks, that names the data (by parameter names, say). Labels are read when a rank
+    hangs.
     """
 
     def __init__(
@@ -47,8 +48,8 @@ class Collectives:
         reduce: ReduceKernel | None = None,
         is_alone: bool = False,
     ) -> None:
-        """group: by default all ranks. scratch: buffers to share with others. reduce: a kernel for the sums in place of
-        ours. is_alone: only this rank, even if the group has more.
+        """group: by default all ranks. scratch: buffers to share with other objects. reduce: a kernel for the sums, in
+        place of ours. is_alone: only this rank, even if the group has more ranks.
         """
         self.group = group
         self._local: shm.LocalTransport = "off"
@@ -75,13 +76,14 @@ class Collectives:
         )
         self._names = names
         self._backends = {device: backend_named(name) for device, name in names.items()}
-        # Numbers travel on the CPU where they can, else on the accelerator.
+        # Numbers are sent from the CPU if the group has a backend for it, otherwise from the accelerator.
         self._number_device = torch.device("cpu" if "cpu" in names or not names else next(iter(names)))
         self._object_path = names.get(self._number_device.type, "")
 
     def use_shared_memory(self, wish: shm.LocalTransport) -> None:
-        """Sends CPU tensors through memory that all ranks share, or the ranks of each host, where ``wish`` (the
-        configuration key ``comm.local``) allows it and they can. Every later ``part`` does the same.
+        """Sends CPU tensors through memory that all ranks share, or that the ranks of each host share. ``wish`` (the
+        configuration key ``comm.local``) has to allow it, and the ranks have to be able to. Every later ``part`` does
+        the same.
 
         Collective. Raises ``CommError`` if ``wish`` is "shm" and the ranks cannot share memory.
         """
@@ -93,7 +95,7 @@ class Collectives:
             self._backends["cpu"] = self._connection.backend
 
     def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
-        """Uninitialised bytes for tensors to send among these ranks, in memory that is sent fastest."""
+        """Uninitialised bytes for tensors to send among these ranks, in the memory from which sending is fastest."""
         if self._connection is None:
             return ordinary_memory(n_bytes, device)
         return self._connection.allocate(n_bytes, device)
@@ -109,8 +111,9 @@ class Collectives:
         return ""
 
     def join(self, sizes: Sequence[int]) -> joint.JointMemory | None:
-        """Memory of the CPU that these ranks, which can (``why_not_joint``), hold together: parts of ``sizes`` bytes,
-        multiples of the number of ranks. Collective; None on all ranks where there is no room for it."""
+        """CPU memory that these ranks hold together: parts of ``sizes`` bytes, multiples of the number of ranks. The
+        ranks must be able to (``why_not_joint``). Collective; None on all ranks where there is no room for the memory.
+        """
         return joint.join(self, sizes)
 
     def alone(self) -> Collectives:
@@ -121,7 +124,7 @@ class Collectives:
         """The collectives of some of these ranks, ``group``, with the same buffers and kernel. axes: names of
         the mesh axes that they lie along.
 
-        A watchdog of these ranks explains failures there too.
+        A watchdog of these ranks explains failures in the part, too.
         """
         made = Collectives(group, scratch=self.scratch, reduce=self.reduce)
         made.use_shared_memory(self._local)
@@ -133,7 +136,7 @@ class Collectives:
         self._on_close.append(function)
 
     def close(self) -> None:
-        """Frees the scratch buffers and ends the watchdog; the group is not ours to end."""
+        """Frees the scratch buffers and ends the watchdog. The process group stays: it belongs to the caller."""
         self.scratch.clear()
         while self._on_close:
             self._on_close.pop()()
@@ -143,8 +146,9 @@ class Collectives:
     ) -> Work:
         """Sums every rank's ``flat`` [n * s] and leaves this rank's slice of the sum in ``out`` [s].
 
-        out = (out if accumulate else 0) + scale * sum, the sum held in f32 and rounded once to out's dtype. f32, bf16,
-        f16; out may have another of these than flat, and may be this rank's own slice of flat.
+        out = (out if accumulate else 0) + scale * sum. The sum is held in f32 and rounded once to the dtype of ``out``.
+        Dtypes: f32, bf16, f16. ``out`` may have another of these dtypes than ``flat``, and may be this rank's own slice
+        of ``flat``.
         """
         _check_flat(flat)
         _check_flat(out)
@@ -163,9 +167,9 @@ class Collectives:
         )
 
     def all_gather(self, flat: torch.Tensor, *, use_broadcast: bool = False, label: str = "") -> Work:
-        """Each rank's slice of ``flat`` [n * s] goes to all ranks, in place. Any dtype.
+        """Sends each rank's slice of ``flat`` [n * s] to all ranks, in place. Any dtype.
 
-        use_broadcast: one broadcast a slice on every backend (``allgather_partitions: false``).
+        use_broadcast: one broadcast for each slice, on every backend (``allgather_partitions: false``).
         """
         return self._all_gather("all-gather", flat, label, use_broadcast=use_broadcast)
 
@@ -180,7 +184,7 @@ class Collectives:
         return self._start(op, flat, label, lambda by: by.all_gather(self, flat))
 
     def all_reduce(self, flat: torch.Tensor, *, scale: float = 1.0, label: str = "") -> Work:
-        """flat = scale * (sum of every rank's ``flat``), in place, the same bits on every rank.
+        """flat = scale * (sum of every rank's ``flat``), in place. The result has the same bits on every rank.
 
         f32, bf16, f16; any length.
         """
@@ -194,9 +198,9 @@ class Collectives:
         return self._start("all-reduce", flat, label, lambda by: by.all_reduce(self, flat, scale))
 
     def shift(self, sent: torch.Tensor, received: torch.Tensor, distance: int, *, label: str = "") -> Work:
-        """Each rank sends ``sent`` to the rank ``distance`` above it, around the group, and gets ``received`` from the
-        rank as far below. Any dtype; lengths may differ over ranks, a message has the same length at both ends, and a
-        length of 0 is not sent. distance: not a multiple of the number of ranks.
+        """Each rank sends ``sent`` to the rank ``distance`` above it, around the group, and receives ``received`` from
+        the rank ``distance`` below it. Any dtype. Lengths may differ over ranks, but a message has the same length at
+        both ends; a message of length 0 is not sent. distance: not a multiple of the number of ranks.
         """
         _check_flat(sent)
         _check_flat(received)
@@ -219,9 +223,9 @@ class Collectives:
         *,
         label: str = "",
     ) -> Work:
-        """Block i of ``flat`` (``in_splits[i]`` elements) goes to rank i, and block i of ``out`` (``out_splits[i]``)
-        comes from it. Any dtype; blocks may be empty. The splits of two ranks fit: each expects as much as the other
-        sends.
+        """Sends block i of ``flat`` (``in_splits[i]`` elements) to rank i, and receives block i of ``out``
+        (``out_splits[i]`` elements) from rank i. Any dtype; blocks may be empty. The splits of two ranks must fit: each
+        rank expects as many elements as the other sends.
         """
         _check_flat(flat)
         _check_flat(out)
@@ -243,18 +247,18 @@ class Collectives:
         )
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> None:
-        """Rank ``src`` of the group sends its contiguous ``tensor`` (any shape and dtype) to all."""
+        """Rank ``src`` of the group sends its contiguous ``tensor`` (any shape and dtype) to all ranks."""
         if self.world_size > 1 and tensor.numel():
             backend = self.backend_of(tensor)
             with self.ledger.enter("broadcast", tensor.nbytes, label, tensor.device, backend.name) as entry:
                 wait_all([backend.broadcast(self, tensor, src)], "broadcast", entry)
 
     def message(self, tensor: torch.Tensor, src: int, dst: int, *, tag: int = 0, label: str = "") -> Work:
-        """Rank ``src`` of the group sends its contiguous ``tensor`` (any shape and dtype) to ``dst``; one of them is
-        this rank.
+        """Rank ``src`` of the group sends its contiguous ``tensor`` (any shape and dtype) to rank ``dst``. This rank is
+        one of them.
 
-        Messages of one ``tag`` from one rank to another arrive in the order of sending. Both ranks enter them in a
-        ledger of their own, with the same labels.
+        Messages of one ``tag`` from one rank to another arrive in the order of sending. Both ranks enter their messages
+        in a ledger for the pair, with the same labels.
         """
         if tensor.numel() == 0:
             return Work.done()
@@ -283,7 +287,7 @@ class Collectives:
     def sum_disjoint_bits(self, tensor: torch.Tensor, *, label: str = "") -> None:
         """Sums contiguous tensors; at each element, at most one rank's tensor may be other than zero.
 
-        In place and exactly, -0.0 and NaN too.
+        The sum is in place and exact, for -0.0 and NaN too.
         """
         if self.world_size == 1 or tensor.numel() == 0:
             return
@@ -354,7 +358,7 @@ class Collectives:
 
 
 def _started(entry: LedgerEntry, send: Callable[[], Work]) -> Work:
-    """The work that ``send`` starts, noted in ``entry``; if ``send`` fails, the entry ends."""
+    """The work that ``send`` starts, noted in ``entry``. If ``send`` fails, the entry ends."""
     try:
         work = send()
     except BaseException:

@@ -1,7 +1,8 @@
 """DeepSpeed's communication calls, by their names and signatures, over ``torch.distributed``.
 
-Each function takes its ``torch.distributed`` namesake's arguments, and also ``prof``, ``log_name`` and ``debug`` for
-the communication log. An operation that fails raises ``CommError`` (a RuntimeError), with the reason that torch gave.
+Each function takes the arguments of the ``torch.distributed`` function of the same name, and also ``prof``,
+``log_name`` and ``debug`` for the communication log. An operation that fails raises ``CommError`` (a RuntimeError),
+with the reason that torch gave.
 """
 
 from __future__ import annotations
@@ -76,8 +77,7 @@ __all__ = [
     "set_backend",
 ]
 
-# One log a process, as there is one default group a process: ``configure`` and ``log_summary`` take no object to work
-# on.
+# Each process has one log, as it has one default group: ``configure`` and ``log_summary`` take no object to work on.
 comms_logger = CommsLogger()
 comms_logger.on_switch = EngineCollectives(comms_logger).switch
 
@@ -87,14 +87,14 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _PAYLOADS = ("tensor", "tensors", "input_list", "input_tensor_list", "input_tensors", "object_list")
 
 
-# Operations whose parameter is one rank's piece of the data that the collective moves.
+# Operations with a parameter that is only one rank's piece of the data that the collective moves.
 _OF_PIECES = frozenset({"all_gather", "all_gather_coalesced", "all_gather_into_tensor", "gather", "scatter"})
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv"})
 
 
 def _operation(function: _F) -> _F:
-    """Wraps an operation: checks that there is a group, enters the call in the group's ledger, records it if the log
-    wants it, and turns errors into ``CommError``.
+    """Wraps an operation. The wrapper checks that there is a group, enters the call in the group's ledger, records the
+    call if the log wants it, and turns errors into ``CommError``.
     """
     signature = inspect.signature(function)
     names = list(signature.parameters)
@@ -149,8 +149,8 @@ def _operation(function: _F) -> _F:
 
 
 def _enter(name: str, sent: Any, group: Any, line: str) -> LedgerEntry:
-    """Enters a call that was made at ``line`` of a source."""
-    # torch's placeholder for a group that this rank is not part of: no group, and nothing is sent.
+    """Enters a call in the ledger. ``line`` is the source line of the call."""
+    # torch's placeholder for a group without this rank: there is no group, and nothing is sent.
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         return Ledger("", ()).enter_message(name, 0)
     ledger = ledger_of(group)
@@ -171,7 +171,9 @@ def _failed(name: str, error: RuntimeError) -> CommError:
 
 
 class _Handle:
-    """A handle whose operation ends in the ledger, and is recorded, when it has been waited for."""
+    """A handle for an asynchronous operation. Waiting for it ends the operation's ledger entry and records the
+    operation.
+    """
 
     def __init__(self, handle: Any, entry: LedgerEntry, record: Callable[[], None] | None = None) -> None:
         self._handle, self._entry, self._record = handle, entry, record
@@ -210,8 +212,8 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Sets the communication log: first from a configuration's ``comms_logger`` section (a dict or an object), then by
-    argument.
+    """Sets the communication log: first from the ``comms_logger`` section of a configuration (a dict or an object),
+    then from the other arguments.
     """
     given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
     section = None
@@ -232,11 +234,11 @@ def _read(holder: Any, name: str) -> Any:
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
     """Prints the recorded calls on rank 0, to standard output; every rank calls it.
 
-    ``show_straggler``: also how long the fastest rank took for each operation, and how much longer this rank was in it,
-    that is, waited for late ranks.
+    ``show_straggler``: also shows, for each operation, the time of the fastest rank and the additional time of this
+    rank, which is its wait for late ranks.
 
-    Returns, if asked, {"summary": {name: {bytes: statistics}}, "straggler_analysis": the same or None, "metadata":
-    ...}; times in ms, bandwidths in Gbit/s.
+    Returns, if ``return_dict`` is True, {"summary": {name: {bytes: statistics}}, "straggler_analysis": the same or
+    None, "metadata": ...}. Times are in ms, bandwidths in Gbit/s.
     """
     require_initialized("log_summary")
     return comms_logger.log_all(dist.get_rank() == 0, show_straggler, return_dict)
@@ -280,8 +282,8 @@ def broadcast(
 def broadcast_object_list(
     object_list: list[Any], src: int, group: ProcessGroup | None = None, device: torch.device | None = None
 ) -> None:
-    """Global rank ``src`` sends a list of objects that pickle; the other ranks' lists, of equal length, are
-    overwritten.
+    """Global rank ``src`` sends a list of objects that pickle. The lists of the other ranks have the same length and
+    are overwritten.
     """
     return dist.broadcast_object_list(object_list, src, group=group, device=device)
 
@@ -497,7 +499,8 @@ def all_to_all_single(
     log_name: str = "all_to_all_single",
     debug: str | None = None,
 ) -> Any:
-    """Piece j of rank i's ``tensor`` becomes piece i of rank j's ``output``; equal pieces unless sizes are given."""
+    """Piece j of rank i's ``tensor`` becomes piece i of rank j's ``output``. Pieces are equal unless sizes are given.
+    """
     return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
 
 
@@ -522,7 +525,7 @@ def all_to_all(
 
 
 class _Together:
-    """A handle that waits for several."""
+    """A handle that waits for several handles."""
 
     def __init__(self, handles: Sequence[Any]) -> None:
         self._handles = tuple(handles)
@@ -621,7 +624,7 @@ def monitored_barrier(
     log_name: str = "monitored_barrier",
     debug: str | None = None,
 ) -> None:
-    """``barrier`` over gloo that names the ranks that did not come within ``timeout``."""
+    """``barrier`` over gloo. Its error names the ranks that did not come within ``timeout``."""
     return dist.monitored_barrier(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)
 
 
@@ -646,11 +649,12 @@ def has_coalescing_manager() -> bool:
 
 
 def set_backend() -> None:
-    """There is one backend, ``torch.distributed``; the name is kept for programs that call it."""
+    """Does nothing: ``torch.distributed`` is the one backend. The name is kept for programs that call it."""
 
 
 def init_deepspeed_backend(ds_backend: str, timeout: timedelta | None = None, init_method: str | None = None) -> None:
-    """Checks that torch has the backend ``ds_backend``: there are no others here, and ``init_distributed`` starts them.
+    """Checks that torch has the backend ``ds_backend``. There are no other backends here, and ``init_distributed``
+    starts them.
     """
     if not dist.is_backend_available(ds_backend):
         raise CommError(
@@ -684,15 +688,15 @@ def in_dlts() -> bool:
 
 
 def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool = True) -> None:
-    """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from Azure ML's, and keeps NCCL off Docker's
-    bridge.
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of Azure ML, and keeps NCCL off
+    Docker's bridge.
     """
     _publish_mpi(master_port, "Azure ML", verbose)
     os.environ["NCCL_SOCKET_IFNAME"] = "^docker0,lo"
 
 
 def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
-    """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from SageMaker's."""
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of SageMaker."""
     _publish_mpi(DEFAULT_PORT, "AWS SageMaker", verbose)
 
 

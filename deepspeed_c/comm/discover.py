@@ -1,4 +1,6 @@
-"""Finds this process's place in the job, from variables that the launcher left in the environment. Knows no torch."""
+"""Finds this process's place in the job, from variables that the launcher left in the environment. This module does not
+import torch.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ __all__ = ["DEFAULT_PORT", "LAUNCHERS", "LaunchPlace", "Launcher", "discover", "
 
 DEFAULT_PORT = 29500  # as in torch.distributed and DeepSpeed
 
-# Slurm jobs that share a node must not share a port: it is taken from the job's id, below Linux's ephemeral range
-# (32768...).
+# Slurm jobs that share a node must not share a port. So the port is computed from the job's id, below Linux's ephemeral
+# range (32768...).
 _SLURM_PORT_BEGIN, _SLURM_PORT_END = 12000, 32000
 
 
@@ -23,7 +25,7 @@ class LaunchPlace(NamedTuple):
 
     rank: int
     world_size: int
-    local_rank: int | None  # None: the launcher does not say, ranks have to count themselves on their host
+    local_rank: int | None  # None: the launcher does not say, so ranks have to count the ranks of their host
     master_addr: str | None  # host of rank 0; None only for one process
     master_port: int | None
     source: str  # the launcher's name, for messages
@@ -59,8 +61,8 @@ LAUNCHERS = (
         "MV2_COMM_WORLD_LOCAL_SIZE",
     ),
     Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    # The step's variables and not the job's: in a batch script that starts python without srun, SLURM_PROCID is 0 and
-    # SLURM_NTASKS is the size of the allocation, but there is one process.
+    # The variables of the Slurm step, not of the job. In a batch script that starts python without srun, SLURM_PROCID
+    # is 0 and SLURM_NTASKS is the size of the allocation, but there is only one process.
     Launcher("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_LOCAL_TASKS"),
 )
 
@@ -68,11 +70,11 @@ LAUNCHERS = (
 def discover(
     environ: Mapping[str, str], *, distributed_port: int = DEFAULT_PORT, auto_mpi_discovery: bool = True
 ) -> LaunchPlace:
-    """The first launcher of ``LAUNCHERS`` that left its variables; with none, this is the only process.
+    """The place given by the first launcher of ``LAUNCHERS`` that left its variables. Without any, this is the only
+    process.
 
-    ``distributed_port`` is used where the environment names none; ``auto_mpi_discovery`` False looks at RANK and
-    WORLD_SIZE only.
-    Raises ``CommError`` when the variables are incomplete, malformed or contradict each other.
+    ``distributed_port`` is used where the environment names no port. With ``auto_mpi_discovery`` False, only RANK and
+    WORLD_SIZE are read. Raises ``CommError`` when the variables are incomplete, malformed or contradict each other.
     """
     for launcher in LAUNCHERS:
         if not (launcher.is_explicit or auto_mpi_discovery):
@@ -93,7 +95,7 @@ def discover(
 
 
 def local_rank_of(environ: Mapping[str, str]) -> int:
-    """This process's number on its host, from the first launcher that says; 0 when none does."""
+    """This process's number on its host, from the first launcher that gives one; 0 when none does."""
     for launcher in LAUNCHERS:
         if launcher.local_rank in environ:
             return _integer(environ, launcher.local_rank, 0)
@@ -163,7 +165,7 @@ def _master(launcher: Launcher, environ: Mapping[str, str], world_size: int) -> 
 
 
 def _ask_mpi() -> str | None:
-    """Rank 0's host name by way of MPI itself, where mpi4py is installed."""
+    """The host name of rank 0, through MPI itself, where mpi4py is installed."""
     try:
         from mpi4py import MPI
     except ImportError:

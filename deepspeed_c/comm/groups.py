@@ -1,8 +1,8 @@
-"""Process groups: how ranks find each other, and their numbers afterwards.
+"""Process groups: how ranks find each other, and the ranks' numbers in a group.
 
 A group forms in two steps. First all ranks sign in at a ``torch.distributed`` store (``_meet``). Then
-``torch.distributed`` builds its group over that store. So an error can name a rank that never comes; nobody waits for
-it without a word.
+``torch.distributed`` builds its group over that store. So an error can name a rank that never comes, instead of leaving
+the other ranks to wait in silence.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ __all__ = [
     "require_initialized",
 ]
 
-# How long a collective may take, where nobody says otherwise: 10 minutes as in DeepSpeed 0.19.6. DEEPSPEED_TIMEOUT
+# Limit of one collective, where the caller gives none: 10 minutes as in DeepSpeed 0.19.6. DEEPSPEED_TIMEOUT
 # (minutes) overrides it.
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-# How long init_distributed waits for all ranks to come, where nobody says otherwise.
+# Limit of init_distributed's wait for all ranks, where the caller gives none.
 ARRIVAL_TIMEOUT = timedelta(seconds=60)
 
 _MAX_RANKS_NAMED = 16
@@ -69,18 +69,18 @@ def init_distributed(
 ) -> None:
     """Starts ``torch.distributed`` unless it runs already; every process of the job calls it.
 
-    The place of this process comes from ``rank`` and ``world_size`` if given, else from the environment of torchrun,
-    the deepspeed_c launcher, Open MPI, MVAPICH2, PMI (MPICH, Intel MPI) or Slurm; with none of them it is the only
-    process, which takes no port. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in the environment
-    where they were not, as other libraries read them.
+    The place of this process comes from ``rank`` and ``world_size`` if given, otherwise from the environment of
+    torchrun, the deepspeed_c launcher, Open MPI, MVAPICH2, PMI (MPICH, Intel MPI) or Slurm. With none of them, it is
+    the only process, and takes no port. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in the
+    environment where they were missing, because other libraries read them.
 
-    dist_backend: a ``torch.distributed`` backend; by default gloo, with an accelerator ``cpu:gloo,cuda:nccl`` (or its
-    own backend).
+    dist_backend: a ``torch.distributed`` backend. The default is gloo, and with an accelerator ``cpu:gloo,cuda:nccl``
+    (or the accelerator's own backend).
     distributed_port: port of rank 0 where MASTER_PORT is not set.
-    timeout: limit of one collective and of waiting for the ranks to come; by default ``DEFAULT_TIMEOUT`` and
+    timeout: limit of one collective, and of the wait for all ranks. The defaults are ``DEFAULT_TIMEOUT`` and
     ``ARRIVAL_TIMEOUT``.
     init_method: ``env://``, ``tcp://host:port`` or ``file:///path``.
-    dist_init_required: False means that it must have been started before.
+    dist_init_required: False means that ``torch.distributed`` must have been started before.
     config: a configuration with a ``comms_logger`` section (see ``configure``).
 
     Raises ``CommError`` when the environment is incomplete or contradictory, the port is taken, or ranks do not come in
@@ -180,7 +180,7 @@ def _tcp_address(init_method: str) -> tuple[str, int]:
 
 
 def _limits(timeout: timedelta | None) -> tuple[timedelta, timedelta]:
-    """(limit of a collective, limit of waiting for the ranks)"""
+    """(limit of one collective, limit of the wait for all ranks)"""
     if timeout is not None:
         return timeout, timeout
     minutes = read_env().timeout_minutes
@@ -188,7 +188,7 @@ def _limits(timeout: timedelta | None) -> tuple[timedelta, timedelta]:
 
 
 def default_backend() -> str:
-    """gloo for the CPU, and beside it the backend of the accelerator that is there (nccl for CUDA)."""
+    """gloo for the CPU, together with the backend of the accelerator if there is one (nccl for CUDA)."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return "gloo"
@@ -225,7 +225,7 @@ def _open_store(place: LaunchPlace, init_method: str | None, timeout: timedelta)
     if init_method is not None and not init_method.startswith(("env://", "tcp://")):
         store, _, _ = next(dist.rendezvous(init_method, place.rank, place.world_size, timeout=timeout))
         return store
-    # torchrun's agent listens at MASTER_PORT itself; otherwise rank 0 does.
+    # torchrun's agent, if there is one, listens at MASTER_PORT itself; otherwise rank 0 does.
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     is_host = place.rank == 0 and not has_agent
     listening = _listening_socket(place) if is_host else None
@@ -258,11 +258,11 @@ def _open_store(place: LaunchPlace, init_method: str | None, timeout: timedelta)
 
 
 def _listening_socket(place: LaunchPlace) -> socket.socket | None:
-    """Listens at the address that the other ranks use for this one; None: torch listens at all addresses.
+    """Listens at the address by which the other ranks reach this one; None: torch listens at all addresses.
 
-    None where other hosts know this one by an address that it does not have itself: a translated one, or a name that
-    means the loopback here and something else there. None also if the port is taken: torch then finds a store of this
-    process at it, or reports the error.
+    None where other hosts know this host by an address that it does not have itself: a translated address, or a name
+    that means the loopback here and something else there. None also if the port is taken: torch then finds a store of
+    this process at the port, or reports the error.
     """
     try:
         bound = listening_socket(str(place.master_addr), int(place.master_port or 0))
@@ -281,10 +281,11 @@ def _listening_socket(place: LaunchPlace) -> socket.socket | None:
 
 
 def _meet(store: dist.Store, place: LaunchPlace, timeout: timedelta) -> tuple[dist.Store, int]:
-    """Waits until all ranks have signed in; returns the store for the group, and how many lower ranks share this host.
+    """Waits until all ranks have signed in. Returns the store for the group, and the number of lower ranks on this
+    host.
 
-    A store can outlive a group (as the store of torchrun's agent does), so each group of a process's life gets a round
-    of its own.
+    A store can outlive a group (as the store of torchrun's agent does), so every group that this process forms uses its
+    own round of keys.
     """
     rank, world_size = place.rank, place.world_size
     me = f"{socket.gethostname()} pid {os.getpid()}"
@@ -309,7 +310,7 @@ def _meet(store: dist.Store, place: LaunchPlace, timeout: timedelta) -> tuple[di
         except dist.DistStoreError:
             missing = [r for r in range(world_size) if not store.check([f"{prefix}/here/{r}"])]
             named = ", ".join(map(str, missing[:_MAX_RANKS_NAMED])) + (", ..." if missing[_MAX_RANKS_NAMED:] else "")
-            # Told to the others too, so that all of them stop with the same sentence.
+            # The other ranks are told too, so that all ranks stop with the same message.
             store.compare_set(
                 verdict,
                 "",
@@ -362,7 +363,7 @@ def _publish(place: LaunchPlace, local_rank: int) -> None:
 def mpi_discovery(distributed_port: int = DEFAULT_PORT, verbose: bool = True) -> None:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of MPI, PMI or Slurm.
 
-    One process of its own gets rank 0 of 1. Raises ``CommError`` as ``init_distributed`` does.
+    A process without these variables gets rank 0 of 1. Raises ``CommError`` as ``init_distributed`` does.
     """
     others = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     place = discover(others, distributed_port=distributed_port)
@@ -404,7 +405,7 @@ def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
 
 
 def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """A group of global ``ranks``; all ranks of the world call it, in the same order. ``timeout`` as in
+    """A group of global ``ranks``. All ranks of the world call this function, in the same order. ``timeout`` is as in
     ``init_distributed``.
     """
     require_initialized("new_group")
@@ -421,7 +422,7 @@ def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | None = No
 
 
 def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:
-    """How long a collective of ``group`` may take; a group made from it should take no other."""
+    """Limit of one collective of ``group``. Groups made from ``group`` should have the same limit."""
     group = dist.group.WORLD if group is None else group
     backend = group._get_backend(next(iter(group._device_types)))
     return backend.options._timeout if hasattr(backend, "options") else _limits(None)[0]
@@ -434,7 +435,7 @@ def get_world_group() -> dist.ProcessGroup:
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """How many ranks ``group`` has; -1 when this process is not in it."""
+    """How many ranks ``group`` has; -1 when this process is not part of it."""
     require_initialized("get_world_size")
     return dist.get_world_size(group)
 
@@ -452,13 +453,13 @@ def get_local_rank() -> int:
 
 
 def get_global_rank(group: dist.ProcessGroup | None = None, group_rank: int = 0) -> int:
-    """The world's number of rank ``group_rank`` of ``group``."""
+    """The global rank of rank ``group_rank`` of ``group``."""
     require_initialized("get_global_rank")
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
 def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int]:
-    """The world's numbers of all ranks of ``group``, in its order."""
+    """The global ranks of all ranks of ``group``, in the group's order."""
     require_initialized("get_all_ranks_from_group")
     return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 

@@ -1,25 +1,27 @@
 """Ranks on several hosts exchange CPU tensors in two levels: through shared memory inside a host, over gloo between.
 
 [Note: traffic between hosts] Each element of a tensor leaves a host once for each other host that needs it, however
-many ranks there are. The data for one host is one *block*: the slices of all ranks there. The ranks of the sending host
-cut it into equal pieces, one a rank. Each rank sums its piece over its host, or gathers it for its host, and sends it
-to, or receives it from, the ranks over there whose slices it covers. Where hosts have equally many ranks, a piece is a
-slice.
+many ranks there are. The data for one host is one *block*: the slices of all ranks of that host. The ranks of the
+sending host cut the block into equal pieces, one for each rank. Each rank sums its piece over its host, or gathers it
+for its host. It sends the piece to those ranks of the other host whose slices overlap the piece, or receives the piece
+from them. Where hosts have equally many ranks, a piece is a slice.
 
-[Note: order of sums] First inside each host in rank order, then over the hosts in the order of their lowest ranks. Both
-in f32, rounded once at the end: sums of 16-bit numbers inside a host travel in f32. So a sum has the same bits on all
-ranks and in every run. Over gloo alone, or on one host, it may have others.
+[Note: order of sums] Sums are taken first inside each host in rank order, then over the hosts in the order of their
+lowest ranks. Both are in f32 and rounded once at the end: sums of 16-bit numbers inside a host are sent in f32. So a
+sum has the same bits on all ranks and in every run. These bits may differ from the bits over gloo alone, or on one
+host.
 
-[Note: three steps] A call has three steps, as the generators below show: the caller starts the first data on its way,
-a thread waits for that data and goes on, and the caller finishes the call when it waits. The thread takes one call
-after the other, so that no rank has to wait for its calls in a certain order. Ranks have to start all shared calls in
-one order. So each host has two ends of shared memory: the first for callers, the second for the thread. Data goes over
-gloo in messages, which carry the number of their call.
+[Note: three steps] A call has three steps, as the generators below show. The caller starts the first transfers; a
+thread waits for them and starts the next ones; the caller finishes the call when it waits. The thread takes one call
+after the other, so that no rank has to wait for its calls in a certain order. Ranks have to start all calls on shared
+memory in one order. So each host has two ends of shared memory: the first for callers, the second for the thread. Data
+goes over gloo in messages, which carry the number of their call.
 
-[Note: agreement] gloo ends a process that receives a message of another length than it expects. So messages match
-only if lengths are equal (``_tag_of``), and with each call every rank sends a description of it to one rank of each
-other host: where descriptions differ, the call fails on both ranks with a sentence that has both. Ranks of one host
-compare by themselves. Descriptions travel together with the data, which does not wait for them.
+[Note: agreement] gloo ends a process that receives a message of another length than it expects. So messages match only
+if lengths are equal (``_tag_of``). With each call every rank also sends a description of the call to one rank of each
+other host. Where descriptions differ, the call fails on both ranks, and the error has both descriptions. Ranks of one
+host compare their calls without such messages. Descriptions travel together with the data, which does not wait for
+them.
 """
 
 from __future__ import annotations
@@ -48,14 +50,15 @@ __all__ = ["Hierarchy", "LocalEnd"]
 
 _HALVES = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, *_HALVES)
-# Tags of gloo's messages are positive and of 31 bits: the number of a call and the message's purpose, below the length.
+# Tags of gloo's messages are positive and have 31 bits: the number of a call and the message's purpose, above them a
+# hash of the length.
 _TAGS_A_CALL = 3
 _CALL_BITS = 19
 _LENGTH_BITS = 12
 # Bytes of a call's description as text.
 _TOLD_BYTES = 96
 # Time for the thread to let go of a failed call at the end of the process. A thread that waits for another host does
-# not end, and does not keep the process.
+# not end in that time, but does not keep the process alive.
 _LAST_SECONDS = 1.0
 
 
@@ -71,7 +74,7 @@ class LocalEnd(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends it, and tells the others."""
+        """Ends the connection, and tells the other ranks."""
         ...
 
 
@@ -118,7 +121,7 @@ class _Places(NamedTuple):
 
     @property
     def others(self) -> list[int]:
-        """The other hosts, the next one first: not all ranks send to the same host at once."""
+        """The other hosts, the next one first, so that not all ranks send to the same host at once."""
         n = len(self.hosts)
         return [(self.host + i) % n for i in range(1, n)]
 
@@ -193,7 +196,7 @@ class _Agreement:
         mine = _as_bytes(what)
         self._told: list[tuple[int, torch.Tensor, Handle]] = []
         self._sent: list[Handle] = []
-        for host in places.others:  # receive before send: a rank that has heard has told
+        for host in places.others:  # receive before send: a rank that receives a description has already sent its own
             rank = places.hosts[host][places.local % len(places.hosts[host])]
             theirs = torch.empty_like(mine)
             self._told.append((rank, theirs, messages.receive(theirs, rank, tag)))
@@ -203,7 +206,9 @@ class _Agreement:
                     self._sent.append(messages.send(mine, rank, tag))
 
     def check(self) -> None:
-        """Raises RuntimeError with both descriptions where they differ. A lost rank is left for the data to report."""
+        """Raises RuntimeError with both descriptions where they differ. The loss of a rank is left for the data
+        transfer to report.
+        """
         for rank, theirs, handle in self._told:
             try:
                 handle.wait()
@@ -226,7 +231,7 @@ def _as_bytes(text: str) -> torch.Tensor:
 
 
 class _Call:
-    """One collective under way: ``steps`` has run to its first yield."""
+    """One collective under way. Its generator ``steps`` has run to its first yield."""
 
     def __init__(self, owner: Hierarchy, what: str, tag: int, steps: Generator[None, None, None]) -> None:
         self._owner, self._what, self._tag, self._steps = owner, what, tag, steps
@@ -257,7 +262,7 @@ class _Call:
         self._is_ready.set()
 
     def fail(self, error: str) -> None:
-        """Stop the call and release its connections. A thread that is running a step fails by itself."""
+        """Stops the call and releases its connections. A thread that is running a step fails by itself."""
         if self._is_over:
             return
         self._error = self._error or error
@@ -296,19 +301,19 @@ class Hierarchy:
         between: dist.ProcessGroup,
         names: Sequence[int],
     ) -> None:
-        """hosts: the ranks of ``process_group`` by host. ends: this host's two ends of shared
-        memory, for callers and for the thread; None where ``rank`` is alone. between: a gloo group of the same ranks
-        for this object alone. names: the ranks' numbers in the world.
+        """hosts: the ranks of ``process_group`` by host. ends: this host's two ends of shared memory, for callers and
+        for the thread; None where ``rank`` is alone on its host. between: a gloo group of the same ranks that only this
+        object uses. names: the ranks' numbers in the world.
         """
         host = next(i for i, ranks in enumerate(hosts) if rank in ranks)
         self.places = _Places(tuple(tuple(ranks) for ranks in hosts), rank, host, list(hosts[host]).index(rank))
-        # Where a rank is alone on its host, nothing uses the two ends inside it.
+        # Where a rank is alone on its host, nothing uses the two ends of shared memory.
         self._first: Any
         self._second: Any
         self._first, self._second = ends or (None, None)
         self.messages = _Messages(between, names)
         self.failure = ""
-        """Why it has ended; "" while it lives."""
+        """Why the hierarchy has ended; "" while it works."""
         self._n_calls = 0
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
         self._pid = os.getpid()
@@ -328,7 +333,7 @@ class Hierarchy:
         )
 
     def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
-        """As ``Connection.allocate``. Sums inside a host copy data from there, gathers do not."""
+        """As ``Connection.allocate``. Sums inside a host copy data out of this memory, gathers do not."""
         return ordinary_memory(n_bytes, device) if self._second is None else self._second.allocate(n_bytes, device)
 
     def close(self) -> None:
@@ -338,14 +343,14 @@ class Hierarchy:
             self.fail("the group has ended")
 
     def close_at_exit(self) -> None:
-        """Closes, and waits for the thread: a thread that is within C++ when Python ends would abort the process."""
+        """Closes, and waits for the thread: a thread inside C++ code when Python ends would abort the process."""
         self.close()
         if self._thread is not None and os.getpid() == self._pid:
             self._thread.join(_LAST_SECONDS)
 
     def fail(self, why: str) -> None:
-        """Ends the connections, so that the other ranks learn of it: on this host at once, elsewhere when they wait for
-        this rank.
+        """Ends the connections, so that the other ranks learn of the failure. Ranks of this host learn of it at once,
+        other ranks when they wait for this rank.
         """
         with self._lock:
             if self.failure:
@@ -359,11 +364,11 @@ class Hierarchy:
             call.fail(why)
 
     def sum_inside(self, flat: torch.Tensor, out: torch.Tensor) -> Handle:
-        """Sums, started by callers: ``flat`` [k * m] of the k ranks of this host to ``out`` [m]."""
+        """Starts a sum for a caller: ``flat`` [k * m] of the k ranks of this host is summed into ``out`` [m]."""
         return self._first.start("reduce_scatter", flat, out, 1.0, False)
 
     def gather_inside(self, flat: torch.Tensor) -> Handle:
-        """Gathers, started by the thread: each rank's m elements of ``flat`` [k * m] to all of this host."""
+        """Starts a gather for the thread: each rank's m elements of ``flat`` [k * m] go to all ranks of this host."""
         return self._second.start("all_gather", flat)
 
     def _reduce_scatter(
@@ -401,7 +406,7 @@ class Hierarchy:
         return self._start(what, lambda tag: self._add(comm, tensor.view(-1), 1.0, tag))
 
     def _add(self, comm: Collectives, flat: torch.Tensor, scale: float, tag: int) -> Generator[None, None, None]:
-        """A reduce-scatter, then an all-gather of its sums."""
+        """A reduce-scatter, then an all-gather of the sums."""
         n = comm.world_size
         whole = flat
         if flat.numel() % n:
@@ -422,7 +427,7 @@ class Hierarchy:
             comm.scratch.give(whole)
 
     def _broadcast(self, comm: Collectives, tensor: torch.Tensor, src: int) -> Handle:
-        """``src`` sends to the first rank of each other host, and each host spreads it."""
+        """``src`` sends to the first rank of each other host, and that rank sends to its host."""
         places, flat = self.places, tensor.view(-1)
         home = next(i for i, ranks in enumerate(places.hosts) if src in ranks)
 
@@ -447,7 +452,9 @@ class Hierarchy:
         return self._start(f"broadcast of {flat.numel()} {flat.dtype} by rank {src} of the group", steps)
 
     def _start(self, what: str, make: Callable[[int], Generator[None, None, None]]) -> Handle:
-        """Starts a call. what: it is, on all ranks. make: from the first of its two tags to its steps."""
+        """Starts a call. what: its description, for comparison over all ranks. make: a function from the first of the
+        call's tags to its steps.
+        """
         if os.getpid() != self._pid:
             raise RuntimeError("this process was forked: only its parent can talk to the other ranks")
         tag = _TAGS_A_CALL * self._n_calls
@@ -480,7 +487,7 @@ def _close_all() -> None:
 
 
 def _run(calls: queue.SimpleQueue[_Call | None]) -> None:
-    """The thread of a hierarchy, which it does not keep alive."""
+    """The loop of a hierarchy's thread. The thread does not keep the hierarchy alive."""
     with torch.no_grad():
         while (call := calls.get()) is not None:
             call.go_on()
@@ -488,8 +495,8 @@ def _run(calls: queue.SimpleQueue[_Call | None]) -> None:
 
 
 class _Block:
-    """The slices of the ranks of one host, one after the other, and filled up so that the ranks of this host have
-    pieces of one length.
+    """The slices of the ranks of one host, one after the other, with padding so that all pieces of this host's ranks
+    have one length.
     """
 
     def __init__(self, comm: Collectives, flat: torch.Tensor, ranks: Sequence[int], n_pieces: int) -> None:
@@ -513,14 +520,14 @@ class _Block:
         return self.flat.narrow(0, i * self.slice_numel, self.slice_numel)
 
     def copy_in(self) -> None:
-        """Copies from the tensor, if the block does not lie in it."""
+        """Copies from the tensor, unless the block is a view of it."""
         if not self.is_in_place:
             for i, rank in enumerate(self.ranks):
                 self._slice(i).copy_(self._slices[rank])
             self.flat[len(self.ranks) * self.slice_numel :].zero_()
 
     def copy_out(self) -> None:
-        """Copies back to the tensor, if the block does not lie in it."""
+        """Copies back to the tensor, unless the block is a view of it."""
         if not self.is_in_place:
             for i, rank in enumerate(self.ranks):
                 self._slices[rank].copy_(self._slice(i))
@@ -534,7 +541,7 @@ class _Sums:
     """Sums of this rank's slice over all ranks."""
 
     def __init__(self, owner: Hierarchy, comm: Collectives, flat: torch.Tensor, tag: int) -> None:
-        """Starts the sums inside this host, and receives the other hosts' sums."""
+        """Starts the sums inside this host, and starts to receive the sums of the other hosts."""
         places = owner.places
         self._owner, self._comm, self._tag = owner, comm, tag
         self._blocks: dict[int, _Block] = {}
@@ -563,7 +570,7 @@ class _Sums:
                 self._inside[host] = owner.sum_inside(block.flat, piece)
 
     def finish(self, out: torch.Tensor, scale: float, accumulate: bool) -> None:
-        """Sends this host's sums, and adds up this rank's slice in the order of the hosts."""
+        """Sends the sums of this host, and adds up this rank's slice in the order of the hosts."""
         places, comm = self._owner.places, self._comm
         for host in places.others:
             if host in self._inside:
@@ -602,7 +609,7 @@ class _Sums:
 
 
 class _HostGather:
-    """Every rank's slice to all ranks."""
+    """Sends every rank's slice to all ranks."""
 
     def __init__(self, owner: Hierarchy, comm: Collectives, flat: torch.Tensor, tag: int) -> None:
         places = owner.places
@@ -615,7 +622,7 @@ class _HostGather:
         self._inside: list[Handle] = []
 
     def post(self) -> None:
-        """Sends this rank's slice, and receives its pieces of the others' blocks."""
+        """Sends this rank's slice, and starts to receive its pieces of the other hosts' blocks."""
         places, messages, k = self._owner.places, self._owner.messages, len(self._owner.places.mine)
         for host in places.others:
             block = self._blocks[host]
@@ -636,7 +643,7 @@ class _HostGather:
                     self._sent.append(messages.send(part, ranks[number], self._tag))
 
     def spread(self) -> None:
-        """Gathers inside this host: its own block first, then the other hosts'."""
+        """Gathers inside this host: first this host's block, then the blocks of the other hosts."""
         places = self._owner.places
         is_alone = len(places.mine) == 1
         if not is_alone:
@@ -663,5 +670,5 @@ class _HostGather:
 
 
 def _travels_as(dtype: torch.dtype, n_summed: int) -> torch.dtype:
-    """The dtype of the sum of so many numbers until it is rounded."""
+    """The dtype in which a sum of ``n_summed`` numbers of ``dtype`` is sent, before it is rounded."""
     return torch.float32 if dtype in _HALVES and n_summed > 1 else dtype

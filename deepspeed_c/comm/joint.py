@@ -39,23 +39,23 @@ class JointMemory:
         self._memory, self._begins, self._sizes, self._ranks = memory, begins, sizes, ranks
 
     def slice(self, part: int) -> torch.Tensor:
-        """This rank's slice of a part, uint8; all ranks see the bytes written there."""
+        """This rank's slice of a part, uint8. All ranks see the bytes written to it."""
         begin, n_bytes = self._slice(part)
         return as_tensor(self._memory.part(begin, n_bytes)) if n_bytes else ordinary_memory(0, torch.device("cpu"))
 
     def whole(self, part: int) -> torch.Tensor:
-        """A whole part, uint8, to read. Bytes written there stay this rank's own, until ``forget``."""
+        """A whole part, uint8, to read. Bytes that are written here are visible to this rank only, until ``forget``."""
         n_bytes = self._sizes[part]
         if not n_bytes:
             return ordinary_memory(0, torch.device("cpu"))
         return as_tensor(self._memory.view(self._begins[part], n_bytes))
 
     def forget(self) -> None:
-        """Drops this rank's own writes to ``whole``, which then shows the slices of all ranks."""
+        """Drops this rank's own writes to ``whole``, which shows the slices of all ranks afterwards."""
         self._memory.forget()
 
     def commit(self) -> None:
-        """Takes the memory of this rank's slices. Raises MemoryError with both numbers."""
+        """Takes memory from the system for this rank's slices. Raises MemoryError with both numbers of bytes."""
         for part in range(len(self._sizes)):
             self._memory.commit(*self._slice(part))
 
@@ -65,14 +65,14 @@ class JointMemory:
 
 
 def join(ranks: _Members, sizes: Sequence[int]) -> JointMemory | None:
-    """Memory with parts of ``sizes`` bytes, multiples of the number of ranks, for ranks that have been found to share
-    memory; zero. Collective. None on all ranks where it cannot be had, and rank 0 logs why.
+    """Zeroed memory with parts of ``sizes`` bytes, multiples of the number of ranks. The ranks must have been found to
+    share memory. Collective. None on all ranks where the memory cannot be had; rank 0 then logs the reason.
     """
     begins: list[int] = []
     n_bytes = 0
     for size in sizes:
         begins.append(n_bytes)
-        n_bytes += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE  # so that one part can forget without another
+        n_bytes += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE  # so that ``forget`` of one part spares the other parts
     made, refusal, address = None, "", ""
     if ranks.rank == 0:
         try:
@@ -88,7 +88,7 @@ def join(ranks: _Members, sizes: Sequence[int]) -> JointMemory | None:
             joint.commit()
         except REFUSALS as error:
             mine = str(error)
-        # The maker keeps it until all have opened it.
+        # Rank 0 keeps the memory until all ranks have opened it.
         refusal = first_refusal(ranks.gather_objects(mine, label="joint memory"), ranks.global_ranks)
     if refusal:
         if ranks.rank == 0:

@@ -1,12 +1,11 @@
-"""The ledger of a process group: the collectives that this rank has entered, in order, and the collective that it waits
-in.
+"""The ledger of a process group: the collectives that this rank has entered, in order, with the state of each.
 
-All ranks of a group enter the same collectives in the same order, so entry number n of one rank must be entry number n
-of every other. ``watchdog.py`` compares them when a rank waits for long; ``totals`` counts traffic.
+All ranks of a group enter the same collectives in the same order, so entry number n of one rank must equal entry number
+n of every other rank. ``watchdog.py`` compares entries when a rank waits for long; ``totals`` counts traffic.
 
-[Note: devices] Waiting for a collective of an accelerator makes a stream wait and returns at once; the rank hangs
-later, wherever it next needs a result. So an event is recorded behind such a collective, and its entry counts as waited
-for until the event has come.
+[Note: devices] Waiting for a collective of an accelerator makes a stream wait and returns at once; a hang shows later,
+wherever the rank next needs a result. So an event is recorded behind such a collective, and the rank counts as waiting
+for the entry until the event has come.
 """
 
 from __future__ import annotations
@@ -45,20 +44,20 @@ __all__ = [
     "ranks_in_words",
 ]
 
-# The states of an entry, in their order. Starting a collective may itself block: NCCL meets the other ranks at the
-# first one.
+# The states of an entry, in their order. Starting a collective may itself block: NCCL connects the ranks at the first
+# collective.
 STARTING, ENTERED, WAITING, DONE = "starting", "entered", "waiting", "done"
 
 SHM = "shm"
 """The path of collectives through memory that ranks share."""
 
 SHM_AND_GLOO = "shm+gloo"
-"""The path of collectives through such memory inside a host, and over gloo between hosts."""
+"""The path of collectives through shared memory inside a host and over gloo between hosts."""
 
 # Ranges of ranks that a sentence names.
 _MAX_NAMED = 16
 
-# Entries kept. Ranks can be apart by as many collectives as are in flight at once, which are tens.
+# Entries kept. Ranks can be apart by as many collectives as are in flight at once: some tens.
 _N_KEPT = 1024
 
 
@@ -72,17 +71,18 @@ class Total(NamedTuple):
     Pickled objects count as 0.
     """
     wire_bytes: int
-    """Bytes that a rank sends, averaged over the ranks, by the best algorithm known (a ring): n_bytes * (N-1)/N over N
-    ranks, twice that for an all-reduce, which is a reduce-scatter and an all-gather. A broadcast of B bytes arrives at
-    N-1 ranks, which is B * (N-1)/N a rank. A message between two ranks is counted whole, by its sender.
+    """Bytes that a rank sends, averaged over the ranks, with the best known algorithm (a ring). Over N ranks this is
+    n_bytes * (N-1)/N, and twice as much for an all-reduce, which is a reduce-scatter and an all-gather. A broadcast of
+    B bytes arrives at N-1 ranks, so it counts as B * (N-1)/N for each rank. A message between two ranks is counted
+    whole, by its sender.
     """
 
 
 class LedgerEntry:
     """One collective that this rank has entered.
 
-    A context manager too: inside, the rank waits for it. Ranks must agree on ``op``, ``label`` and, but for a shift,
-    ``n_bytes``.
+    The entry is also a context manager: inside it, the rank waits for the collective. Ranks must agree on ``op``,
+    ``label`` and, except for a shift, ``n_bytes``.
     """
 
     __slots__ = ("_device", "_ledger", "label", "module", "n_bytes", "op", "path", "phase", "seq", "since", "state")
@@ -112,43 +112,45 @@ class LedgerEntry:
 
     @property
     def axes(self) -> str:
-        """``Ledger.axes`` of its group."""
+        """``Ledger.axes`` of the entry's group."""
         return self._ledger.axes
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of its group, by their numbers in the world."""
+        """The global ranks of the entry's group."""
         return self._ledger.ranks
 
     @property
     def group(self) -> str:
-        """``Ledger.name`` of its group."""
+        """``Ledger.name`` of the entry's group."""
         return self._ledger.name
 
     @property
     def source(self) -> int | None:
-        """``Ledger.source`` of its group."""
+        """``Ledger.source`` of the entry's group."""
         return self._ledger.source
 
     @property
     def device(self) -> torch.device | None:
-        """Where its data is; None: on the CPU."""
+        """The device of the data; None: the CPU."""
         return self._device
 
     def begin_wait(self) -> None:
-        """From here on this rank waits for it; ``since`` becomes the time (``time.monotonic``) of this call."""
+        """From here on this rank waits for the collective. ``since`` becomes the time (``time.monotonic``) of this
+        call.
+        """
         self.since = monotonic()
         self.state = WAITING
         self._ledger.waiting[self] = None
 
     def started(self) -> None:
-        """It is under way; this rank does something else until it waits for it."""
+        """The collective is under way. This rank does something else until it waits for the collective."""
         self.state = ENTERED
         self._ledger.waiting.pop(self, None)
 
     def finish(self) -> None:
-        """The call that waits for it has returned: it is over, or will be when the stream gets there (see [Note:
-        devices]).
+        """The call that waits for the collective has returned. The collective is over, or will be over when the stream
+        gets there (see [Note: devices]).
         """
         if self._device is None or not has_streams(self._device):
             self.end()
@@ -156,18 +158,19 @@ class LedgerEntry:
             self._ledger.finish_on_device(self, self._device)
 
     def end(self) -> None:
-        """It is over, well or not."""
+        """The collective is over, with or without success."""
         self.state = DONE
         self._ledger.waiting.pop(self, None)
 
     def explain(self) -> str:
-        """Why it may have failed, in words; "" if that is not known."""
+        """The reason why the collective may have failed, in words; "" if it is not known."""
         return self._ledger.explain()
 
     def under_way(self) -> list[LedgerEntry]:
         """Entries before this one on the same path that this rank has not waited for, oldest first.
 
-        On a path of its own they run one after the other: if this entry fails, an earlier one may be the cause.
+        A path that is not a backend of torch runs its collectives one after the other, so an earlier failure may be the
+        cause of this entry's.
         """
         return [
             entry
@@ -192,9 +195,9 @@ class LedgerEntry:
 
 
 def describe(op: str, seq: int, label: str, phase: str, module: str, path: str = "") -> str:
-    """``all-gather #812 of layers.7.mlp.w1 (forward)``; empty parts are left out, and so is a number below 1.
+    """``all-gather #812 of layers.7.mlp.w1 (forward)``. Empty parts are left out, and so is a number below 1.
 
-    A path other than a backend of ``torch.distributed`` is said: ``(forward, shm)``.
+    The path is named unless it is a backend of ``torch.distributed``: ``(forward, shm)``.
     """
     number = f" #{seq}" if seq > 0 else ""
     of = f" of {label}" if label else ""
@@ -216,8 +219,8 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def group_in_words(axes: str, ranks: Sequence[int]) -> str:
-    """``over dp_shard (ranks 0, 2)`` for a group that lies along axes of a mesh, ``of the group of ranks 0, 2`` for any
-    other.
+    """``over dp_shard (ranks 0, 2)`` for a group that lies along axes of a mesh, and ``of the group of ranks 0, 2`` for
+    any other group.
     """
     return f"over {axes} ({ranks_in_words(ranks)})" if axes else f"of the group of {ranks_in_words(ranks)}"
 
@@ -226,12 +229,12 @@ class Ledger:
     """The collectives of one process group, as this rank entered them. ``ledger_of`` gives a group's ledger.
 
     ``phase`` ("forward", "backward", "step" or "") and ``module`` (the path of the module at work, or "") are copied
-    into every entry; the code that drives the step sets them. Entering costs about a microsecond and sends nothing. Any
+    into every entry; the code that drives the step sets them. Entering takes about a microsecond and sends nothing. Any
     thread may enter.
     """
 
     entry_type: ClassVar[type[LedgerEntry]] = LedgerEntry
-    """Class of the entries in all ledgers; another one while somebody listens to them (``observed.py``)."""
+    """Class of the entries in all ledgers. It is replaced by another class while somebody listens (``observed.py``)."""
 
     @classmethod
     def make_entries(cls, kind: type[LedgerEntry]) -> None:
@@ -239,10 +242,10 @@ class Ledger:
         cls.entry_type = kind
 
     def __init__(self, name: str, ranks: Sequence[int], source: int | None = None) -> None:
-        """name: the group's, the same on all its ranks. ranks: its members by their numbers in the world."""
+        """name: the group's name, the same on all its ranks. ranks: the global ranks of its members."""
         self.name = name
         self.source = source
-        """The rank that sends, where the ledger has the messages from one rank to another."""
+        """The rank that sends, if this ledger is for the messages from one rank to another."""
         self.ranks = tuple(ranks)
         self.axes = ""
         """The axes of a mesh that the group lies along (``dp_shard``); "" where no mesh made the group."""
@@ -253,7 +256,7 @@ class Ledger:
         self._watchman: Callable[[], str] | None = None
         self._whole: Ledger | None = None
         self._ring: list[LedgerEntry | None] = [None] * _N_KEPT
-        self._numbers = itertools.count(1)  # next() is one step, whichever threads take it
+        self._numbers = itertools.count(1)  # next() is atomic, whichever threads call it
         self._last = 0
         self._totals: dict[str, list[int]] = {}
         self._carried: dict[str, int] = {}
@@ -262,15 +265,15 @@ class Ledger:
 
     @property
     def last(self) -> int:
-        """The number of the newest entry; 0 for none."""
+        """The number of the newest entry; 0 if there is none."""
         return self._last
 
     def make_part_of(self, whole: Ledger, axes: str) -> None:
         """Says that the group lies along ``axes`` of a mesh over the ranks of ``whole``.
 
-        The watchdog of ``whole`` explains failures here too.
+        The watchdog of ``whole`` then explains failures in this group, too.
 
-        Engines with different meshes share the group of the same ranks. The ledger then keeps the names of both:
+        Engines with different meshes may use one group of ranks. The ledger then keeps the names of both meshes' axes:
         ``dp_shard or dp_replicate``.
         """
         self._whole = whole
@@ -278,11 +281,11 @@ class Ledger:
             self.axes = f"{self.axes} or {axes}" if self.axes else axes
 
     def explain_by(self, watchman: Callable[[], str] | None) -> None:
-        """Let ``watchman`` answer calls of ``explain``; None: the ledger of all ranks does."""
+        """Lets ``watchman`` answer calls of ``explain``. None: the ledger of all ranks answers them."""
         self._watchman = watchman
 
     def explain(self) -> str:
-        """The ranks that have ended, for the message of a collective that fails; "" where nobody watches."""
+        """The ranks that have ended, for the message of a collective that fails; "" if no watchdog runs."""
         if self._watchman is not None:
             return self._watchman()
         return "" if self._whole is None else self._whole.explain()
@@ -292,7 +295,7 @@ class Ledger:
     ) -> LedgerEntry:
         """Enters a collective that starts now.
 
-        ``n_bytes`` as in ``Total``; device: where its data is, by default the CPU; path: as in ``LedgerEntry``.
+        ``n_bytes`` is as in ``Total``. device: the device of the data, by default the CPU. path: as in ``LedgerEntry``.
         """
         seq = next(self._numbers)
         entry = self._ring[seq % _N_KEPT] = self.entry_type(self, seq, op, n_bytes, label, device, path)
@@ -303,12 +306,12 @@ class Ledger:
         return entry
 
     def enter_message(self, op: str, n_bytes: int, label: str = "", device: torch.device | None = None) -> LedgerEntry:
-        """A message between two ranks: it takes no number (0), since the other ranks know nothing of it."""
+        """Enters a message between two ranks. It gets the number 0, since the other ranks do not know of it."""
         self._count(op, n_bytes)
         return self.entry_type(self, 0, op, n_bytes, label, device)
 
     def finish_on_device(self, entry: LedgerEntry, device: torch.device) -> None:
-        """Ends ``entry`` when the current stream of ``device`` has done all its work so far."""
+        """Ends ``entry`` when the current stream of ``device`` has finished the work given to it so far."""
         event = record_event(device)
         if event is None:
             entry.end()
@@ -317,7 +320,7 @@ class Ledger:
         self._settle()
 
     def _settle(self) -> None:
-        """Ends the entries that are over on the device."""
+        """Ends the entries of collectives that are over on the device."""
         with self._device_lock:
             while self._on_device and self._on_device[0][1].query():
                 self._on_device.popleft()[0].end()
@@ -329,7 +332,7 @@ class Ledger:
         return [entry for entry in kept if entry is not None]
 
     def blocking(self) -> list[LedgerEntry]:
-        """Entries that this rank waits for: for their end, or for their start. Oldest first."""
+        """Entries whose end or start this rank waits for, oldest first."""
         if self._on_device:
             self._settle()
         starting = [entry for entry in self.recent(1) if entry.state == STARTING]
@@ -375,8 +378,7 @@ def _wire_bytes(op: str, n_bytes: int, n_ranks: int) -> int:
 
 
 def record_event(device: torch.device) -> torch.Event | None:
-    """An event on the current stream of ``device``; None while a graph is captured, which no event may be asked about.
-    """
+    """An event on the current stream of ``device``. None while a graph is captured: such events cannot be queried."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
     event = torch.Event(device)
@@ -384,8 +386,8 @@ def record_event(device: torch.device) -> torch.Event | None:
     return event
 
 
-# One ledger a group, however many engines use it: they take turns on it, in an order that all ranks share. It goes with
-# the group.
+# Each group has one ledger, however many engines use it: the engines take turns in an order that all ranks share. The
+# ledger goes with the group.
 _ledgers: weakref.WeakKeyDictionary[Any, Ledger] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -401,15 +403,16 @@ def ledger_of(group: dist.ProcessGroup | None = None) -> Ledger:
     return ledger
 
 
-# Ledgers of two ranks of a group, which number the messages of one tag from one rank to the other.
+# Ledgers for two ranks of a group. A ledger numbers the messages of one tag from one rank to the other.
 _pair_ledgers: weakref.WeakKeyDictionary[Any, dict[tuple[int, int, int], Ledger]] = weakref.WeakKeyDictionary()
 
 
 def ledger_of_pair(whole: Ledger, group: dist.ProcessGroup | None, src: int, dst: int, tag: int) -> Ledger:
-    """The ledger of the messages of ``tag`` from rank ``src`` to ``dst``, by their numbers in the world, of ``group``,
-    whose ledger is ``whole``.
+    """The ledger of the messages of ``tag`` from rank ``src`` to rank ``dst``, both global ranks, in ``group``, whose
+    ledger is ``whole``.
 
-    Only these start in one order on both ranks: how a rank mixes them with others depends on the order of arrival.
+    Only these messages start in one order on both ranks: how a rank mixes them with others depends on the order of
+    arrival.
     """
     group = dist.group.WORLD if group is None else group
     pairs = _pair_ledgers.get(group, {})

@@ -1,8 +1,8 @@
 """Log of communication: counts and speeds of calls (the ``comms_logger`` section).
 
-Calls of ``deepspeed_c.comm`` are recorded by their wrapper; while the log is off this costs one test per call. The
-engine's own collectives are recorded by their entries in the ledger (``EngineCollectives``), and cost nothing while it
-is off.
+Calls of ``deepspeed_c.comm`` are recorded by their wrapper; while the log is off this costs one test for each call. The
+engine's own collectives are recorded by their entries in the ledger (``EngineCollectives``); while the log is off this
+costs nothing.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ __all__ = [
 ]
 
 # How many times an operation moves its message, as (n ranks) -> (factor of the algorithm's bandwidth, factor of the
-# bus's). The conventions come from nccl-tests (PERFORMANCE.md) and DeepSpeed, whose tables count a gathered message
-# whole.
+# bus's bandwidth). The conventions are those of nccl-tests (PERFORMANCE.md) and of DeepSpeed, whose tables count the
+# whole message of a gather.
 _GATHERING = frozenset({"all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"})
 _REDUCING = frozenset({"all_reduce", "all_reduce_coalesced", "inference_all_reduce"})
 _EXCHANGING = frozenset({"all_to_all", "all_to_all_single"})
 
 
 def bandwidths_gbps(op: str, n_bytes: int, seconds: float, world_size: int) -> tuple[float, float]:
-    """(bandwidth of the algorithm, bandwidth of the bus) in Gbit/s; 0 for an operation that took no measurable time."""
+    """(bandwidth of the algorithm, bandwidth of the bus) in Gbit/s; 0 for an operation too short to measure."""
     if seconds <= 0:
         return 0.0, 0.0
-    n = max(world_size, 1)  # 0: torch's placeholder for a group of other ranks
+    n = max(world_size, 1)  # 0 comes from torch's placeholder for a group of other ranks
     algorithm = bus = 1.0
     if op in _GATHERING:
         algorithm, bus = float(n), float(n - 1)
@@ -57,7 +57,7 @@ def bandwidths_gbps(op: str, n_bytes: int, seconds: float, world_size: int) -> t
 
 
 def trim_mean(values: Sequence[float], trim: float) -> float:
-    """Mean without the ``trim`` (0 to 0.5) smallest and largest part of ``values``; 0 for none."""
+    """Mean without the smallest and the largest values: the share ``trim`` (0 to 0.5) on each side. 0 for no values."""
     if not values:
         return 0.0
     ordered = sorted(values)
@@ -67,7 +67,7 @@ def trim_mean(values: Sequence[float], trim: float) -> float:
 
 
 def convert_size(size_bytes: int) -> str:
-    """A number of bytes as DeepSpeed's tables have it: ``"4.0 KB"``."""
+    """A number of bytes as DeepSpeed's tables print it: ``"4.0 KB"``."""
     if size_bytes == 0:
         return "0B"
     power = min((size_bytes.bit_length() - 1) // 10, len(_UNITS) - 1)
@@ -78,8 +78,8 @@ _UNITS = ("B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB")
 
 
 class SharedCalls(NamedTuple):
-    """Calls of one operation that all ranks of a group make, and that have the same numbers (``LedgerEntry.seq``) on
-    each of them.
+    """Calls of one operation that all ranks of a group make. A call has the same number (``LedgerEntry.seq``) on each
+    of these ranks.
     """
 
     group: str
@@ -94,11 +94,11 @@ class _CallRecord:
     op: str
     seconds: list[float] = field(default_factory=list)
     n_ranks: list[int] = field(default_factory=list)
-    """Ranks of each call's group."""
+    """Number of ranks in the group of each call."""
     places: list[tuple[SharedCalls, int]] = field(default_factory=list)
-    """For each call that other ranks make too, its number among these."""
+    """For each call that other ranks make too: the shared calls, and the number of this call among them."""
     paths: list[str] = field(default_factory=list)
-    """Transports of the calls, each once; empty where the caller chose it in torch."""
+    """Transports of the calls, without repetition; empty where the caller chose the transport in torch."""
 
     def speeds(self, n_bytes: int) -> list[tuple[float, float]]:
         return [bandwidths_gbps(self.op, n_bytes, s, n) for s, n in zip(self.seconds, self.n_ranks)]
@@ -176,8 +176,8 @@ class CommsLogger:
     ) -> None:
         """Records one call of ``op`` among ``n_ranks`` ranks under ``log_name``.
 
-        path: as in ``LedgerEntry``. shared: the calls that other ranks make too, and the number of this one among
-        them; without it ``stragglers`` leaves the call out.
+        path: as in ``LedgerEntry``. shared: the calls that other ranks make too, and the number of this call among
+        them. Without ``shared``, ``stragglers`` leaves the call out.
         """
         record = self._records.setdefault(log_name, {}).setdefault(n_bytes, _CallRecord(op))
         record.seconds.append(seconds)
@@ -256,12 +256,14 @@ class CommsLogger:
         return table
 
     def stragglers(self, gather: Callable[[Any], list[Any]]) -> dict[str, dict[int, dict[str, Any]]]:
-        """Splits each call's time into moving, the time of the fastest rank of its group (which came last), and this
-        rank's wait for late ranks, the rest. ``gather`` collects every rank's object, by rank.
+        """Splits the time of each call into two parts: the transfer, which is the time of the fastest (last to come)
+        rank of the group, and this rank's wait for late ranks, which is the rest. ``gather`` collects every rank's
+        object, by rank.
 
-        Calls belong together by their numbers in the ledger of their group. Where ranks have recorded different calls,
-        those that all have are compared, and ``"differs"`` of the row says how many each rank has. Messages through
-        ``send`` and ``recv`` of ``deepspeed_c.comm`` are not compared (``"count"`` is 0): partners do not number them.
+        Calls of different ranks are matched by their numbers in the ledger of their group. Where ranks have recorded
+        different calls, the calls that all ranks have are compared, and ``"differs"`` of the row says how many calls
+        each rank has. Messages through ``send`` and ``recv`` of ``deepspeed_c.comm`` are not compared (``"count"`` is
+        0), because their two ranks do not number them.
         """
         everyone: list[dict[SharedCalls, dict[int, float]]]
         everyone = gather({calls: dict(times) for calls, times in list(self._shared.items())})
@@ -326,12 +328,12 @@ class CommsLogger:
 
 
 def _names(given: Iterable[str]) -> list[str]:
-    """One name counts as a list of one: its letters are no operations."""
+    """The names as a list. A single name counts as a list of one name, not as a list of letters."""
     return [given] if isinstance(given, str) else list(given)
 
 
 def _difference(everyone: list[dict[int, float]], ranks: Sequence[int]) -> str:
-    """``rank 0: 3 calls, ranks 1-3: 2``, where the recorded calls of ``ranks`` are not the same; else ""."""
+    """``rank 0: 3 calls, ranks 1-3: 2``, where ``ranks`` have recorded different calls; otherwise ""."""
     if all(everyone[rank].keys() == everyone[ranks[0]].keys() for rank in ranks):
         return ""
     having: dict[int, list[int]] = {}
@@ -354,7 +356,7 @@ def _gather_objects(value: Any) -> list[Any]:
     return values
 
 
-# Key of a row -> heading of its column, as in DeepSpeed's tables, which people read and scripts parse.
+# Key of a row -> heading of its column. Headings are as in DeepSpeed's tables, which people read and scripts parse.
 _WIDTH = 20
 _COLUMNS = {
     "msg_size_str": "Message Size",
@@ -372,8 +374,9 @@ _COLUMNS = {
 }
 
 
-# The ledger's operations of an engine -> the name in the log, and whether a message is one rank's piece of the counted
-# size. Names and sizes are as for the functions of ``deepspeed_c.comm`` that do the same; a shift has none.
+# The ledger's operations of an engine -> (the name in the log, whether a message is one rank's piece of the counted
+# size). Names and sizes are as for the functions of ``deepspeed_c.comm`` that do the same; there is no such function
+# for a shift.
 _ENGINE_OPS = {
     "all-gather": ("all_gather_into_tensor", True),
     "all-reduce": ("all_reduce", False),
@@ -389,8 +392,9 @@ _MESSAGE = "message"
 class EngineCollectives:
     """Records every collective of every engine in a log, while the log is on.
 
-    A record's time runs from the start of a collective to the end of waiting for it. The log does not hurry collectives
-    beside the backward pass, so its time is an upper bound, and its bandwidth a lower one.
+    A record's time runs from the start of a collective to the end of the wait for it. The engine does not wait earlier
+    because of the log, also beside the backward pass. So the recorded time is an upper bound, and the recorded
+    bandwidth a lower bound.
     """
 
     def __init__(self, log: CommsLogger) -> None:
@@ -400,10 +404,10 @@ class EngineCollectives:
         (listen if is_on else stop_listening)(self)
 
     def begin(self, entry: LedgerEntry) -> None:
-        """Nothing: entries know when they were made."""
+        """Does nothing: an entry has the time at which it was made."""
 
     def end(self, entry: LedgerEntry) -> None:
-        """Nothing: the log counts the whole time of a collective."""
+        """Does nothing: the log counts the whole time of a collective."""
 
     def finish(self, entry: ObservedEntry) -> None:
         log = self._log
@@ -427,7 +431,7 @@ class EngineCollectives:
 
 
 def shared_calls_of(entry: LedgerEntry) -> tuple[SharedCalls, int] | None:
-    """The calls that the ranks of the entry's group share, and its number among them; None for a message that only its
-    two ranks know of.
+    """The calls that the ranks of the entry's group share, and the entry's number among them. None for a message,
+    because only its two ranks know of it.
     """
     return (SharedCalls(entry.group, entry.op, entry.ranks), entry.seq) if entry.seq else None

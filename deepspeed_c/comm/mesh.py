@@ -1,8 +1,8 @@
-"""The ranks of an engine as a grid of named axes, and the group of ranks along any of them.
+"""The ranks of an engine as a grid of named axes, and the process group of the ranks along given axes.
 
-A rank has one place on each axis. Ranks that differ on the data-parallel axes only see different samples and train the
-same parameters. ``zero/layout/layout.py`` decides for each parameter which of these axes cut its states, and which
-further axes sum its gradient.
+A rank has one place on each axis. Ranks that differ only on data-parallel axes see different samples and train the same
+parameters. ``zero/layout/layout.py`` decides for each parameter which of these axes cut its states, and which other
+axes sum its gradient.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ALIASES = {name: axis.name for axis in AXIS_ROWS for name in (axis.name, *axis.
 # Names of the axes in versions of Megatron and DeepSpeed. Each has get_<name>_group, get_<name>_rank and
 # get_<name>_world_size.
 _MPU_NAMES = {axis.name: axis.mpu_names for axis in AXIS_ROWS}
-# Names for the ranks along dp_shard and sp together.
+# Names in an mpu for the ranks along dp_shard and sp together.
 _MPU_BOTH = ("sequence_data_parallel",)
 
 Connect = Callable[[Sequence[int], Sequence[str]], Any]
@@ -50,10 +50,10 @@ Connect = Callable[[Sequence[int], Sequence[str]], Any]
 class Mesh:
     """The ranks of ``comm``, laid out on ``AXES``.
 
-    ``sizes`` are sizes of axes, 1 where an axis is left out; by default all ranks lie along ``dp_shard``. ``grid``
-    says which rank of ``comm`` is where ([size of each of AXES], int64): by default they are counted along the last
-    axis first. ``connect`` makes the group of some ranks of ``comm`` along some axes, by default a new group of
-    ``torch.distributed``; it is called for the same axes in the same order on all ranks.
+    ``sizes`` has the sizes of axes; an axis that is left out has size 1. By default all ranks lie along ``dp_shard``.
+    ``grid`` ([size of each of AXES], int64) has the rank of ``comm`` at each place; by default ranks are counted along
+    the last axis first. ``connect`` makes the group of some ranks of ``comm`` along some axes; by default it makes a
+    new group of ``torch.distributed``. It is called for the same axes in the same order on all ranks.
 
     Raises CommError where sizes and ranks do not fit.
     """
@@ -104,20 +104,20 @@ class Mesh:
         return math.prod(self.axes[axis] for axis in axes)
 
     def ranks(self, *axes: str) -> list[int]:
-        """The ranks of ``comm`` that differ from this one on ``axes`` at most, in ascending order, as
+        """The ranks of ``comm`` that differ from this rank on ``axes`` at most. The order is ascending, as
         ``torch.distributed`` numbers the ranks of a group.
         """
         at = tuple(slice(None) if axis in axes else self._place[axis] for axis in AXES)
         return sorted(self._grid[at].reshape(-1).tolist())
 
     def index(self, *axes: str) -> int:
-        """This rank's number among the ranks along ``axes``."""
+        """This rank's position among the ranks along ``axes``."""
         return self.ranks(*axes).index(self.comm.rank)
 
     def along(self, *axes: str) -> Collectives:
         """The collectives of the ranks along ``axes``.
 
-        Collective where they are asked for the first time: all ranks ask in the same order.
+        Collective at the first call for these axes: all ranks make the first calls in the same order.
         """
         ranks = tuple(self.ranks(*axes))
         found = self._groups.get(ranks)
@@ -126,8 +126,9 @@ class Mesh:
         return found
 
     def process_group(self, *axes: str) -> dist.ProcessGroup:
-        """The group of ``torch.distributed`` of the ranks along ``axes``, for callers that talk through it; of this
-        rank alone too. Collective as ``along`` is."""
+        """The ``torch.distributed`` group of the ranks along ``axes``, for callers that need it. There is a group even
+        where this rank is alone. Collective as ``along`` is.
+        """
         part = self.along(*axes)
         if part.world_size == 1 < self.comm.world_size:
             return _shared_group((self.comm.global_rank,), self.comm.group)
@@ -135,7 +136,7 @@ class Mesh:
 
     @property
     def stage(self) -> Collectives:
-        """The ranks that hold the same layers: all of them, where there is no pipeline."""
+        """The ranks that hold the same layers; without a pipeline, all ranks."""
         return self.along(*WITHIN_STAGE)
 
     @property
@@ -164,8 +165,8 @@ class Mesh:
         return self.along(*TOKENS)
 
     def among(self, neighbours: Sequence[int], axis: str, *axes: str) -> Collectives:
-        """The collectives of the ranks along ``axes``, for all numbers along ``axis`` in ``neighbours``, this rank's
-        among them.
+        """The collectives of the ranks along ``axes`` that lie at the positions ``neighbours`` along ``axis``. This
+        rank's position has to be in ``neighbours``.
 
         Collective as ``along`` is, among those ranks.
         """
@@ -183,8 +184,9 @@ class Mesh:
     def connect_some(self, lists: Sequence[Sequence[int]], axis: str, *axes: str) -> None:
         """Makes the groups of ``among`` for several lists of neighbours; some ranks may be in none of them.
 
-        Collective over the whole mesh, the first time. torch names a group after how many groups the rank has: ranks
-        whose numbers differ could never make one together again. So ranks outside make a group of their own.
+        Collective over the whole mesh at the first call. torch names a group after the number of groups that the rank
+        has made. Ranks with different numbers could never make a group together again, so a rank outside the lists
+        makes a group of its own.
         """
         wide = tuple(name for name in axes if self.axes[name] > 1)
         known = _groups.setdefault(dist.group.WORLD, {})
@@ -218,7 +220,7 @@ class Mesh:
                 part.ledger.phase = phase
 
     def split_data(self, n_shards: int) -> Mesh:
-        """The same ranks with ``n_shards`` neighbours along dp_shard, and the copies of their shards along
+        """The same ranks with ``n_shards`` neighbours along dp_shard. Ranks with copies of the same shards lie along
         dp_replicate.
 
         Raises CommError where the data-parallel ranks cannot be cut so, or have been cut already.
@@ -234,16 +236,16 @@ class Mesh:
         return Mesh(self.comm, sizes, grid=self._grid.reshape(tuple(sizes.values())), connect=self._connect)
 
     def split_tensors(self, n_ranks: int) -> Mesh:
-        """The same ranks with ``n_ranks`` neighbours along tp, that hold one model together, in the place of as many
-        along dp_shard.
+        """The same ranks with ``n_ranks`` neighbours along tp, which hold one model together. dp_shard becomes smaller
+        by that factor.
 
         Raises CommError where the ranks cannot be cut so, or have been cut already.
         """
         return self._split(TP, n_ranks)
 
     def split_sequences(self, n_ranks: int) -> Mesh:
-        """The same ranks with ``n_ranks`` neighbours along sp, that hold parts of the same sequences, in the place of
-        as many along dp_shard. To be asked for after ``split_tensors``, whose ranks are closer neighbours.
+        """The same ranks with ``n_ranks`` neighbours along sp, which hold parts of the same sequences. dp_shard becomes
+        smaller by that factor. Call it after ``split_tensors``, whose ranks are closer neighbours.
 
         Raises CommError where the ranks cannot be cut so, or have been cut already.
         """
@@ -258,15 +260,15 @@ class Mesh:
                 fix=f"use a divisor of {n_data}" + (", or leave it out: the mesh says it" if is_cut else ""),
             )
         sizes = {**self.axes, DP_SHARD: n_data // n_ranks, axis: n_ranks}
-        # The ranks of a new axis are neighbours along dp_shard, and stay so: other axes keep their places.
+        # The ranks of a new axis are neighbours along dp_shard and stay neighbours; other axes keep their places.
         grid = self._grid.unflatten(AXES.index(DP_SHARD), (n_data // n_ranks, n_ranks))
         grid = grid.movedim(AXES.index(DP_SHARD) + 1, AXES.index(axis)).reshape(tuple(sizes.values()))
         return Mesh(self.comm, sizes, grid=grid, connect=self._connect)
 
     def to_device_mesh(self, device_type: str = "cpu") -> Any:
-        """The axes of more than one rank as a ``DeviceMesh``; with the single dimension dp_shard where there is none.
+        """The axes of more than one rank as a ``DeviceMesh``. If there are none, it has the single dimension dp_shard.
 
-        Collective: it makes groups of its own.
+        Collective: the ``DeviceMesh`` makes new groups.
         """
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -288,9 +290,9 @@ class Mesh:
         return " x ".join(f"{axis} {size}" for axis, size in self.wide_axes.items()) or "1 rank"
 
 
-# Groups of some ranks of a world, as long as that world is there. An engine takes the groups of an earlier engine, as
-# all engines take the world's. There is one for each set of ranks. Sharded parameters that outlive their engine still
-# need theirs.
+# Groups of some ranks of a world, kept as long as the world. There is one group for each set of ranks. Later engines
+# use the groups of earlier engines, as all engines use the world's group. Sharded parameters that outlive their engine
+# still need these groups.
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
@@ -300,7 +302,7 @@ def _shared_group(ranks: tuple[int, ...], like: dist.ProcessGroup | None) -> dis
     known = _groups.setdefault(dist.group.WORLD, {})
     group = known.get((ranks, backend, timeout))
     if group is None:
-        # Only these ranks come here: other ranks make their own group.
+        # Only these ranks call this function for the group: other ranks make groups of their own.
         group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
         known[ranks, backend, timeout] = group
     return group
@@ -310,7 +312,8 @@ _DEVICE_MESH = "initialize(mesh_device=...)"
 
 
 def mesh_of_device_mesh(device_mesh: Any) -> Mesh:
-    """The ranks of a ``torch.distributed.device_mesh.DeviceMesh``, on the axes that its dimensions' names stand for.
+    """The ranks of a ``torch.distributed.device_mesh.DeviceMesh``, on the axes that the names of its dimensions stand
+    for.
 
     Collective.
 
@@ -335,9 +338,9 @@ def mesh_of_device_mesh(device_mesh: Any) -> Mesh:
 
 
 def mesh_of_pair(sizes: Any) -> Mesh:
-    """All ranks of the job on the axes dp_shard and sp, whose sizes are ``sizes``.
+    """All ranks of the job on the axes dp_shard and sp, with these two ``sizes``.
 
-    Raises CommError for something else than two sizes, or sizes that do not fit the ranks.
+    Raises CommError if ``sizes`` is not two sizes, or if the sizes do not fit the ranks.
     """
     if not isinstance(sizes, Sequence) or len(sizes) != 2 or not all(isinstance(size, Integral) for size in sizes):
         lacking = ", ".join(f"{axis.name} ({axis.what})" for axis in AXIS_ROWS if not axis.is_built)
@@ -350,15 +353,15 @@ def mesh_of_pair(sizes: Any) -> Mesh:
 
 
 def mesh_of_mpu(mpu: Any) -> Mesh:
-    """The data-parallel, sequence-parallel and tensor-parallel ranks of an object with some of Megatron's methods
-    (``_MPU_NAMES``).
+    """The data-parallel, sequence-parallel and tensor-parallel ranks of an mpu: an object with some of Megatron's
+    methods (``_MPU_NAMES``).
 
-    Collective where it has ranks of the latter two kinds. Raises FeatureError where it has ranks of another kind, and
-    CommError where it does not say enough, or where its ranks do not make up the job.
+    Collective where there are sequence-parallel or tensor-parallel ranks. Raises FeatureError where the mpu has ranks
+    of another kind, and CommError where its methods do not say enough, or where its ranks do not make up the job.
     """
     refuse_later_axes({axis: _size_by_mpu(mpu, axis) for axis in LATER}, _MPU)
     n_seq, seq_rank = _ask(mpu, SP, default=1)
-    # An mpu for sequence parallelism alone calls that "model parallel", too.
+    # An mpu for sequence parallelism alone calls sequence parallelism "model parallel", too.
     n_tp, tp_rank = _ask(mpu, TP, default=1, names=_MPU_NAMES[TP][: 2 if n_seq > 1 else 3])
     if n_tp * n_seq == 1:
         return Mesh(Collectives(mpu.get_data_parallel_group()))
@@ -396,21 +399,22 @@ _MPU = "initialize(mpu=...)"
 
 
 def _size_by_mpu(mpu: Any, axis: str) -> int:
-    """The most ranks along an axis that any method of an mpu says."""
+    """The largest number of ranks along ``axis`` that any method of the mpu returns."""
     getters = (getattr(mpu, f"get_{name}_world_size", None) for name in _MPU_NAMES[axis])
     return max([1, *(getter() for getter in getters if getter is not None)])
 
 
 def _ask(mpu: Any, axis: str, default: int | None = None, names: Sequence[str] = ()) -> tuple[int, int]:
-    """(number of ranks, this one's number) along an axis: from whichever of the methods there are. Where none says how
-    many there are: ``default``."""
+    """(number of ranks, number of this rank) along ``axis``, from the methods that the mpu has. ``default`` is the
+    number of ranks where no method returns one.
+    """
     answers: dict[str, Any] = {}
     names = names or _MPU_NAMES[axis]
     for name in names:
         for what in ("world_size", "rank", "group"):
             getter = getattr(mpu, f"get_{name}_{what}", None)
             if getter is not None and what == "world_size":
-                answers[what] = max(answers.get(what, 1), getter())  # names that a version does not use answer 1
+                answers[what] = max(answers.get(what, 1), getter())  # names that a version does not use return 1
             elif getter is not None and what not in answers:
                 answers[what] = getter()
     size, rank = answers.get("world_size"), answers.get("rank")

@@ -1,5 +1,5 @@
-"""Position of a rank: the collectives that it has entered and waits for, the line of its main thread, and the processes
-of its host that are alive.
+"""Position of a rank: the collectives that the rank has entered, the collectives that it waits for, the line of its
+main thread, and the state of the other processes on its host.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ __all__ = [
     "take_position",
 ]
 
-# Entries of a group that a rank tells the others: more than are in flight at once, so that the first entry that differs
-# is among them.
+# Number of entries of a group that a rank sends to the others. It is larger than the number in flight at once, so that
+# the first entry that differs is included.
 _N_TOLD = 64
 
 Life = Literal["gone", "stopped", "traced", "runs"]
-"""State of a process: has ended; stopped by a signal; held by a debugger; anything else."""
+"""State of a process. "gone": it has ended; "stopped": by a signal; "traced": a debugger holds it; "runs": all other
+states.
+"""
 
 
 class ToldEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -50,7 +52,7 @@ class ToldEntry(msgspec.Struct, frozen=True, array_like=True):
     module: str
     state: str
     seconds: float
-    """Time that its rank has been in this state."""
+    """Time for which the sending rank's entry has been in its state."""
     path: str = ""
     """Transport, as in ``LedgerEntry``."""
 
@@ -63,11 +65,11 @@ class GroupPosition(msgspec.Struct, frozen=True):
 
     name: str
     ranks: list[int]
-    """The members by their numbers in the world; empty: all ranks."""
+    """The global ranks of the members; empty: all ranks."""
     axes: str
     """The axes of a mesh that the group lies along, or ""."""
     blocking: list[ToldEntry]
-    """Collectives that it waits for, oldest first."""
+    """Collectives that the rank waits for, oldest first."""
     recent: list[ToldEntry]
     """The newest entries, oldest first."""
 
@@ -87,24 +89,24 @@ class Position(msgspec.Struct, frozen=True):
     dist_call: str
     """The function of ``torch.distributed`` that the main thread is in, or ""."""
     neighbours: dict[int, Life] = {}
-    """Other ranks of its host, with the state of their processes."""
+    """Other ranks on the same host, with the states of their processes."""
 
     def group(self, name: str) -> GroupPosition | None:
-        """Its position in the group of that name, if it has entered anything there."""
+        """The rank's position in the group of that name; None if it has entered nothing there."""
         return next((group for group in self.groups if group.name == name), None)
 
 
 class Presence(msgspec.Struct, frozen=True):
-    """The process of a rank, and whether it still watches."""
+    """The process of a rank, and whether the process still watches."""
 
     host: str
-    """Equal for processes that can look each other up by ``pid``."""
+    """A mark that is equal for processes that can look each other up by ``pid``."""
     pid: int
     started: int
-    """Start time in the system's ticks; tells the process from a later one with its number."""
+    """Start time in the system's ticks. It tells the process from a later process with the same ``pid``."""
     state: Literal["watching", "closed", "ended"] = "watching"
     how: str = ""
-    """How it ended, and its last collective."""
+    """How the process ended, and its last collective."""
 
 
 def take_position(rank: int, world_size: int, ledgers: Iterable[Ledger], neighbours: dict[int, Life]) -> Position:
@@ -145,10 +147,10 @@ _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-
 
 
 def locate() -> tuple[str, str]:
-    """(line that the main thread is at, function of ``torch.distributed`` that it is in or "").
+    """(line that the main thread is at, function of ``torch.distributed`` that the main thread is in, or "").
 
-    The line is the innermost one outside torch and the standard library. The innermost line of all follows if it is
-    another one and the thread is in no such function.
+    The line is the innermost line outside torch and the standard library. If the innermost line of all is another one,
+    and the thread is in no such function, that line follows.
     """
     inner = sys._current_frames().get(threading.main_thread().ident or 0)
     if inner is None:
@@ -164,8 +166,8 @@ def locate() -> tuple[str, str]:
 
 
 def _dist_call(stack: Sequence[FrameType]) -> str:
-    """The collective of torch that the stack ends in, or "". Functions that write files or start processes do not wait
-    for ranks, and give "".
+    """The collective of torch that the stack ends in, or "". Functions that write files or start processes give "",
+    because they do not wait for ranks.
     """
     name = ""
     for frame in stack:
@@ -189,11 +191,11 @@ def _line(frame: FrameType) -> str:
 
 
 def own_presence() -> Presence:
-    """This process, as others find it."""
+    """This process, described so that other processes can find it."""
     pid = os.getpid()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # Two containers on one machine number their processes separately.
+        # Two containers on one machine have separate process numbers.
         host = f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
         started = int(_stat(pid)[19])
     except OSError:
@@ -203,7 +205,7 @@ def own_presence() -> Presence:
 
 
 def life_of(presence: Presence) -> Life:
-    """State of a process of this host, by the operating system."""
+    """State of a process on this host, according to the operating system."""
     try:
         fields = _stat(presence.pid)
     except (FileNotFoundError, ProcessLookupError):
@@ -214,5 +216,6 @@ def life_of(presence: Presence) -> Life:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the third on (proc(5)); the second may hold spaces."""
+    """The fields of /proc/PID/stat from the third on (proc(5)). The second field is skipped because it may hold spaces.
+    """
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,10 +1,11 @@
 """Ranks that share a host exchange CPU tensors through shared memory, below the calls of ``Collectives``.
 
-[Note: one connection a group] A process group has one connection for all its engines. Engines use it in turn or at the
-same time, in an order that is the same on all ranks. All ranks make the connection together when the group is first
-used, and it is closed with the group. Either all ranks have the connection, or none has it and all know the same
-reason. The system tells whether the ranks are on one host, and then each rank has to open the memory of all others.
-Ranks of several hosts make a ``Hierarchy`` in the same way, if at least one host has several ranks.
+[Note: one connection a group] A process group has one connection for all engines that use the group. Engines use it in
+turn or at the same time, in an order that is the same on all ranks. All ranks make the connection together when the
+group is first used, and it is closed with the group. Either all ranks have the connection, or no rank has it and all
+ranks know the same reason. Data from the operating system shows whether the ranks are on one host; after that each rank
+has to open the memory of all others. Ranks of several hosts make a ``Hierarchy`` in the same way, if at least one host
+has several ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ __all__ = ["REFUSALS", "Connection", "LocalTransport", "as_tensor", "connect", "
 LocalTransport = Literal["auto", "shm", "off"]
 """The configuration key ``comm.local``."""
 
-# Errors of the binding where ranks cannot share memory: the system lacks something, there is no memory, another user.
+# Errors of the binding where ranks cannot share memory: the system lacks a feature, no memory is left, or another user
+# owns the memory.
 REFUSALS = (MemoryError, OSError, ValueError, RuntimeError)
 
 
@@ -55,7 +57,9 @@ class _Failed:
 
 
 class _OfPart:
-    """A collective of ranks that have other numbers in the world: its failure names them by those numbers."""
+    """A collective of a group whose ranks have other numbers in the world. Its error names ranks by their numbers in
+    the world.
+    """
 
     def __init__(self, work: Handle, ranks: Sequence[int]) -> None:
         self._work, self._ranks = work, ranks
@@ -68,7 +72,7 @@ class _OfPart:
 
 
 def _in_world(text: str, ranks: Sequence[int]) -> str:
-    """``rank 1`` of a group by its number in the world."""
+    """``text`` with ``rank 1`` of a group replaced by that rank's number in the world."""
     return re.sub(r"\brank (\d+)\b", lambda found: f"rank {ranks[int(found[1])]}", text)
 
 
@@ -76,12 +80,13 @@ class Connection:
     """The shared memory of one process group, as its ranks use it."""
 
     def __init__(self, group: Any, process_group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-        """group: a ``_C.ShmGroup`` that has attached, to be closed with ``process_group``. ranks: their numbers in the
-        world.
+        """group: a ``_C.ShmGroup`` that has attached, to be closed with ``process_group``. ranks: the ranks' numbers in
+        the world.
         """
         self._group, self._ranks = group, ranks
         self._is_part = list(ranks) != list(range(len(ranks)))
-        # For remaining holders of this: the process group has ended for all ranks, and so has their shared memory.
+        # For those who still hold this connection: the process group has ended for all ranks, and so has their shared
+        # memory.
         self._end = weakref.ref(process_group, lambda _: group.close())
         self._has_warned = False
         self.backend = Backend(
@@ -95,8 +100,8 @@ class Connection:
         )
 
     def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
-        """Bytes [n_bytes], uninitialised. On the CPU they lie where the other ranks read them without a copy; where
-        there is no room for that, in ordinary memory, which is copied on the way.
+        """Bytes [n_bytes], uninitialised. On the CPU the other ranks read them in place, without a copy. Where shared
+        memory has no room, and on other devices, they are ordinary memory, which is copied on the way.
         """
         if device.type != "cpu" or n_bytes == 0:
             return ordinary_memory(n_bytes, device)
@@ -107,7 +112,7 @@ class Connection:
                 self._has_warned = True
                 logger.warning("buffers lie in ordinary memory, which collectives have to copy: %s", error)
             return ordinary_memory(n_bytes, device)
-        except RuntimeError:  # the group has ended, or this is a forked child: nobody reads here any more
+        except RuntimeError:  # the group has ended, or this is a forked child: no other rank reads this memory
             return ordinary_memory(n_bytes, device)
         return as_tensor(block)
 
@@ -116,14 +121,14 @@ class Connection:
         return self._group.owns(tensor)
 
     def close(self) -> None:
-        """Ends it for this rank, and tells the others."""
+        """Ends the connection for this rank, and tells the other ranks."""
         self._group.close()
 
     def start(self, name: str, *args: Any) -> Handle:
         """Starts the collective ``name`` of ``_C.ShmGroup``. If it cannot be started, the error comes from ``wait``."""
         try:
             work = getattr(self._group, name)(*args)
-        except RuntimeError as error:  # an earlier failure, which has ended the connection
+        except RuntimeError as error:  # an earlier failure has ended the connection
             work = _Failed(error)
         return _OfPart(work, self._ranks) if self._is_part else work
 
@@ -162,16 +167,19 @@ _blocks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def as_tensor(block: _C.ShmBuffer | _C.ShmPart) -> torch.Tensor:
-    """The bytes of an object of the binding. The tensor keeps it; the memory is returned when nobody holds it."""
+    """The bytes of an object of the binding. The tensor keeps the object alive; the memory is returned when nobody
+    holds the object.
+    """
     tensor = torch.frombuffer(block, dtype=torch.uint8)
     _blocks[tensor.data_ptr()] = block
     return tensor
 
 
 def discard(storage: torch.UntypedStorage) -> None:
-    """Returns the memory of a storage that a connection has allocated to the system.
+    """Returns to the system the memory of a storage that a connection has allocated.
 
-    The storage keeps its length, which torch cannot change; it holds zeros, and takes memory again as it is written to.
+    The storage keeps its length, which torch cannot change. It then holds zeros, and takes memory again when it is
+    written to.
     """
     _blocks[storage.data_ptr()].discard()
 
@@ -181,10 +189,10 @@ class _Outcome(NamedTuple):
 
     connection: Connection | Hierarchy | None
     reason: str
-    """Why not all of them share memory."""
+    """Why some of the ranks do not share memory; "" if all do."""
 
 
-# One for each group, success or failure; it goes with the group.
+# One outcome for each group, success or failure. The outcome goes with the group.
 _outcomes: weakref.WeakKeyDictionary[Any, _Outcome] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -192,8 +200,8 @@ _lock = threading.Lock()
 def connect(comm: Collectives, wish: Literal["auto", "shm"]) -> Connection | Hierarchy | None:
     """The connection of the ranks of ``comm``, at least two; None where no two of them can share memory.
 
-    Collective when called for a group the first time. Raises ``CommError`` on all ranks where ``wish`` is "shm" and not
-    all of them share memory.
+    Collective at the first call for a group. Raises ``CommError`` on all ranks where ``wish`` is "shm" and some of the
+    ranks do not share memory.
     """
     group = dist.group.WORLD if comm.group is None else comm.group
     with _lock:
@@ -252,7 +260,7 @@ def _try(comm: Collectives, group: dist.ProcessGroup) -> _Outcome:
                 end.attach([told[rank][1][i] for rank in mine])
         except REFUSALS as error:
             refusal = _in_world(str(error), [comm.global_ranks[rank] for rank in mine])
-        # Nobody closes before all have attached.
+        # No rank closes before all ranks have attached.
         reason = first_refusal(comm.gather_objects(refusal, label="shared memory"), comm.global_ranks)
     between: dist.ProcessGroup | None = None
     if not reason and len(hosts) > 1:
@@ -273,7 +281,8 @@ def _try(comm: Collectives, group: dist.ProcessGroup) -> _Outcome:
 
 
 def _between(comm: Collectives, group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
-    """A gloo group of the same ranks, which nobody else knows: it ends with its last reference. name: like no other."""
+    """A gloo group of the same ranks that no other code uses. It ends with its last reference. ``name`` must be unique.
+    """
     store = dist.PrefixStore(f"deepspeed_c/hosts/{name}", dist.distributed_c10d._get_default_store())
     return dist.ProcessGroupGloo(store, comm.rank, comm.world_size, timeout_of(group))
 
@@ -295,7 +304,7 @@ def _this_host() -> _HostMarks:
 
 
 def _apart(hosts: Sequence[_HostMarks]) -> str:
-    """Why these ranks, by rank of the group, are not on one host; "" if they are."""
+    """The reason why these ranks (``hosts`` by rank of the group) are not on one host; "" if they are."""
     first = hosts[0]
     for rank, host in enumerate(hosts):
         if not host.boot:
@@ -316,7 +325,8 @@ def _by_host(marks: Sequence[_HostMarks]) -> list[list[int]]:
 
 
 def first_refusal(refusals: Sequence[str], ranks: Sequence[int]) -> str:
-    """The first refusal that a rank of a group met, with the numbers in the world (``ranks``) of all ranks that met
-    one; "" where there are none."""
+    """The first refusal among the ranks of a group, with the numbers in the world (``ranks``) of all ranks that have
+    one; "" if no rank has one.
+    """
     refused = [i for i, refusal in enumerate(refusals) if refusal]
     return f"{ranks_in_words([ranks[i] for i in refused])}: {refusals[refused[0]]}" if refused else ""

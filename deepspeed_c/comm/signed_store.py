@@ -1,10 +1,10 @@
-"""Keys of the ranks' store that carry a signature: values written without the secret of the run are not read.
+"""Keys with signatures in the ranks' store: a value that was written without the secret of the run is not read.
 
 [Note: signed keys] A store of ``torch.distributed`` authenticates nobody: all processes that connect can read, write
-and delete every key. So a value is written together with a code (HMAC-SHA256) over key and value, made with the secret
-that the launcher put into the environment of all ranks (``DSC_RUN_TOKEN``). The secret itself never goes through the
-store. A value that is taken to another key does not fit there. Counters cannot be signed: nothing may be concluded from
-one alone.
+and delete every key. So a value is written together with a code (HMAC-SHA256) over key and value. The code is made with
+a secret that the launcher put into the environment of all ranks (``DSC_RUN_TOKEN``). The secret itself never goes
+through the store. A value that is copied to another key is not valid there. Counters cannot be signed, so nothing may
+be concluded from a counter alone.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ __all__ = ["SignedStore"]
 
 
 class SignedStore:
-    """``store`` as ranks with the same ``secret`` use it; "" signs against accidents only, as where no launcher gave
-    one.
+    """``store`` as used by ranks with the same ``secret``. The secret "" protects against accidents only; it is used
+    where no launcher set a secret.
     """
 
     def __init__(self, store: dist.Store, secret: str) -> None:
         self._store = store
         self._secret = secret.encode()
         self.n_forged = 0
-        """Values that were read and had no signature of this run."""
+        """Number of values that were read and had no signature of this run."""
 
     def write(self, key: str, value: str) -> None:
         """Sets ``key``, even if it has a value already."""
         self._store.set(key, self._signed(key, value))
 
     def claim(self, key: str, value: str) -> bool:
-        """Sets ``key`` if nothing is there; whether ``value`` is there now."""
+        """Sets ``key`` if it has no value. Returns whether ``value`` is its value now."""
         mine = self._signed(key, value)
         return self._store.compare_set(key, "", mine) == mine.encode()
 
     def read(self, key: str) -> str | None:
-        """The value of ``key``; None where there is none, and where the value was not written by a rank of this run.
+        """The value of ``key``. None where there is no value, or where the value was not written by a rank of this run.
         """
         if not self._store.check([key]):
             return None
@@ -52,5 +52,5 @@ class SignedStore:
         return f"{self._code(key, value.encode()).decode()} {value}"
 
     def _code(self, key: str, value: bytes) -> bytes:
-        # A key holds no NUL, so that no other key and value are the same bytes.
+        # A key holds no NUL, so that no other pair of key and value gives the same bytes.
         return hmac.new(self._secret, key.encode() + b"\0" + value, hashlib.sha256).hexdigest().encode()

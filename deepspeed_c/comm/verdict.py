@@ -44,13 +44,17 @@ class Verdict(NamedTuple):
     """A conclusion that the positions prove."""
 
     kind: Literal["diverged", "slow", "transfer"]
-    """Ranks wait for an event that cannot come; for a rank that runs and can still come; for data that is under way."""
+    """diverged: ranks wait for an event that cannot come. slow: they wait for a rank that runs and can still come.
+    transfer: they wait for data that is under way.
+    """
     text: str
     """Message for the user."""
     lasting: frozenset[str] = frozenset()
-    """Proofs of divergence that stay true from now on."""
+    """Proofs of divergence that stay true once they are true."""
     passing: frozenset[str] = frozenset()
-    """Proofs of divergence that hold if they are found twice: ranks do not say where they are at one moment."""
+    """Proofs of divergence that count only if two rounds find them, because ranks report their positions at different
+    moments.
+    """
 
 
 class _Absent(NamedTuple):
@@ -63,16 +67,16 @@ class _Absent(NamedTuple):
 def judge(
     positions: Mapping[int, Position], presences: Mapping[int, Presence], world_size: int, long_s: float
 ) -> Verdict:
-    """The verdict on ``positions`` of the ranks that answered, and on ``presences`` of the others, where they ever
-    came.
+    """The verdict on the ranks. ``positions`` are of the ranks that answered, ``presences`` of the other ranks, as far
+    as they ever came.
 
-    long_s: a rank that has waited this long (seconds) needs an explanation.
+    long_s: a rank that has waited for so many seconds needs an explanation.
     """
     return _Judge(positions, presences, world_size, long_s).verdict()
 
 
 def ended_ranks(presences: Mapping[int, Presence | None], lives: Mapping[int, Life]) -> list[str]:
-    """A sentence for each rank that has ended or is stopped: it said so itself, or its neighbours see it."""
+    """A sentence for each rank that has ended or is stopped, according to the rank itself or to its neighbours."""
     absent = {rank: _absent(presence, lives.get(rank, "runs")) for rank, presence in presences.items()}
     return [f"rank {rank} {_singular(a.text, 1)}" for rank, a in sorted(absent.items()) if a.is_lost]
 
@@ -105,8 +109,7 @@ class _Judge:
         mismatches = [found for name in self._groups if (found := self._mismatch(name)) is not None]
         cycle = self._cycle(waiting)
         crossed = self._crossed()
-        # A call that is not in the ledger may wait for any rank that still runs, so it proves nothing while there is
-        # one.
+        # A call outside the ledger may wait for any rank that still runs. So it proves nothing while any rank runs.
         outside = [r for r in involved if self._is_outside(r)] if not any(map(self._is_running, self._world)) else []
 
         lasting = {f"mismatch {name} {seq}" for name, seq in mismatches} | {f"lost {rank}" for rank in lost}
@@ -137,11 +140,12 @@ class _Judge:
         return Verdict("transfer", "\n".join(["all ranks are in what the others wait for", *self._standing()]))
 
     def _missing(self, rank: int) -> set[int]:
-        """Ranks that it waits for: members that have not entered its collective, as far as is known."""
+        """Ranks that ``rank`` waits for: members of the group that have not entered its collective, as far as is known.
+        """
         missing: set[int] = set()
         for group, call in _blocking(self._positions[rank]):
             if call.seq == 0:
-                continue  # a message: the ledger does not know the other side's progress
+                continue  # a message: the ledger does not know the progress of the other rank
             for member in self._members[group.name]:
                 theirs = self._groups[group.name].get(member)
                 if member in self._absent or (member != rank and (theirs is None or theirs.last < call.seq)):
@@ -158,7 +162,7 @@ class _Judge:
         return reached
 
     def _cycle(self, ranks: Iterable[int]) -> list[int]:
-        """Ranks, reached from ``ranks``, that wait for each other; empty for none."""
+        """Ranks that wait for each other and are reached from ``ranks``; empty if there are none."""
         state: dict[int, int] = {}  # 1: on the path, 2: left
         for root in sorted(ranks):
             path, edges = [root], [iter(sorted(self._waits_for.get(root, ())))]
@@ -180,7 +184,9 @@ class _Judge:
         return []
 
     def _crossed(self) -> list[tuple[int, int]]:
-        """Pairs that wait long, in one group, each for an entry that the other has started and not yet waited for."""
+        """Pairs of ranks of one group that have waited for long, each for an entry that the other rank has started and
+        not yet waited for.
+        """
         pairs = []
         for by_rank in self._groups.values():
             waits = defaultdict(list)
@@ -188,7 +194,7 @@ class _Judge:
                 first = group.blocking[0] if group.blocking else None
                 if first is not None and first.seq and first.seconds >= self._long_s:
                     waits[first.seq].append(rank)
-            # One rank for each number stands for all: they are in the same place.
+            # One rank stands for all ranks that wait for the same number: they are at the same place.
             firsts = [(seq, min(ranks)) for seq, ranks in sorted(waits.items())]
             for (seq_a, a), (seq_b, b) in pairwise(firsts):
                 if _is_put_off(by_rank[a], seq_b) and _is_put_off(by_rank[b], seq_a):
@@ -229,7 +235,7 @@ class _Judge:
         return _cut([f"  {ranks_in_words(ranks)} entered {what}" for what, ranks in ordered])
 
     def _standing(self) -> list[str]:
-        """The position of each rank, ranks in the same place on one line."""
+        """The position of each rank; ranks at the same place share a line."""
         places: dict[str, list[int]] = defaultdict(list)
         longest: dict[str, float] = defaultdict(float)
         for rank in self._world:
@@ -246,7 +252,9 @@ class _Judge:
         )
 
     def _place(self, rank: int) -> tuple[str, float]:
-        """(activity, seconds of waiting). The activity begins with a plural verb, a key of ``_VERBS``."""
+        """(activity, seconds of waiting) of a rank. The text of the activity begins with a plural verb, a key of
+        ``_VERBS``.
+        """
         if rank in self._absent:
             return self._absent[rank].text, 0.0
         position = self._positions[rank]
@@ -288,7 +296,7 @@ def _absent(presence: Presence | None, life: Life | None) -> _Absent:
 
 
 def _blocking(position: Position) -> list[tuple[GroupPosition, ToldEntry]]:
-    """The collectives that a rank waits for, the longest wait first."""
+    """The collectives that a rank waits for, the longest wait first, each with its group."""
     calls = [(group, call) for group in position.groups for call in group.blocking]
     return sorted(calls, key=lambda pair: -pair[1].seconds)
 

@@ -1,12 +1,13 @@
-"""A thread that notices a long wait of a rank, compares the positions of all ranks, and ends a run that cannot go on.
+"""A thread that notices when a rank waits for long, compares the positions of all ranks, and ends a run that cannot go
+on.
 
-[Note: alarms] Ranks talk through the store of the default group, over a connection of their own. A rank that has waited
-for its timeout raises alarm k: the first to write the key ``alarm/k`` is its judge. Every watchdog looks for alarms
-every few seconds and answers with its rank's position. The judge collects the answers, has a divergence confirmed by a
-second round (positions of two rounds that agree held at one moment between them), and writes one report that all ranks
-read. A judge that dies is replaced: the next rank that waits raises alarm k + 1.
+[Note: alarms] Ranks talk through the store of the default group, over a separate connection. A rank that has waited for
+its timeout raises alarm k: the first rank to write the key ``alarm/k`` is the judge. Every watchdog looks for alarms
+every few seconds and answers an alarm with its rank's position. The judge collects the answers, has a divergence
+confirmed by a second round (if positions of two rounds agree, they held at one moment between the rounds), and writes
+one report that all ranks read. A judge that dies is replaced: the next rank that waits raises alarm k + 1.
 
-Any process that reaches the store can write to it. Ranks draw conclusions from signed values only
+Any process that reaches the store can write to it. So ranks draw conclusions from signed values only
 (comm/signed_store.py, [Note: signed keys]). A report from outside is ignored, and a disturbed exchange ends no run.
 """
 
@@ -39,15 +40,15 @@ from deepspeed_c.logging import logger
 __all__ = ["EXIT_CODE", "Watch", "watch"]
 
 _PREFIX = "deepspeed_c/watch"
-# Seconds. A live watchdog answers an alarm within _POLL_S (a sixth of the timeout, if that is less); _GRACE_S more and
-# it is taken for lost.
+# Seconds. A live watchdog answers an alarm within _POLL_S (or within a sixth of the timeout, if that is less). After
+# _GRACE_S more without an answer the rank is taken for lost.
 _POLL_S = 5.0
 _GRACE_S = 5.0
-# Before the second round.
+# Pause before the second round.
 _CONFIRM_S = 1.0
-# Wait before the process ends: the others print too, and rank 0 may hold the store that they read the report from. It
-# begins when all have read it: a connection that is lost earlier would be another rank's error before that rank knows
-# why. _READ_S limits the wait for a rank that does not come.
+# Wait before the process ends: the other ranks print too, and rank 0 may hold the store from which they read the
+# report. The wait begins when all ranks have read the report. A connection that is lost earlier would give another rank
+# an error before that rank knows the reason. _READ_S limits the wait for a rank that does not read.
 _LINGER_S = 2.0
 _READ_S = 10.0
 # Longest time for one request to the store; after that the store counts as lost.
@@ -55,13 +56,15 @@ _STORE_TIMEOUT = timedelta(seconds=10)
 # Pause between looks at the store during an alarm: a thousand ranks make some thousand requests a second.
 _STEP_S = 0.1
 _STEP_S_PER_RANK = 0.0005
-# Looks at processes when a collective has failed: a killed process closes its connections before it counts as gone.
+# Number of looks at processes when a collective has failed: a killed process closes its connections a little before it
+# counts as gone.
 _N_LOOKS = 3
 _STRANGER = (
     "keys of the watchdog in the store at MASTER_ADDR and MASTER_PORT were written by somebody who is not of this run (or by ranks that were"
     " started with another DSC_RUN_TOKEN)"
 )
-# Ranks named in the message of a collective that failed. The first to end is the cause; the others follow.
+# Number of ranks named in the message of a collective that failed. The first rank to end is the cause; the others
+# follow.
 _MAX_ENDED = 4
 
 
@@ -69,13 +72,13 @@ class _Report(msgspec.Struct, frozen=True):
     kind: Literal["diverged", "slow", "transfer"]
     text: str
     speaker: int
-    """The rank that logs the report, unless all do."""
+    """The rank that logs the report, unless all ranks log it."""
     n_readers: int
-    """Number of ranks that have answered, and read this."""
+    """Number of ranks that have answered, and read the report."""
 
 
 class Watch:
-    """One watched ``Collectives``; ``close`` ends it, and the thread with the last one."""
+    """One watched ``Collectives``. ``close`` ends the watching; the last ``close`` ends the thread."""
 
     def __init__(self, dog: _Watchdog | None, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -91,13 +94,13 @@ class Watch:
 def watch(comm: Collectives, timeout_s: float) -> Watch:
     """Watches this rank's collectives until ``comm.close()`` (or until ``comm`` is gone).
 
-    All ranks call it. A rank that waits in a collective for ``timeout_s`` (seconds; 0: nothing is watched) has all
-    ranks report where they are. If they have diverged, each prints the same text to standard error and the process ends
-    with ``EXIT_CODE``, by ``os._exit``: its main thread is stuck in a call that nothing interrupts. If one is merely
-    late, the text is a warning and the run goes on.
+    All ranks call it. A rank that waits in a collective for ``timeout_s`` seconds has all ranks report where they are;
+    with 0 nothing is watched. If the ranks have diverged, each prints the same text to standard error and ends its
+    process with ``EXIT_CODE``, by ``os._exit``: the main thread is stuck in a call that nothing interrupts. If a rank
+    is merely late, the text is a warning and the run goes on.
 
     Raises:
-        ConfigError: timeout_s is negative or no number.
+        ConfigError: timeout_s is negative or not a number.
     """
     if not 0 <= timeout_s < float("inf"):
         raise ConfigError(
@@ -115,19 +118,19 @@ def watch(comm: Collectives, timeout_s: float) -> Watch:
             dog = _dogs["it"] = _Watchdog()
         watched = dog.add(timeout_s, comm.ledger)
     comm.call_on_close(watched.close)
-    # Nothing of ``comm`` is held here: an engine that is dropped without close() is not kept alive.
+    # Nothing here holds ``comm``, so an engine that is dropped without close() is not kept alive.
     weakref.finalize(comm, watched.close).atexit = False
     return watched
 
 
-# One thread a process, as there is one default group a process. Reentrant: a garbage collection may close a watch while
-# another is made.
+# Each process has one watchdog thread, as it has one default group. The lock is reentrant: a garbage collection may
+# close a watch while another watch is made.
 _dogs: dict[str, _Watchdog] = {}
 _lock = threading.RLock()
 
 
 class _StopRequested(Exception):
-    """No error: leaves the exchange when the thread is to end."""
+    """Not an error: leaves the exchange when the thread is to end."""
 
 
 class _Watchdog:
@@ -151,7 +154,7 @@ class _Watchdog:
         self._is_disturbed = False
         self._is_ending = False
         self._leaves_as: tuple[Literal["closed", "ended"], str] = ("closed", "")
-        # The thread that made the engine says who this rank is before any collective can hang.
+        # The thread that makes the engine announces this rank's process before any collective can hang.
         before = self._presence_of(self._rank)
         self._say_presence("watching")
         self._store.add("n_watching", 1)
@@ -162,7 +165,7 @@ class _Watchdog:
         atexit.register(self._at_exit)
 
     def serves(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether it runs and uses the store of ``group``."""
+        """Whether the watchdog runs and uses the store of ``group``."""
         return self._group() is group and not self._stop.is_set()
 
     def add(self, timeout_s: float, ledger: ledgers.Ledger) -> Watch:
@@ -177,7 +180,7 @@ class _Watchdog:
 
     def remove(self, watched: Watch) -> None:
         if os.getpid() != self._pid:
-            return  # a fork has neither the thread nor a right to the connection
+            return  # a forked child has neither the thread nor a right to the connection
         with _lock:
             self._watches.discard(watched)
             if self._watches:
@@ -188,7 +191,9 @@ class _Watchdog:
                 del _dogs["it"]
 
     def stop(self) -> None:
-        """Ends the thread, which says that it has closed; returns when it has, except where that could not be."""
+        """Ends the thread, which announces that it has closed. Returns when the thread has ended, except where it could
+        not be ended.
+        """
         atexit.unregister(self._at_exit)
         for ledger in self._ledgers:
             ledger.explain_by(None)
@@ -205,7 +210,7 @@ class _Watchdog:
         self._thread.join(2 * self._step_s + _LINGER_S)
         if self._has_store and not self._thread.is_alive():
             with self._store_errors():
-                # The store may end with rank 0, and torch complains at length of a store that is gone.
+                # The store may end with rank 0, and torch logs long complaints about a store that is gone.
                 n_steps = round(_LINGER_S / self._step_s) if self._rank == 0 and error is None else 0
                 for _ in range(n_steps):
                     if self._store.add("n_watching", 0) <= 0:
@@ -215,17 +220,17 @@ class _Watchdog:
     def who_has_ended(self) -> str:
         """``rank 1 has ended with ValueError: ... (process 7 on host)``; "" if none has, as far as is known.
 
-        For any thread.
+        May be called on any thread.
         """
         if self._is_ending:
-            # The other ranks have ended a moment earlier. Their connections are lost because of the report, which has
-            # the reason.
+            # The other ranks have ended a moment earlier. Their connections are lost because of the report, and the
+            # report has the reason.
             time.sleep(_READ_S + 2 * _LINGER_S)
         if self._stop.is_set() or not self._has_store:
             return ""
         for _ in range(_N_LOOKS):
             try:
-                # Not all presences: every rank asks this at the same moment.
+                # The presences of some ranks only: every rank asks at the same moment.
                 lives = self._neighbours()
                 said = [self._signed.read(f"ended/{i}") for i in range(1, self._n_ended() + 1)]
                 known = [int(rank) for rank in said if rank is not None]
@@ -256,7 +261,7 @@ class _Watchdog:
                 self._leave(*self._leaves_as)
 
     def _first_alarm(self) -> int:
-        """Number of the alarm that is under way, else of the next."""
+        """Number of the alarm that is under way; if there is none, of the next alarm."""
         newest = int(self._signed.read("newest_alarm") or 0)
         while self._store.check([f"alarm/{newest + 1}"]):
             newest += 1
@@ -277,12 +282,14 @@ class _Watchdog:
         return time.monotonic() >= self._due_at()
 
     def _due_at(self) -> float:
-        """When this rank has waited for its timeout, and the last report is as old; never if it does not wait."""
+        """The time at which both this rank's wait and the last report are a timeout old; never if the rank does not
+        wait.
+        """
         since = [entry.since for book in ledgers.all_ledgers() for entry in book.blocking()]
         return max(min(since) + self._timeout_s, self._quiet_until) if since else float("inf")
 
     def _attend(self, k: int) -> None:
-        """Takes part in alarm ``k``, which this rank raises if no other has."""
+        """Takes part in alarm ``k``. If no other rank has raised it, this rank raises it."""
         is_judge = self._signed.claim(f"alarm/{k}", str(self._rank))
         if is_judge:
             self._signed.write("newest_alarm", str(k))
@@ -309,7 +316,7 @@ class _Watchdog:
         return lives
 
     def _follow(self, k: int) -> _Report | None:
-        """Answers until the judge has reported; None if it never does."""
+        """Answers alarm ``k`` until the judge has reported. Returns the report, or None if the judge never reports."""
         is_asked_again = False
         for _ in self._steps(2 * (self._poll_s + self._grace_s) + _CONFIRM_S + _LINGER_S):
             report = self._signed.read(f"report/{k}")
@@ -334,11 +341,11 @@ class _Watchdog:
             is_whole = self._signed.read(f"again/{k}") is not None
             second = self._verdict(positions)
             if second.kind == "diverged" and not second.lasting and not (second.passing & verdict.passing):
-                second = second._replace(kind="transfer")  # everything has moved in between
+                second = second._replace(kind="transfer")  # all waits have changed between the rounds
             verdict = second
         is_whole = is_whole and self._signed.read(f"alarm/{k}") is not None and self._signed.n_forged == n_forged
         if verdict.kind == "diverged" and not is_whole:
-            # A rank that seems to be silent may have answered, or not have been asked.
+            # A rank that seems silent may have answered, or may not have been asked.
             verdict = verdict._replace(
                 kind="slow", text=f"a rank has waited for long, and nothing can be said of it: {_STRANGER}"
             )
@@ -358,7 +365,7 @@ class _Watchdog:
         """The answers of ``ranks`` that come in time, by rank."""
         found: dict[int, Position] = {}
         for _ in self._steps(self._poll_s + self._grace_s):
-            # The count says when it is worth looking, no more: anybody may have raised it.
+            # The count only says when it is worth looking: any process may have raised it.
             if self._store.add(f"n_at/{k}/{round_}", 0) >= len(ranks):
                 self._look_for(found, k, round_, ranks)
                 if len(found) == len(ranks):
@@ -374,9 +381,9 @@ class _Watchdog:
                     found[rank] = msgspec.json.decode(position, type=Position)
 
     def _steps(self, seconds: float) -> Iterator[None]:
-        """Yields every step for so long.
+        """Yields once a step for ``seconds``.
 
-        Steps are counted, not timed: a process that was stopped and continued has not waited for others.
+        Steps are counted, not timed: while a process was stopped, it did not wait for others.
         """
         for _ in range(max(1, round(seconds / self._step_s))):
             yield
@@ -391,7 +398,7 @@ class _Watchdog:
                 logger.warning("%s", report.text)
         else:
             self._is_ending = True
-            # Of groups that nobody watches too: their connections are lost with the first rank that ends.
+            # Includes groups that nobody watches: their connections, too, are lost with the first rank that ends.
             for book in ledgers.all_ledgers():
                 book.explain_by(self.who_has_ended)
             with self._store_errors():
@@ -407,7 +414,8 @@ class _Watchdog:
             n_read = self._store.add(f"n_read/{k}", 0)
 
     def _watch_alone(self) -> None:
-        """Watches without the store: it was lost with the process that held it, so this rank waits in vain.
+        """Watches without the store. The store was lost with the process that held it, so a wait of this rank is in
+        vain.
         """
         while not self._stop.wait(self._pause()):
             if self._is_due():
@@ -439,7 +447,7 @@ class _Watchdog:
         self._store.add("n_watching", -1)
 
     def _n_ended(self) -> int:
-        """Number of ranks that have said that they end, and whose entries are written; the first few will do."""
+        """Number of ranks that have announced their end and whose entries are written, up to the first few."""
         n = min(self._store.add("n_ended", 0), _MAX_ENDED)
         return next((i - 1 for i in range(1, n + 1) if not self._store.check([f"ended/{i}"])), n)
 
@@ -449,8 +457,8 @@ class _Watchdog:
 
     @contextlib.contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """A store that is gone is no error of its own: it goes with the process that holds it, and every process ends
-        at some time.
+        """Treats the loss of the store as no error: the store goes with the process that holds it, and every process
+        ends at some time.
         """
         try:
             yield
@@ -462,14 +470,16 @@ class _Watchdog:
 
 
 def _own_store() -> dist.Store:
-    """The default group's store over a connection of its own, so that the training thread never waits for this one."""
+    """The default group's store over a separate connection, so that the training thread never waits for the watchdog's
+    requests.
+    """
     store = dist.distributed_c10d._get_default_store().clone()
     store.set_timeout(_STORE_TIMEOUT)
     return dist.PrefixStore(_PREFIX, store)
 
 
 def _is_reached(store: dist.Store) -> bool:
-    """Whether somebody still listens where the store is."""
+    """Whether some process still listens at the address of the store."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):
@@ -483,6 +493,6 @@ def _is_reached(store: dist.Store) -> bool:
 
 def _flush(streams: Iterable) -> None:
     for stream in streams:
-        # Closed, or replaced by something that is no file: there is nothing to flush then.
+        # The stream is closed, or was replaced by something that is no file: there is nothing to flush then.
         with contextlib.suppress(ValueError, OSError, AttributeError):
             stream.flush()

@@ -26,10 +26,10 @@ class Handle(Protocol):
 
 
 class Work:
-    """Something that was started and is finished by ``wait``.
+    """A started operation. ``wait`` finishes it.
 
     ``wait`` may send data too (``all_reduce`` of 16-bit tensors over gloo). So all ranks have to wait for their works
-    in the same order, and at the same place among other collectives.
+    in the same order, and at the same places among other collectives.
     """
 
     __slots__ = ("_entry", "_error", "_handles", "_kept", "_steps", "_what")
@@ -42,7 +42,9 @@ class Work:
         kept: Sequence[torch.Tensor] = (),
         what: str = "",
     ) -> None:
-        """handles: of ``torch.distributed``; when they are done, ``finish`` runs. kept: tensors in use until then."""
+        """handles: transfers of ``torch.distributed``; when they are done, ``finish`` runs. kept: tensors in use until
+        then.
+        """
         self._handles = tuple(handles)
         self._steps: tuple[Callable[[], None], ...] = () if finish is None else (finish,)
         self._kept = tuple(kept)
@@ -56,13 +58,17 @@ class Work:
         return cls()
 
     def note_in(self, entry: LedgerEntry) -> Work:
-        """It is under way; from now on ``entry`` is told when a rank waits for it, and when it is over."""
+        """Notes that the work is under way. From now on ``entry`` is told when the rank waits for the work, and when it
+        is over.
+        """
         entry.started()
         self._entry = entry
         return self
 
     def then(self, step: Callable[[], None]) -> Work:
-        """Runs ``step`` once, after earlier steps, when this work has been waited for (at once if it has been)."""
+        """Runs ``step`` once, after earlier steps, when this work has been waited for. If it has been already, runs it
+        at once.
+        """
         if self._error is not None:
             raise self._error
         if self._handles or self._steps:
@@ -72,7 +78,7 @@ class Work:
         return self
 
     def wait(self) -> None:
-        """Waits and runs the steps; a second call does nothing (or raises the first call's error again).
+        """Waits and runs the steps. A second call does nothing, or raises the error of the first call again.
 
         Raises ``CommError`` when a rank is gone or the group's timeout is over.
         """
