@@ -43,6 +43,10 @@ class Gpt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(VOCAB, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        # As GPT-2. With torch's deviation of 1 the tied head gives logits of hundreds: one batch is learnt in seven steps,
+        # and from then on the gradients are denormal numbers, which take the processor many times as long.
+        for table in (self.embed, self.place):
+            nn.init.normal_(table.weight, std=0.02)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embed.weight
