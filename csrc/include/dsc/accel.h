@@ -1,7 +1,7 @@
 /*
- * An accelerator as a table of functions. The host is one too (accel/host.c), so that everything written against this
- * table is tested without a device. An accelerator's kernels live in a library of their own (libdsc_cuda.so), opened at
- * run time when a device is there.
+ * An accelerator as a table of functions. The host is an accelerator too (accel/host.c), so that code written against
+ * this table is tested without a device. The kernels of another accelerator live in a separate library
+ * (libdsc_cuda.so), which is opened at run time if a device is present.
  */
 #ifndef DSC_ACCEL_H
 #define DSC_ACCEL_H
@@ -19,21 +19,21 @@ extern "C" {
 
 #define DSC_ACCEL_ABI 3u
 
-/* Elements (f64) of the scratch that hooks which add up over many thread blocks ask for. */
+/* Number of f64 elements of scratch for hooks that sum over many thread blocks. */
 #define DSC_ACCEL_SCRATCH_ELEMS 16384
 
 /*
  * Pointers in spans and tensors are device pointers; the lists themselves are host memory, borrowed for the call only.
  * Every call enqueues on stream (NULL: the default stream) of the current device and returns without waiting, unless it
- * says otherwise. All arguments are checked before anything is enqueued. No hook allocates device memory and none keeps
- * any between calls, so calls on different streams do not meet and calls may be captured in a graph.
+ * says otherwise. All arguments are checked before anything is enqueued. No hook allocates device memory or keeps any
+ * between calls. So calls on different streams share no memory, and a graph may capture calls.
  *
- * scratch: DSC_ACCEL_SCRATCH_ELEMS f64 of device memory with any contents, borrowed until stream has come past the
- * call. Calls that may run at the same time need one each; torch's allocator, asked on the same stream, gives just
- * that. Sums have the same bits in every run.
+ * scratch: DSC_ACCEL_SCRATCH_ELEMS f64 of device memory with any contents, borrowed until stream has finished the call.
+ * Calls that may run at the same time need separate scratch; memory that torch's allocator gives for the same stream
+ * fulfils this. Sums have the same bits in every run.
  *
  * A failing hook leaves its sentence in dsc_last_error() of the calling thread, as the rest of the ABI does.
- * DSC_EDEVICE may come late: the device reports the failure of an earlier call.
+ * DSC_EDEVICE may come late: it may report the failure of an earlier call on the device.
  */
 struct dsc_accel {
     uint32_t abi;  /* DSC_ACCEL_ABI of the library */
@@ -61,7 +61,7 @@ struct dsc_accel {
                               const struct dsc_optim_tensor *tensors, int64_t n_tensors, const double *ratios,
                               void *stream);
 
-    /* As the dsc_muon_* halves. Required. */
+    /* As dsc_muon_momentum / dsc_muon_apply. Required. */
     dsc_status (*muon_momentum)(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
                                 int64_t n_tensors, void *stream);
     dsc_status (*muon_apply)(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
@@ -74,8 +74,8 @@ struct dsc_accel {
     dsc_status (*flat_sumsq)(const struct dsc_span *spans, int64_t n_spans, double *out, double *scratch, void *stream);
 
     /*
-     * As dsc_flat_reduce; out (device, two f64, added to, may be NULL, and so may scratch then) as in flat_sumsq.
-     * Required.
+     * As dsc_flat_reduce. out is as in flat_sumsq: two f64 of device memory that are added to. out may be NULL, and
+     * scratch too in that case. Required.
      */
     dsc_status (*flat_reduce)(const struct dsc_span *srcs, int64_t n_srcs, float scale, bool accumulate,
                               const struct dsc_span *acc, double *out, double *scratch, void *stream);
@@ -85,8 +85,9 @@ struct dsc_accel {
     dsc_status (*flat_cast)(const struct dsc_span *src, const struct dsc_span *dst, void *stream);
 
     /*
-     * The calls of dsc/nn_calls.inc, for arguments that dsc_nn_<name>_check has passed: an accelerator's library does
-     * not repeat it. Pointers are device pointers; no scratch is asked for, the host's is not looked at. Required.
+     * The calls of dsc/nn_calls.inc, for arguments that have passed dsc_nn_<name>_check: an accelerator's library does
+     * not repeat the check. Pointers are device pointers. The calls need no scratch, and ignore the scratch fields of
+     * the host. Required.
      */
 #define DSC_NN_CALL(name) dsc_status (*nn_##name)(const struct dsc_nn_##name *call, void *stream);
 #include "dsc/nn_calls.inc"
@@ -104,17 +105,17 @@ struct dsc_accel {
 typedef void dsc_accel_report(const char *sentence);
 
 /*
- * The one symbol that an accelerator's library exports, under this name. report is kept: the library, which has no part
- * of libdsc in it, hands its sentences to it. The table is static.
+ * The only symbol that an accelerator's library exports; its name is DSC_ACCEL_ENTRY. The library keeps report and
+ * passes the sentences of errors to it, because no part of libdsc is linked into the library. The table is static.
  */
 typedef const struct dsc_accel *(*dsc_accel_entry)(dsc_accel_report *report);
 #define DSC_ACCEL_ENTRY "dsc_accel_entry_point"
 
 /*
- * Opens an accelerator by its registry name ("host", "cuda"). library_dir is where its library lies (NULL: the loader's
- * search path). DSC_ENOTFOUND: no such name; DSC_ENOTSUP: no library there, an ABI that does not match, or no device;
- * dsc_last_error() says which. The table is static and is never closed; opening twice gives the same pointer. Any
- * thread may call this.
+ * Opens an accelerator by its registry name ("host", "cuda"). library_dir is the folder of the accelerator's library
+ * (NULL: the loader's search path). DSC_ENOTFOUND: no such name. DSC_ENOTSUP: no library in that folder, an ABI that
+ * does not match, or no device; dsc_last_error() says which. The table is static and is never closed; opening twice
+ * gives the same pointer. Any thread may call this.
  */
 DSC_API dsc_status dsc_accel_open(const char *name, const char *library_dir, const struct dsc_accel **out_accel);
 

@@ -4,16 +4,16 @@
  *
  * A *file* is opened once and may serve any number of engines. An *engine* takes *requests* (read or write so many
  * bytes at an offset), cuts them into *blocks*, keeps up to queue_depth blocks in flight on its *backend* (io_uring,
- * Linux AIO, threads, or plain system calls), continues short transfers, and reports how each request ended. Nothing is
- * done behind the caller's back: blocks are started inside submit, poll and wait only.
+ * Linux AIO, threads, or plain system calls), continues short transfers, and reports how each request ended. Blocks are
+ * started inside submit, poll and wait only.
  *
  *   dsc_aio_open -> file      dsc_aio_create -> engine      dsc_aio_submit_read(engine, file, ...) -> id ...
  * dsc_aio_wait(engine, id) -> bytes
  *
- * O_DIRECT. A file opened with uses_direct has two descriptors, one with O_DIRECT and one without. Blocks that are
- * aligned, in the file (dsc_aio_alignment) and in memory (as the file system asks for, often 4 or 512 bytes), go
- * directly and without a copy. Where memory is not aligned for the place in the file, blocks go directly through a
- * small ring of aligned buffers. The unaligned head and tail of a write go through the page cache, never through
+ * O_DIRECT. A file opened with uses_direct has two descriptors, one with O_DIRECT and one without. A block goes
+ * directly and without a copy if it is aligned both in the file (dsc_aio_alignment) and in memory (as the file system
+ * requires, often 4 or 512 bytes). A block that is aligned in the file but not in memory goes directly through a small
+ * ring of aligned buffers. The unaligned head and tail of a write go through the page cache, never through
  * read-modify-write: requests that share a page do not harm one another. A file system that refuses O_DIRECT is served
  * through the page cache, and dsc_aio_file_note says so.
  *
@@ -67,9 +67,9 @@ struct dsc_aio_config {
     }
 
 /*
- * DSC_EINVAL names the field that is out of range; DSC_ENOTFOUND: no backend of that name; DSC_ENOTSUP: the kernel does
- * not allow that one, and why. Costs tens of microseconds; the ring of buffers is allocated when a request first needs
- * it.
+ * DSC_EINVAL names the field that is out of range. DSC_ENOTFOUND: no backend of that name. DSC_ENOTSUP: the kernel does
+ * not allow the backend, and the sentence says why. Takes tens of microseconds; the ring of buffers is allocated when a
+ * request first needs it.
  */
 DSC_API dsc_status dsc_aio_create(const struct dsc_aio_config *config, dsc_aio **out_aio);
 
@@ -92,30 +92,31 @@ DSC_API const char *dsc_aio_backend_at(int32_t index);
 DSC_API dsc_status dsc_aio_backend_probe(const char *name);
 
 /*
- * For tests. Engines that are made from now on find this backend, which is none of the library's, by its name, and with
- * is_auto "auto" takes it before all others; NULL: no longer. csrc/aio/backend.h defines a backend. Borrowed, also by
- * the engines that use it. Any thread may call this; no two may do so at a time.
+ * For tests: adds a backend that is not in the library. Engines made from now on find the backend by its name; with
+ * is_auto, "auto" tries it before all others. NULL removes it. csrc/aio/backend.h defines a backend. The backend is
+ * borrowed, also by the engines that use it. Any thread may call this, but only one at a time.
  */
 struct dsc_aio_backend;
 DSC_API void dsc_aio_plug_backend(const struct dsc_aio_backend *backend, bool is_auto);
 
 /*
- * Bytes. Offsets and buffers that are multiples of it always go directly: a page of this system, so that no page of a
- * file is reached both directly and through the page cache, and at least 4096. A power of two.
+ * Alignment in bytes that always allows direct transfers, for offsets and buffers. It is a power of two, at least 4096,
+ * and at least the page size of this system, so that no page of a file is reached both directly and through the page
+ * cache.
  */
 DSC_API size_t dsc_aio_alignment(void);
 
 /*
- * Opens path; flags are DSC_AIO_* and include READ or WRITE. uses_direct asks for O_DIRECT; where that is refused the
- * file is open all the same. Neither descriptor is inherited across exec. DSC_EIO with the errno's text; a file without
- * offsets, as a pipe, is ESPIPE.
+ * Opens path; flags are DSC_AIO_* and include READ or WRITE. uses_direct asks for O_DIRECT; if the file system refuses
+ * O_DIRECT, the file is opened without it. Neither descriptor is inherited across exec. Failures are DSC_EIO with the
+ * text of errno; a file without offsets, such as a pipe, fails with ESPIPE.
  */
 DSC_API dsc_status dsc_aio_open(const char *path, int flags, bool uses_direct, dsc_aio_file **out_file);
 
 /*
- * Closes and frees the file, also when it reports DSC_EIO (an error of earlier writes that the kernel reports now).
- * DSC_ESTATE, with nothing closed, while a request on it has not been waited for. NULL is fine. Does not sync. Nothing
- * in a forked process, where descriptors stay until it ends.
+ * Closes and frees the file. DSC_EIO is an error of earlier writes that the kernel reports only now; the file is closed
+ * all the same. DSC_ESTATE, with nothing closed, while a request on the file has not been waited for. NULL is fine.
+ * Does not sync. Does nothing in a forked process, whose descriptors stay open until it ends.
  */
 DSC_API dsc_status dsc_aio_close(dsc_aio_file *file);
 
@@ -125,12 +126,14 @@ DSC_API dsc_status dsc_aio_file_bytes(const dsc_aio_file *file, int64_t *out_n_b
 /* fsync: all requests that have been waited for are on the medium when this returns DSC_OK. Blocks. */
 DSC_API dsc_status dsc_aio_sync(dsc_aio_file *file);
 
-/* Whether aligned blocks go directly. May turn from true to false when the file system refuses the first of them. */
+/*
+ * Whether aligned blocks go directly. May turn from true to false when the file system refuses the first aligned block.
+ */
 DSC_API bool dsc_aio_file_is_direct(const dsc_aio_file *file);
 
 /*
- * Why a file that was opened with uses_direct is not direct, as a sentence; "" when it is, or was not to be. Borrowed:
- * lives as long as the file.
+ * A sentence that says why a file opened with uses_direct is not direct. "" if the file is direct, or was opened
+ * without uses_direct. The string lives as long as the file.
  */
 DSC_API const char *dsc_aio_file_note(const dsc_aio_file *file);
 
@@ -138,13 +141,13 @@ DSC_API const char *dsc_aio_file_note(const dsc_aio_file *file);
  * Starts a transfer of n_bytes (0 is fine) between buf and the file at offset.
  *
  * file and buf are kept until the request has been waited for. Returns without waiting for the transfer, unless the
- * kernel transfers at once: through the page cache under "libaio", always under "sync". Any number of requests may be
- * pending. A write past the end of a direct file reserves its space first, so the file may come to have its new length
- * before the data, and a lack of space shows early.
+ * kernel transfers at once: "libaio" does so through the page cache, "sync" always. Any number of requests may be
+ * pending. A write past the end of a direct file reserves its space first. So a lack of space is found early, and the
+ * file may have its new length before it has the data.
  *
- * DSC_EINVAL (the file is not open for that, negative offset, NULL), DSC_EOVERFLOW (offset + n_bytes), DSC_ENOMEM,
- * DSC_ESTATE (the engine has given up, or engine or file are another process's): nothing was started. Failures of the
- * transfer itself are reported by wait.
+ * Nothing was started if the call returns DSC_EINVAL (the file is not open for this transfer, negative offset, NULL),
+ * DSC_EOVERFLOW (offset + n_bytes), DSC_ENOMEM or DSC_ESTATE (the engine has given up, or the engine or the file
+ * belongs to another process). dsc_aio_wait reports failures of the transfer itself.
  */
 DSC_API dsc_status dsc_aio_submit_read(dsc_aio *aio, dsc_aio_file *file, int64_t offset, void *buf, size_t n_bytes,
                                        dsc_aio_id *out_id);
@@ -152,42 +155,42 @@ DSC_API dsc_status dsc_aio_submit_write(dsc_aio *aio, dsc_aio_file *file, int64_
                                         size_t n_bytes, dsc_aio_id *out_id);
 
 /*
- * Waits for one request and forgets it. *out_res (may be NULL) is always written: the bytes transferred, or -errno. A
- * write that is not complete is a failure; a read that meets the end of the file succeeds with fewer bytes, those up to
- * the first that the file did not have, and the caller decides.
+ * Waits for one request and forgets it. *out_res (may be NULL) is always written: the bytes transferred, or -errno. An
+ * incomplete write is a failure. A read that meets the end of the file succeeds with the bytes before that end, and the
+ * caller decides whether they are enough.
  *
- * DSC_EIO: it failed; dsc_last_error says which file, offset, length and errno, dsc_aio_last_failure the same in
- * fields. After a failed read the contents of buf are undefined. A cancelled request fails with ECANCELED. Other
- * requests are not affected. DSC_ENOTFOUND: no such request (waited for already), *out_res is -ENOENT then, as with
- * DSC_ESTATE in a forked process.
+ * DSC_EIO: the request failed; dsc_last_error has the file, offset, length and errno, and dsc_aio_last_failure has the
+ * same in fields. After a failed read the contents of buf are undefined. A cancelled request fails with ECANCELED.
+ * Other requests are not affected. DSC_ENOTFOUND: no such request, or it has been waited for already. *out_res is
+ * -ENOENT for DSC_ENOTFOUND, and for DSC_ESTATE in a forked process.
  */
 DSC_API dsc_status dsc_aio_wait(dsc_aio *aio, dsc_aio_id id, int64_t *out_res);
 
 /*
- * Waits for all pending requests and forgets them. *out_n_done (may be NULL) is always written: how many of them were
- * transferred whole; 0 when nothing was pending. DSC_EIO when one or more failed, with the sentence of the first that
- * was submitted and the number of others. As lengths are not reported here, a read that met the end of its file is a
- * failure too, with ENODATA. Cancelled requests count neither as done nor as failed.
+ * Waits for all pending requests and forgets them. *out_n_done (may be NULL) is always written: the number of requests
+ * that were transferred whole. DSC_EIO if a request failed; the sentence describes the first failed request, in order
+ * of submission, and gives the number of other failures. A read that met the end of its file counts as a failure with
+ * ENODATA, because lengths are not reported here. Cancelled requests count neither as done nor as failed.
  */
 DSC_API dsc_status dsc_aio_wait_all(dsc_aio *aio, int64_t *out_n_done);
 
 /*
- * Starts and finishes blocks as far as that goes without blocking. *out_is_done: dsc_aio_wait(id) would return at once.
- * DSC_ENOTFOUND: no such request.
+ * Starts and finishes blocks as far as is possible without blocking. *out_is_done: dsc_aio_wait(id) would return at
+ * once. DSC_ENOTFOUND: no such request.
  */
 DSC_API dsc_status dsc_aio_poll(dsc_aio *aio, dsc_aio_id id, bool *out_is_done);
 
 /*
- * Asks that a request be given up: blocks that have not been started never will be. It still has to be waited for (buf
- * is in use until then) and ends with ECANCELED, or as if nothing had been asked when all its blocks had been started.
+ * Cancels a request: its blocks that have not been started never will be. The caller must still wait for the request,
+ * and buf is in use until then. The request ends with ECANCELED, or as usual if all its blocks had been started.
  * DSC_ENOTFOUND: no such request.
  */
 DSC_API dsc_status dsc_aio_cancel(dsc_aio *aio, dsc_aio_id id);
 
 /*
- * Whether the backend has failed as such (its descriptor was closed by somebody, the kernel refuses to wait): all
- * requests have failed then, more are DSC_ESTATE, and the kernel may still use the memory of requests that were in
- * flight. That memory must stay as it is until the process ends, also after destroy.
+ * Whether the backend itself has failed: somebody closed its descriptor, or the kernel refuses to wait. All requests
+ * have failed then, and new requests are DSC_ESTATE. The kernel may still use the memory of requests that were in
+ * flight, so that memory must stay allocated until the process ends, also after destroy.
  */
 DSC_API bool dsc_aio_has_given_up(const dsc_aio *aio);
 
@@ -209,9 +212,9 @@ DSC_API void dsc_aio_last_failure(struct dsc_aio_failure *out_failure);
 
 /*
  * A pool of page-aligned buffers that are locked in memory: they meet every file system's alignment for O_DIRECT, and a
- * device can read and write them. Buffers have the size asked for, rounded up to pages and not to a power of two. A
- * pool belongs to one thread at a time. A forked process has a copy of the pool and its buffers, as of other memory;
- * its copies are not locked.
+ * device can read and write them. The size of a buffer is rounded up to whole pages, not to a power of two. A pool
+ * belongs to one thread at a time. A forked process has a copy of the pool and its buffers, as of all memory; the
+ * copies are not locked.
  */
 typedef struct dsc_aio_pool dsc_aio_pool;
 
@@ -222,13 +225,16 @@ DSC_API dsc_status dsc_aio_pool_create(int64_t budget_bytes, dsc_aio_pool **out_
 DSC_API void dsc_aio_pool_destroy(dsc_aio_pool *pool);
 
 /*
- * Hands out n_bytes (> 0), zeroed the first time and as they were left when the buffer has been in use before.
- * *out_is_locked (may be NULL): false when the kernel did not let it be locked (RLIMIT_MEMLOCK), which costs nothing
- * but the promise. DSC_ENOMEM, with the numbers, when it does not fit the budget beside the buffers in use.
+ * Hands out a buffer of n_bytes (> 0). A new buffer is zeroed; a buffer that was in use before has its old contents.
+ * *out_is_locked (may be NULL): false if the kernel refused to lock the buffer (RLIMIT_MEMLOCK); the buffer can be used
+ * all the same. DSC_ENOMEM, with the numbers, if the buffer and the buffers in use exceed the budget.
  */
 DSC_API dsc_status dsc_aio_pool_take(dsc_aio_pool *pool, size_t n_bytes, void **out_buf, bool *out_is_locked);
 
-/* Takes a buffer back, and keeps it for the next of its size. DSC_EINVAL when buf is not the pool's, or not in use. */
+/*
+ * Takes a buffer back and keeps it for the next request of its size. DSC_EINVAL if buf is not of this pool or not in
+ * use.
+ */
 DSC_API dsc_status dsc_aio_pool_give(dsc_aio_pool *pool, void *buf);
 
 /* Bytes in use, and bytes held (in use or kept), both in whole pages. */

@@ -14,12 +14,12 @@ extern "C" {
 
 /*
  * CRC32C (Castagnoli; RFC 3720, appendix B.4) of n_bytes at data, going on from crc: 0 at the beginning, later the
- * value for the bytes before. "123456789" gives 0xe3069283. The processor's instruction where it has one, tables
- * elsewhere: the same value.
+ * value for the bytes before. "123456789" gives 0xe3069283. Computed by the processor's CRC instruction if there is
+ * one, and by tables otherwise; the value is the same.
  */
 DSC_API uint32_t dsc_crc32c(uint32_t crc, const void *data, size_t n_bytes);
 
-/* The checksum of from, copied to into on the way: memory is read once. The two do not overlap. */
+/* Copies from to into and computes the checksum in the same pass over memory. The two buffers must not overlap. */
 DSC_API uint32_t dsc_crc32c_copy(uint32_t crc, void *into, const void *from, size_t n_bytes);
 
 /* The most dimensions of a tensor, torch's limit. */
@@ -39,14 +39,15 @@ struct dsc_reshape_run {
 /*
  * Plans how a part of a tensor of shape[n_dims] is put together from the pieces that it was saved in.
  *
- * A part is 2 * n_dims + 2 numbers: start[n_dims], size[n_dims], begin, n_elems. It means the box [start[d], start[d] +
- * size[d]) along each dimension d, and in it the elements [begin, begin + n_elems) in row-major order. pieces is
- * n_pieces such parts, whose elements are stored one after another; wanted is one part. Where pieces overlap, the lower
- * one is taken.
+ * A part is 2 * n_dims + 2 numbers: start[n_dims], size[n_dims], begin, n_elems. It means the elements [begin, begin +
+ * n_elems), in row-major order, of the box [start[d], start[d] + size[d]) along each dimension d. pieces is an array of
+ * n_pieces parts, and the elements of each are stored one after another; wanted is one part. Where pieces overlap, the
+ * piece with the lowest index is used.
  *
- * Call with out_runs NULL: *out_n_runs is then how many entries the array needs (work space included, up to three times
- * the runs of the plan). Then with an array of capacity entries: *out_n_runs runs of the plan, as few as there can be,
- * by piece and then by src_elem; each wanted element lies in exactly one. The rest of the array is scratch.
+ * First call with out_runs NULL: *out_n_runs is the number of entries that the array needs, work space included (up to
+ * three times the runs of the plan). Then call with an array of capacity entries: it receives the *out_n_runs runs of
+ * the plan, sorted by piece and then by src_elem. The plan has as few runs as possible, and each wanted element lies in
+ * exactly one run. The rest of the array is scratch.
  *
  * DSC_EINVAL names the part that does not fit the shape, or the first wanted element that no piece holds; DSC_EOVERFLOW
  * when the tensor's elements (or the entries needed) do not fit int64_t. *out_n_runs is untouched on failure. Time is
@@ -57,16 +58,16 @@ DSC_API dsc_status dsc_reshape_plan(const int64_t *shape, int32_t n_dims, const 
                                     int64_t *out_n_runs);
 
 /*
- * Swaps the files or folders of two names, atomically: any process sees both before or both after. Returns 0, or -errno
- * of the system; -ENOSYS, -EINVAL and -ENOTSUP are a kernel or file system without it (-EINVAL also when one path lies
- * inside the other).
+ * Swaps the files or folders of two names, atomically: any process sees both before or both after. Returns 0 or -errno.
+ * -ENOSYS, -EINVAL and -ENOTSUP mean that the kernel or the file system cannot swap names. -EINVAL also means that one
+ * path lies inside the other.
  */
 DSC_API int dsc_exchange_paths(const char *a, const char *b);
 
 /*
- * A *block file* is any file whose CRC32Cs, one for each block_bytes, are kept elsewhere (the last block may be
- * shorter). It is written and read through a ring of buffers and an I/O engine (dsc/aio.h), so that the disk, the
- * checksums and the copies go on at the same time.
+ * A *block file* is a file with one CRC32C for each block of block_bytes (the last block may be shorter). The checksums
+ * are kept outside the file. It is written and read through a ring of buffers and an I/O engine (dsc/aio.h), so that
+ * the disk, the checksums and the copies go on at the same time.
  */
 struct dsc_block_config {
     uint32_t size;       /* sizeof(struct dsc_block_config) */
@@ -94,9 +95,9 @@ DSC_API dsc_status dsc_block_writer_create(const char *path, const struct dsc_bl
                                            dsc_block_writer **out_writer);
 
 /*
- * Appends n_bytes, which are borrowed for the call. DSC_EIO (dsc_aio_last_failure has the errno) and DSC_ENOMEM may be
- * about data of earlier calls; from then on, as after finish and in a process forked from the one that created the
- * writer, every call is DSC_ESTATE.
+ * Appends n_bytes, which are borrowed for the call. DSC_EIO (dsc_aio_last_failure has the errno) and DSC_ENOMEM may
+ * concern data of earlier calls. Every call is DSC_ESTATE after such a failure, after finish, and in a child forked
+ * from the process that created the writer.
  */
 DSC_API dsc_status dsc_block_writer_write(dsc_block_writer *writer, const void *data, size_t n_bytes);
 
@@ -131,13 +132,13 @@ struct dsc_block_file {
 };
 
 /*
- * Makes the copies, which it sorts by offset; they may overlap in the file. Reads each block that a copy touches, once
- * and whole, and no other; checks it, then copies from it. *out_n_bytes_read (may be NULL): bytes read from the file.
- * With nothing to copy, the file is not opened.
+ * Sorts copies by offset and makes them; they may overlap in the file. Each block that a copy touches is read once and
+ * whole, checked, and then copied from. No other block is read. *out_n_bytes_read (may be NULL): bytes read from the
+ * file. With nothing to copy, the file is not opened.
  *
- * DSC_EINVAL names a copy that does not lie in the file, a bad field, or n_crcs; DSC_EIO as above; DSC_ECORRUPT when
- * the file's length is not n_bytes (*out_bad_block is -1) or a block does not match its checksum (*out_bad_block is its
- * index): nothing of that block has been copied, blocks before it may have been.
+ * DSC_EINVAL names a copy that does not lie in the file, a bad field, or n_crcs; DSC_EIO as above; DSC_ECORRUPT if the
+ * file's length is not n_bytes (*out_bad_block is -1) or a block does not match its checksum (*out_bad_block is its
+ * index). Nothing of a bad block has been copied, but earlier blocks may have been.
  */
 DSC_API dsc_status dsc_blocks_read(const struct dsc_block_file *file, const struct dsc_block_config *config,
                                    struct dsc_block_copy *copies, int64_t n_copies, int64_t *out_n_bytes_read,
@@ -145,8 +146,8 @@ DSC_API dsc_status dsc_blocks_read(const struct dsc_block_file *file, const stru
 
 /*
  * Reads the whole file and lists the blocks that do not match their checksums, ascending, in out_bad, which has n_crcs
- * entries. crcs may not be NULL unless the file is to be empty. Fails as dsc_blocks_read does, except that a bad block
- * is a result and no failure.
+ * entries. crcs may be NULL only for an empty file. Fails as dsc_blocks_read does, except that a bad block is a result
+ * here and not a failure.
  */
 DSC_API dsc_status dsc_blocks_verify(const struct dsc_block_file *file, const struct dsc_block_config *config,
                                      int64_t *out_bad, int64_t *out_n_bad);

@@ -3,7 +3,7 @@
  *
  * Each rank makes an *end*. An end owns one segment of shared memory that has no name: control words, a staging area
  * and an arena. Its owner alone writes to it; the other ranks map it read-only. The segment is gone with the last
- * process that maps it, however that ends. Only processes of the same user, host and PID namespace can open it.
+ * process that maps it, however the process ends. Only processes of the same user, host and PID namespace can open it.
  *
  *   dsc_comm_create -> end, address       the addresses travel to all ranks by any way
  *   dsc_comm_attach(end, all addresses)
@@ -13,13 +13,13 @@
  * All ranks submit the same calls in the same order. Before anything is moved, the ranks compare their calls: a
  * difference in operation, element type or length is DSC_EPEER, which names the rank and both values.
  *
- * Where the data lies. A call works on any memory. Memory of the arena (dsc_comm_block_create) is read by the other
- * ranks where it lies, without a copy; all else goes through the staging area, chunk by chunk. The bits of a result
- * depend on neither, nor on timing or threads: sums run in rank order.
+ * Where the data lies. A call works on any memory. The other ranks read memory of the arena (dsc_comm_block_create) in
+ * place, without a copy; all other memory goes through the staging area, chunk by chunk. The bits of a result do not
+ * depend on the kind of memory, on timing or on threads: sums run in rank order.
  *
- * Failures. A wait ends when its peer has gone on, has failed, has closed its end, or has died, and when timeout_ns
- * are over. All but the first break the end: every later call returns the same failure at once, and the other ranks
- * learn of it. A rank that dies is noticed within a second.
+ * Failures. A wait for a peer ends when the peer has gone on, has failed, has closed its end or has died, or after
+ * timeout_ns. All but the first case break the end: every later call returns the same failure at once, and the other
+ * ranks are told. A rank that dies is noticed within a second.
  *
  * Threads and processes. Any thread may call; requests run one after the other in the order of submission, in the
  * thread that waits or in a worker of the end, which is started when it is first needed. In a child of fork() calls
@@ -84,7 +84,7 @@ typedef enum dsc_comm_type {
 
 /*
  * How all_reduce combines. float32, bfloat16 and float16 are combined in f32 and rounded once, the others in their own
- * type; integers wrap around. MAX and MIN are NaN where one rank's element is.
+ * type; integers wrap around. MAX and MIN are NaN if the element of any rank is NaN.
  */
 #define DSC_COMM_COMBINES(X) \
     X(SUM, "sum")            \
@@ -105,7 +105,7 @@ struct dsc_comm_config {
     int32_t n_ranks;     /* 1 to DSC_COMM_MAX_RANKS */
     int64_t timeout_ns;  /* one operation's, from its start; > 0 */
     int64_t arena_bytes; /* address space for blocks, > 0; 0: twice the memory of the machine */
-    struct dsc_par par;  /* lent for reductions as long as the end lives; run NULL: none */
+    struct dsc_par par;  /* borrowed for reductions as long as the end lives; run NULL: none */
 };
 
 #define DSC_COMM_CONFIG_INIT                                                 \
@@ -126,16 +126,16 @@ DSC_API dsc_status dsc_comm_create(const struct dsc_comm_config *config, dsc_com
 DSC_API const char *dsc_comm_address(const dsc_comm *comm);
 
 /*
- * Opens the segments of all ranks; addresses[i] is rank i's. Once. DSC_ENOTSUP: that rank cannot share memory with this
- * one (another host, PID namespace, user or build), and why; DSC_EPEER: it is gone, or its segment does not match its
- * address; DSC_EINVAL: no address. The end is as before then, and may be tried again or closed. Keep ends open until
- * all ranks have attached.
+ * Opens the segments of all ranks; addresses[i] is the address of rank i. Call it once. DSC_ENOTSUP: a rank cannot
+ * share memory with this rank (another host, PID namespace, user or build), and the sentence says why. DSC_EPEER: a
+ * rank is gone, or its segment does not match its address. DSC_EINVAL: no address. After a failure the end is
+ * unchanged, and the caller may try again or close it. Keep ends open until all ranks have attached.
  */
 DSC_API dsc_status dsc_comm_attach(dsc_comm *comm, const char *const *addresses);
 
 /*
- * Ends all requests that are not done with DSC_ESTATE, tells the other ranks, and lets go of their memory. Waits for
- * the request that runs, at most 0.1 s and a chunk. Blocks live on. Again: nothing.
+ * Ends all unfinished requests with DSC_ESTATE, tells the other ranks, and unmaps their memory. Waits for the running
+ * request, at most 0.1 s and the time of one chunk. Blocks stay valid. A second call does nothing.
  */
 DSC_API dsc_status dsc_comm_close(dsc_comm *comm);
 
@@ -143,9 +143,10 @@ DSC_API dsc_status dsc_comm_close(dsc_comm *comm);
 DSC_API void dsc_comm_destroy(dsc_comm *comm);
 
 /*
- * n_bytes of the arena, page-aligned and zero. The memory is committed here, so that a machine without enough says so
- * with both numbers (DSC_ENOMEM; DSC_ENOSPC when the arena's address space is used up). Freed memory returns to the
- * system, also after the end is gone. No other thread may use a block that is freed; NULL is fine.
+ * Allocates n_bytes of the arena, page-aligned and zero. The memory is committed here, so that a lack of memory is
+ * reported here, with the bytes wanted and available (DSC_ENOMEM; DSC_ENOSPC if the arena's address space is used up).
+ * Freed memory returns to the system, also after the end is gone. No other thread may use a block that is freed; NULL
+ * is fine.
  */
 DSC_API dsc_status dsc_comm_block_create(dsc_comm *comm, int64_t n_bytes, dsc_comm_block **out_block);
 DSC_API void dsc_comm_block_destroy(dsc_comm_block *block);
@@ -176,7 +177,7 @@ struct dsc_comm_call {
     dsc_comm_combine combine;
     int32_t src;
     bool accumulates;
-    bool is_waited; /* the caller waits for it at once, so that no worker needs to be woken; of this rank alone */
+    bool is_waited; /* the caller waits at once, so no worker needs to be woken; may differ between ranks */
     dsc_comm_type out_type;
     void *out; /* as data */
     const int64_t *in_splits;
@@ -190,48 +191,59 @@ struct dsc_comm_call {
 DSC_API dsc_status dsc_comm_submit(dsc_comm *comm, const struct dsc_comm_call *call, dsc_comm_request **out_request);
 
 /*
- * Returns when it is done, with how it ended: DSC_OK, DSC_EPEER, DSC_ETIMEDOUT, DSC_ENOMEM, DSC_ESTATE. May be called
- * again. stops, unless it is NULL, is asked in this thread, about ten times a second and after a signal, as long as
- * another thread runs the request or other ranks have not come to it. When it says true, DSC_EAGAIN is returned, and
- * the request goes on, uses its memory, and may be waited for again.
+ * Returns when the request is done, with its outcome: DSC_OK, DSC_EPEER, DSC_ETIMEDOUT, DSC_ENOMEM or DSC_ESTATE. May
+ * be called again. stops (may be NULL) is called in this thread, about ten times a second and after a signal, while
+ * another thread runs the request or other ranks have not reached it. If stops returns true, the wait returns
+ * DSC_EAGAIN; the request goes on, uses its memory, and may be waited for again.
  */
 DSC_API dsc_status dsc_comm_wait(dsc_comm_request *request, bool (*stops)(void *context), void *context);
 
-/* Whether dsc_comm_wait would return at once. A request goes on whether or not anybody asks. False in a child of
- * fork(). */
+/*
+ * Whether dsc_comm_wait would return at once. A request makes progress without calls to this function. False in a child
+ * of * fork().
+ */
 DSC_API bool dsc_comm_is_done(dsc_comm_request *request);
 
-/* Frees a request that is done; DSC_ESTATE when it is not. NULL is fine. Nothing in a child of fork(). */
+/* Frees a request that is done; DSC_ESTATE if it is not done. NULL is fine. Does nothing in a child of fork(). */
 DSC_API dsc_status dsc_comm_release(dsc_comm_request *request);
 
 /*
- * Joint memory: all ranks write it, each its own part. One rank makes it, the others open it; it needs no end, and is
- * gone with the last process that maps it. Each process has it mapped twice. data is the memory itself. The view shows
- * the same bytes, but writes to the view stay private to this process: a page so written hides later writes of other
- * ranks, until dsc_comm_joint_forget. The ranks agree among themselves when each writes and reads.
+ * Joint memory: all ranks write it, each rank in its own part. One rank creates the memory and the others open it. It
+ * needs no end, and is gone with the last process that maps it. Each process maps it twice, as data and as view. data
+ * is the memory itself. view shows the same bytes, but writes to view stay private to this process: once a page of view
+ * has been written, it hides later writes of other ranks, until dsc_comm_joint_forget. The ranks agree among themselves
+ * when each writes and reads.
  *
- * Ends may come and go meanwhile. Any thread may call; in a child of fork() calls are DSC_ESTATE, and destroy does
- * nothing.
+ * Ends may be created and destroyed meanwhile. Any thread may call; in a child of fork() calls are DSC_ESTATE, and
+ * destroy does nothing.
  */
 typedef struct dsc_comm_joint dsc_comm_joint;
 
 /* n_bytes, page-aligned and zero, none of them committed. Errors as dsc_comm_create. */
 DSC_API dsc_status dsc_comm_joint_create(int64_t n_bytes, dsc_comm_joint **out_joint);
 
-/* The address by which other ranks open it, as dsc_comm_address; "" if this process opened it itself. */
+/*
+ * The address by which other ranks open the memory, as dsc_comm_address. "" if this process did not create the memory.
+ */
 DSC_API const char *dsc_comm_joint_address(const dsc_comm_joint *joint);
 
-/* Errors as dsc_comm_attach. Keep the memory that was made until all have opened it. */
+/* Errors as dsc_comm_attach. The creator must keep the memory until all ranks have opened it. */
 DSC_API dsc_status dsc_comm_joint_open(const char *address, dsc_comm_joint **out_joint);
 
-/* Commits the memory of a part, so that a machine without enough says so: DSC_ENOMEM with both numbers. */
+/*
+ * Commits the memory of a part, so that a lack of memory is reported here: DSC_ENOMEM with the bytes wanted and
+ * available.
+ */
 DSC_API dsc_status dsc_comm_joint_commit(dsc_comm_joint *joint, int64_t offset, int64_t n_bytes);
 
-/* Returns the whole pages of a part to the system. They hold zeros, and take memory again where they are touched. */
+/*
+ * Returns the whole pages of a part to the system. The pages then hold zeros, and take memory again when they are
+ * touched.
+ */
 DSC_API dsc_status dsc_comm_joint_discard(dsc_comm_joint *joint, int64_t offset, int64_t n_bytes);
 
 /*
- * Drops this process's writes to the view: it shows the memory of all ranks again. DSC_ENOTSUP where the process has
+ * Drops this process's writes to view, so that view shows the memory of all ranks again. DSC_ENOTSUP if the process has
  * locked its memory (mlockall).
  */
 DSC_API dsc_status dsc_comm_joint_forget(dsc_comm_joint *joint);

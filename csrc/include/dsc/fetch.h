@@ -10,16 +10,16 @@
  * actions, and the next record
  *
  * A unit is *live* from its GATHER action to its RELEASE action. Collectives match across ranks only if all ranks start
- * the same ones in the same order, and ranks need not do the same work: one skips a layer, another gives no token to an
- * expert. Everything therefore rests on this:
+ * the same collectives in the same order. Yet ranks need not do the same work: one rank may skip a layer, another may
+ * give no token to an expert. The design therefore rests on this property:
  *
  *   [The order of gathers] For one plan and one set of units that are live when the pass begins, the sequence of GATHER
  *   actions from begin to end is the same for every subsequence of the plan's steps that a rank may use, and so are the
- *   STEPs between them. Steps that a rank skips are passed all the same: gathered, and released again.
+ * STEPs between them. Units of steps that a rank skips are gathered and released all the same.
  *
- * It holds because the set of live units is a function of the last step passed, and of nothing that a rank does
- * besides. The exception is a use that the plan does not have (*unexpected*): it is gathered on the spot, which is
- * correct only when all ranks do it at the same point of the plan.
+ * The property holds because the set of live units depends only on the last step passed, and on nothing else that a
+ * rank does. The exception is an *unexpected* use, which the plan does not have: its unit is gathered on the spot, and
+ * this is correct only if all ranks do so at the same point of the plan.
  *
  * Nothing here touches a tensor, and nothing allocates. Steps and elements are int64_t, units int32_t. An object
  * belongs to one thread at a time.
@@ -51,13 +51,12 @@ DSC_API void dsc_trace_clear(struct dsc_trace *trace);
 DSC_API dsc_status dsc_trace_append(struct dsc_trace *trace, int32_t unit, bool is_used);
 
 /*
- * Removes, in place, the steps that would only hinder a plan: each step that was not used and whose unit either may be
- * dropped (may_drop[unit] != 0) or is used by another step; then, where steps of one unit stand next to each other, all
- * but the first, since a runner cannot tell them apart.
+ * Removes, in place, the steps that would only hinder a plan. First, a step that was not used is removed if its unit
+ * may be dropped (may_drop[unit] != 0) or is used by another step. Then, of adjacent steps of one unit, only the first
+ * remains, because a runner cannot tell them apart.
  *
- * All ranks must come to the same plan, so is_used must be the same on all ranks first: combined with OR over them.
- * may_drop: n_units flags. scratch: n_units bytes, borrowed. DSC_EINVAL, with nothing changed, when a step's unit is
- * not below n_units.
+ * All ranks must come to the same plan, so callers must first combine is_used over all ranks with OR. may_drop: n_units
+ * flags. scratch: n_units bytes, borrowed. DSC_EINVAL, with nothing changed, when a step's unit is not below n_units.
  */
 DSC_API dsc_status dsc_trace_prune(struct dsc_trace *trace, const uint8_t *may_drop, int32_t n_units, uint8_t *scratch);
 
@@ -75,19 +74,20 @@ struct dsc_prefetch_limits {
     }
 
 /*
- * Plans a pass that uses the units of steps in that order; no unit is live when it begins. unit_elems[u] >= 0 elements.
+ * Plans a pass that uses the units of steps in that order. No unit is live when the pass begins. unit_elems[u] >= 0
+ * elements.
  *
  * out_until[i]: when step i is entered, the gathers of all steps < out_until[i] are issued, except for units that are
- * live already. It is at least i + 1 and at most n_steps, never decreases, and is as large as two limits allow: the
- * elements of the units that have been gathered and whose first use lies after i are at most ahead_elems; and all that
- * is live is at most max_live_elems. Only the gather of step i itself is issued even where it breaks the second limit,
- * which happens for units that are larger than max_live_elems by themselves, and then nothing else is live.
- * out_next[i]: the next step that uses the unit of step i; n_steps when there is none. out_keep[i]: 1 when the unit of
- * step i stays live after it, until out_next[i]: because that step has been issued already (out_next[i] <
- * out_until[i]), or because the elements of the distinct units used in between, the reuse distance, are at most
- * max_reuse_elems and no step in between comes to break max_live_elems by it. Memory goes to the earlier decision:
- * prefetching gets the rest beside the units that are kept. *out_peak_elems: the largest number of live elements at any
- * step.
+ * live already. It is at least i + 1 and at most n_steps, never decreases, and is as large as two limits allow. First,
+ * the gathered units whose first use lies after i have at most ahead_elems elements. Second, all live units have at
+ * most max_live_elems elements. The gather of step i itself is issued even if it breaks the second limit. This happens
+ * only for a unit larger than max_live_elems, and nothing else is live then. out_next[i]: the next step that uses the
+ * unit of step i; n_steps when there is none. out_keep[i]: 1 when the unit of step i stays live after the step, until
+ * out_next[i]. There are two reasons to keep it. Either step out_next[i] has been issued already (out_next[i] <
+ * out_until[i]); or the reuse distance, which is the number of elements of the distinct units used in between, is at
+ * most max_reuse_elems, and keeping the unit makes no step in between break max_live_elems. Earlier decisions have the
+ * first claim to memory: prefetching gets the memory beside the units that are kept. *out_peak_elems: the largest
+ * number of live elements at any step.
  *
  * The output arrays have n_steps entries. scratch: 4 * n_steps + 2 * n_units int64_t, borrowed. Costs O(n_steps log
  * n_steps). DSC_EINVAL names the bad entry; DSC_EOVERFLOW when the sum of unit_elems does not fit int64_t. On failure
@@ -109,9 +109,10 @@ struct dsc_fetch_plan {
 enum dsc_fetch_kind { DSC_FETCH_GATHER = 0, DSC_FETCH_RELEASE = 1, DSC_FETCH_STEP = 2 };
 
 /*
- * An action for the caller, in the order given. GATHER: a unit that is not live. RELEASE: a live unit. STEP: a step of
- * the plan, of that unit, has been passed and its gathers are issued; other collectives that must come at the same
- * place between the gathers on all ranks (reductions of gradients) are started here.
+ * An action for the caller, in the order given. GATHER: gather the unit, which is not live. RELEASE: release the unit,
+ * which is live. STEP: a step of the plan with this unit has been passed and its gathers are issued. At a STEP the
+ * caller starts other collectives, such as reductions of gradients, that must come at the same place between the
+ * gathers on all ranks.
  */
 struct dsc_fetch_action {
     int32_t kind; /* enum dsc_fetch_kind */
@@ -122,7 +123,7 @@ struct dsc_fetch_action {
 struct dsc_fetch_unit {
     int64_t step; /* the first step >= cursor that uses it; n_steps when there is none */
     uint8_t is_live;
-    uint8_t is_touched; /* used, while live, in advance of that step */
+    uint8_t is_touched; /* used while live, ahead of that step */
 };
 
 /* Runs plans, one pass after another. The caller owns the storage; the fields may be read. */
@@ -148,27 +149,27 @@ DSC_API dsc_status dsc_fetch_init(struct dsc_fetch *fetch, const int64_t *unit_e
                                   struct dsc_fetch_unit *units);
 
 /*
- * Begins a pass along plan, which dsc_prefetch_plan made for the same units. is_live: n_units flags, borrowed: units
- * that are live already, as one kept over from the forward (NULL: none); the same on all ranks. They are released like
- * any other after their first step, or at the end, and may come on top of the plan's peak. record is cleared, and gets
- * the steps that are passed, unexpected ones where they came. DSC_ESTATE in a pass; DSC_EINVAL for a plan that no
- * planner would make. Costs O(n_steps + n_units).
+ * Begins a pass along plan, which dsc_prefetch_plan made for the same units. is_live: n_units flags, borrowed (NULL:
+ * none). They mark units that are live already, for example a unit kept from the forward, and must be the same on all
+ * ranks. Such units are released after their first step or at the end, like any other, and may exceed the plan's peak.
+ * record is cleared and then receives the steps that are passed; unexpected steps are recorded at the point where they
+ * occur. DSC_ESTATE in a pass; DSC_EINVAL for a plan that no planner would make. Costs O(n_steps + n_units).
  */
 DSC_API dsc_status dsc_fetch_begin(struct dsc_fetch *fetch, const struct dsc_fetch_plan *plan, const uint8_t *is_live,
                                    struct dsc_trace *record);
 
 /*
- * The unit is going to be used now. After the actions it is live, and stays so at least until the next call.
+ * Announces that the unit is about to be used. After the actions the unit is live, and it stays live at least until the
+ * next call.
  *
- * 1. The running step has this unit: nothing to do.
- * 2. Its next step p is the one at the cursor, or has been issued, or the unit is not live: the steps from the cursor
- * to p are passed. Passing step s means: leave the one before it (RELEASE its unit, unless kept or issued ahead;
- * RELEASE the unexpected unit), then GATHER the units of the steps below until[s] that are not live, and record s, as
- * used when s == p or when 3 has touched its unit.
- * 3. Live, and its next step is further away than that, or there is none: nothing to do. The cursor stays: the use may
- * be an extra one, and jumping would give up the steps in between. The next step of the unit counts as used.
- * 4. Not live, and no step left: it is unexpected. RELEASE the unexpected unit before it, but not the unit of the
- * running step, which goes on; GATHER it and record it as used.
+ * 1. The running step has this unit: nothing to do. 2. The next step p of the unit is at the cursor or has been issued,
+ * or the unit is not live: the steps from the cursor to p are passed. Passing step s means three things. The step
+ * before s is left: RELEASE its unit, unless kept or issued ahead, and RELEASE the unexpected unit. Then GATHER the
+ * units of the steps below until[s] that are not live. Then record s; it counts as used if s == p or if case 3 has
+ * touched its unit. 3. The unit is live, and its next step is further away than in case 2 or does not exist: nothing to
+ * do. The cursor stays, because this may be an extra use, and a jump would skip the steps in between. The next step of
+ * the unit counts as used. 4. The unit is not live and has no step left: it is unexpected. RELEASE the previous
+ * unexpected unit, but not the unit of the running step, which goes on. GATHER the unit and record it as used.
  *
  * Writes *out_n actions to out_actions. 3 * n_steps + n_units entries are always enough, for end and abort too. With
  * nothing changed: DSC_EINVAL when capacity is less than the call could need, or for a bad unit; DSC_EOVERFLOW when the
@@ -179,15 +180,15 @@ DSC_API dsc_status dsc_fetch_use(struct dsc_fetch *fetch, int32_t unit, int64_t 
 
 /*
  * Ends the pass: passes all remaining steps, then RELEASEs the live units except keep_unit (-1: none; the same on all
- * ranks), in ascending order. keep_unit, if it is live, stays marked so until the next begin, whose is_live must name
- * it.
+ * ranks), in ascending order. keep_unit, if it is live, stays marked as live until the next dsc_fetch_begin, whose
+ * is_live must name it.
  */
 DSC_API dsc_status dsc_fetch_end(struct dsc_fetch *fetch, int32_t keep_unit, int64_t capacity,
                                  struct dsc_fetch_action *out_actions, int64_t *out_n);
 
 /*
- * Gives the pass up, as after an exception that all ranks have alike: RELEASEs the live units, gathers nothing, clears
- * the record. Outside a pass nothing happens.
+ * Aborts the pass, for example after an exception that occurs on all ranks: RELEASEs the live units, gathers nothing,
+ * clears the record. Does nothing outside a pass.
  */
 DSC_API dsc_status dsc_fetch_abort(struct dsc_fetch *fetch, int64_t capacity, struct dsc_fetch_action *out_actions,
                                    int64_t *out_n);

@@ -21,15 +21,15 @@ struct dsc_span {
 
 /*
  * Sum of squares of all elements of n_spans spans, and how many are inf or NaN, in one pass. Elements are squared and
- * summed in f64, where no square of an f32 is lost: gradients of 1e-30 have a norm. Non-finite elements are counted and
- * left out of the sum.
+ * summed in f64, where the square of an f32 neither underflows nor overflows: even gradients of 1e-30 have a norm.
+ * Non-finite elements are counted and left out of the sum.
  */
 DSC_API dsc_status dsc_flat_sumsq(const struct dsc_span *spans, int64_t n_spans, const struct dsc_par *par,
                                   double *out_sumsq, int64_t *out_n_nonfinite);
 
 /*
- * Adds up the pieces of n_srcs ranks, in the order given: acc = (accumulate ? acc : 0) + scale * (the sum of all src),
- * the sum held in f32 and rounded once. All spans have acc's length; sources share one dtype; acc may have another. acc
+ * Adds up the pieces of n_srcs ranks, in the order given: acc = (accumulate ? acc : 0) + scale * (sum of all src). The
+ * sum is held in f32 and rounded once. All spans have acc's length; sources share one dtype; acc may have another. acc
  * may be one of the sources (same address, same dtype); any other overlap is forbidden. out_sumsq and out_n_nonfinite
  * (each may be NULL) describe acc as it was written, so that the global norm costs no pass of its own.
  */
@@ -52,10 +52,10 @@ struct dsc_region {
 };
 
 /*
- * Sets all bytes to 0. The elements are cut into chunks as every pass over a list of as many elements cuts them, so
- * that memory that was not used before (pages that the system has not yet given out) comes to lie in the NUMA node of
- * the thread that will update it, where par is dsc_pool_par's. Where the system gives huge pages on request
- * (transparent_hugepage: madvise), this requests the 2 MiB pages that lie wholly within a region.
+ * Sets all bytes to 0. The elements are cut into the same chunks as in every other pass over a list of as many
+ * elements. So, if par is from dsc_pool_par, pages that the system has not yet allocated are placed in the NUMA node of
+ * the thread that will update them. Where the system gives huge pages on request (transparent_hugepage: madvise), this
+ * requests the 2 MiB pages that lie wholly within a region.
  */
 DSC_API dsc_status dsc_flat_zero(const struct dsc_region *regions, int64_t n_regions, const struct dsc_par *par);
 

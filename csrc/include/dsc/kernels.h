@@ -15,8 +15,7 @@ extern "C" {
  */
 DSC_API const char *dsc_cpu_isa_name(void);
 
-/* Walks the tables that this build holds: name of the i-th, NULL past the end; and whether this processor can run it.
- */
+/* Returns the name of the i-th table of this build, NULL past the end, and whether this processor can run the table. */
 DSC_API const char *dsc_cpu_isa_at(int32_t i, bool *out_is_runnable);
 
 /*

@@ -2,10 +2,10 @@
  * Operators of neural networks on rows of elements, forward and backward: norms with residual, activations with bias,
  * gated activations, dropout with bias and residual, rotary positions, softmax with a mask, attention.
  *
- * Elements are f32, bf16 or f16; each is computed in f32 and rounded once. Sums over a row are held in f64 (those of
- * softmax in f32 over four elements, then in f64), sums over rows (gradients of weights) in f32 within a chunk of rows
- * and in f64 over chunks. Same bits for any thread count and any instruction set. Inputs and outputs of a call do not
- * overlap unless it says so. Rows are dense: row i begins at element i * n_cols.
+ * Elements are f32, bf16 or f16; each is computed in f32 and rounded once. Sums over a row are held in f64; softmax
+ * first sums groups of four elements in f32. Sums over rows (gradients of weights) are held in f32 within a chunk of
+ * rows and in f64 over chunks. Results have the same bits for any thread count and any instruction set. Inputs and
+ * outputs of a call must not overlap unless the call allows it. Rows are dense: row i begins at element i * n_cols.
  */
 #ifndef DSC_NN_H
 #define DSC_NN_H
@@ -21,8 +21,9 @@ extern "C" {
 #define DSC_NN_MAX_PARTIALS 64
 
 /*
- * f32 elements of scratch that a backward with sums over rows needs: for each of n_sums results of n_cols elements, one
- * partial sum a chunk. 0 for negative sizes. DSC_EOVERFLOW is not a result: sizes that fit memory do not overflow.
+ * Number of f32 elements of scratch for a backward with sums over rows: one partial sum for each chunk, for each of
+ * n_sums results of n_cols elements. 0 for negative sizes. Overflow is not checked: sizes that fit memory do not
+ * overflow.
  */
 DSC_API int64_t dsc_nn_scratch_elems(int64_t n_rows, int64_t n_cols, int64_t n_sums);
 
@@ -51,8 +52,8 @@ struct dsc_nn_norm {
 DSC_API dsc_status dsc_nn_norm(const struct dsc_nn_norm *norm, const struct dsc_par *par);
 
 /*
- * The gradients of the above. dx = gradient of sum, the same for x and for the residual, with dsum (the gradient that
- * came to `sum` itself) added where it is not NULL.
+ * The gradients of dsc_nn_norm. dx is the gradient of sum, and so of both x and the residual. dsum (may be NULL) is the
+ * gradient that `sum` itself received; it is added to dx.
  */
 struct dsc_nn_norm_grad {
     int64_t n_rows;
@@ -81,7 +82,7 @@ typedef enum dsc_nn_act {
     DSC_NN_ACT_COUNT
 } dsc_nn_act;
 
-/* By its name. DSC_EINVAL, with the names that there are, for another. */
+/* Finds an activation by its name. DSC_EINVAL lists the known names. */
 DSC_API dsc_status dsc_nn_act_find(const char *name, dsc_nn_act *out_act);
 
 /* y = act(x + bias). */
@@ -130,7 +131,7 @@ struct dsc_nn_gated {
 
 DSC_API dsc_status dsc_nn_gated(const struct dsc_nn_gated *call, const struct dsc_par *par);
 
-/* dgate = dy * up * act'(gate), dup = dy * act(gate); both lie as gate and up do, and may be gate and up. */
+/* dgate = dy * up * act'(gate), dup = dy * act(gate). Both have the strides of gate and up, and may be gate and up. */
 struct dsc_nn_gated_grad {
     int64_t n_rows;
     int64_t n_cols;
@@ -147,9 +148,10 @@ struct dsc_nn_gated_grad {
 DSC_API dsc_status dsc_nn_gated_grad(const struct dsc_nn_gated_grad *call, const struct dsc_par *par);
 
 /*
- * y = residual + keep * (x + bias) / (1 - p), each element kept with probability 1 - p, p rounded to a multiple of
- * 2^-16. Element i is kept by number i of the sequence of 16-bit halves, low ones first, that Philox4x32-7 (Salmon et
- * al., SC 2011) makes of seed: so the backward draws them again, and nothing is stored.
+ * y = residual + keep * (x + bias) / (1 - p). Each element is kept with probability 1 - p; p is rounded to a multiple
+ * of 2^-16. Philox4x32-7 (Salmon et al., SC 2011) with seed generates a sequence of 16-bit halves, the low half of each
+ * word first, and the half at index i decides whether element i is kept. The backward generates the sequence again, so
+ * no mask is stored.
  */
 struct dsc_nn_dropout {
     int64_t n_rows;
@@ -182,9 +184,9 @@ DSC_API dsc_status dsc_nn_dropout_grad(const struct dsc_nn_dropout_grad *call, c
 
 /*
  * Rotary positions (arXiv 2104.09864) on [n_batch, n_tokens, n_heads, head_dim], whose first three dimensions have any
- * strides. The first rotary_dim elements of each head are turned in pairs, (i, i + rotary_dim / 2), or (2 i, 2 i + 1)
- * with is_interleaved, by the angle whose cosine and sine the tables have; the others are copied. is_inverse turns
- * back, which is the gradient.
+ * strides. The first rotary_dim elements of each head are rotated in pairs: (i, i + rotary_dim / 2), or (2 i, 2 i + 1)
+ * with is_interleaved. The tables have the cosine and sine of each angle. The other elements are copied. is_inverse
+ * rotates back, which is the gradient.
  */
 struct dsc_nn_rotary {
     int64_t n_batch;
@@ -208,13 +210,13 @@ DSC_API dsc_status dsc_nn_rotary(const struct dsc_nn_rotary *call, const struct 
 
 typedef enum dsc_nn_mask {
     DSC_NN_MASK_NONE = 0,
-    DSC_NN_MASK_ADD = 1, /* elements of the scores' dtype that are added to them */
+    DSC_NN_MASK_ADD = 1, /* elements of the scores' dtype, added to the scores */
     DSC_NN_MASK_KEEP = 2 /* bytes: 0 leaves the element out */
 } dsc_nn_mask;
 
 /*
- * y = softmax(scale * x + mask) over the last of [n_batch, n_heads, n_queries, n_keys], which are dense. With is_causal
- * query i sees the keys up to i + n_keys - n_queries. A row that sees nothing is 0 (and no NaN).
+ * y = softmax(scale * x + mask) over the last dimension of [n_batch, n_heads, n_queries, n_keys]; x and y are dense.
+ * With is_causal query i sees the keys up to i + n_keys - n_queries. A row that sees no key is 0, not NaN.
  */
 struct dsc_nn_softmax {
     int64_t n_batch;
@@ -247,8 +249,8 @@ struct dsc_nn_softmax_grad {
 DSC_API dsc_status dsc_nn_softmax_grad(const struct dsc_nn_softmax_grad *call, const struct dsc_par *par);
 
 /*
- * The checks that each of the calls above begins with, alone: dsc_nn_norm_check and so on, for who runs the call
- * elsewhere (dsc/accel.h).
+ * The argument checks of the calls above as functions: dsc_nn_norm_check and so on. They serve callers that run the
+ * call itself elsewhere (dsc/accel.h).
  */
 #define DSC_NN_CALL(name) DSC_API dsc_status dsc_nn_##name##_check(const struct dsc_nn_##name *call);
 #include "dsc/nn_calls.inc"
@@ -270,9 +272,9 @@ struct dsc_nn_heads {
  *   out[i]  = sum_j exp(s[i, j] - lse[i]) v[j],   lse[i] = log(sum_j exp(s[i, j]) + exp(sink))
  * over the keys j that query i sees:
  *   is_causal: j <= p(i);  window > 0: |p(i) - j| < window;  documents: p(i)'s and j's are the same and >= 0.
- * Blocks that no query sees are not computed. Each head of k and v serves n_heads / n_kv_heads heads of q, in order. A
- * query that sees nothing has out 0 and, without a sink, lse -inf. Products are summed in f32 with fused operations, in
- * the order of the elements; distances are exact up to 2^24 tokens.
+ * Blocks that no query sees are not computed. Each head of k and v serves n_heads / n_kv_heads heads of q, in order.
+ * For a query that sees no key, out is 0 and, without a sink, lse is -inf. Products are summed in f32 with fused
+ * operations, in the order of the elements; distances are exact up to 2^24 tokens.
  */
 struct dsc_nn_attention {
     int64_t n_batch;
@@ -300,7 +302,7 @@ struct dsc_nn_attention {
 
 DSC_API dsc_status dsc_nn_attention(const struct dsc_nn_attention *call, const struct dsc_par *par);
 
-/* The gradients, for a forward whose operands and results (out, lse) are read again. */
+/* The gradients of attention. Operands and results (out, lse) of the forward are read again. */
 struct dsc_nn_attention_grad {
     struct dsc_nn_attention forward;
     struct dsc_nn_heads dout;
@@ -312,7 +314,7 @@ struct dsc_nn_attention_grad {
     float *scratch; /* dsc_nn_attention_scratch_elems(&forward) */
 };
 
-/* f32 elements of scratch that the gradients need: a few times q's elements. 0 for sizes that are refused. */
+/* Number of f32 elements of scratch for the gradients: a few times the elements of q. 0 for invalid sizes. */
 DSC_API int64_t dsc_nn_attention_scratch_elems(const struct dsc_nn_attention *forward);
 
 DSC_API dsc_status dsc_nn_attention_grad(const struct dsc_nn_attention_grad *call, const struct dsc_par *par);

@@ -28,8 +28,8 @@ DSC_API const struct dsc_optim_kind *dsc_optim_at(int32_t i);
 DSC_API const char *dsc_optim_name(const struct dsc_optim_kind *kind);
 DSC_API int32_t dsc_optim_n_states(const struct dsc_optim_kind *kind);
 /*
- * True for an optimizer that scales each tensor's update by norms (lamb): dsc_optim_step needs whole tensors, shards
- * use the two halves below.
+ * True for an optimizer that scales each tensor's update by norms (lamb). dsc_optim_step needs whole tensors of it; for
+ * shards use dsc_optim_norms and dsc_optim_apply.
  */
 DSC_API bool dsc_optim_needs_norms(const struct dsc_optim_kind *kind);
 
@@ -41,18 +41,18 @@ DSC_API bool dsc_optim_needs_norms(const struct dsc_optim_kind *kind);
  *     signed, int8 in [-127, 127]:   sign(c) * (c / 127)^4 * s     (first moments)
  *     unsigned, uint8 in [0, 255]:   (c / 255)^8 * s               (second moments)
  *
- * and x becomes the code that is nearest to 127 (|x| / s)^(1/4), or 255 (x / s)^(1/8), halves up; an unsigned x > 0
- * never becomes 0. Zeros stay zeros, and a block of them has scale 0. A signed block below 2^-98 becomes zeros; an
+ * and x becomes the code nearest to 127 (|x| / s)^(1/4), or to 255 (x / s)^(1/8); halves are rounded up. An unsigned x
+ * > 0 never becomes 0. Zeros stay zeros, and a block of zeros has scale 0. A signed block below 2^-98 becomes zeros; an
  * unsigned block other than zeros has a scale of at least 2^-62. A block that holds NaN or inf has scale NaN, and reads
  * as NaN.
  *
  * Why: a scale for each block, and codes that lie closer together towards 0, are the ideas of Dettmers et al., arXiv
- * 2110.02861, section 2. Their codes are a table of seven decades; a power needs no look-up and suits an update m /
- * sqrt(v): with these exponents the first moment and the root of the second have the same codes, down to 4e-9 and 2e-10
- * of the block's largest, and the second is never 0 unless the first is. With linear codes (0 below s / 510), and with
- * a table too, it can be, and the update explodes. Squares and fourth powers were as good while gradients of a block
- * lay within two decades, and lost 1 to 2 % of the loss at four. 256 elements: scales are then 1.6 % of the codes, and
- * an outlier costs few elements their precision.
+ * 2110.02861, section 2. Their codes are a table of seven decades. A power needs no table and suits an update m /
+ * sqrt(v): with these exponents m and sqrt(v) have the same codes, down to 4e-9 and 2e-10 of the block's largest, and v
+ * is never 0 unless m is 0. With linear codes (0 below s / 510), and with a table too, v can be 0 while m is not, and
+ * the update explodes. Squares and fourth powers were as good while gradients of a block lay within two decades, and
+ * lost 1 to 2 % of the loss at four. A block has 256 elements because scales are then 1.6 % of the codes, and an
+ * outlier costs only few elements their precision.
  */
 #define DSC_Q8_BLOCK_ELEMS 256
 
@@ -65,10 +65,11 @@ DSC_API int64_t dsc_q8_n_scales(int64_t n_elems);
 DSC_API dsc_q8_code dsc_optim_q8_code(const struct dsc_optim_kind *kind, int32_t slot);
 
 /*
- * n_elems f32 values to codes and their scales, and the elements [begin, begin + n_elems) of a tensor back to f32.
- * codes and scales are the tensor's own, and quantize starts at the first element of the tensor or of any block. Values
- * that were read back give the same codes and scales again, to the bit. par is borrowed, may be NULL. DSC_EINVAL: no
- * code, a NULL buffer for elements, a negative count, a value below 0 for unsigned codes; nothing is written then.
+ * dsc_q8_quantize converts n_elems f32 values to codes and scales; it starts at the first element of the tensor or of a
+ * block. dsc_q8_dequantize converts the elements [begin, begin + n_elems) of a tensor back to f32; codes and scales are
+ * those for the whole tensor. Dequantized values give the same codes and scales again, to the bit. par is borrowed, may
+ * be NULL. DSC_EINVAL: no code, a NULL buffer for elements, a negative count, a value below 0 for unsigned codes;
+ * nothing is written then.
  */
 DSC_API dsc_status dsc_q8_quantize(dsc_q8_code code, int64_t n_elems, const void *values, void *codes, void *scales,
                                    const struct dsc_par *par);
@@ -90,7 +91,7 @@ struct dsc_optim_tensor {
 #define DSC_OPTIM_NESTEROV (1u << 1)        /* sgd */
 #define DSC_OPTIM_MAXIMIZE (1u << 2)        /* all: the gradient's sign is turned */
 #define DSC_OPTIM_STATE_Q8 \
-    (1u << 3) /* adam adamw lion sgd: states are codes, state_dtype is not looked at; DSC_ENOTSUP for the others */
+    (1u << 3) /* adam adamw lion sgd: states are codes, state_dtype is ignored; DSC_ENOTSUP for other kinds */
 
 struct dsc_optim_args {
     uint32_t size; /* sizeof(struct dsc_optim_args), set by DSC_OPTIM_ARGS_INIT */
@@ -132,10 +133,10 @@ DSC_API dsc_status dsc_optim_step(const struct dsc_optim_kind *kind, const struc
                                   const struct dsc_optim_tensor *tensors, int64_t n_tensors, const struct dsc_par *par);
 
 /*
- * The two halves of a step that needs norms, for tensors that are cut over ranks. First: updates the moments, and
- * writes out_sumsq[2 * i] = sum of param^2 and out_sumsq[2 * i + 1] = sum of update^2 of tensor i (f64). The caller
- * adds up over the ranks that hold pieces of the same parameter. Second: applies lr * ratio[i] * update, where ratio is
- * dsc_optim_trust_ratio of the summed pair. DSC_ENOTSUP for a kind without norms.
+ * The two halves of a step that needs norms, for tensors that are cut over ranks. dsc_optim_norms updates the moments
+ * and writes out_sumsq[2 * i] = sum of param^2 and out_sumsq[2 * i + 1] = sum of update^2 of tensor i (f64). The caller
+ * sums these over the ranks that hold pieces of the same parameter. dsc_optim_apply applies lr * ratio[i] * update,
+ * where ratio is dsc_optim_trust_ratio of the summed pair. DSC_ENOTSUP for a kind without norms.
  */
 DSC_API dsc_status dsc_optim_norms(const struct dsc_optim_kind *kind, const struct dsc_optim_args *args,
                                    const struct dsc_optim_tensor *tensors, int64_t n_tensors, const struct dsc_par *par,
@@ -147,10 +148,10 @@ DSC_API dsc_status dsc_optim_apply(const struct dsc_optim_kind *kind, const stru
 
 /*
  * Muon's elementwise halves (Jordan 2024); the orthogonalisation between them is a few matrix products and belongs to
- * the caller. First half, with mu = args->momentum: momentum = mu * momentum + grad, then out_update = nesterov ? grad
- * + mu * momentum : momentum (out_update in state_dtype's place is f32; written through tensors[i].copy with
- * copy_dtype). param is not read. Second half: param = param * (1 - lr * weight_decay) - lr * update, where update is
- * read through tensors[i].grad with grad_dtype.
+ * the caller. dsc_muon_momentum, with mu = args->momentum: momentum = mu * momentum + grad, then update = nesterov ?
+ * grad + mu * momentum : momentum. The update is written to tensors[i].copy, in copy_dtype. param is not read.
+ * dsc_muon_apply: param = param * (1 - lr * weight_decay) - lr * update. The update is read from tensors[i].grad, in
+ * grad_dtype.
  */
 DSC_API dsc_status dsc_muon_momentum(const struct dsc_optim_args *args, const struct dsc_optim_tensor *tensors,
                                      int64_t n_tensors, const struct dsc_par *par);

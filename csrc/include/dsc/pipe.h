@@ -9,11 +9,12 @@
  *   dsc_pipe_verify    proves such a table complete, ordered and free of deadlock.
  *   dsc_pipe_simulate  the begin and end of each action, and the bytes and forwards that each rank holds meanwhile.
  *
- * Schedules are named by pipe/schedules.inc. Where stages lie is theirs to say: in a *loop* stage s lies on rank
- * s % n_ranks; in a *V* (two stages a rank) the second half goes back from the last rank to the first.
+ * pipe/schedules.inc lists the schedules. Each schedule decides which rank has which stages: in a *loop* stage s lies
+ * on rank s % n_ranks; in a *V* (two stages a rank) the second half of the stages goes back from the last rank to the
+ * first.
  *
- * An action in text is its stage, its letters, its micro-batch: 2F0, 1B3, 0SEND_F5. Everything is pure: any thread may
- * call anything. Planners allocate scratch memory and answer DSC_ENOMEM where there is none.
+ * The text of an action is its stage, its letters and its micro-batch: 2F0, 1B3, 0SEND_F5. All functions are pure, so
+ * any thread may call any of them. Planners allocate scratch memory, and return DSC_ENOMEM if there is none.
  */
 #ifndef DSC_PIPE_H
 #define DSC_PIPE_H
@@ -35,7 +36,7 @@ extern "C" {
 #define DSC_PIPE_KIND_MAP(X)                                                         \
     X(FORWARD, "F")     /* the stage's forward */                                    \
     X(BACKWARD, "B")    /* the whole backward: gradients of inputs and of weights */ \
-    X(INPUT, "I")       /* the backward's gradients of inputs, weights later */      \
+    X(INPUT, "I")       /* the backward's gradients of inputs; WEIGHT follows */     \
     X(WEIGHT, "W")      /* the gradients of weights that INPUT left */               \
     X(SEND_F, "SEND_F") /* the output of stage goes to stage + 1 */                  \
     X(RECV_F, "RECV_F") /* the input of stage comes from stage - 1 */                \
@@ -87,7 +88,7 @@ struct dsc_pipe_cost {
     int64_t forward_ns;
     int64_t input_ns; /* the gradients of inputs; BACKWARD takes input_ns + weight_ns */
     int64_t weight_ns;
-    int64_t kept_bytes;   /* held from the stage's forward to the end of its backward, or of INPUT */
+    int64_t kept_bytes;   /* held from the stage's forward to the end of its BACKWARD or INPUT */
     int64_t weight_bytes; /* held from the end of INPUT to the end of WEIGHT */
 };
 
@@ -99,13 +100,14 @@ struct dsc_pipe_span {
 struct dsc_pipe_usage {
     int64_t busy_ns;
     int64_t peak_bytes;
-    int32_t peak_live; /* the most forwards, of all its stages, whose BACKWARD or WEIGHT is still to come */
+    int32_t peak_live; /* the largest number of forwards, over all its stages, whose BACKWARD or WEIGHT is still to
+                          come */
 };
 
 /* The schedules, in the order of schedules.inc. NULL past the last. */
 DSC_API const char *dsc_pipe_schedule_name(int32_t index);
 
-/* DSC_ENOTFOUND names the schedules that there are. */
+/* DSC_ENOTFOUND lists the schedules. */
 DSC_API dsc_status dsc_pipe_traits_of(const char *schedule, struct dsc_pipe_traits *out_traits);
 
 /* DSC_EINVAL names the number that the schedule cannot take and the nearest that it can. */
@@ -117,16 +119,16 @@ DSC_API dsc_status dsc_pipe_rank_of(const char *schedule, const struct dsc_pipe_
 
 /*
  * Lists the computations of rank. Call with out_actions NULL for the count, then with an array of capacity entries;
- * DSC_ENOSPC where they do not suffice.
+ * DSC_ENOSPC if capacity is too small.
  */
 DSC_API dsc_status dsc_pipe_build(const char *schedule, const struct dsc_pipe_shape *shape, int32_t rank,
                                   int64_t capacity, struct dsc_pipe_action *out_actions, int64_t *out_n);
 
 /*
- * The table with sends and receives: a send right behind the action that makes a result for another rank, and a receive
- * at the place of the same moment in the other rank's list. Both come from one order of all actions, so that even
- * sends that wait for their receiver do not deadlock, and so that messages between two ranks arrive in the expected
- * order: they need no tags.
+ * Adds sends and receives to a table. A send stands right behind the action that makes a result for another rank; its
+ * receive stands at the corresponding point of the other rank's list. All sends and receives come from one order of all
+ * actions. So even sends that wait for their receiver do not deadlock, and messages between two ranks arrive in the
+ * expected order and need no tags.
  *
  * out_begins has n_ranks + 1 entries. With out_actions NULL out_begins alone is set, and its last entry is the
  * capacity that is needed. DSC_EINVAL where the table has sends or receives already or cannot be run to its end: the
@@ -136,19 +138,20 @@ DSC_API dsc_status dsc_pipe_add_comm(const struct dsc_pipe_table *table, int64_t
                                      struct dsc_pipe_action *out_actions, int64_t *out_begins);
 
 /*
- * DSC_OK where every stage forwards every micro-batch once and, if has_backward, goes backward once (whole, or input
- * before weight) on the rank that has it; each result that another rank needs is sent once, received once and received
- * before its use; messages between each two ranks are expected in the order they are sent; and the lists run to their
- * end even if a send returns only when the other rank stands at its receive. Otherwise DSC_EINVAL, and the sentence
- * names the first action that breaks such a rule, or a circle of ranks that wait for one another.
+ * Verifies a table. DSC_OK means that four rules hold. Every stage forwards every micro-batch once, on the rank that
+ * has the stage, and with has_backward goes backward once (whole, or input before weight). Each result that another
+ * rank needs is sent once, and received once, before its use. Messages between two ranks are received in the order in
+ * which they are sent. The lists run to their end even if a send returns only when the other rank has reached the
+ * receive. Otherwise the call returns DSC_EINVAL, and the sentence names the first action that breaks a rule, or a
+ * cycle of ranks that wait for one another.
  */
 DSC_API dsc_status dsc_pipe_verify(const struct dsc_pipe_table *table);
 
 /*
- * Runs the table on paper: costs has n_stages entries, a result is at another rank transfer_ns (>= 0) after it was
- * made, and sends and receives themselves take no time. The table may have sends and receives or not: the times are the
- * same. out_spans has an entry an action, or is NULL; out_usage one a rank. The makespan is the end of the last action.
- * DSC_EINVAL where the lists wait for ever, DSC_EOVERFLOW where times or bytes do not fit.
+ * Simulates the table. costs has n_stages entries. A result reaches another rank transfer_ns (>= 0) after it was made;
+ * sends and receives themselves take no time. The times are the same for a table with sends and receives and for a
+ * table without them. out_spans has an entry an action, or is NULL; out_usage one a rank. The makespan is the end of
+ * the last action. DSC_EINVAL if the lists wait for ever, DSC_EOVERFLOW if times or bytes do not fit int64_t.
  */
 DSC_API dsc_status dsc_pipe_simulate(const struct dsc_pipe_table *table, const struct dsc_pipe_cost *costs,
                                      int64_t transfer_ns, struct dsc_pipe_span *out_spans,
@@ -168,18 +171,21 @@ struct dsc_pipe_outcome {
 
 /*
  * Chooses the candidate with the least makespan whose ranks each hold at most limit_bytes; of equals the earlier.
- * out_outcomes has an entry a candidate. DSC_ENOSPC where all need more: the sentence names the candidate that needs
- * least, and out_outcomes alone is set. DSC_EINVAL where dsc_pipe_check refuses all of them, with the last one's
- * sentence.
+ * out_outcomes has an entry a candidate. DSC_ENOSPC if all candidates need more: the sentence names the candidate that
+ * needs least, and only out_outcomes is set. DSC_EINVAL if dsc_pipe_check refuses all candidates; the sentence is about
+ * the last candidate.
  */
 DSC_API dsc_status dsc_pipe_choose(const struct dsc_pipe_candidate *candidates, int32_t n_candidates,
                                    int64_t transfer_ns, int64_t limit_bytes, struct dsc_pipe_outcome *out_outcomes,
                                    int32_t *out_index);
 
-/* The text of an action with a final 0: at most 40 bytes. DSC_ENOSPC where n_bytes do not suffice. */
+/* The text of an action with a final 0: at most 40 bytes. DSC_ENOSPC if n_bytes is too small. */
 DSC_API dsc_status dsc_pipe_format(const struct dsc_pipe_action *action, size_t n_bytes, char *out_text);
 
-/* The action of a text. DSC_EINVAL where it is none; numbers are decimal, without sign or leading zeros. */
+/*
+ * Parses the text of an action. Numbers are decimal, without sign or leading zeros. DSC_EINVAL if the text is not an
+ * action.
+ */
 DSC_API dsc_status dsc_pipe_parse(const char *text, struct dsc_pipe_action *out_action);
 
 #ifdef __cplusplus

@@ -1,9 +1,9 @@
 /*
- * The activation budget: for each layer, decides which activations to keep from forward to backward and which to
- * compute again, so that no moment of a step holds more bytes than a budget and the least time is added.
+ * The activation budget. For each layer, decides which activations to keep from forward to backward and which to
+ * recompute. The plan stays within a budget of bytes at every moment of a step, and adds the least time.
  *
- * Only numbers: nothing here touches a tensor or measures anything, and the same numbers give the same plan on every
- * rank.
+ * Everything here works on numbers only: it touches no tensor and measures nothing, and the same numbers give the same
+ * plan on every rank.
  */
 #ifndef DSC_RECOMPUTE_H
 #define DSC_RECOMPUTE_H
@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-/* A way to treat a layer, or an operator of it. All are at least 0. */
+/* A way to treat a layer or one of its operators. All fields are at least 0. */
 struct dsc_recompute_choice {
     int64_t kept_bytes;      /* held from its forward until its backward is over */
     int64_t transient_bytes; /* held besides while its backward runs: tensors computed again or read back */
@@ -24,11 +24,11 @@ struct dsc_recompute_choice {
 
 /*
  * A layer is treated as a whole in one of n_whole ways, or by its groups: each of the n_groups groups gets a choice,
- * and their numbers are added. Groups are its expensive operators, and its inputs. With n_whole > 0 and no groups the
- * layer is treated as a whole; with neither it takes nothing.
+ * and the numbers of these choices are added. The groups are the layer's expensive operators and its inputs. A layer
+ * without groups and with n_whole > 0 is treated as a whole. A layer with neither costs nothing.
  */
 struct dsc_recompute_layer {
-    int64_t work_bytes; /* >= 0: held besides while its forward or its backward runs, under every choice */
+    int64_t work_bytes; /* >= 0: held in addition while its forward or its backward runs, under every choice */
     int32_t n_whole;
     int32_t n_groups;
 };
@@ -48,9 +48,10 @@ struct dsc_recompute_plan {
     int32_t *groups;        /* n_group_sizes, the caller's: a choice of each group, or -1: of a layer that is whole */
     int64_t peak_bytes;     /* the most that any moment holds */
     int64_t added_ns;       /* of all layers */
-    int64_t bound_ns;       /* no plan within the budget adds less. added_ns where the plan is known to be the best */
+    int64_t bound_ns;       /* no plan within the budget adds less. Equals added_ns if the plan is known to be the
+                               best */
     int64_t smallest_bytes; /* that a budget may be */
-    int32_t peak_layer;     /* the last one while which most is held; -1 without layers */
+    int32_t peak_layer;     /* the last layer that runs while peak_bytes are held; -1 without layers */
     bool is_exact;          /* nothing was thinned out: no plan adds less */
 };
 
@@ -59,30 +60,32 @@ struct dsc_recompute_plan {
  *
  *   kept_bytes of layers 0..i, and the larger of work_bytes and transient_bytes of i
  *
- * since later layers have freed their kept bytes when i's backward begins. For the last layer, keeping therefore costs
- * as much memory as computing again. Reads whole and groups; sets peak_bytes, added_ns and peak_layer. DSC_EINVAL names
- * an entry that is out of range.
+ * because later layers have freed their kept bytes when the backward of layer i begins. So for the last layer, keeping
+ * costs as much memory as recomputing. Reads whole and groups; sets peak_bytes, added_ns and peak_layer. DSC_EINVAL
+ * names an entry that is out of range.
  */
 DSC_API dsc_status dsc_recompute_peak(const struct dsc_recompute_problem *problem, struct dsc_recompute_plan *plan);
 
 /*
- * The smallest budget that a plan exists for. It is exact where each group has a choice with both the least kept_bytes
- * and the least sum of kept and transient bytes, and for small problems (below); otherwise some smaller one may do.
+ * The smallest budget for which a plan exists. It is exact for small problems (see dsc_recompute_solve), and if each
+ * group has a choice with both the least kept_bytes and the least sum of kept and transient bytes. Otherwise a smaller
+ * budget may do.
  */
 DSC_API dsc_status dsc_recompute_smallest(const struct dsc_recompute_problem *problem, int64_t *out_bytes);
 
 /*
- * Finds the plan within budget_bytes (>= 0) that adds the least time; of equals the plan that holds least.
+ * Finds the plan within budget_bytes (>= 0) that adds the least time. Among equal plans it takes the one with the
+ * smallest peak.
  *
- * From the last layer to the first, the Pareto front of all pairs (bytes that the rest needs, time that it adds) is
- * kept. A front that grows too long is thinned out: the remaining pairs are real plans, so that the result always fits,
- * and the smallest budget is never lost. A second plan is then made by the choices that save most time for a byte, as
- * long as they fit, and the better one is the result. is_exact tells whether that has happened, and bound_ns (a linear
- * relaxation) how far from the best the plan may be.
+ * The search goes from the last layer to the first and keeps the Pareto front of the pairs (bytes that the layers so
+ * far need, time that they add). A front that grows too long is thinned out. The remaining pairs are real plans, so the
+ * result always fits, and the smallest budget is never lost. After thinning, a second plan is made greedily, from the
+ * choices that save most time per byte and fit, and the better plan is the result. is_exact is false if a front was
+ * thinned out; bound_ns (a linear relaxation) then limits how far the plan may be from the best.
  *
- * DSC_EINVAL names the first bad argument, DSC_EOVERFLOW says that the numbers do not add up in int64_t, DSC_ENOMEM
- * that there is no memory for the search: *plan is then untouched. DSC_ENOSPC when no plan fits: the sentence has both
- * numbers, and smallest_bytes alone is set.
+ * DSC_EINVAL names the first bad argument. DSC_EOVERFLOW: a sum does not fit int64_t. DSC_ENOMEM: no memory for the
+ * search. *plan is untouched after these. DSC_ENOSPC: no plan fits; the sentence has the budget and the smallest
+ * budget, and only smallest_bytes is set.
  */
 DSC_API dsc_status dsc_recompute_solve(const struct dsc_recompute_problem *problem, int64_t budget_bytes,
                                        struct dsc_recompute_plan *plan);

@@ -28,7 +28,7 @@ struct dsc_scaler_config {
         sizeof(struct dsc_scaler_config), true, false, 65536.0, 2.0, 1.0, 1000, 2 \
     }
 
-/* Plain data, so that a checkpoint is these fields and nothing else. The caller owns the storage. */
+/* Plain data: a checkpoint saves exactly these fields. The caller owns the storage. */
 struct dsc_scaler {
     struct dsc_scaler_config config;
     double scale;
@@ -40,10 +40,10 @@ struct dsc_scaler {
 DSC_API dsc_status dsc_scaler_init(struct dsc_scaler *scaler, const struct dsc_scaler_config *config);
 
 /*
- * Counts one attempted step. *out_at_floor is true when the step overflowed, the hysteresis was used up and a dynamic
- * scale could not be cut any further: the run cannot be saved by scaling. Always false for a static scale. As in
- * DeepSpeed, the window counts the good steps after the first good step since an overflow (or the start), and the
- * hysteresis, once used up, stays so until the scale grows (consecutive_hysteresis: until a good step).
+ * Counts one attempted step. *out_at_floor is true if the step overflowed, the hysteresis was used up and a dynamic
+ * scale could not be cut any further: a smaller scale cannot save the run. It is always false for a static scale. As in
+ * DeepSpeed, the window counts the good steps after the first good step since an overflow (or the start). Once used up,
+ * the hysteresis stays used up until the scale grows (with consecutive_hysteresis: until a good step).
  */
 DSC_API dsc_status dsc_scaler_update(struct dsc_scaler *scaler, bool has_overflow, bool *out_at_floor);
 

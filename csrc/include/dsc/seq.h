@@ -1,9 +1,9 @@
 /*
- * Sequence parallelism: which tokens, heads and blocks of attention each rank has, as plain integers; and how to merge
+ * Sequence parallelism: plans in plain integers which tokens, heads and blocks of attention each rank has, and merges
  * partial results of attention.
  *
- * Tokens are numbered by their place in the whole sequence. A rank's tokens come as *runs*: n_tokens tokens that lie
- * together in the whole sequence and in the rank's own, in increasing order in both. Four orders over 4 ranks:
+ * Tokens are numbered by their place in the whole sequence. A rank's tokens come as *runs*: a run is n_tokens tokens
+ * that are contiguous both in the whole sequence and in the rank's part, in increasing order. The orders, over 4 ranks:
  *
  *   DSC_SEQ_CONTIGUOUS   | 0 . . | 1 . . | 2 . . | 3 . . |
  *   DSC_SEQ_ZIGZAG       | 0 | 1 | 2 | 3 | 3 | 2 | 1 | 0 |   the same causal work for all of them
@@ -35,8 +35,9 @@ enum dsc_seq_order {
 };
 
 /*
- * The ranks of a hybrid stand in rows of n_inner: rank / n_inner is the *part* of the sequence that a row has together,
- * cut in the order; within the row each rank has an even, contiguous share of it. n_inner 1: each rank is a part.
+ * The ranks of a hybrid form rows of n_inner ranks. Each row has one *part* of the sequence, number rank / n_inner; the
+ * order says how the sequence is cut into parts. Within the row each rank has an even, contiguous share of the part.
+ * With n_inner 1 each rank has a part of its own.
  */
 struct dsc_seq_cut {
     int64_t n_tokens; /* 0 to DSC_SEQ_MAX_TOKENS */
@@ -55,41 +56,43 @@ struct dsc_seq_run {
 };
 
 /*
- * Deals documents to parts, the longest first, each to the part that has the fewest tokens; of equals the first. Fills
- * out_document_parts [n_documents]. order [n_documents] and part_tokens [n_parts] are the caller's, and scratch.
+ * Deals documents to parts, the longest document first, each to the part with the fewest tokens (the first of equal
+ * parts). Fills out_document_parts [n_documents]. order [n_documents] and part_tokens [n_parts] are scratch memory from
+ * the caller.
  */
 DSC_API dsc_status dsc_seq_deal(const int64_t *document_ends, int64_t n_documents, int32_t n_parts, int64_t *order,
                                 int64_t *part_tokens, int32_t *out_document_parts);
 
 /*
- * The runs of rank; neighbours are merged, *out_n_tokens is their sum. Ranks of an even order differ by one token at
- * most, and a rank may have none. Call with out_runs NULL for the count; then with an array of capacity entries.
- * DSC_EINVAL names the number that does not fit. On failure nothing is written.
+ * Computes the runs of rank; adjacent runs are merged. *out_n_tokens is the sum of their tokens. In contiguous and
+ * zigzag order the token counts of ranks differ by one at most, and a rank may have no tokens. Call with out_runs NULL
+ * for the count; then with an array of capacity entries. DSC_EINVAL names the number that does not fit. On failure
+ * nothing is written.
  */
 DSC_API dsc_status dsc_seq_runs_of(const struct dsc_seq_cut *cut, int32_t rank, int64_t capacity,
                                    struct dsc_seq_run *out_runs, int64_t *out_n_runs, int64_t *out_n_tokens);
 
-/* Half-open ranges of heads that a rank computes where ranks exchange tokens for heads. */
+/* Half-open ranges of the heads that a rank computes when ranks exchange tokens for heads. */
 struct dsc_seq_heads {
     int64_t query_begin;
     int64_t query_end;
-    int64_t key_begin; /* the key/value heads that those queries attend to: all that is sent of keys and values */
+    int64_t key_begin; /* the key/value heads that those query heads attend to; no others are sent */
     int64_t key_end;
-    int64_t group; /* as many queries one after another share a key head, on this rank, see dsc_seq_keys_of */
+    int64_t group; /* this many consecutive query heads share a key head on this rank, see dsc_seq_keys_of */
 };
 
 /*
- * The heads of rank: query heads as evenly as they go, with the key heads that they attend to. Key heads whose queries
- * lie on several ranks are held by each of them. DSC_EINVAL where n_heads < n_ranks (each rank needs a query head), or
- * n_key_heads does not divide n_heads.
+ * Computes the heads of rank: query heads are spread as evenly as possible, and their key heads come with them. A key
+ * head whose query heads lie on several ranks is held by each of these ranks. DSC_EINVAL where n_heads < n_ranks (each
+ * rank needs a query head), or n_key_heads does not divide n_heads.
  */
 DSC_API dsc_status dsc_seq_heads_of(int64_t n_heads, int64_t n_key_heads, int32_t n_ranks, int32_t rank,
                                     struct dsc_seq_heads *out_heads);
 
 /*
- * Attention wants groups of one size. out_keys [(query_end - query_begin) / group] has, for each group of a rank, the
- * index of its key head from key_begin on: 0, 1, 2, ... where groups are alike, and the same number several times where
- * a rank has more queries of one key head than of another.
+ * Attention requires groups of one size. out_keys [(query_end - query_begin) / group] has, for each group of a rank,
+ * the index of its key head, counted from key_begin: 0, 1, 2, ... if each key head has one group. An index comes
+ * several times if the rank has more query heads of one key head than of another.
  */
 DSC_API dsc_status dsc_seq_keys_of(int64_t n_heads, int64_t n_key_heads, int32_t n_ranks, int32_t rank,
                                    int64_t capacity, int64_t *out_keys);
@@ -101,10 +104,11 @@ struct dsc_seq_widths {
 };
 
 /*
- * Elements that rank exchanges with each other, itself included, for one sequence: query, key and value of its tokens
- * go out as out_sent [n_ranks], and query, key and value of its heads come in as out_received; the outputs take the way
- * back, with out_returned elements to each rank, and out_got from each. tokens [n_ranks] is each rank's number of
- * tokens. DSC_EOVERFLOW where a number does not fit. An array may be NULL. On failure nothing is written.
+ * Counts the elements that rank exchanges with each rank, itself included, for one sequence. On the way out it sends
+ * query, key and value of its tokens (out_sent [n_ranks]) and receives query, key and value of its heads
+ * (out_received). On the way back it sends outputs (out_returned) and receives outputs (out_got). tokens [n_ranks] is
+ * each rank's number of tokens. DSC_EOVERFLOW where a number does not fit. An array may be NULL. On failure nothing is
+ * written.
  */
 DSC_API dsc_status dsc_seq_exchange_of(int64_t n_heads, int64_t n_key_heads, const struct dsc_seq_widths *widths,
                                        const int64_t *tokens, int32_t n_ranks, int32_t rank, int64_t *out_sent,
@@ -112,9 +116,9 @@ DSC_API dsc_status dsc_seq_exchange_of(int64_t n_heads, int64_t n_key_heads, con
 
 /* The keys that a query sees, within its document. */
 struct dsc_seq_mask {
-    bool is_causal; /* none that comes after it */
-    int64_t window; /* none that is window tokens away or more; 0: any distance */
-    int64_t tile;   /* blocks that need a mask of their own have at most so many queries; 0: any number */
+    bool is_causal; /* hides keys after the query */
+    int64_t window; /* hides keys that are window tokens away or more; 0: any distance */
+    int64_t tile;   /* the largest number of queries of a block that needs its own mask; 0: any number */
 };
 
 enum dsc_seq_kind {
@@ -124,8 +128,8 @@ enum dsc_seq_kind {
 };
 
 /*
- * Queries and keys that are multiplied with one another: half-open ranges of their two ranks' tokens. Each query of a
- * block sees at least one of its keys.
+ * A block of queries and keys that are multiplied with one another, as half-open ranges of the tokens of their two
+ * ranks. Each query of a block sees at least one key of the block.
  */
 struct dsc_seq_block {
     int32_t kind; /* enum dsc_seq_kind */
@@ -133,15 +137,15 @@ struct dsc_seq_block {
     int64_t query_end;
     int64_t key_begin;
     int64_t key_end;
-    int64_t shift;   /* the first query's place less the first key's, in the whole sequence */
+    int64_t shift;   /* position of the first query minus position of the first key, in the whole sequence */
     int64_t n_pairs; /* pairs (query, key that it sees): the work */
 };
 
 /*
- * Lists the blocks of the product of one rank's queries and another's keys, without everything that the mask or the
- * documents hide. No pair is in two blocks; neighbours that one call of attention can do are one block. The runs come
- * from dsc_seq_runs_of, for the same cut. Call with out_blocks NULL for the count; then with an array of capacity
- * entries. On failure nothing is written.
+ * Lists the blocks of the product of one rank's queries and another rank's keys, without the pairs that the mask or the
+ * documents hide. No pair is in two blocks. Adjacent blocks are joined if one call of attention can compute them. The
+ * runs come from dsc_seq_runs_of, for the same cut. Call with out_blocks NULL for the count; then with an array of
+ * capacity entries. On failure nothing is written.
  */
 DSC_API dsc_status dsc_seq_blocks_of(const struct dsc_seq_mask *mask, const int64_t *document_ends, int64_t n_documents,
                                      int64_t n_tokens, const struct dsc_seq_run *queries, int64_t n_query_runs,
@@ -156,7 +160,7 @@ DSC_API dsc_status dsc_seq_blocks_of(const struct dsc_seq_mask *mask, const int6
  *
  *   log_sum = log(e^log_sum + e^part_log_sum)     out = out e^(old log_sum - log_sum) + part e^(part_log_sum - log_sum)
  *
- * with exponents that are never above 0. A row with part_log_sum -inf changes nothing, even if its part holds NaN.
+ * where no exponent is above 0. A row with part_log_sum -inf changes nothing, even if its part holds NaN.
  */
 DSC_API dsc_status dsc_seq_merge(float *out, float *log_sum, int64_t n_groups, int64_t n_rows, int64_t width,
                                  const void *part, dsc_dtype dtype, const float *part_log_sum, int64_t first_row,

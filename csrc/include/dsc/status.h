@@ -43,7 +43,7 @@ DSC_API const char *dsc_status_text(dsc_status status);
  */
 DSC_API const char *dsc_last_error(void);
 
-/* Passes a failing status up; for functions that have nothing to undo. */
+/* Returns a failing status to the caller. For functions that have nothing to undo. */
 #define DSC_TRY(call)                       \
     do {                                    \
         dsc_status dsc_try_status = (call); \

@@ -1,4 +1,4 @@
-/* The few types that every header shares: element types, and the parallel-for that a caller lends. */
+/* Types that all headers share: element types, and the parallel-for that a caller provides. */
 #ifndef DSC_TYPES_H
 #define DSC_TYPES_H
 
@@ -26,7 +26,7 @@ DSC_API size_t dsc_dtype_bytes(dsc_dtype dtype);
 typedef void (*dsc_par_body)(void *arg, int64_t first, int64_t last);
 
 /*
- * A parallel-for that the caller lends for the duration of one call.
+ * A parallel-for that the caller provides for the duration of one call.
  *
  * run() calls body over disjoint ranges that together cover [0, n_chunks), from any threads and in
  * any order, and returns when all are done. The bounds of a chunk depend on the sizes alone, and

@@ -27,10 +27,10 @@ extern "C" {
  * Places n_params parameters, in the order given, and cuts the buffer into buckets.
  *
  * sizes[i] >= 0 elements. A bucket takes parameters until the next one would push it over bucket_elems (> 0); a
- * parameter larger than that gets a bucket of its own and is never cut. Each parameter starts at a multiple of
- * align_elems (a power of two) within the flat buffer; every slice is a multiple of align_elems. Zero-size parameters
- * take no room and belong to the bucket that is open where they stand. n_params == 0 gives zero buckets; a unit of only
- * zero-size parameters one bucket of slice 0.
+ * parameter with more than bucket_elems elements gets a bucket of its own and is never cut. Each parameter starts at a
+ * multiple of align_elems (a power of two) within the flat buffer, and every slice is a multiple of align_elems. A
+ * zero-size parameter takes no room and belongs to the bucket that is being filled at its turn. n_params == 0 gives
+ * zero buckets. A unit of zero-size parameters only gives one bucket of slice 0.
  *
  * Fills out_bucket_of[n_params] and out_offset_elems[n_params] (offset within the flat buffer), and up to
  * bucket_capacity entries of out_bucket_begin_elems and out_slice_elems; n_params entries are always enough.
@@ -61,7 +61,9 @@ DSC_API dsc_status dsc_shard_fragments(const int64_t *sizes, int64_t n_params, c
                                        const int64_t *slice_elems, int64_t n_buckets, int32_t n_ranks, int32_t rank,
                                        int64_t capacity, struct dsc_fragment *out_fragments, int64_t *out_n_fragments);
 
-/* The even split without padding: rank's range of n_elems over n_ranks; the first n_elems % n_ranks ranks get one more.
+/*
+ * The range of rank in an even split of n_elems over n_ranks, without padding: the first n_elems % n_ranks ranks get
+ * one more.
  */
 DSC_API dsc_status dsc_shard_range_of(int64_t n_elems, int32_t n_ranks, int32_t rank, int64_t *out_begin_elems,
                                       int64_t *out_end_elems);
@@ -70,9 +72,9 @@ DSC_API dsc_status dsc_shard_range_of(int64_t n_elems, int32_t n_ranks, int32_t 
  * Tracks which parameters of a pass are ready, and says which bucket may be reduced next.
  *
  * Collectives must start in the same order on every rank, although gradients come in any order. A bucket's *turn* comes
- * when all its members have been marked and the turns of all lower buckets have come; it is due then. A bucket that
- * *waits* lets its turn pass, and is due after all others. All ranks must let the same buckets wait. The caller owns
- * the storage.
+ * when all its members have been marked and the turns of all lower buckets have come. The bucket is due at its turn. A
+ * bucket that *waits* lets its turn pass, and is due after all others. All ranks must let the same buckets wait. The
+ * caller owns the storage.
  */
 struct dsc_bucket_tracker {
     const int64_t *bucket_of; /* kept */
@@ -82,7 +84,7 @@ struct dsc_bucket_tracker {
     uint8_t *marks;       /* kept: n_params entries, the contributions seen of each */
     uint8_t *states;      /* kept: n_buckets entries, how far each bucket is */
     int64_t next_turn;    /* lowest bucket whose turn has not come by its members */
-    int64_t next_waiting; /* where to look for the next bucket that has waited */
+    int64_t next_waiting; /* where the search for the next waiting bucket begins */
 };
 
 /* Starts without marks. No bucket waits until dsc_bucket_tracker_set_waiting says so. */
@@ -99,19 +101,19 @@ DSC_API void dsc_bucket_tracker_reset(struct dsc_bucket_tracker *tracker);
 /* Begins a window: as dsc_bucket_tracker_reset, and nothing has been seen. */
 DSC_API void dsc_bucket_tracker_begin_window(struct dsc_bucket_tracker *tracker);
 
-/* From now on bucket waits, or does no longer. Launched buckets stay launched. */
+/* Sets whether bucket waits from now on. Launched buckets stay launched. */
 DSC_API dsc_status dsc_bucket_tracker_set_waiting(struct dsc_bucket_tracker *tracker, int64_t bucket, bool waits);
 
 enum dsc_bucket_time {
     DSC_BUCKET_IN_TIME = 0,
-    DSC_BUCKET_WAITED = 1, /* the bucket's turn had passed, and because it waits the gradient is in time all the same */
+    DSC_BUCKET_WAITED = 1, /* the bucket's turn had passed, but the bucket waits, so the gradient is in time */
     DSC_BUCKET_LATE = 2, /* the bucket has been launched, with an earlier contribution or by force without: this one has
                             to be reduced by itself */
 };
 
 /*
- * Marks a parameter; *out_time: enum dsc_bucket_time. Marking one twice before its bucket's turn is fine (contributions
- * add up).
+ * Marks a parameter; *out_time: enum dsc_bucket_time. A parameter may be marked several times before its bucket's turn
+ * (contributions add up).
  */
 DSC_API dsc_status dsc_bucket_tracker_mark(struct dsc_bucket_tracker *tracker, int64_t param, int32_t *out_time);
 
@@ -119,24 +121,24 @@ DSC_API dsc_status dsc_bucket_tracker_mark(struct dsc_bucket_tracker *tracker, i
 enum dsc_bucket_seen {
     DSC_BUCKET_SEEN = 1,       /* a gradient */
     DSC_BUCKET_SEEN_AFTER = 2, /* a gradient that was not in time */
-    DSC_BUCKET_SEEN_LATE = 4,  /* a gradient that has to be reduced by itself, and has not been yet */
+    DSC_BUCKET_SEEN_LATE = 4,  /* a gradient that must be reduced separately, and has not been reduced yet */
 };
 
 /* Fills n_params entries: enum dsc_bucket_seen. */
 DSC_API dsc_status dsc_bucket_tracker_seen(const struct dsc_bucket_tracker *tracker, uint8_t *out_seen);
 
-/* The caller has given param a sum of its own: it counts as seen, and in time. */
+/* Notes that the caller has set the sum of param itself: a contribution counts as seen, and in time. */
 DSC_API dsc_status dsc_bucket_tracker_see(struct dsc_bucket_tracker *tracker, int64_t param);
 
-/* The caller has dropped the gradient of param: nothing of it counts as seen, until another one is marked. */
+/* Notes that the caller has dropped the gradient of param: nothing counts as seen until param is marked again. */
 DSC_API dsc_status dsc_bucket_tracker_forget(struct dsc_bucket_tracker *tracker, int64_t param);
 
-/* All that had to be reduced by itself has been. */
+/* Notes that all gradients that had to be reduced separately have been reduced. */
 DSC_API void dsc_bucket_tracker_take_late(struct dsc_bucket_tracker *tracker);
 
 enum dsc_bucket_due {
     DSC_BUCKET_READY = 0,  /* buckets in turn */
-    DSC_BUCKET_PROMPT = 1, /* all that do not wait; missing members do not matter */
+    DSC_BUCKET_PROMPT = 1, /* all buckets that do not wait; missing members do not matter */
     DSC_BUCKET_ALL = 2,    /* the waiting buckets as well, after the others */
 };
 
@@ -146,9 +148,9 @@ enum dsc_bucket_due {
 DSC_API int64_t dsc_bucket_tracker_next(struct dsc_bucket_tracker *tracker, int32_t due);
 
 /*
- * Declares that the bucket's turn has come, regardless of its members and the lower buckets: for callers that know the
- * turns, the same on all ranks. *out_is_due: it is to be launched, and counts as launched; false where it waits or has
- * been launched.
+ * Declares that the bucket's turn has come, regardless of its members and of lower buckets. For callers that know the
+ * turns, which must be the same on all ranks. *out_is_due: the caller must launch the bucket, which now counts as
+ * launched; false if the bucket waits or has been launched before.
  */
 DSC_API dsc_status dsc_bucket_tracker_pass(struct dsc_bucket_tracker *tracker, int64_t bucket, bool *out_is_due);
 
