@@ -23,8 +23,8 @@ class GradientPools(NamedTuple):
 
     staging: BufferPool
     copies: BufferPool
-    """Memory of a reduction beside its staging buffer: gradients in the dtype that travels, sums on their way to the
-    result. Keeps nothing: the buffers are freed after it."""
+    """Temporary buffers of one reduction beside its staging buffer: gradients cast to the communication dtype, and sums
+    before they are added to the result. The pool keeps no buffer: each is freed after its reduction."""
 
     @classmethod
     def make(
@@ -32,8 +32,8 @@ class GradientPools(NamedTuple):
         allocate: Allocate = ordinary_memory,
         count: Callable[[str], Callable[[int], None] | None] = lambda name: None,
     ) -> GradientPools:
-        """``allocate``: the source of staging buffers. ``count(name)`` is called with changes of the bytes in the pool
-        of that name."""
+        """Make both pools. ``allocate`` provides the staging buffers. ``count(name)`` returns a callback for the pool
+        of that name; the pool calls it with each change of its bytes."""
         return cls(
             staging=BufferPool(allocate=allocate, count=count("staging")),
             copies=BufferPool(keeps=lambda device: False, count=count("copies")),
@@ -90,7 +90,7 @@ class Bucket:
 
     @cached_property
     def _gaps(self) -> list[tuple[int, int]]:
-        """(begin, end) of each range without a parameter, within the bucket."""
+        """(begin, end) of each range of the bucket that belongs to no parameter."""
         gaps, end = [], 0
         for slot in sorted(self.slots, key=lambda slot: slot.offset):
             begin = slot.offset - self._begin
@@ -100,7 +100,7 @@ class Bucket:
         return [gap for gap in gaps if gap[0] < gap[1]]
 
     def reset(self) -> None:
-        """Begins a window: nothing gathered, nothing reduced."""
+        """Begins a window: drops collected gradients and marks the bucket as not reduced."""
         if self.staging is not None and self.staging is not self.whole:
             self._pools.staging.give(self.staging)
         self._close()
@@ -108,18 +108,18 @@ class Bucket:
         self.has_result = False
 
     def _close(self) -> None:
-        """Gradients that come from now on gather anew."""
+        """Detaches the staging buffer: later gradients are collected in a new one."""
         self.staging = None
         self._path.close(self._number)
         self._streams.clear()
 
     @property
     def is_pending(self) -> bool:
-        """Gradients have gathered that no reduction has taken yet."""
+        """Whether the bucket holds gradients that have not been reduced yet."""
         return self.staging is not None
 
     def add(self, slot: Slot, grad: torch.Tensor, ratio: float, *, will_reduce: bool) -> None:
-        """Adds ``ratio * grad`` to the gathered gradients. ``will_reduce`` is False while reductions are put off."""
+        """Adds ``ratio * grad`` to the collected gradients. ``will_reduce`` is False while reductions are postponed."""
         view = slot.view(self.open(will_reduce), self._begin)
         is_first = self._path.note(slot.tracker_index)
         if grad.is_sparse:
@@ -134,11 +134,13 @@ class Bucket:
         else:
             torch.mul(grad, ratio, out=view)
         if has_streams(view.device):
-            # Autograd runs a node on the stream of its forward; the reduction waits for each stream that wrote here.
+            # Autograd runs a node on the stream of its forward, so several streams may write to one bucket. The
+            # reduction waits for all of them.
             self._streams.add(torch.accelerator.current_stream(view.device))
 
     def drop(self, slot: Slot) -> None:
-        """Sets the gathered gradient of one parameter to zero, and this rank's share of its reduced sum."""
+        """Sets the collected gradient of one parameter to zero, and also this rank's share of the parameter's reduced
+        sum."""
         if self.staging is not None:
             slot.view(self.staging, self._begin).zero_()
         fragment = self.unit.fragment_of.get(slot)
@@ -147,13 +149,13 @@ class Bucket:
             self.result.narrow(0, begin, fragment.numel).zero_()
 
     def open(self, will_reduce: bool) -> torch.Tensor:
-        """Where gradients gather, from now on at the latest."""
+        """Returns the buffer that collects gradients; makes it if there is none."""
         if self.staging is None:
             if self.whole is not None and not self.is_launched:
                 self.staging = self.whole
             else:
-                # Gradients that are reduced at once gather in the dtype that travels; waiting gradients gather in the
-                # dtype that accumulates.
+                # Gradients of a pass that will be reduced are collected in the communication dtype. Gradients that wait
+                # for a later reduction are collected in the accumulation dtype.
                 dtype = self.unit.comm_dtype if will_reduce else self.result.dtype
                 self.staging = self._pools.staging.take(self.unit.bucket_numel(self.index), dtype, self.unit.device)
             host = self.staging.data_ptr() if self._is_on_host else 0
@@ -161,8 +163,8 @@ class Bucket:
         return self.staging
 
     def _gathered(self) -> torch.Tensor:
-        """The gathered gradients, with zeros elsewhere: the gaps between parameters are summed along with them, and
-        counted in the norm."""
+        """The collected gradients, with zeros in the gaps between parameters and for missing gradients. The collective
+        sums the whole buffer, and the norm counts every element of it."""
         staging = self.open(True)
         if self._is_on_host:
             self._path.clear_rest(self._number)
@@ -184,7 +186,8 @@ class Bucket:
         time."""
         staging = self._gathered()
         if staging is self.whole and self.unit.sums_in_place:
-            # Nothing to sum: the gathered gradients are the result, and go on gathering in place.
+            # There is nothing to sum: the collected gradients are the result, and later gradients are added to them in
+            # place.
             self._path.fill(self._number)
             self.has_result = True
             return Work.done()
@@ -201,7 +204,7 @@ class Bucket:
         unit = self.unit
         if self._summing.pre_factor != 1.0:
             torch.ops.deepspeed_c.flat_scale_([staging], self._summing.pre_factor)
-        # Gradients in place are the whole window's; no part of them was summed before.
+        # The permanent buffer holds the gradients of the whole window, and none of them has been summed before.
         accumulate = self.has_result and staging is not self.whole
         if unit.is_sparse:
             for group in (unit.comm, unit.replicas):
@@ -229,14 +232,15 @@ class Bucket:
             return comm.all_reduce(sent).then(lambda: finish(unit.own_slice(sent, self.index)))
         if replicas.world_size == 1 and not unit.states.is_apart:
             return comm.reduce_scatter(sent, self.result, scale=1.0, accumulate=accumulate)
-        # A sum that is added to once more is not rounded to 16 bits before.
+        # The sum over ``comm`` is summed once more over ``replicas``: it is not rounded to 16 bits in between.
         dtype = sent.dtype if replicas.world_size == 1 else self.result.dtype
         own = self._pools.copies.take(self.result.numel(), dtype, sent.device)
         work = comm.reduce_scatter(sent, own, scale=1.0, accumulate=False).then(lambda: finish(own))
         return work.then(lambda: self._pools.copies.give(own))
 
     def _store(self, part: torch.Tensor, accumulate: bool) -> None:
-        """Adds this rank's share of a sum to the result, or begins it, wherever it lies."""
+        """Adds this rank's share of a sum to the result, or copies it there if it is the first. The result may lie on
+        another device."""
         if part.data_ptr() == self.result.data_ptr() and part.dtype == self.result.dtype:
             return
         if accumulate:

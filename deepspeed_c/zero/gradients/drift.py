@@ -1,5 +1,5 @@
-"""Check that tensor-parallel ranks which hold a parameter whole still have the same values, in the exchange that every
-step makes anyway."""
+"""Check that tensor-parallel ranks still have the same values of parameters that each of them holds whole. The check's
+numbers travel in the exchange of facts that every step makes anyway."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from deepspeed_c.zero.layout.unit import Unit
 
 __all__ = ["DriftCheck", "DriftFound"]
 
-# How many elements of the weights a step looks at: all of them in turn, so that no step costs a pass over a large
-# embedding.
+# About how many elements of the weights one step checks. Successive steps check all weights in turn, so that no step
+# has to read all of a large model.
 WEIGHTS_A_STEP = 1 << 20
-# A double holds all integers below it.
+# A double represents every integer below this limit exactly.
 HASH_LIMIT = 1 << 53
 
 Results = Mapping[Unit, Sequence[torch.Tensor]]
 
 
 class DriftFound(RankMismatchError):
-    """Twins hold different values. The engine knows data and random numbers, and adds the cause."""
+    """Tensor-parallel ranks hold different values of a parameter that should be equal on them. The engine knows the
+    batches and random states, and adds the cause to the message."""
 
     def __init__(self, found: str, what: str) -> None:
-        """found: the parameter and its ranks. what: "gradients", "weights", or "data" where nothing else differs."""
+        """found: the parameter and its ranks. what: "gradients" or "weights", or "data" if only the batches differ."""
         super().__init__(
             f"{found or 'parameters differ'}: they hold it whole and have to agree in every bit",
             where="engine.step",
@@ -41,9 +42,10 @@ class DriftFound(RankMismatchError):
 class DriftCheck:
     """Compares ``units`` with their twins on other ranks.
 
-    Gradients are compared by the sum of their squares, which the norm needs anyway; weights by the sum of their bits, a
-    part of them in each step; batches by a hash, since ranks with different tokens may agree in all sums. ``numbers``
-    are summed over all ranks of ``mesh``, and ``check`` gets the sums.
+    Gradients are compared by the sum of their squares, which the norm needs anyway. Weights are compared by the sum of
+    their bits, a part of the weights in each step. Batches are compared by a hash, because ranks with different tokens
+    may still agree in both sums. The caller sums ``numbers`` over the ranks that hold the same layers, and passes the
+    sums to ``check``.
     """
 
     def __init__(self, units: Iterable[Unit], mesh: Mesh) -> None:
@@ -56,14 +58,16 @@ class DriftCheck:
 
     @property
     def n_numbers(self) -> int:
-        """How many numbers it exchanges; 0 where there are no twins."""
+        """The length of ``numbers``; 0 if no unit has twins."""
         n_data, n_tp, n_hashes = self._shape
         return n_data * n_tp * n_hashes if self._units else 0
 
     def numbers(self, gradients: float, hash_of_inputs: Callable[[], int]) -> list[float]:
-        """This rank's hashes at its own place, and zeros at the places of others.
+        """A list with three entries for each rank: this rank's hashes in its own entries, and zeros in the entries of
+        other ranks.
 
-        gradients: the sum of squares of the units' summed gradients. hash_of_inputs: of the window's batches."""
+        gradients: the sum of squares of the units' summed gradients. hash_of_inputs: returns a hash of the window's
+        batches."""
         found = [0.0] * self.n_numbers
         if found:
             bits = int.from_bytes(struct.pack("<d", gradients), "little")
@@ -84,8 +88,8 @@ class DriftCheck:
         return total % HASH_LIMIT
 
     def check(self, numbers: Sequence[float], results: Results) -> None:
-        """Raises DriftFound, on all ranks alike, where twins have other hashes; it names the first parameter
-        that differs. ``numbers``: the sums over all ranks."""
+        """Raises DriftFound on all ranks alike if the hashes of twins differ. The error names the first parameter whose
+        values differ. ``numbers``: the sums over all ranks."""
         if not numbers:
             return
         table = torch.tensor(numbers, dtype=torch.float64).view(self._shape)
@@ -115,6 +119,6 @@ class DriftCheck:
 
 
 def hash_of(tensor: torch.Tensor) -> int:
-    """The sum of its bits, as integers; the same wherever its elements lie."""
+    """The sum of the elements' bits, read as integers. The order of the elements does not matter."""
     bits = tensor.detach().contiguous().view(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
     return int(bits.sum(dtype=torch.int64)) % HASH_LIMIT

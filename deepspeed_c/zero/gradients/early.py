@@ -1,5 +1,5 @@
-"""Hooks on parameters that run before any hook of a user. They begin passes in time, and scale the gradients that later
-hooks get."""
+"""Hooks on parameters that run before any hook of a user. They announce a backward pass before any other hook runs, and
+scale the gradients for the hooks after them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ __all__ = ["EarlyHooks"]
 
 
 class EarlyHooks:
-    """The first tensor hook of some parameters.
+    """A tensor hook on each of some parameters, in front of all other hooks.
 
-    A gradient outside of any pass calls ``begin`` with its parameter. Gradients of a pass are multiplied by ``factor``:
-    hooks of users see the gradient of loss / accumulation steps, as in a hand-written loop.
+    If a gradient arrives while no pass is running, the hook calls ``begin`` with the parameter. The hook multiplies the
+    gradient by ``factor``, so that hooks of users see the gradient of loss / accumulation steps, as in a hand-written
+    loop.
     """
 
     def __init__(self, begin: Callable[[torch.nn.Parameter], None]) -> None:
@@ -34,7 +35,7 @@ class EarlyHooks:
         return len(self._handles)
 
     def watch(self, slots: Iterable[Slot]) -> None:
-        """From now on the parameters of ``slots`` have such a hook, in front of all others."""
+        """Puts such a hook in front of all other hooks of the parameters of ``slots``."""
         for slot in slots:
             if slot not in self._handles:
                 hooks = slot.param._backward_hooks or {}

@@ -3,22 +3,23 @@
 A *window* is the run of micro-batches between two optimizer steps. Within it:
 
 * every parameter's hook moves its gradient into a bucket and clears ``param.grad``;
-* buckets are launched in one fixed order on all ranks, each when its turn comes: as soon as its members and all
-  buckets before it are there, at the latest when backward ends;
-* ``finish`` waits for everything and returns the facts that all ranks agree on.
+* buckets are launched in one fixed order on all ranks. A bucket is launched when its gradients are complete and all
+  buckets before it have been launched, at the latest when backward ends;
+* ``finish`` waits for all reductions and returns the facts that all ranks agree on.
 
-Where all ranks keep whole gradients (stage 0) each pass is reduced and averaged when it ends: callers find the result
+At stage 0 all ranks keep whole gradients. There each pass is reduced and averaged when it ends: callers find the result
 in ``param.grad`` and may change it (``shown.py``).
 
 A parameter whose hook fires again after its bucket was launched is *late*. Its contribution is collected separately,
 and ``finish`` reduces it. ``finish`` also tells all ranks which parameters were late on any rank. In the next window
 the buckets of these parameters *wait*: they are launched after all other buckets, when backward ends. (If gradients are
 not sharded ``finish`` launches them, because a second backward may follow, and the whole gradients are in memory
-anyway.) So a late gradient costs an extra collective once and not in every step, and the memory of one bucket and not
-of all gradients. A bucket stops waiting after a window without late gradients.
+anyway.) So late gradients cost an extra collective only in the first window in which they come. They cost the memory of
+one bucket, not of all gradients. A bucket stops waiting after a window without late gradients.
 
-If parameters are sharded as well, their gathers and these reductions must have one order on all ranks. Then the fetcher
-launches the buckets (``launch_bucket``), by the progress of backward and not by the gradients of this rank.
+If parameters are sharded as well, gathers of parameters and reductions of gradients must have one common order on all
+ranks. Then the fetcher launches the buckets (``launch_bucket``): it goes by the progress of backward and not by the
+arrival of this rank's gradients.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ from deepspeed_c.zero.weights.grad_face import GRAD
 if TYPE_CHECKING:
     from deepspeed_c.zero.weights.fetch import Fetcher
 
-# Reductions that run while backward goes on (overlap_comm): one on the wire and one behind it.
+# Most reductions in flight while backward goes on (overlap_comm): one is being sent, and one is queued behind it.
 MAX_IN_FLIGHT = 2
-# Late parameters that are named when they are first seen.
+# Most late parameters that the log message about them names.
 MAX_NAMES = 8
 
 __all__ = ["GradientReducer", "Passes", "ReduceSettings", "WindowFacts", "WindowNotes"]
@@ -81,7 +82,7 @@ class WindowNotes(NamedTuple):
 
     has_bad_loss: bool = False
     wants_stop: bool = False
-    loss: float | None = None  # this rank's losses, each times 1 / accumulation steps, added up
+    loss: float | None = None  # sum of this rank's losses, each times 1 / accumulation steps
     n_tokens: int = 0  # in the batches of this rank
 
 
@@ -91,16 +92,16 @@ NO_NOTES = WindowNotes()
 class WindowFacts(NamedTuple):
     """The facts that all ranks agree on at the end of a window."""
 
-    norm: float  # global L2 norm of the summed gradients as stored, padding and unused parameters being zero
+    norm: float  # global L2 norm of the summed gradients as stored; padding and unused parameters are zero
     n_nonfinite: int  # inf or NaN elements over all ranks
     n_bad_losses: int  # ranks whose loss was inf or NaN
     unused: list[Slot]  # parameters that no rank gave a gradient
     n_stops: int = 0  # ranks that have been asked to end after this step
     loss: float | None = None  # mean over ranks and micro-batches; None where no rank's loss is known
-    n_tokens: int = 0  # of all ranks, the tokens that several ranks were given counted once
+    n_tokens: int = 0  # of all ranks; tokens that several ranks were given count once
 
 
-# Numbers at the head of an exchange of facts (``GradientReducer._exchange``).
+# How many numbers an exchange of facts begins with (``GradientReducer._exchange``).
 _N_NUMBERS = 7
 
 
@@ -126,8 +127,8 @@ class GradientReducer:
         self.pools = GradientPools.make(carrier.allocate) if pools is None else pools
         self._works: deque[Work] = deque()
         self._depth = MAX_IN_FLIGHT if settings.overlap_comm else 0
-        # Tensor-parallel ranks have parts of one gradient, or the same one; ranks that share a sequence have terms of
-        # its mean.
+        # Tensor-parallel ranks do not count in the mean: they have parts of one gradient, or the same gradient. Ranks
+        # that share a sequence do not count either: their gradients are terms of one mean.
         world = mesh.size(*DATA)
         if settings.prescale_gradients:
             pre_factor, self.post_factor = 1.0 / world, 1.0
@@ -136,7 +137,8 @@ class GradientReducer:
             self.post_factor = 1.0 / (pre_factor * world)
         if not settings.is_mean:
             self.post_factor *= world
-        # Readers of whole gradients want averages; the optimizer's one pass averages sums of shards.
+        # Sums of shards are averaged in the optimizer's single pass. Callers read whole gradients, so those are
+        # averaged when they are summed.
         sum_factor = 1.0
         if not sharding.optimizer:
             sum_factor, self.post_factor = self.post_factor, 1.0
@@ -145,39 +147,40 @@ class GradientReducer:
         self._make_buckets()
         self.slots: list[Slot] = [slot for bucket in self.buckets for slot in bucket.slots]
         self._slot_of = {id(slot.param): slot for slot in self.slots}
-        # In order of registration: the same on all ranks, also where tensor-parallel ranks have parts of other sizes,
-        # and so other buckets.
+        # The order of registration is the same on all ranks. The order of buckets may not be: tensor-parallel ranks may
+        # have parts of different sizes, and then their buckets differ.
         self._in_order = sorted(self.slots, key=lambda slot: slot.order)
         self._is_first_twin = mesh.tensors.rank == 0
-        self._after_turn = self._stage.world_size + 1  # more than the ranks that can have given a gradient
-        self._late = (self._after_turn + 1) ** 2  # and more than as many of those
+        self._after_turn = self._stage.world_size + 1  # more than the sum of all ranks' flags for SEEN
+        self._late = (self._after_turn + 1) ** 2  # more than the sum of all ranks' other flags
         weighed = (
             (_C.GradientPath.SEEN, 1),
             (_C.GradientPath.SEEN_AFTER, self._after_turn),
             (_C.GradientPath.SEEN_LATE, self._late),
         )
-        # State of a parameter's gradient -> its flag for the other ranks.
+        # State of a parameter's gradient -> the flag that is summed over ranks.
         self._flag_of = [float(sum(n for bit, n in weighed if seen & bit)) for seen in range(8)]
         self._path.connect(lock=self._lock, add=self._add, open=self._open, start=self._start)
         for slot in self.slots:
-            GRAD.__set__(slot.param, None)  # a gradient from before the engine is none of its first window
+            GRAD.__set__(slot.param, None)  # the engine's first window begins without gradients
         self._hooks = [slot.param.register_post_accumulate_grad_hook(self._hook(slot)) for slot in self.slots]
         self._early = EarlyHooks(self._begin_before)
         self._early.watch(slot for slot in self.slots if slot in self._views)
         self._shown = ShownGradients(self._path, self._views, self._open_for_caller)
-        self._may_be_late = True  # the next pass that is reduced; the same on all ranks
+        self._may_be_late = True  # whether the next reduced pass may have late gradients; alike on all ranks
 
         self.is_in_backward = False
         self.is_sync = True  # False within no_sync
         self._is_boundary = True
         self._is_coalescing = False  # within coalesce_grad_reduction
-        # Ratio of the pass's factor to the window's; where early hooks have applied the pass's factor, ratio to that.
+        # The pass's factor divided by the window's. ``_early_ratio`` is for gradients that early hooks have multiplied
+        # by the pass's factor already: 1 divided by the window's.
         self._ratio = self._early_ratio = 1.0
-        self._passes: Passes | None = None  # there is one before the first forward
+        self._passes: Passes | None = None  # set before the first forward
         self._fetcher: Fetcher | None = None
         self._on_summed: Callable[[Bucket], None] = lambda bucket: None
         self._on_change: Callable[[], None] = lambda: None
-        self._waiting: set[int] = set()  # buckets that let their turn pass; the same on all ranks
+        self._waiting: set[int] = set()  # buckets that are launched after all others; alike on all ranks
         self._has_told_of_late = False
         self._reset_window()
 
@@ -215,7 +218,8 @@ class GradientReducer:
         for number, (_, unit, b) in enumerate(entries):
             whole = unit.bucket_view(wholes[unit], b) if unit in wholes else None
             if not self.sharding.optimizer and unit not in shards and self.sum_dtype(unit) == unit.dtype:
-                # ``data``: a version counter of its own, which tells whether a caller has written to this gradient.
+                # ``data`` gives each view a version counter of its own: it shows whether a caller has written to this
+                # gradient.
                 self._views.update({slot: slot.view(wholes[unit]).data for slot in unit.bucket_slots[b]})
             if unit in shards:
                 result = unit.shard_slice(shards[unit], b)
@@ -236,7 +240,7 @@ class GradientReducer:
             )
 
     def sum_dtype(self, unit: Unit) -> torch.dtype:
-        """The dtype of the sums of its gradients."""
+        """The dtype in which the summed gradients of ``unit`` are stored."""
         return self.settings.accum_dtype or unit.dtype
 
     def _reset_window(self) -> None:
@@ -250,16 +254,17 @@ class GradientReducer:
             bucket.reset()
 
     def bind_passes(self, passes: Passes) -> None:
-        """From now on a pass that only its first gradient tells of is begun by ``passes``."""
+        """Sets the object that begins a backward pass if the engine learns of the pass from its first gradient only."""
         self._passes = passes
 
     def set_callbacks(self, on_summed: Callable[[Bucket], None], on_change: Callable[[], None]) -> None:
-        """For an optimizer that updates ahead of the step. From now on ``on_summed`` is called with a bucket whose sums
-        are complete for the step, and ``on_change`` when the step will see other sums after all."""
+        """Sets the callbacks of an optimizer that updates ahead of the step. ``on_summed`` is called with each bucket
+        whose sums are complete for the step. ``on_change`` is called when the step will see other sums after all."""
         self._on_summed, self._on_change = on_summed, on_change
 
     def connect(self, fetcher: Fetcher) -> None:
-        """From now on ``fetcher`` is told of backward passes, and says when a bucket is launched."""
+        """Connects the fetcher of sharded parameters: the reducer reports backward passes to ``fetcher``, and
+        ``fetcher`` decides when a bucket is launched."""
         self._fetcher = fetcher
         self._set_mode()
         fetcher.connect(self)
@@ -274,8 +279,8 @@ class GradientReducer:
         return self.is_sync and not self._is_coalescing and (self.sharding.gradients or self._is_boundary)
 
     def begin_backward(self, *, is_boundary: bool, factor: float, starts: Sequence[Any] | None = None) -> None:
-        """Called when a backward pass starts. ``factor`` multiplies its gradients (1 / accumulation steps), ``starts``
-        are the first nodes of the graph; None from within the pass."""
+        """Called when a backward pass starts. ``factor`` (1 / accumulation steps) multiplies the pass's gradients.
+        ``starts``: the first nodes of the graph; None if the pass is running already."""
         if self.is_in_backward:
             raise BackwardError(
                 "a backward pass began while another had not ended",
@@ -290,7 +295,7 @@ class GradientReducer:
         self._scale_early(factor)
         self.is_in_backward = self._early.is_in_backward = True
         self._set_mode()
-        # Marks of earlier micro-batches say nothing of this one, unless the turns of this window have come already.
+        # Clear the marks of earlier micro-batches, unless the buckets of this window have been launched already.
         if self._reduces_each_pass or not self._has_passed:
             self._path.reset()
         if self._fetcher is not None:
@@ -302,8 +307,8 @@ class GradientReducer:
         return self.sharding.gradients or bool(self._shown)
 
     def _scale_early(self, factor: float) -> None:
-        """Hooks of users see gradients times ``factor``: where there are any, and where gradients are shown, it is
-        applied before them and not in the optimizer's step."""
+        """Multiplies gradients by ``factor`` before hooks of users see them. If there are such hooks, or if gradients
+        are shown, backward applies the factor and the optimizer's step does not."""
         self._early.factor = factor
         if factor != 1.0:
             self._early.watch(slot for slot in self.slots if slot.param._backward_hooks)
@@ -324,7 +329,8 @@ class GradientReducer:
                 )
 
     def take_edits(self) -> None:
-        """Before a step: takes over callers' edits of ``param.grad``, which is None from then on. On all ranks alike.
+        """Takes over callers' edits of ``param.grad`` before a step, and sets ``param.grad`` to None. Call it on all
+        ranks alike.
         """
         self._take_edits("engine.step")
         if self._shown:
@@ -342,12 +348,13 @@ class GradientReducer:
         self._passes.begin_before(param)
 
     def _hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
-        """The hook that autograd calls with a gradient. It does everything by itself, except for the cases of ``_add``.
+        """The hook that autograd calls with a gradient. It handles all gradients in C, except for the cases that it
+        passes to ``_add``.
         """
         return self._path.hook(slot.tracker_index)
 
     def _set_mode(self) -> None:
-        """Tells the hooks what to do with gradients, whenever that may have changed."""
+        """Updates the hooks' mode of handling gradients. Called whenever the mode may have changed."""
         ratios = {self._early_ratio} if len(self._early) == len(self.slots) else {self._early_ratio, self._ratio}
         is_plain = self.is_in_backward and ratios == {1.0}
         self._path.set_mode(takes=is_plain, launches=self._reduces_this_backward and self._fetcher is None)
@@ -356,8 +363,8 @@ class GradientReducer:
         self.buckets[i].open(self._reduces_this_backward)
 
     def _add(self, i: int, param: torch.Tensor) -> None:
-        """Takes a gradient that its hook leaves: the first of an unannounced pass; a gradient that has to be scaled, is
-        sparse or has gaps; gradients of a device."""
+        """Takes a gradient that the C hook does not handle: the first gradient of an unannounced pass, a gradient that
+        is to be scaled, is sparse or is not contiguous, or a gradient on a device."""
         grad = GRAD.__get__(param)
         GRAD.__set__(param, None)
         if not self.is_in_backward:
@@ -391,18 +398,19 @@ class GradientReducer:
             self._shown.show(everything=self._reduces_this_backward and self.comm.world_size > 1)
 
     def _launch(self, due: int) -> None:
-        """Starts the reductions that ``due`` (of ``GradientPath``) names, and lets ``_depth`` of them run while
-        backward goes on.
+        """Starts the reductions that ``due`` (a constant of ``GradientPath``) selects. At most ``_depth`` of them run
+        while backward goes on.
 
-        Each holds buffers, so an unbounded number would cost as much memory as stage 2 saves. The oldest is waited for
-        before the next one starts, in the same place of the same order on all ranks.
+        Each running reduction holds buffers, so an unbounded number would cost as much memory as stage 2 saves. If
+        ``_depth`` reductions are running, the oldest is waited for before the next one starts. This happens at the same
+        place of the same order on all ranks.
         """
         while (i := self._path.next(due)) >= 0:
             self._start(i)
 
     def forget_lateness(self) -> None:
-        """The order of backward is planned anew (on all ranks): gradients that were late in the old order may be in
-        time in the new one."""
+        """Lets no bucket wait any more. Called on all ranks when the order of backward is planned anew: gradients that
+        were late in the old order may be in time in the new order."""
         self._have_waiting(set())
 
     def _have_waiting(self, buckets: set[int]) -> None:
@@ -423,8 +431,8 @@ class GradientReducer:
             self._on_summed(bucket)
 
     def launch_bucket(self, i: int) -> None:
-        """The backward has gone past a bucket's parameters: its turn has come, on every rank at the same point of the
-        plan."""
+        """Called when backward has passed all parameters of bucket ``i``: starts the bucket's reduction if it is due.
+        Every rank calls it at the same point of the plan."""
         if self._reduces_this_backward and self._path.pass_turn(i):
             self._start(i)
 
@@ -434,8 +442,8 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Puts reductions off until the first backward outside. Gradients gather unsharded meanwhile, at every
-        stage."""
+        """Postpones reductions until the first backward outside of the context. Within it gradients are collected
+        unsharded, at every stage."""
         before, self.is_sync = self.is_sync, False
         self._set_mode()
         try:
@@ -446,7 +454,7 @@ class GradientReducer:
 
     @contextmanager
     def coalesce(self) -> Iterator[None]:
-        """Reduces once for all backward passes within."""
+        """Reduces once for all backward passes within the context."""
         before, self._is_coalescing = self._is_coalescing, True
         self._set_mode()
         try:
@@ -465,10 +473,10 @@ class GradientReducer:
         *,
         hash_of_inputs: Callable[[], int] = lambda: 0,
     ) -> WindowFacts:
-        """Completes every sum and exchanges the window's facts in one small collective. ``results`` holds the sums
-        afterwards. hash_of_inputs: of the window's batches, asked where tensor-parallel ranks compare it.
+        """Completes every sum and exchanges the window's facts in one small collective. Afterwards ``results`` holds
+        the sums. hash_of_inputs: returns a hash of the window's batches; called if tensor-parallel ranks compare it.
 
-        May be called again; it does something only after a further backward or an edit of a result.
+        It may be called again. A further call has an effect only after another backward or an edit of a result.
         """
         self._shown.take()
         if self.facts is not None:
@@ -505,24 +513,25 @@ class GradientReducer:
         return self.facts
 
     def _reduce_late(self, flags: Sequence[float]) -> bool:
-        """Reduces by themselves the gradients that came after their buckets; whether there were any, on any rank.
+        """Reduces gradients that came after the reduction of their bucket. Returns whether any rank had such gradients.
 
-        flags: of the parameters in order of registration, summed over the ranks."""
+        flags: the flag of each parameter, summed over the ranks; parameters in order of registration."""
         late = {self._bucket_of[slot.tracker_index] for slot, flag in zip(self._in_order, flags) if flag >= self._late}
         if late:
             self._on_change()
             for index in sorted(late):
                 bucket = self.buckets[index]
                 bucket.reduce().wait()
-                # Twins whose gradients were late on some have added the same numbers in other orders.
+                # A gradient may be late on some twins only. Then twins have added the same numbers in different orders,
+                # and their sums may differ by rounding.
                 if bucket.unit.twins.world_size > 1:
                     bucket.unit.twins.broadcast(bucket.result, 0, label="late gradients")
             self._path.take_late()
         return bool(late)
 
     def _plan_waiting(self, slots: Sequence[Slot]) -> None:
-        """``slots`` gave gradients after their buckets' turns on some rank: in the next window these wait, and no
-        others."""
+        """Makes the buckets of ``slots`` wait in the next window, and no other buckets. ``slots``: the parameters whose
+        gradients came after their bucket's turn on some rank."""
         self._have_waiting({self._bucket_of[slot.tracker_index] for slot in slots})
         self._may_be_late = bool(slots)
         if slots and not self._has_told_of_late:
@@ -544,9 +553,10 @@ class GradientReducer:
     def _exchange(self, notes: WindowNotes, hash_of_inputs: Callable[[], int]) -> list[float]:
         """[sum of squares, non-finite elements, bad losses, stops, losses, ranks with a loss, tokens,
         ``_contributed``..., hashes...], summed over the ranks that hold the same layers.
-        Parameters stand in order of registration; ``_late`` is added for a parameter whose bucket needs another
-        reduction."""
-        # Where ranks hold the same sums, one speaks for all. Twins have to find out that they do.
+        Parameters stand in order of registration. The flag of a parameter includes ``_late`` if its bucket needs
+        another reduction."""
+        # If several ranks hold the same sums, only one of them counts them. The sums of twins stand apart, because the
+        # exchange also checks that twins agree.
         with_twins = [unit for unit in self.units if unit.twins.world_size > 1]
         facts = [0.0, 0.0, float(notes.has_bad_loss), float(notes.wants_stop)]
         facts += [notes.loss or 0.0, float(notes.loss is not None), float(notes.n_tokens * self._is_first_twin)]
@@ -572,15 +582,15 @@ class GradientReducer:
         return torch.ops.deepspeed_c.flat_sumsq(results).tolist() if results else [0.0, 0.0]
 
     def note_edit(self, slot: Slot) -> None:
-        """Somebody wrote to a parameter's finished result: it counts as used, and the next ``finish`` takes the facts
-        anew. On all ranks alike."""
+        """Called on all ranks alike when a caller has written to a parameter's finished result. The parameter then
+        counts as used, and the next ``finish`` computes the facts anew."""
         self._on_change()
         self._path.see(slot.tracker_index)
         self.facts = None
 
     def first_nonfinite(self) -> tuple[str, int, int] | None:
-        """(name, inf elements, NaN elements) of the first bad parameter in this rank's results; costs a pass over
-        them."""
+        """(name, inf elements, NaN elements) of the first parameter with such elements in this rank's results. It reads
+        the results once."""
         for unit in self.units:
             results = self.results[unit]
             for fragment in sorted(unit.fragments, key=lambda f: f.slot.order):
@@ -591,13 +601,14 @@ class GradientReducer:
         return None
 
     def next_window(self) -> None:
-        """Forgets the window: called after the optimizer has read the results."""
+        """Begins the next window. Called after the optimizer has read the results."""
         self._shown.hide()
         self._on_change()
         self._reset_window()
 
     def discard(self) -> None:
-        """Drops everything that has gathered in this window, also when a backward pass raised and it is incomplete."""
+        """Drops all gradients of this window. It also works after a backward pass that raised and left the window
+        incomplete."""
         if self._fetcher is not None and self._fetcher.is_in_backward:
             self._fetcher.abort()
         while self._works:
@@ -618,8 +629,8 @@ class GradientReducer:
         return slot in self._views
 
     def drop(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Drops the gathered gradients of ``params`` in this window, between two passes and on all ranks alike.
-        Gradients in ``param.grad`` are dropped there."""
+        """Drops the collected gradients of ``params`` in this window. Call it between two passes and on all ranks
+        alike. It leaves out parameters whose gradients are shown: callers drop those in ``param.grad``."""
         if self.is_in_backward or not self.has_window:
             return
         slots = [slot for slot in map(self._slot_of.get, map(id, params)) if slot is not None and not self.shows(slot)]
@@ -633,7 +644,7 @@ class GradientReducer:
             self.facts = None
 
     def drop_spare_buffers(self) -> None:
-        """Frees the staging buffers that no gradient is in."""
+        """Frees the staging buffers that are not in use."""
         self.pools.staging.clear()
         self.comm.scratch.clear()
 

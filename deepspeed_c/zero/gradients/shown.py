@@ -1,4 +1,4 @@
-"""Gradients in ``param.grad``, as in plain torch, for stage 0, where every rank has the whole sums."""
+"""Gradients in ``param.grad``, as in plain torch. Used at stage 0, where every rank has the whole sums."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ __all__ = ["ShownGradients"]
 class ShownGradients:
     """Show ``param.grad`` between backward passes, as a view of the gradient buffer.
 
-    All edits count: writes in place, assignments, and None. ``take`` reads them back. During a pass ``param.grad`` is
-    None (``hide``): autograd would add a rank's own gradient to the sum over all ranks.
+    Every edit counts: writes in place, assignments, and None. ``take`` reads the edits back. During a pass
+    ``param.grad`` is None (``hide``), because autograd would otherwise add a rank's own gradient to the sum over all
+    ranks.
 
-    views: a view for each parameter, in its shape and dtype, with a version counter of its own. place: called before
-    a caller's gradient is written to the buffer of a parameter without one.
+    views: for each parameter a view of its gradient, in its shape and dtype, with a version counter of its own. place:
+    called with a parameter's slot before a gradient that a caller has assigned is written to the buffer.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class ShownGradients:
     ) -> None:
         self._path, self._place = path, place
         self._views = [(slot, slot.tracker_index, view) for slot, view in views.items()]
-        # The version of each view when it was shown; -1: not shown.
+        # The version of each view when it was shown; -1 if it is not shown.
         self._versions = [-1] * len(self._views)
 
     def __bool__(self) -> bool:
@@ -40,7 +41,7 @@ class ShownGradients:
     def show(self, *, everything: bool) -> None:
         """Sets ``param.grad``.
 
-        everything: also of parameters without a gradient here; other ranks may have one."""
+        everything: also set it for parameters without a gradient on this rank, because other ranks may have one."""
         seen = self._path.seen()
         for k, (slot, i, view) in enumerate(self._views):
             if (everything or seen[i]) and slot.param.requires_grad:
@@ -70,13 +71,14 @@ class ShownGradients:
                 view.copy_(grad.detach().to_dense() if grad.layout != torch.strided else grad.detach())
                 self._path.see(i)
                 slot.param.grad = view
-            # Clipping writes to the zeros of unused parameters as well; these stay unused.
+            # Clipping also writes to the gradients of unused parameters, which are zero. A gradient that is still zero
+            # leaves its parameter unused.
             elif not seen[i] and view.any():
                 self._path.see(i)
             self._versions[k] = view._version
 
     def hide(self) -> None:
-        """``param.grad`` is None again."""
+        """Sets ``param.grad`` back to None."""
         for k, (slot, _, _) in enumerate(self._views):
             if self._versions[k] >= 0:
                 slot.param.grad = None

@@ -1,5 +1,5 @@
-"""Parameters that are cut over tensor-parallel ranks: the part of a rank, and the ranks that sum a gradient besides the
-data-parallel ranks."""
+"""Parameters that are cut over tensor-parallel ranks: which part a rank holds, and which ranks sum a parameter's
+gradient in addition to the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def cut_of(param: torch.Tensor) -> Cut | None:
 
 
 def summed_over(param: torch.Tensor, n_ranks: int) -> Sequence[int]:
-    """The tensor-parallel ranks, of ``n_ranks``, that have to add up their parts of the gradient of ``param``: the
-    holders of a copy of the same heads, or all ranks, for a whole parameter that is used on parts
-    (``tp_sum_gradients``). One rank or none where there is nothing to sum."""
+    """The tensor-parallel ranks that must add up their contributions to the gradient of ``param``; there are
+    ``n_ranks`` in all. For a cut parameter they are the holders of a copy of the same heads. For a whole parameter that
+    each rank uses on a part of the data (``tp_sum_gradients``) they are all ranks. One rank or none: there is nothing
+    to sum."""
     cut = cut_of(param)
     if cut is not None:
         return cut.copies
@@ -31,20 +32,20 @@ def summed_over(param: torch.Tensor, n_ranks: int) -> Sequence[int]:
 
 
 def tied_over(param: torch.Tensor) -> Sequence[int]:
-    """The pipeline ranks with a copy of ``param`` in one of their layers, which sum its gradient (``pipe_tied_ranks``);
-    none where one rank has it."""
+    """The pipeline ranks that have a copy of ``param`` in one of their layers and sum its gradient
+    (``pipe_tied_ranks``). Empty if only one rank has the parameter."""
     return getattr(param, "pipe_tied_ranks", ())
 
 
 def numel_alike(param: torch.Tensor) -> int:
-    """The average number of elements of ``param`` on a tensor-parallel rank: the same on all of them, also where parts
-    have different sizes. For decisions that they have to make alike."""
+    """The average number of elements of ``param`` on a tensor-parallel rank. Tensor-parallel ranks use it for decisions
+    that they must make alike: it is the same on all of them, even if their parts have different sizes."""
     cut = cut_of(param)
     return shape_of(param).numel() if cut is None else cut.logical_shape.numel() // cut.n_ranks
 
 
 def check_cuts(model: torch.nn.Module, tp: Collectives) -> None:
-    """Raises ModelError where ``model`` has been cut already, over other ranks than ``tp``."""
+    """Raises ModelError if ``model`` has been cut already over other ranks than ``tp``."""
     for name, param in model.named_parameters():
         cut = cut_of(param)
         if cut is not None and (cut.n_ranks, cut.rank) != (tp.world_size, tp.rank):
@@ -57,7 +58,8 @@ def check_cuts(model: torch.nn.Module, tp: Collectives) -> None:
 
 
 def take_sums_over(model: torch.nn.Module) -> None:
-    """Removes the hooks that sum gradients over copies without an engine: this engine's buckets sum them."""
+    """Removes the hooks that sum gradients over copies when there is no engine. From now on this engine's buckets sum
+    them."""
     for param in model.parameters():
         hook = vars(param).pop("tp_sum_hook", None)
         if hook is not None:
@@ -65,11 +67,12 @@ def take_sums_over(model: torch.nn.Module) -> None:
 
 
 def read_marks(model: torch.nn.Module, tp: Collectives) -> None:
-    """Gives ``tp_cut`` to the parameters of a model cut by hand, which have the marks of Megatron's layers only:
-    ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``. Ranks may hold parts of different sizes.
+    """Sets ``tp_cut`` on the parameters of a model that was cut by hand. Such parameters have only the marks of
+    Megatron's layers: ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``. Ranks may hold parts of
+    different sizes.
 
     Collective over ``tp``, the ranks that hold the model together. Raises ModelError for marks that fit no tensor, and
-    where ``zero.Init`` has sharded a part over ranks that have other parts.
+    if ``zero.Init`` has sharded a part over ranks that hold other parts.
     """
     marked = {
         name: param
@@ -95,7 +98,8 @@ def read_marks(model: torch.nn.Module, tp: Collectives) -> None:
 
 
 def _cut(name: str, shapes: Sequence[tuple[int, ...]], dim: int, stride: int, rank: int) -> Cut:
-    """The part of rank ``rank`` where ranks hold ``shapes``: ``stride`` runs each along ``dim``, dealt out in turn."""
+    """The part of rank ``rank`` if the ranks hold ``shapes``. Each rank holds ``stride`` runs along ``dim``; the runs
+    are dealt out to the ranks in turn."""
     mine, n_dims = shapes[rank], len(shapes[rank])
     others = [(*shape[:dim], *shape[dim + 1 :]) for shape in shapes]
     if not 0 <= dim < n_dims or stride < 1 or len(set(others)) > 1 or any(shape[dim] % stride for shape in shapes):

@@ -1,4 +1,5 @@
-"""The layout of a model: units of trained and of frozen parameters, and the states of them that are sharded."""
+"""The layout of a model: its units of trained parameters and of frozen parameters, and which of their states are
+sharded."""
 
 from __future__ import annotations
 
@@ -31,9 +32,9 @@ from deepspeed_c.zero.weights.param import state_of, take_over, whole_of
 
 __all__ = ["Layout", "bucket_elems", "gather_for_good", "lay_out", "mark_leaves", "mesh_of_config", "persistent_params"]
 
-# Unless the user sizes the buckets, a model fills at least this many: all but the last are reduced while backward runs,
-# and stages 2 and 3 hold one or two of them beside their shard. Buckets below the floor cost more in latency than they
-# hide.
+# Number of buckets that a model fills at least, unless the user sets the size of buckets. All buckets but the last are
+# reduced while backward runs, and stages 2 and 3 hold one or two buckets beside their shard. Buckets smaller than the
+# floor cost more latency than overlap hides.
 DEFAULT_BUCKETS = 16
 DEFAULT_BUCKET_FLOOR_ELEMS = 1 << 20
 
@@ -55,7 +56,8 @@ class Layout(NamedTuple):
 
 
 def mark_leaves(model: torch.nn.Module, zero: Zero) -> None:
-    """Marks the modules that the configuration, their size, or their experts make leaves."""
+    """Marks modules as leaves: the modules that the configuration lists, modules of many small submodules, and modules
+    with a list of experts."""
     apply_zero_leaf_module_config(model, zero.leaf_module)
     if zero.stage3_module_granularity_threshold > 0:
         mark_fine_modules(model, zero.stage3_module_granularity_threshold)
@@ -64,16 +66,16 @@ def mark_leaves(model: torch.nn.Module, zero: Zero) -> None:
 
 
 def gather_for_good(model: torch.nn.Module) -> None:
-    """Makes every parameter of a model that was built under ``zero.Init`` an ordinary one: stages that keep weights
-    whole. Collective."""
+    """Makes every parameter of a model that was built under ``zero.Init`` an ordinary parameter, for stages that keep
+    weights whole. Collective."""
     for param in model.parameters():
         if state_of(param) is not None:
             take_over(param, whole_of(param))
 
 
 def persistent_params(params: Iterable[torch.nn.Parameter], zero: Zero) -> set[int]:
-    """Ids of the parameters that stay whole under stage 3: smallest first, each below one threshold, together below
-    the other."""
+    """Ids of the parameters that stay whole under stage 3. They are chosen from the smallest on, as long as each is
+    below ``stage3_param_persistence_threshold`` and all together are within ``stage3_model_persistence_threshold``."""
     chosen: set[int] = set()
     total = 0
     for param in sorted(params, key=numel_alike):
@@ -88,11 +90,11 @@ def persistent_params(params: Iterable[torch.nn.Parameter], zero: Zero) -> set[i
 
 
 def params_that_stay(params: Iterable[torch.nn.Parameter], ratio: float) -> set[int]:
-    """Ids of the parameters whose states are not offloaded where ``ratio`` (of ``offload_optimizer``) is less than 1
-    (Twin-Flow).
+    """Ids of the parameters whose states stay on the device (Twin-Flow). ``ratio`` (of ``offload_optimizer``) is the
+    share of elements whose states are offloaded.
 
-    They are spread over the model, so that the device's part of the step runs beside the host's from its beginning to
-    its end.
+    The parameters are spread over the model, so that the device updates its part during the host's whole part of the
+    step.
     """
     chosen: set[int] = set()
     offloaded = total = 0
@@ -107,10 +109,10 @@ def params_that_stay(params: Iterable[torch.nn.Parameter], ratio: float) -> set[
 
 
 def mesh_of_config(zero: Zero, mesh: Mesh) -> Mesh:
-    """The mesh that the configuration's ZeRO section cuts data parallelism into: groups of ``mics_shard_size``
-    neighbours each hold one copy of the shards.
+    """``mesh`` with its data-parallel ranks split as the configuration's ZeRO section says: each group of
+    ``mics_shard_size`` neighbours holds one copy of the shards.
 
-    Raises ConfigError where data parallelism has been cut already, or cannot be cut so."""
+    Raises ConfigError if the data-parallel ranks have been split already, or cannot be split into such groups."""
     n_shards = zero.mics_shard_size
     if n_shards < 1 or n_shards == mesh.size(DP_SHARD):
         return mesh
@@ -121,22 +123,23 @@ def mesh_of_config(zero: Zero, mesh: Mesh) -> Mesh:
 
 
 def bucket_elems(zero: Zero, n_elems: int, *, is_sized: bool) -> int:
-    """Most elements of a bucket of a model of ``n_elems``. One list of buckets serves all collectives, so the smallest
-    limit of their keys holds. ``is_sized``: the user sizes the buckets."""
+    """The most elements that a bucket may have in a model of ``n_elems`` elements. All collectives use the same
+    buckets, so the smallest of their keys' limits applies. ``is_sized``: the user sets the size of buckets."""
     limit = min(zero.reduce_bucket_size, zero.allgather_bucket_size or zero.reduce_bucket_size)
     if STAGES[zero.stage].parameters:
         limit = min(limit, zero.sub_group_size)
     if not is_sized:
         limit = min(limit, max(n_elems // DEFAULT_BUCKETS, DEFAULT_BUCKET_FLOOR_ELEMS))
         if STAGES[zero.stage].parameters:
-            # Two or three of them are live at a time, which must not outgrow a shard of a large model on many ranks.
+            # Two or three buckets are gathered at a time. Together they must not become larger than a shard of a large
+            # model on many ranks.
             limit = min(limit, max(zero.stage3_prefetch_bucket_size, DEFAULT_BUCKET_FLOOR_ELEMS))
     return max(limit, 1)
 
 
 def _limits(zero: Zero, elems: int, *, is_sized: bool) -> FetchLimits:
-    """Limits in elements. Prefetching is one bucket of ``elems``, which hides a gather, unless the user sizes it
-    (``is_sized``)."""
+    """The fetcher's limits in elements. Unless the user sets the amount to prefetch (``is_sized``), it is at most one
+    bucket of ``elems`` elements, which is enough to hide a gather."""
     ahead = zero.stage3_prefetch_bucket_size
     if not is_sized:
         ahead = min(ahead, elems)
@@ -146,7 +149,8 @@ def _limits(zero: Zero, elems: int, *, is_sized: bool) -> FetchLimits:
 def _why_copied(
     zero: Zero, comm: Collectives, placement: Placement, device: torch.device, *, shards_params: bool
 ) -> str:
-    """Why gathers copy the weights although ``comm.zero_copy_gather`` asks for the opposite; "" where they need not."""
+    """The reason why gathers copy the weights although ``comm.zero_copy_gather`` asks for gathers without a copy; "" if
+    they need no copy."""
     if not STAGES[zero.stage].parameters:
         return f"no weights are gathered at ZeRO stage {zero.stage}"
     if not shards_params:
@@ -169,11 +173,11 @@ def lay_out(
     gather_pool: BufferPool | None = None,
 ) -> Layout:
     """Makes the units of a model with the optimizer groups ``groups`` (empty for an engine that only evaluates), and
-    shards its states as the stage says.
+    shards the model's states as the stage says.
 
-    ``device``: the device that computes (default: each parameter's own). ``shard_axes``: the axes among ``TOKENS`` over
-    which the stage cuts a parameter; along the other axes lie copies. ``gather_pool``: the fetcher's pool, instead of a
-    new one. Collective where the groups of such axes are not there yet.
+    ``device``: the device that computes (default: each parameter's own). ``shard_axes``: returns the axes among
+    ``TOKENS`` over which the stage cuts a parameter; ranks along the other axes hold copies. ``gather_pool``: a pool
+    for the fetcher to use instead of a new one. Collective if the process groups of such axes have not been made yet.
     """
     zero, sharding = config.zero, STAGES[config.zero.stage]
 
@@ -201,10 +205,11 @@ def lay_out(
     names: Mapping[int, tuple[str, int]] = {id(p): (name, i) for i, (name, p) in enumerate(model.named_parameters())}
     names_by_group = [[names[id(p)][0] for p in group] for group in groups]
     trained_ids = {id(p) for group in groups for p in group}
-    # A parameter that requires a gradient and is in no group is the caller's, and so are its gradients.
+    # If a parameter requires a gradient and is in no group, it stays out of the layout: the caller handles it and its
+    # gradient.
     frozen = [p for p in model.parameters() if id(p) not in trained_ids and not (groups and p.requires_grad)]
     n_trained = sum(numel_alike(p) for group in groups for p in group)
-    # On one rank too where the shard lies elsewhere than the weights that are used.
+    # A single rank shards as well if its shard is kept in another place than the weights in use.
     shards_params = sharding.parameters and (mesh.size(*SHARDS) > 1 or placement.weights != ON_DEVICE.weights)
     whole: set[int] = set()
     if shards_params:

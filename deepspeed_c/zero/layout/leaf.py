@@ -1,4 +1,5 @@
-"""Leaf modules: gathered as one piece, because ranks may run different parts of them (the experts of a mixture)."""
+"""Leaf modules, which are gathered as a whole because ranks may run different parts of them (the experts of a mixture).
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def _class_name(module: torch.nn.Module) -> tuple[str, str]:
 
 
 def _listed(given: Any) -> list[Any]:
-    """One class or name stands for a list of it."""
+    """Returns ``given`` as a list; a single class or name becomes a list of one."""
     return [given] if isinstance(given, (str, type)) else list(given)
 
 
@@ -147,8 +148,8 @@ def set_z3_leaf_modules_by_suffix(
 
 
 def apply_zero_leaf_module_config(model: torch.nn.Module, leaf_cfg: Any) -> list[torch.nn.Module]:
-    """Marks the modules of the section ``zero_optimization.leaf_module``: classes, names, name_suffixes. Missing
-    modules are no error."""
+    """Marks the modules of the section ``zero_optimization.leaf_module``: classes, names, name_suffixes. A listed
+    module that the model does not have is no error."""
     marked: list[torch.nn.Module] = []
     if leaf_cfg.classes:
         marked += set_z3_leaf_modules(model, leaf_cfg.classes, raise_if_not_found=False)
@@ -160,8 +161,8 @@ def apply_zero_leaf_module_config(model: torch.nn.Module, leaf_cfg: Any) -> list
 
 
 def mark_fine_modules(model: torch.nn.Module, threshold: int) -> list[torch.nn.Module]:
-    """Marks the topmost modules whose parameters per module below them (``stage3_module_granularity_threshold``) are
-    at most ``threshold`` elements."""
+    """Marks the topmost modules that have at most ``threshold`` elements of parameters for each submodule below them
+    (``stage3_module_granularity_threshold``)."""
     found: list[torch.nn.Module] = []
     todo = list(model.children())
     while todo:
@@ -179,9 +180,9 @@ _EXPERTS = re.compile(r"experts?$")
 
 
 def find_expert_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Modules that hold a list of experts, by the names that mixtures are written with: ``experts`` (a ModuleList or
-    ModuleDict of at least two modules of one class). The data decides about the experts that run, so ranks would
-    disagree; the module that holds the list becomes the leaf."""
+    """Modules that hold a list of experts: a ModuleList or ModuleDict of at least two modules of one class, whose name
+    ends in ``expert`` or ``experts``. The data decides which experts run, so ranks would gather different experts.
+    Therefore the module that holds the list becomes a leaf."""
     found = []
     for module in model.modules():
         for name, child in module.named_children():

@@ -9,7 +9,7 @@ __all__ = ["STAGES", "Sharding", "ZeroStageEnum"]
 
 
 class ZeroStageEnum(IntEnum):
-    """DeepSpeed's names of the stages, which pickles of its checkpoints hold."""
+    """DeepSpeed's names of the stages. Pickles in DeepSpeed's checkpoints refer to them."""
 
     disabled = 0
     optimizer_states = 1
@@ -22,7 +22,7 @@ class Sharding(NamedTuple):
     """The model states that are cut over the data-parallel ranks. Everything else is a copy on each."""
 
     optimizer: bool  # master weights and moments
-    gradients: bool  # reduced gradients: each micro-batch goes straight into the owned shard
+    gradients: bool  # reduced gradients: each micro-batch is reduced straight into the owned shard
     parameters: bool  # the weights themselves
 
 

@@ -39,7 +39,7 @@ class Dtypes(NamedTuple):
     param: torch.dtype
     comm: torch.dtype
     master: torch.dtype | None  # None: not trained
-    is_sparse: bool = False  # rows that were not touched are not sent
+    is_sparse: bool = False  # only rows with gradients are sent
 
 
 class UnitGroups(NamedTuple):
@@ -55,12 +55,13 @@ class UnitKind(NamedTuple):
     """The common properties of all parameters of a unit. Parameters of one optimizer group that differ in them get
     units of their own."""
 
-    device: torch.device  # computes with them
+    device: torch.device  # the device that computes with the parameters
     dtypes: Dtypes
-    is_sharded: bool  # the weights; masters are wherever there is more than one shard
+    is_sharded: bool  # of the weights; masters are sharded if there is more than one shard
     placement: Placement
     groups: UnitGroups
-    # Over tensor-parallel ranks. Norms count each element once; without copies the groups do not tell these apart.
+    # Whether the parameters are cut over tensor-parallel ranks. Norms count each element once, and without copies the
+    # groups of cut and whole parameters do not differ.
     is_cut: bool
 
 
@@ -76,7 +77,7 @@ class Fragment(NamedTuple):
 
 @dataclass(eq=False)
 class Slot:
-    """Where one parameter lies in its unit."""
+    """The place of one parameter in its unit."""
 
     param: torch.nn.Parameter
     name: str
@@ -87,11 +88,11 @@ class Slot:
     offset: int  # first element within the unit's flat buffer
     numel: int
     shape: torch.Size
-    # Filled by the gradient reducer: index of the parameter and of its bucket over all units.
+    # Set by the gradient reducer: index of the parameter over all units.
     tracker_index: int = -1
 
     def __post_init__(self) -> None:
-        # The first dimension's is the product of the others', and so on.
+        # The stride of a dimension is the product of the sizes of all later dimensions.
         self._strides = tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
 
     @property
@@ -105,8 +106,9 @@ class Slot:
         return self.shape if self.cut is None else self.cut.logical_shape
 
     def view(self, flat: torch.Tensor, begin: int = 0) -> torch.Tensor:
-        """The parameter's place in ``flat``, whose first element is element ``begin`` of the unit's flat buffer."""
-        # One call and not two (narrow, view): it is made for every parameter in every step.
+        """A view of the parameter's elements in ``flat``. The first element of ``flat`` is element ``begin`` of the
+        unit's flat buffer."""
+        # One call instead of two (narrow and view), because every step makes it for every parameter.
         return flat.as_strided(self.shape, self._strides, flat.storage_offset() + self.offset - begin)
 
 
@@ -114,12 +116,12 @@ class Unit:
     """The parameters of one layout, and this rank's shard of their master weights.
 
     Weights are whole on every rank, or sharded. Whole weights lie in ``flat_param`` ([flat_elems], in the parameters'
-    dtype), which is the storage of ``param.data`` of every member. Of sharded weights a rank keeps ``weight_slices``,
-    one slice of each bucket. If the slices are contiguous in memory, ``param_shard`` ([shard_elems]) is all of them.
-    ``gather_unit.py`` gathers a bucket while it is used; with joint memory of the ranks (``joint``) the bucket is there
-    already. ``master`` holds this rank's slice of each bucket, in fp32, or in the parameters' dtype if the optimizer
-    updates parameters in that dtype. If the parameter is its own master, the slices are views of the weights, and no
-    second copy exists.
+    dtype), which is the storage of ``param.data`` of every member. If weights are sharded, a rank keeps
+    ``weight_slices``, one slice of each bucket. If the slices are contiguous in memory, ``param_shard`` ([shard_elems])
+    holds all of them. ``gather_unit.py`` gathers a bucket while it is used. If the slices lie in joint memory of the
+    ranks (``joint``), every rank sees the whole bucket there without a gather.``master`` holds this rank's slice of
+    each bucket, in fp32, or in the parameters' dtype if the optimizer updates parameters in that dtype. If the
+    parameter is its own master, the slices are views of the weights, and no second copy exists.
 
     Masters, states and sharded weights are cut over the ranks of ``comm``: each rank has a slice of each bucket.
     ``replicas`` are the ranks with the same shard as this rank; each of them makes the same update. A parameter's
@@ -128,7 +130,7 @@ class Unit:
     together hold the logical tensors of this rank's parts.
 
     ``states`` and ``weights`` are the homes of masters with states, and of weights; both may be offloaded. Use
-    ``master`` only within ``states.open(bucket)``, and ``weight_slices`` only within ``weights.open(bucket)``.
+    ``master`` only within ``states.open(bucket)``, and ``weight_slices`` within ``weights.open(bucket)``.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class Unit:
         bucket_elems: int,
         joins: bool = False,
     ) -> None:
-        """joins: sharded weights lie in joint memory of ``comm`` where there is room for that."""
+        """joins: put sharded weights into joint memory of ``comm`` if there is room for them."""
         dtypes, comm = kind.dtypes, kind.groups.comm
         self.group, self.is_sharded, self.device = group, kind.is_sharded, kind.device
         states, weights = kind.placement.states, (kind.placement if self.is_sharded else ON_DEVICE).weights
@@ -150,7 +152,7 @@ class Unit:
         self.master_dtype = dtypes.master or dtypes.param
         self.comm, self.replicas, self.twins, self.parts = kind.groups
         layout = _C.ZeroLayout([shape_of(p).numel() for _, _, p in params], comm.world_size, bucket_elems, ALIGN_ELEMS)
-        # Read once: each look at an attribute of the layout makes a list anew.
+        # The attributes of the layout are read once, because each access makes a new list.
         self.flat_elems: int = layout.flat_elems
         self.shard_elems: int = layout.shard_elems
         self.bucket_begin: list[int] = layout.bucket_begin
@@ -171,9 +173,9 @@ class Unit:
         is_trained, is_alike = dtypes.master is not None, self.master_dtype == self.dtype
         is_apart = self.states.is_apart != self.weights.is_apart
         self.copies_up = is_trained and (is_apart or (is_alike and self.weights.has_slices))
-        """Whether an update must copy the masters to the weights: these lie in another memory, or in a file of their
-        own and in the masters' dtype."""
-        # Elsewhere one copy serves as both where dtypes allow.
+        """Whether the masters must be copied to the weights after an update. This is so if the weights lie in another
+        memory, or if they have the masters' dtype but lie in a file of their own."""
+        # If the dtypes are equal and no such copy is needed, the same memory holds masters and weights.
         self.master_is_param = not is_trained or (is_alike and not self.copies_up)
         self.flat_param: torch.Tensor | None = None
         self.param_shard: torch.Tensor | None = None
@@ -202,9 +204,9 @@ class Unit:
     def _fill(self) -> None:
         """Casts the members' weights into the buffers, and makes the master slices.
 
-        Masters start from the weights as they were given, not from their 16-bit image. It takes one parameter at a
-        time: a sharded one gives up its own storage before the next comes. Collective where members are sharded already
-        (``zero.Init``).
+        Masters start from the weights as they were given, not from the weights rounded to 16 bits. Parameters are
+        handled one at a time: the storage of a sharded parameter is freed before the next parameter is read. Collective
+        if members are sharded already (``zero.Init``).
         """
         with torch.no_grad():
             self._master: list[torch.Tensor] = []
@@ -232,19 +234,19 @@ class Unit:
                     take_over(slot.param, view)
                 else:
                     take_over(slot.param, torch.empty(0, dtype=self.dtype, device=self.device))
-                del whole  # before the next is put together
+                del whole  # before the next parameter is gathered
                 mine = None
             for bucket in range(self.n_buckets):
-                self._make_master(bucket)  # also for buckets of nothing but padding
+                self._make_master(bucket)  # also for buckets that hold only padding
 
     def _make_master(self, bucket: int) -> None:
-        """Makes a bucket's masters, where each bucket's have memory of their own. They come one by one as they are
-        filled: the weights as given go on the way."""
+        """Makes a bucket's masters if each bucket's masters have memory of their own. They are made just before they
+        are filled: meanwhile the given weights are freed one by one."""
         if self.master[bucket].numel() != self.slice_elems[bucket]:
             self.master[bucket] = self.states.new_zeros(self.slice_elems[bucket], self.master_dtype)
 
     def label(self, bucket: int) -> str:
-        """This rank's part of a bucket, for messages."""
+        """A name of this rank's part of a bucket, for messages."""
         if bucket not in self._labels:
             names = [slot.name for slot in self.bucket_slots[bucket] if slot in self.fragment_of]
             self._labels[bucket] = " to ".join(dict.fromkeys((names[0], names[-1]))) if names else "padding"
@@ -252,16 +254,17 @@ class Unit:
 
     @property
     def n_ranks(self) -> int:
-        """Over how many ranks its gradients are summed."""
+        """The number of ranks over which the unit's gradients are summed."""
         return self.comm.world_size * self.replicas.world_size
 
     @property
     def carrier(self) -> Collectives:
-        """The ranks that exchange its buckets: the ranks that share it, or else the ranks that hold copies."""
+        """The ranks that exchange the unit's buckets: the ranks that hold its shards if it is cut, otherwise the ranks
+        that hold copies."""
         return self.comm if self.is_cut else self.replicas
 
     def new_zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros on its device for buffers of collectives."""
+        """Zeros on the unit's device, in memory that suits collectives."""
         memory = self.carrier.allocate(numel * dtype.itemsize, self.device).view(dtype)
         if self.device.type == "cpu":
             flat.zero_([memory])  # by the threads that will update it: see ``Home.new_zeros``
@@ -270,18 +273,20 @@ class Unit:
 
     @property
     def sums_in_place(self) -> bool:
-        """Whether the sums of its gradients are the gradients themselves: there is nothing to sum over, and they stay
-        in their memory."""
+        """Whether the unit's gradients need no reduction: no other rank has gradients to add, and the sums are kept
+        where the gradients are."""
         return self.n_ranks == 1 and not self.states.is_apart
 
     @property
     def is_cut(self) -> bool:
-        """Whether a rank has but a part of it: masters, states, and the weights where they are sharded."""
+        """Whether each rank has only a part of the unit's masters and states, and of its weights if they are sharded.
+        """
         return self.comm.world_size > 1
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank's shard counts in sums over all ranks: of the copies of a shard, one counts."""
+        """Whether this rank's shard counts in sums over all ranks. If several ranks hold the same shard, only one of
+        them counts it."""
         return self.copy_index == 0
 
     @property
@@ -291,12 +296,12 @@ class Unit:
 
     @property
     def copy_index(self) -> int:
-        """This rank's number among those."""
+        """This rank's number among the ranks that hold the same shard."""
         return self.replicas.rank * self.twins.world_size + self.twins.rank
 
     @property
     def has_parts(self) -> bool:
-        """Whether its parameters are parts of logical tensors, cut over tensor-parallel ranks."""
+        """Whether any of the unit's parameters is a part of a logical tensor that is cut over tensor-parallel ranks."""
         return any(slot.cut is not None for slot in self.slots)
 
     @property
@@ -307,7 +312,7 @@ class Unit:
 
     @property
     def master_flat(self) -> torch.Tensor | None:
-        """All of them, where they lie together and are no parameters."""
+        """This rank's masters as one tensor; None if they are not contiguous or are the parameters themselves."""
         self.states.settle()
         return self._master_flat
 
@@ -319,11 +324,11 @@ class Unit:
         return self.bucket_numel(bucket) * self.dtype.itemsize
 
     def bucket_view(self, flat: torch.Tensor, bucket: int) -> torch.Tensor:
-        """Bucket of a flat buffer of the whole unit."""
+        """A view of bucket ``bucket`` in a flat buffer of the whole unit."""
         return flat.narrow(0, self.bucket_begin[bucket], self.bucket_numel(bucket))
 
     def piece_elems(self, bucket: int) -> int:
-        """How many elements of a bucket's masters and states their home moves at once; 0: all."""
+        """The number of elements that the home moves at once of a bucket's masters and states; 0: all."""
         return self.states.piece_elems(self.slice_elems[bucket])
 
     def own_slice(self, bucket_buffer: torch.Tensor, bucket: int) -> torch.Tensor:
@@ -332,22 +337,22 @@ class Unit:
         return bucket_buffer.narrow(0, self.comm.rank * n, n)
 
     def shard_slice(self, shard: torch.Tensor, bucket: int) -> torch.Tensor:
-        """Bucket's slice within a buffer that holds this rank's shard."""
+        """The slice of bucket ``bucket`` in a buffer that holds this rank's shard."""
         return shard.narrow(0, self.shard_offset[bucket], self.slice_elems[bucket])
 
     def param_slice(self, bucket: int) -> torch.Tensor:
-        """This rank's slice of the parameters themselves."""
+        """This rank's slice of a bucket's weights."""
         if self.is_sharded:
             return self.weight_slices[bucket]
         return self.own_slice(self.bucket_view(self.flat_param, bucket), bucket)
 
     def piece(self, slices: Sequence[torch.Tensor], fragment: Fragment) -> torch.Tensor:
-        """A fragment's elements in a list of this rank's slices, one per bucket."""
+        """A view of a fragment's elements in ``slices``, a list of this rank's slices with one slice per bucket."""
         bucket = fragment.slot.bucket
         return slices[bucket].narrow(0, fragment.shard_begin - self.shard_offset[bucket], fragment.numel)
 
     def masters(self, bucket: int) -> list[Tagged]:
-        """A bucket's masters; none where they are parameters."""
+        """A bucket's masters; empty if the masters are the parameters themselves."""
         if self.master_is_param:
             return []
         name = f"masters of {self.label(bucket)}"
@@ -355,22 +360,23 @@ class Unit:
 
     @property
     def steps_ahead(self) -> bool:
-        """Whether the host may update its masters while backward runs: they lie in host memory, and backward reads
-        other tensors."""
+        """Whether the host may update the unit's masters while backward runs. It may if they lie in host memory and are
+        not the weights that backward reads."""
         return not self.master_is_param and (self.states.is_apart or self.device.type == "cpu")
 
     def master_bytes(self, bucket: int | None = None) -> int:
-        """How many bytes masters (a bucket's) take beside the weights; 0 where they are parameters."""
+        """The bytes that masters (of one bucket, or of all) take in addition to the weights; 0 if the masters are the
+        parameters themselves."""
         elems = self.shard_elems if bucket is None else self.slice_elems[bucket]
         return 0 if self.master_is_param else elems * self.master_dtype.itemsize
 
     @property
     def weight_bytes(self) -> int:
-        """How many bytes this rank keeps of the weights."""
+        """The bytes of weights that this rank keeps."""
         return (self.shard_elems if self.is_sharded else self.flat_elems) * self.dtype.itemsize
 
     def describe(self) -> str:
-        """Its size, and where everything of it lies."""
+        """A text for messages: the unit's size, dtypes, and the places of its weights and states."""
         return (
             f"weights {'sharded' if self.is_sharded else 'whole'}, {len(self.slots)} parameters,"
             f" {self.flat_elems} elements of {self.dtype} ({self.weights.label}), reduced in {self.comm_dtype},"
@@ -380,70 +386,74 @@ class Unit:
         )
 
     def _weights_of(self, bucket: int) -> list[Tagged]:
-        """A bucket's sharded weights. Everybody reads whole ones at any time: those have no home."""
+        """A bucket's sharded weights. Empty for whole weights: they are read at any time, so they have no home."""
         if not self.is_sharded:
             return []
         return [Tagged(self.weight_slices[bucket], f"weights of {self.label(bucket)}")]
 
     def weight_piece(self, fragment: Fragment) -> torch.Tensor:
-        """A fragment's elements of the weights, flat, within ``weights.open``."""
+        """A fragment's elements of the weights, flat. Use it within ``weights.open``."""
         if self.is_sharded:
             return self.piece(self.weight_slices, fragment)
         return self.flat_param.narrow(0, fragment.flat_begin, fragment.numel)
 
     def master_piece(self, fragment: Fragment) -> torch.Tensor | None:
-        """A fragment's elements of the masters, flat, within ``states.open``; None where the parameter is its own
-        master."""
+        """A fragment's elements of the masters, flat; None if the parameter is its own master. Use it within
+        ``states.open``."""
         return None if self.master_is_param else self.piece(self.master, fragment)
 
     def put_master(self, fragment: Fragment, values: torch.Tensor) -> None:
-        """Overwrites a fragment's elements of the masters by ``values``, flat; does nothing where the parameter is its
+        """Overwrites a fragment's elements of the masters with ``values`` (flat). Does nothing if the parameter is its
         own master."""
         if not self.master_is_param:
             with self.states.open(fragment.slot.bucket):
                 self.piece(self.master, fragment).copy_(values)
 
     def copy_of_masters(self) -> torch.Tensor | None:
-        """A copy of all masters, flat; None where they are parameters."""
+        """A copy of all masters, flat; None if the masters are the parameters themselves."""
         return None if self.master_is_param else torch.cat(self.master)
 
     def put_masters(self, values: torch.Tensor | None) -> None:
-        """Overwrites all masters by a result of ``copy_of_masters``."""
+        """Overwrites all masters with a result of ``copy_of_masters``."""
         for bucket, mine in enumerate(self.master if values is not None else ()):
             mine.copy_(self.shard_slice(values, bucket))
 
     def copies(self, bucket: int) -> list[torch.Tensor]:
-        """The weights, where an update writes them along with the masters: as casts of those, in the same memory."""
+        """The weights that an update writes together with the masters: they are casts of the masters, in the same
+        memory. Empty if the update does not write weights separately."""
         return [] if self.master_is_param or self.copies_up else [self.param_slice(bucket)]
 
     def copy_up(self, bucket: int) -> None:
-        """Brings the weights that an update has not written (``copies``)."""
+        """Copies the masters to the weights if the update has not written the weights itself (``copies``)."""
         if self.copies_up:
             self.bring_weights(bucket)
 
     def copy_up_part(self, bucket: int, begin: int, masters: torch.Tensor) -> None:
-        """As ``copy_up``, of the elements from ``begin`` on. It waits: ``masters`` may be used again."""
+        """As ``copy_up``, for the elements from ``begin`` on. The copy has ended on return, so ``masters`` may be used
+        again."""
         if self.copies_up:
             self.param_slice(bucket).narrow(0, begin, masters.numel()).copy_(masters)
 
     def gather_weights(self, bucket: int, *, use_broadcast: bool = False, label: str = "") -> Work:
-        """Sends this rank's slice of whole weights to all ranks. Collective; sharded weights wait for their use."""
+        """Sends this rank's slice of whole weights to all ranks. Collective. Does nothing for sharded weights, which
+        are gathered when they are used."""
         if self.is_sharded:
             return Work.done()
         return self.comm.all_gather(self.bucket_view(self.flat_param, bucket), use_broadcast=use_broadcast, label=label)
 
     def bring_weights(self, bucket: int) -> None:
-        """Writes the weights that forward uses from the masters: casts them, or copies from one memory to the other.
-        Both are open."""
+        """Writes the masters to the weights that forward uses: casts them, or copies them from one memory to the other.
+        Masters and weights must be open."""
         if self.copies_up:
-            # Unpinned memory is staged before the call returns; a pinned master is not written to before gradients of
-            # the new weights have come.
+            # The copy may still run when the call returns. Unpinned memory has been staged by then. A pinned master is
+            # not written to before gradients of the new weights have arrived.
             self.param_slice(bucket).copy_(self.master[bucket], non_blocking=self.states.is_apart)
         elif not self.master_is_param and self.slice_elems[bucket]:
             torch.ops.deepspeed_c.flat_cast_(self.master[bucket], self.param_slice(bucket))
 
     def refresh_master(self) -> None:
-        """Takes the masters anew from the parameters (after somebody wrote to them, e.g. ``load_state_dict``)."""
+        """Overwrites the masters with the parameters' values, after somebody wrote to the parameters (e.g.
+        ``load_state_dict``)."""
         if not self.master_is_param:
             for bucket in range(self.n_buckets):
                 with self.states.open(bucket), self.weights.open(bucket, writes=False), torch.no_grad():
@@ -451,7 +461,7 @@ class Unit:
             self.note_weights()
 
     def note_weights(self) -> None:
-        """Masters and weights agree now: earlier writes to the weights are no edits any more."""
+        """Records that masters and weights agree now: earlier writes to the weights no longer count as edits."""
         if self._has_whole_copies:
             self._versions = [slot.param._version for slot in self.slots]
 
@@ -460,15 +470,16 @@ class Unit:
         return self.flat_param is not None and not self.master_is_param
 
     def _edited(self, slots: Sequence[Slot]) -> list[Slot]:
-        """The ``slots`` with writes in place that their masters do not know. Torch counts such writes, but not those
-        through ``.data``; sharded weights have ways of their own (``gathered.py``)."""
+        """The ``slots`` whose weights have been written to in place since the masters last agreed with them. Torch's
+        version counter shows such writes, except for writes through ``.data``. Edits of sharded weights are handled in
+        ``gathered.py``."""
         if not self._has_whole_copies:
             return []
         return [slot for slot in slots if slot.param._version != self._versions[slot.index]]
 
     def keep_edits(self, slots: Sequence[Slot]) -> None:
-        """The masters of ``slots`` take over writes in place to their whole weights: the elements that differ from the
-        masters' own rounding."""
+        """Copies edits in place of whole weights to the masters of ``slots``. An element counts as edited if it differs
+        from its master rounded to the weights' dtype."""
         for bucket, edited in itertools.groupby(self._edited(slots), key=lambda slot: slot.bucket):
             with self.states.open(bucket), torch.no_grad():
                 for slot in edited:
@@ -476,12 +487,13 @@ class Unit:
                     if fragment is not None:
                         master = self.piece(self.master, fragment)
                         weight = self.weight_piece(fragment).to(master.device)
-                        is_other = weight != master.to(weight.dtype)  # true for NaN, which is no harm
+                        is_other = weight != master.to(weight.dtype)  # also true for NaN, which does no harm
                         master.copy_(torch.where(is_other, weight.to(master.dtype), master))
                     self._versions[slot.index] = slot.param._version
 
     def ranges_of(self, slot: Slot) -> tuple[list[int], list[int]]:
-        """The elements of a parameter in each rank's shard: (first elements, counts), by rank."""
+        """The range of a parameter's elements in each rank's shard: (first element of each rank, count of each rank).
+        """
         begins, numels = [], []
         first, slice_elems = self.bucket_begin[slot.bucket], self.slice_elems[slot.bucket]
         for rank in range(self.comm.world_size):
@@ -492,7 +504,7 @@ class Unit:
         return begins, numels
 
     def release(self) -> None:
-        """Gives every parameter storage of its own again, so that the model outlives the unit."""
+        """Gives every parameter storage of its own again, so that the model can be used after the unit is gone."""
         with torch.no_grad():
             if self.flat_param is not None:
                 for slot in self.slots:
@@ -525,10 +537,11 @@ def build_units(
     first buckets fill first.
 
     names: ``id(param)`` -> (name, order of registration). bucket_elems: number of ranks that share a unit -> most
-    elements of a bucket. dtypes_of: the dtypes of weights, reductions and masters. is_sharded: whether weights are
-    sharded; masters are wherever a unit has more than one shard. groups_of: the ranks that hold the shards of a
-    parameter, and their copies. joins: sharded weights lie in memory that the ranks hold together. placement_of: where
-    its states and weights live. device: computes with them (default: where each is).
+    elements of a bucket. dtypes_of: the dtypes of weights, reductions and masters. is_sharded: whether a parameter's
+    weights are sharded; masters are sharded if the unit has more than one shard. groups_of: the ranks that hold the
+    shards of a parameter, and the ranks that hold copies. joins: sharded weights lie in joint memory of the ranks.
+    placement_of: where a parameter's states and weights live. device: the device that computes with the parameters
+    (default: each parameter's own).
     """
     units: list[Unit] = []
     for index, group in enumerate(groups):

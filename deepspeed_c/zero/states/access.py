@@ -1,5 +1,5 @@
-"""Reading and writing the fp32 master, optimizer state and gradient of a parameter, whole or this rank's piece, at
-every stage.
+"""Reading and writing a parameter's fp32 master, optimizer states and gradient at every stage: the whole tensor, or
+this rank's piece of it.
 
 The ``full`` functions are collective when states are sharded: call them on all ranks. The ``local`` functions use only
 this rank's piece, a flat tensor (empty on ranks that own nothing of the parameter).
@@ -46,7 +46,7 @@ class ParamHandle:
         self.optimizer, self.slot = optimizer, slot
 
     def drop_gradient(self) -> None:
-        """``param.grad`` has been set to None."""
+        """Called when a caller has set ``param.grad`` to None: drops the engine's gradient of the parameter."""
         self.optimizer.drop_gradients([self.slot.param])
 
     def __reduce__(self):
@@ -69,7 +69,7 @@ def attach(optimizer: ZeroOptimizer, slot: Slot) -> None:
 
 
 def detach(slot: Slot) -> None:
-    """Undoes ``attach``; nothing where the parameter is attached to another engine's slot, or to none."""
+    """Undoes ``attach``. Does nothing if the parameter is attached to another engine's slot, or to no slot."""
     handle = _find(slot.param)
     if handle is not None and handle.slot is slot:
         stop_noticing(slot.param)
@@ -81,15 +81,15 @@ def _find(param: torch.nn.Parameter) -> ParamHandle | None:
 
 
 def _resident(handle: ParamHandle, *, writes: bool = True) -> AbstractContextManager:
-    """Meanwhile the parameter's masters and states are in memory, also with offload, and masters know of edits of the
-    weights."""
+    """Context within which the parameter's master and states are in memory, also with offload. The master has taken
+    over earlier edits of the weights."""
     handle.optimizer.keep_edits(handle.slot)
     return handle.slot.unit.states.open(handle.slot.bucket, writes=writes)
 
 
 def _whole(handle: ParamHandle, piece: torch.Tensor | None) -> torch.Tensor:
-    """The parameter's elements from every rank's piece, as fp32 in the parameter's shape. Exact: bits are summed, not
-    values."""
+    """Puts the pieces of all ranks together: fp32, in the parameter's shape. The result is exact, because bits are
+    summed and not values."""
     slot = handle.slot
     whole = torch.zeros(slot.numel, dtype=torch.float32, device=slot.unit.device)
     if piece is not None:
@@ -133,7 +133,7 @@ def _local(handle: ParamHandle, piece: torch.Tensor | None) -> torch.Tensor:
 
 
 def safe_get_full_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """The whole fp32 master weight, a copy in the parameter's shape; None for a parameter that no engine trains."""
+    """A copy of the whole fp32 master weight in the parameter's shape; None for a parameter that no engine trains."""
     if (handle := _find(param)) is None:
         return None
     with _resident(handle, writes=False):
@@ -159,8 +159,8 @@ def safe_get_local_fp32_param(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Overwrites this rank's piece of the master weight; call it on all ranks, since the weights are then gathered
-    anew."""
+    """Overwrites this rank's piece of the master weight. Call it on all ranks, because the weights are gathered
+    afterwards."""
     if (handle := _find(param)) is not None:
         with _resident(handle):
             handle.optimizer.begin_writes()
@@ -171,8 +171,8 @@ def safe_set_local_fp32_param(param: torch.nn.Parameter, value: torch.Tensor) ->
 def _state_piece(handle: ParamHandle, key: str) -> torch.Tensor | None:
     """This rank's piece of a named state. Collective.
 
-    Where any rank has no state of that name, all ranks raise: ranks that own nothing of the parameter could not know,
-    and would wait for the others."""
+    If any rank has no state of that name, all ranks raise. A rank that owns nothing of the parameter cannot see by
+    itself that the name is wrong, and would otherwise wait for the others."""
     optimizer = handle.optimizer
     error: StateError | None = None
     piece: torch.Tensor | None = None
@@ -251,11 +251,11 @@ def safe_get_full_grad(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_full_grad(param: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Overwrites the gradient that the next ``engine.step()`` uses; the same moment and meaning as
-    ``safe_get_full_grad``.
+    """Overwrites the gradient that the next ``engine.step()`` uses. It is valid at the same times as
+    ``safe_get_full_grad``, and the value has the same scale.
 
-    On all ranks. The step updates this parameter then, also where no backward has reached it, as plain torch does once
-    ``param.grad`` is a tensor.
+    Call it on all ranks. The step then updates this parameter even if no backward has reached it, as plain torch does
+    if ``param.grad`` is a tensor.
     """
     _set_gradient(param, value, _write, "a gradient")
 
@@ -278,8 +278,8 @@ def safe_update_full_grad_vectorized(
     param_list: Sequence[torch.nn.Parameter],
     update_func: Callable[[torch.Tensor, torch.nn.Parameter], torch.Tensor],
 ) -> None:
-    """Replaces each gradient by ``update_func(gradient, parameter)``; parameters that no backward of the window has
-    reached on any rank have none to replace."""
+    """Replaces each gradient by ``update_func(gradient, parameter)``. Leaves out parameters that no backward of the
+    window has reached on any rank."""
     for param in param_list:
         grad = safe_get_full_grad(param)
         if grad is not None and not _is_unused(_find(param)):
@@ -287,7 +287,7 @@ def safe_update_full_grad_vectorized(
 
 
 def _set_gradient(param: torch.nn.Parameter, value: torch.Tensor, write: Callable[..., None], name: str) -> None:
-    """Writes a gradient with ``write``, in the scale that sums are stored in; the norm is taken anew, and the
+    """Writes a gradient with ``write``, in the scale of the stored sums. The norm is computed again afterwards, and the
     parameter counts as used."""
     handle = _find(param)
     if handle is None:

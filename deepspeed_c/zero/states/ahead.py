@@ -1,5 +1,5 @@
-"""Updates in host memory that begin while backward still runs on the device. If the step is skipped or clipped, they
-are undone to the bit.
+"""Updates in host memory that begin while backward still runs on the device. If the step is skipped or clipped, the
+updates are undone to the bit.
 
 Speculation, then validation (SuperOffload, arXiv 2509.21271): a bucket whose gradients have arrived is updated as if no
 step were ever skipped or clipped. Its masters and states are copied first, and an undo restores this copy; it does not
@@ -26,7 +26,8 @@ Key = tuple[Unit, int]
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """By the threads that update it, where their kernels know the dtype."""
+    """Copies ``source`` to ``target``. If the flat kernels support the dtype, the threads that update the tensor do it.
+    """
     if source.is_floating_point():
         flat.cast(source, target)
     else:
@@ -34,18 +35,18 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 class StepAhead:
-    """Updates buckets on a thread of its own, from the first ``submit`` of a step to its ``keep`` or to ``take_back``.
+    """Updates buckets on a separate thread, from the first ``submit`` of a step to ``keep`` or ``take_back``.
 
     Args:
         base: an optimizer that updates any piece by itself; ``begin_step`` and ``take_back_step`` count its steps.
         states: the tensors of a bucket that an update changes.
-        update: updates a bucket with gradients times a factor, and writes nothing but those tensors: backward still
-        reads the weights.
+        update: updates a bucket with gradients times a factor. It writes only the tensors that ``states`` gives,
+        because backward still reads the weights.
         before_first: is called before the first update of a step.
 
-    The copies take as much host memory as the states that are updated ahead, and are made when they are first needed.
-    The class is not thread-safe, so callers take turns: autograd's hooks hold the reducer's lock, and a step begins
-    when backward has ended.
+    Copies of masters and states are made before an update. They take as much host memory as the tensors that are
+    updated ahead. The class is not thread-safe, so callers take turns: autograd's hooks hold the reducer's lock, and a
+    step begins when backward has ended.
     """
 
     def __init__(
@@ -58,30 +59,31 @@ class StepAhead:
         self._base, self._states, self._update, self._before_first = base, states, update, before_first
         self._thread: ThreadPoolExecutor | None = None
         self._jobs: dict[Key, Future[None]] = {}
-        self._before: dict[Key, list[torch.Tensor]] = {}  # copies; kept from step to step
+        self._before: dict[Key, list[torch.Tensor]] = {}  # copies; their memory is used again in later steps
         self._is_open = False
         self._terms: tuple[float, Any] = 0.0, None
         self._is_promising = True
 
     def expect(self, is_kept: bool) -> None:
-        """Whether this step would keep an update ahead: where steps are clipped one after the other, none is begun in
-        vain."""
+        """Sets whether the next step is likely to keep updates ahead. ``is_kept``: this step keeps them, or would have
+        kept them. If steps are clipped one after the other, no update is begun in vain."""
         self._is_promising = is_kept
 
     def _terms_now(self, grad_scale: float) -> tuple[float, Any]:
-        """The inputs of an update besides gradients and states."""
+        """The inputs of an update in addition to gradients and states."""
         groups = self._base.param_groups
-        # Copies: betas that are a list may be written in place.
+        # Values are copied, because a caller may write to them in place (betas may be a list).
         return grad_scale, [
             {k: float(v) if torch.is_tensor(v) else deepcopy(v) for k, v in g.items() if k != "params"} for g in groups
         ]
 
     def submit(self, unit: Unit, bucket: int, grad_scale: float) -> None:
-        """A bucket's gradients are complete, unless backward goes on after its end: updates it soon."""
+        """Queues the update of a bucket whose gradients are complete. If the same bucket comes a second time, its
+        gradients were not complete, and all updates ahead are taken back."""
         if not self._is_promising:
             return
         if (unit, bucket) in self._jobs:
-            self.take_back()  # its gradients were not complete
+            self.take_back()  # the bucket's gradients were not complete
             return
         if not self._is_open:
             self._before_first()
@@ -100,11 +102,11 @@ class StepAhead:
         with torch.no_grad():
             for tensor, copy in zip(tensors, before):
                 _copy(tensor, copy)
-        self._before[unit, bucket] = before  # from here on the update can be taken back
+        self._before[unit, bucket] = before  # from now on ``take_back`` can restore the bucket
         self._update(unit, bucket, grad_scale)
 
     def _settle(self) -> set[Key]:
-        """Waits for the running update, and forgets the updates that have not begun. Returns the buckets that have been
+        """Waits for the running update and cancels the updates that have not begun. Returns the buckets that have been
         updated."""
         begun = {key for key, job in reversed(list(self._jobs.items())) if not job.cancel()}
         for key in begun:
@@ -112,9 +114,9 @@ class StepAhead:
         return begun
 
     def keep(self, grad_scale: float) -> set[Key]:
-        """The step is to be as it was assumed to be, if with this factor and the same settings. Returns the buckets
-        that have been updated: the others' parameters are still open in the base. An empty set where nothing has been,
-        or all had to be taken back."""
+        """Keeps the updates if the step has the factor and settings that they were made with; otherwise takes all of
+        them back. Returns the buckets that have been updated: the step has to update all others. The set is empty if no
+        bucket was updated or all updates were taken back."""
         begun = self._settle() if self._is_open and self._terms == self._terms_now(grad_scale) else set()
         if not begun or any(self._jobs[key].exception() is not None for key in begun):
             self.take_back()
@@ -124,15 +126,15 @@ class StepAhead:
         return begun
 
     def take_back(self) -> None:
-        """Masters, states and counts are as they were before the first ``submit``. Where nothing was begun, nothing is
-        done."""
+        """Restores masters, states and step counts as they were before the first ``submit``. Does nothing if no update
+        was begun."""
         if not self._is_open:
             return
         with torch.no_grad():
             for key in self._settle():
                 error = self._jobs[key].exception()
                 if error is not None:
-                    # The update that the step makes instead fails in the same way, or does not fail.
+                    # The step makes this update again and raises if it fails there, so a warning is enough here.
                     logger.warning("an update ahead of the step failed and is done in the step: %s", error)
                 for tensor, copy in zip(self._states(*key), self._before.get(key, [])):
                     _copy(copy, tensor)
@@ -141,7 +143,7 @@ class StepAhead:
         self._is_open = False
 
     def free_copies(self) -> None:
-        """Gives their memory up until they are needed again; for between two steps."""
+        """Frees the memory of the copies. Call it between two steps; later updates make new copies."""
         self._before.clear()
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ __all__ = ["ATTRIBUTES", "OF_STAGES_1_AND_2", "OF_STAGES_1_TO_3", "OF_STAGE_3", 
 
 
 class LossScale(NamedTuple):
-    """What programs read of DeepSpeed's loss scaler."""
+    """The attributes of DeepSpeed's loss scaler that programs read."""
 
     cur_scale: float
     dynamic: bool
@@ -31,7 +31,7 @@ def _is_dynamic(optimizer: Any) -> bool:
 
 
 def _params_by_group(optimizer: Any) -> list[list[torch.nn.Parameter]]:
-    """The model's parameters that are trained, a list for each group of the optimizer."""
+    """The model's trained parameters, one list for each group of the optimizer."""
     groups: list[list[torch.nn.Parameter]] = [[] for _ in optimizer.param_groups]
     for unit in optimizer.units:
         groups[unit.group] += [slot.param for slot in unit.slots]
@@ -79,7 +79,8 @@ def _is_pinned(key: str) -> Callable[[Any], bool]:
     return lambda optimizer: _is_offloaded(key)(optimizer) and getattr(optimizer.section, key).pin_memory
 
 
-# Further attributes of the optimizers that shard. Keys have the values that the run was configured with.
+# Further attributes of the optimizers that shard. Attributes that stand for configuration keys have the configured
+# values.
 OF_STAGES_1_TO_3: dict[str, Callable[[Any], Any]] = {
     "offloaded_states": lambda optimizer: optimizer.kinds_away,
     "reduce_bucket_size": _key("reduce_bucket_size"),

@@ -1,4 +1,4 @@
-"""The formats of a base optimizer's states: plain tensors, or codes of 8 bits with scales (``ops/q8.py``)."""
+"""The formats of a base optimizer's states: plain tensors, or 8-bit codes with scales (``ops/q8.py``)."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ __all__ = ["Codec", "codec_of"]
 
 
 def codec_of(base: torch.optim.Optimizer) -> Codec:
-    """The codec of the states of ``base``, which declares whether they are codes."""
+    """The codec for the states of ``base``. The optimizer's declaration says whether they are 8-bit codes."""
     return Codec8Bit(base) if declaration(base).is_quantized else Codec(base)
 
 
 def _like(param: torch.Tensor, dtype: torch.dtype, held: Any) -> torch.Tensor:
-    """``held``, if it is a tensor like ``param`` of ``dtype``; else zeros."""
+    """Returns ``held`` if it is a tensor of ``dtype`` with the shape and device of ``param``; otherwise zeros."""
     fits = torch.is_tensor(held) and held.shape == param.shape and held.dtype == dtype and held.device == param.device
     return held if fits else torch.zeros_like(param, dtype=dtype)
 
 
 class Codec:
-    """States are tensors of their elements.
+    """The codec of states that are plain tensors.
 
-    ``param`` is always a tensor that the base optimizer sees, and ``begin`` and ``end`` count its elements."""
+    In all methods ``param`` is a parameter of the base optimizer, and ``begin`` and ``end`` are indices of its
+    elements."""
 
     gives_views = True
-    """Whether ``elements`` are the memory itself, to be read and written at any time, and no copy."""
+    """Whether ``elements`` returns a view of the state's memory and not a copy."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self._base = base
@@ -40,41 +41,41 @@ class Codec:
         return list(states)
 
     def named(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """The entries of ``base.state[param]`` with names of their own: all but the scales of other entries."""
+        """The entries of ``base.state[param]`` without scales, which belong to other entries."""
         yield from state.items()
 
     def dtype(self, held: torch.Tensor) -> torch.dtype:
-        """The dtype of ``elements`` of a state that ``held`` holds."""
+        """The dtype that ``elements`` returns for a state that is stored in ``held``."""
         return held.dtype
 
     def piece_elems(self, name: str, elems: int) -> int:
-        """How many elements the tensor ``name`` has for ``elems`` elements of a state."""
+        """The number of elements that the tensor ``name`` has for ``elems`` elements of a state."""
         return elems
 
     def elements(self, param: torch.Tensor, key: str, begin: int, end: int) -> torch.Tensor:
-        """Elements of a state, flat."""
+        """Elements ``begin`` to ``end`` of a state, flat."""
         return self._base.state[param][key].reshape(-1)[begin:end]
 
     def keep(self, param: torch.Tensor, key: str, begin: int, values: torch.Tensor) -> None:
-        """Makes writes to ``elements`` count, which are ``values`` now."""
+        """Stores ``values``, a result of ``elements`` that the caller has edited."""
 
     def whole(self, param: torch.Tensor, key: str) -> torch.Tensor:
-        """All elements of a state, to be written to; ``put`` makes that count."""
+        """All elements of a state. The caller may write to them and then stores them with ``put``."""
         return self._base.state[param][key]
 
     def put(self, param: torch.Tensor, key: str, values: torch.Tensor) -> None:
-        """The elements of a state are ``values``, which ``whole`` has given."""
+        """Stores ``values``, a result of ``whole`` that the caller has edited."""
 
     def make(
         self, group: int, param: torch.Tensor, dtypes: Mapping[str, torch.dtype], before: Mapping[str, Any]
     ) -> None:
-        """Makes states of the names and dtypes ``dtypes``. Tensors of ``before`` that fit are used again: new memory
-        costs more than reading into it."""
+        """Makes states with the names and dtypes in ``dtypes``. Tensors of ``before`` are used again if they fit,
+        because allocating memory costs more than filling it."""
         self._base.state[param].update({key: _like(param, dtype, before.get(key)) for key, dtype in dtypes.items()})
 
     def split(self, group: int, param: torch.Tensor, pieces: Sequence[tuple[torch.Tensor, int]]) -> None:
-        """Gives the states of ``param`` to its ``pieces`` (tensor, first element): views of the tensors, copies of the
-        counts."""
+        """Moves the states of ``param`` to its ``pieces`` (tensor, first element). A piece gets views of state tensors
+        and copies of counts."""
         state = self._base.state.pop(param, {})
         for piece, first in pieces:
             for key, value in state.items():
@@ -87,7 +88,7 @@ class Codec:
 
 
 class Codec8Bit(Codec):
-    """States are codes of 8 bits with a scale a block. Their elements are copies in fp32."""
+    """The codec of states that are 8-bit codes with one scale per block. ``elements`` returns copies in fp32."""
 
     gives_views = False
 
@@ -129,6 +130,7 @@ class Codec8Bit(Codec):
                 base.state[piece]["step"] = state["step"].clone()
             base.init_state(group, piece)
             for key in base.names_of_states(group):
-                # Blocks of codes are counted from each tensor's beginning: these are new ones.
+                # Blocks begin at the start of each tensor, so a piece has other blocks than ``param`` and is quantized
+                # again.
                 base.quantize_state_(piece, key, base.dequantized_state(param, key, first, first + piece.numel()))
         base.state.pop(param, None)

@@ -1,5 +1,5 @@
-"""The parameters of a base optimizer over shards: one tensor for this rank's slice of a bucket, or one for its piece of
-each parameter."""
+"""The parameters of a base optimizer over shards (entries). An entry is this rank's slice of a bucket, or its piece of
+one parameter."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from deepspeed_c.zero.states.codec import Codec
 
 __all__ = ["COUNTERS", "Entry", "keep_parameters", "must_see_pieces", "point_at_shards", "split_entry"]
 
-# States of torch's optimizers that count for a parameter as a whole (and have no dimension, like the state of a
-# parameter without one).
+# States of torch's optimizers that belong to a parameter as a whole and not to its elements. They have no dimension;
+# the other states of a parameter without dimensions have none either, so names must tell them apart.
 COUNTERS = ("step", "mu_product", "eta", "mu")
 
 
@@ -29,16 +29,16 @@ class Entry(NamedTuple):
     fragment: Fragment | None
 
     def part_of(self, slices: list[torch.Tensor]) -> torch.Tensor:
-        """The same elements in another list of slices (gradients, parameters)."""
+        """The entry's elements in ``slices``, a list of this rank's slices of gradients or weights."""
         if self.fragment is None:
             return slices[self.bucket]
         return self.unit.piece(slices, self.fragment).view(self.param.shape)
 
 
 def must_see_pieces(base: torch.optim.Optimizer, *, is_sharded: bool, allow_untested: bool) -> bool:
-    """Whether the base must see parameter by parameter (True), or may be given whole slices that hold many (False).
+    """Whether the base must get parameters one by one (True), or may get slices that hold many parameters (False).
 
-    Raises OptimizerError where it may be given neither: not known to be elementwise, and parameters are cut over ranks.
+    Raises OptimizerError if it may get neither: it is not known to be elementwise, and parameters are cut over ranks.
     """
     scope = declaration(base).scope
     if scope == "element":
@@ -56,8 +56,8 @@ def must_see_pieces(base: torch.optim.Optimizer, *, is_sharded: bool, allow_unte
 
 
 def point_at_shards(base: torch.optim.Optimizer, units: Sequence[Unit], *, allow_untested: bool) -> list[Entry]:
-    """Replaces the parameters in the base optimizer's groups by entries over this rank's master weights, and carries
-    its state over."""
+    """Replaces the parameters in the base optimizer's groups by entries over this rank's master weights, and gives the
+    base's states to the entries."""
     is_sharded = any(unit.is_cut or unit.has_parts for unit in units)
     sees_pieces = must_see_pieces(base, is_sharded=is_sharded, allow_untested=allow_untested)
     old_state = dict(base.state)
@@ -73,11 +73,11 @@ def point_at_shards(base: torch.optim.Optimizer, units: Sequence[Unit], *, allow
 
 
 def keep_parameters(base: torch.optim.Optimizer, units: Sequence[Unit]) -> list[Entry]:
-    """Entries that are the model's own parameters, whole on each rank and their own masters: the base optimizer keeps
-    its groups and its state."""
+    """Entries that are the model's own parameters. These are whole on each rank and their own masters, so the base
+    optimizer keeps its groups and states."""
     for values in base.state.values():
         for key, value in values.items():
-            if torch.is_tensor(value):  # the parameters are contiguous now, with any strides before
+            if torch.is_tensor(value):  # parameters are contiguous now and may not have been before
                 values[key] = value.contiguous()
     return [Entry(f.slot.param, unit, f.slot.bucket, f) for unit in units for f in unit.fragments]
 
@@ -100,7 +100,8 @@ def _piece_entry(unit: Unit, fragment: Fragment) -> Entry:
 
 
 def split_entry(base: torch.optim.Optimizer, entry: Entry, codec: Codec) -> list[Entry]:
-    """Replaces the entry of a slice by one for each piece in it, and gives each its part of the state."""
+    """Replaces the entry of a slice by one entry for each parameter piece in the slice, and gives each its part of the
+    states."""
     unit, begin = entry.unit, entry.unit.shard_offset[entry.bucket]
     pieces = [_piece_entry(unit, f) for f in unit.fragments if f.slot.bucket == entry.bucket]
     codec.split(unit.group, entry.param, [(piece.param, piece.fragment.shard_begin - begin) for piece in pieces])
@@ -114,7 +115,8 @@ def split_entry(base: torch.optim.Optimizer, entry: Entry, codec: Codec) -> list
 def _adopt_state(
     base: torch.optim.Optimizer, entries: Sequence[Entry], old: dict[torch.nn.Parameter, dict[str, Any]]
 ) -> None:
-    """Carries states of whole parameters over to the slices (resumed or eagerly made state of the base optimizer)."""
+    """Gives the entries their parts of the states of whole parameters. The base optimizer has such states if it was
+    resumed or makes states early."""
     for entry in entries:
         fragments = (
             [entry.fragment]

@@ -1,5 +1,5 @@
-"""DeepSpeed's optimizer classes, for ``isinstance``: one for each stage and precision. ``ZeroOptimizer`` does the work
-of all of them."""
+"""DeepSpeed's optimizer classes, one for each stage and precision, so that ``isinstance`` works. ``ZeroOptimizer`` does
+the work of all of them."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
 
 
 class BF16_Optimizer(ZeROOptimizer):
-    """Stage 1 in bf16 where gradients are asked to gather in fp32 (``grad_accum_dtype``), and no states are offloaded
-    to the host."""
+    """Stage 1 in bf16 if gradients are accumulated in fp32 (``grad_accum_dtype``) and no states are offloaded to the
+    host."""
 
 
 class FP16_Optimizer(ZeroOptimizer):
-    """Stage 0 in fp16 or bf16, over an optimizer that DeepSpeed has fused."""
+    """Stage 0 in fp16 or bf16, over an optimizer that DeepSpeed has in a fused version."""
 
 
 class FP16_UnfusedOptimizer(ZeroOptimizer):
@@ -59,10 +59,11 @@ class FP16_UnfusedOptimizer(ZeroOptimizer):
 
 
 class PlainOptimizer(ZeroOptimizer):
-    """Stage 0 in fp32: callers hold the base itself, whose groups keep the model's own parameters, as in plain torch.
+    """Stage 0 in fp32. Callers hold the base optimizer itself, and its groups keep the model's own parameters, as in
+    plain torch.
 
-    Some methods of the base would not work, because the ``.grad`` of its parameters is empty, and states may be
-    offloaded. Methods of this class replace them (``lent.py``).
+    Some methods of the base would not work: the ``.grad`` of its parameters is empty, and its states may be offloaded.
+    Methods of this class replace those methods (``lent.py``).
     """
 
     @property
@@ -70,7 +71,7 @@ class PlainOptimizer(ZeroOptimizer):
         return self.optimizer
 
     def _point_base(self, base: torch.optim.Optimizer, units: list[Unit], *, allow_untested: bool) -> list[Entry]:
-        # Raises for a base that may not be given parts of parameters.
+        # Raises if the base may not get parts of parameters.
         must_see_pieces(base, is_sharded=any(unit.has_parts for unit in units), allow_untested=allow_untested)
         return keep_parameters(base, units)
 
@@ -84,7 +85,8 @@ class PlainOptimizer(ZeroOptimizer):
         }
 
     def _step_for_caller(self, closure: Callable[[], Any] | None = None) -> None:
-        # torch's schedules warn where they come before the first step of their optimizer, which they know by this.
+        # Torch's schedules warn if they step before their optimizer does. They recognise the optimizer's first step by
+        # this mark.
         self._base._opt_called = True
         self.step(closure)
 
@@ -101,8 +103,9 @@ class PlainOptimizer(ZeroOptimizer):
 def kind_of(
     zero: Zero, base: torch.optim.Optimizer, units: Sequence[Unit], *, is_16bit: bool, gathers_fp32: bool
 ) -> type[ZeroOptimizer]:
-    """The class that answers as DeepSpeed's would with this configuration and base. ``units`` are the trained ones.
-    ``is_16bit``: in fp16 or bf16. ``gathers_fp32``: in bf16, and ``grad_accum_dtype`` is fp32."""
+    """The class that stands for DeepSpeed's with this configuration and base. ``units``: the units of trained
+    parameters. ``is_16bit``: training is in fp16 or bf16. ``gathers_fp32``: it is in bf16 and ``grad_accum_dtype`` is
+    fp32."""
     if zero.stage == 3:
         return DeepSpeedZeroOptimizer_Stage3
     if zero.stage > 0:
@@ -110,6 +113,7 @@ def kind_of(
         return BF16_Optimizer if zero.stage == 1 and gathers_fp32 and not on_host else DeepSpeedZeroOptimizer
     if is_16bit:
         return FP16_Optimizer if declaration(base).is_fused_in_deepspeed else FP16_UnfusedOptimizer
-    # DeepSpeed has no states in another place, nor in 8 bits, whose scales belong to whole buckets.
+    # DeepSpeed has no class for states that are offloaded here, nor for 8-bit states, whose scales belong to whole
+    # buckets.
     is_elsewhere = any(unit.states.label != "device" for unit in units)
     return ZeroOptimizer if is_elsewhere or declaration(base).is_quantized else PlainOptimizer

@@ -1,4 +1,4 @@
-"""Replaced methods of a base optimizer that an engine uses while callers still hold it."""
+"""Replaced methods of a base optimizer. An engine uses the optimizer while callers still hold it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class LentMethods:
 
 
 def _stand_in(base: torch.optim.Optimizer, name: str, call: Callable[..., Any]) -> None:
-    """The substitute is a bound method of the optimizer, as schedules of torch want of ``step``."""
+    """Replaces a method by a bound method of the optimizer, because torch's schedules expect ``step`` to be one."""
 
     @wraps(getattr(type(base), name))
     def method(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
     if hasattr(getattr(base, name), "_wrapped_by_lr_sched"):
-        # A schedule has been made before, and looks for its mark.
+        # A schedule was made before and has marked ``step``; it looks for this mark.
         method._wrapped_by_lr_sched = True
     setattr(base, name, MethodType(method, base))

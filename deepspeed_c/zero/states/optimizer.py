@@ -1,4 +1,5 @@
-"""The optimizer over shards, which ``initialize`` returns. It decides from the norm whether to clip, skip or update.
+"""The optimizer over shards, which ``initialize`` returns. It decides from the gradient norm whether to clip, skip or
+update.
 
 It stands in front of a plain ``torch.optim.Optimizer`` (the *base*). The base's groups have this rank's slices of the
 master weights as their parameters. ``update.py`` does the update, ``stored.py`` knows the tensors in the units' homes,
@@ -48,7 +49,7 @@ class DeepSpeedOptimizer:
 
 
 class StateMover(Protocol):
-    """Moves all that an engine's units keep out of memory, and back."""
+    """Moves the weights, masters and states of an engine's units out of memory, and back."""
 
     def offload_states(self, include: Any, device: Any, pin_memory: bool, non_blocking: bool) -> None: ...
     def reload_states(self, non_blocking: bool) -> None: ...
@@ -57,23 +58,23 @@ class StateMover(Protocol):
 
 
 class StepOptions(NamedTuple):
-    """The configuration's options for steps of an optimizer."""
+    """The configuration's options for an optimizer step."""
 
     clip: float = 0.0
     """The limit of the global gradient norm; 0: none."""
     checks_overflow: bool = True
-    """Gradients that are not finite skip the step."""
+    """Whether gradients that are not finite make the optimizer skip the step."""
     uses_all_gather: bool = True
-    """Updated weights are gathered; otherwise each rank broadcasts its own."""
+    """Whether updated weights are gathered by all-gather; otherwise each rank broadcasts its own slice."""
     allow_untested: bool = False
-    """The base may get slices, though nobody knows its class to be elementwise."""
+    """Whether the base may get slices although its class is not known to be elementwise."""
     ignores_unused: bool = True
-    """A parameter that no rank has used is no error."""
+    """Whether a parameter that no rank has used is allowed; otherwise it is an error."""
     section: Zero = Zero()
-    """The section ``zero_optimization``: callers read its values from the optimizer."""
+    """The section ``zero_optimization``. Callers read its values as attributes of the optimizer."""
     steps_ahead: bool = False
-    """Masters in host memory are updated while backward runs. The base must be elementwise and fused, and states in
-    memory."""
+    """Whether masters in host memory are updated while backward runs. This needs an elementwise, fused base, and states
+    in memory."""
 
 
 class ZeroOptimizer(DeepSpeedOptimizer):
@@ -81,8 +82,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     scaler: the loss scale of fp16 training.
 
-    An update ahead of the step is not visible before the step. Only ``optimizer``, ``pieces`` and ``Unit.master`` give
-    out base, states and masters, and they call ``settle`` first.
+    An update ahead of the step is not visible before the step: only ``optimizer``, ``pieces`` and ``Unit.master`` hand
+    out the base, states and masters, and these call ``settle`` first.
     """
 
     _attributes = ATTRIBUTES
@@ -104,10 +105,10 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.overflow = False
         self._norm: float | None = None
         self.last_facts: WindowFacts | None = None
-        """The facts of the last window that came to a step."""
+        """The facts of the last window for which a step was made."""
         self._losses = WindowLosses()
-        # Functions of the engine (`bind_engine`): whether somebody has asked this rank to end, and the begin of a
-        # window after a load.
+        # Functions of the engine (`bind_engine`). The first says whether this rank has been asked to stop training; the
+        # second begins a window after a load.
         self._wants_stop: Callable[[], bool] = lambda: False
         self._begin_window: Callable[[], None] = self.zero_grad
         self._hash_of_inputs: Callable[[], int] = lambda: 0
@@ -116,27 +117,30 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self._lent: LentMethods | None = None
         self._has_told_who_steps = False
         self.is_stopping = False
-        """Whether the last step told all ranks that a rank has been asked to end."""
+        """Whether the ranks agreed in the last step that some rank has been asked to stop training."""
         self._mover: StateMover | None = None
         self._ahead: StepAhead | None = None
         self.lay_out(units, reducer, fetcher)
 
     def lay_out(self, units: list[Unit], reducer: GradientReducer, fetcher: Fetcher | None) -> None:
-        """Stands over the shards of ``units``, in place of those before. The base's groups have the units' parameters,
-        and the base has no state.
+        """Takes over the shards of ``units`` in place of earlier units. Call it when the base's groups hold the units'
+        parameters and the base has no state.
 
-        Callers go on with the same object over other parameters: it keeps the norm and the outcome of the last step."""
+        Callers keep the same optimizer object for other parameters. It remembers the norm and the outcome of the last
+        step."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
         base = self._base
         self.units, self.reducer, self.fetcher = units, reducer, fetcher
         self.broken = ""
-        """Why the states are not to be trusted: a step that failed in its middle. A checkpoint mends it."""
+        """The reason why the states are broken: a step failed halfway. "" if they are not. Loading a checkpoint mends
+        them."""
         self.pieces = Pieces(
             base, self._point_base(base, units, allow_untested=self._options.allow_untested), self.settle
         )
-        # Forward order of use: the first weights of the next forward are updated and gathered first.
+        # Buckets in the order in which forward uses them, so that the first weights of the next forward are updated and
+        # gathered first.
         order = [(b.unit, b.index) for b in reversed(reducer.buckets)]
         self._order = matrices_in_step(order, base, units)
         self._stored = StoredBuckets(base, self.pieces, units, order=self._order, settle=self.settle)
@@ -172,18 +176,18 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         n_tokens: Callable[[], int],
         measure: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        """An engine calls it when it is ready: callers get hold of ``face`` then.
+        """Called by the engine when it is ready and about to give ``face`` to callers.
 
-        mover: the engine, which moves states out and back; it knows of the weights too. wants_stop: whether somebody
-        has asked this rank to end. begin_window: drops gathered gradients, and resets the engine's counts of the
-        window. hash_of_inputs: a hash of the window's batches. n_tokens: the number of tokens in them. measure: gives a
-        context whose time counts as that part of the step."""
+        mover: moves states and weights out of memory and back (the engine). wants_stop: whether this rank has been
+        asked to stop training. begin_window: drops collected gradients, and resets the engine's counts of the window.
+        hash_of_inputs: returns a hash of the window's batches. n_tokens: returns the number of tokens in the batches.
+        measure: measure(part) returns a context, whose time counts for that part of the step."""
         self._mover, self._wants_stop, self._begin_window = mover, wants_stop, begin_window
         self._hash_of_inputs, self._n_tokens, self._measure = hash_of_inputs, n_tokens, measure
         self._lent = LentMethods(self._base, self._methods_for_caller())
 
     def _methods_for_caller(self) -> dict[str, Callable[..., Any]]:
-        """Replacements of a base's own methods, for callers that hold it themselves."""
+        """Replacements of methods of the base, for callers that hold the base itself."""
         return {"step": self._say_who_steps, "zero_grad": self.zero_grad}
 
     def _say_who_steps(self, closure: Callable[[], Any] | None = None) -> None:
@@ -196,7 +200,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             )
 
     def note_loss(self, loss: torch.Tensor, factor: float) -> None:
-        """Remembers a loss of this window, which counts ``factor`` of its mean; waits for no device."""
+        """Remembers a loss of this window; ``factor`` is its weight in the window's mean. Does not wait for a device.
+        """
         self._losses.note(loss, factor)
 
     def forget_losses(self) -> None:
@@ -209,23 +214,24 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     @property
     def has_window(self) -> bool:
-        """Whether gradients have gathered since the last step."""
+        """Whether gradients have been collected since the last step."""
         return self.reducer.has_window
 
     def sums_of(self, unit: Unit) -> list[torch.Tensor]:
-        """This rank's sums of the gradients of ``unit``, as far as there are any."""
+        """This rank's sums of the gradients of ``unit``, one tensor per bucket; empty if the unit has no gradients."""
         return self.reducer.results.get(unit, [])
 
     def drop_spare_buffers(self) -> None:
-        """Frees buffers of gradients that the next backward makes anew."""
+        """Frees gradient buffers that are not in use. The next backward makes them again."""
         self.reducer.drop_spare_buffers()
 
     def release(self) -> None:
-        """Takes its hooks off the parameters. It may be laid out over others."""
+        """Removes its hooks from the parameters. Afterwards ``lay_out`` may be called with other parameters."""
         self.reducer.close()
 
     def saved_options(self) -> dict[str, Any]:
-        """Its entries in a checkpoint beside states: its class, the options of its groups, the loss scale."""
+        """The optimizer's entries in a checkpoint apart from states: the base's class, the options of its groups, and
+        the loss scale."""
         saved: dict[str, Any] = {"optimizer": type(self.optimizer).__name__, "groups": self.hyper_parameters}
         if self.scaler is not None:
             saved["loss_scaler"] = self.scaler.state_dict()
@@ -239,22 +245,23 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     @property
     def gradient_factor(self) -> float:
-        """Stored sums times this are the averaged, unscaled gradients."""
+        """The factor that turns stored sums into averaged, unscaled gradients."""
         factor = 1.0 if self.reducer.factor is None else self.reducer.factor
         return self.reducer.post_factor * factor / self.loss_scale
 
     def complete_gradients(self) -> WindowFacts:
-        """Finishes the window's reductions, once; gradients may then be read and edited until ``step``."""
+        """Finishes the window's reductions; further calls do nothing. Afterwards gradients may be read and edited until
+        ``step``."""
         losses = self._losses
         notes = WindowNotes(losses.has_bad, self._wants_stop(), losses.total, self._n_tokens())
         return self.reducer.finish(notes, hash_of_inputs=self._hash_of_inputs)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Updates the weights from the window's gradients, or skips and leaves every bit of state as it was.
+        """Updates the weights from the window's gradients, or skips the update and leaves every bit of state as it was.
 
-        After it ``overflow`` says whether it skipped the step. Raises NonFiniteLossError where a loss was inf or NaN
-        on any rank, and LossScaleError where the loss scale cannot fall further. Both come on all ranks alike: weights,
-        moments and masters are unchanged, and the window is dropped.
+        Afterwards ``overflow`` says whether the update was skipped. Raises NonFiniteLossError if a loss was inf or NaN
+        on any rank, and LossScaleError if the loss scale cannot fall further. Both errors are raised on all ranks
+        alike. In both cases weights, moments and masters are unchanged, and the window is dropped.
         """
         if closure is not None:
             raise OptimizerError(
@@ -299,18 +306,18 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.reducer.next_window()
 
     def _step_ahead(self, bucket: Bucket) -> None:
-        """The sums of a bucket are there while backward goes on: its masters may be updated now."""
+        """Called while backward runs, when the sums of a bucket are complete: its masters may be updated now."""
         unit, index = bucket.unit, bucket.index
-        # Without entries there is nothing but padding.
+        # A bucket without entries holds only padding on this rank.
         if unit.steps_ahead and self.pieces.entries_of(unit, index):
             self._ahead.submit(unit, index, self.gradient_factor)
 
     def _kept_ahead(self, grad_scale: float, facts: WindowFacts) -> set[tuple[Unit, int]]:
-        """The buckets whose masters an update ahead has brought to where this step brings them. All others are as they
-        were before backward."""
+        """The buckets whose masters have been updated ahead, exactly as this step would do it. The masters of all other
+        buckets are as they were before backward."""
         if self._ahead is None:
             return set()
-        # An unused parameter is not updated, and counts no step.
+        # The step leaves an unused parameter and its step count unchanged, but an update ahead has changed both.
         self._ahead.expect(grad_scale == self.gradient_factor and not facts.unused)
         if facts.unused:
             self._ahead.take_back()
@@ -320,7 +327,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         type(self._base).step(self._base)
 
     def local_gradient(self, slot: Slot) -> torch.Tensor | None:
-        """This rank's piece of the summed gradient as stored (see ``gradient_factor``); None where it owns nothing."""
+        """This rank's piece of the summed gradient as stored (see ``gradient_factor``); None if the rank owns nothing
+        of the parameter."""
         fragment = slot.unit.fragment_of.get(slot)
         if fragment is None:
             return None
@@ -328,36 +336,38 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     @property
     def can_read_gradients(self) -> bool:
-        """The window's last backward has ended and its step has not begun."""
+        """Whether the window's last backward has ended and its step has not begun."""
         return self.reducer.is_complete and not self.reducer.is_in_backward
 
     def begin_writes(self) -> None:
-        """Before somebody edits a master, which may be the weight itself. Collective as ``Fetcher.begin_writes``."""
+        """Call it before editing a master, which may be the weight itself. Collective in the same cases as
+        ``Fetcher.begin_writes``."""
         self._updates.begin_writes()
 
     def write_back(self, slot: Slot) -> None:
-        """Brings the weights that forward uses in line with a master that somebody has edited, on every rank.
-        Collective when sharded."""
+        """Copies an edited master to the weights that forward uses, on every rank. Collective if masters are sharded.
+        """
         self._updates.write_back(slot.unit, slot.bucket)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The base, as the last step left it."""
+        """The base optimizer in the state after the last step."""
         self.settle()
         return self._base
 
     def settle(self, *, frees_copies: bool = False) -> None:
-        """Takes updates ahead of the step back: masters and states are as the last step left them.
+        """Undoes updates ahead of the step, so that masters and states are as the last step left them.
 
-        Not for a thread that runs beside training. frees_copies: gives up the memory of the copies that this takes."""
+        Do not call it from a thread that runs beside training. frees_copies: also frees the copies that undoing needs.
+        """
         if self._ahead is not None:
             self._ahead.take_back()
             if frees_copies:
                 self._ahead.free_copies()
 
     def keep_edits(self, slot: Slot | None = None) -> None:
-        """Masters (``slot``: of this parameter only) take over writes in place to whole weights, such as AdaLoRA's
-        masks: the next step would bring the old values back."""
+        """Copies edits in place of whole weights to the masters (``slot``: of this parameter only). AdaLoRA's masks are
+        such edits. Without the copy the next step would restore the old values."""
         if slot is not None:
             slot.unit.keep_edits([slot])
         else:
@@ -365,22 +375,22 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 unit.keep_edits(unit.slots)
 
     def mend(self) -> None:
-        """All masters and states have been loaded."""
+        """Called when all masters and states have been loaded: they are no longer broken."""
         self.broken = ""
 
     def note_weights(self) -> None:
-        """Masters and weights have been loaded together."""
+        """Called when masters and weights have been loaded together: writes to the weights do not count as edits."""
         for unit in self.units:
             unit.note_weights()
 
     def refresh_fp32_params(self) -> None:
-        """Takes the masters anew from the weights (after ``load_state_dict`` on the module)."""
+        """Overwrites the masters with the weights (after ``load_state_dict`` on the module)."""
         for unit in self.units:
             unit.refresh_master()
 
     @property
     def parameter_offload(self) -> Any:
-        """DeepSpeed's name for the hooks of the module under stage 3: an object with ``module``, ``forward_hooks``,
+        """The hooks of the module at stage 3, under DeepSpeed's name: an object with ``module``, ``forward_hooks`` and
         ``backward_hooks``."""
         if self.fetcher is None or self.fetcher.hooks is None:
             raise AttributeError("parameter_offload exists where parameters are sharded (stage 3)")
@@ -388,7 +398,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The base's, whose parameters are this rank's masters."""
+        """The base's groups. Their parameters are this rank's masters."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -397,12 +407,12 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     @property
     def hyper_parameters(self) -> list[dict[str, Any]]:
-        """Each group without its parameters."""
+        """The options of each group, without its parameters."""
         return [{key: value for key, value in group.items() if key != "params"} for group in self._base.param_groups]
 
     @property
     def section(self) -> Zero:
-        """The section ``zero_optimization`` that it was made for."""
+        """The configuration section ``zero_optimization`` of this optimizer."""
         return self._options.section
 
     @property
@@ -420,11 +430,11 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     @property
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
-        """This rank's fp32 masters, one flat tensor a group (a copy where they lie in several places)."""
+        """This rank's fp32 masters, one flat tensor per group (a copy if they are not contiguous in memory)."""
         n_groups = len(self.param_groups)
         return [fp32_masters([unit for unit in self.units if unit.group == index]) for index in range(n_groups)]
 
-    # DeepSpeed's name for it at stage 3.
+    # DeepSpeed's name of this attribute at stage 3.
     fp32_partitioned_groups_flat = single_partition_of_fp32_groups
 
     def __getattr__(self, name: str) -> Any:
@@ -437,7 +447,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         return self.param_groups[0]["lr"]
 
     def set_lr(self, lr: float) -> None:
-        """Gives all groups another learning rate."""
+        """Sets the learning rate of all groups."""
         for group in self.param_groups:
             group["lr"] = lr
 
@@ -485,10 +495,10 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard: base optimizer, masters, loss scale. ``load_state_dict`` takes it back on the same world
-        and layout.
+        """This rank's shard: base optimizer, masters, loss scale. ``load_state_dict`` loads it again on the same number
+        of ranks and the same layout.
 
-        The weights that forward uses are the module's (``engine.module_state_dict``)."""
+        It does not hold the weights that forward uses: ``engine.module_state_dict`` does."""
         self._require_in_memory("state_dict")
         self.keep_edits()
         return shard_dict(self.units, self.optimizer, self.scaler, self.comm.world_size)
@@ -497,10 +507,10 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         require_in_memory(self.units, self.optimizer, what)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back a result of ``state_dict``. A window begins: the gradients belonged to other masters, and had
-        another loss scale.
+        """Loads a result of ``state_dict``. It begins a new window, because the collected gradients belong to other
+        masters and may have another loss scale.
 
-        Raises StateError, nothing being changed, where it was saved on another arrangement."""
+        Raises StateError if it was saved with another number of ranks or layout. Nothing has been changed then."""
         self._require_in_memory("load_state_dict")
         check_fits(state, self.units, self.comm.world_size)
         self._begin_window()
@@ -516,7 +526,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.pieces.clear()
         self._order.clear()
         self.optimizer.state.clear()
-        # The maker of the base may go on with it.
+        # The base gets its own parameters back, because the program that made it may go on using it.
         groups = self.optimizer.param_groups
         for group, params in zip(groups, self._given if len(self._given) == len(groups) else [[]] * len(groups)):
             group["params"] = params

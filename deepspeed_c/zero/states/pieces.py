@@ -1,4 +1,4 @@
-"""The places of a parameter's master and states: the tensors of the base optimizer, and the elements of them that are
+"""Finds a parameter's master and states: which tensor of the base optimizer holds them, and which of its elements are
 this rank's piece."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def _alike(a: tuple[Mapping, Mapping], b: tuple[Mapping, Mapping]) -> bool:
 class Pieces:
     """Looks up and replaces masters and states of a base optimizer, by parameter.
 
-    The caller opens the home (``Unit.states``) of offloaded tensors. ``Pieces`` calls ``settle`` before it reads or
-    replaces a state, because an update may have run ahead of the step.
+    If tensors are offloaded, the caller opens their home (``Unit.states``) first.``Pieces`` calls ``settle`` before it
+    reads or replaces a state, because an update may have run ahead of the step.
     """
 
     def __init__(self, base: torch.optim.Optimizer, entries: list[Entry], settle: Callable[[], None]) -> None:
@@ -45,7 +45,7 @@ class Pieces:
         return self._base.state
 
     def entries_of(self, unit: Unit, bucket: int) -> list[Entry]:
-        """The base's parameters of a bucket; nothing where this rank's slice is all padding."""
+        """The base's parameters for a bucket; empty if this rank's slice holds only padding."""
         return self._by_bucket.get((unit, bucket), [])
 
     def clear(self) -> None:
@@ -53,7 +53,7 @@ class Pieces:
         self._by_bucket.clear()
 
     def split(self, unit: Unit, bucket: int) -> None:
-        """From now on the base sees each parameter of a bucket by itself, with a step count of its own."""
+        """Replaces a bucket's single entry by one entry for each parameter, with a step count of its own."""
         self._settle()
         entries = self._by_bucket[unit, bucket]
         if entries[0].fragment is None:
@@ -79,10 +79,10 @@ class Pieces:
         return self._at(fragment) if entry.fragment is None else 0
 
     def local(self, slot: Slot, key: str | None) -> torch.Tensor | None:
-        """This rank's piece of a parameter's master (``key`` None) or named state, flat; None where it owns nothing.
-        It is a view where ``are_views`` says so.
+        """This rank's piece of a parameter's master (``key`` None) or named state, flat; None if the rank owns nothing
+        of the parameter. ``are_views`` says whether the piece is a view.
 
-        Raises StateError where the optimizer keeps no tensor of that name for the parameter.
+        Raises StateError if the optimizer keeps no tensor of that name for the parameter.
         """
         fragment = slot.unit.fragment_of.get(slot)
         if fragment is None:
@@ -103,13 +103,14 @@ class Pieces:
         return self.codec.elements(entry.param, key, begin, begin + fragment.numel)
 
     def named(self, slot: Slot) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """This rank's piece of each state of a parameter (``local``), and the states that count for it as a whole;
-        empty where it owns nothing."""
+        """This rank's piece of each state of a parameter (``local``), and the states that belong to the parameter as a
+        whole. Both are empty if the rank owns nothing of the parameter."""
         kinds, counts = self.kinds(slot)
         return {key: self.local(slot, key) for key in kinds}, counts
 
     def kinds(self, slot: Slot) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
-        """Names and dtypes of a parameter's states as ``local`` gives them, wherever they are now, and its counts."""
+        """Names and dtypes of a parameter's states as ``local`` returns them, and its counts. The states may be
+        offloaded."""
         if slot not in slot.unit.fragment_of:
             return {}, {}
         entry = self._entry(slot)
@@ -124,18 +125,18 @@ class Pieces:
         return kinds, counts
 
     def are_views(self, unit: Unit, bucket: int, key: str | None) -> bool:
-        """Whether ``local`` gives the memory of ``key`` itself, to be read and written at any time: no copy, and no
-        tensor that lives in a file."""
+        """Whether ``local`` returns a view of the state ``key`` that may be read and written at any time. It does not
+        if it makes a copy, or if the tensor lives in a file."""
         return not unit.states.needs_open(bucket) and (key is None or self.codec.gives_views)
 
     def keep(self, slot: Slot, key: str, piece: torch.Tensor) -> None:
-        """Somebody has edited a state in ``piece``, as ``local`` had given it."""
+        """Stores ``piece``, a result of ``local`` that the caller has edited."""
         entry = self._entry(slot)
         self.codec.keep(entry.param, key, self._begin(entry, slot.unit.fragment_of[slot]), piece)
 
     def open(self, unit: Unit, bucket: int) -> tuple[Callable[[Slot, str], torch.Tensor], Callable[[], None]]:
-        """(place, close): ``place(slot, key)`` is the tensor for writing a piece of a state (flat), and ``close()``
-        makes the writes count."""
+        """(place, close): ``place(slot, key)`` returns the flat tensor to write a piece of a state to, and ``close()``
+        stores what has been written."""
         self._settle()
         whole: dict[tuple[torch.nn.Parameter, str], torch.Tensor] = {}
 
@@ -155,10 +156,11 @@ class Pieces:
     def make(
         self, unit: Unit, bucket: int, known: Mapping[Slot, tuple[Mapping[str, torch.dtype], Mapping[str, Any]]]
     ) -> None:
-        """Gives a bucket's parameters states of the names and dtypes in ``known``, and copies of its counts.
+        """Makes states for a bucket's parameters: tensors with the names and dtypes in ``known``, and copies of the
+        counts in it.
 
-        ``open`` then gives the places to fill. A place that nobody fills holds zeros, or its old values. Parameters
-        that are not in ``known`` begin anew."""
+        Fill the tensors with ``open`` afterwards. A tensor that is not filled holds zeros or its old values. Parameters
+        that are not in ``known`` have no state afterwards."""
         slots = [f.slot for f in unit.fragments if f.slot.bucket == bucket]
         if not slots:
             return
@@ -178,14 +180,14 @@ class Pieces:
                 self.codec.make(unit.group, entry.param, dtypes, held.get(entry.param, {}))
 
     def add(self, slot: Slot, key: str, value: torch.Tensor) -> None:
-        """Gives a parameter a state that is not in its shape; where nothing is sharded."""
+        """Sets a state that does not have the parameter's shape. Only for unsharded states."""
         self._states[self._entry(slot).param][key] = value
 
     def put(
         self, unit: Unit, bucket: int, states: Mapping[Slot, tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]]
     ) -> None:
-        """Gives the base optimizer the states of a bucket's parameters (as ``named`` names them); parameters that are
-        not in ``states`` begin anew."""
+        """Sets the states of a bucket's parameters in the base optimizer, in the form that ``named`` returns.
+        Parameters that are not in ``states`` have no state afterwards."""
         self.make(
             unit,
             bucket,

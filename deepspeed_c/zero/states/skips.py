@@ -24,7 +24,7 @@ class WindowLosses:
         self._terms: list[torch.Tensor | float] = []
 
     def note(self, loss: torch.Tensor, factor: float) -> None:
-        """Remembers a loss times ``factor``; waits for no device."""
+        """Adds a loss times ``factor``. Does not wait for a device."""
         term = loss.detach()
         self._terms.append(term.item() * factor if term.device.type == "cpu" else term * factor)
 
@@ -33,7 +33,8 @@ class WindowLosses:
 
     @property
     def total(self) -> float | None:
-        """Their sum; None for none. The device is waited for once, whether this or ``has_bad`` is asked first."""
+        """The sum of the losses; None if there are none. The first read of this or of ``has_bad`` waits for the device.
+        """
         self._terms = [float(term) for term in self._terms]
         return sum(self._terms) if self._terms else None
 
@@ -43,7 +44,7 @@ class WindowLosses:
         return total is not None and not math.isfinite(total)
 
     def error(self, comm: Collectives) -> NonFiniteLossError:
-        """Names the ranks of ``comm`` that had a bad loss. Collective."""
+        """The error for bad losses. It names the ranks of ``comm`` that had one. Collective."""
         bad = [float(r) for r in comm.gather_numbers(int(self.has_bad))]
         ranks = ", ".join(str(r) for r, is_bad in enumerate(bad) if is_bad)
         return NonFiniteLossError(

@@ -1,4 +1,5 @@
-"""This rank's shard of masters and states as dicts and tensors in memory, and back on the same arrangement of ranks."""
+"""Saves this rank's shard of masters and states as dicts and tensors in memory, and loads it on the same arrangement of
+ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ __all__ = ["check_fits", "fp32_masters", "put_shard", "require_in_memory", "shar
 
 
 def require_in_memory(units: Sequence[Unit], base: torch.optim.Optimizer, what: str) -> None:
-    """Raises StateError where masters or states are not in memory, or have no room there."""
+    """Raises StateError if masters or states are not in memory, or live in files because memory has no room for them.
+    """
     if any(unit.states.has_slices for unit in units):
         raise StateError(
             "masters and optimizer states live on NVMe, where they have room; a dict of them would be in memory",
@@ -33,7 +35,7 @@ def require_in_memory(units: Sequence[Unit], base: torch.optim.Optimizer, what: 
 
 
 def fp32_masters(units: Sequence[Unit]) -> torch.Tensor:
-    """All masters of ``units``, one flat fp32 tensor: a copy where they lie in several places."""
+    """All masters of ``units`` as one flat fp32 tensor: a copy if they are not contiguous in memory."""
     if len(units) == 1 and units[0].master_flat is not None:
         return units[0].master_flat
     parts: list[torch.Tensor] = []
@@ -58,7 +60,7 @@ def shard_dict(
 
 
 def check_fits(state: dict[str, Any], units: Sequence[Unit], world_size: int) -> None:
-    """Raises StateError where ``state`` was saved on another arrangement."""
+    """Raises StateError if ``state`` was saved on another arrangement of ranks."""
     mine = [unit.shard_elems for unit in units]
     if state["world_size"] != world_size or list(state["shard_elems"]) != mine:
         raise StateError(
@@ -72,7 +74,7 @@ def check_fits(state: dict[str, Any], units: Sequence[Unit], world_size: int) ->
 def put_shard(
     state: dict[str, Any], units: Sequence[Unit], base: torch.optim.Optimizer, scaler: _C.LossScaler | None
 ) -> None:
-    """Takes back a result of ``shard_dict`` that fits."""
+    """Loads a result of ``shard_dict`` that has passed ``check_fits``."""
     base.load_state_dict(state["base_optimizer_state"])
     with torch.no_grad():
         for unit, master in zip(units, state["masters"]):

@@ -1,5 +1,5 @@
-"""The tensors of each bucket in its unit's home: the base optimizer's states, and masters that are not the parameters
-themselves."""
+"""The tensors that a unit's home holds for each bucket: the base optimizer's states, and masters that are not the
+parameters themselves."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StoredBuckets:
             unit.states.wait()
 
     def tensors(self, unit: Unit, bucket: int) -> list[Tagged]:
-        """Masters, where they are no parameters, and states."""
+        """A bucket's states, and its masters if they are not the parameters themselves."""
         found = unit.masters(bucket)
         for entry in self._pieces.entries_of(unit, bucket):
             for key, value in self._base.state.get(entry.param, {}).items():
@@ -60,8 +60,8 @@ class StoredBuckets:
         return self._pieces.codec.piece_elems(key, entry.unit.piece_elems(entry.bucket))
 
     def _make_states(self, unit: Unit, bucket: int, make_zeros: MakeZeros) -> None:
-        """Makes the states of a bucket where they do not exist yet: the first step would make the states of all buckets
-        at once."""
+        """Makes the states of a bucket that do not exist yet. Otherwise the first step would make the states of all
+        buckets at once, and memory may not hold them."""
         for entry in self._pieces.entries_of(unit, bucket):
             state = self._base.state[entry.param]
             state.setdefault("step", torch.tensor(0.0))
@@ -72,12 +72,12 @@ class StoredBuckets:
                     state[name] = make_zeros(shape, dtype, what, self._piece_of(entry, name))
 
     def _point_entries(self, unit: Unit, bucket: int) -> None:
-        """The base's parameters look at the masters wherever those are now."""
+        """Points the base's parameters to the present memory of a bucket's masters."""
         for entry in self._pieces.entries_of(unit, bucket):
             entry.param.data = entry.part_of(unit.master)
 
     def is_streamed(self, unit: Unit, bucket: int) -> bool:
-        """Whether a step takes a bucket piece by piece, so that all of it is never in memory."""
+        """Whether a step updates a bucket piece by piece, so that the whole bucket is never in memory at once."""
         entries = self._pieces.entries_of(unit, bucket)
         return (
             unit.piece_elems(bucket) > 0
@@ -88,16 +88,16 @@ class StoredBuckets:
         )
 
     def stream(self, entry: Entry, states: Sequence[str]) -> Generator[list[torch.Tensor], None, None]:
-        """The pieces of a streamed bucket: masters, where they are no parameters, then ``states``, then the other
-        tensors of their format (``Codec.tensor_names``)."""
+        """Yields the pieces of a streamed bucket. The order of tensors: masters if they are not the parameters
+        themselves, then ``states``, then further tensors of the states' format (``Codec.tensor_names``)."""
         unit, state = entry.unit, self._base.state[entry.param]
         keys = self._pieces.codec.tensor_names(states)
         stored = unit.masters(entry.bucket) + [self._tagged(entry, key, state[key]) for key in keys]
         return unit.states.stream(stored)
 
     def read_first(self) -> None:
-        """Starts to read the first tensors of an update: the gradients' norm is taken meanwhile. After a skipped step
-        they wait for the next step."""
+        """Starts to read the first tensors of an update while the norm of the gradients is computed. If the step is
+        skipped, the tensors stay in memory for the next step."""
         read = (key for key in self._order if key[0].states.needs_open(key[1]))
         for unit, bucket in itertools.islice(read, 2):
             if self.is_streamed(unit, bucket):
@@ -105,7 +105,8 @@ class StoredBuckets:
             unit.states.read_ahead(bucket)
 
     def visit(self, keys: Sequence[Key]) -> Iterator[Key]:
-        """Each bucket in turn, open, while the next bucket is read; a streamed bucket as it is."""
+        """Yields one bucket after the other, each opened, while the next one is being read. A streamed bucket is not
+        opened."""
         read = deque(key for key in keys if key[0].states.needs_open(key[1]) and not self.is_streamed(*key))
         for key in keys:
             unit, bucket = key
@@ -115,7 +116,8 @@ class StoredBuckets:
             if read and read[0] == key:
                 read.popleft()
                 for follower, index in itertools.islice(read, 1):
-                    # Asked for before this one is waited for: at no moment has the device nothing to read.
+                    # The read of the next bucket is requested before this bucket is waited for, so that the storage
+                    # device is never idle.
                     follower.states.read_ahead(index)
             with unit.states.open(bucket):
                 yield key

@@ -1,4 +1,4 @@
-"""The update of all weights from their summed gradients, for every base optimizer."""
+"""The update of all weights from their summed gradients, for any base optimizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Key = tuple[Unit, int]
 
 
 class Updates:
-    """Updates masters and states, and brings the weights that forward uses in line with them, bucket by bucket.
+    """Updates masters and states bucket by bucket, and copies the masters to the weights that forward uses.
 
     A base that updates bucket by bucket does unscale, clip, decay, moments, update and 16-bit copy in one pass. Any
     other base gets gradients in ``param.grad``, and ``step_base`` steps it once for all buckets. Buckets are updated
@@ -48,8 +48,8 @@ class Updates:
         self._use_broadcast = use_broadcast
 
     def run(self, grad_scale: float, unused: Sequence[Slot], done: set[Key]) -> None:
-        """Updates every parameter with its gradient times ``grad_scale``, but for ``unused``, which stay as they are,
-        as in plain torch. The masters of ``done`` have been updated."""
+        """Updates every parameter with its gradient times ``grad_scale``. Parameters in ``unused`` stay unchanged, as
+        in plain torch. ``done``: buckets whose masters have been updated already."""
         skipped = set(unused)
         for unit, bucket in {(slot.unit, slot.bucket) for slot in unused if slot in slot.unit.fragment_of}:
             with unit.states.open(bucket):
@@ -66,12 +66,12 @@ class Updates:
             self._fetcher.weights_changed()
 
     def begin_writes(self) -> None:
-        """Weights are about to be written. Collective as ``Fetcher.begin_writes``."""
+        """Call it before weights are written. Collective in the same cases as ``Fetcher.begin_writes``."""
         if self._fetcher is not None:
             self._fetcher.begin_writes()
 
     def write_back(self, unit: Unit, bucket: int) -> None:
-        """Brings the weights of a bucket in line with masters that somebody has edited. Collective when sharded."""
+        """Copies a bucket's edited masters to the weights. Collective if masters are sharded."""
         with unit.states.open(bucket, writes=False), unit.weights.open(bucket, reads=False):
             unit.bring_weights(bucket)
         self._gather(unit, bucket).wait()
@@ -88,8 +88,8 @@ class Updates:
         self._base.update_bucket(shards._replace(copies=[]))
 
     def changed(self, unit: Unit, bucket: int) -> list[torch.Tensor]:
-        """The tensors that ``update_masters`` changes: masters and states, flat. An update ahead is not taken back for
-        this."""
+        """The tensors that ``update_masters`` changes: masters and states, flat. Reading them does not undo an update
+        ahead of the step."""
         found: list[torch.Tensor] = []
         for entry in self._pieces.entries_of(unit, bucket):
             state = self._base.state.get(entry.param, {})
@@ -127,7 +127,7 @@ class Updates:
     ) -> None:
         """Updates a bucket whose states and weights are open."""
         is_gathered = self._base.scope_of_group(unit.group) == "matrix"
-        # Where this rank has nothing but padding, the others wait for its slice all the same.
+        # If matrices are gathered, a rank takes part even if it holds only padding: the other ranks wait for its slice.
         if entries or is_gathered:
             matrices = WholeMatrices(unit, bucket, entries) if is_gathered else None
             shards = self._shards(unit, entries, grad_scale)
@@ -135,13 +135,13 @@ class Updates:
         unit.copy_up(bucket)
 
     def _update_pieces(self, entry: Entry, grad_scale: float) -> None:
-        """Updates a bucket that is streamed, and whose weights are open."""
+        """Updates a streamed bucket whose weights are open."""
         base, unit, bucket = self._base, entry.unit, entry.bucket
         piece, names = unit.piece_elems(bucket), base.names_of_states(unit.group)
         weights, gradients = unit.param_slice(bucket), self._reducer.results[unit][bucket]
         has_masters, copies = bool(unit.masters(bucket)), unit.copies(bucket)
         with closing(self._stored.stream(entry, names)) as pieces:
-            # Pieces are asked for first: the last ones are written when there are no more.
+            # ``pieces`` comes first in ``zip``: the home writes the last pieces when it is asked for more and has none.
             for tensors, begin in zip(pieces, range(0, unit.slice_elems[bucket], piece)):
                 mine = slice(begin, begin + piece)
                 masters, *states = tensors if has_masters else [weights[mine], *tensors]
@@ -152,8 +152,8 @@ class Updates:
                 unit.copy_up_part(bucket, begin, masters)
 
     def _tensors(self, entries: list[Entry]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """(masters, gradients, 16-bit copies) of entries of one bucket; no copies where the master is the parameter,
-        or where they lie elsewhere."""
+        """(masters, gradients, 16-bit copies) of entries of one bucket. The list of copies is empty if masters are the
+        parameters themselves or weights lie in another place."""
         unit, bucket = entries[0].unit, entries[0].bucket
         results = self._reducer.results[unit]
         params = [entry.param for entry in entries]
@@ -171,8 +171,8 @@ class Updates:
         return sum_norms(self._base, buckets, self._reducer.units, self._reducer.comm)
 
     def _run_plain(self, grad_scale: float, skipped: set[Slot]) -> list[Work]:
-        """Any ``torch.optim`` optimizer: scaled gradients in the masters' dtype, its own step, then the 16-bit
-        copies."""
+        """Updates with any ``torch.optim`` optimizer: sets scaled gradients in the masters' dtype, calls the
+        optimizer's own step, then makes the 16-bit copies."""
         for unit, bucket in self._order:
             for entry in self._used_entries(unit, bucket, skipped):
                 grad = entry.part_of(self._reducer.results[unit]).to(entry.param.dtype)

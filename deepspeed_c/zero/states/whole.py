@@ -1,4 +1,5 @@
-"""The inputs of a bucket's update beyond this rank's pieces, by the base optimizer's declaration (``scope``)."""
+"""Inputs of a bucket's update that need other ranks' pieces as well: whole matrices or norms, as the base optimizer's
+declaration (``scope``) says."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ Key = tuple[Unit, int]
 
 class WholeMatrices:
     """The parameters of a bucket as whole matrices (``ops.scope.Matrices``), in one flat fp32 buffer of the bucket's
-    size. If tensor-parallel ranks hold parts of the matrices, one whole matrix at a time is in memory besides."""
+    size. If tensor-parallel ranks hold parts of the matrices, memory also holds one whole logical matrix at a time."""
 
     def __init__(self, unit: Unit, bucket: int, entries: Sequence[Entry]) -> None:
         self._unit, self._bucket = unit, bucket
@@ -34,14 +35,15 @@ class WholeMatrices:
             yield from (entry.fragment.slot.view(self._whole, self._begin) for entry in self._entries)
             return
         mine = {entry.fragment.slot for entry in self._entries}
-        # Other ranks along tp may own pieces of any of them.
+        # Every matrix of the bucket is put together on every rank, because other tensor-parallel ranks may own pieces
+        # of any of them.
         for slot in unit.bucket_slots[self._bucket]:
             matrix = self._put_together(slot)
             if slot in mine:
                 yield matrix
 
     def _put_together(self, slot: Slot) -> torch.Tensor:
-        """The whole matrix, from the parts of the tensor-parallel ranks."""
+        """The whole logical matrix, put together from the parts of the tensor-parallel ranks."""
         cut = slot.cut
         whole = torch.zeros(cut.logical_shape, dtype=torch.float32, device=self._whole.device)
         if cut.rank == cut.copies[0]:
@@ -57,10 +59,11 @@ class WholeMatrices:
 
 
 def matrices_in_step(order: Sequence[Key], base: torch.optim.Optimizer, units: Sequence[Unit]) -> list[Key]:
-    """``order`` with the buckets of ``units`` at its end that are put together over tensor-parallel ranks, from the
-    first parameter to the last.
+    """``order``, with some buckets moved to its end: the buckets of matrices that are put together over tensor-parallel
+    ranks. These are sorted from the unit's first bucket to its last.
 
-    Where ranks hold parts of other sizes, buckets begin elsewhere: only so do all come to the same matrix."""
+    If ranks hold parts of different sizes, their buckets have different boundaries. In this order all ranks still come
+    to the same matrix at the same time."""
     declared = declaration(base)
     apart = {unit for unit in units if unit.has_parts and declared.scope_of_group(unit.group) == "matrix"}
     last = sorted((key for key in order if key[0] in apart), key=lambda key: (units.index(key[0]), key[1]))
@@ -73,20 +76,21 @@ def sum_norms(
     units: Sequence[Unit],
     comm: Collectives,
 ) -> dict[Key, torch.Tensor]:
-    """Sums of squares over whole parameters. Where ``units`` are cut, or have parts of parameters, their pieces lie on
-    several ranks of ``comm``, and it is one small collective.
+    """Sums of squares over whole parameters. If ``units`` are cut, or hold parts of logical tensors, the pieces of a
+    parameter lie on several ranks of ``comm``. The sum then takes one small collective.
 
     Returns float64 [entries of the bucket, 2] for each bucket, on the host.
     """
     is_cut = any(unit.is_cut or unit.has_parts for unit in units)
-    # In order of registration: where tensor-parallel ranks have parts of other sizes, units have other buckets.
+    # Numbered in order of registration, because tensor-parallel ranks with parts of different sizes have different
+    # buckets.
     slots = sorted((slot for unit in units for slot in unit.slots), key=lambda slot: slot.order)
     numbers = {slot: number for number, slot in enumerate(slots)}
     table = torch.zeros(len(slots), 2, dtype=torch.float64)
     places: dict[Key, list[int]] = {}
     for key, entries, shards in buckets:
         at = places[key] = [numbers[entry.fragment.slot] for entry in entries]
-        # This pass writes the moments, so every rank makes it, also where another rank's copy counts.
+        # ``norms`` also updates the moments, so every rank calls it, even if the result of another rank's copy counts.
         norms = base.norms(*shards[:5]).to(table.device)
         table[at] = norms if key[0].speaks or not is_cut else torch.zeros_like(norms)
     if is_cut:
