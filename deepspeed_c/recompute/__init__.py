@@ -1,1 +1,1 @@
-"""Layers whose activations are computed again in the backward; the public names are ``deepspeed_c.checkpointing``."""
+"""Layers whose activations are computed again in the backward. ``deepspeed_c.checkpointing`` has the public names."""

@@ -1,4 +1,4 @@
-"""The settings that a call of ``checkpoint`` follows: its engine's, within an engine's forward."""
+"""The settings that a call of ``checkpoint`` follows. Within an engine's forward they are that engine's."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ _active = _Active()
 
 
 def current() -> Recomputer | None:
-    """None outside of the forwards of engines, where ``configure`` counts."""
+    """The recomputer of the engine whose forward runs. None outside the forwards of engines, where the settings of
+    ``configure`` count.
+    """
     return _active.recomputer
 
 
 @contextmanager
 def entered(recomputer: Recomputer | None) -> Iterator[None]:
-    """Calls within follow the settings of ``recomputer``."""
+    """Calls of ``checkpoint`` within follow the settings of ``recomputer``."""
     before, _active.recomputer = _active.recomputer, recomputer
     try:
         yield

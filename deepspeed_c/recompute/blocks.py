@@ -1,4 +1,6 @@
-"""Recomputes layers of a model without a call in the model: its repeated blocks, or blocks with certain names."""
+"""Recomputes layers of a model that does not call ``checkpoint`` itself: its repeated blocks, or blocks with certain
+names.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +26,24 @@ from deepspeed_c.recompute.stash import NVME_PATH
 __all__ = ["Blocks", "find_blocks"]
 
 _KEY = "activation_checkpointing.layers"
-# Attributes that transformers reads, on the model and on each layer.
+# Attributes of the model and of each layer, read by transformers.
 _SWITCH, _FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
 _MIN_BLOCKS = 2
-# Attribute of a class made here: the user's class.
+# Attribute of a class made here. Its value is the user's class.
 _PLAIN = "_dsc_recomputes"
 # Accelerate fills in every "auto" of a configuration, and refuses an unknown "auto".
 _REPEATED = ("auto", "repeated")
 
 
 def _layers_of_transformers(model: torch.nn.Module) -> list[str]:
-    """Names of layers that recompute themselves when they are told to."""
+    """Names of the layers that recompute themselves if their switch is set."""
     library = sys.modules.get("transformers.modeling_layers")
     base = getattr(library, "GradientCheckpointingLayer", None)
     return [] if base is None else [name for name, module in model.named_modules() if isinstance(module, base)]
 
 
 def find_blocks(model: torch.nn.Module, layers: str) -> list[str]:
-    """Names of the modules that ``layers`` means. Raises ConfigError where it means none."""
+    """Names of the modules that ``layers`` selects. Raises ConfigError where it selects none."""
     if layers in _REPEATED:
         return _find_repeated(model)
     try:
@@ -67,8 +69,9 @@ class OfLayers(Protocol):
     """A model that is a list of layers; a rank may hold a part of the list."""
 
     def repeated_layers(self) -> list[str]:
-        """Names of this rank's layers of classes that the whole list has several times. Raises ConfigError where it
-        has no such class, on all ranks."""
+        """Names of this rank's layers whose class occurs several times in the whole list. If no class does, raises
+        ConfigError on all ranks.
+        """
 
 
 def _find_repeated(model: torch.nn.Module) -> list[str]:
@@ -76,7 +79,7 @@ def _find_repeated(model: torch.nn.Module) -> list[str]:
     if names or isinstance(model, OfLayers):
         return names
     lists = list(_repeated_lists("", model))
-    # A layer without modules of its own (a head, an expert) keeps little but its input: recomputing it gains nothing.
+    # A layer without child modules (a head, an expert) keeps little but its input: recomputing it gains nothing.
     deep = [found for found in lists if any(_is_deep(block) for block in found.values())]
     names = [name for found in deep or lists for name in found]
     if not names:
@@ -90,15 +93,18 @@ def _find_repeated(model: torch.nn.Module) -> list[str]:
 
 
 def _repeated_lists(name: str, module: torch.nn.Module) -> Iterator[dict[str, torch.nn.Module]]:
-    """The outermost lists of repeated blocks at or below ``module``, by name: all that a layer does is in its block."""
+    """The outermost lists of repeated blocks at or below ``module``, by name. Everything that a layer does is in its
+    block.
+    """
     below = [(f"{name}.{part}" if name else part, child) for part, child in module.named_children()]
     if isinstance(module, torch.nn.ModuleList) and _are_repeated(list(module)):
         inner = [found for each in below for found in _repeated_lists(*each) if any(map(_is_deep, found.values()))]
-        # Blocks that all differ are stages, if they consist of blocks: one stage at a time would be held whole.
+        # Blocks that all differ are stages, if they consist of blocks. Recomputed one at a time, a stage would be held
+        # whole.
         if inner and len({_form(block) for block in module}) == len(module):
             yield from inner
         else:
-            # A block that is there twice has each of its names.
+            # A block that is in the list twice has both names.
             yield {f"{name}.{i}" if name else str(i): block for i, block in enumerate(module)}
         return
     for each in below:
@@ -114,7 +120,7 @@ def _is_deep(block: torch.nn.Module) -> bool:
 
 
 def _form(block: torch.nn.Module) -> tuple:
-    # Weights that stage 3 has sharded are empty, and know their shape.
+    # Weights that stage 3 has sharded are empty, but have an attribute with their shape.
     return tuple((name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in block.named_parameters())
 
 
@@ -123,13 +129,15 @@ def _make(cls: type) -> Any:
 
 
 def _recomputed(cls: type, recomputer: Recomputer, names: dict[int, str]) -> type:
-    """``cls`` with calls that are recomputed, hooks and all: some gather weights. ``names``: of modules, by id."""
+    """A subclass of ``cls`` whose calls are recomputed, together with their hooks, because some hooks gather weights.
+    ``names``: names of modules, by id.
+    """
 
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return recomputer.run(super(made, self).__call__, args, kwargs, label=names.get(id(self), ""))
 
     def reduce(self: torch.nn.Module, protocol: int) -> Any:
-        # Copies and pickles have the user's class, and no part of the engine.
+        # Copies and pickles get the user's class, and no part of the engine.
         return _make, (cls,), *super(made, self).__reduce_ex__(protocol)[2:]
 
     body = {
@@ -145,13 +153,13 @@ def _recomputed(cls: type, recomputer: Recomputer, names: dict[int, str]) -> typ
 
 
 class Blocks:
-    """The layers of a model that are recomputed by an engine's section, until ``close``.
+    """The layers of a model that are recomputed according to an engine's section, until ``close``.
 
-    tensor_parallel: the ranks that hold the model together: they share activations.
-    has_sharded: weights are released after use. Torch's own checkpoint would keep frozen weights as they are.
-    aio: how files are read and written.
-    ranks: all ranks with such a section. Where a rank cannot make its file, all of them raise.
-    role: in the budget.
+    tensor_parallel: the ranks that hold the model together, and share its activations.
+    has_sharded: weights are released after use. Torch's own checkpoint would keep frozen weights in memory.
+    aio: settings of reading and writing files.
+    ranks: all ranks with such a section. Where one rank cannot make its file, all of them raise.
+    role: this rank's role in the budget.
     """
 
     def __init__(
@@ -165,7 +173,7 @@ class Blocks:
         ranks: Collectives | None = None,
         role: BudgetRole = BudgetRole(),  # noqa: B008  (immutable)
     ) -> None:
-        # A section without layers does nothing by itself, as in DeepSpeed: its other keys are not checked.
+        # A section without layers does nothing by itself, as in DeepSpeed, so its other keys are not checked.
         if section.layers is not None:
             check_section(section, None, "activation_checkpointing")
         comm = tensor_parallel if section.partition_activations else None
@@ -191,42 +199,43 @@ class Blocks:
         return self.recomputer.section != ActivationCheckpointing()
 
     def active(self, inputs: Any = (), name: str = "") -> AbstractContextManager[None]:
-        """Calls of ``checkpoint`` within follow the section, if it asks for something. inputs: the arguments of the
-        model, or of the stage with that name."""
+        """Calls of ``checkpoint`` within follow the section, if it differs from the default. inputs: the arguments of
+        the model, or of the pipeline stage ``name``.
+        """
         return self.recomputer.active(inputs, name) if self._asks else nullcontext()
 
     def expect(self, n_in_flight: int) -> None:
-        """So many forwards will wait for their backward, at the most."""
+        """Announces the largest number of forwards that will wait for their backwards at once."""
         if self.recomputer.budget is not None:
             self.recomputer.budget.expect(n_in_flight)
 
     def _wrap(self, model: torch.nn.Module, names: list[str]) -> None:
         modules = {name: model.get_submodule(name) for name in names}
         if set(names) == set(_layers_of_transformers(model)):
-            # They know the work that must not be done twice, such as filling caches.
+            # These layers know the work that must not be done twice, such as filling caches.
             for module in model.modules():
                 if hasattr(module, _SWITCH):
                     self._set(module, {_SWITCH: True, _FUNCTION: self._function(None)})
             return
         labels = {id(module): name for name, module in modules.items()}
         classes: dict[type, type] = {}
-        # Layers that another engine has wrapped belong to this engine now.
+        # Layers that another engine has wrapped belong to this engine from now on.
         for cls in {_plain(module) for module in modules.values()}:
             classes[cls] = _recomputed(cls, self.recomputer, labels)
-        # Each once, under however many names.
+        # Each module is wrapped once, however many names it has.
         for module in {id(module): module for module in modules.values()}.values():
             made = classes[_plain(module)]
             self._undo.append(functools.partial(_unwrap, module, made))
             module.__class__ = made
 
     def _take_over(self, model: torch.nn.Module) -> None:
-        """Layers of transformers that recompute themselves already do so as the section says."""
+        """Makes layers of transformers that recompute themselves already follow the section."""
         for module in model.modules():
             if getattr(module, _SWITCH, False) and hasattr(module, _FUNCTION):
                 self._set(module, {_FUNCTION: self._function(getattr(module, _FUNCTION))})
 
     def _function(self, theirs: Any) -> Callable:
-        """The function that a layer of transformers calls in place of ``theirs``, in the same flavour."""
+        """The function that a layer of transformers calls in place of ``theirs``. It is reentrant if ``theirs`` is."""
         keywords = theirs.keywords if isinstance(theirs, functools.partial) else {}
         is_reentrant = True if keywords.get("use_reentrant") else None
 
@@ -241,8 +250,8 @@ class Blocks:
         self._undo.append(functools.partial(_put_back, module, tuple(values), before))
 
     def profile(self, step: int, rank: int) -> str:
-        """A table of the layers' costs since the last call; empty where nothing is counted. Rank 0 writes it to
-        ``profile_path`` as well.
+        """A table of the layers' costs since the last call; empty if nothing is counted. Rank 0 also writes it to
+        ``profile_path``.
         """
         counters, folder = self.recomputer.counters, self.recomputer.section.profile_path
         if counters is None:
@@ -254,7 +263,7 @@ class Blocks:
         return report.describe(figures)
 
     def close(self) -> None:
-        """Leaves the model as it was."""
+        """Restores the model to its state before this object."""
         while self._undo:
             self._undo.pop()()
         self.recomputer.close()

@@ -1,10 +1,11 @@
 """A memory budget for activations, and the choice of layers and operators to recompute so that activations fit into it.
 
-The first forward of each shape recomputes everything, and is measured. A C core (``dsc/recompute.h``) then finds the
-plan that adds the least time. Layers are known by their label and the number of their call in a forward.
+The first forward with inputs of given shapes recomputes everything, and is measured. A C core (``dsc/recompute.h``)
+then finds the plan that adds the least time. A layer is identified by its label and the number of its call in a
+forward.
 
 The budget counts the bytes that layers keep between forward and backward, and the additional bytes of one layer while
-it runs again. It does not count gradients and the rest of the model.
+it runs again. It does not count gradients and other memory of the model.
 """
 
 from __future__ import annotations
@@ -46,32 +47,33 @@ __all__ = [
 ]
 
 KEEP, RECOMPUTE, MEASURE = "keep", "recompute", "measure"
-# Share of the free memory for the budget: allocators need room to move in.
+# Share of the free memory for the budget: allocators need some spare memory.
 _AUTO_SHARE = 0.9
-# Inputs count as others when a dimension differs by more than this share.
+# Inputs count as different when a dimension differs by more than this share.
 _CHANGE = 0.1
-# Bytes that are moved beforehand, to see how fast that is.
+# Bytes that are moved before the first plan, to measure the speed.
 _PROBED_BYTES = 4 << 20
 _KEY = "activation_checkpointing.budget"
 
 
-# Inputs that are on their way to a tier, and back, while a layer runs: one each, besides its own.
+# How many layers' inputs are on their way to a tier or back while a layer runs, besides the inputs of that layer: one
+# each way.
 N_ON_THE_WAY = 2
 _HOST, _FILE = "cpu", "nvme"
 
 
 class Tier(NamedTuple):
-    """A place for the inputs of layers outside of the computing device's memory."""
+    """A place for inputs of layers outside the computing device's memory."""
 
-    bytes_per_s: float  # there, and as much back, beside the computation
-    thread_bytes_per_s: float = math.inf  # that the computing thread itself spends on it
+    bytes_per_s: float  # to the tier, and the same on the way back, beside the computation
+    thread_bytes_per_s: float = math.inf  # of the share of the transfer that occupies the computing thread
 
 
 class Treatment(NamedTuple):
-    """The treatment of one layer by a plan.
+    """How a plan treats one layer.
 
     choice: KEEP or RECOMPUTE, or the name of a tier where its inputs wait.
-    operators: numbers of its expensive operators whose outputs are kept, if it is run again.
+    operators: numbers of the layer's expensive operators whose outputs are kept, if the layer is run again.
     """
 
     choice: str
@@ -79,20 +81,20 @@ class Treatment(NamedTuple):
 
 
 class BudgetPlan(NamedTuple):
-    """How each layer of a forward is treated. Numbers are of ``find_plan``'s layers."""
+    """How each layer of a forward is treated. Numbers refer to the layers given to ``find_plan``."""
 
     budget_bytes: int
     smallest_bytes: int
     peak_bytes: int
     added_ns: int
-    bound_ns: int  # no plan adds less
-    all_ns: int  # that recomputing everything adds
+    bound_ns: int  # every plan adds at least this time
+    all_ns: int  # time that recomputing everything adds
     labels: tuple[str, ...]
     treatments: tuple[Treatment, ...]
     n_elems: int  # in the first layer's inputs
 
     def table(self, layers: Sequence[MeasuredLayer] = ()) -> str:
-        """One line for each run of layers that are treated alike."""
+        """One line for each run of consecutive layers with the same treatment."""
         head = (
             f"activation budget: {as_binary(self.peak_bytes)} of {as_binary(self.budget_bytes)} at the peak (at least"
             f" {as_binary(self.smallest_bytes)}), {self.added_ns / 1e6:.3g} of {self.all_ns / 1e6:.3g} ms of operators are run again"
@@ -127,7 +129,7 @@ def _words(treatment: Treatment, layer: MeasuredLayer | None) -> str:
 
 
 def read_budget(section: ActivationCheckpointing) -> int | str | None:
-    """Bytes, "auto", or None. Raises ConfigError for anything else."""
+    """The budget in bytes, "auto", or None. Raises ConfigError for anything else."""
     budget = section.budget
     if budget is None or budget == "auto":
         return budget
@@ -140,7 +142,7 @@ def read_budget(section: ActivationCheckpointing) -> int | str | None:
 
 
 def read_plan(path: str) -> BudgetPlan | None:
-    """The plan in a file; None where there is no such file. Raises ConfigError for any other content."""
+    """The plan in the file ``path``; None if there is no such file. Raises ConfigError for any other content."""
     where = f"activation_checkpointing.budget_plan: {path}"
     try:
         with open(path, encoding="utf-8") as file:
@@ -182,14 +184,16 @@ def _write_plan(path: str, plan: BudgetPlan) -> None:
 
 
 def _moved_ns(layer: MeasuredLayer, tier: Tier) -> int:
-    """The time for a layer's inputs to go to ``tier`` and back. A transfer is hidden as far as another such layer
-    computes meanwhile; a hundredth is counted in any case, so that nothing moves for nothing."""
+    """The time that moving a layer's inputs to ``tier`` and back adds. A transfer is hidden while another such layer
+    computes. A hundredth of it is counted in any case, so that nothing moves without a gain.
+    """
     way = 1e9 * layer.movable_bytes / tier.bytes_per_s
     return int(1e9 * layer.movable_bytes / tier.thread_bytes_per_s + 2 * max(way - layer.ns, 0) + way / 50)
 
 
 def _choices(layer: MeasuredLayer, tiers: Mapping[str, Tier], *, may_mix: bool) -> tuple[Any, list[int], list[str]]:
-    """(the core's description of a layer, its operators by group, the tier of its inputs by choice of the first group).
+    """(the core's description of a layer, the operator of each further group of choices, the tier of the inputs for
+    each choice of the first group).
     """
     may_mix &= not layer.sends
     kept = [i for i, op in enumerate(layer.operators) if may_mix and op.may_keep and op.n_bytes and op.ns]
@@ -208,12 +212,12 @@ def _choices(layer: MeasuredLayer, tiers: Mapping[str, Tier], *, may_mix: bool) 
 
 
 def _reserve(layers: Sequence[MeasuredLayer], tiers: Mapping[str, Tier]) -> int:
-    """Bytes on their way to a tier or back, beside the inputs of the running layer."""
+    """Bytes of inputs on their way to a tier or back, beside the inputs of the running layer."""
     return N_ON_THE_WAY * max((layer.movable_bytes for layer in layers), default=0) if tiers else 0
 
 
 def smallest_budget(layers: Sequence[MeasuredLayer], tiers: Mapping[str, Tier] | None = None) -> int:
-    """Bytes that a budget has to have at least."""
+    """The smallest number of bytes for which there is a plan."""
     found = [
         _C.recompute_smallest([_choices(layer, each, may_mix=True)[0] for layer in layers]) + _reserve(layers, each)
         for each in _attempts(tiers)
@@ -222,7 +226,9 @@ def smallest_budget(layers: Sequence[MeasuredLayer], tiers: Mapping[str, Tier] |
 
 
 def _attempts(tiers: Mapping[str, Tier] | None) -> list[Mapping[str, Tier]]:
-    """Without tiers there is nothing on its way."""
+    """The sets of tiers to try. Without tiers no memory is reserved for inputs on their way, so a smaller budget may
+    do.
+    """
     return [{}, tiers] if tiers else [{}]
 
 
@@ -233,10 +239,10 @@ def find_plan(
     tiers: Mapping[str, Tier] | None = None,
     may_mix: bool = True,
 ) -> BudgetPlan:
-    """The plan that adds the least time. Raises ConfigError, with the smallest possible budget, where none fits.
+    """The plan that adds the least time. Raises ConfigError, with the smallest possible budget, where no plan fits.
 
-    tiers: places other than the memory that computes, where inputs may wait.
-    may_mix: operators of a recomputed layer may be kept.
+    tiers: places outside the memory of the computing device where inputs may wait. may_mix: outputs of some operators
+    of a recomputed layer may be kept.
     """
     plans, smallest = [], 1 << 62
     for each in _attempts(tiers):
@@ -281,7 +287,7 @@ def _solve(
 
 
 Key = tuple[str, int]
-"""A layer's call in a forward: its label, and which of the calls of that label it is."""
+"""A call of a layer in a forward: the layer's label, and the number of the call among the calls with that label."""
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -296,10 +302,10 @@ def keys_of(labels: Sequence[str]) -> list[Key]:
 
 
 def unite(forwards: Sequence[Sequence[MeasuredLayer]]) -> list[MeasuredLayer]:
-    """The layers that any of several forwards ran, with the largest numbers of each.
+    """The layers that any of several forwards ran. Each layer has its largest numbers in any of them.
 
-    The order agrees with all forwards, so the bytes up to a layer are at least the bytes in any of them. Layers that
-    come in different orders are all run again.
+    The order agrees with the order of every forward, so the bytes up to a layer are at least the bytes in any forward.
+    If forwards ran the layers in different orders, all layers are run again.
     """
     order: list[Key] = []
     found: dict[Key, list[MeasuredLayer]] = {}
@@ -324,7 +330,7 @@ def unite(forwards: Sequence[Sequence[MeasuredLayer]]) -> list[MeasuredLayer]:
 
 def _largest(layers: Sequence[MeasuredLayer]) -> MeasuredLayer:
     names = [op.name for op in layers[0].operators]
-    # Tokens went to other experts: the number of an operator here is another operator's there.
+    # Tokens may have gone to other experts: the same number is then another operator's in another forward.
     are_same = all([op.name for op in layer.operators] == names for layer in layers)
     of_layers = [layer.operators for layer in layers] if are_same else []
     operators = tuple(
@@ -346,17 +352,19 @@ def _largest(layers: Sequence[MeasuredLayer]) -> MeasuredLayer:
 
 
 def _rest_ns(layer: MeasuredLayer) -> int:
-    """Nanoseconds of the operators that are not expensive.
+    """Nanoseconds of the layer outside its expensive operators.
 
-    Each operator's largest time, or median, is taken by itself, so their sum may exceed the layer's own time. Nothing
-    would be left for the rest then, and running the layer again with all of them kept would look as cheap as keeping
-    it.
+    For each operator its largest time, or its median, is taken separately, so the operators' sum may exceed the layer's
+    measured time. Subtracting the sum from that time would leave nothing for the other operators. Then running the
+    layer again with all expensive outputs kept would seem to cost as little as keeping the layer.
     """
     return layer.ns - sum(op.ns for op in layer.operators)
 
 
 def _steadied(layers: Sequence[MeasuredLayer]) -> list[MeasuredLayer]:
-    """Layers that do the same take the same time: the median of them. A first call takes longer than others."""
+    """Gives layers that do the same work the same time: the median of their times. A first call takes longer than later
+    calls.
+    """
 
     def form(layer: MeasuredLayer) -> tuple:
         return layer.saved_bytes, tuple(op._replace(ns=0) for op in layer.operators)
@@ -379,14 +387,15 @@ def _with_median(layer: MeasuredLayer, alike: Sequence[MeasuredLayer]) -> Measur
 
 
 def _free_bytes() -> int:
-    """Free bytes of this rank's device. All ranks of a host share the CPU's memory: each takes its part."""
+    """Free bytes of this rank's device. The ranks of a host share the CPU's memory, so each rank counts its part of it.
+    """
     accelerator = get_accelerator()
     free = accelerator.available_memory()
     return free // read_env().local_world_size if accelerator.device_name() == "cpu" else free
 
 
 def _is_covered(shapes: Shapes, by: Shapes) -> bool:
-    """No dimension is larger by more than a tenth."""
+    """Whether no dimension in ``shapes`` is larger than in ``by`` by more than a tenth."""
     return len(shapes) == len(by) and all(
         len(a) == len(b) and all(x <= (1 + _CHANGE) * y for x, y in zip(a, b)) for a, b in zip(shapes, by)
     )
@@ -397,14 +406,14 @@ def shapes_of(tensors: Sequence[torch.Tensor]) -> Shapes:
 
 
 class _Measured:
-    """Forwards of the same stage with inputs alike: the measured layers, and their plan."""
+    """Forwards of one stage with similar inputs: the measured layers, and the plan for them."""
 
     def __init__(self, name: str, *, is_pinned: bool = False) -> None:
-        self.name, self.is_pinned = name, is_pinned  # a file pins the plan for every input
-        self.inputs: list[Shapes] = []  # of the model
-        self.given: dict[Key, list[Shapes]] = {}  # to each layer
+        self.name, self.is_pinned = name, is_pinned  # pinned: a file gives the plan for all inputs
+        self.inputs: list[Shapes] = []  # inputs of the model
+        self.given: dict[Key, list[Shapes]] = {}  # inputs of each layer
         self.layers: list[MeasuredLayer] = []
-        self.is_stale = False  # a forward ran other layers, or with larger inputs
+        self.is_stale = False  # a forward ran other layers, or layers with larger inputs
         self.plan: BudgetPlan | None = None
         self.treatments: dict[Key, Treatment] = {}
 
@@ -414,12 +423,12 @@ class _Measured:
 
     def has_seen(self, key: Key, shapes: Shapes) -> bool:
         given = self.given.get(key, ())
-        # Asked in each call of a layer, mostly for the very shapes that were measured.
+        # This runs in each call of a layer, mostly for the very shapes that were measured.
         return shapes in given or any(_is_covered(shapes, seen) for seen in given)
 
 
 class _Within:
-    """The context of a planned layer's call. None is entered within another, so that one object does for all calls."""
+    """The context of a planned layer's call. Such contexts are never nested, so one object serves all calls."""
 
     __slots__ = ("is_entered",)
 
@@ -437,19 +446,20 @@ class BudgetRole(NamedTuple):
     """This rank's role among the ranks that plan."""
 
     peers: Collectives | None = None
-    """The ranks that must do the same; None: nobody."""
+    """The ranks that must follow the same plan; None: no others."""
     stages: Sequence[str] = ("",)
-    """Names of this rank's stages. Each has a file of its own."""
+    """Names of this rank's stages. Each stage has its own file."""
     is_first: bool = True
-    """Whether this is the first of the ranks with the same layers."""
+    """Whether this rank is the first of the ranks with the same layers."""
 
 
 class Budget:
     """The budget of one engine: its measurements, and the plans that its forwards follow.
 
-    Each rank plans by itself and waits for no other rank in a forward. Only if recomputed layers communicate (gathers
-    of weights, sums over tensor-parallel ranks), the ranks concerned decide together at the beginning of a forward,
-    which all of them reach. A layer with collectives of the caller's own is always recomputed, on all ranks.
+    Each rank plans by itself and waits for no other rank in a forward. Only if recomputed layers communicate (they
+    gather weights, or sum over tensor-parallel ranks), the ranks concerned decide together at the beginning of a
+    forward, which all of them reach. A layer in which the caller's code calls collectives is always recomputed, on all
+    ranks.
 
     comm: all ranks.
     """
@@ -465,12 +475,12 @@ class Budget:
         self._peers = None if peers is None or peers.world_size == 1 else peers
         self._wanted = read_budget(section)
         self._path = section.budget_plan
-        # Values are compared module by module, so all modules have to run.
+        # With "check" values are compared module by module, so all modules have to run.
         self._may_mix = not (section.use_reentrant or section.check)
         device = section.offload.device
         self._tier = device if device != "none" else _HOST if section.cpu_checkpointing else None
         self._tiers: dict[str, Tier] = {}
-        self._free_bytes: int | None = None  # for "auto", when the first step was over
+        self._free_bytes: int | None = None  # for "auto": free bytes after the first step
         self._n_in_flight, self._is_told = 1, False
         self._known: list[_Measured] = []
         self._pinned = {} if self._path is None else self._read_pinned(stages)
@@ -481,15 +491,16 @@ class Budget:
         self._counted: set[int] = set()
         self._is_measuring = self._is_forward = False
         self.within = _Within()
-        """The context around a layer of the plan: layers within it are not counted."""
+        """The context around a planned layer. Layers inside that layer are not counted."""
         self._n_calls: dict[str, int] = {}
 
     def _path_of(self, name: str) -> str:
         return f"{self._path}.stage{name}" if name else str(self._path)
 
     def _read_pinned(self, stages: Sequence[str]) -> dict[str, _Measured]:
-        """The plans that files have, by stage. Collective: raises on all ranks where one has no plan in its file, or
-        another one."""
+        """The plans in the files of this rank's stages, by stage. Collective: raises on all ranks where one rank's file
+        holds no plan, or another plan.
+        """
         plans: dict[str, BudgetPlan | None] = {}
         problem = None
         try:
@@ -531,9 +542,10 @@ class Budget:
             )
 
     def set_probe(self, probe: Callable[[int], Tier | None]) -> None:
-        """probe: moves so many bytes to where inputs may wait, and back, and says how fast; None: there is no place.
+        """probe: moves the given number of bytes to the place where inputs may wait, and back, and returns the speeds;
+        None if there is no such place.
 
-        Collective: the slowest rank's figure counts. Raises OffloadError on all ranks where it fails on one.
+        Collective: the speeds of the slowest rank count. Raises OffloadError on all ranks where it fails on one.
         """
         if self._tier is None:
             return
@@ -551,8 +563,9 @@ class Budget:
             self._tiers = {self._tier: Tier(*(min(speeds) for speeds in zip(*of_ranks)))}
 
     def expect(self, n_in_flight: int) -> None:
-        """So many forwards will be followed by their backwards later, at the most: each gets its part. Called when none
-        is."""
+        """Announces the largest number of forwards that will wait for their backwards at once. Each gets an equal part
+        of the budget. Must be called while no forward waits.
+        """
         if n_in_flight != self._n_in_flight:
             for known in self._known:
                 known.use_plan(None)
@@ -561,7 +574,7 @@ class Budget:
 
     @contextmanager
     def forward(self, inputs: Sequence[torch.Tensor] = (), name: str = "") -> Iterator[None]:
-        """A forward of the model, whose layers are counted. All peers begin it together. name: of a stage."""
+        """A forward of the model whose layers are counted. All peers begin it together. name: the stage's name."""
         self._is_forward, self._n_calls = True, {}
         self._layers, self._given, self._counted = [], {}, set()
         try:
@@ -574,8 +587,9 @@ class Budget:
             self._counted = set()
 
     def treatment(self, label: str, tensors: Sequence[torch.Tensor]) -> Treatment | None:
-        """How the next layer is treated; None for one within another, or outside of a forward."""
-        # A forward may have a pass of its own (a gradient penalty), which runs layers again with those within them.
+        """The treatment of the next layer. None for a layer within a planned layer, or outside a forward."""
+        # A forward may contain a backward pass (for a gradient penalty), which runs layers and the layers within them
+        # again.
         if not self._is_forward or self.within.is_entered or torch._C._current_graph_task_id() != NO_BACKWARD:
             return None
         n = self._n_calls.get(label, 0)
@@ -593,7 +607,7 @@ class Budget:
             return treatment
         if treatment is None or not known.has_seen(key, shapes_of(tensors)):
             known.is_stale = True
-            # Peers have to do the same, and know it as the next forward begins.
+            # Peers have to follow the same plan, and learn of the change when the next forward begins.
             if treatment is None or self._peers is None:
                 return Treatment(RECOMPUTE)
         return treatment
@@ -608,7 +622,7 @@ class Budget:
 
     @property
     def is_within(self) -> bool:
-        """A layer of the plan runs."""
+        """Whether a layer of the plan runs."""
         return self.within.is_entered
 
     @property
@@ -642,7 +656,9 @@ class Budget:
         self.plan = known.plan
 
     def _find(self, inputs: Shapes, name: str) -> _Measured | None:
-        """Peers have one plan for all inputs, since inputs may change on some ranks only."""
+        """The entry for ``inputs`` of stage ``name``. Peers have one plan for all inputs, since inputs may change on
+        some ranks only.
+        """
         of_stage = [known for known in self._known if known.name == name]
         if self._peers is not None:
             return of_stage[0] if of_stage else None
@@ -650,18 +666,18 @@ class Budget:
         return next(alike, None)
 
     def _look_at_memory(self) -> None:
-        """The free memory is known after the first step, when states and gradients have theirs."""
+        """Reads the free memory after the first step: states and gradients are allocated by then."""
         if self._wanted != "auto" or self._free_bytes is not None or not any(known.layers for known in self._known):
             return
         free = _free_bytes()
         self._free_bytes = free if self._peers is None else min(self._peers.gather_numbers(free, label=_KEY))
 
     def _learn(self) -> None:
-        """From the forward that was measured."""
+        """Learns from the forward that was measured."""
         known, peers = self._followed, self._peers
         of_ranks = [self._layers] if peers is None else peers.gather_objects(self._layers)
         if self._comm is None or self._comm.world_size in (1, len(of_ranks)):
-            # Nobody else has another plan.
+            # No other rank follows another plan.
             of_ranks = [[layer._replace(sends=False) for layer in layers] for layers in of_ranks]
         layers = unite([known.layers, *(_steadied(each) for each in of_ranks)])
         known.layers, known.is_stale = layers, False

@@ -1,5 +1,5 @@
-"""Compares a layer that is run again with its forward: the outputs once a run and, with ``"check": true``, the values
-of each of its modules in each run.
+"""Compares a layer that is run again with its forward: the outputs of each layer once and, with ``"check": true``, the
+values of each of its modules in each run.
 """
 
 from __future__ import annotations
@@ -43,15 +43,17 @@ def _difference(name: str, label: str) -> RecomputeError:
     )
 
 
-# Elements that a sketch looks at at a time, so that it takes little memory.
+# Number of elements that a sketch processes at a time, so that it takes little memory.
 _SKETCHED = 1 << 18
-# Relative tolerance of a tensor's norm. Kernels that add in no fixed order differ by far less, other random numbers by
-# far more.
+# Relative tolerance of a tensor's norm. Kernels that add in no fixed order differ by far less, and other random numbers
+# by far more.
 _TOLERANCE = 2e-3
 
 
 def _sketch(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Projections of a tensor on two waves, and the sum of its squares: float64, on its device. None without data."""
+    """Projections of a tensor on two waves, and the sum of its squares: in float64, on the tensor's device. None for a
+    tensor without data.
+    """
     has_data = not (tensor.is_meta or isinstance(tensor, FakeTensor) or is_functorch_wrapped_tensor(tensor))
     if not has_data or tensor.layout != torch.strided:
         return None
@@ -72,15 +74,15 @@ def _is_alike(was: torch.Tensor | None, now: torch.Tensor | None) -> bool:
         return True
     was, now = was.tolist(), now.tolist()
     if not all(map(math.isfinite, (*was, *now))):
-        return True  # inf and NaN are for others to report
+        return True  # inf and NaN are reported elsewhere
     bound = _TOLERANCE * math.sqrt(max(was[2], now[2]))
     return all(abs(a - b) <= bound for a, b in zip(was[:2], now[:2], strict=True))
 
 
 class Outputs:
-    """The outputs of one call of a layer, as some numbers of each tensor.
+    """A summary of the outputs of one call of a layer: a few numbers for each tensor.
 
-    is_exact: every bit counts. compared: is called when they are compared.
+    is_exact: every bit counts. compared: a function to call when the outputs are compared.
     """
 
     def __init__(self, label: str, *, is_exact: bool, compared: Callable[[], None] = lambda: None) -> None:
@@ -93,7 +95,7 @@ class Outputs:
         return [digest(tensor) if self._is_exact else _sketch(tensor) for tensor in tensors]
 
     def note(self, outputs: Any) -> None:
-        """Of forward."""
+        """Notes the outputs of the forward."""
         self._numbers = self._numbers_of(outputs)
 
     def compare(self, outputs: Any) -> None:
@@ -112,14 +114,14 @@ class Outputs:
 class OutputsOnce:
     """The layers that have been compared. Each layer is compared once, at its first recomputation."""
 
-    # Forwards of a layer that are looked at as long as no backward comes.
+    # The largest number of forwards of a layer whose outputs are noted while no backward comes.
     _MOST = 4
 
     def __init__(self) -> None:
         self._n_looked: dict[Any, int] = {}
 
     def of(self, key: Any, label: str) -> Outputs | None:
-        """For a call of the layer ``key``; None where it need not be compared."""
+        """A summary to fill for a call of the layer ``key``; None where the call need not be compared."""
         n_looked = self._n_looked.get(key, 0)
         if n_looked >= self._MOST:
             return None
@@ -142,7 +144,7 @@ class Trace:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """The layer's forward runs within."""
+        """The context of the layer's forward."""
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
         self._open = []
@@ -154,7 +156,7 @@ class Trace:
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
-        """It runs again within. Raises RecomputeError at the first value that differs."""
+        """The context of the layer's second run. Raises RecomputeError at the first value that differs."""
         self._is_repeating, self._n_repeated = True, 0
         with self.recording():
             yield
@@ -164,7 +166,7 @@ class Trace:
         self._open.append(module)
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        # Called once more, without an output, where the layer ends early or raises.
+        # Called once more, without an output, if the layer ends early or raises.
         if output is not None:
             self._step(_digests(output))
         if self._open and self._open[-1] is module:
@@ -179,7 +181,7 @@ class Trace:
             raise self.difference()
 
     def difference(self) -> RecomputeError:
-        """The error for a value that differs now, in the module that runs."""
+        """The error for a value that differs in the second run, in the module that runs."""
         return _difference(self._name(), self._label)
 
     def _name(self) -> str:

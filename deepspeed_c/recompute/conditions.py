@@ -1,4 +1,4 @@
-"""The conditions of a forward, put back for running it again: random numbers, autocast, the settings of an engine."""
+"""The conditions of a forward, restored while it is run again: random numbers, autocast, the settings of an engine."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _replaying = threading.RLock()
 
 
 class _RandomStates:
-    """States of all generators that a layer may draw from.
+    """States of all random generators that a layer may draw from.
 
-    with_python: Python's own ``random`` as well.
+    with_python: includes Python's ``random``.
     """
 
     __slots__ = ("_cpu", "_device", "_python", "_tracker")
@@ -54,7 +54,7 @@ def _autocast_of(device_type: str) -> tuple[str, bool, torch.dtype]:
 
 
 class Conditions:
-    """The conditions at the moment of the constructor's call."""
+    """The conditions at the time of construction."""
 
     __slots__ = ("_active", "_autocasts", "_caches", "_device", "_random", "_with_python")
 
@@ -69,10 +69,10 @@ class Conditions:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Runs the body of the context under them. Afterwards all generators go on from where they were, and running
-        statistics of norms have the values of the forward.
+        """Runs the body of the context under these conditions. Afterwards all generators continue from their states
+        before it, and running statistics of norms keep the values that the forward left.
 
-        Generators belong to the process: one thread at a time.
+        Generators belong to the process, so one thread at a time uses this.
         """
         with _replaying:
             yield from self._replay()

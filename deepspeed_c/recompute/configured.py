@@ -1,5 +1,4 @@
-"""The settings of one process for layers outside any engine, and calls of layers whose activations are computed again.
-"""
+"""The settings of a process for recomputed layers outside any engine, and the functions that call such layers."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ __all__ = ["Configured", "checkpoint", "configured", "non_reentrant_checkpoint"]
 
 
 class Configured:
-    """The settings that ``checkpointing.configure`` has made in this process, and the recomputer that follows them."""
+    """The settings that ``checkpointing.configure`` has made in this process, and the recomputer for them."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """As before the first ``configure``."""
+        """Restores the state before the first ``configure``."""
         self.is_done = False
         self.n_layers: int | None = None
         self.mpu: Any = None
@@ -58,17 +57,17 @@ def _recomputer() -> Recomputer:
 
 
 def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, whose activations are computed again in the backward.
+    """Runs ``function(*args, **kwargs)`` so that its activations are computed again in the backward.
 
-    Arguments may be any nest of tensors and other things; the result of ``function`` is returned as it is. The caller's
-    tensors are never changed. In the backward ``function`` has to do the same again: random numbers of torch and of
-    ``get_cuda_rng_tracker()`` are the same.
+    Arguments may be any nest of tensors and other objects; the result of ``function`` is returned unchanged. The
+    caller's tensors are never changed. In the backward ``function`` has to do the same again. It then draws the same
+    random numbers from torch and from ``get_cuda_rng_tracker()``.
 
-    Raises RecomputeError, from the backward, where it did something else, or where an input was overwritten.
+    Raises RecomputeError, in the backward, where ``function`` did something else, or where an input was overwritten.
     """
     return _recomputer().run(function, args, kwargs)
 
 
 def non_reentrant_checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """``checkpoint`` in the flavour that goes with ``autograd.grad``, for every section."""
+    """``checkpoint`` in the form that works with ``autograd.grad``, whatever the section says."""
     return _recomputer().run(function, args, kwargs, is_reentrant=False)

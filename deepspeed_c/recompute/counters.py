@@ -1,4 +1,4 @@
-"""The costs of recomputed layers: calls, times and bytes of each, for the profile and for plans."""
+"""The costs of recomputed layers: calls, times and bytes of each layer, for the profile and for plans."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ __all__ = ["Counters", "LayerCalls", "LayerFigures"]
 
 
 class _Here(threading.local):
-    """The call that a thread is in: its number and its layer's label."""
+    """The layer's call that a thread is in: the number of the call and the label of the layer."""
 
     call: tuple[int, str] = (0, "")
 
 
 class LayerCalls:
-    """Numbers the calls of layers, and knows which one the current thread is in."""
+    """Numbers the calls of layers, and knows the call that the current thread is in."""
 
     def __init__(self) -> None:
-        # Each layer's call takes one, kept layers too, and the next number of a count needs no lock.
+        # Each layer's call takes a number, also for kept layers. Taking the next number needs no lock.
         self._numbers = itertools.count(1)
         self._here = _Here()
 
     def begin(self, label: str) -> None:
-        """A call of the layer ``label`` begins: this thread keeps tensors for it from now on."""
+        """A call of the layer ``label`` begins: from now on this thread keeps tensors for it."""
         self._here.call = (next(self._numbers), label)
 
     @property
     def number(self) -> int:
-        """Number of the newest call in this thread; 0: none."""
+        """Number of the newest call in this thread; 0 if there is none."""
         return self._here.call[0]
 
     @property
@@ -46,21 +46,23 @@ class LayerFigures:
     """The costs of one layer since the counters were cleared."""
 
     n: int = 0
-    """Forwards."""
+    """Number of forwards."""
     forward_ns: int = 0
     recompute_ns: int = 0
-    """Running it again. Times of a layer include the layers within it."""
+    """Time of running the layer again. Times of a layer include the layers within it."""
     copy_ns: int = 0
-    """Copying its inputs on the computing thread."""
+    """Time of copying the layer's inputs on the computing thread."""
     wait_ns: int = 0
-    """Waiting for inputs that were not there when they were needed, or not gone when their memory was."""
+    """Time of waiting for inputs that had not arrived when they were needed, or had not left when their memory was
+    needed.
+    """
     bytes_kept: int = 0
-    """Of inputs that stayed in the memory that computes, over all forwards."""
+    """Bytes of inputs that stayed in the computing device's memory, over all forwards."""
     bytes_moved: int = 0
-    """Of inputs that went to host memory or to a file, over all forwards."""
+    """Bytes of inputs that went to host memory or to a file, over all forwards."""
 
     def count(self, is_recomputed: bool, spent_ns: int) -> None:
-        """One run of the layer."""
+        """Counts one run of the layer."""
         if is_recomputed:
             self.recompute_ns += spent_ns
         else:
@@ -71,7 +73,7 @@ class LayerFigures:
         self.bytes_kept += n_bytes
 
     def move(self, n_bytes: int, copy_ns: int) -> None:
-        """Inputs that were kept go elsewhere."""
+        """Counts inputs as moved elsewhere that were counted as kept."""
         self.bytes_kept -= n_bytes
         self.bytes_moved += n_bytes
         self.copy_ns += copy_ns
@@ -83,7 +85,7 @@ class LayerFigures:
 class Counters:
     """Figures of layers, by their labels in the order of their first calls.
 
-    Times are measured on the calling thread: exact on the CPU; on an accelerator with
+    Times are measured on the calling thread. They are exact on the CPU, and on an accelerator with
     ``"synchronize_checkpoint_boundary"``.
     """
 
@@ -97,7 +99,9 @@ class Counters:
         return found
 
     def timed(self, label: str, function: Callable) -> Callable:
-        """``function``, whose first call counts as the layer's forward, and the others as recomputations."""
+        """A form of ``function`` whose first call counts as the layer's forward, and whose later calls count as
+        recomputations.
+        """
         return functools.partial(_Timed(self.of(label)), function)
 
     def clear(self) -> None:

@@ -1,4 +1,5 @@
-"""A layer that runs again in the backward when autograd needs its saved tensors, up to the last of these tensors.
+"""A layer that runs again in the backward when autograd needs its saved tensors. The run ends at the last of these
+tensors.
 
 In forward autograd saves a *blank* in place of each tensor. When a backward needs the first blank, the layer runs
 again. The tensors that autograd would save in this run fill the blanks in order, and the run ends with the last blank.
@@ -30,17 +31,19 @@ from deepspeed_c.saved_tensors import Packer, counts_all, hooks_around
 
 __all__ = ["NO_BACKWARD", "Frame", "Inputs", "Observers"]
 
-# The number of autograd's pass where there is none.
+# The number that stands for autograd's pass outside any pass.
 NO_BACKWARD = -1
 
 
 class _Enough(Exception):
-    """Every blank that autograd may ask for is filled. No error, but hooks that are always called must see one."""
+    """Every blank that autograd may ask for is filled. This is no error, but hooks that always run must see an
+    exception.
+    """
 
 
 class Inputs:
-    """The input tensors of a layer, kept until the layer runs again. Each is kept by the first packer that takes it, or
-    by the hooks around the layer, or else in the way of autograd.
+    """The input tensors of a layer, kept until the layer runs again. Each tensor is kept by the first packer that takes
+    it, otherwise by the saved-tensor hooks around the layer, otherwise by autograd itself.
     """
 
     __slots__ = ("_kept", "_label")
@@ -48,7 +51,7 @@ class Inputs:
     def __init__(self, tensors: Sequence[torch.Tensor], packers: Sequence[Packer], label: str) -> None:
         self._label = label
         pack_rest, unpack_rest = hooks_around()
-        # Within another layer that is recomputed they are not kept at all.
+        # Within another recomputed layer the packers keep no inputs.
         packers = () if counts_all(pack_rest) else packers
         self._kept = []
         for tensor in tensors:
@@ -61,7 +64,7 @@ class Inputs:
                 self._kept.append((unpack_rest, pack_rest(tensor), tensor.requires_grad))
 
     def again(self) -> list[torch.Tensor]:
-        """The tensors, in no graph. Raises RecomputeError where one was overwritten meanwhile."""
+        """The tensors, outside any graph. Raises RecomputeError where a tensor was overwritten meanwhile."""
         return [self._get(i) for i in range(len(self._kept))]
 
     def _get(self, i: int) -> torch.Tensor:
@@ -86,8 +89,9 @@ def describe(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.devic
 
 
 class _Blank:
-    """The object that autograd keeps instead of a tensor. ``values``: the tensor again, for each pass that has it
-    recomputed."""
+    """The object that autograd keeps instead of a tensor. ``values``: the recomputed tensor, for each pass that has
+    recomputed it.
+    """
 
     __slots__ = ("__weakref__", "frame", "values")
 
@@ -100,17 +104,19 @@ class Observers(NamedTuple):
     """The observers of a running layer; None: no observer of that kind."""
 
     trace: Trace | None = None
-    """Compares its values with the recomputation's."""
+    """Compares the values of the forward with the values of the recomputation."""
     outputs: KeptOutputs | None = None
     """Outputs of operators that are not run again."""
     looked_at: Outputs | None = None
-    """The result of the forward, for the comparison with the recomputation."""
+    """The outputs of the forward, for the comparison with the recomputation."""
     on_save: Callable[[torch.Tensor], None] | None = None
-    """Is told of each tensor that autograd would save."""
+    """Called with each tensor that autograd would save."""
 
 
 class Frame:
-    """One call of a layer. The blanks in its graph hold the frame, so it lives as long as any part of that graph."""
+    """One call of a layer. The blanks in the call's graph hold the frame, so it lives as long as any part of that
+    graph.
+    """
 
     counts_all = True
 
@@ -131,7 +137,7 @@ class Frame:
         self._lock = threading.RLock()  # autograd runs one thread per device
 
     def hooks(self) -> saved_tensors_hooks:
-        """The context of the forward."""
+        """The saved-tensor hooks that surround the forward."""
         return saved_tensors_hooks(self.pack, give)
 
     def pack(self, tensor: torch.Tensor) -> _Blank:
@@ -143,7 +149,7 @@ class Frame:
         return blank
 
     def find(self, blank: _Blank) -> torch.Tensor:
-        """The tensor that belongs at ``blank``, recomputed unless this pass has done it."""
+        """The tensor that belongs at ``blank``. The layer is run again unless it was already in this pass."""
         task = torch._C._current_graph_task_id()
         with self._lock:
             if task not in blank.values:
@@ -155,13 +161,14 @@ class Frame:
 
     def _recompute(self, task: int) -> None:
         if task != NO_BACKWARD:
-            # A pass through a part of the graph leaves the rest unasked.
+            # A pass through a part of the graph does not ask for the other blanks, so their values are dropped at its
+            # end.
             frame = weakref.ref(self)
             Variable._execution_engine.queue_callback(lambda: _drop_of(frame, task))
         looked_at, self._looked_at = self._looked_at, None
         again = _Again(self._blanks, self._seen, task, self._label, self._trace, ends_early=looked_at is None)
         args, kwargs = self._arguments.with_tensors(self._inputs.again())
-        # The layer's own graph is not used: autograd ties the given tensors to the graph of the forward.
+        # The graph of the second run is not used: autograd ties the given tensors to the graph of the forward.
         replaying = nullcontext() if self._outputs is None else self._outputs.replaying()
         with self._conditions.replayed(), torch.enable_grad(), saved_tensors_hooks(again.pack, _same), replaying:
             try:
@@ -199,7 +206,8 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Again:
-    """The tensors that autograd saves while a layer is run again, sorted into the blanks of the forward."""
+    """The tensors that autograd saves while a layer is run again. Each is stored in the matching blank of the forward.
+    """
 
     counts_all = True
 
@@ -218,7 +226,8 @@ class _Again:
         self.n = 0
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        # An operator's own output would keep the operator that keeps it; a weight may be released before its use.
+        # Undetached, an operator's output would keep the operator that saves it alive, and a weight might be released
+        # before its use.
         tensor = tensor.detach()
         i, self.n = self.n, self.n + 1
         if i < len(self._blanks):

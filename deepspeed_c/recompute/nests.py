@@ -1,4 +1,4 @@
-"""Arguments of a layer as tensors and the rest: any nest of containers, keywords, numbers, None."""
+"""Splits the arguments of a layer into tensors and the rest: any nest of containers, keywords, numbers, None."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _PLAIN = frozenset((torch.Tensor, type(None), bool, int, float, str))
 
 
 def is_activation(item: Any, n_ranks: int = 1) -> bool:
-    """Whether ``item`` is a tensor that may be kept in another form: of floating point, with an element for each rank,
-    and without the mark ``no_checkpointing``.
+    """Whether ``item`` is a tensor that may be kept in another form. It must be of floating point, have at least one
+    element for each rank, and lack the mark ``no_checkpointing``.
     """
     return (
         torch.is_tensor(item)
@@ -26,7 +26,9 @@ def is_activation(item: Any, n_ranks: int = 1) -> bool:
 
 
 def tensors_of(args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments of a call, each once: ``Arguments.tensors``, for a call that is not repeated."""
+    """The tensors among the arguments of a call, each once. It equals ``Arguments.tensors``, for a call that is not
+    repeated.
+    """
     leaves = (*args, *kwargs.values()) if kwargs else args
     for leaf in leaves:
         if type(leaf) not in _PLAIN:
@@ -37,9 +39,9 @@ def tensors_of(args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
 
 
 class Arguments:
-    """The arguments of one call without its tensors, which are given back for each call that repeats it.
+    """The arguments of one call without its tensors. The tensors are given again for each repetition of the call.
 
-    A tensor that is passed twice is one tensor, then as now.
+    A tensor that was passed twice is passed as one tensor in repetitions, too.
     """
 
     __slots__ = ("_leaves", "_places", "_tree", "tensors")
@@ -50,7 +52,7 @@ class Arguments:
         if kwargs or any(type(arg) not in _PLAIN for arg in args):
             leaves, self._tree = tree_flatten((args, kwargs))
         self.tensors: list[torch.Tensor] = []
-        """Each once. A holder that stores this object takes them out by ``forget``."""
+        """The tensors, each once. A holder that stores this object removes the tensors from it by ``forget``."""
         self._leaves = list(leaves)
         self._places: list[tuple[int, int]] = []
         known: dict[int, int] = {}
@@ -66,7 +68,7 @@ class Arguments:
         self.tensors = []
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """(args, kwargs) of a call with these in place of ``tensors``."""
+        """(args, kwargs) of the call, with the given tensors in place of the original ones."""
         leaves = list(self._leaves)
         for i, place in self._places:
             leaves[i] = tensors[place]
@@ -74,8 +76,8 @@ class Arguments:
 
 
 def extract_tensors(all_objects: Sequence[Any]) -> tuple[Sequence[torch.Tensor], Sequence[Any], Sequence[bool]]:
-    """(tensors, other objects, flags) of a list or tuple, each as the same type; a flag says for each place whether a
-    tensor was there.
+    """(tensors, other objects, flags) of a list or tuple, each as a sequence of the same type. For each place the flag
+    says whether a tensor was there.
     """
     make = type(all_objects) if type(all_objects) in (list, tuple) else tuple
     flags = [torch.is_tensor(each) for each in all_objects]
@@ -101,7 +103,7 @@ def merge_tensors(
 def detach_variable(inputs: Sequence[Any], device: Any = None) -> tuple:
     """``inputs`` with tensors that share no graph with the caller's; on ``device``, if one is given.
 
-    Each requires a gradient if the caller's does. Raises TypeError unless ``inputs`` is a tuple or list.
+    A tensor requires a gradient if the caller's tensor does. Raises TypeError unless ``inputs`` is a tuple or list.
     """
     if not isinstance(inputs, (tuple, list)):
         raise TypeError(f"a tuple of tensors is needed, not {type(inputs).__name__}")

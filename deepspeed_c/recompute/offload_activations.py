@@ -18,22 +18,22 @@ from deepspeed_c.saved_tensors import give_back, keep
 
 __all__ = ["offload_activations"]
 
-# Tensors of one group go out together, and are read ahead together.
+# Bytes of a group of tensors. A group is moved out together, and read ahead together.
 _GROUP_BYTES = 32 << 20
 
 
 class offload_activations(saved_tensors_hooks):
-    """The context of a forward. Its saved activations are moved out of memory until the backward needs them. On a
-    machine without an accelerator ``"cpu"`` moves nothing, and the log says so once. Results are the same to the bit.
+    """The context of a forward. The activations that it saves are moved out of memory until the backward needs them. On
+    a machine without an accelerator ``"cpu"`` moves nothing, and the log says so once. Results are the same to the bit.
 
     Floating-point tensors of at least ``min_bytes`` are moved, except parameters and views of parameters.
 
     Args:
         device: "cpu" (page-locked host memory) or "nvme" (a file without a name in ``nvme_path``).
         max_in_cpu: with "nvme": bytes that stay in host memory.
-        min_bytes: of the smallest tensor that is worth it.
+        min_bytes: size of the smallest tensor that is worth moving.
 
-    Raises ConfigError for an unknown device, or a folder that cannot be used; from the forward or the backward
+    Raises ConfigError for an unknown device, or a folder that cannot be used. The forward or the backward raises
     OffloadError where the device fails or is full.
     """
 
@@ -59,7 +59,7 @@ class offload_activations(saved_tensors_hooks):
         super().__init__(self.put, self.get)
 
     def put(self, tensor: torch.Tensor) -> Any:
-        """The object to keep in place of ``tensor``; ``get`` takes it."""
+        """Returns the object to keep in place of ``tensor``. ``get`` turns it back into the tensor."""
         base = tensor if tensor._base is None else tensor._base
         if tensor.nbytes >= self._min_bytes and is_activation(tensor) and not isinstance(base, torch.nn.Parameter):
             self._n_bytes += tensor.nbytes
@@ -73,7 +73,7 @@ class offload_activations(saved_tensors_hooks):
 
     @staticmethod
     def get(kept: Any) -> torch.Tensor:
-        """The tensor again, where it was."""
+        """The tensor again, on its original device."""
         unpack, packed = kept
         return unpack(packed)
 

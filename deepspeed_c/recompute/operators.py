@@ -1,8 +1,8 @@
-"""Expensive operators of a layer: their bytes and times, and running a layer again with the outputs of some of them at
-hand.
+"""Expensive operators of a layer: their bytes and times, and repeated runs of a layer with the kept outputs of some of
+them.
 
-Expensive are matrix products, convolutions, attention and collectives. A layer calls them in the same order each time,
-and they are known by their number in it.
+Expensive operators are matrix products, convolutions, attention and collectives. A layer calls them in the same order
+each time, so an operator is identified by its number among the layer's expensive operators.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _COLLECTIVES = "_c10d_functional::"
 _SENT = ("c10d::", _COLLECTIVES)
 _WAIT = "_c10d_functional::wait_tensor"
 _OWN_WAIT = "deepspeed_c::tp_wait_"
-# Tensor-parallel layers sum in place: a copy of the sum is kept. The second operator has it after the wait.
+# Tensor-parallel layers sum in place, so a copy of the sum is kept. ``tp_sum_start_`` has the sum only after its wait.
 _SUM_STARTS_IN_PLACE = "deepspeed_c::tp_sum_start_"
 _SUMS_IN_PLACE = ("deepspeed_c::tp_sum_", _SUM_STARTS_IN_PLACE)
 _OWN_SENDS = (*_SUMS_IN_PLACE, *(f"deepspeed_c::tp_{name}_start" for name in ("sum", "gather", "scatter")))
 _WAITS = (_WAIT, _OWN_WAIT)
 _EXPENSIVE = frozenset((*(f"aten::{name}" for name in _PRODUCTS), "deepspeed_c::nn_attention", *_OWN_SENDS))
-# A collective that is run again costs the wire, and all ranks' time, twice: kept by preference.
+# Repeating a collective costs all ranks time, so its time counts twice and its output is kept by preference.
 _COLLECTIVE_WEIGHT = 2
 
 
@@ -45,7 +45,7 @@ def _is_expensive(name: str) -> bool:
 
 
 def _results(name: str, args: Any, outputs: Any) -> Any:
-    """The results of an operator; none yet while a sum in place is under way."""
+    """The results of an operator. A sum in place that is still under way has no results yet."""
     if name == _SUM_STARTS_IN_PLACE:
         return ()
     return args[0].clone() if name in _SUMS_IN_PLACE else outputs
@@ -55,23 +55,23 @@ class MeasuredOperator(NamedTuple):
     """One call of an expensive operator in a layer's forward."""
 
     name: str
-    n_bytes: int  # of its outputs
-    ns: int  # 0: the layer has nothing to save behind it, and is not run again as far as that
-    is_saved: bool  # a backward needs its outputs, so that they are there when the layer has been run again
+    n_bytes: int  # bytes of its outputs
+    ns: int  # 0: the layer saves nothing after this operator, so a repeated run ends before it
+    is_saved: bool  # a backward needs its outputs, so they are there after the layer has been run again
     may_keep: bool  # it drew no random numbers, and nothing overwrote its outputs
 
 
 class MeasuredLayer(NamedTuple):
-    """One call of a layer: bytes of storages without parameters, each counted once in a forward."""
+    """One call of a layer. Bytes are those of storages without parameters; each storage counts once in a forward."""
 
     label: str
-    n_elems: int  # in its input tensors
-    input_bytes: int  # of these
-    saved_bytes: int  # that autograd keeps for its backward if nobody interferes
-    ns: int  # of all its operators that are run again
+    n_elems: int  # elements of its input tensors
+    input_bytes: int  # bytes of its input tensors
+    saved_bytes: int  # bytes that autograd keeps for its backward without recomputation
+    ns: int  # time of all its operators that are run again
     operators: tuple[MeasuredOperator, ...]
-    movable_bytes: int = 0  # the part of the inputs that may wait elsewhere
-    sends: bool = False  # by collectives of the caller's own: whoever runs it again, all ranks do
+    movable_bytes: int = 0  # bytes of the inputs that may wait elsewhere
+    sends: bool = False  # the caller's code in it calls collectives, so all ranks run it again if one does
 
 
 def _random_state() -> tuple[bytes, Any]:
@@ -92,16 +92,18 @@ def _same_state(a: tuple[bytes, Any], b: tuple[bytes, Any]) -> bool:
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in no graph. Its version counts the writes to ``tensor``."""
-    # Below autograd a detached tensor has a counter of its own, unless the key that makes views is let in.
+    """The values of ``tensor`` outside any graph. The alias's version counts the writes to ``tensor``."""
+    # Below autograd a detached tensor has a separate version counter, unless the dispatch key that makes views is
+    # active.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
 class _Aliases:
-    """Tensors of some storages, each with its version when it was made: whether anything was written to the storages.
+    """Tensors of some storages, each with its version at creation. They show whether anything was written to the
+    storages.
 
-    A product without bias comes out of ``_unsafe_view``, whose version nobody else counts.
+    A product without bias comes out of ``_unsafe_view``, and no other tensor shares that output's version counter.
     """
 
     def __init__(self, outputs: Any) -> None:
@@ -122,7 +124,7 @@ class _Aliases:
 
 
 class _Followed:
-    """Finds the call whose outputs a tensor is an alias of."""
+    """Finds the call of which a given tensor is an alias of the outputs."""
 
     def __init__(self) -> None:
         self._by_place: dict[int, _Aliases] = {}
@@ -131,7 +133,7 @@ class _Followed:
         self._by_place.update(dict.fromkeys(aliases.places, aliases))
 
     def note_outputs(self, outputs: Any) -> None:
-        """An operator that is not followed itself has given ``outputs``."""
+        """Notes ``outputs`` of an operator that is not followed itself."""
         for leaf in tree_leaves(outputs) if self._by_place else ():
             if torch.is_tensor(leaf) and (aliases := self._by_place.get(_place_of(leaf))) is not None:
                 aliases.note_outputs(leaf)
@@ -152,10 +154,12 @@ class _Seen:
 
 
 class Meter:
-    """The cost of one call of an operator, by the clock."""
+    """Measures one call of an operator by the clock."""
 
     def call(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int, bool]:
-        """(results, nanoseconds, whether it drew random numbers); the latter two for expensive operators only."""
+        """(results, nanoseconds, whether it drew random numbers). The last value is meaningful for expensive operators
+        only.
+        """
         accelerator = get_accelerator()
         before = _random_state() if _is_expensive(func._schema.name) and _may_draw(func) else None
         accelerator.synchronize()
@@ -167,28 +171,30 @@ class Meter:
 
 
 class _Onlooker(TorchDispatchMode):
-    """Sees every operator, except within compiled parts, which it leaves as they are."""
+    """Sees every operator except those within compiled parts, which it leaves unchanged."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Asked by ``torch.compile``, which otherwise refuses to compile, or does without."""
+        """Called by ``torch.compile``. If this were False, ``torch.compile`` would refuse to compile, or skip
+        compilation.
+        """
         return True
 
 
 class _LastSaved(NamedTuple):
-    """How far a layer had come when autograd saved a tensor."""
+    """The progress of a layer when autograd saved a tensor."""
 
     ns: int
-    of_operators: tuple[int, ...]  # nanoseconds: waits for some of them may follow
+    of_operators: tuple[int, ...]  # nanoseconds of each operator so far; waits for some of them may follow
 
 
 class Measurement(_Onlooker):
-    """Bytes and time of one call of a layer, which runs within the context. The tensors that the layer would save are
-    held until ``done``.
+    """Bytes and time of one call of a layer. The layer runs within this context. The tensors that the layer would save
+    are held until ``done``.
 
     counted: addresses of storages that earlier layers have counted; this layer adds the addresses of its inputs.
-    meter: by default the clock.
-    ends_early: the layer is run again up to the last tensor that autograd saves, and not to its end.
+    meter: measures operators; by default by the clock.
+    ends_early: a repeated run ends at the last tensor that autograd saves, not at the layer's end.
     """
 
     def __init__(
@@ -207,12 +213,12 @@ class Measurement(_Onlooker):
         self._saved: list[torch.Tensor] = []
         self._seen: list[_Seen] = []
         self._followed = _Followed()
-        self._under_way: dict[int, _Seen] = {}  # by the place of the result
+        self._under_way: dict[int, _Seen] = {}  # calls of collectives, by the place of their results
         self._ns, self._sends, self._ends_early = 0, False, ends_early
         self._reached: _LastSaved | None = None
 
     def note_saved(self, tensor: torch.Tensor) -> None:
-        """Autograd saves ``tensor``."""
+        """Notes that autograd saves ``tensor``."""
         if self._ends_early:
             self._reached = _LastSaved(self._ns, tuple(seen.ns for seen in self._seen))
         if not self._is_parameter(tensor):
@@ -243,7 +249,8 @@ class Measurement(_Onlooker):
         return outputs
 
     def _note_start(self, name: str, args: Any, outputs: Any) -> None:
-        """A collective may be under way from now on. Several are, where halves of a batch overlap."""
+        """Notes a collective that may be under way from now on. Several are under way where halves of a batch overlap.
+        """
         if name.startswith((_COLLECTIVES, *_OWN_SENDS)):
             results = args[0] if name in _SUMS_IN_PLACE else outputs
             self._under_way.update({_place_of(t): self._seen[-1] for t in tree_leaves(results) if torch.is_tensor(t)})
@@ -257,7 +264,7 @@ class Measurement(_Onlooker):
             seen.give(result.clone())
 
     def done(self) -> MeasuredLayer:
-        """What was found. Called once, after the layer."""
+        """The measured layer. Called once, after the layer."""
         given = {_place_of(t): t.untyped_storage().nbytes() for t in self._tensors if not self._is_parameter(t)}
         saved = {_place_of(t): t.untyped_storage().nbytes() for t in self._saved}
         new = {place: n_bytes for place, n_bytes in given.items() if place not in self._counted}
@@ -270,7 +277,8 @@ class Measurement(_Onlooker):
             sum(t.numel() for t in self._tensors),
             sum(new.values()),
             sum(n_bytes for place, n_bytes in saved.items() if place not in self._counted),
-            # A storage that counts twice does so in the whole as well: otherwise a layer would cost nothing besides.
+            # If an operator's time is weighted, the layer's time grows with it. Otherwise nothing would be left for the
+            # other operators.
             self._ns + sum(op.ns - seen.ns for op, seen in zip(operators, self._seen)),
             operators,
             sum(n_bytes for place, n_bytes in new.items() if place in movable),
@@ -282,7 +290,9 @@ class Measurement(_Onlooker):
         return found
 
     def _forget_the_rest(self, reached: _LastSaved) -> None:
-        """The last operators of a layer keep their numbers, and take no time: the run has ended before them."""
+        """Sets the last operators of a layer to no time, because a repeated run ends before them. They keep their
+        numbers.
+        """
         self._ns = reached.ns
         n_later = len(self._seen) - len(reached.of_operators)
         for seen, ns in zip(self._seen, (*reached.of_operators, *[0] * n_later), strict=True):
@@ -313,7 +323,7 @@ class _CountedCall(NamedTuple):
 
 
 class KeptOutputs:
-    """Outputs of chosen operators of one call of a layer, from its forward until it is run again.
+    """Outputs of chosen operators of one call of a layer. They are kept from the forward until the layer is run again.
 
     chosen: numbers among the layer's expensive operators.
     """
@@ -322,14 +332,16 @@ class KeptOutputs:
         self._label, self._chosen = label, frozenset(chosen)
         self._calls: dict[int, _CountedCall] = {}
         self._followed = _Followed()
-        self._sums_under_way: dict[int, int] = {}  # numbers, by the place of the sum
+        self._sums_under_way: dict[int, int] = {}  # numbers of operators, by the place of the sum
 
     def recording(self) -> TorchDispatchMode:
-        """The layer's forward runs within."""
+        """The context of the layer's forward."""
         return _Numbered(self._record, self._followed, on_wait=self._take_sum)
 
     def replaying(self) -> TorchDispatchMode:
-        """It runs again within. Raises RecomputeError where an output was overwritten, or another operator called."""
+        """The context of the layer's second run. Raises RecomputeError where a kept output was overwritten, or where
+        another operator is called.
+        """
         return _Numbered(self._replay)
 
     def _record(self, i: int, func: Any, args: Any, kwargs: Any) -> Any:
@@ -337,7 +349,7 @@ class KeptOutputs:
             return func(*args, **kwargs)
         before = _random_state() if _may_draw(func) else None
         outputs = func(*args, **kwargs)
-        # An operator that draws random numbers has to draw them again, for the operators that draw after it.
+        # An operator that draws random numbers has to draw them again, because later operators draw after it.
         if func._schema.name == _SUM_STARTS_IN_PLACE:
             self._sums_under_way[_place_of(args[0])] = i
         elif before is None or _same_state(before, _random_state()):
@@ -347,7 +359,9 @@ class KeptOutputs:
         return outputs
 
     def _take_sum(self, total: torch.Tensor) -> None:
-        """``total`` has been waited for. A sum that the layer leaves under way is not kept, but made again."""
+        """Notes that ``total`` has been waited for. A sum that is still under way at the layer's end is not kept, but
+        computed again.
+        """
         i = self._sums_under_way.pop(_place_of(total), None)
         if i is not None:
             kept = total.clone()
@@ -371,15 +385,16 @@ class KeptOutputs:
                 fix="do not change its outputs in place (x + 1, not x.add_(1))",
             )
         if call.name in _SUMS_IN_PLACE:
-            # Nothing is under way then: the wait that may follow returns at once.
+            # No collective is under way in this case, so a wait that follows returns at once.
             args[0].copy_(call.outputs)
             return None
         return tree_map_only(torch.Tensor, _alias, call.outputs)
 
 
 class _Numbered(_Onlooker):
-    """Has ``call`` make the calls of expensive operators, each with its number. ``followed`` sees the results of other
-    operators, ``on_wait`` the result of a tensor-parallel collective after its wait."""
+    """Passes each call of an expensive operator to ``call``, with the operator's number. ``followed`` sees the results
+    of other operators, and ``on_wait`` the result of a tensor-parallel collective after its wait.
+    """
 
     def __init__(
         self,

@@ -1,5 +1,6 @@
-"""Ways to keep the inputs of a recomputed layer: cut over tensor-parallel ranks, in one arena, in host memory or in a
-file."""
+"""Ways to keep the inputs of a recomputed layer: cut over tensor-parallel ranks, in one arena, in host memory, or in a
+file.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +25,23 @@ from deepspeed_c.saved_tensors import overwritten
 __all__ = ["Arena", "Gather", "ShardPacker", "StashPacker", "own_range"]
 
 _ALIGNMENT_BYTES = 64
-# For inputs of at least this size, memory that the C library has freed is returned to the system once in so many runs
-# of layers. The next use of each page is a page fault then: in every run that would be a sixth of a narrow layer's
-# time.
+# For inputs of at least _TRIMMED_BYTES, memory that the C library has freed is returned to the system once in
+# _TRIMMED_RUNS runs of layers. The next use of each returned page is a page fault. Returning it in every run would cost
+# a sixth of a narrow layer's time.
 _TRIMMED_BYTES, _TRIMMED_RUNS = 1 << 20, 8
 
 
 def own_range(numel: int, rank: int, n_ranks: int) -> tuple[int, int]:
-    """(begin, number) of the elements that a rank keeps."""
+    """(begin, number) of the elements that ``rank`` keeps."""
     begin, end = _C.shard_range(numel, n_ranks, rank)
     return begin, end - begin
 
 
 class Gather:
-    """The elements of one tensor on their way from the ranks that keep them. Made in the same order on all ranks.
+    """The elements of one tensor on their way from the ranks that keep them. All ranks make gathers in the same order.
 
-    part: this rank's elements. None: this rank does not need the result, and takes part only so that the others do not
-    wait.
+    part: this rank's elements. None: this rank does not need the result, and takes part only because the other ranks
+    would wait for it.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Gather:
     ) -> None:
         self._numel, self._n_ranks = numel, 1 if comm is None else comm.world_size
         rank = 0 if comm is None else comm.rank
-        # Collectives move equal slices; the first ranks have an element more where they are not.
+        # Collectives move equal slices. Where the elements do not divide, the first ranks have one element more.
         self._slice_elems = own_range(numel, 0, self._n_ranks)[1]
         self._flat = torch.empty(self._slice_elems * self._n_ranks, dtype=dtype, device=device)
         if part is not None:
@@ -58,7 +59,7 @@ class Gather:
             self._work = comm.all_gather(self._flat, label="partitioned activations")
 
     def wait(self) -> torch.Tensor:
-        """All elements, flat."""
+        """All elements of the tensor, flat."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -73,17 +74,17 @@ class Arena:
     """One piece of memory for all parts that are kept between a forward and its backward. Its size is measured in the
     first forward.
 
-    A tensor without room in it (in a second forward in flight, or a longer one) is kept in other memory, and counts for
-    the next plan. The piece is reused when all parts in it have been released.
+    Other memory is used where the arena has no room (a second forward is in flight, or a forward is longer). Such
+    tensors count for the next arena's size. The piece is reused when all parts in it have been released.
     """
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
         self._used_bytes = self._wanted_bytes = self._n_lent = 0
-        # Graphs die in any thread, and when the collector runs: within a method of this, too.
+        # Graphs are freed on any thread, and by the garbage collector even within a method of this class.
         self._lock = threading.RLock()
         self.n_outside = 0
-        """How often there was no room, since the process began."""
+        """How often the arena had no room, since the process began."""
 
     @property
     def n_bytes(self) -> int:
@@ -111,19 +112,19 @@ class Arena:
             if self._n_lent:
                 return
             if self._wanted_bytes > self.n_bytes:
-                self._buffer = None  # before its successor
+                self._buffer = None  # frees the old buffer before the new one is made
                 self._buffer = torch.empty(self._wanted_bytes, dtype=torch.uint8, device=device)
             self._used_bytes = self._wanted_bytes = 0
 
     def clear(self) -> None:
-        """Frees it, unless something lies in it."""
+        """Frees the memory, unless a part lies in it."""
         with self._lock:
             if not self._n_lent:
                 self._buffer = None
 
 
 class _Kept:
-    """The kept form of one tensor, and the way back to the tensor."""
+    """The kept form of one tensor. It can be turned back into the tensor."""
 
     __slots__ = (
         "__weakref__", "_arena", "_of_memory", "_own_shape", "_span_elems", "_watch", "device", "dtype", "flat", "numel",
@@ -132,15 +133,15 @@ class _Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.source, self.version = weakref.ref(tensor), tensor._version
-        # Its count of changes in place goes on when the tensor itself, and its memory, are gone.
+        # An alias without data: its version goes on counting changes in place after the tensor and its memory are gone.
         self._watch = tensor.detach()
         self._watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.shape, self.stride, self.device, self.dtype = tensor.shape, tensor.stride(), tensor.device, tensor.dtype
-        # Along an expanded dimension one element is kept.
+        # Along an expanded dimension only one element is kept.
         self._own_shape = [1 if stride == 0 else size for size, stride in zip(self.shape, self.stride, strict=True)]
         n_elems = math.prod(self._own_shape)
-        # Elements of memory from the first to the last. Where there are no gaps, memory is kept, in any order of
-        # dimensions; a slice of something larger is kept without the gaps between its elements.
+        # Number of elements of memory from the first element to the last. A tensor without gaps is kept as it lies in
+        # memory, in any order of dimensions. A slice of a larger tensor is kept without the gaps between its elements.
         self._span_elems = 1 + sum((n - 1) * stride for n, stride in zip(self._own_shape, self.stride, strict=True))
         self._of_memory = self._span_elems <= n_elems
         self.numel = self._span_elems if self._of_memory else n_elems
@@ -155,7 +156,7 @@ class _Kept:
         return tensor.detach().as_strided(self._own_shape, self.stride).reshape(-1)
 
     def keep(self, values: torch.Tensor, arena: Arena | None) -> None:
-        """Copies ``values``."""
+        """Copies ``values``, into the arena if there is one."""
         if arena is None:
             self.flat = torch.empty(values.numel(), dtype=values.dtype, device=values.device)
         else:
@@ -164,13 +165,13 @@ class _Kept:
         self.flat.copy_(values, non_blocking=True)
 
     def check(self) -> None:
-        """Raises RuntimeError where the tensor was overwritten since, as autograd does."""
+        """Raises RuntimeError, as autograd does, where the tensor was overwritten after it was kept."""
         if self._watch._version != self.version:
             raise overwritten(f"{self.dtype} {list(self.shape)}", self._watch._version, self.version)
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor with the strides that it had: some operators compute other bits, or save other tensors, for
-        others.
+        """The tensor with its original strides. With other strides some operators compute other bits, or save other
+        tensors.
         """
         if not self._of_memory:
             values, flat = flat.view(self._own_shape), flat.new_empty(self._span_elems)
@@ -183,7 +184,7 @@ class _Kept:
 
 
 class _KeptBefore:
-    """Kept tensors that somebody still holds: a tensor that many layers get is kept once."""
+    """Kept tensors that are still in use, so that a tensor given to many layers is kept once."""
 
     def __init__(self) -> None:
         self._kept: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
@@ -196,7 +197,7 @@ class _KeptBefore:
 
 
 class _Claim:
-    """One layer's use of a kept tensor. It holds the gather ahead for that use."""
+    """One layer's use of a kept tensor. It holds the gather that was started ahead for this use."""
 
     __slots__ = ("__weakref__", "_kept", "call", "device", "dtype", "gather", "numel")
 
@@ -207,16 +208,17 @@ class _Claim:
 
     @property
     def kept(self) -> _Kept | None:
-        """None where the graph is gone."""
+        """The kept tensor; None after the graph was freed."""
         return self._kept()
 
 
 class _Order:
-    """Predicts the layer whose inputs backward will want next, from the order in which layers kept inputs and were
-    asked for them. Ranks of one program agree on that order, unlike on the moment when an object is freed.
+    """Predicts the layer whose inputs the backward will ask for next, from the order in which layers kept their inputs
+    and in which the inputs were asked for. Ranks of one program agree on that order, but not on the moment when an
+    object is freed.
     """
 
-    _MAX_CALLS = 1024  # that are remembered
+    _MAX_CALLS = 1024  # calls that are remembered
 
     def __init__(self) -> None:
         self._claims: dict[int, list[_Claim]] = {}  # by number of the call
@@ -224,7 +226,7 @@ class _Order:
         self._at = self._n_run = self._n_run_before = 0
 
     def add(self, kept: _Kept, call: int) -> _Claim:
-        """``call``: changes from one layer's call to the next."""
+        """Notes that ``call`` keeps ``kept``. ``call`` must differ between two consecutive calls of layers."""
         if call != self._of or not self._n_calls:
             self._of, self._n_calls = call, self._n_calls + 1
             self._claims[self._n_calls] = []
@@ -234,8 +236,9 @@ class _Order:
         return claim
 
     def enter(self, call: int) -> tuple[list[_Claim], list[_Claim]]:
-        """A backward asks for the first input of ``call``. Returns (the claims of this call, the claims of the next
-        calls). The latter only as far as the backward before went, call by call.
+        """A backward asks for the first input of ``call``. Returns (the claims of this call, the claims of the call
+        that is expected next). The second list is empty once this backward has gone as far, call by call, as the
+        backward before.
         """
         if call == self._at:
             return [], []
@@ -248,14 +251,15 @@ class _Order:
         return self._claims.get(call, []), comes
 
     def leave(self) -> None:
-        """Forward goes on: the next question begins another backward."""
+        """The forward goes on, so the next request begins another backward."""
         if self._at:
             self._at, self._n_run_before, self._n_run = 0, self._n_run, 0
 
 
 class ShardPacker:
-    """Keeps this rank's part of each activation. Tensor-parallel ranks hold the same ones, and gather them again: one
-    layer ahead of backward, where the backward before went through the layers in the reverse of their order.
+    """Keeps this rank's part of each activation. Tensor-parallel ranks hold the same activations, and gather the parts
+    again. The gather is one layer ahead of the backward, if the previous backward went through the layers in reverse
+    order.
     """
 
     def __init__(
@@ -286,7 +290,7 @@ class ShardPacker:
         if not self._has_gathered:
             self._check(tensor, flat)
         part = flat.narrow(0, *own_range(kept.numel, self._rank, self._n_ranks))
-        # A tensor that is expanded may have fewer elements than there are ranks.
+        # An expanded tensor may have fewer kept elements than there are ranks.
         if self._stash is not None and part.numel() and self._stash.takes(tensor.device):
             kept.stashed = self._stash.put(part.clone())
         else:
@@ -294,7 +298,7 @@ class ShardPacker:
         return kept
 
     def _check(self, tensor: torch.Tensor, flat: torch.Tensor) -> None:
-        """In the first forward: ranks have the same values. Collective."""
+        """Checks, in the first forward, that all ranks have the same values. Collective."""
         if self._comm is None or self._n_ranks == 1:
             return
         digests = self._comm.gather_numbers(digest(flat), label="checksums of partitioned activations")
@@ -323,10 +327,10 @@ class ShardPacker:
         return kept.shaped(gather.wait())
 
     def _trim(self, device: torch.device, n_bytes: int, at: int) -> None:
-        """Before a layer runs whose input has ``n_bytes``. at: changes from one layer's run to the next.
+        """Called before a layer runs whose input has ``n_bytes``. at: a number that differs between consecutive runs.
 
-        Parts of inputs lie in the C library's heap between freed whole inputs. The library would keep the pages of
-        those: a rank would hold as many bytes as if nothing had been cut. An accelerator's allocator uses them again.
+        Parts of inputs lie in the C library's heap between freed whole inputs. The library would keep the pages of the
+        freed inputs, so a rank would hold as many bytes as without cutting. An accelerator's allocator reuses them.
         """
         accelerator = get_accelerator()
         is_host = device.type == "cpu" and accelerator.device_name() == "cpu"
@@ -353,7 +357,7 @@ class ShardPacker:
 
 
 class StashPacker:
-    """Keeps activations in host memory or a file (``Stash``)."""
+    """Keeps activations in a ``Stash``: in host memory or in a file."""
 
     def __init__(self, stash: Stash) -> None:
         self._stash, self._memory = stash, _KeptBefore()

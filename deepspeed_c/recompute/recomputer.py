@@ -1,4 +1,4 @@
-"""Runs layers so that their activations are recomputed, by the settings of one section of a configuration."""
+"""Runs layers so that their activations are recomputed, according to one section of a configuration."""
 
 from __future__ import annotations
 
@@ -33,16 +33,18 @@ from deepspeed_c.recompute.stash import MAX_AHEAD, Stash, StashFile
 from deepspeed_c.saved_tensors import Packer, SavedTensors, counts_all, hooks_around
 
 _NO_NAMES: Mapping[int, str] = {}
-# Bytes that a budget's first step moves to see how fast that is.
+# Largest number of bytes that a budget's first step moves to measure the speed.
 _MOST_PROBED = 64 << 20
 
 __all__ = ["Recomputer", "check_section", "label_of", "parked", "tensor_parallel_ranks"]
 
 
 def _module_of(function: Callable) -> torch.nn.Module | None:
-    """The module that ``function`` is, is a method of, or is given first, as transformers' layers give themselves."""
+    """The module that belongs to ``function``: ``function`` itself, the object of the method, or the first argument of
+    a partial (layers of transformers pass themselves).
+    """
     if isinstance(function, torch.nn.Module):
-        return function  # a search for missing attributes of a module is slow
+        return function  # saves the search for missing attributes, which is slow on a module
     while isinstance(function, functools.partial):
         if function.args and isinstance(function.args[0], torch.nn.Module):
             return function.args[0]
@@ -52,7 +54,7 @@ def _module_of(function: Callable) -> torch.nn.Module | None:
 
 
 def label_of(function: Callable, names: Mapping[int, str] = _NO_NAMES) -> str:
-    """The name of a layer in errors. names: of modules, by id."""
+    """The name of a layer in errors. names: names of modules, by id."""
     module = _module_of(function)
     if module is not None:
         return names.get(id(module)) or type(module).__name__
@@ -62,7 +64,7 @@ def label_of(function: Callable, names: Mapping[int, str] = _NO_NAMES) -> str:
 
 
 class _Keeping:
-    """The packers that keep inputs in another form, for both flavours."""
+    """The packers that keep inputs in another form, for reentrant and other calls."""
 
     def __init__(self, packers: Sequence[Packer]) -> None:
         self.packers = tuple(packers)
@@ -72,14 +74,15 @@ class _Keeping:
 
 
 class Recomputer:
-    """The settings of one engine, or of one ``configure``: its options, the tensor-parallel ranks, its memory.
+    """Recomputes layers with the settings of one engine, or of one ``configure``: options, tensor-parallel ranks,
+    memory.
 
     comm: the ranks that activations are cut over; None: this rank alone.
-    aio: how files are read and written.
-    names: of modules, by id, for errors and figures.
-    budget: decides which layers are kept instead; None: none is.
+    aio: settings of reading and writing files.
+    names: names of modules, by id, for errors and figures.
+    budget: decides which layers are kept instead of recomputed; None: no layers are.
 
-    Raises ConfigError where inputs are to wait in a file that cannot be made.
+    Raises ConfigError where inputs have to wait in a file that cannot be made.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class Recomputer:
         self.arena = Arena() if section.contiguous_memory_optimization else None
         self.stash = self._make_stash(Aio() if aio is None else aio)
         self._keeping = self._make_keeping(self.stash)
-        # Where a budget decides, inputs stay in the memory that computes unless it sends them away.
+        # With a budget, inputs stay in the computing device's memory unless the budget sends them away.
         self._near = self._keeping if budget is None or self.stash is None else self._make_keeping(None)
         if budget is not None and self.stash is not None:
             budget.set_probe(self._probe)
@@ -112,7 +115,8 @@ class Recomputer:
         return _Keeping(packers)
 
     def _probe(self, n_bytes: int) -> Tier | None:
-        """How fast inputs of so many bytes go where they may wait; None where that is where they are."""
+        """The speed of moving ``n_bytes`` of inputs to the place where inputs wait; None if inputs wait where they are.
+        """
         device = torch.device(get_accelerator().current_device_name())
         if not self.stash.takes(device):
             return None
@@ -125,7 +129,7 @@ class Recomputer:
         most_ahead = MAX_AHEAD if self.budget is None else N_ON_THE_WAY - 1
         if offload.device == "nvme":
             file = StashFile(offload.nvme_path or "", SwapSettings.of(aio), most_ahead)
-            # A budget decides about the memory that computes, also where that is the host's.
+            # A budget plans the computing device's memory. If that is the host's, inputs go to the file at once.
             stays = self.budget is None or get_accelerator().device_name() != "cpu"
             max_in_cpu = bytes_of(offload.max_in_cpu) if stays else 0
             return Stash(self._calls, file, max_in_cpu, self.counters, most_ahead=most_ahead)
@@ -142,14 +146,15 @@ class Recomputer:
         label: str = "",
         is_reentrant: bool | None = None,
     ) -> Any:
-        """``function(*args, **kwargs)``; only its inputs are kept for the backward."""
+        """Runs ``function(*args, **kwargs)`` and keeps only its inputs for the backward."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         if torch.compiler.is_compiling():
-            # A compiler knows torch's own, and makes the recomputation a part of its graph.
+            # A compiler knows torch's own checkpoint, and makes the recomputation a part of its graph.
             return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():
-            # Within torch.func: its transforms save nothing through hooks, so that nothing can be left out either.
+            # Within torch.func no recomputation is possible: its transforms save nothing through hooks, so nothing can
+            # be left out.
             return function(*args, **kwargs)
         section = self.section
         label = label or label_of(function, self._names)
@@ -187,8 +192,9 @@ class Recomputer:
 
     @property
     def _around(self) -> _Keeping:
-        """The packers for a layer without a plan: within a planned layer its inputs stay where that plan has counted
-        them."""
+        """The packers for a layer without a plan. If it runs within a planned layer, its inputs stay in the memory in
+        which that layer's plan has counted them.
+        """
         return self._near if self.budget is not None and self.budget.is_within else self._keeping
 
     def _run_planned(
@@ -200,7 +206,7 @@ class Recomputer:
         label: str,
         is_reentrant: bool | None,
     ) -> Any:
-        """A layer that the plan does not keep."""
+        """Runs a layer that its plan does not keep."""
         is_near = treatment.choice == RECOMPUTE
         if is_near and self.stash is not None:
             self.stash.pass_by()
@@ -213,7 +219,7 @@ class Recomputer:
                 _module_of(function),
                 arguments.tensors,
                 self.budget.counted,
-                # A reentrant call, and a comparison of values, run a layer to its end.
+                # A reentrant call runs the layer to its end, and so does a comparison of values.
                 ends_early=not (is_reentrant or self.section.check),
             )
             hooked = self._hooks(function, arguments, label, keeping, Observers(on_save=measurement.note_saved))
@@ -237,7 +243,7 @@ class Recomputer:
         keeping: _Keeping,
         watch: Observers,
     ) -> AbstractContextManager[Any]:
-        """The context of a forward that is run again."""
+        """The context of a forward that will be run again."""
         inputs = Inputs(arguments.tensors, keeping.packers, label)
         arguments.forget()
         conditions = Conditions(with_python=self.section.python_random)
@@ -280,14 +286,15 @@ class Recomputer:
         return Trace(label, _module_of(function)) if self.section.check else None
 
     def _look(self, function: Callable, label: str) -> Outputs | None:
-        """Compares the layer's outputs: in each call by ``"check": true``, otherwise once."""
+        """The comparison of the layer's outputs: in each call with ``"check": true``, otherwise once."""
         if self.section.check:
             return Outputs(label, is_exact=True)
         return self._once.of((label, id(_module_of(function))), label)
 
     def active(self, inputs: Any = (), name: str = "") -> AbstractContextManager[None]:
-        """Calls of ``checkpoint`` within, all of one forward, follow this object. inputs: the model's arguments. name:
-        of the stage, for a stage of a pipeline."""
+        """Calls of ``checkpoint`` within follow this object. They all belong to one forward. inputs: the model's
+        arguments. name: name of the pipeline stage, if there is one.
+        """
         if self.budget is None or not torch.is_grad_enabled():
             return entered(self)
         stack = ExitStack()
@@ -304,14 +311,14 @@ class Recomputer:
             self.stash.clear()
 
     def close(self) -> None:
-        """The end of an engine, or of a ``configure``. Backwards of graphs that still live work."""
+        """Ends the use by an engine, or by a ``configure``. Backwards of graphs that still exist work afterwards."""
         self.clear()
         if self.stash is not None:
             self.stash.close()
 
 
 def tensor_parallel_ranks(mpu: Any) -> Collectives | None:
-    """The ranks that activations are cut over; None without an ``mpu`` that has such a group."""
+    """The ranks that activations are cut over. None without an ``mpu``, and for an ``mpu`` without such a group."""
     for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
         group = getattr(mpu, name, lambda: None)()
         if group is not None:
@@ -324,14 +331,14 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def parked(section: ActivationCheckpointing, *, wanted: bool) -> ActivationCheckpointing:
-    """``section`` with inputs that wait in host memory, if that is ``wanted`` and it does not say where they wait."""
+    """``section``, with inputs that wait in host memory if that is ``wanted`` and the section names no other place."""
     if not wanted or section.offload.device != "none":
         return section
     return msgspec.structs.replace(section, offload=msgspec.structs.replace(section.offload, device="cpu"))
 
 
 def bytes_of(max_in_cpu: int | str | None) -> int:
-    """The bytes of the key. Raises ConfigError unless it is a number of bytes."""
+    """``max_in_cpu`` as a number of bytes. Raises ConfigError for other values."""
     where = "activation_checkpointing.offload.max_in_cpu"
     found = parse_bytes(max_in_cpu, where) if isinstance(max_in_cpu, str) else max_in_cpu or 0
     if found < 0:
@@ -340,7 +347,8 @@ def bytes_of(max_in_cpu: int | str | None) -> int:
 
 
 def check_section(section: ActivationCheckpointing, n_layers: int | None, where: str) -> None:
-    """Raises ConfigError for options that need others. n_layers: number of layers, if the caller knows it."""
+    """Raises ConfigError for options whose conditions are not met. n_layers: number of layers, if the caller knows it.
+    """
     bytes_of(section.offload.max_in_cpu)
     if not section.contiguous_memory_optimization:
         return

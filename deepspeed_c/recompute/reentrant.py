@@ -1,4 +1,5 @@
-"""A layer as one operator of the graph, whose backward runs the layer again and then an inner backward pass."""
+"""A layer as one operator of the graph. The operator's backward runs the layer again and then an inner backward pass.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ __all__ = ["ReentrantCall"]
 
 
 class ReentrantCall:
-    """One call of a layer, and its results besides tensors."""
+    """One call of a layer, and those of its results that are not tensors."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class ReentrantCall:
     def run(self, tensors: list[torch.Tensor], *, is_trained: bool) -> Any:
         """The layer's outputs, in a graph of one node.
 
-        is_trained: it may have parameters that want a gradient, even if none of its inputs does.
+        is_trained: the layer may have parameters that require a gradient, even if none of its inputs does.
         """
         outputs = _Reentrant.apply(self, torch.empty(0, requires_grad=is_trained), *tensors)
         for i, place in self._places:
@@ -68,7 +69,7 @@ class ReentrantCall:
         )
 
     def backward(self, saved: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor | None, ...]) -> list[Any]:
-        """Gradients of the inputs; gradients of parameters are added to the parameters on the way."""
+        """Gradients of the inputs. Gradients of parameters are added to the parameters during the inner pass."""
         if not torch.autograd._is_checkpoint_valid():
             raise BackwardError(
                 "a reentrant checkpoint runs backward() within the backward, which autograd.grad, and"
@@ -98,7 +99,7 @@ class ReentrantCall:
 
 
 def _hold(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Keeps the values where they are: a weight itself may be released before its gradient is computed."""
+    """Keeps an alias of the values. A weight itself may be released before its gradient is computed."""
     return tensor.detach(), tensor._version
 
 
@@ -115,7 +116,7 @@ def _give_back(held: tuple[torch.Tensor, int]) -> torch.Tensor:
 
 
 def _tensors_of(leaves: list[Any]) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
-    """The tensors among ``leaves``, each once, and (index of a leaf, index of its tensor)."""
+    """(the tensors among ``leaves``, each once; pairs of a leaf's index and its tensor's index)"""
     tensors: list[torch.Tensor] = []
     places: list[tuple[int, int]] = []
     known: dict[int, int] = {}
@@ -134,7 +135,7 @@ def _words(shapes: list[tuple[torch.Size, torch.dtype]]) -> str:
 
 class _Reentrant(torch.autograd.Function):
     call: ReentrantCall
-    """The call of each context."""
+    """The ``ReentrantCall`` of each context."""
 
     @staticmethod
     def forward(ctx: Any, call: ReentrantCall, _: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

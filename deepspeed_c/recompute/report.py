@@ -1,4 +1,4 @@
-"""The costs of recomputed layers, for people: a table, and with a folder the same as JSON and as a picture."""
+"""The costs of recomputed layers in readable form: a table and, if a folder is given, also JSON and a picture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _per_call(figures: Mapping[str, int], name: str) -> float:
 
 
 def describe(figures: Figures) -> str:
-    """A line a layer: milliseconds and MiB of one call, on average."""
+    """A line for each layer: milliseconds and MiB of one call, on average."""
     width = max([len(label) for label in figures] + [5])
     head = " ".join(
         [f"{'layer':<{width}} {'calls':>6}", *(f"{name:>12}" for name in (*_TIMES.values(), *_BYTES.values()))]
@@ -38,7 +38,7 @@ def describe(figures: Figures) -> str:
 
 
 def draw(figures: Figures) -> str:
-    """A bar a layer, as SVG: milliseconds of one call, by their use."""
+    """A bar for each layer, as SVG: milliseconds of one call, by their use."""
     totals = {label: sum(_per_call(one, name) for name in _TIMES) for label, one in figures.items()}
     scale = _BARS_PX / max([*totals.values(), 1])
     height = (len(figures) + 2) * _ROW_PX
@@ -64,7 +64,7 @@ def draw(figures: Figures) -> str:
 def write(folder: str, figures: Figures, step: int) -> None:
     """``activations.json`` and ``activations.svg`` in ``folder``, in place of the files of an earlier step.
 
-    Raises ConfigError where that cannot be written.
+    Raises ConfigError where the files cannot be written.
     """
     try:
         place = Path(folder)

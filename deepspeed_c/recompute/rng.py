@@ -1,5 +1,5 @@
-"""Random numbers that differ or agree between tensor-parallel ranks, as each part of a model needs them: named states
-of one generator, on an accelerator and on the CPU.
+"""Random numbers that differ or agree between tensor-parallel ranks, as each part of a model requires: named states of
+one generator, on an accelerator and on the CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODEL_PARALLEL_RNG = "model-parallel-rng"
 SEQUENCE_RNG = "sequence-parallel-rng"
 # Megatron's distance between the seeds of tensor-parallel ranks and the seed that all of them share.
 _TENSOR_PARALLEL_OFFSET = 2718
-# Ours, for ranks that hold parts of one sequence: a prime, larger than seeds that people count up.
+# Our distance for ranks that hold parts of one sequence: a prime, larger than seeds that people choose by counting.
 _SEQUENCE_OFFSET = 1_000_003
 
 
@@ -37,7 +37,7 @@ def _device() -> torch.device:
 
 
 def device_state(device: torch.device | None = None) -> torch.Tensor:
-    """The state of the generator that operators on ``device`` draw from, by default on this rank's."""
+    """The state of the generator for operators on ``device``, by default on this rank's device."""
     device = _device() if device is None else device
     if device.type == "cpu":
         return torch.get_rng_state()
@@ -57,8 +57,9 @@ def _state_of_seed(seed: int) -> torch.Tensor:
 
 
 class CudaRNGStatesTracker:
-    """Named states of this rank's generator, on the device that computes. Within ``fork`` numbers are drawn from a
-    named state."""
+    """Named states of this rank's generator, on the computing device. Within ``fork`` numbers are drawn from a named
+    state.
+    """
 
     def __init__(self) -> None:
         self._states: dict[str, torch.Tensor] = {}
@@ -72,15 +73,17 @@ class CudaRNGStatesTracker:
         self._states, self._seeds = {}, set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """A copy: later draws do not change it."""
+        """A copy of the named states. Later draws do not change the copy."""
         return {name: state.clone() for name, state in self._states.items()}
 
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Replaces all of them by a result of ``get_states``."""
+        """Replaces all named states by a result of ``get_states``."""
         self._states = {name: state.clone() for name, state in states.items()}
 
     def add(self, name: str, seed: int) -> None:
-        """Begins a state. Raises StateError for a name or a seed that is there already: two streams would be one."""
+        """Adds a state. Raises StateError if the name or the seed is there already: two equal seeds would give equal
+        numbers.
+        """
         if seed in self._seeds or name in self._states:
             what = f"seed {seed}" if seed in self._seeds else f"the name {name!r}"
             raise StateError(
@@ -91,7 +94,7 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL_RNG) -> Iterator[None]:
-        """Draws from the state ``name`` within, and goes on with the state around it afterwards."""
+        """Draws from the state ``name`` within this context, and from the previous state afterwards."""
         if name not in self._states:
             known = ", ".join(map(repr, self._states)) or "none"
             raise StateError(
@@ -117,8 +120,9 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def stream_of_rank(name: str, rank: int) -> AbstractContextManager[None]:
-    """Draws within from the state ``name`` of the process's tracker. A new state begins with a seed of rank ``rank``'s
-    own, made of torch's initial seed and the rank."""
+    """Within this context numbers are drawn from the state ``name`` of the process's tracker. A new state begins with a
+    seed made of torch's initial seed and ``rank``.
+    """
     if name not in _tracker:
         _tracker.add(name, torch.initial_seed() % 2**62 + _SEQUENCE_OFFSET * (rank + 1))
     return _tracker.fork(name)
@@ -132,7 +136,7 @@ def _rank_of(mpu: Any) -> int:
 
 
 def seed_all(seed: int, mpu: Any) -> None:
-    """``model_parallel_cuda_manual_seed`` for the tensor-parallel ranks of ``mpu``; None: this rank alone."""
+    """``model_parallel_cuda_manual_seed`` for the tensor-parallel ranks of ``mpu``. ``mpu`` None: this rank alone."""
     _tracker.reset()
     get_accelerator().manual_seed(seed)
     _tracker.add(MODEL_PARALLEL_RNG, seed + _TENSOR_PARALLEL_OFFSET + _rank_of(mpu))

@@ -1,11 +1,12 @@
 """Keeps the inputs of recomputed layers in host memory and in a file until the backward.
 
-The forward passes in inputs call by call. The inputs of the newest call stay in place, because the backward begins
-there. When the next call passes its inputs in, earlier inputs move *out*: the first ``max_in_cpu`` bytes to host memory
-(on a machine that computes in host memory they are there already), and the rest to the file, during the computation.
-The backward needs the inputs in reverse order, so inputs of earlier calls are read ahead.
+In the forward, each call passes its inputs in. The inputs of the newest call stay in place, because the backward begins
+there. When the next call passes its inputs in, earlier inputs move *out* during the computation: the first
+``max_in_cpu`` bytes to host memory, and the rest to the file. On a machine that computes in host memory, inputs that
+count for ``max_in_cpu`` stay where they are. The backward needs the inputs in reverse order, so inputs of earlier calls
+are read ahead.
 
-The inputs of at most one call are on their way out, and the inputs of one to three calls on their way in.
+At any time the inputs of at most one call are on their way out, and the inputs of one to three calls on their way in.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ __all__ = ["NVME_PATH", "Stash", "StashFile", "Stashed"]
 
 NVME_PATH = "activation_checkpointing.offload.nvme_path"
 MAX_AHEAD = 3
-# The I/O engine starts transfers only when it is called: its queue must hold all that is on its way.
+# The I/O engine starts transfers only when it is called, so its queue must hold all transfers under way.
 _QUEUE_DEPTH = 1024
 _FIRST_BYTES = 64 << 20
 _MOST_GROWTH = 1 << 30
 
 
 class _Space:
-    """The free ranges of the file. First fit; neighbours become one."""
+    """The free ranges of the file. Takes the first range that fits; adjacent free ranges are merged."""
 
     def __init__(self) -> None:
         self._free: list[tuple[int, int]] = []  # (offset, bytes), in order
         self.end = 0
 
     def take(self, size: int) -> int | None:
-        """The offset of ``size`` bytes; None where there are not as many in one piece."""
+        """The offset of ``size`` free bytes; None where no free range has as many."""
         for i, (offset, n_bytes) in enumerate(self._free):
             if n_bytes >= size:
                 self._free[i : i + 1] = [(offset + size, n_bytes - size)] if n_bytes > size else []
@@ -68,7 +69,7 @@ class _Space:
         self.give(self.end - n_bytes, n_bytes)
 
     def missing(self, size: int) -> int:
-        """How many bytes the file has to grow by to have room for ``size`` in one piece."""
+        """The number of bytes by which the file has to grow to have room for ``size`` bytes in one range."""
         return size - (self._free[-1][1] if self._free and sum(self._free[-1]) == self.end else 0)
 
 
@@ -79,16 +80,16 @@ class _Transfer(NamedTuple):
 
 
 class StashFile:
-    """A file without a name in ``folder``: room in it, and transfers. The memory of transfers belongs to it.
+    """A file without a name in ``folder``: its free ranges, its transfers, and the memory of these transfers.
 
-    most_ahead: calls whose inputs are read before they are asked for. Raises ConfigError where the folder cannot be
-    used, or has not room to begin with.
+    most_ahead: number of calls whose inputs are read before they are asked for. Raises ConfigError where the folder
+    cannot be used, or has no room at the start.
     """
 
     def __init__(self, folder: str, settings: SwapSettings, most_ahead: int = MAX_AHEAD) -> None:
         self.folder, self.checksum, self._n_buffers = folder, settings.checksum, most_ahead + 2
         descriptor = reserve(folder, _FIRST_BYTES, NVME_PATH)
-        self._descriptor = os.dup(descriptor)  # to grow it by
+        self._descriptor = os.dup(descriptor)  # for growing the file
         self._close_descriptor = weakref.finalize(self, os.close, self._descriptor)
         self._swap = SwapFile(descriptor, settings._replace(queue_depth=_QUEUE_DEPTH), folder)
         self._space = _Space()
@@ -97,16 +98,18 @@ class StashFile:
 
     @property
     def n_bytes(self) -> int:
-        """That it takes on the device."""
+        """Bytes that the file takes on the device."""
         return self._space.end
 
     @property
     def buffer_bytes(self) -> int:
-        """Host memory of transfers."""
+        """Bytes of host memory for transfers."""
         return self._swap.buffer_bytes
 
     def take(self, n_bytes: int, label: str) -> int:
-        """The offset of room for ``n_bytes``. Raises OffloadError with both numbers where the device is full."""
+        """The offset of ``n_bytes`` free bytes. Raises OffloadError with both numbers of bytes where the device is
+        full.
+        """
         size = whole_pages(n_bytes)
         offset = self._space.take(size)
         if offset is None:
@@ -135,8 +138,8 @@ class StashFile:
                 fix='free space there, name another folder, or keep more in memory by "max_in_cpu"',
             ) from problem
         finally:
-            # An error and the frame that names it refer to each other: the forward's tensors, and their places in the
-            # file, would wait for the garbage collector.
+            # The error and the stack frame that names it refer to each other. Without this line the forward's tensors,
+            # and their ranges of the file, would wait for the garbage collector.
             del problem
 
     def give(self, offset: int, n_bytes: int) -> None:
@@ -144,7 +147,9 @@ class StashFile:
         self._space.give(offset, whole_pages(n_bytes))
 
     def new_buffer(self, n_bytes: int, device: torch.device) -> torch.Tensor:
-        """uint8, whole pages. For a device that is not the host, memory that copies from it go to directly."""
+        """A uint8 tensor of whole pages. For an accelerator, its copies reach this memory directly (page-locked
+        memory).
+        """
         if device.type != "cpu":
             return torch.empty(whole_pages(n_bytes), dtype=torch.uint8, pin_memory=True)
         self._largest = max(self._largest, whole_pages(n_bytes))
@@ -166,7 +171,7 @@ class StashFile:
             return self._swap.is_done(transfer.request)
 
     def wait(self, transfer: _Transfer) -> int:
-        """Returns how many bytes were moved."""
+        """Waits for ``transfer``, and returns the number of bytes moved."""
         with as_aio_error():
             return self._swap.wait(transfer.request)
 
@@ -184,7 +189,9 @@ def _crc(buffer: torch.Tensor, n_bytes: int) -> int:
 
 
 class Stashed:
-    """Some elements of one tensor, in memory or in the file. Their place is released with this object."""
+    """Some elements of one tensor, in memory or in the file. Their memory and their range of the file are released with
+    this object.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -211,23 +218,24 @@ class Stashed:
         self._stash, self.number, self.call, self.label = stash, number, call, label
         self.dtype, self.device, self.n_bytes = values.dtype, values.device, values.nbytes
         self.values: torch.Tensor | None = values
-        self.host: torch.Tensor | None = None  # uint8, in host memory
-        self.copy: Any = None  # to ``host``, under way
-        self.is_counted = False  # its bytes count for host memory
-        self.is_shared = False  # by several calls, of which ``call`` is the newest
-        self.offset: int | None = None  # in the file
+        self.host: torch.Tensor | None = None  # copy of the values in host memory, uint8
+        self.copy: Any = None  # the transfer to ``host``, while it is under way
+        self.is_counted = False  # whether the bytes count for host memory
+        self.is_shared = False  # whether several calls have these inputs; ``call`` is the newest of them
+        self.offset: int | None = None  # of the range in the file
         self.crc: int | None = None
         self.write: _Transfer | None = None
         self.read: _Transfer | None = None
-        self.coming: Any = None  # from ``host`` to its device
+        self.coming: Any = None  # the transfer from ``host`` to the device
 
     @property
     def is_in_file(self) -> bool:
-        """Whether it has to be read before it can be used."""
+        """Whether the values have to be read from the file before they can be used."""
         return self.values is None and self.host is None
 
     def __del__(self) -> None:
-        # Wherever this happens to run, also within a method of the stash: it is dealt with by the next one.
+        # This may run anywhere, even within a method of the stash. So it only leaves a note for the stash's next
+        # method.
         self._stash.forget(self)
 
 
@@ -242,14 +250,14 @@ class _Left(NamedTuple):
 
 
 class Stash:
-    """Inputs of layers between forward and backward.
+    """Keeps inputs of layers between forward and backward.
 
-    calls: the source of call numbers. file: None where all go to host memory. max_in_cpu: bytes that stay in host
-    memory before the file is used. counters: told what is copied and waited for. copies_of: makes what copies between a
-    device and the host. most_ahead: calls whose inputs are read before they are asked for.
+    calls: gives the numbers of calls. file: None where all inputs go to host memory. max_in_cpu: bytes that stay in
+    host memory before the file is used. counters: count the copies and the waits. copies_of: makes the object for
+    copies between a device and the host. most_ahead: number of calls whose inputs are read before they are asked for.
 
-    Any thread may call. Raises OffloadError, which names the layer, where a transfer fails or a checksum of read bytes
-    is wrong. Stashed inputs can still be dropped then, and the next forward goes on.
+    Any thread may call the methods. They raise OffloadError, which names the layer, where a transfer fails or a
+    checksum of read bytes is wrong. Afterwards stashed inputs can still be dropped, and the next forward works.
     """
 
     def __init__(
@@ -264,24 +272,24 @@ class Stash:
         self._most_ahead = most_ahead
         self._calls, self._file, self._max_in_cpu, self._counters = calls, file, max_in_cpu, counters
         self._copies_of, self._copies = copies_of or copies_between, {}
-        self._lock = threading.RLock()  # autograd's threads, and destructors within a method
+        self._lock = threading.RLock()  # for autograd's threads, and for destructors that run within a method
         self._n = self._n_counted = 0
         self._alive: dict[int, weakref.ref[Stashed]] = {}
         self._out: list[int] = []  # numbers of the inputs to bring back, in order
-        self._newest: dict[int, weakref.ref[Stashed]] = {}  # that no later call has driven out
-        self._leaving: list[weakref.ref[Stashed]] = []  # being copied or written
+        self._newest: dict[int, weakref.ref[Stashed]] = {}  # inputs in place; a later call sends them out
+        self._leaving: list[weakref.ref[Stashed]] = []  # inputs that are being copied or written
         self._left: deque[_Left] = deque()
         self._busy: list[_Left] = []
         self._n_ahead = 1
         self.written_bytes = self.read_bytes = 0
 
     def takes(self, device: torch.device) -> bool:
-        """Whether it has another place for tensors of ``device`` than where they are."""
+        """Whether the stash keeps tensors of ``device`` in another place than their own."""
         return device.type != "meta" and (self._file is not None or self._copies_for(device) is not None)
 
     @property
     def file_bytes(self) -> int:
-        """Bytes that wait in the file now."""
+        """Bytes of inputs that wait in the file now."""
         with self._lock:
             self._settle()
             return 0 if self._file is None else self._file.used_bytes
@@ -295,7 +303,7 @@ class Stash:
 
     @property
     def buffer_bytes(self) -> int:
-        """Host memory of transfers."""
+        """Bytes of host memory for transfers."""
         return 0 if self._file is None else self._file.buffer_bytes
 
     def _copies_for(self, device: torch.device) -> Any:
@@ -307,7 +315,9 @@ class Stash:
         return LayerFigures() if self._counters is None else self._counters.of(stashed.label)
 
     def put(self, values: torch.Tensor) -> Stashed:
-        """Keeps ``values``, flat and dense, as an input of the call that this thread is in. They must not change."""
+        """Keeps ``values`` (flat, dense) as an input of the call that this thread is in. ``values`` must not change
+        afterwards.
+        """
         with self._lock:
             self._settle()
             self._n += 1
@@ -317,7 +327,8 @@ class Stash:
         return stashed
 
     def touch(self, stashed: Stashed, values: torch.Tensor | None) -> None:
-        """The call that this thread is in has it as an input as well. values: itself, if they are at hand."""
+        """Makes ``stashed`` an input of this thread's current call as well. values: its values, if the caller has them.
+        """
         with self._lock:
             self._settle()
             stashed.is_shared |= stashed.call != self._calls.number
@@ -333,17 +344,19 @@ class Stash:
         self._send_older(stashed.call)
 
     def _send_older(self, call: int) -> None:
-        """Sends out the inputs of all calls but ``call``."""
+        """Sends out the inputs of all calls except ``call``."""
         older = [each for ref in self._newest.values() if (each := ref()) is not None and each.call != call]
         if older:
-            self._finish_leaving()  # its transfers have had the time of a whole layer
+            self._finish_leaving()  # transfers that are under way have had the time of a whole layer
         for each in older:
             del self._newest[each.number]
             self._send_out(each)
         self._newest = {number: ref for number, ref in self._newest.items() if ref() is not None}
 
     def pass_by(self) -> None:
-        """This thread is in a call whose inputs do not go here, so earlier inputs need not wait for more."""
+        """Notes that this thread is in a call whose inputs do not go to the stash. Earlier inputs are then sent out
+        without waiting for further inputs.
+        """
         with self._lock:
             self._settle()
             if not self._newest:
@@ -351,8 +364,8 @@ class Stash:
             self._send_older(self._calls.number)
 
     def probe(self, n_bytes: int, device: torch.device) -> tuple[int, int]:
-        """Moves so many bytes of ``device`` out and back. Returns nanoseconds of (one way, on average; copying by the
-        computing thread). Raises OffloadError where that fails.
+        """Moves ``n_bytes`` bytes of ``device`` out and back. Returns (average nanoseconds of one way, nanoseconds of
+        copying by the computing thread). Raises OffloadError where a transfer fails.
         """
         with self._lock:
             self._settle()
@@ -372,7 +385,7 @@ class Stash:
             if self._file is not None:
                 self._probe_file(buffer, n_bytes)
             if copies is not None:
-                copies.arrive(copies.up(here))[-1:].cpu()  # waits for it
+                copies.arrive(copies.up(here))[-1:].cpu()  # waits for the copy
             end = time.perf_counter_ns()
         spent = copied - begin if copies is None else 0
         return (end - begin - spent) // 2, spent
@@ -393,7 +406,7 @@ class Stash:
 
     def _send_out(self, stashed: Stashed) -> None:
         if stashed.offset is not None or stashed.host is not None:
-            stashed.values = None  # it has been out before
+            stashed.values = None  # a copy is out already
             return
         if stashed.is_counted:
             return
@@ -436,7 +449,7 @@ class Stash:
         self.written_bytes += stashed.n_bytes
 
     def _not_written(self, stashed: Stashed, error: AioError) -> OffloadError:
-        """Takes its place back: it is still in memory."""
+        """Frees the range of the file for ``stashed``, which is still in memory, and returns the error to raise."""
         self._give_place(stashed)
         return OffloadError(
             f"the inputs of {stashed.label} could not be written: {error.what}",
@@ -450,7 +463,7 @@ class Stash:
             stashed.offset = None
 
     def _end_copy(self, stashed: Stashed) -> None:
-        """The bytes are in host memory; where that is not the end, they are on their way to the file."""
+        """Waits until the bytes are in host memory. If they have a range of the file, starts to write them there."""
         if stashed.copy is not None:
             begin = time.perf_counter_ns()
             stashed.copy.synchronize()
@@ -495,9 +508,9 @@ class Stash:
             bisect.insort(self._out, stashed.number)
 
     def get(self, stashed: Stashed) -> torch.Tensor:
-        """Its values, flat, on their device; the inputs of earlier calls are read ahead.
+        """The values of ``stashed``, flat, on their device. The inputs of earlier calls are read ahead.
 
-        The caller may change the result where ``values`` is None afterwards.
+        The caller may change the result if ``stashed.values`` is None afterwards.
         """
         with self._lock:
             self._settle()
@@ -531,7 +544,7 @@ class Stash:
         self.read_bytes += stashed.n_bytes
 
     def _read_ahead(self, call: int, number: int) -> None:
-        """Starts to bring back the inputs of ``_n_ahead`` calls before ``call``."""
+        """Starts to bring back the inputs of the ``_n_ahead`` calls before ``call``."""
         seen: set[int] = set()
         for i in range(bisect.bisect_left(self._out, number) - 1, -1, -1):
             ref = self._alive.get(self._out[i])
@@ -547,7 +560,7 @@ class Stash:
                 self._start_read(stashed)
 
     def _come_up(self, stashed: Stashed) -> None:
-        """Starts the copy from host memory to its device."""
+        """Starts the copy of ``stashed`` from host memory to its device."""
         copies = self._copies_for(stashed.device)
         if copies is not None and stashed.copy is None and stashed.coming is None and stashed.values is None:
             stashed.coming = copies.up(stashed.host.narrow(0, 0, stashed.n_bytes))
@@ -592,7 +605,7 @@ class Stash:
         self._left.append(_Left(stashed.number, n_counted, stashed.offset, stashed.n_bytes, transfers))
 
     def _settle(self) -> None:
-        """Frees the places of freed tensors, as soon as no transfer touches them any more."""
+        """Frees the ranges of freed tensors in the file, as soon as no transfer uses them."""
         while self._left:
             left = self._left.popleft()
             self._alive.pop(left.number, None)
@@ -622,7 +635,7 @@ class Stash:
             self._file.trim()
 
     def close(self) -> None:
-        """Gives the file up, unless something waits in it: then that goes with the last of it."""
+        """Closes the file if no inputs are left. Otherwise the file goes with the last of them."""
         with self._lock:
             self._settle()
             if self._file is not None and not any(ref() is not None for ref in self._alive.values()):
@@ -632,14 +645,14 @@ class Stash:
 
 
 class _SideCopies:
-    """Copies between an accelerator and page-locked memory, on a stream of their own beside the computation."""
+    """Copies between an accelerator and page-locked memory, on a separate stream beside the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, torch.get_device_module(device)
         self._stream = self._module.Stream(device=device)
 
     def down(self, source: torch.Tensor, target: torch.Tensor) -> Any:
-        """Returns an event to wait for before ``target`` is read by the host."""
+        """Starts a copy to the host. Returns an event; the host must wait for it before it reads ``target``."""
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -652,7 +665,7 @@ class _SideCopies:
             return source.to(self._device, non_blocking=True), self._stream.record_event()
 
     def arrive(self, coming: tuple[torch.Tensor, Any]) -> torch.Tensor:
-        """The bytes, for all computation from now on."""
+        """The bytes on the device. All computation from now on may use them."""
         found, event = coming
         current = self._module.current_stream(self._device)
         current.wait_event(event)
@@ -661,5 +674,5 @@ class _SideCopies:
 
 
 def copies_between(device: torch.device) -> _SideCopies | None:
-    """The copier between ``device`` and the host; None where the host computes."""
+    """The object for copies between ``device`` and the host; None where the host computes."""
     return None if device.type == "cpu" else _SideCopies(device)

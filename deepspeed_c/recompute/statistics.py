@@ -1,4 +1,4 @@
-"""Running statistics of norms: the second run of a layer does not change them."""
+"""Running statistics of norms: the second run of a layer leaves them unchanged."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 @contextmanager
 def statistics_stay() -> Iterator[None]:
-    """Batch and instance norms that this thread runs within work on copies of their statistics.
+    """Within this context, batch and instance norms that this thread runs work on copies of their statistics.
 
-    The statistics themselves are not written and written back: autograd may have kept them, and counts writes.
+    Saving the statistics and writing them back would be wrong: autograd may have kept them, and counts writes.
     """
     thread = threading.get_ident()
     own: list[tuple[torch.nn.Module, dict[str, torch.Tensor]]] = []
