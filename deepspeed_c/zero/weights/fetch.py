@@ -4,13 +4,13 @@ use.
 Parameters are gathered by *gather units*. A gather unit is one bucket of a sharded unit, so small neighbours share one
 collective and one call of Python. A *pass* is one forward (training and evaluation have separate records) or one
 backward. The C core ``csrc/zero`` plans and runs passes. Every rank issues all gathers of a plan in the plan's order,
-also for branches that its own control flow does not take, so no rank waits for another for ever.
+even for branches that its own control flow does not take. So no rank waits for another one forever.
 
-Autograd saves the place of a gathered parameter and not its data (``saved.py``); the parameter is gathered again when a
-backward needs it. So no graph points at released memory, and a model may use its weights in any way.
+Autograd saves a reference to a gathered parameter and not its data (``saved.py``). When a backward needs the parameter,
+it is gathered again. So no graph points to released memory, and a model may use its weights in any way.
 
-A backward is planned from the forwards that it goes through, of all that are in flight (``forwards.py``). So a backward
-finds the same plan in every mix of earlier forwards that wait for theirs.
+Several forwards may be in flight. The plan of a backward is made from the forwards that this backward goes through
+(``forwards.py``), so other forwards that still wait for their backward do not change it.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ if TYPE_CHECKING:
 
 __all__ = ["FetchLimits", "FetchStats", "Fetcher", "keeps_gathered"]
 
-# A bucket's gradients are sent when the backward has gone on by this many gather units: the gradients of its own
-# parameters have come by then, on every rank.
+# Number of gather units that backward passes after a bucket before the bucket's gradients are sent. By then the
+# gradients of the bucket's own parameters have arrived on every rank.
 PACE_STEPS = 2
-# Backward plans that are remembered, one for each order of the forwards that a pass goes through.
+# Most backward plans that are kept. There is one plan for each sequence of forwards that a backward goes through.
 MAX_BACKWARD_PLANS = 64
 
 
 def keeps_gathered(device_type: str) -> bool:
-    """Whether buffers are kept that nothing is gathered in. An accelerator's own allocator keeps memory at hand; the C
-    library's hands large pieces back and has to clear them anew."""
+    """Whether the pool keeps buffers that are not in use. An accelerator's allocator caches freed memory itself. The C
+    library's allocator returns large pieces to the system, which has to clear them before they are used again."""
     return device_type == "cpu"
 
 
@@ -68,8 +68,8 @@ def _gather_pool(allocate: Allocate) -> BufferPool:
 
 
 class FetchLimits(NamedTuple):
-    """In elements; the configuration keys ``stage3_max_live_parameters``, ``stage3_prefetch_bucket_size``,
-    ``stage3_max_reuse_distance``."""
+    """Limits of the plan in elements, from the configuration keys ``stage3_max_live_parameters``,
+    ``stage3_prefetch_bucket_size`` and ``stage3_max_reuse_distance``."""
 
     max_live: int
     ahead: int
@@ -77,14 +77,14 @@ class FetchLimits(NamedTuple):
 
 
 class FetchStats:
-    """Counts since the engine was made."""
+    """Statistics since the engine was made."""
 
     def __init__(self) -> None:
-        self.n_gathers = 0  # units put together, or found together in joint memory
+        self.n_gathers = 0  # gathers, including uses of units in joint memory
         self.n_fences = 0
         self.n_passes = 0
         self.n_unexpected = 0  # uses that were not in the plan
-        self.n_replans = 0  # passes after which the plan was made anew
+        self.n_replans = 0  # passes after which an earlier plan was replaced
         self.max_live_elems = 0
 
     def as_dict(self) -> dict[str, int]:
@@ -92,7 +92,7 @@ class FetchStats:
 
 
 class _Mode:
-    """The plan of one mode, and the record behind it."""
+    """The plan for one kind of pass, and the recorded order of units behind the plan."""
 
     def __init__(self, steps: list[int], plan: Any) -> None:
         self.steps, self.plan = steps, plan
@@ -100,23 +100,22 @@ class _Mode:
 
 
 class _Pass:
-    """A forward or backward that runs: its way along the plan of its mode."""
+    """A running forward or backward, and how far it has come in its plan."""
 
     def __init__(self, mode: _Mode, *, expects_grads: bool, forward: Forward | None = None) -> None:
         self.mode = mode
         self.expects_grads = expects_grads  # gradients may arrive at released parameters
-        self.forward = forward  # where it is one, with gradients
-        self.position = 0  # step that was gathered last
+        self.forward = forward  # set for a forward with gradients
+        self.position = 0  # step of the plan that was gathered last
 
 
 class _BackwardPass(_Pass):
-    """``task``: autograd's number of a pass that reads weights without adding to gradients; None for a pass that adds
-    to them."""
+    """``task``: autograd's number of the pass if it only reads weights; None if it adds to gradients."""
 
     def __init__(self, mode: _Mode, route: Route, task: int | None) -> None:
         super().__init__(mode, expects_grads=task is None)
         self.route, self.task = route, task
-        self.n_passed = 0  # steps
+        self.n_passed = 0  # number of the plan's steps that are behind
         self.last_use = {unit: i for i, unit in enumerate(mode.steps)}
 
 
@@ -128,7 +127,7 @@ class Fetcher:
     """Gathers and releases the sharded units of one engine.
 
     Hooks call ``use``; the hooks of the root module (``hooks.py``) and the gradient reducer begin and end passes.
-    ``pool`` lends the buffers of gathered units.
+    ``pool`` provides the buffers of gathered units.
     """
 
     def __init__(
@@ -173,12 +172,12 @@ class Fetcher:
         self._bucket_of: dict[int, int] = {}
         self._held: dict[object, Sequence[GatherUnit]] = {}
         self._is_synced = False
-        self._keeps_all = False  # within a pass nothing is let go
+        self._keeps_all = False  # nothing is released during a pass
         self._is_closed = False
         self._n_read_ahead = 0
-        self._used_last: GatherUnit | None = None  # since the runner was last told anything else
+        self._used_last: GatherUnit | None = None  # the last unit that the running pass has used
         self._no_plan = self._make_plan([])
-        self._joints: dict[Collectives, list[JointMemory]] = {}  # by the ranks that hold it
+        self._joints: dict[Collectives, list[JointMemory]] = {}  # by the ranks that share it
         for unit in units:
             if unit.joint is not None:
                 self._joints.setdefault(unit.comm, []).append(unit.joint)
@@ -186,8 +185,8 @@ class Fetcher:
         self.end_writes()
 
     def store_weights(self, groups: Sequence[GatherUnit], n_ahead: int) -> None:
-        """Moves this rank's shards of ``groups`` to where they live. ``n_ahead`` gather units are read before their
-        gathers begin, in the plan's order."""
+        """Moves this rank's shards of ``groups`` into their home. Shards are read from there ahead of their gathers,
+        ``n_ahead`` gather units in the plan's order."""
         self._n_read_ahead = n_ahead
         for group in groups:
             group.unit.weights.move_in(group.bucket)
@@ -195,7 +194,7 @@ class Fetcher:
             group.unit.weights.wait()
 
     def _read_ahead(self, index: int) -> None:
-        """Gather unit ``index`` is about to be gathered: starts to read the next units of the plan."""
+        """Called before gather unit ``index`` is gathered: starts to read the next units of the plan."""
         running = self._pass
         if self._n_read_ahead == 0 or running is None:
             return
@@ -213,7 +212,8 @@ class Fetcher:
 
     @contextmanager
     def on_gather_stream(self, device: torch.device) -> Iterator[None]:
-        """Gathers run beside the computation: after the writes to the shards, before the reads of the weights."""
+        """Context for issuing gathers on a separate stream. They run beside the computation, after earlier writes to
+        the shards."""
         if not has_streams(device):
             yield
             return
@@ -240,7 +240,7 @@ class Fetcher:
         return [group.index for group in self.groups if group.buffer is not None and not group.is_leaving]
 
     def _rest(self) -> None:
-        """Between passes: every use is gathered on the spot."""
+        """Ends the pass. Between passes there is no plan, so a unit is gathered when it is used."""
         self._pass = None
         self._run.abort()
         self._run.begin(self._no_plan, self._live())
@@ -263,7 +263,7 @@ class Fetcher:
                 group.leave(expects_grads=self._expects_grads, later=self._keeps_all)
 
     def _let_all_go(self, expects_grads: bool, keep: int = -1) -> None:
-        """Releases all gathered units that are not held, except unit ``keep``."""
+        """Releases all gathered units except held units and unit ``keep``."""
         for group in self.groups:
             if group.buffer is not None and group.index != keep and not group.pins:
                 group.let_go(expects_grads=expects_grads)
@@ -277,7 +277,7 @@ class Fetcher:
 
     def _begin(self, beginning: _Pass) -> None:
         self._pass, mode = beginning, beginning.mode
-        # Units that are left over from before stay if they come first now.
+        # A unit that is still gathered stays if the new pass begins with it.
         keep = mode.steps[0] if mode.steps else -1
         self._let_all_go(self._expects_grads, keep)
         self._run.abort()
@@ -286,15 +286,16 @@ class Fetcher:
         self.stats.n_passes += 1
 
     def _end(self, may_drop: Callable[[], list[bool]], keep: int) -> tuple[list[int], list[bool]]:
-        """Runs the rest of the plan, and learns from the pass. Returns its record."""
+        """Runs the rest of the plan and replaces the plan if the pass differed from it. Returns the record of the pass.
+        """
         mode = self._pass.mode
         self._apply(self._run.end(keep))
         steps, used = self._run.record
         mode.n_passes += 1
         self.stats.n_unexpected += self._run.n_unexpected
         is_new = self._run.n_unexpected > 0
-        # The record of gathers is the same on all ranks, the record of uses is not. They exchange the latter now and
-        # then, all at the same time.
+        # The record of gathers is the same on all ranks, but the record of uses is not. The ranks exchange the record
+        # of uses after passes 1, 2, 4, 8 and so on.
         if mode.n_passes & (mode.n_passes - 1) == 0 and steps:
             used = [n > 0 for n in self.comm.sum_numbers([float(u) for u in used], label="order of use")]
             pruned = _C.trace_prune(steps, used, may_drop())
@@ -311,21 +312,22 @@ class Fetcher:
 
     @property
     def has_learnt(self) -> bool:
-        """Whether any plan comes from a pass that has run."""
+        """Whether any plan has been compared with a pass. Before that all plans are guesses."""
         return any(mode.n_passes for mode in self._modes.values())
 
     def learn_anew(self) -> None:
-        """Takes every plan for a mere guess: the next pass of its kind is recorded and compared among the ranks like a
-        first pass, and the plan loses the units that no rank used. On all ranks alike; within a pass as well."""
+        """Treats every plan as a guess again. The next pass of each kind is compared among the ranks like a first pass,
+        and units that no rank has used are removed from the plan. Call it on all ranks alike; it may be called during a
+        pass."""
         for mode in self._modes.values():
             mode.n_passes = 0
 
     def begin_forward(self, name: str, root: int = 0, units: Callable[[], list[int]] | None = None) -> Forward | None:
-        """A forward of a root module begins. Returns an object that has to live as long as the forward's graph; None
-        without gradients.
+        """Called when a forward of a root module begins. Returns an object that must live as long as the forward's
+        graph, or None for a forward without gradients.
 
-        name: train, eval or generate. root: number of the root module; each root has plans of its own. units: the units
-        with parameters of the root, by default all.
+        name: train, eval or generate. root: number of the root module; each root has plans of its own. units: returns
+        the units that hold parameters of the root; default: all units.
         """
         self._drop_pass()
         forward = Forward() if name == "train" else None
@@ -338,15 +340,16 @@ class Fetcher:
         return forward
 
     def _first_forward(self, root: int = 0, units: Callable[[], list[int]] | None = None) -> list[int]:
-        """The expected uses of a mode before its first pass: the uses of another mode, or all units in order of
-        registration."""
+        """The expected order of units in a forward of a kind that has not run yet: the order of another kind of
+        forward, or all units in order of registration."""
         for name in ("generate", "eval", "train"):
             if (mode := self._modes.get(_forward_key(name, root))) is not None:
                 return list(mode.steps)
         return list(range(len(self.groups))) if units is None else units()
 
     def end_forward(self, outputs: Sequence[torch.Tensor]) -> None:
-        """A forward of a root module has ended; ``outputs``: the tensors that it gives and that require a gradient."""
+        """Called when a forward of a root module has ended. ``outputs``: the tensors that it returns and that require a
+        gradient."""
         running = self._pass
         if running is None or self.is_in_backward:
             return
@@ -361,7 +364,7 @@ class Fetcher:
                 keep = -1
             n = len(self.groups)
             steps, used = self._end(lambda: [False] * n, keep)
-            # Without a reducer no backward is announced, so that none is planned.
+            # Without a reducer no backward is announced, so there is no need to remember the forward.
             if is_train and self._reducer is not None:
                 self._in_flight.add(running.forward, steps, outputs)
                 self._forward_used.update(u for u, is_used in zip(steps, used) if is_used)
@@ -369,14 +372,14 @@ class Fetcher:
 
     @contextmanager
     def synced(self) -> Iterator[None]:
-        """Lets ranks run different numbers of forwards: a rank that is done serves the others' gathers until all are
-        done."""
+        """Context within which ranks may run different numbers of forwards. A rank that has finished takes part in the
+        gathers of the other ranks until all have finished."""
         if self._is_synced:
             yield
             return
         learnt = any(self._modes[name].n_passes for name in ("generate", "eval", "train") if name in self._modes)
-        # The plan must hold every use, or the serving ranks could not know of it. A guessed order may lack uses: its
-        # gathered units then stay until the forward ends, so that a second use finds them.
+        # Ranks that have finished know only the plan, so it must contain every gather. A plan that is still a guess may
+        # lack the second use of a unit. With such a plan units stay gathered until the forward ends.
         self._is_synced, self._keeps_all = True, not learnt
         try:
             yield
@@ -388,16 +391,17 @@ class Fetcher:
             self._is_synced = self._keeps_all = False
 
     def _end_synced(self) -> None:
-        """Ends a forward whose record may differ between ranks: nothing is learnt from it."""
+        """Ends a forward within ``synced``. Its record may differ between ranks, so plans are not changed by it."""
         self._apply(self._run.end(-1))
         self._let_all_go(expects_grads=False)
         self._rest()
 
     def begin_backward(self, starts: Sequence[Any] | None = None) -> None:
-        """A backward pass begins: gradients may arrive at released parameters, so these take on their shape.
+        """Called when a backward pass begins. Released parameters get their whole shape, because gradients may arrive
+        for them.
 
-        starts: the first nodes of the graph. None: the pass has begun already, and runs a node now. Collective where
-        several forwards are in flight.
+        starts: the first nodes of the graph; None if the pass is running already. Collective if several forwards are in
+        flight.
         """
         if self._adds_gradients:
             return
@@ -408,10 +412,10 @@ class Fetcher:
             self._begin_backward("backward", starts, None)
 
     def begin_reading(self) -> None:
-        """A pass begins, from within it, that reads weights as a backward does and adds to no gradient; the backward
-        of the forwards before it may still come.
+        """Called from within a pass that reads weights as a backward does but adds to no gradient. The real backward of
+        the same forwards may still come.
 
-        Within another pass it is a part of that.
+        Does nothing during a forward or backward pass: the reading belongs to that pass.
         """
         task = torch._C._current_graph_task_id()
         running = self._pass
@@ -446,13 +450,14 @@ class Fetcher:
 
     def _end_backward(self) -> None:
         self._let_held_go()
-        self._pass.expects_grads = False  # they have all come
+        self._pass.expects_grads = False  # all gradients have arrived
         used = self._forward_used
         self._end(lambda: [i in used for i in range(len(self.groups))], -1)
         self._leave_backward()
 
     def drop_reading(self) -> None:
-        """No pass is running: an open pass that only read weights has raised."""
+        """Called when autograd runs no pass. If a pass that only read weights is still open here, it has raised, and
+        its state is dropped."""
         if self.is_in_backward and not self._adds_gradients:
             self.abort()
 
@@ -462,7 +467,7 @@ class Fetcher:
             group.expect_grads(False)
 
     def abort(self) -> None:
-        """A pass raised (on all ranks alike): releases everything, learns nothing."""
+        """Called on all ranks alike when a pass has raised. Releases all units and leaves the plans unchanged."""
         with self.lock:
             was_in_backward = self.is_in_backward
             self._let_held_go()
@@ -481,17 +486,17 @@ class Fetcher:
 
     @property
     def is_trained(self) -> bool:
-        """Whether a reducer takes the gradients, or the engine is closed and none come."""
+        """Whether a reducer takes the gradients. Also True for a closed engine, which gets no gradients."""
         return self._reducer is not None or self._is_closed
 
     @property
     def is_active(self) -> bool:
-        """Within a forward of a root module or a backward pass."""
+        """Whether a forward of a root module or a backward pass is running."""
         return self._pass is not None
 
     @property
     def is_in_backward(self) -> bool:
-        """Within a backward pass, also within a pass that only reads weights."""
+        """Whether a backward pass is running, or a pass that only reads weights."""
         return type(self._pass) is _BackwardPass
 
     @property
@@ -503,12 +508,11 @@ class Fetcher:
         return self._pass is not None and self._pass.expects_grads
 
     def is_in_use(self, group: GatherUnit) -> bool:
-        """Whether nothing is due when an available unit is used: it is held (the plan stands still meanwhile) or was
-        used just now."""
+        """Whether a use of the unit needs no action: the unit is available, and it is held or was the last one used."""
         return group.is_ready and (group is self._used_last or group.pins > 0)
 
     def use(self, index: int) -> None:
-        """Makes a gather unit available now; collective unless the plan has gathered it already."""
+        """Makes a gather unit available now. Collective, unless the plan has gathered it already."""
         group = self.groups[index]
         if self.is_in_use(group):
             return
@@ -556,7 +560,7 @@ class Fetcher:
                 self._rest()
 
     def hold(self, group: GatherUnit) -> None:
-        """Keeps an available unit while a module runs, against the plan if need be."""
+        """Keeps an available unit while a module runs, even if the plan releases it."""
         group.hold()
 
     def unhold(self, group: GatherUnit) -> None:
@@ -567,7 +571,8 @@ class Fetcher:
     def hold_in_backward(
         self, groups: Sequence[GatherUnit], inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     ) -> None:
-        """Makes units available when a backward reaches any of ``outputs``, until it has passed ``inputs``."""
+        """Makes units available from the time when a backward reaches any of ``outputs`` until it has passed all of
+        ``inputs``."""
         if not outputs:
             return
         token = object()
@@ -585,8 +590,8 @@ class Fetcher:
                 self.unhold(group)
 
         torch.autograd.graph.register_multi_grad_hook(outputs, enter, mode="any")
-        # Such a hook cannot be on a leaf whose gradient autograd.grad returns. Units of a module that is fed with
-        # leaves are held until the pass ends.
+        # This hook does not work for a leaf whose gradient ``autograd.grad`` returns. If a module has leaves as inputs,
+        # its units are held until the pass ends.
         if inputs and all(t.grad_fn is not None for t in inputs):
             torch.autograd.graph.register_multi_grad_hook(inputs, leave, mode="all")
 
@@ -596,8 +601,8 @@ class Fetcher:
                 self.unhold(group)
 
     def weights_changed(self, group: GatherUnit | None = None) -> None:
-        """The shards were written to: gathered weights are out of date. Collective where units are pinned, or lie in
-        joint memory."""
+        """Called when shards have been written to: gathered weights are out of date and are released or gathered again.
+        Collective if units are pinned or lie in joint memory."""
         with self.lock:
             self.end_writes()
             for g in self.groups if group is None else [group]:
@@ -612,12 +617,14 @@ class Fetcher:
                 self._rest()
 
     def begin_writes(self) -> None:
-        """Weights are about to be written. Collective where they lie in joint memory, which no rank reads any more when
-        this returns; elsewhere nobody reads the shards of others."""
+        """Call it before weights are written. If weights lie in joint memory it is collective, and no rank reads them
+        any more when it returns. Otherwise there is nothing to wait for, because no rank reads another rank's shards.
+        """
         self._fence("weights about to be written")
 
     def end_writes(self) -> None:
-        """Weights have been written: all ranks' are there when this returns. Collective as ``begin_writes``."""
+        """Call it when weights have been written. When it returns, the writes of all ranks are visible. Collective in
+        the same cases as ``begin_writes``."""
         self._fence("weights written")
         for joints in self._joints.values():
             for joint in joints:
@@ -633,15 +640,16 @@ class Fetcher:
 
     @property
     def hooks(self) -> ModuleHooks | None:
-        """The hooks that begin and end this fetcher's passes; None before an engine has taken it over."""
+        """The hooks that begin and end this fetcher's forwards; None before an engine has set them."""
         return self._hooks
 
     def connect_hooks(self, hooks: ModuleHooks) -> None:
-        """From now on ``hooks`` begin and end forwards. Earlier hooks must have been removed."""
+        """Sets the hooks that begin and end forwards. Earlier hooks must have been removed."""
         self._hooks = hooks
 
     def connect(self, reducer: GradientReducer) -> None:
-        """Lets the passes drive when ``reducer`` sends which bucket: in the plan's order, the same on all ranks."""
+        """Connects the gradient reducer. From now on the progress of backward decides when ``reducer`` sends each
+        bucket, in the plan's order, which is the same on all ranks."""
         self._reducer = reducer
         place = {(bucket.unit, bucket.index): i for i, bucket in enumerate(reducer.buckets)}
         self._bucket_of = {
@@ -649,8 +657,8 @@ class Fetcher:
         }
 
     def _pace(self, backward: _BackwardPass) -> None:
-        """A step of the backward plan has been passed: sends the gradients of the unit whose last step lies
-        ``PACE_STEPS`` behind it."""
+        """Called when backward has passed a step of its plan. Sends the gradients of the unit whose last use in the
+        plan was ``PACE_STEPS`` steps before."""
         passed = backward.n_passed - PACE_STEPS
         backward.n_passed += 1
         if self._reducer is None or passed < 0:
@@ -660,8 +668,8 @@ class Fetcher:
             self._reducer.launch_bucket(self._bucket_of[unit])
 
     def close(self) -> None:
-        """Leaves every sharded parameter released and on its own, in the pieces that it has, and whole ones
-        ordinary."""
+        """Detaches all parameters from the engine. Sharded parameters stay released, and each rank keeps its pieces of
+        them; whole parameters become ordinary."""
         if self._is_closed:
             return
         self._pass = None

@@ -2,8 +2,9 @@
 
 A forward is one run of the root module (or of a chunk of it) on one micro-batch. Several forwards may run before the
 first backward, and their backwards may come in any order, as in pipelines, contrastive losses and evaluations with
-gradients. Autograd numbers nodes in the order of creation, so the numbers of a forward's nodes form an interval. So a
-walk from the loss finds the forwards by the numbers of the nodes that it visits, for any use of a module's outputs.
+gradients. Autograd numbers nodes in the order of creation, so the numbers of a forward's nodes form an interval. A walk
+from the loss through the graph therefore recognises each forward by the numbers of its nodes, however the module's
+outputs are used.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from deepspeed_c.comm.collectives import Collectives
 
 __all__ = ["Forward", "ForwardsInFlight", "Route"]
 
-# Forwards that no backward has followed, at least, before ranks ask one another whose graphs live.
+# Number of forwards without a backward after which ranks compare which graphs are still alive.
 FORWARDS_BEFORE_ASKING = 16
 
 
 def _n_nodes() -> int:
-    """How many nodes of graphs this thread has made."""
+    """The number of graph nodes that this thread has made so far."""
     return torch._C._autograd._get_sequence_nr()
 
 
@@ -40,24 +41,24 @@ class Forward:
         self.is_entered = False
 
     def enter(self) -> None:
-        """A backward asks for something that this forward has saved."""
+        """Called when a backward asks for a tensor that this forward has saved."""
         self.is_entered = True
 
     def leave(self) -> bool:
-        """The pass has ended. Returns whether it has come through here."""
+        """Called when a pass has ended. Returns whether the pass has used this forward's saved tensors."""
         is_entered, self.is_entered = self.is_entered, False
         return is_entered
 
 
 class _ForwardRecord:
-    """The facts of a forward that do not keep its graph alive."""
+    """Facts of a forward. The record does not keep the forward's graph alive."""
 
     def __init__(self, forward: Forward, steps: tuple[int, ...]) -> None:
         self.steps = steps
         self._forward = weakref.ref(forward)
         self.first_node, self.last_node = forward.first_node, _n_nodes()
         self.thread = threading.get_ident()
-        self.is_done = False  # a backward of this rank has come through
+        self.is_done = False  # a backward of this rank has gone through the forward
 
     def lives(self) -> bool:
         return self._forward() is not None and not self.is_done
@@ -69,16 +70,16 @@ class _ForwardRecord:
 
 
 class Route(NamedTuple):
-    """The forwards that a pass goes through, the same on all ranks."""
+    """The forwards that a pass goes through. The route is the same on all ranks."""
 
     records: list[_ForwardRecord]
-    """The forwards that the pass may go through, oldest first; its plan is made from them."""
+    """The forwards that the pass may go through, oldest first. The plan of the pass is made from them."""
     certain: list[_ForwardRecord]
-    """The forwards among them that some rank's pass is known to go through."""
+    """The forwards among ``records`` that the pass is known to go through on some rank."""
 
     @property
     def key(self) -> tuple:
-        """The same for all passes that do the same."""
+        """A key for the plan: passes with equal keys use the same plan."""
         certain = set(map(id, self.certain))
         which = [i for i, record in enumerate(self.records) if id(record) in certain]
         return (*(record.steps for record in self.records), *([tuple(which)] if len(which) < len(self.records) else []))
@@ -96,7 +97,8 @@ class ForwardsInFlight:
         return len(self._records)
 
     def add(self, forward: Forward, steps: Sequence[int], outputs: Sequence[torch.Tensor]) -> None:
-        """``forward`` has ended. Collective now and then: the ranks tell one another which graphs live."""
+        """Called when ``forward`` has ended. Some calls are collective: the ranks then compare which graphs are still
+        alive."""
         for output in outputs:
             if output.grad_fn is not None:
                 output.grad_fn.metadata[forward] = None
@@ -106,15 +108,17 @@ class ForwardsInFlight:
             self._max = max(FORWARDS_BEFORE_ASKING, 2 * len(self._records))
 
     def route(self, starts: Sequence[Any] | None, within: Any = None) -> Route:
-        """The way of a pass. Collective where several forwards are in flight, free of cost otherwise.
+        """The forwards that a pass goes through. Collective if several forwards are in flight, and free of cost
+        otherwise.
 
-        starts: the first nodes of the pass. None: nobody knows them all, because the pass runs already; ``within`` is
-        the running node, if any. A rank whose pass leaves out a forward follows the ranks that go through it.
+        starts: the first nodes of the pass; None if the pass is running already and its first nodes are not known.
+        ``within`` is then the running node, if there is one. If the pass goes through a forward on some rank, all ranks
+        include the forward.
         """
         if len(self._records) < 2:
             return Route(list(self._records), list(self._records))
         known = self._walk(([] if within is None else [within]) if starts is None else starts)
-        # Each thread numbers its nodes for itself.
+        # Each thread numbers its own nodes, so numbers of several threads do not identify forwards.
         is_partial = starts is None or len({record.thread for record in self._records}) > 1
         n = len(self._records)
         numbers = [*self._lives(), *map(float, known), float(is_partial)]
@@ -127,13 +131,14 @@ class ForwardsInFlight:
         return [float(record.lives()) for record in self._records]
 
     def _keep(self, n_ranks: Sequence[float]) -> None:
-        """Forgets forwards that no rank knows of. Ranks may differ, for instance when a rank keeps its losses: all
-        follow the ranks that know more."""
-        # A graph that saves nothing and whose outputs nobody can see: the last forward is as good as any.
+        """Removes forwards that are not alive on any rank. Ranks may differ, for instance if one rank keeps its losses.
+        A forward that is alive on one rank stays on all."""
+        # No forward may be left, for instance if the graph saves no tensors and its outputs cannot be found. Then the
+        # last forward is assumed.
         self._records = [r for r, n in zip(self._records, n_ranks) if n] or self._records[-1:]
 
     def _walk(self, starts: Sequence[Any]) -> list[bool]:
-        """For each forward whether nodes of it are behind ``starts``."""
+        """For each forward whether any of its nodes can be reached from ``starts``."""
         firsts, found = [record.first_node for record in self._records], [False] * len(self._records)
         todo: list[Any] = list(starts)
         seen: set[Any] = {None}
@@ -146,14 +151,14 @@ class ForwardsInFlight:
             i = bisect_right(firsts, number) - 1
             if i >= 0 and number < self._records[i].last_node:
                 found[i] = True
-                # The inputs of a node were made before it.
+                # The inputs of a node were made before the node, so later forwards cannot be reached from here.
                 if all(found[:i]):
                     continue
             todo += [follower for follower, _ in node.next_functions]
         return found
 
     def end(self, route: Route) -> None:
-        """The backward along ``route`` has ended: forgets its forwards."""
+        """Called when the backward along ``route`` has ended: removes its forwards."""
         for record in self._records:
             record.leave(is_done=True)
         gone = set(map(id, route.certain))
@@ -162,7 +167,8 @@ class ForwardsInFlight:
             self._max = FORWARDS_BEFORE_ASKING
 
     def leave(self) -> None:
-        """A pass that has only read weights has ended: the backward may still come."""
+        """Called when a pass that only read weights has ended. Its forwards stay, because their backward may still
+        come."""
         for record in self._records:
             record.leave(is_done=False)
 

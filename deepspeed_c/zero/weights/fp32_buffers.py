@@ -1,7 +1,8 @@
 """Buffers that stay in fp32 while a model trains in bf16 or fp16 (``data_types.keep_in_fp32_modules``).
 
-Routers of experts add a correction bias to their scores. Its values differ by less than a step of bf16, so rounded
-values would send tokens to other experts. transformers names such tensors in two attributes of a model's class.
+Routers of experts add a correction bias to their scores. The biases of experts differ by less than the spacing of bf16
+values, so rounding them would send tokens to other experts. transformers names such tensors in two attributes of a
+model's class.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ __all__ = ["buffers_in_fp32", "keep_buffers_in_fp32"]
 def buffers_in_fp32(model: torch.nn.Module, setting: str | Sequence[str], dtype: torch.dtype | None) -> set[int]:
     """Ids of the floating-point buffers that stay in fp32 where weights have ``dtype``.
 
-    setting: "auto" for the names that the modules have, or patterns (* stands for any characters). A pattern may
-    match anywhere in a full name; a module's own names hold below that module only.
+    setting: "auto" to use the names that the modules' classes list, or patterns (* stands for any characters). A
+    pattern may match anywhere in a buffer's full name. Names that a module lists apply only below that module.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return set()
@@ -43,7 +44,7 @@ def keep_buffers_in_fp32(model: torch.nn.Module, setting: str | Sequence[str], d
 
 def _patterns(model: torch.nn.Module, dtype: torch.dtype) -> list[str]:
     attributes = ["_keep_in_fp32_modules_strict"]
-    if dtype is torch.float16:  # bf16 has the range of fp32, which is all that the second list is about
+    if dtype is torch.float16:  # the second list protects against overflow; bf16 has the range of fp32
         attributes.append("_keep_in_fp32_modules")
     found = set()
     for path, module in model.named_modules():

@@ -1,4 +1,5 @@
-"""A gather unit: one bucket of a sharded unit, put together in a buffer of the pool, and the places of its parameters.
+"""A gather unit: one bucket of a sharded unit, which is gathered into a buffer of the pool, and its parameters' places
+in the buffer.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["GatherUnit", "PlacedShard", "Places", "WholeShard"]
 
 
 class Places:
-    """The live gather units by their place in memory."""
+    """The gathered units, sorted by address, so that the unit at an address can be found."""
 
     def __init__(self) -> None:
         self._begins: list[int] = []
@@ -63,16 +64,16 @@ class GatherUnit:
         self.numel = unit.bucket_numel(bucket)
         first = min(self.slots, key=lambda slot: slot.order)
         self.label = first.name if len(self.slots) == 1 else f"{first.name} (+{len(self.slots) - 1} more)"
-        self.buffer: torch.Tensor | None = None  # [numel], lent by the pool, or joint memory
+        self.buffer: torch.Tensor | None = None  # [numel], from the pool or in joint memory
         self._work: Work | None = None
         self.is_ready = False  # the parameters point into the buffer
-        self._expects_grads = False  # released, and a gradient may arrive: those that are trained have their shapes
+        self._expects_grads = False  # released, but trained parameters have their whole shape for gradients
         self.pins = 0
         self.is_leaving = False  # released by the plan while pinned
         self._begin = unit.bucket_begin[bucket]
         with torch.inference_mode(False):
             self._whole = None if unit.joint is None else unit.joint.whole(bucket).view(unit.dtype)
-        # Always the same memory, so the same views of it.
+        # Joint memory stays in one place, so the views are made once.
         self._views = [] if self._whole is None else self._views_of(self._whole)
 
     def _views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -81,7 +82,7 @@ class GatherUnit:
 
     @property
     def is_joint(self) -> bool:
-        """Whether the weights lie in joint memory, where a gather finds them: it sends nothing and waits for nobody."""
+        """Whether the weights lie in joint memory. A gather then sends nothing and waits for no other rank."""
         return self._whole is not None
 
     @property
@@ -91,8 +92,8 @@ class GatherUnit:
         return ZeroParamStatus.NOT_AVAILABLE if self.buffer is None else ZeroParamStatus.INFLIGHT
 
     def start(self) -> None:
-        """Issues the gather. In place where the unit is here already (its weights were updated, or a plan asks for it
-        again)."""
+        """Starts the gather. If the unit is gathered already (its weights were updated, or a plan asks for it again),
+        the same buffer is filled again."""
         fetcher = self._fetcher
         if self._whole is not None:
             if self.buffer is None:
@@ -132,27 +133,28 @@ class GatherUnit:
             self.is_ready, self._expects_grads = True, False
 
     def hold(self) -> None:
-        """Keeps the unit until ``unhold``, against the plan if need be."""
+        """Keeps the unit until ``unhold``, even if the plan releases it."""
         self.pins += 1
 
     def unhold(self) -> bool:
-        """Returns whether nobody holds it any more."""
+        """Ends one ``hold``. Returns whether there are no other holds."""
         self.pins -= 1
         return self.pins == 0
 
     def leave(self, *, expects_grads: bool, later: bool) -> None:
-        """A plan releases the unit. It goes now, or, where somebody holds it or ``later`` is said, by another call."""
+        """Called when a plan releases the unit. The unit is released now, unless it is held or ``later`` is True. In
+        these cases it is only marked, and another call releases it."""
         if self.pins or later:
             self.is_leaving = True
         elif self.buffer is not None:
             self.let_go(expects_grads=expects_grads)
 
     def stay(self) -> None:
-        """A plan gathers the unit, which may not have gone yet."""
+        """Called when a plan gathers the unit again. If the unit was only marked for release, the mark is removed."""
         self.is_leaving = False
 
     def close(self) -> None:
-        """Lets go of everything, also of held units."""
+        """Releases the unit even if it is held."""
         self.pins = 0
         if self.buffer is not None:
             self.let_go(expects_grads=False)
@@ -161,7 +163,7 @@ class GatherUnit:
         """Releases the parameters and the buffer."""
         self.wait()
         fetcher = self._fetcher
-        # Where nothing is trained no backward is announced: a gradient may arrive whenever a graph is left.
+        # Without training no backward is announced, so a gradient may arrive at any time while a graph is alive.
         self._release(expects_grads or not fetcher.is_trained)
         fetcher.places.remove(self)
         fetcher.count_live(-self.numel)
@@ -171,7 +173,8 @@ class GatherUnit:
         self.is_ready = self.is_leaving = False
 
     def expect_grads(self, expects: bool) -> None:
-        """Released parameters that are trained take on their shapes, for gradients that may arrive, or give them up."""
+        """Sets whether gradients may arrive while the unit is released. If so, its trained parameters have their whole
+        shape; otherwise they are empty."""
         if self.buffer is None and self._expects_grads != expects:
             self._release(expects)
 
@@ -207,7 +210,7 @@ class PlacedShard(ShardState):
 
     @property
     def piece(self) -> torch.Tensor:
-        """A copy where the weights live in a file."""
+        """This rank's elements of the weights; a copy if the weights live in a file."""
         unit, bucket = self.slot.unit, self.slot.bucket
         fragment = unit.fragment_of.get(self.slot)
         if fragment is None:
@@ -242,8 +245,8 @@ class PlacedShard(ShardState):
                 self.put_piece(mine)
 
     def open_for_edit(self, param: torch.nn.Parameter) -> bool:
-        """A parameter that a pass reads without announcement, or that was released since it was looked up, is gathered
-        on the spot."""
+        """Gathers the parameter if a pass is running. This serves reads that no hook has announced, and parameters that
+        were released after they had been looked up."""
         if not self.fetcher.is_active:
             return False
         self.fetcher.use(self.group.index)
@@ -260,8 +263,8 @@ class PlacedShard(ShardState):
 
 
 class WholeShard(ShardState):
-    """The state of a parameter that stays whole on every rank (below the persistence threshold, or on a single
-    rank)."""
+    """The state of a parameter that stays whole on every rank: it is below the persistence threshold, or there is only
+    one rank."""
 
     def __init__(self, slot: Slot, comm: Collectives) -> None:
         super().__init__(slot.param, slot.name, comm, slot.shape, persists=True)
@@ -290,5 +293,5 @@ class WholeShard(ShardState):
 
     @property
     def view(self) -> torch.Tensor:
-        """The parameter's place in the unit's weights."""
+        """The parameter's view of the unit's weights."""
         return self.slot.view(self.slot.unit.flat_param)

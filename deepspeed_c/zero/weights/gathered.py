@@ -1,4 +1,4 @@
-"""Whole parameters for a while: reading and editing sharded parameters of stage 3."""
+"""Contexts within which sharded parameters (stage 3) are whole and may be read and edited."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = [
 
 
 def _fingerprint(param: torch.nn.Parameter) -> tuple[int, ...]:
-    """Position-dependent sums of a tensor's bits: equal before and after unless somebody wrote to it (up to a chance
-    of about 2^-64)."""
+    """Position-dependent sums of a tensor's bits. They change if somebody writes to the tensor, except with a
+    probability of about 2^-64."""
     data = param.data
     if data.numel() == 0:
         return (data.data_ptr(),)
     bits = data.detach().contiguous().view(-1)
     bits = bits.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()])
-    width = min(bits.numel(), 4099)  # prime: rows of repeating data start at ever other offsets
+    width = min(bits.numel(), 4099)  # prime: rows of periodic data begin at different offsets
     n_rows = bits.numel() // width
     rows = bits.narrow(0, 0, n_rows * width).view(n_rows, width)
     by_column, by_row = rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64)
@@ -48,10 +48,9 @@ class GatheredParameters:
 
     Args:
         params: a parameter, or any iterable of tensors; unsharded tensors are left alone.
-        modifier_rank: the rank (global) whose edits count: on exit its values go to every rank's shard and master
-        weights. None: parameters are only read; a write
-            raises StateError on all ranks, and is not kept.
-        fwd_module: the module that will read ``params`` in its forward although they are another's (see
+        modifier_rank: the global rank whose edits count. On exit its values are written to every rank's shard and
+        master weights. None: parameters may only be read. A write then raises StateError on all ranks and is undone.
+        fwd_module: a module that will read ``params`` in its forward although they belong to another module (see
         ``register_external_parameter``). enabled: False makes the context do nothing.
     """
 
@@ -72,7 +71,7 @@ class GatheredParameters:
             if state_of(param) is not None and id(param) not in seen:
                 seen.add(id(param))
                 self._params.append(param)
-        # A set comes in another order on each rank; states are made in the same order on all.
+        # A set is iterated in a different order on each rank. ``ds_id`` gives the same order on all ranks.
         self._params.sort(key=lambda param: state_of(param).ds_id)
         if fwd_module is not None:
             for param in self._params:
@@ -81,7 +80,7 @@ class GatheredParameters:
     def __enter__(self) -> None:
         for params in self._together():
             state_of(params[0]).acquire(params)
-        # A parameter that stays whole has no shards to come back from: small ones are copied.
+        # A parameter that stays whole has no shards to restore it from, so it is copied. Such parameters are small.
         self._copies = [p.data.clone() if isinstance(state_of(p), WholeShard) else None for p in self._params]
         if self._modifier_rank is None:
             self._before = [None if c is not None else _fingerprint(p) for p, c in zip(self._params, self._copies)]
@@ -101,7 +100,8 @@ class GatheredParameters:
         return False
 
     def _together(self) -> list[list[torch.nn.Parameter]]:
-        """Lists of parameters to gather together: one list for each engine, one for parameters of no engine."""
+        """Lists of parameters to gather together: one list for each engine, and one for parameters without an engine.
+        """
         sets: dict[Any, list[torch.nn.Parameter]] = {}
         for param in self._params:
             state = state_of(param)
@@ -138,12 +138,13 @@ class GatheredParameters:
                 whole = state.view
             point_at(param, whole)
             state.store(param)
-        # All ranks have come this far, so nobody reads the memory that is written.
+        # All ranks have come this far, so no rank reads the memory that was written.
         for fetcher in {state.fetcher: None for p in self._params if isinstance(state := state_of(p), PlacedShard)}:
             fetcher.end_writes()
 
     def _restore(self) -> None:
-        """Puts the parameters back into their state before, for contexts around this one as well. Collective."""
+        """Restores the values that the parameters had on entry, so that contexts around this one see them as well.
+        Collective."""
         fetchers: dict[int, Any] = {}
         for param, copy in zip(self._params, self._copies):
             state = state_of(param)
@@ -186,8 +187,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
     """Says that ``module`` reads a parameter of another module in its forward.
 
-    An access as an attribute (``other.weight``) is noticed by itself; this is for other accesses, such as a parameter
-    kept in a list.
+    Reads of an attribute (``other.weight``) are noticed without a call. Call it for other reads, such as a parameter
+    that is kept in a list.
     """
     if not isinstance(parameter, torch.nn.Parameter):
         raise StateError(

@@ -1,4 +1,4 @@
-"""``param.grad = None`` of a parameter whose gradients lie elsewhere than in ``param.grad``."""
+"""Notices ``param.grad = None`` on a parameter whose gradients are stored elsewhere than in ``param.grad``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 __all__ = ["GRAD", "HANDLE", "GradFace", "notice_cleared", "stop_noticing"]
 
-# The descriptor of torch: it reads and writes ``param.grad`` past the face below.
+# Torch's own descriptor. It reads and writes ``param.grad`` without the property of ``GradFace``.
 GRAD = torch.Tensor.grad
 
-# Where a parameter holds its tie to an engine.
+# Name of the attribute that connects a parameter to its engine.
 HANDLE = "_dsc_handle"
 
 
@@ -20,7 +20,7 @@ class _GradientHandle(Protocol):
 
 
 class GradFace:
-    """A parameter that tells its handle whenever somebody sets ``param.grad`` to None."""
+    """Base class of a parameter that calls its handle whenever somebody sets ``param.grad`` to None."""
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -39,7 +39,8 @@ class GradFace:
 
 
 class _UnshardedFace(GradFace):
-    """The face of a parameter that is not sharded: copies of it are plain, and it prints as a plain one."""
+    """The class of an unsharded parameter that notices this. Its copies are ordinary parameters, and it prints as one.
+    """
 
     _dsc_plain: type  # the parameter's own class
 
@@ -73,15 +74,15 @@ def _tell(param: torch.nn.Parameter) -> None:
 
 
 def notice_cleared(param: torch.nn.Parameter) -> None:
-    """From now on the parameter's handle is told whenever ``param.grad`` is set to None or deleted, also where it was
-    None.
+    """From now on the parameter's handle is called whenever ``param.grad`` is set to None or deleted, even if it was
+    None before.
 
-    The object stays the same; its class becomes a subclass of the same name."""
+    The parameter stays the same object. Its class becomes a subclass of the same name."""
     if not isinstance(param, GradFace):
         param.__class__ = _face_of(type(param))
 
 
 def stop_noticing(param: torch.nn.Parameter) -> None:
-    """Gives the parameter its own class back."""
+    """Undoes ``notice_cleared``: gives the parameter its own class back."""
     if isinstance(param, _UnshardedFace):
         param.__class__ = param._dsc_plain

@@ -1,4 +1,4 @@
-"""Sharded weights that stay whole while a piece of code uses them again and again."""
+"""Keeps sharded weights whole while a piece of code uses them repeatedly."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["held_whole"]
 
 @contextmanager
 def held_whole(params: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Keeps the sharded ``params`` whole within: each is gathered once for any number of reads.
+    """Context within which the sharded ``params`` stay whole. Each is gathered once for any number of reads.
 
-    Within a forward or backward of an engine this follows the plan of gathers. Collective for sharded parameters:
+    During a forward or backward of an engine the gathers follow the engine's plan. Collective for sharded parameters:
     enter it on all ranks, with the same parameters.
     """
     states: dict[int, tuple[ShardState, torch.Tensor]] = {}
@@ -27,7 +27,7 @@ def held_whole(params: Iterable[torch.Tensor]) -> Iterator[None]:
         if state is not None and not state.persists:
             states.setdefault(state.ds_id, (state, param))
     with ExitStack() as stack:
-        # A set comes in another order on each rank; states are made in the same order on all.
+        # A set is iterated in a different order on each rank. Sorting gives the same order on all ranks.
         for _, (state, param) in sorted(states.items()):
             stack.callback(_hold(state, param))
         yield

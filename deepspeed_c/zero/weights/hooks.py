@@ -1,4 +1,5 @@
-"""The hooks that tell a fetcher which module is about to run, and the look-ups of parameters that no hook foresees."""
+"""Hooks that announce to a fetcher which module is about to run, and dictionaries that notice reads of parameters
+without such an announcement."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ __all__ = ["ModuleHooks", "ParamCoordinator", "external_parameters"]
 _EXTERNAL = "_dsc_external_parameters"
 _DS_EXTERNAL = "ds_external_parameters"
 
-# Counts registrations of modules and parameters in this process: hooks look for newcomers when it has moved.
+# Number of registrations of modules and parameters in this process. When it has changed, the hooks look for new
+# modules.
 _n_registrations = 0
 
 
@@ -33,7 +35,8 @@ def _count_registration(*_: Any) -> None:
 
 
 def external_parameters(module: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
-    """Parameters that ``module`` reads although they are another module's (``register_external_parameter``), by id."""
+    """Parameters by id that ``module`` reads although they belong to another module (``register_external_parameter``).
+    """
     return module.__dict__.setdefault(_EXTERNAL, {})
 
 
@@ -42,14 +45,15 @@ def _named_external_parameters(module: torch.nn.Module) -> list[tuple[str, torch
 
 
 def _outside_of_graphs(hook: Callable) -> Callable:
-    """Keeps a compiler that is in use from tracing into the hook."""
+    """Keeps ``torch.compile`` from tracing into the hook, if it is in use."""
     dynamo = sys.modules.get("torch._dynamo")
     return hook if dynamo is None else dynamo.disable(hook)
 
 
 class _Parameters(dict):
-    """A module's ``_parameters`` that gathers a parameter at each read while the engine runs: tied weights, a parent
-    that uses its child's weight, a functional call. Iterating (``named_parameters``) gathers nothing."""
+    """Replaces a module's ``_parameters`` and gathers a released parameter when it is read while the engine runs. This
+    serves reads that no hook announces: tied weights, a parent that uses its child's weight, a functional call.
+    Iterating (``named_parameters``) gathers nothing."""
 
     def __init__(self, params: Mapping[str, Any], fetcher: Fetcher) -> None:
         super().__init__(params)
@@ -68,33 +72,35 @@ class _Parameters(dict):
 
 
 class ParamCoordinator:
-    """The planner of gathers, under DeepSpeed's names: trl makes the order of use invalid after it has generated."""
+    """Access to the plans of gathers under DeepSpeed's names. trl uses it to invalidate the recorded order of use after
+    generation."""
 
     def __init__(self, fetcher: Fetcher) -> None:
         self._fetcher = fetcher
 
     def is_invalid_trace(self) -> bool:
-        """Whether no pass has been recorded yet, or none since ``_invalidate_trace``."""
+        """Whether no pass has been recorded yet, or no pass since ``_invalidate_trace``."""
         return not self._fetcher.has_learnt
 
     def _invalidate_trace(self) -> None:
-        """Has the order of use recorded anew by the passes that follow. Call it on all ranks."""
+        """Discards the recorded order of use; the next passes record it again. Call it on all ranks."""
         self._fetcher.learn_anew()
 
 
 class ModuleHooks:
-    """Hooks of one engine on its module, and on submodules that are called by themselves.
+    """Hooks of one engine on its module, and on submodules that are called outside of the module's forward.
 
-    roots: the module, then its submodules that are called outside of its forward, as chunks of an interleaved pipeline
-    are. A forward of a root outside any other root's forward is a pass, and each root has plans of its own. Any other
-    submodule that is called by itself is gathered on the spot.
+    roots: the module, followed by submodules that are called outside of its forward, such as the chunks of an
+    interleaved pipeline. A forward of a root is a pass unless it runs within another root's forward. Each root has
+    plans of its own. If any other submodule is called outside of a root's forward, its parameters are gathered without
+    a plan.
     """
 
     def __init__(self, roots: Sequence[torch.nn.Module], fetcher: Fetcher, name_of_pass: Callable[[], str]) -> None:
         self._roots, self._fetcher, self._name_of_pass = list(roots), fetcher, name_of_pass
         self.module = self._roots[0]
         self.param_coordinator = ParamCoordinator(fetcher)
-        # DeepSpeed's names, and lists, because callers take the hooks out through them.
+        # These have DeepSpeed's names and are lists, because callers use them to remove the hooks.
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
         self._watched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -106,10 +112,10 @@ class ModuleHooks:
         self.install()
 
     def install(self) -> None:
-        """Hooks the root and every module that reads a sharded parameter; again after ``remove`` (or after callers
-        took the hooks out).
+        """Installs hooks on the roots and on every module that reads a sharded parameter. It may be called again after
+        ``remove``, or after callers have removed the hooks.
 
-        Where nothing is sharded (one rank, small parameters) there is nothing to hook.
+        Without sharded parameters (one rank, or only small parameters) no hooks are needed.
         """
         for module in self.module.modules():  # DeepSpeed's name: trl looks for it
             module.__dict__[_DS_EXTERNAL] = partial(_named_external_parameters, module)
@@ -130,7 +136,7 @@ class ModuleHooks:
     _register_deepspeed_module = lambda self, module, *_: self.install() if not self.forward_hooks else self._scan()
 
     def _scan(self) -> None:
-        """Watches modules that were attached since the last look."""
+        """Calls ``watch`` for modules that were attached to the model since the last scan."""
         self._n_registrations = _n_registrations
         skipped: set[torch.nn.Module] = set()
         for module in self.module.modules():
@@ -142,7 +148,8 @@ class ModuleHooks:
                 self.watch(module)
 
     def watch(self, module: torch.nn.Module) -> None:
-        """Hooks ``module`` if it reads sharded parameters of its own, external ones, or (a leaf) its subtree's."""
+        """Installs hooks on ``module`` if it reads sharded parameters: its own, external parameters or, for a leaf, the
+        parameters of its subtree."""
         leaf = is_leaf(module)
         sources = [m for m in (module.modules() if leaf else [module])]
         groups: dict[int, GatherUnit] = {}
@@ -159,7 +166,8 @@ class ModuleHooks:
             return
         self._watched.add(module)
         wanted = [groups[i] for i in sorted(groups)]
-        # Only where something else may run in between can a unit be released while the module still reads it.
+        # A unit must be held if other units may be used while the module runs, because the plan could otherwise release
+        # the unit while the module still reads it.
         if leaf or len(wanted) > 1 or any(True for _ in module.children()):
             self._hook_holding(module, wanted, leaf)
         else:
@@ -170,8 +178,8 @@ class ModuleHooks:
         use = _outside_of_graphs(lambda: fetcher.use(group.index))
 
         def enter(*_: Any) -> None:
-            # Of many small modules all but the first find their unit in use. A compiler that traces this sees the call
-            # alone, and keeps out of it.
+            # Small modules often share a unit, and all but the first find it in use. A compiler that traces this hook
+            # sees only the call of ``use`` and does not trace into it.
             if torch.compiler.is_dynamo_compiling() or not fetcher.is_in_use(group):
                 use()
 
@@ -232,7 +240,7 @@ class ModuleHooks:
             self._saving = None
         if self._fetcher.is_in_backward:
             return
-        # The hook is called when forward raised, too.
+        # The hook is called even if forward has raised.
         if sys.exc_info()[1] is not self._failing:
             self._fetcher.abort()
         else:
@@ -240,7 +248,7 @@ class ModuleHooks:
         self._failing = None
 
     def remove(self) -> None:
-        """Takes all hooks out, and gives modules their plain dictionaries back."""
+        """Removes all hooks and gives modules their ordinary dictionaries back."""
         for handle in (*self.forward_hooks, *self.backward_hooks, *self._counters):
             handle.remove()
         self.forward_hooks.clear()

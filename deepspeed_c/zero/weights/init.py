@@ -1,5 +1,5 @@
-"""``zero.Init``: a model whose parameters are sharded as its modules are constructed, so that no rank ever holds all
-of it.
+"""``zero.Init``: shards a model's parameters while its modules are constructed, so that no rank ever holds the whole
+model.
 
 The file has DeepSpeed's name because Hugging Face code replaces and looks up names in it:
 ``zero_wrapper_for_fp_tensor_constructor``, ``_orig_torch_arange``, ``get_accelerator``.
@@ -81,10 +81,10 @@ _CONSTRUCTORS: dict[str, Callable] = {
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable, target_fp_dtype: torch.dtype | None, target_device: str | torch.device | None = None
 ) -> Callable:
-    """A constructor like ``fn`` whose floating-point results are of ``target_fp_dtype``, on ``target_device`` unless
-    the caller names one.
+    """A constructor like ``fn``. Its floating-point results have the dtype ``target_fp_dtype`` and are on
+    ``target_device`` unless the caller names a device.
 
-    None for either leaves it to the constructor.
+    If one of the two is None, the constructor decides it.
     """
 
     @functools.wraps(fn)
@@ -98,12 +98,14 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 
 def _is_placed_by_context() -> bool:
-    """Within ``with torch.device(...)``, which decides by itself where tensors go (the meta device above all)."""
-    # Not torch.get_default_device(), which asks torch.tensor, which is replaced.
+    """Whether a ``with torch.device(...)`` context is open. Such a context decides where tensors are made (often the
+    meta device)."""
+    # torch.get_default_device() cannot be used here: it calls torch.tensor, which is replaced.
     return _orig_torch_empty(0).device.type != "cpu"
 
 
-# The contexts that are open, innermost last. One stack a process, as the names that they replace are the process's.
+# The open contexts, innermost last. There is one stack per process, because contexts replace names of the whole
+# process.
 _open: list[Init] = []
 _suspended: list[list[Init]] = []
 
@@ -118,29 +120,32 @@ class DeepSpeedTensorOverride(enum.Enum):
 class Init:
     """Context that shards every module's parameters as soon as the module is constructed.
 
-    Each rank constructs the module, rank 0's values are sent to all, and each rank keeps an even share of the elements
-    (no padding). Contexts may be nested. ``torch.distributed`` is started if it is not.
+    Each rank constructs the module. Rank 0's values are sent to all ranks, and each rank keeps an even share of the
+    elements (no padding). Contexts may be nested. ``torch.distributed`` is started if it has not been.
 
     Args:
-        module: an existing module to shard in place, right away; parameters on the meta device are made first, module
-        by module. data_parallel_group, zero_param_parallel_group: the ranks to shard over; default: all, or those of
-        ``mpu.get_data_parallel_group()``. mem_efficient_linear: accepted; linear layers need no replacement here,
-        since autograd keeps no gathered weight. remote_device: "none", "cpu" or "nvme"; None: as the configuration's
-        offload_param says. Shards lie in host memory for "cpu" and "nvme"; the engine moves them to files for "nvme".
+        module: an existing module to shard in place at once. Parameters on the meta device are initialised first,
+        module by module. data_parallel_group, zero_param_parallel_group: the ranks to shard over; default: the ranks of
+        ``mpu.get_data_parallel_group()``, or all ranks without an mpu. mem_efficient_linear: accepted and ignored;
+        linear layers need no replacement, because autograd keeps no gathered weight. remote_device: "none", "cpu" or
+        "nvme"; None: as the configuration's offload_param says. Shards lie in host memory for "cpu" and "nvme"; the
+        engine moves them to files for "nvme".
         pin_memory: accepted for shards in host memory.
-        config_dict_or_path, config: the configuration; its bf16/fp16 sections give the dtype, ``"auto"`` values are
-        fine; buffers that data_types.keep_in_fp32_modules names stay fp32. enabled: False makes the context do nothing.
+        config_dict_or_path, config: the configuration. Its bf16 or fp16 section gives the dtype; ``"auto"`` values are
+        allowed. Buffers that data_types.keep_in_fp32_modules names stay in fp32. enabled: False makes the context do
+        nothing.
         dtype: dtype of new floating-point parameters and buffers; overrides the configuration's.
         mpu: an object with ``get_data_parallel_group()``.
         zero_quantized_weights, zero_quantized_nontrainable_weights: not supported yet.
         sequence_data_parallel_group: the ranks that share data and sequence, in place of the data-parallel group.
         param_swapper: refused; the configuration says where weights live.
-        tensor_overrides: the properties that ``torch.empty`` and its kin take over within: dtype and device (the
-        default), one of them, or neither. param_dict: the configuration as a dict (an older name of ``config``).
+        tensor_overrides: which properties of new tensors the context decides in ``torch.empty`` and similar functions:
+        dtype and device (the default), one of them, or neither. param_dict: the configuration as a dict (an older name
+        of ``config``).
 
     Raises:
-        CommError: no group could be started. FeatureError: for an argument that is not supported yet. ModelError: a
-        meta parameter whose module cannot initialise it.
+        CommError: a process group could not be started. FeatureError: an argument is not supported yet. ModelError: a
+        parameter on the meta device belongs to a module that cannot initialise it.
     """
 
     def __init__(
@@ -205,7 +210,8 @@ class Init:
         self.dtype = dtype or _dtype_of(keys)
         self._keep_in_fp32 = _kept_of(keys)
         self.tensor_overrides = tuple(tensor_overrides)
-        # Parameters that constructors have touched after sharding: whole until nobody holds their data.
+        # Parameters that constructors have accessed after sharding. They stay whole while other references to their
+        # data exist.
         self._edited: list[torch.nn.Parameter] = []
         if module is not None:
             materialize(module, self.device, self._shard_module)
@@ -214,15 +220,15 @@ class Init:
             keep_buffers_in_fp32(module, self._keep_in_fp32, self.dtype)
 
     def get_dp_process_group(self) -> Any:
-        """The ranks that parameters are sharded over."""
+        """The process group that parameters are sharded over."""
         return self.comm.group or get_world_group()
 
     def get_partition_dp_group(self, param: torch.nn.Parameter) -> Any:
-        """The ranks that ``param``, a sharded parameter, is sharded over."""
+        """The process group that the sharded parameter ``param`` is sharded over."""
         return state_of(param).comm.group or get_world_group()
 
     def get_partition_rank(self) -> int:
-        """This process's number among them."""
+        """This process's rank in ``get_dp_process_group()``."""
         return self.comm.rank
 
     @property
@@ -257,15 +263,15 @@ class Init:
         return self in _open
 
     def open_for_edit(self, param: torch.nn.Parameter) -> None:
-        """Makes a parameter of this context whole; rank 0's values count when it is sharded again. Collective, as
-        construction is the same on all ranks."""
+        """Makes a parameter of this context whole for an edit. When it is sharded again, rank 0's values count.
+        Collective, which is allowed here because all ranks construct the same modules."""
         self._shard_unused()
         state_of(param).acquire([param])
         self._edited.append(param)
 
     def _shard_unused(self) -> None:
-        """Shards edited parameters again as soon as no rank holds a reference to their data: an edit through such a
-        reference would be lost."""
+        """Shards edited parameters again if no rank holds a reference to their data. While there is such a reference,
+        an edit through it would be lost, so the parameter stays whole."""
         if not self._edited:
             return
         held = self.comm.sum_numbers([float(is_data_held(param)) for param in self._edited], label="edited parameters")
@@ -277,8 +283,8 @@ class Init:
                 self._shard_again(param)
 
     def _shard_edited(self, keep: bool) -> None:
-        """Shards all of them. Without ``keep`` (something raised, perhaps on one rank only) edits are dropped and
-        nothing is sent."""
+        """Shards all edited parameters again. Without ``keep`` edits are dropped and nothing is sent, because an
+        exception was raised, perhaps on one rank only."""
         while self._edited:
             param = self._edited.pop(0)
             if keep:
@@ -297,7 +303,7 @@ class Init:
         state.give_back([param])
 
     def _shard_module(self, module: torch.nn.Module, name: str = "") -> None:
-        """Shards the parameters that are the module's own."""
+        """Shards the module's own parameters, without its submodules' parameters."""
         for key, param in module._parameters.items():
             if param is None or state_of(param) is not None or param.is_meta:
                 continue
@@ -317,7 +323,7 @@ class Init:
 
 
 def _place_of(keys: dict[str, Any]) -> str | None:
-    """Where a configuration has weights lie; None where it does not say. Only this is read, as by ``_dtype_of``."""
+    """The place of weights in a configuration; None if it names none. Only this key is read, as in ``_dtype_of``."""
     place: Any = keys
     for name in ("zero_optimization", "offload_param", "device"):
         place = place.get(name) if isinstance(place, dict) else None
@@ -325,7 +331,7 @@ def _place_of(keys: dict[str, Any]) -> str | None:
 
 
 def _local_of(keys: dict[str, Any]) -> LocalTransport:
-    """The transport between ranks of one host, from a configuration. Only this key is read, as by ``_dtype_of``."""
+    """The transport between ranks of one host, from a configuration. Only this key is read, as in ``_dtype_of``."""
     section = keys.get("comm")
     local = section.get("local", "auto") if isinstance(section, dict) else "auto"
     if local not in get_args(LocalTransport):
@@ -336,9 +342,9 @@ def _local_of(keys: dict[str, Any]) -> LocalTransport:
 
 
 def _dtype_of(keys: dict[str, Any]) -> torch.dtype | None:
-    """The dtype that a configuration computes in; None where it names none.
+    """The dtype of computation in a configuration; None if it names none.
 
-    Only this is read: values that somebody fills in later ("auto") may stand anywhere else.
+    Only the keys of the dtype are read. All other keys may still have values that are filled in later ("auto").
     """
     for name, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
         section = keys.get(name)
@@ -348,7 +354,7 @@ def _dtype_of(keys: dict[str, Any]) -> torch.dtype | None:
 
 
 def _kept_of(keys: dict[str, Any]) -> str | list[str]:
-    """The setting of buffers that stay in fp32, from a configuration. Only this key is read, as by ``_dtype_of``."""
+    """The setting for buffers that stay in fp32, from a configuration. Only this key is read, as in ``_dtype_of``."""
     where = "data_types.keep_in_fp32_modules"
     section = keys.get("data_types")
     kept = keys.get(where, section.get("keep_in_fp32_modules", "auto") if isinstance(section, dict) else "auto")
@@ -364,8 +370,9 @@ def _standalone_in(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _acquire_standalone(module: torch.nn.Module, args: Any) -> None:
-    """Before ``layer.weight`` of a parametrized layer is computed: transformers reads it to find out whether there is
-    one. Collective, as long as no engine holds the parameters; its hooks gather them."""
+    """Makes the parameters whole before ``layer.weight`` of a parametrized layer is computed: transformers reads
+    ``layer.weight`` to find out whether it exists. Collective if no engine holds the parameters. If an engine holds
+    them, the engine's hooks gather them instead."""
     for param in _standalone_in(module):
         state_of(param).acquire([param])
 
@@ -377,7 +384,7 @@ def _give_back_standalone(module: torch.nn.Module, args: Any, output: Any) -> No
 
 
 _patched: dict[type, tuple[Callable, Callable]] = {}  # class -> (its own __init__, the replacement)
-_replaced: dict[str, Callable] = {}  # what stood in torch under the names of _CONSTRUCTORS
+_replaced: dict[str, Callable] = {}  # torch's own functions under the names in _CONSTRUCTORS
 _orig_init_subclass = torch.nn.Module.__dict__.get("__init_subclass__")
 _BUILDING = "_dsc_building"
 
@@ -389,7 +396,7 @@ def _wrap_init(cls: type) -> None:
 
     @functools.wraps(original)
     def construct(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        # the bases' __init__ run within the class's; only after the outermost are all parameters there
+        # The __init__ of a base class runs within this one. All parameters exist only after the outermost __init__.
         depth = module.__dict__.get(_BUILDING, 0)
         module.__dict__[_BUILDING] = depth + 1
         try:
@@ -402,7 +409,8 @@ def _wrap_init(cls: type) -> None:
         if depth == 0 and _open:
             _open[-1]._shard_unused()
             _open[-1]._shard_module(module)
-            # A model's list of names is complete now, and no checkpoint has been copied into its buffers yet.
+            # Now the model has all names of buffers to keep in fp32, and no checkpoint has been copied into the buffers
+            # yet.
             keep_buffers_in_fp32(module, _open[-1]._keep_in_fp32, _open[-1].dtype)
             if isinstance(module, ParametrizationList):
                 module.register_forward_pre_hook(_acquire_standalone)
@@ -437,7 +445,7 @@ def _patch_modules() -> None:
 def _unpatch_modules() -> None:
     while _patched:
         cls, (original, construct) = _patched.popitem()
-        if cls.__dict__.get("__init__") is construct:  # nobody has put another in its place meanwhile
+        if cls.__dict__.get("__init__") is construct:  # not replaced by other code meanwhile
             cls.__init__ = original
     if _orig_init_subclass is None:
         del torch.nn.Module.__init_subclass__
@@ -447,7 +455,8 @@ def _unpatch_modules() -> None:
 
 def _patch_constructors(init: Init) -> None:
     _unpatch_constructors()
-    # A set of constructors that torch makes at its first look and keeps: it must not hold ours.
+    # Torch caches its set of constructors at the first call. This call makes torch cache its own functions and not the
+    # replacements below.
     _device._device_constructors()
     _replaced.update((name, getattr(torch, name)) for name in _CONSTRUCTORS)
     places = DeepSpeedTensorOverride.device in init.tensor_overrides and init.device.type != "cpu"
@@ -457,7 +466,7 @@ def _patch_constructors(init: Init) -> None:
     dtype = (init.dtype or torch.get_default_dtype()) if casts else None
     device = init.device if DeepSpeedTensorOverride.device in init.tensor_overrides else None
     for name, original in _CONSTRUCTORS.items():
-        # Looked up here, each time: others put a wrapper of their own in its place.
+        # The wrapper is looked up each time, because other libraries replace it by their own.
         wrapper = globals()["zero_wrapper_for_fp_tensor_constructor"]
         setattr(torch, name, wrapper(original, dtype, target_device=device))
 
@@ -468,7 +477,8 @@ def _unpatch_constructors() -> None:
 
 
 def shutdown_init_context() -> None:
-    """Suspends the open contexts: the next modules are not sharded. Undone by ``restore_init_context``."""
+    """Suspends the open contexts: modules that are constructed from now on are not sharded. ``restore_init_context``
+    undoes it."""
     for context in _open:
         context._shard_edited(keep=True)
     _suspended.append(list(_open))
@@ -479,7 +489,7 @@ def shutdown_init_context() -> None:
 
 
 def restore_init_context() -> None:
-    """Opens the contexts again that ``shutdown_init_context`` suspended."""
+    """Opens the contexts that ``shutdown_init_context`` has suspended."""
     if _suspended and (contexts := _suspended.pop()):
         _patch_modules()
         _open.extend(contexts)
@@ -491,11 +501,10 @@ def materialize(
     device: torch.device,
     then: Callable[[torch.nn.Module, str], None] = lambda module, name: None,
 ) -> None:
-    """Makes parameters and buffers that are on the meta device, module by module, by each module's own
-    ``reset_parameters`` and then Hugging Face's ``_init_weights`` of the model, and calls ``then(module, name)`` after
-    each.
+    """Initialises parameters and buffers that are on the meta device, module by module. It calls each module's own
+    ``reset_parameters``, then Hugging Face's ``_init_weights`` of the model, then ``then(module, name)``.
 
-    Raises ModelError where a module has no such method: its values would be uninitialised memory.
+    Raises ModelError if a module has no such method, because its values would be uninitialised memory.
     """
     init_weights = getattr(model, "_init_weights", None)
     tied: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
@@ -526,6 +535,6 @@ def materialize(
         with torch.no_grad():
             if reset is not None and (made or any(b is not None for b in module._buffers.values())):
                 reset()
-            if init_weights is not None:  # the model's own distribution; modules that it does not know keep theirs
+            if init_weights is not None:  # the model's own distribution, for the types of modules that it handles
                 init_weights(module)
         then(module, name)

@@ -1,10 +1,11 @@
-"""A sharded parameter: each rank keeps a piece of a ``torch.nn.Parameter``, and the whole parameter only while it is
-used.
+"""A sharded parameter. Each rank always keeps a piece of a ``torch.nn.Parameter``, and holds the whole parameter only
+while it is used.
 
-The parameter object never changes. While it is *released* its storage is empty, and its class is a subclass in which
-reading ``.data`` is an error that says what to do. While it is *available* it is an ordinary parameter of its own
-class. A ``ShardState`` holds its state. It stands alone for a model under ``zero.Init`` without an engine; otherwise it
-belongs to a gather unit of the engine (``gather_unit.py``).
+The parameter object never changes. While a parameter is *released*, its storage is empty, and its class is a subclass
+in which reading ``.data`` raises an error that says what to do. While it is *available*, it behaves as an ordinary
+parameter of its own class. A ``ShardState`` holds the parameter's state. Without an engine (a model under
+``zero.Init``) the state is a ``StandaloneShard``. With an engine it belongs to one of the engine's gather units
+(``gather_unit.py``).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ __all__ = [
 ]
 
 _ATTRIBUTE = "_dsc_shard"
-_DATA = torch.Tensor.data  # the descriptor: reads and writes storage past the checks below
+_DATA = torch.Tensor.data  # torch's descriptor: reads and writes storage without the checks below
 _ids = itertools.count()
 
 
@@ -72,9 +73,9 @@ class ZeroParamStatus(Enum):
 class ShardState:
     """A rank's knowledge of one sharded parameter.
 
-    ``piece`` is this rank's part, flat, of exactly the elements that it owns: [n], the parameter's dtype. ``begins``
-    and ``numels`` give the range of elements that each rank of ``comm`` owns. ``everyone`` are all ranks that hold some
-    of it: other ranks may hold copies of the same pieces.
+    ``piece`` holds exactly the elements that this rank owns: flat, [n], in the parameter's dtype. ``begins`` and
+    ``numels`` give the range of elements that each rank of ``comm`` owns. ``everyone`` are all ranks that hold pieces
+    of the parameter, including ranks that hold copies of the same pieces.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class ShardState:
         self.everyone = comm if everyone is None else everyone
         self.shape, self.numel = shape, shape.numel()
         self.dtype, self.device = param.dtype, param.device
-        self.active_modules: set[Any] = set()  # DeepSpeed's bookkeeping, which callers clear; nothing of ours reads it
+        self.active_modules: set[Any] = set()  # DeepSpeed's attribute: callers clear it; we do not read it
         self.empty = torch.empty(0, dtype=self.dtype, device=self.device)
         self._stand_in: torch.Tensor | None = None
 
@@ -104,15 +105,16 @@ class ShardState:
         raise NotImplementedError
 
     def acquire(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Makes this kind's ``params`` available until ``give_back``. Collective; calls may nest."""
+        """Makes ``params``, whose states are all of this class, available until ``give_back``. Collective; calls may
+        nest."""
         raise NotImplementedError
 
     def give_back(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Ends one ``acquire``; the last one releases."""
+        """Ends one ``acquire``. The last call releases the parameters."""
         raise NotImplementedError
 
     def store(self, param: torch.nn.Parameter) -> None:
-        """Takes this rank's piece from the available ``param`` (its masters too, where an engine trains it)."""
+        """Stores this rank's piece of the available ``param``, in its masters as well if an engine trains it."""
         raise NotImplementedError
 
     @property
@@ -121,8 +123,8 @@ class ShardState:
 
     @property
     def stand_in(self) -> torch.Tensor:
-        """A tensor of the whole shape that takes one element of memory, all NaN: autograd looks at a parameter's shape
-        when its gradient arrives."""
+        """A tensor with the parameter's whole shape, all NaN, that takes the memory of one element. It is needed
+        because autograd checks a parameter's shape when its gradient arrives."""
         if self._stand_in is None:
             one = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
             self._stand_in = one.expand(self.shape) if self.numel else one.new_empty(self.shape)
@@ -134,16 +136,16 @@ class ShardState:
         return flat.narrow(0, self.begins[rank], self.numels[rank])
 
     def open_for_edit(self, param: torch.nn.Parameter) -> bool:
-        """Makes a released ``param`` available because somebody touches it, where that is legal; False where it is
-        not."""
+        """Makes a released ``param`` available when code accesses it, if that is allowed at this time. Returns False if
+        it is not."""
         return False
 
     def hold(self) -> Callable[[], None]:
-        """Keeps an available parameter so until the returned function is called."""
+        """Keeps an available parameter available until the returned function is called."""
         return lambda: None
 
     def change_dtype(self, dtype: torch.dtype) -> None:
-        """The module is cast as a whole (``half()``, ``to(dtype)``) while the parameter is released."""
+        """Called when the whole module is cast (``half()``, ``to(dtype)``) while the parameter is released."""
         if dtype != self.dtype:
             raise self.describe_released()
 
@@ -172,8 +174,8 @@ class Builder(Protocol):
 
 
 class StandaloneShard(ShardState):
-    """The state of a sharded parameter without an engine: split evenly by elements, or in the pieces of its former
-    engine. ``home``: the place of this rank's piece, if it differs from the place where the parameter is used."""
+    """The state of a sharded parameter without an engine. Its elements are split evenly, or as a former engine has
+    split them. ``home``: the device of this rank's piece, if it differs from the device where the parameter is used."""
 
     def __init__(
         self,
@@ -194,7 +196,7 @@ class StandaloneShard(ShardState):
             ranges = [begin for begin, _ in spans], [end - begin for begin, end in spans]
         self.begins, self.numels = ranges
         if piece is None:
-            # A copy: a view would keep the whole parameter alive.
+            # The piece is a copy, because a view would keep the whole parameter alive.
             piece = self.own_part(_DATA.__get__(param).reshape(-1)).to(home or param.device, copy=True)
         self.piece = piece
         self._depth = 0
@@ -206,11 +208,11 @@ class StandaloneShard(ShardState):
 
     @property
     def is_shared(self) -> bool:
-        """Whether several ``acquire`` are under way, so that somebody else looks at the data."""
+        """Whether several ``acquire`` calls are open, so that other code also reads the data."""
         return self._depth > 1
 
     def whole(self) -> torch.Tensor:
-        """The parameter put together from all ranks' pieces: a new tensor in its shape. Collective."""
+        """The whole parameter from all ranks' pieces: a new tensor in the parameter's shape. Collective."""
         return join_pieces(self.piece, self.begins, self.numels, self.comm, self.device, self.name).view(self.shape)
 
     def acquire(self, params: Sequence[torch.nn.Parameter]) -> None:
@@ -250,8 +252,8 @@ def join_pieces(
     device: torch.device,
     label: str,
 ) -> torch.Tensor:
-    """All ranks' pieces in one flat tensor. ``begins`` and ``numels`` say which elements each rank has; one rank has
-    all where every rank has. Collective."""
+    """All ranks' pieces in one flat tensor. ``begins`` and ``numels`` give the range of elements of each rank. They
+    have one entry if every rank has a copy of all elements. Collective."""
     numel = max((begin + n for begin, n in zip(begins, numels)), default=0)
     whole = torch.empty(numel, dtype=piece.dtype, device=device)
     if len(begins) == 1:  # a copy on every rank
@@ -263,17 +265,17 @@ def join_pieces(
 
 
 class _Gathered:
-    """The handle of a gather that has ended."""
+    """The handle of a gather that has ended already."""
 
     def wait(self, *_: Any, **__: Any) -> None:
         """Return at once."""
 
 
 class _Face(GradFace):
-    """The attributes of a sharded parameter in both states: DeepSpeed's ``ds_`` names."""
+    """The attributes that a sharded parameter has in both states, under DeepSpeed's ``ds_`` names."""
 
     ds_param_type = ZeroParamType.PARTITIONED
-    # Copies within a node (hpZ), and a swapper of single parameters: neither is there.
+    # Always None: there are no copies within a node (hpZ), and no swapper of single parameters.
     ds_secondary_tensor = ds_zero_param_process_group = nvme_swapper = None
     _dsc_base: type  # the parameter's own class
     _dsc_available: type
@@ -312,7 +314,7 @@ class _Face(GradFace):
         return self._dsc_shard.active_modules
 
     def ds_summary(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """The facts of the parameter, for a message."""
+        """A summary of the parameter for messages."""
         state = self._dsc_shard
         return {
             "id": state.ds_id,
@@ -326,21 +328,23 @@ class _Face(GradFace):
         }
 
     def all_gather(self, param_list: Sequence[torch.nn.Parameter] | None = None, **_: Any) -> None:
-        """Makes the whole parameter (or those listed) available until ``partition``. Collective."""
+        """Makes this parameter, or the parameters in ``param_list``, available until ``partition``. Collective."""
         for param in [self] if param_list is None else param_list:
             state = state_of(param)
             if state is not None:
                 state.acquire([param])
 
     def all_gather_coalesced(self, params: Sequence[torch.nn.Parameter], *_: Any, **__: Any) -> _Gathered:
-        """As ``all_gather`` of ``params``; returns a handle whose ``wait`` finds them gathered."""
+        """As ``all_gather`` of ``params``. Returns a handle; the parameters are gathered already when ``wait`` is
+        called."""
         self.all_gather(params)
         return _Gathered()
 
     def partition(
         self, param_list: Sequence[torch.nn.Parameter] | None = None, has_been_updated: bool = False, **_: Any
     ) -> None:
-        """Ends one ``all_gather``; with ``has_been_updated`` the parameter's values (the same on all ranks) are kept.
+        """Ends one ``all_gather``. With ``has_been_updated`` the parameter's present values are stored; they must be
+        the same on all ranks.
         """
         for param in [self] if param_list is None else param_list:
             state = state_of(param)
@@ -350,14 +354,14 @@ class _Face(GradFace):
                 state.give_back([param])
 
     def partition_numel(self) -> int:
-        """Elements of this rank's piece."""
+        """The number of elements of this rank's piece."""
         state = self._dsc_shard
         return state.numels[state.comm.rank]
 
 
 class _ReleasedTensor(torch.Tensor):
-    """The result of ``detach``, ``to`` and the like of a released parameter, as in a module's ``state_dict()``: it has
-    a dtype and a device, and no data to read."""
+    """The result of ``detach``, ``to`` and similar methods of a released parameter. A module's ``state_dict()`` calls
+    them. It has a dtype and a device, but no data to read."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -374,13 +378,13 @@ class _ReleasedTensor(torch.Tensor):
 
 
 class _Released(_Face):
-    """The face while the data is not here. A read or a write raises; in an open ``zero.Init`` it makes the parameter
-    available instead."""
+    """The class of a parameter while it is released. A read or a write raises, or makes the parameter available if that
+    is allowed, for instance in an open ``zero.Init``."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Functions that are no methods (``F.linear``, ``torch.cat``): an empty tensor would give an empty result, or
-        an error about sizes."""
+        """Handles functions that are not methods (``F.linear``, ``torch.cat``). With the empty storage they would
+        return an empty result or raise an error about sizes."""
         if func in (torch.autograd.grad, torch.autograd.backward):
             return func(*_as_edges(args), **dict(zip(kwargs, _as_edges(kwargs.values()))))
         held: list[Callable[[], None]] = []
@@ -389,7 +393,7 @@ class _Released(_Face):
                 for param in _sharded_in([*args, *(kwargs or {}).values()]):
                     if isinstance(param, _Released):
                         _open_or_refuse(param)
-                    # Making the next one available must not release this one.
+                    # Making the next parameter available must not release this one.
                     held.append(state_of(param).hold())
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -414,12 +418,12 @@ class _Released(_Face):
             _open_or_refuse(self)
             _DATA.__set__(self, value)
         else:
-            # Module.to() and the like put back the empty data that they were given, in another dtype perhaps.
+            # Module.to() and similar methods assign the empty data that they were given, possibly in another dtype.
             state.change_dtype(value.dtype)
             _DATA.__set__(self, state.empty)
 
-    # The whole parameter's, so that code that asks for sizes (``torch.nn.init``, Muon's choice of matrices, counts of
-    # parameters) works as with a plain model.
+    # Shapes and sizes are the whole parameter's. So code that asks for sizes works as with a plain model:
+    # ``torch.nn.init``, Muon's choice of matrices, counts of parameters.
 
     @property
     def shape(self) -> torch.Size:
@@ -447,10 +451,10 @@ class _Released(_Face):
         )
 
     def __deepcopy__(self, memo: dict) -> Any:
-        """An ordinary, whole parameter. Collective, which a parameter that an engine holds refuses, because forwards
-        may be under way.
+        """Returns an ordinary, whole parameter. Collective. If an engine holds the parameter it raises, because a
+        forward may be running.
 
-        peft copies modules this way, and gathers them before only if ``numel()`` is 0, as DeepSpeed has it.
+        peft copies modules in this way. It gathers parameters first only if ``numel()`` is 0, as it is in DeepSpeed.
         """
         state = self._dsc_shard
         if not isinstance(state, StandaloneShard):
@@ -465,10 +469,10 @@ class _Released(_Face):
 
 @contextmanager
 def saved_parameters_answer() -> Iterator[None]:
-    """Within it (a backward pass) every tensor says by ``ds_status`` that it is available.
+    """Context for a backward pass, within which every tensor has a ``ds_status`` that says it is available.
 
-    Autograd hands parameters that were saved for backward back as plain tensors, which are whole; kernels that
-    recompute (trl's) ask them.
+    Autograd returns parameters that were saved for backward as plain tensors, which are whole. Kernels that recompute
+    (trl's) read ``ds_status`` of these tensors.
     """
     before = torch.Tensor.__dict__.get("ds_status")
     torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE
@@ -480,14 +484,15 @@ def saved_parameters_answer() -> Iterator[None]:
 
 
 def gradient_edge(leaf: torch.Tensor) -> GradientEdge:
-    """Where gradients of a leaf go. As ``torch.autograd.graph.get_gradient_edge``, but for released parameters too."""
+    """The graph edge at which gradients of a leaf arrive. As ``torch.autograd.graph.get_gradient_edge``, but it works
+    for released parameters too."""
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         return GradientEdge(torch.Tensor.view_as(leaf, leaf).grad_fn.next_functions[0][0], 0)
 
 
 def _as_edges(values: Iterable[Any]) -> list[Any]:
-    """Arguments of a backward pass with edges in place of released parameters: the pass needs the place of their
-    gradients and not their data."""
+    """Arguments of a backward pass in which graph edges replace released parameters. The pass needs to know where
+    gradients arrive, and does not need the parameters' data."""
     edges = []
     for value in values:
         if isinstance(value, _Released):
@@ -515,13 +520,13 @@ def _open_or_refuse(param: torch.nn.Parameter) -> None:
 
 
 def _touching(name: str) -> Callable:
-    # Python asks the right-hand operand first where it is of a subclass: "x * param" comes here as param.__rmul__(x).
+    # If the right-hand operand is of a subclass, Python calls its method first: "x * param" calls param.__rmul__(x).
     of_left = getattr(operator, f"__{name[3:]}", None) if name.startswith("__r") else None
 
     @functools.wraps(getattr(torch.Tensor, name))
     def call(self: torch.nn.Parameter, *args: Any, **kwargs: Any) -> Any:
         _open_or_refuse(self)
-        # Autograd saves operands in their order: a recomputation must use the same order.
+        # Autograd saves operands in their order, so a recomputation must use the same order.
         return getattr(self, name)(*args, **kwargs) if of_left is None else of_left(*args, self)
 
     return call
@@ -648,7 +653,8 @@ _OPERATORS = [
 
 @functools.cache
 def _refuse_access() -> None:
-    """Fills in the refused methods of released parameters (some 700), once, before the first such parameter."""
+    """Adds to ``_Released`` the methods that a released parameter refuses (about 700). Called once, before the first
+    parameter is released."""
     methods = [
         name
         for name in dir(torch.Tensor)
@@ -669,14 +675,15 @@ def _refuse_access() -> None:
 
 
 class _Available(_Face):
-    """The face while the whole parameter is here: copies of it are plain parameters."""
+    """The class of a parameter while it is available. Copies of it are ordinary parameters."""
 
     def detach(self) -> torch.Tensor:
         plain = super().detach()
         if sys._getframe(1).f_code is not _MAKE_PARAMETER:
             return plain
-        # ``Parameter(weight)``, as in parametrizations of torch: it wants an object of the same class, and marks it as
-        # a parameter. The whole weight goes when it is released, so the new parameter has data of its own.
+        # ``Parameter(weight)`` calls this, for instance in torch's parametrizations. It needs an object of the same
+        # class, and marks this object as a parameter. The weight's memory is freed when it is released, so the new
+        # parameter gets data of its own.
         made = plain.clone(memory_format=torch.preserve_format)
         made.__class__ = type(self)
         return made
@@ -724,20 +731,21 @@ def state_of(param: Any) -> ShardState | None:
 
 
 def make_sharded(param: torch.nn.Parameter, state: ShardState) -> None:
-    """Gives ``param`` the faces of a sharded parameter; its data and its other attributes stay."""
+    """Gives ``param`` the classes of a sharded parameter. Its data and its other attributes stay unchanged."""
     param.__dict__[_ATTRIBUTE] = state
     if not isinstance(param, _Face):
         param.__class__ = _faces_of(type(param))[0]
 
 
 def shape_of(param: torch.nn.Parameter) -> torch.Size:
-    """The whole parameter's shape, whether it is here or not."""
+    """The whole parameter's shape, whether the parameter is available or released."""
     state = state_of(param)
     return param.shape if state is None else state.shape
 
 
 def whole_of(param: torch.nn.Parameter) -> torch.Tensor:
-    """The whole parameter's data; put together (collective) where it is sharded and released."""
+    """The whole parameter's data. If the parameter is sharded and released, the data is gathered, which is collective.
+    """
     state = state_of(param)
     if isinstance(state, StandaloneShard) and not state.is_available:
         return state.whole()
@@ -745,21 +753,20 @@ def whole_of(param: torch.nn.Parameter) -> torch.Tensor:
 
 
 def take_over(param: torch.nn.Parameter, data: torch.Tensor) -> None:
-    """Makes ``param`` an ordinary parameter with this data, from any state."""
+    """Makes ``param`` an ordinary parameter with this data, whatever state it was in."""
     _DATA.__set__(param, data)
     unmake_sharded(param)
 
 
 def unmake_sharded(param: torch.nn.Parameter) -> None:
-    """Takes the faces of a sharded parameter away; its data stays."""
+    """Undoes ``make_sharded``: gives the parameter its own class back. Its data stays unchanged."""
     param.__dict__.pop(_ATTRIBUTE, None)
     if isinstance(param, _Face):
         param.__class__ = type(param)._dsc_base
 
 
 def check_edit(state: ShardState, data: torch.Tensor) -> None:
-    """Raises StateError on all ranks alike where an edit left a parameter with another shape on any of them.
-    Collective."""
+    """Raises StateError on all ranks alike if an edit on any rank has changed a parameter's shape. Collective."""
     shapes = state.everyone.gather_numbers(int(data.shape != state.shape), label=state.name)
     if any(shapes):
         raise StateError(
@@ -771,7 +778,7 @@ def check_edit(state: ShardState, data: torch.Tensor) -> None:
 
 
 def is_data_held(param: torch.nn.Parameter) -> bool:
-    """Whether anything but ``param`` refers to its storage; True where torch does not tell."""
+    """Whether anything else than ``param`` refers to its storage; True if torch cannot tell."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     if count is None:
         return True
@@ -780,29 +787,30 @@ def is_data_held(param: torch.nn.Parameter) -> bool:
 
 
 def point_at(param: torch.nn.Parameter, whole: torch.Tensor) -> None:
-    """Makes ``whole`` the storage of a sharded parameter, which is then available."""
-    # In this order: every access to a released parameter goes through Python.
+    """Makes ``whole`` the storage of a sharded parameter. The parameter is available afterwards."""
+    # The class is changed first, because every access to a released parameter goes through Python.
     param.__class__ = param._dsc_available
     _DATA.__set__(param, whole)
 
 
 def point_at_nothing(param: torch.nn.Parameter) -> None:
-    """Releases a sharded parameter: it takes no memory, and reading it says so."""
+    """Releases a sharded parameter. Afterwards it takes no memory, and reading it raises."""
     _release(param, param._dsc_shard.empty)
 
 
 def adopt_shape(param: torch.nn.Parameter) -> None:
-    """As ``point_at_nothing``, with the whole shape: while a gradient may arrive."""
+    """As ``point_at_nothing``, but the parameter has its whole shape. Used while a gradient may arrive."""
     _release(param, param._dsc_shard.stand_in)
 
 
 def _release(param: torch.nn.Parameter, data: torch.Tensor) -> None:
-    # While it has the face of an available parameter: every access to a released one goes through Python.
+    # The data is set while the parameter has the class of an available parameter, because every access to a released
+    # one goes through Python.
     param.__class__ = param._dsc_available
     _DATA.__set__(param, data)
     param.__class__ = param._dsc_released
 
 
 def is_released(param: Any) -> bool:
-    """Whether it is a sharded parameter whose data is not here."""
+    """Whether ``param`` is a sharded parameter that is released."""
     return isinstance(param, _Released)

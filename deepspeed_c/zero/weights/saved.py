@@ -1,4 +1,4 @@
-"""Makes autograd save the position of a gathered weight and not its data. The weight is gathered again when a backward
+"""Makes autograd save a reference to a gathered weight and not its data. The weight is gathered again when a backward
 needs it."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["WeightPacker"]
 
 
 class _Reference:
-    """The object that autograd keeps in place of a gathered weight, or of a view of it."""
+    """The object that autograd saves instead of a gathered weight, or instead of a view of it."""
 
     __slots__ = ("group", "offset", "shape", "stride")
 
@@ -26,14 +26,15 @@ class _Reference:
 
 
 class WeightPacker:
-    """Takes tensors that lie in a gathered unit of one fetcher."""
+    """Packs tensors whose memory lies in a gathered unit of ``fetcher``."""
 
     def __init__(self, fetcher: Fetcher) -> None:
         self._fetcher = fetcher
 
     def pack(self, tensor: torch.Tensor) -> _Reference | None:
         try:
-            # A tensor without elements says nothing of where it lies, and keeps its storage all the same.
+            # A tensor without elements has no data address, but it keeps its storage alive, so the storage's address is
+            # used.
             group = self._fetcher.places.find(tensor.data_ptr() or tensor.untyped_storage().data_ptr())
         except RuntimeError:  # sparse and wrapped tensors have no storage
             return None
