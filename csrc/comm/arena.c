@@ -1,4 +1,6 @@
-/* Blocks of a segment's arena: first fit, and pages go back to the system as soon as a block is freed. */
+/*
+ * Allocates blocks of a segment's arena: first fit. The pages of a block return to the system as soon as it is freed.
+ */
 #include "comm/arena.h"
 
 #include "base/fail.h"
@@ -56,7 +58,7 @@ void dsc_comm_arena_drop(struct dsc_comm_arena *arena)
     free(arena);
 }
 
-/* Links the block into the first gap that holds it. With the mutex. */
+/* Links the block into the first gap that is large enough. The caller holds the mutex. */
 static bool place_block(struct dsc_comm_arena *arena, struct dsc_comm_block *block)
 {
     struct dsc_comm_block **at = &arena->first;
@@ -75,7 +77,7 @@ static bool place_block(struct dsc_comm_arena *arena, struct dsc_comm_block *blo
     return true;
 }
 
-/* At least one: blocks have addresses of their own. */
+/* At least one page, so that all blocks have different addresses. */
 static int64_t whole_pages(int64_t n_bytes)
 {
     int64_t page = sysconf(_SC_PAGESIZE);
@@ -125,7 +127,7 @@ void dsc_comm_block_destroy(dsc_comm_block *block)
 
     struct dsc_comm_arena *arena = block->arena;
 
-    /* The pages go first: as soon as the block is unlinked, another may take its place. */
+    /* The pages are returned first: once the block is unlinked, another block may take its place. */
     (void)madvise(arena->segment->base + block->offset, (size_t)block->n_bytes, MADV_REMOVE);
     pthread_mutex_lock(&arena->mutex);
     for (struct dsc_comm_block **at = &arena->first; *at != NULL; at = &(*at)->next)

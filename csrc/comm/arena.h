@@ -17,7 +17,7 @@ struct dsc_comm_arena {
     int64_t n_users;
 };
 
-/* A user of the segment more; one user. */
+/* Creates an arena with one user. The arena counts as one more user of the segment. */
 dsc_status dsc_comm_arena_create(struct dsc_comm_segment *segment, struct dsc_comm_arena **out_arena);
 void dsc_comm_arena_hold(struct dsc_comm_arena *arena);
 void dsc_comm_arena_drop(struct dsc_comm_arena *arena);

@@ -1,6 +1,4 @@
-/* One call from its check to its end: the comparison between ranks before they move anything, and calls that fit one
- * round.
- */
+/* Checks a call, compares it between ranks before any data moves, and runs the calls that fit one round. */
 #include "comm/end.h"
 
 #include "base/fail.h"
@@ -217,7 +215,7 @@ static void show_small(struct dsc_comm *comm, const struct dsc_comm_call *call)
            data + (call->op == DSC_COMM_ALL_GATHER ? (size_t)comm->rank * n_bytes : 0), n_bytes);
 }
 
-/* The data's offset in this rank's segment; -1 when it does not lie there. */
+/* The data's offset in this rank's segment; -1 if the data is not in the segment. */
 static int64_t offset_of(const struct dsc_comm *comm, const struct dsc_comm_call *call)
 {
     int64_t n_bytes = call->n_elems * (int64_t)dsc_comm_type_bytes(call->type);
@@ -228,9 +226,9 @@ static int64_t offset_of(const struct dsc_comm *comm, const struct dsc_comm_call
 }
 
 /*
- * [Note: Two of each] A rank that has begun call n has ended call n - 1, and so has seen that all ranks had begun it,
- * and had ended call n - 2. Nobody reads the post and lane of call n - 2 any more: two posts and two small lanes, used
- * in turn, need no barrier.
+ * [Note: Two of each] A rank that has begun call n has ended call n - 1. So it has seen all ranks begin call n - 1,
+ * which they do only after they have ended call n - 2. Therefore no rank still reads the post and lane of call n - 2:
+ * two posts and two small lanes, used in turn, need no barrier.
  */
 void dsc_comm_begin(struct dsc_comm *comm, struct dsc_comm_request *request)
 {
@@ -261,7 +259,7 @@ void dsc_comm_begin(struct dsc_comm *comm, struct dsc_comm_request *request)
     dsc_comm_break(comm, DSC_EPEER, "rank %d (process %d) " format, (int)(rank), \
                    (int)(comm)->peers[rank].segment->pid, __VA_ARGS__)
 
-/* -1 where a split is not a valid length. */
+/* Sum of the splits; -1 if one of them is not a valid length. */
 static int64_t sum_of(const int64_t *splits, int32_t n_ranks)
 {
     int64_t sum = 0;
@@ -377,7 +375,7 @@ static dsc_status run_call(struct dsc_comm *comm, const struct dsc_comm_call *ca
         DSC_TRY(dsc_comm_await(comm, rank, comm->tick));
         DSC_TRY(compare(comm, rank, call));
     }
-    comm->stops = NULL; /* from here on the call cannot be started anew */
+    comm->stops = NULL; /* from here on the call cannot be restarted */
     if (!dsc_comm_is_small(comm, call))
         return dsc_comm_pipeline(comm, call);
     take_small(comm, call);

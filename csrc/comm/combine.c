@@ -1,4 +1,7 @@
-/* Combines the ranks' values of the same elements, in rank order: the float types in f32, the others in their own. */
+/*
+ * Combines the ranks' values of the same elements, in rank order: float32, bfloat16 and float16 in f32, other types in
+ * their own type.
+ */
 #include "comm/end.h"
 
 #include "base/par.h"
@@ -13,7 +16,7 @@ static void combine_f32(dsc_comm_combine combine, int64_t n, const dsc_f32 *rest
         float a = acc[i];
         float b = src[i];
 
-        /* An accumulator that is NaN stays, and no comparison with a NaN holds. */
+        /* A NaN in the accumulator stays, because no comparison with a NaN is true. */
         if (combine == DSC_COMM_MAX)
             acc[i] = a != a || a > b ? a : b;
         else if (combine == DSC_COMM_MIN)

@@ -1,4 +1,4 @@
-/* An end from its making to its closing. */
+/* Makes, attaches and closes ends. */
 #include "comm/end.h"
 
 #include "base/cores.h"
@@ -33,7 +33,7 @@ static void init_fields(struct dsc_comm *comm, const struct dsc_comm_config *con
 
     comm->rank = config->rank;
     comm->n_ranks = config->n_ranks;
-    /* Half of INT64_MAX, so that a deadline fits too. */
+    /* At most half of INT64_MAX, so that a deadline fits int64_t too. */
     comm->timeout_ns = config->timeout_ns < INT64_MAX / 2 ? config->timeout_ns : INT64_MAX / 2;
     comm->par = config->par;
     comm->end = &comm->first;
@@ -96,7 +96,10 @@ static void detach(struct dsc_comm *comm)
     }
 }
 
-/* Spinning pays where each rank has a processor: together they may use as many as there are ranks. */
+/*
+ * Spinning pays if each rank has a processor, so if together the ranks may use at least as many processors as there are
+ * ranks.
+ */
 static int64_t choose_spin(const struct dsc_comm *comm)
 {
     struct dsc_cores cores;
@@ -184,7 +187,7 @@ dsc_status dsc_comm_block_create(dsc_comm *comm, int64_t n_bytes, dsc_comm_block
     if (is_closed)
         return dsc_fail(DSC_ESTATE, "the end has been closed");
 
-    /* Without the mutex: pages are committed, which takes its time, and requests go on. */
+    /* Called without the mutex: committing pages takes long, and requests go on meanwhile. */
     dsc_status status = dsc_comm_arena_take(comm->arena, n_bytes, out_block);
 
     dsc_comm_arena_drop(comm->arena);
@@ -195,7 +198,7 @@ bool dsc_comm_owns(const dsc_comm *comm, const void *data, int64_t n_bytes)
 {
     uintptr_t at = (uintptr_t)data;
 
-    /* Takes no lock, which a child of fork() could not: the bounds never change. */
+    /* Takes no lock, because a child of fork() could not take it. The bounds never change, so none is needed. */
     return !atomic_load_explicit(&comm->is_closing, memory_order_acquire) && n_bytes >= 0 && at >= comm->arena_begin &&
            at < comm->arena_end && (uint64_t)n_bytes <= comm->arena_end - at;
 }

@@ -40,7 +40,7 @@ struct dsc_comm {
 
     /* Owned by the thread that runs a request: it holds the mutex, or has set is_running. */
     uint32_t tick;     /* as published */
-    uint32_t end_tick; /* all ranks reach it in this call; a rank there is free to close and to end */
+    uint32_t end_tick; /* the tick at which a rank has finished this call, and may close its end or exit */
     uint64_t n_calls;  /* begun */
     bool has_lanes;
     int64_t deadline_ns;
@@ -48,7 +48,7 @@ struct dsc_comm {
     bool (*stops)(void *context);        /* whether to leave the call to somebody else; NULL: not now */
     void *stops_context;
 
-    _Atomic int32_t failure; /* a dsc_status: why is set, and nothing goes on */
+    _Atomic int32_t failure; /* a dsc_status; if it is not DSC_OK, why is set and no request runs */
     char why[DSC_COMM_WHY_BYTES];
     _Atomic bool is_closing;
 
@@ -81,7 +81,7 @@ static inline const struct dsc_comm_post *dsc_comm_post_of(const struct dsc_comm
     return &dsc_comm_control_at(comm, rank)->posts[(comm->n_calls - 1) % 2];
 }
 
-/* The small lane of a rank for the call that runs. */
+/* The small lane of a rank for the running call. */
 static inline char *dsc_comm_small_of(const struct dsc_comm *comm, int32_t rank)
 {
     return comm->peers[rank].segment->base + DSC_COMM_AT_SMALL +
@@ -95,20 +95,20 @@ static inline char *dsc_comm_lane_of(const struct dsc_comm *comm, int32_t rank, 
 
 /* wait.c */
 
-/* Tells the other ranks how far this one has come. */
+/* Publishes this rank's progress to the other ranks. */
 void dsc_comm_publish(struct dsc_comm *comm, uint32_t tick);
 
-/* Returns when that rank has come as far; DSC_EAGAIN when the thread that runs stops, and nothing has happened. */
+/* Returns when rank has reached tick. DSC_EAGAIN, with nothing changed, if the running thread is to stop. */
 dsc_status dsc_comm_await(struct dsc_comm *comm, int32_t rank, uint32_t tick);
 
-/* Breaks the end: later calls fail the same way, and the other ranks learn why. The first reason stays. */
+/* Breaks the end: later calls fail the same way, and the other ranks are told why. Only the first reason is kept. */
 dsc_status dsc_comm_break(struct dsc_comm *comm, dsc_status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* DSC_OK, or the failure that has broken the end, with its sentence. */
+/* Returns DSC_OK, or the failure that broke the end, with its sentence. */
 dsc_status dsc_comm_check(const struct dsc_comm *comm);
 
-/* The other ranks need not wait for this one any more. */
+/* Tells the other ranks not to wait for this rank any more. */
 void dsc_comm_say_closed(struct dsc_comm *comm);
 
 int64_t dsc_comm_now_ns(void);
@@ -120,16 +120,16 @@ void dsc_comm_stop(struct dsc_comm *comm);
 
 dsc_status dsc_comm_call_check(const struct dsc_comm *comm, const struct dsc_comm_call *call);
 
-/* Whether it takes one round: its data goes through a small lane. The same on all ranks. */
+/* Whether the call takes one round, with its data in a small lane. The same on all ranks. */
 bool dsc_comm_is_small(const struct dsc_comm *comm, const struct dsc_comm_call *call);
 
-/* Posts this rank's call, and lays small data out. Waits for nobody. */
+/* Posts this rank's call, and puts small data into its lane. Does not wait. */
 void dsc_comm_begin(struct dsc_comm *comm, struct dsc_comm_request *request);
 
-/* The rest. DSC_EAGAIN: this thread stops, and another one may run it from here. */
+/* Runs the rest of a begun call. DSC_EAGAIN: this thread stops, and another thread may continue the call from here. */
 dsc_status dsc_comm_finish(struct dsc_comm *comm, struct dsc_comm_request *request);
 
-/* pipeline.c: all calls that are not small, after the ranks have compared them. */
+/* pipeline.c: runs a call that is not small, after the ranks have compared it. */
 dsc_status dsc_comm_pipeline(struct dsc_comm *comm, const struct dsc_comm_call *call);
 
 /* combine.c: out = (accumulates ? out : 0) + scale * combined, with a call's types, for n_elems of each rank. */

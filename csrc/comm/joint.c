@@ -1,4 +1,7 @@
-/* Joint memory: a segment that every process writes, and a view of it whose writes stay the process's own. */
+/*
+ * Joint memory: a segment that all processes write, and a view of the segment in which writes stay private to the
+ * process.
+ */
 #include "comm/segment.h"
 
 #include "base/fail.h"
@@ -148,7 +151,7 @@ dsc_status dsc_comm_joint_discard(dsc_comm_joint *joint, int64_t offset, int64_t
     return DSC_OK;
 }
 
-/* Whether any page of the view is this process's own; true where the kernel does not say. */
+/* Whether any page of the view is private to this process; true if the kernel does not tell. */
 static bool has_own_pages(const dsc_comm_joint *joint)
 {
     struct scanned found;
@@ -178,7 +181,7 @@ static bool has_own_pages(const dsc_comm_joint *joint)
 dsc_status dsc_comm_joint_forget(dsc_comm_joint *joint)
 {
     DSC_TRY(dsc_process_check(&joint->process, "this joint memory"));
-    /* Each page that is let go costs a fault when it is read again: a look costs a tenth of that. */
+    /* Each dropped page costs a fault when it is read again. A look at the page table costs a tenth of that. */
     if (!has_own_pages(joint))
         return DSC_OK;
     if (madvise(joint->view, (size_t)joint->n_bytes, MADV_DONTNEED) != 0)

@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Adds up the numbers after two names at the beginning of lines; false when neither is there. */
+/* Sums the numbers on all lines that begin with one of two names; false if there is no such line. */
 static bool read_sum(const char *path, const char *a, const char *b, int64_t *out_sum)
 {
     FILE *file = fopen(path, "re");
@@ -31,7 +31,7 @@ static bool read_sum(const char *path, const char *a, const char *b, int64_t *ou
     return is_found;
 }
 
-/* False when the file is not there, or says "max". */
+/* False if the file does not exist or says "max". */
 static bool read_number(const char *path, int64_t *out_number)
 {
     FILE *file = fopen(path, "re");
@@ -42,7 +42,7 @@ static bool read_number(const char *path, int64_t *out_number)
     return is_read;
 }
 
-/* How a version of control groups names things. */
+/* File names and keys of one version of control groups. */
 struct version {
     const char *mount; /* below the root */
     const char *limit;
@@ -64,7 +64,7 @@ static const struct version version_2 = {
     .files = {"inactive_file", "active_file"},
 };
 
-/* Without a limit version 1 says the largest number of whole pages. */
+/* Version 1 reports no limit as the largest number of whole pages. */
 #define LEAST_WITHOUT_LIMIT (INT64_C(1) << 62)
 
 /* Bytes that one control group still allows; INT64_MAX when it has no limit. */
@@ -113,7 +113,7 @@ static int64_t left_upwards(const struct version *version, const char *root, con
     }
 }
 
-/* Whether controllers, separated by commas, have the one for memory. */
+/* Whether the comma-separated list of controllers has the memory controller. */
 static bool names_memory(const char *controllers, size_t n_bytes)
 {
     static const char name[] = "memory";
@@ -131,8 +131,8 @@ static bool names_memory(const char *controllers, size_t n_bytes)
 }
 
 /*
- * Bytes that this process's groups still allow. The file has a line for each: a number, controllers (none in version 2)
- * and a path.
+ * Bytes that this process's control groups still allow. The file has a line for each group: a number, controllers (none
+ * in version 2) and a path.
  */
 static int64_t left_in_groups(const char *root)
 {

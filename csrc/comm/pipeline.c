@@ -5,12 +5,12 @@
 
 /*
  * [Note: Ticks] A rank's tick counts the steps that it has published: each call that it has begun, and each stage of
- * each turn of a pipeline. In turn i, stage s works on chunk i - s. All ranks go through the same turns, so that all
- * ranks know the tick when a rank is done with stage s of chunk c: see tick_of. A stage waits for the stage before it
- * on the same chunk and, where it fills a lane, for the ranks that read the chunk before the last out of that lane.
- * Both lie in an earlier turn, so that no ring of ranks waits for itself.
+ * each turn of a pipeline. In turn i, stage s works on chunk i - s. All ranks go through the same turns, so each rank
+ * can compute the tick at which another rank is done with stage s of chunk c: see tick_of. A stage waits for the
+ * previous stage of the same chunk. A stage that fills a lane also waits for the ranks that read chunk c - 2 from that
+ * lane. Both lie in an earlier turn, so ranks never wait for one another in a cycle.
  *
- * Data of the arena needs no lane: it is there as soon as the call is.
+ * Data of the arena needs no lane: other ranks can read it as soon as the call is posted.
  */
 enum { MAX_STAGES = 3, N_LANES_A_STAGE = 2 };
 
@@ -19,10 +19,10 @@ struct run {
     const struct dsc_comm_call *call;
     const struct dsc_comm_post *posts[DSC_COMM_MAX_RANKS];
     int64_t elem_bytes;
-    int64_t chunk_elems; /* elements of a rank's data, slice or block, by operation */
+    int64_t chunk_elems; /* elements of a rank's data, slice or block, depending on the operation */
     int64_t n_chunks;
     int32_t n_stages;
-    uint32_t begin; /* the tick of all ranks before the first turn */
+    uint32_t begin; /* the tick of every rank before the first turn */
 };
 
 typedef void (*stage)(const struct run *run, int64_t chunk);
@@ -37,7 +37,7 @@ static int64_t smaller(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* Elements of that chunk, out of n_elems; not negative. */
+/* Number of elements of a chunk, out of n_elems; never negative. */
 static int64_t n_in_chunk(const struct run *run, int64_t n_elems, int64_t chunk)
 {
     int64_t n = smaller(n_elems - chunk * run->chunk_elems, run->chunk_elems);
@@ -57,7 +57,7 @@ static bool is_staged(const struct run *run)
            (run->call->op != DSC_COMM_BROADCAST || is_own(run, run->call->src));
 }
 
-/* The i-th rank from this one on: ranks do not all read the same one first. */
+/* The i-th rank after this rank, so that not all ranks read the same rank first. */
 static int32_t rank_after(const struct run *run, int32_t i)
 {
     return (run->comm->rank + i) % run->comm->n_ranks;
@@ -68,7 +68,9 @@ static char *own_data(const struct run *run, int64_t elem)
     return (char *)run->call->data + elem * run->elem_bytes;
 }
 
-/* Where a rank shows an element: in the arena, or in the lane of that stage and chunk, staged elements from its begin.
+/*
+ * Where other ranks read an element of rank: in the arena, or in the lane of the stage and chunk, staged elements after
+ * the lane's begin.
  */
 static const char *shown(const struct run *run, int32_t rank, int32_t stage, int64_t chunk, int64_t elem,
                          int64_t staged)
@@ -90,7 +92,7 @@ static void show(const struct run *run, int32_t stage, int64_t chunk, int64_t el
                own_data(run, elem), (size_t)(n_elems * run->elem_bytes));
 }
 
-/* all_reduce: each rank reduces its part of each chunk, and takes the parts of the others. */
+/* all_reduce: each rank reduces its part of each chunk, and copies the parts of other ranks. */
 
 static int64_t part_begin(const struct run *run, int64_t n_elems, int32_t rank)
 {
@@ -199,7 +201,7 @@ static void all_gather_take(const struct run *run, int64_t chunk)
     }
 }
 
-/* all_to_all: a chunk is as many elements of each block; blocks that are shorter have ended before. */
+/* all_to_all: a chunk is as many elements of each block; shorter blocks end earlier. */
 
 static int64_t sum_before(const int64_t *splits, int32_t rank)
 {
@@ -266,7 +268,7 @@ static const struct {
     [DSC_COMM_BROADCAST] = {2, {broadcast_show, broadcast_take}},
 };
 
-/* How many elements the chunks share out, and how many of them one takes. The same on all ranks. */
+/* Computes how many elements are cut into chunks, and how many elements a chunk has. The same on all ranks. */
 static void cut(struct run *run)
 {
     int32_t n_ranks = run->comm->n_ranks;

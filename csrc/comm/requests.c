@@ -1,4 +1,4 @@
-/* Requests of one end: a queue, and who runs them: the thread that waits, or the end's worker. */
+/* The queue of an end's requests. The thread that waits for a request or the end's worker runs it. */
 #include "comm/end.h"
 
 #include "base/fail.h"
@@ -8,19 +8,23 @@
 #include <string.h>
 #include <time.h>
 
-#define LOOK_NS INT64_C(100000000) /* between questions whether to stop */
+#define LOOK_NS INT64_C(100000000) /* between calls of stops */
 
 /*
- * [Note: Who runs] One thread at a time runs requests, from the first on (is_running). A thread that waits for one runs
- * it and those before it itself, unless another is at it. If its turn has come, a small call is begun by its submitter:
- * the other ranks then miss nothing of it, so it may lie until somebody waits for it. So may a large call that its
- * caller waits for at once. All others ask for the worker, so that they go on while the caller computes; the worker
- * also takes over from a thread that stops waiting.
+ * [Note: Who runs] One thread at a time runs requests, from the first on (is_running). A thread that waits for a
+ * request runs it and the requests before it, unless another thread is running them. A small call that is first in the
+ * queue is begun by its submitter. The other ranks then have all they need from this rank, so the call may stay in the
+ * queue until somebody waits for it. A large call may also stay in the queue if its caller waits for it at once. All
+ * other calls wake the worker, so that they make progress while the caller computes. The worker also takes over from a
+ * thread that stops waiting.
  */
 
 static dsc_status ask_worker(struct dsc_comm *comm);
 
-/* Runs the first request. With the mutex, which is let go meanwhile. False when stops, which may be NULL, said so. */
+/*
+ * Runs the first request. The caller holds the mutex, which is released meanwhile. False if stops (may be NULL)
+ * returned true.
+ */
 static bool run_first(struct dsc_comm *comm, bool (*stops)(void *), void *context)
 {
     struct dsc_comm_request *request = comm->first;
@@ -38,7 +42,7 @@ static bool run_first(struct dsc_comm *comm, bool (*stops)(void *), void *contex
     comm->is_running = false;
     if (status == DSC_EAGAIN) {
         if (!comm->is_closed)
-            (void)ask_worker(comm); /* without a thread it lies until somebody waits */
+            (void)ask_worker(comm); /* if no thread starts, the request stays until somebody waits */
         pthread_cond_broadcast(&comm->has_done);
         return false;
     }
@@ -159,7 +163,10 @@ dsc_status dsc_comm_submit(dsc_comm *comm, const struct dsc_comm_call *call, dsc
     return DSC_OK;
 }
 
-/* While another thread runs: until something is done, or it is time to ask. With the mutex, let go meanwhile. */
+/*
+ * While another thread runs requests, waits until a request is done or stops is due. The caller holds the mutex, which
+ * is released meanwhile.
+ */
 static bool wait_for_other(struct dsc_comm *comm, bool (*stops)(void *), void *context)
 {
     int64_t until = dsc_comm_now_ns() + LOOK_NS;
@@ -206,7 +213,10 @@ bool dsc_comm_is_done(dsc_comm_request *request)
         return false;
     if (atomic_load_explicit(&request->is_done, memory_order_acquire))
         return true;
-    /* A small call that nobody waits for would lie for ever. Without a thread it lies until somebody does. */
+    /*
+     * Without the worker, a small call that nobody waits for would stay in the queue for ever. If the worker cannot
+     * start, the call stays until somebody waits.
+     */
     pthread_mutex_lock(&comm->mutex);
     if (!comm->wants_worker && !comm->is_running && !comm->is_closed)
         (void)ask_worker(comm);

@@ -27,7 +27,7 @@
 
 /* The parts of an address. */
 struct place {
-    uint64_t host;      /* made of the number that the kernel draws at boot */
+    uint64_t host;      /* derived from the kernel's boot id */
     uint64_t namespace; /* of process numbers */
     int32_t pid;
     int32_t fd;
@@ -36,8 +36,8 @@ struct place {
 };
 
 /*
- * The segments that this process has made: ends whose peers are ends of the same process use one mapping. The lock is
- * held for a few instructions, and over a fork.
+ * The segments that this process has made. Ends of one process that are peers share one mapping of a segment. The lock
+ * is held for a few instructions, and during fork().
  */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -93,7 +93,7 @@ static dsc_status make_file(int64_t n_bytes, int *out_fd)
 {
     struct rlimit limit;
 
-    /* Past the limit the kernel sends a signal as well. */
+    /* Beyond the limit the kernel would also send a signal. */
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && limit.rlim_cur < (uint64_t)n_bytes)
         return dsc_fail(DSC_ENOSPC,
                         "%" PRId64 " bytes of address space are asked for shared memory, files may have %" PRIu64
@@ -136,9 +136,9 @@ static dsc_status map_file(struct dsc_comm_segment *segment, int fd)
         return dsc_fail(DSC_ENOMEM, "%" PRId64 " bytes of address space for shared memory: %s", segment->n_bytes,
                         strerror(errno));
     segment->base = base;
-    /* A core dump would walk through all of the address space, of each rank's segment. */
+    /* Otherwise a core dump would go through the whole address space of each rank's segment. */
     (void)madvise(segment->base, (size_t)segment->n_bytes, MADV_DONTDUMP);
-    /* Where the system allows it; a hint. */
+    /* A hint, for systems that allow it. */
     (void)madvise(segment->base + DSC_COMM_AT_ARENA, (size_t)(segment->n_bytes - DSC_COMM_AT_ARENA), MADV_HUGEPAGE);
     return DSC_OK;
 }
@@ -182,7 +182,7 @@ static dsc_status read_address(const char *address, int32_t rank, struct place *
         place->token[i] = (uint8_t)byte;
     }
     write_address(place, written);
-    /* Signs, blanks and zeros that numbers may have elsewhere. */
+    /* Refuses signs, blanks and leading zeros, which a parser of numbers would accept. */
     if (strcmp(written, address) != 0)
         return dsc_fail(DSC_EINVAL, "\"%.200s\" is no address of rank %d", address, (int)rank);
     return DSC_OK;
@@ -258,7 +258,7 @@ free_segment:
     return status;
 }
 
-/* The segment of this process that has the token, with one user more; NULL when there is none. */
+/* Finds the segment of this process that has the token, and adds a user; NULL if there is none. */
 static struct dsc_comm_segment *find_own(const uint8_t *token)
 {
     struct dsc_comm_segment *segment;
@@ -311,7 +311,7 @@ static dsc_status check_header(const struct dsc_comm_header *header, const struc
     return DSC_OK;
 }
 
-/* Everything that can be asked of the file itself, before its memory is touched. */
+/* Checks everything that the file itself can tell, before its memory is touched. */
 static dsc_status check_file(int fd, const struct place *place, int32_t rank, int32_t n_ranks)
 {
     int pid = (int)place->pid;
@@ -343,7 +343,7 @@ static dsc_status open_file(const struct place *place, int32_t rank, int32_t n_r
 
     snprintf(path, sizeof path, "/proc/%d/fd/%d", (int)place->pid, (int)place->fd);
 
-    /* The descriptor may by now be anything, for example a pipe without a writer. */
+    /* The descriptor may have been reused for anything, for example a pipe without a writer. */
     int fd = open(path, (segment->writes ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
 
     if (fd < 0 && (errno == EACCES || errno == EPERM))
@@ -368,7 +368,7 @@ static dsc_status open_file(const struct place *place, int32_t rank, int32_t n_r
 static dsc_status open_other(const struct place *place, int32_t rank, int32_t n_ranks, bool writes,
                              struct dsc_comm_segment **out_segment, int *out_pidfd)
 {
-    /* Before the file is opened: its token then proves that this is the process of the address. */
+    /* The process is opened before the file: the file's token then proves that this is the process of the address. */
     int pidfd = (int)syscall(SYS_pidfd_open, place->pid, 0);
 
     if (pidfd < 0 && errno == ESRCH)
@@ -438,7 +438,7 @@ void dsc_comm_segment_drop(struct dsc_comm_segment *segment)
 {
     if (segment == NULL)
         return;
-    take_lock(); /* nobody finds it while it goes */
+    take_lock(); /* so that nobody finds the segment while it is freed */
     if (atomic_fetch_sub_explicit(&segment->n_users, 1, memory_order_acq_rel) > 1) {
         give_lock();
         return;

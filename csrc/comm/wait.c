@@ -1,4 +1,4 @@
-/* How ranks wait for one another, and how they notice that one will not come. */
+/* How ranks wait for one another, and how they notice that a rank will never arrive. */
 #include "comm/end.h"
 
 #include "base/fail.h"
@@ -38,9 +38,9 @@ static void wake(struct dsc_comm *comm)
 }
 
 /*
- * [Note: Sleepers] A rank that goes to sleep writes down the rank it sleeps for, and then looks at that rank's tick
- * again; a rank that goes on writes its tick, and then looks for sleepers. All four accesses are sequentially
- * consistent, so either the sleeper or the waker sees the other, and a tick without sleepers costs no system call.
+ * [Note: Sleepers] Before a rank sleeps, it writes down the rank that it waits for, and then reads that rank's tick
+ * again. A rank that makes progress writes its tick, and then looks for sleepers. All four accesses are sequentially
+ * consistent, so at least one of the two ranks sees the other. A tick without sleepers costs no system call.
  */
 void dsc_comm_publish(struct dsc_comm *comm, uint32_t tick)
 {
@@ -93,7 +93,7 @@ void dsc_comm_say_closed(struct dsc_comm *comm)
 {
     uint32_t open = DSC_COMM_OPEN;
 
-    /* Why it has failed stays. */
+    /* An earlier state (failed) stays. */
     (void)atomic_compare_exchange_strong(&dsc_comm_control_of(comm->segment)->state, &open, DSC_COMM_CLOSED);
     wake(comm);
 }
@@ -105,14 +105,14 @@ static bool has_ended(const struct dsc_comm_peer *peer)
     return peer->pidfd >= 0 && poll(&look, 1, 0) > 0;
 }
 
-/* Breaks the end when a rank that has not come to the end of this call never will. */
+/* Breaks the end if rank has not finished this call and never will. */
 static dsc_status look_at(struct dsc_comm *comm, int32_t rank, bool is_dead)
 {
     struct dsc_comm_control *control = dsc_comm_control_at(comm, rank);
     uint32_t state = atomic_load_explicit(&control->state, memory_order_acquire);
     int pid = (int)comm->peers[rank].segment->pid;
 
-    /* Looked at last: it may have come to the end of the call before it closed or died. */
+    /* The tick is read last: the rank may have finished the call before it closed or died. */
     if ((!is_dead && state == DSC_COMM_OPEN) || has_reached(comm, rank, comm->end_tick))
         return DSC_OK;
     if (state == DSC_COMM_FAILED)
@@ -122,12 +122,12 @@ static dsc_status look_at(struct dsc_comm *comm, int32_t rank, bool is_dead)
                           state == DSC_COMM_CLOSED ? "closed its end" : "ended");
 }
 
-/* Whether it is worth going on to wait for that rank. */
+/* Checks whether it makes sense to go on waiting for the awaited rank. */
 static dsc_status look_around(struct dsc_comm *comm, int32_t awaited, bool asks_kernel)
 {
     bool is_dead[DSC_COMM_MAX_RANKS];
 
-    /* A rank that has just died comes first: the others may have failed because of it, and have ended since. */
+    /* A dead rank is reported first: other ranks may have failed because of it, and may have ended since. */
     for (int32_t rank = 0; rank < comm->n_ranks; rank++) {
         is_dead[rank] = asks_kernel && has_ended(&comm->peers[rank]);
         if (is_dead[rank] && atomic_load(&dsc_comm_control_at(comm, rank)->state) == DSC_COMM_OPEN)
@@ -144,7 +144,7 @@ static dsc_status look_around(struct dsc_comm *comm, int32_t awaited, bool asks_
                           (int)comm->peers[awaited].segment->pid, (double)comm->timeout_ns * 1e-9);
 }
 
-/* Until the rank goes on, or a slice of time is over. */
+/* Sleeps until the rank makes progress or a slice of time is over. */
 static void sleep_for(struct dsc_comm *comm, int32_t rank, uint32_t tick)
 {
     struct dsc_comm_control *own = dsc_comm_control_of(comm->segment);

@@ -1,7 +1,7 @@
 /*
- * Compiled once per instruction set: f32 <-> 16-bit conversion. The loops around base/half.h vectorise everywhere; for
- * f16 the processor's own conversion gives the same bits in a fifth of the time; where there is one, it converts all
- * whole vectors of an array.
+ * Compiled once per instruction set: f32 <-> 16-bit conversion. The loops around base/half.h vectorise everywhere. A
+ * processor's own conversion of f16 gives the same bits in a fifth of the time; if there is one, it converts all whole
+ * vectors of an array.
  */
 #include "base/half.h"
 #include "cpu/table.h"

@@ -1,4 +1,6 @@
-/* Passes over flat buffers: checks the spans, shares them out in chunks, and runs the kernels block by block. */
+/*
+ * Passes over flat buffers: checks the spans, cuts them into chunks for threads, and runs the kernels block by block.
+ */
 #include "dsc/flat.h"
 
 #include "base/fail.h"
@@ -49,7 +51,7 @@ static int64_t block_of(int64_t n_left)
     return n_left < DSC_BLOCK_ELEMS ? n_left : DSC_BLOCK_ELEMS;
 }
 
-/* In chunk order, so that the sum does not depend on who computed what. */
+/* Adds in chunk order, so that the sum does not depend on which thread computed which chunk. */
 static struct partial fold(const struct partial *partials, int64_t n_chunks)
 {
     struct partial total = {0};
@@ -147,7 +149,7 @@ static void reduce_block(const struct reduce_job *job, int64_t begin, int64_t n,
         kernels->scale_f32(n, job->scale, sum);
     if (job->is_accumulating)
         kernels->add_f32(n, dsc_load_f32(kernels, job->acc->dtype, acc, n, scratch), sum);
-    /* Only now: acc may be a source. */
+    /* acc is written last, because it may also be a source. */
     dsc_store_f32(kernels, job->acc->dtype, sum, n, acc);
     if (job->has_sumsq) {
         const dsc_f32 *written =
@@ -327,9 +329,10 @@ dsc_status dsc_flat_cast(const struct dsc_span *src, const struct dsc_span *dst,
 #define HUGE_PAGE_BYTES ((uintptr_t)2 << 20)
 
 /*
- * Asks for huge pages within a region that is about to be touched: a step streams through five arrays at once, and
- * spends a sixth of its time on the borders of small pages. It is advice: a kernel without huge pages refuses it, and
- * nothing is lost. No page is taken beyond the region, and all of the region will be written.
+ * Requests huge pages within a region that is about to be touched. A step streams through five arrays at once, and with
+ * small pages it spends a sixth of its time on page borders. The request is only advice: a kernel without huge pages
+ * refuses it, and nothing is lost. Huge pages cost no extra memory, since they lie within the region and all of the
+ * region will be written.
  */
 static void advise_huge_pages(const struct dsc_region *region)
 {

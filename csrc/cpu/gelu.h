@@ -1,8 +1,8 @@
 /*
- * GELU(x) = x Phi(x) and its derivative, without a division or an exponential: Phi(-|x|) is a piecewise polynomial in
- * 16 pieces with coefficients looked up in a register, and so is the derivative at -|x|. The rest is symmetry: Phi(x)
- * and Phi(-x), and the derivatives at x and -x, add up to 1. Errors are within 3e-7 of GELU(x) itself for |x| < 4, of 1
- * elsewhere, and within 1e-7 of 1 for the derivative.
+ * GELU(x) = x Phi(x) and its derivative, without a division or an exponential. Phi(-|x|) and the derivative at -|x| are
+ * piecewise polynomials in 16 pieces, whose coefficients are looked up in a register. Positive x follow by symmetry:
+ * Phi(x) + Phi(-x) = 1, and the derivatives at x and -x add up to 1. The error of GELU(x) is at most 3e-7 relative for
+ * |x| < 4 and 3e-7 absolute elsewhere; the error of the derivative is at most 1e-7 absolute.
  */
 #ifndef DSC_CPU_GELU_H
 #define DSC_CPU_GELU_H
@@ -20,7 +20,10 @@
 #include "cpu/gelu.inc"
 #undef DSC_GELU_TABLE
 
-/* |x| but at most DSC_GELU_LIMIT, its piece, and the distance from the middle of that. A NaN stays one in t and r. */
+/*
+ * t is |x|, at most DSC_GELU_LIMIT; then the piece of t, and the distance r from the middle of the piece. A NaN in x is
+ * a NaN in t and r.
+ */
 struct gelu_piece {
     wide t;
     wide r;
@@ -46,7 +49,7 @@ static inline wide dsc_gelu_polynomial(const float table[DSC_GELU_DEGREE + 1][DS
     return p;
 }
 
-/* inf for inf, NaN for -inf, as torch has it: an overflow is not hidden. */
+/* As in torch, the result is inf for inf and NaN for -inf: an overflow is not hidden. */
 static inline wide dsc_gelu_of(wide x, struct gelu_piece piece)
 {
     wide tail = dsc_gelu_polynomial(dsc_gelu_tail, piece);

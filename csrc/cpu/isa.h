@@ -1,10 +1,11 @@
-/* The instruction sets of a build, and the name that a per-ISA function gets. The only macro magic in the tree. */
+/* The instruction sets of a build, and the names of per-ISA functions. No other file generates names by macros. */
 #ifndef DSC_CPU_ISA_H
 #define DSC_CPU_ISA_H
 
 /*
- * name, how the processor is asked. Best last. The Makefile compiles each per-ISA file once for every name, with
- * -DDSC_ISA=name and the flags of that name; every processor of the architecture runs "scalar".
+ * Each entry has a name and the test of the processor; the best comes last. The Makefile compiles each per-ISA file
+ * once for every name, with -DDSC_ISA=name and the flags of that name. Every processor of the architecture runs
+ * "scalar".
  */
 #if defined(__x86_64__)
 #define DSC_ISA_MAP(X)                                \

@@ -1,7 +1,7 @@
 /*
- * Sums in f64, and maxima, whose order is part of the function: element i goes to lane i % LANES, and the lanes of a
- * sum are folded in halves. Every instruction set gives the same bits, however many lanes its registers hold. Written
- * with vector types because the compiler, left alone, keeps the lanes in memory (five times slower).
+ * Sums in f64 and maxima, in a fixed order: element i goes to lane i % LANES, and the lanes of a sum are folded in
+ * halves. So every instruction set gives the same bits, however many lanes its registers hold. Written with vector
+ * types, because for plain loops the compiler keeps the lanes in memory (five times slower).
  */
 #ifndef DSC_CPU_LANES_H
 #define DSC_CPU_LANES_H
@@ -30,8 +30,8 @@ typedef double doubles __attribute__((vector_size(8 * REGISTER_LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * REGISTER_LANES)));
 
 /*
- * The processor's own conversion: one operation, where the compiler, left with __builtin_convertvector, takes apart and
- * puts together halves (half the time of a norm).
+ * Uses the processor's own conversion, which is one operation. For __builtin_convertvector the compiler splits the
+ * vector and joins the halves again; that would be half the time of a norm.
  */
 static inline doubles dsc_widen(floats x)
 {
@@ -53,8 +53,8 @@ static inline doubles dsc_load_wide(const dsc_f32 *src)
 }
 
 /*
- * sums + a * b for values widened from f32: their product is exact in f64, so that a fused addition gives the bits of
- * the two operations that other instruction sets need.
+ * sums + a * b for values widened from f32. The product is exact in f64, so a fused addition gives the same bits as a
+ * product and a sum on other instruction sets.
  */
 static inline doubles dsc_add_product(doubles sums, doubles a, doubles b)
 {
@@ -96,7 +96,7 @@ static inline void dsc_add_up(int64_t n, const dsc_f32 *src, double *sum)
     *sum += dsc_fold(lanes);
 }
 
-/* The largest of them, and of *max; a NaN is passed over. */
+/* Raises *max to the largest element; NaN is ignored. */
 static inline void dsc_raise_to_largest(int64_t n, const dsc_f32 *src, float *max)
 {
     floats most[REGISTERS];

@@ -1,7 +1,7 @@
 /*
  * Elementary functions of f32, without branches, so that a loop around one vectorises on every instruction set with the
  * same bits. The polynomials are Chebyshev fits of our own; errors are bounds over the whole range. Fused operations
- * are written as such: libm does them, slowly, where a processor has none.
+ * are written out explicitly: on a processor without them libm computes them, slowly.
  */
 #ifndef DSC_CPU_MATH_H
 #define DSC_CPU_MATH_H
@@ -10,23 +10,24 @@
 
 #include <math.h>
 
-/* Arrays of one loop are the same or apart: no element depends on an earlier one. */
+/* Two arrays of one loop are identical or do not overlap, so no element depends on an earlier one. */
 #define EACH _Pragma("GCC ivdep")
 
 #define LOG2_E 1.44269504f
-/* ln 2 in two parts. The first has 15 bits: its products with small whole numbers are exact. */
+/* ln 2 in two parts. The first part has 15 bits, so that its products with small integers are exact. */
 #define LN2_HIGH 0.693145752f
 #define LN2_LOW 1.42860677e-6f
-/* Added to a number below 2^22 it leaves the nearest whole number in the low bits of the sum. */
+/* If it is added to a number below 2^22, the low bits of the sum are the nearest integer. */
 #define ROUNDER 12582912.0f
-/* ROUNDER with the exponent's bias: the low bits are a float's exponent, once they are shifted into its place. */
+/* ROUNDER plus the bias of the exponent: the low bits of the sum, shifted into place, are the exponent of a float. */
 #define EXPONENT_ROUNDER (ROUNDER + 127.0f)
-/* exp of less is no normal f32. */
+/* For smaller arguments, exp is not a normal f32. */
 #define MIN_EXPONENT (-87.3f)
 
 /*
- * exp(x) for x <= 0, within 2 units in the last place; 0 where that would be subnormal; NaN for NaN. The polynomial is
- * within 4e-9 of exp(r), a sixteenth of the rounding. Below MIN_EXPONENT the steps compute nonsense, which is dropped.
+ * exp(x) for x <= 0, within 2 units in the last place; 0 instead of a subnormal result; NaN for NaN. The polynomial is
+ * within 4e-9 of exp(r), a sixteenth of the rounding error. Below MIN_EXPONENT the computed value is meaningless and is
+ * discarded.
  */
 static inline float dsc_exp_nonpositive(float x)
 {

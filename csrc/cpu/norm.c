@@ -2,7 +2,7 @@
 #include "base/half.h"
 #include "cpu/lanes.h"
 
-/* Twice as many lanes as in other sums: with fewer, each addition waits for the one before it. */
+/* Twice as many lanes as in other sums: with fewer lanes, each addition would wait for the previous addition. */
 #define SQUARE_LANES (2 * LANES)
 #define SQUARE_REGISTERS (SQUARE_LANES / REGISTER_LANES)
 
@@ -48,8 +48,8 @@ void DSC_K(sumsq_f32)(int64_t n, const dsc_f32 *restrict src, double *sumsq, int
     double sum = sum_all(n, src);
 
     /*
-     * Squares of finite f32 add up to something finite in f64, so the sum itself tells whether an element was not: the
-     * check costs nothing.
+     * Squares of finite f32 have a finite sum in f64. So a non-finite sum means a non-finite element, and the check
+     * costs nothing.
      */
     if (sum - sum != 0.0)
         sum = sum_finite(n, src, n_nonfinite);

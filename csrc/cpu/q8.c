@@ -1,7 +1,7 @@
 /*
- * Compiled once per instruction set: one block of f32 <-> 8-bit codes and a scale, by the formulas of dsc/optim.h.
- * Uses only roots and products: IEEE 754 rounds them correctly, so every instruction set gives the same bits without a
- * table to look codes up in.
+ * Compiled once per instruction set: one block of f32 <-> 8-bit codes and a scale, by the formulas of dsc/optim.h. Uses
+ * only roots and products. IEEE 754 requires their correct rounding, so every instruction set gives the same bits
+ * without a table of codes.
  */
 #include "base/half.h"
 #include "cpu/table.h"
@@ -12,9 +12,10 @@
 #define MAX_UNSIGNED 255.0f
 
 /*
- * The smallest scales. Their smallest codes still stand for normal numbers, (1 / 127)^4 * 2^-98 and (1 / 255)^8 *
- * 2^-62, so that values read back give the same codes again, on processors that flush subnormals as well. A signed
- * block below is zeros; an unsigned one, which may not become 0, takes lower codes.
+ * The smallest scales. Even their smallest codes stand for normal numbers, (1 / 127)^4 * 2^-98 and (1 / 255)^8 * 2^-62.
+ * So values read back give the same codes again, also on processors that flush subnormals. A signed block whose scale
+ * would be smaller becomes zeros. An unsigned block may not become 0, so it keeps the smallest scale and uses lower
+ * codes.
  */
 #define MIN_SIGNED_SCALE 0x1p-98f
 #define MIN_UNSIGNED_SCALE 0x1p-62f
@@ -22,7 +23,7 @@
 #define INF_BITS 0x7f800000
 #define NAN_BITS 0x7fc00000u
 
-/* The largest magnitude as its bits, which are ordered as the numbers are; NaN lies above all. */
+/* The bits of the largest magnitude. Bits of magnitudes have the order of the numbers, with NaN above all. */
 static inline int32_t largest_bits(int64_t n, const dsc_f32 *src)
 {
     int32_t largest = 0;
@@ -35,7 +36,7 @@ static inline int32_t largest_bits(int64_t n, const dsc_f32 *src)
     return largest;
 }
 
-/* below: the scale of a block that is not zeros, and less than min. */
+/* below is the scale for a nonzero block whose largest magnitude is less than min. */
 static inline float scale_of(int32_t largest, float min, float below)
 {
     float scale = dsc_f32_from_bits((uint32_t)largest);
@@ -58,7 +59,7 @@ void DSC_K(quantize_q8_signed)(int64_t n, const dsc_f32 *restrict src, int8_t *r
         float root = sqrtf(sqrtf(fabsf(x))) * factor + 0.5f;
         int32_t code =
             (int32_t)(root < MAX_SIGNED ? root
-                                        : MAX_SIGNED); /* a NaN too gets a code, for the conversion to be defined */
+                                        : MAX_SIGNED); /* gives a NaN a code too, so that the conversion is defined */
 
         codes[i] = (int8_t)(x < 0.0f ? -code : code);
     }
@@ -82,8 +83,8 @@ void DSC_K(quantize_q8_unsigned)(int64_t n, const dsc_f32 *restrict src, uint8_t
 }
 
 /*
- * The largest code times the rounded reciprocal is exactly 1 for both, so that a block's largest magnitude comes back
- * as its scale.
+ * For both kinds of codes, the largest code times the rounded reciprocal is exactly 1, so that a block's largest
+ * magnitude is read back as its scale.
  */
 
 void DSC_K(dequantize_q8_signed)(int64_t n, const int8_t *restrict codes, float scale, dsc_f32 *restrict dst)

@@ -7,15 +7,15 @@
 #include "dsc/types.h"
 
 /*
- * Elements as callers hand them in: at any address, and written through any type. The loads that the compiler makes are
- * the unaligned ones, which cost the same on the processors we build for.
+ * Elements as callers hand them in: at any address, and written through any type. The compiler generates unaligned
+ * loads for them, which cost the same on the processors we build for.
  */
 typedef float dsc_f32 __attribute__((aligned(1), may_alias));
 typedef uint16_t dsc_half __attribute__((aligned(1), may_alias));
 
 /*
- * Stands before arrays of dsc_f32 that we declare ourselves. Their own alignment is 1, and an access of a full register
- * that crosses a cache line costs as much as two.
+ * Aligns arrays of dsc_f32 that we declare ourselves. Their type has alignment 1, and a full-register access across a
+ * cache line costs as much as two accesses.
  */
 #define DSC_ALIGNED _Alignas(64)
 
@@ -42,7 +42,7 @@ int32_t dsc_isa_index(void);
 const struct dsc_kernels *dsc_kernels_get(void);
 
 /*
- * n elements of any dtype as f32: data itself when it is f32, otherwise converted into scratch. data is at most
+ * Returns n elements of any dtype as f32: data itself if it is f32, otherwise a conversion in scratch. data is at most
  * DSC_BLOCK_ELEMS long.
  */
 const dsc_f32 *dsc_load_f32(const struct dsc_kernels *kernels, dsc_dtype dtype, const void *data, int64_t n,

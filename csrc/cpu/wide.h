@@ -26,7 +26,7 @@ typedef float wide __attribute__((vector_size(4 * WIDE_LANES)));
 typedef int32_t wide_ints __attribute__((vector_size(4 * WIDE_LANES)));
 typedef uint32_t wide_bits __attribute__((vector_size(4 * WIDE_LANES)));
 
-/* The first n of a register's lanes, 0 in the others; a constant WIDE_LANES is one load. */
+/* Loads the first n lanes of a register and sets the others to 0; with a constant n of WIDE_LANES this is one load. */
 static inline wide dsc_wide_load(const dsc_f32 *src, int64_t n)
 {
     wide x = {0};
@@ -111,7 +111,7 @@ static inline void dsc_wide_to_f16(wide x, dsc_half half[WIDE_LANES])
 #endif
 }
 
-/* Elements i to i + n of data; n is a constant WIDE_LANES or the rest of a row, dtype a constant. */
+/* Loads elements i to i + n of data. n is the constant WIDE_LANES or the rest of a row; dtype is a constant. */
 static inline __attribute__((always_inline)) wide dsc_wide_load_as(dsc_dtype dtype, const void *data, int64_t i,
                                                                    int64_t n)
 {
@@ -150,7 +150,7 @@ static inline __attribute__((always_inline)) void dsc_wide_store_as(dsc_dtype dt
     }
 }
 
-/* Runs step(..., i, n_lanes) over n elements, a register at a time; the last may be part of one. */
+/* Runs step(..., i, n_lanes) over n elements, a register at a time; the last register may be partly filled. */
 #define EACH_WIDE(n, step, ...)                          \
     do {                                                 \
         int64_t at = 0;                                  \
@@ -194,7 +194,7 @@ static inline wide dsc_wide_fma(wide a, wide b, wide c)
 #endif
 }
 
-/* a > b ? a : b, so that a NaN in a is passed over. */
+/* a > b ? a : b; so a NaN in a is ignored. */
 static inline wide dsc_wide_max(wide a, wide b)
 {
 #if defined(__AVX512F__)
@@ -255,10 +255,13 @@ static inline wide dsc_wide_abs(wide x)
     return (wide)((wide_ints)x & 0x7fffffff);
 }
 
-/* Entries of a table that a register, or two halves of one, can look up. */
+/* Number of entries of a lookup table that fits one register or two. */
 #define DSC_ENTRIES 16
 
-/* Entry index % 16 of a table, lane by lane: no memory is read by index, which costs a load a lane. */
+/*
+ * Entry index % 16 of a table, for each lane. The lookup happens in registers, because reading memory by index costs a
+ * load for each lane.
+ */
 static inline wide dsc_wide_lookup(const float table[DSC_ENTRIES], wide_ints index)
 {
 #if defined(__AVX512F__)

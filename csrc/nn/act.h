@@ -13,7 +13,7 @@ struct dsc_act_loops {
                        void *dup);
 };
 
-/* DSC_EINVAL for a number that is no activation's. */
+/* DSC_EINVAL for a number that is not an activation. */
 dsc_status dsc_act_loops_of(dsc_nn_act act, struct dsc_act_loops *out_loops);
 
 #endif

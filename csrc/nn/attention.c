@@ -244,7 +244,7 @@ static void hide_key(const struct dsc_attention *attention, const struct dsc_blo
             scores[i] = -INFINITY;
 }
 
-/* scores [keys, queries], and the largest of each query. */
+/* Computes scores [keys, queries], and the largest score of each query. */
 static void make_scores(const struct dsc_attention *attention, const struct dsc_block *queries,
                         const struct dsc_block *keys, const struct seen *seen, dsc_f32 *scores, dsc_f32 *max)
 {
@@ -277,7 +277,7 @@ static void make_scores(const struct dsc_attention *attention, const struct dsc_
     }
 }
 
-/* Takes the scores of a block of keys in. */
+/* Adds the scores of a block of keys to the state. */
 static void take_in(const struct dsc_attention *attention, const struct dsc_block *queries,
                     const struct dsc_block *keys, dsc_f32 *scores, const dsc_f32 *max, struct seen *seen)
 {
@@ -290,7 +290,7 @@ static void take_in(const struct dsc_attention *attention, const struct dsc_bloc
     dsc_tile tile;
 
     for (int64_t i = 0; i < DSC_TILE; i++) {
-        shift[i] = max[i] == -INFINITY ? 0.0f : max[i]; /* nothing seen yet, or NaN alone, which must stay */
+        shift[i] = max[i] == -INFINITY ? 0.0f : max[i]; /* no key seen yet, or only NaN, which must stay */
         factors[i] = seen->max[i];
     }
     nn->exp_below(DSC_TILE, shift, factors, ignored);
@@ -356,7 +356,10 @@ static void attend_chunks(void *arg, int64_t first, int64_t last)
         int64_t head = chunk / n_blocks % call->n_heads;
         int64_t batch = chunk / n_blocks / call->n_heads;
         int64_t i = chunk % n_blocks;
-        /* One from the front, one from the back: late blocks of a causal call have more to do. */
+        /*
+         * Blocks are taken alternately from the front and the back, because late blocks of a causal call have more
+         * work.
+         */
         struct dsc_block queries =
             dsc_block_at(batch, head, i % 2 == 0 ? i / 2 : n_blocks - 1 - i / 2, call->n_queries);
 

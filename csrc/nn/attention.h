@@ -9,14 +9,14 @@
 #define DSC_TILE 64
 #define DSC_TILE_DIM DSC_NN_MAX_HEAD_DIM
 
-/* A tile's memory: at most DSC_TILE rows of DSC_TILE_DIM elements, or the other way round. */
+/* A tile's memory: at most DSC_TILE rows of DSC_TILE_DIM elements, or the transpose. */
 typedef dsc_f32 dsc_tile[DSC_TILE * DSC_TILE_DIM] __attribute__((aligned(64)));
 typedef dsc_f32 dsc_square[DSC_TILE * DSC_TILE] __attribute__((aligned(64)));
 
 struct dsc_attention {
     struct dsc_rows rows;
     const struct dsc_nn_attention *call;
-    int64_t offset;  /* query i has position i + offset among the keys */
+    int64_t offset;  /* query i has the position of key i + offset */
     int64_t window;  /* no more than there are tokens */
     int64_t qk_cols; /* head_dim and value_dim, padded for mul_add */
     int64_t v_cols;
@@ -43,7 +43,7 @@ struct dsc_document_range {
 
 /* Checks the operands that both directions read, and fills *out. */
 dsc_status dsc_attention_begin(const struct dsc_nn_attention *call, struct dsc_attention *out);
-/* Heads of a call: rows of dim elements that n_rows counts are all there. */
+/* Checks the heads of a call: memory for n_rows rows of dim elements must be given. */
 dsc_status dsc_check_heads(const char *name, const struct dsc_nn_heads *heads, int64_t n_rows);
 
 int64_t dsc_padded(int64_t dim);
@@ -51,17 +51,17 @@ int64_t dsc_blocks_of(int64_t n_tokens);
 /* Block i of a head's tokens. */
 struct dsc_block dsc_block_at(int64_t batch, int64_t head, int64_t i, int64_t n_tokens);
 
-/* Keys that a query sees by position, and queries that see a key. */
+/* The keys that a query sees by position, and the queries that see a key. */
 struct dsc_token_range dsc_keys_of(const struct dsc_attention *attention, int64_t query);
 struct dsc_token_range dsc_queries_of(const struct dsc_attention *attention, int64_t key);
-/* Whether every query of the one block sees every key of the other by position. */
+/* Whether every query of the first block sees every key of the second block by position. */
 bool dsc_sees_all(const struct dsc_attention *attention, const struct dsc_block *queries, const struct dsc_block *keys);
 
 /* Documents of a block of tokens that begins at a position among the keys. */
 const int32_t *dsc_documents_at(const struct dsc_attention *attention, int64_t batch, int64_t position);
 struct dsc_document_range dsc_documents_of(const struct dsc_attention *attention, int64_t batch, int64_t position,
                                            int64_t n);
-/* Whether documents may keep a pair of the two apart, and whether they keep all of them apart. */
+/* Whether some query and key of two blocks may lie in different documents, and whether all of them do. */
 bool dsc_documents_may_differ(struct dsc_document_range a, struct dsc_document_range b);
 bool dsc_documents_differ(struct dsc_document_range a, struct dsc_document_range b);
 

@@ -1,13 +1,16 @@
 /*
- * Attention, backward: one block of keys at a time goes over the blocks of queries that see it, and computes their
- * probabilities again. Gradients of q are summed in parts, since several blocks of keys are worked on at a time.
+ * Attention, backward: each block of keys goes over the blocks of queries that see it, and recomputes their
+ * probabilities. Gradients of q are summed in parts, since several blocks of keys are processed at the same time.
  */
 #include "nn/attention.h"
 
 #include <math.h>
 #include <string.h>
 
-/* Parts of the keys that are worked on at a time: more where there are few heads, for the threads to share. */
+/*
+ * The largest number of parts of the keys that are processed at the same time. With few heads there are more parts, to
+ * give all threads work.
+ */
 #define MAX_PARTS 4
 #define WANTED_SHARES 16
 
@@ -98,7 +101,7 @@ static void hide_row(const struct grad_job *job, const struct keys_block *keys, 
     attention->rows.nn->hide(keys->at.n, ids, id < 0 ? INT32_MIN : id, 0.0f, ds);
 }
 
-/* Probabilities in p, gradients of the raw scores in ds; both come as products. */
+/* Computes probabilities in p and gradients of the raw scores in ds. On entry both hold products. */
 static void make_gradients(const struct grad_job *job, const struct dsc_block *queries, const struct keys_block *keys,
                            bool hides_documents, dsc_f32 *p, dsc_f32 *ds)
 {
@@ -168,7 +171,7 @@ static void begin_keys(const struct grad_job *job, const struct dsc_block *at, s
     memset(keys->dv, 0, (size_t)(at->n * attention->v_cols) * sizeof *keys->dv);
 }
 
-/* All queries that see one block of keys, in all heads that share it. */
+/* Processes all queries that see one block of keys, in all heads that share the block. */
 static void run_keys(const struct grad_job *job, const struct dsc_block *at, float *dq)
 {
     const struct dsc_attention *attention = &job->attention;
@@ -192,7 +195,10 @@ static void run_keys(const struct grad_job *job, const struct dsc_block *at, flo
     dsc_store_tile(attention, keys.dv, attention->v_cols, &job->call->dv, at, forward->value_dim);
 }
 
-/* A chunk is one part of the keys of one head: every n_parts-th block, so that parts of a causal call are as long. */
+/*
+ * A chunk is one part of the keys of one head. A part is every n_parts-th block, so that all parts of a causal call
+ * take equally long.
+ */
 static void grad_chunks(void *arg, int64_t first, int64_t last)
 {
     const struct grad_job *job = arg;
@@ -219,7 +225,7 @@ static void grad_chunks(void *arg, int64_t first, int64_t last)
     }
 }
 
-/* The parts of one row of dq, in their order. */
+/* Sums the parts of one row of dq, in order. */
 static void fold_row(const void *arg, int64_t row, float *const *sums)
 {
     const struct grad_job *job = arg;

@@ -8,7 +8,7 @@
 
 #define NUMBERS 65536.0
 
-/* The loop's arguments: elements with numbers below threshold are dropped, the others are scaled. */
+/* The loop's arguments. Elements with random numbers below threshold are dropped, other elements are scaled. */
 struct dropping {
     uint64_t seed;
     uint32_t threshold;
@@ -33,7 +33,7 @@ static dsc_status check_p(float p)
     return DSC_OK;
 }
 
-/* y = keep * x * scale, for elements first and on. */
+/* y = keep * x * scale, for elements from first on. */
 static void drop(const struct dsc_rows *rows, const struct dropping *how, int64_t n, int64_t first, const dsc_f32 *x,
                  dsc_f32 *y)
 {

@@ -10,12 +10,12 @@ struct norm_job {
     const struct dsc_nn_norm *call;
 };
 
-/* Rows of up to so many elements are widened once; longer ones are read again. */
+/* Rows of up to this many elements are widened once; longer rows are read again. */
 #define ROW_ELEMS (4 * DSC_BLOCK_ELEMS)
 
 /*
- * Writes the sum with the residual and returns its moments as written. A row of 16-bit elements that fits is left in
- * kept, as f32.
+ * Writes the sum with the residual, and returns the moments of the sum as written. A row of 16-bit elements that is
+ * short enough is also kept in kept, as f32.
  */
 static void enter_row(const struct norm_job *job, int64_t row, dsc_f32 *kept, double *sum, double *sumsq)
 {
@@ -37,7 +37,7 @@ static void enter_row(const struct norm_job *job, int64_t row, dsc_f32 *kept, do
 
             rows->nn->add(n, x, residual, added);
             dsc_store(rows, call->dtype, added, n, out);
-            x = dsc_load(rows, call->dtype, out, n, wide); /* as it was rounded */
+            x = dsc_load(rows, call->dtype, out, n, wide); /* the sum after rounding */
         }
         rows->nn->moments(n, x, sum, sumsq);
     }
@@ -61,7 +61,7 @@ static void norm_row(const void *arg, int64_t row, float *const *sums)
     double n_cols = (double)rows->n_cols;
     double mean = call->is_rms ? 0.0 : sum / n_cols;
     double variance = sumsq / n_cols - mean * mean;
-    /* Rounding may leave a little less than nothing of a constant row; a NaN stays one. */
+    /* Rounding may make the variance of a constant row slightly negative. A NaN stays a NaN. */
     double rstd = 1.0 / sqrt((variance < 0.0 ? 0.0 : variance) + (double)call->eps);
 
     call->rstd[row] = (float)rstd;

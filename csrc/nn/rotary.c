@@ -1,4 +1,4 @@
-/* Rotary positions: pairs of elements of each head, turned by the angles of their token. */
+/* Rotary positions: rotates pairs of elements of each head by the angles of their token. */
 #include "dsc/nn.h"
 
 #include "nn/rows.h"

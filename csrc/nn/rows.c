@@ -1,4 +1,4 @@
-/* Rows of elements: shares them out in chunks, runs an operator's body over each, and folds the sums over rows. */
+/* Cuts rows into chunks for threads, runs an operator's body over each row, and folds the sums over rows. */
 #include "nn/rows.h"
 
 #include "dsc/nn.h"
@@ -19,7 +19,7 @@ struct dsc_rows dsc_rows_of(int64_t n_rows, int64_t n_cols)
     return (struct dsc_rows){dsc_kernels_get(), dsc_nn_kernels_get(), n_rows, n_cols};
 }
 
-/* Chunks depend on sizes alone. Calls that sum over rows have few, since each chunk has a sum of its own. */
+/* Chunks depend only on sizes. Calls that sum over rows have few chunks, since each chunk has its own partial sum. */
 static int64_t rows_of_chunk(int64_t n_rows, int64_t n_cols, int64_t max_chunks)
 {
     int64_t rows = DSC_MIN_CHUNK_ELEMS / n_cols;

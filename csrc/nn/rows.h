@@ -21,19 +21,22 @@ struct dsc_rows dsc_rows_of(int64_t n_rows, int64_t n_cols);
 
 #define DSC_ROW_SUMS 2
 
-/* Sums over rows. NULL in `out` is a sum that nobody wants. */
+/* Sums over rows. An entry of `out` is NULL if that sum is not wanted. */
 struct dsc_row_sums {
     dsc_dtype dtype; /* of out */
     void *out[DSC_ROW_SUMS];
-    float *scratch; /* dsc_nn_scratch_elems(n_rows, n_cols, how many are wanted) */
+    float *scratch; /* dsc_nn_scratch_elems(n_rows, n_cols, number of wanted sums) */
 };
 
-/* Does one row. sums[i] is the chunk's partial sum i, [n_cols], which the row adds to; NULL where nobody wants it. */
+/*
+ * Does one row. sums[i] is partial sum i of the chunk, [n_cols], to which the body adds the row; NULL if the sum is not
+ * wanted.
+ */
 typedef void (*dsc_row_body)(const void *job, int64_t row, float *const *sums);
 
 /*
- * Runs body once for each row, in chunks that depend on sizes alone. Each chunk has partial sums of its own; they are
- * folded in the order of the chunks, and put into sums->out. sums may be NULL.
+ * Runs body once for each row, in chunks that depend only on sizes. Each chunk has its own partial sums; these are
+ * folded in the order of the chunks and written to sums->out. sums may be NULL.
  */
 void dsc_rows_run(const struct dsc_rows *rows, const struct dsc_row_sums *sums, dsc_row_body body, const void *job,
                   const struct dsc_par *par);
@@ -49,7 +52,7 @@ struct dsc_named {
 
 dsc_status dsc_check_rows(int64_t n_rows, int64_t n_cols, dsc_dtype dtype);
 dsc_status dsc_check_present(int64_t n_rows, const struct dsc_named *arrays, size_t n_arrays);
-/* *out_n_rows = a * b * c, of dimensions that `names` says. */
+/* **out_n_rows = a * b * c; `names` lists the three dimensions for the error. */
 dsc_status dsc_check_dims(const char *names, int64_t a, int64_t b, int64_t c, int64_t *out_n_rows);
 
 #define CHECK_PRESENT(n_rows, ...)                                     \

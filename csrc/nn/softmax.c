@@ -11,10 +11,13 @@ struct softmax_job {
     const struct dsc_nn_softmax *call;
 };
 
-/* Rows of up to so many keys are worked on in one place; of longer ones the scores are computed three times. */
+/*
+ * The scores of rows with up to this many keys are kept in one buffer; for longer rows the scores are computed three
+ * times.
+ */
 #define ROW_ELEMS (4 * DSC_BLOCK_ELEMS)
 
-/* One row: where it lies, where its mask does, and how many of its keys are seen. */
+/* One row: its address, the address of its mask, and how many of its keys are seen. */
 struct scores_row {
     const void *x;
     void *y;
@@ -39,7 +42,7 @@ static struct scores_row row_of(const struct dsc_nn_softmax *call, int64_t row)
     };
 }
 
-/* scale * x + mask of n elements, -inf where the mask leaves out, in scores; raises *max. */
+/* Writes scale * x + mask of n elements to scores, with -inf for masked elements; raises *max. */
 static void load_scores(const struct softmax_job *job, const struct scores_row *row, int64_t begin, int64_t n,
                         dsc_f32 *scores, float *max)
 {
@@ -71,7 +74,7 @@ static void softmax_row(const void *arg, int64_t row_index, float *const *sums)
     (void)sums;
     for (int64_t begin = 0; begin < row.n_seen; begin += DSC_BLOCK_ELEMS)
         load_scores(job, &row, begin, dsc_block_of(row.n_seen - begin), scores + (is_short ? begin : 0), &max);
-    if (max == -INFINITY) /* nothing is seen, or NaN alone, which must stay */
+    if (max == -INFINITY) /* no key is seen, or only NaN, which must stay */
         max = 0.0f;
     for (int64_t begin = 0; begin < row.n_seen; begin += DSC_BLOCK_ELEMS) {
         int64_t n = dsc_block_of(row.n_seen - begin);

@@ -1,7 +1,7 @@
 /*
  * Compiled once per instruction set: LAMB (arXiv 1904.00962, algorithm 2) in three loops, because the update is scaled
- * by norms over the whole tensor: the moments, the norms, the update. The update is worked out twice rather than kept:
- * it would cost a buffer.
+ * by norms over the whole tensor: the moments, the norms, the update. The update is computed twice, because storing it
+ * would take a buffer.
  */
 #include "base/par.h"
 #include "optim/loops.h"
@@ -41,7 +41,7 @@ void DSC_K(lamb_norms)(const struct dsc_optim_scalars *scalars, int64_t n, const
         update[i] = update_of(&s, param[i], exp_avg[i], exp_avg_sq[i]);
     DSC_K(sumsq_f32)(n, param, &block->sumsq[0], &n_nonfinite);
     DSC_K(sumsq_f32)(n, update, &block->sumsq[1], &n_nonfinite);
-    if (n_nonfinite > 0) /* sumsq_f32 leaves them out; a norm must show them */
+    if (n_nonfinite > 0) /* sumsq_f32 leaves out non-finite elements, but a norm must show them */
         block->sumsq[0] = block->sumsq[1] = (double)NAN;
 }
 

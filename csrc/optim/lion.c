@@ -2,7 +2,9 @@
 #include "base/half.h"
 #include "optim/loops.h"
 
-/* -1, 0 or 1. A NaN stays a NaN, so that a bad gradient is seen in the weights instead of moving them by one step. */
+/*
+ * -1, 0 or 1. A NaN stays a NaN, so that a bad gradient shows in the weights and does not just move them by one step.
+ */
 static inline float sign_of(float x)
 {
     float magnitude = x == 0.0f ? 0.0f : 1.0f;

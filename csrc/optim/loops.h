@@ -34,10 +34,13 @@ struct dsc_optim_scalars {
     bool has_momentum;
 };
 
-/* n elements. Operands that a pass does not name (see optim.c) are NULL. None overlap. */
+/*
+ * The operands of a loop, n elements each. Operands that a pass does not list (see optim.c) are NULL. Operands do not
+ * overlap.
+ */
 struct dsc_optim_block {
     dsc_f32 *param;
-    const dsc_f32 *grad; /* as the caller stored it: to be multiplied by grad_scale */
+    const dsc_f32 *grad; /* as stored by the caller; the loop multiplies it by grad_scale */
     dsc_f32 *state[DSC_OPTIM_MAX_STATES];
     float ratio;   /* apply: the tensor's trust ratio */
     double *sumsq; /* norms: [0] += sum of param^2, [1] += sum of update^2 */
@@ -45,7 +48,7 @@ struct dsc_optim_block {
 
 typedef void dsc_optim_loop(const struct dsc_optim_scalars *scalars, int64_t n, const struct dsc_optim_block *block);
 
-/* step, or the three others. */
+/* Either step is set, or the three other loops. */
 struct dsc_optim_loops {
     dsc_optim_loop *step;
     dsc_optim_loop *moments;
@@ -65,7 +68,7 @@ enum dsc_optim_id {
 
 struct dsc_optim_table {
     struct dsc_optim_loops kinds[DSC_OPTIM_N_KINDS];
-    dsc_optim_loop *muon_momentum; /* param is where the update goes */
+    dsc_optim_loop *muon_momentum; /* param receives the update */
     dsc_optim_loop *muon_apply;    /* grad is the orthogonalised update */
 };
 

@@ -1,6 +1,6 @@
 /*
- * The optimizer step: checks everything, works out the scalars, shares the tensors out in chunks, and runs the loops
- * block by block.
+ * The optimizer step: checks all arguments, computes the scalars, cuts the tensors into chunks for threads, and runs
+ * the loops block by block.
  */
 #include "dsc/optim.h"
 
@@ -53,7 +53,10 @@ static const struct dsc_optim_kind kinds[DSC_OPTIM_N_KINDS] = {
 #undef DSC_OPTIMIZER_NORMS
 };
 
-/* Muon's halves share the checks, but it is no entry of the registry: a step of it needs matrix products in between. */
+/*
+ * Muon's halves share the checks. Muon is not in the registry, because its step needs matrix products between the
+ * halves.
+ */
 static const struct dsc_optim_kind muon = {"muon", 1, DSC_USES_MOMENTUM, false, DSC_Q8_NEVER};
 
 #define TABLE_ENTRY(isa, is_runnable) &DSC_K_OF(optim_table, isa),
@@ -103,7 +106,7 @@ dsc_q8_code dsc_optim_q8_code(const struct dsc_optim_kind *kind, int32_t slot)
     return slot >= 0 && slot < kind->n_states ? kind->q8[slot] : DSC_Q8_NONE;
 }
 
-/* One field of dsc_optim_args; finite as the f32 that the loops see, and in [low, high) where the optimizer uses it. */
+/* Checks one field of dsc_optim_args: finite after rounding to f32, and in [low, high) if the optimizer uses it. */
 static dsc_status check_field(const char *kind, const char *field, double value, bool is_used, double low, double high)
 {
     if (!(fabs(value) <= FLT_MAX))
@@ -175,7 +178,7 @@ static dsc_status check_args(const struct dsc_optim_kind *kind, const struct dsc
 #define READS_GRAD (1u << 2)
 #define READS_STATE (1u << 3)
 #define WRITES_STATE (1u << 4)
-#define WRITES_COPY (1u << 5)   /* from the param block, where the tensor has a copy */
+#define WRITES_COPY (1u << 5)   /* from the param block, if the tensor has a copy */
 #define REQUIRES_COPY (1u << 6) /* the copy is the result */
 
 #define TOUCHES_PARAM (READS_PARAM | WRITES_PARAM)
@@ -269,7 +272,7 @@ struct pass {
 
 #define MAX_PASSES 2
 
-/* The sums of tensors cut by a chunk border, on either side of it. */
+/* The partial sums of tensors that a chunk border cuts, on both sides of the border. */
 struct edges {
     double head[2]; /* for the tensor that began in an earlier chunk */
     double tail[2]; /* for the tensor that begins here and goes on in the next */
@@ -281,11 +284,11 @@ struct job {
     const struct dsc_optim_tensor *tensors;
     struct dsc_optim_scalars scalars;
     int32_t n_states;
-    const dsc_q8_code *q8; /* the codes of the states, or NULL where they are of args->state_dtype */
-    struct pass
-        passes[MAX_PASSES]; /* one after another on each block, while it is in the cache; the second may lack a loop */
-    const double *ratios;   /* one a tensor, or NULL */
-    double *sumsq;          /* two a tensor, or NULL */
+    const dsc_q8_code *q8;          /* the codes of the states; NULL if the states are of args->state_dtype */
+    struct pass passes[MAX_PASSES]; /* run one after the other on each block, while it is in the cache; the second may
+                                       have no loop */
+    const double *ratios;           /* one a tensor, or NULL */
+    double *sumsq;                  /* two a tensor, or NULL */
     struct dsc_list list;
     struct edges edges[DSC_MAX_CHUNKS]; /* where sumsq is not NULL */
 };
@@ -303,8 +306,8 @@ static char *at(const void *data, dsc_dtype dtype, int64_t element)
 }
 
 /*
- * The block of an operand that the loop may write: in place when it is f32, otherwise in scratch, filled if it is read
- * as well.
+ * Returns a writable block of an operand. An f32 operand is used in place; otherwise the block is in scratch, and is
+ * filled if the loop also reads it.
  */
 static dsc_f32 *writable(const struct dsc_kernels *kernels, dsc_dtype dtype, char *data, int64_t n, dsc_f32 *scratch,
                          bool is_read)
@@ -317,8 +320,8 @@ static dsc_f32 *writable(const struct dsc_kernels *kernels, dsc_dtype dtype, cha
 }
 
 /*
- * Where the loop finds the param block. Without a parameter (muon) it is a place for the result, if possible the
- * result's own.
+ * Returns the param block for the loop. For a pass without a parameter (muon), the block only receives the result; it
+ * is the memory of the result itself if possible.
  */
 static dsc_f32 *param_block(const struct job *job, unsigned operands, char *param, char *copy, int64_t n,
                             struct scratch *scratch)
@@ -401,8 +404,9 @@ static void run_piece(const struct job *job, const struct dsc_piece *piece, doub
 }
 
 /*
- * The elements of a piece whose scales no other chunk writes: chunk borders are whole blocks of the list, but a tensor
- * behind others begins anywhere in it. A block that a border cuts belongs to the chunk that it begins in.
+ * Returns the elements of a piece whose scales no other chunk writes. Chunk borders are multiples of a block in the
+ * list, but a tensor can begin anywhere in the list, so a border may cut a block of scales. Such a block belongs to the
+ * chunk in which it begins.
  */
 static struct dsc_piece whole_blocks(const struct dsc_piece *piece, int64_t n_elems)
 {
@@ -438,7 +442,7 @@ static void run_chunks(void *arg, int64_t first, int64_t last)
             else if (piece.n_elems < job->tensors[piece.array].n_elems)
                 target = edges.tail;
             else
-                target = &job->sumsq[2 * piece.array]; /* this chunk alone holds it */
+                target = &job->sumsq[2 * piece.array]; /* only this chunk holds the tensor */
             memcpy(target, sumsq, sizeof sumsq);
         }
         if (job->sumsq != NULL)
@@ -483,7 +487,7 @@ static dsc_status init_job(struct job *job, const struct dsc_optim_args *args, c
     return dsc_list_init(&job->list, n_tensors > 0 ? &tensors->n_elems : NULL, sizeof *tensors, n_tensors);
 }
 
-/* One pass over a checked list; q8 as in the job. */
+/* Runs one pass over a checked list; q8 is as in struct job. */
 static dsc_status run(const struct pass *pass, const dsc_q8_code *q8, const struct dsc_optim_args *args,
                       const struct dsc_optim_tensor *tensors, int64_t n_tensors, int32_t n_states, const double *ratios,
                       const struct dsc_par *par)
@@ -512,7 +516,9 @@ static dsc_status run_norms(const struct dsc_optim_loops *loops, const struct ds
     struct job job;
 
     DSC_TRY(init_job(&job, args, tensors, n_tensors, n_states));
-    /* Two passes on each block: the norms are of the moments as stored, because apply reads these. */
+    /*
+     * Two passes on each block: the norms are computed from the moments as stored, because apply reads the stored ones.
+     */
     job.passes[0] = (struct pass){loops->moments, MOMENTS_OPERANDS};
     job.passes[1] = (struct pass){loops->norms, NORMS_OPERANDS};
     job.sumsq = out_sumsq;
@@ -525,7 +531,7 @@ static dsc_status run_norms(const struct dsc_optim_loops *loops, const struct ds
 
 #define GROUP_TENSORS 512
 
-/* A whole step of a kind with norms, for so many tensors at a time that their norms fit the stack. */
+/* Runs a whole step of a kind with norms, on groups of tensors whose norms fit the stack. */
 static dsc_status run_norm_groups(const struct dsc_optim_loops *loops, const struct dsc_optim_args *args,
                                   const struct dsc_optim_tensor *tensors, int64_t n_tensors, int32_t n_states,
                                   const struct dsc_par *par)

@@ -1,4 +1,4 @@
-/* Quantised states (dsc/optim.h): arrays of any length as blocks, shared out over threads. */
+/* Quantised states (dsc/optim.h): cuts arrays of any length into blocks and spreads them over threads. */
 #include "optim/q8.h"
 
 #include "base/fail.h"
@@ -11,7 +11,7 @@ int64_t dsc_q8_n_scales(int64_t n_elems)
     return n_elems / DSC_Q8_BLOCK_ELEMS + (n_elems % DSC_Q8_BLOCK_ELEMS != 0);
 }
 
-/* Elements from element at on to the end of its block, n_left at most. */
+/* Number of elements from element at to the end of its block, at most n_left. */
 static int64_t rest_of_block(int64_t at, int64_t n_left)
 {
     int64_t n = DSC_Q8_BLOCK_ELEMS - at % DSC_Q8_BLOCK_ELEMS;
@@ -69,7 +69,7 @@ struct job {
     void *out_codes;
     void *out_scales;
     dsc_f32 *out_values;
-    int64_t first_negative[DSC_MAX_CHUNKS]; /* -1: none in the chunk */
+    int64_t first_negative[DSC_MAX_CHUNKS]; /* -1: no such element in the chunk */
 };
 
 static int64_t end_of_chunk(const struct job *job, int64_t chunk)
@@ -117,7 +117,7 @@ static void dequantize_chunks(void *arg, int64_t first, int64_t last)
     }
 }
 
-/* The checks that both directions share, and how the elements are shared out. */
+/* Makes the checks that both directions share, and cuts the elements into chunks. */
 static dsc_status init_job(struct job *job, const char *what, dsc_q8_code code, int64_t n_elems, const void *codes,
                            const void *scales, const void *values, int64_t *out_n_chunks)
 {

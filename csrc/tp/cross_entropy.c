@@ -19,8 +19,8 @@ struct job {
     struct dsc_tp_row *rows;
     const float *log_sum;
     const float *scale;
-    float each;      /* subtracted from every token id's probability */
-    float at_target; /* and from the target's besides */
+    float each;      /* subtracted from the probability of every token id */
+    float at_target; /* also subtracted from the target's */
 };
 
 static dsc_status check(const void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows, int64_t vocab_size)
@@ -95,7 +95,7 @@ static struct dsc_tp_row read_row(const struct job *job, int64_t row)
         job->kernels->max_f32(n, dsc_load_f32(job->kernels, job->dtype, logit(job, row, i), n, scratch), &found.max);
     }
 
-    /* A row of nothing but -inf adds nothing, and a row of nothing but NaN is NaN. */
+    /* A row that holds only -inf adds nothing, and a row that holds only NaN is NaN. */
     float shift = found.max == -INFINITY ? 0.0f : found.max;
 
     for (int64_t i = 0; i < job->vocab_size; i += DSC_BLOCK_ELEMS) {

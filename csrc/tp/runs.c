@@ -1,11 +1,13 @@
-/* A tensor-parallel rank's elements of one dimension: heads to ranks, grains to ranks, and the runs they make. */
+/*
+ * Computes a tensor-parallel rank's elements of one dimension: assigns heads and grains to ranks, and lists the runs.
+ */
 #include "dsc/tp.h"
 
 #include "base/check.h"
 #include "base/fail.h"
 #include "base/share.h"
 
-/* Grains [begin, end) of all blocks together, and who else holds them. */
+/* Grains [begin, end), counted through all blocks, and the ranks that hold them. */
 struct share {
     struct dsc_range grains;
     int64_t per_block;
@@ -42,7 +44,7 @@ dsc_status dsc_tp_heads_of(int64_t n_heads, int64_t n_key_heads, int32_t n_ranks
     struct dsc_range sharers = dsc_even(n_ranks, n_key_heads, key);
     int64_t n_sharers = sharers.end - sharers.begin;
 
-    /* The first key heads have the most ranks, so the refusal is the same on all of them. */
+    /* The first key heads have the most ranks, so the check gives the same result on all ranks. */
     if (group < (n_ranks + n_key_heads - 1) / n_key_heads)
         return dsc_fail(DSC_EINVAL,
                         "%lld query heads over %lld key heads: a key head's %lld do not reach for %lld ranks",
@@ -80,7 +82,7 @@ static dsc_status check_part(const struct dsc_tp_dim *dim, int64_t i)
     return DSC_OK;
 }
 
-/* Also that no offset and no count below overflows. */
+/* Also checks that no offset and no count below overflows. */
 static dsc_status check_dim(const struct dsc_tp_dim *dim)
 {
     int64_t block = 0;
@@ -146,7 +148,7 @@ static struct dsc_range in_block(const struct dsc_tp_part *part, const struct sh
     return elems;
 }
 
-/* Runs as they are found: counted always, kept where there is an array. */
+/* The runs found so far: always counted, and stored if there is an array. */
 struct runs {
     struct dsc_tp_run *kept;
     int64_t capacity;
@@ -206,7 +208,7 @@ dsc_status dsc_tp_runs_of(const struct dsc_tp_dim *dim, int32_t n_ranks, int32_t
     for (int64_t i = 0; i < dim->n_parts; i++) {
         struct share share = share_of(dim, &dim->parts[i], &heads, n_ranks, rank);
 
-        /* A part counts even if this rank has nothing of it: its copies may have some. */
+        /* A part counts even if this rank has nothing of it, because ranks with copies may have some of it. */
         if (share.per_block == 0 || dim->n_blocks == 0)
             continue;
         if (n_copies < 0 || (share.first_copy == first_copy && share.n_copies == n_copies)) {

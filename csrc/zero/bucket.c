@@ -101,8 +101,7 @@ dsc_status dsc_bucket_tracker_mark(struct dsc_bucket_tracker *tracker, int64_t p
     if (!(tracker->marks[param] & MARKED))
         tracker->pending[bucket]--;
     /*
-     * Whether it had been marked does not matter: a bucket that was forced out left without this contribution just the
-     * same.
+     * An earlier mark does not matter: a bucket that was launched early has left without this contribution in any case.
      */
     if (tracker->states[bucket] & LAUNCHED) {
         *out_time = DSC_BUCKET_LATE;
@@ -146,7 +145,7 @@ dsc_status dsc_bucket_tracker_seen(const struct dsc_bucket_tracker *tracker, uin
     return DSC_OK;
 }
 
-/* Its turn has come: true if it is launched now. */
+/* Called when the bucket's turn has come. True if it is launched now. */
 static bool pass(struct dsc_bucket_tracker *tracker, int64_t bucket)
 {
     uint8_t before = tracker->states[bucket];

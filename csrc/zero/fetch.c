@@ -41,7 +41,7 @@ static void pass_step(struct dsc_fetch *fetch, struct actions *actions, bool is_
     int32_t unit = plan->steps[fetch->cursor];
     struct dsc_fetch_unit *book = &fetch->units[unit];
 
-    /* A unit whose next step was issued while it was live has had no gather for that step: it must stay. */
+    /* If the next step of a live unit has been issued, no gather was made for that step, so the unit must stay live. */
     if (fetch->cursor > 0 && !plan->keep[fetch->cursor - 1] && fetch->units[fetch->running_unit].step >= fetch->issued)
         release(fetch, actions, fetch->running_unit);
     release_unexpected(fetch, actions);
@@ -59,7 +59,7 @@ static void pass_step(struct dsc_fetch *fetch, struct actions *actions, bool is_
     fetch->cursor++;
 }
 
-/* Room for n_records more steps in the record and for n_needed actions: the call goes through, or changes nothing. */
+/* Checks for room for n_records more steps in the record and for n_needed actions, before anything is changed. */
 static dsc_status check_room(const struct dsc_fetch *fetch, int64_t n_records, int64_t n_needed, int64_t capacity,
                              const struct dsc_fetch_action *actions)
 {
@@ -105,7 +105,7 @@ dsc_status dsc_fetch_init(struct dsc_fetch *fetch, const int64_t *unit_elems, in
     return DSC_OK;
 }
 
-/* Leaves the first step of each unit in its book, which means nothing outside a pass. */
+/* Also sets the next step of each unit to its first step; outside a pass this field has no meaning. */
 static dsc_status check_plan(struct dsc_fetch *fetch, const struct dsc_fetch_plan *plan)
 {
     if (plan->n_steps < 0)
@@ -188,7 +188,7 @@ static dsc_status pass_until(struct dsc_fetch *fetch, int64_t end, bool is_last_
 {
     int64_t n_gathers = end > fetch->cursor ? fetch->plan.until[end - 1] - fetch->issued : 0;
 
-    /* Every released unit is live now, or gathered by this call. */
+    /* Each unit that this call releases is live now, or is gathered by this call. */
     DSC_TRY(check_room(fetch, end - fetch->cursor, fetch->n_live + 2 * n_gathers + (end - fetch->cursor), capacity,
                        actions->entries));
     while (fetch->cursor < end)
@@ -221,7 +221,7 @@ dsc_status dsc_fetch_use(struct dsc_fetch *fetch, int32_t unit, int64_t capacity
     return DSC_OK;
 }
 
-/* Everything that is live, except keep_unit; the pass is over. */
+/* Releases all live units except keep_unit, and ends the pass. */
 static void finish(struct dsc_fetch *fetch, int32_t keep_unit, struct actions *actions)
 {
     for (int32_t u = 0; u < fetch->n_units && fetch->n_live > 0; u++)

@@ -1,4 +1,4 @@
-/* Gradients on their way into the buffers of their buckets: the first is copied, others are added. */
+/* Copies the first gradient of a parameter into the buffer of its bucket, and adds later ones. */
 #include "dsc/intake.h"
 
 #include "base/fail.h"

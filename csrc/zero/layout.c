@@ -1,4 +1,4 @@
-/* A list of sizes becomes a padded flat layout, cut into buckets of equal slices. */
+/* Turns a list of sizes into a padded flat layout, cut into buckets of equal slices. */
 #include "dsc/zero.h"
 
 #include "base/fail.h"
@@ -13,7 +13,7 @@ struct planner {
     int64_t bucket; /* index of the open bucket */
 };
 
-/* Both are true when the result does not fit. align is a power of two. */
+/* These two return true if the result does not fit int64_t. align is a power of two. */
 static bool align_up_overflows(int64_t value, int64_t align, int64_t *out_aligned)
 {
     int64_t sum;
@@ -24,7 +24,7 @@ static bool align_up_overflows(int64_t value, int64_t align, int64_t *out_aligne
     return false;
 }
 
-/* The slice of the open bucket, and where the next one would begin. */
+/* Computes the slice of the open bucket, and the beginning of the next bucket. */
 static bool close_overflows(const struct planner *planner, int64_t *out_slice, int64_t *out_next_begin)
 {
     int64_t n_used = planner->end - planner->begin;
@@ -40,8 +40,8 @@ static bool close_overflows(const struct planner *planner, int64_t *out_slice, i
 }
 
 /*
- * Places the next parameter. *out_is_closing: the open bucket was closed before it, with *out_slice. False when the
- * flat buffer would not fit int64_t.
+ * Places the next parameter. *out_is_closing: the open bucket was closed before this parameter, with slice *out_slice.
+ * Returns false if the flat buffer would not fit int64_t.
  */
 static bool place(struct planner *planner, int64_t n_elems, int64_t *out_offset, bool *out_is_closing,
                   int64_t *out_slice)
@@ -107,7 +107,7 @@ dsc_status dsc_layout_plan(const int64_t *sizes, int64_t n_params, int32_t n_ran
     int64_t flat_elems = 0;
     bool is_closing;
 
-    /* A dry walk first: on failure nothing has been written. */
+    /* First walks without writing, so that nothing has been written on failure. */
     for (int64_t i = 0; i < n_params; i++)
         if (!place(&planner, sizes[i], &offset, &is_closing, &slice))
             return dsc_fail(DSC_EOVERFLOW, "the flat buffer up to parameter %lld (%lld elements) does not fit int64_t",

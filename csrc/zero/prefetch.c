@@ -1,12 +1,12 @@
 /*
- * A trace, sizes and limits become a plan: when each step's unit is gathered, and whether it stays live until its next
- * use.
+ * Makes a plan from a trace, sizes and limits: when each step's unit is gathered, and whether it stays live until its
+ * next use.
  */
 #include "dsc/fetch.h"
 
 #include "base/fail.h"
 
-/* Where a unit stands while the plan is walked. */
+/* The state of a unit while the plan is walked. */
 enum { NOT_LIVE, LIVE, LIVE_AHEAD /* gathered, and not used yet */ };
 
 /* Sums over prefixes of positions (a Fenwick tree). sums has n + 1 entries. */
@@ -26,9 +26,9 @@ static int64_t sum_below(const int64_t *sums, int64_t position)
 }
 
 /*
- * Fills next, and keep with 1 where the reuse distance allows to keep the unit until then. Marks the last use so far of
- * each unit with its elements: between two uses of a unit the marks are then the distinct units used there, each once.
- * sums: n_steps + 1 entries; last: n_units entries.
+ * Fills next, and sets keep to 1 where the reuse distance allows keeping the unit until its next use. The walk marks
+ * the last use so far of each unit with the unit's elements. So the sum of the marks between two uses of a unit counts
+ * each unit used in between exactly once. sums: n_steps + 1 entries; last: n_units entries.
  */
 static void find_reuse(const int32_t *steps, int64_t n_steps, const int64_t *unit_elems, int32_t n_units,
                        int64_t max_reuse_elems, int64_t *sums, int64_t *last, int64_t *next, uint8_t *keep)
@@ -54,9 +54,9 @@ static void find_reuse(const int32_t *steps, int64_t n_steps, const int64_t *uni
 }
 
 /*
- * The elements that each step needs at the least: its own unit, and the units that are kept over it. They are a tree of
- * maxima with addition to ranges: a node holds the maximum of its range, less the additions to its ancestors, so that a
- * whole range takes one addition. Leaf i of n_leaves (a power of two) is node n_leaves + i.
+ * The fewest elements that each step needs: its own unit, and the units that are kept across it. Stored as a segment
+ * tree of maxima with addition to ranges: a node holds the maximum of its range, without the additions to its
+ * ancestors. So one addition suffices for a whole range. Leaf i of n_leaves (a power of two) is node n_leaves + i.
  */
 struct floor {
     int64_t *nodes; /* 2 * n_leaves */
@@ -150,10 +150,11 @@ static dsc_status check_plan_args(const int32_t *steps, int64_t n_steps, const i
 }
 
 /*
- * Why no limit is broken later: a unit live at a step was live at the step before or is issued at this one, and every
- * gather is checked as it is issued, except the gather of the step itself. Such a gather is issued at its own step only
- * when nothing is ahead, so that the only live units are those kept over it: it is enough that they and the step's own
- * unit fit, and the floor checks that. Sums of distinct units fit int64_t, since the sum of all does.
+ * Why no limit is broken later: a unit that is live at a step was live at the previous step, or its gather is issued at
+ * this step. Every gather is checked when it is issued, except the gather of the step itself. That gather is issued at
+ * its own step only if nothing has been gathered ahead, so the only live units are then the units kept across the step.
+ * It is enough that these units and the step's own unit fit, and the floor checks this. Sums of distinct units fit
+ * int64_t, since the sum of all does.
  */
 dsc_status dsc_prefetch_plan(const int32_t *steps, int64_t n_steps, const int64_t *unit_elems, int32_t n_units,
                              const struct dsc_prefetch_limits *limits, int64_t *scratch, int64_t *out_until,

@@ -1,4 +1,4 @@
-/* The elements that a rank owns: the fragments of a planned layout, and the even split without padding. */
+/* Finds the elements that a rank owns: the fragments of a planned layout, and the even split without padding. */
 #include "dsc/zero.h"
 
 #include "base/check.h"
@@ -15,7 +15,7 @@ struct layout {
     int32_t n_ranks;
 };
 
-/* Buckets lie one behind the other, and every sum below fits int64_t. */
+/* Checks that each bucket begins where the previous one ends, and that every sum below fits int64_t. */
 static dsc_status check_buckets(const struct layout *layout)
 {
     int64_t end = 0;
@@ -38,7 +38,7 @@ static dsc_status check_buckets(const struct layout *layout)
     return DSC_OK;
 }
 
-/* Parameters lie one behind the other, each inside its bucket. */
+/* Checks that parameters do not overlap, and that each lies inside its bucket. */
 static dsc_status check_params(const struct layout *layout)
 {
     int64_t end = 0;

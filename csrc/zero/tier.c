@@ -1,4 +1,4 @@
-/* Kinds of states to memories by exhaustive search. */
+/* Assigns kinds of states to memories by exhaustive search. */
 #include "dsc/tier.h"
 
 #include "base/fail.h"
@@ -9,8 +9,8 @@
 static const char *const memory_names[DSC_N_TIERS] = {"device", "host", "NVMe"};
 
 /*
- * The goals that placements are compared by, first entry first. Each entry only grows as kinds are added, so that a
- * part of a placement bounds the whole.
+ * The goals by which placements are compared, in this order. Each goal only grows as kinds are added, so a partial
+ * placement gives a lower bound for every completion.
  */
 enum { MISSING, DISK, LINK, IN_NVME, IN_HOST, N_GOALS };
 
@@ -48,7 +48,7 @@ static dsc_status check_kind(const struct dsc_tier_kind *kind, int32_t index)
     return DSC_OK;
 }
 
-/* Whether everything fits int64_t however it is placed, so that the search adds without looking. */
+/* Checks that all sums fit int64_t for every placement, so that the search need not check additions. */
 static dsc_status check_sums(const struct dsc_tier_kind *kinds, int32_t n_kinds)
 {
     int64_t total = 0;
@@ -120,7 +120,7 @@ static void place_from(struct search *s, int32_t index)
         [IN_HOST] = s->held_bytes[DSC_TIER_HOST],
     };
 
-    if (!is_better(s, goals)) /* nor is any placement that begins like this one */
+    if (!is_better(s, goals)) /* nor is any other placement with the same beginning */
         return;
     if (index == s->n_kinds) {
         keep(s, goals, missing);

@@ -1,4 +1,4 @@
-/* The order of a pass's gather units: recorded, compared, and pruned for a plan. */
+/* Records, compares and prunes the order of a pass's gather units. */
 #include "dsc/fetch.h"
 
 #include "base/fail.h"
@@ -60,8 +60,8 @@ dsc_status dsc_trace_prune(struct dsc_trace *trace, const uint8_t *may_drop, int
 
         if (!trace->is_used[i] && (may_drop[unit] || has_use[unit]))
             continue;
-        if (n_left > 0 && trace->units[n_left - 1] ==
-                              unit) /* both are used, or neither: an unused one beside a used one is gone by now */
+        if (n_left > 0 && trace->units[n_left - 1] == unit) /* both steps are used or both are not: an unused step
+                                                               beside a used step of its unit has been removed */
             continue;
         trace->units[n_left] = unit;
         trace->is_used[n_left] = trace->is_used[i];

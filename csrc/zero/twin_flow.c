@@ -1,14 +1,14 @@
-/* How much of an update the host takes while the device does the rest (Twin-Flow). */
+/* Computes how much of an update the host does while the device does the rest (Twin-Flow). */
 #include "dsc/tier.h"
 
 #include "base/fail.h"
 
 #include <math.h>
 
-/* Roundings of a part of up to so many elements stay below one element, so that the kept part fits to the byte. */
+/* Up to this number of elements, rounding errors stay below one element, so that the kept part fits to the byte. */
 #define MAX_ELEMS (INT64_C(1) << 50)
 
-/* Far beyond any machine, and such that no quotient or product below leaves the range of a double. */
+/* Limits far beyond any machine, chosen so that no quotient or product below leaves the range of a double. */
 #define MIN_RATE 1e-60
 #define MAX_RATE 1e60
 

@@ -3,7 +3,9 @@
 #include "cpu/wide.h"
 #include "nn/table.h"
 
-/* An activation and its derivative, which share the costly part; the compiler leaves out an unused one. */
+/*
+ * An activation and its derivative, which share the costly part. The compiler removes whichever of the two is unused.
+ */
 struct act {
     wide value;
     wide slope;
@@ -45,7 +47,7 @@ static inline struct act relu(wide x)
 
 typedef struct act act_of(wide x);
 
-/* Steps of EACH_WIDE_AS; dtype, act and a NULL are constants where they are inlined. */
+/* Steps of EACH_WIDE_AS. They are inlined, and dtype, act and NULL pointers are then constants. */
 #define STEP static inline __attribute__((always_inline)) void
 
 static inline __attribute__((always_inline)) wide biased(dsc_dtype dtype, const void *x, const void *bias, int64_t i,

@@ -1,7 +1,8 @@
 /*
- * Compiled once per instruction set: dropout by numbers that depend on seed and place alone, the halves of the words of
- * Philox4x32-7 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3, SC 2011, which finds seven
- * rounds to pass every test of TestU01). Ten rounds of whole words took three times as long, and are no better here.
+ * Compiled once per instruction set: dropout by random numbers that depend only on seed and position. The numbers are
+ * the halves of the words of Philox4x32-7 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3, SC
+ * 2011; seven rounds pass every test of TestU01 there). Ten rounds and whole words took three times as long, and are no
+ * better here.
  */
 #include "cpu/lanes.h"
 #include "cpu/math.h"
@@ -22,10 +23,10 @@
 #define WEYL_1 0xBB67AE85u
 #define LOW_WORD 0xFFFFFFFFu
 
-/* A word of each of several counters: in the low half of each lane, with anything above it. */
+/* One word of each of several counters, in the low half of each lane; the high half may hold anything. */
 typedef uint64_t words __attribute__((vector_size(8 * REGISTER_LANES)));
 
-/* The products of words, in full. The compiler, left alone, multiplies lanes of 64 bits in three steps. */
+/* The full 64-bit products of words. Intrinsics, because the compiler would multiply 64-bit lanes in three steps. */
 static inline words multiply(words a, uint32_t factor)
 {
 #if defined(__AVX512F__)
@@ -39,7 +40,7 @@ static inline words multiply(words a, uint32_t factor)
 #endif
 }
 
-/* a[0], b[0], a[1], b[1], ...: by hand, because the compiler stores every lane by itself otherwise. */
+/* Writes a[0], b[0], a[1], b[1], ... With intrinsics, because the compiler would store each lane separately. */
 static inline void interleave(words a, words b, words out[2])
 {
 #if defined(__AVX512F__)
@@ -112,7 +113,7 @@ static inline void philox(uint64_t seed, uint64_t first, uint32_t out[GROUP_WORD
     }
 }
 
-/* Words that are drawn before they are looked at. */
+/* Number of words that are generated at once, before they are used. */
 #define DRAWN 512
 #define HALVES (2 * WORDS) /* of one counter */
 

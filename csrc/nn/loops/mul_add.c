@@ -1,6 +1,7 @@
 /*
  * Compiled once per instruction set: the product of small matrices. Every element is one chain of fused operations in
- * the order of k, so its bits depend on no register's width. Without vectors that fuse, libm's fmaf does it, slowly.
+ * the order of k, so its bits do not depend on the width of registers. On processors without fused vector operations,
+ * libm's fmaf computes them, slowly.
  */
 #include "nn/table.h"
 
@@ -50,7 +51,7 @@ static inline void store(vector x, dsc_f32 *to)
     memcpy(to, &x, sizeof x);
 }
 
-/* One tile of c, in registers. n_rows and n_vectors are constants where this is inlined. */
+/* Computes one tile of c, in registers. n_rows and n_vectors are constants after inlining. */
 static inline __attribute__((always_inline)) void tile(int n_rows, int n_vectors, int64_t k, const dsc_f32 *a,
                                                        int64_t a_row, int64_t a_col, const dsc_f32 *b, int64_t b_row,
                                                        dsc_f32 *c, int64_t c_row)

@@ -78,7 +78,7 @@ static inline void add_to(floats x, dsc_f32 *dst)
     memcpy(dst, &x, sizeof x);
 }
 
-/* A constant for each of weight, dweight and dbias that is NULL, so that each case has a loop of its own. */
+/* Whether weight, dweight and dbias are NULL is constant after inlining, so that each case has its own loop. */
 static inline __attribute__((always_inline)) void sum_row(int64_t n, const dsc_f32 *dy, const dsc_f32 *x, float mean,
                                                           float rstd, const dsc_f32 *weight, dsc_f32 *dweight,
                                                           dsc_f32 *dbias, double *sum_g, double *sum_gh)

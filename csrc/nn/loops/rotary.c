@@ -1,4 +1,4 @@
-/* Compiled once per instruction set: pairs of elements turned by an angle each. */
+/* Compiled once per instruction set: rotates pairs of elements, each pair by its angle. */
 #include "cpu/math.h"
 #include "nn/table.h"
 

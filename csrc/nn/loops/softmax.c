@@ -1,6 +1,6 @@
 /*
- * Compiled once per instruction set: the steps of a softmax over one row, and its gradient. A NaN is passed over by the
- * maximum, and comes back in the sum.
+ * Compiled once per instruction set: the steps of a softmax over one row, and its gradient. The maximum ignores a NaN,
+ * but the sum then is NaN.
  */
 #include "cpu/lanes.h"
 #include "cpu/math.h"
@@ -9,7 +9,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* The terms of a row's scores. All but data are constants where this is inlined. */
+/* The terms of a row's scores. After inlining, all fields but data are constants. */
 struct scored {
     dsc_dtype dtype;
     const void *x;
@@ -18,7 +18,7 @@ struct scored {
     const uint8_t *keep;
 };
 
-/* n scores from element i, which are also stored. */
+/* Returns n scores from element i on, and stores them too. */
 INLINE wide score(const struct scored *from, dsc_f32 *y, int64_t i, int64_t n)
 {
     wide scores = from->scale * dsc_wide_load_as(from->dtype, from->x, i, n);
@@ -31,7 +31,7 @@ INLINE wide score(const struct scored *from, dsc_f32 *y, int64_t i, int64_t n)
     return scores;
 }
 
-/* Maxima that do not wait for one another: an operation takes four cycles, and two start in each. */
+/* Number of independent maxima: an operation takes four cycles, and two operations can start in each cycle. */
 #define CHAINS 4
 
 INLINE void score_row(int64_t n, struct scored from, dsc_f32 *y, float *max)
@@ -60,7 +60,7 @@ INLINE void score_row(int64_t n, struct scored from, dsc_f32 *y, float *max)
         *max = most[0][lane] > *max ? most[0][lane] : *max;
 }
 
-/* Without mask and keep their terms fall away. */
+/* With a NULL mask or keep, the corresponding term is removed. */
 #define SCORE(dtype, mask, keep) score_row(n, (struct scored){dtype, x, scale, mask, keep}, y, max)
 
 void DSC_K(nn_scores)(int64_t n, dsc_dtype dtype, const void *x, float scale, const void *mask, dsc_f32 *y, float *max)
@@ -137,7 +137,7 @@ void DSC_K(nn_scaled)(int64_t n, const dsc_f32 *x, float factor, dsc_dtype dtype
     WITH_DTYPE(dtype, EACH_WIDE_AS, n, scaled_step, x, factor, y);
 }
 
-/* Products, which of 16-bit elements are exact, and sums of SUMMED of them in f32, as in nn_exps. */
+/* Products (exact for 16-bit elements) and sums of SUMMED products are in f32, as in nn_exps. */
 INLINE void dot_row(dsc_dtype dtype, int64_t n, const void *y, const void *dy, double *sum)
 {
     double lanes[LANES];
