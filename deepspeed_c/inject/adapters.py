@@ -1,8 +1,9 @@
-"""LoRA adapters of peft on a model that is cut: the two factors of each are cut as the layer below them is.
+"""LoRA adapters of peft on a cut model: the two factors of an adapter are cut as the layer below the adapter is.
 
-With y = x W + x A B, the columns of W and of B are cut together, and A is whole: x A is whole on all ranks, and B, a
-column layer, sums its gradient. Where W is cut by rows, so is A, a row layer whose sum is whole, and B is whole. So a
-whole factor has the same gradient on all ranks, with no sum of its own.
+With y = x W + x A B there are two cases. Where W is cut by columns, B is cut by the same columns and A is whole: x A is
+whole on all ranks, and B is a column layer, which sums the gradient of its input. Where W is cut by rows, A is cut by
+the same rows and B is whole: A is a row layer, and its sum is whole. So a whole factor has the same gradient on all
+ranks, without a further sum.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ def check_adapters(model: torch.nn.Module) -> None:
 
 
 def with_adapters(planned: Iterable[Planned]) -> Iterator[Planned]:
-    """``planned``, with each adapted layer exchanged for the linear layers in it that are to be cut.
+    """``planned``, but each adapted layer is replaced by those of its linear layers that are to be cut.
 
     Raises ModelError for an adapter that cannot be cut with its layer.
     """
     for step in planned:
         base = getattr(step.module, "base_layer", None)
-        # Rules of these styles cut nothing: the adapted layer computes as a whole.
+        # Rules of these styles cut nothing: the whole adapted layer computes as before.
         if not isinstance(base, torch.nn.Module) or step.rule.style in ("shared", "latent"):
             yield step
             continue
@@ -54,7 +55,7 @@ def with_adapters(planned: Iterable[Planned]) -> Iterator[Planned]:
 
 
 def _factors_of(step: Planned, base: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Name and module of each factor that is cut with ``base``, checked."""
+    """Name and module of each factor that is cut with ``base``, after checks."""
     kind = type(step.module)
     is_lora = kind.__name__ == "Linear" and kind.__module__.startswith("peft.tuners.lora.")
     variants = sorted(type(variant).__name__ for variant in getattr(step.module, "lora_variant", {}).values())
@@ -73,15 +74,17 @@ def _factors_of(step: Planned, base: torch.nn.Module) -> list[tuple[str, torch.n
 def cut_dropout(layer: torch.nn.Module, ranks: TensorRanks, region: DropoutRegion | None, *, is_part: bool) -> None:
     """Make the adapters of ``layer`` drop the same elements of a whole input on all ranks.
 
-    is_part: the input is the rank's own columns, and the rank draws its own numbers. region: the layer's, where random
-    numbers are the rank's own."""
+    is_part: the input is this rank's columns only, so this rank draws separate numbers. region: the region of the layer
+    in which ranks draw different numbers; None where there is none."""
     for name, dropout in list(layer.lora_dropout.items()):
         if isinstance(dropout, torch.nn.Dropout) and dropout.p > 0:
             layer.lora_dropout[name] = PartDropout(dropout, ranks) if is_part else WholeDropout(dropout, region)
 
 
 class WholeDropout(torch.nn.Dropout):
-    """Dropout on a tensor that is whole on all ranks, also where their other random numbers are their own."""
+    """Dropout on a tensor that is whole on all ranks. All ranks draw the same numbers for it, even inside a region
+    where ranks draw different numbers.
+    """
 
     def __init__(self, dropout: torch.nn.Dropout, region: DropoutRegion | None) -> None:
         super().__init__(dropout.p, dropout.inplace)
@@ -96,7 +99,7 @@ class WholeDropout(torch.nn.Dropout):
 
 
 class PartDropout(torch.nn.Dropout):
-    """Dropout on a rank's own columns."""
+    """Dropout on a rank's own columns, with numbers that differ between ranks."""
 
     def __init__(self, dropout: torch.nn.Dropout, ranks: TensorRanks) -> None:
         super().__init__(dropout.p, dropout.inplace)

@@ -13,7 +13,7 @@ from deepspeed_c.comm.collectives import Collectives
 __all__ = ["Line", "describe_call", "digest_of", "first_difference"]
 
 Line = tuple[str, str]
-"""(path of the argument, its type, shape and hash or its value)."""
+"""(path of the argument, description: the type, shape and hash of a tensor, or the plain value)."""
 
 
 def describe_call(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Line]:
@@ -27,7 +27,9 @@ def digest_of(lines: Sequence[Line]) -> str:
 
 
 def first_difference(comm: Collectives, lines: Sequence[Line], a: int, b: int) -> tuple[str, str]:
-    """The first lines of ranks ``a`` and ``b`` of ``comm`` that differ. Collective: each rank passes its own lines."""
+    """The first lines that differ between ranks ``a`` and ``b`` of ``comm``. Collective: each rank passes its own
+    lines.
+    """
     everyone = comm.gather_objects(lines, label="inputs that differ")
     sides = everyone[a], everyone[b]
     shorter = min(map(len, sides))

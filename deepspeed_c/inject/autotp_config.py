@@ -1,7 +1,7 @@
-"""The rules of ``tensor_parallel.partition_config`` as DeepSpeed's objects, and ready ones for model families.
+"""The rules of ``tensor_parallel.partition_config`` as DeepSpeed's objects, with ready rules for model families.
 
 ``config={"tensor_parallel": {"autotp_size": 4, "partition_config": AutoTPPresets.llama().as_dict()}}``;
-``tp_model_init`` takes the objects themselves too.
+``tp_model_init`` also takes the objects themselves.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class PartitionType(enum.Enum):
 
 @dataclass
 class TPLayerSpec:
-    """One rule: which parameters, and how they are cut (``layer_specs`` in the configuration).
+    """One rule: the parameters that it is for, and how they are cut (``layer_specs`` in the configuration).
 
-    shape: of the weight in parts, an entry a dimension: a number of equal parts, a tuple of their sizes, or -1. Without
-    one, heads go whole where the family's policy knows the layer. Raises ConfigError for a shape with parts in a
-    dimension that is not cut, or sizes below 1.
+    shape: the shape of a weight that consists of parts, with one entry for each dimension: a number of equal parts, a
+    tuple of the parts' sizes, or -1. Without ``shape``, heads stay whole if the family's policy knows the layer. Raises
+    ConfigError for a shape with parts in a dimension that is not cut, or with sizes below 1.
     """
 
     patterns: list[str]
@@ -84,7 +84,7 @@ class TPLayerSpec:
                 )
 
     def get_partition_dim(self) -> int:
-        """The dimension that is cut: of the weight [out, in], where nothing else is said."""
+        """The dimension that is cut. By default it follows from ``partition_type``, for a weight [out, in]."""
         if self.partition_dim is not None:
             return self.partition_dim
         return 0 if self.partition_type is PartitionType.COLUMN else 1
@@ -94,19 +94,20 @@ class TPLayerSpec:
         return self.get_sub_param_sizes() is not None
 
     def get_sub_param_sizes(self) -> tuple[int, ...] | None:
-        """The sizes of the parts, where ``shape`` lists them."""
+        """The sizes of the parts if ``shape`` lists them, otherwise None."""
         entry = None if self.shape is None else self.shape[self.get_partition_dim()]
         return entry if isinstance(entry, tuple) else None
 
     def get_num_sub_params(self) -> int | None:
-        """The number of parts, where ``shape`` says it."""
+        """The number of parts if ``shape`` gives it, otherwise None."""
         entry = None if self.shape is None else self.shape[self.get_partition_dim()]
         if isinstance(entry, tuple):
             return len(entry)
         return entry if entry is not None and entry > 0 else None
 
     def matches(self, param_name: str, model_type: str | None = None) -> bool:
-        """Whether the rule is for the parameter, of a model of ``model_type``; a pattern matches its whole name."""
+        """Whether the rule is for ``param_name`` in a model of ``model_type``. A pattern has to match the whole name.
+        """
         if self.model_types and (model_type or "").lower() not in [name.lower() for name in self.model_types]:
             return False
         return any(re.fullmatch(pattern, param_name) for pattern in self.patterns)
@@ -139,7 +140,9 @@ class AutoTPConfig:
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any]) -> AutoTPConfig:
-        """Make the rules from the section ``partition_config``. Raises ConfigError for a key that it does not have."""
+        """Make the rules from the section ``partition_config``. Raises ConfigError for a key that the section does not
+        have.
+        """
         values = dict(config_dict)
         specs = [
             spec if isinstance(spec, TPLayerSpec) else TPLayerSpec(**{"patterns": [], **_known(TPLayerSpec, spec)})
@@ -162,8 +165,9 @@ def _known(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge_autotp_configs(base: AutoTPConfig, override: AutoTPConfig) -> AutoTPConfig:
-    """Merge two configurations: rules of ``override`` come first. Its ``tp_size`` and ``lm_head_patterns`` count where
-    they are set, and its other settings always."""
+    """Merge two configurations. Rules of ``override`` come first. Its ``tp_size`` and ``lm_head_patterns`` are taken if
+    they are set, and its other settings in any case.
+    """
     return AutoTPConfig(
         tp_size=override.tp_size if override.tp_size > 1 else base.tp_size,
         layer_specs=[*override.layer_specs, *base.layer_specs],
@@ -175,7 +179,7 @@ def merge_autotp_configs(base: AutoTPConfig, override: AutoTPConfig) -> AutoTPCo
 
 
 def _rules(columns: Sequence[str], rows: Sequence[str], skips: Sequence[str] = ()) -> AutoTPConfig:
-    """Rules for modules by the ends of their names."""
+    """Rules for modules whose names have these ends."""
 
     def specs(names: Sequence[str], kind: PartitionType) -> list[TPLayerSpec]:
         return [TPLayerSpec([rf".*\.{name}\.weight"], kind) for name in names]
@@ -185,8 +189,9 @@ def _rules(columns: Sequence[str], rows: Sequence[str], skips: Sequence[str] = (
 
 
 class AutoTPPresets:
-    """Rules of model families. The family's policy gives the places of heads and fused parts, for any number of
-    heads."""
+    """Rules of model families. The places of heads and of fused parts come from the family's policy, for any number of
+    heads.
+    """
 
     @staticmethod
     def llama() -> AutoTPConfig:
@@ -195,7 +200,7 @@ class AutoTPPresets:
 
     @staticmethod
     def llama_gqa(num_heads: int, num_kv_heads: int, head_dim: int) -> AutoTPConfig:
-        """Query, key and value in one matrix ``qkv_proj``, one behind the other, of these numbers of heads."""
+        """Query, key and value one behind the other in one matrix ``qkv_proj``, with these numbers of heads."""
         made = _rules((r"mlp\.(up|gate)_proj",), (r"self_attn\.o_proj", r"mlp\.down_proj"))
         sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
         qkv = TPLayerSpec([r".*\.self_attn\.qkv_proj\.weight"], PartitionType.COLUMN, shape=(sizes, -1))
@@ -204,7 +209,7 @@ class AutoTPPresets:
 
     @staticmethod
     def bloom() -> AutoTPConfig:
-        """Fused heads that lie head by head."""
+        """A fused projection in which query, key and value of each head lie together."""
         return _rules(
             (r"self_attention\.query_key_value", r"mlp\.dense_h_to_4h"),
             (r"self_attention\.dense", r"mlp\.dense_4h_to_h"),
@@ -220,12 +225,12 @@ class AutoTPPresets:
 
     @staticmethod
     def mixtral() -> AutoTPConfig:
-        """Llama's attention; the router is whole, and experts go by the policy."""
+        """Llama's attention. The router is whole, and experts are cut by the family's policy."""
         return _rules((r"self_attn\.[qkv]_proj",), (r"self_attn\.o_proj",), (r"mlp\.gate",))
 
     @staticmethod
     def deepseek_v2() -> AutoTPConfig:
-        """Plain networks and shared experts by these rules; latent attention, router and experts by the policy."""
+        """Plain MLPs and shared experts by these rules; latent attention, router and experts by the family's policy."""
         shared = r"mlp(\.shared_experts)?\."
         return _rules((rf"{shared}(up|gate)_proj",), (rf"{shared}down_proj",))
 
@@ -236,7 +241,7 @@ class AutoTPPresets:
 
     @staticmethod
     def phi3() -> AutoTPConfig:
-        """Fused projections, and gate and up in one matrix."""
+        """Query, key and value fused in one matrix, and gate and up in another."""
         return _rules((r"self_attn\.qkv_proj", r"mlp\.gate_up_proj"), (r"self_attn\.o_proj", r"mlp\.down_proj"))
 
     @staticmethod

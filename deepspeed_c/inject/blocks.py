@@ -1,9 +1,9 @@
-"""Rules from a model's structure and the names of the row layers of its blocks (``injection_policy``).
+"""Rules from the structure of a model and the names of its blocks' row layers (``injection_policy``).
 
-``{Block: ("attn.out", "mlp.down")}``: in every block these linear layers are cut by rows, all others by columns. The
-family's policy tells which layers belong to heads. Without a policy the sizes tell: if the row layer of an attention
-has ``n`` inputs, a column layer with ``n`` outputs makes queries, and a column layer with fewer outputs makes keys or
-values.
+``{Block: ("attn.out", "mlp.down")}``: in every block these linear layers are cut by rows, and all others by columns.
+The family's policy says which layers belong to heads. Without a policy the sizes say it: if the row layer of an
+attention has ``n`` inputs, a column layer with ``n`` outputs makes queries, and a column layer with fewer outputs makes
+keys or values.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["block_rules"]
 
 _WHERE = "injection_policy"
 _COUNTS = (*Heads("").queries, "n_head", "nhead")
-# Attributes that hold the columns of all heads together, where a family has some.
+# Attributes of an attention that hold the number of columns of all heads together; families differ in the name.
 _WIDTHS = ("all_head_size", "embed_dim", "split_size", "inner_dim", "dim")
 
 
 def block_rules(model: torch.nn.Module, blocks: Mapping[type, Sequence[str]]) -> RuleSet:
-    """The rules for every linear layer in the blocks of these classes, with nothing changed.
+    """The rules for every linear layer in the blocks of these classes. Nothing is changed.
 
-    Raises ConfigError where the model has no such block, or a block no such layer; ModelError for a layer whose
+    Raises ConfigError where the model has no such block, or a block no such layer. Raises ModelError for a layer whose
     contents cannot be told from its sizes.
     """
     family = find_policy(getattr(getattr(model, "config", None), "model_type", ""))
@@ -105,8 +105,9 @@ def _part_of(linear: torch.nn.Module, style: str, width: int, where: str) -> str
 
 
 def _attention_of(block: torch.nn.Module, inner: str, rows: Sequence[str]) -> tuple[str, str] | None:
-    """Return (the nearest module around the layer that has counts of heads, or whose child has, that child's name or
-    ""); a module with a row layer inside comes first.
+    """Return (name of the attention around the layer, name of its child with the counts of heads, or "" if it has them
+    itself). The nearest module with counts is taken; modules that contain a row layer come first. None if there is
+    none.
     """
     found: list[tuple[str, str]] = []
     while "." in inner:

@@ -1,4 +1,4 @@
-"""Layers and a switch that DeepSpeed's users name by hand, in addition to ``layers``."""
+"""Layers that DeepSpeed's users name by hand, in addition to ``layers``, and the switch for training."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ __all__ = ["EmbeddingLayer", "fused_LinearLayer", "is_autotp_training_mode", "se
 class EmbeddingLayer(torch.nn.Module):
     """An embedding table that every rank holds whole: ids of any shape to [*ids, width].
 
-    weight: the table [vocab_size, width], kept as it is. Without one the table is made, of ``weight_shape``
-    and ``dtype``, and not filled. DeepSpeed takes a bias and ignores it; here one is a ValueError.
+    weight: the table [vocab_size, width], kept as it is. Without ``weight`` a table of ``weight_shape`` and ``dtype``
+    is allocated and not filled. DeepSpeed takes a bias and ignores it; here a bias is a ValueError.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class EmbeddingLayer(torch.nn.Module):
 
 
 class fused_LinearLayer(LinearLayer):
-    """Query, key and value in one matrix, by columns: each rank gets whole heads of all three.
+    """Query, key and value in one matrix, cut by columns: each rank gets whole heads of all three.
 
-    How they lie in the matrix (one behind the other, head by head, with one key head) is known from the policy of the
-    model's family. ``n_heads`` and ``n_key_heads`` are then this rank's, for the attention to count with.
+    The policy of the model's family says how the three lie in the matrix (one behind the other, head by head, with one
+    key head). Afterwards ``n_heads`` and ``n_key_heads`` are this rank's counts, for the attention's computation.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class fused_LinearLayer(LinearLayer):
         name: str = "",
     ) -> None:
         """fused_module: the layer of the model that contains ``module``: an attention or a parent of one. Raises
-        ModelError where its family has no policy, or the policy does not cut ``module`` so.
+        ModelError where its family has no policy, or where the policy cuts ``module`` in another way.
         """
         super().__init__(module, mp_group, skip_partition=True, name=name)
         place = RankPlace(self.ranks.rank, self.ranks.n_ranks)
@@ -84,13 +84,13 @@ class fused_LinearLayer(LinearLayer):
             return
         heads = (attention.n_heads, attention.n_key_heads)
         dims = [(self.weight, 1 if self.is_transposed else 0)] + ([] if self.bias is None else [(self.bias, 0)])
-        # If weight or bias is refused, neither is cut.
+        # All cuts are computed first: if the weight or the bias is refused, neither is cut.
         cuts = [
             cut_along(param.shape, dim, *parts_of(step, param.shape[dim], 1, self.label), heads, place)
             for param, dim in dims
         ]
         for (param, dim), cut in zip(dims, cuts, strict=True):
-            if isinstance(cut, list):  # ranks share a key head: the parameter stays whole, and each computes its part
+            if isinstance(cut, list):  # ranks share a key head: the parameter stays whole, and each rank uses its part
                 keep_part(param, None)
                 self.pick(RowPicker(cut))
                 self.ranks.sum_gradient(param, tuple(range(place.n_ranks)), self.label)
@@ -100,7 +100,9 @@ class fused_LinearLayer(LinearLayer):
 
 
 class _Inside(torch.nn.Module):
-    """The names that modules have in a model, from an attention or the layer around it: rules match their ends."""
+    """A module that gives its contents the names that they have in a model, because rules match the ends of names. The
+    names start at an attention or at the layer around it.
+    """
 
     def __init__(self, name: str, layer: torch.nn.Module) -> None:
         super().__init__()
@@ -142,7 +144,7 @@ def _model_type_of(layer: torch.nn.Module) -> str:
         model_type = getattr(getattr(module, "config", None), "model_type", None)
         if model_type is not None:
             return model_type
-    # Blocks without a configuration say it by the folder of transformers that their class is from.
+    # For blocks without a configuration, the model type is the folder of transformers that has the class.
     folder = re.match(r"transformers\.models\.(\w+)\.", type(layer).__module__)
     return folder[1] if folder else ""
 
@@ -153,8 +155,8 @@ _mode = {"training": True}
 def set_autotp_mode(training: bool = False) -> None:
     """Set whether tensor-parallel layers are to train.
 
-    Nothing depends on it here, except ``is_autotp_training_mode``: layers sum gradients wherever one is asked for, and
-    send nothing for them elsewhere. Raises TypeError if ``training`` is no bool.
+    Only ``is_autotp_training_mode`` depends on it here: layers sum gradients whenever a gradient is computed, and send
+    nothing for gradients otherwise. Raises TypeError if ``training`` is no bool.
     """
     if not isinstance(training, bool):
         raise TypeError(f"training is True or False, not {training!r}")

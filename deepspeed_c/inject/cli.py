@@ -31,10 +31,10 @@ folder's config.json; no weight is read or allocated.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``deepspeed_c inject`` with the words after it; 0 when a report was printed.
+    """Run ``deepspeed_c inject`` with the arguments ``argv``. Returns 0 when a report was printed.
 
-    Raises ConfigError for numbers that make no sense and folders without a configuration, ModelError where no rule fits
-    the model or transformers cannot build it, FeatureError without transformers.
+    Raises ConfigError for numbers that make no sense and for folders without a configuration, ModelError where no rule
+    fits the model or transformers cannot build it, and FeatureError where transformers is missing.
     """
     options = _parser().parse_args(argv)
     n_ranks, rank = options.tp, options.rank
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _section(file: str) -> TensorParallel:
-    # Batch sizes need the number of data-parallel ranks, which nobody asks for here.
+    # Batch sizes need the number of data-parallel ranks, which this command does not know.
     return load_config(file, world_size=1, batch="skip").tensor_parallel
 
 
@@ -81,7 +81,7 @@ def _build(folder: Path) -> torch.nn.Module:
         made = getattr(transformers, architecture or "", None)
         with torch.device("meta"):
             return transformers.AutoModel.from_config(config) if made is None else made._from_config(config)
-    except Exception as error:  # a model's own code and its checks may raise anything
+    except Exception as error:  # the model's own code, and its checks, may raise anything
         raise ModelError(
             f"transformers cannot build it: {error}",
             where=str(file),

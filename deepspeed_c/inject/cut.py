@@ -16,7 +16,8 @@ __all__ = ["Cut", "CutBox", "keep_part"]
 
 class CutBox(NamedTuple):
     """A block of a parameter: ``local_offset`` is its place in the rank's tensor, ``logical_offset`` its place in the
-    whole."""
+    whole parameter.
+    """
 
     local_offset: tuple[int, ...]
     logical_offset: tuple[int, ...]
@@ -33,22 +34,25 @@ class CutBox(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of one parameter that one rank of a tensor-parallel group holds."""
+    """The part of one parameter that one rank of a tensor-parallel group holds, and its place in the whole parameter.
+    """
 
     logical_shape: torch.Size
     """Shape of the whole parameter."""
     boxes: tuple[CutBox, ...]
-    """This rank's blocks, in the order of the local tensor. At least one: a rank without elements has one block of size
-    0.
+    """This rank's blocks, in the order of the local tensor. There is at least one: a rank without elements has one
+    block of size 0.
     """
     n_copies: int
-    """Ranks of the group that hold the very same elements, this one included: more than 1 for shared key heads."""
+    """Number of ranks of the group with the very same elements, including this rank. It is more than 1 for shared key
+    heads.
+    """
     rank: int
     """This rank's number in the group."""
     n_ranks: int
-    """Ranks of the group."""
+    """Number of ranks of the group."""
     copies: tuple[int, ...]
-    """The ranks that hold the same, in order; ``n_copies`` of them, this one included."""
+    """The ranks with the same elements, in order: ``n_copies`` ranks, including this one."""
 
     @property
     def local_shape(self) -> torch.Size:
@@ -78,9 +82,10 @@ class Cut:
 
 
 def keep_part(param: torch.nn.Parameter, cut: Cut | None, dim: int = -1) -> None:
-    """``param``, which is whole, becomes this rank's part of it, cut along ``dim``, and says so.
+    """Replaces the whole values of ``param`` by this rank's part of them, cut along ``dim``, and marks ``param`` as
+    cut.
 
-    cut: None for a parameter that stays whole; it is marked as whole then.
+    cut: None for a parameter that stays whole; ``param`` is then marked as whole.
     """
     if cut is not None:
         with torch.no_grad():

@@ -42,7 +42,8 @@ __all__ = ["CutReport", "ReportRow", "cut_model", "preview_cut"]
 
 _VOCABULARY = Rule("", "column")
 _HARDLY = 0.75  # if a rank holds a larger share of the model's elements, the cut saves little
-# A module's attributes for hooks on its forward; a hook of peft makes the embedding's outputs require a gradient.
+# Attributes of a module that hold its forward hooks. One such hook, of peft, makes the embedding's outputs require a
+# gradient.
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -60,7 +61,7 @@ class ReportRow:
     logical_shape: torch.Size
     local_shape: torch.Size
     rule: str
-    """Where the rule stands and its text, or the reason why the parameter is whole."""
+    """The place and text of the rule, or the reason why the parameter is whole."""
     n_copies: int = 1
 
     @property
@@ -95,7 +96,7 @@ class CutReport:
 
     @property
     def summary(self) -> str:
-        """How much of the model the rank holds, in one line."""
+        """One line that says how much of the model the rank holds."""
         share = self.local_elems / max(self.logical_elems, 1)
         held = f"{self.local_elems} of {self.logical_elems} elements"
         return f"rank {self.rank} of {self.n_ranks} holds {held} ({share:.1%})"
@@ -116,12 +117,13 @@ def cut_model(
     comm: Collectives,
     blocks: Mapping[type, Sequence[str]] | None = None,
 ) -> CutReport:
-    """Cut ``model`` over the ranks of ``comm``, in place, as ``section`` and the model's policy say.
+    """Cut ``model`` over the ranks of ``comm``, in place, according to ``section`` and the model's policy.
 
-    blocks: an ``injection_policy``, {class of blocks: ends of the names of their row layers}, in the policy's place.
+    blocks: an ``injection_policy``, {class of blocks: ends of the names of their row layers}, used instead of the
+    model's policy.
 
     Collective: weights and buffers are first broadcast from rank 0. Raises ConfigError or ModelError where a rule does
-    not fit; nothing has changed then.
+    not fit; the model is then unchanged.
     """
     if comm.world_size == 1:
         rows = [
@@ -138,7 +140,8 @@ def cut_model(
 
 
 def preview_cut(model: torch.nn.Module, section: TensorParallel, rank: int, n_ranks: int) -> CutReport:
-    """Return the report of ``cut_model`` for ``rank`` of ``n_ranks``; nothing is changed, and no other rank is needed.
+    """Return the report that ``cut_model`` would give on ``rank`` of ``n_ranks``. Nothing is changed, and no other rank
+    is needed.
 
     The model's tensors may be on the meta device. Raises the errors of ``cut_model`` for a rule that does not fit.
     """
@@ -149,7 +152,7 @@ def preview_cut(model: torch.nn.Module, section: TensorParallel, rank: int, n_ra
 
 
 class _Surgeon:
-    """One call of ``cut_model``: first everything is found out, then everything is changed."""
+    """One call of ``cut_model``: the whole plan is made and checked before anything is changed."""
 
     def __init__(
         self,
@@ -184,7 +187,7 @@ class _Surgeon:
         uncut: list[Planned] = []
         for step in with_adapters(planned):
             if any(step.name.startswith(f"{other.name}.") for other in uncut):
-                continue  # a norm inside experts that stay whole is used alike on all ranks
+                continue  # a norm inside experts that stay whole is used in the same way on all ranks
             if self._plan_one(step):
                 self.planned.append(step)
             else:
@@ -216,7 +219,9 @@ class _Surgeon:
             )
 
     def try_out(self) -> None:
-        """Run the cut on a small copy of the model (trial.py, [Note: trial]). Raises ModelError where it differs."""
+        """Run the cut on a small copy of the model (trial.py, [Note: trial]). Raises ModelError where the results
+        differ.
+        """
 
         def plan(model: torch.nn.Module, place: RankPlace) -> _Surgeon:
             surgeon = _Surgeon(model, self.section, place, self.blocks)
@@ -237,8 +242,9 @@ class _Surgeon:
         self._refuse_hardly_cut(self if self.place.rank == 0 else plan(self.model, RankPlace(0, self.place.n_ranks)))
 
     def _refuse_hardly_cut(self, first: _Surgeon) -> None:
-        """Warn that a cut saves little; raise ModelError in strict mode. first: the plan of rank 0, the largest, so
-        that all ranks say the same."""
+        """Warn that a cut saves little; raise ModelError in strict mode. first: the plan of rank 0, which holds the
+        most. All ranks use it, so all ranks say the same.
+        """
         report = first.report()
         if report.local_elems <= _HARDLY * report.logical_elems:
             return
@@ -253,7 +259,9 @@ class _Surgeon:
             logger.warning(f"tensor parallelism saves little: {what}. Fix: {fix}")
 
     def _refuse_unknown(self, findings: TrialFindings) -> None:
-        """Require a rule for each parameter of a block that took part in no trial: only names tell its contents."""
+        """Require a rule for each parameter of a block that took part in no trial: names alone tell what such
+        parameters hold.
+        """
         known = {param for step in self.planned for param in step.module.parameters()}
         styles: dict[str, dict[str, str]] = {}
         for step in self.planned:
@@ -273,7 +281,8 @@ class _Surgeon:
                     )
 
     def _refuse_halves(self, uncut: list[Planned]) -> None:
-        """Refuse to cut only some layers of one attention or MLP: each layer's output is the next one's input."""
+        """Refuse to cut only some layers of an attention or MLP, because each layer's output is the next layer's input.
+        """
         siblings = {step.block: step for step in self.planned}
         for step in uncut:
             other = siblings.get(step.block)
@@ -292,7 +301,7 @@ class _Surgeon:
         return is_used_on_parts or self.reasons.get(param, "").endswith("leaves it whole")
 
     def _plan_one(self, step: Planned) -> bool:
-        """Whether ``step`` can be done; where not, ``reasons`` says why."""
+        """Plan ``step``. Returns whether it can be done; if it cannot, ``reasons`` says why."""
         style, module = step.rule.style, step.module
         if style in ("latent", "shared"):
             for param in module.parameters():
@@ -336,7 +345,8 @@ class _Surgeon:
         return True
 
     def _cut(self, param: torch.nn.Parameter, dim: int, step: Planned, where: str, *, n_mixed: int = 1) -> None:
-        """n_mixed: elements along ``dim`` that are one column."""
+        """Plan the cut of ``param`` along ``dim``. n_mixed: number of elements along ``dim`` that belong to one column.
+        """
         parts, n_blocks = parts_of(step, param.shape[dim], self._grain(step) * n_mixed, where)
         attention = step.attention
         heads = (attention.n_heads, attention.n_key_heads) if attention is not None else (0, 0)
@@ -359,12 +369,12 @@ class _Surgeon:
         self.reasons[param] = f"{step.source}: {step.rule.style} {' '.join(step.rule.parts)}"
 
     def _grain(self, step: Planned) -> int:
-        """Columns that stay together."""
-        # torch's grouped products take rows of whole 16 bytes, so of 8 halves.
+        """Number of columns that stay together."""
+        # torch's grouped products take rows of multiples of 16 bytes, that is, of 8 half-precision numbers.
         return max(self.section.tp.tp_grain_size, 8 if step.rule.style == "experts" else 1)
 
     def _plan_words(self) -> None:
-        """The embedding table and the head that gives logits, if all modules with their weights can be cut."""
+        """Plan the embedding table and the output head. They are cut if all modules with their weights can be cut."""
         get_in = getattr(self.model, "get_input_embeddings", None)
         get_out = getattr(self.model, "get_output_embeddings", None)
         if get_in is None:
@@ -393,7 +403,9 @@ class _Surgeon:
                     self.heads.append((name, m))
 
     def _check_output_layer(self) -> None:
-        """Raises ModelError where the configuration asks for a cut output layer, and the model's cannot be cut."""
+        """Raises ModelError where the configuration asks for a cut output layer, and the model's output layer cannot be
+        cut.
+        """
         if self.section.vocab_parallel_lm_head is not True or self.heads:
             return
         try:
@@ -417,7 +429,7 @@ class _Surgeon:
         )
 
     def report(self) -> CutReport:
-        """The report of the plan, before it is carried out."""
+        """The report of the plan. Call it before the plan is carried out."""
         rows = []
         for param, name in self.names.items():
             cut = self.cuts[param][0] if param in self.cuts else None
@@ -467,7 +479,7 @@ class _Surgeon:
         return report
 
     def _tell_neighbours(self, heads: list[LinearLayer]) -> None:
-        """Tell column layers which others may take the same input."""
+        """Tell each column layer which other column layers may take the same input."""
         columns: dict[str, list[LinearLayer]] = {}
         for step in self.planned:
             if step.rule.style == "column":
@@ -479,7 +491,7 @@ class _Surgeon:
                 layer.overlap(layers)
 
     def _open_regions(self, ranks: TensorRanks) -> None:
-        """Put borders around regions, and divide the tokens outside them over ranks."""
+        """Put a ``Border`` around each region, and divide the tokens outside the regions over ranks."""
         stream = self._divide_tokens(ranks) if self.section.sequence_parallel_norms else None
         for region in self.flow.regions:
             columns = [self.model.get_submodule(name) for name in region.columns]
@@ -514,11 +526,12 @@ class _Surgeon:
         return stream
 
     def _sizes(self, n_elems: int) -> list[int]:
-        """Columns of each rank, where nothing but their number decides."""
+        """Number of columns of each rank, if only the total number decides."""
         return column_sizes(n_elems, self.place.n_ranks, self.section.tp.tp_grain_size)
 
     def _regions(self, ranks: TensorRanks) -> dict[str, DropoutRegion]:
-        """Regions with random numbers of the rank's own, by attention or by the module that holds both linear layers.
+        """Regions in which each rank draws separate random numbers. The key is the name of the attention, or of the
+        module that holds both linear layers.
         """
         styles: dict[str, set[str]] = {}
         for step in self.planned:
@@ -545,7 +558,7 @@ class _Surgeon:
                 module.register_forward_hook(SharedKey(ranks, rope, name))
             return
         if style == "experts":
-            if module.down_proj.numel() == 0:  # torch's grouped products take no empty matrices
+            if module.down_proj.numel() == 0:  # torch's grouped products do not accept empty matrices
                 module = EmptyExperts(module)
                 _put(self.model, name, module)
             ExpertsBorder(ranks, name).surround(module)
@@ -579,7 +592,9 @@ def _refuse_hidden_states(module: torch.nn.Module, args: Any, kwargs: dict[str, 
 
 
 def _refuse_attentions(model: torch.nn.Module) -> None:
-    """Let ``model``, and models inside it, refuse to return attention weights: a rank has only its own heads'."""
+    """Let ``model``, and models inside it, refuse to return attention weights, because a rank has only the weights of
+    its heads.
+    """
     for module in model.modules():
         if hasattr(module, "config") and hasattr(type(module), "get_input_embeddings"):
             module.register_forward_pre_hook(_ask_for_no_attentions, with_kwargs=True)
@@ -600,7 +615,7 @@ def _has_words(module: torch.nn.Module) -> bool:
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
-    # Other kinds (quantised, adapted) hold weights of other shapes, and a parametrized one computes its weight.
+    # Other classes (quantised, adapted) hold weights of other shapes, and a parametrized layer computes its weight.
     return product_of(module) is not None and "weight" in dict(module.named_parameters(recurse=False))
 
 
@@ -610,7 +625,7 @@ def _only_run(cut: Cut, dim: int = 0) -> tuple[int, int]:
 
 
 def _drops_out(module: torch.nn.Module) -> bool:
-    """Whether ``module``, or one directly below it, may drop something out."""
+    """Whether ``module``, or a direct child, may apply dropout."""
     for holder in (module, *module.children()):
         if isinstance(holder, torch.nn.Dropout) and holder.p > 0:
             return True
@@ -625,7 +640,7 @@ def _drops_out(module: torch.nn.Module) -> bool:
 def _put(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
     parent, _, last = name.rpartition(".")
     holder = model.get_submodule(parent)
-    # The same dictionaries, so that handles of hooks go on to remove them.
+    # The same dictionaries are kept, so that the hooks' handles can still remove the hooks.
     for hooks in _HOOKS:
         module.__dict__[hooks] = getattr(holder, last).__dict__[hooks]
     setattr(model.get_submodule(parent), last, module)

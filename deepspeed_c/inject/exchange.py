@@ -1,11 +1,11 @@
-"""Messages between tensor-parallel ranks, as operators: with fakes, and each call in the ledger of its group.
+"""Messages between tensor-parallel ranks, as operators with fakes. Each call is entered in the ledger of its group.
 
-An operator that ends in ``start`` leaves its result in use until ``tp_wait_`` has been called on it; ranks wait in the
-same order. ``ranks`` is the number of a ``Collectives`` (``number_of``). Everything is float32, bfloat16 or float16;
-sums are in rank order, the same bits on all ranks.
+After an operator whose name ends in ``start``, its result must not be used until ``tp_wait_`` has been called on it.
+Ranks wait in the same order. ``ranks`` is the number of a ``Collectives`` (``number_of``). Tensors are float32,
+bfloat16 or float16. Sums are in rank order, so they have the same bits on all ranks.
 
 [Note: versions] torch counts the tensors that its own operators overwrite. These operators have to count by themselves:
-code that keeps a product for a recomputation or a backward must see that a sum over ranks has replaced it.
+code that keeps a product for a recomputation or a backward must notice that a sum over ranks has replaced the product.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 _numbers: WeakKeyDictionary[Collectives, int] = WeakKeyDictionary()
 _comms: WeakValueDictionary[int, Collectives] = WeakValueDictionary()
 _next = itertools.count(1)
-# Collectives under way, by the address of their result: the tensor is kept, so that no other tensor gets that address.
+# Collectives under way, by the address of their result. The tensor is kept, so that no other tensor gets the address.
 _under_way: dict[int, tuple[Work, torch.Tensor]] = {}
 
 
 def number_of(comm: Collectives) -> int:
-    """Return the number that the operators use for ``comm``."""
+    """Return the number that stands for ``comm`` in calls of the operators."""
     if comm not in _numbers:
         _numbers[comm] = next(_next)
         _comms[_numbers[comm]] = comm
@@ -51,7 +51,7 @@ def number_of(comm: Collectives) -> int:
 
 
 def token_sizes(n_tokens: int, n_ranks: int) -> list[int]:
-    """Tokens of each rank: the first ones have one more where they do not divide."""
+    """Number of tokens of each rank. Where the tokens do not divide, the first ranks have one token more."""
     return [n_tokens // n_ranks + (rank < n_tokens % n_ranks) for rank in range(n_ranks)]
 
 
@@ -91,7 +91,7 @@ def _sum_start_inplace(x: torch.Tensor, ranks: int, label: str) -> None:
 def _gather(x: torch.Tensor, sizes: Sequence[int], dim: int, ranks: int, label: str) -> torch.Tensor:
     comm = _comms[ranks]
     shape = (*x.shape[:dim], max(sizes), *x.shape[dim + 1 :])
-    # Collectives carry equal sizes: a shorter part is filled up.
+    # Collectives carry equal sizes, so a shorter part is padded.
     of_ranks = x.new_empty((len(sizes), *shape))
     mine = of_ranks[comm.rank]
     mine.narrow(dim, 0, x.shape[dim]).copy_(x)
@@ -117,7 +117,7 @@ def _wait(x: torch.Tensor) -> None:
 
 
 def _nothing(*arguments: object) -> None:
-    """Stand-in for operators that mutate data: a fake tensor has none."""
+    """Fake for operators that mutate their arguments: nothing happens to a fake tensor."""
 
 
 def _fake_gather(x: torch.Tensor, sizes: Sequence[int], dim: int, ranks: int, label: str) -> torch.Tensor:
@@ -151,18 +151,21 @@ _ops = torch.ops.deepspeed_c
 
 
 def sum_(x: torch.Tensor, comm: Collectives, label: str, *, waits: bool = True) -> None:
-    """Contiguous ``x`` becomes the sum of all ranks'. waits: otherwise it does so by ``wait``."""
+    """Replaces contiguous ``x`` by the sum of ``x`` over all ranks. waits: if False, the sum is there only after
+    ``wait``.
+    """
     (_ops.tp_sum_ if waits else _ops.tp_sum_start_)(x, number_of(comm), label)
 
 
 def sum_start(x: torch.Tensor, comm: Collectives, label: str) -> torch.Tensor:
-    """A new tensor: the sum of all ranks' ``x``, after ``wait``."""
+    """A new tensor that holds the sum of ``x`` over all ranks after ``wait``."""
     return _ops.tp_sum_start(x, number_of(comm), label)
 
 
 def gather_start(x: torch.Tensor, sizes: Sequence[int], dim: int, comm: Collectives, label: str) -> torch.Tensor:
-    """All ranks' ``x``, of ``sizes[rank]`` elements along ``dim``, each filled up to the largest: [ranks, *x.shape with
-    the largest], after ``wait``. ``gathered`` puts them together."""
+    """A new tensor [ranks, *shape] that holds every rank's ``x`` after ``wait``. Each ``x`` has ``sizes[rank]``
+    elements along ``dim`` and is padded to the largest size. ``gathered`` joins the parts.
+    """
     return _ops.tp_gather_start(x, list(sizes), dim, number_of(comm), label)
 
 
@@ -172,13 +175,16 @@ def gathered(of_ranks: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Te
 
 
 def scatter_start(x: torch.Tensor, sizes: Sequence[int], dim: int, comm: Collectives, label: str) -> torch.Tensor:
-    """This rank's ``sizes[rank]`` elements along ``dim`` of the sum of all ranks' ``x``, after ``wait``, filled up to
-    the largest size with zeros."""
+    """A new tensor that holds this rank's part of the sum of ``x`` over all ranks after ``wait``. The part has
+    ``sizes[rank]`` elements along ``dim``, and is padded to the largest size with zeros.
+    """
     return _ops.tp_scatter_start(x, list(sizes), dim, number_of(comm), label)
 
 
 def settle() -> None:
-    """Wait for all collectives under way, in the order of their starts: the code that was to wait has failed."""
+    """Wait for all collectives under way, in the order of their starts. Used where the code that was to wait has
+    failed.
+    """
     for _, result in list(_under_way.values()):
         wait(result)
 

@@ -1,4 +1,6 @@
-"""Experts whose weights are three-dimensional, cut along their inner dimension: every rank has a part of each."""
+"""Experts whose weights are three-dimensional. They are cut along the inner dimension, so every rank has a part of each
+expert.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,17 @@ class ExpertCut(NamedTuple):
 
     dim: int
     n_parts: int
-    """Equal parts one behind the other along ``dim``: gate and up."""
+    """Number of equal parts that lie one behind the other along ``dim``: gate and up."""
     n_mixed: int
-    """Elements of ``dim`` for one column of the inner dimension: 2 where gate and up lie column by column."""
+    """Number of elements of ``dim`` for one column of the inner dimension: 2 where gate and up alternate column by
+    column.
+    """
 
 
 def expert_cuts(experts: torch.nn.Module) -> dict[str, ExpertCut | None] | str:
-    """Return each parameter's cut, None for a bias that stays whole; or the reason why the experts cannot be cut."""
-    # [experts, out, in], or [experts, in, out] in some families.
+    """Return the cut of each parameter (None for a bias that stays whole), or the reason why the experts cannot be cut.
+    """
+    # Weights are [experts, out, in], and in some families [experts, in, out].
     out, inner = (2, 1) if _are_transposed(experts) else (1, 2)
     is_mixed = not getattr(experts, "is_concatenated", True)
     gate_up = (1, 2) if is_mixed else (2, 1)
@@ -42,7 +47,7 @@ def expert_cuts(experts: torch.nn.Module) -> dict[str, ExpertCut | None] | str:
     names = [name for name, _ in experts.named_parameters(recurse=False)]
     inside = [name for name, _ in experts.named_parameters() if "." in name]
     if inside or getattr(experts, "has_post_expert_norm", False):
-        # Behind down_proj lies a sum over ranks, which no norm of one expert's output may come before.
+        # The output of down_proj is summed over ranks. A norm of one expert's output must not come before that sum.
         return f"its experts have modules in them ({', '.join(inside) or 'a norm behind down_proj'})"
     if "down_proj" not in names or any(name not in known or experts.get_parameter(name).dim() < 2 for name in names):
         return f"its experts have other weights than are known ({', '.join(names)})"
@@ -50,7 +55,8 @@ def expert_cuts(experts: torch.nn.Module) -> dict[str, ExpertCut | None] | str:
 
 
 def _are_transposed(experts: torch.nn.Module) -> bool:
-    """Whether the experts' weights are [experts, in, out]: as their shapes say, and their class where both fit."""
+    """Whether the experts' weights are [experts, in, out]. Their shapes tell; where both orders fit, the class tells.
+    """
     first = getattr(experts, "gate_up_proj", getattr(experts, "up_proj", None))
     last = getattr(experts, "down_proj", None)
     if first is None or last is None or first.dim() != 3 or last.dim() != 3 or first.shape[2] == last.shape[1]:
@@ -59,7 +65,9 @@ def _are_transposed(experts: torch.nn.Module) -> bool:
 
 
 class ExpertsBorder:
-    """Tokens and their weights enter the cut region here, and the output of the experts leaves it as a sum."""
+    """The border of the experts' cut region. Tokens and their weights enter the region here, and the experts' output
+    leaves it as a sum over ranks.
+    """
 
     def __init__(self, ranks: TensorRanks, label: str) -> None:
         self.ranks, self.label = ranks, label
@@ -83,10 +91,10 @@ class ExpertsBorder:
         return self.ranks.leave(output, self.label)
 
     def _count_bias_once(self, module: torch.nn.Module, args: Any) -> None:
-        """Have the module's own forward see the bias behind ``down_proj`` on the first rank, and zeros on others.
+        """Let the module's own forward see the bias that follows ``down_proj`` on the first rank, and zeros on others.
 
-        The first rank has the bias' whole gradient then, and the sum over ranks is the gradient. All ranks go through
-        the same operator, so their backwards send in one order."""
+        So the whole gradient of the bias is on the first rank, and the sum over ranks is the gradient. All ranks call
+        the same operator, so that their backwards send in one order."""
         bias = module._parameters[_OUT_BIAS]
         is_mine = torch.full((), self.ranks.rank == 0, dtype=torch.bool, device=bias.device)
         module.__dict__[_OUT_BIAS] = torch.where(is_mine, bias, 0)
@@ -97,7 +105,8 @@ def _show_bias(module: torch.nn.Module, args: Any, output: Any) -> None:
 
 
 class EmptyExperts(torch.nn.Module):
-    """The experts of a rank without columns: zeros, connected to every tensor that needs a gradient."""
+    """The experts of a rank without columns. The output is zeros, but connected to every tensor that needs a gradient.
+    """
 
     def __init__(self, experts: torch.nn.Module) -> None:
         super().__init__()
@@ -106,8 +115,9 @@ class EmptyExperts(torch.nn.Module):
         self.train(experts.training)
 
     def forward(self, hidden: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
-        """hidden: [tokens, width] to zeros of the same shape."""
-        # Other ranks wait for the gradients of all that enters the region, so the graph must hold it.
+        """Maps ``hidden`` [tokens, width] to zeros of the same shape."""
+        # Other ranks wait for the gradients of every tensor that enters the region, so the graph must hold these
+        # tensors.
         never = torch.zeros((), dtype=torch.bool, device=hidden.device)
         output = torch.where(never, hidden, 0)
         for value in (*others, *more.values(), *self.parameters()):

@@ -1,4 +1,4 @@
-"""The path of tokens through a cut model: its layers, and in each of them the regions that a policy names."""
+"""The path of tokens through a cut model: the model's layers, and the regions in each layer that a policy names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Flow", "Region", "plan_flow"]
 
 @dataclass(frozen=True)
 class Region:
-    """One module that takes ``hidden_states`` to column layers and ends with a row layer."""
+    """One module between ``hidden_states`` and its output: it begins with column layers and ends with a row layer."""
 
     name: str
     columns: list[str]
@@ -26,13 +26,13 @@ class Region:
 
 @dataclass
 class Flow:
-    """Layers and regions of a model that a policy's ``Stream`` names."""
+    """The layers and regions of a model that the policy's ``Stream`` names."""
 
     layers: list[str]
-    """Dotted names, in order; the norm behind them is the last."""
+    """Dotted names of the layers, in order. The last entry is the norm after the layers."""
     regions: list[Region]
     notes: list[str]
-    """Reports of requests that can be met only in part."""
+    """Texts about requests that can be met only in part."""
 
 
 def plan_flow(
@@ -43,10 +43,10 @@ def plan_flow(
     *,
     wants_tokens: bool,
 ) -> Flow:
-    """Find layers and regions; nothing is changed.
+    """Find layers and regions. Nothing is changed.
 
-    wants_tokens: norms are to see a rank's own tokens (``sequence_parallel_norms``). Raises ModelError where that
-    cannot be; if only halves of batches are wanted, the notes name the parts of the model that run without.
+    wants_tokens: norms are to see a rank's own tokens (``sequence_parallel_norms``). Raises ModelError where that is
+    impossible. If only halves of batches are wanted, the notes name the parts of the model that run without halves.
     """
     key = "tensor_parallel.sequence_parallel_norms"
     lists = [] if stream is None else list(_lists(model, stream))
@@ -89,7 +89,7 @@ def _lists(model: torch.nn.Module, stream: Stream) -> Iterator[str]:
 def _region(
     name: str, layer: torch.nn.Module, part: str, planned: Sequence[Planned], *, is_attention: bool
 ) -> Region | str:
-    """The region ``part`` of a layer, or why it is none."""
+    """The region ``part`` of a layer, or the reason why ``part`` is not a region."""
     if not hasattr(layer, part):
         return "there is no such module"
     inside = [step for step in planned if step.name.startswith(f"{name}.")]

@@ -1,7 +1,7 @@
-"""``generate`` of a cut model: the ranks of a group are given the same prompts and draw the same tokens.
+"""``generate`` of a cut model: the ranks of a group get the same prompts and draw the same tokens.
 
-Logits have the same bits on all ranks, so the same random numbers give the same tokens, whichever loop draws them
-(transformers' own, beams, a drafting model).
+Logits have the same bits on all ranks. So with the same random numbers all ranks draw the same tokens, in any loop
+(transformers' own, beam search, a drafting model).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def generate_alike(model: torch.nn.Module, comm: Collectives) -> None:
     comm: the tensor-parallel ranks of the model."""
     together = _AlikeGeneration(comm)
     for module in model.modules():
-        # A wrapper that only hands the attribute through is no owner of one.
+        # A wrapper that only passes the attribute through does not own a ``generate``.
         if callable(getattr(type(module), "generate", None)):
             module.__dict__["generate"] = together.wrap(module.generate)
 
 
 class _AlikeGeneration:
-    """The calls of one model."""
+    """Wraps the calls of ``generate`` of one model."""
 
     def __init__(self, comm: Collectives) -> None:
         self._comm = comm
@@ -39,7 +39,7 @@ class _AlikeGeneration:
     def wrap(self, generate: Any) -> Any:
         @wraps(generate)
         def alike(*args: Any, **kwargs: Any) -> Any:
-            if self._is_generating:  # a wrapper calls the generate of its model
+            if self._is_generating:  # a wrapper's generate calls the generate of its model
                 return generate(*args, **kwargs)
             self._compare(args, kwargs)
             draws = _SharedDraws(self._comm, _devices_in(generate, args, kwargs))
@@ -53,7 +53,7 @@ class _AlikeGeneration:
         return alike
 
     def _compare(self, args: Any, kwargs: Any) -> None:
-        """Raises RankMismatchError, on all ranks alike, before the first token where arguments differ."""
+        """Raises RankMismatchError, on all ranks and before the first token, if the arguments differ between ranks."""
         lines = describe_call(args, kwargs)
         digests = self._comm.gather_objects(digest_of(lines), label="prompts")
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
@@ -70,7 +70,7 @@ class _AlikeGeneration:
 
 
 class _SharedDraws:
-    """Rank 0's random states on all ranks, until ``end``."""
+    """Sets all ranks to the random states of rank 0, until ``end``."""
 
     def __init__(self, comm: Collectives, devices: list[torch.device]) -> None:
         self._devices = devices
@@ -83,15 +83,16 @@ class _SharedDraws:
                 _set_state(device, torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def end(self) -> None:
-        """Ranks that had numbers of their own go on with these. Where all had the same state, all have drawn alike,
-        and going back would set them apart from rank 0."""
+        """Returns ranks whose states differed from rank 0's to their own states. Where all ranks had the same state,
+        all have drawn the same numbers; going back would make them differ from rank 0.
+        """
         if self._differ and not self._is_first:
             for device, state in zip(self._devices, self._own, strict=True):
                 _set_state(device, state)
 
 
 def _devices_in(generate: Any, args: Any, kwargs: Any) -> list[torch.device]:
-    """The host and the accelerators of the model and of the arguments, in one order on all ranks."""
+    """The host and the accelerators of the model and of the arguments, in the same order on all ranks."""
     found = {torch.device("cpu")}
     found |= {x.device for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
     model = getattr(generate, "__self__", None)
@@ -101,7 +102,7 @@ def _devices_in(generate: Any, args: Any, kwargs: Any) -> list[torch.device]:
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """The state of the device's default generator, as bytes on the host."""
+    """The state of the default generator of ``device``, as bytes on the host."""
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 

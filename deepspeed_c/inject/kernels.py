@@ -1,9 +1,9 @@
-"""Operators of ``deepspeed_c.ops.nn`` in the place of a model's own: norms, activations, gated networks, rotary
-positions.
+"""Operators of ``deepspeed_c.ops.nn`` in place of a model's own: norms, activations, gated MLPs, rotary positions.
 
-``inject_kernels`` gives modules another forward, and nothing else: modules, parameters, names and hooks stay, and
-``revert_kernels`` takes it away again. A module's name and class prove nothing about its computation: its own forward
-runs on stand-ins for its weights, large values and small, in each dtype, and must give the operator's result.
+``inject_kernels`` gives modules another forward, and changes nothing else: modules, parameters, names and hooks stay.
+``revert_kernels`` restores the forwards. The name and class of a module prove nothing about its computation. So its own
+forward is run on stand-ins for its weights, with large values and small, in each dtype, and must give the operator's
+result.
 """
 
 from __future__ import annotations
@@ -29,24 +29,26 @@ _GATED = (("gate_proj", "up_proj"), ("gate_up_proj",))
 _ACT_NAMES = ("act_fn", "activation_fn", "act")
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 _ROTARY = "apply_rotary_pos_emb"
-# Largest difference between a module's own forward and a kernel, relative to the largest result: sums in another order
-# in float32; in 16 bits one rounding after another against one.
+# Largest difference between a module's own forward and a kernel, relative to the largest result. In float32 the order
+# of sums differs; in 16 bits the module may round several times where the kernel rounds once.
 _TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
-# Scales of the stand-ins' values: an epsilon shows in the smaller one.
+# Scales of the stand-ins' values. The smaller scale shows differences in the epsilon.
 _SCALES = (1.0, 0.01)
 Forward = Callable[..., Any]
 KernelMatch = tuple[str, Forward] | str | None
-"""(the operator, a forward that runs it), why a module keeps its own, or None where it is of another kind."""
+"""(the operator, a forward that runs it); or the reason why a module keeps its own forward; or None if no kernel is for
+this kind of module.
+"""
 
 
 @dataclass
 class KernelReport:
-    """Outcome for the modules that have a kernel."""
+    """The outcome for each module that looks like one of the kinds with a kernel."""
 
     swapped: dict[str, str] = field(default_factory=dict)
     """Dotted name of a module -> the operator that it runs now."""
     remainder: dict[str, str] = field(default_factory=dict)
-    """Dotted name of a module that looks like one with a kernel -> why it keeps its own forward."""
+    """Dotted name of a module of a kind with a kernel -> the reason why the module keeps its own forward."""
 
     def __str__(self) -> str:
         width = max((len(name) for name in (*self.swapped, *self.remainder)), default=0)
@@ -58,9 +60,10 @@ class KernelReport:
 def inject_kernels(model: torch.nn.Module, *, strict: bool = False) -> KernelReport:
     """Swap kernels into ``model``, in place; its results stay the same to rounding.
 
-    strict: a module that looks like one with a kernel and computes something else is an error. Raises ModelError for
-    that, and where the model has nothing to swap; StateError where kernels are in it already. Nothing is changed then.
-    Under autocast, which decides dtypes operator by operator, modules run their own forward.
+    strict: a module that looks like a kind with a kernel but computes something else is an error. Raises ModelError for
+    such a module, and where the model has nothing to swap. Raises StateError where the model has kernels already.
+    Nothing is changed in these cases. Autocast decides dtypes operator by operator, so modules run their own forward
+    under it.
     """
     if any(_is_swapped(module) for module in model.modules()):
         raise StateError("kernels are in it already", where=type(model).__name__, fix="call revert_kernels first")
@@ -108,7 +111,7 @@ def inject_kernels(model: torch.nn.Module, *, strict: bool = False) -> KernelRep
 
 
 def revert_kernels(model: torch.nn.Module) -> int:
-    """Give every module its own forward back; return the number of modules that had another."""
+    """Give every module its own forward back. Returns the number of modules that had another forward."""
     swapped = [module for module in model.modules() if _is_swapped(module)]
     for module in swapped:
         del module.forward
@@ -123,7 +126,9 @@ def inject_as_asked(model: torch.nn.Module, section: TensorParallel) -> KernelRe
 
 @contextlib.contextmanager
 def kernels_as_asked(model: torch.nn.Module, section: TensorParallel) -> Iterator[KernelReport | None]:
-    """Kernels in ``model`` where the section ``tensor_parallel`` asks for them; out again where the body raises."""
+    """Kernels in ``model`` if the section ``tensor_parallel`` asks for them. If the body raises, they are removed
+    again.
+    """
     if not section.replace_with_kernel_inject:
         yield None
         return
@@ -139,7 +144,7 @@ def _is_swapped(module: torch.nn.Module) -> bool:
     forward = getattr(vars(module).get("forward"), "__func__", None)
     if forward is None:
         return False
-    # An attention with our rotation counts as swapped, though its forward is its own.
+    # An attention with our rotation counts as swapped, although its forward is a copy of its own.
     return __name__ in (forward.__module__, getattr(forward.__globals__.get(_ROTARY), "__module__", ""))
 
 
@@ -160,7 +165,7 @@ def _stand_in(
     params: dict[str, torch.Tensor | None],
     children: dict[str, torch.nn.Module],
 ) -> torch.nn.Module:
-    """``module`` with other parameters and children, which shares everything else with it."""
+    """A module with other parameters and children that shares everything else with ``module``."""
     made = copy.copy(module)
     own = {name: None if each is None else torch.nn.Parameter(each.to(dtype)) for name, each in params.items()}
     cast = {name: copy.deepcopy(child).to(dtype) for name, child in children.items()}
@@ -177,7 +182,9 @@ def _computes(
     params: dict[str, torch.Tensor | None] | None = None,
     children: dict[str, torch.nn.Module] | None = None,
 ) -> bool:
-    """Whether ``kernel`` and ``module``'s own forward give the same result with these in the place of its weights."""
+    """Whether ``kernel`` and ``module``'s own forward give the same result, with ``params`` and ``children`` in place
+    of the module's.
+    """
     for dtype, tolerance in _TOLERANCES.items():
         tried = _stand_in(module, dtype, params or {}, children or {})
         for scale in _SCALES:
@@ -185,7 +192,7 @@ def _computes(
             try:
                 own = type(module).forward(tried, given.clone())
             except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, NotImplementedError):
-                return False  # it takes something else
+                return False  # the forward takes other arguments
             if not isinstance(own, torch.Tensor) or not _is_alike(own, kernel(tried, given), tolerance):
                 return False
     return True
@@ -241,7 +248,7 @@ def _layer_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def _rms_norm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    # torch's default is the epsilon of the dtype that it sums in, which is float32 for 16 bits as well.
+    # torch's default is the epsilon of the dtype in which it sums. That dtype is float32 for 16-bit inputs, too.
     return nn.rms_norm(x, module.weight, torch.finfo(torch.float32).eps if module.eps is None else module.eps)
 
 
@@ -292,7 +299,7 @@ def _geglu_tanh(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Ten
 
 
 def _layout_of_angles(module: torch.nn.Module) -> str:
-    """Return how a rotary embedding lays out the angles of pairs: "halves", "interleaved", or "" for neither."""
+    """Return how a rotary embedding lays out the angles of pairs: "halves", "interleaved", or "" for another layout."""
     positions = torch.arange(5).unsqueeze(0)
     try:
         cos, sin = copy.deepcopy(module)(torch.zeros(1, 5, 8), positions)
@@ -327,7 +334,7 @@ def _find_rotary(module: torch.nn.Module, angles: set[str]) -> KernelMatch:
             return "turns positions by arguments of its own"
         if not all(_is_alike(a, b, tolerance) for a, b in zip(wanted, rotate(*given), strict=True)):
             return "turns other pairs"
-    # The same forward with another meaning for one name; other models that share the class keep theirs.
+    # A copy of the forward in which one name means our rotation; other models with the same class keep the original.
     forward = types.FunctionType(code, {**names, _ROTARY: rotate}, own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__ = own.__kwdefaults__
     return "rotary", forward

@@ -1,6 +1,6 @@
-"""Places of a transformer layer's parts in Hugging Face's classes, for ``replace_transformer_layer``.
+"""The places of the parts of a transformer layer in Hugging Face's classes, for ``replace_transformer_layer``.
 
-Each policy takes one layer and gives its weights in the order that DeepSpeed's layer has them.
+Each policy takes one layer and returns its weights in the order of DeepSpeed's layer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FIX = "replace_with_kernel_inject swaps kernels into any model, and leaves its 
 
 
 class LayerParts(NamedTuple):
-    """The modules of a layer, by their function."""
+    """The modules of a layer, each by its function."""
 
     query: torch.nn.Module
     key: torch.nn.Module
@@ -41,9 +41,9 @@ class LayerParts(NamedTuple):
 
 
 class HFBertLayerPolicy:
-    """BERT's layer, and of those built like it; ``pre_attn_norm`` for the variants with norms ahead (Turing's).
+    """A layer of BERT or of models built like BERT. ``pre_attn_norm``: the norms come first (Turing's variants).
 
-    client_module: the layer. inference: kept, and has no effect: the same layer trains.
+    client_module: the layer. inference: stored, but has no effect: the same layer serves training and inference.
     """
 
     classes = (
@@ -71,7 +71,7 @@ class HFBertLayerPolicy:
         )
 
     def attention(self, enable_training: bool = False) -> tuple[torch.Tensor, ...]:
-        """(query, key and value's weight [3 * hidden, hidden] and bias, the projection's weight and bias)."""
+        """(weight [3 * hidden, hidden] and bias of query, key and value; weight and bias of the output projection)."""
         parts = self.parts()
         qkv = (parts.query, parts.key, parts.value)
         weight = torch.cat([part.weight.detach() for part in qkv])
@@ -80,21 +80,21 @@ class HFBertLayerPolicy:
         return (*made, parts.out.weight, parts.out.bias)
 
     def mlp(self, enable_training: bool = False) -> tuple[torch.Tensor, ...]:
-        """(the first projection's weight [inner, hidden] and bias, the second's)."""
+        """(weight [inner, hidden] and bias of the first projection, weight and bias of the second projection)."""
         parts = self.parts()
         return parts.inner.weight, parts.inner.bias, parts.outer.weight, parts.outer.bias
 
     def layernorm(self) -> tuple[torch.Tensor, ...]:
-        """(weight and bias of the norm at the attention, of the other norm)."""
+        """(weight and bias of the attention's norm, weight and bias of the other norm)."""
         parts = self.parts()
         return parts.attention_norm.weight, parts.attention_norm.bias, parts.norm.weight, parts.norm.bias
 
     def n_heads(self) -> int:
-        """Number of the attention's heads."""
+        """Number of heads of the attention."""
         return self.client_module.attention.self.num_attention_heads
 
     def get_hidden_heads(self) -> tuple[int, int, float, int]:
-        """(hidden size, heads, the norms' epsilon, inner size)."""
+        """(hidden size, number of heads, epsilon of the norms, inner size)."""
         parts = self.parts()
         return parts.query.weight.shape[1], self.n_heads(), parts.norm.eps, parts.inner.weight.shape[0]
 
@@ -104,8 +104,9 @@ class HFBertLayerPolicy:
         return torch.nn.functional.gelu if self.pre_attn_norm else layer.intermediate.intermediate_act_fn
 
     def dropouts(self) -> tuple[float, float]:
-        """Return (the ratio for attention weights, the ratio for values added to the residual). Raises ModelError where
-        the layer has others."""
+        """Return (the dropout ratio of attention weights, the dropout ratio of values added to the residual). Raises
+        ModelError where the layer has other ratios.
+        """
         layer: Any = self.client_module
         return _ratio(layer.attention.self.dropout), _ratio(layer.output.dropout)
 
@@ -134,7 +135,7 @@ class HFBertLayerPolicy:
 
 
 class HFDistilBertLayerPolicy(HFBertLayerPolicy):
-    """DistilBERT's layer. It drops out behind the network and not behind the attention."""
+    """DistilBERT's layer. It applies dropout after the MLP, but not after the attention."""
 
     classes = ("transformers.models.distilbert.modeling_distilbert:TransformerBlock",)
 
@@ -163,17 +164,19 @@ class HFDistilBertLayerPolicy(HFBertLayerPolicy):
 
 
 LAYER_POLICIES: tuple[type[HFBertLayerPolicy], ...] = (HFBertLayerPolicy, HFDistilBertLayerPolicy)
-"""The policies that ``replace_transformer_layer`` knows by itself."""
+"""The policies that ``replace_transformer_layer`` uses if the caller gives none."""
 
 
 def policy_for(kind: type) -> type[HFBertLayerPolicy] | None:
-    """The policy whose layers are of the class ``kind``."""
+    """The policy for layers of the class ``kind``; None if there is none."""
     path = f"{kind.__module__}:{kind.__qualname__}"
     return next((policy for policy in LAYER_POLICIES if path in policy.classes), None)
 
 
 def layer_classes() -> dict[type, type[HFBertLayerPolicy]]:
-    """Every class of layers that a policy knows and the installed transformers has."""
+    """The classes of layers that the policies are for, as far as the installed transformers has them, and their
+    policies.
+    """
     found: dict[type, type[HFBertLayerPolicy]] = {}
     for policy in LAYER_POLICIES:
         for path in policy.classes:
@@ -181,7 +184,7 @@ def layer_classes() -> dict[type, type[HFBertLayerPolicy]]:
             try:
                 found[getattr(importlib.import_module(module), name)] = policy
             except (ImportError, AttributeError):
-                continue  # an older transformers, or none
+                continue  # transformers is older and lacks the class, or is not installed
     return found
 
 

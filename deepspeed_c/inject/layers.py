@@ -1,9 +1,9 @@
-"""The layers that a cut model has in place of its own: linear by columns and by rows, embedding by vocabulary.
+"""The layers that replace a model's own layers when it is cut: linear by columns and by rows, embedding by vocabulary.
 
-They keep the parameters of the module that they replace, under the same names, and are made by hand as well:
+They keep the parameters of the module that they replace, under the same names. They can also be made by hand:
 ``LinearLayer(torch.nn.Linear(8, 6), group)`` cuts the linear layer's parameters in place over the ranks of ``group``,
-and every rank of it passes the same weights. ``Conv1D`` of GPT-2 keeps its weight [in, out]; everything else has
-[out, in].
+and every rank of the group passes the same weights. ``Conv1D`` of GPT-2 keeps its weight [in, out]; all other weights
+are [out, in].
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tens
 
 
 def product_of(module: torch.nn.Module) -> Product | None:
-    """Return the linear layer's function of (x, weight [out, in], bias): its class's ``product`` if it has one. None if
-    it is unknown, because the class has a forward of its own."""
+    """Return the linear layer's function of (x, weight [out, in], bias). It is the ``product`` of the layer's class if
+    there is one. None if the function is unknown, because the class has its own forward.
+    """
     own = getattr(type(module), "product", None)
     if callable(own):
         return own
-    # FalconLinear computes the same as a linear layer.
+    # FalconLinear is another class with the computation of a linear layer.
     if type(module).__name__ in ("Conv1D", "FalconLinear"):
         return F.linear
     is_plain = isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
@@ -58,12 +59,13 @@ def is_transposed(module: torch.nn.Module) -> bool:
 
 
 class TensorParallelLayer(torch.nn.Module):
-    """Base of the linear layers: weight and bias, or this rank's part of them."""
+    """Base of the linear layers. It holds weight and bias, or this rank's parts of them."""
 
     def __init__(
         self, module: torch.nn.Module, mp_group: dist.ProcessGroup | TensorRanks | None, *, name: str = ""
     ) -> None:
-        """module: a linear layer. mp_group: the ranks that it is cut over; None: this rank alone. name: for messages.
+        """module: a linear layer. mp_group: the ranks that the layer is cut over; None: this rank alone. name: for
+        messages.
         """
         super().__init__()
         self.weight, self.bias = module.weight, module.bias
@@ -71,7 +73,7 @@ class TensorParallelLayer(torch.nn.Module):
         if not isinstance(mp_group, TensorRanks):
             mp_group = TensorRanks(None if mp_group is None else Collectives(mp_group))
         self.ranks, self.label, self.is_transposed = mp_group, name or type(self).__name__, is_transposed(module)
-        self._parts: dict[torch.nn.Parameter, torch.Tensor] = {}  # while they are whole
+        self._parts: dict[torch.nn.Parameter, torch.Tensor] = {}  # this rank's parts while parameters are whole
         self.train(module.training)
 
     @property
@@ -83,9 +85,10 @@ class TensorParallelLayer(torch.nn.Module):
         return self.weight.shape[1 if self.is_transposed else 0]
 
     def cut(self, param: torch.nn.Parameter | None, dim: int, sizes: Sequence[int]) -> None:
-        """``param``, which is whole, becomes this rank's share of each part, of ``sizes`` elements along ``dim``.
+        """Replaces the whole values of ``param`` by this rank's shares. The parts of ``param`` have ``sizes`` elements
+        along ``dim``, and the rank gets a share of each.
 
-        Raises ModelError where the parts do not make up the dimension, or it is cut already.
+        Raises ModelError where the sizes do not add up to the dimension, or where ``param`` is cut already.
         """
         if param is None or self.ranks.n_ranks == 1:
             return
@@ -105,7 +108,7 @@ class TensorParallelLayer(torch.nn.Module):
     def gather_params(self, params_list: Iterable[torch.nn.Parameter | None]) -> None:
         """Make the cut parameters in ``params_list`` whole, on all ranks together, until ``_tp_partition``.
 
-        Raises StateError where one is whole already.
+        Raises StateError where a parameter is whole already.
         """
         for param in self._cut_ones(params_list):
             if param in self._parts:
@@ -119,11 +122,11 @@ class TensorParallelLayer(torch.nn.Module):
 
     @torch.no_grad()
     def _tp_partition(self, params_list: Iterable[torch.nn.Parameter | None]) -> None:
-        """End ``gather_params``: values written to the whole parameters stay."""
+        """End ``gather_params``. Values that were written to the whole parameters stay."""
         for param in self._cut_ones(params_list):
             if param not in self._parts:
                 raise StateError("its parameters are not whole", where=self.label, fix="call gather_params first")
-            # Into the memory that an optimizer knows.
+            # The values go into the memory that an optimizer knows.
             part = self._parts.pop(param)
             part.copy_(param.tp_cut.take(param.data))
             param.data = part
@@ -137,10 +140,10 @@ class TensorParallelLayer(torch.nn.Module):
 
 
 class LinearLayer(TensorParallelLayer):
-    """y = x W + b with some columns of W on each rank: x [..., in] on all ranks, y [..., columns of this rank].
+    """y = x W + b with some columns of W on each rank: from x [..., in], whole on all ranks, to y [..., own columns].
 
-    ``gather_output``: y is put together on all ranks, [..., out]. ``picker``: the weight is whole on all ranks, and
-    these columns are used of it.
+    ``gather_output``: y is gathered on all ranks, [..., out]. ``picker``: the weight is whole on all ranks, and each
+    rank uses the columns that its picker selects.
     """
 
     def __init__(
@@ -152,7 +155,7 @@ class LinearLayer(TensorParallelLayer):
         *,
         name: str = "",
     ) -> None:
-        """skip_partition: ``module`` holds this rank's part already."""
+        """skip_partition: ``module`` already holds only this rank's part."""
         super().__init__(module, mp_group, name=name)
         self.sizes: list[int] | None = None
         self.picker: RowPicker | None = None
@@ -181,28 +184,29 @@ class LinearLayer(TensorParallelLayer):
         self.cut(self.bias, 0, sizes)
 
     def gather_columns(self, sizes: list[int] | None) -> None:
-        """The columns of all ranks are put together. sizes: of each rank; None: they stay apart."""
+        """Sets whether the columns of all ranks are gathered. sizes: number of columns of each rank; None: no gather.
+        """
         self.sizes = sizes
 
     def pick(self, picker: RowPicker) -> None:
-        """The weight stays whole, and this rank's columns are picked at each use."""
+        """Keeps the weight whole. ``picker`` selects this rank's columns at each use."""
         self.picker = picker
 
     def draw_apart(self, region: DropoutRegion) -> None:
-        """Random numbers behind this layer are the rank's own until ``region`` ends."""
+        """Random numbers after this layer differ between ranks, until ``region`` ends."""
         self.region = region
 
     @property
     def can_defer(self) -> bool:
-        """Whether its weight's gradient may be computed apart from the input's (``overlap.py``)."""
+        """Whether the weight's gradient may be computed separately from the input's gradient (``overlap.py``)."""
         return self.product is F.linear and self.picker is None
 
     def overlap(self, neighbours: Sequence[LinearLayer]) -> None:
-        """neighbours: the layers that may take the same input, this one among them."""
+        """neighbours: the layers that may take the same input, including this layer."""
         self.neighbours = tuple(neighbours)
 
     def stay_in(self, border: Border) -> None:
-        """While ``border`` is open, take inputs as already inside the region."""
+        """While ``border`` is open, treat inputs as tensors inside the region."""
         self.border = border
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -214,7 +218,9 @@ class LinearLayer(TensorParallelLayer):
         return y
 
     def columns(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's columns of the output, computed apart from other layers, without overlap and not gathered."""
+        """This rank's columns of the output, computed separately from other layers, without overlap and without a
+        gather.
+        """
         return self._product(self.ranks.enter(x, self.label))
 
     def _columns(self, x: torch.Tensor) -> torch.Tensor:
@@ -226,7 +232,7 @@ class LinearLayer(TensorParallelLayer):
             entered = self.ranks.enter_columns(x, self.neighbours, self.label)
             if entered is not None:
                 return entered.product(self)
-            # Nothing is sent in backward: x needs no gradient.
+            # The backward sends nothing, because x needs no gradient.
         else:
             x = self.ranks.enter(x, self.label)
         return self._product(x)
@@ -240,10 +246,10 @@ class LinearLayer(TensorParallelLayer):
 
 
 class LinearAllreduce(TensorParallelLayer):
-    """y = x W + b with some rows of W on each rank: x [..., rows of this rank], y [..., out] the sum over ranks.
+    """y = x W + b with some rows of W on each rank. x [..., rows of this rank]; y [..., out] is the sum over ranks.
 
-    The bias is whole and added once, to the sum. ``split_input``: x is whole on all ranks, and this rank takes its
-    part.
+    The bias is whole and added once, to the sum. ``split_input``: x is whole on all ranks, and each rank takes its part
+    of x.
     """
 
     def __init__(
@@ -254,7 +260,7 @@ class LinearAllreduce(TensorParallelLayer):
         skip_partition: bool = False,
         name: str = "",
     ) -> None:
-        """skip_partition: ``module`` holds this rank's part already."""
+        """skip_partition: ``module`` already holds only this rank's part."""
         super().__init__(module, mp_group, name=name)
         self.part: tuple[int, int] | None = None
         self.region: DropoutRegion | None = None
@@ -266,15 +272,15 @@ class LinearAllreduce(TensorParallelLayer):
         self.cut(self.weight, 0 if self.is_transposed else 1, sizes)
 
     def split_input(self, begin: int, end: int) -> None:
-        """The input is whole; this rank takes [begin, end) of its last dimension."""
+        """Declares the input whole: this rank takes elements [begin, end) of its last dimension."""
         self.part = (begin, end)
 
     def draw_apart(self, region: DropoutRegion) -> None:
-        """Random numbers that are the rank's own end before this layer."""
+        """Random numbers differ between ranks inside ``region``. The region ends before this layer."""
         self.region = region
 
     def stay_in(self, border: Border) -> None:
-        """The region that ``border`` opens ends here."""
+        """Makes the region of ``border`` end at this layer."""
         self.border = border
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -290,7 +296,9 @@ class LinearAllreduce(TensorParallelLayer):
 
 
 class LmHeadLinearAllreduce(LinearAllreduce):
-    """A head of its own weight, also where ``module``'s is tied: x [..., in] is whole on all ranks, and so is y."""
+    """An output head with a separate weight, even if the weight of ``module`` is tied. x [..., in] and y are whole on
+    all ranks.
+    """
 
     def __init__(
         self, module: torch.nn.Module, mp_group: dist.ProcessGroup | TensorRanks | None, *, name: str = "lm_head"
@@ -305,7 +313,7 @@ class LmHeadLinearAllreduce(LinearAllreduce):
 
 
 class SubParamLinearLayer(LinearLayer):
-    """Cut by columns, for a weight of several concatenated matrices: each is cut by itself."""
+    """A column layer whose weight consists of several concatenated matrices. Each matrix is cut separately."""
 
     def __init__(
         self,
@@ -316,13 +324,15 @@ class SubParamLinearLayer(LinearLayer):
         *,
         name: str = "",
     ) -> None:
-        """shape: (3, -1) for three equal parts, ((4096, 1024, 1024), -1) for parts of these sizes. partition_dim: 0."""
+        """shape: (3, -1) for three equal parts, ((4096, 1024, 1024), -1) for parts of these sizes. partition_dim: must
+        be 0.
+        """
         super().__init__(module, mp_group, skip_partition=True, name=name)
         self._cut_columns(_sizes_along(0, self, shape, partition_dim))
 
 
 class SubParamLinearAllreduce(LinearAllreduce):
-    """Cut by rows, for a weight whose inputs are several concatenated parts: each is cut by itself."""
+    """A row layer whose input consists of several concatenated parts. Each part is cut separately."""
 
     def __init__(
         self,
@@ -333,7 +343,7 @@ class SubParamLinearAllreduce(LinearAllreduce):
         *,
         name: str = "",
     ) -> None:
-        """shape: (-1, 2) for two equal parts, (-1, (48, 16)) for parts of these sizes. partition_dim: 1."""
+        """shape: (-1, 2) for two equal parts, (-1, (48, 16)) for parts of these sizes. partition_dim: must be 1."""
         super().__init__(module, mp_group, skip_partition=True, name=name)
         self._cut_rows(_sizes_along(1, self, shape, partition_dim))
 
@@ -353,7 +363,7 @@ def _sizes_along(
 
 
 class WordsEmbedding(torch.nn.Module):
-    """An embedding table with tokens [begin, end) on this rank: ids of any shape to [*ids, width]."""
+    """An embedding table of which this rank holds tokens [begin, end). It maps ids of any shape to [*ids, width]."""
 
     def __init__(self, module: torch.nn.Embedding, ranks: TensorRanks, label: str, begin: int, end: int) -> None:
         super().__init__()
@@ -364,14 +374,16 @@ class WordsEmbedding(torch.nn.Module):
         self.train(module.training)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Raises IndexError, on all ranks alike, for an id outside of the vocabulary; an accelerator reports it."""
+        """Raises IndexError, on all ranks, for an id outside the vocabulary. On an accelerator, the device reports it.
+        """
         is_word = (ids >= 0) & (ids < self.num_embeddings)
         is_elsewhere = is_word & ((ids < self.begin) | (ids >= self.end))
-        # No rank has a row for an id outside of the vocabulary: torch's own look-up refuses it without reading values.
+        # No rank has a row for an id outside the vocabulary. torch's own look-up refuses such an id without reading
+        # values.
         rows = (ids - self.begin).masked_fill(is_elsewhere, 0)
         try:
             if self.begin == self.end:
-                # No row is here; the gradient is as empty as the weight.
+                # This rank has no rows, so the gradient is as empty as the weight.
                 none = self.weight.new_zeros((1, self.embedding_dim)) + self.weight.sum()
                 found = F.embedding((~is_word).long(), none)
             else:
@@ -392,12 +404,12 @@ class WordsEmbedding(torch.nn.Module):
 
 
 class RowPicker:
-    """Runs of one dimension: the part of a whole parameter that a rank computes with."""
+    """Selects runs of one dimension: the part of a whole parameter with which a rank computes."""
 
     def __init__(self, runs: list[tuple[int, int]]) -> None:
-        """runs: (begin, elements), in order."""
+        """runs: (first element, number of elements) of each run, in order."""
         self.runs = runs
 
     def pick(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """These elements of ``tensor``, one run after the other along ``dim``."""
+        """The selected elements of ``tensor``, one run after the other along ``dim``."""
         return torch.cat([tensor.narrow(dim, begin, n_elems) for begin, n_elems in self.runs], dim=dim)

@@ -1,4 +1,5 @@
-"""Cross-entropy without whole logits: a rank keeps its part of the vocabulary and sends four numbers a token."""
+"""Cross-entropy without whole logits: each rank keeps its part of the vocabulary and sends four numbers for each token.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """The loss of each token, float32 [n], as ``torch.nn.functional.cross_entropy`` with ``reduction="none"`` gives it.
+    """The loss of each token, float32 [n]. It equals ``torch.nn.functional.cross_entropy`` with ``reduction="none"``.
 
-    logits: [n, sizes[rank]], this rank's columns (float32, bfloat16, float16); the backward overwrites them with their
+    logits: [n, sizes[rank]], this rank's columns (float32, bfloat16, float16). The backward overwrites them with their
     gradient. targets: int64 [n], the same on all ranks.
     """
     return _CrossEntropy.apply(logits, targets, sizes, ranks, ignore_index, label_smoothing)
@@ -53,11 +54,11 @@ class _CrossEntropy(torch.autograd.Function):
             if wrong.numel():
                 raise IndexError(f"target {int(wrong[0])} is not in the vocabulary of {vocab_size}")
         else:
-            # As torch's own loss: the device says it, and nobody waits for the device.
+            # The device reports the error, as for torch's own loss, so that no rank waits for its device.
             torch._assert_async((~is_wrong).all(), f"a target is not in the vocabulary of {vocab_size}")
         logits = logits.contiguous()
         here = torch.where(is_counted, targets - sum(sizes[: ranks.rank]), -1)
-        # A target on a later rank lies past this rank's columns, a target on an earlier rank below 0.
+        # A target on a later rank has an index above this rank's columns, a target on an earlier rank an index below 0.
         rows = cross_entropy.rows(logits, here)
         log_sum, target, total = cross_entropy.join(ranks.comm.all_gather_list(rows, label="cross-entropy"))
         loss = log_sum - (1 - smoothing) * target
@@ -77,13 +78,13 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class CutLogits(torch.Tensor):
-    """Logits [..., columns of this rank] that appear whole, [..., vocab_size], to every use.
+    """Logits [..., columns of this rank] that behave as whole logits, [..., vocab_size], in every use.
 
-    Each use is a collective: all ranks do the same with it. Not to be read after the backward, which has put the
-    gradient in their place (StateError).
+    Each use is a collective, so all ranks must use them in the same way. After the backward they cannot be read
+    (StateError), because their gradient is in their memory.
     """
 
-    # Set by ``cut_loss`` on each; a tensor's own constructor takes no such arguments.
+    # ``cut_loss`` sets these attributes on each instance, because a tensor's constructor takes no such arguments.
     cut_sizes: list[int]
     cut_ranks: TensorRanks
     cut_version: int
@@ -109,7 +110,7 @@ class CutLogits(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # An engine looks at every output of a model, and watches where its gradient comes from.
+        # An engine looks at every output of a model, and at the origin of its gradient. Such looks need no gather.
         if func not in LOOKS:
             args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.gathered, (args, kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
@@ -117,15 +118,18 @@ class CutLogits(torch.Tensor):
 
 
 class CutCausalLoss:
-    """Stands in for transformers' ``ForCausalLMLoss`` on one model: each rank has some columns of the logits."""
+    """Stands in for transformers' ``ForCausalLMLoss`` on one model whose logits are cut: each rank has some of their
+    columns.
+    """
 
     def __init__(self, head: LinearLayer, sizes: list[int], ranks: TensorRanks, usual: Any) -> None:
         self.head, self.sizes, self.ranks, self.usual = head, sizes, ranks, usual
         self.is_cut = self.is_tiled = False
 
     def compute_in_tiles(self, value: bool) -> None:
-        """Whether another loss stands before this one, and asks it for ``columns`` and ``losses`` of some tokens at a
-        time. The model's logits are never cut then."""
+        """Sets whether another loss replaces this one and calls ``columns`` and ``losses`` for some tokens at a time.
+        The model itself then never returns cut logits.
+        """
         self.is_tiled = value
         self.head.gather_columns(self.sizes)
 
@@ -134,11 +138,13 @@ class CutCausalLoss:
         return self.head.columns(hidden)
 
     def losses(self, logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
-        """The loss of each token, float32 [n], of ``columns`` [n, columns of this rank] and targets int64 [n]."""
+        """The loss of each token, float32 [n]. logits: result of ``columns``, [n, columns of this rank]. targets: int64
+        [n].
+        """
         return vocab_parallel_cross_entropy(logits, targets, self.sizes, self.ranks, ignore_index=ignore_index)
 
     def before(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """A model that trains with labels leaves its logits cut."""
+        """A hook before the forward. The logits stay cut if the model trains with labels."""
         if self.is_tiled:
             return
         self.is_cut = model.training and kwargs.get("labels") is not None and torch.is_grad_enabled()
@@ -163,7 +169,8 @@ class CutCausalLoss:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """logits [..., tokens, columns of this rank], labels [..., tokens]: token t predicts label t + 1."""
+        """logits [..., tokens, columns of this rank], labels [..., tokens]. The logits of token t predict label t + 1.
+        """
         if not self.is_cut:
             return self.usual(
                 logits=logits,
@@ -187,17 +194,17 @@ class CutCausalLoss:
 
 
 def cut_loss(model: torch.nn.Module, head: LinearLayer, ranks: TensorRanks, sizes: list[int]) -> None:
-    """Let ``model`` compute its causal loss on cut logits where it trains with labels. head: the layer whose output the
-    logits are.
+    """Let ``model`` compute its causal loss on cut logits when it trains with labels. head: the layer that gives the
+    logits.
 
-    Everything else (evaluation, generation) gets them whole. An adapter's model hands attributes through to the model
-    that it wraps, which alone computes the loss.
+    In all other uses (evaluation, generation) the logits are whole. An adapter's model passes attributes on to the
+    model that it wraps. Only the wrapped model computes the loss.
     """
     has_own = (module for module in model.modules() if hasattr(type(module), "loss_function"))
     owner = next((module for module in has_own if any(part is head for part in module.modules())), model)
     loss = CutCausalLoss(head, sizes, ranks, owner.loss_function)
     swap_loss(owner, loss)
-    # Wrappers too: some of them call the forward of the wrapped model, past its hooks.
+    # Includes wrappers: some of them call the forward of the wrapped model directly, without its hooks.
     for module in [module for module in model.modules() if any(part is owner for part in module.modules())]:
         module.register_forward_pre_hook(loss.before, with_kwargs=True)
         module.register_forward_hook(loss.after, always_call=False)

@@ -32,13 +32,13 @@ def tp_model_init(
     """Cut ``model`` in place over ``tp_size`` ranks and return it. Every rank of the job calls it.
 
     Neighbouring ranks make a group: 0 to tp_size - 1, and so on. tp_group: this rank's group instead. dtype: new dtype
-    of floating-point weights; None leaves them. config: the section ``tensor_parallel``, or a mapping with it; its
-    ``partition_config`` may be an ``AutoTPConfig``. injection_policy: {class of blocks: ends of the names of the linear
-    layers in it that are cut by rows}, for models that nobody else knows; the block's other linear layers are cut by
-    columns.
+    of floating-point weights; None keeps their dtype. config: the section ``tensor_parallel``, or a mapping that
+    contains it; its ``partition_config`` may be an ``AutoTPConfig``. injection_policy: {class of blocks: ends of the
+    names of the linear layers in such a block that are cut by rows}, for models without a policy. All other linear
+    layers of the block are cut by columns.
 
-    Raises ConfigError where sizes contradict one another or the world is no multiple of ``tp_size``, ModelError where
-    no rule fits; nothing is changed then.
+    Raises ConfigError where sizes contradict one another or the world is no multiple of ``tp_size``, and ModelError
+    where no rule fits. The model is then unchanged.
     """
     require_initialized("tp_model_init")
     values = dict((config or {}).get("tensor_parallel", config or {}))

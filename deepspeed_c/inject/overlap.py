@@ -1,11 +1,12 @@
-"""Collectives of the cut region that travel while something is computed, and tokens that lie apart around it.
+"""Collectives of the cut region that run while other work is computed, and tokens that are divided over ranks outside
+the region.
 
-[Note: gradients under way] The backward of column layers on one tensor gives the tensor's gradient, which is summed
-over ranks, and their weights' gradients. Autograd runs ready nodes in the reverse order of their recording. So one
-records, in this order: ``_Wait`` on the tensor, one ``_Weights`` for each layer, ``_Start``, the layers' products.
-Backward then computes the tensor's gradient (all layers), starts its sum (``_Start``), computes the weights' gradients
-meanwhile (``_Weights``), and waits (``_Wait``). Between ``_Start`` and ``_Wait`` the gradient is in a ``_Box``: nobody
-may read it.
+[Note: gradients under way] Several column layers may take one tensor. Their backward computes the gradient of the
+tensor, which is summed over ranks, and the gradients of the layers' weights. Autograd runs ready nodes in the reverse
+order of their recording. So they are recorded in this order: ``_Wait`` on the tensor, one ``_Weights`` for each layer,
+``_Start``, the layers' products. The backward then computes the tensor's gradient (through all layers), starts its sum
+(``_Start``), computes the weights' gradients meanwhile (``_Weights``), and waits (``_Wait``). Between ``_Start`` and
+``_Wait`` the gradient is in a ``_Box``, and must not be read.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["LOOKS", "Border", "ColumnEntry", "TokenStream", "UnderWay"]
 
 
 class Columns(Protocol):
-    """A column layer, as far as its product goes."""
+    """The members of a column layer that its product needs."""
 
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
@@ -37,12 +38,14 @@ class Columns(Protocol):
 
     @property
     def can_defer(self) -> bool:
-        """Whether its weight's gradient may be computed apart: the product is the usual one, of the whole weight."""
+        """Whether the weight's gradient may be computed separately: the product must be the usual one, with the whole
+        weight.
+        """
         ...
 
 
 class _Box:
-    """A gradient between ``_Start`` and ``_Wait``."""
+    """Holds a gradient between ``_Start`` and ``_Wait``."""
 
     def __init__(self, comm: Collectives, label: str) -> None:
         self.comm, self.label = comm, label
@@ -61,12 +64,12 @@ class _Box:
         if not self.under_way:
             return grad
         total = exchange.wait(self.under_way.pop())
-        # Tokens are filled up to the most of any rank.
+        # The tokens of a rank are padded to the largest number of tokens on any rank.
         return total if total.shape == grad.shape else total.narrow(1, 0, grad.shape[1])
 
 
 class _Wait(torch.autograd.Function):
-    """Parts of a tensor along ``dim``, whose gradients may be under way."""
+    """Splits a tensor into parts along ``dim``. The backward waits for the parts' gradients, which may be under way."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: list[int], dim: int, boxes: list[_Box]) -> tuple[torch.Tensor, ...]:
@@ -77,7 +80,7 @@ class _Wait(torch.autograd.Function):
     @first_derivative_only("what tensor-parallel ranks send (tp_overlap_comm)")
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         dim, boxes = ctx.held
-        # Gradients of the last part were started first.
+        # Collectives for the gradient of the last part were started first.
         parts = [box.take(grad) for box, grad in zip(reversed(boxes), reversed(grads), strict=True)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts[::-1], dim=dim)), None, None, None
 
@@ -87,7 +90,9 @@ def _placeholder(grad: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 class _Start(torch.autograd.Function):
-    """The same values inside the region; the sum of their gradients is started and left in the box."""
+    """Passes a tensor into the region with the same values. The backward starts the sum of its gradients over ranks,
+    and leaves the sum in the box.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, box: _Box) -> torch.Tensor:
@@ -102,8 +107,9 @@ class _Start(torch.autograd.Function):
 
 
 class _GatherStream(torch.autograd.Function):
-    """All ranks' tokens inside the region (``of_ranks`` is under way); this rank's part of their gradients' sum is
-    started and left in the box."""
+    """Passes all ranks' tokens into the region (``of_ranks`` is under way). The backward starts the sum of their
+    gradients over ranks, and leaves this rank's part of the sum in the box.
+    """
 
     @staticmethod
     def forward(
@@ -121,7 +127,7 @@ class _GatherStream(torch.autograd.Function):
 
 
 class _LeaveLater(torch.autograd.Function):
-    """The sum of all ranks' ``x``, in its place, after ``exchange.wait``."""
+    """Replaces ``x`` by the sum of ``x`` over all ranks. The sum is there after ``exchange.wait``."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, comm: Collectives, label: str) -> torch.Tensor:
@@ -136,7 +142,9 @@ class _LeaveLater(torch.autograd.Function):
 
 
 class _ScatterTokens(torch.autograd.Function):
-    """This rank's tokens of the sum of all ranks' ``x``, after ``exchange.wait``, filled up to the most of any rank."""
+    """This rank's tokens of the sum of ``x`` over all ranks, padded to the largest number of tokens on any rank. They
+    are there after ``exchange.wait``.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: list[int], dim: int, comm: Collectives, label: str) -> torch.Tensor:
@@ -153,20 +161,21 @@ class _ScatterTokens(torch.autograd.Function):
 
 
 def _is_here(param: torch.nn.Parameter) -> bool:
-    """Whether the stage that shards weights, if one does, has put this one together."""
+    """Whether the values of ``param`` are here. If weights are sharded, they are here while the weight is gathered."""
     status = getattr(param, "ds_status", None)
     return status is None or status.name == "AVAILABLE"
 
 
 class _Factors:
-    """The factors of one layer's weight gradient, kept from the layer's backward on."""
+    """The factors of the gradient of one layer's weight. The layer's backward stores them for ``_Weights``."""
 
     def __init__(self) -> None:
         self.products: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 
 class _Weights(torch.autograd.Function):
-    """Stands for weight and bias in the graph: an empty tensor, whose backward computes their gradients."""
+    """Stands for weight and bias in the graph. Its value is an empty tensor, and its backward computes their gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, bias: torch.Tensor | None, note: _Factors) -> torch.Tensor:
@@ -192,7 +201,8 @@ class _Weights(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """x W + b; its backward leaves the factors of the weight gradient in ``note`` for ``_Weights``, if there is a note.
+    """x W + b. If there is a ``note``, the backward stores the factors of the weight's gradient in it, for
+    ``_Weights``.
     """
 
     @staticmethod
@@ -224,10 +234,10 @@ class _Deferred(NamedTuple):
 
 
 class ColumnEntry:
-    """Column layers on one tensor inside the region: see [Note: gradients under way]."""
+    """The entry of one tensor into the region, for all column layers that take it. See [Note: gradients under way]."""
 
     def __init__(self, layers: Iterable[Columns]) -> None:
-        """layers: the expected layers; the weight of any other has its gradient computed at once."""
+        """layers: the expected layers. For other layers the weight's gradient is computed at once."""
         self._inside: torch.Tensor | None = None
         self._deferred: dict[Columns, _Deferred] = {}
         for layer in layers:
@@ -244,7 +254,9 @@ class ColumnEntry:
         return self._deferred[layer]
 
     def product(self, layer: Columns, x: torch.Tensor | None = None) -> torch.Tensor:
-        """Map x [..., in] inside the region (by default the tensor that entered) to [..., columns of this rank]."""
+        """The product of ``layer``, [..., columns of this rank]. x: [..., in], inside the region; by default the tensor
+        that entered.
+        """
         x = self._inside if x is None else x
         weight = layer.weight.t() if layer.is_transposed else layer.weight
         deferred = self._deferred.get(layer) or self._defer(layer)
@@ -252,7 +264,7 @@ class ColumnEntry:
 
     @classmethod
     def enter(cls, x: torch.Tensor, layers: Iterable[Columns], comm: Collectives, label: str) -> ColumnEntry:
-        """``x``, which requires a gradient, goes into the region."""
+        """Passes ``x``, which must require a gradient, into the region."""
         box = _Box(comm, label)
         (waited,) = _Wait.apply(x, [x.shape[0]], 0, [box])
         entry = cls(layers)
@@ -267,19 +279,21 @@ LOOKS = frozenset(
         torch.Tensor.register_hook,
     ]
 )
-"""Attributes and methods that are already right before the collective on a tensor is over."""
+"""Attributes and methods that are valid before the collective on a tensor is over."""
 
 
 class UnderWay(torch.Tensor):
-    """A tensor whose collective is under way: any use but a look at its shape, dtype or device waits for it first."""
+    """A tensor whose collective is under way. Any use waits for the collective first, except a look at shape, dtype or
+    device.
+    """
 
-    # Set by ``of`` on each; a tensor's own constructor takes no such arguments.
+    # ``of`` sets this attribute on each instance, because a tensor's constructor takes no such argument.
     dsc_finish: Callable[[torch.Tensor], torch.Tensor]
     dsc_finished: torch.Tensor | None
 
     @classmethod
     def of(cls, tensor: torch.Tensor, finish: Callable[[torch.Tensor], torch.Tensor]) -> UnderWay:
-        """finish: gives the tensor to go on with, once ``tensor`` may be read."""
+        """finish: called when ``tensor`` may be read. It returns the tensor to continue with."""
         made = tensor.as_subclass(cls)
         with torch._C.DisableTorchFunctionSubclass():
             made.dsc_finish, made.dsc_finished = finish, None
@@ -301,18 +315,18 @@ class UnderWay(torch.Tensor):
 
 
 class TokenStream:
-    """Tokens of a model's layers: outside the cut regions, each rank has its run of [batch, tokens, width].
+    """The tokens between a model's layers. Outside the cut regions, each rank has its run of [batch, tokens, width].
 
-    It begins before the first layer and ends behind the last norm, in training alone.
+    The stream begins before the first layer and ends after the last norm. It exists in training only.
     """
 
     def __init__(self, comm: Collectives, region: Any) -> None:
-        """region: the rank's own random numbers (``DropoutRegion``); None where nothing is dropped out."""
+        """region: separate random numbers for this rank (``DropoutRegion``); None where the layers have no dropout."""
         self.comm, self._region = comm, region
         self._sizes: list[int] = []
 
     def begin(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Hook with keyword arguments before the first layer: take this rank's tokens."""
+        """A hook before the first layer, with keyword arguments: takes this rank's tokens."""
         if not module.training:
             return None
         x = args[0] if args else kwargs["hidden_states"]
@@ -323,7 +337,7 @@ class TokenStream:
         return ((mine, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": mine})
 
     def end(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
-        """Behind the last norm: a hook."""
+        """A hook after the last norm: gathers the tokens of all ranks."""
         if not module.training:
             return None
         if self._region is not None:
@@ -331,7 +345,9 @@ class TokenStream:
         return _AllTokens.apply(output, self.sizes_of(output, "the last norm"), self.comm)
 
     def sizes_of(self, x: torch.Tensor, label: str) -> list[int]:
-        """Tokens of each rank, where this one's are ``x``. Raises StateError where that are others than began."""
+        """Number of tokens of each rank. ``x`` has this rank's tokens. Raises StateError if their number has changed
+        since ``begin``.
+        """
         mine = x.shape[1]
         if not self._sizes or self._sizes[self.comm.rank] != mine:
             raise StateError(
@@ -344,7 +360,7 @@ class TokenStream:
 
 
 class _TakeTokens(torch.autograd.Function):
-    """This rank's run of tokens that all ranks have; the gradient is whole again."""
+    """This rank's run of tokens, taken from tokens that all ranks have. The backward gathers the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: list[int], comm: Collectives) -> torch.Tensor:
@@ -360,7 +376,9 @@ class _TakeTokens(torch.autograd.Function):
 
 
 class _AllTokens(torch.autograd.Function):
-    """All ranks' tokens, the same on all of them, as is their gradient; this rank takes its own part of it."""
+    """Gathers all ranks' tokens. They and their gradient are the same on all ranks, so each rank takes its part of the
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, sizes: list[int], comm: Collectives) -> torch.Tensor:
@@ -376,7 +394,7 @@ class _AllTokens(torch.autograd.Function):
 
 
 class _HalfCache:
-    """Keys and values that an attention puts into an empty cache (``real``), of half a batch."""
+    """Keys and values of half a batch, which an attention puts into an empty cache (``real``)."""
 
     def __init__(self, real: Any) -> None:
         self.real = real
@@ -399,11 +417,12 @@ class _Part(NamedTuple):
 
 
 class Border:
-    """The cut region of one module, from its input ``hidden_states`` [batch, tokens, width] to its row layer's output,
-    which is the module's output or its first item.
+    """The cut region of one module. It begins at the module's input ``hidden_states`` [batch, tokens, width] and ends
+    at the output of the row layer. That output is the module's output, or the first item of it.
 
-    With overlap it runs in two halves, so that the first one's output is summed while the second is computed: halves of
-    the batch, or of the tokens where there is one sample and the module looks at single tokens.
+    With overlap the region runs in two halves, so that the output of the first half is summed while the second half is
+    computed. They are halves of the batch. If there is one sample, and the module treats tokens one by one, they are
+    halves of the tokens.
     """
 
     def __init__(
@@ -427,17 +446,17 @@ class Border:
 
     @property
     def is_open(self) -> bool:
-        """Whether the region is being computed: inputs of its layers are then inside."""
+        """Whether the region is being computed, so that inputs of its layers are inside it."""
         return self._is_open
 
     def product(self, layer: Any, x: torch.Tensor) -> torch.Tensor | None:
-        """The column layer's product; None where it computes it itself."""
+        """The product of the column layer ``layer``; None if the layer has to compute it itself."""
         if self._entry is None or not layer.can_defer:
             return None
         return self._entry.product(layer, x)
 
     def leave(self, y: torch.Tensor, bias: torch.Tensor | None, label: str) -> torch.Tensor:
-        """The row layer's output for its product ``y`` [batch, tokens, width] of this rank's rows."""
+        """The output of the row layer. y: the product of this rank's rows, [batch, tokens, width]."""
         comm, sizes = self._comm, self._sizes
         if sizes is None:
             started = _LeaveLater.apply(y.contiguous(), comm, label)
@@ -508,7 +527,7 @@ class Border:
     def _halves(
         self, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[int] | None
     ) -> tuple[int, int]:
-        """(dimension, length of the first half); length 0: the call is not divided. The same on all ranks."""
+        """(dimension, length of the first half), the same on all ranks. Length 0: the call is not divided."""
         if not self._overlaps or x.dim() != 3:
             return 0, 0
         others = [*args[1:], *kwargs.values()] if args else [v for k, v in kwargs.items() if k != "hidden_states"]
@@ -522,11 +541,12 @@ class Border:
         return 0, 0
 
     def _can_split(self, value: Any, n_samples: int) -> bool:
-        """Whether the part of an argument that belongs to half of the batch is known."""
+        """Whether it is known which part of an argument belongs to half of the batch."""
         if isinstance(value, torch.Tensor):
             if value.dim() < 2 or value.shape[0] == 1:
                 return True
-            # Two dimensions are [batch, tokens], or a table of positions that has as many rows by chance.
+            # A tensor of two dimensions is [batch, tokens], or a table of positions with the same number of rows by
+            # chance.
             is_table = value.dim() == 2 and (value.is_floating_point() or value.shape[0] == value.shape[1])
             return value.shape[0] == n_samples and not is_table
         if isinstance(value, (tuple, list)):
@@ -541,8 +561,9 @@ def _is_cache(value: Any) -> bool:
 
 
 def _part_of(value: Any, begin: int, end: int, n_samples: int, caches: list[_HalfCache]) -> Any:
-    """The part of an argument that belongs to the samples [begin, end); ``caches``: gets a stand-in for each cache, to
-    be filled afterwards."""
+    """The part of an argument that belongs to the samples [begin, end). A stand-in for each cache is appended to
+    ``caches``, and has to be filled afterwards.
+    """
     if isinstance(value, torch.Tensor):
         return value[begin:end] if value.dim() > 1 and value.shape[0] == n_samples else value
     if isinstance(value, (tuple, list)):
@@ -563,7 +584,7 @@ def _fill_caches(halves: Sequence[_Part]) -> None:
 
 
 def _join(outputs: Sequence[Any], dim: int) -> Any:
-    """The halves' outputs as one, in the structure of the first."""
+    """Joins the outputs of the halves. The result has the structure of the first output."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(outputs), dim=dim)

@@ -1,4 +1,4 @@
-"""One rank's part of an attention beside its layers: counts of heads, rows of arguments, the shared key."""
+"""The changes to an attention besides its layers, for one rank: counts of heads, rows of arguments, the shared key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RegionEntry(Protocol):
 
 
 class SharedKey:
-    """Latent attention's rotary key: the last ``n_columns`` of an output, which every head of every rank uses."""
+    """Latent attention's rotary key: the last ``n_columns`` of an output. Every head on every rank uses this key."""
 
     def __init__(self, ranks: RegionEntry, n_columns: int, label: str) -> None:
         self.ranks, self.n_columns, self.label = ranks, n_columns, label
@@ -30,9 +30,9 @@ class SharedKey:
 
 
 class _OwnRows:
-    """Arguments that are made for all heads: the attention gets its rank's.
+    """Gives the attention the rows of this rank's heads from arguments that are made for all heads.
 
-    They are [batch * heads, ...], or [batch, heads, ...] where they have four dimensions.
+    Such arguments are [batch * heads, ...]; with four dimensions they are [batch, heads, ...].
     """
 
     def __init__(self, names: tuple[str, ...], n_heads: int, queries: tuple[int, int]) -> None:
@@ -52,7 +52,8 @@ class _OwnRows:
 
 
 def count_own_heads(module: torch.nn.Module, attention: Attention) -> None:
-    """Set an attention's counts to the numbers of the rank's own heads. module: the model's module of its name."""
+    """Set an attention's counts to the numbers of the rank's own heads. module: the module that ``attention`` is for.
+    """
     heads, owner = attention.heads, attention.owner
     n_queries = (attention.queries[1] - attention.queries[0]) * heads.stripes
     n_keys = (attention.keys[1] - attention.keys[0]) * heads.stripes

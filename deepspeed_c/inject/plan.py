@@ -1,4 +1,4 @@
-"""The plan of a cut, found and checked before a weight is changed: each rule with its modules, heads and runs."""
+"""The plan of a cut. It is made and checked before a weight is changed: each rule with its modules, heads and runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KINDS = {"queries": _C.TP_QUERIES, "keys": _C.TP_KEYS, "columns": _C.TP_COLUMNS
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One rank of a tensor-parallel group, by numbers alone: all that a plan needs to know about it."""
+    """The place of one rank in a tensor-parallel group, as numbers. A plan needs to know no more about the rank."""
 
     rank: int
     n_ranks: int
@@ -40,7 +40,7 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class RuleSet:
-    """Rules of one origin."""
+    """Rules from one source."""
 
     source: str
     rules: tuple[Rule, ...]
@@ -49,18 +49,18 @@ class RuleSet:
 
 @dataclass
 class Attention:
-    """One attention module of the model, and a rank's part of it."""
+    """One attention module of the model, and the rank's part of it."""
 
     name: str
     owner: torch.nn.Module
     heads: Heads
     n_heads: int
-    """Heads of one stripe, where heads lie in several; the ranges below are of one stripe too."""
+    """Number of heads of one stripe, if heads lie in several stripes. The ranges below are for one stripe, too."""
     n_key_heads: int
     queries: tuple[int, int] = (0, 0)
     keys: tuple[int, int] = (0, 0)
     refusal: str = ""
-    """Why it stays whole."""
+    """The reason why the attention stays whole; "" if it is cut."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Planned:
 
 
 def ends_with(pattern: str, name: str) -> bool:
-    """Whether the end of a dotted name, from a dot on, is ``pattern``."""
+    """Whether ``pattern`` matches the end of a dotted name, from the beginning or from a dot on."""
     return re.search(rf"(^|\.)({pattern})$", name) is not None
 
 
@@ -96,7 +96,7 @@ def _count(owner: torch.nn.Module, names: Sequence[str]) -> int | None:
 
 
 def find_attentions(model: torch.nn.Module, sets: Sequence[RuleSet], place: RankPlace) -> dict[str, Attention]:
-    """Every attention of the model by its dotted name, with the heads that this rank gets."""
+    """Every attention of the model, by its dotted name, with this rank's heads."""
     found: dict[str, Attention] = {}
     for name, module in model.named_modules():
         for heads in (heads for rules in sets for heads in rules.heads):
@@ -123,7 +123,9 @@ def find_attentions(model: torch.nn.Module, sets: Sequence[RuleSet], place: Rank
 def match_rules(
     model: torch.nn.Module, sets: Sequence[RuleSet], attentions: dict[str, Attention]
 ) -> tuple[list[Planned], dict[str, str]]:
-    """(modules with their rule, why others that a rule names stay whole). The first set and rule that match win."""
+    """(modules with their rules, reasons why other modules named by a rule stay whole). The first matching set and rule
+    win.
+    """
     planned: list[Planned] = []
     whole: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -154,9 +156,9 @@ def _attention_of(name: str, attentions: dict[str, Attention]) -> Attention | No
 
 
 def parts_of(planned: Planned, n_elems: int, grain: int, where: str) -> tuple[list[tuple[int, int, int]], int]:
-    """([(kind, elements, grain)] of one block, blocks) of a dimension of ``n_elems``.
+    """([(kind, elements, grain)] of the parts of one block, number of blocks) for a dimension of ``n_elems``.
 
-    grain: columns that stay together. Raises ModelError with both numbers where the parts do not make up the dimension.
+    grain: columns that stay together. Raises ModelError with both numbers where the parts do not add up to ``n_elems``.
     """
     rule, attention = planned.rule, planned.attention
     if rule.sizes is not None:
@@ -198,8 +200,9 @@ def cut_along(
 ) -> Cut | list[tuple[int, int]]:
     """Return the part of a parameter [shape], cut along ``dim``, that ``place`` holds.
 
-    heads: query heads and key heads. Returns the runs (begin, elements) instead where on any rank parts of it have more
-    copies than others: such a parameter stays whole on all ranks.
+    heads: numbers of query heads and of key heads. If on any rank some elements of the part have more copies than
+    others, the parameter stays whole on all ranks, and the result is the runs (first element, number of elements) of
+    the rank's part.
     """
     of_ranks = [_C.tp_runs(parts, n_blocks, *heads, place.n_ranks, rank) for rank in range(place.n_ranks)]
     runs, first, n_copies = of_ranks[place.rank]
@@ -210,7 +213,7 @@ def cut_along(
 
 
 def column_sizes(n_elems: int, n_ranks: int, grain: int) -> list[int]:
-    """Elements of each rank, where nothing but their number and ``grain`` decides."""
+    """Number of elements of each rank, if only the total number and ``grain`` decide."""
     parts = [(_C.TP_COLUMNS, n_elems, grain)]
     return [sum(run[2] for run in _C.tp_runs(parts, 1, 0, 0, n_ranks, rank)[0]) for rank in range(n_ranks)]
 
@@ -218,10 +221,10 @@ def column_sizes(n_elems: int, n_ranks: int, grain: int) -> list[int]:
 def part_sizes(
     shape: Sequence[int | Sequence[int]], weight_shape: Sequence[int], dim: int, name: str, where: str
 ) -> tuple[int, ...]:
-    """Elements of each part along ``dim`` of the weight ``name``, as DeepSpeed writes them in ``shape``.
+    """Number of elements of each part along ``dim`` of the weight ``name``, from ``shape`` in DeepSpeed's notation.
 
-    An entry of ``shape`` is a number of equal parts, a list of their sizes, or -1 for one part. Raises ConfigError
-    where it has another number of dimensions than the weight, or the parts are not equal.
+    An entry of ``shape`` is a number of equal parts, a list of the parts' sizes, or -1 for one part. Raises ConfigError
+    where ``shape`` has another number of dimensions than the weight, or where the parts would not be equal.
     """
     if len(shape) != len(weight_shape):
         raise ConfigError(

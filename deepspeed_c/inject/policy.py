@@ -17,59 +17,63 @@ class Rule:
     """How one kind of module is cut."""
 
     pattern: str
-    """A regular expression that the end of the module's dotted name matches, from a dot on."""
+    """A regular expression for the end of the module's dotted name, from a dot on."""
     style: Style
     """column, row: a linear layer (``Conv1D`` too). experts: the 3-d weights of ``gate_up_proj`` (or of two matrices)
-    and ``down_proj``, along the experts' inner dimension. heads: parameters of an attention itself, one element a head.
-    latent: whole, and its last columns are a key that all heads share. shared: whole, used on each rank's own heads.
-    slice: a table [rows, heads] whose module needs no other change. skip: left whole."""
+    and ``down_proj``, along the experts' inner dimension. heads: parameters of an attention itself, with one element
+    for each head. latent: stays whole; the last columns of its output are a key that all heads share. shared: stays
+    whole, and is used on each rank's own heads. slice: a table [rows, heads] whose module needs no other change. skip:
+    stays whole."""
     parts: tuple[PartName, ...] = ("columns",)
-    """Contents of the cut dimension, in order; columns share it equally."""
+    """Contents of the cut dimension, in order. Parts that are not heads share the columns equally."""
     is_interleaved: bool | str = False
-    """Whether the parts repeat for each key head, instead of lying one behind the other. A string: true unless this
-    entry of the model's configuration is."""
+    """Whether the parts repeat for each key head, instead of lying one behind the other. If it is a string: True unless
+    this entry of the model's configuration is true.
+    """
     gathers: bool = False
-    """column: the output is put together on all ranks. row: the input is whole."""
+    """column: the outputs of all ranks are gathered. row: the input is whole."""
     params: tuple[str, ...] = ()
-    """heads: names of these parameters, in the module itself."""
+    """heads: names of the cut parameters, in the module itself."""
     sizes: tuple[int, ...] | None = None
-    """Sizes of the parts, if they do not follow from the heads."""
+    """Sizes of the parts, if they do not follow from the numbers of heads."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Attributes of a family's attention that hold its counts; the counts become the rank's own."""
+    """Attributes in which the attention of a family stores its counts. The counts are set to the rank's own."""
 
     pattern: str
     """The end of the attention's dotted name."""
     owner: str = ""
-    """The module below it that has the attributes."""
+    """Name of the child module with these attributes; "" for the attention itself."""
     queries: tuple[str, ...] = ("num_heads", "num_attention_heads", "n_heads")
     keys: tuple[str, ...] = ("num_key_value_heads", "num_kv_heads")
     groups: tuple[str, ...] = ("num_key_value_groups",)
-    """Query heads of one key head."""
+    """Attributes for the number of query heads of one key head."""
     widths: tuple[str, ...] = ()
-    """Columns of all query heads together."""
+    """Attributes for the number of columns of all query heads together."""
     has_own_config: bool = False
-    """Whether the counts are read from ``config``; each attention then gets a copy of it."""
+    """Whether the counts are read from ``config``. Each attention then gets a copy of ``config``."""
     per_head: tuple[str, ...] = ()
-    """Keyword arguments [batch * heads, ...]; the rank gets the rows of its heads. ALiBi's biases are an example."""
+    """Names of keyword arguments [batch * heads, ...] such as ALiBi's biases. The rank gets the rows of its heads."""
     stripes: int = 1
-    """Equal runs of heads; each rank gets the same share of every run; ``parts`` of rules are written stripe by
-    stripe."""
+    """Number of equal runs of heads. Each rank gets the same share of every run. ``parts`` of rules describe one
+    stripe.
+    """
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Layers that treat tokens one by one, except in regions that take ``hidden_states`` to column layers alone and end
-    with a row layer."""
+    """Layers that treat tokens one by one, except in regions. A region begins with column layers, which alone take
+    ``hidden_states``, and ends with a row layer.
+    """
 
     layers: str
-    """The end of the dotted name of their ``ModuleList``."""
+    """The end of the dotted name of the layers' ``ModuleList``."""
     regions: tuple[str, ...]
-    """Names below each layer: attention and network."""
+    """Names below each layer: attention and MLP."""
     norm: str
-    """Name of the norm after the last layer, beside the list."""
+    """Name of the norm after the last layer. The norm lies beside the list of layers."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,11 @@ class Policy:
     rules: tuple[Rule, ...]
     heads: tuple[Heads, ...] = field(default=())
     stream: Stream | None = None
-    """Layers whose norms may see a rank's own tokens, and which may run on halves of a batch in turn; None: nowhere."""
+    """Layers whose norms may see a rank's own tokens only, and which may run on halves of a batch in turn. None: no
+    such layers.
+    """
     loss: Literal["causal", ""] = ""
-    """causal: the model's ``loss_function`` is transformers' causal one, which is then computed on cut logits."""
+    """causal: the model's ``loss_function`` is transformers' causal loss, which is then computed on cut logits."""
 
 
 POLICIES: dict[str, Policy] = {}
@@ -90,7 +96,7 @@ POLICIES: dict[str, Policy] = {}
 
 
 def policy(*model_types: str) -> Callable[[type], Policy]:
-    """Register the class below it, whose attributes are the fields of ``Policy``, for these model types."""
+    """Register the decorated class for these model types. Its attributes are the fields of ``Policy``."""
 
     def register(data: type) -> Policy:
         values = {name: value for name, value in vars(data).items() if not name.startswith("_")}
@@ -105,7 +111,7 @@ def policy(*model_types: str) -> Callable[[type], Policy]:
 
 
 def find_policy(name: str) -> Policy | None:
-    """The policy of a model type, or None."""
+    """The policy of the model type ``name``; None if there is none."""
     from deepspeed_c.inject import policies  # noqa: F401  registers them
 
     return POLICIES.get(name)

@@ -1,8 +1,8 @@
-"""The tensor-parallel ranks of a model and the messages between its layers on them, with autograd on both sides.
+"""The tensor-parallel ranks of a model, and the messages between its layers on these ranks, in forward and backward.
 
-Between a column layer's input and a row layer's output each rank computes a part: the *cut region*. On its way in a
-tensor is the same on all ranks, and its gradient is their sum. On its way out the tensor is the sum, and its gradient
-is the same on all (arXiv 1909.08053, section 3).
+Between the input of a column layer and the output of a row layer each rank computes a part: the *cut region*. A tensor
+that enters the region is the same on all ranks, and its gradient is the sum of the ranks' gradients. A tensor that
+leaves the region becomes the sum over ranks, and its gradient is the same on all ranks (arXiv 1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ __all__ = ["DropoutRegion", "TensorRanks"]
 
 
 class TensorRanks:
-    """State that the layers of one model share: the group, and the tensor that last entered the cut region."""
+    """State that the layers of one model share: the group, and the tensors that last entered the cut region."""
 
     def __init__(self, comm: Collectives | None, *, overlaps: bool = False) -> None:
-        """comm: the ranks' collectives; None for one rank alone. overlaps: sums of input gradients travel while
-        weights' gradients are computed (``overlap.py``)."""
+        """comm: the ranks' collectives; None for one rank alone. overlaps: the sum of an input's gradient runs while
+        weights' gradients are computed (``overlap.py``).
+        """
         self._comm, self.overlaps = comm, overlaps and comm is not None
         self.rank, self.n_ranks = (0, 1) if comm is None else (comm.rank, comm.world_size)
-        # More than one, because an adapter's factors enter between the layers that share an input.
+        # There may be several, because an adapter's factors enter between the layers that share an input.
         self._entered: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._columns: tuple[torch.Tensor, int, ColumnEntry] | None = None
         self._copies: dict[tuple[int, ...], Collectives] = {}
 
     @property
     def comm(self) -> Collectives:
-        """The ranks' collectives. Raises StateError for one rank alone, which sends nothing."""
+        """The ranks' collectives. Raises StateError for one rank alone, because it sends nothing."""
         if self._comm is None:
             raise StateError("one rank alone has no group", where="TensorRanks.comm", fix="give layers a process group")
         return self._comm
 
     def enter(self, x: torch.Tensor, label: str) -> torch.Tensor:
-        """``x`` inside the region: the same values, a gradient that is summed over ranks.
+        """``x`` inside the region: the same values, and a gradient that is summed over ranks.
 
-        Layers that follow one another on the same tensor (query, key and value) get the same result, so that their
-        gradients are added up before they are sent.
+        Consecutive layers on the same tensor (query, key and value) get the same result, so that their gradients are
+        added up before they are sent.
         """
         if self.n_ranks == 1 or not (x.requires_grad and torch.is_grad_enabled()):
             return x
@@ -60,8 +61,9 @@ class TensorRanks:
         return inside
 
     def enter_columns(self, x: torch.Tensor, layers: Iterable[Columns], label: str) -> ColumnEntry | None:
-        """``enter`` for column layers, whose weights' gradients are computed while the input's is summed. layers: all
-        that are expected to come with ``x``. None where nothing will be sent."""
+        """``enter`` for column layers. Their weights' gradients are computed while the input's gradient is summed.
+        layers: all layers that are expected to take ``x``. None where nothing will be sent.
+        """
         if self.n_ranks == 1 or not (x.requires_grad and torch.is_grad_enabled()):
             return None
         known = self._columns
@@ -72,19 +74,19 @@ class TensorRanks:
         return entry
 
     def leave(self, x: torch.Tensor, label: str) -> torch.Tensor:
-        """The sum of all ranks' ``x``, which is overwritten. Its gradient is every rank's."""
+        """The sum of ``x`` over all ranks, in the memory of ``x``. Every rank has the whole gradient of the sum."""
         self._entered, self._columns = [], None
         if self.n_ranks == 1:
             return x
         return _Leave.apply(x.contiguous(), self, label)
 
     def gather(self, x: torch.Tensor, sizes: list[int], label: str) -> torch.Tensor:
-        """All ranks' ``x`` [..., sizes[rank]] one after the other: [..., sum of sizes], the same on all ranks."""
+        """The ``x`` [..., sizes[rank]] of all ranks one after the other: [..., sum of sizes], the same on all ranks."""
         self._entered, self._columns = [], None
         return x if self.n_ranks == 1 else _GatherColumns.apply(x, sizes, self, label)
 
     def split(self, x: torch.Tensor, begin: int, end: int, label: str) -> torch.Tensor:
-        """This rank's ``x[..., begin:end]`` of an ``x`` that is whole on all ranks; the gradient is whole there."""
+        """This rank's ``x[..., begin:end]``. ``x`` is whole on all ranks, and so is its gradient."""
         return self.enter(x, label)[..., begin:end]
 
     def copies(self, ranks: tuple[int, ...]) -> Collectives:
@@ -100,11 +102,11 @@ class TensorRanks:
         return self._copies[ranks]
 
     def sum_gradient(self, param: torch.nn.Parameter, ranks: tuple[int, ...], label: str) -> None:
-        """Sum ``param``'s gradient over ``ranks`` from now on, before any other use.
+        """From now on, sum the gradient of ``param`` over ``ranks`` before any other use of the gradient.
 
-        ranks: the ranks with the same elements, each using them on different heads. An engine takes the hook
-        (``tp_sum_hook``) away, and sums whole buckets: over ``tp_cut.copies``, or where ``tp_sum_gradients`` says that
-        a whole parameter is used on parts.
+        ranks: the ranks that have the same elements and use them on different heads. An engine removes the hook
+        (``tp_sum_hook``) and sums whole buckets instead: over ``tp_cut.copies``, or over all ranks for a whole
+        parameter if ``tp_sum_gradients`` says that ranks use it on parts.
         """
         if len(ranks) == 1 or param.is_meta:
             return
@@ -114,17 +116,18 @@ class TensorRanks:
             return summed(grad, comm, f"gradient of {label}")
 
         trains = param.requires_grad
-        param.requires_grad_(True)  # a hook needs a parameter that trains; a frozen one may be trained later
+        param.requires_grad_(True)  # registering a hook requires it, and a frozen parameter may be trained later
         param.tp_sum_hook = param.register_hook(add_up)
         param.tp_sum_gradients = getattr(param, "tp_cut", None) is None
         param.requires_grad_(trains)
 
 
 class DropoutRegion:
-    """Random numbers inside the cut region: each rank draws its own, and all draw alike again behind it.
+    """Random numbers inside the cut region: each rank draws different numbers. After it all draw alike again.
 
-    The rank's generator is seeded from the shared one where the region begins. So a region that is computed again draws
-    the same numbers, no matter which code restores the generator, and a checkpoint needs the shared state only.
+    Where the region begins, the rank's generator is seeded from the shared generator. So a region that is computed
+    again draws the same numbers, no matter which code restores the generator, and a checkpoint needs only the shared
+    state.
     """
 
     def __init__(self, ranks: TensorRanks) -> None:
@@ -132,8 +135,9 @@ class DropoutRegion:
         self._shared: torch.Tensor | None = None
 
     def enter(self, device: torch.device, *, ends: bool = True) -> None:
-        """ends: ``leave`` will follow. If a layer inside the region is computed again, the code that recomputes it
-        restores the generator."""
+        """ends: whether ``leave`` will follow. If a layer inside the region is computed again, the code that recomputes
+        the layer restores the generator.
+        """
         if self._shared is not None:
             return
         seed = int(torch.randint(2**62, (1,), device=device))
@@ -148,7 +152,7 @@ class DropoutRegion:
 
     @contextmanager
     def drawn_alike(self, device: torch.device) -> Iterator[None]:
-        """Draw random numbers inside the region that are the same on all ranks."""
+        """Within this context, random numbers are the same on all ranks even inside the region."""
         if self._shared is None:
             yield
             return
@@ -169,7 +173,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def summed(x: torch.Tensor, comm: Collectives, label: str) -> torch.Tensor:
-    """A new tensor: the sum of all ranks' ``x``, in rank order, the same bits on each."""
+    """A new tensor with the sum of ``x`` over all ranks, in rank order, so with the same bits on each rank."""
     return exchange.wait(exchange.sum_start(x.detach(), comm, label))
 
 
@@ -209,5 +213,5 @@ class _GatherColumns(torch.autograd.Function):
     @staticmethod
     @first_derivative_only("a gather over tensor-parallel ranks")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        # Every rank goes on with the same whole tensor, so each has the whole gradient.
+        # Every rank continues with the same whole tensor, so each rank has its whole gradient.
         return grad.narrow(-1, ctx.begin, ctx.size).contiguous(), None, None, None

@@ -1,4 +1,4 @@
-"""Exchange whole layers for DeepSpeed's, and back; swap kernels into the layers named by the caller."""
+"""Exchange whole layers for DeepSpeed's layers, and back; swap kernels into the layers that the caller names."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ __all__ = [
 ]
 
 _QKV = ("query", "key", "value")
-# Our layer's parameters and the modules that they come from, in the order of the layer's constructor.
+# Names in our layer's parameters -> names in ``LayerParts``, in the order of the layer's constructor.
 _NAMES = {"attn_o": "out", "attn_n": "attention_norm", "inter_": "inner", "output_": "outer", "norm_": "norm"}
 
 
 class InjectedLayer(DeepSpeedTransformerLayer):
-    """DeepSpeed's layer, called as Hugging Face's encoders call theirs."""
+    """DeepSpeed's layer with the call signature that Hugging Face's encoders use for their layers."""
 
     def forward(
         self,
@@ -46,7 +46,7 @@ class InjectedLayer(DeepSpeedTransformerLayer):
         encoder_hidden_states: Any = None,
         **others: Any,
     ) -> torch.Tensor:
-        """[batch, tokens, hidden] to the same; of ``others`` nothing may ask for more. ValueError otherwise."""
+        """Maps [batch, tokens, hidden] to the same shape. Raises ValueError if ``others`` ask for anything more."""
         others = {"encoder_hidden_states": encoder_hidden_states, **others}
         for name in ("encoder_hidden_states", "encoder_attention_mask", "past_key_values", "head_mask"):
             if others.get(name) is not None:
@@ -63,10 +63,10 @@ def replace_module(
 ) -> torch.nn.Module:
     """Put ``replace_fn(module, policy, number)`` in the place of every module of ``orig_class`` below ``model``.
 
-    orig_class: the very class; None for all that ``layer_policies`` knows, each with its policy. checkpoint: a file of
-    safetensors or of torch.save whose weights the model takes first; nothing in it is executed. A ``replace_fn`` that
-    takes ``prefix`` and ``state_dict`` gets the module's name and those weights. Raises ModelError where there is no
-    such module, CheckpointError for weights that do not fit; nothing has changed then.
+    orig_class: the exact class; None for all classes that ``layer_policies`` knows, each with its policy. checkpoint: a
+    file of safetensors or of torch.save. The model first takes the weights in it, and nothing in it is executed. A
+    ``replace_fn`` that takes ``prefix`` and ``state_dict`` gets the module's name and those weights. Raises ModelError
+    where there is no such module, and CheckpointError for weights that do not fit. The model is then unchanged.
     """
     policies = layer_classes() if orig_class is None else {orig_class: _replace_policy}
     places = _places(model, tuple(policies))
@@ -97,17 +97,18 @@ def replace_transformer_layer(
     model_config: Any,
     training_mode: bool = False,
 ) -> torch.nn.Module:
-    """Give ``model`` DeepSpeed's layers, kernels, or 1/tp of its layers, as ``config`` says; return the changed model.
+    """Give ``model`` DeepSpeed's layers, kernels, or 1/tp of its layers, according to ``config``. Return the changed
+    model.
 
     orig_layer_impl: a class of layers. Layers with a policy in ``layer_policies`` become ``DeepSpeedTransformerLayer``.
-    checkpoint_dict: {"checkpoints": files, "base_dir": folder} to take weights from first. config: a mapping or an
-    object with any of ``replace_with_kernel_inject`` (kernels go into every other kind of layer), ``tensor_parallel``
-    {tp_size, tp_group}, ``injection_policy`` {class of blocks: ends of the names of their row layers} (or
-    ``injection_policy_tuple``, of ``orig_layer_impl``) and ``dtype``. model_config: not needed here. training_mode: a
-    layer that computes something else in training is refused.
+    checkpoint_dict: {"checkpoints": files, "base_dir": folder}; weights are first taken from these files. config: a
+    mapping or an object with any of ``replace_with_kernel_inject`` (kernels go into every other kind of layer),
+    ``tensor_parallel`` {tp_size, tp_group}, ``injection_policy`` {class of blocks: ends of the names of their row
+    layers} (or ``injection_policy_tuple``, for ``orig_layer_impl``) and ``dtype``. model_config: not needed here.
+    training_mode: True refuses a layer that computes something else in training.
 
-    Raises ConfigError where nothing is asked for, or a feature of inference engines is; ModelError where layers do not
-    fit.
+    Raises ConfigError where ``config`` asks for nothing, or for a feature of inference engines, and ModelError where
+    layers do not fit.
     """
     tensor = _of(config, "tensor_parallel") or {}
     n_ranks, swaps = _of(tensor, "tp_size") or 1, bool(_of(config, "replace_with_kernel_inject"))
@@ -146,8 +147,8 @@ def revert_transformer_layer(
 ) -> torch.nn.Module:
     """Put ``orig_layer_impl(config)``, with the same weights, in the place of every DeepSpeedTransformerLayer.
 
-    preln: the class has its norms ahead (Turing's BERT). Raises ModelError where the model has no such layer, or the
-    class other shapes; nothing has changed then.
+    preln: in the class the norms come first (Turing's BERT). Raises ModelError where the model has no such layer, or
+    where the class has other shapes. The model is then unchanged.
     """
     kind = policy_for(orig_layer_impl) or HFBertLayerPolicy
 
@@ -178,8 +179,9 @@ def generic_injection(
 ) -> dict[str, KernelReport]:
     """Swap kernels into a model, or into every model that ``module`` holds as an attribute (a pipeline of diffusers).
 
-    dtype: the models are cast to it first; None leaves them. enable_cuda_graph: without effect, there are no graphs.
-    Returns a report by attribute, "" for the model itself. Raises ModelError where nothing has a kernel.
+    dtype: the models are first cast to it; None keeps their dtype. enable_cuda_graph: has no effect, because there are
+    no graphs. Returns a report for each attribute, with the key "" for the model itself. Raises ModelError where no
+    module has a kernel.
     """
     models = {"": module} if isinstance(module, torch.nn.Module) else dict(_models_in(module))
     reports: dict[str, KernelReport] = {}
@@ -199,8 +201,8 @@ def generic_injection(
 
 
 def get_transformer_name(replaced_module: torch.nn.Module) -> str:
-    """Return the path of the list of layers: "bert." or "model.layers", the first child that has layers and their
-    list's name, if it is its own; "" without one.
+    """Return the path of the list of layers, such as "bert." or "model.layers". It is the name of the first child that
+    contains a list of layers, and the name of the list if the list belongs to the child directly. "" if there is none.
     """
     for name, child in replaced_module.named_children():
         if any(isinstance(module, torch.nn.ModuleList) for module in child.modules()):
@@ -210,8 +212,8 @@ def get_transformer_name(replaced_module: torch.nn.Module) -> str:
 
 
 def skip_level_0_prefix(model: torch.nn.Module, state_dict: Mapping[str, Any] | None) -> bool:
-    """Whether names in ``state_dict`` lack the name of the model's first child. True for BLOOM and OPT, unless a name
-    begins with "model.".
+    """Whether names in ``state_dict`` lack the name of the model's first child. This is True for BLOOM and OPT, unless
+    a name begins with "model.".
     """
     if any(name.startswith("model.") for name in state_dict or ()):
         return False
@@ -223,7 +225,7 @@ def _models_in(holder: Any) -> list[tuple[str, torch.nn.Module]]:
 
 
 def _places(model: torch.nn.Module, kinds: tuple[type, ...]) -> list[str]:
-    """Names of the modules of these very classes; none inside another."""
+    """Names of the modules of exactly these classes, without modules inside such a module."""
     found: list[str] = []
     for name, module in model.named_modules(remove_duplicate=False):
         if name and type(module) in kinds and not any(name.startswith(f"{outer}.") for outer in found):
@@ -245,7 +247,8 @@ def _replacer(*, inference: bool) -> Callable[..., torch.nn.Module]:
 
 @torch.no_grad()
 def _copy(layer: DeepSpeedTransformerLayer, parts: LayerParts, where: str, *, back: bool = False) -> None:
-    """The layer's values into the parts, or ``back``; whether they are trained goes with them."""
+    """Copies the values of ``layer`` into ``parts``, or with ``back`` from ``parts``. ``requires_grad`` is copied, too.
+    """
     hidden = layer.attn_ow.shape[0]
     pairs: list[tuple[torch.Tensor, torch.nn.Parameter, torch.nn.Parameter]] = []
     for number, name in enumerate(_QKV):
@@ -295,7 +298,9 @@ def _of(config: Any, key: str) -> Any:
 
 
 def _take_weights(model: torch.nn.Module, path: str) -> dict[str, torch.Tensor]:
-    """Fill ``model`` with the weights of a file and return these. Raises CheckpointError where they are another's."""
+    """Fill ``model`` with the weights of a file and return the weights. Raises CheckpointError where they are another
+    model's.
+    """
     weights = _weights_of(path)
     own = model.state_dict()
     known = {name: value for name, value in weights.items() if name in own}
@@ -321,7 +326,7 @@ def _weights_of(path: str) -> dict[str, torch.Tensor]:
             return weights
     content = materialize(read_file(path).content)
     if isinstance(content, Mapping) and isinstance(content.get("module"), Mapping):
-        content = content["module"]  # as DeepSpeed's engine writes it
+        content = content["module"]  # DeepSpeed's engine writes files of this form
     if not isinstance(content, Mapping):
         raise CheckpointError(f"is a {type(content).__name__}", where=path, fix="pass a file with a state dict")
     return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}

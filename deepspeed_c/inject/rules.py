@@ -1,4 +1,6 @@
-"""Choose the rules that cut a model: the configuration's, then its family's, then the plan that transformers has."""
+"""Choose the rules that cut a model: first the rules of the configuration, then those of its family, then transformers'
+plan.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,7 @@ from deepspeed_c.inject.policy import POLICIES, Heads, Policy, Rule, Stream, fin
 __all__ = ["FoundRules", "rule_sets"]
 
 _WHERE = "tensor_parallel"
-# Styles of transformers' plans that ask for nothing more: modules that stay whole, and embeddings, which are cut in any
-# case.
+# Styles of transformers' plans that need no rule: modules that stay whole, and embeddings, which are cut in any case.
 _ELSEWHERE = (
     "replicate",
     "embedding_rowwise",
@@ -33,7 +34,7 @@ _ELSEWHERE = (
 
 @dataclass
 class FoundRules:
-    """Sets of rules; the first set has the last word."""
+    """Sets of rules. The first set takes precedence."""
 
     sets: list[RuleSet]
     loss: str = ""
@@ -54,10 +55,10 @@ class FoundRules:
 def rule_sets(
     model: torch.nn.Module, section: TensorParallel, blocks: Mapping[type, Sequence[str]] | None = None
 ) -> FoundRules:
-    """The rules for ``model``, with nothing changed. blocks: an ``injection_policy``, which has the second word.
+    """The rules for ``model``. Nothing is changed. blocks: an ``injection_policy``, which comes second.
 
-    Raises ConfigError for a preset that does not exist, a pattern that is no regular expression, or two sizes.
-    ModelError: neither the configuration nor we nor transformers know how to cut the model.
+    Raises ConfigError for a preset that does not exist, a pattern that is no regular expression, or contradicting
+    sizes. Raises ModelError where no rules are known: not in the configuration, nor in a policy, nor in transformers.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", "")
     partition = section.partition_config
@@ -100,7 +101,7 @@ def _add_default(model: torch.nn.Module, preset: str | None, model_type: str, fo
         return
     plan = getattr(model, "tp_plan", None)
     rules = tuple(_rules_of_plan(plan or {}))
-    if rules:  # a plan of embeddings alone, as for GPT-OSS, says nothing of layers
+    if rules:  # without rules the plan has embeddings alone, as for GPT-OSS, and says nothing about layers
         found.sets.append(RuleSet("tp_plan", rules, (Heads(r"self_attn|attention|attn"),)))
 
 
@@ -149,7 +150,7 @@ def _rule_of_spec(spec: CutLayers, module: str, param: torch.nn.Parameter, famil
     sizes = (param.shape[dim],)
     known = None if family is None else next((rule for rule in family.rules if ends_with(rule.pattern, module)), None)
     if spec.shape is None and known is not None and known.style == spec.partition_type and not spec.gather_output:
-        # The family knows the contents of the dimension: heads go whole, for any number of them.
+        # The family's policy knows the contents of the dimension. So heads stay whole, for any number of heads.
         return Rule(pattern, spec.partition_type, known.parts, known.is_interleaved)
     if spec.shape is not None:
         sizes = part_sizes(spec.shape, param.shape, dim, f"{module}.weight", f"{where}.shape")
@@ -157,9 +158,9 @@ def _rule_of_spec(spec: CutLayers, module: str, param: torch.nn.Parameter, famil
 
 
 def _rules_of_plan(plan: dict[str, str]) -> Iterable[Rule]:
-    """transformers' plan: module patterns with * for a number, and a style.
+    """Rules from transformers' plan, which maps patterns of module names (with * for a number) to styles.
 
-    Its names say which layers belong to attention; heads are kept whole there, which the plan leaves to luck.
+    The names show which layers belong to attention. Heads stay whole there; the plan itself does not ensure that.
     """
     for name, style in plan.items():
         pattern = re.escape(name).replace(r"\*", r"\d+")
@@ -167,7 +168,7 @@ def _rules_of_plan(plan: dict[str, str]) -> Iterable[Rule]:
         parts = ("queries",) if last in ("q_proj", "q_b_proj", "kv_b_proj") else ("columns",)
         parts = ("keys",) if last in ("k_proj", "v_proj") else parts
         if style == "colwise" and last == "sinks":
-            # One number a head, in the attention itself, whose style is local_params.
+            # One number for each head, in the attention itself. The attention's own style is local_params.
             pattern = re.escape(name.rpartition(".")[0]).replace(r"\*", r"\d+")
             yield Rule(pattern, "heads", ("queries",), params=(last,))
         elif style in ("colwise", "colwise_gather_output") and "lm_head" not in name:
@@ -178,7 +179,7 @@ def _rules_of_plan(plan: dict[str, str]) -> Iterable[Rule]:
             is_attention = last == "o_proj" and not splits
             yield Rule(pattern, "row", ("queries",) if is_attention else ("columns",), gathers=splits)
         elif style in ("moe_tp_experts", "all_reduce"):
-            # all_reduce: shared experts that hold their matrices as parameters, which the plan lists one by one.
+            # all_reduce: shared experts whose matrices are parameters. The plan lists these parameters one by one.
             yield Rule(pattern, "experts")
         elif style == "replicated_with_grad_allreduce":
             yield Rule(pattern, "shared", ("queries",))

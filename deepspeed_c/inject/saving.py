@@ -1,4 +1,4 @@
-"""``save_pretrained`` of a cut model writes whole weights, as one process would."""
+"""Makes ``save_pretrained`` of a cut model write whole weights, as a single process would."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ __all__ = ["save_whole", "whole_state"]
 def save_whole(model: torch.nn.Module, comm: Collectives) -> None:
     """Make every ``save_pretrained`` in ``model`` write whole weights, on the first rank of ``comm``.
 
-    All ranks of ``comm`` call it together. A ``state_dict`` that the caller passes is written as it is.
+    All ranks of ``comm`` call ``save_pretrained`` together. A ``state_dict`` that the caller passes is written
+    unchanged.
     """
     for module in model.modules():
         if callable(getattr(type(module), "save_pretrained", None)):
@@ -43,7 +44,7 @@ def _wrap(module: torch.nn.Module, save: Any, comm: Collectives) -> Any:
 def whole_state(module: torch.nn.Module, comm: Collectives) -> dict[str, torch.Tensor]:
     """The state dict of ``module`` with every cut parameter whole. Collective over ``comm``.
 
-    Raises StateError, on all ranks alike, where ZeRO has taken the parts apart further.
+    Raises StateError, on all ranks, where ZeRO has cut the parts further.
     """
     state = module.state_dict(keep_vars=True)
     for name, value in state.items():

@@ -1,4 +1,5 @@
-"""A small copy of a model for the trial of a cut: it computes in one process, whole or as one of several ranks.
+"""A small copy of a model for the trial of a cut. It computes in one process, as the whole model or as one of several
+ranks.
 
 See [Note: trial] in ``trial.py``.
 """
@@ -24,11 +25,11 @@ from deepspeed_c.inject.plan import Attention, Planned
 
 __all__ = ["RAISED", "CutPlan", "Skeleton", "SmallModel", "TrialRank", "TrialRanks", "TrialTooLong", "tensors_of"]
 
-_THIN = 7  # columns of the two factors of a weight
+_THIN = 7  # inner dimension of the product of two factors that stands for a weight
 _TABLE_ROWS = 61
-_BIG = 2**20  # a larger parameter outside of linear layers has one row, repeated
+_BIG = 2**20  # a parameter with more elements, outside linear layers, consists of one repeated row
 _TOKENS = (2, 7)
-# Errors that a model's own code raises where shapes do not fit it, or inputs differ from its expectations.
+# Errors that a model's own code raises where shapes do not fit, or where inputs are not as the code expects.
 RAISED = (
     ArithmeticError,
     AssertionError,
@@ -40,7 +41,7 @@ RAISED = (
     ValueError,
 )
 _FAILED = "nothing: it has failed"
-_CALL_ELEMS = 10_000  # number of elements whose computation takes about as long as the overhead of one call of torch
+_CALL_ELEMS = 10_000  # the computation of so many elements takes about as long as the overhead of one call of torch
 
 
 class TrialTooLong(Exception):
@@ -48,9 +49,9 @@ class TrialTooLong(Exception):
 
 
 class _Effort(TorchFunctionMode):
-    """Count a forward's calls of torch, and stop it beyond ``most``.
+    """Counts a forward's calls of torch, and stops the forward beyond ``most`` calls.
 
-    A clock would tell ranks of a job different things, and they must come to one answer.
+    A clock would differ between the ranks of a job, and all ranks must come to the same result.
     """
 
     def __init__(self, most: float) -> None:
@@ -68,7 +69,7 @@ class _Effort(TorchFunctionMode):
 
 
 class CutPlan(Protocol):
-    """The work of one rank, by the model's own modules and parameters."""
+    """The plan of one rank, given by the model's own modules and parameters."""
 
     planned: list[Planned]
     cuts: dict[torch.nn.Parameter, tuple[Cut, int]]
@@ -78,11 +79,11 @@ class CutPlan(Protocol):
 
 
 class Skeleton:
-    """A copy of a model on the meta device, with one layer of each kind in lists of layers."""
+    """A copy of a model on the meta device. In lists of layers it has one layer of each kind."""
 
     def __init__(self, model: torch.nn.Module, names: Sequence[str], *, shortens: bool) -> None:
         self.names = names
-        self._moved: list[tuple[str, str]] = []  # (a layer's prefix, the prefix of its kind's in the copy)
+        self._moved: list[tuple[str, str]] = []  # (prefix of a layer, prefix in the copy of the layer of its kind)
         memo: dict[int, Any] = {}
         for param in model.parameters():
             memo[id(param)] = torch.nn.Parameter(
@@ -105,14 +106,14 @@ class Skeleton:
         self.model = copy.deepcopy(model, memo).eval()
 
     def small_name(self, name: str) -> str:
-        """The name in the copy of a module or parameter of the same kind."""
+        """The name of the copy's module or parameter of the same kind."""
         for prefix, other in self._moved:
             if name.startswith(prefix):
                 return other + name[len(prefix) :]
         return name
 
     def real_name(self, name: str) -> str:
-        """The model's first name for ``name`` of the copy."""
+        """The model's first name for the copy's ``name``."""
         for prefix, other in self._moved:
             if name.startswith(other):
                 return prefix + name[len(other) :]
@@ -120,7 +121,7 @@ class Skeleton:
 
 
 def _handles(model: torch.nn.Module) -> dict[int, Any]:
-    """A memo for ``copy.deepcopy`` that makes copies share handles of hooks: copying a copied handle can fail."""
+    """A memo for ``copy.deepcopy`` with which copies share the handles of hooks. Copying a copied handle can fail."""
     found: dict[int, Any] = {}
     for module in model.modules():
         for value in vars(module).values():
@@ -131,12 +132,12 @@ def _handles(model: torch.nn.Module) -> dict[int, Any]:
 
 
 def _shared_parts(model: torch.nn.Module) -> dict[int, Any]:
-    """The same memo, which makes copies share buffers as well."""
+    """A memo as in ``_handles`` with which copies also share buffers."""
     return {id(buffer): buffer for buffer in model.buffers()} | _handles(model)
 
 
 def _layer_lists(model: torch.nn.Module, names: Sequence[str]) -> Iterator[tuple[str, torch.nn.ModuleList]]:
-    """The outermost lists that hold modules with a rule."""
+    """The outermost lists of layers that contain modules with a rule, with their names."""
     outer: list[str] = []
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.ModuleList) or any(name.startswith(f"{other}.") for other in outer):
@@ -147,7 +148,9 @@ def _layer_lists(model: torch.nn.Module, names: Sequence[str]) -> Iterator[tuple
 
 
 def _kind(layer: torch.nn.Module) -> tuple:
-    """Equal for layers that compute alike: classes, shapes, and settings but for their number."""
+    """A key that is equal for layers with the same computation: classes, shapes, and settings except the layer's
+    number.
+    """
     found = []
     for name, module in layer.named_modules():
         settings = tuple(
@@ -181,7 +184,7 @@ class SmallModel:
                     module._modules[key] = stands[id(child)]
         self._fill()
         if getattr(self.model.config, "_attn_implementation", "eager") not in ("eager", "sdpa"):
-            self.model.set_attn_implementation("eager")  # others may need a device
+            self.model.set_attn_implementation("eager")  # other implementations may need a device
 
     def _stand_in(self, module: torch.nn.Module, step: Planned | None) -> torch.nn.Module | None:
         if step is not None and step.rule.style == "experts":
@@ -210,7 +213,7 @@ class SmallModel:
 
     def _random(self, shape: torch.Size) -> torch.Tensor:
         values = torch.randn(shape, generator=self.weights)
-        # Scales and biases of norms are near 1; rows of matrices have about the length 1.
+        # Scales and biases of norms get values near 1, and rows of matrices a length of about 1.
         return 0.8 + 0.3 * values if len(shape) < 2 else values / max(shape[-1], 1) ** 0.5
 
     def _buffer(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -226,9 +229,9 @@ class SmallModel:
         )
 
     def find_inputs(self, most_calls: float) -> dict[str, Any]:
-        """The first of several inputs that the model runs with. Raises the last input's error if none works.
+        """The first of several inputs with which the model runs. If no input works, raises the error of the last.
 
-        TrialTooLong: one forward takes more than ``most_calls`` of torch."""
+        Raises TrialTooLong if one forward takes more than ``most_calls`` calls of torch."""
         takes = inspect.signature(self.model.forward).parameters
         config = self.model.config
         inputs: list[dict[str, Any]] = []
@@ -258,7 +261,7 @@ class SmallModel:
         raise failure or ValueError("it has no inputs")
 
     def on_rank(self, plan: CutPlan, rank: TrialRank) -> torch.nn.Module:
-        """A copy that computes with the rank's part."""
+        """A copy that computes with the part of ``rank``."""
         made = copy.deepcopy(self.model, _shared_parts(self.model))
         for step in plan.planned:
             style, module = step.rule.style, made.get_submodule(step.name)
@@ -284,14 +287,15 @@ class SmallModel:
 
 
 def _vocabulary(config: Any) -> int:
-    """Words that are safe to ask for."""
+    """A number of token ids that are safe to look up."""
     text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
     vocab_size = getattr(text, "vocab_size", None)
     return min(vocab_size, 40) if isinstance(vocab_size, int) and vocab_size > 4 else 40
 
 
 def _indices(plan: CutPlan, param: torch.nn.Parameter, dim: int) -> torch.Tensor | None:
-    """Indices along ``dim`` of the whole parameter's elements that the rank computes with; None: all."""
+    """Indices along ``dim`` of those elements of the whole parameter with which the rank computes; None: all elements.
+    """
     if param in plan.pickers:
         return torch.cat([torch.arange(begin, begin + size) for begin, size in plan.pickers[param].runs])
     if param not in plan.cuts:
@@ -308,7 +312,9 @@ def _sizes(plan: CutPlan, param: torch.nn.Parameter, dim: int) -> tuple[int, int
 
 
 def _cut_in_place(module: torch.nn.Module, name: str, index: torch.Tensor | None, dim: int) -> None:
-    """``module`` reads elements ``index`` of its parameter, whose gradient is the whole one's, zero elsewhere."""
+    """Makes ``module`` read elements ``index`` of its parameter. The gradient has the whole shape, and is zero
+    elsewhere.
+    """
     if index is None:
         return
     param = module._parameters.pop(name)
@@ -334,11 +340,11 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 class _TrialStopped(Exception):
-    """Another rank has failed."""
+    """Raised in the other threads when a rank has failed."""
 
 
 class TrialRanks:
-    """Ranks as threads: each gives a value, and gets all ranks'."""
+    """Ranks as threads. In an exchange each rank gives a value and gets the values of all ranks."""
 
     def __init__(self, n_ranks: int) -> None:
         self.n_ranks = n_ranks
@@ -358,7 +364,7 @@ class TrialRanks:
         return list(values)
 
     def run(self, bodies: Sequence[Callable[[], None]]) -> None:
-        """All of them at once; ``errors`` gets the outcome of each."""
+        """Run all ranks at once. ``errors`` gets the error of each rank that fails."""
 
         def one(rank: int) -> None:
             try:
@@ -368,11 +374,12 @@ class TrialRanks:
                 pass
             except RAISED as error:
                 self.errors[rank] = error
-                # All others come here too, by their next exchange: which ranks fail does not hang on who is first.
+                # All other ranks reach this point too, at their next exchange. So the set of failed ranks does not
+                # depend on timing.
                 with contextlib.suppress(_TrialStopped):
                     self.exchange(rank, _FAILED, None)
             except BaseException:
-                self._barrier.abort()  # nobody waits for a thread that is gone
+                self._barrier.abort()  # so that no thread waits for this one
                 raise
 
         threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(self.n_ranks)]
@@ -383,7 +390,7 @@ class TrialRanks:
 
 
 class TrialRank:
-    """One rank of a trial: it stands in for the ``TensorRanks`` of a model that is cut."""
+    """One rank of a trial. It stands in for the ``TensorRanks`` of a cut model."""
 
     def __init__(self, together: TrialRanks, rank: int) -> None:
         self._together, self.rank = together, rank
@@ -438,7 +445,7 @@ class _TrialGather(torch.autograd.Function):
 
 
 class _ThinLinear(torch.nn.Module):
-    """A linear layer whose weight is a product of two thin matrices, whole or one rank's part of it."""
+    """A linear layer whose weight is a product of two thin matrices: the whole weight, or one rank's part of it."""
 
     def __init__(self, module: torch.nn.Module, weights: torch.Generator) -> None:
         super().__init__()
@@ -496,7 +503,7 @@ class _ThinLinear(torch.nn.Module):
 
 
 class _TrialExperts(torch.nn.Module):
-    """Stand-in for experts, whose cut follows their own layout and not the model's code: the same on all ranks."""
+    """Stand-in for experts, the same on all ranks. The cut of experts follows their layout, not the model's code."""
 
     def __init__(self, experts: torch.nn.Module) -> None:
         super().__init__()
@@ -513,7 +520,7 @@ class _TrialExperts(torch.nn.Module):
 
 
 class _ShortTable(torch.nn.Module):
-    """An embedding table with few rows, which tokens share."""
+    """An embedding table with few rows. Several tokens share a row."""
 
     def __init__(self, module: torch.nn.Embedding) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The one place that gives a module of a user's another ``forward``, or a model another ``loss_function``."""
+"""The one place that gives a user's module another ``forward``, or a model another ``loss_function``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ _OWN_LOSS = "_loss_function"  # transformers' property ``loss_function`` reads t
 
 
 def swap_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Let ``module`` run ``forward`` instead of its own from now on, hooks included. Returns the function that undoes
-    it; swaps of one module are undone the last one first."""
+    """From now on ``module`` runs ``forward`` instead of its own forward, with its hooks. Returns the function that
+    undoes the swap. Several swaps of one module must be undone in reverse order.
+    """
     undo = partial(_put_back, module, "forward", vars(module).get("forward"))
     module.forward = forward
     return undo
 
 
 def swap_loss(model: torch.nn.Module, loss: Callable[..., Any]) -> Callable[[], None]:
-    """Let ``model``, a model of transformers, compute its loss by ``loss`` from now on. Returns as ``swap_forward``."""
+    """From now on ``model``, a model of transformers, computes its loss by ``loss``. Returns the function that undoes
+    it.
+    """
     undo = partial(_put_back, model, _OWN_LOSS, vars(model).get(_OWN_LOSS))
     model.loss_function = loss
     return undo

@@ -1,11 +1,12 @@
-"""The trial of a cut before a weight is changed: a small copy of the model, whole and on all ranks in one process.
+"""The trial of a cut before a weight is changed. A small copy of the model runs whole and on all ranks, in one process.
 
-[Note: trial] A rule names layers; the computation between them is the model's own code, which may hold parameters of
-single heads, counts that nobody changed, or a weight that is used with a different part of the tokens' columns on each
-rank. So the model's code runs: once whole, and once on each rank (a thread) with sums that are taken between the
-threads. Linear layers keep their sizes and names and have products of two thin matrices as weights, lists keep one
-layer of each kind, and embedding tables are short, so that a trial takes little memory for a model of any size. Values
-and the gradients of all parameters are compared. Every rank of a job tries all ranks and comes to the same answer.
+[Note: trial] A rule names layers, but the computation between the layers is the model's own code. That code may hold
+parameters of single heads, counts that were not changed, or a weight that each rank uses with a different part of the
+tokens' columns. So the trial runs the model's code: once whole, and once on each rank, where a rank is a thread and
+sums are taken between the threads. To take little memory for a model of any size, linear layers keep their sizes and
+names but have products of two thin matrices as weights, lists keep one layer of each kind, and embedding tables are
+short. Values and the gradients of all parameters are compared. Every rank of a job tries all ranks, and so comes to the
+same result.
 """
 
 from __future__ import annotations
@@ -37,24 +38,26 @@ _FIX = (
     'leave the block whole with "partition_type": "skip" in tensor_parallel.partition_config, or add a policy that'
     " cuts it (docs/adding/inject-policy.md)"
 )
-# A sum of a few thousand fp32 products of order 1, several layers deep, is right to about 1e-5 of its largest value.
+# A sum of a few thousand fp32 products of order 1, several layers deep, has an error of about 1e-5 of its largest
+# value.
 _CLOSE, _NOTHING = 2e-3, 3e-6
-# Calls of torch that a trial may take: about 20 s on one core. A forward and its backward take as long as 3 forwards.
+# Number of calls of torch that a trial may take: about 20 s on one core. A forward with its backward takes as long as 3
+# forwards.
 _MOST_CALLS, _WITH_BACKWARD = 300_000, 3
 
 
 @dataclass
 class TrialFindings:
-    """Outcome of a trial that found no error."""
+    """The outcome of a trial without errors."""
 
     sums: set[str] = field(default_factory=set)
-    """Parameters that no rule names, whose gradients are right once they are summed over ranks."""
+    """Parameters that no rule names and whose gradients are right only if they are summed over ranks."""
     ran: set[str] = field(default_factory=set)
-    """Modules with a rule that took part."""
+    """Modules with a rule that took part in the trial."""
     obstacle: str = ""
-    """Why there was no trial; empty where there was one."""
+    """The reason why there was no trial; "" if there was one."""
     is_unfinished: bool = False
-    """Whether the obstacle is the time that the trial would take."""
+    """Whether there was no trial because it would take too long."""
 
 
 def try_cut(
@@ -63,7 +66,7 @@ def try_cut(
     plan: Callable[[torch.nn.Module, RankPlace], CutPlan],
     planned: Sequence[Planned],
 ) -> TrialFindings:
-    """Compare ``model``, cut over ``n_ranks``, with the whole one. plan: makes the plan for one rank's copy.
+    """Compare ``model`` cut over ``n_ranks`` with the whole model. plan: makes the plan for one rank's copy.
 
     planned: the modules of ``model`` that have a rule. Raises ModelError for the first module or parameter that
     disagrees. Nothing of ``model`` is changed.
@@ -101,7 +104,7 @@ def _compare(
     for rank, found in enumerate(plans):
         copied = whole.on_rank(found, TrialRank(together, rank))
         runs.append(_TrialRun(copied, [step.name for step in found.planned]))
-    # Only now: copies of a model have its hooks.
+    # This comes after the copies were made, because copies of a model have its hooks.
     expected = _TrialRun(whole.model, [step.name for step in plans[0].planned])
     expected(inputs)
     together.run([lambda run=run: run(inputs) for run in runs])
@@ -142,7 +145,7 @@ def _compare_values(expected: _TrialRun, runs: Sequence[_TrialRun], skeleton: Sk
 
 
 def _wrong_gradients(expected: _TrialRun, runs: Sequence[_TrialRun]) -> Iterator[str]:
-    """Parameters whose gradients on the ranks do not add up to the whole one."""
+    """Parameters whose gradients on the ranks do not add up to the gradient of the whole model."""
     for name, grad in expected.grads.items():
         of_ranks = [run.grads.get(name, torch.zeros_like(grad)) for run in runs]
         limit = _CLOSE * grad.abs().max().item()
@@ -152,7 +155,9 @@ def _wrong_gradients(expected: _TrialRun, runs: Sequence[_TrialRun]) -> Iterator
 
 
 def _is_beside(name: str, where: str) -> bool:
-    """Whether a parameter belongs to no module with thin weights, and to the same block as the row layer ``where``."""
+    """Whether the parameter ``name`` belongs to no module with thin weights, and to the block of the row layer
+    ``where``.
+    """
     last = name.rpartition(".")[2]
     return name.startswith(f"{where.rpartition('.')[0]}.") and last not in ("first", "second")
 
@@ -160,7 +165,7 @@ def _is_beside(name: str, where: str) -> bool:
 def _compare_gradients(
     expected: _TrialRun, runs: Sequence[_TrialRun], steps: Mapping[str, Planned], skeleton: Skeleton
 ) -> set[str]:
-    """Parameters that must be summed, though no rule says so."""
+    """Parameters whose gradients must be summed although no rule says so."""
     largest = max((grad.abs().max().item() for grad in expected.grads.values()), default=0.0)
     verdicts: dict[str, dict[str, str]] = {}
     for name, grad in expected.grads.items():
@@ -214,7 +219,7 @@ def _line(error: BaseException) -> str:
 
 
 class _OwnRandomness:
-    """Random numbers of the trial, which leave the caller's as they were."""
+    """Random numbers for the trial. The states of the caller's generators are restored afterwards."""
 
     def __enter__(self) -> None:
         self._state = torch.get_rng_state()
@@ -225,7 +230,7 @@ class _OwnRandomness:
 
 
 class _TrialRun:
-    """One forward and backward, with everything that is compared."""
+    """One forward and backward. It records everything that is compared."""
 
     def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
         self.model = model
@@ -243,7 +248,7 @@ class _TrialRun:
 
     @property
     def where(self) -> str:
-        """The innermost module that was running when an error ended the run; empty in backward."""
+        """The innermost module that was running when an error ended the run; "" if the error came in the backward."""
         return self._running[-1] if self._running else ""
 
     def _enter(self, name: str) -> None:

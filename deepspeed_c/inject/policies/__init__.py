@@ -1,4 +1,4 @@
-"""One file a model family, found by being here."""
+"""One file for each model family. Every file in this folder is loaded."""
 
 import importlib
 import pkgutil

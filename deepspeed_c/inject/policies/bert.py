@@ -1,4 +1,4 @@
-"""BERT and RoBERTa: the projection behind attention belongs to another module than the heads."""
+"""BERT and RoBERTa. The projection after the attention belongs to another module than the heads do."""
 
 from deepspeed_c.inject.policy import Heads, Rule, policy
 

@@ -1,4 +1,4 @@
-"""BLOOM: interleaved heads; ALiBi's biases are made for all heads, and each rank takes its own."""
+"""BLOOM: interleaved heads. The model computes ALiBi's biases for all heads, and each rank takes those of its heads."""
 
 from deepspeed_c.inject.policy import Heads, Rule, policy
 

@@ -1,4 +1,4 @@
-"""CLIP: the same layers in both towers, each with its own number of heads."""
+"""CLIP: the same kinds of layers in both towers, but a different number of heads in each tower."""
 
 from deepspeed_c.inject.policy import Heads, Rule, policy
 

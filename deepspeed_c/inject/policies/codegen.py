@@ -1,13 +1,13 @@
-"""CodeGen: GPT-J's network, whose fused projection is four stripes of queries, values and keys."""
+"""CodeGen: GPT-J's structure, but one fused projection made of four stripes of queries, values and keys."""
 
 from deepspeed_c.inject.policy import Heads, Rule, policy
 
-_STRIPES = 4  # mp_num of the model's own forward, which divides any number of heads by it
+_STRIPES = 4  # mp_num of the model's own forward, which divides the number of heads by it
 
 
 @policy("codegen")
 class CodeGen:
-    """Every rank gets heads of each stripe, so its number of heads is a multiple of four again."""
+    """Every rank gets heads of each stripe, so the rank's number of heads is again a multiple of four."""
 
     heads = (Heads(r"attn", keys=(), widths=("embed_dim",), stripes=_STRIPES),)
     rules = (

@@ -1,11 +1,13 @@
-"""DeepSeek: latent attention, whose down projections stay whole, and routed and shared experts."""
+"""DeepSeek: latent attention, and routed and shared experts. Down projections of the attention stay whole."""
 
 from deepspeed_c.inject.policy import Heads, Rule, policy
 
 
 @policy("deepseek_v2", "deepseek_v3")
 class DeepSeek:
-    """The rotary key comes out of ``kv_a_proj_with_mqa`` and is every head's (arXiv 2405.04434, section 2.1)."""
+    """The rotary key is a part of the output of ``kv_a_proj_with_mqa``. All heads use it (arXiv 2405.04434, section
+    2.1).
+    """
 
     heads = (Heads(r"self_attn", groups=()),)
     rules = (

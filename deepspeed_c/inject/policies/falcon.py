@@ -1,11 +1,11 @@
-"""Falcon: grouped heads that lie together, or many query heads and one key head (7B)."""
+"""Falcon: groups of query heads next to their key head, or (7B) many query heads and one key head."""
 
 from deepspeed_c.inject.policy import Heads, Rule, policy
 
 
 @policy("falcon")
 class Falcon:
-    """Its multi-query projection keeps its weight whole where ranks share the key head."""
+    """The weight of the multi-query projection stays whole where ranks share the key head."""
 
     heads = (Heads(r"self_attention", widths=("hidden_size", "split_size"), per_head=("alibi", "attention_mask")),)
     rules = (

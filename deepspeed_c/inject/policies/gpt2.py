@@ -1,4 +1,4 @@
-"""GPT-2: ``Conv1D`` with the weight [in, out]; query, key and value as thirds of one projection."""
+"""GPT-2: ``Conv1D`` with the weight [in, out]. Query, key and value are thirds of one projection."""
 
 from deepspeed_c.inject.policy import Heads, Rule, Stream, policy
 

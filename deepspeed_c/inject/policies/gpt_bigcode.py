@@ -1,4 +1,5 @@
-"""GPT-BigCode (StarCoder): GPT-2's network with one fused projection; with multi_query all heads have one key head."""
+"""GPT-BigCode (StarCoder): GPT-2's structure with one fused projection. With multi_query, all heads share one key head.
+"""
 
 from deepspeed_c.inject.policy import Heads, Rule, policy
 

@@ -1,4 +1,6 @@
-"""GPT-OSS: attention sinks go with their heads; experts have biases, and their gate and up lie column by column."""
+"""GPT-OSS: attention sinks are cut with their heads. Experts have biases, and their gate and up alternate column by
+column.
+"""
 
 from deepspeed_c.inject.policy import Heads, Rule, policy
 

@@ -5,7 +5,7 @@ from deepspeed_c.inject.policy import Heads, Rule, Stream, policy
 
 @policy("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "olmo", "stablelm", "starcoder2")
 class Llama:
-    """RMS norms of single heads (Qwen3) are whole, and see the rank's heads only."""
+    """RMS norms of single heads (Qwen3) are whole, and are used on the rank's heads only."""
 
     heads = (Heads(r"self_attn"),)
     rules = (

@@ -1,4 +1,6 @@
-"""MPT: query, key and value as thirds; ALiBi's biases are made for all heads, and each rank takes its own."""
+"""MPT: query, key and value as thirds. The model computes ALiBi's biases for all heads; each rank takes those of its
+heads.
+"""
 
 from deepspeed_c.inject.policy import Heads, Rule, policy
 

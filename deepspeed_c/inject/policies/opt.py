@@ -1,4 +1,4 @@
-"""OPT: separate projections with biases; the MLP has no module of its own."""
+"""OPT: separate projections with biases. There is no module around the two layers of the MLP."""
 
 from deepspeed_c.inject.policy import Heads, Rule, policy
 

@@ -1,4 +1,4 @@
-"""Phi: separate projections with biases; Phi-3: one projection for query, key and value, one for gate and up."""
+"""Phi: separate projections with biases. Phi-3: one projection for query, key and value, and one for gate and up."""
 
 from deepspeed_c.inject.policy import Heads, Rule, Stream, policy
 
@@ -20,7 +20,9 @@ class Phi:
 
 @policy("phi3")
 class Phi3:
-    """Its forward cuts the fused output at the configuration's counts, which are therefore made the rank's own."""
+    """The forward splits the fused output by the counts in the configuration, so these counts are set to the rank's
+    own.
+    """
 
     heads = (Heads(r"self_attn", has_own_config=True),)
     rules = (

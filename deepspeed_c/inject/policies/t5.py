@@ -1,4 +1,4 @@
-"""T5: encoder, decoder and cross attention alike; the table of position biases is cut by heads."""
+"""T5: the same rules for encoder, decoder and cross attention. The table of position biases is cut by heads."""
 
 from deepspeed_c.inject.policy import Heads, Rule, policy
 
