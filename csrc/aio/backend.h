@@ -8,8 +8,8 @@
 #include "dsc/aio.h"
 
 /*
- * Headers of kernels before 5.6, which distributions and wheel builders still come with, have no io_uring, or a version
- * that lacks needed features.
+ * Kernel headers before 5.6 have no io_uring, or a version without needed features. Distributions and wheel builders
+ * still ship such headers.
  */
 #if __has_include(<linux/io_uring.h>)
 #include <linux/io_uring.h>
@@ -31,7 +31,7 @@ struct dsc_aio_op {
     void *buf;
     size_t n_bytes;          /* > 0 */
     int64_t res;             /* written by the backend: bytes, fewer than n_bytes included, or -errno */
-    struct dsc_aio_op *next; /* the backend's, from submit until the op is reaped */
+    struct dsc_aio_op *next; /* for the backend, from submit until the op is reaped */
 };
 
 struct dsc_aio_backend {
@@ -47,17 +47,17 @@ struct dsc_aio_backend {
     void (*close)(void *state);
 
     /*
-     * Starts ops[0], ops[1], ... in that order and returns how many it took, 1 to n_ops; the others come again. A
-     * negative value says that none was taken: -EAGAIN and -EBUSY mean later, -EINTR at once, and any other -errno is
-     * the result of ops[0]. The engine keeps no more than queue_depth ops in flight. May block only as long as the
-     * system call does. Required.
+     * Starts ops[0], ops[1], ... in that order and returns the number of ops taken, 1 to n_ops; the engine submits the
+     * others again. A negative value means that none was taken. With -EAGAIN and -EBUSY the engine retries later, with
+     * -EINTR at once; any other -errno is the result of ops[0]. The engine keeps no more than queue_depth ops in
+     * flight. May block only as long as the system call does. Required.
      */
     int64_t (*submit)(void *state, struct dsc_aio_op *const *ops, int64_t n_ops);
 
     /*
-     * Writes finished ops, whose res is set, to out_ops, and returns how many, 0 to capacity. With wait it blocks until
-     * there is one; at least one is in flight then. Goes on after EINTR. A negative -errno means that results can no
-     * longer be had: the engine gives itself up. Required.
+     * Writes finished ops, with res set, to out_ops and returns their number, 0 to capacity. With wait it blocks until
+     * an op has finished; at least one is in flight then. Goes on after EINTR. -errno means that the backend can give
+     * no more results; the engine then fails for good. Required.
      */
     int64_t (*reap)(void *state, struct dsc_aio_op **out_ops, int64_t capacity, bool wait);
 };

@@ -1,5 +1,5 @@
 /*
- * Cuts requests into blocks, each one transfer, and takes their results: the rest of a short transfer goes on as
+ * Cuts requests into blocks and takes their results. A block is one transfer; after a short transfer, its rest becomes
  * another transfer.
  */
 #include "aio/engine.h"
@@ -12,8 +12,9 @@
 #include <time.h>
 
 /*
- * False when there is no memory for the ring: blocks that need it then go through the page cache. Registering the ring
- * with io_uring, and sharing the copies of its blocks out among threads, have both been timed and did not help.
+ * Makes the ring. False if there is no memory for it: blocks that need the ring then go through the page cache. Two
+ * variants have been timed and did not help: registering the ring with io_uring, and copying its blocks in several
+ * threads.
  */
 static bool make_ring(dsc_aio *aio)
 {
@@ -61,8 +62,8 @@ static void point_buffered(dsc_aio *aio, struct dsc_aio_block *block)
 /*
  * [Note: How a request is cut]
  *
- * A block begins at the first byte that has not been cut and never goes past the next multiple of block_bytes, so that
- * all blocks but the first begin aligned.
+ * A block begins at the first byte that is in no block yet, and ends at the next multiple of block_bytes at the latest.
+ * So all blocks but the first begin aligned.
  *
  * Direct write: bytes up to the first multiple of the alignment, and bytes after the last, are blocks of their own in
  * the page cache. Direct read: the first and last aligned pages are read whole into the ring and the wanted bytes
@@ -114,7 +115,7 @@ static bool point_direct(dsc_aio *aio, struct dsc_aio_block *block, size_t memor
     return true;
 }
 
-/* Cuts the next block of the request. False when it has to wait for room in the ring. */
+/* Cuts the next block of the request. False if the block must wait for room in the ring. */
 bool dsc_aio_block_cut(dsc_aio *aio, struct dsc_aio_request *request)
 {
     dsc_aio_file *file = request->file;
@@ -127,7 +128,7 @@ bool dsc_aio_block_cut(dsc_aio *aio, struct dsc_aio_request *request)
     block->position = position;
     block->n_wanted = (size_t)dsc_aio_min64(block_bytes - position % block_bytes, request->n_bytes - request->n_cut);
     block->n_retries = 0;
-    /* Next to the end of the type, rounding up would overflow; no file system is that large. */
+    /* Near the largest int64_t, rounding up would overflow; no file is that large. */
     if (!aio->config.uses_direct || !atomic_load(&file->is_direct) || position > INT64_MAX - 2 * block_bytes)
         point_buffered(aio, block);
     else if (!point_direct(aio, block, atomic_load(&file->memory_align)))
@@ -200,8 +201,8 @@ void dsc_aio_block_take(dsc_aio *aio, struct dsc_aio_block *block)
         return;
     }
     /*
-     * Short: the end of the file, or any reason that the kernel need not give. The rest says which, and is rarely
-     * aligned.
+     * A short transfer: either the end of the file, or another reason that the kernel does not give. A transfer of the
+     * rest tells which; the rest is rarely aligned.
      */
     block->memory += n_got;
     block->position += n_got;

@@ -1,6 +1,6 @@
 /*
- * The engine: requests in, results out. It makes and ends engines, and keeps the result of each request until it is
- * asked for; in between, block.c cuts requests into blocks and pump.c drives them.
+ * Makes and ends engines, takes requests, and keeps the result of each request until the caller waits for it. block.c
+ * cuts requests into blocks, and pump.c sends them to the backend.
  */
 #include "aio/engine.h"
 
@@ -17,10 +17,10 @@
 #define MAX_BLOCK_BYTES ((size_t)1 << 30) /* the kernel transfers at most 2 GiB less a page at once */
 #define MAX_QUEUE_DEPTH 4096
 #define MAX_THREADS 256
-#define RING_BLOCK_BYTES ((size_t)1 << 20) /* longer blocks gain nothing, and a ring of them would be large */
+#define RING_BLOCK_BYTES ((size_t)1 << 20) /* longer blocks are not faster, and a ring of them would be large */
 #define MAX_RING_BLOCKS 32
 #define BYTES_AT_ONCE \
-    ((size_t)1 << 20) /* most bytes that are copied before the queue is filled again: a tenth of a millisecond */
+    ((size_t)1 << 20) /* the most bytes that are copied before the queue is refilled: a tenth of a millisecond */
 
 static dsc_status check_config(const struct dsc_aio_config *config)
 {
@@ -157,7 +157,7 @@ static dsc_status submit(dsc_aio *aio, dsc_aio_file *file, bool is_write, int64_
     *out_id = dsc_aio_request_id(request);
     if (n_bytes == 0)
         return DSC_OK;
-    /* File systems make writes that lengthen a file one at a time, and wait for each. */
+    /* File systems run writes that extend a file one at a time, and wait for each. */
     if (is_write && aio->config.uses_direct && (int64_t)n_bytes >= aio->alignment && atomic_load(&file->is_direct))
         err = dsc_aio_file_reserve(file, offset, (int64_t)n_bytes);
     if (err != 0) {

@@ -15,17 +15,17 @@
 #define DSC_AIO_MAX_RETRIES 1000
 
 struct dsc_aio_request {
-    uint32_t generation; /* of its slot, so that an id is never taken for a later one's */
+    uint32_t generation; /* counts uses of the slot, so that an old id never names a later request */
     bool is_used;
     bool is_write;
-    bool is_queued; /* has bytes that no block has been cut for */
+    bool is_queued; /* has bytes that are in no block yet */
     bool is_cancelled;
     int32_t n_blocks; /* cut and not finished */
     dsc_aio_file *file;
     char *buf;
     int64_t offset;
     int64_t n_bytes;
-    int64_t n_cut;                /* bytes that blocks have been cut for */
+    int64_t n_cut;                /* bytes that are in blocks */
     int64_t end_of_file;          /* the lowest position where a read found no more; INT64_MAX: none did */
     int64_t sequence;             /* order of submission */
     int32_t err;                  /* errno of the first failure; 0: none */
@@ -34,16 +34,16 @@ struct dsc_aio_request {
     uint32_t index;
 };
 
-/* One piece of a request on its way. op comes first: the backend hands that back. */
+/* A piece of a request, as one transfer. op is the first member, because the backend returns a pointer to it. */
 struct dsc_aio_block {
     struct dsc_aio_op op;
     struct dsc_aio_request *request;
-    char *memory;     /* the caller's, of the first wanted byte */
+    char *memory;     /* address of the first wanted byte in the caller's memory */
     int64_t position; /* in the file, of the first wanted byte; at least op.offset */
     size_t n_wanted;
-    char *ring_block; /* NULL: op goes to memory itself */
+    char *ring_block; /* NULL: op transfers to or from the caller's memory */
     bool is_direct;
-    int32_t n_retries; /* without progress in between */
+    int32_t n_retries; /* since the last progress */
     struct dsc_aio_block *next;
 };
 
@@ -53,7 +53,7 @@ struct dsc_aio {
     int64_t alignment; /* dsc_aio_alignment */
     const struct dsc_aio_backend *backend;
     void *state;
-    int32_t broken; /* errno; the backend gives no more results. 0: sound */
+    int32_t broken; /* errno after which the backend gives no more results; 0: none */
 
     struct dsc_aio_request **requests; /* slots by index */
     uint32_t n_slots;
@@ -65,7 +65,7 @@ struct dsc_aio {
 
     struct dsc_aio_block *blocks; /* queue_depth of them */
     struct dsc_aio_block *free_blocks;
-    struct dsc_aio_op **ready; /* cut and not taken by the backend, in order */
+    struct dsc_aio_op **ready; /* blocks that the backend has not taken yet, in order */
     int32_t n_at_once;         /* blocks that are copied, or cut, before some are sent */
     int32_t n_ready;
     int32_t n_in_flight;
@@ -84,7 +84,7 @@ static inline int64_t dsc_aio_align_down(const dsc_aio *aio, int64_t value)
 
 static inline int64_t dsc_aio_align_up(const dsc_aio *aio, int64_t value)
 {
-    return dsc_aio_align_down(aio, value + aio->alignment - 1); /* callers keep well below the end of the type */
+    return dsc_aio_align_down(aio, value + aio->alignment - 1); /* callers pass values far below the largest int64_t */
 }
 
 static inline int64_t dsc_aio_min64(int64_t a, int64_t b)
@@ -102,7 +102,7 @@ static inline bool dsc_aio_request_is_done(const struct dsc_aio_request *request
     return !request->is_queued && request->n_blocks == 0;
 }
 
-/* A result that may be another one if the transfer is tried again. */
+/* Whether the transfer may succeed if it is tried again. */
 static inline bool dsc_aio_is_passing(int64_t res)
 {
     return res == -EINTR || res == -EAGAIN || res == -EBUSY;
@@ -117,15 +117,15 @@ struct dsc_aio_request *dsc_aio_request_find(const dsc_aio *aio, dsc_aio_id id);
 void dsc_aio_request_forget(dsc_aio *aio, struct dsc_aio_request *request);
 void dsc_aio_request_enqueue(dsc_aio *aio, struct dsc_aio_request *request);
 
-/* No more blocks are cut for it. */
+/* Removes the request from the queue: no more blocks are cut for it. */
 void dsc_aio_request_dequeue(dsc_aio *aio, struct dsc_aio_request *request);
 
 /* Keeps the first failure of a request. */
 void dsc_aio_request_fail(dsc_aio *aio, struct dsc_aio_request *request, int32_t err, int64_t at);
 
 /*
- * block.c: cuts the next block of the request, which is ready then. There is a free block. False when it has to wait
- * for room in the ring.
+ * block.c: cuts the next block of the request and makes it ready. There must be a free block. False if the block must
+ * wait for room in the ring.
  */
 bool dsc_aio_block_cut(dsc_aio *aio, struct dsc_aio_request *request);
 
@@ -134,8 +134,7 @@ void dsc_aio_block_take(dsc_aio *aio, struct dsc_aio_block *block);
 void dsc_aio_block_finish(dsc_aio *aio, struct dsc_aio_block *block);
 
 /*
- * pump.c: starts as many blocks as fit and takes finished ones; with wait, at least one result when anything is in
- * flight.
+ * pump.c: starts as many blocks as fit, and takes finished blocks; with wait, at least one if any is in flight.
  */
 void dsc_aio_progress(dsc_aio *aio, bool wait);
 

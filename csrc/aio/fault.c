@@ -75,7 +75,10 @@ static int64_t fault_submit(void *opaque, struct dsc_aio_op *const *ops, int64_t
     return n;
 }
 
-/* O_DIRECT takes whole sectors only, so the part of a direct transfer is one: the kernel's short transfers are too. */
+/*
+ * O_DIRECT takes only whole sectors, so a part of a direct transfer is whole sectors too, as in the kernel's short
+ * transfers.
+ */
 static void move_part(struct state *state, struct dsc_aio_op *op, size_t n_bytes)
 {
     const size_t sector = 512;

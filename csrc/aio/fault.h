@@ -9,22 +9,23 @@
 
 #include "aio/backend.h"
 
-/* Chances are out of 256. Everything 0 is a backend without faults. */
+/* Chances are out of 256. With all fields 0 the backend has no faults. */
 struct dsc_aio_fault_plan {
     uint64_t seed;
     int32_t short_chance;   /* a transfer moves fewer bytes than asked, at least one */
-    int32_t passing_chance; /* it moves nothing and says EINTR, EAGAIN or EBUSY */
-    int32_t failure_chance; /* it moves some bytes or none, and fails with failure_err */
+    int32_t passing_chance; /* a transfer moves nothing and fails with EINTR, EAGAIN or EBUSY */
+    int32_t failure_chance; /* a transfer moves some bytes or none, and fails with failure_err */
     int32_t failure_err;    /* 0: EIO */
     int32_t late_chance;    /* a reap without wait finds nothing, and a reap with wait finds one result */
     int32_t refusal_chance; /* submit takes nothing and says EAGAIN */
-    bool reorders;          /* results come, and transfers happen, in any order; else in order of submission */
+    bool reorders;          /* transfers happen and results come in any order; otherwise in order of submission */
     bool takes_part;        /* submit takes a part of its ops */
-    bool refuses_direct; /* every transfer on an O_DIRECT descriptor is EINVAL, as on file systems that find out late */
-    bool pretends;       /* nothing is moved; every transfer is whole */
+    bool refuses_direct;    /* every transfer on an O_DIRECT descriptor fails with EINVAL, as on file systems that
+                               refuse only there */
+    bool pretends;          /* nothing is moved; every transfer is whole */
     int32_t flip_chance; /* a read succeeds with one bit wrong: a disk that lies. The bit may lie outside the request,
                             in a page that was read for its neighbours */
-    int32_t delay_us;    /* every reap that waits takes so much longer */
+    int32_t delay_us;    /* every reap that waits takes this much longer */
     int64_t
         bad_begin; /* transfers that touch bytes bad_begin to bad_end - 1 of a file fail with bad_err: a bad sector */
     int64_t bad_end;
@@ -44,10 +45,10 @@ struct dsc_aio_fault_counts {
     int64_t n_flipped;
 };
 
-/* For engines that this thread makes from now on. Counts start from 0. */
+/* Sets the plan for engines that this thread makes from now on, and resets the counts to 0. */
 void dsc_aio_fault_set(const struct dsc_aio_fault_plan *plan);
 
-/* Counts of all engines that this thread has made since. */
+/* Counts of all engines that this thread has made since dsc_aio_fault_set. */
 struct dsc_aio_fault_counts dsc_aio_fault_counts(void);
 
 #endif

@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 #define MAX_PATH_BYTES 4096
-#define LEAST_ALIGNMENT ((size_t)4096) /* enough for disks and file systems, where pages are no larger */
+#define LEAST_ALIGNMENT ((size_t)4096) /* suffices for disks and file systems; larger if pages are larger */
 
 static _Thread_local char failed_path[MAX_PATH_BYTES];
 static _Thread_local struct dsc_aio_failure last_failure;
@@ -29,7 +29,7 @@ void dsc_aio_last_failure(struct dsc_aio_failure *out_failure)
 static const char *text_of(int err, char *buf, size_t n_bytes)
 {
     return err == ENODATA ? "the file ends there"
-                          : strerror_r(err, buf, n_bytes); /* the GNU one, which returns the text */
+                          : strerror_r(err, buf, n_bytes); /* the GNU variant, which returns the text */
 }
 
 dsc_status dsc_aio_fail(const struct dsc_aio_failure *failure)
@@ -76,15 +76,15 @@ static int open_again(const char *path, int flags)
 /*
  * [Note: Direct transfers and fork]
  *
- * After fork() parent and child share pages until either writes; the writer gets a copy. Before Linux 6.3 this held
- * even while a disk was reading into the page: a parent that wrote to another byte of such a page went on with the
- * copy, and the disk's data was lost with the page. (From 6.3 on the kernel holds such pages in a way that fork() sees,
- * and gives the child the copy.)
+ * After fork() parent and child share pages until either writes; the writer gets a copy. Before Linux 6.3 this was true
+ * even while a disk was reading into the page: if the parent wrote to another byte of such a page, it continued with
+ * the copy, and the disk's data went to the other page and was lost. (From 6.3 on the kernel holds such pages in a way
+ * that fork() sees, and gives the child the copy.)
  *
- * Nothing is lost where nobody else writes to the pages of a transfer. A caller that waits for a transfer does not
- * write to its memory, but may well write beside it, so before 6.3 a direct transfer takes whole pages of memory and
- * others go through the engine's ring. The ring itself is not given to children (MADV_DONTFORK): they have no use for
- * it, and the parent is spared the copies.
+ * Nothing is lost if nobody else writes to the pages of a transfer. A caller that waits for a transfer does not write
+ * to the transfer's memory, but may write beside it. So before 6.3 direct transfers cover only whole pages of memory,
+ * and other transfers go through the engine's ring. Children do not get the ring (MADV_DONTFORK): they have no use for
+ * it, and the parent needs no copies.
  */
 #ifdef STATX_DIOALIGN
 static bool fork_minds_direct_transfers(void)
@@ -142,7 +142,7 @@ static dsc_status add_direct(dsc_aio_file *file, int access)
         return fail_file("stat", file->path, err);
     }
     if (buffered.st_dev != direct.st_dev ||
-        buffered.st_ino != direct.st_ino) { /* someone put another file there between the two */
+        buffered.st_ino != direct.st_ino) { /* the path was replaced by another file between the two calls */
         close(fd);
         return fail_file("open", file->path, ESTALE);
     }
@@ -197,7 +197,7 @@ dsc_status dsc_aio_open(const char *path, int flags, bool uses_direct, dsc_aio_f
                              (flags & DSC_AIO_TRUNCATE ? O_TRUNC : 0) | (flags & DSC_AIO_EXCLUSIVE ? O_EXCL : 0));
     status = file->fd < 0 ? fail_file("open", path, errno) : DSC_OK;
     if (status == DSC_OK &&
-        lseek(file->fd, 0, SEEK_CUR) < 0) /* a pipe has no offsets, and some backends would wait on it for ever */
+        lseek(file->fd, 0, SEEK_CUR) < 0) /* a pipe has no offsets, and some backends would wait for ever on a pipe */
         status = fail_file("open", path, errno);
     if (status == DSC_OK && uses_direct)
         status = add_direct(file, access);
@@ -223,7 +223,7 @@ dsc_status dsc_aio_close(dsc_aio_file *file)
     if (n_requests > 0)
         return dsc_fail(DSC_ESTATE, "close %.255s: %lld requests on it have not been waited for", file->path,
                         (long long)n_requests);
-    /* EINTR too leaves the descriptor closed on Linux, and is no failure of a write. */
+    /* On Linux the descriptor is closed after EINTR too, and EINTR is not a failure of a write. */
     if (file->direct_fd >= 0 && close(file->direct_fd) != 0 && errno != EINTR)
         status = fail_file("close", file->path, errno);
     if (close(file->fd) != 0 && errno != EINTR)
@@ -241,7 +241,7 @@ dsc_status dsc_aio_file_bytes(const dsc_aio_file *file, int64_t *out_n_bytes)
         return dsc_fail(DSC_EINVAL, "%s is NULL", file == NULL ? "file" : "out_n_bytes");
     if (fstat(file->fd, &found) != 0)
         return fail_file("stat", file->path, errno);
-    if (S_ISBLK(found.st_mode)) {                 /* stat tells the node's size instead */
+    if (S_ISBLK(found.st_mode)) {                 /* stat would give the size of the device node */
         off_t end = lseek(file->fd, 0, SEEK_END); /* no transfer of ours uses the file position */
 
         if (end < 0)

@@ -13,7 +13,7 @@ struct dsc_aio_file {
     int flags;      /* DSC_AIO_* */
     int fd;         /* through the page cache */
     int direct_fd;  /* with O_DIRECT; -1: there is none */
-    char note[192]; /* why there is none; complete before the file is handed out */
+    char note[192]; /* why there is no such descriptor; complete before the file is handed out */
     atomic_bool is_direct;
     atomic_size_t memory_align;         /* of addresses, for O_DIRECT; a power of two */
     atomic_int_least64_t n_bytes_known; /* the file is at least as long */
@@ -21,14 +21,14 @@ struct dsc_aio_file {
 };
 
 /*
- * Block devices, pipes and the like cannot reserve space; nor can some file systems. 0, or the errno of a lack of
- * space.
+ * Reserves space for a range. Returns 0, or the errno of a lack of space. Block devices, pipes and some file systems
+ * cannot reserve space; that is not a failure.
  */
 int dsc_aio_file_reserve(dsc_aio_file *file, int64_t offset, int64_t n_bytes);
 
 /*
- * A direct transfer was refused with EINVAL: asks for stricter memory alignment first, and gives O_DIRECT up when that
- * was not it.
+ * Notes that a direct transfer failed with EINVAL. First requires stricter alignment of memory; if memory was
+ * page-aligned already, gives up O_DIRECT.
  */
 void dsc_aio_file_refused(dsc_aio_file *file, bool was_page_aligned);
 

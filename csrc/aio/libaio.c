@@ -19,7 +19,7 @@
 
 struct state {
     aio_context_t context;
-    struct dsc_aio_op *plain; /* done by a plain system call, and not reaped */
+    struct dsc_aio_op *plain; /* ops done by a plain system call and not reaped yet */
 };
 
 static dsc_status libaio_open(const struct dsc_aio_config *config, void **out_state)

@@ -1,9 +1,10 @@
 /*
  * The pool of locked, page-aligned buffers: exact sizes under a budget.
  *
- * [Note: large pages] A transfer past the page cache looks up and holds every page of its memory, and names the device
- * each contiguous piece: 256 of them for 1 MiB in pages of 4 KiB, one in large pages. The kernel is asked before there
- * are pages; it takes large pages where the buffer fills them, so no byte more is used.
+ * [Note: large pages] For a transfer that bypasses the page cache, the kernel looks up and pins every page of the
+ * memory, and passes each contiguous piece to the device: 256 pieces for 1 MiB in pages of 4 KiB, one piece in large
+ * pages. Large pages are requested before any page is allocated. The kernel uses them only where the buffer fills them,
+ * so they take no extra memory.
  */
 #include "dsc/aio.h"
 
@@ -61,12 +62,12 @@ void dsc_aio_pool_destroy(dsc_aio_pool *pool)
     free(pool);
 }
 
-/* Lets kept buffers go until n_bytes more fit the budget, or there are none left. */
+/* Frees kept buffers until n_bytes more fit the budget, or no kept buffer is left. */
 static void make_room(dsc_aio_pool *pool, size_t n_bytes)
 {
     for (size_t i = pool->n_buffers; i-- > 0 && (int64_t)n_bytes > pool->budget_bytes - pool->held_bytes;)
         if (!pool->buffers[i].is_used)
-            drop(pool, i); /* the buffer that takes its place has been looked at */
+            drop(pool, i); /* the buffer moved to this place has been visited already */
 }
 
 static dsc_status add(dsc_aio_pool *pool, size_t n_bytes, struct buffer **out_buffer)

@@ -13,7 +13,7 @@ static void drop_ready(dsc_aio *aio, int32_t n)
     memmove(aio->ready, aio->ready + n, (size_t)aio->n_ready * sizeof *aio->ready);
 }
 
-/* Hands ready blocks to the backend until they are out, or it takes no more for now. */
+/* Submits ready blocks until none is left or the backend takes no more for now. */
 static void send(dsc_aio *aio)
 {
     const struct timespec pause = {0, DSC_AIO_RETRY_PAUSE_NS};
@@ -41,7 +41,7 @@ static void send(dsc_aio *aio)
         }
         drop_ready(aio, 1);
         first->op.res = n;
-        if (dsc_aio_is_passing(n)) { /* has been tried for long enough */
+        if (dsc_aio_is_passing(n)) { /* has been retried for long enough */
             dsc_aio_request_fail(aio, first->request, (int32_t)-n, first->position);
             dsc_aio_block_finish(aio, first);
         } else {
@@ -52,7 +52,7 @@ static void send(dsc_aio *aio)
 
 /*
  * Cuts and sends blocks until the backend's queue is full or nothing is left. Blocks are sent soon after they are cut,
- * before many more are: cutting may copy.
+ * because cutting further blocks may involve copies.
  */
 static void fill(dsc_aio *aio)
 {
@@ -64,8 +64,8 @@ static void fill(dsc_aio *aio)
 }
 
 /*
- * The backend gives no more results. The kernel may still write to the ring, which is therefore never freed, and to the
- * memory of requests: dsc_aio_has_given_up.
+ * Called when the backend gives no more results. The kernel may still write to the ring and to the memory of requests.
+ * Therefore the ring is never freed; see dsc_aio_has_given_up for the memory of requests.
  */
 static void give_up(dsc_aio *aio, int32_t err)
 {
@@ -84,7 +84,7 @@ static void give_up(dsc_aio *aio, int32_t err)
     aio->n_in_flight = 0;
 }
 
-/* Starts as many blocks as fit and takes finished ones; with wait, at least one result when anything is in flight. */
+/* Starts as many blocks as fit, and takes finished blocks; with wait, at least one if any is in flight. */
 void dsc_aio_progress(dsc_aio *aio, bool wait)
 {
     struct dsc_aio_op *done[REAP_BATCH];
@@ -104,7 +104,7 @@ void dsc_aio_progress(dsc_aio *aio, bool wait)
         aio->n_in_flight--; /* one by one: where batches do not overlap, the next one waits for the last of these */
         dsc_aio_block_take(aio, (struct dsc_aio_block *)done[i]);
         if ((i + 1) % aio->n_at_once == 0)
-            fill(aio); /* the next take may copy, and the disk has more to do meanwhile */
+            fill(aio); /* refills the queue before the next take, which may copy, so that the disk stays busy */
     }
     fill(aio);
 }

@@ -55,7 +55,7 @@ void dsc_aio_request_enqueue(dsc_aio *aio, struct dsc_aio_request *request)
     aio->queue_end = &request->next;
 }
 
-/* No more blocks are cut for it. */
+/* Removes the request from the queue: no more blocks are cut for it. */
 void dsc_aio_request_dequeue(dsc_aio *aio, struct dsc_aio_request *request)
 {
     struct dsc_aio_request **link = &aio->queue;

@@ -1,4 +1,4 @@
-/* A backend that works wherever threads do: workers make one system call a transfer. */
+/* A backend that works wherever threads are available: workers make one system call for each transfer. */
 #include "aio/backend.h"
 
 #include "aio/transfer.h"
@@ -107,7 +107,7 @@ static dsc_status threads_open(const struct dsc_aio_config *config, void **out_s
             state->n_workers++;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (state->n_workers == 0) { /* fewer than wanted will do */
+    if (state->n_workers == 0) { /* fewer threads than wanted suffice */
         threads_close(state);
         return dsc_fail(DSC_ENOTSUP, "threads backend: no thread can be started (errno %d)", err);
     }

@@ -1,4 +1,4 @@
-/* One transfer by one system call, as the backends without a kernel queue make it. */
+/* Makes one transfer by one system call, for backends without a kernel queue. */
 #ifndef DSC_AIO_TRANSFER_H
 #define DSC_AIO_TRANSFER_H
 

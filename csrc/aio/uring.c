@@ -3,12 +3,13 @@
  *
  * [Note: Transfers that are left lying]
  *
- * The kernel queues transfers that it cannot do at once for worker threads of its own, and adding to the queue wakes
- * it. On Linux 6.18 a write has been left in that queue for good: the process waited for more than an hour, every
- * worker slept, and nothing was wrong with the file. So after a wait of STALL_SECONDS without a result, this backend
- * asks the kernel to cancel. That takes transfers out of the queue, and this thread makes them itself. Transfers that
- * are with the disk go on; so do a worker's, or they end with EINTR on file systems that can be interrupted, and are
- * then made here too: a transfer is interrupted once at most, however slow its file system is.
+ * The kernel queues transfers that it cannot do at once for its own worker threads, and wakes a worker when it adds to
+ * that queue. On Linux 6.18 a write was once left in the queue for good: the process waited for more than an hour,
+ * every worker slept, and nothing was wrong with the file. So after STALL_SECONDS without a result, this backend asks
+ * the kernel to cancel. Cancelling removes transfers from the queue, and this thread then makes them itself. Transfers
+ * that the disk is working on continue. Transfers of a worker continue too, or end with EINTR on file systems that can
+ * be interrupted; this thread then makes them as well. A transfer is interrupted at most once, however slow its file
+ * system is.
  *
  * Kernels that cannot wait with a timeout (before 5.11) or cancel everything (before 5.19) wait for as long as it
  * takes.
@@ -27,7 +28,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define STALL_SECONDS 2 /* long for a transfer, and short for someone who looks at a run that stands still */
+#define STALL_SECONDS 2 /* long for a transfer, and short for a person who watches a stalled run */
 
 /* A region shared with the kernel. */
 struct mapping {
@@ -53,7 +54,7 @@ struct state {
     bool has_timeout; /* of waits */
 };
 
-/* How many entries the kernel took, or -errno. */
+/* Returns the number of entries that the kernel took, or -errno. */
 static int enter(const struct state *state, uint32_t n_submit)
 {
     long n = syscall(SYS_io_uring_enter, state->fd, n_submit, 0, 0, NULL, (size_t)0);
@@ -86,7 +87,8 @@ static bool map(const struct state *state, struct mapping *mapping, size_t n_byt
 
     if (at == MAP_FAILED)
         return false;
-    (void)madvise(at, n_bytes, MADV_DONTFORK); /* a child that read results here would take them from its parent */
+    (void)madvise(at, n_bytes, MADV_DONTFORK); /* not for children: a child that read results would take them from
+                                                  its parent */
     *mapping = (struct mapping){at, n_bytes};
     return true;
 }
@@ -109,7 +111,7 @@ static void uring_close(void *opaque)
     free(state);
 }
 
-/* IORING_OP_READ and WRITE came with Linux 5.6, as did the question. */
+/* IORING_OP_READ and WRITE came with Linux 5.6, as did the probe. */
 static bool has_plain_transfers(const struct state *state)
 {
     union { /* a header and a growing array, which the kernel wants zeroed */
@@ -208,8 +210,8 @@ static int hand_over(struct state *state, uint32_t n)
     __atomic_store_n(state->sq_tail, *state->sq_tail + n, __ATOMIC_RELEASE);
     taken = enter(state, n);
     /*
-     * Ops that were not taken come again, perhaps behind others: the ring is left empty. The kernel reads it inside
-     * enter only.
+     * The ring is left empty, because the engine submits ops that were not taken again, perhaps behind other ops. The
+     * kernel reads the ring only inside enter.
      */
     __atomic_store_n(state->sq_tail, __atomic_load_n(state->sq_head, __ATOMIC_ACQUIRE), __ATOMIC_RELEASE);
     return taken;
@@ -225,7 +227,10 @@ static int64_t uring_submit(void *opaque, struct dsc_aio_op *const *ops, int64_t
     return hand_over(state, n);
 }
 
-/* [Note: Transfers that are left lying]. Its own result has no transfer; kernels that do not know it say so there. */
+/*
+ * See [Note: Transfers that are left lying]. The result of the cancel request belongs to no transfer; a kernel without
+ * this request reports that in the result.
+ */
 static void cancel_all(struct state *state)
 {
 #ifdef IORING_ASYNC_CANCEL_ANY
@@ -241,7 +246,7 @@ static void cancel_all(struct state *state)
 #endif
 }
 
-/* The results that are there, of up to capacity transfers. */
+/* Takes the available results, of up to capacity transfers. */
 static int64_t take_results(struct state *state, struct dsc_aio_op **out_ops, int64_t capacity)
 {
     const uint32_t tail = __atomic_load_n(state->cq_tail, __ATOMIC_ACQUIRE);
@@ -277,7 +282,7 @@ static int64_t uring_reap(void *opaque, struct dsc_aio_op **out_ops, int64_t cap
     }
     for (int64_t i = 0; i < n; i++)
         if (out_ops[i]->res == -ECANCELED ||
-            out_ops[i]->res == -EINTR) /* by cancel_all, or because the thread that submitted them has ended */
+            out_ops[i]->res == -EINTR) /* cancelled by cancel_all, or because the submitting thread has ended */
             dsc_aio_transfer(out_ops[i]);
     return n;
 }

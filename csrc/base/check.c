@@ -1,4 +1,4 @@
-/* Checks of arguments that several cores take. */
+/* Argument checks that several cores share. */
 #include "base/check.h"
 
 #include "base/fail.h"

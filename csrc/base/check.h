@@ -1,4 +1,4 @@
-/* Checks of arguments that several cores take. */
+/* Argument checks that several cores share. */
 #ifndef DSC_BASE_CHECK_H
 #define DSC_BASE_CHECK_H
 

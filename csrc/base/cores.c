@@ -1,4 +1,4 @@
-/* Processors by affinity mask and NUMA node, as Linux tells them. */
+/* Reads the processors of a process and their NUMA nodes from Linux. */
 #include "base/cores.h"
 
 #include <limits.h>
@@ -36,7 +36,7 @@ int32_t dsc_cores_count(const struct dsc_cores *cores)
     return CPU_COUNT_S(sizeof cores->bits, &cores->bits.set);
 }
 
-/* The file's first line, without its end; false when there is none. */
+/* Reads the first line of a file, without the newline; false if there is none. */
 static bool read_line(const char *path, char *line, int line_bytes)
 {
     FILE *file = fopen(path, "re");
@@ -49,7 +49,7 @@ static bool read_line(const char *path, char *line, int line_bytes)
     return is_read;
 }
 
-/* Adds to node the processors of a kernel's list, as in 0-3,8, that are in cores. */
+/* Adds to node the processors that are in cores and in a list in the kernel's format, for example 0-3,8. */
 static void add_listed(const char *list, const struct dsc_cores *cores, struct dsc_cores *node)
 {
     for (const char *p = list; *p != '\0'; p += *p == ',') {
@@ -72,7 +72,7 @@ void dsc_cores_near(const char *root, const struct dsc_cores *cores, int32_t thr
                     struct dsc_cores *out_near)
 {
     int64_t n_cores = dsc_cores_count(cores);
-    /* The middle of the thread's part of the processors, as they stand node after node. */
+    /* The middle of the thread's share of the processors, with processors ordered by node. */
     int64_t wanted = (2 * (int64_t)thread + 1) * n_cores / (2 * (int64_t)n_threads);
     char path[PATH_MAX];
     char list[16384];

@@ -7,7 +7,7 @@
 
 #include <sched.h>
 
-#define DSC_CORES_MAX 8192 /* as many as any Linux kernel can be built for */
+#define DSC_CORES_MAX 8192 /* the largest number that a Linux kernel can be built for */
 
 struct dsc_cores {
     union {
@@ -16,16 +16,16 @@ struct dsc_cores {
     } bits;
 };
 
-/* Processors that the process, not the thread alone, may run on. Where the kernel does not tell, all that are online.
- */
+/* Processors on which the process, not only the thread, may run. If the kernel does not tell, all online processors. */
 void dsc_cores_of(pid_t pid, struct dsc_cores *out_cores);
 
 int32_t dsc_cores_count(const struct dsc_cores *cores);
 
 /*
- * Where thread number `thread` of n_threads should run: the processors of `cores` that lie in one NUMA node with its
- * own when the threads are dealt out over the nodes in order; all of `cores` where there is one node or the kernel does
- * not tell. root is "" but in tests, where it is a folder with sys/devices in it.
+ * Computes where thread number `thread` of n_threads should run. Threads are spread in order over the processors of
+ * `cores`, sorted by NUMA node; the result is all processors of `cores` in the thread's node. It is all of `cores` if
+ * there is one node or the kernel does not tell. root is "", except in tests: there it is a folder with sys/devices in
+ * it.
  */
 void dsc_cores_near(const char *root, const struct dsc_cores *cores, int32_t thread, int32_t n_threads,
                     struct dsc_cores *out_near);

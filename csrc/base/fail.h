@@ -1,4 +1,4 @@
-/* How a core reports a failure: the status to return, and the sentence that dsc_last_error() hands out. */
+/* Reports a failure of a core: the status to return, and the sentence for dsc_last_error(). */
 #ifndef DSC_BASE_FAIL_H
 #define DSC_BASE_FAIL_H
 

@@ -32,7 +32,7 @@ static inline uint16_t dsc_f32_to_bf16(float value)
 {
     uint32_t bits = dsc_f32_bits(value);
     uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-    uint32_t quiet = bits | 0x400000u; /* a NaN whose payload lies in the low bits alone would become inf */
+    uint32_t quiet = bits | 0x400000u; /* a NaN with payload only in the low bits would become inf */
 
     return (uint16_t)((value != value ? quiet : rounded) >> 16);
 }
@@ -52,7 +52,7 @@ static inline float dsc_f16_to_f32(uint16_t half)
     uint32_t bits = magnitude < 0x0400u ? subnormal : normal;
 
     bits = magnitude >= 0x7c00u ? special : bits;
-    bits |= magnitude > 0x7c00u ? 0x400000u : 0u; /* quiet, as the processors' own conversions make a NaN */
+    bits |= magnitude > 0x7c00u ? 0x400000u : 0u; /* makes a NaN quiet, as the processors' own conversions do */
     return dsc_f32_from_bits(bits | sign);
 }
 
@@ -67,9 +67,8 @@ static inline uint16_t dsc_f32_to_f16(float value)
     uint32_t nan = 0x7e00u | ((magnitude >> 13) & 0x01ffu);
     uint32_t half = magnitude < (113u << 23) ? subnormal : normal;
 
-    half = magnitude >= (143u << 23)
-               ? 0x7c00u
-               : half; /* 65536 and above; the rounding of [65520, 65536) carries into inf by itself */
+    half = magnitude >= (143u << 23) ? 0x7c00u
+                                     : half; /* 65536 and above. In [65520, 65536) rounding already carries into inf */
     half = magnitude > 0x7f800000u ? nan : half;
     return (uint16_t)(half | sign);
 }

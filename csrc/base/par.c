@@ -1,4 +1,4 @@
-/* Fixed chunking of a list of arrays, and the lent parallel-for. */
+/* Cuts a list of arrays into fixed chunks, and runs them through the caller's parallel-for. */
 #include "base/par.h"
 
 #include "base/fail.h"
@@ -25,7 +25,7 @@ dsc_status dsc_list_init(struct dsc_list *list, const int64_t *counts, size_t st
     }
     list->n_elems = n_elems;
     list->chunk_elems = DSC_MIN_CHUNK_ELEMS;
-    if (n_elems / DSC_MAX_CHUNKS >= DSC_MIN_CHUNK_ELEMS) /* the next whole number of blocks above an even share */
+    if (n_elems / DSC_MAX_CHUNKS >= DSC_MIN_CHUNK_ELEMS) /* an even share, rounded up to whole blocks */
         list->chunk_elems = (n_elems / DSC_MAX_CHUNKS / DSC_BLOCK_ELEMS + 1) * DSC_BLOCK_ELEMS;
     list->n_chunks = n_elems / list->chunk_elems + (n_elems % list->chunk_elems != 0);
     return DSC_OK;
@@ -38,7 +38,7 @@ struct dsc_cursor dsc_list_chunk(const struct dsc_list *list, int64_t chunk)
     int64_t low = 0;
     int64_t high = (list->n_arrays - 1) / list->mark_arrays;
 
-    while (low < high) { /* the last mark that does not lie behind begin */
+    while (low < high) { /* finds the last mark at or before begin */
         int64_t middle = (low + high + 1) / 2;
 
         if (list->mark_elems[middle] <= begin)
@@ -50,7 +50,7 @@ struct dsc_cursor dsc_list_chunk(const struct dsc_list *list, int64_t chunk)
     int64_t array = low * list->mark_arrays;
     int64_t offset = begin - list->mark_elems[low];
 
-    while (offset >= dsc_list_count(list, array)) /* begin < n_elems, so that some array holds it */
+    while (offset >= dsc_list_count(list, array)) /* begin < n_elems, so some array holds it */
         offset -= dsc_list_count(list, array++);
     return (struct dsc_cursor){
         .list = list,

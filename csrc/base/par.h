@@ -1,10 +1,10 @@
 /*
- * Splits a list of arrays into chunks and runs them through the parallel-for that the caller lent.
+ * Splits a list of arrays into chunks and runs them through the caller's parallel-for.
  *
- * The list is seen as one long range of elements, the arrays one behind the other. A chunk is a piece of that range and
- * may begin or end inside an array, or hold many of them: 16,384 small arrays are as much work to share out as one
- * large array. Chunk borders depend on the sizes alone, and there are at most DSC_MAX_CHUNKS of them, so that partial
- * results fit the caller's stack.
+ * The list is seen as one long range of elements, the arrays one behind the other. A chunk is a piece of that range. It
+ * may begin or end inside an array or hold many arrays, so 16,384 small arrays are divided as evenly as one large
+ * array. Chunk borders depend only on the sizes. There are at most DSC_MAX_CHUNKS chunks, so that partial results fit
+ * the caller's stack.
  */
 #ifndef DSC_BASE_PAR_H
 #define DSC_BASE_PAR_H
@@ -22,7 +22,7 @@
 #define DSC_LIST_MARKS 256
 
 struct dsc_list {
-    const char *counts;  /* borrowed: where the first array's int64_t element count lies */
+    const char *counts;  /* borrowed: address of the first array's int64_t element count */
     size_t stride_bytes; /* from one count to the next */
     int64_t n_arrays;
     int64_t n_elems; /* of all arrays */
@@ -45,12 +45,12 @@ struct dsc_cursor {
     const struct dsc_list *list;
     int64_t array;
     int64_t begin;
-    int64_t n_left; /* elements of the chunk that are still to come */
+    int64_t n_left; /* remaining elements of the chunk */
 };
 
 /*
  * counts points at the element count inside the first of n_arrays structs of stride_bytes each; both are borrowed while
- * the list is in use. DSC_EOVERFLOW when the counts do not add up in int64_t. Counts must be >= 0.
+ * the list is in use. DSC_EOVERFLOW if the sum of the counts does not fit int64_t. Counts must be >= 0.
  */
 dsc_status dsc_list_init(struct dsc_list *list, const int64_t *counts, size_t stride_bytes, int64_t n_arrays);
 
@@ -59,10 +59,10 @@ int64_t dsc_list_count(const struct dsc_list *list, int64_t array);
 
 struct dsc_cursor dsc_list_chunk(const struct dsc_list *list, int64_t chunk);
 
-/* The chunk's next piece; false past the last. Arrays without elements are passed over. */
+/* Gets the chunk's next piece; false after the last. Empty arrays are skipped. */
 bool dsc_cursor_next(struct dsc_cursor *cursor, struct dsc_piece *out_piece);
 
-/* Runs body over [0, n_chunks) through par, or in the calling thread when par is NULL or there is nothing to share. */
+/* Runs body over [0, n_chunks) through par, or in the calling thread if par is NULL or there is only one chunk. */
 void dsc_par_run(const struct dsc_par *par, int64_t n_chunks, dsc_par_body body, void *arg);
 
 #endif

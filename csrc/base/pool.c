@@ -1,10 +1,10 @@
 /*
- * The pool: a mailbox a worker, where the worker spins for a moment and then sleeps.
+ * The pool. Each worker has a mailbox, at which it spins for a moment and then sleeps.
  *
- * [Note: mailboxes] The caller opens the mailbox of each worker that has a share; then worker and caller race to change
- * OPEN to IDLE, and the winner does the share. A worker reads the job only after it has won: the job cannot end, nor
- * the next one be written, before that share is done. So a worker that comes late, for a share that was taken from it,
- * can at worst win a share of a later job, and reads that job then.
+ * [Note: mailboxes] The caller opens the mailbox of each worker that has a share. Then worker and caller race to change
+ * OPEN to IDLE, and the winner does the share. A worker reads the job only after it has won. The job cannot end, and
+ * the next job cannot be written, before that share is done. So a worker that comes late, after its share was taken,
+ * can at worst win a share of a later job, and then it reads that later job.
  */
 #include "dsc/pool.h"
 
@@ -44,14 +44,15 @@ struct job {
     int64_t first; /* of its chunks */
     int64_t n_chunks;
     int64_t n_shares;
-    fenv_t environment; /* rounding and subnormals are the calling thread's: same bits for any number of threads */
+    fenv_t environment; /* modes for rounding and subnormals of the calling thread, so that the bits are the same for
+                           any number of threads */
 };
 
-#define N_LEFT_SLEEPS 0x80000000u /* in n_left: the caller sleeps until it is told */
+#define N_LEFT_SLEEPS 0x80000000u /* flag in n_left: the caller sleeps and must be woken */
 
 /* Held by the thread that has the pool; it guards everything below except the atomics and the job's own data. */
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static _Atomic int32_t n_threads; /* 0: nobody has said yet */
+static _Atomic int32_t n_threads; /* 0: not set yet */
 static _Atomic int32_t n_workers;
 static pthread_t workers[MAX_WORKERS];
 
@@ -60,13 +61,13 @@ static int fork_error; /* written once under fork_once */
 
 static struct mailbox mailboxes[MAX_WORKERS];
 static struct job job;
-static _Alignas(CACHE_LINE_BYTES) _Atomic uint32_t n_left; /* shares of workers that are not done */
+static _Alignas(CACHE_LINE_BYTES) _Atomic uint32_t n_left; /* unfinished shares of workers */
 static _Atomic int64_t spin_ns;
 
 static void futex_wait(_Atomic uint32_t *word, uint32_t value)
 {
     (void)syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL,
-                  0); /* the caller looks again after every return */
+                  0); /* the caller checks again after every return */
 }
 
 static void futex_wake(_Atomic uint32_t *word)
@@ -91,7 +92,7 @@ static int64_t now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Waits up to spin_ns for *word to become zero (is_wanted_zero), or anything else; returns the value last seen. */
+/* Waits up to spin_ns until *word is zero (is_wanted_zero) or nonzero (otherwise); returns the last value read. */
 static uint32_t spin(_Atomic uint32_t *word, bool is_wanted_zero)
 {
     int64_t limit_ns = atomic_load_explicit(&spin_ns, memory_order_relaxed);
@@ -107,7 +108,10 @@ static uint32_t spin(_Atomic uint32_t *word, bool is_wanted_zero)
     }
 }
 
-/* Chunks of share number `share`: the same for the same numbers, at most one more than another share has. */
+/*
+ * Runs the chunks of share number `share`. They depend only on the numbers of chunks and shares; the sizes of shares
+ * differ by at most one chunk.
+ */
 static void run_share(int64_t share)
 {
     int64_t first = share * job.n_chunks / job.n_shares;
@@ -164,8 +168,8 @@ static void post(struct mailbox *mailbox, uint32_t state)
 }
 
 /*
- * After fork() there are no workers in the child; fork() waits for the pool's present user, so that nothing is half
- * done in the child.
+ * After fork() the child has no workers. fork() waits for the current user of the pool, so that no job is half done in
+ * the child.
  */
 static void before_fork(void)
 {
@@ -190,7 +194,7 @@ static void add_fork_handlers(void)
     fork_error = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
 }
 
-/* To be called before the mutex is taken for the first time. */
+/* Must be called before the mutex is taken for the first time. */
 static dsc_status handle_forks(void)
 {
     pthread_once(&fork_once, add_fork_handlers);
@@ -199,7 +203,7 @@ static dsc_status handle_forks(void)
     return DSC_OK;
 }
 
-/* Starts the workers; where the system allows fewer, the pool is smaller. With the mutex. */
+/* Starts the workers. If the system allows fewer threads, the pool is smaller. The caller holds the mutex. */
 static void start_workers(void)
 {
     const int32_t n_wanted = atomic_load(&n_threads) - 1;
@@ -211,19 +215,21 @@ static void start_workers(void)
     dsc_cores_of(getpid(), &cores);
     atomic_store(&spin_ns, n_wanted < dsc_cores_count(&cores)
                                ? SPIN_NS
-                               : 0); /* where threads outnumber processors, who spins is in the way */
+                               : 0); /* if there are more threads than processors, a spinning thread blocks others */
     sigfillset(&all);                /* signals are for the program's own threads */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     for (; n < n_wanted; n++) {
         struct dsc_cores near;
-        char name[32]; /* the kernel takes 15 characters of it */
+        char name[32]; /* the kernel keeps 15 characters of the name */
 
         atomic_store(&mailboxes[n].state, IDLE);
         if (pthread_create(&workers[n], NULL, work, &mailboxes[n]) != 0)
             break;
         snprintf(name, sizeof name, "dsc_pool/%d", n + 1);
         pthread_setname_np(workers[n], name);
-        /* Kept within its node, so that pages it touched first stay near. Where that is not allowed it runs anywhere.
+        /*
+         * Keeps the worker within its node, so that the pages it touched first stay local. If this is not allowed, the
+         * worker runs anywhere.
          */
         dsc_cores_near("", &cores, n + 1, n_wanted + 1, &near);
         pthread_setaffinity_np(workers[n], sizeof near.bits, &near.bits.set);
@@ -274,7 +280,8 @@ static void share_out(int64_t first, int64_t last, dsc_par_body body, void *arg)
     for (int64_t share = 1; share < n_shares; share++)
         post(&mailboxes[share - 1], OPEN);
     run_share(0);
-    for (int64_t share = n_shares - 1; share > 0; share--) { /* the last was told last */
+    for (int64_t share = n_shares - 1; share > 0; share--) { /* in reverse order, because the last worker was woken
+                                                                last */
         if (claim(&mailboxes[share - 1])) {
             run_share(share);
             atomic_fetch_sub(&n_left, 1);
@@ -292,8 +299,8 @@ static void run(void *ctx, int64_t n_chunks, dsc_par_body body, void *arg)
         body(arg, 0, n_chunks);
         return;
     }
-    while (first < n_chunks - 1 &&
-           pthread_mutex_trylock(&mutex) != 0) { /* busy: also where a body that has the pool comes here itself */
+    while (first < n_chunks - 1 && pthread_mutex_trylock(&mutex) != 0) { /* busy, possibly because a body that has the
+                                                                            pool has called it again */
         body(arg, first, first + 1);
         first++;
     }

@@ -1,4 +1,4 @@
-/* Tells a process from its children of fork(). */
+/* Distinguishes a process from its forked children. */
 #include "dsc/process.h"
 
 #include "base/fail.h"

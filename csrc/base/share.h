@@ -1,4 +1,4 @@
-/* How ranks share something evenly: tokens, heads, grains of a matrix. */
+/* Divides something evenly over ranks: tokens, heads, grains of a matrix. */
 #ifndef DSC_BASE_SHARE_H
 #define DSC_BASE_SHARE_H
 
@@ -9,7 +9,7 @@ struct dsc_range {
     int64_t end;
 };
 
-/* The first n % n_parts parts get one more. */
+/* Range of one part; the first n % n_parts parts get one more. */
 static inline struct dsc_range dsc_even(int64_t n, int64_t n_parts, int64_t part)
 {
     int64_t each = n / n_parts;

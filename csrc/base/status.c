@@ -17,7 +17,7 @@ const char *dsc_status_name(dsc_status status)
         DSC_STATUS_MAP(CASE)
 #undef CASE
     }
-    return "DSC_UNKNOWN"; /* not a default: the compiler still names an enumerator that the map lacks */
+    return "DSC_UNKNOWN"; /* no default case, so that the compiler reports an enumerator that is missing in the map */
 }
 
 const char *dsc_status_text(dsc_status status)
@@ -44,7 +44,7 @@ dsc_status dsc_fail(dsc_status status, const char *format, ...)
     va_start(args, format);
     int n_bytes = vsnprintf(last_error, sizeof last_error, format, args);
     va_end(args);
-    if (n_bytes < 0) /* an encoding error in the format; the caller still gets its status */
+    if (n_bytes < 0) /* after an encoding error in the format; the caller still gets the status */
         last_error[0] = '\0';
     return status;
 }

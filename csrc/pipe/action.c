@@ -1,4 +1,4 @@
-/* An action to and from text: stage, letters, micro-batch. */
+/* Converts an action to text and back: stage, letters, micro-batch. */
 #include "base/fail.h"
 #include "pipe/pipe.h"
 
@@ -28,7 +28,7 @@ dsc_status dsc_pipe_format(const struct dsc_pipe_action *action, size_t n_bytes,
     return DSC_OK;
 }
 
-/* Digits without sign or leading zeros; NULL where there are none or the number is too large. */
+/* Reads digits without sign or leading zeros; NULL if there are no digits or the number is too large. */
 static const char *parse_number(const char *text, int32_t *out_number)
 {
     int64_t number = 0;

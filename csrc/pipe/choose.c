@@ -4,7 +4,7 @@
 
 #include <stdlib.h>
 
-/* *out stays as it is where the schedule refuses the shape; any other failure is handed on. */
+/* *Simulates a candidate. If the schedule refuses the shape, out stays unchanged; any other failure is returned. */
 static dsc_status try_one(const struct dsc_pipe_candidate *candidate, int64_t transfer_ns, struct dsc_pipe_outcome *out)
 {
     struct pipe_own_table own;
@@ -79,7 +79,7 @@ dsc_status dsc_pipe_choose(const struct dsc_pipe_candidate *candidates, int32_t 
         status = try_one(&candidates[i], transfer_ns, &outcomes[i]);
     }
     if (status == DSC_OK && n_tried == 0) {
-        status = refused; /* the last check's sentence stands */
+        status = refused; /* keeps the sentence of the last check */
     } else if (status == DSC_OK) {
         for (int32_t i = 0; i < n_candidates; i++)
             out_outcomes[i] = outcomes[i];

@@ -1,10 +1,10 @@
-/* Sends and receives for a table that has none. */
+/* Adds sends and receives to a table that has none. */
 #include "base/fail.h"
 #include "pipe/pipe.h"
 
 #include <stdlib.h>
 
-/* An action in the one order of all: by the end of its turn, then by rank, then by its place in the list. */
+/* An action's key in the order of all actions: the end of its turn, then its rank, then its place in the list. */
 struct turn {
     int64_t end;
     int64_t index;
@@ -23,8 +23,9 @@ static int compare(const void *a, const void *b)
     return left->index < right->index ? -1 : 1;
 }
 
-/* Orders actions by a simulation with turns of equal length: messages need one order, and real times do not matter for
- * it.
+/*
+ * Orders all actions by a simulation with turns of equal length. Messages need some common order; real times do not
+ * matter for it.
  */
 static dsc_status order(const struct dsc_pipe_table *table, struct turn *turns)
 {
@@ -61,7 +62,7 @@ dsc_status dsc_pipe_add_comm(const struct dsc_pipe_table *table, int64_t capacit
 
     int64_t n_actions = table->begins[table->n_ranks];
     int64_t *ends =
-        calloc((size_t)table->n_ranks + 1, sizeof *ends); /* of rank r at r + 1: its count, later its cursor */
+        calloc((size_t)table->n_ranks + 1, sizeof *ends); /* entry r + 1 is for rank r: its count, later its cursor */
     struct turn *turns = calloc((size_t)n_actions + 1, sizeof *turns);
     dsc_status status = DSC_OK;
 

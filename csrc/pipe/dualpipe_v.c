@@ -1,7 +1,8 @@
 /*
- * DualPipeV: DeepSeek-V3's DualPipe (arXiv 2412.19437) folded into a V, so that weights lie once. In the middle every
- * forward stands beside a backward of another micro-batch, whose messages hide behind it. Its bubble follows the
- * published formula, (p - 1)(F + B - 3W), if a forward and a backward side by side take as long as one by one.
+ * DualPipeV: DeepSeek-V3's DualPipe (arXiv 2412.19437) folded into a V, so that weights are stored only once. In the
+ * middle, every forward is paired with a backward of another micro-batch, and each hides the messages of the other. Its
+ * bubble follows the published formula, (p - 1)(F + B - 3W), if a forward and a backward side by side take as long as
+ * one by one.
  */
 #include "pipe/pipe.h"
 
@@ -10,7 +11,10 @@ struct state {
     int32_t stages[2]; /* on the way down, on the way up */
     int32_t n_forward[2];
     int32_t n_backward[2];
-    /* Weights wait first in, first out: a place each, by way and micro-batch. Whole backwards come in between. */
+    /*
+     * A FIFO queue of WEIGHT actions that are still to come, each by way and micro-batch. Whole backwards come in
+     * between.
+     */
     int32_t waiting[2 * DSC_PIPE_MAX_RANKS][2];
     int32_t n_put;
     int32_t n_taken;
@@ -67,7 +71,7 @@ static void fill(const struct dsc_pipe_shape *shape, int32_t rank, struct pipe_l
         backward(&state, 0, false);
     }
 
-    /* From the middle on, those before wait for gradients of inputs alone. */
+    /* From the middle on, the ranks before this one wait only for gradients of inputs. */
     for (int32_t i = 0; i <= rank; i++) {
         bool is_late = i >= (rank + 1) / 2;
 

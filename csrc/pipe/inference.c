@@ -1,7 +1,7 @@
-/* Forwards alone: for any number of stages a rank in a loop, and for two in a V. */
+/* Forwards only: for a loop with any number of stages a rank, and for a V with two. */
 #include "pipe/pipe.h"
 
-/* As many micro-batches as ranks go through all stages before the next ones begin, so that no rank waits. */
+/* Groups of n_ranks micro-batches go through all stages before the next group begins, so that no rank waits. */
 static void fill(const struct dsc_pipe_shape *shape, int32_t rank, struct pipe_list *list, bool is_v)
 {
     for (int32_t first = 0; first < shape->n_micro_batches; first += shape->n_ranks) {

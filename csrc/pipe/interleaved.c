@@ -3,13 +3,13 @@
  * go in groups of micro-batches: a group goes through the rank's first stage, then its second, and so on; backwards
  * take the same groups through the stages in reverse.
  *
- * Megatron asks for a multiple of n_ranks. Here any number is divided into groups that are as equal as possible and
- * have at least n_ranks micro-batches, if there are so many: with smaller ones in between the lists would wait for one
- * another for ever.
+ * Megatron requires a multiple of n_ranks micro-batches. Here any number is divided into groups that are as equal as
+ * possible and have at least n_ranks micro-batches each, if there are so many. With smaller groups in between, the
+ * lists of ranks would wait for one another for ever.
  */
 #include "pipe/pipe.h"
 
-/* A place in the order of forwards, or of backwards. */
+/* The stage and micro-batch at one position in the order of forwards or of backwards. */
 struct place {
     int32_t first; /* of the group */
     int32_t group;

@@ -1,6 +1,6 @@
 /*
- * 1F1B (PipeDream-Flush, arXiv 2006.09503): a rank runs ahead by as many forwards as stages follow it, then goes one
- * forward, one backward. It holds as many micro-batches as stages follow, and one.
+ * 1F1B (PipeDream-Flush, arXiv 2006.09503): a rank first runs one forward for each stage that follows it, and then
+ * alternates one forward and one backward. It holds one micro-batch more than the number of following stages.
  */
 #include "pipe/pipe.h"
 

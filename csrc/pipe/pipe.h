@@ -4,7 +4,7 @@
 
 #include "dsc/pipe.h"
 
-/* Past its capacity a list is only counted. */
+/* A list of actions. Beyond its capacity, actions are counted but not stored. */
 struct pipe_list {
     struct dsc_pipe_action *actions;
     int64_t capacity;
@@ -14,8 +14,8 @@ struct pipe_list {
 void dsc_pipe_push(struct pipe_list *list, enum dsc_pipe_kind kind, int32_t stage, int32_t micro_batch);
 
 /*
- * A schedule: a file of this folder, and a line of schedules.inc. fill appends rank's computations; shape has been
- * checked.
+ * A schedule is a file of this folder and a line of schedules.inc. fill appends the computations of rank; shape has
+ * been checked.
  */
 struct pipe_schedule {
     const char *name;
@@ -31,14 +31,16 @@ struct pipe_own_table {
     int32_t *rank_of;
 };
 
-/* The lists of all ranks, without sends and receives. Clear it also after a failure. */
+/* Makes the lists of all ranks, without sends and receives. The caller must clear the table, also after a failure. */
 dsc_status dsc_pipe_make_table(const char *schedule, const struct dsc_pipe_shape *shape, struct pipe_own_table *out);
 void dsc_pipe_clear_table(struct pipe_own_table *own);
 
 /* DSC_EINVAL names the first entry that is not an action on a stage of its rank. */
 dsc_status dsc_pipe_check_table(const struct dsc_pipe_table *table);
 
-/* Whether the kind makes, or whether it moves, an output (F) or a gradient of an input. */
+/*
+ * Whether an action of this kind computes a result, and whether it moves one: an output (F) or a gradient of an input.
+ */
 static inline bool pipe_computes(int32_t kind)
 {
     return kind <= DSC_PIPE_WEIGHT;

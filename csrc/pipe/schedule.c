@@ -1,4 +1,4 @@
-/* The schedules by name: their limits, the ranks of their stages, and their lists. */
+/* Finds schedules by name, and gives their limits, the ranks of their stages, and their lists. */
 #include "base/fail.h"
 #include "pipe/pipe.h"
 

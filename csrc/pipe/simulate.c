@@ -1,10 +1,10 @@
-/* A table run on paper: each action begins when its rank is free and its inputs are there. */
+/* Simulates a table: each action begins when its rank is free and its inputs have arrived. */
 #include "base/fail.h"
 #include "pipe/pipe.h"
 
 #include <stdlib.h>
 
-/* The two results that others wait for, by stage and micro-batch: outputs, and gradients of inputs. */
+/* The two kinds of results that other actions wait for, by stage and micro-batch: outputs, and gradients of inputs. */
 enum { OUTPUT, GRADIENT, N_RESULTS };
 
 #define NOT_YET (-1)
@@ -13,7 +13,7 @@ struct run {
     const struct dsc_pipe_table *table;
     const struct dsc_pipe_cost *costs;
     int64_t transfer_ns;
-    int64_t *ends[N_RESULTS];    /* n_stages * n_micro_batches each: when the result is there, or NOT_YET */
+    int64_t *ends[N_RESULTS];    /* n_stages * n_micro_batches each: time of the result, or NOT_YET */
     int32_t *waiters[N_RESULTS]; /* the rank that waits for it, or NOT_YET */
     int64_t *next;               /* n_ranks: index of the next action */
     int64_t *now;                /* n_ranks */
@@ -73,8 +73,8 @@ static void close_run(struct run *run)
 }
 
 /*
- * When a result of stage is at rank: *out_ns is raised to that moment. False where nobody has made it yet; then the
- * rank is woken when it is there.
+ * Raises *out_ns to the moment when a result of stage is at rank. False if the result does not exist yet; the rank is
+ * then woken when it does.
  */
 static bool needs(struct run *run, int32_t rank, int result, int32_t stage, int32_t micro_batch, int64_t *out_ns)
 {
@@ -204,7 +204,7 @@ static dsc_status run_all(struct run *run, struct dsc_pipe_span *out_spans, stru
 static dsc_status check_costs(const struct dsc_pipe_table *table, const struct dsc_pipe_cost *costs,
                               int64_t transfer_ns)
 {
-    /* An action adds at most two of them and a transfer to any sum. */
+    /* An action adds at most two costs and a transfer to any sum. */
     int64_t most = INT64_MAX / (4 * (table->begins[table->n_ranks] + 1));
 
     if (costs == NULL)

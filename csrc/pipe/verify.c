@@ -1,4 +1,4 @@
-/* The proof of a table: complete, ordered, and free of deadlock even where a send waits for its receiver. */
+/* Proves a table complete, ordered, and free of deadlock even if a send waits for its receiver. */
 #include "base/fail.h"
 #include "pipe/pipe.h"
 
@@ -11,7 +11,7 @@ struct proof {
     uint8_t *done;  /* n_stages * n_micro_batches: a bit a kind */
     int64_t *next;  /* n_ranks: index of the next action */
     int32_t *ready; /* n_ranks: a stack of ranks to look at */
-    bool *is_ready; /* n_ranks: it is on the stack */
+    bool *is_ready; /* n_ranks: the rank is on the stack */
     int32_t n_ready;
 };
 
@@ -31,8 +31,8 @@ static bool crosses(const struct dsc_pipe_table *table, int32_t stage, int32_t o
 }
 
 /*
- * Checks that stage has done everything for micro-batch k, as bits of kinds; a split backward is as good as a whole
- * one.
+ * Checks that stage has done everything for micro-batch k, by the bits of the kinds done. A split backward counts like
+ * a whole one.
  */
 static dsc_status check_complete(const struct proof *proof, int32_t stage, int32_t k)
 {
@@ -59,7 +59,7 @@ static dsc_status check_complete(const struct proof *proof, int32_t stage, int32
     return DSC_OK;
 }
 
-/* Each action stands once, and nothing is missing. */
+/* Checks that each action occurs once and that none is missing. */
 static dsc_status check_counts(struct proof *proof)
 {
     const struct dsc_pipe_table *table = proof->table;
@@ -153,7 +153,7 @@ static void wake(struct proof *proof, int32_t rank)
     proof->ready[proof->n_ready++] = rank;
 }
 
-/* Does the next action of rank. False where it waits for another rank. */
+/* Does the next action of rank, if it need not wait for another rank. */
 static dsc_status step(struct proof *proof, int32_t rank, bool *out_went_on)
 {
     const struct dsc_pipe_table *table = proof->table;
@@ -173,7 +173,7 @@ static dsc_status step(struct proof *proof, int32_t rank, bool *out_went_on)
 
         if (next == table->begins[peer + 1] || memcmp(&table->actions[next], &other, sizeof other) != 0)
             return DSC_OK;
-        /* Where the peer sends, its own order is looked at too before the message counts. */
+        /* If the peer sends, the peer's own order is also checked before the message counts. */
         if (!is_in_order(proof, &other))
             return DSC_OK;
         *done_of(proof, other.stage, other.micro_batch) |= (uint8_t)(1u << other.kind);
@@ -186,7 +186,10 @@ static dsc_status step(struct proof *proof, int32_t rank, bool *out_went_on)
     return DSC_OK;
 }
 
-/* Every rank that is not at its end waits for another rank: some stand in a circle, or wait for a rank that is done. */
+/*
+ * Every unfinished rank waits for another rank. So some ranks wait for one another in a cycle, or wait for a finished
+ * rank.
+ */
 static dsc_status fail_with_circle(struct proof *proof)
 {
     const struct dsc_pipe_table *table = proof->table;
@@ -196,7 +199,7 @@ static dsc_status fail_with_circle(struct proof *proof)
 
     while (proof->next[rank] == table->begins[rank + 1])
         rank++;
-    /* Nobody is on the stack any more: from here on is_ready marks the ranks that the sentence names. */
+    /* The stack is empty now: from here on is_ready marks the ranks that the sentence names. */
     while (n < sizeof sentence && proof->next[rank] < table->begins[rank + 1] && !proof->is_ready[rank]) {
         const struct dsc_pipe_action *action = &table->actions[proof->next[rank]];
         int32_t peer = table->rank_of[other_end(action).stage];

@@ -1,6 +1,6 @@
 /*
- * ZB-H1 (arXiv 2401.10241): 1F1B whose gradients of weights come later, where a rank would wait. Rank r puts them off
- * by r micro-batches, so that every rank holds as many as the first rank of 1F1B does.
+ * ZB-H1 (arXiv 2401.10241): 1F1B with delayed gradients of weights, which fill times in which a rank would wait. Rank r
+ * delays them by r micro-batches, so that every rank holds as many micro-batches as the first rank of 1F1B.
  */
 #include "pipe/pipe.h"
 

@@ -1,7 +1,7 @@
 /*
- * ZB-V (arXiv 2401.10241, 2405.15362): two stages a rank in a V, so that the last stage lies where the first one does
- * and backward begins as soon as a micro-batch has gone down and up. With F = I = W no rank waits between its first and
- * its last action, and none holds more than 1F1B's first rank.
+ * ZB-V (arXiv 2401.10241, 2405.15362): two stages a rank in a V, so that the first and the last stage lie on the same
+ * rank, and backward begins as soon as a micro-batch has gone down and up. With F = I = W no rank waits between its
+ * first and its last action, and no rank holds more than the first rank of 1F1B.
  */
 #include "pipe/pipe.h"
 
@@ -15,7 +15,9 @@ struct state {
     int32_t n_weight[2];
 };
 
-/* Each does nothing where there is nothing to do, and says whether it did: a short run has holes. */
+/*
+ * Each of these functions returns whether it had something to do: in a run with few micro-batches there may be nothing.
+ */
 static bool forward(struct state *state, int way)
 {
     if (state->n_forward[way] == (way == 0 ? state->n_micro_batches : state->n_forward[0]))
@@ -46,7 +48,7 @@ static void fill(const struct dsc_pipe_shape *shape, int32_t rank, struct pipe_l
     int32_t p = shape->n_ranks;
     struct state state = {.list = list, .stages = {rank, 2 * p - 1 - rank}, .n_micro_batches = m};
 
-    /* Down, until the first micro-batch comes back; then one down for one up. */
+    /* Forwards on the way down until the first micro-batch comes back; then one down for each one up. */
     for (int32_t i = 0; i < 2 * (p - rank) - 1; i++)
         forward(&state, 0);
     for (int32_t i = 0; i < rank; i++) {

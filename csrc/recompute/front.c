@@ -1,8 +1,9 @@
 /*
- * One layer's front: all sums of its groups' choices while they are few, and otherwise the sums along the convex hull.
+ * Computes one layer's front: all sums of its groups' choices if they are few, otherwise the sums along the convex
+ * hull.
  *
- * An exact front takes the groups one after the other, and keeps the sums that no other sum dominates (the Pareto
- * front).
+ * For an exact front the groups are added one after the other, and only the sums that no other sum dominates are kept
+ * (the Pareto front).
  */
 #include "recompute/front.h"
 
@@ -16,7 +17,7 @@ enum { WHOLE, PACKED, MOVES, LEAST_KEPT, LEAST_PEAK };
 
 #define MAX_PACKED_GROUPS 16
 #define MAX_PACKED_CHOICES 16
-#define MAX_MOVES_SHOWN 16 /* points of the hull that become options */
+#define MAX_MOVES_SHOWN 16 /* number of points of the hull that become options */
 
 static int compare_options(const void *a, const void *b)
 {
@@ -62,7 +63,7 @@ static int64_t larger(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-/* All sums of the groups, into scratch->front; -1 where they are too many. */
+/* Writes the front of all sums of the groups to scratch->front; -1 if there are too many. */
 static int64_t packed_front(const struct dsc_recompute_view *view, struct dsc_recompute_scratch *scratch)
 {
     const struct dsc_recompute_choice *choices = dsc_recompute_choices(view);
@@ -122,7 +123,7 @@ static int32_t append_hull(const struct dsc_recompute_choice *choices, int32_t s
 
     for (int32_t i = 0; i < size; i++)
         hull[i] = i;
-    for (int32_t i = 1; i < size; i++) /* insertion: there are few */
+    for (int32_t i = 1; i < size; i++) /* insertion sort, because there are few */
         for (int32_t j = i; j > 0; j--) {
             const struct dsc_recompute_choice *a = &choices[hull[j - 1]];
             const struct dsc_recompute_choice *b = &choices[hull[j]];
@@ -149,10 +150,11 @@ static int32_t append_hull(const struct dsc_recompute_choice *choices, int32_t s
                 .choice = hull[i],
             };
 
-            if (move.saved_ns <= 0) /* no more bytes for no less time; of equal bytes the least time came first */
+            if (move.saved_ns <= 0) /* this choice takes more bytes without less time; of choices with equal bytes
+                                       the one with the least time came first */
                 break;
             if (n > 1 && dsc_recompute_compare_slopes(&move, &moves[n_moves + n - 2]) <= 0) {
-                n--; /* the last one does not lie below the line */
+                n--; /* the last point does not lie below the line */
                 continue;
             }
             moves[n_moves + n - 1] = move;
@@ -166,7 +168,8 @@ static int32_t append_hull(const struct dsc_recompute_choice *choices, int32_t s
 }
 
 /*
- * The choices that the moves of all groups start from: each group's smallest, and of equals the choice that adds least.
+ * The start of the moves of all groups: each group's smallest choice, and of equally small choices the one that adds
+ * the least time.
  */
 static struct dsc_recompute_option start_of(const struct dsc_recompute_view *view, bool is_peak, int32_t *out_groups)
 {
@@ -194,7 +197,10 @@ static struct dsc_recompute_option start_of(const struct dsc_recompute_view *vie
     return start;
 }
 
-/* The moves of all groups, steepest first. Moves without is_peak are asked for several times, and made once. */
+/*
+ * The moves of all groups, steepest first. Moves without is_peak are needed several times, so they are computed once
+ * and kept.
+ */
 static const struct dsc_recompute_move *group_moves(const struct dsc_recompute_view *view,
                                                     struct dsc_recompute_scratch *scratch, bool is_peak,
                                                     int32_t *out_n_moves)
@@ -220,7 +226,9 @@ static const struct dsc_recompute_move *group_moves(const struct dsc_recompute_v
     return moves;
 }
 
-/* One choice of each group: that with the fewest bytes kept, or in all; of those the one with the fewest of the other.
+/*
+ * Takes from each group the choice with the fewest bytes kept, or the fewest bytes in all. Ties are decided by the
+ * other of the two numbers.
  */
 static struct dsc_recompute_option least(const struct dsc_recompute_view *view, int32_t kind, int32_t *out_groups)
 {
@@ -251,7 +259,7 @@ static struct dsc_recompute_option least(const struct dsc_recompute_view *view, 
     return sum;
 }
 
-/* Points along the hull, evenly spaced, and the two that need least, into scratch->front. */
+/* Writes evenly spaced points along the hull, and the two options that need the fewest bytes, to scratch->front. */
 static int64_t hull_front(const struct dsc_recompute_view *view, struct dsc_recompute_scratch *scratch)
 {
     struct dsc_recompute_option at = start_of(view, false, NULL);
@@ -300,7 +308,8 @@ int32_t dsc_recompute_front(const struct dsc_recompute_view *view, struct dsc_re
     for (int64_t i = 0; i < n; i++)
         scratch->candidates[i].transient_bytes = larger(scratch->candidates[i].transient_bytes, layer->work_bytes);
     n = prune(scratch->candidates, n, DSC_RECOMPUTE_MAX_FRONT - 1, &n_steps);
-    if (n > DSC_RECOMPUTE_MAX_FRONT - 1) { /* options that keep least stay: the smallest budget needs them */
+    if (n > DSC_RECOMPUTE_MAX_FRONT - 1) { /* the options that keep the least stay, because the smallest budget needs
+                                              them */
         n = DSC_RECOMPUTE_MAX_FRONT - 1;
         *is_exact = false;
     }
@@ -332,7 +341,9 @@ void dsc_recompute_decode(const struct dsc_recompute_view *view, struct dsc_reco
     }
 }
 
-/* A layer as a point of the hull. With is_peak only the sum of kept and transient bytes counts. */
+/*
+ * Converts an option of a layer to a point of the hull. With is_peak only the sum of kept and transient bytes counts.
+ */
 static struct dsc_recompute_choice point_of(struct dsc_recompute_choice sum, const struct dsc_recompute_layer *layer,
                                             bool is_peak)
 {

@@ -1,4 +1,4 @@
-/* The ways to treat one layer that nothing else dominates; and the lower bound of all plans. */
+/* The ways to treat one layer that no other way dominates, and the moves that give a lower bound for all plans. */
 #ifndef DSC_RECOMPUTE_FRONT_H
 #define DSC_RECOMPUTE_FRONT_H
 
@@ -19,7 +19,7 @@ static inline const struct dsc_recompute_choice *dsc_recompute_choices(const str
 /* A way to treat a layer: its numbers, and a code that dsc_recompute_decode turns into its choices. */
 struct dsc_recompute_option {
     int64_t kept_bytes;
-    int64_t transient_bytes; /* work_bytes, where that is more */
+    int64_t transient_bytes; /* or work_bytes, if larger */
     int64_t added_ns;
     uint64_t code;
     int32_t kind;
@@ -27,24 +27,25 @@ struct dsc_recompute_option {
 
 /* A step along a convex front: from one choice of a group, or one way to treat a layer, to the next larger one. */
 struct dsc_recompute_move {
-    int64_t bytes;           /* > 0 more of the bytes that the front is sorted by */
-    int64_t transient_bytes; /* more, where that is not part of bytes */
+    int64_t bytes;           /* > 0: increase of the bytes by which the front is sorted */
+    int64_t transient_bytes; /* increase, if not part of bytes */
     int64_t saved_ns;        /* > 0 less */
     int32_t group;
     int32_t choice;
 };
 
-/* A move's place in an order: its slope, and its index. */
+/* A move's sort key: its slope and its index. */
 struct dsc_recompute_place {
-    double slope; /* < 0 where numbers are so large that doubles would blur them: moves are then compared themselves */
+    double slope; /* < 0 if numbers are too large to be exact in double; the moves themselves are then compared */
     uint32_t index;
 };
 
 #define DSC_RECOMPUTE_MAX_FRONT 512
 
-/* Memory for one layer at a time, and the moves of each layer, which are made once. The caller lends it. */
+/* The caller's scratch memory: for one layer at a time, and for the moves of each layer, which are computed once. */
 struct dsc_recompute_scratch {
-    struct dsc_recompute_option *candidates; /* n_candidates, at least a front and the largest layer's whole ones */
+    struct dsc_recompute_option *candidates; /* n_candidates, at least a front and the whole choices of the largest
+                                                layer */
     struct dsc_recompute_option *front;      /* DSC_RECOMPUTE_MAX_FRONT */
     struct dsc_recompute_move *moves;        /* choices of the largest layer, and one more */
     struct dsc_recompute_choice *hull;       /* as many */
@@ -55,20 +56,21 @@ struct dsc_recompute_scratch {
     struct dsc_recompute_move *known; /* n_choices: the moves of a layer's groups begin where its choices do */
     int32_t *n_known;                 /* n_layers; -1: not asked for yet */
     int64_t n_candidates;
-    int64_t n_steps_left; /* comparisons that exact fronts may still take: a count, so that it is the same everywhere */
+    int64_t n_steps_left; /* number of comparisons that exact fronts may still make. A count and not a time, so that
+                             plans are the same everywhere */
 };
 
-/* DSC_OK, or what is wrong with a problem. */
+/* Checks a problem. The error names the bad entry. */
 dsc_status dsc_recompute_check(const struct dsc_recompute_problem *problem);
 
 /* Fills in peak_bytes, added_ns and peak_layer of a plan whose choices are in range. */
 void dsc_recompute_add_up(const struct dsc_recompute_problem *problem, struct dsc_recompute_plan *plan);
 
-/* The numbers of a layer that is treated so. */
+/* Sums the numbers of a layer under the given choices. */
 struct dsc_recompute_choice dsc_recompute_sum(const struct dsc_recompute_view *view, int32_t whole,
                                               const int32_t *groups);
 
-/* Views from the first layer to the last. The view behind the last one must not be read. */
+/* Iterate over the layers' views, from first to last. The view after the last layer must not be read. */
 struct dsc_recompute_view dsc_recompute_first(const struct dsc_recompute_problem *problem);
 void dsc_recompute_next(struct dsc_recompute_view *view);
 
@@ -84,10 +86,10 @@ void dsc_recompute_decode(const struct dsc_recompute_view *view, struct dsc_reco
                           const struct dsc_recompute_option *option, int32_t *out_whole, int32_t *out_groups);
 
 /*
- * Moves along the lower convex hull of all that a layer may be, in (kept_bytes, added_ns), or with is_peak (kept and
- * transient bytes, added_ns): steepest first, into scratch->moves. Returns how many. They begin at
- * scratch->hull[*out_first] (its kept_bytes is the hull's first coordinate), and each move's choice is a point of
- * scratch->hull.
+ * Writes the moves along the lower convex hull of all ways to treat a layer to scratch->moves, steepest first, and
+ * returns their number. The hull is in the plane (kept_bytes, added_ns), or with is_peak (kept and transient bytes,
+ * added_ns). The moves start at scratch->hull[*out_first] (its kept_bytes is the hull's first coordinate). Each move's
+ * choice is a point of scratch->hull.
  */
 int32_t dsc_recompute_moves(const struct dsc_recompute_view *view, struct dsc_recompute_scratch *scratch, bool is_peak,
                             int32_t *out_first);
@@ -96,17 +98,19 @@ int32_t dsc_recompute_moves(const struct dsc_recompute_view *view, struct dsc_re
 void dsc_recompute_decode_point(const struct dsc_recompute_view *view, struct dsc_recompute_scratch *scratch,
                                 int32_t point, int32_t *out_whole, int32_t *out_groups);
 
-/* < 0 where a saves more for a byte than b, > 0 where it saves less. */
+/* < 0 if a saves more time per byte than b, > 0 if it saves less. */
 int dsc_recompute_compare_slopes(const struct dsc_recompute_move *a, const struct dsc_recompute_move *b);
 
 /*
- * The order of moves, steepest first; equal ones by group and choice, and then as they were. It is exact, and begins at
- * the pointer that is returned: within places, which has room for twice n_moves.
+ * Sorts moves, steepest first; equal moves by group and choice, and then by their old order. The order is exact. The
+ * returned pointer points into places, which must have room for twice n_moves.
  */
 const struct dsc_recompute_place *dsc_recompute_order(const struct dsc_recompute_move *moves, int64_t n_moves,
                                                       struct dsc_recompute_place *places);
 
-/* Brings moves into that order. places: room for twice n_moves. spare: for as many as moves. */
+/*
+ * Sorts moves in place, in the order of dsc_recompute_order. places: room for twice n_moves. spare: room for n_moves.
+ */
 void dsc_recompute_sort_moves(struct dsc_recompute_move *moves, int64_t n_moves, struct dsc_recompute_place *places,
                               struct dsc_recompute_move *spare);
 

@@ -1,16 +1,16 @@
 /*
  * The order of moves along convex fronts: the most nanoseconds saved for a byte come first.
  *
- * Slopes are fractions, and the order is exact: products of 128 bits say which is larger. A quotient in double decides
- * most of the time. Below 2^53 numbers convert exactly and the quotient is rounded correctly: of two different
- * quotients the larger belongs to the larger fraction.
+ * Slopes are fractions, and the order is exact: products of 128 bits decide which fraction is larger. In most cases a
+ * quotient in double decides already. Numbers below 2^53 convert exactly and the quotient is rounded correctly, so if
+ * two quotients differ, the larger quotient belongs to the larger fraction.
  */
 #include "recompute/front.h"
 
 #include <string.h>
 
 #define MAX_EXACT ((int64_t)1 << 53)
-#define RUN 8 /* moves that are sorted by insertion before runs are merged */
+#define RUN 8 /* length of runs that are sorted by insertion before runs are merged */
 
 int dsc_recompute_compare_slopes(const struct dsc_recompute_move *a, const struct dsc_recompute_move *b)
 {
@@ -20,7 +20,7 @@ int dsc_recompute_compare_slopes(const struct dsc_recompute_move *a, const struc
     return x > y ? -1 : x < y;
 }
 
-/* Whether a comes before b, or is as good. */
+/* Whether a comes before b or is equal to it. */
 static inline bool is_in_order(const struct dsc_recompute_move *moves, const struct dsc_recompute_place *a,
                                const struct dsc_recompute_place *b)
 {
@@ -41,7 +41,7 @@ static void merge(const struct dsc_recompute_move *moves, const struct dsc_recom
                   const struct dsc_recompute_place *end_a, const struct dsc_recompute_place *b,
                   const struct dsc_recompute_place *end_b, struct dsc_recompute_place *out)
 {
-    while (a < end_a && b < end_b) { /* without a branch on the order, which nobody can foretell */
+    while (a < end_a && b < end_b) { /* without a branch on the order, because the processor could not predict it */
         bool is_a = is_in_order(moves, a, b);
 
         *out++ = *(is_a ? a : b);

@@ -1,9 +1,10 @@
 /*
  * The budget's dynamic programme, from the last layer to the first.
  *
- * A state of layer i stands for a way to treat layers i and later: the bytes that it needs beyond those kept by earlier
- * layers, and the time that it adds. A layer in front that keeps k and has t while it is recomputed makes (k + max(t,
- * bytes), ns + its own) of it. States are sorted by bytes, and each adds less time than the one before.
+ * A state of layer i stands for a way to treat layer i and all later layers: the bytes that these layers need beyond
+ * the bytes kept by earlier layers, and the time that they add. Let the layer before keep k bytes, hold t bytes while
+ * it is recomputed, and add time u. A state (bytes, ns) then becomes (k + max(t, bytes), ns + u). States are sorted by
+ * bytes, and each state adds less time than the previous one.
  */
 #include "base/fail.h"
 #include "recompute/front.h"
@@ -12,9 +13,9 @@
 #include <string.h>
 
 #define MAX_STATES 4096
-#define N_BUCKETS 256            /* that states are thinned out into */
+#define N_BUCKETS 256            /* into which states are thinned out */
 #define MAX_SORTED 65536         /* candidates of one layer that may all be looked at */
-#define MAX_SORTED_IN_ALL 131072 /* ... and of all layers */
+#define MAX_SORTED_IN_ALL 131072 /* ... and all layers */
 #define MAX_STEPS 2000000        /* comparisons of exact fronts */
 #define N_CANDIDATES 2048
 
@@ -22,10 +23,10 @@ struct state {
     int64_t bytes;
     int64_t ns;
     uint16_t option;
-    uint16_t next; /* state of the layer behind */
+    uint16_t next; /* state of the next layer */
 };
 
-/* How a state came about. */
+/* The option and the state from which a state was made. */
 struct link {
     uint16_t option;
     uint16_t next;
@@ -48,7 +49,7 @@ struct search {
     struct link *links;
     int64_t n_links;
     int64_t max_links;
-    struct dsc_recompute_move *moves; /* all layers', one layer after the other; group is the layer */
+    struct dsc_recompute_move *moves; /* of all layers, one layer after the other; group is the layer */
     struct dsc_recompute_place *places;
     const struct dsc_recompute_place *order; /* of moves, steepest first */
     struct dsc_recompute_choice *starts;     /* each layer's: the point where its moves begin */
@@ -58,9 +59,9 @@ struct search {
     struct state *merged;     /* as many */
     struct state *buckets;    /* N_BUCKETS */
     struct stretch *tree;     /* node i is made of 2 i and 2 i + 1; layers are the leaves */
-    int32_t *points;          /* each layer's, on its hull */
-    bool *is_stuck;           /* each layer's: its next move did not fit */
-    int32_t *other;           /* a second plan's whole and groups */
+    int32_t *points;          /* of each layer, on its hull */
+    bool *is_stuck;           /* of each layer: its next move did not fit */
+    int32_t *other;           /* whole and groups of a second plan */
     int32_t n_leaves;
     int32_t n_states;
     int64_t n_sorted_left;
@@ -236,7 +237,10 @@ static int compare_states(const void *a, const void *b)
     return (x->next > y->next) - (x->next < y->next);
 }
 
-/* The first state that counts behind a layer with such a transient: before it all need as much, and add more. */
+/*
+ * Returns the first state that matters for a layer with this transient. Earlier states need as many bytes with this
+ * layer, and add more time.
+ */
 static int32_t first_behind(const struct search *s, int64_t transient_bytes)
 {
     int32_t low = 0;
@@ -253,7 +257,7 @@ static int32_t first_behind(const struct search *s, int64_t transient_bytes)
     return low;
 }
 
-/* Merges two sorted runs, without states that add no less time than an earlier state. */
+/* Merges two sorted runs, and drops states that do not add less time than an earlier state. */
 static int64_t merge(const struct state *a, const struct state *end_a, const struct state *b, const struct state *end_b,
                      struct state *out)
 {
@@ -272,7 +276,8 @@ static int64_t merge(const struct state *a, const struct state *end_a, const str
 }
 
 /*
- * All pairs of an option and a state, sorted. One option's pairs are in the order of the states: such runs are merged.
+ * Makes all pairs of an option and a state, sorted. The pairs of one option have the order of the states, so the runs
+ * of all options are merged.
  */
 static void combine_all(struct search *s, const struct dsc_recompute_option *options, int32_t n_options, int64_t limit)
 {
@@ -302,7 +307,7 @@ static void combine_all(struct search *s, const struct dsc_recompute_option *opt
             int32_t end = begins[r + 2 <= n_runs ? r + 2 : n_runs];
             int64_t length = merge(from + begins[r], from + middle, from + middle, from + end, s->merged + n);
 
-            begins[n_merged++] = n; /* the entries it overwrites have been read */
+            begins[n_merged++] = n; /* the overwritten entries have been read */
             n += (int32_t)length;
         }
         begins[n_merged] = n;
@@ -313,7 +318,7 @@ static void combine_all(struct search *s, const struct dsc_recompute_option *opt
     s->n_states = n;
 }
 
-/* Thins out the sorted s->candidates to the first state and, of each bucket, the state that adds least. */
+/* Thins out the sorted s->candidates: keeps the first state, and in each bucket the state that adds the least time. */
 static void thin_out(struct search *s, int64_t limit)
 {
     int64_t first = s->candidates[0].bytes;
@@ -333,7 +338,7 @@ static void thin_out(struct search *s, int64_t limit)
     s->n_states = n;
 }
 
-/* As combine_all and thin_out, without looking at all pairs at once. */
+/* Does the work of combine_all and thin_out without storing all pairs. */
 static void combine_in_buckets(struct search *s, const struct dsc_recompute_option *options, int32_t n_options,
                                int64_t limit, int64_t least)
 {
@@ -411,7 +416,7 @@ static dsc_status run(struct search *s, int64_t budget_bytes)
     return DSC_OK;
 }
 
-/* The choices of the last state, which adds the least time of all that fit. */
+/* Decodes the choices of the last state, which adds the least time of all states that fit. */
 static void decode(struct search *s, struct dsc_recompute_plan *plan)
 {
     int32_t state = s->n_states - 1;
@@ -428,8 +433,8 @@ static void decode(struct search *s, struct dsc_recompute_plan *plan)
 }
 
 /*
- * Uses room that thinning has left: from the last layer to the first, each choice that adds less time and fits. kept:
- * bytes that layers 0..i keep; room: bytes that every moment after i's has left.
+ * Uses memory that thinning has left unused: from the last layer to the first, takes each choice that adds less time
+ * and fits. kept: bytes that layers 0..i keep. room: bytes that are left at every moment after the moment of i.
  */
 static void use_room(struct search *s, int64_t budget_bytes, struct dsc_recompute_plan *plan)
 {
@@ -491,8 +496,9 @@ static void find_moves(struct search *s)
 }
 
 /*
- * A lower bound: only the moment of plan->peak_layer counts, and each layer may mix its choices. Such a linear problem
- * is solved by taking the steepest moves first. The peak layer itself has other moves (is_peak).
+ * Computes a lower bound for a relaxed problem: only the moment of plan->peak_layer counts, and each layer may mix its
+ * choices. This linear problem is solved by taking the steepest moves first. The peak layer itself has other moves
+ * (is_peak).
  */
 static void find_bound(struct search *s, int64_t budget_bytes, struct dsc_recompute_plan *plan)
 {
@@ -507,7 +513,7 @@ static void find_bound(struct search *s, int64_t budget_bytes, struct dsc_recomp
             ns += s->starts[i].added_ns;
             room -= i < plan->peak_layer ? s->starts[i].kept_bytes : 0;
         }
-    for (int64_t m = 0; m < s->n_moves; m++) /* later layers take nothing of that moment */
+    for (int64_t m = 0; m < s->n_moves; m++) /* later layers hold nothing at that moment */
         ns -= s->moves[m].group > plan->peak_layer ? s->moves[m].saved_ns : 0;
     for (int64_t m = 0; (m < s->n_moves || own < n_own) && room > 0;) {
         const struct dsc_recompute_move *move = m < s->n_moves ? &s->moves[s->order[m].index] : NULL;
@@ -546,8 +552,8 @@ static void set_leaf(struct search *s, int32_t layer, int64_t kept_bytes, int64_
 }
 
 /*
- * Begins with the choices that keep least, and takes the moves of all layers, in order of time saved for a byte, as far
- * as they fit. False where the beginning itself does not fit.
+ * Starts with the choices that keep the least, and takes the moves of all layers in order of time saved per byte, as
+ * far as they fit. False if the start itself does not fit.
  */
 static bool take_steepest(struct search *s, int64_t budget_bytes, struct dsc_recompute_plan *plan)
 {
@@ -599,7 +605,7 @@ dsc_status dsc_recompute_smallest(const struct dsc_recompute_problem *problem, i
     return status;
 }
 
-/* The plan of the steepest moves, where it adds less. */
+/* Takes the plan of the steepest moves if it adds less time. */
 static void take_better(struct search *s, int64_t budget_bytes, struct dsc_recompute_plan *plan)
 {
     struct dsc_recompute_plan other = *plan;
