@@ -1,6 +1,7 @@
-"""Attributes of DeepSpeed's engine that are no methods and that programs read, as rows of a table.
+"""Attributes of DeepSpeed's engine, apart from methods, that programs read. Each is a row of a table.
 
-A row is asked only for a name that the engine itself lacks, and before the model's attributes, as in DeepSpeed.
+A row is used only if the engine itself has no attribute of that name. Rows come before the model's attributes, as in
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ __all__ = ["ATTRIBUTES", "OF_PIPELINES"]
 
 
 def _names_of_sparse_tensors(engine: Any) -> set[str]:
-    """Weights of embeddings whose gradients are sent as rows."""
+    """Names of embedding weights whose gradients are sent as rows (``sparse_gradients``)."""
     if not engine.sparse_gradients_enabled():
         return set()
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -33,16 +34,19 @@ def _loaded_tensor_ranks(engine: Any) -> int | None:
 
 
 def _loaded_data_ranks(engine: Any) -> int | None:
-    """Data-parallel ranks of that run, times the ranks of a sequence, as in DeepSpeed."""
+    """Data-parallel ranks of the run that saved the checkpoint which was loaded last, times its sequence-parallel
+    ranks, as in DeepSpeed."""
     loaded = engine._checkpoints.loaded
     if loaded is None:
         return None
-    # A folder of DeepSpeed has no axes: its reader counts the ranks that share one part of the model.
+    # A folder of DeepSpeed does not record axes. For such a folder ``world_size`` is the number of ranks that share one
+    # part of the model.
     return loaded.world_size // (loaded.axes.get("tp", 1) * loaded.axes.get("pp", 1))
 
 
 class InertCompressionScheduler(NamedTuple):
-    """DeepSpeed's scheduler of compression where no method of it is enabled: programs read its fields, and call it."""
+    """Stands for DeepSpeed's compression scheduler when no compression method is enabled. Programs read its fields and
+    call its methods."""
 
     model: torch.nn.Module
     training_steps: int
@@ -70,7 +74,8 @@ def _compression_scheduler(engine: Any) -> InertCompressionScheduler:
 
 
 class TimerNames(NamedTuple):
-    """Names of DeepSpeed's timers, which are keys of ``get_wall_clock_timers``; empty lists where a run has none."""
+    """Names of DeepSpeed's timers, which are keys of ``get_wall_clock_timers``. The lists are empty if a run has no
+    timers."""
 
     forward_timers: list[str]
     backward_timers: list[str]
@@ -96,7 +101,7 @@ def _always(value: Any) -> Callable[[Any], Any]:
     return lambda engine: value
 
 
-# Attribute -> its value for an engine. Features that are not built have the values that they have when they are off.
+# Attribute -> its value for an engine. Attributes of features that are not built have the value that means "off".
 ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "client_optimizer": lambda engine: None if engine.optimizer_name() else engine.basic_optimizer,
     "client_lr_scheduler": lambda engine: None if engine.scheduler_name() else engine.lr_scheduler,

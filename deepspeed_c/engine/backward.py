@@ -1,4 +1,4 @@
-"""The backward pass of an engine: its begin, the factors of its gradients, and its end.
+"""The backward pass of an engine: how it begins, the factors of its gradients, and how it ends.
 
 A pass begins in one of three ways: by ``engine.backward``, by a caller's ``loss.backward()`` through outputs of the
 engine, or inside the module. In the last case the first gradient shows that a pass has begun.
@@ -29,18 +29,18 @@ from deepspeed_c.zero.weights.param import saved_parameters_answer
 
 __all__ = ["BackwardPass"]
 
-# No pass of autograd's has this number.
+# A number that no pass of autograd has.
 NO_PASS = -2
 
-# One pass may come through the outputs of several engines.
+# All engines' passes, because one pass of autograd may go through the outputs of several engines.
 _all: weakref.WeakSet[BackwardPass] = weakref.WeakSet()
 
 
 class BackwardPass:
     """One engine's backward passes, one at a time.
 
-    ``drop_window`` is called when a pass has failed, since the window has then failed too. ``needs_weights``: losses
-    have to go through ``weigh``. Call ``drive`` before the first forward.
+    ``drop_window`` is called when a pass has failed, because its window is incomplete then. ``needs_weights``: every
+    loss must go through ``weigh``. Call ``drive`` before the first forward.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class BackwardPass:
         self._fetcher: Fetcher | None = None
         self.n_backwards = 0  # in this window
         self.is_inside_no_sync = False
-        # Autograd's number of the last pass that has entered the outputs on its way to parameters, and its factor of
-        # the outputs' gradients.
+        # Autograd's number of the last pass that reached the outputs and goes on to parameters, and the factor that it
+        # applies to gradients of the outputs.
         self._task, self._output_factor = NO_PASS, 1.0
         self._scaled_pass = NO_PASS, 1.0  # the last pass whose loss this engine has scaled, and the factor
         self._has_told_of_inputs = False
@@ -65,24 +65,24 @@ class BackwardPass:
         self.begin_window()
 
     def drive(self, reducer: GradientReducer, fetcher: Fetcher | None) -> None:
-        """From now on passes go through ``reducer``, and read weights that ``fetcher`` gathers."""
+        """Sets the reducer that takes the gradients of passes, and the fetcher that gathers weights for them."""
         self._reducer, self._fetcher = reducer, fetcher
         reducer.bind_passes(self)
         _all.add(self)
 
     def leave(self) -> None:
-        """Lets go of the arguments of ``drive``."""
+        """Drops the references to the arguments of ``drive``."""
         self._reducer = self._fetcher = None
 
     def begin_window(self) -> None:
-        """Forgets the passes of the window before."""
+        """Forgets the passes of the previous window."""
         self.n_backwards = 0
         self._has_gradient_graph = False  # a pass with create_graph=True has come through outputs in this window
         self._forget_inputs()
 
     def _forget_inputs(self) -> None:
-        # The number of a pass that scales gradients at the outputs, and the nodes that gradients of the forward's
-        # inputs go to.
+        # The number of a pass that scales gradients at the outputs, and the graph nodes that receive gradients of the
+        # forward's inputs.
         self._scaled_inputs: tuple[int, frozenset[Any]] = NO_PASS, frozenset()
 
     @property
@@ -90,7 +90,7 @@ class BackwardPass:
         return 1.0 if self._scaler is None else self._scaler.scale
 
     def recover(self) -> None:
-        """Drops the remains of a pass that raised before its end; for a moment when no pass of this engine can be
+        """Cleans up after a pass that raised before its end. Call it at a time when no pass of this engine can be
         running."""
         if torch._C._current_graph_task_id() != -1:
             return
@@ -106,7 +106,7 @@ class BackwardPass:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Puts the reduction of gradients off."""
+        """Postpones the reduction of gradients."""
         before, self.is_inside_no_sync = self.is_inside_no_sync, True
         try:
             with self._reducer.no_sync():
@@ -115,11 +115,11 @@ class BackwardPass:
             self.is_inside_no_sync = before
 
     def _begin(self, *, factor: float, output_factor: float = 1.0, starts: Sequence[Any] | None = None) -> None:
-        """A pass begins whose gradients are to be multiplied with ``output_factor`` at the outputs, and with
-        ``factor`` where they are gathered.
+        """Begins a pass. Its gradients are multiplied by ``output_factor`` at the outputs, and by ``factor`` when they
+        are collected.
 
-        starts: the first nodes of the graph. None for a pass that runs already: nobody knows them then, and it ends
-        itself.
+        starts: the first nodes of the graph. None for a pass that is running already: its first nodes are not known,
+        and a callback of autograd ends it.
         """
         self._mesh.enter_phase("backward")
         self._reducer.begin_backward(is_boundary=self._window.is_boundary(), factor=factor, starts=starts)
@@ -131,7 +131,7 @@ class BackwardPass:
         self._reducer.end_backward()
 
     def run(self, loss: torch.Tensor, factor: float, retain_graph: bool) -> None:
-        """``engine.backward``: the gradients of the loss times ``factor``."""
+        """Does the work of ``engine.backward``: computes the gradients of the loss times ``factor``."""
         starts = [] if loss.grad_fn is None else [loss.grad_fn]
         self._begin(factor=1.0, starts=starts)
         try:
@@ -147,8 +147,8 @@ class BackwardPass:
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """Around a run of autograd that is a part of a pipeline's pass: it starts from gradients of the loss that the
-        last stage has scaled (``scale``)."""
+        """Context for a run of autograd that is a part of a pipeline's pass. The run starts from gradients of a loss
+        that the last stage has scaled (``scale``)."""
         self._begin(factor=1.0, starts=[])
         try:
             yield
@@ -159,8 +159,9 @@ class BackwardPass:
         self.n_backwards += 1
 
     def scale(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
-        """The loss times ``factor`` and, in fp16, the loss scale: hooks on parameters and activations see gradients of
-        that. Engines whose parameters its backward reaches learn the product (``_scale_of_pass``)."""
+        """The loss times ``factor`` and, in fp16, times the loss scale. Hooks on parameters and activations see
+        gradients of the scaled loss. If its backward reaches parameters of other engines, those find the scale by
+        ``_scale_of_pass``."""
         total = self._loss_scale * factor
         if total == 1.0 and self._scaler is None:
             return loss
@@ -174,7 +175,7 @@ class BackwardPass:
         return scaled
 
     def weigh(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
-        """The loss times ``weight``, as which the ranks of its sequences add it up."""
+        """The loss times ``weight``: this rank's term in the sum over the ranks of its sequences."""
 
         def note(_: torch.Tensor) -> None:
             self._weighed_pass = torch._C._current_graph_task_id()
@@ -194,7 +195,8 @@ class BackwardPass:
             )
 
     def begin_inside(self) -> None:
-        """A gradient has come, and no output of the engine was on the way: the pass began inside the module."""
+        """Called when a gradient arrives and the pass has not reached an output of the engine: the pass began inside
+        the module."""
         carried = self._scale_of_pass(torch._C._current_graph_task_id())
         self._check_weighed(torch._C._current_graph_task_id())
         if carried is None and self._scaler is not None:
@@ -206,15 +208,15 @@ class BackwardPass:
         self._begin(factor=self._loss_scale * self._window.factor() / (carried or 1.0))
 
     def begin_before(self, param: torch.nn.Parameter) -> None:
-        """A gradient of ``param`` is about to be added to the gathered gradients, or to be handed to ``autograd.grad``.
+        """Called before a gradient of ``param`` is added to the collected gradients, or returned by ``autograd.grad``.
         """
         if accumulates_into([param], ()):
             self.begin_inside()
 
     def watch(self, inputs: Any, outputs: Any) -> Any:
-        """Returns a forward's outputs, which tell of a pass that reaches them."""
+        """Returns a forward's outputs, with hooks that notice when a backward pass reaches them."""
         if torch._C._are_functorch_transforms_active():
-            # Within torch.func.grad and the like, which do not differentiate by parameters.
+            # Within torch.func.grad and similar transforms, which do not compute gradients of parameters.
             self._has_gradient_graph = True
             return outputs
         enters = partial(self._enter, nodes_of(tree_flatten(inputs)[0]), torch._C._current_graph_task_id())
@@ -224,16 +226,18 @@ class BackwardPass:
         return outputs
 
     def _enter(self, inputs: frozenset[Any], made_in: int) -> float:
-        """A backward pass has reached outputs of a forward. Returns the factor of their gradients.
+        """Called when a backward pass has reached outputs of a forward. Returns the factor for the gradients of the
+        outputs.
 
-        inputs: where gradients of the forward's inputs go (nodes). made_in: the pass that the forward was a part of,
-        as recomputation is; -1 outside of any.
+        inputs: the graph nodes that receive gradients of the forward's inputs. made_in: the pass within which the
+        forward ran, as in recomputation; -1 if it ran outside of any pass.
         """
         task = torch._C._current_graph_task_id()
         if task == self._task and self._reducer.is_in_backward:
             return self._output_factor
         if not accumulates_into((slot.param for slot in self._reducer.slots), inputs):
-            # autograd.grad, backward(inputs=...), all of it frozen: no concern of the window.
+            # The pass adds to no parameter's gradient (autograd.grad, backward(inputs=...), or only frozen parameters),
+            # so it does not belong to the window.
             self._has_gradient_graph |= torch.is_grad_enabled()
             if self._fetcher is not None:
                 self._fetcher.begin_reading()
@@ -261,7 +265,8 @@ class BackwardPass:
         self.n_backwards += 1
 
     def _scale_of_pass(self, *tasks: int) -> float | None:
-        """The factor of an engine on the loss of a pass, this engine's first; None where no engine has scaled it."""
+        """The factor by which an engine has scaled the loss of a pass. This engine's factor takes precedence; None if
+        no engine has scaled the loss."""
         found = {each: each._scaled_pass[1] for each in _all if each._scaled_pass[0] in tasks}
         if self in found or not found:
             return found.get(self)
@@ -274,8 +279,8 @@ class BackwardPass:
         return next(iter(found.values()))
 
     def _check_scales(self, task: int, inputs: frozenset[Any]) -> None:
-        """Raises where gradients come that another engine has multiplied at its outputs. Tells once that those beyond
-        the inputs carry a loss scale."""
+        """Raises if gradients arrive that another engine has multiplied at its outputs. Warns once that gradients
+        beyond the inputs carry a loss scale."""
         for other in _all:
             if other is not self and other._scaled_inputs[0] == task and leads_here(other._scaled_inputs[1]):
                 raise BackwardError(

@@ -1,5 +1,5 @@
-"""The place where a user's own ``loss.backward()`` enters an engine's graph: tells the engine that a pass has begun,
-and applies the loss scale of fp16."""
+"""The place where a user's own ``loss.backward()`` enters an engine's graph. Here the engine notices that a pass has
+begun, and applies the loss scale of fp16."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _in_graph(value: Any) -> bool:
 
 
 def watch_outputs(outputs: Any, on_enter: Callable[[], Any]) -> None:
-    """Calls ``on_enter`` whenever a backward pass reaches any of ``outputs`` (any nest of lists, dicts, registered
+    """Calls ``on_enter`` whenever a backward pass reaches any of ``outputs`` (nested lists, dicts and registered
     classes)."""
 
     def hook(grad: torch.Tensor) -> None:
@@ -29,14 +29,15 @@ def watch_outputs(outputs: Any, on_enter: Callable[[], Any]) -> None:
 
 
 class _Scale(torch.autograd.Function):
-    """Identity over all outputs together: one node, so that an output that feeds another one is not scaled twice."""
+    """Identity over all outputs as one graph node. With one node, an output that another output is computed from is not
+    scaled twice."""
 
     @staticmethod
     def forward(ctx, on_enter: Callable[[], float], *tensors: torch.Tensor):
         ctx.on_enter = on_enter
         ctx.set_materialize_grads(False)
-        # torch forbids to change such views in place, which callers do with a loss (``loss *= n``); a copy of one
-        # number costs nothing.
+        # Torch forbids changing such views in place, but callers change a loss so (``loss *= n``). A copy of one number
+        # costs nothing.
         return tuple(t.clone() if t.numel() == 1 else t.view_as(t) for t in tensors)
 
     @staticmethod
@@ -51,7 +52,8 @@ def is_boundary_node(node: Any) -> bool:
 
 
 def scale_outputs(outputs: Any, on_enter: Callable[[], float]) -> Any:
-    """Returns ``outputs``; a backward pass through them multiplies gradients by the result of ``on_enter``."""
+    """Returns ``outputs``, changed so that a backward pass through them multiplies gradients by the result of
+    ``on_enter``."""
     leaves, spec = tree_flatten(outputs)
     at = [i for i, value in enumerate(leaves) if _in_graph(value)]
     if not at:

@@ -1,5 +1,4 @@
-"""Makes the base optimizer that the configuration or the caller asks for, over the parameters that are to be
-trained."""
+"""Makes the base optimizer that the configuration or the caller asks for, over the trained parameters."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int
 
 
 def _take_state_dtype(bf16: Bf16, params: dict[str, Any]) -> torch.dtype | None:
-    """Takes the states' format out of ``params``: None where neither they nor ``bf16`` say one."""
+    """Removes the states' format from ``params`` and returns it; None if neither ``params`` nor ``bf16`` names one."""
     name = params.pop("state_dtype", None)
     if name is not None:
         if name not in STATE_DTYPES:
@@ -56,7 +55,7 @@ def _take_state_dtype(bf16: Bf16, params: dict[str, Any]) -> torch.dtype | None:
                 f"is {name!r}", where="optimizer.params.state_dtype", fix=f"use one of {', '.join(STATE_DTYPES)}"
             )
         return STATE_DTYPES[name]
-    if bf16.bf16_master_weights_and_grads:  # masters are bf16, and states would be as they are
+    if bf16.bf16_master_weights_and_grads:  # masters are bf16, and states would be bf16 by default
         return torch.bfloat16 if bf16.bf16_optimizer_states else torch.float32
     return None
 
@@ -91,7 +90,7 @@ def build_optimizer(
     model_parameters: Iterable[Any] | None,
 ) -> torch.optim.Optimizer | None:
     """The base optimizer: the caller's object, the result of the caller's factory, or the optimizer that ``section``
-    names; None for none of these."""
+    names. None if there is none of these."""
     if isinstance(client, torch.optim.Optimizer):
         optimizer = client
     elif callable(client):

@@ -17,7 +17,8 @@ __all__ = ["broadcast_model", "check_same_model", "check_same_text"]
 
 
 def check_same_text(what: str, lines: list[str], comm: Collectives, fix: str) -> None:
-    """Raises RankMismatchError on every rank alike unless all ranks pass the same lines; names the first that differs.
+    """Raises RankMismatchError on every rank alike unless all ranks pass the same lines. The error names the first line
+    that differs.
 
     Digests are compared first: they have the same length everywhere, so that the check cannot hang on ranks whose
     lists differ.
@@ -46,8 +47,9 @@ def check_same_text(what: str, lines: list[str], comm: Collectives, fix: str) ->
 
 
 def check_same_model(model: torch.nn.Module, comm: Collectives) -> None:
-    """Names, shapes, dtypes and requires_grad of all parameters and buffers must agree over ``comm``, the ranks that
-    hold the same layers; of a parameter that is cut by hand, which has Megatron's marks, the other dimensions."""
+    """Checks that names, shapes, dtypes and requires_grad of all parameters and buffers agree over ``comm``, the ranks
+    that hold the same layers. If a parameter was cut by hand (it has Megatron's marks), its shape may differ in the cut
+    dimension."""
     lines = [
         f"{name} {_shape_to_agree_on(p)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
         for name, p in model.named_parameters()
@@ -67,9 +69,9 @@ def _shape_to_agree_on(param: torch.nn.Parameter) -> str:
 
 
 def broadcast_model(model: torch.nn.Module, mesh: Mesh, device: torch.device) -> None:
-    """Every rank starts from the weights and buffers of the first rank with the same layers, sent by way of ``device``.
-    A cut parameter starts from its first data-parallel rank's part, a parameter that stages share from the first
-    stage's."""
+    """Gives every rank the weights and buffers of the first rank with the same layers. They are sent through memory of
+    ``device``. The parts of a cut parameter are sent by the first data-parallel rank, and a parameter that stages share
+    is sent by the first of these stages."""
     if mesh.comm.world_size == 1:
         return
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""The changes of an engine to a user's model: one row an edit, made in the order of the table and undone in reverse."""
+"""The changes that an engine makes to a user's model (edits). Each edit is a row of a table. They are made in the order
+of the table and undone in reverse."""
 
 from __future__ import annotations
 
@@ -40,16 +41,16 @@ class EditContext:
     layout: Layout | None = None
     """None before the model's weights are laid out in units."""
     stages: Sequence[str] = ("",)
-    """Names of the parts of the model that a rank runs by themselves; one, without a name, for all of it."""
+    """Names of the parts of the model that a rank runs separately; a single empty name stands for the whole model."""
     name_of_pass: Callable[[], str] = lambda: "train"
-    """"train", "eval" or "generate": weights are gathered by a plan for each."""
+    """Returns "train", "eval" or "generate". Gathers have one plan for each."""
 
 
 class Made(Protocol):
     """An edit that has been made."""
 
     def close(self) -> None:
-        """Undoes it."""
+        """Undoes the edit."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,12 @@ class ModelEdit:
     name: str
     wanted: Callable[[EditContext], bool]
     apply: Callable[[torch.nn.Module, EditContext], Made | None]
-    """Makes the edit. None: it stays for good."""
+    """Makes the edit. Returns None if the edit is permanent."""
     after: tuple[str, ...] = ()
-    """Names of edits that have to be made before this one where both are wanted."""
+    """Names of edits that must be made before this one, if both are wanted."""
     needs_layout: bool = True
-    """Made when the units that hold the weights are there; otherwise before, on whole weights."""
+    """Whether the edit is made after the weights have been laid out in units; otherwise it is made before, on whole
+    weights."""
 
 
 class _Undo:
@@ -81,13 +83,13 @@ def _inject_kernels(model: torch.nn.Module, context: EditContext) -> Made:
 
 
 def _cut_tensors(model: torch.nn.Module, context: EditContext) -> None:
-    """Cuts a whole model over the tensor-parallel ranks where the configuration asks for it, and finds out how a model
-    is cut that comes so."""
+    """Cuts a whole model over the tensor-parallel ranks if the configuration asks for it. If the model has been cut
+    already, finds out how."""
     section, tp = context.config.tensor_parallel, context.mesh.tensors
     check_cuts(model, tp)
     is_cut = any(cut_of(param) is not None for param in model.parameters())
     if max(section.autotp_size, section.tp.tp_size) > 1 and not is_cut:
-        gather_for_good(model)  # rules look at whole weights; the stage shards their parts
+        gather_for_good(model)  # rules need whole weights; the stage shards their parts later
         log_dist(f"tensor parallelism:\n{cut_model(model, section, tp)}", ranks=[0])
     take_sums_over(model)
     read_marks(model, tp)
@@ -118,9 +120,10 @@ def _recompute(model: torch.nn.Module, context: EditContext) -> Blocks:
 
 
 def _recomputing_peers(context: EditContext) -> Collectives | None:
-    """The ranks that have to run the same layers again, since these send something; None: each as it likes.
+    """The ranks that must recompute the same layers, because the layers contain collectives. None: each rank may choose
+    for itself.
 
-    Parts of sequences are exchanged by collectives that look like the caller's own, along any axis.
+    Parts of sequences are exchanged by collectives that look like the caller's own and may run along any axis.
     """
     if context.config.activation_checkpointing.budget is None:
         return None
@@ -166,21 +169,22 @@ EDITS: tuple[ModelEdit, ...] = (
         apply=lambda model, context: CollectorPause(),
     ),
 )
-"""Kernels compare a module's own forward with theirs, so they come before its weights are cut. Recomputed layers run
-all within them again, tiles and shared attention too; gathers are outside, once for each run."""
+"""Kernels are injected before weights are cut, because they compare a module's own forward with theirs. Recomputation
+comes after tiles and shared attention, because it runs everything within a layer again. Gathers are outermost: they
+happen once for each run of a layer."""
 
 
 class Edits:
-    """The edits of one model, until ``close``."""
+    """Holds the edits of one model until ``close``."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._made: dict[str, Made] = {}
 
     def make(self, context: EditContext) -> None:
-        """Makes the wanted edits that are not made yet, before or after the weights are laid out.
+        """Makes the wanted edits that have not been made yet. Called before and after the weights are laid out.
 
-        After an exception the caller closes, which undoes the edits before it.
+        If it raises, the caller calls ``close``, which undoes the edits made so far.
         """
         for edit in EDITS:
             is_due = edit.needs_layout == (context.layout is not None)
@@ -199,7 +203,7 @@ class Edits:
             made.close()
 
     def close(self) -> None:
-        """Undoes all, the last one first; an error in one does not keep the others."""
+        """Undoes all edits, the last one first. An error in one edit does not prevent the others from being undone."""
         with ExitStack() as stack:
             for made in self._made.values():
                 stack.callback(made.close)
@@ -207,7 +211,7 @@ class Edits:
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Within it an exception undoes all."""
+        """Context that undoes all edits if an exception is raised in it."""
         try:
             yield
         except BaseException:

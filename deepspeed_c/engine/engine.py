@@ -1,7 +1,7 @@
-"""The training engine: forward, backward, step over a model whose states the ZeRO parts shard.
+"""The training engine: forward, backward and step of a model whose states are sharded by ZeRO.
 
-The engine makes two decisions: the micro-batch that ends a window, and the weight of a loss. The base classes do the
-work (``host.py``, ``training.py``).
+The engine decides which micro-batch ends a window, and with which weight a loss counts. The base classes do the work
+(``host.py``, ``training.py``).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
     """A model ready to be trained: call it, ``backward`` its loss, ``step``.
 
     ``deepspeed_c.initialize`` makes it. ``module`` is the model. Its parameters stay the same objects; their storage
-    lies in flat buffers until ``close``. At stage 0 ``param.grad`` is the gradient, and edits of it count. At stages 1
-    to 3 ``param.grad`` is None after a backward pass, and ``deepspeed_c.utils.safe_get_full_grad`` reads the reduced
-    gradient.
+    lies in flat buffers until ``close``. At stage 0 ``param.grad`` is the gradient, and edits of ``param.grad`` count.
+    At stages 1 to 3 ``param.grad`` is None after a backward pass, and ``deepspeed_c.utils.safe_get_full_grad`` reads
+    the reduced gradient.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -37,7 +37,7 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
         self._share = LossShare(self._mesh, self._config.sequence_parallel.loss)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the module, under autocast and with cast inputs where the configuration says so."""
+        """Runs the module, with autocast and with cast inputs if the configuration asks for them."""
         self._require_open()
         self._require_states("forward")
         if self._trains:
@@ -58,37 +58,38 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
         return outputs
 
     def _sequence_stream(self) -> AbstractContextManager[None]:
-        """The stream of random numbers for a training forward: ranks that hold parts of a sequence drop other elements
-        of it."""
+        """Context that sets the random numbers for a training forward. Ranks that hold parts of one sequence get
+        different numbers, so that dropout differs between the parts."""
         if not (self._share.is_needed and self.training):
             return nullcontext()
         return stream_of_rank(SEQUENCE_RNG, self._mesh.index(SP))
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times 1 / accumulation steps and, in fp16, the loss scale, for a ``backward()`` of the caller's
-        own."""
+        """The loss times 1 / accumulation steps and, in fp16, times the loss scale. For callers that call
+        ``backward()`` themselves."""
         optimizer = self._require_optimizer("scale")
         weighed = self._weigh(loss)
         optimizer.note_loss(weighed, self._window.factor())
         return self._passes.scale(weighed, self._window.factor())
 
     def _weigh(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
-        """This rank's term of the loss of sequences that are cut over ranks."""
+        """The loss weighted as this rank's term in the loss of sequences that are cut over ranks."""
         if not self._share.is_needed:
             return loss
         weight = self._share.weight(loss)
         if not retain_graph:
             self._share.forget()
-        # A mean over no tokens is NaN, and counts nothing.
+        # A mean over zero tokens is NaN, and its weight is zero.
         return self._passes.weigh(loss if weight else torch.where(loss.isfinite(), loss, 0.0), weight)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Runs backward from a scalar loss and gathers the gradients.
+        """Runs backward from a scalar loss and collects the gradients.
 
-        Gradients are averaged over micro-batches (unless ``scale_wrt_gas`` is False: the caller has done it) and over
-        ranks. Returns the loss as averaged. May be called several times in one micro-batch; the gradients add up.
-        Raises BackwardError unless ``loss`` is a scalar in a graph; after an exception within backward the window's
-        gradients are dropped and the next forward starts it anew.
+        Gradients are averaged over ranks and over micro-batches. With ``scale_wrt_gas`` False the caller has already
+        divided by the accumulation steps. Returns the loss with the factor of the average. It may be called several
+        times in one micro-batch; the gradients add up. Raises BackwardError unless ``loss`` is a scalar in a graph.
+        After an exception within backward the window's gradients are dropped, and the next forward begins the window
+        again.
         """
         optimizer = self._require_optimizer("backward")
         if not torch.is_tensor(loss) or loss.numel() != 1 or not loss.requires_grad:
@@ -109,20 +110,20 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
         return loss.detach() * factor
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Puts the reduction of gradients off, at every stage; meanwhile they are kept whole on each rank."""
+        """Postpones the reduction of gradients, at every stage. Meanwhile each rank keeps whole gradients."""
         self._require_optimizer("no_sync")
         return self._passes.no_sync()
 
     def coalesce_grad_reduction(self):
-        """Context that reduces all backward passes within it together, at its end."""
+        """Context at whose end the gradients of all backward passes within it are reduced together."""
         return self._require_optimizer("coalesce_grad_reduction").reducer.coalesce()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Ends a micro-batch; at a boundary also reduces, clips and updates, then advances the schedule.
+        """Ends a micro-batch. At a boundary it also reduces and clips gradients, updates the weights, and advances the
+        schedule.
 
-        A skipped step (overflow) changes no weight, no moment and not the schedule. Errors of ``ZeroOptimizer.step``
-        leave the counters advanced as for a skipped step, so that a caller who catches them goes on with the next
-        window.
+        A skipped step (overflow) changes no weight, no moment and not the schedule. If ``ZeroOptimizer.step`` raises,
+        the counters advance as for a skipped step, so a caller that catches the error can go on with the next window.
         """
         optimizer = self._require_optimizer("step")
         self._require_states("step")
@@ -140,10 +141,10 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
 
     def _complete_window(self, optimizer: ZeroOptimizer) -> None:
         if self._share.compares:
-            # Ranks meet in the sums of gradients first: a rank that has called no backward joins them here.
+            # All ranks first take part in the sums of gradients. A rank that has called no backward joins them here.
             optimizer.complete_gradients()
             try:
                 self._share.compare()
             except DeepSpeedCError:
-                self._state.begin_window()  # gradients of an unknown scale
+                self._state.begin_window()  # the scale of the gradients is unknown
                 raise

@@ -192,7 +192,7 @@ class ConfigGetters:
         return self._config.zero.stage >= 3
 
     def zero_use_cpu_optimizer(self) -> bool:
-        """Whether the host does the update: its states live there, or on NVMe."""
+        """Whether the host does the update: the optimizer's states live in host memory or on NVMe."""
         return self._config.zero.offload_optimizer.device != "none"
 
     def zero_cpu_offload(self) -> bool:
@@ -202,7 +202,7 @@ class ConfigGetters:
         return self._config.zero.offload_optimizer.device == "nvme"
 
     def is_first_weights_partition_group(self) -> bool:
-        """Whether this rank's group writes the weights' shards: there is one group, at stage 3."""
+        """Whether this rank's group writes the weights' shards. There is only one group, so this is True at stage 3."""
         return self._config.zero.stage >= 3
 
     def checkpoint_tag_validation_enabled(self) -> bool:
@@ -218,7 +218,7 @@ class ConfigGetters:
         return not self._config.prescale_gradients
 
     def loss_scale(self) -> float:
-        """The present loss scale; 1.0 where none is used."""
+        """The present loss scale; 1.0 if none is used."""
         return self._optimizer.loss_scale
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
@@ -279,7 +279,7 @@ class ConfigGetters:
         return self._config.autotuning.model_info_path or os.path.join(os.getcwd(), "autotuning_model_info.json")
 
     def get_pld_theta(self) -> None:
-        """None: progressive layer drop is refused where it is asked for."""
+        """None, because a configuration that asks for progressive layer drop is refused."""
 
     def get_data_parallel_rank(self) -> int:
         return self._mesh.index(*DATA)

@@ -1,5 +1,5 @@
-"""The host of a user's model: module, mesh, edits, sharded weights, and reading and writing of weights. The host does
-not train; engines extend it.
+"""The host of a user's model. It holds module, mesh, edits and sharded weights, and reads and writes weights. A host
+does not train; engines extend it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from deepspeed_c.zero.weights.param import state_of
 
 __all__ = ["ModelHost", "take_from_others"]
 
-# The hosts that may have to give a model to a new host.
+# The open hosts. A new host may take the model of one of them.
 _open_hosts: weakref.WeakSet[ModelHost] = weakref.WeakSet()
 
 
 def take_from_others(model: torch.nn.Module) -> None:
-    """Ends other hosts' hold on a model that is about to get a new host: on its sharded parameters, and on any model
-    whose trained parameters are all among its own.
+    """Detaches other hosts from a model that is about to get a new host. It detaches hosts that hold sharded parameters
+    of the model, and hosts whose trained parameters all belong to the model.
 
-    A host that trains nothing goes on to work: its forward runs the module, which the new host's hooks serve.
+    A detached host that trains nothing can still be used: its forward runs the module with the new host's hooks.
     """
     params = set(model.parameters())
     fetchers = {id(state.fetcher) for p in params if isinstance(state := state_of(p), PlacedShard)}
@@ -54,7 +54,8 @@ def take_from_others(model: torch.nn.Module) -> None:
 class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
     """A model on its ranks, ready to run. ``module`` is the model; its parameters stay the same objects.
 
-    Attributes of the module can be read from the host too. The constructor of an engine has to end with ``_open``.
+    Attributes of the module can be read from the host too. The constructor of a subclass must end with a call of
+    ``_open``.
     """
 
     _attributes = ATTRIBUTES
@@ -83,8 +84,8 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         self._edits = edits
 
     def _open(self, layout: Layout) -> None:
-        """Takes over the units that hold the module's parameters, and makes the edits that need them. After an
-        exception the module is on its own again."""
+        """Takes over the units that hold the module's parameters, and makes the edits that need the units. If it
+        raises, the module is detached from the host again."""
         self._layout = layout
         try:
             self._adopt(layout)
@@ -94,7 +95,7 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
             raise
 
     def _adopt(self, layout: Layout) -> None:
-        """Ties the units of a layout, and the hooks that gather their weights, to this host."""
+        """Connects the units of a layout, and the hooks that gather their weights, to this host."""
         self._layout = layout
         self._edits.make(
             EditContext(self._config, self._mesh, layout, stages=self._stage_names(), name_of_pass=self._name_of_pass)
@@ -110,12 +111,13 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         return [""]
 
     def _hand_over(self) -> None:
-        """The model gets another host. This one still runs the module."""
+        """Called when the model gets another host. This host can still run the module."""
         self._edits.close()
         self._release()
 
     def _release(self) -> None:
-        """Takes hooks and buffers away; the parameters stay, sharded ones on their own."""
+        """Removes hooks and buffers. Parameters keep their values; sharded parameters stay sharded without an engine.
+        """
         self._edits.undo("gathering")
         if self._fetcher is not None:
             self._fetcher.close()
@@ -147,11 +149,10 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
     def module_state_dict(
         self, destination=None, prefix: str = "", keep_vars: bool = False, exclude_frozen_parameters: bool = False
     ) -> dict[str, Any]:
-        """The module's state dict: whole tensors in the dtype that is trained in.
+        """The module's state dict: whole tensors in the dtype of training.
 
-        Where parameters are sharded, or cut over tensor-parallel ranks, it is collective and puts the whole model
-        into the host memory of every rank; ``save_16bit_model`` and ``_zero3_consolidated_16bit_state_dict`` do with
-        less.
+        If parameters are sharded, or cut over tensor-parallel ranks, it is collective and puts the whole model into the
+        host memory of every rank. ``save_16bit_model`` and ``_zero3_consolidated_16bit_state_dict`` need less memory.
         """
         if self._shards_parameters or self.mp_world_size > 1:
             state = consolidate(
@@ -179,7 +180,8 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
     ) -> None:
         """Loads weights into the module, on every rank alike.
 
-        Where it is trained, the fp32 masters are taken anew from them, and an accumulation window begins.
+        If the module is trained, the fp32 masters are overwritten with the loaded weights, and an accumulation window
+        begins.
 
         checkpoint: a state dict, or a dict that holds one under "module". fetch_z3_params, z3_params_to_fetch:
         accepted; sharded parameters are loaded in any case. Raises FeatureError for allowed_missing_keys, which belong
@@ -207,16 +209,16 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         self._take_weights()
 
     def _begin_load(self) -> None:
-        """Other weights are about to be written to the module."""
+        """Called before other weights are written to the module."""
 
     def _take_weights(self) -> None:
-        """The module's weights are others now."""
+        """Called after other weights have been written to the module."""
         if self._fetcher is not None:
             self._fetcher.weights_changed()
 
     def empty_partition_cache(self) -> None:
-        """Releases gathered weights that are kept for their next use, and returns the memory to the system. Not within
-        a forward or backward pass."""
+        """Releases gathered weights that are kept for their next use, and returns the memory to the system. Do not call
+        it during a forward or backward pass."""
         self._require_open()
         if self._fetcher is not None:
             if self._fetcher.is_active:
@@ -275,7 +277,7 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         raise AttributeError(f"neither the engine nor its module ({type(module).__name__}) has {name!r}")
 
     def _require_states(self, what: str) -> None:
-        """Raises StateError, for the verb ``what``, while weights or states are away or half loaded."""
+        """Raises StateError if weights or states are offloaded or half loaded. ``what``: a verb for the message."""
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -288,9 +290,9 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
     def close(self) -> None:
         """Removes hooks and frees buffers and optimizer state. May be called twice.
 
-        The module keeps its weights and works on its own. Sharded parameters of stage 3 stay sharded, as under
-        ``zero.Init``: no rank could be sure to hold all of them; ``zero.GatheredParameters`` and another ``initialize``
-        take them from there.
+        The module keeps its weights and works without the engine. Sharded parameters of stage 3 stay sharded, as under
+        ``zero.Init``, because a rank may not have memory for all of them. They can be used with
+        ``zero.GatheredParameters`` and with another ``initialize``.
         """
         if self._is_closed:
             return

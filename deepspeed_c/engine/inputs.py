@@ -18,7 +18,7 @@ from deepspeed_c.zero.gradients.drift import DriftFound
 
 __all__ = ["InputCheck", "count_tokens"]
 
-# Windows from one look to the next.
+# Number of windows from one check to the next.
 EVERY = 100
 
 
@@ -34,10 +34,10 @@ class InputCheck:
         self._states: list[bytes] = []
 
     def look(self, step: int, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Before the first training forward of the window that ends with step number ``step``; of every ``EVERY``th.
-        Collective over all ranks then.
+        """Checks the arguments before the first training forward of a window, in every ``EVERY``th window. ``step``:
+        the number of the step that ends the window. A check is collective over all ranks.
 
-        Raises RankMismatchError, on all of them alike, where arguments differ; it names ranks and argument."""
+        Raises RankMismatchError on all ranks alike if arguments differ. The error names the ranks and the argument."""
         if self._mesh.size(TP) == 1:
             return
         self._note(step, inputs, kwargs)
@@ -64,7 +64,8 @@ class InputCheck:
         )
 
     def _note(self, step: int, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Keeps hashes of a window's tensors, where they lie: a step that finds no drift never waits for them."""
+        """Keeps hashes of a window's tensors on the tensors' devices. A step that finds no drift does not wait for
+        them."""
         if step != self._window:
             self._window, self._hashes, self._states = step, [], self._random_states()
         for path, value in torch.utils._pytree.tree_flatten_with_path((tuple(inputs), dict(kwargs)))[0]:
@@ -79,8 +80,8 @@ class InputCheck:
         return [random_state(device).numpy().tobytes() for device in self._devices]
 
     def cause_of(self, drift: DriftFound) -> RankMismatchError:
-        """The error that says why twins hold different values: data, random numbers, an edit, or a parameter whose
-        ranks each have a part of its gradient. Collective over all ranks."""
+        """The error that names the cause of different values on twins: different data, different random numbers, an
+        edit, or a parameter for which each rank has only a part of the gradient. Collective over all ranks."""
         comm, group = self._mesh.comm, self._mesh.index(*TOKENS)
         hashes = [(path, tuple(value.tolist())) for path, value in self._hashes]
         everyone = comm.gather_objects((group, hashes, self._states, self._random_states()), label="causes of drift")
@@ -113,11 +114,11 @@ class InputCheck:
 
 
 def count_tokens(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Tokens in the arguments of a forward; 0 where they are none.
+    """The number of tokens in the arguments of a forward; 0 if the arguments are not tokens.
 
-    They are the elements of ``input_ids``, or the rows of ``inputs_embeds`` [..., tokens, width], by keyword or in a
-    mapping as the first argument; otherwise the elements of the first argument, where that is a tensor [samples,
-    tokens] of integers."""
+    Tokens are the elements of ``input_ids``, or the rows of ``inputs_embeds`` [..., tokens, width]. Both may be keyword
+    arguments or entries of a mapping that is the first argument. Otherwise tokens are the elements of the first
+    argument, if it is a tensor [samples, tokens] of integers."""
     first = inputs[0] if inputs else None
     for given in (kwargs, first if isinstance(first, Mapping) else {}):
         ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
@@ -131,7 +132,8 @@ def count_tokens(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 
 def _hash_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Sums of its bytes over 1024 runs, weighted by their places: on its device, which nobody waits for."""
+    """Sums of the tensor's bytes over 1024 runs, weighted by position. They are computed on the tensor's device without
+    waiting for it."""
     if tensor.numel() == 0:
         return torch.zeros(1, dtype=torch.int64)
     data = tensor.contiguous().view(-1).view(torch.uint8)

@@ -24,36 +24,36 @@ class NoOptimizer:
         self.param_groups: list[dict[str, Any]] = []
 
     def saved_options(self) -> dict[str, Any]:
-        """Empty: a checkpoint says of an optimizer that there was none."""
+        """Empty, so that a checkpoint says that there was no optimizer."""
         return {}
 
     def get_global_grad_norm(self) -> None:
         """None, as before the first step."""
 
     def zero_grad(self) -> None:
-        """Nothing has gathered."""
+        """Does nothing: there are no gradients."""
 
     def keep_edits(self) -> None:
         """No masters follow the weights."""
 
     def note_weights(self) -> None:
-        """No masters were loaded."""
+        """Does nothing: there are no masters."""
 
     def refresh_fp32_params(self) -> None:
         """No masters follow the weights."""
 
     def settle(self, *, frees_copies: bool = False) -> None:
-        """No update is ahead of a step."""
+        """Does nothing: there are no updates ahead of a step."""
 
     def drop_spare_buffers(self) -> None:
-        """There are no buffers of gradients."""
+        """Does nothing: there are no buffers of gradients."""
 
     def sums_of(self, unit: Unit) -> list[Any]:
-        """No gradients gather."""
+        """Empty: there are no gradients."""
         return []
 
     def release(self) -> None:
-        """No hooks are on parameters."""
+        """Does nothing: parameters have no hooks."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there is nothing to release."""

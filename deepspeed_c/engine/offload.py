@@ -25,9 +25,9 @@ from deepspeed_c.zero.states.optimizer import ZeroOptimizer
 __all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum", "OffloadedStates"]
 
 WHERE = "offload_states"
-# Bytes of one transfer: long enough for the device's full speed, short beside the states.
+# Bytes of one transfer: large enough for the device's full speed, small in comparison with the states.
 PIECE_BYTES = 32 << 20
-# Repeated, it is a NaN of every floating-point dtype.
+# Repeated, this byte is a NaN in every floating-point dtype.
 NAN_BYTE = 0xFF
 
 
@@ -42,7 +42,7 @@ class OffloadStateTypeEnum(str, Enum):
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where states can go (DeepSpeed's names)."""
+    """The places that states can be moved to (DeepSpeed's names)."""
 
     none = "none"
     cpu = "cpu"
@@ -50,7 +50,7 @@ class OffloadDeviceEnum(str, Enum):
 
 
 class _Copy(Protocol):
-    """The bytes of a storage, elsewhere."""
+    """A copy of a storage's bytes in another place."""
 
     def read_into(self, target: torch.Tensor, non_blocking: bool) -> None: ...
 
@@ -66,13 +66,14 @@ class _HostCopy:
 
 
 class _FileCopy:
-    """Pieces in a file; ``name`` names the whole in errors. Written when the file has been waited for."""
+    """A copy in a file, in pieces. ``name``: the name of the whole in errors. The copy is complete after a wait for the
+    file."""
 
     def __init__(self, file: Swapper, source: torch.Tensor, name: str) -> None:
         self._file = file
         self._pieces: list[Tagged] = []
         for begin in range(0, source.numel(), PIECE_BYTES):
-            # Of host memory a piece is a view: nothing is copied.
+            # A piece of host memory is a view, so nothing is copied.
             piece = Tagged(source[begin : begin + PIECE_BYTES].cpu(), f"{name}, from byte {begin} on")
             self._pieces.append(piece)
             file.send([piece])
@@ -83,7 +84,7 @@ class _FileCopy:
             self._file.bring([piece])
             self._file.prefetch(self._pieces[index + 1 : index + 2])
             n_bytes = piece.tensor.numel()
-            target[begin : begin + n_bytes].copy_(piece.tensor)  # waited for: the buffer is used again
+            target[begin : begin + n_bytes].copy_(piece.tensor)  # blocking, because the buffer is used again
             self._file.let_go([piece])
             begin += n_bytes
 
@@ -95,7 +96,8 @@ class _Moved(NamedTuple):
 
 
 def _give_up(storage: torch.UntypedStorage) -> None:
-    """Returns its memory; its views stay. Shared memory of ranks cannot be resized, and keeps its addresses."""
+    """Frees the memory of a storage; views of the storage stay. Shared memory of ranks cannot be resized: only its
+    pages are freed, and its addresses stay."""
     if storage.resizable():
         storage.resize_(0)
     else:
@@ -103,7 +105,7 @@ def _give_up(storage: torch.UntypedStorage) -> None:
 
 
 def _take_back(storage: torch.UntypedStorage, n_bytes: int) -> None:
-    """New memory for a storage that was given up, to be written to."""
+    """Gives new memory to a storage whose memory was freed. The caller then writes to it."""
     if storage.resizable():
         storage.resize_(n_bytes)
 
@@ -119,8 +121,8 @@ class _Found(NamedTuple):
 
 class OffloadedStates:
     """Tensors of states and weights (``Unit.states``, ``Unit.weights``) that are moved out of memory for a while. The
-    tensors stay the same objects, but their storage has no memory until ``reload``. After it every view of them is
-    valid again."""
+    tensors stay the same objects, but their storage has no memory until ``reload``. After ``reload`` every view of them
+    is valid again."""
 
     def __init__(
         self, layout: Layout, optimizer: ZeroOptimizer | NoOptimizer, zero: Zero, aio: Aio, comm: Collectives
@@ -137,11 +139,11 @@ class OffloadedStates:
     def offload(
         self, include: Container[OffloadStateTypeEnum] | None, device: str, pin_memory: bool, non_blocking: bool
     ) -> None:
-        """Moves the states of the kinds in ``include`` (None: all) to host memory or to a file; states that are away
-        stay there.
+        """Moves the states of the kinds in ``include`` (None: all) to host memory or to a file. States that have been
+        moved out already stay where they are.
 
-        To a file it is collective, and raises on all ranks alike, nothing having been moved: ConfigError where a rank
-        has no folder or too little room there, OffloadError where a rank cannot write.
+        A move to a file is collective. It raises on all ranks alike, before anything has been moved: ConfigError if a
+        rank has no folder or too little space there, OffloadError if a rank cannot write.
         """
         device = getattr(device, "value", device)
         if device not in {place.value for place in OffloadDeviceEnum}:
@@ -163,7 +165,7 @@ class OffloadedStates:
                 for kind, storages in found.items()
             }
             if non_blocking and torch.accelerator.is_available():
-                torch.accelerator.synchronize()  # the storage is given up next
+                torch.accelerator.synchronize()  # the storage's memory is freed next
         for kind, storages in found.items():
             self._away[kind] = [
                 _Moved(storage, storage.nbytes(), copy) for (storage, _), copy in zip(storages, copies[kind])
@@ -174,10 +176,10 @@ class OffloadedStates:
             self._optimizer.drop_spare_buffers()
 
     def reload(self, non_blocking: bool) -> None:
-        """Brings everything back.
+        """Moves all states back.
 
-        Collective where something is in a file: OffloadError on all ranks where a rank cannot read back the bytes that
-        it wrote. Its missing states stay away, and may be asked for again.
+        Collective if states are in a file. Raises OffloadError on all ranks if a rank cannot read back the bytes that
+        it wrote. The states that it could not read stay out of memory, and ``reload`` may be called again.
         """
         problem = None
         try:
@@ -190,8 +192,8 @@ class OffloadedStates:
             self._close_files()
 
     def close(self) -> None:
-        """Brings back all readable states, on this rank alone, and frees the files. Unreadable states are NaN then; the
-        error says why."""
+        """Moves back all states that can be read and frees the files. It involves no other rank. States that cannot be
+        read become NaN, and the error says why."""
         try:
             self._read_back(non_blocking=False)
         finally:
@@ -221,7 +223,7 @@ class OffloadedStates:
         self._files.clear()
 
     def _write(self, found: dict[OffloadStateTypeEnum, list[_Found]]) -> dict[OffloadStateTypeEnum, list[_Copy]]:
-        """Copies all of ``found`` to one new file without a name. Its space is free when it is closed, however the
+        """Copies all of ``found`` to one new file without a name. Its space is freed when it is closed, however the
         process ends. Collective."""
         if not self._folder:
             raise ConfigError(
@@ -253,7 +255,8 @@ class OffloadedStates:
         return copies
 
     def _find(self, kinds: Sequence[OffloadStateTypeEnum], device: str) -> dict[OffloadStateTypeEnum, list[_Found]]:
-        """The storages of ``kinds``, each once: some are shared, also by tensors of several kinds."""
+        """The storages of ``kinds``. Each is listed once, because several tensors, even of different kinds, may share a
+        storage."""
         seen = {moved.storage._cdata for moved_of_kind in self._away.values() for moved in moved_of_kind}
         found: dict[OffloadStateTypeEnum, list[_Found]] = {}
         for kind in kinds:
@@ -276,7 +279,7 @@ class OffloadedStates:
             if device == "cpu" and home.memory == "host":
                 continue
             if kind is OffloadStateTypeEnum.lp_grads:
-                # The sums of gradients lie where states are used.
+                # The sums of gradients lie in the memory in which states are used.
                 yield from (Tagged(part, f"gradients of {_names(unit)}") for part in self._optimizer.sums_of(unit))
             elif kind is not OffloadStateTypeEnum.contiguous_grad_buffer:
                 is_master = kind is OffloadStateTypeEnum.hp_params

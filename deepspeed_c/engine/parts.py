@@ -1,4 +1,4 @@
-"""Whole tensors out of the parts of tensor-parallel ranks, and parts out of whole tensors."""
+"""Puts whole tensors together from the parts of tensor-parallel ranks, and takes parts from whole tensors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["Parts", "take_parts"]
 
 
 class Parts:
-    """The cuts of ``tensors``, by name, on all ranks of ``tp``; these ranks hold one model together. The constructor is
-    a collective."""
+    """The cuts of ``tensors`` by name, on all ranks of ``tp``, which hold one model together. The constructor is
+    collective."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], tp: Collectives) -> None:
         self._tp = tp
@@ -31,8 +31,8 @@ class Parts:
         return torch.Size(shape_of(tensor)) if cuts is None else cuts[0].logical_shape
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole tensor behind this rank's ``part``, in its dtype; ``part`` itself where it is whole. Collective
-        over the ranks that hold the model together."""
+        """The whole tensor that this rank's ``part`` belongs to, in the part's dtype; ``part`` itself if it is whole.
+        Collective over the ranks that hold the model together."""
         cuts = self._cuts.get(name)
         if cuts is None:
             return part
@@ -45,8 +45,8 @@ class Parts:
 
 
 def take_parts(module: torch.nn.Module, whole: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state dict of whole tensors with this rank's part of each that ``module`` holds a part of. A tensor with the
-    shape of a part already is left as it is."""
+    """A copy of the state dict ``whole``, in which this rank's part replaces each tensor that ``module`` holds only a
+    part of. A tensor that has the part's shape already stays as it is."""
     cuts = {
         name: cut for name, tensor in module.state_dict(keep_vars=True).items() if (cut := cut_of(tensor)) is not None
     }

@@ -14,24 +14,26 @@ from deepspeed_c.zero.weights.param import gradient_edge
 
 __all__ = ["accumulates_into", "leads_here", "nodes_between", "nodes_of", "will_run"]
 
-# A node of this name is a whole graph of torch.compile. Parameters are inputs of it, so it hides none.
+# Name of the node that stands for a whole graph of torch.compile. Parameters are inputs of the node, so it hides no
+# parameter.
 _COMPILED = "CompiledFunctionBackward"
 
 
 def _node_of(tensor: torch.Tensor) -> Any:
-    """The node that a gradient of ``tensor`` goes to; for a leaf, the node that adds to its ``.grad``."""
+    """The graph node that receives the gradient of ``tensor``; for a leaf, the node that adds to its ``.grad``."""
     return gradient_edge(tensor).node if tensor.grad_fn is None else tensor.grad_fn
 
 
 def nodes_of(values: Iterable[Any]) -> frozenset[Any]:
-    """The nodes that gradients of ``values`` go to, for tensors that require gradients; leaves of other layouts than
+    """The graph nodes that receive gradients of the tensors in ``values`` that require gradients. Leaves that are not
     strided are left out."""
     wanted = [v for v in values if torch.is_tensor(v) and v.requires_grad]
     return frozenset(_node_of(v) for v in wanted if v.grad_fn is not None or v.layout == torch.strided)
 
 
 def nodes_between(starts: Iterable[Any], ends: Collection[Any] = ()) -> Iterator[Any]:
-    """All nodes that gradients come to from ``starts`` on, without ``ends`` and the nodes behind them."""
+    """All nodes that gradients reach from ``starts``, without ``ends`` and the nodes that are reached only through
+    ``ends``."""
     todo, seen = list(starts), {None, *ends}
     while todo:
         node = todo.pop()
@@ -42,29 +44,29 @@ def nodes_between(starts: Iterable[Any], ends: Collection[Any] = ()) -> Iterator
 
 
 def will_run(nodes: Iterable[Any]) -> bool:
-    """Whether the running pass, which adds to gradients, comes to any of ``nodes``."""
+    """Whether the running pass, which adds to gradients, will run any of ``nodes``."""
     return any(map(torch._C._will_engine_execute_node, nodes))
 
 
 def leads_here(nodes: Iterable[Any]) -> bool:
-    """Whether gradients come from any of ``nodes`` to the running node."""
+    """Whether gradients from any of ``nodes`` reach the running node."""
     return torch._C._current_autograd_node() in nodes_between(nodes)
 
 
 def accumulates_into(params: Iterable[torch.nn.Parameter], inputs: Collection[Any]) -> bool:
-    """Whether the running pass adds to ``.grad`` of any of ``params``; to be asked where it enters an output of their
+    """Whether the running pass adds to ``.grad`` of any of ``params``. Call it when the pass reaches an output of their
     module.
 
-    inputs: ``nodes_of`` its inputs. Where none of ``params`` is in the pass's graph, but between here and there is a
-    node that may run a pass of its own, as reentrant checkpointing does, the answer is yes: the nodes of that pass are
-    in no graph yet.
+    inputs: ``nodes_of`` the module's inputs. If none of ``params`` is in the pass's graph, a node between the output
+    and the inputs may still start a pass of its own, as reentrant checkpointing does. The nodes of that pass are in no
+    graph yet, so the answer is True then.
     """
     for param in params:
         if param.requires_grad:
             try:
                 if torch._C._will_engine_execute_node(_node_of(param)):
                     return True
-            except RuntimeError:  # autograd.grad gives the caller this one's gradient, and adds to no other
+            except RuntimeError:  # autograd.grad returns this gradient and adds to no other
                 return False
     return _may_hide_a_pass(inputs)
 

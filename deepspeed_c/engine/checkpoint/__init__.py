@@ -1,2 +1,1 @@
-"""An engine's side of its checkpoints: which rank saves which of its states, and how an engine is filled from any
-source."""
+"""An engine's side of its checkpoints: which rank saves which states, and how an engine is filled from any source."""

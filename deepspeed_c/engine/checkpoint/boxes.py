@@ -1,5 +1,5 @@
-"""Where the elements of a parameter that is cut over tensor-parallel ranks lie in the logical tensor of a checkpoint,
-as boxes that are written and read by range."""
+"""Maps the elements of a parameter that is cut over tensor-parallel ranks to boxes of the checkpoint's logical tensor.
+Boxes are written and read by range."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ __all__ = ["BoxPart", "box_parts", "plan_reads"]
 
 
 class BoxPart(NamedTuple):
-    """Elements [begin, begin + numel) of ``box``, in row-major order, that a run of a rank's part holds."""
+    """Elements [begin, begin + numel) of ``box`` in row-major order, and their places in a run of a rank's part. A run
+    is a contiguous range of the part's elements."""
 
     box: Box | None
-    """None: the logical tensor."""
+    """None: the whole logical tensor."""
     begin: int
     numel: int
     at: int | torch.Tensor
-    """Where they lie in the run: the first, where they lie together; else the place of each, int64 [numel]."""
+    """The elements' places in the run: the first place if they are contiguous, otherwise the place of each, int64
+    [numel]."""
 
     def take(self, run: torch.Tensor) -> torch.Tensor:
-        """Them, flat, out of the run: a view where they lie together."""
+        """The elements from the run, flat; a view if they are contiguous."""
         if isinstance(self.at, torch.Tensor):
             return run[self.at.to(run.device)]
         return run.narrow(0, self.at, self.numel)
 
     def put(self, run: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes them to their places."""
+        """Writes ``values`` to the elements' places in the run."""
         if isinstance(self.at, torch.Tensor):
             run.index_copy_(0, self.at.to(run.device), values.to(device=run.device, dtype=run.dtype))
         else:
@@ -41,9 +43,11 @@ class BoxPart(NamedTuple):
 
 
 def box_parts(cut: Cut | None, begin: int, numel: int) -> Iterator[BoxPart]:
-    """The boxes of the logical tensor that elements [begin, begin + numel) of a rank's part, in row-major order, are.
+    """The boxes of the logical tensor that contain elements [begin, begin + numel) of a rank's part, counted in
+    row-major order.
 
-    Every box is in row-major order where the part is, so a run of the part is a run of the box.
+    The elements of a box have the same order in the part and in the box, so a run of the part holds a contiguous range
+    of the box.
     """
     if cut is None:
         yield BoxPart(None, begin, numel, 0)
@@ -58,7 +62,7 @@ def box_parts(cut: Cut | None, begin: int, numel: int) -> Iterator[BoxPart]:
 
 
 def _n_before(at: int, shape: Sequence[int], box: CutBox) -> int:
-    """How many elements of ``box`` come before element ``at`` of a tensor of ``shape``."""
+    """The number of elements of ``box`` that come before element ``at`` of a tensor of ``shape``."""
     if at >= math.prod(shape):
         return math.prod(box.size)
     n = 0
@@ -72,11 +76,12 @@ def _n_before(at: int, shape: Sequence[int], box: CutBox) -> int:
 
 
 def _places(first: int, last: int, shape: Sequence[int], box: CutBox, begin: int) -> int | torch.Tensor:
-    """Where elements [first, last) of ``box`` lie in a run that begins at element ``begin`` of a tensor of
+    """The places of elements [first, last) of ``box`` in a run that begins at element ``begin`` of a tensor of
     ``shape``."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = sum(offset * stride for offset, stride in zip(box.local_offset, strides))
-    # The last dimension of a narrower box: from there on elements lie together.
+    # The last dimension in which the box is narrower than the tensor. From this dimension on, elements of the box are
+    # contiguous.
     narrow = max((dim for dim, size in enumerate(box.size) if size != shape[dim]), default=0)
     row = math.prod(box.size[narrow:])
     if math.prod(box.size[:narrow]) <= 1:
@@ -93,8 +98,8 @@ def _places(first: int, last: int, shape: Sequence[int], box: CutBox, begin: int
 def plan_reads(
     tensor: LogicalTensor, cut: Cut | None, begin: int, into: torch.Tensor
 ) -> tuple[list[Read], list[Callable[[], None]]]:
-    """(reads, functions to call afterwards) to fill ``into``, flat, with elements from ``begin`` on of this rank's part
-    of ``tensor``."""
+    """(reads, functions to call afterwards) that fill the flat tensor ``into`` with this rank's part of ``tensor``,
+    from the part's element ``begin`` on."""
     reads: list[Read] = []
     after: list[Callable[[], None]] = []
     for part in box_parts(cut, begin, into.numel()):

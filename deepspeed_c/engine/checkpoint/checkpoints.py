@@ -1,4 +1,4 @@
-"""An engine's checkpoints: saving them durably, and choosing the checkpoint to load, also when the last one is broken.
+"""An engine's checkpoints: saves them durably, and chooses the checkpoint to load, even if the last one is broken.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoints"]
 
-# How often a checkpoint is opened again that another run replaces while it is being loaded.
+# Most attempts to open a checkpoint, if another run replaces it while it is being loaded.
 LOAD_ATTEMPTS = 5
 
 
@@ -43,14 +43,14 @@ class Checkpoints:
         self._reading = Reading()
         self._pending: BackgroundSave | None = None
         self.is_half_loaded = False
-        """A load failed after it had overwritten something: the engine must not be trained on until another one has
-        succeeded."""
-        # It may have overwritten optimizer states: a load of weights alone does not mend them.
+        """Whether a load failed after it had overwritten something. The engine must not go on training until another
+        load has succeeded."""
+        # Whether the failed load may have overwritten optimizer states. A load of weights alone does not mend them.
         self._has_mixed_states = False
         self.last_dir: str | None = None
-        """The folder that was last saved to or loaded from."""
+        """The folder of the last save or load."""
         self.loaded: Topology | None = None
-        """The arrangement of the ranks that saved the checkpoint which was last loaded."""
+        """The arrangement of ranks of the run that saved the checkpoint which was loaded last."""
 
     def save(
         self,
@@ -89,8 +89,8 @@ class Checkpoints:
         self.last_dir = save_dir
         is_async = config.is_async if is_async is None else is_async
         if not is_async or any(isinstance(piece.data, files.save.Deferred) for piece in contents.pieces):
-            # States that live in a file are read from it, and states of 8 bits converted, while they are written: the
-            # next step may not begin before.
+            # States in a file are read, and 8-bit states are converted, while the checkpoint is written. The next step
+            # must not begin before this has ended.
             try:
                 files.save.save(contents, destination, self._ranks)
             finally:
@@ -103,11 +103,11 @@ class Checkpoints:
         return self._pending
 
     def _converter(self) -> Callable[[str, str, int], None]:
-        """The function that writes this rank's files in DeepSpeed's layout. It may run later, on a thread of its own,
-        so all questions to the engine are asked now."""
+        """Returns the function that writes this rank's files in DeepSpeed's layout. The function may run later on
+        another thread, so it gets everything that it needs from the engine now."""
         state, n_ranks = self._state, self._ranks.world_size
         stage, dtype = state.config.zero.stage, state.precision.dtype or torch.float32
-        # DeepSpeed lays a group out in the order of the optimizer; our manifest has the module's order.
+        # DeepSpeed stores a group in the optimizer's order; our manifest has the module's order.
         order = [name for of_group in state.layout.groups for name in of_group]
         is_fused = declaration(state.optimizer.optimizer).is_fused_in_deepspeed
 
@@ -121,15 +121,15 @@ class Checkpoints:
         return convert
 
     def wait(self) -> None:
-        """Returns when no save is under way; raises the error of the last save, once."""
+        """Waits until no save is running. Raises the error of the last save, once."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
 
     def _agree(self, tag: str, save_dir: str, error: DeepSpeedCError | None) -> tuple[str, str]:
-        """Rank 0's tag and folder; an error of any rank is raised on all ranks, before anything is written.
+        """Agrees on rank 0's tag and folder. An error of any rank is raised on all ranks before anything is written.
 
-        Through the engine's own collectives: a rank that does not come here is named by the watchdog.
+        This uses the engine's own collectives, so the watchdog names a rank that does not take part.
         """
         offers = self._comm.gather_objects((tag, save_dir, error), label="save_checkpoint")
         for rank, (_, _, hindrance) in enumerate(offers):
@@ -238,8 +238,9 @@ class Checkpoints:
         raise CheckpointError("; ".join(reasons), where=f"load_checkpoint({load_dir!r})", fix=fix)
 
     def _candidates(self, load_dir: str, tag: str | None) -> list[tuple[str, str | None]]:
-        """(folder, tag) of loadable checkpoints, best first, as rank 0 sees them: a named tag only, or the latest and
-        the complete tags before it, or the folder (or file) itself where that is a checkpoint."""
+        """(folder, tag) of the checkpoints that may be loaded, best first, as rank 0 sees them. If a tag is named it is
+        the only one. Otherwise they are the latest tag and the complete tags before it, or the folder (or file) itself
+        if that is a checkpoint."""
         found: list[tuple[str, str | None]] = []
         if self._ranks.rank == 0:
             if tag is not None:
@@ -258,12 +259,12 @@ class Checkpoints:
                     found = [(load_dir, None)]
                 elif (universal := files.open.read_latest_universal(load_dir)) is not None:
                     found = [(load_dir, universal)]
-        # Through the engine's own collectives: a rank that does not come here is named by the watchdog.
+        # This uses the engine's own collectives, so the watchdog names a rank that does not take part.
         everyone = self._comm.gather_objects(found, label="load_checkpoint")
         return everyone[0]
 
     def _open(self, place: str, tag: str | None, options: LoadOptions) -> tuple[Source | None, str]:
-        """The checkpoint, the same one open on all ranks, or why it is broken."""
+        """Opens the same checkpoint on all ranks. Returns (source, "") or (None, the reason why it is broken)."""
         for _ in range(LOAD_ATTEMPTS):
             source, problem, identity = None, "", ""
             try:
@@ -285,8 +286,9 @@ class Checkpoints:
         return None, f"{os.path.join(place, tag or '')}: is replaced by another save whenever it is opened"
 
     def _load_from(self, module: torch.nn.Module, source: Source, options: LoadOptions, custom_load_fn: Any) -> str:
-        """Fills the engine. An accumulation window begins: gradients belonged to other weights. Returns the reason of a
-        failed read, the same on all ranks; raises StateError where it does not fit (nothing is changed then)."""
+        """Fills the engine from ``source``. An accumulation window begins, because earlier gradients belong to other
+        weights. Returns the reason of a failed read, the same on all ranks. Raises StateError if the checkpoint does
+        not fit the engine; nothing is changed then."""
         state = self._state
         plan, whole, error, problem = None, {}, None, ""
         if custom_load_fn is None:
@@ -364,7 +366,7 @@ class Checkpoints:
         return client_state
 
     def close(self) -> None:
-        """Waits for a save that is under way; its failure is raised after everything has been let go of."""
+        """Waits for a running save. If the save fails, its error is raised after everything has been released."""
         try:
             self.wait()
         finally:
@@ -373,13 +375,13 @@ class Checkpoints:
 
 
 def _frozen_counts(info: ParamInfo) -> ParamInfo:
-    """``info`` as it is now: optimizers count in place."""
+    """``info`` with copies of its counts, because optimizers change counts in place."""
     counts = {key: value.clone() if torch.is_tensor(value) else value for key, value in info.counts.items()}
     return ParamInfo(group=info.group, counts=counts)
 
 
 def _whole_state(source: Source) -> dict[str, torch.Tensor]:
-    """Every weight and buffer, whole, in host memory: for callers who load by a function of their own."""
+    """Every weight and buffer, whole, in host memory, for callers with a load function of their own."""
     state: dict[str, torch.Tensor] = {}
     reads = []
     for (kind, name), tensor in source.tensors.items():

@@ -1,5 +1,5 @@
-"""The contents of an engine's checkpoint, and the bytes that each rank writes: each byte exactly once, no rank much
-more than another."""
+"""The contents of an engine's checkpoint, and which bytes each rank writes. Each byte is written exactly once, and all
+ranks write about equally many."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Named", "Reading", "names_of", "names_of_all", "owned_pieces", "param_infos"]
 
-# A copy on every rank is cut up among them only above this: small ones are not worth two entries.
+# Size above which a tensor with a copy on every rank is split among the ranks for writing. A smaller tensor is not
+# worth two entries in the checkpoint.
 UNCUT_BYTES = 1 << 16
 
 
@@ -38,19 +39,20 @@ class Named(NamedTuple):
     """The tensors of a module's state dict."""
 
     tensors: dict[str, torch.Tensor]
-    """By first name: parameters as objects, and persistent buffers."""
+    """First name -> parameter (the object itself) or persistent buffer."""
     aliases: dict[str, str]
     """Other names of tied weights, name -> first name."""
     names: list[str]
     """First names, in the module's order."""
     others: dict[str, Any]
-    """The entries of a module's state dict besides tensors (``get_extra_state``)."""
+    """The entries of a module's state dict that are not tensors (``get_extra_state``)."""
 
 
 def names_of_all(named: Named, mesh: Mesh) -> Named:
-    """The same with the names, other names and other values of all stages of a pipeline; the tensors are this rank's.
+    """``named`` with the names, aliases and other entries of all stages of a pipeline. The tensors are still this
+    rank's only.
 
-    Collective where there is a pipeline.
+    Collective if there is a pipeline.
     """
     if mesh.size(PP) == 1:
         return named
@@ -66,7 +68,7 @@ def names_of_all(named: Named, mesh: Mesh) -> Named:
 
 
 def names_of(module: torch.nn.Module) -> Named:
-    """The tensors of a module under the names of its state dict, tied ones once."""
+    """The tensors of a module under the names of its state dict. Tied tensors are listed once."""
     first: dict[int, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -90,8 +92,8 @@ class _Whole(NamedTuple):
 
 
 class Reading:
-    """Brings states from a file into memory while they are saved: a bucket stays until a piece of another bucket is
-    read, or ``close``."""
+    """Reads states from a file into memory while they are saved. A bucket stays in memory until a piece of another
+    bucket is read, or until ``close``."""
 
     def __init__(self) -> None:
         self._open, self._key = ExitStack(), None
@@ -104,7 +106,8 @@ class Reading:
         resident: Callable[[], AbstractContextManager],
         read: Callable[[], torch.Tensor],
     ) -> Deferred:
-        """A fragment that ``read`` gives within ``resident``, which serves all fragments of the same ``key``."""
+        """A fragment that is read later by ``read`` within the context ``resident``. Fragments with the same ``key``
+        share one such context."""
 
         def read_resident() -> torch.Tensor:
             if self._key != key:
@@ -130,10 +133,10 @@ def owned_pieces(
     reading: Reading,
     exclude_frozen: bool,
 ) -> list[OwnedPiece]:
-    """This rank's share of everything: its shards, and its part of the tensors that are the same on all ranks. States
+    """The pieces that this rank writes: its shards, and its part of the tensors that are the same on all ranks. States
     in a file are read through ``reading``.
 
-    Buffers may differ between ranks (running means); rank 0's are saved, as everywhere.
+    Buffers may differ between ranks (running means). Rank 0's buffers are saved, as other libraries do.
     """
     pieces: list[OwnedPiece] = []
     copies: list[_Whole] = []
@@ -169,7 +172,7 @@ def owned_pieces(
 
 
 def _is_first_of_tied(tensor: torch.Tensor, mesh: Mesh) -> bool:
-    """Whether this rank speaks for a tensor that several stages of a pipeline may hold."""
+    """Whether this rank writes a tensor that several stages of a pipeline may hold."""
     tied = tied_over(tensor)
     return not tied or mesh.index(PP) == tied[0]
 
@@ -177,8 +180,8 @@ def _is_first_of_tied(tensor: torch.Tensor, mesh: Mesh) -> bool:
 def _cut_pieces(
     kind: str, name: str, shape: Sequence[int], begin: int, data: torch.Tensor | Deferred, cut: Cut | None
 ) -> Iterator[OwnedPiece]:
-    """Elements from ``begin`` on of a parameter of ``shape``, or of a state of it, as pieces of the logical tensor; the
-    parameter is its part ``cut``."""
+    """Pieces of the logical tensor for elements from ``begin`` on of a parameter of ``shape``, or of one of its states.
+    ``cut`` says which part of the logical tensor the parameter is."""
     if cut is None:
         yield files.save.OwnedPiece(kind, name, tuple(shape), begin, data)
         return
@@ -204,7 +207,7 @@ def _add_unit_weights(unit: Unit, slot: Slot, reading: Reading, pieces: list[Own
     if not _writes(unit, slot):
         return
     if fragment is None:
-        # A parameter without elements belongs to nobody: one rank notes that it exists.
+        # No rank owns elements of an empty parameter, so one rank records that it exists.
         if slot.numel == 0 and unit.comm.rank == 0:
             pieces += _cut_pieces(PARAM, slot.name, slot.shape, 0, torch.empty(0, dtype=unit.dtype), slot.cut)
         return
@@ -223,8 +226,8 @@ def _add_unit_weights(unit: Unit, slot: Slot, reading: Reading, pieces: list[Own
 
 
 def _writes(unit: Unit, slot: Slot) -> bool:
-    """Whether this rank writes a parameter's pieces, among the ranks that hold the same pieces: the parameters take
-    turns."""
+    """Whether this rank writes a parameter's pieces. The ranks that hold the same pieces take turns, parameter by
+    parameter."""
     return slot.index % unit.n_copies == unit.copy_index
 
 
@@ -268,13 +271,14 @@ def _add_states(
         elif _writes(unit, slot):
             pieces += _cut_pieces(kind, slot.name, shape, fragment.begin, data, slot.cut)
     for key, value in counts.items():
-        # States of another shape than the parameter's (Adafactor's rows and columns): whole, where nothing is cut.
+        # A state whose shape differs from the parameter's (Adafactor's rows and columns) is saved whole if the unit is
+        # not cut.
         if torch.is_tensor(value) and value.numel() != 1 and not unit.is_cut:
             copies.append(_Whole(key, slot.name, value))
 
 
 def _dormant_pieces(param: torch.nn.Parameter, state: KeptState) -> Iterator[OwnedPiece]:
-    """The waiting states of a parameter that was frozen in mid-run, in the cut of its last layout."""
+    """The kept states of a parameter that was frozen during the run, split as in its last layout."""
     if not state.speaks:
         return  # another rank's copy is written
     begin, shape, cut = state.begins[state.comm.rank], shape_of(param), cut_of(param)
@@ -286,8 +290,8 @@ def _dormant_pieces(param: torch.nn.Parameter, state: KeptState) -> Iterator[Own
 
 
 def _share_out(copies: Iterable[_Whole], rank: int, n_ranks: int) -> Iterator[OwnedPiece]:
-    """This rank's part of tensors that all ranks hold alike: a run of their bytes, cut within a tensor only where that
-    is large."""
+    """This rank's part of tensors that all ranks hold alike: a contiguous range of their bytes. Only large tensors are
+    split."""
     copies = list(copies)
     total = sum(copy.tensor.nbytes for copy in copies)
     low, high = total * rank // n_ranks, total * (rank + 1) // n_ranks
@@ -309,8 +313,8 @@ def _share_out(copies: Iterable[_Whole], rank: int, n_ranks: int) -> Iterator[Ow
 def param_infos(
     layout: Layout, optimizer: ZeroOptimizer | NoOptimizer, dormant: Mapping[torch.nn.Parameter, KeptState], rank: int
 ) -> dict[str, ParamInfo]:
-    """Groups and counts of the trained parameters with elements on this rank, and on rank 0 of the ranks with the same
-    layers of all others too."""
+    """Groups and counts of the trained parameters with elements on this rank. On the first of the ranks with the same
+    layers, also the groups of all other parameters."""
     infos: dict[str, ParamInfo] = {}
     for unit in layout.trained:
         for slot in unit.slots:

@@ -1,4 +1,5 @@
-"""Writes the model of an engine as Hugging Face lays it out, one gather unit at a time, for ``from_pretrained``."""
+"""Writes the model of an engine in Hugging Face's layout, one gather unit at a time, so that ``from_pretrained`` can
+read it."""
 
 from __future__ import annotations
 
@@ -34,12 +35,13 @@ def save_model(
     exclude_frozen: bool,
     dtype: torch.dtype | None,
 ) -> None:
-    """Rank 0 writes ``folder``; no rank holds more of the model than one gather unit, or one fp32 master. Collective.
+    """Writes the model to ``folder`` on rank 0. No rank holds more of the model than one gather unit, or one fp32
+    master. Collective.
 
-    Where ``dtype`` is wider than the dtype in training, the fp32 masters are written. Buffers keep their dtype. Raises
-    CheckpointError on all ranks when the folder cannot be written; it is as it was then.
+    If ``dtype`` is wider than the dtype in training, the fp32 masters are written. Buffers keep their dtype. Raises
+    CheckpointError on all ranks if the folder cannot be written. The folder is unchanged then.
     """
-    files.model_folder.parse_size(max_shard_size)  # before anybody waits for anybody
+    files.model_folder.parse_size(max_shard_size)  # before the first collective
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise StateError(f"{dtype!r} is no floating-point dtype", where="dtype", fix="pass torch.bfloat16, for example")
     tensors = named_tensors(module, exclude_frozen)
@@ -72,7 +74,7 @@ def save_model(
         except CheckpointError as raised:
             error = raised
     try:
-        # A rank that cannot write still takes part in every gather: the others wait for it.
+        # A rank that cannot write still takes part in every gather, because the other ranks wait for it.
         for name, tensor in values():
             if writer is not None and error is None:
                 try:
@@ -110,7 +112,7 @@ def _write(writer: ModelFolderWriter, name: str, tensor: torch.Tensor, dtype: to
     if tensor.dtype == dtype:
         writer.write(name, tensor)
         return
-    # Converted in pieces: a second copy of a large tensor need not fit.
+    # The tensor is converted in pieces, so that memory need not hold a second copy of a large tensor.
     for piece in tensor.reshape(-1).split(CONVERTED_ELEMS):
         writer.write_part(name, piece.to(dtype))
 
@@ -120,7 +122,7 @@ def _save_configs(module: torch.nn.Module, folder: str) -> None:
     the model."""
     config = getattr(module, "config", None)
     if callable(getattr(config, "save_pretrained", None)):
-        # As transformers' own save_pretrained: the class that the weights belong to.
+        # As in transformers' own save_pretrained, the configuration names the class that the weights belong to.
         config = copy.deepcopy(config)
         config.architectures = [type(module).__name__]
         config.save_pretrained(folder)

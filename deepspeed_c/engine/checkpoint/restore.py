@@ -1,7 +1,7 @@
-"""Fills an engine from a checkpoint of any format and arrangement: each rank reads the ranges that it holds, straight
-into their places.
+"""Fills an engine from a checkpoint of any format and arrangement of ranks. Each rank reads the ranges that it holds
+straight into their places.
 
-First a plan is made, and everything that does not fit is found; only then is anything overwritten.
+First a plan is made, which finds everything that does not fit. Nothing is overwritten before.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ __all__ = ["LoadOptions", "RestorePlan", "plan_restore"]
 
 NAMES_SHOWN = 5
 
-# Makes room for states: returns the reads into it, and a function to call after them.
+# Makes tensors for states. Returns the reads that fill them, and a function to call after the reads.
 MakeRoom = Callable[[], tuple[Sequence[Read], Callable[[], None]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """The wishes of a load; the arguments of ``load_checkpoint``."""
+    """What to load: the options of ``load_checkpoint``."""
 
     strict: bool = True
     optimizer: bool = True
-    """Groups, loss scale, random numbers, the place in the data."""
+    """Whether to load groups, loss scale, random numbers, and the place in the data."""
     states: bool = True
-    """Moments and step counts, which an engine without an optimizer has no place for."""
+    """Whether to load moments and step counts. An engine without an optimizer has no place for them."""
     masters: bool = True
-    """Master weights from the checkpoint's; otherwise from its 16-bit weights."""
+    """Whether to load the checkpoint's master weights; otherwise masters are made from its 16-bit weights."""
 
 
 @dataclass(kw_only=True)
@@ -56,17 +56,17 @@ class RestorePlan:
 
     reads: list[Read] = field(default_factory=list)
     before: list[Callable[[], Sequence[Read]]] = field(default_factory=list)
-    """Make room (optimizer states) and return the reads into it."""
+    """Functions that make tensors for optimizer states and return the reads that fill them."""
     streams: list[Callable[[Source], None]] = field(default_factory=list)
-    """Read states that do not stay in memory, one bucket after the other."""
+    """Functions that read states which do not stay in memory, one bucket after the other."""
     after: list[Callable[[], None]] = field(default_factory=list)
-    """Copies out of temporary places, on this rank alone."""
+    """Functions that copy from temporary memory to the final places. They involve no other rank."""
     rooms: dict[tuple[Unit, int], MakeRoom] = field(default_factory=dict)
-    """As ``before``, of buckets that are streamed."""
+    """As ``before``, for buckets that are streamed."""
     stored: dict[tuple[Unit, int], list[tuple[LogicalTensor, Fragment]]] = field(default_factory=dict)
-    """Reads into weights that live in a file, by bucket."""
+    """Reads that fill weights in a file, by bucket."""
     gathers: list[tuple[Unit, int]] = field(default_factory=list)
-    """Buckets to gather: each rank has read its slice of the whole weights. Collective."""
+    """Buckets of whole weights to gather afterwards (collective), because each rank reads only its slice of them."""
     dormant: dict[torch.nn.Parameter, KeptState] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -74,7 +74,8 @@ class RestorePlan:
     """Trained parameters without an optimizer state in the checkpoint."""
 
     def run(self, source: Source) -> None:
-        """Reads. Raises CheckpointError for unreadable data; parts that it has overwritten by then stay so."""
+        """Runs the reads. Raises CheckpointError if data cannot be read; parts that were overwritten before stay
+        overwritten."""
         reads = list(self.reads)
         for step in self.before:
             reads += step()
@@ -89,13 +90,13 @@ class RestorePlan:
             stream(source)
 
     def read(self, tensor: LogicalTensor, cut: Cut | None, begin: int, into: torch.Tensor) -> None:
-        """Has ``into`` filled with elements from ``begin`` on of a part of ``tensor``."""
+        """Adds the reads that fill ``into`` with a part of ``tensor``, from the part's element ``begin`` on."""
         reads, after = plan_reads(tensor, cut, begin, into)
         self.reads += reads
         self.after += after
 
     def finish(self) -> None:
-        """Brings weights that are whole on every rank together. Collective, when all ranks have read."""
+        """Gathers weights that are whole on every rank. Collective; call it when all ranks have read their slices."""
         for unit, bucket in self.gathers:
             unit.gather_weights(bucket, label=f"weights of bucket {bucket}").wait()
 
@@ -131,12 +132,13 @@ class _Finder:
             for known in (candidate, self.source.aliases.get(candidate))
             if known in self.kinds
         ]
-        # A tied weight may be there under each of its names.
+        # The source may hold a tied weight under each of its names.
         self.used.update(found)
         return found[0] if found else None
 
     def weight(self, name: str, dtype: torch.dtype) -> LogicalTensor | None:
-        """The source of a weight of ``dtype``: the weight if it was saved so, else the master, which has lost nothing.
+        """The tensor to fill a weight of ``dtype`` from: the saved weight if it has this dtype, otherwise the saved
+        master, which has full precision.
         """
         weight, master = self.source.tensors.get((PARAM, name)), self.source.tensors.get((MASTER, name))
         if weight is not None and (weight.dtype == dtype or master is None):
@@ -162,8 +164,8 @@ def plan_restore(
     mesh: Mesh,
     options: LoadOptions,
 ) -> RestorePlan:
-    """The reads of a load. Nothing is changed. Raises StateError for everything that does not fit the model or the
-    optimizer, at once."""
+    """Makes the plan of a load and changes nothing. Raises one StateError that names everything that does not fit the
+    model or the optimizer."""
     problems = _name_groups(source, named, layout) if options.states else []
     plan, finder = RestorePlan(), _Finder(source, named)
     placed: set[int] = set()
@@ -192,7 +194,7 @@ def plan_restore(
         if found is not None and _fits(found, _logical_shape(tensor), name, problems):
             _plan_whole(plan, tensor, found)
     _plan_dormant(plan, finder, named, layout, mesh, options)
-    # Other stages of a pipeline find theirs.
+    # Names of other pipeline stages are checked by the ranks of those stages.
     for name in named.names:
         finder.name_of(name)
     plan.unexpected = [name for name in finder.kinds if name not in finder.used]
@@ -215,13 +217,13 @@ def plan_restore(
 
 
 def _name_groups(source: Source, named: Named, layout: Layout) -> list[str]:
-    """Tells the source which parameters the optimizer's groups have: some formats have states without names. Returns
-    the mismatches."""
+    """Tells the source the names of the parameters in the optimizer's groups, because some formats store states without
+    names. Returns the mismatches."""
     finder = _Finder(source, named)
     groups = [[finder.name_of(name) for name in of_group] for of_group in layout.groups]
     names = [[name for name in of_group if name is not None] for of_group in groups]
     if names != groups:
-        return []  # of missing parameters, which are told elsewhere
+        return []  # because of missing parameters, which are reported elsewhere
     try:
         source.name_groups(names)
     except CheckpointError as error:
@@ -261,7 +263,8 @@ def _plan_streams(
     by_bucket: Mapping[tuple[Unit, int], Mapping[Slot, str]],
     options: LoadOptions,
 ) -> None:
-    """Masters and states that live in a file between steps, or in codes: each bucket is read when it is its turn."""
+    """Plans masters and states that live in a file between steps, or are 8-bit codes. They are read one bucket after
+    the other."""
     for (unit, bucket), slots in by_bucket.items():
         if unit not in optimizer.units or optimizer.pieces.are_views(unit, bucket, "states"):
             continue
@@ -323,7 +326,7 @@ def _plan_states(
     base, source = optimizer.optimizer, finder.source
     if not source.groups and not source.params:
         return [source.problem or "it holds no optimizer state; load_module_only=True loads the weights alone"]
-    # DeepSpeed's elastic checkpoints have states and no options of the groups, which stay as they are then.
+    # DeepSpeed's elastic checkpoints have states but no options of the groups. The options stay unchanged then.
     if source.groups and len(source.groups) != len(base.param_groups):
         return [f"it has {len(source.groups)} optimizer groups, this optimizer {len(base.param_groups)}"]
     for (unit, bucket), slots in by_bucket.items():
@@ -377,7 +380,7 @@ def _make_room(
     known: Mapping[Slot, tuple[dict[str, torch.dtype], Mapping[str, Any]]],
     wanted: Sequence[tuple[Slot, str, LogicalTensor]],
 ) -> tuple[Sequence[Read], Callable[[], None]]:
-    """Makes a bucket's states. Returns the reads into them, and a function to call after those."""
+    """Makes tensors for a bucket's states. Returns the reads that fill them, and a function to call after the reads."""
     optimizer.pieces.make(unit, bucket, known)
     place, close = optimizer.pieces.open(unit, bucket)
     reads: list[Read] = []
@@ -411,7 +414,8 @@ def _plan_dormant(
     mesh: Mesh,
     options: LoadOptions,
 ) -> None:
-    """States of parameters that are frozen now and were trained once: they wait for the day they are trained again."""
+    """Plans the states of parameters that are frozen now and were trained earlier. The states are kept until the
+    parameters are trained again."""
     if not options.states:
         return
     trained = {slot.name for unit in layout.trained for slot in unit.slots}
@@ -419,7 +423,8 @@ def _plan_dormant(
         known = finder.name_of(name) if name not in trained and isinstance(param, torch.nn.Parameter) else None
         info = None if known is None else finder.source.params.get(known)
         states = {} if known is None else finder.states(known)
-        # A master alone is more than the weight, too: a parameter that has never had a gradient has no states.
+        # A master without states is kept as well: it is more precise than the weight, and a parameter that never had a
+        # gradient has no states.
         has_more = bool(states) or (MASTER, known) in finder.source.tensors
         if info is None or info.group is None or not has_more or finder.master(known) is None:
             continue
