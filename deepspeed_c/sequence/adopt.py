@@ -1,4 +1,4 @@
-"""Sets up attention over ranks for an engine, from the section sequence_parallel, the model and the ranks."""
+"""Sets up attention over ranks for an engine, from the section ``sequence_parallel``, the model and the ranks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class _AttentionWay(NamedTuple):
     is_ring: bool
     order: str
     n_inner: int
-    """Ranks of a row, which exchange heads; 1 in a ring alone."""
+    """Number of ranks of a row, which exchange heads; 1 in a plain ring."""
 
 
 class SharedAttention:
-    """How one engine's sequences are cut and attended over ranks, until ``close``."""
+    """The cut of one engine's sequences over ranks and the attention over them, until ``close``."""
 
     def __init__(self, order: ModelOrder, registration: Registration | None) -> None:
         self._order, self._registration = order, registration
 
     def close(self) -> None:
-        """Give the model, and transformers, their functions back; batches are no longer cut in its order."""
+        """Restore the functions of the model and of transformers. Batches are no longer cut in the model's order."""
         self._order.close()
         if self._registration is not None:
             self._registration.close()
@@ -43,12 +43,12 @@ class SharedAttention:
 def take_over_attention(
     model: torch.nn.Module, mesh: Mesh, section: Any, *, ranks_of_host: int
 ) -> SharedAttention | None:
-    """An engine begins over ``model`` whose sequences ``mesh`` cuts. The registration of that model is taken; a model
-    of transformers that nobody has registered gets a new one, with the attention that it uses; other models attend by
-    ``DistributedAttention``. section: ``sequence_parallel``. ranks_of_host: processes of this job on one host. None
-    where no sequence is cut.
+    """Called when an engine is made over ``model``, whose sequences ``mesh`` cuts. If the model is registered, the
+    engine takes its registration. A model of transformers without a registration gets one, with its own attention.
+    Other models attend by ``DistributedAttention``. section: ``sequence_parallel``. ranks_of_host: processes of this
+    job on one host. None where no sequence is cut.
 
-    Raises ConfigError where ranks, heads and the section do not fit one another.
+    Raises ConfigError where ranks, heads and the section do not fit together.
     """
     if mesh.size(SP) == 1:
         return None
@@ -64,7 +64,7 @@ def take_over_attention(
         bind_collectives(comm)
         return SharedAttention(ModelOrder(model, mesh.process_group(SP), TokenOrder("contiguous", 1)), None)
     try:
-        # Heads that tensor-parallel ranks share are as many fewer on each.
+        # Tensor-parallel ranks divide the heads, so each has a fraction of them.
         heads = (max(1, n // mesh.size(TP)) for n in found.heads)
         way = _choose(section, *heads, comm, ranks_of_host)
     except ConfigError:

@@ -1,7 +1,8 @@
 """Attention of some queries to some keys, with the logarithm of the sum of its exponentials.
 
-The logarithm lets parts over different keys become one (``deepspeed_c.ops.attention_parts``), and the gradient of a
-part be computed from the result of the whole: probabilities are e^(score - log_sum), for a log_sum from any source.
+With the logarithm, results for different keys can be merged (``deepspeed_c.ops.attention_parts``). With it the gradient
+of a part can also be computed from the result for all keys: probabilities are e^(score - log_sum), for a log_sum from
+any source.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def block_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool = False, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(out like q, log_sum [batch, heads, queries], float32 or float64): softmax(scale q k^T + mask) v.
+    """Returns softmax(scale q k^T + mask) v, and the logarithms: (out like q, log_sum [batch, heads, queries], float32
+    or float64).
 
-    q: [batch, heads, queries, width]; k, v: [batch, key heads, keys, width], key heads divide heads. is_causal: query i
-    sees keys 0 to i; as many queries as keys. mask: [queries, keys] in q's dtype, added: 0 where the query sees the key
-    and -inf elsewhere; every query sees a key. Differentiate with ``block_attention_backward``.
+    q: [batch, heads, queries, width]; k, v: [batch, key heads, keys, width]. The number of key heads divides the number
+    of heads. is_causal: query i sees keys 0 to i; there must be as many queries as keys. mask: [queries, keys] in q's
+    dtype, added to the scores: 0 where the query sees the key and -inf elsewhere. Every query must see a key.
+    Differentiate with ``block_attention_backward``.
 
-    On the host by torch's kernel, which keeps no scores; elsewhere in torch's operations, which keep them.
+    The host uses torch's kernel, which stores no scores. Other devices use torch's operators, which store the scores.
     """
     if q.device.type in _HAS_KERNEL:
         out, log_sum = _flash(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
@@ -49,9 +52,10 @@ def block_attention_backward(
     is_causal: bool = False,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v by these keys, for ``grad`` of ``out``.
+    """The gradients of q, k and v due to these keys. grad: the gradient of ``out``.
 
-    out and log_sum belong to attention to all keys; k and v may be a part of these. The rest as in ``block_attention``.
+    out and log_sum are of the attention to all keys; k and v may be a part of the keys. Other arguments as in
+    ``block_attention``.
     """
     if q.device.type in _HAS_KERNEL:
         return _flash_backward(grad, q, k, v, out, log_sum, 0.0, is_causal, attn_mask=mask, scale=scale)

@@ -27,9 +27,9 @@ Which rank has which tokens of a sequence and computes which part of its attenti
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``deepspeed_c sequence`` with the words after it; 0 when a plan was printed.
+    """Run ``deepspeed_c sequence`` with the arguments ``argv``. Returns 0 when a plan was printed.
 
-    Raises ConfigError for numbers that no plan fits, and names them.
+    Raises ConfigError, with the numbers, where no plan fits.
     """
     options = _parser().parse_args(argv)
     plan = _plan_of(options)
@@ -62,7 +62,7 @@ def _plan_of(options: argparse.Namespace) -> SequencePlan:
 
 
 def _heads(text: str) -> tuple[int, int]:
-    """(query heads, key heads) of ``32`` or ``32:8``."""
+    """(number of query heads, number of key heads) from ``32`` or ``32:8``."""
     query, _, key = text.partition(":")
     n_heads = parse_count(query, "--heads")
     n_key_heads = parse_count(key, "--heads") if key else n_heads
@@ -76,7 +76,7 @@ def _heads(text: str) -> tuple[int, int]:
 
 
 def _inner(attention: str, inner: int | None, n_ranks: int, n_heads: int) -> int:
-    """Ranks of a row, which exchange heads."""
+    """Number of ranks of a row. Ranks of a row exchange heads."""
     if attention == "ring":
         if inner not in (None, 1):
             raise ConfigError(

@@ -1,5 +1,5 @@
-"""The collectives of the ranks that share a sequence, found by their process group. Attention may be made before the
-engine, or be used without an engine."""
+"""The collectives of the ranks that share a sequence, by their process group. So attention may be made before the
+engine, or used without an engine."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["ModelOrder", "TokenOrder", "bind_collectives", "order_of", "ranks_of
 
 
 class TokenOrder(NamedTuple):
-    """The arguments of a ``SequenceCut`` that say so."""
+    """The order of tokens over ranks, as arguments of a ``SequenceCut``."""
 
     order: str
     n_inner: int
 
 
-# Collectives of engines, which know whether shared memory is wanted; else our own.
+# Collectives of engines, which know whether shared memory is wanted. Groups without an engine get new collectives.
 _bound: weakref.WeakKeyDictionary[dist.ProcessGroup, Collectives] = weakref.WeakKeyDictionary()
 
 
 class ModelOrder:
-    """The token order that one engine's model wants for sequences cut over the ranks of ``group``, until ``close``."""
+    """The token order of one engine's model, for sequences cut over the ranks of ``group``, until ``close``."""
 
     def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup, order: TokenOrder) -> None:
         self.model_name, self.order = type(model).__name__, order
@@ -35,11 +35,11 @@ class ModelOrder:
         _orders[model] = self
 
     def is_over(self, group: dist.ProcessGroup) -> bool:
-        """Whether its sequences are cut over the ranks of ``group``."""
+        """Whether the model's sequences are cut over the ranks of ``group``."""
         return self._group() is group
 
     def close(self) -> None:
-        """Withdraw the order, unless another engine has taken the model meanwhile."""
+        """Withdraw the order, unless another engine has been made over the model meanwhile."""
         model = self._model()
         if model is not None and _orders.get(model) is self:
             del _orders[model]
@@ -49,19 +49,20 @@ _orders: weakref.WeakKeyDictionary[torch.nn.Module, ModelOrder] = weakref.WeakKe
 
 
 def bind_collectives(comm: Collectives) -> None:
-    """Let attention over the group of ``comm`` use it from now on."""
+    """From now on attention over the group of ``comm`` uses ``comm``."""
     _bound[_process_group(comm.group)] = comm
 
 
 def order_of(group: Any, model: torch.nn.Module | None = None) -> TokenOrder:
-    """Return the token order that ``model``, or its engine, wants for sequences over the ranks of ``group`` (None: over
-    all). Without a model the order of all engines over the group; contiguous where there is none.
+    """Return the token order of ``model`` (or of the engine's model, if it is an engine) for sequences over the ranks
+    of ``group`` (None: all ranks). Without ``model``: the order of all engines over the group, or contiguous if there
+    are none.
 
-    Raises StateError where these want several, and for a model without an engine.
+    Raises StateError where the engines have several orders, and for a model without an engine.
     """
     group = _process_group(group)
     if model is not None:
-        # An engine has its model as ``module``, and so have the wrappers of torch.
+        # An engine has its model as ``module``; torch's wrappers do the same.
         found = _orders.get(model) or _orders.get(getattr(model, "module", model))
         if found is None or not found.is_over(group):
             raise StateError(

@@ -1,9 +1,9 @@
-"""Tokens for heads: the exchange around attention that gives each rank some heads of all tokens, and takes their
-outputs back (DeepSpeed-Ulysses, arXiv 2309.14509).
+"""Tokens for heads: the exchange around attention. It gives each rank some heads of all tokens, and sends the outputs
+back (DeepSpeed-Ulysses, arXiv 2309.14509).
 
-Queries, keys and values travel together. A token's row holds the heads that go to one rank, one after another, so the
-data from all ranks is one tensor [tokens, batch, row], and queries, keys and values are views of it: they are laid out
-where they are packed, and not again."""
+Queries, keys and values are sent together. A token's row holds the heads that go to one rank, one after another. So the
+data from all ranks is one tensor [tokens, batch, row], and queries, keys and values are views of it: after packing they
+are not copied again."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["Shapes", "gather_heads", "gather_tokens", "return_heads", "return_to
 
 
 class Shapes(NamedTuple):
-    """Sizes of one exchange; the same on all ranks, except ``rank``."""
+    """Sizes of one exchange. They are the same on all ranks, except ``rank``."""
 
     n_heads: int
     n_key_heads: int
     query_width: int
-    """Elements of one head of a query or key."""
+    """Number of elements of one query or key head."""
     value_width: int
     tokens: tuple[int, ...]
-    """Tokens of each rank."""
+    """Number of tokens of each rank."""
     rank: int
 
     @property
@@ -45,11 +45,11 @@ class Shapes(NamedTuple):
 
     @property
     def n_local(self) -> int:
-        """Tokens of this rank."""
+        """Number of tokens of this rank."""
         return self.tokens[self.rank]
 
     def row(self, rank: int) -> tuple[int, int, int]:
-        """Elements of a token's queries, keys and values that go to ``rank``."""
+        """Number of elements of one token's queries, keys and values for ``rank``."""
         plan = self.plans[rank]
         return plan.n_queries * self.query_width, plan.n_keys * self.query_width, plan.n_keys * self.value_width
 
@@ -62,14 +62,15 @@ def _plans(n_heads: int, n_key_heads: int, n_ranks: int) -> tuple[HeadPlan, ...]
 def gather_tokens(
     comm: Collectives, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: Sequence[int] | None = None
 ) -> tuple[Shapes, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This rank's tokens of all heads -> this rank's heads of all tokens, in one exchange. Differentiable, collective.
+    """Exchanges this rank's tokens of all heads for this rank's heads of all tokens. Differentiable, collective.
 
-    query [tokens, batch, heads, width], key the same with heads that divide the queries', value as the key with a width
-    of its own; one dtype. tokens: how many each rank has; default: all as many as this one. Returns the sizes of the
-    exchange, and [all tokens, batch, heads of this rank, width] of each: query head i attends to the key head at
-    ``plan.keys[i // plan.group]``.
+    query: [tokens, batch, heads, width]. key: the same with key heads, whose number divides the number of heads. value:
+    as key, with any width. All have one dtype. tokens: number of tokens of each rank; default: this rank's number on
+    all ranks. Returns the sizes of the exchange, and query, key and value as [all tokens, batch, heads of this rank,
+    width]. Query head i attends to the key head ``plan.keys[i // plan.group]``.
 
-    Raises ConfigError, before anything is sent, for shapes that do not fit one another, and where ranks exceed heads.
+    Raises ConfigError, before anything is sent, for shapes that do not fit together, and where there are more ranks
+    than heads.
     """
     _check(query, key, value)
     tokens = tuple(tokens or [query.shape[0]] * comm.world_size)
@@ -85,8 +86,9 @@ def gather_tokens(
 
 
 def gather_heads(comm: Collectives, shapes: Shapes, out: torch.Tensor) -> torch.Tensor:
-    """The way back: outputs of this rank's heads, [all tokens, batch, heads of this rank, value width] -> this rank's
-    tokens of all heads [tokens, batch, heads, value width]. Differentiable, collective."""
+    """The way back from ``gather_tokens``. out: outputs of this rank's heads, [all tokens, batch, heads of this rank,
+    value width]. Returns this rank's tokens of all heads, [tokens, batch, heads, value width]. Differentiable,
+    collective."""
     expected = sum(shapes.tokens), shapes.plan.n_queries, shapes.value_width
     if (out.shape[0], *out.shape[2:]) != expected:
         raise ConfigError(
@@ -126,7 +128,7 @@ def _new(like: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def _pack_heads(shapes: Shapes, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """[this rank's tokens, batch, row of rank 0], then of rank 1, ..., in one flat tensor."""
+    """Packs [this rank's tokens, batch, row for rank 0], then the same for rank 1, and so on, into one flat tensor."""
     n_local, batch = query.shape[:2]
     rows = [shapes.row(rank) for rank in range(len(shapes.tokens))]
     flat = _new(query, n_local * batch * sum(map(sum, rows)))
@@ -145,7 +147,7 @@ def _pack_heads(shapes: Shapes, query: torch.Tensor, key: torch.Tensor, value: t
 
 
 def _views(shapes: Shapes, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values of this rank's heads in [all tokens, batch, row]."""
+    """Queries, keys and values of this rank's heads, as views of [all tokens, batch, row]."""
     plan = shapes.plan
     counts = plan.n_queries, plan.n_keys, plan.n_keys
     parts = rows.split(shapes.row(shapes.rank), -1)
@@ -154,7 +156,7 @@ def _views(shapes: Shapes, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def _blocks(shapes: Shapes, batch: int) -> tuple[list[int], list[int]]:
-    """Elements of queries, keys and values that this rank sends to each rank, and gets from it."""
+    """Numbers of elements of queries, keys and values that this rank sends to each rank, and receives from each."""
     mine = sum(shapes.row(shapes.rank))
     sent = [shapes.n_local * batch * sum(shapes.row(rank)) for rank in range(len(shapes.tokens))]
     return sent, [n * batch * mine for n in shapes.tokens]
@@ -184,7 +186,7 @@ def return_tokens(comm: Collectives, shapes: Shapes, grads: Sequence[torch.Tenso
     widths = shapes.query_width, shapes.query_width, shapes.value_width
     heads = shapes.n_heads, shapes.n_key_heads, shapes.n_key_heads
     wholes = [_new(rows, n_local, batch, n, width) for n, width in zip(heads, widths)]
-    written = [0, 0, 0]  # heads [0, written) have a gradient: key heads that several ranks have are summed
+    written = [0, 0, 0]  # heads [0, written) have a gradient; gradients of key heads that several ranks have are summed
     for rank, (plan, block) in enumerate(zip(shapes.plans, flat.split(sent))):
         row = shapes.row(rank)
         bounds = (
@@ -217,7 +219,7 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def _output_blocks(shapes: Shapes, batch: int) -> tuple[list[int], list[int]]:
-    """Elements of outputs that this rank sends to each rank, and gets from it."""
+    """Numbers of elements of outputs that this rank sends to each rank, and receives from each."""
     mine = shapes.plan.n_queries * shapes.value_width
     sent = [n * batch * mine for n in shapes.tokens]
     return sent, [shapes.n_local * batch * plan.n_queries * shapes.value_width for plan in shapes.plans]

@@ -1,9 +1,9 @@
-"""Attention, MLP and loss of very long sequences, chunk by chunk (FPDT, arXiv 2408.16978).
+"""Attention, MLP and loss of very long sequences, computed chunk by chunk (FPDT, arXiv 2408.16978).
 
-The sequence is cut into chunks of tokens, and each chunk over the ranks. A rank computes query, key and value of its
-tokens of a chunk, exchanges tokens for heads, and attends to the chunks before; their keys and values wait in host
-memory, or in a file, and two of them are on the device. Except for waiting chunks, no rank ever has the activations of
-more than one chunk. Attention is causal.
+The sequence is cut into chunks of tokens, and each chunk is cut over the ranks. For each chunk, a rank computes query,
+key and value of its tokens, exchanges tokens for heads, and attends to this chunk and the chunks before it. Keys and
+values of earlier chunks wait in host memory or in a file, and two chunks of them are on the device at a time. Except
+for waiting chunks, no rank ever has the activations of more than one chunk. Attention is causal.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["FPDT_FFN", "FPDT_Attention", "FPDT_InputConstruct", "FPDT_LogitsLoss
 
 
 class _Chunks:
-    """How a sequence lies over chunks and ranks.
+    """The division of a sequence into chunks, and of chunks over ranks.
 
-    Each chunk has ``chunk_size`` tokens, the last one fewer, and is cut over the ranks one part after the other; a rank
-    has its parts of all chunks, one after the other.
+    Each chunk has ``chunk_size`` tokens; the last chunk may have fewer. A chunk is cut into consecutive parts, one for
+    each rank. A rank has its parts of all chunks, in the order of the chunks.
     """
 
     def __init__(self, n_tokens: int, chunk_size: int, n_ranks: int) -> None:
@@ -48,7 +48,7 @@ class _Chunks:
         return sum(cut.tokens[rank] for cut in self.cuts)
 
     def local_rows(self, rank: int) -> list[tuple[int, int]]:
-        """(begin, number) of each chunk's tokens, counted in the tokens of ``rank``."""
+        """(begin, number) of the tokens of each chunk on ``rank``, counted among the tokens of ``rank``."""
         found, begin = [], 0
         for cut in self.cuts:
             found.append((begin, cut.tokens[rank]))
@@ -56,7 +56,7 @@ class _Chunks:
         return found
 
     def positions(self, rank: int, device: torch.device | str) -> torch.Tensor:
-        """int64: the place of each of ``rank``'s tokens in the sequence."""
+        """int64: the position of each of ``rank``'s tokens in the sequence."""
         parts = [begin + cut.positions(rank, device=device) for begin, cut in zip(self.begins, self.cuts)]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
@@ -67,13 +67,13 @@ def _check_chunk_size(chunk_size: Any, where: str) -> None:
 
 
 class FPDT_InputConstruct(torch.nn.Module):
-    """A batch as FPDT wants it: each rank's tokens of every chunk.
+    """A batch in the order that FPDT requires: each rank's tokens of every chunk.
 
     tokens, labels, position_ids: [batch, tokens], the whole sequence on every rank. loss_mask: [batch, tokens].
-    attention_mask: returned as it is. args: has ``ds_sequence_parallel_fpdt_chunk_size``, in tokens of the whole
-    sequence; neither it nor ``sp_size`` has to divide their number.
+    attention_mask: returned unchanged. args: has ``ds_sequence_parallel_fpdt_chunk_size``, in tokens of the whole
+    sequence. Neither the chunk size nor ``sp_size`` has to divide the number of tokens.
 
-    Raises ConfigError for a chunk size or rank that cannot be.
+    Raises ConfigError for an impossible chunk size or rank.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class FPDT_InputConstruct(torch.nn.Module):
 
     def generate(self) -> tuple[torch.Tensor | None, ...]:
         """Return (tokens, labels, loss_mask, attention_mask, position_ids) of this rank. The masks are whole: loss_mask
-        has the tokens of all ranks, rank after rank, as ``FPDT_LogitsLoss`` returns the losses.
+        has the tokens of all ranks, rank after rank, in the order of the losses of ``FPDT_LogitsLoss``.
         """
         device = self.tokens.device
         own = self._chunks.positions(self.sp_rank, device)
@@ -115,13 +115,15 @@ class FPDT_InputConstruct(torch.nn.Module):
 
 
 class _Rotary(NamedTuple):
-    """Tables of rotary embeddings, [tokens, 1 or batch, 1, turned width], by place in the sequence."""
+    """Tables of rotary embeddings, [tokens, 1 or batch, 1, rotated width], by position in the sequence."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
     def turn(self, x: torch.Tensor, begin: int, *, back: bool = False) -> torch.Tensor:
-        """x: [tokens, batch, heads, width]; its first token has number ``begin``. back: the gradient's way."""
+        """Rotate x [tokens, batch, heads, width]. begin: position of the first token. back: rotate a gradient, in the
+        backward.
+        """
         cos, sin = (table[begin : begin + x.shape[0]].to(x) for table in self)
         width = cos.shape[-1]
         turned, rest = x[..., :width], x[..., width:]
@@ -141,7 +143,7 @@ def _tokens_first(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Waiting(NamedTuple):
-    """Tensors of one chunk that wait between forward and backward: [batch, heads of this rank, tokens, width]."""
+    """Tensors of one chunk that wait from forward to backward: [batch, heads of this rank, tokens, width]."""
 
     q: ShelvedChunk
     k: ShelvedChunk
@@ -161,8 +163,9 @@ class _AttentionCall:
         *,
         keeps: bool,
     ) -> None:
-        """heads: (query heads, key heads, the width of each). keeps: whether to keep the tensors that the backward
-        needs."""
+        """heads: (number of query heads, number of key heads, width of a head). keeps: whether to keep the tensors that
+        the backward needs.
+        """
         self._comm, self._chunks, self._angles, self._shelf, self._keeps = comm, chunks, angles, shelf, keeps
         self._n_heads, self._n_keys, width = heads
         self._width = width
@@ -175,7 +178,7 @@ class _AttentionCall:
         self._log_sum: list[torch.Tensor] = []
 
     def _shapes(self, i: int) -> Shapes:
-        """The sizes of chunk ``i``'s exchange."""
+        """The sizes of the exchange for chunk ``i``."""
         width = self._width
         return Shapes(self._n_heads, self._n_keys, width, width, self._chunks.cuts[i].tokens, self._comm.rank)
 
@@ -183,7 +186,7 @@ class _AttentionCall:
         return x if self._angles is None else self._angles.turn(x, self._chunks.begins[i], back=back)
 
     def _spread(self, keys: torch.Tensor) -> torch.Tensor:
-        """One key head for each group of queries. keys: [tokens, batch, heads, width]."""
+        """The key heads, one for each group of query heads. keys: [tokens, batch, heads, width]."""
         return keys if self._keys is None else keys.index_select(2, self._keys.to(keys.device))
 
     def _collect(self, grads: torch.Tensor) -> torch.Tensor:
@@ -193,7 +196,7 @@ class _AttentionCall:
         return grads.new_zeros(shape).index_add_(2, self._keys.to(grads.device), grads)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """[tokens of this rank, batch, query heads * width]."""
+        """The output, [tokens of this rank, batch, query heads * width]."""
         shelf, comm = self._shelf, self._comm
         counts = self._n_heads, self._n_keys, self._n_keys
         found = x.new_empty(*x.shape[:2], self._n_heads * self._width)
@@ -215,7 +218,8 @@ class _AttentionCall:
         return found
 
     def _attend(self, q: torch.Tensor, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of chunk ``i``'s queries to the keys of all chunks up to it: (out, log_sum [batch, heads, tokens]).
+        """Attention of chunk ``i``'s queries to the keys of all chunks up to ``i``: (out, log_sum [batch, heads,
+        tokens]).
         """
         wide = torch.promote_types(q.dtype, torch.float32)
         groups = q.shape[0] * q.shape[1]
@@ -286,14 +290,14 @@ class _ChunkedAttention(torch.autograd.Function):
 class FPDT_Attention(torch.nn.Module):
     """Causal self-attention with its two linear layers, over chunks of a sequence that is cut over ranks.
 
-    config: has hidden_size, kv_channels (the width of a head), num_attention_heads, num_key_value_heads (which divide
-    the heads; ranks need not divide either, but each needs a query head) and attention_dropout.
-    first_weight: [(heads + 2 key heads) * width, hidden], queries, keys, values; first_bias: of that, or None.
-    second_weight: [hidden, heads * width]; second_bias: [hidden], or None.
-    sequence_process_group: the ranks that the sequence is cut over, as ``FPDT_InputConstruct`` cuts it.
-    gather_idx, scatter_idx: 0 and 2: the input has tokens first.
-    return_bias: the second bias is returned, and not added. chunk_size: tokens of a chunk, over all ranks.
-    enable_offloading: chunks wait in host memory; in a file without a name in ``nvme_path``, if that is given.
+    config: has hidden_size, kv_channels (the width of a head), num_attention_heads, num_key_value_heads (which divides
+    the number of heads) and attention_dropout. The number of ranks need not divide either number of heads, but each
+    rank needs a query head. first_weight: [(heads + 2 key heads) * width, hidden], queries, keys, values. first_bias:
+    its bias, or None. second_weight: [hidden, heads * width]. second_bias: [hidden], or None. sequence_process_group:
+    the ranks that the sequence is cut over, in the way of ``FPDT_InputConstruct``. gather_idx, scatter_idx: 0 and 2,
+    because tokens are the first dimension of the input. return_bias: the second bias is returned, and not added.
+    chunk_size: tokens of a chunk, over all ranks. enable_offloading: chunks wait in host memory or, if ``nvme_path`` is
+    given, in a file without a name there.
 
     Raises ConfigError for numbers that do not fit, and for dropout in training, which is not applied to chunks.
     """
@@ -349,11 +353,11 @@ class FPDT_Attention(torch.nn.Module):
         rotary_pos_emb: tuple[torch.Tensor, torch.Tensor] | None,
         cpu_offloading: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(output [tokens of this rank, batch, hidden], the bias that is to be added to it or None).
+        """Returns (output [tokens of this rank, batch, hidden], the bias to add to the output, or None).
 
         layernorm_output: [tokens of this rank, batch, hidden]. rotary_pos_emb: (cos, sin), each [tokens of the
-        sequence, 1, 1, turned width]. cpu_offloading: False keeps all chunks where they are computed. Collective.
-        Raises ConfigError for a mask, for inference, and where ranks have other tokens than the chunks give them.
+        sequence, 1, 1, rotated width]. cpu_offloading: False keeps all chunks on the device. Collective.
+        Raises ConfigError for a mask, for inference, and where a rank has another number of tokens than in the chunks.
         """
         x = layernorm_output
         for name, value in (("attention_mask", attention_mask), ("inference_params", inference_params)):
@@ -386,7 +390,7 @@ class FPDT_Attention(torch.nn.Module):
         return output, self.qkv_dense_bias if self.return_bias else None
 
     def _lay_out(self, n_local: int) -> _Chunks:
-        """The chunks of this batch. Collective: the ranks tell one another how many tokens they have."""
+        """The chunks of this batch. Collective: ranks gather their numbers of tokens."""
         comm = self._comm
         tokens = [int(n) for n in comm.gather_numbers(n_local, label="tokens of each rank")]
         chunks = _Chunks(sum(tokens), self.chunk_size, comm.world_size)
@@ -401,12 +405,12 @@ class FPDT_Attention(torch.nn.Module):
 
 
 def _shape_of(weight: torch.Tensor) -> tuple[int, ...]:
-    """Also of a weight that ZeRO stage 3 has released."""
+    """The shape of ``weight``, even if ZeRO stage 3 has released it."""
     return tuple(getattr(weight, "ds_shape", weight.shape))
 
 
 class FPDT_FFN:
-    """Two linear layers with a GELU (of tanh) between them, chunk by chunk."""
+    """Two linear layers with a GELU (tanh approximation) between them, computed chunk by chunk."""
 
     @staticmethod
     def apply(
@@ -418,10 +422,10 @@ class FPDT_FFN:
         add_bias: bool,
         chunk_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(output like x, b2 where it has not been added and is to be).
+        """Returns (output like x, b2 if it still has to be added, otherwise None).
 
-        x: [tokens, batch, hidden]; the last chunk of ``chunk_size`` tokens may be shorter. w1: [inner, hidden], w2:
-        [hidden, inner]. The backward runs each chunk again, and leaves ``x`` as it is. Raises ConfigError for a chunk
+        x: [tokens, batch, hidden]; the last chunk of ``chunk_size`` tokens may be shorter. w1: [inner, hidden]. w2:
+        [hidden, inner]. The backward runs each chunk again, and leaves ``x`` unchanged. Raises ConfigError for a chunk
         size below 1.
         """
         _check_chunk_size(chunk_size, "FPDT_FFN")
@@ -436,7 +440,7 @@ class FPDT_FFN:
 
 
 class FPDT_LogitsLoss:
-    """The loss of every token of a sequence that is cut over ranks, whose logits exist one chunk at a time."""
+    """The loss of every token of a sequence that is cut over ranks. The logits exist for one chunk at a time."""
 
     @staticmethod
     def apply(
@@ -450,12 +454,12 @@ class FPDT_LogitsLoss:
     ) -> torch.Tensor:
         """Return losses [all tokens, batch], float32 (float64 of float64), rank after rank.
 
-        lm_output: [tokens of this rank, batch, hidden]. labels: int64 [batch, tokens of this rank]; -100 gives 0.
-        logit_weights: [vocab_size, hidden]. rank, spg_size: in ``spg``. num_chunk: how many chunks this rank's
-        tokens are cut into. The backward computes logits again, chunk by chunk. Collective.
+        lm_output: [tokens of this rank, batch, hidden]. labels: int64 [batch, tokens of this rank]; -100 gives loss 0.
+        logit_weights: [vocab_size, hidden]. rank, spg_size: those of ``spg``. num_chunk: number of chunks into which
+        this rank's tokens are cut. The backward computes logits again, chunk by chunk. Collective.
 
-        Raises ConfigError for another rank than the group's, ModelError and IndexError for labels that do not fit;
-        RankMismatchError on the ranks that are not to blame.
+        Raises ConfigError if ``rank`` is not this rank's in the group, ModelError and IndexError for labels that do not
+        fit, and RankMismatchError on the ranks whose labels fit.
         """
         where = "FPDT_LogitsLoss"
         comm = Collectives(spg, is_alone=spg_size == 1)

@@ -1,4 +1,4 @@
-"""Holds unused chunks of a long sequence in page-locked host memory or in a file."""
+"""Holds chunks of a long sequence in page-locked host memory or in a file while they are not used."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class ShelvedChunk:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.here: torch.Tensor | None = tensor  # while it has not gone, or is back
-        self.away: Any = None  # the buffer in host memory, or the place in the file
-        self.leaving: Any = None  # work to wait for before it has gone
-        self.coming: Any = None  # work to wait for before it is back
+        self.here: torch.Tensor | None = tensor  # the tensor before it is moved out, and after it is back
+        self.away: Any = None  # the buffer in host memory, or the range of the file
+        self.leaving: Any = None  # the transfer out, while it is under way
+        self.coming: Any = None  # the transfer back, while it is under way
         self._release: Callable[[], None] | None = None
 
     def goes_by(self, release: Callable[[], None]) -> None:
-        """release: called when nobody has the chunk any more."""
+        """release: called when the chunk is freed."""
         self._release = release
 
     def __del__(self) -> None:
@@ -37,12 +37,12 @@ class ShelvedChunk:
 
 
 class Shelf:
-    """Where the chunks of one call wait. Chunks asked for in order come before they are used, one at a time: the device
-    holds two, the chunk in use and the chunk that comes.
+    """Holds the chunks of one call while they wait. If chunks are asked for in order, each is brought back before it is
+    used. The device then holds two: the chunk in use and the next chunk.
 
-    folder: of a file; None: host memory. Nothing moves if the host computes and there is no file.
-    copies_of: makes the object that copies between a device and the host. Raises ConfigError where the folder cannot be
-    used, OffloadError where the device is full, AioError where it fails.
+    folder: the folder of the file; None: chunks wait in host memory. Nothing moves if the host computes and there is no
+    file. copies_of: makes the object for copies between a device and the host. Raises ConfigError where the folder
+    cannot be used, OffloadError where the device is full, AioError where the device fails.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Shelf:
         return self._copies is not None or self._file is not None
 
     def put(self, tensor: torch.Tensor) -> ShelvedChunk:
-        """Keep ``tensor``, which must not change; it goes while the next one is computed."""
+        """Keep ``tensor``, which must not change. It is moved out while the next chunk is computed."""
         chunk = ShelvedChunk(tensor)
         if self._moves:
             self._finish_leaving()
@@ -109,7 +109,7 @@ class Shelf:
             chunk.coming = self._file.read(chunk.away, self._file.new_buffer(n_bytes, self._device))
 
     def get(self, chunk: ShelvedChunk) -> torch.Tensor:
-        """The chunk, where it was. It waits on, and may be got again."""
+        """The chunk, on its original device. It stays on the shelf, and may be asked for again."""
         if chunk.here is not None:
             return chunk.here
         self._start_coming(chunk)
@@ -121,7 +121,7 @@ class Shelf:
         return coming.buffer[:n_bytes].view(chunk.dtype).view(chunk.shape).to(self._device)
 
     def walk(self, rows: Iterable[tuple[ShelvedChunk, ...]]) -> Iterator[list[torch.Tensor]]:
-        """Yield the chunks of each row, while the chunks of the next row come."""
+        """Yield the chunks of each row. The chunks of the next row are brought back meanwhile."""
         todo = iter(rows)
         row = next(todo, None)
         while row is not None:
@@ -134,7 +134,7 @@ class Shelf:
 
 
 class _GivesBack:
-    """Gives a chunk's place in a file back."""
+    """Frees a chunk's range of the file."""
 
     def __init__(self, file: StashFile, offset: int, n_bytes: int) -> None:
         self._file, self._offset, self._n_bytes = file, offset, n_bytes

@@ -1,11 +1,12 @@
 """Models of transformers whose sequences are cut over ranks, without a change in their code.
 
-transformers asks a table for the attention function of a name. While a model is registered, its entry is a function
-that exchanges tokens for heads around the previous function; for other models it calls that one directly.
+transformers has a table of attention functions by name. While a model is registered, the table's entry is a function
+that calls the previous function on exchanged data: this rank's heads of all tokens. For other models it calls the
+previous function directly.
 
-[Note: once a forward] All layers of a forward need the same data of whole sequences (positions, padding, documents):
-the first layer gathers it and the others use it. A layer that comes again begins another forward, or a forward that is
-computed again. All ranks come through the same layers, so they gather at the same places."""
+[Note: once a forward] All layers of a forward need the same data about whole sequences (positions, padding, documents).
+The first layer gathers the data and the others use it. If a layer runs a second time, another forward has begun, or the
+forward is being recomputed. All ranks run the same layers, so they gather at the same places."""
 
 from __future__ import annotations
 
@@ -26,22 +27,24 @@ from deepspeed_c.sequence.masks import WholeSequences, check_order, valid_tokens
 
 __all__ = ["Registration", "UlyssesSPAttentionHF", "registration_of"]
 
-# Parts of class names and layer types of layers that carry a state along the sequence outside of attention.
+# Parts of the class names and types of layers that carry a state along the sequence outside attention.
 _RECURRENT = ("mamba", "recurrent", "rwkv", "deltanet", "linear_attention", "linearattention", "ssm", "conv")
 
-# Arguments of transformers' attention functions that hold a number for each query head, or for each pair of tokens.
+# Arguments of transformers' attention functions with a number for each query head, or for each pair of tokens.
 _BY_HEAD = ("s_aux", "sinks")
 _BY_PAIR = ("position_bias", "alibi", "head_mask")
-# Places of documents among this rank's tokens; of whole sequences they follow from positions.
+# Arguments with the places of documents among this rank's tokens. For whole sequences, the places follow from
+# positions.
 _OF_LOCAL_TOKENS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cache_position", "seq_idx")
 
 
 class UlyssesSPAttentionHF(torch.nn.Module):
     """An attention function of transformers over tokens of all ranks of a group.
 
-    ``forward`` has the arguments and the result of such a function, for this rank's tokens; ``attn`` is called with all
-    tokens of this rank's heads. The arguments are DeepSpeed's. Each call brings its own batch, lengths and heads, so
-    the values given here have no effect, except that ``attn_head_count`` and ``kv_head_count`` have to fit the ranks.
+    ``forward`` has the arguments and the result of such a function, for this rank's tokens. ``attn`` is called with all
+    tokens of this rank's heads. The constructor's arguments are DeepSpeed's. Each call has its own batch, lengths and
+    heads, so the values given here have no effect, except that ``attn_head_count`` and ``kv_head_count`` have to fit
+    the ranks.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         self.disable_in_eval = disable_in_eval
         self.core_attn_implementation = core_attn_implementation
         self.has_mask_of_model = False
-        """Whether the model of the forward under way was given a mask: then its positions tell no documents apart."""
+        """Whether the model was given a mask in the forward under way. Positions then do not separate documents."""
         self._whole: WholeSequences | None = None
         self._of: tuple[Any, ...] = ()
         self._seen: set[int] = set()
@@ -82,9 +85,10 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """query [batch, heads, tokens of this rank, width], key and value with key heads, of the same tokens; the mask
-        that transformers has made of these. kwargs have ``position_ids`` [batch or 1, tokens of this rank], places in
-        the whole sequence. Returns ([batch, tokens of this rank, heads, width], None). Collective.
+        """query: [batch, heads, tokens of this rank, width]. key and value: the same tokens, with key heads.
+        attention_mask: the mask that transformers has made for these tokens. kwargs have ``position_ids`` [batch or 1,
+        tokens of this rank]: positions in the whole sequence. Returns ([batch, tokens of this rank, heads, width],
+        None). Collective.
 
         Raises ModelError for arguments that cannot be cut over heads, and ConfigError for heads that no plan fits,
         before anything is sent."""
@@ -110,7 +114,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
     def _sequences(
         self, module: torch.nn.Module, query: torch.Tensor, mask: Any, kwargs: Mapping[str, Any]
     ) -> WholeSequences:
-        """See [Note: once a forward]."""
+        """The data of whole sequences. See [Note: once a forward]."""
         batch, _, n_local, _ = query.shape
         positions = kwargs.get("position_ids")
         if not torch.is_tensor(positions) or positions.dim() != 2 or positions.shape[1] != n_local:
@@ -131,7 +135,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
                 has_mask=self.has_mask_of_model,
             )
             self._check_order(module, self._whole)
-            self._of, self._seen = of, set()  # the tensor itself, so that no other comes to lie where it lay
+            self._of, self._seen = of, set()  # holds the tensor, so that no other tensor can get its address
         self._seen.add(id(module))
         return self._whole
 
@@ -142,7 +146,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
     def _of_heads(
         self, module: torch.nn.Module, kwargs: Mapping[str, Any], begin: int, end: int, n_heads: int
     ) -> dict[str, Any]:
-        """Attention's other arguments, for this rank's heads and all tokens."""
+        """The other arguments of attention, for this rank's heads and all tokens."""
         given = {name: value for name, value in kwargs.items() if name not in _OF_LOCAL_TOKENS}
         for name in _BY_PAIR:
             if torch.is_tensor(given.get(name)):
@@ -162,7 +166,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         is_causal = bool(getattr(module, "is_causal", True) if said is None else said)
         window = kwargs.get("sliding_window")
         if "flash" in self.core_attn_implementation or "/" in self.core_attn_implementation:
-            return whole.valid  # it reads documents off the positions, and takes the window itself
+            return whole.valid  # the function finds documents from positions, and applies the window itself
         return whole.mask(is_causal=is_causal, window=window)
 
     @classmethod
@@ -179,14 +183,14 @@ class UlyssesSPAttentionHF(torch.nn.Module):
     ) -> Any:
         """Let a model of transformers attend over the tokens of ``sequence_parallel_size`` neighbouring ranks.
 
-        model_name_or_path: the model (of PEFT too), or the name or folder of a model that is yet to be made.
-        core_attn_implementation: "sdpa", a flash attention or a kernel of the hub, as the model has it.
-        disable_in_eval: outside of training each rank's tokens are whole sequences. The other arguments are taken for
-        DeepSpeed's sake: batch and length are free to change. Returns the mpu for ``initialize``, None for one
-        rank. Collective. The engine over the model gives transformers its function back when it is closed.
+        model_name_or_path: the model (of PEFT too), or the name or folder of a model that will be made later.
+        core_attn_implementation: "sdpa", a flash attention or a kernel of the hub, as in the model's configuration.
+        disable_in_eval: outside training each rank's tokens are whole sequences. The other arguments are accepted for
+        compatibility with DeepSpeed: batch and length may change freely. Returns the mpu for ``initialize``, None for
+        one rank. Collective. When the engine over the model is closed, it restores the function of transformers.
 
         Raises ConfigError, with the numbers, for ranks and heads that do not fit, and for an attention that cannot be
-        cut so; ModelError, which names them, for layers that carry a state along the sequence."""
+        cut in this way. Raises ModelError for layers that carry a state along the sequence, and names the layers."""
         if sequence_parallel_size == 1:
             return None
         parallel_state.initialize_sequence_parallel(sequence_parallel_size)
@@ -216,7 +220,7 @@ def _groups_of(module: torch.nn.Module, n_groups: int) -> Iterator[None]:
 
 
 class Registration:
-    """A model with attention computed by ``attention``, or the name of a model that is yet to be made."""
+    """A model whose attention is computed by ``attention``, or the name of a model that will be made later."""
 
     def __init__(
         self,
@@ -225,12 +229,14 @@ class Registration:
         config: Any,
         model: torch.nn.Module | None,
     ) -> None:
-        """kind, arguments: of its attention."""
+        """kind, arguments: class and constructor arguments of the attention."""
         self.attention = kind(**arguments)
         self._arguments, self._config = arguments, config
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._has_modules = model is not None
-        """Whether it is of one model; of none other then, once that is gone."""
+        """Whether the registration is for one certain model. It is then for no other model, even after that model is
+        gone.
+        """
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._is_generating = False
         self._hook: Any = None
@@ -239,16 +245,16 @@ class Registration:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Query heads and key heads of a layer."""
+        """Numbers of query heads and of key heads of a layer."""
         return self._arguments["attn_head_count"], self._arguments["kv_head_count"]
 
     def attend_by(self, kind: type[UlyssesSPAttentionHF]) -> None:
-        """Attend by another kind of attention from now on."""
+        """Use another kind of attention from now on."""
         self.attention = kind(**self._arguments)
 
     @property
     def is_taken(self) -> bool:
-        """Whether it is an engine's."""
+        """Whether an engine has taken the registration."""
         return self._model is not None
 
     def fits(self, model: torch.nn.Module) -> bool:
@@ -258,17 +264,17 @@ class Registration:
         return _kind_of(getattr(model, "config", None)) == _kind_of(self._config)
 
     def serves(self, module: torch.nn.Module) -> bool:
-        """Whether an attention layer is this model's."""
+        """Whether the attention layer ``module`` belongs to this model."""
         if self._has_modules:
             return module in self._modules
         return _kind_of(getattr(module, "config", None)) == _kind_of(self._config)
 
     def is_local(self, query: torch.Tensor, key: torch.Tensor) -> bool:
-        """Whether the tokens of a rank are whole sequences: a text that is being generated."""
+        """Whether the tokens of a rank are whole sequences, as in a text that is being generated."""
         return self._is_generating or query.shape[2] != key.shape[2]
 
     def take(self, model: torch.nn.Module) -> None:
-        """An engine has ``model`` now."""
+        """Called when an engine is made over ``model``."""
         self._model, self._has_modules = weakref.ref(model), True
         self._modules.update(model.modules())
         self._hook = model.register_forward_pre_hook(self._look, with_kwargs=True)
@@ -286,8 +292,9 @@ class Registration:
             model.__dict__["generate"] = generate_alone
 
     def _look(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hook before a forward. Raises ModelError where positions lack, and for labels that the model would shift
-        after the cut."""
+        """A hook before a forward. Raises ModelError where positions are missing, and for labels that the model would
+        shift after the cut.
+        """
         self.attention.has_mask_of_model = kwargs.get("attention_mask") is not None
         is_cut = not (self._is_generating or (self.attention.disable_in_eval and not model.training))
         if is_cut and kwargs.get("position_ids") is None and len(args) < 3:
@@ -306,7 +313,7 @@ class Registration:
             )
 
     def close(self) -> None:
-        """Give the model, and transformers where no other model needs it, their functions back."""
+        """Restore the functions of the model, and those of transformers if no other model needs the entry."""
         model = None if self._model is None else self._model()
         if self._hook is not None:
             self._hook.remove()
@@ -322,7 +329,7 @@ class Registration:
 
 
 class _Switch:
-    """An entry of transformers' table while models are registered for it."""
+    """An entry of transformers' table while models are registered for the entry."""
 
     def __init__(self, table: Any, core: str) -> None:
         self.registrations: list[Registration] = []
@@ -387,7 +394,7 @@ def _register(
     _check_layers(text, model)
     _check_core(core, getattr(config, "_attn_implementation", None), table)
     for each in [each for switch in _switches.values() for each in switch.registrations]:
-        # The same once more, before an engine has it: as a run that is repeated in a notebook.
+        # The same registration again, before an engine has taken it, as when a notebook's cell is run twice.
         if not each.is_taken and model is not None and each.fits(model):
             each.close()
     switch = _switches.get(core)
@@ -437,7 +444,7 @@ def _check_core(core: str, of_model: str | None, table: Any) -> None:
 
 
 def _check_layers(config: Any, model: torch.nn.Module | None) -> None:
-    """Raises ModelError for a model whose layers see more of a sequence than this rank has, outside of attention."""
+    """Raises ModelError for a model with layers that, outside attention, need more of a sequence than this rank has."""
     types = [str(kind) for kind in getattr(config, "layer_types", None) or ()]
     found = sorted({kind for kind in types if any(word in kind.lower() for word in _RECURRENT)})
     name = str(getattr(config, "model_type", "model"))
@@ -465,8 +472,8 @@ def _check_layers(config: Any, model: torch.nn.Module | None) -> None:
 
 
 def registration_of(model: torch.nn.Module, group: Any) -> Registration | None:
-    """Return the registration of a model that an engine is about to have; for a model of transformers without one, a
-    new one over ``group``, with the attention that it uses. None for other models."""
+    """Return the registration of a model over which an engine is about to be made. A model of transformers without one
+    gets a new registration over ``group``, with its own attention. None for other models."""
     waiting = [each for switch in _switches.values() for each in switch.registrations if not each.is_taken]
     found = next((each for each in reversed(waiting) if each.fits(model)), None)
     core = getattr(getattr(model, "config", None), "_attn_implementation", None)

@@ -1,7 +1,8 @@
-"""Attention over ranks in two directions: ranks of a row exchange tokens for heads, rows pass keys around a ring.
+"""Attention over ranks in two directions: ranks of a row exchange tokens for heads, and rows pass keys around a ring.
 
-A row may be a host, for example. Then the exchange of heads, which sends much data, stays off the slow links, and the
-ring sends during the computation. Rows of one rank are a plain ring. One row of all ranks is DeepSpeed-Ulysses.
+A row may be a host, for example. Then the exchange of heads, which sends much data, does not use the slow links between
+hosts, and the ring sends during the computation. With rows of one rank this is a plain ring. With one row of all ranks
+it is DeepSpeed-Ulysses.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ __all__ = ["HybridRanks", "hybrid_attention", "split_ranks"]
 
 
 class HybridRanks(NamedTuple):
-    """The ranks that share a sequence, seen from one rank."""
+    """The ranks that share a sequence, from the view of one rank."""
 
     inner: Collectives
-    """Collectives of its row: neighbours, which exchange heads."""
+    """Collectives of the rank's row: neighbours, which exchange heads."""
     ring: Collectives
-    """Collectives of the ranks at its place in all rows."""
+    """Collectives of the ranks with the same place in their rows."""
 
 
 def split_ranks(comm: Collectives, n_inner: int) -> HybridRanks:
-    """The ranks of ``comm`` in rows of ``n_inner`` neighbours. Collective.
+    """Arranges the ranks of ``comm`` in rows of ``n_inner`` neighbours. Collective.
 
     Raises ConfigError for rows that do not divide the ranks.
     """
@@ -67,10 +68,10 @@ def hybrid_attention(
     documents: Sequence[Sequence[int]] | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks; arguments and result as for ``ring_attention``.
+    """Attention of this rank's queries to the keys of all ranks. Arguments and result are as for ``ring_attention``.
 
-    cut: of all ranks, with the ranks of a row as ``n_inner``. Raises ConfigError, before anything is sent, also where a
-    row has more ranks than there are heads.
+    cut: the cut over all ranks, with the number of ranks of a row as ``n_inner``. Raises ConfigError, before anything
+    is sent, as ``ring_attention`` does, and where a row has more ranks than there are heads.
     """
     inner, ring = ranks
     if (cut.n_inner, cut.n_ranks) != (inner.world_size, inner.world_size * ring.world_size):

@@ -1,7 +1,7 @@
-"""``DistributedAttention``: any attention over sequences that are cut over ranks, under DeepSpeed's name and signature.
+"""``DistributedAttention``: any attention over sequences that are cut over ranks, with DeepSpeed's name and signature.
 
-Each rank gives the queries, keys and values of its tokens. They are exchanged for all tokens of some of the heads, the
-attention that was given computes these, and its outputs are exchanged back (``exchange.py``).
+Each rank passes the queries, keys and values of its tokens. They are exchanged so that each rank has all tokens of some
+of the heads. The given attention computes these heads, and its outputs are exchanged back (``exchange.py``).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ class DistributedAttention(torch.nn.Module):
 
     local_attention: called with query, key and value of all tokens and of this rank's heads, and with the other
     arguments of ``forward``; returns its output in the same layout. sequence_process_group: the ranks that share a
-    sequence, in the order of its parts; None: all. scatter_idx: dimension of the heads, 2. gather_idx: dimension of the
-    tokens, 0 or 1; the other one is the batch. sp_stream: a stream of the accelerator that carries the exchanges.
+    sequence, in the order of its parts; None: all ranks. scatter_idx: dimension of the heads, 2. gather_idx: dimension
+    of the tokens, 0 or 1; the other of these two is the batch. sp_stream: a stream of the accelerator for the
+    exchanges.
 
     Nothing is kept between two calls.
     """
@@ -53,7 +54,7 @@ class DistributedAttention(torch.nn.Module):
         self.scatter_idx, self.gather_idx, self.sp_stream = scatter_idx, gather_idx, sp_stream
 
     def layer_sync(self, layer: Any) -> None:
-        """Wait for ``layer.done_event``, where it has one and there is a stream of its own for exchanges."""
+        """Wait for ``layer.done_event``, if there is one and exchanges have a separate stream."""
         if self.sp_stream is not None and hasattr(layer, "done_event"):
             torch.get_device_module(self.sp_stream.device).current_stream().wait_event(layer.done_event)
 
@@ -69,11 +70,11 @@ class DistributedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Attention of this rank's tokens to the tokens of all ranks. Collective; all ranks give the same shapes.
 
-        query, key, value: [tokens, batch, heads, width], or with the first two exchanged; or of 3 dimensions, whose
-        last is heads times width, where ranks divide it. batch_dim_idx: 0 or 1; default: the dimension that
-        ``gather_idx`` leaves. rotary_pos_emb: (cosines, sines) [batch or 1, all tokens, 1, width], to turn queries and
-        keys after they have been gathered. Returns the outputs of this rank's tokens, of as many dimensions as
-        ``local_attention`` gives.
+        query, key, value: [tokens, batch, heads, width], or with tokens and batch exchanged. With 3 dimensions, the
+        last is heads times width, and ranks must divide it. batch_dim_idx: 0 or 1; default: the dimension that
+        ``gather_idx`` leaves. rotary_pos_emb: (cosines, sines) [batch or 1, all tokens, 1, width], for rotating queries
+        and keys after they have been gathered. Returns the outputs of this rank's tokens, with as many dimensions as
+        the output of ``local_attention``.
 
         Raises ConfigError for shapes and heads that no plan fits, before anything is sent.
         """
@@ -108,7 +109,7 @@ class DistributedAttention(torch.nn.Module):
 
     @contextmanager
     def _exchanging(self, tensor: torch.Tensor) -> Iterator[None]:
-        """On ``sp_stream``, between the work launched before and the work launched after."""
+        """The body runs on ``sp_stream``: after the work launched before it, and before the work launched after it."""
         if self.sp_stream is None or tensor.device.type == "cpu":
             yield
             return
@@ -120,12 +121,12 @@ class DistributedAttention(torch.nn.Module):
 
 
 def _tokens_first(tensor: torch.Tensor, batch_dim: int) -> torch.Tensor:
-    """[tokens, batch, ...] of a tensor whose batch is ``batch_dim``; and the way back."""
+    """Moves the batch from dimension ``batch_dim`` so that the result is [tokens, batch, ...]. Also its own inverse."""
     return tensor.transpose(0, 1) if batch_dim == 0 else tensor
 
 
 def _with_heads(tensor: torch.Tensor, n_ranks: int) -> torch.Tensor:
-    """Cut the last of 3 dimensions into as many heads as there are ranks."""
+    """Split the last of 3 dimensions into as many heads as there are ranks."""
     if tensor.dim() not in (3, 4) or (tensor.dim() == 3 and tensor.shape[2] % n_ranks):
         raise ConfigError(
             f"a tensor {tuple(tensor.shape)} cannot be cut over {n_ranks} ranks",
@@ -136,7 +137,9 @@ def _with_heads(tensor: torch.Tensor, n_ranks: int) -> torch.Tensor:
 
 
 def _rotate(tensor: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the first elements of each head, as many as ``cos`` has, in pairs half of these apart."""
+    """Rotate the first elements of each head, as many as ``cos`` has. The two elements of a pair lie half of these
+    apart.
+    """
     width = cos.shape[-1]
     turned, rest = tensor[..., :width], tensor[..., width:]
     low, high = turned.chunk(2, -1)
@@ -144,7 +147,7 @@ def _rotate(tensor: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 
 class _SeqAllToAll(torch.autograd.Function):
-    """One tensor whose dimension ``scatter_idx`` is cut over the ranks, while ``gather_idx`` is put together."""
+    """Cuts dimension ``scatter_idx`` of a tensor over the ranks, and gathers dimension ``gather_idx``."""
 
     @staticmethod
     def forward(
@@ -159,8 +162,10 @@ class _SeqAllToAll(torch.autograd.Function):
         type: Any = None,
         is_fwd: bool = True,
     ) -> torch.Tensor:
-        """Ranks that do not divide a dimension have parts that differ by one, the larger ones first. The arguments
-        after ``gather_idx`` are DeepSpeed's: the dimensions say it all, and exchanges end before this returns."""
+        """Parts of a dimension that ranks do not divide differ by one element, the larger parts first. The arguments
+        after ``gather_idx`` are DeepSpeed's and have no effect: the two dimensions suffice, and exchanges end before
+        this returns.
+        """
         comm = ranks_of(group)
         n_ranks = comm.world_size
         scattered = [len(part) for part in torch.arange(input.shape[scatter_idx]).tensor_split(n_ranks)]
@@ -184,7 +189,9 @@ def _exchange(
     scattered: list[int],
     gathered: list[int],
 ) -> torch.Tensor:
-    """Part i along ``scatter_dim`` goes to rank i; received parts lie one after another along ``gather_dim``."""
+    """Part i along ``scatter_dim`` goes to rank i. Received parts are joined along ``gather_dim``, in the order of
+    ranks.
+    """
     parts = [part.contiguous() for part in tensor.split(scattered, scatter_dim)]
     shapes = []
     for n in gathered:

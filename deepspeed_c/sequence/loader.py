@@ -1,7 +1,7 @@
-"""Batches of whole sequences -> this rank's parts of them: ``UlyssesSPDataLoaderAdapter``.
+"""Turns batches of whole sequences into this rank's parts of them: ``UlyssesSPDataLoaderAdapter``.
 
-Each rank of a group that shares sequences loads its own batches. All ranks together train on these batches one after
-another; each rank gets only its part of each batch.
+Each rank of a group that shares sequences loads its own batches. The ranks train on all of these batches, one after
+another. In each step all ranks work on one batch, and each rank gets only its part of it.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from deepspeed_c.sequence.plans import SequenceCut
 __all__ = ["UlyssesSPDataLoaderAdapter"]
 
 IGNORED = -100
-# Values for the tokens that fill up a length which the number of ranks does not divide.
+# Values for added tokens, if the number of ranks does not divide the length.
 _FILL = {"labels": IGNORED, "shift_labels": IGNORED}
 
 
 class UlyssesSPDataLoaderAdapter:
     """Gives this rank its part of each batch that a rank of ``sp_group`` loads with ``dl``.
 
-    A batch is a mapping. ``input_ids`` [batch, tokens] and ``labels`` (or ``shift_labels``) have to be in it;
-    ``position_ids`` are made where they are not. Tensors [batch, tokens, ...] of any rank and dtype are cut along their
-    tokens, the rest is given as it is. Labels are shifted before the cut, as ``shift_labels``, and ``labels`` taken
-    away. A length that ranks do not divide is filled up: with tokens 0 that are no labels, behind all others. The parts
+    A batch is a mapping. It has to contain ``input_ids`` [batch, tokens] and ``labels`` (or ``shift_labels``). If it
+    has no ``position_ids``, they are added. Tensors [batch, tokens, ...] of any rank and dtype are cut along their
+    tokens; other values are passed on unchanged. Labels are shifted before the cut and become ``shift_labels``;
+    ``labels`` are removed. If ranks do not divide the length, tokens 0 without labels are added at the end. The parts
     lie in host memory, in the order of the attention that the engine has chosen.
 
-    sp_rank, sp_world_size: as ``sp_group`` says. device: for the exchange, where the group's backend has no CPU. model:
-    the model that the batches are for, or its engine; it has to be said where models over ``sp_group`` want different
-    orders.
+    sp_rank, sp_world_size: must be those of ``sp_group``. device: for the exchange, if the group's backend does not
+    support the CPU. model: the model for which the batches are, or its engine. It must be given if models over
+    ``sp_group`` want different orders.
     """
 
     def __init__(
@@ -57,9 +57,10 @@ class UlyssesSPDataLoaderAdapter:
             )
         self.micro_batches: deque[dict[str, Any]] = deque()
         self.iter: Iterator[Any] | None = None
-        self._n_given = 0  # in this pass over dl
+        self._n_given = 0  # batches given in this pass over dl
         self._n_to_skip = 0
-        # accelerate's skip_first_batches looks at these: it skips among this adapter's batches, not among dl's.
+        # accelerate's skip_first_batches looks at these attributes, so that it skips among this adapter's batches, not
+        # among dl's.
         self.dataset = _Given(self)
         self.batch_size, self.batch_sampler, self.sampler, self.drop_last = None, None, None, False
         self.num_workers, self.collate_fn, self.pin_memory = 0, _as_it_is, False
@@ -73,7 +74,7 @@ class UlyssesSPDataLoaderAdapter:
         return len(self.dl) * self.sp_world_size
 
     def __iter__(self) -> UlyssesSPDataLoaderAdapter:
-        """Begin a pass over the data, at the place given to ``load_state_dict``."""
+        """Begin a pass over the data, at the position given to ``load_state_dict``."""
         self._begin()
         return self
 
@@ -97,19 +98,19 @@ class UlyssesSPDataLoaderAdapter:
         return self.micro_batches.popleft()
 
     def state_dict(self) -> dict[str, int]:
-        """How many batches this pass over the data has given."""
+        """The number of batches that this pass over the data has given."""
         return {"batches": self._n_given}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """The next pass begins behind as many."""
+        """Makes the next pass begin after the batches counted in ``state``."""
         self._n_to_skip, self.iter = state["batches"], None
 
     def refill(self) -> None:
-        """Load a batch on each rank, and get this rank's parts of all. Collective.
+        """Load a batch on each rank, and get this rank's parts of all these batches. Collective.
 
-        Raises StopIteration where the data ends, on all ranks; ModelError, on the ranks that have it, for a batch that
-        cannot be cut; StateError where nothing says which of several orders is meant; RankMismatchError, on all, where
-        batches or orders of the ranks do not fit one another.
+        Raises StopIteration, on all ranks, at the end of the data. Raises ModelError for a batch that cannot be cut, on
+        the ranks that have it. Raises StateError where several orders are possible and ``model`` is not given. Raises
+        RankMismatchError, on all ranks, where batches or orders of the ranks do not fit together.
         """
         batch, problem, order = None, None, None
         try:
@@ -132,7 +133,7 @@ class UlyssesSPDataLoaderAdapter:
         self.micro_batches.extend(self._exchange(batch, headers, order))
 
     def _prepare(self, batch: Any, order: TokenOrder) -> dict[str, Any]:
-        """Add positions and shifted labels to a batch, and fill it up to a length that ranks divide."""
+        """Add positions and shifted labels to a batch, and pad it to a length that the ranks divide."""
         if not isinstance(batch, Mapping) or not torch.is_tensor(batch.get("input_ids")):
             raise _unfit(f"the batch is a {type(batch).__name__} without input_ids", "use a collator that gives a dict")
         batch = {key: value.detach() if torch.is_tensor(value) else value for key, value in batch.items()}
@@ -199,7 +200,7 @@ class UlyssesSPDataLoaderAdapter:
     def _exchange(
         self, batch: dict[str, Any], headers: list[dict[str, Any]], order: TokenOrder
     ) -> Iterator[dict[str, Any]]:
-        """This rank's part of each rank's batch. One exchange, of bytes."""
+        """This rank's part of each rank's batch, from one exchange of bytes."""
         comm, n_ranks = self._comm, self.sp_world_size
         device = comm._number_device
         parts = [self._parts_for(batch, rank, order) for rank in range(n_ranks)]
@@ -227,7 +228,7 @@ class UlyssesSPDataLoaderAdapter:
 
 
 class _Given(torch.utils.data.IterableDataset):
-    """An adapter's batches, as a dataset."""
+    """The batches of an adapter, as a dataset."""
 
     def __init__(self, adapter: UlyssesSPDataLoaderAdapter) -> None:
         self._adapter = adapter
@@ -242,7 +243,7 @@ class _Given(torch.utils.data.IterableDataset):
 
 
 class _SentTensor:
-    """A tensor of a batch, as other ranks are told of it."""
+    """The description of a tensor of a batch that is sent to other ranks."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
@@ -277,7 +278,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fill_up(key: str, value: torch.Tensor, n_more: int) -> torch.Tensor:
-    """``n_more`` tokens behind the others: positions go on, so that no document begins."""
+    """``value`` with ``n_more`` tokens added at the end. Positions count on, so that no document begins there."""
     if key == "position_ids":
         last = value[:, -1:] if value.shape[1] else value.new_full((value.shape[0], 1), -1)
         return torch.cat([value, last + torch.arange(1, n_more + 1, device=value.device)], 1)

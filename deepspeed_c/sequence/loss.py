@@ -1,4 +1,6 @@
-"""Cross-entropy of long sequences: no rank ever has the logits of all tokens, or, in tiles, of all of its own."""
+"""Cross-entropy of long sequences. No rank ever has the logits of all tokens; in tiles, it has only some of its own
+tokens' logits.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,10 @@ def _check_targets(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int,
 
 
 class _RowLosses(torch.autograd.Function):
-    """-log softmax at the target of each row.
+    """-log softmax of each row's logits, at the row's target.
 
-    vocab: the ranks that the vocabulary is cut over; None: this rank has all of them.
-    is_spent: the backward may put the gradient in place of the logits.
+    vocab: the ranks that the vocabulary is cut over; None: this rank has the whole vocabulary. is_spent: the backward
+    may write the gradient into the memory of the logits.
     """
 
     @staticmethod
@@ -52,7 +54,7 @@ class _RowLosses(torch.autograd.Function):
     ) -> torch.Tensor:
         rank = 0 if vocab is None else vocab.rank
         is_counted = targets != ignore_index
-        # A target on a later rank lies past this rank's columns, a target on an earlier rank below 0.
+        # A target on a later rank has an index above this rank's columns, a target on an earlier rank an index below 0.
         here = torch.where(is_counted, targets - sum(sizes[:rank]), -1)
         rows = cross_entropy.rows(logits.contiguous(), here)
         parts = [rows] if vocab is None else vocab.all_gather_list(rows, label="cross-entropy")
@@ -87,8 +89,8 @@ def row_losses(
 ) -> torch.Tensor:
     """The loss of each row: float32 [n] (float64 of float64), 0 where the target is ``ignore_index``.
 
-    logits: [n, vocab_size]. targets: int64 [n]. is_spent: nobody reads the logits again, so that backward may put their
-    gradient in their place.
+    logits: [n, vocab_size]. targets: int64 [n]. is_spent: the logits are not read again, so the backward may write
+    their gradient into their memory.
     """
     return _RowLosses.apply(logits, targets, ignore_index, label_smoothing, is_spent, None, [logits.shape[-1]])
 
@@ -106,15 +108,15 @@ def tiled_cross_entropy(
     is_spent: bool | None = None,
     losses: RowLosses | None = None,
 ) -> torch.Tensor:
-    """The cross-entropy of ``head(hidden)``, whose logits exist one tile at a time: float32, one number.
+    """The cross-entropy of ``head(hidden)`` as one number, float32. Its logits exist for one tile at a time.
 
-    head: gives the logits of some rows. is_spent: its own backward does not read them, so that their gradient may be
-    put in their place; None: if it is a ``Linear``. hidden: [..., width].
+    head: maps some rows of hidden to their logits. is_spent: the backward of ``head`` does not read the logits, so
+    their gradient may be written into their memory; None: true if ``head`` is a ``Linear``. hidden: [..., width].
     targets: int64 [...]. weights: the parameters of ``head``, which ZeRO stage 3 gathers once for all tiles. n_counted:
-    the divisor of the sum; None: the number of targets that are not ``ignore_index``, at least 1. losses: gives the
-    loss of each row, where ``head`` gives logits of a part of the vocabulary; no label is smoothed then.
+    the divisor of the sum; None: the number of targets that are not ``ignore_index``, at least 1. losses: a function
+    for the loss of each row, if ``head`` returns the logits of a part of the vocabulary; labels are not smoothed then.
 
-    Raises ModelError for shapes that do not fit, IndexError for a target outside of the vocabulary.
+    Raises ModelError for shapes that do not fit, IndexError for a target outside the vocabulary.
     """
     is_spent = type(head) is torch.nn.Linear if is_spent is None else is_spent
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
@@ -145,7 +147,9 @@ def tiled_cross_entropy(
 
 
 def _gather_rows(part: torch.Tensor, sizes: list[int], comm: Collectives, label: str) -> torch.Tensor:
-    """All ranks' ``part``, of ``sizes`` rows each, one after the other. Not in the graph."""
+    """The ``part`` of all ranks, one after the other. Rank i's part has ``sizes[i]`` rows. The result is not in the
+    graph.
+    """
     if comm.world_size == 1:
         return part.clone()
     padded = F.pad(part, [0] * (2 * part.dim() - 1) + [max(sizes) - part.shape[0]]).contiguous()
@@ -154,8 +158,8 @@ def _gather_rows(part: torch.Tensor, sizes: list[int], comm: Collectives, label:
 
 
 class _GatherLosses(torch.autograd.Function):
-    """Every rank's losses on each rank. The same number is made of them everywhere, so each rank's part of the gradient
-    is its own.
+    """Gathers the losses of all ranks on each rank. Every rank computes the same number from them, so a rank's gradient
+    is its own part of the result's gradient.
     """
 
     @staticmethod
@@ -172,9 +176,10 @@ class _GatherLosses(torch.autograd.Function):
 def gathered_losses(
     compute: Callable[[], torch.Tensor], shape: tuple[int, int], comm: Collectives, where: str
 ) -> torch.Tensor:
-    """Gather the losses that ``compute`` returns on each rank, [tokens, batch] = ``shape``: [all tokens, batch].
+    """Gather the losses that ``compute`` returns on each rank. shape: [tokens, batch] on this rank. Returns [all
+    tokens, batch].
 
-    An error on one rank raises on all of them.
+    An error on one rank raises on all ranks.
     """
     problem: Exception | None = None
     losses = None
@@ -209,18 +214,20 @@ def vocab_sequence_parallel_cross_entropy(
     vocab_group: Any = None,
     ignore_index: int = IGNORED,
 ) -> torch.Tensor:
-    """The loss of every token of a sequence that is cut over ranks: [all tokens, batch], the same on all of them.
+    """The loss of every token of a sequence that is cut over ranks: [all tokens, batch], the same on all ranks.
 
-    vocab_seq_parallel_logits: [tokens of this rank, batch, vocab_size]; ranks may differ in tokens. target:
-    int64 [tokens of this rank, batch]. Losses are float32 (float64 of float64), 0 where the target is ``ignore_index``.
-    sp_group: the ranks that the tokens are cut over. vocab_group: the ranks that the vocabulary is cut over, in their
-    order; None: each rank has all logits of its tokens. No rank ever has more logits than it gives.
+    vocab_seq_parallel_logits: [tokens of this rank, batch, vocab_size]; the number of tokens may differ between ranks.
+    target: int64 [tokens of this rank, batch]. Losses are float32 (float64 of float64), 0 where the target is
+    ``ignore_index``. sp_group: the ranks that the tokens are cut over. vocab_group: the ranks that the vocabulary is
+    cut over, in the order of the cut; None: each rank has all logits of its tokens. No rank ever holds more logits than
+    it passes.
 
-    Each rank's backward has the gradient of its own tokens: every rank must compute the same loss from the result. The
-    graph may be gone through again (``retain_graph``).
+    Each rank's backward computes the gradient of its own tokens, so every rank must compute the same loss from the
+    result. The backward may run several times (``retain_graph``).
 
-    Raises ModelError for shapes and IndexError for targets that do not fit, RankMismatchError on the other ranks, or
-    where batches differ: on all ranks, before losses are exchanged. Collective.
+    Collective. Raises ModelError for shapes and IndexError for targets that do not fit, and RankMismatchError on the
+    other ranks. Raises RankMismatchError on all ranks where batches differ. All errors come before losses are
+    exchanged.
     """
     where = "vocab_sequence_parallel_cross_entropy"
     comm = Collectives(sp_group)

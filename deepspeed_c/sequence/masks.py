@@ -1,5 +1,6 @@
-"""Masks over whole sequences that ranks hold parts of: tokens that may attend to each other, found by one exchange a
-forward."""
+"""Masks over whole sequences of which ranks hold parts: they say which tokens may attend to each other. One exchange a
+forward gathers their data.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +18,11 @@ __all__ = ["WholeSequences", "check_order", "valid_tokens"]
 class WholeSequences:
     """Positions and padding of the tokens of all ranks. The constructor is a collective.
 
-    positions: int [batch, tokens of this rank]; a position that does not follow the one before begins a new document,
-    unless the model was given a mask of its own. valid: bool of the same shape, False for padding; None: all are
-    tokens.
+    positions: int [batch, tokens of this rank]. A position that is not one above the previous position begins a new
+    document, unless the model was given a mask. valid: bool of the same shape, False for padding; None: no padding.
 
-    Raises RankMismatchError on all ranks where their shapes differ: a gather of these would wait for bytes that nobody
-    sends."""
+    Raises RankMismatchError on all ranks where the shapes differ between ranks. With other shapes a gather would wait
+    for bytes that no rank sends."""
 
     def __init__(
         self, comm: Collectives, positions: torch.Tensor, valid: torch.Tensor | None, *, has_mask: bool
@@ -40,14 +40,14 @@ class WholeSequences:
         """[batch, all tokens], False for padding; None where there is none."""
         steps = self.positions.diff(dim=1) != 1
         self.documents: torch.Tensor | None = None
-        """[batch, all tokens]: the number of each token's document; None where each row is one."""
+        """[batch, all tokens]: the number of each token's document; None where each row is one document."""
         if self.valid is None and not bool((whole & 2).any()) and bool(steps.any()):
             self.documents = torch.nn.functional.pad(steps.cumsum(1), (1, 0))
         self._masks: dict[tuple[bool, int | None], torch.Tensor | None] = {}
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of a whole sequence."""
+        """Number of tokens of a whole sequence."""
         return self.positions.shape[1]
 
     def needs_mask(self, *, is_causal: bool, window: int | None) -> bool:
@@ -56,8 +56,9 @@ class WholeSequences:
         return self.valid is not None or self.documents is not None or is_narrow
 
     def mask(self, *, is_causal: bool, window: int | None) -> torch.Tensor | None:
-        """bool [batch, 1, all tokens, all tokens], True where the first attends to the second; None where causality
-        says it all. window: a token attends to this many tokens before it, itself among them."""
+        """bool [batch, 1, all tokens, all tokens], True where the first token attends to the second; None where
+        causality alone decides. window: a token attends to so many tokens up to and including itself.
+        """
         if not self.needs_mask(is_causal=is_causal, window=window):
             return None
         key = is_causal, window
@@ -80,7 +81,7 @@ class WholeSequences:
 
 
 def _check_shapes(comm: Collectives, batch: int, n_local: int) -> None:
-    # In each forward: a rank with an unchanged shape cannot know that another rank's has changed.
+    # This runs in each forward: a rank whose shape is unchanged cannot know that another rank's shape has changed.
     shapes = [divmod(both, 1 << 32) for both in comm.gather_numbers((batch << 32) + n_local, label="shapes of batches")]
     other = next((i for i, shape in enumerate(shapes) if shape != shapes[0]), None)
     if other is not None:
@@ -94,8 +95,9 @@ def _check_shapes(comm: Collectives, batch: int, n_local: int) -> None:
 
 
 def check_order(whole: WholeSequences, order: str, n_inner: int, where: str) -> None:
-    """Raises ModelError where the ranks' tokens do not follow one another in ``order``, the attention's, and do in
-    another one: a batch that was cut for another model."""
+    """Raises ModelError where the ranks' tokens are not consecutive in ``order``, the order of the attention, but are
+    consecutive in another order. The batch was then cut for another model.
+    """
     n_ranks = len(whole.tokens)
     mine = SequenceCut(whole.n_tokens, n_ranks, order, n_inner)
     if _follow(whole, mine):
@@ -111,7 +113,7 @@ def check_order(whole: WholeSequences, order: str, n_inner: int, where: str) -> 
 
 
 def _follow(whole: WholeSequences, cut: SequenceCut) -> bool:
-    """Whether positions in the order of ``cut`` count on, or begin again at 0."""
+    """Whether positions, in the order of ``cut``, are consecutive or begin again at 0."""
     if cut.tokens != whole.tokens:
         return False
     positions = cut.join(whole.positions.split(whole.tokens, 1), dim=1)
@@ -119,10 +121,10 @@ def _follow(whole: WholeSequences, cut: SequenceCut) -> bool:
 
 
 def valid_tokens(mask: Any, batch: int, n_local: int) -> torch.Tensor | None:
-    """Find the tokens of a rank that are no padding, by the mask that transformers has made for them alone: such a
-    token attends to itself. bool [batch, n_local]; None where there is no mask.
+    """Find the tokens of a rank that are not padding, from the mask that transformers has made for this rank's tokens
+    alone: a token that is not padding attends to itself. bool [batch, n_local]; None where there is no mask.
 
-    Raises ModelError for a mask of a shape that is not understood.
+    Raises ModelError for a mask with an unknown shape.
     """
     if mask is None:
         return None

@@ -1,8 +1,8 @@
-"""Groups of ranks that share a sequence, under the names of ``deepspeed.runtime.sequence_parallel.parallel_state_sp``:
-an mpu as a module.
+"""Groups of ranks that share a sequence, with the names of ``deepspeed.runtime.sequence_parallel.parallel_state_sp``.
+The module can be used as an mpu.
 
-Ranks that share a sequence are neighbours. Each process group of all ranks has one arrangement, which ends with the
-group.
+Ranks that share a sequence are neighbours. Each default process group has one division into such groups, which ends
+with the default group.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _arranged: weakref.WeakKeyDictionary[dist.ProcessGroup, Mesh] = weakref.WeakKeyD
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
-    """Let ``sequence_parallel_size`` neighbouring ranks share each sequence. May be said again for another model.
+    """Let ``sequence_parallel_size`` neighbouring ranks share each sequence. The call may be repeated for another
+    model.
 
-    Collective. Raises ConfigError for a number that does not divide the ranks, and StateError where another one has
-    been said before."""
+    Collective. Raises ConfigError for a number that does not divide the ranks, and StateError if an earlier call gave
+    another number."""
     require_initialized("initialize_sequence_parallel")
     n_ranks, world = sequence_parallel_size, dist.get_world_size()
     if n_ranks < 2 or world % n_ranks:
@@ -71,12 +72,12 @@ def _mesh() -> Mesh:
 
 
 def get_sequence_parallel_group() -> dist.ProcessGroup:
-    """The ranks that share this one's sequences, in the order of their parts."""
+    """The ranks that share this rank's sequences, in the order of their parts."""
     return _mesh().process_group(SP)
 
 
 def get_sequence_data_parallel_group() -> dist.ProcessGroup:
-    """The ranks that train the same parameters: all of the job."""
+    """The ranks that train the same parameters: all ranks of the job."""
     return _mesh().process_group(*TOKENS)
 
 
@@ -96,7 +97,7 @@ def get_sequence_data_parallel_rank() -> int:
     return _mesh().index(*TOKENS)
 
 
-# Programs ask for "model parallel" ranks to avoid writing, or logging, the same twice.
+# Programs use the rank among "model parallel" ranks to write or log only once.
 get_model_parallel_rank = get_sequence_parallel_rank
 get_model_parallel_world_size = get_sequence_parallel_world_size
 get_model_parallel_group = get_sequence_parallel_group

@@ -1,5 +1,5 @@
-"""Plans of a sequence as text and as pictures: the tokens of each rank, the hop that computes each part of the
-attention, and the work and traffic of each rank.
+"""Plans of a sequence as text and as pictures: the tokens of each rank, the hop at which each part of the attention is
+computed, and the work and traffic of each rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SIDE, _MARGIN, _BAR_HEIGHT = 320, 60, 22
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """Attention of one sequence over ranks, ready to be shown."""
+    """The attention of one sequence over ranks, in a form that can be shown."""
 
     attention: str
     """``ring``, ``ulysses`` or ``hybrid``."""
@@ -37,13 +37,13 @@ class SequencePlan:
     n_heads: int
     n_key_heads: int
     width: int
-    """Elements of a head."""
+    """Number of elements of a head."""
     is_causal: bool = True
     window: int = 0
 
     @cached_property
     def ring(self) -> RingPlan:
-        """The plan of the ring: each row of ranks together holds one part."""
+        """The plan of the ring, in which each row of ranks holds one part."""
         return plan_ring(self.cut.parts(), is_causal=self.is_causal, window=self.window)
 
     def heads(self, rank: int) -> HeadPlan:
@@ -51,11 +51,11 @@ class SequencePlan:
         return plan_heads(self.n_heads, self.n_key_heads, self.cut.n_inner, rank % self.cut.n_inner)
 
     def pairs(self, rank: int) -> int:
-        """Pairs of a query and a key that ``rank`` computes, each for all of its heads."""
+        """Number of pairs of a query and a key that ``rank`` computes for each of its heads."""
         return self.ring.work[rank // self.cut.n_inner]
 
     def work(self, rank: int) -> int:
-        """Products of one query head and one key head."""
+        """Number of products of one query with one key, over all heads of ``rank``."""
         return self.pairs(rank) * self.heads(rank).n_queries
 
     def sent_bytes(self, rank: int) -> tuple[int, int]:
@@ -74,7 +74,7 @@ class SequencePlan:
 
 
 def as_text(plan: SequencePlan) -> str:
-    """The plan for a terminal."""
+    """The plan as text for a terminal."""
     cut = plan.cut
     lines = [
         _title(plan),
@@ -91,7 +91,7 @@ def as_text(plan: SequencePlan) -> str:
 
 
 def as_json(plan: SequencePlan) -> dict[str, object]:
-    """The plan as plain data: one entry a rank."""
+    """The plan as plain data, with one entry for each rank."""
     return {
         "attention": plan.attention,
         "order": plan.cut.order,
@@ -113,7 +113,8 @@ def as_json(plan: SequencePlan) -> dict[str, object]:
 
 
 def as_svg(plan: SequencePlan) -> str:
-    """The plan as a picture: a bar of tokens by rank, and queries (down) times keys (across) by hop."""
+    """The plan as a picture: bars with the tokens of each rank, and a grid of queries (down) and keys (across) by hop.
+    """
     cut, n_hops = plan.cut, plan.cut.n_parts
     below = _MARGIN + _BAR_HEIGHT + 40
     width, height = _SIDE + 2 * _MARGIN + 140, below + _SIDE + 40
@@ -173,7 +174,7 @@ def _digit(number: int) -> str:
 
 
 def _samples(n_tokens: int, n_cells: int) -> list[int]:
-    """A token in the middle of each cell; all tokens where there are fewer."""
+    """The token in the middle of each cell. All tokens, if there are fewer tokens than cells."""
     n = min(n_tokens, n_cells)
     return [(2 * i + 1) * n_tokens // (2 * n) for i in range(n)]
 
@@ -191,7 +192,7 @@ def _local(cut: SequenceCut, rank: int, place: int) -> int | None:
 
 
 def _grid(plan: SequencePlan, n_cells: int = _CELLS) -> list[list[int | None]]:
-    """The hop that computes each cell's middle; None where nothing is."""
+    """The hop that computes the token pair in the middle of each cell; None if no hop computes it."""
     cut = plan.ring.cut
     places = [(place, _owner(cut, place)) for place in _samples(cut.n_tokens, n_cells)]
     spots = [(owner, _local(cut, owner, place)) for place, owner in places]
@@ -205,7 +206,7 @@ def _grid(plan: SequencePlan, n_cells: int = _CELLS) -> list[list[int | None]]:
 
 
 def _is_computed(ring: RingPlan, rank: int, i: int | None, source: int, j: int | None) -> bool:
-    """Whether a block of the plan has token i of ``rank`` and key j of ``source``."""
+    """Whether a block of the plan contains query i of ``rank`` and key j of ``source``."""
     if i is None or j is None:
         return False
     for block in ring.blocks(rank, source):
@@ -223,7 +224,7 @@ def _is_computed(ring: RingPlan, rank: int, i: int | None, source: int, j: int |
 
 
 def _stretches(row: Sequence[int | None]) -> list[tuple[int, int, int]]:
-    """Return (begin, end, hop) for runs of equal neighbours; cells that are not computed are left out."""
+    """Return (begin, end, hop) for runs of cells with the same hop. Cells that are not computed are left out."""
     found: list[tuple[int, int, int]] = []
     for i, hop in enumerate(row):
         if hop is None:
@@ -243,7 +244,7 @@ def _rect(x: float, y: float, width: float, height: float, colour: int, *, line:
 
 
 def _hops(plan: SequencePlan, rank: int) -> list[str]:
-    """A rank's work on the keys of each hop: ``skip``, or its blocks (``2 whole, 1 masked``)."""
+    """The work of ``rank`` on the keys of each hop: ``skip``, or its blocks (``2 whole, 1 masked``)."""
     row, n = rank // plan.cut.n_inner, plan.cut.n_parts
     said = []
     for hop in range(n):

@@ -1,4 +1,4 @@
-"""Plans of csrc/seq for the tokens and heads of each rank, and tensors that are cut by them."""
+"""Plans of csrc/seq for the tokens and heads of each rank, and the cutting of tensors according to these plans."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ORDERS = {"contiguous": _C.SEQ_CONTIGUOUS, "zigzag": _C.SEQ_ZIGZAG, "documents":
 
 
 class TokenRun(NamedTuple):
-    """Tokens that lie together in the whole sequence and in the rank's own."""
+    """Tokens that are consecutive both in the whole sequence and among the rank's tokens."""
 
     local_begin: int
     """The first token, counted in the rank's tokens."""
@@ -33,19 +33,23 @@ class TokenRun(NamedTuple):
 class SequenceCut:
     """The distribution of one sequence over ranks. Every rank computes the same result, without communication.
 
-    Raises ConfigError for numbers that do not fit one another.
+    Raises ConfigError for numbers that do not fit together.
     """
 
     n_tokens: int
-    """Tokens of the whole sequence; may be 0, and fewer than ranks."""
+    """Number of tokens of the whole sequence. It may be 0, and below the number of ranks."""
     n_ranks: int
-    """Ranks that share the sequence."""
+    """Number of ranks that share the sequence."""
     order: str = "zigzag"
-    """``contiguous``, ``zigzag`` (the same causal work for all ranks) or ``documents`` (none of them is cut)."""
+    """``contiguous``, ``zigzag`` (the same causal work for all ranks) or ``documents`` (no document is cut)."""
     n_inner: int = 1
-    """Ranks of a row that exchange heads and have one part of the sequence together; 1 where each rank is a part."""
+    """Number of ranks of a row. Ranks of a row exchange heads and share one part of the sequence; 1: each rank has a
+    part.
+    """
     document_ends: tuple[int, ...] = ()
-    """For a packed sequence: the token after each document, increasing; the last is n_tokens. () is one document."""
+    """For a packed sequence: the index after each document's last token, increasing; the last is n_tokens. (): one
+    document.
+    """
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
@@ -54,11 +58,11 @@ class SequenceCut:
 
     @property
     def n_parts(self) -> int:
-        """Parts of the sequence that travel around a ring: one a row of ranks."""
+        """Number of parts of the sequence that go around a ring: one for each row of ranks."""
         return self.n_ranks // self.n_inner
 
     def runs(self, rank: int) -> tuple[TokenRun, ...]:
-        """The runs of ``rank``, in increasing order in the sequence and on the rank; () where it has nothing."""
+        """The runs of ``rank``, increasing both in the sequence and on the rank; () if the rank has no tokens."""
         try:
             found = _C.seq_runs(
                 self.n_tokens,
@@ -74,25 +78,25 @@ class SequenceCut:
         return tuple(TokenRun(*run) for run in found)
 
     def local_tokens(self, rank: int) -> int:
-        """How many tokens ``rank`` has."""
+        """Number of tokens of ``rank``."""
         return sum(run.n_tokens for run in self.runs(rank))
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
-        """How many tokens each rank has."""
+        """Number of tokens of each rank."""
         return tuple(self.local_tokens(rank) for rank in range(self.n_ranks))
 
     def parts(self) -> SequenceCut:
-        """The same cut with a row of ranks as one: rank i of it has the tokens of all ranks of row i."""
+        """The cut in which each row of ranks counts as one rank: its rank i has the tokens of all ranks of row i."""
         return SequenceCut(self.n_tokens, self.n_parts, self.order, 1, self.document_ends)
 
     def positions(self, rank: int, *, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int64 [local tokens]: the place of each of ``rank``'s tokens in the whole sequence."""
+        """int64 [local tokens]: the position of each of ``rank``'s tokens in the whole sequence."""
         runs = [torch.arange(run.begin, run.begin + run.n_tokens, device=device) for run in self.runs(rank)]
         return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device=device)
 
     def document_positions(self, rank: int, *, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int64 [local tokens]: the place of each token in its document, as position_ids of packed sequences are."""
+        """int64 [local tokens]: the position of each token in its document, as in position_ids of packed sequences."""
         places = self.positions(rank, device=device)
         if not self.document_ends:
             return places
@@ -101,7 +105,7 @@ class SequenceCut:
         return places - begins[torch.bucketize(places, ends, right=True)]
 
     def take(self, whole: torch.Tensor, rank: int, dim: int = -1) -> torch.Tensor:
-        """``rank``'s tokens of ``whole``, whose ``dim`` has n_tokens, as a new tensor."""
+        """``rank``'s tokens of ``whole``, as a new tensor. Dimension ``dim`` of ``whole`` has n_tokens elements."""
         if whole.shape[dim] != self.n_tokens:
             raise ConfigError(
                 f"dimension {dim} of {tuple(whole.shape)} has {whole.shape[dim]} tokens, the cut is of {self.n_tokens}",
@@ -114,7 +118,8 @@ class SequenceCut:
         return torch.cat([whole.narrow(dim, run.begin, run.n_tokens) for run in runs], dim)
 
     def join(self, parts: Sequence[torch.Tensor], dim: int = -1) -> torch.Tensor:
-        """Join each rank's part, in the order of ranks, to the whole sequence: the way back from ``take``."""
+        """Join the parts of all ranks, in the order of ranks, to the whole sequence. This is the inverse of ``take``.
+        """
         sizes = tuple(part.shape[dim] for part in parts)
         if sizes != self.tokens:
             raise ConfigError(
@@ -145,37 +150,37 @@ class SequenceCut:
 
 
 class HeadPlan(NamedTuple):
-    """The heads that one rank computes of all tokens, where ranks exchange tokens for heads."""
+    """The heads of all tokens that one rank computes, where ranks exchange tokens for heads."""
 
     query_begin: int
     query_end: int
-    """Query heads [query_begin, query_end) of all."""
+    """The rank's query heads: [query_begin, query_end) of all query heads."""
     key_begin: int
     key_end: int
-    """Key and value heads [key_begin, key_end) of all that travel to the rank."""
+    """Key and value heads that are sent to the rank: [key_begin, key_end) of all key heads."""
     group: int
-    """As many queries, one after another, attend to one key head on this rank."""
+    """Number of consecutive query heads on this rank that attend to one key head."""
     keys: tuple[int, ...]
-    """For each group the index of its key head in the heads that travelled."""
+    """For each such group of query heads: the index of its key head among the key heads that are sent to the rank."""
 
     @property
     def n_queries(self) -> int:
-        """Query heads of the rank, at least 1."""
+        """Number of the rank's query heads, at least 1."""
         return self.query_end - self.query_begin
 
     @property
     def n_keys(self) -> int:
-        """Key heads that travel to the rank, at least 1."""
+        """Number of key heads that are sent to the rank, at least 1."""
         return self.key_end - self.key_begin
 
     @property
     def repeats_keys(self) -> bool:
-        """Whether attention needs ``keys`` of the key heads that travelled, and not just all of them."""
+        """Whether attention needs the key heads as selected by ``keys``, and not just all of them in order."""
         return self.keys != tuple(range(self.n_keys))
 
 
 def plan_heads(n_heads: int, n_key_heads: int, n_ranks: int, rank: int) -> HeadPlan:
-    """The heads of ``rank``: query heads as evenly as they go, with the key heads that they attend to.
+    """The heads of ``rank``: query heads, divided as evenly as possible, and the key heads that they attend to.
 
     Raises ConfigError where a rank would have no query head, and where the key heads do not divide the query heads.
     """
@@ -191,23 +196,25 @@ def plan_heads(n_heads: int, n_key_heads: int, n_ranks: int, rank: int) -> HeadP
 
 
 class ExchangePlan(NamedTuple):
-    """Elements that one rank exchanges with each other, itself included, for one sequence. Lists by rank."""
+    """Elements that one rank exchanges with each rank, including itself, for one sequence. The index of each list is a
+    rank.
+    """
 
     sent: list[int]
-    """Queries, keys and values of this rank's tokens, for the heads of each."""
+    """Sent: queries, keys and values of this rank's tokens, for the heads of each rank."""
     received: list[int]
-    """Queries, keys and values of this rank's heads, of the tokens of each."""
+    """Received: queries, keys and values of this rank's heads, for the tokens of each rank."""
     returned: list[int]
-    """Outputs of this rank's heads, for the tokens of each."""
+    """Sent back: outputs of this rank's heads, for the tokens of each rank."""
     got: list[int]
-    """Outputs for this rank's tokens, of the heads of each."""
+    """Received back: outputs for this rank's tokens, of the heads of each rank."""
 
 
 def plan_exchange(
     n_heads: int, n_key_heads: int, tokens: Sequence[int], rank: int, *, query_width: int, value_width: int
 ) -> ExchangePlan:
-    """Plan the exchange of ``rank``. tokens: each rank's number of tokens. query_width: elements of a query or key head
-    of one token.
+    """Plan the exchange of ``rank``. tokens: number of tokens of each rank. query_width: number of elements of a query
+    or key head for one token.
 
     Raises ConfigError as ``plan_heads`` does, and where a number does not fit 64 bits.
     """

@@ -1,9 +1,9 @@
-"""Attention of one sequence that is cut over ranks: keys and values travel around a ring during the computation.
+"""Attention of one sequence that is cut over ranks. Keys and values go around a ring during the computation.
 
-Each rank keeps its queries. At every hop it computes its queries' attention to the keys that it holds, while those keys
-go on to the next rank and others come in; the parts become one by their log-sum-exp (arXiv 2310.01889). In the backward
-keys and values travel once more, and their gradients follow them one hop behind, then go home in one message.
-``plan_ring`` gives the work of each rank, the skipped hops and the traffic beforehand.
+Each rank keeps its queries. At every hop it computes its queries' attention to the keys that it holds. Meanwhile it
+sends these keys to the next rank and receives others. The results are merged by their log-sum-exp (arXiv 2310.01889).
+In the backward keys and values go around once more. Their gradients follow them one hop behind, and then return to
+their own rank in one message. ``plan_ring`` gives the work of each rank, the skipped hops and the traffic beforehand.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ def ring_attention(
 ) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks: [batch, heads, tokens, value width], q's dtype.
 
-    q: [batch, heads, tokens, width]; k: [batch, key heads, tokens, width]; v: [batch, key heads, tokens, value width]:
-    this rank's part of the sequences by ``cut``, positions applied. Key heads divide heads. float64, float32, bfloat16,
-    float16; parts are merged in float32 at least. comm: the ranks of the ring, as many as in the cut.
+    q: [batch, heads, tokens, width]; k: [batch, key heads, tokens, width]; v: [batch, key heads, tokens, value width].
+    They are this rank's part of the sequences by ``cut``, with positions applied. The number of key heads divides the
+    number of heads. float64, float32, bfloat16 or float16; results of hops are merged in float32 at least. comm: the
+    ranks of the ring, as many as in the cut.
 
-    window: a query sees keys fewer than so many tokens away; 0: at any distance. scale: of the scores, by default
-    width^-0.5. documents: for each sequence of the batch the ends of its documents, where they differ; by default the
-    cut's documents. sinks: [heads], a logit a head that takes part in every softmax and adds nothing.
+    window: a query sees keys at a distance below this number of tokens; 0: at any distance. scale: factor of the
+    scores, by default width^-0.5. documents: the ends of the documents, for each sequence of the batch, if sequences
+    differ; by default the cut's documents. sinks: [heads], for each head a logit that takes part in every softmax and
+    adds nothing to the output.
 
     Every rank of the ring calls this, and its backward, in the same order. Raises ConfigError, before anything is sent,
     for shapes that do not fit the cut and one another.
@@ -59,21 +61,21 @@ def ring_attention(
     )
     value_width = v.shape[-1]
     width = max(q.shape[-1], value_width)
-    # Torch's kernel wants one width; zeros add nothing to a score.
+    # Torch's kernel requires one width for all three; zeros add nothing to a score.
     q, k, v = (x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     out = _Ring.apply(q, k, v, sinks, call)
     return out if value_width == width else out[..., :value_width]
 
 
 class _Rows(NamedTuple):
-    """Sequences of the batch whose documents are the same."""
+    """Sequences of the batch that have the same documents."""
 
     rows: slice
     plan: RingPlan
 
 
 class _RingCall:
-    """State of one call of attention besides its tensors: the ranks, the plans, the scale."""
+    """State of one call of attention except its tensors: the ranks, the plans, the scale."""
 
     def __init__(self, comm: Collectives, rows: list[_Rows], scale: float) -> None:
         self.comm, self.rows, self.scale = comm, rows, scale
@@ -90,8 +92,8 @@ class _RingCall:
         """Yield (hop, rank whose keys these are, keys and values) for every hop, while the next hop's keys are under
         way.
 
-        own: [2, batch, key heads, tokens, width] of this rank, contiguous. A yielded tensor is overwritten two hops
-        later. None where the keys have not travelled so far.
+        own: [2, batch, key heads, tokens, width], this rank's keys and values, contiguous. A yielded tensor is
+        overwritten two hops later. It is None if the keys do not go as far as this rank.
         """
         comm, n, last = self.comm, self.comm.world_size, max(self.travel)
         shapes = [(*own.shape[:3], tokens, own.shape[4]) for tokens in self.tokens]
@@ -111,10 +113,12 @@ class _RingCall:
 
 
 class _Gradients:
-    """Sums of gradients of keys and values, which follow these around the ring and then go home."""
+    """Sums of gradients of keys and values. They follow the keys and values around the ring, and then return to their
+    rank.
+    """
 
     def __init__(self, call: _RingCall, home: Tensor) -> None:
-        """home: gradient of this rank's own keys and values, contiguous; the sums are added to it."""
+        """home: gradient of this rank's own keys and values, contiguous. The returned sums are added to it."""
         self._call, self._home = call, home
         self._empty = home.new_empty(0)
         self._onward, self._so_far = Work.done(), self._empty
@@ -122,9 +126,10 @@ class _Gradients:
         self._returned = self._empty
 
     def pass_on(self, hop: int, part: int, sums: Tensor | None) -> None:
-        """Add the sums of the ranks before this one for ``part`` to ``sums``, and send them on, or home.
+        """Add the sums of the previous ranks for ``part`` to ``sums``. Send the result to the next rank, or to the
+        part's own rank.
 
-        hop: at least 1. sums: of this rank; None where the part has not travelled so far.
+        hop: at least 1. sums: this rank's sums; None if the part does not go as far as this rank.
         """
         comm, travel = self._call.comm, self._call.travel
         self._onward.wait()
@@ -145,7 +150,7 @@ class _Gradients:
             self._returned = received if is_back else self._returned
 
     def finish(self) -> None:
-        """Add the gradients that have come home."""
+        """Add the gradients that have returned to this rank."""
         for work in self._homeward:
             work.wait()
         if self._returned.numel():
@@ -238,10 +243,11 @@ class _Heads(NamedTuple):
 
 
 def _in_two(n_heads: int, n_keys: int) -> tuple[_Heads, _Heads]:
-    """Split heads into a part whose own keys come first in a backward, and a part whose own keys come last.
+    """Split heads into two parts. In a backward, one part treats this rank's own keys first, the other treats them
+    last.
 
-    The first are computed while the keys of the first hop come in, the last while gradients of the last hop go home,
-    which in 16 bits are twice as many bytes.
+    The first part is computed while the keys of the first hop come in, the last part while the gradients of the last
+    hop return. In 16 bits these gradients are twice as many bytes as the keys.
     """
     group = n_heads // n_keys
     if n_keys == 1:
@@ -260,7 +266,7 @@ def _keys(tensor: Tensor, rows: slice, block: Block) -> Tensor:
 
 
 def _mask(block: Block, plan: RingPlan, q: Tensor) -> dict[str, Any]:
-    """Arguments of ``block_attention`` that say which keys a block's queries see."""
+    """Arguments for ``block_attention`` that say which keys each query of a block sees."""
     if block.kind != BAND:
         return {"is_causal": block.kind == CAUSAL}
     queries = torch.arange(block.query_begin, block.query_end, device=q.device) - block.query_begin + block.shift

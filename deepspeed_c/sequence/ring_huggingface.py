@@ -1,4 +1,4 @@
-"""Models of transformers whose keys travel around a ring: any number of ranks, for any number of heads."""
+"""Models of transformers whose keys go around a ring of ranks. Any number of ranks works, for any number of heads."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ _UNKNOWN = ("softcap", "head_mask", "dropout")
 
 
 class RingSPAttentionHF(UlyssesSPAttentionHF):
-    """An attention function of transformers whose keys and values travel around a ring of ranks; or of rows of ranks,
-    which exchange heads.
+    """An attention function of transformers whose keys and values go around a ring of ranks. The ring may consist of
+    rows of ranks; ranks of a row exchange heads.
 
-    Each rank has the tokens that ``SequenceCut(tokens, ranks, order, n_inner)`` gives it. Documents are told apart by
-    positions that begin again at 0; padding, of either side, is a document of its own. The core attention that the
-    model was made with is used where the tokens of a rank are whole sequences: in generation, and in evaluation on
-    request.
+    Each rank has the tokens that ``SequenceCut(tokens, ranks, order, n_inner)`` gives it. Documents are recognised by
+    positions that begin again at 0; padding, on either side, is a separate document. Where the tokens of a rank are
+    whole sequences, the model's original core attention is used: in generation, and in evaluation on request.
     """
 
     order: ClassVar[str] = "zigzag"
     """Order of the batches: ``zigzag`` or ``contiguous``."""
     n_inner: ClassVar[int] = 1
-    """Ranks of a row; a subclass with another number is a hybrid."""
+    """Number of ranks of a row. A subclass with a number above 1 is a hybrid."""
 
     def __init__(self, attn: Any, batch_size: int, attn_head_count: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(attn, batch_size, attn_head_count, *args, **kwargs)
@@ -49,8 +48,8 @@ class RingSPAttentionHF(UlyssesSPAttentionHF):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As ``UlyssesSPAttentionHF.forward``. ModelError also for dropout and capped scores, and for positions that do
-        not follow one another in ``order``.
+        """As ``UlyssesSPAttentionHF.forward``. Also raises ModelError for dropout, for capped scores, and for positions
+        that are not consecutive in ``order``.
         """
         if self.disable_in_eval and not module.training:
             return self.attn(module, query, key, value, attention_mask, *args, **kwargs)
@@ -84,8 +83,8 @@ class RingSPAttentionHF(UlyssesSPAttentionHF):
         )
         out = out.permute(0, 2, 1, 3).contiguous()
         if whole.valid is not None:
-            # A query of padding in front attends to nothing, and its output is 0; the output of padding behind is never
-            # read.
+            # A query of padding at the front attends to nothing, and its output is 0. The output of padding at the end
+            # is never read.
             mine = whole.valid.split(whole.tokens, 1)[self.sp_rank]
             out = out.masked_fill(~mine[:, :, None, None], 0.0)
         return out, None
@@ -94,10 +93,12 @@ class RingSPAttentionHF(UlyssesSPAttentionHF):
         check_order(whole, self.order, self.n_inner, type(module).__name__)
 
     def _heads_fit(self, n_heads: int, n_key_heads: int) -> None:
-        """A ring requires nothing of heads; the exchange in a row checks them."""
+        """Checks nothing, because a ring works with any heads. The exchange within a row checks them."""
 
     def _lay_out(self, module: torch.nn.Module, whole: WholeSequences) -> tuple[SequenceCut, list[tuple[int, ...]]]:
-        """How the sequences of a forward lie over ranks, and where their documents end; found once a forward."""
+        """The cut of a forward's sequences over ranks, and the ends of their documents. They are computed once a
+        forward.
+        """
         if self._layout is not None and self._layout[0] is whole:
             return self._layout[1:]
         cut = SequenceCut(whole.n_tokens, self.world_size, self.order, self.n_inner)

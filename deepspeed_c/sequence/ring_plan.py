@@ -1,4 +1,4 @@
-"""Work of each rank of a ring at each hop, the distance that each part of the keys travels, and the traffic."""
+"""The work of each rank of a ring at each hop, the number of hops of each part of the keys, and the traffic."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["BAND", "CAUSAL", "WHOLE", "Block", "RingPlan", "plan_ring"]
 
 WHOLE, CAUSAL, BAND = _C.SEQ_WHOLE, _C.SEQ_CAUSAL, _C.SEQ_BAND
 
-# A mask of its own has at most so many rows: with a window of w it then has TILE * (TILE + w) elements.
+# A mask that is stored has at most so many rows. With a window of w it then has TILE * (TILE + w) elements.
 TILE = 1024
 
 
 class Block(NamedTuple):
-    """Queries of a rank and keys of another, or its own, that are multiplied: ranges of each rank's tokens."""
+    """Queries of one rank that are multiplied with keys of the same or another rank: ranges of each rank's tokens."""
 
     kind: int
     """WHOLE: each query sees each key. CAUSAL: query i sees keys 0 to i. BAND: by distance, i + shift - j."""
@@ -29,20 +29,20 @@ class Block(NamedTuple):
     key_begin: int
     key_end: int
     shift: int
-    """The first query's place less the first key's, in the whole sequence."""
+    """The first query's position minus the first key's position, in the whole sequence."""
     n_pairs: int
-    """Pairs of a query and a key that it sees."""
+    """Number of pairs of a query and a key that the query sees."""
 
 
 @dataclass(frozen=True)
 class RingPlan:
-    """Attention of one sequence around a ring: keys and values travel from rank r to rank r + 1 at each hop."""
+    """Attention of one sequence around a ring. At each hop keys and values go from rank r to rank r + 1."""
 
     cut: SequenceCut
-    """A cut with one rank a part."""
+    """A cut in which each part belongs to one rank."""
     is_causal: bool
     window: int
-    """Queries see keys that are fewer than so many tokens away; 0: at any distance."""
+    """Queries see keys at a distance below this number of tokens; 0: at any distance."""
 
     @cached_property
     def _runs(self) -> tuple:
@@ -65,12 +65,12 @@ class RingPlan:
 
     @cached_property
     def work(self) -> tuple[int, ...]:
-        """Pairs of a query and a key that it sees, by rank."""
+        """Number of pairs of a query and a key that the query sees, by rank."""
         return tuple(sum(block.n_pairs for blocks in of_rank for block in blocks) for of_rank in self._blocks)
 
     @cached_property
     def travel(self) -> tuple[int, ...]:
-        """How many hops the keys of each rank travel: to the last that needs them."""
+        """Number of hops of each rank's keys, up to the last rank that needs them."""
         n = self.cut.n_ranks
         return tuple(max(hop for hop in range(n) if hop == 0 or self._blocks[(s + hop) % n][s]) for s in range(n))
 
@@ -83,16 +83,16 @@ class RingTraffic(NamedTuple):
     """Elements that one rank sends."""
 
     keys: int
-    """Keys and values, in the forward; as many again in the backward, where they travel once more."""
+    """Keys and values in the forward. The backward sends the same number again."""
     grads: int
-    """Their gradients, in the backward: float32 (float64 where the model is)."""
+    """Gradients of keys and values in the backward, in float32 (float64 if the model is in float64)."""
 
 
 def traffic(travel: Sequence[int], tokens: Sequence[int], rank: int, elems_per_token: int) -> RingTraffic:
-    """Elements that ``rank`` sends if part s, of ``tokens[s]``, travels ``travel[s]`` hops.
+    """Elements that ``rank`` sends, if part s of ``tokens[s]`` tokens makes ``travel[s]`` hops.
 
-    At hop h rank r has part r - h. It sends the keys on if the part goes further, and its gradients in any case but at
-    home: on, or back to their rank in one message.
+    At hop h rank r has part r - h. It sends the keys on if the part goes further. It sends the gradients in any case,
+    except at their own rank: on with the part, or back to their own rank in one message.
     """
     n = len(tokens)
     parts = [((rank - hop) % n, hop) for hop in range(n)]

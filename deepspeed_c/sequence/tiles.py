@@ -1,10 +1,10 @@
-"""Parts of a model that treat every token by itself, run over some tokens at a time: only one tile's activations exist.
+"""Runs parts of a model that treat every token by itself in tiles, so that only one tile's activations exist at a time.
 
-A tiled part is one node of the graph. It keeps its input for the backward, which runs each tile again. Tiles that end
-in a loss run their backward at once, in the forward. Gradients of weights are summed over the tiles and handed to
-autograd once. So hooks of weights fire once, and a scaled loss scales the gradients as well. Under ZeRO stage 3 the
+A tiled part is one node of the graph. It keeps its input for the backward, which runs each tile again. If tiles end in
+a loss, their backward runs at once, in the forward. Gradients of weights are summed over the tiles and given to
+autograd once. So hooks of weights are called once, and a scaled loss scales the gradients, too. Under ZeRO stage 3 the
 weights are gathered once a pass and stay gathered for all tiles. The weights are found in the graph of the first tile,
-and the graph of every other tile has to have the same.
+and the graph of every other tile has to contain the same weights.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _REDUCTIONS = (None, "mean", "sum")
 
 
 def tile_lengths(n_rows: int, n_tiles: int) -> list[int]:
-    """How many rows each tile has: equal numbers, the last one fewer; never an empty tile, so that fewer rows than
-    tiles make fewer tiles. No rows are one tile of none.
+    """Number of rows of each tile. Tiles have equal numbers, except the last, which may have fewer. No tile is empty,
+    so there are fewer tiles if there are fewer rows than tiles. Without rows there is one empty tile.
 
     Raises ConfigError where ``n_tiles`` is no positive whole number.
     """
@@ -56,8 +56,8 @@ def tile_lengths(n_rows: int, n_tiles: int) -> list[int]:
 
 @contextmanager
 def _uncached_casts() -> Iterator[None]:
-    """Autocast keeps the 16-bit copy of a weight for the next use. A copy made without gradients would be used in code
-    that differentiates.
+    """Switches off autocast's cache, which keeps the 16-bit copy of a weight for the next use. Otherwise a copy made
+    without gradients would be used by code that differentiates.
     """
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -68,13 +68,17 @@ def _uncached_casts() -> Iterator[None]:
 
 
 def _keep_values(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Keep a tensor that a tile saves: within the tile, regardless of outer hooks for saved tensors."""
+    """Keep a tensor that a tile saves. This hook is used within the tile, so that outer hooks for saved tensors are
+    not.
+    """
     return tensor.detach(), tensor._version
 
 
 @contextmanager
 def _differentiating(sums: _TileSums | None = None) -> Iterator[None]:
-    """Run a tile whose graph does not outlive it. sums: its gradients are added to this, if it has a backward."""
+    """Run a tile whose graph is freed at its end. sums: if the tile has a backward, its gradients are added to
+    ``sums``.
+    """
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(saved_tensors_hooks(_keep_values, give_back))
@@ -85,7 +89,7 @@ def _differentiating(sums: _TileSums | None = None) -> Iterator[None]:
 
 @contextmanager
 def _silenced(weights: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Hooks on weights see the sum of all tiles, from autograd, and not one tile's part of it."""
+    """Switches off hooks on weights. They see the sum of all tiles, from autograd, and not the gradient of one tile."""
     found = [weight._backward_hooks for weight in weights if weight._backward_hooks]
     contents = [dict(hooks) for hooks in found]
     for hooks in found:
@@ -100,8 +104,8 @@ def _silenced(weights: Sequence[torch.Tensor]) -> Iterator[None]:
 def _leaves_of(output: torch.Tensor, inputs: Sequence[torch.Tensor], first_node: int, where: str) -> list[torch.Tensor]:
     """Find the tensors that require a gradient at the ends of one tile's graph, besides ``inputs``.
 
-    first_node: the number of the first node that the tile can have made. Raises ModelError if the graph goes on into
-    the model's: the gradient of a tensor from there would be lost.
+    first_node: the number of the first node that the tile can have made. Raises ModelError if the tile's graph is
+    connected to the model's graph: the gradient of a tensor there would be lost.
     """
     if output.grad_fn is None:
         return []
@@ -129,11 +133,12 @@ def _leaves_of(output: torch.Tensor, inputs: Sequence[torch.Tensor], first_node:
 
 
 class _TileSum:
-    """A gradient that tiles add to: in float32 where it is of 16 bits, as one product over all rows would do."""
+    """A gradient that tiles add to. Gradients of 16 bits are summed in float32, as in a single product over all rows.
+    """
 
     def __init__(self) -> None:
         self.total: torch.Tensor | None = None
-        self._is_own = False  # False: ``total`` came from autograd, which may share or expand it: add out of place
+        self._is_own = False  # False: ``total`` came from autograd, which may share or expand it, so add out of place
 
     def add(self, part: torch.Tensor | None) -> None:
         if part is None:
@@ -158,7 +163,7 @@ class _TileSum:
 
 
 class _AddingLinear(torch.autograd.Function):
-    """A linear layer whose backward adds to the weight's gradient so far, in the product itself."""
+    """A linear layer whose backward adds to the sum of the weight's gradient within the matrix product itself."""
 
     @staticmethod
     def forward(
@@ -180,7 +185,9 @@ class _AddingLinear(torch.autograd.Function):
 
 
 class _AddsProducts(TorchFunctionMode):
-    """Within, linear layers add to ``sums``: the product of one tile is neither allocated nor read again."""
+    """Within this mode, linear layers add to ``sums`` directly. The product of one tile is neither allocated nor read
+    again.
+    """
 
     def __init__(self, sums: _TileSums) -> None:
         super().__init__()
@@ -189,10 +196,10 @@ class _AddsProducts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.linear and not kwargs and torch.is_grad_enabled():
             x, weight, bias = (*args, None)[:3]
-            # A checkpoint within the tile, which numbers saved tensors, runs it again without this.
+            # A checkpoint within the tile counts saved tensors, and runs the layer again without this mode.
             is_direct = hooks_around()[0] is _keep_values
-            # Inputs that autocast casts, and 16 bits, which are summed in float32, go autograd's way; so do subclasses,
-            # and weights that are no parameters.
+            # Some cases use autograd's own way: inputs that autocast casts; 16-bit weights, whose sums are in float32;
+            # subclasses of tensors; and weights that are no parameters.
             is_wide = x.dtype is weight.dtype and weight.dtype in (torch.float32, torch.float64)
             is_plain = type(weight) is torch.nn.Parameter and type(x) is torch.Tensor and type(bias) in _BIASES
             is_whole = weight.requires_grad and x.dim() > 1
@@ -205,10 +212,10 @@ _BIASES = (torch.Tensor, torch.nn.Parameter, type(None))
 
 
 class _TileSums:
-    """Gradients of one tiled part, tile by tile.
+    """Gradients of one tiled part, added up tile by tile.
 
-    tensors: the inputs of the part; the first ``n_cut`` are cut along ``dim``. Each tensor that requires a gradient
-    gets one.
+    tensors: the inputs of the part; the first ``n_cut`` of them are cut along ``dim``. Each tensor that requires a
+    gradient gets a gradient.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], n_cut: int, dim: int) -> None:
@@ -226,13 +233,13 @@ class _TileSums:
         weights: Sequence[torch.Tensor],
         grad: torch.Tensor,
     ) -> None:
-        """Run the backward of the tile of ``rows`` (begin, number)."""
+        """Run the backward of the tile with these ``rows`` (begin, number)."""
         if not output.requires_grad:
             return
         ends = [*(inputs[i] for i in self._wanted), *weights]
         with _silenced(weights):
             found = list(torch.autograd.grad(output, ends, grad.to(output.dtype), allow_unused=True))
-        found.reverse()  # so that each part is let go once it has been added
+        found.reverse()  # so that ``pop`` frees each part when it has been added
         for i in self._wanted:
             part = found.pop()
             if i >= self._n_cut:
@@ -243,7 +250,7 @@ class _TileSums:
             self._weights.setdefault(id(weight), _TileSum()).add(found.pop())
 
     def add_product(self, weight_id: int, grad: torch.Tensor, x: torch.Tensor) -> None:
-        """Add the gradient of a weight [out, in] by rows of ``grad`` [n, out] and ``x`` [n, in]."""
+        """Add the gradient of a weight [out, in], computed from rows of ``grad`` [n, out] and ``x`` [n, in]."""
         self._weights.setdefault(weight_id, _TileSum()).add_product(grad, x)
 
     def of_tensor(self, i: int) -> torch.Tensor | None:
@@ -261,8 +268,8 @@ class _Tiled:
 
     function: (tiles of ``cut``, ``passed``) -> one tensor.
     cut: tensors that are cut along ``dim`` into ``lengths``. passed: tensors that each tile gets whole.
-    joined: the dimension for concatenating outputs; None: they are stacked.
-    weights: known tensors that the function reads; more are found in the graph of the first tile.
+    joined: the dimension along which outputs are concatenated; None: outputs are stacked.
+    weights: tensors known to be read by the function; more are found in the graph of the first tile.
     """
 
     def __init__(
@@ -309,7 +316,7 @@ class _Tiled:
     def _run_tile(
         self, tensors: Sequence[torch.Tensor], i: int, sums: _TileSums | None = None
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """Tile ``i`` in a graph of its own: (output, its tensors, leaves of the graph besides them)."""
+        """Run tile ``i`` in a separate graph. Returns (output, tensors of the tile, other leaves of the graph)."""
         inputs = []
         for j, tensor in enumerate(tensors):
             part = tensor.narrow(self.dim, *self._rows(i)) if j < self.n_cut else tensor
@@ -390,7 +397,7 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx: Any, call: _Tiled, *tensors: torch.Tensor) -> torch.Tensor:
         own = tensors[: call.n_tensors]
         ctx.call = call, [tensor.requires_grad for tensor in own], [tensor.dtype for tensor in tensors]
-        # Not the weights: the function reads them where they are then.
+        # Weights are not saved: in the backward the function reads them where they are at that time.
         ctx.save_for_backward(*own)
         return call.forward(own)
 
@@ -404,12 +411,14 @@ class _Recomputed(torch.autograd.Function):
 
 
 def _is_input(value: Any) -> bool:
-    """Whether a tile gets ``value`` from outside; parameters are read where they are."""
+    """Whether a tile gets ``value`` from outside. Parameters do not count, because they are read in place."""
     return torch.is_tensor(value) and not isinstance(value, torch.nn.Parameter)
 
 
 def _weights_of(compute_params: Iterable[torch.Tensor] | None, owner: Any) -> list[torch.Tensor]:
-    """Tensors that a tiled part is said to read; by default the parameters of its module."""
+    """Tensors that a tiled part reads, as given by ``compute_params``; by default the parameters of ``owner``, its
+    module.
+    """
     if compute_params is not None:
         return list(compute_params)
     return list(owner.parameters()) if isinstance(owner, torch.nn.Module) else []
@@ -422,10 +431,10 @@ def in_tiles(
     lengths: Sequence[int],
     where: str,
 ) -> torch.Tensor:
-    """Run ``function(cut, weights)``, which returns a row for each row of ``cut``, in tiles of ``lengths`` rows, and
-    again in the backward.
+    """Run ``function(cut, weights)`` in tiles of ``lengths`` rows, and again in the backward. The function returns a
+    row for each row of ``cut``.
 
-    weights: parameters, which it reads where they are then, or other tensors. where: names the caller in errors.
+    weights: parameters, which the function reads in place, or other tensors. where: names the caller in errors.
     """
     passed = {name: each for name, each in weights.items() if _is_input(each)}
     rest = {name: each for name, each in weights.items() if name not in passed}
@@ -448,14 +457,15 @@ class TiledMLP:
         shards: int,
         compute_params: Iterable[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """``fn(self, x)``, run over ``shards`` tiles of the last dimension but one, and again in the backward.
+        """``fn(self, x)``, run in ``shards`` tiles of the last dimension but one, and again in the backward.
 
         x: [..., tokens, width]. compute_params: weights that ``fn`` reads, which ZeRO stage 3 gathers once for all
-        tiles; None: the parameters of ``self``. Other weights that the first tile reads are found.
+        tiles; None: the parameters of ``self``. Other weights are found if the first tile reads them.
 
-        Raises ConfigError for a number of tiles below 1, ModelError for inputs of one dimension, for outputs with
-        other numbers of tokens, and where ``fn`` reads a tensor of the model's graph besides ``x``; from the backward
-        RecomputeError where a later tile reads a weight that nobody named and the first did not.
+        Raises ConfigError for a number of tiles below 1. Raises ModelError for inputs of one dimension, for outputs
+        with another number of tokens, and where ``fn`` reads a tensor of the model's graph besides ``x``. The backward
+        raises RecomputeError where a later tile reads a weight that is not in ``compute_params`` and that the first
+        tile did not read.
         """
         if x.dim() < 2:
             raise ModelError(
@@ -485,16 +495,17 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: str | None = "mean",
 ) -> torch.Tensor:
-    """``fn(**kwargs_to_shard, **kwargs_to_pass)`` in tiles along dimension 1, and again in the backward.
+    """``fn(**kwargs_to_shard, **kwargs_to_pass)``, run in tiles along dimension 1, and again in the backward.
 
-    kwargs_to_shard: tensors [batch, seqlen, ...], or None. kwargs_to_pass: anything; tensors among them get their
-    gradients too. grad_requiring_tensor_key: one of the names; every tensor that requires a gradient gets one.
-    output_unshard_dimension: for concatenating outputs; 0: ``fn`` gives one number a tile.
-    output_reduction: None gives the outputs, "sum" their sum, "mean" their mean: one number a tile counts by the
-    tile's targets (elements other than -100 in the cut tensor of whole numbers whose name has "label" or "target" in
-    it; without one by its tokens).
+    kwargs_to_shard: tensors [batch, seqlen, ...], or None. kwargs_to_pass: any values; tensors among them get
+    gradients, too. grad_requiring_tensor_key: one of the names. It has no effect: every tensor that requires a gradient
+    gets one. output_unshard_dimension: the dimension along which outputs are concatenated; 0: ``fn`` returns one number
+    for each tile. output_reduction: None returns the outputs, "sum" their sum, "mean" their mean. In a mean of one
+    number for each tile, a tile's weight is its number of targets: elements other than -100 in the cut tensor of whole
+    numbers whose name contains "label" or "target". Without such a tensor it is the number of tokens.
 
-    Raises as ``TiledMLP`` does, and ConfigError for unknown names and reductions, and lengths that are not ``seqlen``.
+    Raises as ``TiledMLP`` does. Also raises ConfigError for unknown names and reductions, and for lengths other than
+    ``seqlen``.
     """
     return SequenceTiledCompute.apply(
         fn,
@@ -512,7 +523,7 @@ def sequence_tiled_compute(
 
 
 class SequenceTiledCompute:
-    """Any function of some tokens, in tiles."""
+    """Runs any function of some tokens in tiles."""
 
     @staticmethod
     def apply(
@@ -579,7 +590,7 @@ class SequenceTiledCompute:
 
 
 def _counts_of(cut: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
-    """How many tokens of each tile count: float64 [tiles]."""
+    """Number of counted tokens of each tile: float64 [tiles]."""
     for key, value in cut.items():
         is_whole = not value.is_floating_point() and value.dtype is not torch.bool
         if is_whole and any(word in key.lower() for word in ("label", "target")):
@@ -588,8 +599,9 @@ def _counts_of(cut: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> torch
 
 
 def _weighted_mean(outputs: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The mean of one number per tile. A tile without counted tokens is left out, even if its number is not finite (a
-    mean of nothing)."""
+    """The weighted mean of one number for each tile. A tile without counted tokens is left out, even if its number is
+    not finite (a mean of nothing).
+    """
     shares = (counts / counts.sum().clamp(min=1)).to(outputs.dtype)
     shares = shares.view(-1, *[1] * (outputs.dim() - 1))
     return torch.where(shares > 0, outputs * shares, 0.0).sum()
@@ -611,11 +623,11 @@ class TiledFusedLogitsLoss:
     ) -> torch.Tensor:
         """The loss that ``fn(self, x, y)`` gives, or ``fn(self, x, y, mask)`` where there is a mask.
 
-        Each tile has its backward in the forward, so logits are computed once; the backward only scales the gradients.
-        x: [batch, tokens, ...], y: [batch, tokens, ...], mask: [batch, tokens] or None. ``fn`` gets them with the two
-        first dimensions put together, and gives one number: the mean over a tile's tokens that count, if
-        ``output_reduction`` is "mean", or their sum, if it is "sum". A token counts if its target is not -100 (of whole
-        numbers) and its mask, if there is one, is not 0. Where none counts the mean is 0, and so are its gradients.
+        The backward of each tile runs in the forward, so logits are computed once; the backward only scales gradients.
+        x: [batch, tokens, ...], y: [batch, tokens, ...], mask: [batch, tokens] or None. ``fn`` gets them with the first
+        two dimensions merged, and returns one number: with ``output_reduction`` "mean" the mean over the tile's counted
+        tokens, with "sum" their sum. A token counts if its target is not -100 (for targets of whole numbers) and its
+        mask, if there is one, is not 0. If no token counts, the mean and its gradients are 0.
         compute_params: weights that ``fn`` reads, which ZeRO stage 3 gathers once for all tiles.
 
         Raises ConfigError for another reduction, ModelError for shapes that do not fit.
@@ -644,7 +656,7 @@ class TiledFusedLogitsLoss:
 
 
 def _counted_tokens(targets: torch.Tensor, mask: torch.Tensor | None, lengths: Sequence[int]) -> list[int]:
-    """How many of each tile's targets count."""
+    """Number of counted targets of each tile."""
     counted = torch.ones_like(targets, dtype=torch.bool)
     if not targets.is_floating_point():
         counted = targets != IGNORED
@@ -661,11 +673,11 @@ def loss_in_tiles(
     weights: Iterable[torch.Tensor],
     where: str,
 ) -> torch.Tensor:
-    """One number, of tiles that have their backward in the forward.
+    """One number for tiles whose backward runs in the forward.
 
-    function: tiles of ``cut`` -> one number. cut: tensors whose rows are cut into ``lengths``. counts: number of
-    counted items in each tile, if ``function`` returns means over them; None where it gives sums. weights: the tensors
-    that it reads, as far as known. where: names the caller in errors.
+    function: maps tiles of ``cut`` to one number. cut: tensors whose rows are cut into ``lengths``. counts: number of
+    counted items in each tile, if ``function`` returns means over them; None if it returns sums. weights: the tensors
+    that ``function`` reads, as far as known. where: names the caller in errors.
     """
     return _LossInTiles(function, cut, lengths, counts, weights, where).run()
 
@@ -712,7 +724,8 @@ class _LossInTiles:
                     found = {id(leaf): leaf for leaf in leaves if id(leaf) not in weights}
                     weights.update(found)
                     holds.enter_context(held_whole(found.values()))
-                    # Gradient of the sum, not of the mean: 16-bit gradients are scaled once, at the end.
+                    # The gradient of the sum, not of the mean, so that 16-bit gradients are scaled only once, at the
+                    # end.
                     sums.add(rows, output, inputs, list(weights.values()), torch.full_like(output, n))
                 del output
         if loss is None:
@@ -727,7 +740,7 @@ class _LossInTiles:
 
 
 class _Finished(torch.autograd.Function):
-    """A loss whose gradients are known."""
+    """A loss whose gradients are computed already."""
 
     @staticmethod
     def forward(

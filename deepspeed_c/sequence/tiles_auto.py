@@ -1,10 +1,11 @@
-"""A model's MLPs and loss in tiles, without a change in its code: ``"sequence_parallel": {"tiles": "auto"}``.
+"""Runs the MLPs and the loss of a model in tiles, without a change in its code: ``"sequence_parallel": {"tiles":
+"auto"}``.
 
-MLPs are found by the name of their class and by their contents: nothing but layers that treat each token by itself.
-Transformers' causal models have their loss computed in tiles where they train with labels: the layer that would give
-the logits gives something that stands for them, and the loss takes the layer's input instead. For any other use the
-logits are computed. Where tensor-parallel ranks hold the model together, each computes its columns of logits; MLPs stay
-whole there, since their layers send.
+MLPs are found by the name of their class and by their contents: all their layers treat each token by itself.
+Transformers' causal models compute their loss in tiles when they train with labels. Then the layer for the logits
+returns a placeholder, and the loss takes the layer's input instead. Any other use of the placeholder computes the
+logits. Where tensor-parallel ranks hold the model together, each rank computes its columns of the logits. MLPs run
+whole there, because their layers call collectives.
 """
 
 from __future__ import annotations
@@ -36,22 +37,24 @@ _OF_ONE_TOKEN = ("Norm", "Dropout", "Identity")
 
 
 def tiles_of_mlp(n_tokens: int, width: int) -> int:
-    """Number of tiles so that a tile has at least as many tokens as the model is wide: products stay square, and
-    activations between the layers take as much memory as a weight.
+    """Number of tiles with which a tile has at least as many tokens as the model is wide. Then products stay square,
+    and activations between the layers take as much memory as a weight.
     """
     return max(1, math.ceil(n_tokens / max(1, width)))
 
 
 def tiles_of_loss(n_tokens: int, vocab_size: int) -> int:
-    """Number of tiles so that a tile's logits have at most ``LOGITS_ELEMS`` elements."""
+    """Number of tiles with which a tile's logits have at most ``LOGITS_ELEMS`` elements."""
     return max(1, math.ceil(n_tokens * vocab_size / LOGITS_ELEMS))
 
 
 def tile_model(model: torch.nn.Module, n_tensor_ranks: int = 1) -> TiledModel:
     """Let ``model`` run its MLPs, and its loss, in tiles until ``close`` is called on the result.
-    n_tensor_ranks: tensor-parallel ranks that hold it together; with several of them, only its loss runs in tiles.
+    n_tensor_ranks: tensor-parallel ranks that hold the model together; with several of them, only its loss runs in
+    tiles.
 
-    Raises ModelError where it has neither of them, and where ranks share it and its loss is no cut one.
+    Raises ModelError where the model has neither MLPs nor such a loss. If several ranks hold the model together, also
+    raises it where the loss is not cut over them.
     """
     tiled = TiledModel(model, has_mlps=n_tensor_ranks == 1)
     if n_tensor_ranks > 1 and not tiled.has_loss:
@@ -107,13 +110,13 @@ class TiledModel:
         self._undo.append(model.register_forward_hook(loss.after, always_call=True).remove)
 
     def close(self) -> None:
-        """The model is as it was."""
+        """Restores the model."""
         while self._undo:
             self._undo.pop()()
 
 
 def _is_mlp(module: torch.nn.Module) -> bool:
-    """Whether it has an MLP's name, takes one tensor, and each of its layers treats every token by itself."""
+    """Whether ``module`` has an MLP's name, takes one tensor, and has only layers that treat every token by itself."""
     if not type(module).__name__.endswith(_NAMES):
         return False
     leaves = [each for each in module.modules() if not isinstance(each, _CONTAINERS) and not any(each.children())]
@@ -124,7 +127,7 @@ def _is_mlp(module: torch.nn.Module) -> bool:
         has_state = any(True for _ in (*leaf.parameters(), *leaf.buffers()))
         if has_state and not name.endswith((*_LAYERS, "Norm")) or "BatchNorm" in name:
             return False
-        # A layer without weights and state is taken for an activation if its module's path says so.
+        # A layer without weights and state counts as an activation if the path of its Python module says so.
         is_activation = ".activation" in type(leaf).__module__ or ".activations" in type(leaf).__module__
         if not has_state and not is_activation and not any(word in name for word in (*_LAYERS, *_OF_ONE_TOKEN)):
             return False
@@ -146,10 +149,11 @@ def _forward_in_tiles(module: torch.nn.Module, forward: Callable, *args: Any, **
 
 
 def _causal_model(model: torch.nn.Module, *, is_cut: bool) -> torch.nn.Module | None:
-    """The module whose loss is transformers' causal one, on the logits of a layer of its own. is_cut: its vocabulary
-    are cut over ranks."""
+    """The module that computes transformers' causal loss on the logits of one of its own layers. is_cut: whether its
+    vocabulary is cut over ranks.
+    """
     for module in model.modules():
-        # By class: peft's wrappers hand attributes of their models through.
+        # The class is asked, because peft's wrappers pass attributes of their models on.
         if not all(hasattr(type(module), name) for name in ("get_output_embeddings", "loss_function")):
             continue
         is_causal = getattr(module.loss_function, "__name__", "") == "ForCausalLMLoss" and not is_cut
@@ -173,7 +177,7 @@ class _TiledCausalLoss:
         self._is_armed = False
 
     def before(self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """A model that trains with labels does not compute its logits."""
+        """A hook before the forward. A model that trains with labels does not compute its logits."""
         given = inspect.signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments
         has_labels = any(given.get(name, kwargs.get(name)) is not None for name in ("labels", "shift_labels"))
         self._is_armed = model.training and has_labels and torch.is_grad_enabled()
@@ -194,7 +198,9 @@ class _TiledCausalLoss:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """labels [..., tokens]: token t predicts label t + 1; shift_labels: token t predicts label t."""
+        """labels [..., tokens]: the logits of token t predict label t + 1. shift_labels: the logits of token t predict
+        label t.
+        """
         if type(logits) is not PromisedLogits or logits.is_computed:
             return self._usual(
                 logits=logits,
@@ -222,16 +228,18 @@ class _TiledCausalLoss:
 
 
 class PromisedLogits(torch.Tensor):
-    """Logits [..., vocab_size] that nobody has computed. Any use but a look at shape, dtype or device computes them."""
+    """Logits [..., vocab_size] that are not computed yet. Any use computes them, except a look at shape, dtype or
+    device.
+    """
 
-    # Set by ``of`` on each; a tensor's own constructor takes no such arguments.
+    # ``of`` sets these attributes on each instance, because a tensor's constructor takes no such arguments.
     hidden: torch.Tensor
     project: Callable[[torch.Tensor], torch.Tensor]
     computed: torch.Tensor | None
 
     @classmethod
     def of(cls, hidden: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], vocab_size: int) -> PromisedLogits:
-        """A promise of ``project(hidden)``: logits of a vocabulary of ``vocab_size``."""
+        """Placeholder for ``project(hidden)``: logits of a vocabulary of ``vocab_size``."""
         made = torch.Tensor._make_wrapper_subclass(
             cls, (*hidden.shape[:-1], vocab_size), dtype=hidden.dtype, device=hidden.device
         )
@@ -243,7 +251,7 @@ class PromisedLogits(torch.Tensor):
         return self.__dict__["computed"] is not None
 
     def whole(self) -> torch.Tensor:
-        """The logits, in the graph."""
+        """The computed logits, in the graph."""
         own = self.__dict__
         if own["computed"] is None:
             own["computed"] = own["project"](own["hidden"])
