@@ -1,7 +1,7 @@
-"""Pipeline parallelism: a model cut by layers over ranks, run by a table of actions that C cores make and prove.
+"""Pipeline parallelism: a model is cut by layers over ranks, and run by a table of actions that C cores make and prove.
 
-``PipelineModule`` holds the layers of this rank, ``deepspeed_c.initialize`` makes its engine. ``deepspeed_c pipe show``
-draws a schedule.
+``PipelineModule`` holds the layers of this rank, and ``deepspeed_c.initialize`` makes its engine. The command
+``deepspeed_c pipe show`` draws a schedule.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How a value goes from one stage to the next: any nest of tensors and other objects, in one message.
+"""The transfer of a value from one stage to the next. A value is any nest of tensors and other objects, in one message.
 
-A message is 64 bytes of head and the tensors behind it. Its receiver has to know its length beforehand, and takes it
-from the message before. If a value has another form (shapes, dtypes, objects other than tensors), the message of the
-old length says so in its head, and the form and the value follow it. So an unchanged form costs nothing, and a changed
-one costs two messages more.
+A message is a head of 64 bytes, followed by the tensors. Its receiver has to know its length beforehand, and assumes
+that it equals the length of the previous message. If a value has another form (shapes, dtypes, objects other than
+tensors), a message of the old length announces that in its head, and two messages with the form and the value follow.
+So an unchanged form costs nothing, and a changed form costs two additional messages.
 """
 
 from __future__ import annotations
@@ -24,36 +24,38 @@ __all__ = ["Link", "LocalLink", "RemoteLink"]
 
 HEAD_BYTES = 64
 _N_HEAD_BYTES = 24
-"""Bytes of a head that are in use."""
+"""Number of bytes of a head that are in use."""
 _ALIGN_BYTES = 64
 
 
 class Link(Protocol):
-    """One direction of the way between two neighbouring stages; a value comes out in the order of ``send``."""
+    """One direction between two neighbouring stages. Values arrive in the order of ``send``."""
 
     def send(self, value: Any, label: str) -> None:
-        """Start to send; the tensors may be freed at once."""
+        """Start to send. The tensors may be freed at once."""
         ...
 
     def post(self, label: str) -> None:
-        """The receiver makes room for the next value, which may come from now on."""
+        """The receiver allocates memory for the next value. The value may arrive from now on."""
         ...
 
     def take(self) -> Any:
-        """Wait for the value that was posted first. Its tensors are detached; they require gradients as they did."""
+        """Wait for the value that was posted first. Its tensors are detached, and require gradients as the sent tensors
+        did.
+        """
         ...
 
     def flush(self) -> None:
-        """Return when everything has left."""
+        """Return when everything has been sent."""
         ...
 
     def clear(self) -> None:
-        """Forget values under way, after an error."""
+        """Discard values under way, after an error."""
         ...
 
 
 class LocalLink:
-    """Both stages lie on this rank."""
+    """A link between two stages on this rank."""
 
     def __init__(self) -> None:
         self._values: deque[Any] = deque()
@@ -64,26 +66,26 @@ class LocalLink:
         self._values.append(tree_unflatten(own, spec))
 
     def post(self, label: str) -> None:
-        """There is nothing to make room for."""
+        """Does nothing: values need no further memory."""
 
     def take(self) -> Any:
         return self._values.popleft()
 
     def flush(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: no messages are under way."""
 
     def clear(self) -> None:
         self._values.clear()
 
 
 class _Packed(NamedTuple):
-    """Description of a tensor, known before its bytes come."""
+    """Description of a tensor, known before the tensor's bytes arrive."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     requires_grad: bool
     begin: int
-    """Offset of its bytes in the message."""
+    """Offset of the tensor's bytes in the message."""
 
     @property
     def n_bytes(self) -> int:
@@ -91,13 +93,13 @@ class _Packed(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """Everything of a value but the bytes of its tensors."""
+    """Description of a value: everything except the bytes of its tensors."""
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
     """A ``_Packed`` for each tensor, and pickled bytes for any other leaf."""
     n_bytes: int
-    """Bytes of the message."""
+    """Number of bytes of the message."""
 
     @classmethod
     def of(cls, leaves: list[Any], spec: TreeSpec) -> _Form:
@@ -113,7 +115,7 @@ class _Form(NamedTuple):
 
 
 class _FormPickler(pickle.Pickler):
-    """Sends the place of a leaf as a call of ``_leaf_spec``, since unpickling torch's own class prints a FutureWarning
+    """Pickles the place of a leaf as a call of ``_leaf_spec``. Unpickling torch's own class prints a FutureWarning
     since torch 2.13.
     """
 
@@ -135,13 +137,15 @@ _NOTHING = _Form(tree_flatten(())[1], (), HEAD_BYTES)
 
 
 class RemoteLink:
-    """One end of a link between two ranks of ``comm``: ``src`` sends to ``dst``. tag: of no other link between them."""
+    """One end of a link between two ranks of ``comm``: ``src`` sends to ``dst``. tag: must differ from other links'
+    between them.
+    """
 
     def __init__(self, comm: Collectives, src: int, dst: int, tag: int, device: torch.device) -> None:
         self._comm, self._src, self._dst, self._tag, self._device = comm, src, dst, tag, device
         self._form = _NOTHING
         self._n_begun = 0
-        """Values that were sent here, or taken."""
+        """Number of values that were sent or taken here."""
         self._sent: deque[Work] = deque()
         self._posted: deque[tuple[torch.Tensor, Work, str]] = deque()
         self._opened: deque[Any] = deque()
@@ -159,7 +163,7 @@ class RemoteLink:
             header = torch.frombuffer(_pickle_form(form), dtype=torch.uint8).to(self._device)
             notice = self._empty(self._form.n_bytes)
             _write_head(notice, header.numel(), self._n_begun)
-            # The receiver cannot tell a notice from a value before it has come: both have one label.
+            # The receiver cannot distinguish a notice from a value before it arrives, so both have the same label.
             self._sent += [self._message(notice, label), self._message(header, f"{label}, form")]
             self._form = form
         data = self._empty(form.n_bytes)
@@ -173,7 +177,7 @@ class RemoteLink:
             self._sent.popleft().wait()
 
     def post(self, label: str) -> None:
-        # The length of this message equals the length of the message before, which has to be known.
+        # The length of this message equals the length of the previous message, whose form has to be known first.
         while self._posted:
             self._opened.append(self._open())
         data = self._empty(self._form.n_bytes)
@@ -203,7 +207,7 @@ class RemoteLink:
         return tree_unflatten(leaves, self._form.spec)
 
     def _check_head(self, data: torch.Tensor, label: str) -> int:
-        """Check that a message is the expected one. Returns the length of the form that follows; 0 for none."""
+        """Check that a message is the expected one. Returns the length of the form that follows; 0 if none follows."""
         n_header, n_bytes, number = data[:_N_HEAD_BYTES].view(torch.int64).tolist()
         for what, got, expected in (("a message of bytes", n_bytes, data.nbytes), ("value", number, self._n_begun)):
             if got != expected:
@@ -226,11 +230,11 @@ class RemoteLink:
 
 
 def _write_head(data: torch.Tensor, n_header: int, number: int) -> None:
-    """n_header: length of the form that follows, 0 where the value is in this message. number: of the value."""
+    """n_header: length of the form that follows; 0 if the value is in this message. number: number of the value."""
     head = torch.tensor((n_header, data.nbytes, number), dtype=torch.int64)
     data[:_N_HEAD_BYTES].view(torch.int64).copy_(head)
 
 
 def _view(data: torch.Tensor, known: _Packed) -> torch.Tensor:
-    """The tensor that lies in a message."""
+    """The view of a tensor that lies in a message."""
     return data[known.begin : known.begin + known.n_bytes].view(known.dtype).view(known.shape)

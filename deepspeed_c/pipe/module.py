@@ -1,4 +1,4 @@
-"""A model as a list of layers; this rank builds and holds the layers of its stages."""
+"""A model as a list of layers. Each rank builds and holds only the layers of its stages."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _TIED = "tied_modules"
 
 
 class LayerSpec:
-    """A layer that is built only on the ranks that need it: a class of ``torch.nn.Module``, or a function that makes a
-    module, and the arguments for it."""
+    """A layer that is built only on the ranks that need it. It consists of a class of ``torch.nn.Module``, or a
+    function that makes a module, and the arguments for it."""
 
     def __init__(self, typename: Callable[..., torch.nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not callable(typename) or isinstance(typename, torch.nn.Module):
@@ -42,7 +42,7 @@ class LayerSpec:
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self, log: bool = False) -> torch.nn.Module:
-        """A new module. log: accepted, without effect: the engine logs the layers built."""
+        """A new module. log: accepted, but without effect, because the engine logs the layers built."""
         built = self.typename(*self.module_args, **self.module_kwargs)
         if not isinstance(built, torch.nn.Module):
             raise ConfigError(
@@ -58,10 +58,10 @@ class LayerSpec:
 
 class TiedLayerSpec(LayerSpec):
     """A layer that shares its weights with all layers of the same ``key``, in any stage. These layers are one module,
-    and its gradients are summed.
+    and their gradients are summed.
 
-    forward_fn: (module, input) -> output, instead of the module's own forward. tied_weight_attr: the names of the
-    weights that are shared (DeepSpeed's); here the module is.
+    forward_fn: (module, input) -> output, used instead of the module's own forward. tied_weight_attr: in DeepSpeed, the
+    names of the shared weights; here the whole module is shared.
     """
 
     def __init__(
@@ -84,23 +84,23 @@ class PipelineModule(torch.nn.Module):
     Args:
         layers: modules, ``LayerSpec``s and functions of one argument, applied one after the other. A tuple goes to the
             next layer as it is.
-        num_stages: ranks along the pipeline; the others hold copies. topology: of ranks, instead.
+        num_stages: number of ranks along the pipeline; further ranks hold copies. topology: a grid of ranks, instead.
         loss_fn: (outputs of the last layer, labels) -> scalar.
-        seed_layers: seed the generators with ``base_seed`` + its number before a layer is built, by ``seed_fn`` if it
-            is given: weights then do not depend on the number of stages.
+        seed_layers: before each layer is built, seed the generators with ``base_seed`` + the layer's number, by
+            ``seed_fn`` if it is given. Weights then do not depend on the number of stages.
         partition_method: "parameters", "uniform", "type:REGEX" of class names, or the first layer of each stage and the
             number of layers.
-        activation_checkpoint_interval: layers that are recomputed together in the backward; 0: none.
+        activation_checkpoint_interval: number of layers that are recomputed together in the backward; 0: none.
             activation_checkpoint_func: the function for it (default: ``deepspeed_c.checkpointing.checkpoint``).
-            checkpointable_layers: names of the classes that may be; default: all with parameters.
-        dynamic_shape: accepted; shapes may always change.
-        schedule: a name as in ``"pipeline": {"schedule": ...}``; it says where stages lie. virtual_stages: how many a
-            rank has, by default the fewest that the schedule takes.
+            checkpointable_layers: names of classes that may be recomputed; default: all classes with parameters.
+        dynamic_shape: accepted, but without effect; shapes may always change.
+        schedule: a name as in ``"pipeline": {"schedule": ...}``. It decides which rank has which stages.
+            virtual_stages: number of stages of a rank; by default the smallest that the schedule supports.
 
-    Every layer keeps its number as its name ("0.weight"), and layers of a key lie under "tied_modules.KEY", so that a
-    checkpoint fits any number of stages.
+    Every layer keeps its number as its name ("0.weight"), and layers with a key have names under "tied_modules.KEY". So
+    a checkpoint fits any number of stages.
 
-    Raises ConfigError for layers, methods and shapes that do not fit, CommError for ranks that do not.
+    Raises ConfigError for layers, methods and shapes that do not fit, and CommError for ranks that do not fit.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class PipelineModule(torch.nn.Module):
             self.add_module(_TIED, torch.nn.ModuleDict())
         tied = getattr(self, _TIED)
         if spec.key not in tied:
-            # Seeded as the first layer of the key, on whichever rank it is built.
+            # The seed is that of the first layer with the key, on all ranks that build the module.
             first = next(i for i, other in enumerate(self.specs) if getattr(other, "key", None) == spec.key)
             self._seed(first)
             tied[spec.key] = self.specs[first].build()
@@ -181,10 +181,10 @@ class PipelineModule(torch.nn.Module):
         return module if forward_fn is None else lambda value: forward_fn(module, value)
 
     def repeated_layers(self) -> list[str]:
-        """Names of this rank's layers whose class occurs several times in the whole model; ``"layers": "auto"``
+        """Names of this rank's layers whose class occurs several times in the whole model. ``"layers": "auto"``
         recomputes these layers.
 
-        Raises ConfigError, on all ranks, where no class of layers is there twice.
+        Raises ConfigError, on all ranks, where no class of layers occurs twice.
         """
         kinds = [None if isinstance(spec, TiedLayerSpec) else _maker_of(spec) for spec in self.specs]
         repeated = {kind for kind in kinds if kind is not None and kinds.count(kind) >= 2}
@@ -196,7 +196,7 @@ class PipelineModule(torch.nn.Module):
                 fix=r'name the layers by a regular expression, such as "[2-9]"',
             )
         names = [str(index) for index in sorted(self._functions) if kinds[index] in repeated]
-        # A layer without modules of its own keeps little but its input: it is recomputed where there are no others.
+        # A layer without child modules keeps little but its input. It is recomputed only if there are no other layers.
         deep = [name for name in names if next(self.get_submodule(name).children(), None) is not None]
         return deep or names
 
@@ -209,7 +209,7 @@ class PipelineModule(torch.nn.Module):
         return tied[key] if tied is not None and key in tied else None
 
     def tied_ranks(self) -> dict[str, tuple[int, ...]]:
-        """The pipeline ranks that have layers of each key, of all keys."""
+        """For every key, the pipeline ranks that have layers with the key."""
         ranks: dict[str, set[int]] = {}
         for index, spec in enumerate(self.specs):
             if isinstance(spec, TiedLayerSpec):
@@ -217,14 +217,16 @@ class PipelineModule(torch.nn.Module):
         return {key: tuple(sorted(found)) for key, found in ranks.items()}
 
     def _mark_tied(self) -> None:
-        """Tell each weight of a tied module which pipeline ranks have a copy of it."""
+        """Store in each weight of a tied module which pipeline ranks have a copy of it."""
         for key, ranks in self.tied_ranks().items():
             module = self._tied_module(key) if len(ranks) > 1 else None
             for tensor in () if module is None else (*module.parameters(), *module.buffers()):
                 tensor.pipe_tied_ranks = ranks
 
     def forward(self, forward_input: Any) -> Any:
-        """Run this rank's layers; where it has several stages of a longer pipeline, ``run_stage`` runs one."""
+        """Run this rank's layers. If the rank has several stages of a longer pipeline, use ``run_stage`` for one of
+        them.
+        """
         if len(self.stages) > 1 and self.num_stages > 1:
             raise StateError(
                 f"this rank has the stages {self.stages}, which do not follow one another",
@@ -263,13 +265,13 @@ class PipelineModule(torch.nn.Module):
         return any(isinstance(layer, torch.nn.Module) and any(True for _ in layer.parameters()) for layer in layers)
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Recompute so many layers together from now on; 0: none."""
+        """From now on recompute ``interval`` consecutive layers together; 0: none."""
         if interval < 0:
             raise ConfigError(f"{interval} is negative", where="set_checkpoint_interval", fix="use an integer >= 0")
         self.activation_checkpoint_interval = interval
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage that has a layer."""
+        """The stage to which a layer belongs."""
         if not 0 <= layer_idx < len(self.specs):
             raise ValueError(f"there is no layer {layer_idx}; there are {len(self.specs)}")
         return next(stage for stage, end in enumerate(self.parts[1:]) if layer_idx < end)
@@ -282,15 +284,15 @@ class PipelineModule(torch.nn.Module):
         return self._topology
 
     def mpu(self) -> PipelineParallelGrid:
-        """This rank's place, with Megatron's methods."""
+        """This rank's place in the grid, with Megatron's methods."""
         return PipelineParallelGrid(self._topology, mesh=self.mesh)
 
     def num_pipeline_stages(self) -> int:
-        """Ranks along the pipeline."""
+        """Number of ranks along the pipeline."""
         return self.num_stages
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """Values, by name, that a subclass wants reported beside the loss; None for nothing."""
+        """Values, by name, that a subclass wants reported beside the loss; None if there are none."""
         return None
 
 
@@ -314,9 +316,9 @@ def _lay_out_ranks(num_stages: int | None, topology: ProcessTopology | None) -> 
 
 
 def _tie_shared(layers: list[Any]) -> list[Any]:
-    """The layers, with a module that stands in several places as one tied layer of the key of its first place.
+    """The layers, in which a module that occurs several times is one tied layer. Its key is that of its first place.
 
-    Raises ConfigError where different modules share a parameter: on two ranks it would be two.
+    Raises ConfigError where different modules share a parameter: on two ranks it would become two parameters.
     """
     places: dict[int, list[int]] = {}
     owners: dict[int, tuple[int, int]] = {}
@@ -358,7 +360,8 @@ def _maker_of(spec: Any) -> Any:
 
 
 def _sizes_of(specs: Sequence[Any]) -> list[int]:
-    """The trainable elements of each layer; layers of one key count at the first of them. Nothing is allocated."""
+    """Number of trainable elements of each layer. Layers with one key count at the first of them. Nothing is allocated.
+    """
     sizes: list[int] = []
     keys: set[str] = set()
     for index, spec in enumerate(specs):

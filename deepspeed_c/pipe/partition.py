@@ -1,4 +1,4 @@
-"""Layers of a stage: runs of neighbours, by number, by weight, by class, or as the caller says."""
+"""Chooses the layers of each stage, which are consecutive: by number, by weight, by class, or from a list."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def partition_layers(
 ) -> list[int]:
     """The first layer of each stage, and the number of layers: n_stages + 1 numbers.
 
-    kinds: the class name of each layer. n_params: its parameters' elements. Raises ConfigError with both numbers where
-    there are fewer layers than stages, a method matches nothing, or a list does not fit.
+    kinds: the class name of each layer. n_params: the number of parameter elements of each layer. Raises ConfigError,
+    with both numbers, where there are fewer layers than stages. Also raises it where a method matches nothing, or where
+    a list does not fit.
     """
     n = len(kinds)
     if n < n_stages:
@@ -40,7 +41,7 @@ def partition_layers(
         return bounds
     name = method.lower()
     if name in ("parameters", "best"):
-        # Layers without parameters weigh a little too, so that they do not all gather at one end.
+        # Layers without parameters count a little, too, so that they do not all end up in one stage.
         return partition_balanced([max(count, 1) for count in n_params], n_stages)
     if name == "uniform":
         return partition_balanced([1] * n, n_stages)

@@ -1,4 +1,4 @@
-"""Run a rank's list of actions, from any schedule."""
+"""Runs a rank's list of actions, from any schedule."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ __all__ = ["Lent", "Runner", "Stage"]
 
 
 class Stage(NamedTuple):
-    """One stage of this rank, and its links; None at the ends of the pipeline."""
+    """One stage of this rank, and its links. Links are None at the ends of the pipeline."""
 
     run: Callable[[Any], Any]
-    """Its layers."""
+    """Runs the stage's layers."""
     inputs: Link | None
-    """Values come here from the stage before, and gradients go back by ``input_grads``."""
+    """Brings values from the previous stage. Their gradients go back through ``input_grads``."""
     input_grads: Link | None
     outputs: Link | None
-    """Values go to the stage after, and their gradients come by ``output_grads``."""
+    """Takes values to the next stage. Their gradients come back through ``output_grads``."""
     output_grads: Link | None
     splits: bool
-    """Whether its backward can be done in two halves; else all of it is done in the first one."""
+    """Whether the stage's backward can be done in two halves. Otherwise the first half does all of it."""
 
 
 class Lent(NamedTuple):
     """Functions that the engine provides for one run."""
 
     first_inputs: Callable[[int], Any]
-    """The input of the first stage for a micro-batch."""
+    """Returns the input of the first stage for a micro-batch."""
     result: Callable[[Any, int], Any]
-    """(output of the last stage, micro-batch) -> the part that counts: in training a scalar loss."""
+    """(output of the last stage, micro-batch) -> the result of the micro-batch: in training a scalar loss."""
     scale: Callable[[torch.Tensor], torch.Tensor]
-    """Loss -> the scalar where backward starts."""
+    """Maps the loss to the scalar where the backward starts."""
     backward: Callable[[], AbstractContextManager[None]]
-    """Context around each run of autograd."""
+    """The context around each run of autograd."""
     measure: Callable[[str], AbstractContextManager[None]] = nullcontext
-    """Context whose time counts as a phase: "forward", "backward", or "messages" of the links."""
+    """A context whose time counts as a phase: "forward", "backward", or "messages" of the links."""
 
 
 class _Flight:
-    """A stage's state of a micro-batch between its forward and its backward: the places where gradients come in and go
-    out. Outputs themselves are let go as soon as they are sent."""
+    """What a stage keeps of a micro-batch from its forward to its backward: the places where gradients enter and leave.
+    Outputs themselves are freed as soon as they are sent."""
 
     def __init__(self, inputs: Any, outputs: Any) -> None:
         self.inputs = [leaf for leaf in tree_flatten(inputs)[0] if _needs_gradient(leaf)]
@@ -62,7 +62,7 @@ def _needs_gradient(leaf: Any) -> bool:
 
 
 class Runner:
-    """Runs actions (``dsc/pipe.h``) over the stages of this rank, by number."""
+    """Runs actions (``dsc/pipe.h``) over the stages of this rank. Stages are given by number."""
 
     def __init__(self, stages: Mapping[int, Stage]) -> None:
         self._stages = dict(stages)
@@ -79,14 +79,14 @@ class Runner:
         self._forget()
 
     def _forget(self) -> None:
-        # By stage and micro-batch.
+        # The keys are (stage, micro-batch).
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._outputs: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], list[torch.Tensor | None]] = {}
 
     def run(self, actions: Sequence[tuple[int, int, int]], lent: Lent, *, has_backward: bool) -> dict[int, Any]:
-        """Run a list of (kind, stage, micro-batch); return the last stage's results by micro-batch, which are empty on
-        other ranks. After an exception nothing of it is left here."""
+        """Run a list of (kind, stage, micro-batch). Returns the last stage's results by micro-batch; they are empty on
+        other ranks. After an exception no state of the run is left."""
         self._lent, self._has_backward = lent, has_backward
         self._results: dict[int, Any] = {}
         try:
@@ -129,7 +129,7 @@ class Runner:
             self._send_output(s, k)
 
     def _take(self, link: Link) -> Any:
-        """The value of the oldest message, waited for."""
+        """The value of the oldest message on ``link``, after waiting for it."""
         with self._lent.measure("messages"):
             return link.take()
 
@@ -150,7 +150,9 @@ class Runner:
         self._stages[s].output_grads.post(_label("gradient of the input", s + 1, k))
 
     def _roots(self, s: int, k: int) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-        """The edges where the backward starts, and their gradients; no edges if no later stage has used the output."""
+        """The edges where the backward starts, and their gradients. There are no edges if no later stage has used the
+        output.
+        """
         stage, roots = self._stages[s], self._flights[s, k].roots
         if stage.output_grads is None:
             return roots, [torch.ones_like(self._results[k]) for _ in roots]

@@ -13,7 +13,7 @@ __all__ = ["SCHEDULES", "Cost", "Outcome", "Traits", "choose", "make_table", "si
 
 
 class Traits(NamedTuple):
-    """Needs and properties of a schedule (``dsc/pipe.h``)."""
+    """Requirements and properties of a schedule (``dsc/pipe.h``)."""
 
     min_virtual: int
     max_virtual: int
@@ -24,7 +24,7 @@ class Traits(NamedTuple):
 
 
 SCHEDULES: dict[str, Traits] = {name: Traits(*traits) for name, traits in _C.pipe_schedules().items()}
-"""All there are, by name."""
+"""All schedules, by name."""
 
 
 class Cost(NamedTuple):
@@ -32,13 +32,13 @@ class Cost(NamedTuple):
 
     forward_ns: int = 1_000_000
     input_ns: int = 1_000_000
-    """The part of the backward that gives gradients of inputs."""
+    """Time of the part of the backward for gradients of inputs."""
     weight_ns: int = 1_000_000
-    """The part that gives gradients of weights."""
+    """Time of the part of the backward for gradients of weights."""
     kept_bytes: int = 1
-    """Held from the forward to the end of the backward, or of its part for inputs."""
+    """Bytes held from the forward to the end of the backward, or to the end of its part for inputs."""
     weight_bytes: int = 0
-    """Held from there to the end of the part for weights."""
+    """Bytes held from then to the end of the part for weights."""
 
 
 class Outcome(NamedTuple):
@@ -50,17 +50,17 @@ class Outcome(NamedTuple):
     busy_ns: list[int]
     peak_bytes: list[int]
     peak_live: list[int]
-    """The most forwards of each rank's stages whose backward was still to end."""
+    """For each rank, the largest number of forwards whose backward had not ended."""
 
     @property
     def bubble(self) -> float:
-        """The share of the ranks' time that is idle, 0 to 1."""
+        """The share of the ranks' time that is idle, from 0 to 1."""
         total = self.makespan_ns * len(self.busy_ns)
         return 1 - sum(self.busy_ns) / total if total else 0.0
 
 
 def traits_of(name: str, where: str) -> Traits:
-    """Raises ConfigError with the nearest name where there is no such schedule."""
+    """The traits of a schedule. Raises ConfigError, with the nearest name, where there is no such schedule."""
     if name not in SCHEDULES:
         near = difflib.get_close_matches(name, SCHEDULES, n=1)
         fix = f"did you mean {near[0]!r}? " if near else ""
@@ -69,7 +69,9 @@ def traits_of(name: str, where: str) -> Traits:
 
 
 def make_table(name: str, n_ranks: int, n_virtual: int, n_micro_batches: int, where: str) -> _C.PipeTable:
-    """The proved table of a schedule, with sends and receives. Raises ConfigError for a shape that it cannot have."""
+    """The proved table of a schedule, with sends and receives. Raises ConfigError for a shape that the schedule does
+    not support.
+    """
     traits_of(name, where)
     try:
         table = _C.PipeTable(name, n_ranks, n_virtual, n_micro_batches)
@@ -80,7 +82,7 @@ def make_table(name: str, n_ranks: int, n_virtual: int, n_micro_batches: int, wh
 
 
 def simulate(table: _C.PipeTable, costs: Sequence[Cost], transfer_ns: int = 0) -> Outcome:
-    """Run a table on paper: ``costs`` by stage, a message takes ``transfer_ns``."""
+    """Simulate a table. ``costs`` are by stage, and a message takes ``transfer_ns``."""
     makespan_ns, spans, usage = table.simulate([tuple(cost) for cost in costs], transfer_ns)
     busy_ns, peak_bytes, peak_live = zip(*usage, strict=True)
     return Outcome(makespan_ns, spans, list(busy_ns), list(peak_bytes), list(peak_live))
@@ -95,10 +97,10 @@ def choose(
     limit_bytes: int | None = None,
     where: str = "pipeline.schedule",
 ) -> str:
-    """Return the schedule with the least makespan; it must train with ``len(costs)`` stages on ``n_ranks`` and hold at
-    most ``limit_bytes`` of activations on each.
+    """Return the schedule with the least makespan. Candidates train ``len(costs)`` stages on ``n_ranks``, and hold at
+    most ``limit_bytes`` of activations on each rank.
 
-    Raises ConfigError with the least memory that any schedule needs, where none fits.
+    Raises ConfigError, with the least memory that any schedule needs, where no schedule fits.
     """
     n_virtual = len(costs) // n_ranks
     names = [

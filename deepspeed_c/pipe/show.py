@@ -1,5 +1,6 @@
-"""The command ``deepspeed_c pipe show``: a schedule as text and as a picture, its idle time, and the micro-batches
-held."""
+"""The command ``deepspeed_c pipe show``: prints a schedule as text or as a picture, its idle time, and the number of
+micro-batches held.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ What each rank of a pipeline does when, by a schedule: idle time, what ranks hol
 
 _COLUMNS = 160  # characters of a timeline as text
 _LANE_PX, _LABEL_PX, _WIDTH_PX = 26, 64, 1080
-# A stage's forward, its backward and the two halves of one; the second stage of a rank is darker.
+# Colours of a stage's forward, its backward, and the two halves of a backward. A rank's second stage is darker.
 _COLOURS = {
     _C.PIPE_FORWARD: ("#9ecae1", "#4292c6"),
     _C.PIPE_BACKWARD: ("#fdd0a2", "#f16913"),
@@ -42,9 +43,9 @@ _LETTERS = {_C.PIPE_FORWARD: "F", _C.PIPE_BACKWARD: "B", _C.PIPE_INPUT: "I", _C.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``deepspeed_c pipe`` with the words after it; 0 when something was printed.
+    """Run ``deepspeed_c pipe`` with the arguments ``argv``. Returns 0 when something was printed.
 
-    Raises ConfigError for a name or a shape that is none.
+    Raises ConfigError for an unknown name or an impossible shape.
     """
     options = _parser().parse_args(argv)
     traits = traits_of(options.schedule, "--schedule")
@@ -89,8 +90,8 @@ def _summary(name: str, table: _C.PipeTable, outcome: Outcome) -> str:
 
 
 def as_text(name: str, table: _C.PipeTable, outcome: Outcome) -> str:
-    """The summary, and a line for each rank: letters for its computations (f: the forward of its second stage), and
-    dots where it waits. If there is room, letters have the numbers of their micro-batches."""
+    """The summary, and a line for each rank. Letters stand for computations (f: the forward of the rank's second
+    stage), dots for waiting. If there is room, letters are followed by the numbers of their micro-batches."""
     lines = [_summary(name, table, outcome)]
     shortest = min(
         (e - b for r in range(table.n_ranks) for *_, b, e in _computed(table, outcome, r) if e > b), default=1
@@ -114,7 +115,7 @@ def as_text(name: str, table: _C.PipeTable, outcome: Outcome) -> str:
 
 
 def as_svg(name: str, table: _C.PipeTable, outcome: Outcome) -> str:
-    """The timeline as a picture: a lane a rank, a box an action."""
+    """The timeline as a picture, with a lane for each rank and a box for each action."""
     scale = _WIDTH_PX / max(outcome.makespan_ns, 1)
     height = (table.n_ranks + 2) * _LANE_PX + 10
     parts = [

@@ -1,5 +1,5 @@
-"""A backward in two halves: first gradients of a stage's inputs, later gradients of its weights; nothing is computed
-twice.
+"""A backward in two halves: first the gradients of a stage's inputs, later the gradients of its weights. No operation
+is computed twice.
 
 Zero-bubble schedules (arXiv 2401.10241) send the result of the first half at once and use the second half to fill idle
 time. Both halves are runs of autograd over the same graph. The first half goes only to nodes that lead to inputs. If
@@ -21,12 +21,12 @@ __all__ = ["SplitBackward"]
 
 
 class SplitBackward:
-    """The backward of one stage for one micro-batch, from ``roots`` (edges of outputs) with their ``grads``, to
-    ``inputs`` (leaves) and the parameters.
+    """The backward of one stage for one micro-batch. It goes from ``roots`` (edges of outputs), with their gradients
+    ``grads``, to ``inputs`` (leaves) and the parameters.
 
-    ``input_half`` gives the gradients of inputs (None where there is none) and ``weight_half`` puts the gradients of
-    parameters where autograd puts them. A parameter that is used at several depths cannot be split off: ``input_half``
-    then does everything, ``is_whole`` says so, and ``weight_half`` does nothing.
+    ``input_half`` returns the gradients of inputs (None where there is none). ``weight_half`` puts the gradients of
+    parameters where autograd puts them. If a parameter is used at several depths, the backward cannot be split:
+    ``input_half`` then does everything, ``is_whole`` is True, and ``weight_half`` does nothing.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class SplitBackward:
     ) -> None:
         self._roots, self._grads, self._inputs = list(roots), list(grads), list(inputs)
         self.is_whole = False
-        # Where the second half starts: a node, the gradients that came to it, the parameters that hang from it alone.
+        # Where the second half starts: (a node, the gradients that arrived there, parameters that only it leads to).
         self._starts: list[tuple[Node, list[torch.Tensor | None], list[torch.Tensor]]] = []
         self._apart: list[tuple[GradientEdge, torch.Tensor]] = []
 
     def input_half(self) -> list[torch.Tensor | None]:
-        """Gradients of the inputs."""
+        """Compute the gradients of the inputs."""
         frontier, on_path = _frontier([root.node for root in self._roots], self._inputs)
         params = [param for _, found in frontier for param in found]
         self.is_whole = len({id(param) for param in params}) < len(params)
@@ -55,7 +55,7 @@ class SplitBackward:
                 self._starts.append(start)
                 hooks.append(node.register_prehook(partial(_note, start[1])))
         pairs = list(zip(self._roots, self._grads, strict=True))
-        # Roots that lead to no input belong to the second half, from the outputs on.
+        # Roots that lead to no input belong wholly to the second half.
         self._apart = [(root, grad) for root, grad in pairs if root.node not in on_path]
         through = [(root, grad) for root, grad in pairs if root.node in on_path]
         given = [None] * len(self._inputs)
@@ -67,7 +67,7 @@ class SplitBackward:
         return given
 
     def weight_half(self) -> None:
-        """Gradients of the parameters. The graph is let go."""
+        """Compute the gradients of the parameters. The graph is freed."""
         if self._apart:
             roots, grads = zip(*self._apart, strict=True)
             torch.autograd.backward(roots, grads)
@@ -88,8 +88,8 @@ def _note(kept: list[torch.Tensor | None], grads: Sequence[torch.Tensor | None])
 def _frontier(
     roots: Iterable[Node], inputs: Sequence[torch.Tensor]
 ) -> tuple[list[tuple[Node, list[torch.Tensor]]], set[Node]]:
-    """([(a node that leads to inputs, or a root that does not; the parameters below it that no path to inputs passes)],
-    the nodes that lead to inputs)."""
+    """Returns ([(node, parameters below the node)], the nodes that lead to inputs). A listed node leads to inputs, or
+    is a root that does not. Its parameters are reached without passing another node that leads to inputs."""
     goals = {get_gradient_edge(tensor).node for tensor in inputs}
     order = _children_first(roots)
     on_path: set[Node] = set()
@@ -113,7 +113,7 @@ def _frontier(
 
 
 def _children_first(roots: Iterable[Node]) -> list[Node]:
-    """All nodes below ``roots``, each after the nodes that receive its gradients."""
+    """All nodes below ``roots``. Each node comes after the nodes to which it sends gradients."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]

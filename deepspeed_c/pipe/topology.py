@@ -1,4 +1,6 @@
-"""Ranks as a grid with named axes, by DeepSpeed's names: views of the engine's mesh (``comm/mesh.py``)."""
+"""Ranks as a grid with named axes, under DeepSpeed's names. The classes are views of the engine's mesh
+(``comm/mesh.py``).
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ _AXES = {"pipe": PP, "data": DP_SHARD, "model": TP}
 
 
 class ProcessTopology:
-    """Ranks on a grid: ``axes`` from the outermost to the innermost, whose sizes are ``dims``. Ranks of the last axis
-    are neighbours.
+    """Ranks on a grid. ``axes`` are named from the outermost to the innermost, and ``dims`` are their sizes. Ranks
+    along the last axis are neighbours.
 
     Raises CommError (a RuntimeError) for invalid axes.
     """
@@ -50,7 +52,7 @@ class ProcessTopology:
         self._coords = list(self.mapping)
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """The rank at a coordinate, which names every axis."""
+        """The rank at a coordinate. The coordinate has to name every axis."""
         if sorted(coord_kwargs) != sorted(self.axes):
             raise ValueError(f"get_rank() needs every axis of {self.axes}, not {sorted(coord_kwargs)}")
         key = self.ProcessCoord(**coord_kwargs)
@@ -64,7 +66,7 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """``model_00``: the axes that are not left out, with the rank's place on each."""
+        """``model_00``: each axis that is not in ``omit_axes``, with the rank's place on it."""
         axes = [axis for axis in self.axes if axis not in frozenset(omit_axes)]
         return outer_sep.join(f"{axis}{inner_sep}{getattr(self.get_coord(rank), axis):02d}" for axis in axes)
 
@@ -79,7 +81,7 @@ class ProcessTopology:
         return self._coords[rank]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The lists of ranks that differ on ``axis`` only; none for an axis that there is not."""
+        """The lists of ranks that differ only on ``axis``; an empty list if there is no such axis."""
         if axis not in self.axes:
             return []
         others = [other for other in self.axes if other != axis]
@@ -89,7 +91,7 @@ class ProcessTopology:
         return list(lists.values())
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """The ranks at these places of these axes."""
+        """The ranks whose places on the given axes are the given ones."""
         wanted = filter_kwargs.items()
         return [rank for coord, rank in self.mapping.items() if all(getattr(coord, axis) == at for axis, at in wanted)]
 
@@ -105,14 +107,14 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Pipelines next to one another: ranks that hold the same stage are neighbours."""
+    """Several pipelines beside one another. Ranks that hold the same stage are neighbours."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(axes=["pipe", "data"], dims=[num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """The same with tensor-parallel ranks innermost."""
+    """Pipelines and data parallelism as in ``PipeDataParallelTopology``, with tensor-parallel ranks innermost."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])
@@ -120,7 +122,7 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 def mesh_of_topology(topology: ProcessTopology, comm: Collectives) -> Mesh:
     """The mesh with the axes of a topology. Raises CommError where the topology does not have all ranks, or has an axis
-    that no mesh has."""
+    that a mesh does not have."""
     unknown = [axis for axis in topology.axes if axis not in _AXES]
     if unknown or topology.world_size() != comm.world_size:
         raise CommError(
@@ -135,9 +137,10 @@ def mesh_of_topology(topology: ProcessTopology, comm: Collectives) -> Mesh:
 
 
 class PipelineParallelGrid:
-    """This rank's place among stages, copies and parts of a model, with Megatron's methods (an ``mpu``).
+    """This rank's place among stages, copies of the model, and parts of a layer, with Megatron's methods (an ``mpu``).
 
-    ``mesh``: the engine's mesh; by default the mesh of ``topology``, or of two axes for ``process_group`` (pipe 1).
+    ``mesh``: the engine's mesh; by default the mesh of ``topology``, or without it a mesh over ``process_group`` with
+    one stage.
     """
 
     def __init__(
@@ -159,20 +162,19 @@ class PipelineParallelGrid:
         return self._topo
 
     def get_stage_id(self) -> int:
-        """This rank's number along the pipeline."""
+        """This rank's position along the pipeline."""
         return self._mesh.index(PP)
 
     get_pipe_parallel_rank = get_stage_id
 
     def get_data_parallel_id(self) -> int:
-        """The number of the model's copy that this rank is a part of."""
+        """The number of the copy of the model to which this rank belongs."""
         return self._mesh.index(*DATA)
 
     get_data_parallel_rank = get_data_parallel_id
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """The global rank that has ``stage_id``, with this rank's other coordinates or the coordinates in ``kwargs``.
-        """
+        """The global rank with ``stage_id``. Its other coordinates are in ``kwargs``, or are this rank's."""
         me = self._topo.get_coord(self._mesh.comm.rank)
         rank = self._topo.get_rank(**{**me._replace(pipe=stage_id)._asdict(), **kwargs})
         return self._mesh.comm.global_ranks[rank]
@@ -184,18 +186,18 @@ class PipelineParallelGrid:
         return self.pipe_parallel_size
 
     def get_pipe_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the stages of one model. Collective where it is asked for the first time."""
+        """The ranks that hold the stages of one model. Collective at the first call."""
         return self._mesh.pipeline.group
 
     def get_data_parallel_world_size(self) -> int:
         return self.data_parallel_size
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold this rank's part of the model. Collective where it is asked for the first time."""
+        """The ranks that hold copies of this rank's part of the model. Collective at the first call."""
         return self._mesh.data.group
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's number in the group that cuts layers."""
+        """This rank's number among the ranks that cut this stage's layers."""
         return self._mesh.index(TP)
 
     get_slice_parallel_rank = get_tensor_model_parallel_rank = get_model_parallel_rank
@@ -206,7 +208,7 @@ class PipelineParallelGrid:
     get_slice_parallel_world_size = get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
     def get_model_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that cut this stage's layers. Collective where it is asked for the first time."""
+        """The ranks that cut this stage's layers. Collective at the first call."""
         return self._mesh.tensors.group
 
     get_slice_parallel_group = get_tensor_model_parallel_group = get_model_parallel_group
