@@ -1,4 +1,4 @@
-"""The engine of a ``PipelineModule``: whole batches through all stages, by the table of a schedule."""
+"""The engine of a ``PipelineModule``. It runs whole batches through all stages, as the table of a schedule says."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ __all__ = ["PipelineEngine", "check_pipeline", "connect_pipeline"]
 
 
 def check_pipeline(module: PipelineModule, section: Pipeline, zero: Zero, mesh: Mesh) -> None:
-    """Raises where a configuration, or the ranks that it asks for, does not fit a module, before anything is sent."""
+    """Raises before anything is sent if the configuration, or its number of ranks, does not fit the module."""
     n_ranks = module.num_stages
     if mesh.size(SP) > 1:
-        # train_batch has no term of a loss of whole sequences: it would count a rank's mean once for each such rank.
+        # train_batch does not weight losses of parts of sequences. It would count a rank's mean once for each rank of
+        # the sequence.
         raise FeatureError(
             f"the stages of a PipelineModule would hold parts of sequences ({mesh.size(SP)} ranks a sequence), and its"
             " train_batch takes each rank's loss for that of whole sequences",
@@ -84,9 +85,10 @@ def check_pipeline(module: PipelineModule, section: Pipeline, zero: Zero, mesh: 
 
 
 def connect_pipeline(module: PipelineModule, mesh: Mesh) -> None:
-    """Makes the groups of a pipeline's ranks. Collective over all of them, before any other groups along its mesh.
+    """Makes the process groups of a pipeline. Collective over all of its ranks, and called before any other groups of
+    the mesh are made.
 
-    Raises ModelError on all ranks where a rank among several has nothing to train.
+    Raises ModelError on all ranks if there are several ranks and one of them has nothing to train.
     """
     n_trained = mesh.comm.gather_numbers(sum(p.requires_grad for p in module.parameters()), label="trained parameters")
     if min(n_trained) == 0 < max(n_trained):
@@ -104,7 +106,7 @@ def connect_pipeline(module: PipelineModule, mesh: Mesh) -> None:
 
 
 def _most_in_flight(actions: list[tuple[int, int, int]]) -> int:
-    """Forwards of stages on one rank whose backward is still to come."""
+    """The largest number of forwards on one rank that wait for their backward at the same time."""
     n, most = 0, 1
     for kind, _, _ in actions:
         n += (kind == _C.PIPE_FORWARD) - (kind in (_C.PIPE_BACKWARD, _C.PIPE_INPUT))
@@ -135,7 +137,7 @@ class PipelineEngine(TrainingHost):
         self._batch_fn: Callable[[Any], Any] | None = None
         self._data_iterator: Iterator[Any] | None = None
         self.loss: torch.Tensor | None = None
-        """The last batch's."""
+        """The loss of the last batch."""
         self._runner = Runner(self._make_stages())
 
     def _stage_names(self) -> list[str]:
@@ -145,7 +147,7 @@ class PipelineEngine(TrainingHost):
         module, rank_of, ranks = self.module, self.module.rank_of, self._mesh.pipeline
 
         def link(source: int, target: int) -> Link | None:
-            """From a stage to its neighbour."""
+            """The link from a stage to its neighbour."""
             if not 0 <= min(source, target) <= max(source, target) < len(rank_of):
                 return None
             a, b = rank_of[source], rank_of[target]
@@ -154,7 +156,7 @@ class PipelineEngine(TrainingHost):
             return RemoteLink(ranks, a, b, 2 * max(source, target) + (source > target), self.device)
 
         local: dict[tuple[int, int], LocalLink] = {}
-        # Each half of a backward would run the layers again.
+        # If a backward is split in two halves, each half would recompute the layers.
         recomputes = module.activation_checkpoint_interval > 0 or self._config.activation_checkpointing.layers
         return {
             s: Stage(
@@ -180,7 +182,7 @@ class PipelineEngine(TrainingHost):
         return run
 
     def _table(self, n_micro_batches: int, *, trains: bool) -> _C.PipeTable:
-        """The schedule for as many micro-batches."""
+        """The schedule for ``n_micro_batches``."""
         found = self._tables.get((trains, n_micro_batches))
         if found is None:
             module, wanted = self.module, self._config.pipeline.schedule or self.module.schedule
@@ -196,8 +198,8 @@ class PipelineEngine(TrainingHost):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Trains on one batch; returns its mean loss on all ranks.
 
-        data_iter: gives micro-batches; default: the iterator of ``set_dataiterator``, or the loader of
-        ``training_data``. Raises StateError on all ranks, before anything is trained, where it ends early on one.
+        data_iter: yields micro-batches; default: the iterator of ``set_dataiterator``, or the loader of
+        ``training_data``. If it ends early on one rank, StateError is raised on all ranks before anything is trained.
         """
         self._require_optimizer("train_batch")
         self._require_states("train_batch")
@@ -211,7 +213,7 @@ class PipelineEngine(TrainingHost):
         self._state.begin_window()
         if self.is_first_stage():
             self._state.note_tokens(sum(count_tokens((inputs,), {}) for inputs, _ in batches))
-        self._window.place(self._window.begin + n - 1)  # the following micro-batches are one window, and end it
+        self._window.place(self._window.begin + n - 1)  # the next micro-batches are one window, which they complete
 
         def loss_of(outputs: Any, k: int) -> torch.Tensor:
             loss = self._loss_of(outputs, batches[k])
@@ -237,14 +239,14 @@ class PipelineEngine(TrainingHost):
         return self.loss
 
     def _lines(self, record: StepRecord) -> list[str]:
-        """With the phases of each stage's rank in the pipeline of rank 0."""
+        """The log of a step. It also has the phases of each stage's rank in the pipeline of rank 0."""
         if not self.phases.is_enabled:
             return super()._lines(record)
         found = self._mesh.pipeline.gather_objects(self.phases.mean_ms(reset=True), label="phases of the stages")
         return [record.line({}), *(f"stage {stage}: {phases_text(means)}" for stage, means in enumerate(found))]
 
     def _mean(self, loss: float) -> torch.Tensor:
-        """Over the pipelines, of a number that the ranks of the last stage have; on all ranks."""
+        """The mean over the pipelines of a number that the ranks of the last stage have. All ranks get it."""
         mine = loss / self._mesh.size(*DATA) if self.is_last_stage() else 0.0
         (mean,) = self._comm.sum_numbers([mine], label="mean loss")
         return torch.tensor(mean, dtype=torch.float32, device=self.device)
@@ -258,12 +260,13 @@ class PipelineEngine(TrainingHost):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Forwards alone, in evaluation mode and without gradients.
+        """Runs forwards only, in evaluation mode and without gradients.
 
-        Returns the mean loss over micro-batches and pipelines on all ranks; without ``bcast_loss`` the mean of its own
-        pipeline, on ranks of the last stage, and None elsewhere. With ``reduce_output`` "sum" the sum over its
-        micro-batches, with None their list, on ranks of the last stage. Without ``compute_loss`` the outputs of the
-        last stage by micro-batch, there. With ``return_logits`` (that, the outputs by micro-batch).
+        Returns the mean loss over micro-batches and pipelines on all ranks. The arguments change this as follows.
+        Without ``bcast_loss`` a rank of the last stage gets the mean of its own pipeline, and other ranks get None.
+        With ``reduce_output`` "sum" ranks of the last stage get the sum over their micro-batches, and with None the
+        list of losses. Without ``compute_loss`` ranks of the last stage get the outputs of the last stage by
+        micro-batch. With ``return_logits`` the result is a pair of all this and the outputs by micro-batch.
         """
         self._require_open()
         self._require_states("eval_batch")
@@ -317,8 +320,8 @@ class PipelineEngine(TrainingHost):
     def _fetch(
         self, data_iter: Iterator[Any] | None, n: int, what: str, *, needs_labels: bool
     ) -> list[tuple[Any, Any]]:
-        """The micro-batches of a batch as (inputs, labels), where this rank needs them. Collective: either all ranks
-        have their micro-batches, or all raise."""
+        """The micro-batches of a batch as (inputs, labels), if this rank needs them. Collective: if a micro-batch is
+        missing on any rank, all ranks raise."""
         problem, batches = "", []
         if self.is_first_stage() or (self.is_last_stage() and needs_labels):
             try:
@@ -381,18 +384,18 @@ class PipelineEngine(TrainingHost):
         return 0 in self.module.stages
 
     def is_last_stage(self) -> bool:
-        """Whether this rank has the last stage: the first rank too, where stages lie in a V."""
+        """Whether this rank has the last stage. In a V-shaped schedule that is the first rank."""
         return len(self.module.rank_of) - 1 in self.module.stages
 
     def get_pipeline_parallel_rank(self) -> int:
         return self.stage_id
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """The source of micro-batches for ``train_batch``."""
+        """Sets the iterator from which ``train_batch`` takes micro-batches."""
         self._data_iterator = iterator
 
     def set_dataloader(self, loader: Any) -> None:
-        """The loader that ``train_batch`` takes micro-batches from, again and again."""
+        """Sets the loader from which ``train_batch`` takes micro-batches; it begins again when it ends."""
         self._data_iterator = iter(RepeatingLoader(loader))
 
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
@@ -406,7 +409,7 @@ class PipelineEngine(TrainingHost):
         """Accepted: shapes may change from one micro-batch to the next."""
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """The module's reports beside the loss."""
+        """The losses that the module reports in addition to the total loss."""
         return self.module.get_additional_losses()
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -427,7 +430,7 @@ class PipelineEngine(TrainingHost):
         _refuse("step")
 
 
-# In DeepSpeed a pipeline's engine is a subclass of this class, and callers ask by isinstance.
+# In DeepSpeed the pipeline engine is a subclass of DeepSpeedEngine, and callers check for it with isinstance.
 DeepSpeedEngine.register(PipelineEngine)
 
 

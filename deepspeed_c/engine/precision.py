@@ -1,4 +1,4 @@
-"""The dtypes of a run, and the casts that follow: weights and inputs are cast, buffers keep their dtype."""
+"""The dtypes of a run and the casts that they need. Weights and inputs are cast; buffers keep their dtype."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class Precision:
         self._sparse = self._sparse_params(model) if config.sparse_gradients else set()
 
     def _low_precision_params(self, model: torch.nn.Module, autocast: TorchAutocast) -> set[int]:
-        """Parameters whose gradients may be reduced in the autocast dtype: the parameters of modules named safe."""
+        """Parameters whose gradients may be reduced in the autocast dtype. These are the parameters of the modules that
+        the configuration lists as safe."""
         if self.autocast_dtype is None:
             return set()
         safe = set(autocast.lower_precision_safe_modules)
@@ -80,16 +81,16 @@ class Precision:
         return {id(m.weight) for m in model.modules() if isinstance(m, kinds)}
 
     def dtypes_of(self, name: str, param: torch.nn.Parameter) -> Dtypes:
-        """How a trainable parameter is stored, reduced and updated."""
+        """The dtypes for storing, reducing and updating a trainable parameter."""
         dtype = self.dtype if self.dtype is not None and param.is_floating_point() else param.dtype
         is_mixed = self.dtype is not None and not self._keeps_16bit_master
         comm = self._comm_dtype or (self.autocast_dtype if id(param) in self._low_precision else dtype)
         return Dtypes(dtype, comm, torch.float32 if is_mixed else dtype, id(param) in self._sparse)
 
     def cast_frozen(self, model: torch.nn.Module, trained: set[int]) -> None:
-        """Cast the parameters that no unit holds; ``buffer_dtype`` and ``keep_in_fp32_modules`` change buffers too.
+        """Cast the parameters that no unit holds. ``buffer_dtype`` and ``keep_in_fp32_modules`` also change buffers.
 
-        A rotary table or a running mean in fp32 is of no use when it is rounded to 16 bits.
+        Other buffers keep their dtype, because a rotary table or a running mean is useless if it is rounded to 16 bits.
         """
         with torch.no_grad():
             if self.dtype is not None:
@@ -106,7 +107,7 @@ class Precision:
                         buffer.data = buffer.data.to(dtype)
 
     def cast_inputs(self, value: Any) -> Any:
-        """Floating-point tensors in args and kwargs, cast to the weights' dtype when ``fp16.auto_cast`` asks for it."""
+        """Casts floating-point tensors in args and kwargs to the weights' dtype if ``fp16.auto_cast`` asks for it."""
         if not self._casts_inputs:
             return value
         return torch.utils._pytree.tree_map_only(

@@ -1,11 +1,11 @@
-"""Ends a run that is asked to stop: all ranks finish the current step, save, and exit with code 0.
+"""Ends a run that has been asked to stop: all ranks finish the current step, save, and exit with code 0.
 
 A signal may reach one rank or all, at different moments. The ranks agree on the last step in the exchange that every
 step makes anyway.
 
 [Note: engines of one process] All engines of a process share one signal handler, so that a signal reaches all of them.
 Each engine saves after its own step together with its own ranks, because the ranks of another engine may be at another
-place. The last engine to save ends the process. Closed engines are not waited for.
+place. The last engine to save ends the process. It does not wait for closed engines.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Preemption"]
 
-# As a shell counts: 128 and the number of the signal.
+# Exit code of a process that a signal has ended, as in a shell: 128 plus the number of the signal.
 SIGNALLED = 128
-# A cluster that signals every process of a job, and the launcher, which passes the same on, mean one request.
+# Signals within this time are one request: a cluster may signal every process of a job, and the launcher passes on the
+# signal that it gets itself.
 SAME_REQUEST_SECONDS = 2.0
 
 
@@ -37,7 +38,7 @@ class _Handler:
     """The one handler of this process, for the signals of all open engines."""
 
     def __init__(self) -> None:
-        # Weak: an engine that was dropped without being closed has nothing to save any more.
+        # The references are weak, because an engine that was dropped without being closed has nothing to save.
         self.listeners: weakref.WeakSet[Preemption] = weakref.WeakSet()
         self._previous: dict[int, Any] = {}
         self._pid = os.getpid()
@@ -49,7 +50,7 @@ class _Handler:
                 where="checkpoint.preemption",
                 fix='call initialize in the main thread, or set "enabled": false',
             )
-        if self._pid != os.getpid():  # forked: the engines of then are another process's
+        if self._pid != os.getpid():  # forked: earlier listeners belong to the parent
             self._pid = os.getpid()
             self.listeners.clear()
         self.listeners.add(listener)
@@ -62,7 +63,7 @@ class _Handler:
         self._give_back({number for other in self.listeners for number in other.numbers})
 
     def _give_back(self, wanted: set[int]) -> None:
-        """Gives all signals but these back to their handlers before."""
+        """Restores the previous handlers of all signals except ``wanted``."""
         for number in [number for number in self._previous if number not in wanted]:
             previous = self._previous.pop(number)
             if signal.getsignal(number) == self._on_signal:
@@ -70,8 +71,8 @@ class _Handler:
 
     def _on_signal(self, number: int, frame: Any) -> None:
         concerned = [listener for listener in self.listeners if number in listener.numbers]
-        # A forked process has nothing to save, and the signal must end it as it ends others. So does a second signal,
-        # from somebody who does not want to wait.
+        # A forked process has nothing to save, so the signal must end it as it ends other processes. A second signal
+        # also ends the process at once: its sender does not want to wait.
         is_ours = os.getpid() == self._pid and concerned
         if is_ours and all(tuple(listener.notice(number) for listener in concerned)):
             return
@@ -92,14 +93,15 @@ class Preemption:
         self.numbers = frozenset(signal.Signals[name] for name in settings.signals)
         self.received: int | None = None
         self._received_at = 0.0
-        self._ended: DeepSpeedEngine | None = None  # the engine, once it has been saved, or could not be
+        self._ended: DeepSpeedEngine | None = None  # the engine, once a save of it has succeeded or failed
         self._folder: str | None = None  # where to
         self._problem = ""
         if settings.enabled and can_step:
             _handler.add(self)
 
     def notice(self, number: int) -> bool:
-        """Whether this signal can be the same request as the one before it, if there was one."""
+        """Notes a signal. Returns whether it may belong to the same request as the signal before it, if there was one.
+        """
         now = time.monotonic()
         if self.received is None:
             self.received, self._received_at = number, now
@@ -110,11 +112,11 @@ class Preemption:
         return self.received is not None
 
     def end_run(self, engine: DeepSpeedEngine, last_dir: str | None, comm: Collectives) -> None:
-        """Saves, and ends the process when no other engine of it has to save yet. Collective; called after a step that
-        some rank was asked to stop in.
+        """Saves, and ends the process unless another engine of it still has to save. Collective; called after a step in
+        which some rank was asked to stop.
 
-        last_dir: where to, if the configuration does not say. The process exits with 0 if everything was saved,
-        otherwise with 128 and the signal's number.
+        last_dir: the folder to save to if the configuration names none. The process exits with 0 if everything was
+        saved, otherwise with 128 plus the signal's number.
         """
         if self._ended is None:
             self._ended = engine
@@ -132,7 +134,7 @@ class Preemption:
         try:
             engine.wait_checkpoint()
         except CheckpointError as error:
-            # An earlier save has failed: no reason to lose this one too.
+            # An earlier save has failed. This save is made all the same.
             logger.error("%s", error)
         self._folder = self._settings.save_dir or last_dir
         try:
@@ -166,5 +168,5 @@ class Preemption:
         return None
 
     def close(self) -> None:
-        """Listens no longer."""
+        """Stops listening."""
         _handler.remove(self)

@@ -1,6 +1,6 @@
-"""Automatic collections of Python's cycle collector, off while an engine with ``disable_python_gc`` lives.
+"""Turns off automatic collections of Python's cycle collector while an engine with ``disable_python_gc`` is open.
 
-A collection stops a rank at a moment of its own, and all other ranks wait for it in the next collective.
+Each rank would collect at a different time, and all other ranks would wait for it in the next collective.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ __all__ = ["CollectorPause"]
 
 
 class _CollectorSwitch:
-    """The process's switch, shared by all engines: the last pause that ends turns the collector on again."""
+    """The switch of the process's collector, shared by all engines. When the last pause ends, it turns the collector on
+    again."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

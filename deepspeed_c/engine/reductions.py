@@ -1,4 +1,4 @@
-"""DeepSpeed's methods for reducing gradients, or other tensors, by hand, and the names of its groups."""
+"""DeepSpeed's methods for reducing gradients or other tensors by hand, and its names of process groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Reductions"]
 
 
 class Reductions:
-    """A part of the engine."""
+    """Methods of the engine for reductions by hand."""
 
     enable_backward_allreduce = True
     """Setting it to False changes nothing: ``backward`` reduces by itself, and ``allreduce_gradients`` leaves reduced
@@ -22,12 +22,13 @@ class Reductions:
 
     @property
     def data_parallel_group(self) -> Any:
-        """The ranks that hold copies, or shards, of the model."""
+        """The process group of the ranks that hold copies or shards of the model."""
         return self._mesh.process_group(*DATA)
 
     @property
     def seq_data_parallel_group(self) -> Any:
-        """The ranks that sum gradients: they see other samples, or other parts of the same samples."""
+        """The process group of the ranks that sum gradients. They have different samples, or different parts of the
+        same samples."""
         return self._mesh.process_group(*TOKENS)
 
     @property
@@ -40,35 +41,38 @@ class Reductions:
 
     @property
     def seq_parallel_group(self) -> Any:
-        """The ranks that hold parts of the same sequences; None where each has whole ones."""
+        """The process group of the ranks that hold parts of the same sequences; None if each rank has whole sequences.
+        """
         return None if self.sequence_parallel_size == 1 else self._mesh.process_group(SP)
 
     def get_sequence_parallel_group(self) -> Any:
         return self.seq_parallel_group
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
-        """At a boundary, completes the sums of gradients over ranks that backward has left, as after ``no_sync``: once,
-        and ``step`` finds them done. Collective.
+        """At a boundary, completes the sums of gradients that backward has not reduced, as after ``no_sync``. ``step``
+        does not repeat them. Collective.
 
-        Elsewhere it does nothing: gradients that are due have been reduced within ``backward``. ``bucket_size`` is
-        taken for DeepSpeed's sake; buckets are laid out at the start (``reduce_bucket_size``).
+        Between boundaries it does nothing, because gradients that are due have been reduced within ``backward``.
+        ``bucket_size`` is accepted for compatibility and ignored: buckets are laid out at the start
+        (``reduce_bucket_size``).
         """
         optimizer = self._require_optimizer("allreduce_gradients")
         if self.is_gradient_accumulation_boundary() and optimizer.reducer.has_window:
             optimizer.complete_gradients()
 
     def _backward_prologue(self) -> None:
-        """Nothing: a pass is recognised where it enters the outputs."""
+        """Does nothing, because the engine notices a pass when it reaches the outputs."""
 
     def _backward_epilogue(self) -> None:
-        """The pass itself has ended by now; reduces as ``allreduce_gradients`` does, but not within ``no_sync``."""
+        """Called after the pass has ended. Reduces as ``allreduce_gradients`` does, except within ``no_sync``."""
         if self.enable_backward_allreduce and not self._passes.is_inside_no_sync:
             self.allreduce_gradients()
 
     def buffered_allreduce_fallback(
         self, grads: Sequence[torch.Tensor] | None = None, elements_per_buffer: int = 500_000_000
     ) -> None:
-        """Averages ``grads`` over the data-parallel ranks, in place; None: the engine's own gradients. Collective."""
+        """Averages ``grads`` over the data-parallel ranks in place; None: reduces the engine's own gradients.
+        Collective."""
         if grads is None:
             self.allreduce_gradients(elements_per_buffer)
             return
@@ -79,12 +83,12 @@ class Reductions:
     def allreduce_bucket(
         self, bucket: Sequence[torch.Tensor], dp_group: Any, dp_world_size: float | None = None
     ) -> torch.Tensor:
-        """The average over ``dp_group`` of all elements of ``bucket`` (tensors of one dtype), one after another in one
-        new flat tensor.
+        """Averages the tensors of ``bucket`` (of one dtype) over ``dp_group``. Returns the averages of all elements in
+        one new flat tensor.
 
-        Travels in ``communication_data_type``. The sum where ``gradient_allreduce_op`` says so; ``dp_world_size``:
-        what to divide by, default the group's size; before or after the sum as ``prescale_gradients`` and
-        ``gradient_predivide_factor`` say. Collective.
+        The tensors are sent in ``communication_data_type``. If ``gradient_allreduce_op`` asks for the sum, it is not
+        divided. ``dp_world_size``: the divisor, default: the group's size. ``prescale_gradients`` and
+        ``gradient_predivide_factor`` say whether to divide before or after the sum. Collective.
         """
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
         sent = flat.to(self.communication_data_type)
@@ -109,7 +113,7 @@ class Reductions:
     def allreduce_and_copy(
         self, small_bucket: Sequence[torch.Tensor], dp_group: Any, dp_world_size: float | None = None
     ) -> None:
-        """As ``allreduce_bucket``, into the tensors themselves."""
+        """As ``allreduce_bucket``, but writes the result to the tensors themselves."""
         reduced = self.allreduce_bucket(small_bucket, dp_group, dp_world_size)
         with torch.no_grad():
             for tensor, part in zip(small_bucket, reduced.split([tensor.numel() for tensor in small_bucket])):
@@ -122,8 +126,8 @@ class Reductions:
         numel_per_bucket: int = 500_000_000,
         dp_world_size: float | None = None,
     ) -> None:
-        """As ``allreduce_and_copy``, in parts that end with the tensor that brings them over ``numel_per_bucket``
-        elements."""
+        """As ``allreduce_and_copy``, in several parts. A part ends with the tensor that makes it larger than
+        ``numel_per_bucket`` elements."""
         part: list[torch.Tensor] = []
         for tensor in bucket:
             part.append(tensor)
@@ -134,7 +138,7 @@ class Reductions:
             self.allreduce_and_copy(part, dp_group, dp_world_size)
 
     def all_gather_scalar(self, value: torch.Tensor, dp_group: Any) -> list[torch.Tensor]:
-        """Every rank's ``value`` (of one shape), by rank."""
+        """The list of all ranks' ``value``, which must have the same shape on all of them."""
         values = [torch.empty_like(value) for _ in range(comm.get_world_size(dp_group))]
         comm.all_gather(values, value, group=dp_group)
         return values

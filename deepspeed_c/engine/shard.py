@@ -32,8 +32,8 @@ def lay_out_model(
     precision: Precision,
     mesh: Mesh,
 ) -> Layout:
-    """Lays the model out in units, with their states and weights where the configuration has them. ``base``: trains
-    it; None: it is only evaluated (stage 3)."""
+    """Lays the model out in units, and puts their states and weights where the configuration says. ``base``: the
+    optimizer that trains the model; None if it is only evaluated (stage 3)."""
     if STAGES[config.zero.stage].parameters:
         mark_leaves(model, config.zero)
     groups = [] if base is None else [group["params"] for group in base.param_groups]
@@ -45,7 +45,7 @@ def lay_out_model(
 
 
 def take_cores_back(offload: OffloadOptimizer) -> None:
-    """When an engine ends: passes over host memory run on all of this rank's processors again."""
+    """Called when an engine ends: passes over host memory run on all of this rank's processors again."""
     if offload.super_offload:
         threads.take_back(offload.cpuadam_cores_perc)
 
@@ -58,10 +58,10 @@ def shard_model(
     mesh: Mesh,
     optimizer: ZeroOptimizer | None = None,
 ) -> tuple[ZeroOptimizer, Layout]:
-    """Lays the model out in units, hooks the trained parameters' gradients, and points the optimizer at this rank's
-    shards.
+    """Lays the model out in units, puts hooks on the trained parameters for their gradients, and points the optimizer
+    to this rank's shards.
 
-    ``optimizer``: the present optimizer over ``base``, which goes on over the new units."""
+    ``optimizer``: the present optimizer over ``base``, which takes over the new units; None: make one."""
     offload = config.zero.offload_optimizer
     with ExitStack() as on_error:
         if offload.super_offload:
@@ -74,7 +74,7 @@ def shard_model(
                 ranks=[0],
                 level=logging.WARNING,
             )
-        # Before there are buffers for gradients: both need not have room at once.
+        # Masters move to their file before buffers for gradients are made, so that memory need not hold both at once.
         if store_states(offload, config.aio, layout.trained, base, mesh.comm):
             get_accelerator().empty_cache()
         reducer = make_reducer(layout, config, precision, mesh)
@@ -108,10 +108,10 @@ def shard_model(
 def make_reducer(
     layout: Layout, config: Config, precision: Precision, mesh: Mesh, pools: GradientPools | None = None
 ) -> GradientReducer:
-    """Hooks the trained parameters' gradients, and makes the buffers of their sums."""
+    """Puts hooks on the trained parameters for their gradients, and makes the buffers for the sums of gradients."""
     sharding = STAGES[config.zero.stage]
     if any(unit.states.is_apart for unit in layout.trained):
-        # Gradients go to the host's memory as they come; sums of whole ones would lie on the device.
+        # Gradients move to the host's memory as they arrive. Without sharding their sums would stay on the device.
         sharding = STAGES[max(config.zero.stage, 2)]
     reducer = GradientReducer(
         layout.trained,
@@ -123,7 +123,7 @@ def make_reducer(
             prescale_gradients=config.prescale_gradients,
             gradient_predivide_factor=config.gradient_predivide_factor,
             is_mean=config.gradient_allreduce_op == "mean",
-            # Host memory has room for gathering in fp32.
+            # Host memory has room for accumulation in fp32.
             accum_dtype=precision.accum_dtype
             or (torch.float32 if config.zero.offload_optimizer.device != "none" else None),
         ),

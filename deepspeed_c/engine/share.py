@@ -1,11 +1,11 @@
-"""How much a rank's loss counts when its sequences are cut over ranks: gradients are summed over the ranks of a
-sequence, so each rank's loss has to be its term of that sum.
+"""How much a rank's loss counts if its sequences are cut over ranks. Gradients are summed over the ranks of a sequence,
+so each rank's loss must be its term of that sum.
 
 [Note: a guess is not silent] If the configuration does not name the kind of a loss, it is guessed from the loss's graph
-and the forward's labels. A guess may be wrong: a gather may be a function of the user, and a mean over a rank's own
-tokens looks like a term of a sum. So a guess of a term causes a warning with the factor, and at the first step ranks
-compare their losses. They compare at the step, and not in a backward, because ranks may call backward different numbers
-of times.
+and the forward's labels. A guess may be wrong: the user may have an own gather function that is not recognised, and a
+mean over a rank's own tokens looks like a term of a sum. So the guess "term of a sum" causes a warning with the
+possible error factor, and at the first step ranks compare their losses. They compare at the step, and not in a
+backward, because ranks may call backward different numbers of times.
 """
 
 from __future__ import annotations
@@ -30,40 +30,42 @@ from deepspeed_c.logging import log_dist
 __all__ = ["LossKind", "LossShare"]
 
 LossKind = Literal["auto", "mean", "part", "whole"]
-"""mean: a rank's loss is the mean over its own valid tokens. part: it is a term of the sum over ranks already. whole:
-it is the loss of whole sequences, by a collective whose backward adds up the gradients of all ranks."""
+"""mean: a rank's loss is the mean over its own valid tokens. part: a rank's loss is a term of the sum over ranks
+already. whole: a rank's loss is the loss of whole sequences. It was computed with a collective whose backward adds up
+the gradients of all ranks."""
 
 IGNORED = -100
-"""Labels of this value are no valid tokens: torch's and transformers' default."""
+"""Label of tokens that do not count in the loss. It is the default of torch and transformers."""
 
-# Collectives of torch.distributed.nn.functional with the same result on all ranks: their backward adds up the gradients
-# of all ranks, and so counts one loss once a rank.
+# Graph nodes of those collectives in torch.distributed.nn.functional that give all ranks the same result. Their
+# backward adds up the gradients of all ranks, so a loss behind them counts once for each rank.
 _WHOLE = {"_AllGatherBackward", "_AllReduceBackward", "_AllGatherBaseBackward"}
 _AUTOGRAD = "torch.distributed.nn.functional"
-# The same of torch's functional collectives. Torch derives the nodes' classes from the operators' names.
+# The same nodes for torch's functional collectives. Torch derives the names of the nodes' classes from the operators'
+# names.
 _WHOLE_OPS = tuple(f"GeneratedBackwardFor__c10d_functional_{op}_" for op in ("all_gather_into_tensor", "all_reduce"))
 
 _LABELS = ("shift_labels", "labels")
 _KEY = '"sequence_parallel": {"loss": ...}'
-# Steps after which losses that say nothing (zero, inf, NaN) are no longer compared.
+# Most steps in which losses are compared, if all of them are zero, inf or NaN and so cannot be compared.
 _MAX_COMPARED = 8
-# Ranks that add the same numbers up in another order differ by less.
+# Losses of ranks that add up the same numbers in a different order differ by less than this.
 _ROUNDING = 1e-3
 
 
 class _Guess(NamedTuple):
-    """One loss that nobody has said anything about, as other ranks are told of it."""
+    """A loss whose kind was guessed, in the form that is sent to other ranks."""
 
     way: LossKind
     loss: float
     is_wide: bool
-    """Whether its dtype has 32 bits at least: losses of 16 bits are equal by chance."""
+    """Whether the loss has at least 32 bits. Losses of 16 bits may be equal by chance."""
     has_collective: bool
-    """Whether a known collective over the ranks of a sequence lies in its graph."""
+    """Whether the loss's graph contains a known collective over the ranks of a sequence."""
     n_valid: int
-    """Valid tokens of this rank; -1 where no labels were seen."""
+    """Number of this rank's valid tokens; -1 if the forward had no labels."""
     n_items: float
-    """``num_items_in_batch`` where the forward was given it; -1 where not."""
+    """``num_items_in_batch`` as given to the forward; -1 if it was not given."""
 
 
 class _Noted(NamedTuple):
@@ -77,12 +79,12 @@ class _Noted(NamedTuple):
 
 
 class LossShare:
-    """Weighs the losses of one engine's micro-batches. ``way``: ``sequence_parallel.loss``."""
+    """Weights the losses of one engine's micro-batches. ``way``: the value of ``sequence_parallel.loss``."""
 
     def __init__(self, mesh: Mesh, way: LossKind) -> None:
         self._mesh, self._way = mesh, way
         self.is_needed = mesh.size(SP) > 1
-        """Whether sequences are cut at all."""
+        """Whether sequences are cut over ranks."""
         self._labels: torch.Tensor | None = None
         self._n_items: Any = None
         self._ends: frozenset[Any] = frozenset()
@@ -94,22 +96,23 @@ class LossShare:
         self._compares = self.is_needed and way == "auto"
 
     def note(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Any) -> None:
-        """Remembers a training forward: its labels, and where its outputs are in the graph."""
+        """Remembers a training forward: its labels, and the graph nodes of its outputs."""
         labels = _labels_of(module, args, kwargs)
         self._labels = labels if torch.is_tensor(labels) else None
-        # transformers' models divide by it instead of their own count.
+        # Models of transformers divide by this number instead of counting tokens themselves.
         self._n_items = kwargs.get("num_items_in_batch")
         self._ends = nodes_of(tree_flatten(outputs)[0])
         self._loss_node = _own_loss_node(outputs)
 
     def forget(self) -> None:
-        """Lets go of the forward's graph. Its labels stay: a second backward of the forward is weighted by them too."""
+        """Drops the references to the forward's graph. The labels stay, because a second backward of the forward needs
+        them for its weight."""
         self._ends, self._loss_node = frozenset(), None
 
     def weight(self, loss: torch.Tensor) -> float:
         """The factor of ``loss``. Collective over the ranks of a sequence.
 
-        Raises StateError where ``sequence_parallel.loss`` is "mean" and the forward was given no labels.
+        Raises StateError if ``sequence_parallel.loss`` is "mean" and the forward was given no labels.
         """
         way = self._way if self._way != "auto" else self._find_way(loss)
         if way == "part":
@@ -139,8 +142,9 @@ class LossShare:
             has_collective = any(map(self._is_whole, nodes_between([loss.grad_fn], self._ends)))
         way: LossKind = "whole" if has_collective else "part"
         if is_own and self._labels is not None and self._n_items is None:
-            # Weights by tokens add up to 1 over ranks, so they also fit a loss that the model itself has gathered; and
-            # a collective in a model's graph may belong to a layer.
+            # Weights by tokens add up to 1 over ranks, so they are right even for a loss that the model itself has
+            # gathered. Therefore it does not matter whether a collective in the graph belongs to the loss or to a
+            # layer.
             way = "mean"
         self._tell(way)
         if self._compares:
@@ -155,7 +159,7 @@ class LossShare:
         return set(self._mesh.sequence.global_ranks) <= set(ranks)
 
     def _tell(self, way: LossKind) -> None:
-        """Says once how losses of this kind were understood: a wrong scale of gradients hides behind Adam."""
+        """Logs once how losses of this kind are treated. With Adam, a wrong scale of gradients would go unnoticed."""
         if way in self._told:
             return
         self._told.add(way)
@@ -193,16 +197,16 @@ class LossShare:
 
     @property
     def compares(self) -> bool:
-        """Whether the step that is about to update has to ``compare``: the first, and a few more where losses say
-        nothing. The same on all ranks."""
+        """Whether ``compare`` must be called before the next update. It must in the first step, and in a few more if
+        losses could not be compared. The same on all ranks."""
         return self._compares
 
     def compare(self) -> None:
         """Compare the losses of the window that is about to end. Collective over all ranks of the engine.
 
-        See [Note: a guess is not silent]. Raises StateError, on all ranks, for losses that are the same on all ranks of
-        a sequence and were taken as terms of a sum; RankMismatchError where ranks take their losses for different
-        things.
+        See [Note: a guess is not silent]. Raises StateError on all ranks if losses were treated as terms of a sum but
+        are equal on all ranks of a sequence. Raises RankMismatchError on all ranks if the ranks guessed different kinds
+        of losses.
         """
         mine = [_guess_of(noted) for noted in self._noted]
         self._noted = []
@@ -212,7 +216,7 @@ class LossShare:
         for of, guesses in everyone:
             sequences.setdefault(of, []).append(guesses)
         warnings: list[str] = []
-        # All ranks look at all sequences, so that all of them raise.
+        # All ranks check the losses of all sequences, so that all of them raise.
         outcomes = [_judge(of, by_rank, warnings) for of, by_rank in sorted(sequences.items())]
         is_done = all(outcomes)
         self._n_compared += 1
@@ -227,13 +231,13 @@ class LossShare:
 
 
 def _labels_of(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The labels that a forward was given, by name or in the place where ``forward`` has that name."""
+    """The labels that a forward was given, as a keyword argument or as the positional argument with that name."""
     found = next((kwargs[name] for name in _LABELS if kwargs.get(name) is not None), None)
     if found is not None or not args:
         return found
     try:
         names = list(inspect.signature(module.forward).parameters.values())[: len(args)]
-    except (TypeError, ValueError):  # a forward that is no function of Python, as torch.jit's
+    except (TypeError, ValueError):  # forward is no Python function (torch.jit)
         return None
     placed = {
         each.name: value
@@ -244,8 +248,8 @@ def _labels_of(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str
 
 
 def _own_loss_node(outputs: Any) -> Any:
-    """Node of the loss that a model has computed itself: ``outputs.loss``, ``outputs["loss"]``, or the one number that
-    the model returned; None where there is none."""
+    """The graph node of the loss that a model has computed itself: ``outputs.loss``, ``outputs["loss"]``, or a single
+    number that the model returned. None if there is no such loss."""
     if torch.is_tensor(outputs):
         loss: Any = outputs if outputs.numel() == 1 else None
     else:
@@ -266,10 +270,11 @@ def _guess_of(noted: _Noted) -> _Guess:
 
 
 def _judge(ranks: Sequence[int], by_rank: Sequence[Sequence[_Guess]], warnings: list[str]) -> bool:
-    """Judge the guesses of the ranks of one sequence, each rank's in the order of its backwards. Return whether at
-    least one loss could be compared. Doubts that are no errors go into ``warnings``."""
+    """Check the guesses of the ranks of one sequence; each rank's guesses are in the order of its backwards. Return
+    whether at least one loss could be compared. Doubts that are not errors are added to ``warnings``."""
     is_done = False
-    # Ranks may have called backward a different number of times; then losses of one number may be of different kinds.
+    # Ranks may have called backward different numbers of times. Then the n-th losses of two ranks may be different
+    # losses.
     is_aligned = len({len(guesses) for guesses in by_rank}) == 1
     for row in zip(*by_rank):
         is_one_kind = len({guess.way for guess in row}) == 1
@@ -281,7 +286,7 @@ def _judge(ranks: Sequence[int], by_rank: Sequence[Sequence[_Guess]], warnings: 
 
 
 def _says_something(guess: _Guess) -> bool:
-    """Whether a loss is one: a rank without valid tokens has a zero, or a NaN."""
+    """Whether a loss can be compared. A rank without valid tokens has a loss of zero or NaN, which cannot."""
     return guess.loss != 0.0 and math.isfinite(guess.loss)
 
 
@@ -330,12 +335,14 @@ def _judge_one(ranks: Sequence[int], row: Sequence[_Guess], warnings: list[str])
 
 
 def _check_items(ranks: Sequence[int], by_rank: Sequence[Sequence[_Guess]], warnings: list[str]) -> None:
-    """A sum that was divided by ``num_items_in_batch`` is a term where that counts the tokens of all ranks."""
+    """Check ``num_items_in_batch``: a loss that was divided by it is a term of the sum only if it counts the tokens of
+    all ranks."""
     given = [guess for guesses in by_rank for guess in guesses if guess.way == "part" and guess.n_items > 0]
     if not given or any(guess.n_valid < 0 for guess in given):
         return
     n_items, n_valid = min(guess.n_items for guess in given), sum(guess.n_valid for guess in given)
-    # transformers counts labels before they are shifted, and labels of other sequences too: more is no mistake.
+    # A larger number is no mistake: transformers counts labels before they are shifted, and labels of other sequences
+    # too.
     if n_items < 0.99 * n_valid:
         warnings.append(
             f"num_items_in_batch is {n_items:g}, and {ranks_in_words(ranks)} have {n_valid} valid tokens of the same"
@@ -345,7 +352,7 @@ def _check_items(ranks: Sequence[int], by_rank: Sequence[Sequence[_Guess]], warn
 
 
 def _group_of(node: Any) -> dist.ProcessGroup | None:
-    """The ranks of a collective whose outcome is the same on all of them; None where ``node`` is none."""
+    """The process group of ``node``, if it is a collective that gives all ranks the same result; otherwise None."""
     name = type(node).__name__
     if name.startswith(_WHOLE_OPS):
         group = node.group_name

@@ -1,5 +1,5 @@
-"""The state of a run besides the weights: optimizer, counters, loss scale, schedule, place in the data, random numbers.
-Checkpoints save and restore this state."""
+"""The state of a run apart from the weights: optimizer, counters, loss scale, schedule, place in the data, random
+numbers. Checkpoints save and restore this state."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ __all__ = ["TrainState"]
 
 
 class TrainState:
-    """The state of one engine's training; its public parts are attributes of the engine as well, under DeepSpeed's
-    names."""
+    """The state of one engine's training. The engine has attributes with DeepSpeed's names for the public parts of it.
+    """
 
     def __init__(
         self,
@@ -47,17 +47,17 @@ class TrainState:
         self._loader: DeepSpeedDataLoader | None = None
         self.layout = Layout([], [], None)
         self.dormant: dict[torch.nn.Parameter, KeptState] = {}
-        """States of parameters that were frozen in mid-run."""
+        """States of parameters that were frozen during the run."""
         self.window = Window(config.batch, is_managed=config.managed_gradient_accumulation)
         needs_weights = mesh.size(SP) > 1 and config.sequence_parallel.loss != "part"
         self.passes = BackwardPass(self.window, precision.scaler, mesh, self.begin_window, needs_weights)
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self.n_tokens = 0
-        """In this rank's batches of the present window."""
+        """Number of tokens in this rank's batches of the present window."""
         self._loader_state: dict[str, int] | None = None  # where the loader stood when the present window began
 
     def lay_out(self, layout: Layout) -> None:
-        """The model is held by the units of ``layout`` now; by none, if it is empty."""
+        """Sets the layout whose units now hold the model; an empty layout means that no units do."""
         self.layout = layout
         if layout.trained:
             self.passes.drive(self.optimizer.reducer, layout.fetcher)
@@ -68,7 +68,7 @@ class TrainState:
         self.dormant = dormant
 
     def close(self) -> None:
-        """Lets go of optimizer, schedule and loader."""
+        """Drops the references to optimizer, schedule and loader."""
         self.optimizer, self.lr_scheduler, self._loader = NoOptimizer(), None, None
         self.dormant.clear()
 
@@ -85,7 +85,7 @@ class TrainState:
         self._loader_state = None if self._loader is None else self._loader.state_dict()
 
     def note_tokens(self, n: int) -> None:
-        """This rank has got ``n`` more tokens in the present window."""
+        """Adds ``n`` to the number of this rank's tokens in the present window."""
         self.n_tokens += n
 
     @property
@@ -93,7 +93,7 @@ class TrainState:
         return self.window.n_micro_steps > 0 or self.optimizer.has_window
 
     def begin_window(self) -> None:
-        """Drops the gradients, losses and counts of the present window, and starts it over."""
+        """Drops the gradients, losses and counts of the present window, and begins the window again."""
         self.optimizer.zero_grad()
         self.n_tokens = 0
         self.passes.begin_window()
@@ -101,9 +101,9 @@ class TrainState:
         self._note_loader()
 
     def end_window(self, *, is_skipped: bool) -> None:
-        """Counts a step that has updated the weights, or was skipped; a window begins."""
+        """Counts a step that has updated the weights or was skipped, and begins a window."""
         batch = self.window.batch
-        is_counted = self.window.is_managed  # or as many micro-batches as the caller has given gradients of
+        is_counted = self.window.is_managed  # else: the micro-batches that the caller ran backward on
         n_samples = self.passes.n_backwards * batch.micro_batch_size * batch.world_size
         self.global_samples += batch.train_batch_size if is_counted else n_samples
         self.skipped_steps += is_skipped
@@ -114,7 +114,8 @@ class TrainState:
         self._note_loader()
 
     def counters(self) -> dict[str, int]:
-        """The counters at the beginning of the present window: its micro-batches are not saved, and will be done again.
+        """The counters at the beginning of the present window. Micro-batches of the window are not saved: a resumed run
+        does them again.
         """
         if self.is_within_window:
             logger.warning(
@@ -145,8 +146,8 @@ class TrainState:
         return state
 
     def check(self, source: Source) -> None:
-        """Raises CheckpointError for small state that is damaged or no such state: it is restored when everything else
-        has been, and that it cannot be has to be known before."""
+        """Raises CheckpointError if small state is damaged or has an unknown form. Small state is restored after
+        everything else, so a load must find out before whether it can be restored."""
         mine = {self._saved_rank(source, sequence_rank) for sequence_rank in (0, self.mesh.index(SP))}
         for rank in sorted({0, *mine}):
             state, where = source.rank_state(rank) or {}, f"{source.where}, state of rank {rank}"
@@ -166,14 +167,14 @@ class TrainState:
                 ) from error
 
     def restore_optimizer(self, source: Source) -> None:
-        """Options of the groups, and the loss scale."""
+        """Restores the options of the groups, and the loss scale."""
         for group, saved in zip(self.optimizer.param_groups, source.groups):
             group.update({key: value for key, value in saved.items() if key != "params"})
         if self.optimizer.scaler is not None and source.state.get("loss_scaler"):
             self.optimizer.scaler.load_state_dict(source.state["loss_scaler"])
 
     def restore_scheduler(self, source: Source) -> None:
-        """Raises CheckpointError where the engine's schedule cannot take the saved state."""
+        """Restores the schedule. Raises CheckpointError if the engine's schedule cannot load the saved state."""
         scheduler, saved = self.lr_scheduler, source.state.get("lr_scheduler")
         if not hasattr(scheduler, "load_state_dict"):
             return
@@ -198,14 +199,15 @@ class TrainState:
         self.global_samples = counters.get("global_samples", self.global_steps * batch.train_batch_size)
         n_micro_steps = self.global_steps * batch.accumulation_steps
         self.window.place(counters.get("micro_steps", n_micro_steps))
-        # Saved with other accumulation steps: the next window still begins at its beginning.
+        # The checkpoint may have other accumulation steps. Counters are moved so that the next micro-batch begins a
+        # window.
         if self.window.n_micro_steps:
             self.window.place(n_micro_steps)
 
     def _saved_rank(self, source: Source, sequence_rank: int) -> int:
-        """The rank of the run that saved whose random numbers, or place in the data, this one goes on from. Ranks that
-        hold one model together go on from the same numbers where they were other ranks: their whole parameters have to
-        stay the same."""
+        """The rank of the saved run from which this rank takes its random numbers or its place in the data. If the
+        model or sequences are cut differently now, all ranks that hold one model together take the same numbers,
+        because parameters that are whole on each of them must stay equal."""
         if self._is_cut_as(source):
             return self.mesh.comm.rank
         return (self.mesh.index(*DATA) * _n_ranks(source, SP) + sequence_rank) * _n_ranks(source, TP)
@@ -214,7 +216,7 @@ class TrainState:
         return all(_n_ranks(source, axis) == self.mesh.size(axis) for axis in SAME_SAMPLES)
 
     def restore_of_rank(self, source: Source) -> None:
-        """Random numbers, and the place in the data; ``global_steps`` are the checkpoint's already."""
+        """Restores random numbers and the place in the data. ``global_steps`` has been restored before."""
         saved_ranks = source.topology.world_size
         for axis in SAME_SAMPLES:
             saved_ranks //= _n_ranks(source, axis)
@@ -224,11 +226,12 @@ class TrainState:
             mine = source.rank_state(self._saved_rank(source, sequence_rank))
         if mine is not None and "random" in mine:
             files.state.restore_random_state(mine["random"], self.device)
-            # Streams of a rank's own are nobody's where a model, or sequences, are cut otherwise.
+            # A rank's own random streams have no owner if the model or sequences are cut differently now.
             if "tracked" in mine and self._is_cut_as(source):
                 get_cuda_rng_tracker().set_states(mine["tracked"])
         elif source.rank_state(0) is not None:
-            # A rank that did not exist then: a stream of its own, the same in every run that resumes so.
+            # A rank that did not exist in the saved run gets a new seed, the same in every run that resumes from this
+            # checkpoint in this way.
             torch.manual_seed(self.config.seed + 7919 * (self.global_steps + 1) + self.mesh.index(*TOKENS))
         if self._loader is None:
             return
@@ -238,25 +241,25 @@ class TrainState:
             self._note_loader()
 
     def begin_writes(self) -> None:
-        """The module's weights are about to be written. Collective as ``Fetcher.begin_writes``."""
+        """Call it before the module's weights are written. Collective in the same cases as ``Fetcher.begin_writes``."""
         if self.layout.fetcher is not None:
             self.layout.fetcher.begin_writes()
 
     def take_weights(self, *, has_masters: bool) -> None:
-        """The module's weights are others now; ``has_masters``: and the masters with them, which are taken anew from
-        the weights otherwise."""
+        """Call it after other weights have been written to the module. ``has_masters``: the masters have been loaded
+        too; otherwise they are overwritten with the weights."""
         self.optimizer.note_weights() if has_masters else self.optimizer.refresh_fp32_params()
         if self.layout.fetcher is not None:
             self.layout.fetcher.weights_changed()
 
 
 def _n_ranks(source: Source, axis: str) -> int:
-    """How many ranks there were along ``axis`` of the mesh that a checkpoint of ours is of."""
+    """The number of ranks along ``axis`` in the run that saved the checkpoint ``source``."""
     return source.topology.axes.get(axis, 1)
 
 
 def _is_place(state: Any) -> bool:
-    """Whether this is a loader's description of its place."""
+    """Whether ``state`` is the saved position of a loader."""
     least = {"epoch": 0, "batch": 0, "batch_size": 1}
     return isinstance(state, Mapping) and all(
         type(state.get(key)) is int and low <= state[key] < 1 << 63 for key, low in least.items()
@@ -264,14 +267,14 @@ def _is_place(state: Any) -> bool:
 
 
 def _same_place(state: Mapping[str, int], batch_size: int, saved_ranks: int, n_ranks: int) -> dict[str, int]:
-    """A loader's position on other ranks or with another micro-batch: the same samples of the epoch lie behind it
-    (rounded down to whole batches)."""
+    """Converts a loader's position to another number of ranks or another micro-batch. The same number of samples of the
+    epoch has been used, rounded down to whole batches."""
     samples = state["batch"] * state["batch_size"] * saved_ranks
     return {"epoch": state["epoch"], "batch": samples // (batch_size * n_ranks), "batch_size": batch_size}
 
 
 def _check_tracked(states: Any, device: torch.device, where: str) -> None:
-    """Raises CheckpointError unless they are states of ``get_cuda_rng_tracker()``."""
+    """Raises CheckpointError unless ``states`` are states of ``get_cuda_rng_tracker()``."""
     try:
         for state in states.values():
             torch.Generator(device).set_state(state)

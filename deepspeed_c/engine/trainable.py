@@ -1,5 +1,5 @@
-"""Freezing and unfreezing of parameters in mid-run. This changes the layout; masters and optimizer state move to the
-new layout."""
+"""Freezing and unfreezing of parameters during a run. This changes the layout, and masters and optimizer states move to
+the new layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["KeptState", "assign_groups", "match_names", "put_states", "take_stat
 
 
 class KeptState(NamedTuple):
-    """Master and states of one parameter: this rank's flat pieces, as the previous layout cut them over ``comm``. Other
+    """Master and states of one parameter: this rank's flat pieces, split over ``comm`` as in the previous layout. Other
     ranks may hold copies of the same pieces."""
 
     name: str
@@ -31,12 +31,12 @@ class KeptState(NamedTuple):
     counts: dict[str, Any]
     comm: Collectives
     speaks: bool
-    """Whether this rank's copy counts."""
+    """Whether this rank's copy counts; of several ranks with the same pieces only one counts."""
 
 
 def match_names(model: torch.nn.Module, names: Iterable[str]) -> set[str]:
-    """The parameters that names and shell patterns fit. Raises ModelError for a name that fits no parameter, and when
-    no parameter is left."""
+    """Names of the parameters that match ``names`` (names or shell patterns). Raises ModelError if a name matches no
+    parameter, or if no parameter would be trained."""
     known = [name for name, _ in model.named_parameters()]
     chosen: set[str] = set()
     patterns = [names] if isinstance(names, str) else list(names)
@@ -59,7 +59,7 @@ def match_names(model: torch.nn.Module, names: Iterable[str]) -> set[str]:
 def take_states(
     optimizer: ZeroOptimizer, dormant: Mapping[torch.nn.Parameter, KeptState]
 ) -> tuple[dict[torch.nn.Parameter, KeptState], dict[torch.nn.Parameter, int]]:
-    """Copies of everything that is known about trained and formerly trained parameters, and the group of each."""
+    """Copies of masters and states of trained and formerly trained parameters, and the group of each parameter."""
     kept = dict(dormant)
     for slot in sorted(optimizer.reducer.slots, key=lambda slot: slot.order):
         begins, numels = slot.unit.ranges_of(slot)
@@ -83,7 +83,7 @@ def take_states(
 def assign_groups(
     model: torch.nn.Module, base: torch.optim.Optimizer, groups: Mapping[torch.nn.Parameter, int]
 ) -> None:
-    """Gives the base optimizer's groups the parameters that now require gradients, and no state."""
+    """Puts the parameters that now require gradients into the base optimizer's groups, and clears its state."""
     base.state.clear()
     for group in base.param_groups:
         group["params"] = []
@@ -102,8 +102,8 @@ def assign_groups(
 def _states_everywhere(
     kept: Mapping[torch.nn.Parameter, KeptState], comm: Collectives
 ) -> dict[str, tuple[dict[str, torch.dtype], dict[str, Any]]]:
-    """Names and dtypes of the states and the counts of every parameter: a rank that owned nothing of one knows
-    neither."""
+    """Names and dtypes of the states, and the counts, of every parameter. They are exchanged, because a rank that owned
+    nothing of a parameter does not know them."""
     mine = {
         state.name: ({key: piece.dtype for key, piece in state.pieces.items()}, state.counts)
         for state in kept.values()
@@ -117,7 +117,7 @@ def _states_everywhere(
 
 
 def put_states(optimizer: ZeroOptimizer, kept: Mapping[torch.nn.Parameter, KeptState]) -> None:
-    """Gives masters and states to the parameters that are trained in the new layout, one parameter at a time.
+    """Writes masters and states to the parameters that are trained in the new layout, one parameter at a time.
     Collective."""
     known = _states_everywhere(kept, optimizer.comm)
     states: dict[Any, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {}
@@ -135,7 +135,8 @@ def put_states(optimizer: ZeroOptimizer, kept: Mapping[torch.nn.Parameter, KeptS
         if master is not None:
             with slot.unit.states.open(slot.bucket), torch.no_grad():
                 present = optimizer.pieces.local(slot, None)
-                # Weights that somebody replaced while they were frozen are newer than the master.
+                # The master is only used if it still agrees with the weight: a weight that was replaced while it was
+                # frozen is newer.
                 if torch.equal(master.to(slot.unit.dtype), present.to(slot.unit.dtype)):
                     present.copy_(master)
         dtypes, counts = known.get(state.name, ({}, {}))

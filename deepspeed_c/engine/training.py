@@ -1,5 +1,5 @@
-"""The host of a model in training: optimizer, training state, checkpoints, data, schedule. Its subclasses, the engines,
-run the micro-batches.
+"""The host of a model in training. It holds optimizer, training state, checkpoints, data and schedule. Its subclasses,
+the engines, run the micro-batches.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = ["Training", "TrainingHost"]
 
 
 def _of(part: str, name: str) -> property:
-    """An attribute of the engine that a part of it holds; callers may set it."""
+    """A property of the engine for attribute ``name`` of the engine's part ``part``. Callers may set it."""
     return property(
         lambda self: getattr(getattr(self, part), name),
         lambda self, value: setattr(getattr(self, part), name, value),
@@ -93,7 +93,7 @@ class TrainingHost(Reductions, ModelHost):
         if config.wall_clock_breakdown:
             listen(self.phases)
         self.timers = SynchronizedWallClockTimer(device=device)
-        """For a program's own timers, as in DeepSpeed; ``get_wall_clock_timers`` has the engine's."""
+        """Timers for the program's own use, as in DeepSpeed. The engine's timers are in ``get_wall_clock_timers``."""
         self._rate = SampleRate(is_counted=config.timers.throughput.enabled)
         if training.data is not None:
             self.training_dataloader = self.deepspeed_io(training.data, collate_fn=training.collate_fn)
@@ -104,7 +104,7 @@ class TrainingHost(Reductions, ModelHost):
         self._flops = StepFlops(config.flops_profiler, self)
         self._checkpoints = Checkpoints(self._state)
         self.checkpoint_engine = TorchCheckpointEngine.with_zip(config.checkpoint.checkpoint_serialization)
-        """Writes and reads files of programs. Checkpoints are written without it."""
+        """Writes and reads files for programs. The engine does not use it for its own checkpoints."""
         self.monitor = MonitorMaster(config, comm=mesh.comm)
         self._preemption = Preemption(config.checkpoint.preemption, can_step=self._trains)
         self._open(layout)
@@ -126,7 +126,7 @@ class TrainingHost(Reductions, ModelHost):
             raise
 
     def _stop_watching(self) -> None:
-        """Ends everything that listens or waits beside the training."""
+        """Stops listeners and background work that run beside the training."""
         self._preemption.close()
         self._flops.close()
         stop_listening(self.phases)
@@ -172,7 +172,7 @@ class TrainingHost(Reductions, ModelHost):
         self._state.lay_out(self._layout)
 
     def _drop_gradients(self, params: list[torch.nn.Parameter]) -> None:
-        """``zero_grad()`` of the model, or of a module in it."""
+        """Called by ``zero_grad()`` of the model or of a module in it: drops the gradients of ``params``."""
         self._optimizer.drop_gradients(params)
 
     @property
@@ -181,14 +181,14 @@ class TrainingHost(Reductions, ModelHost):
 
     @property
     def _trains(self) -> bool:
-        """Whether there is an optimizer; without, the engine only evaluates."""
+        """Whether there is an optimizer. An engine without one only evaluates."""
         return bool(self._optimizer.units)
 
     @property
     def optimizer(self) -> DeepSpeedOptimizer | torch.optim.Optimizer | ModuleHooks | None:
-        """The optimizer that ``initialize`` has returned: at stage 0 in fp32 the caller's (or the configured one)
-        itself. In an engine without one, the hooks of the module at stage 3, and None below: DeepSpeed has it so, and
-        trl reaches a teacher's hooks through it.
+        """The optimizer that ``initialize`` has returned. At stage 0 in fp32 that is the caller's (or the configured)
+        optimizer itself. In an engine without an optimizer it is the object with the module's hooks at stage 3, and
+        None below stage 3, as in DeepSpeed: trl finds a teacher model's hooks in this way.
         """
         if self._fetcher is None or self._trains:
             return self._optimizer.face
@@ -200,7 +200,7 @@ class TrainingHost(Reductions, ModelHost):
         return self._optimizer.optimizer
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Changes the global batch by changing the accumulation steps; the micro-batch stays."""
+        """Changes the global batch by changing the accumulation steps; the micro-batch stays the same."""
         per_step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if train_batch_size <= 0 or train_batch_size % per_step:
             raise BatchSizeError(
@@ -213,7 +213,8 @@ class TrainingHost(Reductions, ModelHost):
         self._window.resize(train_batch_size=train_batch_size, accumulation_steps=train_batch_size // per_step)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Changes the micro-batch; the accumulation steps stay, the global batch follows."""
+        """Changes the micro-batch. The accumulation steps stay the same, and the global batch changes with the
+        micro-batch."""
         if micro_batch_size <= 0:
             raise BatchSizeError(
                 f"{micro_batch_size} is not positive", where="set_train_micro_batch_size", fix="choose at least 1"
@@ -243,7 +244,8 @@ class TrainingHost(Reductions, ModelHost):
         return self._window.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Takes the decision from the engine: until the next call, every ``step()`` is, or is not, a boundary."""
+        """Decides instead of the engine whether a ``step()`` is a boundary. It applies to every ``step()`` until the
+        next call."""
         self._window.steer(is_boundary)
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -251,8 +253,8 @@ class TrainingHost(Reductions, ModelHost):
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def _report(self) -> None:
-        """Says the numbers of the step that has ended to the log, where a line is due, and to the monitors."""
-        # Phases that somebody asked to have timed are told even where no interval was given.
+        """Reports the numbers of the finished step to the monitors and, if a line is due, to the log."""
+        # If phases are timed, they are logged even if no interval is configured.
         every = self._config.steps_per_print or (1 if self._config.wall_clock_breakdown else float("inf"))
         is_due = every != float("inf") and self.global_steps % int(every) == 0
         if is_due or self.monitor.is_writing:
@@ -268,7 +270,7 @@ class TrainingHost(Reductions, ModelHost):
             see_memory_usage("after step", force=True)
 
     def _lines(self, record: StepRecord) -> list[str]:
-        """The log of a step. Collective where ranks have parts of the model."""
+        """The log lines of a step. Collective if ranks have parts of the model."""
         return [record.line(self.phases.mean_ms(reset=True))]
 
     def _record(self) -> StepRecord:
@@ -299,7 +301,7 @@ class TrainingHost(Reductions, ModelHost):
         return self._optimizer.get_global_grad_norm()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of the present window, which starts over."""
+        """Drops the gradients of the present window, and begins the window again."""
         self._state.begin_window()
         super().zero_grad(set_to_none)
 
@@ -312,7 +314,7 @@ class TrainingHost(Reductions, ModelHost):
         return [group.get("betas", group.get("momentum")) for group in groups]
 
     def get_type(self) -> list[Any]:
-        """Each group's "type" (pipeline code tells the parts of a model apart by it); None where it has none."""
+        """Each group's "type", or None. Pipeline code uses it to tell the parts of a model apart."""
         return [group.get("type") for group in self._require_optimizer("get_type").hyper_parameters]
 
     def get_wall_clock_timers(self) -> dict[str, float]:
@@ -365,16 +367,17 @@ class TrainingHost(Reductions, ModelHost):
         Args:
             save_dir: folder of all checkpoints; this one is ``save_dir/tag``. On a file system that all ranks share.
             tag: default ``global_step<n>``; a tag that exists is replaced at one instant.
-            client_state: the caller's own, given back by ``load_checkpoint``: numbers, text, tensors, numpy arrays,
-            containers of them; rank 0's counts. save_latest: make it the one that is loaded when no tag is named.
+            client_state: the caller's own state, which ``load_checkpoint`` returns: numbers, text, tensors, numpy
+            arrays, and containers of them. Rank 0's is saved. save_latest: make this checkpoint the default of
+            ``load_checkpoint``.
             exclude_frozen_parameters: leave the weights of frozen parameters out (with LoRA: of the base model).
-            is_async: return when the state has been copied to host memory, and write it meanwhile; default: the key
-            ``checkpoint.async``.
+            is_async: return as soon as the state has been copied to host memory, and write the files in the background;
+            default: the key ``checkpoint.async``.
 
-        Returns True when it is durable. An asynchronous save returns an object that is true and has ``wait()``, which
-        raises the save's error (so does the next call that saves, loads or closes); also where it is durable already,
-        because states on NVMe, and states of 8 bits, are written before the call returns. Raises CheckpointError on all
-        ranks alike when it cannot be written: the checkpoints before it are untouched then.
+        Returns True when the checkpoint is durable. An asynchronous save returns an object that is true and has
+        ``wait()``. ``wait()`` raises the save's error, and so does the next call that saves, loads or closes. States on
+        NVMe and 8-bit states are written before the call returns; even then it returns such an object. Raises
+        CheckpointError on all ranks alike if the checkpoint cannot be written; earlier checkpoints are unchanged then.
         """
         self._require_open()
         self._require_states("save_checkpoint")
@@ -383,7 +386,7 @@ class TrainingHost(Reductions, ModelHost):
         )
 
     def wait_checkpoint(self) -> None:
-        """Returns when no save is under way. Raises CheckpointError if the last one failed."""
+        """Waits until no save is running. Raises CheckpointError if the last save failed."""
         self._require_open()
         self._checkpoints.wait()
 
@@ -397,29 +400,30 @@ class TrainingHost(Reductions, ModelHost):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Goes on from a checkpoint of ours or of another's, saved by any number of ranks at any stage. Collective.
+        """Continues from a checkpoint of this package or of another one, saved by any number of ranks at any stage.
+        Collective.
 
-        An accumulation window begins in every case: gradients since the last step belonged to other weights, and are
-        dropped. The counts of steps, samples and skipped steps come from the saved run, with ``load_module_only`` they
-        stay; ``micro_steps`` stands at the beginning of a window. Callers that steer windows by
-        ``set_gradient_accumulation_boundary`` go on to do so.
+        It always begins an accumulation window and drops gradients since the last step, because they belong to other
+        weights. The counts of steps, samples and skipped steps are the saved run's; with ``load_module_only`` they stay
+        unchanged. ``micro_steps`` is at the beginning of a window. An earlier ``set_gradient_accumulation_boundary``
+        still applies.
 
         Args:
             load_dir: the folder of ``save_checkpoint``, here or in DeepSpeed (its engine's files or its universal
             format); or the folder of one tag of those; or a
                 folder of ``torch.distributed.checkpoint``; or, with ``load_module_only=True``, a Hugging Face folder
                 of safetensors or one ``.safetensors`` file.
-            tag: default: what the file ``latest`` names; where that one is broken, the newest complete one before it
-            is loaded, and the log says why. load_module_strict: names that the checkpoint lacks or has in excess are
-            an error. load_optimizer_states: moments, step counts, hyper-parameters of the groups, loss scale,
+            tag: default: the tag in the file ``latest``. If this checkpoint is broken, the newest complete checkpoint
+            before it is loaded, and the log says why. load_module_strict: missing or unexpected names in the checkpoint
+            are an error. load_optimizer_states: moments, step counts, hyper-parameters of the groups, loss scale,
             random-number generators, and the place in the data. load_lr_scheduler_states: the schedule.
             load_module_only: weights (and master weights) and nothing else.
             custom_load_fn: called as ``custom_load_fn(src=state_dict, dst=module)`` with whole weights instead of
             loading them here.
 
-        Returns (path, client_state), or (None, None) where there is no checkpoint. Raises on all ranks alike:
-        StateError for a checkpoint that does not fit this model or optimizer, nothing being changed or dropped then;
-        CheckpointError for a broken checkpoint, or for a schedule that the engine's cannot take (the message says why).
+        Returns (path, client_state), or (None, None) if there is no checkpoint. Raises on all ranks alike: StateError
+        if the checkpoint does not fit this model or optimizer (nothing is changed or dropped then); CheckpointError if
+        the checkpoint is broken, or if the engine's schedule cannot load the saved schedule (the message says why).
         """
         self._require_open()
         if self._offloaded.kinds:
@@ -436,13 +440,13 @@ class TrainingHost(Reductions, ModelHost):
         )
 
     def set_trainable(self, names: Iterable[str], keep_state: bool = True) -> list[str]:
-        """From now on exactly the parameters that ``names`` give are trained; all others are frozen. Returns the names
-        of the trained ones.
+        """Trains exactly the parameters that match ``names`` from now on, and freezes all others. Returns the names of
+        the trained parameters.
 
         names: full parameter names or shell patterns ("layers.*.bias"); each must fit a parameter. Collective, between
-        two accumulation windows; the optimizer object stays the same. keep_state: a frozen parameter's master weight
-        and optimizer state wait (in this rank's memory) for the day it is trained again; otherwise they are dropped. A
-        parameter that was never trained joins the first group (with Muon, the group for its shape).
+        two accumulation windows; the optimizer object stays the same. keep_state: keep the master weight and optimizer
+        state of a frozen parameter (in this rank's memory) until it is trained again; otherwise drop them. A parameter
+        that was never trained joins the first group (with Muon, the group for its shape).
         """
         optimizer = self._require_optimizer("set_trainable")
         self._require_window_start("set_trainable")
@@ -470,18 +474,19 @@ class TrainingHost(Reductions, ModelHost):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Moves states (all kinds, or the kinds in ``include``) out of memory until ``reload_states``; the engine
-        cannot run or save meanwhile.
+        """Moves states (all kinds, or the kinds in ``include``) out of memory until ``reload_states``. Meanwhile the
+        engine cannot run or save.
 
-        device: "cpu": from the accelerator's memory to the host's. "nvme": to a file without a name under
-        ``offload_optimizer.nvme_path`` (or ``offload_param``'s), whose space is free again after ``reload_states`` or
-        ``destroy``; collective then, and with ``comm.zero_copy_gather``. States that live on NVMe anyway, or in host
-        memory with "cpu", stay there.
-        pin_memory: of host memory beside an accelerator. At every stage; weights that are whole on each rank stay.
+        device: "cpu": from the accelerator's memory to the host's. "nvme": to a file without a name in
+        ``offload_optimizer.nvme_path`` (or ``offload_param``'s); ``reload_states`` or ``destroy`` frees its space. The
+        call is collective with "nvme", and with ``comm.zero_copy_gather``. States that live on NVMe already stay there,
+        and with "cpu" also states in host memory.
+        pin_memory: whether to pin the host memory, if there is an accelerator. The method works at every stage, but
+        weights that are whole on each rank are not moved.
 
-        Raises StateError within an accumulation window; with "nvme", on all ranks alike and with everything still in
-        memory, ConfigError where a rank has no folder or too little room there, and OffloadError where a rank cannot
-        write.
+        Raises StateError within an accumulation window. With "nvme" it raises on all ranks alike, and everything is
+        still in memory then: ConfigError if a rank has no folder or too little space there, OffloadError if a rank
+        cannot write.
         """
         self._require_open()
         self._require_window_start("offload_states")
@@ -496,10 +501,10 @@ class TrainingHost(Reductions, ModelHost):
         return self._offloaded.kinds
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Brings back the states that ``offload_states`` moved out; collective where they are on NVMe, and with
+        """Moves back the states that ``offload_states`` has moved out. Collective if they are on NVMe, and with
         ``comm.zero_copy_gather``.
 
-        Raises OffloadError on all ranks where a rank cannot read back the bytes that it wrote; it may be called again.
+        Raises OffloadError on all ranks if a rank cannot read back the bytes that it wrote. It may be called again.
         """
         self._require_open()
         self._reload(non_blocking)
@@ -541,9 +546,9 @@ class TrainingHost(Reductions, ModelHost):
 
     @property
     def tput_timer(self) -> ThroughputTimer:
-        """Samples per second from each training forward to the end of its step. It runs from when it is first asked
-        for, since the configuration may have it wait for the device at each reading
-        (``timers.throughput.synchronized``)."""
+        """A timer of samples per second, from each training forward to the end of its step. It starts when this
+        property is first read, because it may cost time: ``timers.throughput.synchronized`` makes it wait for the
+        device at each reading."""
         if self._tput_timer is None:
             steps = self._config.steps_per_print
             self._tput_timer = ThroughputTimer(
@@ -559,10 +564,11 @@ class TrainingHost(Reductions, ModelHost):
             self._tput_timer.stop(global_step=is_step, report_speed=self.global_rank == 0)
 
     def _complete_window(self, optimizer: ZeroOptimizer) -> None:
-        """The rest of the work before the step. Raises where the window's losses do not fit together."""
+        """The last work of a window before the step. Raises if the window's losses do not fit together."""
 
     def _update(self, optimizer: ZeroOptimizer, lr_kwargs: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Ends an accumulation window: reduces the rest, clips, updates the weights, advances the schedule."""
+        """Ends an accumulation window: completes reductions, clips gradients, updates the weights, advances the
+        schedule."""
         self._step_applied = False
         if self._config.memory_breakdown:
             see_memory_usage("before step", force=True)
@@ -579,8 +585,8 @@ class TrainingHost(Reductions, ModelHost):
             self._state.end_window(is_skipped=optimizer.overflow)
             self._mesh.enter_phase("")
         if self._step_applied and self.lr_scheduler is not None:
-            # torch's schedules warn of a wrong order unless they have seen the step of their optimizer, which a fused
-            # one does in another method.
+            # Torch's schedules warn of a wrong order if ``step`` of their optimizer has not been called. A fused
+            # optimizer updates in another method.
             optimizer.optimizer._opt_called = True
             self.lr_scheduler.step(**lr_kwargs)
         self.phases.end_micro_step(is_step=True)

@@ -1,4 +1,4 @@
-"""The whole model's weights, in and out of an engine, one gather unit at a time."""
+"""Moves the whole model's weights into and out of an engine, one gather unit at a time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ __all__ = [
 
 
 def named_tensors(module: torch.nn.Module, exclude_frozen: bool) -> dict[str, torch.Tensor]:
-    """The tensors of a state dict by name: parameters as objects, available or not."""
+    """The tensors of a state dict by name. Parameters are the objects themselves, whether they are available or
+    released."""
     state = module.state_dict(keep_vars=True)
     if exclude_frozen:
         frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
@@ -44,7 +45,8 @@ def named_tensors(module: torch.nn.Module, exclude_frozen: bool) -> dict[str, to
 
 
 def stream_order(tensors: Mapping[str, torch.Tensor]) -> tuple[list[str], dict[int, list[str]]]:
-    """Each different tensor once, under the first of its names: (whole tensors here, tensors of each gather unit)."""
+    """(names of tensors that are whole on this rank, names of the tensors of each gather unit). Each different tensor
+    is listed once, under the first of its names."""
     seen: set[int] = set()
     whole: list[str] = []
     sharded: dict[int, list[str]] = {}
@@ -63,7 +65,8 @@ def stream_order(tensors: Mapping[str, torch.Tensor]) -> tuple[list[str], dict[i
 def stream(
     tensors: Mapping[str, torch.Tensor], fetcher: Fetcher | None, parts: Parts
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each different tensor in the order of ``stream_order``, while it is whole. Collective: go through to the end."""
+    """Yields each different tensor in the order of ``stream_order`` while it is whole. Collective: iterate to the end.
+    """
     whole, sharded = stream_order(tensors)
     for name in whole:
         yield name, parts.whole(name, tensors[name].detach())
@@ -103,9 +106,9 @@ def consolidate(
 def save_weights(
     module: torch.nn.Module, fetcher: Fetcher | None, mesh: Mesh, path: str, *, exclude_frozen: bool
 ) -> None:
-    """Rank 0 writes the module's weights to ``path``; no rank holds more of them than one gather unit.
+    """Writes the module's weights to ``path`` on rank 0. No rank holds more of them than one gather unit.
 
-    Raises CheckpointError on all ranks when the file cannot be written; an older file of that name is intact then.
+    Raises CheckpointError on all ranks if the file cannot be written. An older file of that name is intact then.
     """
     tensors = named_tensors(module, exclude_frozen)
     error: Exception | None = None
@@ -120,7 +123,7 @@ def save_weights(
             writer.__enter__()
         except (OSError, CheckpointError) as raised:
             error, writer = raised, None
-    # A rank that cannot write still takes part in every gather: the others wait for it.
+    # A rank that cannot write still takes part in every gather, because the other ranks wait for it.
     for name, tensor in stream(tensors, fetcher, parts):
         if writer is not None and error is None:
             try:
@@ -141,7 +144,7 @@ def save_weights(
 
 
 def check_weights(module: torch.nn.Module, checkpoint: Mapping[str, Any], strict: bool) -> None:
-    """Raises StateError where the names or shapes of a state dict of whole tensors do not fit a module, whose
+    """Raises StateError if the names or shapes of a state dict of whole tensors do not fit the module. The module's
     parameters may be sharded."""
     own = module.state_dict(keep_vars=True)
     problems: list[str] = []
@@ -162,8 +165,8 @@ def check_weights(module: torch.nn.Module, checkpoint: Mapping[str, Any], strict
 
 
 def load_weights(module: torch.nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Loads a state dict of whole tensors, the same on every rank, into a module with sharded parameters that it fits
-    (``check_weights``).
+    """Loads a state dict of whole tensors into a module with sharded parameters. The state dict is the same on every
+    rank and has passed ``check_weights``.
 
     Each rank copies its own pieces; nothing is sent.
     """
@@ -180,6 +183,6 @@ def load_weights(module: torch.nn.Module, checkpoint: Mapping[str, Any]) -> None
 
 
 def load_custom(module: torch.nn.Module, load: Any, checkpoint: Any) -> None:
-    """Lets the caller's function load into the whole module; rank 0's result counts."""
+    """Calls the caller's load function with the whole module. Rank 0's result counts."""
     with GatheredParameters(module.parameters(), modifier_rank=0):
         load(src=checkpoint, dst=module)

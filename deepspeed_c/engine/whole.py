@@ -1,4 +1,4 @@
-"""Methods of a host whose ranks each run all layers: forward, generation, and files of whole weights."""
+"""Methods of a host that runs all layers on each rank: forward, generation, and files of whole weights."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["WholeModel"]
 
 
 class WholeModel:
-    """A part of an engine."""
+    """Methods of an engine that runs all layers on each rank."""
 
     def _run(self, inputs: tuple, kwargs: dict[str, Any]) -> Any:
-        """The module's outputs, under autocast and with cast inputs where the configuration says so."""
+        """The module's outputs, with autocast and with cast inputs if the configuration asks for them."""
         cast = self._precision.cast_inputs
         with self._precision.autocast(self.device), self._blocks.active((inputs, kwargs)):
             return self.module(*cast(inputs), **cast(kwargs))
@@ -27,12 +27,12 @@ class WholeModel:
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Writes the weights, in the dtype that is trained in, to one file that ``torch.load`` (or safetensors, by the
-        suffix) reads.
+        """Writes the weights in the dtype of training to one file. The file's suffix says whether ``torch.load`` or
+        safetensors reads it.
 
         Collective at stage 3; rank 0 writes, one tensor at a time, and the file appears only when it is complete.
-        Returns True. Raises CheckpointError on all ranks when it cannot be written. Needs no
-        ``stage3_gather_16bit_weights_on_model_save``: nothing is ever whole in memory.
+        Returns True. Raises CheckpointError on all ranks if the file cannot be written. It does not need
+        ``stage3_gather_16bit_weights_on_model_save``, because the whole model is never in memory.
         """
         self._require_open()
         self._require_states("save_16bit_model")
@@ -49,14 +49,14 @@ class WholeModel:
         exclude_frozen_parameters: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Writes the model as Hugging Face lays it out: ``model.safetensors``, or files of at most ``max_shard_size``
-        and their index, and config.json where the module has a configuration of transformers.
-        ``AutoModel.from_pretrained(save_dir)`` reads it.
+        """Writes the model in Hugging Face's layout: ``model.safetensors``, or files of at most ``max_shard_size`` with
+        their index. It also writes config.json if the module has a configuration of transformers.
+        ``AutoModel.from_pretrained(save_dir)`` reads the folder.
 
-        Collective, at every stage; rank 0 writes, and no rank holds more than one gather unit of the model. ``dtype``:
-        of floating-point parameters, default: the dtype in training; another dtype is taken from the fp32 masters. A
-        new folder appears when it is complete; in an old folder the model is replaced and other files stay. Raises
-        CheckpointError on all ranks when it cannot be written; everything is as it was then.
+        Collective at every stage. Rank 0 writes, and no rank holds more than one gather unit of the model. ``dtype``:
+        the dtype of floating-point parameters, default: the dtype in training; any other dtype is converted from the
+        fp32 masters. A new folder appears when it is complete. In an existing folder the model is replaced and other
+        files stay. Raises CheckpointError on all ranks if the model cannot be written; nothing is changed then.
         """
         self._require_open()
         self._require_states("save_model")
@@ -98,11 +98,11 @@ class WholeModel:
 
     @contextmanager
     def synced_generation(self) -> Iterator[None]:
-        """Context for ranks with different numbers of forwards: a rank that leaves it serves the others until all have
-        left.
+        """Context for ranks with different numbers of forwards. A rank that has finished takes part in the gathers of
+        the other ranks until all have finished.
 
-        Collective to enter. One forward in evaluation or training mode should have run before, so that the order of
-        use is known; without it all gathered weights stay until each forward ends.
+        Collective to enter. One forward in evaluation or training mode should have run before, so that the order of use
+        is known. Otherwise all gathered weights stay in memory until the forward ends.
         """
         before, self._is_generating = self._is_generating, True
         try:

@@ -1,4 +1,4 @@
-"""The accumulation window: the micro-batch that ends it, and the divisor of its losses."""
+"""The accumulation window: which micro-batch ends it, and the divisor of its losses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Window:
         return not self.is_managed or (self.micro_steps + 1) % self.batch.accumulation_steps == 0
 
     def steer(self, is_boundary: bool) -> None:
-        """Until the next call, every ``step()`` is, or is not, a boundary."""
+        """Sets whether every ``step()`` until the next call is a boundary."""
         self._override = bool(is_boundary)
 
     def resize(self, **sizes: int) -> None:
@@ -31,13 +31,13 @@ class Window:
         self.batch = self.batch._replace(**sizes)
 
     def place(self, micro_steps: int) -> None:
-        """``micro_steps`` calls of ``step()`` lie behind."""
+        """Sets the number of calls of ``step()`` so far to ``micro_steps``."""
         self.micro_steps = micro_steps
 
     @property
     def n_micro_steps(self) -> int:
-        """How many calls of ``step()`` belong to the present window; 0 where the caller steers it: accelerate calls
-        ``step()`` at the boundary only."""
+        """The number of calls of ``step()`` in the present window. 0 if the caller decides about boundaries: accelerate
+        calls ``step()`` only at the boundary."""
         is_steered = self._override is not None or not self.is_managed
         return 0 if is_steered else self.micro_steps % self.batch.accumulation_steps
 
@@ -47,5 +47,5 @@ class Window:
         return self.micro_steps - self.n_micro_steps
 
     def factor(self, scale_wrt_gas: bool = True) -> float:
-        """The factor of a micro-batch's gradients, so that the window's gradients are averaged."""
+        """The factor of a micro-batch's gradients, by which the window's gradients become an average."""
         return 1.0 / self.batch.accumulation_steps if scale_wrt_gas else 1.0

@@ -1,4 +1,4 @@
-"""``zero_grad`` of a module whose gradients an engine holds elsewhere than in ``param.grad``."""
+"""``zero_grad`` of a module whose gradients are stored by an engine and not in ``param.grad``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Drop = Callable[[list[torch.nn.Parameter]], None]
 
 
 class _ZeroGrad:
-    """Stand in a module's ``__dict__`` in place of the method, with one function for each engine to drop gradients.
+    """Replaces the method in a module's ``__dict__``. It has one function for each engine, which drops that engine's
+    gradients.
 
     Copies and pickles of the module have the method of their class again.
     """
@@ -27,7 +28,8 @@ class _ZeroGrad:
         self.drops: list[Drop] = []
 
     def __call__(self, set_to_none: bool = True) -> None:
-        """Do as ``torch.nn.Module.zero_grad``, and drop the engines' gradients of the module in the present window."""
+        """Do what ``torch.nn.Module.zero_grad`` does, and drop the engines' gradients of the module in the present
+        window."""
         module = self._module()
         type(module).zero_grad(module, set_to_none)
         params = list(module.parameters())
@@ -45,8 +47,8 @@ class _ZeroGrad:
 
 
 def hook_zero_grad(model: torch.nn.Module, drop: Drop) -> Callable[[], None]:
-    """From now on ``zero_grad()`` of ``model`` and of modules in it calls ``drop`` with the module's parameters, until
-    the function that is returned is called."""
+    """Makes ``zero_grad()`` of ``model``, and of modules in it, call ``drop`` with the module's parameters. Returns a
+    function that undoes this."""
     modules = list(model.modules())
     for module in modules:
         if not isinstance(module.__dict__.get(_NAME), _ZeroGrad):

@@ -38,8 +38,8 @@ def save_model(
     """Writes the model to ``folder`` on rank 0. No rank holds more of the model than one gather unit, or one fp32
     master. Collective.
 
-    If ``dtype`` is wider than the dtype in training, the fp32 masters are written. Buffers keep their dtype. Raises
-    CheckpointError on all ranks if the folder cannot be written. The folder is unchanged then.
+    If ``dtype`` differs from the dtype in training, the fp32 masters are converted to it and written. Buffers keep
+    their dtype. Raises CheckpointError on all ranks if the folder cannot be written. The folder is unchanged then.
     """
     files.model_folder.parse_size(max_shard_size)  # before the first collective
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
