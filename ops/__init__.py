@@ -9,14 +9,28 @@ from typing import Any
 from deepspeed_c import _C  # noqa: F401  (registers the operators)
 from deepspeed_c.ops import adagrad, adam, aio, fake, flat, lamb, lion, muon, op_builder, optim, q8, sgd  # noqa: F401
 
-__all__ = ["adagrad", "adam", "aio", "flat", "lamb", "lion", "muon", "nn", "op_builder", "optim", "q8", "sgd", "transformer"]
+__all__ = [
+    "adagrad",
+    "adam",
+    "aio",
+    "flat",
+    "lamb",
+    "lion",
+    "muon",
+    "nn",
+    "op_builder",
+    "optim",
+    "q8",
+    "sgd",
+    "transformer",
+]
 
 # DeepSpeed's table of operators by name, and whether they are here.
 __compatible_ops__ = op_builder.compatible_ops()
 
 
 def __getattr__(name: str) -> Any:
-    # Ranks that only step an optimizer do not pay for them.
+    # Imported on first use, so that ranks that only step an optimizer do not pay for the import.
     if name in ("nn", "transformer"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

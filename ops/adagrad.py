@@ -12,8 +12,8 @@ __all__ = ["DeepSpeedCPUAdagrad"]
 
 
 class DeepSpeedCPUAdagrad(FusedOptimizer):
-    """Adagrad with a float32 sum (``fp32_optimizer_states=False``: in the parameters' dtype; ``state_dtype``: in that
-    one).
+    """Adagrad with a float32 sum. With ``fp32_optimizer_states=False`` the sum has the parameters' dtype, and with
+    ``state_dtype`` that dtype.
 
     State: ``step``, ``sum``, as in torch.optim.Adagrad, whose state dicts load here (``lr_decay`` and ``maximize``
     included) and the other way round.
@@ -46,7 +46,7 @@ class DeepSpeedCPUAdagrad(FusedOptimizer):
                 "eps": eps,
                 "weight_decay": weight_decay,
                 "amsgrad": amsgrad,
-                # torch.optim.Adagrad takes these from a state dict that it loads.
+                # torch.optim.Adagrad reads these options from a state dict that it loads.
                 "lr_decay": 0.0,
                 "initial_accumulator_value": 0.0,
                 "maximize": False,

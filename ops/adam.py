@@ -68,7 +68,7 @@ class FusedAdam(_Adam):
     def from_config(
         cls, kind: str, groups: list[dict[str, Any]], params: dict[str, Any], names: Mapping[int, str]
     ) -> Any:
-        """torch's own class where ``torch_adam`` asks for it, with states as torch keeps them."""
+        """Uses torch's own class, with torch's states, if ``torch_adam`` is set."""
         if kind == "adamw":
             params["adam_w_mode"] = True
         if not params.pop("torch_adam", False):

@@ -1,5 +1,5 @@
-"""Tensors to and from files, asynchronously: DeepSpeed's ``aio_handle`` over the engine of ``dsc/aio.h``, and a pool of
-locked buffers.
+"""Reads tensors from files and writes them, asynchronously: DeepSpeed's ``aio_handle`` over the engine of
+``dsc/aio.h``, and a pool of locked buffers.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ def backends() -> list[AioBackend]:
 
 
 def unnamed_file(folder: str, n_bytes: int) -> int:
-    """A descriptor of a new file of ``n_bytes`` in ``folder``, reserved and not written, that has no name: however the
-    process ends, its space is free again.
+    """Creates a file without a name in ``folder``, reserves ``n_bytes`` for it, and returns its descriptor. However the
+    process ends, the file's space is freed.
 
-    Raises `AioError`, which has the errno and the numbers, when ``folder`` cannot be written to or has too little free
-    space.
+    Raises `AioError`, with the errno and the numbers, if ``folder`` cannot be written to or has too little free space.
     """
     try:
         descriptor = _open_unnamed(folder)
@@ -65,11 +64,11 @@ def unnamed_file(folder: str, n_bytes: int) -> int:
 
 
 def reserve_space(descriptor: int, begin: int, n_bytes: int, folder: str) -> None:
-    """Makes ``n_bytes`` from ``begin`` on of an open file in ``folder`` sure to be there.
+    """Reserves ``n_bytes`` from ``begin`` on for an open file in ``folder``.
 
-    Raises `AioError`, which has the errno and both numbers, where that much is not free.
+    Raises `AioError`, with the errno and both numbers, if not enough space is free.
     """
-    # The free space is asked for first: filling the device, if only for a moment, can hurt others.
+    # The free space is checked first, because filling the device, even for a moment, can hurt other programs.
     room = os.fstatvfs(descriptor)
     n_free = room.f_bavail * room.f_frsize
     try:
@@ -87,7 +86,7 @@ def _open_unnamed(folder: str) -> int:
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        # EISDIR: a kernel, EOPNOTSUPP: a file system, without unnamed files.
+        # A kernel without unnamed files gives EISDIR, a file system without them EOPNOTSUPP.
         if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
             raise error from None
     descriptor, path = tempfile.mkstemp(prefix=".deepspeed_c.", dir=folder)
@@ -96,7 +95,7 @@ def _open_unnamed(folder: str) -> int:
 
 
 class PinnedPool:
-    """Host tensors on page-aligned memory that is locked (not swapped out), of exact sizes and under a budget.
+    """Gives out host tensors on page-aligned, locked memory (never swapped out), of exact sizes and within a budget.
 
     A tensor's memory goes back to the pool when the last view of it is gone, and is kept for the next tensor of its
     size. Where ``RLIMIT_MEMLOCK`` does not allow locking, the memory is aligned all the same.
@@ -110,9 +109,9 @@ class PinnedPool:
         self._buffers: weakref.WeakValueDictionary[int, _C.PinnedBuffer] = weakref.WeakValueDictionary()
 
     def new_tensor(self, n_elems: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of shape ``[n_elems]`` whose contents are undefined.
+        """Returns a tensor of shape ``[n_elems]`` with undefined contents.
 
-        MemoryError, with the numbers, when it does not fit the budget.
+        MemoryError, with the numbers, if the tensor does not fit the budget.
         """
         if n_elems < 0:
             raise ValueError(f"n_elems is {n_elems}, must not be negative")
@@ -124,8 +123,7 @@ class PinnedPool:
         return tensor
 
     def forget(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` starts a buffer of this pool; if so the pool takes it for an ordinary tensor from now on.
-        """
+        """Whether ``tensor`` starts a buffer of this pool; if so, the pool treats it as an ordinary tensor from now."""
         return self._buffers.pop(tensor.data_ptr(), None) is not None
 
     def has(self, tensor: torch.Tensor) -> bool:
@@ -144,11 +142,11 @@ class PinnedPool:
 
 
 class _Memory(NamedTuple):
-    """A tensor's bytes when its transfer was submitted, even if the tensor is pointed elsewhere afterwards
+    """The memory that a tensor had when its transfer was submitted, even if the tensor later gets other memory
     (``tensor.data = other``).
     """
 
-    storage: torch.UntypedStorage  # a reference: it is not freed before this is
+    storage: torch.UntypedStorage  # keeps the memory alive as long as this object
     storage_address: int  # of its first byte, as long as nobody resizes it
     offset: int  # bytes
     n_bytes: int
@@ -185,8 +183,8 @@ class aio_handle:
     """Reads tensors from files and writes them, whole and checked, at the disk's speed. The interface is DeepSpeed's.
 
     Tensors are contiguous and on the CPU, of any dtype, alignment and size; a file may be larger than its tensor, and
-    is never truncated. A tensor belongs to the handle from an ``async_`` call until ``wait``. Any thread may call; one
-    is served at a time.
+    is never truncated. A tensor belongs to the handle from an ``async_`` call until ``wait``. Any thread may call; the
+    handle serves one thread at a time.
 
     The handle keeps a tensor's memory until then, so the tensor may be dropped or pointed at other memory
     (``tensor.data = other``, ``set_``): the transfer goes on with the old memory. The handle cannot keep the memory if
@@ -194,12 +192,12 @@ class aio_handle:
     writes to memory that belongs to somebody else. ``wait`` raises `StateError` where it finds that done.
 
     A handle belongs to the process that made it. In a child of ``fork`` (a worker of a DataLoader) every method that
-    transfers or waits raises `StateError`; make another handle there. Dropping or closing the parent's does nothing
-    there, and transfers in flight go on in the parent.
+    transfers or waits raises `StateError`; make another handle there. In the child, dropping or closing the parent's
+    handle does nothing, and transfers in flight go on in the parent.
 
     Every method that transfers raises `AioError` when the transfer, or opening the file, fails, and ValueError or
-    `FeatureError` for a tensor that it cannot take. Nothing comes back short: a read that the file is too short for is
-    an `AioError`.
+    `FeatureError` for a tensor that it cannot take. No transfer is short: a read beyond the end of the file raises
+    `AioError`.
 
     Args:
         block_size: bytes of the longest single transfer.
@@ -254,9 +252,9 @@ class aio_handle:
         return self._intra_op_parallelism
 
     def get_alignment(self) -> int:
-        """Bytes: tensors and file offsets that are multiples of it are always transferred without a copy.
+        """Alignment in bytes: tensors and file offsets that are multiples of it are transferred without a copy.
 
-        Others may be.
+        Other tensors and offsets may need a copy.
         """
         return _C.aio_alignment()
 
@@ -321,10 +319,10 @@ class aio_handle:
         return self._transfer("write", buffer, filename, validate, _async_of(async_, options), file_offset)
 
     def wait(self) -> int:
-        """Waits for all that was started with ``async`` and returns how many transfers that were; 0 when there were
-        none.
+        """Waits for all transfers that were started with ``async`` and returns their number.
 
-        When some fail, all are waited for, and the first that was started is raised.
+        If some fail, it still waits for all of them, and then raises the error of the failed transfer that was started
+        first.
         """
         with as_aio_error():
             self._engine.check_process()
@@ -338,7 +336,7 @@ class aio_handle:
                 errors.append(error)
             except StateError as error:
                 misuses.append(error)
-        if misuses:  # the worst that there is to tell: memory of others may have been written
+        if misuses:  # raised first, because it is the worst: a read may have written to memory of others
             raise misuses[0]
         if len(errors) > 1:
             first = errors[0]
@@ -364,9 +362,9 @@ class aio_handle:
         return self._pinned.has(buffer) or buffer.is_pinned()
 
     def close(self) -> None:
-        """Gives up transfers that have not been started, and waits for the rest.
+        """Cancels transfers that have not been started, and waits for the rest.
 
-        Done when the handle is deleted, too. Does nothing in a forked process.
+        Deleting the handle does the same. Does nothing in a forked process.
         """
         self._engine.close()
         self._pending = []
@@ -435,7 +433,7 @@ class AsyncIOBuilder:
         return type(self)
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Always: the backends "threads" and "sync" need nothing of the kernel."""
+        """Always True: the backends "threads" and "sync" need no kernel feature."""
         return True
 
     aio_handle = aio_handle

@@ -1,4 +1,4 @@
-"""Parts of attention, each over some of the keys, that become one."""
+"""Merges partial results of attention, each over some of the keys."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["merge_"]
 def merge_(out: Tensor, log_sum: Tensor, part: Tensor, part_log_sum: Tensor, first_row: int) -> None:
     """Merges ``part`` into ``out``, the softmax over other keys, in place (arXiv 2310.01889).
 
-    out: [groups, rows, width], float32 or float64, contiguous; log_sum: [groups, rows] of its dtype, the logarithm of
-    the sum of exponentials that out was divided by; 0 and -inf before the first part. part: [groups, some rows, width]
-    of any floating dtype, part_log_sum: [groups, some rows]; they belong to the rows from ``first_row`` on. A row of
-    part_log_sum that is -inf changes nothing.
+    out: [groups, rows, width], float32 or float64, contiguous; log_sum: [groups, rows] of the dtype of out, the
+    logarithm of the sum of exponentials that out was divided by. Before the first part, out is 0 and log_sum is -inf.
+    part: [groups, some rows, width] of any floating dtype, part_log_sum: [groups, some rows]; they belong to the rows
+    from ``first_row`` on. A row of part_log_sum that is -inf changes nothing.
 
-    float32 on the host is one pass; elsewhere by torch. ValueError for shapes that do not fit.
+    float32 on the host takes one pass; other dtypes and devices use torch. ValueError for shapes that do not fit.
     """
     rows = slice(first_row, first_row + part.shape[1])
     if out.device.type in ("cpu", "meta") and out.dtype == torch.float32:

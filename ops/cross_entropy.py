@@ -1,5 +1,6 @@
-"""Cross-entropy of logits whose vocabulary is cut over ranks: the parts that a rank computes before and after they
-communicate."""
+"""Cross-entropy of logits whose vocabulary is cut over ranks: the computations of a rank before and after ranks
+communicate.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ __all__ = ["grad_", "join", "rows"]
 
 
 def _is_of_core(logits: Tensor) -> bool:
-    """Whether a kernel takes them: they compute in float32."""
+    """Whether a kernel can compute these logits; kernels compute in float32."""
     return has_kernels(logits) and logits.dtype != torch.float64
 
 
@@ -25,9 +26,9 @@ def rows(logits: Tensor, targets: Tensor) -> Tensor:
     the largest logit, the sum of exp(logit - largest), the target's logit, the sum of logits. float64 for float64
     logits.
 
-    targets: int64 [n], counted from this rank's first token id; an id that another rank has gives 0. One pass where
-    there are kernels (``deepspeed_c.ops.placement``), elsewhere, and in float64, by torch. ValueError for other dtypes
-    and layouts.
+    targets: int64 [n], counted from this rank's first token id; an id that another rank has gives 0. Takes one pass
+    where there are kernels (``deepspeed_c.ops.placement``). Other devices and float64 use torch. ValueError for other
+    dtypes and layouts.
     """
     if _is_of_core(logits):
         out = logits.new_empty((targets.numel(), 4), dtype=torch.float32)
@@ -56,7 +57,9 @@ def join(parts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return shift + total.log(), stacked[..., 2].sum(0), stacked[..., 3].sum(0)
 
 
-def grad_(logits: Tensor, targets: Tensor, log_sum: Tensor, scale: Tensor, smoothing: float, full_vocab_size: int) -> None:
+def grad_(
+    logits: Tensor, targets: Tensor, log_sum: Tensor, scale: Tensor, smoothing: float, full_vocab_size: int
+) -> None:
     """Puts the gradient in place of ``logits`` [n, vocab_size]: scale * (softmax - smoothing / full_vocab_size
     - (1 - smoothing) * (column is the target)). log_sum, scale: [n], of the dtype of ``rows``. A row of scale 0 becomes
     zeros.

@@ -29,11 +29,11 @@ IN_PLACE = (
 
 
 def _writes_only(*arguments: Any) -> None:
-    """Mutates its arguments, which a fake tensor has no data for."""
+    """The operator mutates its arguments, and fake tensors have no data."""
 
 
 # Kernels of the meta device, which fake tensors use too. torch.library.register_fake would look up the source line of
-# each, in 4 ms of every start.
+# each kernel, which takes 4 ms at every start.
 _LIBRARY = torch.library.Library("deepspeed_c", "FRAGMENT")
 for _name in IN_PLACE:
     _LIBRARY.impl(_name, _writes_only, "Meta")

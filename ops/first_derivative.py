@@ -1,4 +1,6 @@
-"""Backwards that cannot be differentiated: a second derivative through one is an error and never a lost term."""
+"""Makes backwards that cannot be differentiated safe: a second derivative through such a backward is an error and never
+a silently lost term.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ __all__ = ["first_derivative_only"]
 
 
 def first_derivative_only(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator of the ``backward(ctx, *grads)`` of operator ``what``: gradients that it gives raise BackwardError as
-    soon as somebody differentiates them.
+    """Decorator for the ``backward(ctx, *grads)`` of operator ``what``: differentiating the gradients that ``backward``
+    returns raises BackwardError.
 
-    torch's ``once_differentiable`` is not enough: where the incoming gradient is a constant (a sum's) it gives results
-    outside of any graph, and its node has no edges to the operands, so that ``autograd.grad`` for an operand passes it
-    by. Both lose the term of second order silently. All tensors that ``backward`` computes from must be its
+    torch's ``once_differentiable`` is not enough: if the incoming gradient is a constant, as for a sum, its results are
+    outside of any graph; and its node has no edges to the operands, so ``autograd.grad`` for an operand does not reach
+    it. In both cases the second-order term is lost silently. All tensors that ``backward`` computes from must be its
     arguments or in ``ctx.saved_tensors``.
     """
 
@@ -29,7 +31,7 @@ def first_derivative_only(what: str) -> Callable[[Callable[..., Any]], Callable[
         def checked(ctx: Any, *grads: Tensor | None) -> Any:
             if not torch.is_grad_enabled():
                 return backward(ctx, *grads)
-            operands = ctx.saved_tensors  # before backward, which may overwrite one
+            operands = ctx.saved_tensors  # taken before backward, which may overwrite a gradient
             with torch.no_grad():
                 found = backward(ctx, *grads)
             outputs = found if isinstance(found, tuple) else (found,)
@@ -43,7 +45,9 @@ def first_derivative_only(what: str) -> Callable[[Callable[..., Any]], Callable[
 
 
 class _Refusal(torch.autograd.Function):
-    """Gradients in a graph that leads to all that they were computed from, and cannot be gone through."""
+    """Puts gradients into a graph with edges to all tensors that they were computed from. The backward of this node
+    raises.
+    """
 
     what: str
     """Attribute of each call's context: the operator's name."""

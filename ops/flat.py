@@ -49,8 +49,8 @@ def reduce_(sources: Sequence[Tensor], into: Tensor, *, scale: float = 1.0, accu
     """into = (into if accumulate else 0) + scale * (sources[0] + sources[1] + ...), summed in float32 in this order and
     rounded once.
 
-    Sources share a dtype and have ``into``'s length. Returns the norm of ``into`` as written, which cost no pass of its
-    own.
+    Sources share a dtype and have ``into``'s length. Returns the norm of ``into`` as written, computed in the same
+    pass.
     """
     stats = torch.ops.deepspeed_c.flat_reduce_(sources, scale, accumulate, into)
     torch.autograd.graph.increment_version(into)
@@ -67,13 +67,13 @@ def cast(source: Tensor, target: Tensor) -> None:
 
 
 def zero_(tensors: Sequence[Tensor]) -> None:
-    """Sets every element to 0, host memory by the threads that will update it (first touch).
+    """Sets every element to 0. Host memory is written by the threads that will later update it (first touch).
 
-    A fresh page lies in the NUMA node of the thread that writes to it first. Elements are shared out among the pool's
-    threads as every pass over a list of tensors of these sizes shares them: make states with ``torch.empty`` and pass
-    them here together, as an optimizer's step gets them. Fresh pages are huge where the system gives huge pages on
-    request: a step over small pages takes a sixth longer. Any dtypes; any devices, where tensors away from the host are
-    zeroed by torch. ValueError for a host tensor with gaps or overlaps between its elements.
+    A fresh page lies in the NUMA node of the thread that writes to it first. Elements are divided among the pool's
+    threads in the same way as in every pass over a list of tensors of these sizes. So make states with ``torch.empty``,
+    and pass them here in one list, as an optimizer's step gets them. Fresh pages are huge if the system gives huge
+    pages on request: a step over small pages takes a sixth longer. Any dtypes; any devices, where tensors away from the
+    host are zeroed by torch. ValueError for a host tensor with gaps or overlaps between its elements.
     """
     on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     elsewhere = [tensor for tensor in tensors if tensor.device.type != "cpu"]

@@ -78,9 +78,9 @@ class FusedLamb(NormedOptimizer):
     ) -> Any:
         """One step.
 
-        ``grads`` (tensors for the one group, or a list of lists) stand in for ``p.grad`` and are divided by ``scale``;
-        ``output_params``, given likewise, receive the updated weights. ``grad_norms`` (one a group) are norms of the
-        scaled gradients: with the group's ``max_grad_norm`` they clip.
+        ``grads`` (tensors if there is one group, otherwise a list of lists) replace ``p.grad`` and are divided by
+        ``scale``. ``output_params``, in the same form, receive the updated weights. ``grad_norms`` (one a group) are
+        norms of the scaled gradients: with the group's ``max_grad_norm`` they clip.
         """
         self._ratios = []
         if grads is None and output_params is None and grad_norms is None and scale == 1.0:
@@ -128,7 +128,7 @@ class FusedLamb(NormedOptimizer):
         return scale * max(1.0, excess)
 
     def get_lamb_coeffs(self) -> list[float]:
-        """The trust ratio of each parameter that the last step updated, in its order."""
+        """The trust ratios of the parameters that the last step updated, in the order of the update."""
         return [ratio for ratios in self._ratios for ratio in ratios.tolist()]
 
     def begin_step(self, params: Iterable[Tensor] | None = None) -> None:

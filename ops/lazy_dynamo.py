@@ -19,8 +19,8 @@ def _without_dynamo(name: str) -> Callable[..., Any]:
     ``torch._disable_dynamo``.
 
     That decorator imports ``torch._dynamo`` at the first call, and with it ``torch.distributed.tensor``,
-    ``torch.distributed.fsdp`` and sympy: 1.5 s of CPU, nearly as much as torch itself. As long as nobody has imported
-    it nothing traces, so the function below the decorator does the same.
+    ``torch.distributed.fsdp`` and sympy: 1.5 s of CPU, nearly as much as torch itself. Until somebody imports
+    ``torch._dynamo`` nothing can be traced, so the undecorated function does the same.
     """
     decorated = getattr(torch.optim.Optimizer, name)
     plain = getattr(decorated, "__wrapped__", decorated)

@@ -15,16 +15,16 @@ from deepspeed_c.ops.scope import Scope, Shards
 
 __all__ = ["Muon", "newton_schulz"]
 
-# The quintic a x + b x^3 + c x^5 whose slope at 0 is as large as it can be while singular values stay near 1 (Jordan
-# 2024).
+# Coefficients of the quintic a x + b x^3 + c x^5 with the largest slope at 0 for which singular values stay near 1
+# (Jordan 2024).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = None) -> Tensor:
-    """``matrix`` [..., rows, columns] with its singular values driven to about 1 (0.5 to 1.5), in ``steps`` rounds of
-    matrix products.
+    """Returns ``matrix`` [..., rows, columns] with its singular values driven to about 1 (0.5 to 1.5), in ``steps``
+    rounds of matrix products.
 
-    ``dtype`` is the products': bfloat16 on CUDA and float32 on the host by default. Returns float32.
+    The products are in ``dtype``, by default bfloat16 on CUDA and float32 on the host. The result is float32.
     """
     if dtype is None:
         dtype = torch.bfloat16 if matrix.is_cuda else torch.float32
@@ -44,8 +44,8 @@ class Muon(FusedOptimizer):
 
     A group says ``use_muon: True`` or ``False``; a group that does not is split into its parameters of two or more
     dimensions, and the rest. Parameters of fewer than two dimensions in a ``use_muon`` group go to AdamW too.
-    Parameters that leave a group this way take ``adam_lr`` (``lr`` when None). Parameters of more than two dimensions
-    count as matrices of shape [first, all others].
+    Parameters that are moved to AdamW in these two ways take ``adam_lr`` (``lr`` if None). Parameters of more than two
+    dimensions count as matrices of shape [first, all others].
 
     ``lr`` is the Muon group's: updates are scaled by max(1, rows / columns) ** 0.5. ``momentum``, ``nesterov`` and
     ``ns_steps`` are Muon's; ``betas`` and ``eps`` AdamW's; ``weight_decay`` is decoupled in both. State: ``step`` and
@@ -115,8 +115,9 @@ class Muon(FusedOptimizer):
         return "matrix" if self.param_groups[group]["use_muon"] else "element"
 
     def update_bucket(self, shards: Shards) -> None:
-        """Momentum runs on the shards, its result is put together, and each rank orthogonalises just the matrices that
-        its shard touches."""
+        """Each rank computes momentum on its shard. The results are gathered into whole matrices, and each rank
+        orthogonalises only the matrices that its shard touches.
+        """
         group, whole = shards.group, shards.matrices
         if whole is None:
             super().update_bucket(shards)
@@ -127,8 +128,9 @@ class Muon(FusedOptimizer):
         self.apply_tensors(group, shards.params, updates, shards.copies)
 
     def update_bytes(self, matrices: Sequence[int], *, on_host: bool) -> int:
-        """The results so far, and six matrices of an iteration: as large as the matrix where it is square, smaller
-        elsewhere. They are in bf16 on a device."""
+        """The results so far, and the six matrices of an iteration. Each of the six is as large as the matrix if the
+        matrix is square, and smaller otherwise. They are in bf16 on a device.
+        """
         largest = max(matrices, default=0)
         return 4 * (sum(matrices) - largest) + 6 * (4 if on_host else 2) * largest
 
@@ -260,7 +262,7 @@ def _split_groups(params: Any, adam_lr: float) -> list[dict[str, Any]]:
 
 
 def _runs(*lists: Sequence[Tensor | None]) -> list[list[int]]:
-    """Indices whose tensors share devices and dtypes, for one operator call each."""
+    """Groups of indices whose tensors share devices and dtypes: one operator call for each group."""
     by_key: dict[tuple[Any, ...], list[int]] = {}
     for i, members in enumerate(zip(*lists)):
         key = tuple(None if t is None else (t.device, t.dtype) for t in members)

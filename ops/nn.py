@@ -2,9 +2,9 @@
 attention.
 
 Each reads its operands once and keeps no intermediate result. Elements are float32, bfloat16 or float16, computed in
-float32 and rounded once; results have the same bits for any number of threads and any instruction set. The formulas
-stand in ``dsc/nn.h``, and in PyTorch in ``deepspeed_c.ops.reference``, which computes them where a device has no
-kernels (``deepspeed_c.ops.placement``) and where rows have no elements. Weights and biases may have any strides.
+float32 and rounded once; results have the same bits for any number of threads and any instruction set. The formulas are
+in ``dsc/nn.h``, and in PyTorch in ``deepspeed_c.ops.reference``. The latter computes the operators on devices without
+kernels (``deepspeed_c.ops.placement``) and for rows without elements. Weights and biases may have any strides.
 
 Kernels have first derivatives; a second derivative is a BackwardError, but for dropout and rotary positions, which are
 linear.
@@ -47,7 +47,7 @@ def _has_kernels(x: Tensor) -> bool:
 
 
 def _columns(values: Tensor | None, name: str, x: Tensor) -> Tensor | None:
-    """A weight or bias as kernels read it, which is dense."""
+    """A weight or bias in dense form, as kernels need it."""
     if values is not None and x.dim() and x.shape[-1] == 0 and values.numel():
         raise ValueError(f"argument {name} has {values.numel()} elements; 0 belong to x")
     return values if values is None else values.contiguous()
@@ -128,9 +128,9 @@ def bias_dropout_residual(
 ) -> Tensor:
     """residual + dropout(x + bias). x, residual: [..., n]; bias: [n]; all of one dtype.
 
-    An element is left out with probability p, the others are divided by 1 - p. The numbers are Philox's for a seed that
-    is drawn from ``generator`` (by default torch's own), so that a recomputation that restores it draws them again;
-    ``torch.nn.functional.dropout`` draws other numbers. ValueError for p outside [0, 1].
+    An element is left out with probability p, the others are divided by 1 - p. Random numbers come from Philox with a
+    seed that is drawn from ``generator`` (by default torch's own). So a recomputation that restores the generator draws
+    the same numbers again. ``torch.nn.functional.dropout`` draws other numbers. ValueError for p outside [0, 1].
     """
     bias = _columns(bias, "bias", x)
     if training and p > 0.0:
@@ -139,13 +139,13 @@ def bias_dropout_residual(
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False) -> Tensor:
-    """Turns pairs of elements by the angles of their positions (RoPE, arXiv 2104.09864).
+    """Rotates pairs of elements by the angles of their positions (RoPE, arXiv 2104.09864).
 
     x: [batch, tokens, heads, head_dim], any strides but the last (a transposed [batch, heads, tokens, head_dim] is read
     where it is). cos, sin: float32 [1 or batch, tokens, pairs], which take no gradient. The first 2 * pairs elements of
-    each head are turned: pairs (i, i + pairs), or (2 i, 2 i + 1) with ``is_interleaved``.
+    each head are rotated: pairs (i, i + pairs), or (2 i, 2 i + 1) with ``is_interleaved``.
     """
-    # Tensors without elements may have strides that no kernel reads, and contiguous() leaves them.
+    # Tensors without elements may have strides that no kernel can read, and contiguous() does not change them.
     if not has_kernels(x) or x.numel() == 0:
         return reference.nn_rotary(x, cos, sin, is_interleaved, False)
     if x.stride(-1) != 1 and x.shape[-1] > 1:
@@ -187,18 +187,18 @@ def attention(
     """softmax(scores) v with rules instead of a mask tensor, in memory that grows with the number of tokens only.
 
     q: [batch, heads, queries, dim]. k, v: [batch, kv_heads, keys, dim], kv_heads dividing heads; v may have a dim of
-    its own. All of one dtype and of any strides but the last. Query i lies at position p = i + keys - queries and sees
-    key j where all rules agree: ``causal``: j <= p; ``window``: abs(p - j) < window; ``documents`` (integers
-    [batch, keys]): p and j have the same number, and it is not negative, so that a negative number is padding.
+    its own. All of one dtype and of any strides but the last. Query i has position p = i + keys - queries and sees key
+    j if all given rules allow it: ``causal``: j <= p; ``window``: abs(p - j) < window; ``documents`` (integers [batch,
+    keys]): p and j have the same number, and it is not negative, so that a negative number is padding.
 
-    Scores are scale * q k (by default dim**-0.5), then soft_cap * tanh(score / soft_cap), then less
-    slope * abs(p - j) for ``alibi_slopes`` ([heads] or [batch, heads], arXiv 2108.12409). ``sinks`` [heads] are scores
-    without a value, one a head. A query that sees nothing is 0. Returns out [batch, heads, queries, dim of v], and with
+    Scores are scale * q k (by default dim**-0.5), then soft_cap * tanh(score / soft_cap), then less slope * abs(p - j)
+    for ``alibi_slopes`` ([heads] or [batch, heads], arXiv 2108.12409). ``sinks`` [heads] are scores without a value,
+    one a head. For a query that sees no key, out is 0. Returns out [batch, heads, queries, dim of v], and with
     ``return_lse`` (out, lse), lse float32 [batch, heads, queries] being the logarithm of the sum of exp(scores) (-inf
-    where nothing is seen), for merging outputs over parts of the keys. q, k, v and sinks have gradients, from out's and
-    lse's. On devices other than the host the formula is computed over all pairs. ValueError for shapes that do not fit.
-    Where no rule needs it, torch's ``scaled_dot_product_attention`` is as good; it takes other rules as a mask of
-    [queries, keys].
+    if no key is seen), for merging outputs over parts of the keys. q, k, v and sinks have gradients, computed from the
+    gradients of out and lse. On devices other than the host the formula is computed over all pairs. ValueError for
+    shapes that do not fit. Without such rules torch's ``scaled_dot_product_attention`` is as good; it needs a mask of
+    [queries, keys] for these rules.
     """
     if scale is None:
         scale = max(q.shape[-1], 1) ** -0.5
@@ -216,7 +216,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-# The gradients, each an operator of its own, without derivatives.
+# The gradients are separate operators, without derivatives.
 
 
 def _norm_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -296,7 +296,7 @@ def _drawn_dropout_backward(dy: Tensor, p: float, seed: Tensor, needs_bias: bool
     return dx, dx.flatten(0, -2).sum(0) if needs_bias else dx.new_empty(0)
 
 
-# Dropout by a seed that is a tensor: a compiler has no number to draw, and would break its graph for one.
+# Dropout with the seed in a tensor: a compiler cannot draw a number while tracing, and a number would break its graph.
 _LIBRARY = torch.library.Library("deepspeed_c", "FRAGMENT")
 _LIBRARY.define("nn_drawn_dropout(Tensor x, Tensor? bias, Tensor? residual, float p, Tensor seed) -> Tensor")
 _LIBRARY.define(
@@ -331,7 +331,7 @@ def _dropout_gradients(ctx: Any, dy: Tensor, forward: Any, backward: Any, seed: 
     needs_x, needs_bias, needs_residual = ctx.needs_input_grad[:3]
     dx = dbias = None
     if torch.is_grad_enabled() and (needs_x or needs_bias):
-        # The gradient drops the same elements: by the operator of forward, which has a derivative.
+        # The gradient drops the same elements. It is computed by the operator of forward, which has a derivative.
         dx = forward(dy, None, None, ctx.p, seed)
         dbias = dx.flatten(0, -2).sum(0)
     elif needs_x or needs_bias:
@@ -360,7 +360,7 @@ def _softmax_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
 def _softmax_backward(ctx: Any, dy: Tensor) -> tuple:
     (y,) = ctx.saved_tensors
     dx = _ops.nn_softmax_backward(dy, y, ctx.scale)
-    # A mask that learns (a bias of positions, say) is added after the scale.
+    # A trainable mask, for example a bias of positions, is added after the scale.
     dmask = dx / ctx.scale if ctx.needs_input_grad[1] else None
     return dx, dmask, None, None
 

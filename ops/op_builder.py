@@ -1,6 +1,6 @@
 """DeepSpeed's builder classes by their names.
 
-Everything that is here was compiled when the package was installed: a builder's ``load`` gives the module that has it.
+All operators of this package were compiled when it was installed: a builder's ``load`` returns the operator's module.
 
 Builders of operators that are not part of this package are there as well, so that programs may ask: ``is_compatible()``
 is False, and ``load()`` raises BuildError.
@@ -25,23 +25,23 @@ class OpBuilder:
 
     NAME: ClassVar[str] = ""
     module: ClassVar[str | None] = None
-    """The module of ours that has it; None where it is not here."""
+    """The module of this package that has the operator; None if it is not part of this package."""
     instead: ClassVar[str] = _LATER
-    """The advice for BuildError, where it is not here."""
+    """The advice for BuildError if the operator is not part of this package."""
 
     def __init__(self, name: str | None = None) -> None:
         self.name = self.NAME if name is None else name
 
     def absolute_name(self) -> str:
-        """The module that has the operator, or the name of the builder where there is none."""
+        """The module that has the operator, or the name of the builder if there is none."""
         return self.module or f"deepspeed_c.ops.op_builder.{type(self).__name__}"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the operator is here. Its module says which devices it runs on."""
+        """Whether the operator is part of this package. Its module says on which devices it runs."""
         return self.module is not None
 
     def load(self, verbose: bool = True) -> Any:
-        """The module that has the operator. Raises BuildError where it is not part of this package."""
+        """The module that has the operator. Raises BuildError if the operator is not part of this package."""
         if self.module is None:
             raise BuildError(
                 f"the operator {self.name} is not part of this version of deepspeed_c",
@@ -176,5 +176,5 @@ def probe_is_compatible(builder: OpBuilder, verbose: bool = False) -> bool:
 
 
 def compatible_ops() -> dict[str, bool]:
-    """Whether each operator is here, by NAME."""
+    """Whether each operator is part of this package, by NAME."""
     return {name: builder.is_compatible() for name, builder in ALL_OPS.items()}

@@ -26,18 +26,18 @@ MAXIMIZE = 4
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# How an operator refuses a call before it writes anything: its own checks, or the dispatcher (sparse tensors, devices
-# without a kernel).
+# Errors with which an operator refuses a call before it writes anything, from its own checks or from the dispatcher
+# (sparse tensors, devices without a kernel).
 REFUSALS = (ValueError, NotImplementedError)
 
 BY_TYPE: dict[str, type[FusedOptimizer]] = {}
-"""Classes by their names in ``config_types``; each enters itself."""
+"""Classes by their names in ``config_types``; each class registers itself."""
 
 
 class Call(NamedTuple):
     """The lists of one operator call.
 
-    ``state`` holds one list a state slot, and where states are of 8 bits ``scales`` one too; ``copies`` is empty or as
+    ``state`` holds one list for each state slot, and so does ``scales`` for states of 8 bits. ``copies`` is empty or as
     long as ``params``.
     """
 
@@ -72,7 +72,7 @@ class Steps:
         return len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors))
 
     def advance(self) -> list[int]:
-        """Adds one step to each and returns the new numbers; a list of one when all are equal."""
+        """Adds 1 to each step and returns the new numbers, or a list of one number if all are equal."""
         self.buffer.add_(1)
         low, high = torch.aminmax(self.buffer)
         return [int(low)] if low == high else [int(step) for step in self.buffer.tolist()]
@@ -105,13 +105,14 @@ class FusedOptimizer(Optimizer):
 
     kind: str = ""
     state_names: ClassVar[tuple[str, ...]] = ()
-    # With states of 8 bits: the dtype of each one's codes, int8 where it has a sign and uint8 where it has none.
+    # With states of 8 bits: the dtype of the codes of each state, int8 for signed states and uint8 for unsigned ones.
     q8_dtypes: ClassVar[dict[str, torch.dtype]] = {}
-    # Why there are none of 8 bits, where q8_dtypes is empty.
+    # If q8_dtypes is empty, the reason why this optimizer has no states of 8 bits.
     q8_refusal: ClassVar[str] = "its states cannot be quantised"
     # Attributes besides torch's that make up the object, for pickle and deepcopy.
     option_names: ClassVar[tuple[str, ...]] = ("state_dtype",)
-    # The data that `update_bucket` needs beside the elements that it changes; `scope_of_group` where groups differ.
+    # The data that `update_bucket` needs besides the elements that it changes. If groups differ, `scope_of_group`
+    # decides.
     scope: ClassVar[Scope] = "element"
     updates_buckets: ClassVar[bool] = True
     # DeepSpeed has a fused class of this name: in 16 bits it flattens the groups, and it counts steps in an int.
@@ -128,7 +129,7 @@ class FusedOptimizer(Optimizer):
         self.state_dtype = state_dtype
         self._steps: dict[int, Steps] = {}
         self._open: dict[int, int] = {}
-        self._counted: list[int] = []  # groups, by the last begin_step
+        self._counted: list[int] = []  # number of groups at the last begin_step
         super().__init__(params, defaults)
 
     @classmethod
@@ -183,7 +184,7 @@ class FusedOptimizer(Optimizer):
             apart = codes | set(map(q8.scale_name, codes))
             state[key] = {
                 name: value for name, value in values.items() if name not in apart
-            }  # torch would make floats of codes
+            }  # torch would convert codes to floats
         super().load_state_dict({**state_dict, "state": state})
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         members = [(i, param) for i, group in enumerate(self.param_groups) for param in group["params"]]
@@ -237,12 +238,12 @@ class FusedOptimizer(Optimizer):
         try:
             self._update(index, self._call(params, grads, state, ()), steps, 1.0)
         except REFUSALS:
-            # Refused before anything was written, so the step that was counted did not happen.
+            # The operator refused before it wrote anything, so the counted step did not happen.
             self._steps[index].retreat()
             raise
 
     def _update(self, index: int, call: Call, steps: list[int], grad_scale: float) -> None:
-        """The update itself, of members of one group; ``steps`` has one number, or one a parameter."""
+        """Updates members of one group. ``steps`` has one number for all of them, or one for each parameter."""
         self._run("optim_step_q8_" if self.is_quantized else "optim_step_", index, call, steps, grad_scale)
 
     def begin_step(self, params: Iterable[Tensor] | None = None) -> None:
@@ -266,7 +267,7 @@ class FusedOptimizer(Optimizer):
     def take_back_step(self) -> None:
         """Undoes the count of the last ``begin_step``.
 
-        Parameters and states are the caller's to restore, where any has been updated.
+        The caller must restore parameters and states that have been updated since.
         """
         for index in self._counted:
             self._steps[index].retreat()
@@ -295,14 +296,16 @@ class FusedOptimizer(Optimizer):
         return self.scope
 
     def update_bucket(self, shards: Shards) -> None:
-        """Updates this rank's pieces of a bucket's parameters, which ``begin_step`` has opened. An engine calls it
-        once a bucket, in the same order on every rank, and where a rank has no piece too if the group's scope is
-        "matrix"."""
+        """Updates this rank's pieces of a bucket's parameters, which ``begin_step`` has opened. An engine calls this
+        once for each bucket, in the same order on every rank. If the group's scope is "matrix", ranks without a piece
+        of the bucket call it too.
+        """
         self.step_tensors(shards.group, shards.params, shards.grads, shards.copies, shards.grad_scale)
 
     def update_bytes(self, matrices: Sequence[int], *, on_host: bool) -> int:
-        """Bytes that ``update_bucket`` takes for a while beside its arguments: ``matrices`` are the elements of the
-        bucket's whole matrices, in a group of scope "matrix"."""
+        """Bytes of temporary memory that ``update_bucket`` takes besides its arguments. ``matrices`` are the numbers of
+        elements of the bucket's whole matrices, in a group of scope "matrix".
+        """
         return 0
 
     @torch.no_grad()
@@ -321,8 +324,8 @@ class FusedOptimizer(Optimizer):
         copies: Sequence[Sequence[Tensor | None]] | None = None,
         grad_scale: float = 1.0,
     ) -> None:
-        """One whole step with gradients from outside: ``grads[i][j]`` is for parameter j of group i, None leaves it
-        alone. So for ``copies``.
+        """Does one whole step with the caller's gradients: ``grads[i][j]`` is for parameter j of group i; with None the
+        parameter does not change. ``copies`` has the same form.
         """
         if len(grads) != len(self.param_groups):
             raise self._error(
@@ -346,7 +349,7 @@ class FusedOptimizer(Optimizer):
             self.step_tensors(index, params, given, targets, grad_scale)
 
     def init_state(self, group: int, param: Tensor) -> dict[str, Any]:
-        """The state of ``param``, made (zeros, step 0) where it does not exist yet."""
+        """Returns the state of ``param``. A state that does not exist yet is made (zeros, step 0)."""
         return self._make_states(group, [param])[0]
 
     def _make_states(self, group: int, params: Sequence[Tensor]) -> list[dict[str, Any]]:
@@ -361,10 +364,10 @@ class FusedOptimizer(Optimizer):
                 flat.zero_(tensors)
 
     def _make_state(self, group: int, param: Tensor, fresh: dict[str, list[Tensor]]) -> dict[str, Any]:
-        """As :meth:`init_state`, but that new tensors hold anything yet and are added to ``fresh``, by name."""
+        """As :meth:`init_state`, but new tensors have undefined contents and are added to ``fresh``, by name."""
         state = self.state[param]
         if "step" not in state:
-            # A momentum without a count comes from torch.optim.SGD: it has had its first step.
+            # A momentum without a step count comes from torch.optim.SGD, so its first step has been done.
             state["step"] = torch.tensor(1.0 if any(name in state for name in self.state_names) else 0.0)
         for name in self.names_of_states(group):
             if name in state and (q8.scale_name(name) in state) == self.is_quantized:
@@ -381,7 +384,7 @@ class FusedOptimizer(Optimizer):
         return state
 
     def names_of_states(self, group: int) -> tuple[str, ...]:
-        """The state slots that the group's hyper-parameters make use of."""
+        """The state slots that are in use with the group's hyper-parameters."""
         return self.state_names
 
     def dtype_of_state(self, param: Tensor) -> torch.dtype:
@@ -406,10 +409,10 @@ class FusedOptimizer(Optimizer):
         return layout
 
     def dequantized_state(self, param: Tensor, name: str, begin: int = 0, end: int | None = None) -> Tensor:
-        """A copy of a state of 8 bits in float32: in the shape of ``param``, or, of a range of its elements in the
-        order of memory, [end - begin].
+        """Returns a float32 copy of a state of 8 bits: in the shape of ``param``, or for a range of its elements, in
+        the order of memory, [end - begin].
 
-        The range may begin and end anywhere. Raises StateError where there is no such state of 8 bits.
+        The range may begin and end anywhere. Raises StateError if there is no such state of 8 bits.
         """
         codes, scales = self._codes(param, name)
         if begin == 0 and end is None:
@@ -476,7 +479,7 @@ class FusedOptimizer(Optimizer):
         state: list[list[Tensor]],
         copies: Sequence[Tensor | None],
     ) -> Call:
-        """``state`` as :meth:`_states` gives it: scales, where there are any, behind the slots."""
+        """``state`` is as returned by :meth:`_states`: the slots, followed by their scales if there are any."""
         n_slots = len(state) // 2 if self.is_quantized else len(state)
         return Call(params, grads, state[:n_slots], copies, state[n_slots:])
 
@@ -553,9 +556,9 @@ class FusedOptimizer(Optimizer):
     ) -> Tensor | None:
         """Calls an operator over ``call``; returns its result, one row a parameter, or None where it has none.
 
-        Where dtypes, device and step number are one, which is nearly always, one call does it, so this tries that
-        first. The operator checks all of its arguments before it writes. Only when it refuses does this look at them
-        one by one.
+        Nearly always all tensors share dtypes, device and step number, and one call suffices, so this is tried first.
+        The operator checks all of its arguments before it writes. Only after a refusal are the arguments examined one
+        by one.
         """
         group = self.param_groups[index]
         function = getattr(torch.ops.deepspeed_c, op).default
@@ -597,8 +600,9 @@ class FusedOptimizer(Optimizer):
 
     @staticmethod
     def _note_writes(call: Call) -> None:
-        """The operators write through raw pointers; autograd learns here that tensors it may have saved have
-        changed."""
+        """The operators write through raw pointers, so autograd must be told here that tensors that it may have saved
+        have changed.
+        """
         torch.autograd.graph.increment_version(call.params)
         if call.copies:
             torch.autograd.graph.increment_version([copy for copy in call.copies if copy is not None])
@@ -606,9 +610,9 @@ class FusedOptimizer(Optimizer):
     def _untangle(
         self, index: int, call: Call, steps: list[int], refusal: Exception | None
     ) -> list[tuple[list[int], Call, int]]:
-        """Parts of ``call`` that one operator call each can do: one device, one set of dtypes, one step number, and
-        gradients in memory order of their parameters. Raises OptimizerError where no such parts exist, before any of
-        them is run.
+        """Splits ``call`` into parts for one operator call each: one device, one set of dtypes, one step number, and
+        gradients in the memory order of their parameters. Raises OptimizerError, before any part is run, if there is no
+        such split.
         """
         grads = list(call.grads)
         has_moved = False
@@ -640,7 +644,7 @@ class FusedOptimizer(Optimizer):
         return parts
 
     def _fitting_gradient(self, index: int, i: int, param: Tensor, grad: Tensor) -> Tensor:
-        """``grad``, or a copy of it that lies in memory as ``param`` does."""
+        """``grad``, or a copy of it with the memory layout of ``param``."""
         if grad.layout != torch.strided:
             raise self._error(
                 f"the gradient of parameter {i} is sparse ({grad.layout})",
@@ -735,8 +739,8 @@ class NormedOptimizer(FusedOptimizer):
         grad_scale: float,
         ratios: Tensor,
     ) -> None:
-        """Second half: applies lr * ratio * update, with ``ratios`` float64 [n] as :meth:`trust_ratios` gives them;
-        ``grads`` are not read.
+        """Second half: applies lr * ratio * update. ``ratios`` are float64 [n], from :meth:`trust_ratios`; ``grads``
+        are not read.
         """
         if params:
             self._apply(group, Call(params, [], self._states(group, params), copies), self._opened(params), ratios)
@@ -760,7 +764,7 @@ class NormedOptimizer(FusedOptimizer):
         self._run("optim_apply_", index, call._replace(grads=[]), steps, 1.0, ratios)
 
     def _update(self, index: int, call: Call, steps: list[int], grad_scale: float) -> None:
-        """Both halves at once, for parameters that are whole."""
+        """Runs both halves at once, for whole parameters."""
         ratios = self.trust_ratios(index, self._norms(index, call, steps, grad_scale))
         self._note_ratios(ratios)
         self._apply(index, call, steps, ratios)

@@ -12,7 +12,7 @@ _DEVICES = frozenset(("cpu", "meta", *(["cuda"] if _C.build_info()["cuda"] else 
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Whether the device of ``x`` has them: the host, and CUDA where its library was built with the package. Elsewhere
-    PyTorch computes the formulas of ``deepspeed_c.ops.reference``.
+    """Whether the device of ``x`` has kernels. The host has them, and CUDA if its library was built with the package.
+    On other devices PyTorch computes the formulas of ``deepspeed_c.ops.reference``.
     """
     return x.device.type in _DEVICES

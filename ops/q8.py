@@ -22,7 +22,7 @@ def n_scales(n_elems: int) -> int:
 
 
 def scale_name(name: str) -> str:
-    """Where the scales of the state ``name`` stand in ``optimizer.state``, beside its codes."""
+    """Key of the scales of state ``name`` in ``optimizer.state``, where its codes are too."""
     return f"{name}{SCALE_SUFFIX}"
 
 

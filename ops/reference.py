@@ -138,7 +138,7 @@ def sgd(param: Tensor, grad: Tensor, states: Sequence[Tensor], h: Hyper) -> Upda
     return Updated(param - h.lr * (g + h.momentum * velocity if h.nesterov else velocity), (velocity,))
 
 
-# By kind: the formula, and how many state slots it has.
+# For each kind: the formula and its number of state slots.
 STEPS: dict[str, tuple[Callable[[Tensor, Tensor, Sequence[Tensor], Hyper], Updated], int]] = {
     "adam": (adam, 2),
     "adamw": (adamw, 2),
@@ -190,7 +190,7 @@ def reduce(sources: Sequence[Tensor], scale: float, accumulate: bool, into: Tens
 
 
 def _q8_formula(is_signed: bool) -> tuple[int, int]:
-    """(the largest code, the power of its share that it stands for)."""
+    """(the largest code n, the exponent p): code c stands for (c / n) ** p."""
     return (127, 4) if is_signed else (255, 8)
 
 
@@ -222,7 +222,7 @@ def _wide(tensor: Tensor) -> Tensor:
 def nn_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, is_rms: bool
 ) -> tuple[Tensor, Tensor]:
-    """y and the tensor that is normed, x + residual. arXiv 1607.06450 and 1910.07467."""
+    """y and the normalised tensor, x + residual. arXiv 1607.06450 and 1910.07467."""
     total = x if residual is None else (_wide(x) + _wide(residual)).to(x.dtype)
     wide = _wide(total)
     if not is_rms:
@@ -266,7 +266,7 @@ def philox(seed: int, n: int, device: torch.device | None = None) -> Tensor:
     keys = [seed & low, seed >> 32 & low]
 
     def multiply(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
-        # 32 by 32 bits in two halves, since int64 has no room for the whole.
+        # Multiplies 32 by 32 bits in two halves, since the whole product does not fit int64.
         first, second = factor * (word & 0xFFFF), factor * (word >> 16)
         total = (first >> 16) + second
         return total >> 16, (total & 0xFFFF) << 16 | (first & 0xFFFF)
@@ -330,7 +330,7 @@ def nn_attention(
     window: int,
     soft_cap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Out and log-sum-exp, by all scores at once. Window and soft_cap are 0 where there is none."""
+    """Out and log-sum-exp, from all scores at once. Window and soft_cap are 0 if not used."""
     n_queries, n_keys, n_sharing = q.shape[2], k.shape[2], q.shape[1] // max(k.shape[1], 1)
     wide_k, wide_v = (_wide(x).repeat_interleave(n_sharing, 1) for x in (k, v))
     scores = scale * _wide(q) @ wide_k.transpose(-1, -2)

@@ -1,5 +1,6 @@
-"""An optimizer's declaration of its needs, so that an engine asks it and no list of names, and the parts of a bucket
-that its update gets."""
+"""An optimizer's declaration of the data that its updates need, so that engines need no list of optimizer names; and
+the parts of a bucket that an update gets.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from torch import Tensor
 __all__ = ["Matrices", "Scope", "Shards", "Undeclared", "declaration"]
 
 Scope = Literal["element", "norms", "matrix"]
-"""The data that the update of an element depends on: itself alone, norms of the whole parameter besides, or all of the
-parameter's matrix."""
+"""The data that the update of an element depends on: only the element, also norms of the whole parameter, or the
+parameter's whole matrix.
+"""
 
-# torch's own of scope "element".
+# torch's own optimizers of scope "element".
 TORCH_ELEMENTWISE = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -32,14 +34,16 @@ TORCH_ELEMENTWISE = (
 
 
 class Matrices(Protocol):
-    """The parameters of a bucket as whole matrices, whose pieces lie on several ranks. ``mine`` are this rank's
-    pieces: float32, in the shapes of ``Shards.params``, zero at first."""
+    """The parameters of a bucket as whole matrices, whose pieces are spread over several ranks. ``mine`` are this
+    rank's pieces: float32, in the shapes of ``Shards.params``, initially zero.
+    """
 
     mine: Sequence[Tensor]
 
     def gather(self) -> Iterator[Tensor]:
-        """Whole matrices, gathered from all ranks' ``mine``, one by one: the matrices that this rank has a piece of.
-        Collective over the ranks that share the bucket: to be run through once, by ranks that have no piece too.
+        """Iterates over the whole matrices of which this rank has a piece, gathered from ``mine`` of all ranks.
+        Collective over the ranks that share the bucket: every rank, also without a piece, must exhaust the iterator
+        once.
         """
 
     def cut(self, index: int, whole: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""DeepSpeed's transformer layer, of fused operators: BERT's (arXiv 1810.04805), or with GPT's order of norms."""
+"""DeepSpeed's transformer layer, built from fused operators: BERT's layer (arXiv 1810.04805), or the same with GPT's
+order of norms.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,19 @@ _WHERE = "DeepSpeedTransformerConfig"
 
 
 class DeepSpeedTransformerConfig:
-    """The shape of a layer, and the parts that its backward computes again to save memory.
+    """The shape of a layer, and the parts that its backward recomputes to save memory.
 
     hidden_size, heads: of the layer; heads divide hidden_size. intermediate_size: by default 4 * hidden_size.
     attn_dropout_ratio, hidden_dropout_ratio: probabilities; -1 is 0. pre_layer_norm: each norm comes before its half of
-    the layer (GPT), not after its residual connection (BERT). normalize_invertible: norms keep their results, and the
-    backward computes their inputs again, so norm weights must not be 0. gelu_checkpoint: the activation is computed
-    again. adjust_init_range: projections that end in a residual connection begin smaller, by
-    sqrt(2 * num_hidden_layers). return_tuple: ``forward`` returns (output,). ``act``, by ``from_dict``: the activation.
+    the layer (GPT), not after its residual connection (BERT). normalize_invertible: norms save their results instead of
+    their inputs, and the backward recomputes the inputs, so norm weights must not be 0. gelu_checkpoint: the activation
+    is computed again. adjust_init_range: projections before a residual connection are initialised smaller, by the
+    factor sqrt(2 * num_hidden_layers). return_tuple: ``forward`` returns (output,). ``act``, by ``from_dict``: the
+    activation.
 
-    Without effect here: batch_size, seed (random numbers are torch's generator's), local_rank, fp16 (parameters have
-    the dtype that the module is given), attn_dropout_checkpoint (attention keeps no dropped probabilities),
-    stochastic_mode (results have the same bits in every run).
+    These have no effect here: batch_size, seed (random numbers come from torch's generator), local_rank, fp16
+    (parameters have the dtype that the module is given), attn_dropout_checkpoint (attention saves no dropped
+    probabilities), stochastic_mode (results have the same bits in every run).
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class DeepSpeedTransformerConfig:
         training: bool = True,
     ) -> None:
         self.layer_id = -1
-        self.act: nn.Act = "gelu_tanh"  # when it replaces a layer: that layer's
+        self.act: nn.Act = "gelu_tanh"  # of the replaced layer, if there is one
         self.batch_size = batch_size
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size if intermediate_size > 0 else 4 * hidden_size
@@ -127,7 +130,7 @@ class DeepSpeedTransformerConfig:
 
 
 class _InvertibleNorm(torch.autograd.Function):
-    """A layer norm that keeps its result, which the next product keeps anyway, and not its input."""
+    """A layer norm that saves its result and not its input. The next matrix product saves that result anyway."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -139,7 +142,7 @@ class _InvertibleNorm(torch.autograd.Function):
     @first_derivative_only("an invertible norm of DeepSpeedTransformerLayer")
     def backward(ctx: Any, dy: Tensor) -> tuple:
         y, weight, bias, rstd = ctx.saved_tensors
-        # The normed rows have mean 0 and variance 1: dx is the gradient of a norm of them, times rstd.
+        # The normalised rows have mean 0 and variance 1, so dx is the gradient of a norm of these rows, times rstd.
         normed = (y - bias) / weight
         unit = torch.ones_like(rstd)
         dx, dweight, dbias = torch.ops.deepspeed_c.nn_norm_backward(
@@ -170,11 +173,12 @@ class _ActThenLinear(torch.autograd.Function):
 class DeepSpeedTransformerLayer(torch.nn.Module):
     """Attention and a feed-forward network with their norms, dropouts and residual connections.
 
-    On the CPU each step between the matrix products is one operator of ``deepspeed_c.ops.nn``, forward and backward;
-    on devices they are torch's. Attention is torch's scaled_dot_product_attention. Any length, any dtype of those.
+    On the CPU each step between the matrix products is one operator of ``deepspeed_c.ops.nn``, forward and backward; on
+    devices they are torch's. Attention is torch's scaled_dot_product_attention. Takes any length, and any dtype of
+    these operators.
 
-    initial_weights, initial_biases: of query, key, value, attention's projection, attention's norm, the network's two
-    projections and its norm, in this order; a bias of the first three is begun with 0. Raises ConfigError for sizes
+    initial_weights, initial_biases: for query, key, value, attention's projection, attention's norm, the network's two
+    projections and its norm, in this order. The biases of query, key and value start at 0. Raises ConfigError for sizes
     that do not fit, ModelError for weights whose shapes do not.
     """
 
@@ -257,8 +261,8 @@ class DeepSpeedTransformerLayer(torch.nn.Module):
         """hidden_states: [batch, tokens, hidden_size] -> the same shape, in a tuple with ``return_tuple``.
 
         attention_mask: added to the scores, broadcasts to [batch, heads, tokens, tokens]; or bool, True takes part.
-        grads: a list that gets [gradient, name] of each parameter in the backward. The others are there because
-        callers pass them: ValueError where one asks for something.
+        grads: a list that gets [gradient, name] of each parameter in the backward. The other arguments exist because
+        callers pass them; any that asks for something raises ValueError.
         """
         for name, value in (
             ("head_mask", head_mask),

@@ -123,8 +123,8 @@ void Checker::check_length(AtenTensorHandle tensor, const View &view, const char
         fail(DSC_EINVAL, where(name, index, i) + " has " + std::to_string(view.n_elems) + " elements, but " +
                              first_name_ + "[" + std::to_string(i) + "] has " + std::to_string(n_elems_[at]));
     /*
-     * Elementwise work needs the same order in memory, not one order in particular: channels_last weights pass as they
-     * are.
+     * Elementwise operators need the same memory order in all tensors, not a particular order: channels_last weights
+     * are accepted.
      */
     if (view.is_contiguous && is_contiguous_[at])
         return;
@@ -156,7 +156,7 @@ std::vector<struct dsc_span> Checker::read_free(const TensorList &list, const ch
     is_free_ = true;
     spans.reserve(static_cast<size_t>(list.size()));
     for (int64_t i = 0; i < list.size(); i++) {
-        int32_t dtype = -1; /* each span says its own */
+        int32_t dtype = -1; /* each span has its own dtype */
         const View view = read_one(list[i], name, index, i, &dtype);
 
         spans.push_back({view.data, view.n_elems, static_cast<dsc_dtype>(to_dsc_dtype(view.dtype))});

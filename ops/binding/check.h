@@ -1,4 +1,4 @@
-/* Turns the tensors of an operator call into checked pointers and counts, and runs a call where they are. */
+/* Turns the tensors of an operator call into checked pointers and counts, and runs the call on their device. */
 #ifndef DSC_CHECK_H
 #define DSC_CHECK_H
 
@@ -14,8 +14,8 @@ namespace dsc {
 
 /*
  * Checks the tensors of one operator call against one another. The first list (or tensor) that is read fixes the device
- * and the lengths, and each later one has to match it; nothing has been written when one does not. A mismatch is a
- * ValueError that names the operator, the argument and both values.
+ * and the lengths, and each later list must match it. Nothing has been written if a list does not match. A mismatch is
+ * a ValueError that names the operator, the argument and both values.
  */
 class Checker {
   public:
@@ -60,7 +60,7 @@ class Checker {
     }
 
     /*
-     * Single contiguous host tensors: codes, whose dtype says which, to be read first; and f32 elements on the same
+     * Reads single contiguous host tensors: first the codes, whose dtype tells the kind; then f32 elements on the same
      * device.
      */
     View read_first_codes(const Tensor &tensor, const char *name, int index, dsc_q8_code *out_code);
@@ -73,7 +73,7 @@ class Checker {
     /* All tensors of the list as spans; lengths are free, and later arguments are not compared with them. */
     std::vector<struct dsc_span> read_free(const TensorList &list, const char *name, int index);
 
-    /* The first tensor that was read. Only after a non-empty read. */
+    /* The first tensor that was read. Only valid after a non-empty read. */
     AtenTensorHandle like() const { return like_; }
     bool is_empty() const { return like_ == nullptr; }
     bool is_on_cpu() const { return is_cpu(device_type_); }
@@ -109,9 +109,9 @@ class Checker {
 struct dsc_par pool_par();
 
 /*
- * Runs a checked call where its tensors are: host(par) with the pool's parallel-for, or device(accel, stream) with the
- * table of their accelerator on torch's current stream, the device being current. Both give a status. Results and
- * scratch on the device are to be made in device().
+ * Runs a checked call on the device of its tensors: host(par) with the pool's parallel-for; or device(accel, stream)
+ * with the accelerator's table and torch's current stream, while the device is current. Both return a status. device()
+ * must itself make results and scratch on the device.
  */
 template <class Host, class Device>
 void run(const Checker &checker, const char *op, Host host, Device device)

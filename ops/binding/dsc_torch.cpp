@@ -98,7 +98,9 @@ Accelerator accelerators[] = {
 #undef DSC_ACCEL_LIBRARY
 };
 
-/* A CPU build of torch does not have the symbol: it is looked up where tensors of the device exist, and never linked.
+/*
+ * A CPU build of torch does not have the symbol, so it is never linked. It is looked up only once tensors of the device
+ * exist.
  */
 CurrentStream find_current_stream(Accelerator &accelerator)
 {
@@ -139,7 +141,7 @@ const struct dsc_accel &open_accel(int32_t accelerator)
     if (table == nullptr) {
         check(dsc_accel_open(entry.name, module_dir().c_str(), &table),
               (std::string("deepspeed_c on ") + entry.name + " tensors").c_str());
-        entry.table = table; /* the same, whichever thread has opened it first */
+        entry.table = table; /* the same table, whichever thread opened it first */
     }
     return *table;
 }
@@ -216,7 +218,7 @@ TensorList::TensorList(StableListHandle list)
             handles_[i] = torch::stable::detail::to<AtenTensorHandle>(item);
         }
     }
-    /* The list is ours to delete; its items are now held here. */
+    /* The caller's list must be deleted here; its items are held by this object now. */
     const AOTITorchError delete_error = torch_delete_list(list);
     if (error != AOTI_TORCH_SUCCESS || delete_error != AOTI_TORCH_SUCCESS) {
         release();
@@ -228,7 +230,7 @@ void TensorList::release() noexcept
 {
     for (AtenTensorHandle handle : handles_)
         if (handle != nullptr)
-            (void)aoti_torch_delete_tensor_object(handle); /* fails only on a handle that is none */
+            (void)aoti_torch_delete_tensor_object(handle); /* fails only on an invalid handle */
     handles_.clear();
 }
 

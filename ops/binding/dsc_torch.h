@@ -35,8 +35,8 @@ View view_of(AtenTensorHandle tensor);
 int64_t elem_bytes_of(int32_t torch_dtype);
 
 /*
- * True when the two have the same strides and these leave no gap and no overlap: then memory order is as good as
- * element order.
+ * True if both tensors have the same strides, without gap and overlap. Elementwise operators may then go through memory
+ * in order.
  */
 bool has_same_dense_layout(AtenTensorHandle a, AtenTensorHandle b);
 
@@ -47,8 +47,8 @@ const char *device_name(int32_t device_type);
 bool is_cpu(int32_t device_type);
 
 /*
- * A list argument. It holds a reference to each tensor for the call, as std::vector<Tensor> would, without the
- * shared_ptr around each: a step over many small tensors is bound by the cost of a tensor here.
+ * A list argument. Like std::vector<Tensor>, it holds a reference to each tensor for the call, but without a shared_ptr
+ * for each: the cost of a tensor here limits a step over many small tensors.
  */
 class TensorList {
   public:
@@ -69,7 +69,7 @@ class TensorList {
     std::vector<AtenTensorHandle> handles_;
 };
 
-/* The accelerators of dsc/accelerators.inc that torch has tensors on. -1: a device type of none of them. */
+/* The index of the accelerator of dsc/accelerators.inc with this device type of torch; -1 if there is none. */
 int32_t accelerator_of(int32_t device_type);
 
 /*
@@ -78,7 +78,7 @@ int32_t accelerator_of(int32_t device_type);
  */
 const struct dsc_accel &open_accel(int32_t accelerator);
 
-/* Makes a device current for its lifetime, and says which stream torch is on. */
+/* Makes a device current for the lifetime of this object, and gives torch's current stream. */
 class DeviceScope {
   public:
     DeviceScope(int32_t accelerator, int32_t device_index);

@@ -31,7 +31,7 @@ void bind_aio(pybind11::module_ &m);
 void bind_comm(pybind11::module_ &m);
 void bind_build(pybind11::module_ &m);
 
-/* check.cpp has size called, without the GIL, by an operator that finds the pool without a size. */
+/* Sets the function that check.cpp calls, without the GIL, when an operator finds that the pool has no size yet. */
 void on_unsized_pool(void (*size)());
 
 }  // namespace dsc

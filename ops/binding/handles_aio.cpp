@@ -28,13 +28,13 @@ namespace {
 /*
  * [Note: Locks and fork]
  *
- * A lock is taken without the interpreter's lock only, so that a thread that waits for a transfer cannot stop the
- * thread that holds the interpreter. In a forked process it may be held by a thread that is not there, and the data it
- * guards may be half written: nothing here looks at either before it has seen that the process is its own, and
- * destructors leave everything as it lies.
+ * A lock here is taken only without the GIL, so that a thread that waits for a transfer cannot block the thread that
+ * holds the GIL. In a forked process, a thread that does not exist there may hold the lock, and the guarded data may be
+ * half written. So all code here first checks that the process is its own before it looks at the lock or the data, and
+ * destructors in a child do nothing.
  */
 
-/* Users of the core's file share the lock; close() takes it alone. */
+/* Users of the core's file take the lock shared; close() takes it exclusively. */
 class AioFile {
   public:
     AioFile(py::object given, int flags, bool uses_direct)
@@ -51,8 +51,8 @@ class AioFile {
     AioFile(const AioFile &) = delete;
     AioFile &operator=(const AioFile &) = delete;
     /*
-     * Engines hold a reference to a file that they still use, so no request is left here. An error of close has no one
-     * to go to.
+     * Engines hold a reference to a file that they still use, so no request is left here. An error of close cannot be
+     * reported here.
      */
     ~AioFile()
     {
@@ -60,7 +60,7 @@ class AioFile {
             (void)dsc_aio_close(file_);
     }
 
-    /* Returns body(the core's file); DSC_ESTATE when there is no file. Without the interpreter's lock. */
+    /* Returns body(the core's file), or DSC_ESTATE if there is no file. Called without the GIL. */
     template <class Body>
     dsc_status use(Body body) const
     {
@@ -72,7 +72,7 @@ class AioFile {
         return file_ == nullptr ? DSC_ESTATE : body(file_);
     }
 
-    /* As use; throws where that fails. With the interpreter's lock, which body is called without. */
+    /* As use, but throws on failure. Called with the GIL; body runs without it. */
     template <class Body>
     void call(const char *op, Body body) const
     {
@@ -152,7 +152,7 @@ class AioFile {
     dsc_aio_file *file_ = nullptr; /* under the mutex */
 };
 
-/* The core's engine belongs to one thread at a time: a mutex sees to that. */
+/* The core's engine belongs to one thread at a time; a mutex ensures this. */
 class AioEngine {
   public:
     AioEngine(const std::optional<std::string> &backend, int64_t block_bytes, int32_t queue_depth, int32_t n_threads,
@@ -175,8 +175,8 @@ class AioEngine {
     ~AioEngine() { close(); }
 
     /*
-     * Buffers are let go after the last transfer has ended, never before: in a forked process and after an engine has
-     * given up, not at all.
+     * Buffers are released only after the last transfer has ended. In a forked process, and after an engine has given
+     * up, they are never released.
      */
     void close()
     {
@@ -287,8 +287,8 @@ class AioEngine {
 
   private:
     /*
-     * The file and buffer of each request, by id. References to objects are moved into and out of it, and neither made
-     * nor dropped: that takes the interpreter's lock.
+     * The file and buffer of each request, by id. References are only moved into and out of the map, because making or
+     * dropping one needs the GIL.
      */
     using Kept = std::unordered_map<dsc_aio_id, std::pair<std::shared_ptr<AioFile>, py::object>>;
 
@@ -323,7 +323,7 @@ class AioEngine {
     dsc_aio *aio_ = nullptr;
     std::mutex mutex_;
     std::unique_ptr<Kept> kept_ =
-        std::make_unique<Kept>(); /* under the mutex; by pointer, so that it can be left to itself */
+        std::make_unique<Kept>(); /* guarded by the mutex; a pointer, so that the map can be leaked on purpose */
 };
 
 class PinnedPool {

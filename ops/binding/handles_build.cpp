@@ -41,12 +41,12 @@ void force_isa(const std::optional<std::string> &name)
 }
 
 /*
- * The function of deepspeed_c that says how many threads there shall be. Never freed: operators may run until the
- * process has gone.
+ * The function of deepspeed_c that decides the number of threads. Never freed, because operators may run until the
+ * process ends.
  */
 py::object *decide = nullptr;
 
-/* With the GIL. An exception of decide becomes one known to both torch's pybind11 and ours. */
+/* Needs the GIL. An exception of decide becomes an exception that both torch's pybind11 and ours know. */
 int32_t ask_for_size()
 {
     if (decide == nullptr)
@@ -60,7 +60,7 @@ int32_t ask_for_size()
     }
 }
 
-/* Called by operators, which run without the GIL. Another thread may have come first. */
+/* Called by operators, which run without the GIL. Another thread may have set the size already. */
 void size_pool()
 {
     const py::gil_scoped_acquire gil;

@@ -22,7 +22,7 @@ namespace py = pybind11;
 
 namespace {
 
-/* Any contiguous object of the buffer protocol, held as long as this lives. */
+/* Holds any contiguous object of the buffer protocol. */
 class Bytes {
   public:
     explicit Bytes(const py::handle &object, int flags = PyBUF_SIMPLE)
@@ -81,7 +81,10 @@ PyObject *block_error = nullptr;
     throw py::error_already_set();
 }
 
-/* Does nothing for DSC_OK. Called, with the GIL, in the thread that got status: the details are that thread's. */
+/*
+ * Raises the exception for a status; does nothing for DSC_OK. Must be called, with the GIL, in the thread that got the
+ * status, because the details are kept for each thread.
+ */
 void check_file(dsc_status status, const char *op, const Path &path, int64_t bad_block = -1)
 {
     if (status == DSC_EIO) {
@@ -138,7 +141,7 @@ py::object reshape_plan(const std::vector<int64_t> &shape, const py::buffer &pie
         dsc::check(dsc_reshape_plan(shape.data(), n_dims, piece_numbers.data(), n_pieces, wanted_numbers.data(), 0,
                                     nullptr, &n_runs),
                    op);
-        runs.resize(static_cast<size_t>(n_runs) + 1); /* never empty: NULL would ask for the number again */
+        runs.resize(static_cast<size_t>(n_runs) + 1); /* never empty, because NULL would ask for the count again */
         dsc::check(dsc_reshape_plan(shape.data(), n_dims, piece_numbers.data(), n_pieces, wanted_numbers.data(), n_runs,
                                     runs.data(), &n_runs),
                    op);
@@ -278,7 +281,7 @@ class BlockWriter {
     }
 
   private:
-    /* Not a wait: in a forked child the thread that holds it does not exist. */
+    /* Does not wait for the lock: in a forked child the thread that holds it does not exist. */
     std::unique_lock<std::mutex> use(const char *op)
     {
         std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);

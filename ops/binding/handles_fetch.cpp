@@ -111,7 +111,7 @@ class Fetch {
         plan_ = std::move(plan);
     }
 
-    /* The path with nothing to do allocates nothing: the empty tuple is one object. */
+    /* If there is nothing to do, nothing is allocated: the empty tuple is a single shared object. */
     py::object use(int32_t unit)
     {
         int64_t n = 0;

@@ -1,6 +1,6 @@
 /*
- * The way of a gradient from autograd's hook into its bucket, as Python objects: the state that all parameters share,
- * and a callable for each, which autograd calls.
+ * Takes a gradient from autograd's hook into its bucket. The Python objects are the state that all parameters share,
+ * and a callable for each parameter, which autograd calls.
  */
 #include "handles.h"
 
@@ -20,11 +20,13 @@ namespace {
 
 using Place = std::tuple<int64_t, int64_t, int64_t>;
 
-/* A pass over more than this lets other Python threads run meanwhile; to hand the GIL over costs more than less does.
+/*
+ * A pass over more elements than this releases the GIL. For fewer elements, releasing the GIL would cost more than the
+ * pass.
  */
 constexpr int64_t ELEMS_WITH_GIL = 1 << 16;
 
-/* A reference of Python's that is let go with the GIL, as everything here is. */
+/* A Python reference that is dropped with the GIL held, as everything here is. */
 class Ref {
   public:
     explicit Ref(PyObject *object) : object_(object) {}
@@ -72,7 +74,7 @@ bool says_true(PyObject *object, PyObject *method)
     return found.get() == Py_True;
 }
 
-/* -1 where it is no number, or raises. */
+/* Calls the method and returns its number; -1 if the result is not a number or the call raises. */
 int64_t number_of(PyObject *object, PyObject *method)
 {
     const Ref found(PyObject_CallMethodNoArgs(object, method));
@@ -248,7 +250,7 @@ class GradientPath {
         Locked &operator=(const Locked &) = delete;
         ~Locked()
         {
-            /* Keeps an exception that Python has raised. */
+            /* Preserves a pending Python exception. */
             const py::error_scope raised;
             const Ref done(PyObject_CallNoArgs(release_.ptr()));
 
@@ -260,7 +262,10 @@ class GradientPath {
         py::object release_;
     };
 
-    /* By torch's own descriptor: the class of a parameter may have a property of this name, for its users. */
+    /*
+     * Reads through torch's own descriptor, because the class of a parameter may have a property of this name for its
+     * users.
+     */
     PyObject *grad_of(PyObject *tensor) const
     {
         if (!is_tensor(tensor))
@@ -282,7 +287,7 @@ class GradientPath {
         return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject *>(tensor_.ptr())) != 0;
     }
 
-    /* DSC_DTYPE_COUNT: none that the cores know. */
+    /* DSC_DTYPE_COUNT: a dtype that the cores do not know. */
     int dtype_of(PyObject *dtype) const
     {
         int found = 0;
@@ -312,7 +317,7 @@ class GradientPath {
         };
 
         if (PyErr_Occurred() != nullptr) {
-            PyErr_Clear(); /* torch's own functions will say what is wrong with it, if anything is */
+            PyErr_Clear(); /* if something is wrong with the gradient, torch's own functions will report it */
             return false;
         }
         if (span.dtype == DSC_DTYPE_COUNT || span.n_elems != place.n_elems ||
@@ -374,7 +379,7 @@ class GradientPath {
 /* The callable of one parameter, for autograd. Called through vectorcall: no tuple of arguments, no look-up. */
 struct Hook {
     PyObject_HEAD vectorcallfunc call;
-    PyObject *owner; /* the path as Python has it */
+    PyObject *owner; /* the Python object of the path */
     GradientPath *path;
     int64_t param;
 };
@@ -470,7 +475,10 @@ py::object hook_of(const py::object &self, int64_t param)
     return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject *>(hook));
 }
 
-/* The path holds methods of its owner, which holds the path: only a collector that sees both frees them. */
+/*
+ * The path holds methods of its owner, and the owner holds the path. Only a garbage collector that sees both can free
+ * them.
+ */
 void let_collect(PyHeapTypeObject *heap_type)
 {
     PyTypeObject *type = &heap_type->ht_type;

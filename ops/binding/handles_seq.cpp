@@ -20,7 +20,7 @@ using Block = std::tuple<int32_t, int64_t, int64_t, int64_t, int64_t, int64_t, i
 
 std::vector<int32_t> seq_deal(const Numbers &document_ends, int32_t n_parts)
 {
-    /* The core says what is wrong with n_parts; until then it must be a size. */
+    /* The core checks n_parts and reports errors; here it only has to be a valid size. */
     Numbers order(document_ends.size());
     Numbers part_tokens(n_parts > 0 && n_parts <= DSC_SEQ_MAX_RANKS ? static_cast<size_t>(n_parts) : 1);
     std::vector<int32_t> parts(document_ends.size());

@@ -1,4 +1,6 @@
-/* Operands of the operators of dsc/nn.h: checked against the first of them, and read; and how a call of a core begins.
+/*
+ * Checks the operands of the operators of dsc/nn.h against the first operand, reads them, and begins the call of a
+ * core.
  */
 #ifndef DSC_OPERANDS_H
 #define DSC_OPERANDS_H
@@ -13,7 +15,7 @@ namespace dsc {
 
 using MaybeTensor = std::optional<Tensor>;
 
-/* Checks the operands of one call against the first of them, and reads them. Failures name operator and argument. */
+/* Checks the operands of one call against the first operand, and reads them. Failures name operator and argument. */
 class Operands {
   public:
     /* The number of rows is the product of all dimensions of `first` but the last. */
@@ -31,10 +33,10 @@ class Operands {
         n_cols = sizes[sizes.size() - 1];
         n_rows = n_cols == 0 ? 0 : view.n_elems / n_cols;
         if (n_cols == 0)
-            n_cols = 1; /* nothing to do, and nothing that a core would refuse */
+            n_cols = 1; /* there are no rows to compute; a core would refuse 0 columns */
     }
 
-    /* A tensor of the first one's dtype with n_elems elements, dense. */
+    /* Reads a dense tensor of the first operand's dtype with n_elems elements. */
     void *read(const Tensor &tensor, const char *name, int64_t n_elems) const
     {
         const View view = view_of(tensor, name);
@@ -53,7 +55,7 @@ class Operands {
         return tensor.has_value() ? read(*tensor, name, n_cols) : nullptr;
     }
 
-    /* [n_cols] of any dtype, which out_dtype is set to. */
+    /* Reads a tensor [n_cols] of any dtype, and sets *out_dtype to its dtype. */
     void *read_weight(const MaybeTensor &tensor, const char *name, dsc_dtype *out_dtype) const
     {
         if (!tensor.has_value())
@@ -73,7 +75,7 @@ class Operands {
         return static_cast<float *>(dense(view, name, n_elems));
     }
 
-    /* A call of a core on these rows; its other fields are empty. */
+    /* Begins a call of a core on these rows; the other fields of the call are zero. */
     template <class Call>
     Call begin() const
     {
@@ -94,7 +96,7 @@ class Operands {
         dsc::check(core(&call, &par), op_);
     }
 
-    /* Runs a call where its tensors are: a core on the pool, or the accelerator's twin of it on torch's stream. */
+    /* Runs a call on the device of its tensors: a core on the pool, or the accelerator's hook on torch's stream. */
     template <class Call>
     void run(dsc_status (*core)(const Call *, const struct dsc_par *), dsc_status (*check)(const Call *),
              dsc_status (*dsc_accel::*twin)(const Call *, void *), const Call &call) const

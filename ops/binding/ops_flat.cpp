@@ -159,7 +159,7 @@ DSC_OPS(m)
 DSC_OPS_CPU(m)
 {
     IMPLEMENTATIONS(m);
-    /* First touch is a matter of the host: the dispatcher refuses tensors of devices, with NotImplementedError. */
+    /* First touch matters only on the host. The dispatcher refuses tensors on devices with NotImplementedError. */
     m.impl("flat_zero_", DSC_BOX(&flat_zero));
 }
 

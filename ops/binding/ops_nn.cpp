@@ -1,4 +1,4 @@
-/* The operators of dsc/nn.h: functional, each with its backward as an operator of its own. */
+/* The operators of dsc/nn.h. They are functional, and each backward is a separate operator. */
 #include "operands.h"
 
 #include <string>
@@ -12,7 +12,7 @@ using dsc::MaybeTensor;
 using dsc::Operands;
 using dsc::Tensor;
 
-/* Where a sum over rows is wanted: its tensor and the scratch of its chunks. Nothing otherwise. */
+/* The tensor of a sum over rows and the scratch of its chunks; empty if the sum is not wanted. */
 struct RowSum {
     RowSum(const Tensor &like, const Operands &rows, bool is_wanted)
         : tensor(dsc::new_like(like, {is_wanted ? rows.n_cols : 0})),
@@ -260,7 +260,7 @@ Tensor nn_rotary(const Tensor &x, const Tensor &cos, const Tensor &sin, bool is_
     if (table.size() != 3 || (table[0] != 1 && table[0] != sizes[0]) || table[1] != sizes[1])
         o.fail("cos",
                "must be [1 or " + std::to_string(sizes[0]) + ", " + std::to_string(sizes[1]) + ", rotary_dim / 2]");
-    const Tensor y = dsc::empty_like(x); /* x's own strides, where it is dense in some order */
+    const Tensor y = dsc::empty_like(x); /* the strides of x, if x is dense in some order */
     const auto y_strides = y.strides();
     struct dsc_nn_rotary call {};
 
@@ -286,7 +286,7 @@ Tensor nn_rotary(const Tensor &x, const Tensor &cos, const Tensor &sin, bool is_
     return y;
 }
 
-/* Reads the mask: [batch, heads, queries, keys] by strides. Any stride but the last may be 0. */
+/* Reads the mask [batch, heads, queries, keys]; any stride but the last may be 0. */
 void read_mask(const Operands &o, const Tensor &x, const Tensor &mask, struct dsc_nn_softmax *call)
 {
     const dsc::View view = o.view_of(mask, "mask");

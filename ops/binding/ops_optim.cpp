@@ -315,7 +315,7 @@ DSC_OPS(m)
 DSC_OPS_CPU(m)
 {
     IMPLEMENTATIONS(m);
-    /* For the host alone: the dispatcher refuses tensors of devices, with NotImplementedError. */
+    /* Only for the host: the dispatcher refuses tensors on devices with NotImplementedError. */
     m.impl("optim_step_q8_", DSC_BOX(&optim_step_q8));
     m.impl("q8_quantize_", DSC_BOX(&q8_quantize));
     m.impl("q8_dequantize_", DSC_BOX(&q8_dequantize));

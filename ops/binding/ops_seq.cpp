@@ -1,4 +1,4 @@
-/* Parts of attention that become one, as an operator on host tensors. */
+/* Merges parts of attention, as an operator on host tensors. */
 #include "check.h"
 #include "dsc_torch.h"
 

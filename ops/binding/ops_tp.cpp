@@ -22,7 +22,7 @@ dsc::View read(const Tensor &tensor, const char *op, const char *name, const cha
     return view;
 }
 
-/* As read(), for a tensor that has to lie where the logits do. */
+/* As read(), for a tensor that must be on the device of the logits. */
 dsc::View read_beside(const dsc::View &logits, const Tensor &tensor, const char *op, const char *name,
                       const char *dtype)
 {
@@ -34,7 +34,7 @@ dsc::View read_beside(const dsc::View &logits, const Tensor &tensor, const char 
     return view;
 }
 
-/* Runs a call where the logits are; check(), which gives a status too, stands before an accelerator's. */
+/* Runs a call on the device of the logits. On an accelerator check(), which also returns a status, runs first. */
 template <class Host, class Check, class Device>
 void run_at(const dsc::View &logits, const char *op, Host host, Check check, Device device)
 {

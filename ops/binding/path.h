@@ -1,4 +1,4 @@
-/* A path that Python gave, as the system takes it. */
+/* Converts a path from Python to the form of system calls. */
 #ifndef DSC_PATH_H
 #define DSC_PATH_H
 

@@ -23,8 +23,8 @@ class OutOfMemory : public std::bad_alloc {
 };
 
 /*
- * Both torch's and our pybind11 translate a builtin_exception by calling its set_error; a pybind11 that did not know
- * the class would still make it a RuntimeError.
+ * Both torch's and our pybind11 translate a builtin_exception by calling its set_error. A pybind11 that did not know
+ * the class would still raise RuntimeError.
  */
 class NotSupported : public pybind11::builtin_exception {
   public:
