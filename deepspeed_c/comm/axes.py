@@ -65,7 +65,7 @@ class Axis:
     """Whether ZeRO cuts states, gradients and weights over the axis; otherwise each rank along it has a copy."""
     is_built: bool = True
     needs: str = ""
-    """The class of module that alone can use the axis; "" if any can."""
+    """The class of module that is required for the axis; "" if every module can use it."""
     dim_names: tuple[str, ...] = ()
     """Further names of the axis as a dimension of a ``DeviceMesh``."""
     mpu_names: tuple[str, ...] = ()

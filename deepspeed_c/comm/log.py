@@ -392,8 +392,8 @@ _MESSAGE = "message"
 class EngineCollectives:
     """Records every collective of every engine in a log, while the log is on.
 
-    A record's time runs from the start of a collective to the end of the wait for it. The engine does not wait earlier
-    because of the log, also beside the backward pass. So the recorded time is an upper bound, and the recorded
+    A record's time runs from the start of a collective to the end of the wait for it. The log does not make the engine
+    wait earlier for collectives that run beside the backward. So the recorded time is an upper bound, and the recorded
     bandwidth a lower bound.
     """
 

@@ -83,8 +83,8 @@ class _SharedDraws:
                 _set_state(device, torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def end(self) -> None:
-        """Returns ranks whose states differed from rank 0's to their own states. Where all ranks had the same state,
-        all have drawn the same numbers; going back would make them differ from rank 0.
+        """Restores the own states of ranks whose states differed from rank 0's. Where all ranks had the same state,
+        nothing is restored: all have drawn the same numbers, and restoring would make them differ from rank 0.
         """
         if self._differ and not self._is_first:
             for device, state in zip(self._devices, self._own, strict=True):

@@ -38,7 +38,7 @@ class Cost(NamedTuple):
     kept_bytes: int = 1
     """Bytes held from the forward to the end of the backward, or to the end of its part for inputs."""
     weight_bytes: int = 0
-    """Bytes held from then to the end of the part for weights."""
+    """Bytes held from the end of the part for inputs to the end of the part for weights."""
 
 
 class Outcome(NamedTuple):

@@ -69,8 +69,8 @@ class OfLayers(Protocol):
     """A model that is a list of layers; a rank may hold a part of the list."""
 
     def repeated_layers(self) -> list[str]:
-        """Names of this rank's layers whose class occurs several times in the whole list. If no class does, raises
-        ConfigError on all ranks.
+        """Names of this rank's layers whose class occurs several times in the whole list. Raises ConfigError, on all
+        ranks, if no class occurs several times.
         """
 
 

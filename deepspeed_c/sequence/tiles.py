@@ -498,11 +498,12 @@ def sequence_tiled_compute(
     """``fn(**kwargs_to_shard, **kwargs_to_pass)``, run in tiles along dimension 1, and again in the backward.
 
     kwargs_to_shard: tensors [batch, seqlen, ...], or None. kwargs_to_pass: any values; tensors among them get
-    gradients, too. grad_requiring_tensor_key: one of the names. It has no effect: every tensor that requires a gradient
-    gets one. output_unshard_dimension: the dimension along which outputs are concatenated; 0: ``fn`` returns one number
-    for each tile. output_reduction: None returns the outputs, "sum" their sum, "mean" their mean. In a mean of one
-    number for each tile, a tile's weight is its number of targets: elements other than -100 in the cut tensor of whole
-    numbers whose name contains "label" or "target". Without such a tensor it is the number of tokens.
+    gradients, too. grad_requiring_tensor_key: must be one of the names, and has no other effect: every tensor that
+    requires a gradient gets one. output_unshard_dimension: the dimension along which outputs are concatenated; 0:
+    ``fn`` returns one number for each tile. output_reduction: None returns the outputs, "sum" their sum, "mean" their
+    mean. In a mean of one number for each tile, a tile's weight is its number of targets: elements other than -100 in
+    the cut tensor of whole numbers whose name contains "label" or "target". Without such a tensor it is the number of
+    tokens.
 
     Raises as ``TiledMLP`` does. Also raises ConfigError for unknown names and reductions, and for lengths other than
     ``seqlen``.
