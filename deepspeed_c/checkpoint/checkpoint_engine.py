@@ -1,4 +1,4 @@
-"""The interface that DeepSpeed's engine writes the files of a checkpoint by, and torch's implementation of it.
+"""The interface through which DeepSpeed's engine writes the files of a checkpoint, and its implementation with torch.
 
 Checkpoints here are written in their own way: ``engine.checkpoint_engine`` is for files of programs.
 """
@@ -54,7 +54,7 @@ class CheckpointEngine(ABC):
         os.makedirs(path, exist_ok=exist_ok)
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Whether this data-parallel rank writes data that all of them have."""
+        """Whether this data-parallel rank writes data that all data-parallel ranks have."""
         return dp_rank == 0
 
     def is_decoupled(self) -> bool:

@@ -62,7 +62,7 @@ def format_of(path: str) -> str | None:
 
 def _format_in(folder: int) -> str | None:
     names = set(os.listdir(folder))
-    # Also a folder that has lost its manifest: the error then says so.
+    # Includes a folder that has lost its manifest, so that the error can say so.
     if MANIFEST in names or any(_OUR_PAYLOAD.fullmatch(name) for name in names):
         return "deepspeed_c"
     if DCP_METADATA in names:
@@ -89,7 +89,7 @@ def find_checkpoint(path: str | os.PathLike[str], tag: str | None = None) -> tup
             return where, found
         tag = read_latest(where) or read_latest_universal(where)
     if tag is not None:
-        # Where a file system has no exchange of names, a save takes the name away for an instant.
+        # On a file system that cannot exchange names, a save leaves the name without a folder for an instant.
         for _ in range(OPEN_ATTEMPTS):
             folder = find_tag(where, tag)
             found = format_of(folder)

@@ -113,7 +113,7 @@ class Source(ABC):
     where that is not known.
     """
     problem: str = ""
-    """Why optimizer states that are there are not listed; "" where all are."""
+    """The reason why some optimizer states of the checkpoint are not listed; "" if all are listed."""
 
     def put_first(self, names: Iterable[str]) -> None:
         """Moves these to the front of ``params``, in this order; unknown names are ignored."""
@@ -122,8 +122,8 @@ class Source(ABC):
 
     @property
     def was_replaced(self) -> bool:
-        """Whether the name that it was opened by stands for another checkpoint by now, or for none, so that opening it
-        again is worth while.
+        """Whether the name under which the checkpoint was opened now belongs to another checkpoint or to none, so that
+        opening it again makes sense.
         """
         return False
 
@@ -140,8 +140,8 @@ class Source(ABC):
     def name_groups(self, names: Sequence[Sequence[str]]) -> None:
         """Says which parameters each group of the optimizer trains, in its order.
 
-        A format that numbers optimizer states lists them under these names and empties ``problem``; the others know
-        better and do nothing.
+        A format that stores optimizer states by number lists them under these names and empties ``problem``; formats
+        with names do nothing.
 
         Raises CheckpointError where names and states do not fit.
         """
@@ -153,7 +153,7 @@ class Source(ABC):
         return None
 
     def close(self) -> None:
-        """Lets go of files."""
+        """Closes files."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,1 +1,1 @@
-"""Formats of DeepSpeed, torch and Hugging Face, and the files and pickles that they are made of."""
+"""Formats of DeepSpeed, torch and Hugging Face, and the files and pickles in these formats."""

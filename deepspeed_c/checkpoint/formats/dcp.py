@@ -41,7 +41,7 @@ class _Inert:
         self.fields: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
-        # Called for missing attributes only; a default is left out of the pickle.
+        # Called only for missing attributes: the pickle omits attributes with default values.
         return self.__dict__.get("fields", {}).get(name)
 
 
@@ -384,7 +384,7 @@ class DcpSource(Source):
         place = self._places.get(chunk)
         if place is None:
             place = self._find(stored, chunk)
-            # Keep only the last of the chunks that were read into memory as a whole.
+            # Of the chunks that are read into memory as a whole, keep only the last.
             self._places = {c: p for c, p in self._places.items() if p.whole is None or place.whole is None}
             self._places[chunk] = place
         if place.whole is not None:
@@ -471,7 +471,7 @@ def _optimizer_place(path: tuple[str | int, ...]) -> tuple[Any, ...] | None:
     """
     at = next((i for i, key in enumerate(path) if key in OPTIMIZER_KEYS), None)
     if at is None:
-        # One flat name: no planner of torch wrote it, or the state dict was flat.
+        # The name has one part: no planner of torch wrote it, or the state dict was flat.
         head, _, rest = str(path[-1]).partition(".")
         if len(path) > 1 or head not in OPTIMIZER_KEYS:
             return None
@@ -491,7 +491,7 @@ def _optimizer_place(path: tuple[str | int, ...]) -> tuple[Any, ...] | None:
     return tuple(keys) if keys[0] == "param_groups" else (keys[0], str(keys[1]), str(keys[2]))
 
 
-# A larger tensor is written in chunks of rows, so that no more of it is in memory.
+# A larger tensor is written in chunks of rows, so that only one chunk is in memory.
 CHUNK_BYTES = 64 << 20
 PAYLOAD = "__0_0.distcp"
 
@@ -613,7 +613,7 @@ def _options(source: Source) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     """Contents of torch's optimizer state dict other than the tensors of its states."""
     for name, info in source.params.items():
         for key, value in info.counts.items():
-            # As torch's optimizers have it: it cannot load a plain number into the tensor that is there.
+            # A tensor, as in torch's optimizers: DCP cannot load a plain number into an existing tensor.
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             yield ("optim", "state", name, key), torch.tensor(float(value)) if is_number else value
     for i, group in enumerate(source.groups):

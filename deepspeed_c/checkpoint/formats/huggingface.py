@@ -25,7 +25,7 @@ __all__ = ["INDEX_FILE", "SINGLE_FILE", "Header", "HuggingFaceSource", "TensorPl
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# An index names each tensor once; the largest models' have some megabytes.
+# Limit on the size of an index. An index names each tensor once; for the largest models it has some megabytes.
 INDEX_LIMIT_BYTES = 256 << 20
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 # Larger numbers of elements do not fit the 64-bit offsets of the format.
@@ -49,7 +49,7 @@ class Header(NamedTuple):
 
 
 def parse_json(content: bytes, where: str) -> Any:
-    """JSON of a file that need not be well-meant: repeated names, invalid UTF-8 and nesting that is too deep raise
+    """Parses JSON of an untrusted file: repeated names, invalid UTF-8 and nesting that is too deep raise
     CheckpointError.
     """
 

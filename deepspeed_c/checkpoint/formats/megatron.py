@@ -106,7 +106,7 @@ class MegatronSDLoader:
         return self.set_module(file, parts)
 
     def get_merge_state_dicts(self, mp_world_size: int, mp_rank: int) -> list[Any]:
-        """The content of the files that make up the rank's."""
+        """The contents of the files from which the rank's content is merged."""
         self._check_multiple(len(self.ckpt_list), mp_world_size)
         n = len(self.ckpt_list) // mp_world_size
         return [self._read(path) for path in self.ckpt_list[n * mp_rank : n * (mp_rank + 1)]]
@@ -128,7 +128,7 @@ class MegatronSDLoader:
         return module if key is None else {**sd, key: module}
 
     def check_ckpt_list(self) -> None:
-        """Raises CheckpointError where there is no file, or another number than the first one says."""
+        """Raises CheckpointError if there is no file, or if their number differs from the number in the first file."""
         if not self.ckpt_list:
             raise CheckpointError("there are no files", where=_WHERE, fix="list the files of all ranks, in order")
         saved = self._read(self.ckpt_list[0])
@@ -141,7 +141,7 @@ class MegatronSDLoader:
             )
 
     def sanity_check(self, ckpt_file_name: str) -> None:
-        """Raises CheckpointError where a file lacks the names of Megatron's transformer."""
+        """Raises CheckpointError if a file lacks the names of Megatron's transformer."""
         names = list(self.get_module(self._read(ckpt_file_name)))
         for mark in _MARKS:
             if not any(mark in name for name in names):

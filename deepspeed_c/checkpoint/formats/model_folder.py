@@ -116,7 +116,7 @@ class ModelFolderWriter:
         self.total_bytes = sum(entry.n_bytes for entry in planned)
         self.n_tensors = len(planned)
         shards = plan_shards(planned, parse_size(max_shard_size))
-        # Not only within each file, where its writer looks.
+        # Checked over all files; each file's writer checks only within its file.
         twice = _first_twice([*(entry.name for entry in planned), *aliases])
         if twice is not None:
             raise CheckpointError(

@@ -19,13 +19,13 @@ from deepspeed_c.checkpoint.formats.pending import Pending
 
 __all__ = ["NUMPY", "is_listed", "is_numpy_value"]
 
-# Kind and bytes of numbers, as numpy writes them; of texts (S, U) any length. The object kind, void and fields are not
-# among them.
+# Kinds of numbers with their bytes, as numpy writes them; texts (S, U) of any length. Objects, void and fields are not
+# allowed.
 _NUMBERS = re.compile(r"b1|[iu][1248]|f(2|4|8|12|16)|c(8|16|24|32)|[mM]8")
 _TEXTS = re.compile(r"[SU](0|[1-9][0-9]{0,8})")
 # Units of dates and times (datetime64, timedelta64).
 _UNITS = frozenset((b"generic", *(b"Y", b"M", b"W", b"D", b"h", b"m", b"s", b"ms", b"us", b"ns", b"ps", b"fs", b"as")))
-# No Unicode character has a number beyond.
+# The largest number of a Unicode character.
 _LAST_CHARACTER = 0x10FFFF
 
 
@@ -98,7 +98,7 @@ def _elements(dtype: Any, n_elems: int, content: Any) -> Any:
     if type(content) is not bytes or len(content) != n_elems * dtype.itemsize:
         raise pickle.UnpicklingError("a value of numpy whose bytes do not fit its dtype and shape")
     if not content:
-        # Texts of no characters may be many without a byte.
+        # Texts without characters take no bytes, so their number must be limited separately.
         if n_elems > 1:
             raise pickle.UnpicklingError("an array of numpy whose elements have no bytes")
         return numpy.zeros(n_elems, dtype=dtype.newbyteorder("="))

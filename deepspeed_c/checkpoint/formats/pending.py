@@ -8,7 +8,7 @@ __all__ = ["Pending"]
 
 
 class Pending:
-    """Placeholder for a value until its state, and with that its content, has been read.
+    """Placeholder for a value until its state has been read; the state has its content.
 
     ``places``: numbers that the pickle can refer to it by.
     """

@@ -49,7 +49,7 @@ def fill(read: Read, fetch: Callable[[int, torch.Tensor], None], where: str) -> 
     """Fills ``read.into``; ``fetch(first, into)`` puts the tensor's elements from ``first`` on into a flat CPU tensor
     of its dtype.
 
-    Memory: ``fetch``'s own, and 8 MiB where dtype or device differ. Raises CheckpointError for a range that the tensor
+    Memory: that of ``fetch``, and 8 MiB if dtype or device differ. Raises CheckpointError for a range that the tensor
     does not have.
     """
     tensor, into = read.tensor, read.into

@@ -87,7 +87,7 @@ class TensorFileWriter:
         self._entries = self._checked(pairs)
         self._plan = plan_file(self.path, list(self._entries.values()), self._aliases)
         self.total_bytes = self._plan.total_bytes
-        # Name -> CRC-32 of its payload, or 0 if the format has no use for it; a name is here when it has been written.
+        # Name of each written tensor -> CRC-32 of its payload, or 0 if the format has no checksums.
         self._written: dict[str, int] = {}
         # Name -> (elements written, CRC-32 of them) of a tensor that came in parts and is not whole yet.
         self._begun: dict[str, tuple[int, int]] = {}
@@ -173,8 +173,8 @@ class TensorFileWriter:
             self._temporary = os.path.join(folder, f".{os.fsdecode(head)}.{secrets.token_hex(8)}.tmp")
             self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                # Not tempfile: its files are for the owner alone, and others have to read this one under the usual
-                # umask.
+                # Not tempfile, because only the owner may read its files. Others must be able to read this file, as the
+                # umask allows.
                 self._file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             except OSError:
                 self._release()
@@ -241,7 +241,7 @@ class TensorFileWriter:
         """The bytes of ``tensor`` in row-major order, each piece valid until the next is asked for."""
         if tensor.numel() == 0:
             return
-        # Made anew each time: under torch.inference_mode it could not be written to outside it.
+        # Made anew each time: a tensor made under torch.inference_mode could not be written to outside of it.
         staging = torch.frombuffer(self._staging, dtype=torch.uint8)
         for piece in _pieces(tensor.detach(), len(self._staging) // tensor.dtype.itemsize):
             n_bytes = piece.numel() * tensor.dtype.itemsize
@@ -260,7 +260,8 @@ class TensorFileWriter:
         for offset, content in self._plan.frame(self._written):
             self._write_at(offset, memoryview(content))
         with self._file_system_errors():
-            # In this order: the content is on disk before its name is, and the name before we say so.
+            # The order matters: the content is on disk before the name is, and the name is on disk before success is
+            # reported.
             os.fsync(self._file)
             file, self._file = self._file, -1
             os.close(file)
@@ -289,7 +290,7 @@ class TensorFileWriter:
         self._staging = bytearray()
         file, folder, temporary = self._file, self._folder, self._temporary
         self._file, self._folder, self._temporary = -1, -1, ""
-        # An error here adds nothing to the error that is under way, and would hide it.
+        # Ignored, because an error here would hide the original error.
         if file >= 0:
             with contextlib.suppress(OSError):
                 os.close(file)
@@ -305,7 +306,7 @@ class TensorFileWriter:
         except FileNotFoundError:
             return
         if not stat.S_ISREG(mode):
-            # Replacing would put a file in the place of a device, say of /dev/null.
+            # Replacing the path would put a file in the place of a device, for example /dev/null.
             raise CheckpointError("exists and is no regular file", where=self.path, fix="save under another name")
 
     @contextlib.contextmanager

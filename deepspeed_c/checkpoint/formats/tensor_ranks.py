@@ -33,7 +33,7 @@ class TensorCut(NamedTuple):
     dim: int | None
     """The dimension that is cut; None for a tensor that every rank has whole."""
     n_parts: int = 1
-    """Equal parts that lie one behind the other along it, each of them cut by itself."""
+    """Number of parts along that dimension, one after the other; each part is cut separately."""
     widths: tuple[tuple[int, ...], ...] | None = None
     """Elements of each rank in each part, by part, where they are not all equal."""
     is_average: bool = False
@@ -48,7 +48,7 @@ class TensorCut(NamedTuple):
         if self.widths is not None and all(len(part) == n_ranks for part in self.widths):
             return [list(part) for part in self.widths]
         sizes = [n_elems // self.n_parts] * self.n_parts
-        if self.widths is not None:  # of another number of ranks: only the parts' sizes count
+        if self.widths is not None:  # made for another number of ranks, so only the sizes of parts are used
             sizes = [sum(part) for part in self.widths]
         for size in sizes:
             if sum(sizes) != n_elems or size % n_ranks:
@@ -207,7 +207,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)  # a NaN is as equal as any other
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)  # a NaN counts as equal to a NaN
 
 
 def _fits(first: torch.Size, other: torch.Size, dim: int) -> bool:
@@ -222,7 +222,8 @@ def _known(rules: TensorRules, tensor: LogicalTensor, where: str) -> TensorCut:
         raise CheckpointError(
             "no rule says along which dimension it is cut", where=f"{where}, {tensor.name}", fix=_FIX_RULES
         )
-    # A bias is cut as the rows of its matrix are; one along a dimension that it does not have is whole.
+    # A bias is cut like the rows of its matrix. If the matrix is cut along a dimension that the bias does not have, the
+    # bias is whole.
     return cut if cut.dim is None or cut.dim < len(tensor.shape) else WHOLE
 
 

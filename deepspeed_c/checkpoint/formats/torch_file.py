@@ -59,7 +59,7 @@ STORAGE_DTYPES: dict[str, torch.dtype] = {
     "BoolStorage": torch.bool,
     "ComplexFloatStorage": torch.complex64,
     "ComplexDoubleStorage": torch.complex128,
-    # The dtype follows where the tensor is rebuilt; the length counts bytes.
+    # The dtype comes later, when the tensor is rebuilt; the length is in bytes.
     "UntypedStorage": torch.uint8,
 }
 # Dtypes without a storage class in torch; their tensors name the dtype. Others (quantized ones, packed bits) need more
@@ -307,7 +307,7 @@ class _Archive:
             raise pickle.UnpicklingError(f"the record {in_full(name)} is missing")
         begin, n_bytes = self._locate(name)
         if name not in self._claimed and n_bytes:
-            # A directory may name the same bytes under many names; each would become memory of its own.
+            # A directory may list the same bytes under many names, and each name would take its own memory.
             i = bisect.bisect(self._taken, (begin, begin + n_bytes))
             before, behind = self._taken[max(i - 1, 0) : i], self._taken[i : i + 1]
             if any(end > begin for _, end in before) or any(first < begin + n_bytes for first, _ in behind):
@@ -598,7 +598,7 @@ class _ToTensors(_TensorUnpickler):
         if type(state) is tuple and len(state) == 2 and state[1] in (None, {}):
             state = state[0]
         attributes = check_attributes({} if state is None else state)
-        # Freeing tensors that hold each other takes a level of the C stack for each.
+        # Freeing a chain of tensors that hold each other takes a level of the C stack for each tensor.
         if not all(type(value) in (type(None), bool, int, float, str) for value in attributes.values()):
             raise pickle.UnpicklingError("a tensor with attributes that are no numbers or texts")
         vars(tensor).update(attributes)
@@ -670,7 +670,7 @@ def _read_contiguous(file: BinaryIO, stored: StoredTensor, begin: int, into: tor
 
 
 def _read_strided(file: BinaryIO, stored: StoredTensor, begin: int, into: torch.Tensor) -> None:
-    # Rare (a transposed or channels-last weight): the file is mapped, so its pages are the kernel's to drop.
+    # Rare (a transposed or channels-last weight). The file is mapped, so that the kernel can drop its pages.
     import mmap
 
     first_byte, n_bytes = stored.file.storage_range(stored.key)
@@ -679,7 +679,7 @@ def _read_strided(file: BinaryIO, stored: StoredTensor, begin: int, into: torch.
             mapped, dtype=stored.dtype, offset=first_byte, count=n_bytes // stored.dtype.itemsize
         )
         for at, n in _chunks(begin, into.numel(), STAGING_BYTES // 8):
-            # Element numbers are counted out into one index a dimension, the last first.
+            # Element numbers are split into one index for each dimension, the last dimension first.
             index = torch.arange(at, at + n)
             place = torch.full((n,), stored.offset)
             for size, stride in zip(reversed(stored.shape), reversed(stored.stride), strict=True):

@@ -43,7 +43,8 @@ WORK_PER_BYTE, WORK_AT_LEAST = 8, 1 << 16
 # Limit on entries and characters of the result when it is written out, per byte of pickle, plus a constant: a shared
 # value counts at every place.
 SIZE_PER_BYTE, SIZE_AT_LEAST = 256, 1 << 20
-# Integers below it have hashes of their own; others, and tuples of them, can be chosen so that they all have the same.
+# Integers below this have distinct hashes. Larger integers, and tuples of integers, can be chosen so that all have the
+# same hash.
 DISTINCT_HASH_LIMIT = 1 << 60
 # Characters that a message shows of a name in the file.
 NAME_SHOWN = 120
@@ -299,7 +300,7 @@ class Unpickler:
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
-        # How many keys of a container that are neither texts nor small numbers have a hash.
+        # For each hash, the number of keys of a container with that hash, not counting texts and small numbers.
         self._hashes: dict[tuple[int, int], int] = {}
 
     def load(self) -> Any:
@@ -417,8 +418,8 @@ class Unpickler:
         self._push(frozenset(made))
 
     def _check_key(self, container: Any, key: Any) -> None:
-        """Before it is hashed: that this ends, that it takes no more than was read, and that not all keys have one
-        hash.
+        """Checks a key before it is hashed: that hashing ends, that it takes no more time than the bytes read warrant,
+        and that not too many keys share one hash.
         """
         kind = type(key)
         if kind is str or kind is bytes or (kind is int and -DISTINCT_HASH_LIMIT < key < DISTINCT_HASH_LIMIT):
@@ -609,7 +610,7 @@ def _constant(value: Any) -> Callable[[Unpickler], None]:
 
 
 def _pop(self: Unpickler) -> None:
-    # As Python's own: a mark may be on top.
+    # As in Python's own unpickler, a mark may be on top.
     if self._marks and self._marks[-1] == len(self._stack):
         self._marks.pop()
     else:

@@ -204,9 +204,9 @@ def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _stand_in(where: str, entry: FileEntry, key: str) -> _Tensor:
-    # Torch itself says how it pickles a tensor of this dtype; only storage, sizes and strides are ours.
-    # device: the caller may be under `with torch.device(...)`.
-    # Asked for each tensor anew: loaded tensors would share whatever is shared here, such as the dictionary of hooks.
+    # torch itself decides how it pickles a tensor of this dtype; only storage, sizes and strides are replaced. device:
+    # the caller may be under `with torch.device(...)`. Computed anew for each tensor: loaded tensors would otherwise
+    # share objects, such as the dictionary of hooks.
     rebuild, (storage, offset, _, _, *rest) = torch.empty(0, dtype=entry.dtype, device="cpu").__reduce_ex__(2)
     if isinstance(storage, torch.UntypedStorage):
         ours = _StorageStandIn(key, torch.UntypedStorage, entry.n_bytes)

@@ -21,7 +21,7 @@ GAP_BYTES = 4096
 
 
 class Snapshot:
-    """Host buffers that take copies of pieces, used again by the next save: as large as the largest one, and no larger.
+    """Host buffers for copies of pieces. The next save uses them again, so they are only as large as the largest save.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Snapshot:
 
     def _room(self, n_bytes: int, is_pinned: bool) -> torch.Tensor:
         if not self._buffers or self._buffers[0].numel() < n_bytes:
-            self._buffers.clear()  # before its successor is made
+            self._buffers.clear()  # freed before its successor is allocated
             self._buffers.append(torch.empty(max(n_bytes, 1), dtype=torch.uint8, pin_memory=is_pinned))
         return self._buffers[0]
 
@@ -98,7 +98,7 @@ def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class Save:
-    """A checkpoint that somebody asked for in the background, and that is durable already."""
+    """A checkpoint that was requested in the background, but is durable already."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -116,7 +116,7 @@ class Save:
 
 
 class BackgroundSave(Save):
-    """A save that is under way. ``wait`` ends it; the interpreter does not exit before it has."""
+    """A running save. ``wait`` waits for its end; the interpreter does not exit before that."""
 
     def __init__(self, write: Callable[[], None], where: str) -> None:
         super().__init__(where)
@@ -130,7 +130,7 @@ class BackgroundSave(Save):
         try:
             self._write()
             self._is_complete = True
-        # wait() raises it again, in the thread that asked for the save.
+        # wait() raises it again, in the thread that requested the save.
         except BaseException as error:  # noqa: BLE001
             self._error = error
             logger.error("the checkpoint in the background failed: %s", error)

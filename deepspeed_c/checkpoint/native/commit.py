@@ -95,7 +95,7 @@ def _start_of(pid: int) -> int:
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name in parentheses may hold anything; the start is field 22, the 20th after it.
+            # The name in parentheses may contain anything; the start time is field 22, the 20th after the name.
             return int(file.read().rpartition(b")")[2].split()[19])
     except (OSError, IndexError, ValueError):
         return 0
@@ -113,7 +113,7 @@ def make_temporary(save_dir: str, tag: str) -> str:
 
 
 def _make_folders(path: str) -> None:
-    """As ``os.makedirs``, each new name on disk."""
+    """As ``os.makedirs``, but also syncs each new name to disk."""
     if os.path.isdir(path):
         return
     parent = os.path.dirname(path)
@@ -124,7 +124,7 @@ def _make_folders(path: str) -> None:
 
 
 def sync_path(path: str) -> None:
-    """Puts a file, or the names in a folder, on disk."""
+    """Syncs a file, or the names in a folder, to disk."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -171,7 +171,8 @@ def commit_folder(temporary: str, save_dir: str, tag: str) -> None:
             replaced = _take_name(temporary, final, tag)
             break
         except OSError as error:
-            # Between two of these steps another run has given the name to its own folder, or has deleted the old one.
+            # Between two of these steps another run has given the name to its own folder, or has deleted the old
+            # folder.
             is_race = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT) and os.path.isdir(temporary)
             if not is_race or attempt == COMMIT_ATTEMPTS - 1:
                 raise
@@ -187,13 +188,14 @@ def _take_name(temporary: str, final: str, tag: str) -> str | None:
         return None
     if os.path.isdir(final) and not os.path.islink(final) and _C.exchange_paths(temporary, final):
         return temporary
-    # Without the exchange there is an instant without the name; readers then take the "old" one (see find_tag).
+    # Without the exchange there is an instant at which no folder has the name; readers then take the "old" folder (see
+    # find_tag).
     old = os.path.join(os.path.dirname(final), _hidden_name(tag, "old"))
     os.rename(final, old)
     try:
         os.rename(temporary, final)
     except OSError:
-        if os.path.lexists(final):  # somebody else has taken the name: it has been replaced all the same
+        if os.path.lexists(final):  # another run has taken the name, so the old folder has been replaced all the same
             _discard(old, os.path.dirname(final), tag)
         else:
             with contextlib.suppress(OSError):
@@ -210,8 +212,8 @@ def _discard(path: str, save_dir: str, tag: str) -> None:
 
 
 def _set_aside(path: str, save_dir: str, tag: str) -> str | None:
-    """Gives a folder that is to be deleted a hidden name and returns the new path: nobody takes it for a checkpoint,
-    even if its deletion is cut short. None where that fails.
+    """Gives a folder a hidden name before its deletion and returns the new path, so that nobody takes it for a
+    checkpoint if the deletion is interrupted. None if the renaming fails.
     """
     gone = os.path.join(save_dir, _hidden_name(tag, "gone"))
     try:
@@ -446,7 +448,7 @@ def _hidden(save_dir: str) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _is_alive(pid: int, start: int) -> bool:
-    """Whether the process of this id is there, and began at ``start``."""
+    """Whether a process with this id exists and began at ``start``."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

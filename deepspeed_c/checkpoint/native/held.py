@@ -11,7 +11,7 @@ from deepspeed_c.errors import CheckpointError
 
 __all__ = ["OPEN_ATTEMPTS", "hold", "read_held", "was_replaced"]
 
-# How often a folder is opened again that is replaced while it is being opened.
+# How often opening is repeated for a folder that is replaced while it is being opened.
 OPEN_ATTEMPTS = 10
 
 Found = TypeVar("Found")
@@ -23,8 +23,8 @@ def hold(path: str) -> int:
 
 
 def was_replaced(path: str, held: int) -> bool:
-    """Whether the name that a folder was opened by leads to another folder now, or to none: a save has replaced it, or
-    retention deleted it.
+    """Whether the name under which a folder was opened now belongs to another folder or to none, because a save has
+    replaced the folder or retention has deleted it.
     """
     try:
         there = os.stat(path)

@@ -43,12 +43,12 @@ __all__ = [
 MANIFEST = "manifest.json"
 MANIFEST_CRC = "manifest.crc32c"
 FORMAT, VERSION = "deepspeed_c", 1
-# Bytes of a payload file that one checksum covers, and so the least that is read of it.
+# Bytes of a payload file under one checksum, which is also the smallest unit of reading.
 BLOCK_BYTES = 1 << 18
-# The longest block that the core reads, and more ranks than anybody has: numbers beyond them are nobody's.
+# Limits for numbers in a manifest: the longest block that the core reads, and more ranks than any job has.
 BLOCK_LIMIT_BYTES = 1 << 30
 RANKS_LIMIT = 1 << 20
-# Longer ones are refused before they are read into memory.
+# Longer manifests are refused before they are read into memory.
 MANIFEST_LIMIT_BYTES = 4 << 30
 
 DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
@@ -114,7 +114,7 @@ class StateFile(msgspec.Struct):
     crc32c: int
 
 
-# JSON has no numbers for the values that are no number; these are text there.
+# JSON has no numbers for inf and NaN, so these are text.
 Number = int | float | bool | str
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
@@ -270,7 +270,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
                 yield f"{file.name} has {len(file.crcs) // 4} checksums for {n_blocks} blocks"
         except (binascii.Error, ValueError):
             yield f"the checksums of {file.name} are no base64"
-    # Parts may be missing, and are named where they are read; beyond that a shape says nothing but how much is
+    # Parts may be missing; the reader names them. A shape larger than all parts would only decide how much memory is
     # allocated.
     most_bytes = TENSORS_PER_BYTE * sum(file.n_bytes for file in manifest.files) + TENSORS_AT_LEAST_BYTES
     keys: set[tuple[str, str]] = set()

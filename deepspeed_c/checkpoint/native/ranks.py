@@ -1,4 +1,4 @@
-"""The ranks that save one checkpoint, and the few words that they exchange about it.
+"""The ranks that save one checkpoint, and the messages that they exchange about it.
 
 They have a gloo group of their own: a writer thread may talk while the main thread trains, and the watchdog does not
 take a slow disk for a hang.
@@ -26,7 +26,7 @@ __all__ = ["Ranks"]
 
 _T = TypeVar("_T")
 
-# Longer than any disk takes; a rank that has died is noticed at once, by its closed connection.
+# Timeout, longer than any disk takes. A rank that has died is noticed at once, by its closed connection.
 TIMEOUT = datetime.timedelta(hours=12)
 
 
@@ -42,10 +42,10 @@ class Ranks:
         self._group: dist.ProcessGroup | None = None
 
     def connect(self) -> None:
-        """Makes the group, if there is anybody to talk to. From the main thread, on all ranks."""
+        """Makes the group if there is more than one rank. To be called from the main thread, on all ranks."""
         if self.world_size > 1 and self._group is None:
-            # Ranks outside of the group do not come here. (Where there are none, the usual way: the other one hangs on
-            # a FileStore.)
+            # Ranks outside of the group do not call this. (If there are no such ranks, the usual way is taken, because
+            # the other way hangs on a FileStore.)
             is_part = self.world_size < dist.get_world_size()
             self._group = dist.new_group(
                 self._global_ranks, timeout=TIMEOUT, backend="gloo", use_local_synchronization=is_part
@@ -115,7 +115,7 @@ class Ranks:
         """Ends the group."""
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
-            # Not known any more where all groups were destroyed (and others made) since; then it ends with its last
+            # torch does not know the group any more if all groups have been destroyed since. It then ends with its last
             # reference.
             with contextlib.suppress(ValueError):
                 dist.destroy_process_group(group)

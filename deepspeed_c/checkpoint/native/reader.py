@@ -41,7 +41,7 @@ CONVERSION_BYTES = 32 << 20
 NAMES_SHOWN = 5
 # Descriptors that one checkpoint takes; the usual limit of a process is 1024.
 FILES_KEPT_OPEN = 64
-# Types of entries in state.pt, where it has them.
+# Types of the entries that state.pt may have.
 _STATE_TYPES = {"client_state": dict, "extra_state": dict, "groups": list, "loss_scaler": dict}
 
 
@@ -68,7 +68,8 @@ class NativeSource(Source):
                     raise
 
     def _open(self) -> None:
-        # The folder first: everything else is found through it, even if its name goes to another folder meanwhile.
+        # The folder is opened first. Everything else is found through its descriptor, even if another folder gets the
+        # name meanwhile.
         try:
             self._folder = hold(self.where)
         except OSError as error:
@@ -113,7 +114,7 @@ class NativeSource(Source):
 
     @property
     def was_replaced(self) -> bool:
-        """Whether the name that it was opened by leads to another folder now, or to none."""
+        """Whether the name under which the checkpoint was opened now belongs to another folder or to none."""
         return was_replaced(self.where, self._folder)
 
     def close(self) -> None:
@@ -223,7 +224,9 @@ class NativeSource(Source):
     def _flat_runs(
         self, entry: TensorEntry, pieces: Sequence[Piece], begin: int, n_elems: int
     ) -> Iterator[tuple[Piece, int, int, int]]:
-        """The common case, pieces (in order, and apart) and wish being flat ranges: without a call for each tensor."""
+        """The common case: the pieces (in order, without overlap) and the wanted part are flat ranges. It needs no call
+        of the core for each tensor.
+        """
         at, end = begin, begin + n_elems
         i = max(bisect_right(pieces, at, key=lambda piece: piece.begin) - 1, 0)
         while at < end:
@@ -255,8 +258,7 @@ class NativeSource(Source):
             ) from error
 
     def _path_of(self, name: str) -> str:
-        """A path to the file as it was when it was first looked at, even if its folder has another name by now, or
-        none.
+        """A path to the file in the folder that was opened, even if that folder has another name by now, or none.
         """
         if name not in self._files:
             try:

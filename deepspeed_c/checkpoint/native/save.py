@@ -69,7 +69,7 @@ class Deferred(NamedTuple):
     dtype: torch.dtype
     n_elems: int
     read: Callable[[], torch.Tensor]
-    """All of it, on any device; valid until the next one is read."""
+    """The whole tensor, on any device; valid until the next tensor is read."""
 
     def numel(self) -> int:
         return self.n_elems
@@ -189,7 +189,7 @@ def _together(
 
     Raises CheckpointError (``what`` and the reason) on all of them when it has failed on one.
     """
-    # Said to the others whatever happens here: they would wait for this rank.
+    # The other ranks must be told in every case, because they would wait for this rank.
     problem = f"rank {ranks.rank} ended unexpectedly"
     try:
         result = action()
@@ -220,8 +220,8 @@ def _agree_on_folder(destination: Destination, ranks: Ranks) -> str:
     if not problem and not all(any(path and h == its for h, path, _ in offers) for its, _, _ in offers):
         problem = "a node has no rank with local rank 0 to make the folder"
     elif not problem:
-        # The folder has to be the same one to all: a path that is local to each machine would lose other machines'
-        # files.
+        # All ranks must see the same folder: with a path that is local to each machine, the files of other machines
+        # would be lost.
         is_visible = os.path.isdir(mine)
         seen = ranks.all_gather(is_visible)
         if not all(seen):
@@ -247,7 +247,7 @@ def _explain(error: Exception, rank: int) -> str:
 
 
 def _commit(folder: str, destination: Destination, ranks: Ranks) -> None:
-    """Gives a complete folder its name, then tells ``latest`` of it.
+    """Gives a complete folder its name, then makes ``latest`` name it.
 
     Collective; raises CheckpointError on all ranks alike.
     """
@@ -275,7 +275,7 @@ def _announce(destination: Destination, held: contextlib.ExitStack) -> None:
 def _tidy(destination: Destination) -> None:
     """Writes the script beside the tags, and deletes older checkpoints that are not kept.
 
-    The checkpoint is good already: nothing of this may fail it.
+    The checkpoint is complete already, so no failure here may make the save fail.
     """
     try:
         write_script(destination.save_dir)

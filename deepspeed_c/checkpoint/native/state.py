@@ -71,7 +71,7 @@ def unpack(content: bytes, where: str) -> Any:
 def _find_culprit(value: Any, path: str, around: frozenset[int]) -> tuple[str, Any]:
     """The innermost entry that does not survive, for the message.
 
-    ``around``: ids of the containers that it lies in, which it may hold again.
+    ``around``: ids of the containers around it, which may also occur inside it.
     """
     if isinstance(value, Mapping):
         parts = [(f"{path}[{key!r}]", part) for key, part in value.items()]
@@ -136,7 +136,7 @@ def check_random_state(state: Any, device: torch.device, where: str) -> None:
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Puts back a state from ``random_state``, as far as it is known here.
+    """Restores a state from ``random_state``; entries that are unknown here are left out.
 
     The type of the error is undefined for a state that ``check_random_state`` would refuse.
     """
@@ -171,7 +171,7 @@ def _put_back(
         of_torch(state["torch"])
     if of_numpy is not None and "numpy" in state:
         kind, keys, position, has_gauss, cached = state["numpy"]
-        # numpy does not check the position, and would draw from memory behind its words.
+        # numpy does not check the position, and would read memory beyond its words.
         if not (type(position) is int and 0 <= position <= len(keys)):
             raise ValueError(f"numpy's generator stands at word {position!r} of {len(keys)}")
         of_numpy((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))

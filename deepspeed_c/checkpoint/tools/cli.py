@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _info(options: argparse.Namespace) -> int:
     with _open(options) as source:
-        # Formats of others have no checksums: there reading it all proves little.
+        # Other formats have no checksums, so a complete read proves little for them.
         problems = verify(source) if isinstance(source, NativeSource) and not options.no_verify else None
         if options.json:
             print(json.dumps(_as_json(source, problems), indent=2, default=str))
@@ -208,7 +208,7 @@ def _as_json(source: Source, problems: list[str] | None) -> dict[str, Any]:
         "aliases": dict(source.aliases),
         "groups": len(source.groups),
         "frozen": [name for name, info in source.params.items() if info.group is None],
-        # null: not looked at.
+        # null: not examined.
         "problems": problems,
     }
 

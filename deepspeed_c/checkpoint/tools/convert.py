@@ -33,7 +33,7 @@ class Target:
     dtype: torch.dtype | None = None
     max_shard_size: int | str = "5GB"
     tensor_ranks: int | None = None
-    """Tensor-parallel ranks that will load it; 1 where nothing is said."""
+    """Number of tensor-parallel ranks that will load it; 1 if not given."""
     tensor_info: Mapping[str, Any] | None = None
     """How tensors are cut over them, as DeepSpeed's ``universal_checkpoint_info``; by default by Megatron's names."""
 

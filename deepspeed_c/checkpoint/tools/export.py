@@ -1,5 +1,4 @@
-"""Turns any checkpoint into a folder of whole weights as Hugging Face lays it out, a bounded part of it in memory at a
-time.
+"""Exports any checkpoint as a folder of whole weights in Hugging Face's layout, with a bounded amount of memory.
 """
 
 from __future__ import annotations

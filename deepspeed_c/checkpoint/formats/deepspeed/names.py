@@ -13,7 +13,8 @@ from deepspeed_c.checkpoint.formats.torch_file import StoredTensor, fill
 
 __all__ = ["Comparison", "match_flat", "match_names"]
 
-# Ways through the groups that are followed at a time. Two groups of n parameters have at most n + 1.
+# Limit on the ways through the groups that are followed at the same time. Two groups of n parameters have at most n + 1
+# ways.
 WAYS_LIMIT = 1 << 14
 # Elements of a weight that are compared with its master weight.
 COMPARED_ELEMS = 4096
@@ -26,7 +27,7 @@ def match_names(
     shapes: Sequence[Sequence[tuple[int, ...] | None]],
     masters: Sequence[Sequence[StoredTensor | None]],
 ) -> list[list[str]] | str:
-    """The name of each number of each group, if one assignment alone fits; else why not.
+    """Returns the name for each number of each group if exactly one assignment fits; otherwise the reason.
 
     candidates: weights in the module's order; any number of them may be frozen. shapes, masters: by group, in the
     group's order; None where unknown. Assumes that a group lists its parameters in the module's order, as groups built
@@ -72,8 +73,8 @@ def match_flat(candidates: Sequence[Candidate], flats: Sequence[StoredTensor]) -
 def _match(
     candidates: Sequence[Candidate], lengths: Sequence[int], fits: Callable[[int, int, int], bool]
 ) -> list[list[str]] | str:
-    """Goes through the candidates; at each, a way is how far each group has been filled, with the number of assignments
-    that lead there (two stand for more).
+    """Goes through the candidates. At each candidate, a way is how far each group has been filled; the number of
+    assignments that lead to a way is counted up to two.
     """
     ways: dict[tuple[int, ...], tuple[int, tuple | None]] = {(0,) * len(lengths): (1, None)}
     layers = []

@@ -1,4 +1,4 @@
-"""Logical tensors that are made of pieces of stored tensors: code shared by the readers of DeepSpeed's two formats."""
+"""Builds logical tensors from pieces of stored tensors. The readers of DeepSpeed's two formats share this code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from deepspeed_c.errors import CheckpointError
 
 __all__ = ["PieceSource", "StoredPiece", "counters_of", "is_count", "scaler_state"]
 
-# Jobs that are collected before they are carried out: a box cut along the last dimension has one for each row.
+# Number of copies that are collected before they are made: a box cut along the last dimension has one copy for each
+# row.
 JOBS_AT_ONCE = 1 << 14
 
 

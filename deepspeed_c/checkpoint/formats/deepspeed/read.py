@@ -91,7 +91,7 @@ FIX_CONVERT = "save it with DeepSpeed without that kind of parallelism, or conve
 
 FIX_ANOTHER = "take another checkpoint; this one was changed after it was written, or made by hand"
 
-# More than any job has; a number in a file says how often the readers go round.
+# More than any job has. The limit is needed because a number in the file decides how often readers loop.
 MOST_RANKS = 1 << 20
 RANKS_SHOWN = 8
 
@@ -160,8 +160,8 @@ def find_files(folder: str, tensor_rank: int = 0) -> Files | None:
     of_dtype = next(iter(optimizers.values()), {})
     is_stage3 = bool(stage3_models)
     if models and stage3_models and 0 in of_dtype:
-        # The same tag was saved at two stages. The optimizer's files carry the same names at both: they are the newer
-        # one's.
+        # The same tag was saved at two stages. The optimizer's files have the same names at both stages, so they are
+        # from the newer save.
         is_stage3 = _stage_of(read_file(of_dtype[0])) == 3
     return Files(stage3_models if is_stage3 else models, of_dtype, is_stage3)
 
@@ -172,7 +172,7 @@ def is_deepspeed(folder: str) -> bool:
 
 
 def _stage_of(file: TorchFile) -> int | None:
-    """None where the optimizer does not say (bf16 with fp32 accumulation, laid out like stages 1 and 2)."""
+    """None if the optimizer's state does not say (bf16 with fp32 accumulation, laid out like stages 1 and 2)."""
     saved = _get(file.content, "optimizer_state_dict", Mapping, file.path).get("zero_stage")
     return None if saved is None else int(getattr(saved, "value", saved))
 
@@ -189,7 +189,7 @@ def _get(content: Any, key: str, kind: type | tuple, where: str) -> Any:
 
 
 def _shapes(shapes: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...]]:
-    """Shapes by name as plain tuples: nothing but numbers of elements may decide how far a loop goes."""
+    """Shapes by name as plain tuples: only checked numbers of elements may decide how far a loop goes."""
     found = {name: tuple(shape) for name, shape in shapes.items()}
     for name, shape in found.items():
         if type(name) is not str or any(type(n) is not int or n < 0 for n in shape):
@@ -238,7 +238,8 @@ class ModelStates:
         if content.get("ds_autoep_layers") or content.get("autoep_layers") or content.get("num_experts"):
             raise CheckpointError("was saved with expert parallelism", where=path, fix=FIX_CONVERT)
         shapes = content.get("param_shapes") or []
-        # One dictionary a group (a sub-group at stage 3); old versions wrote the dictionary alone for one group.
+        # One dictionary for each group (at stage 3: each sub-group). For a single group, old versions wrote only the
+        # dictionary, without a list.
         self.param_shapes: list[dict[str, tuple[int, ...]]] = [
             _shapes(group, path) for group in ([shapes] if isinstance(shapes, Mapping) else shapes)
         ]
@@ -257,7 +258,7 @@ class ModelStates:
         ties: dict[str, str] = {}
         buffers = set(self.buffers)
         for name, stored in self.module.items():
-            # Empty tensors share the null pointer, and nothing else.
+            # Empty tensors share only the null pointer, not memory.
             if isinstance(stored, StoredTensor) and name not in buffers and stored.n_elems:
                 known = first.setdefault(stored.identity, name)
                 if known != name:
@@ -565,7 +566,7 @@ class DeepSpeedSource(PieceSource):
 
     def _counts(self, states: Mapping[str, Any], group: int) -> dict[str, Any]:
         counts = {state: value for state, value in states.items() if is_count(value)}
-        # Fused optimizers of DeepSpeed may count in the group.
+        # Fused optimizers of DeepSpeed may count steps in the group.
         if "step" not in counts and group < len(self.groups) and is_count(step := self.groups[group].get("step")):
             counts["step"] = step
         return materialize(counts)
@@ -617,7 +618,7 @@ class DeepSpeedSource(PieceSource):
 
 def _spread(begin: int, n_elems: int, shard_elems: int, n_ranks: int) -> list[tuple[int, int, int, int]]:
     """Elements [begin, begin + n_elems) of a group that is cut into equal shards, as (rank, begin in the parameter,
-    count, begin in the shard); as far as there are shards.
+    count, begin in the shard). Elements beyond the last shard are left out.
     """
     items = []
     at = begin
@@ -632,7 +633,7 @@ def _spread(begin: int, n_elems: int, shard_elems: int, n_ranks: int) -> list[tu
 
 
 def _deal(n_elems: int, shard_elems: int, n_ranks: int, at: int) -> list[tuple[int, int, int, int]]:
-    """The same of a parameter that is dealt to the ranks by itself, its shards lying at ``at``."""
+    """As above, for a parameter that is divided over the ranks on its own; its shards begin at ``at``."""
     return [
         (rank, rank * shard_elems, max(0, min(shard_elems, n_elems - rank * shard_elems)), at)
         for rank in range(n_ranks)
@@ -643,7 +644,7 @@ class _Slot(NamedTuple):
     """The optimizer's entry under one number."""
 
     shape: tuple[int, ...] | None
-    """None where nothing tells it: an optimizer without states."""
+    """None if nothing tells the value: the optimizer has no states."""
     master: StoredPiece | None
     states: dict[str, StoredPiece]
     counts: dict[str, Any]
@@ -660,7 +661,8 @@ class _Unnamed:
         groups = _get(optimizer, "param_groups", (list, tuple), where)
         self.names_saved = [group.get("param_names") for group in groups]
         self.has_names = all(isinstance(names, (list, tuple)) for names in self.names_saved)
-        # Fused fp16 has one flat tensor a group, and how it is made up is not said: that is found by trying.
+        # Fused fp16 has one flat tensor for each group. The file does not say how the tensor is composed, so this is
+        # found by trying.
         self.flat_masters = wrapped.get("fp32_groups_flat")
         self.slots: list[list[_Slot]] = []
         if self.flat_masters is not None:
@@ -681,7 +683,7 @@ class _Unnamed:
         tensors = {key: value for key, value in states.items() if isinstance(value, StoredTensor) and key != "step"}
         whole = {key: value for key, value in tensors.items() if value.shape != ()}
         if not whole and (master is None or master.shape == ()):
-            # A weight of no dimension, whose states have none either.
+            # A weight without dimensions, whose states have no dimensions either.
             whole = tensors
         counts = {key: value for key, value in states.items() if key not in whole and is_count(value)}
         shapes = {tuple(value.shape) for value in whole.values()} | (

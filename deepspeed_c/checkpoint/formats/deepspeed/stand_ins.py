@@ -1,4 +1,4 @@
-"""DeepSpeed's own few classes that pickles of its checkpoints hold, as inert stand-ins: DeepSpeed need not be
+"""Inert stand-ins for the few classes of DeepSpeed that occur in pickles of its checkpoints. DeepSpeed need not be
 installed, and none of its code is run.
 """
 
@@ -23,7 +23,8 @@ __all__ = [
 
 
 class _Frozen(type):
-    """Forbids setting attributes on these classes: a pickle could do so with any class that it may name."""
+    """Forbids setting attributes on these classes, because a pickle can set attributes on any class that it may name.
+    """
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise TypeError(f"{cls.__name__} cannot be changed")
@@ -33,7 +34,7 @@ def _stand_in(path: str) -> type:
     module, _, name = path.rpartition(".")
 
     def __init__(self: Any, *args: Any) -> None:
-        # Enumerations are pickled as a call with their value.
+        # A member of an enumeration is pickled as a call of the enumeration with the member's value.
         if args:
             self.value = args[0]
 
@@ -95,7 +96,7 @@ _OBJECT = Global()
 
 
 def _reconstruct(kind: Any, base: Any, state: Any) -> Any:
-    # How the protocols before 2 make an object.
+    # Protocols before 2 make an object by this call.
     if base is not _OBJECT or not any(kind is known for known in _TABLE.values()) or state is not None:
         raise pickle.UnpicklingError("an object that is made in an unknown way")
     return kind.new()

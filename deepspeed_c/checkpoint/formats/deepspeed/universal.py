@@ -134,7 +134,7 @@ class UniversalSource(PieceSource):
         groups = optimizer.get("param_groups")
         if not isinstance(groups, (list, tuple)):
             raise CheckpointError("has no param_groups", where=os.path.join(self.where, STATES_FOLDER, OPTIMIZER_FILE))
-        # From stage 3 rank 0's whole optimizer is kept; its tensors are sub-groups.
+        # For a checkpoint of stage 3, the whole optimizer of rank 0 is kept, and its tensors are sub-groups.
         states = optimizer.get("optimizer_state_dict", {}).get("state", {})
         step = next((state["step"] for state in states.values() if "step" in state), None)
         group_of = [g for g, group in enumerate(groups) for _ in group["params"]]
@@ -194,8 +194,8 @@ class UniversalSource(PieceSource):
             if is_count(content):
                 counts[state] = content
                 continue
-            # From stage 3 the tensor alone, flat; from stages 1 and 2 in a dictionary that says how tensor-parallel
-            # ranks cut it.
+            # For stage 3 the file holds only the tensor, flat. For stages 1 and 2 the tensor is in a dictionary that
+            # says how tensor-parallel ranks cut it.
             stored = content.get("param") if isinstance(content, Mapping) else content
             if not isinstance(stored, StoredTensor):
                 raise CheckpointError("holds no tensor", where=os.path.join(folder, entry))

@@ -43,7 +43,7 @@ from deepspeed_c.errors import CheckpointError
 
 __all__ = ["write_deepspeed", "write_rank_files", "write_universal"]
 
-# The version whose layout this is. DeepSpeed reads it to know the layout.
+# The version of DeepSpeed with this layout. DeepSpeed reads it from the file to choose the layout.
 LAYOUT_VERSION = "0.19.6"
 # Shards of stages 1 and 2 begin at even elements (stage_1_and_2.py, nccl_start_alignment_factor).
 SHARD_ALIGNMENT_ELEMS = 2
@@ -55,7 +55,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Pickler(pickle._Pickler):
-    """Names DeepSpeed's classes without looking for them. The C pickler has no place for that."""
+    """Writes the names of DeepSpeed's classes without importing them. The C pickler cannot do that."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         path = f"{getattr(obj, '__module__', None)}.{getattr(obj, '__qualname__', None)}"
@@ -169,7 +169,7 @@ def write_rank_files(
         def rules(name: str) -> TensorCut | None:
             return megatron_cut(name, version)
 
-    # Where one tensor cannot be cut, nothing is written.
+    # If one tensor cannot be cut, nothing is written.
     layouts = [
         _Layout(
             PartSource(source, rules, n_tensor_ranks, rank),
@@ -373,7 +373,7 @@ class _Layout:
                 self.buffers[name] = tensor
             elif kind == PARAM:
                 masters.setdefault(name, tensor)
-                # The weight itself where it is of the wanted type, else its master.
+                # The weight itself if it has the wanted type, otherwise its master.
                 if name not in self.weights or tensor.dtype == dtype:
                     self.weights[name] = tensor
             elif kind == MASTER:
@@ -427,7 +427,7 @@ class _Layout:
         return str(section.get("type", "")).lower() in ("adam", "adamw") and not is_torch
 
     def _sub_groups(self, params: Sequence[_Param]) -> list[list[_Param]]:
-        """As stage 3 cuts a group: a sub-group ends with the parameter that fills it."""
+        """Cuts a group as stage 3 does: a sub-group ends with the parameter that fills it."""
         limit = self._zero("sub_group_size", DEFAULT_SUB_GROUP_ELEMS)
         sizes = [-(-param.n_elems // self.world_size) for param in params]
         if limit is None or limit == "auto" or limit >= sum(sizes):
@@ -497,7 +497,7 @@ class _Layout:
             "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": self.place.n_ranks},
             "ds_config": self.config,
             "ds_version": LAYOUT_VERSION,
-            # With this DeepSpeed's converter takes the checkpoint; by itself it says that no tensor is cut by
+            # DeepSpeed's converter requires this entry. On its own the entry says that no tensor is cut over
             # tensor-parallel ranks.
             "universal_checkpoint_info": {"universal_checkpoint_version": 0.2, **(self.place.info or {})},
             **client_state,
@@ -775,7 +775,7 @@ def _universal_optimizer(flat: _Layout, cut: _Layout) -> dict[str, Any]:
         "partition_count": [1] * len(flat.groups),
         "ds_version": LAYOUT_VERSION,
         "param_groups": groups,
-        # Stage 3 takes the count of steps and its groups' options from here.
+        # Stage 3 reads the count of steps and the options of its groups from here.
         "optimizer_state_dict": {
             "state": {i: {} if step is None else {"step": step} for i in range(len(cut.groups))},
             "param_groups": cut.param_groups([[i] for i in range(len(cut.groups))]),
