@@ -24,7 +24,8 @@ __all__ = ["DeepSpeedEngine"]
 
 
 class DeepSpeedEngine(WholeModel, TrainingHost):
-    """A model ready to be trained: call it, ``backward`` its loss, ``step``.
+    """A model that is ready to be trained. Call the engine as the model, then ``backward`` with the loss, then
+    ``step``.
 
     ``deepspeed_c.initialize`` makes it. ``module`` is the model. Its parameters stay the same objects; their storage
     lies in flat buffers until ``close``. At stage 0 ``param.grad`` is the gradient, and edits of ``param.grad`` count.

@@ -183,9 +183,9 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         If the module is trained, the fp32 masters are overwritten with the loaded weights, and an accumulation window
         begins.
 
-        checkpoint: a state dict, or a dict that holds one under "module". fetch_z3_params, z3_params_to_fetch:
-        accepted; sharded parameters are loaded in any case. Raises FeatureError for allowed_missing_keys, which belong
-        to expert parallelism.
+        checkpoint: a state dict, or a dict that holds a state dict under "module". fetch_z3_params, z3_params_to_fetch:
+        accepted and ignored; sharded parameters are always loaded. Raises FeatureError for allowed_missing_keys, which
+        belong to expert parallelism.
         """
         self._require_open()
         if allowed_missing_keys is not None:

@@ -89,7 +89,7 @@ class LossShare:
         self._n_items: Any = None
         self._ends: frozenset[Any] = frozenset()
         self._loss_node: Any = None
-        self._is_whole_inside: bool | None = None  # whether the model's own loss is whole; found out once
+        self._is_whole_inside: bool | None = None  # whether the model's own loss is "whole"; None: not known yet
         self._told: set[LossKind] = set()
         self._noted: list[_Noted] = []
         self._n_compared = 0

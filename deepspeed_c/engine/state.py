@@ -54,7 +54,7 @@ class TrainState:
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self.n_tokens = 0
         """Number of tokens in this rank's batches of the present window."""
-        self._loader_state: dict[str, int] | None = None  # where the loader stood when the present window began
+        self._loader_state: dict[str, int] | None = None  # the loader's position at the beginning of the window
 
     def lay_out(self, layout: Layout) -> None:
         """Sets the layout whose units now hold the model; an empty layout means that no units do."""
@@ -146,8 +146,8 @@ class TrainState:
         return state
 
     def check(self, source: Source) -> None:
-        """Raises CheckpointError if small state is damaged or has an unknown form. Small state is restored after
-        everything else, so a load must find out before whether it can be restored."""
+        """Raises CheckpointError if the saved random numbers, loader position or loss scale are damaged or have an
+        unknown form. They are restored after everything else, so a load must check them first."""
         mine = {self._saved_rank(source, sequence_rank) for sequence_rank in (0, self.mesh.index(SP))}
         for rank in sorted({0, *mine}):
             state, where = source.rank_state(rank) or {}, f"{source.where}, state of rank {rank}"

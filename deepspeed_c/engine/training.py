@@ -409,10 +409,10 @@ class TrainingHost(Reductions, ModelHost):
         still applies.
 
         Args:
-            load_dir: the folder of ``save_checkpoint``, here or in DeepSpeed (its engine's files or its universal
-            format); or the folder of one tag of those; or a
-                folder of ``torch.distributed.checkpoint``; or, with ``load_module_only=True``, a Hugging Face folder
-                of safetensors or one ``.safetensors`` file.
+            load_dir: the folder that was given to ``save_checkpoint`` of this package or of DeepSpeed (its engine's
+            files or its universal format), or the folder of one tag in it. It may also be a folder of
+            ``torch.distributed.checkpoint``. With ``load_module_only=True`` it may be a Hugging Face folder of
+            safetensors, or one ``.safetensors`` file.
             tag: default: the tag in the file ``latest``. If this checkpoint is broken, the newest complete checkpoint
             before it is loaded, and the log says why. load_module_strict: missing or unexpected names in the checkpoint
             are an error. load_optimizer_states: moments, step counts, hyper-parameters of the groups, loss scale,

@@ -1,2 +1,2 @@
-"""The homes of idle states: the plan that chooses them, and the file for states without room in device or host memory
-(arXiv 2104.07857)."""
+"""The homes of states that are not in use: the choice of a home, and a file for states that fit neither device memory
+nor host memory (arXiv 2104.07857)."""

@@ -1,4 +1,4 @@
-"""The home "file": its masters and states, or weights, are read before their use and written after it."""
+"""The home "file". Masters and states, or weights, are read from the file before use and written back afterwards."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from deepspeed_c.zero.states.home import Home, MakeZeros, Place, Tagged
 
 __all__ = ["SWAP_ELEMS", "FileHome"]
 
-# Most elements of masters and states that are swapped at once: read, updated and written (16 MiB of fp32).
+# Most elements of masters and states that are read, updated and written at a time (16 MiB of fp32).
 SWAP_ELEMS = 4 << 20
 
 
 class FileHome(Home):
-    """Buckets live in a file, which several units share, from ``move_in`` on. Until then they are in the host's
+    """After ``move_in`` a bucket lives in a file, which several units may share. Before that it is in the host's
     memory."""
 
     label = "file"
@@ -27,10 +27,10 @@ class FileHome(Home):
         super().__init__(place, device)
         self.store: Swapper | None = None
         self._away: set[int] = set()  # buckets that live in the file
-        self._open: set[int] = set()  # and are in memory now
+        self._open: set[int] = set()  # buckets of these that are in memory now
 
     def attach(self, store: Swapper) -> None:
-        """The file is there."""
+        """Sets the file. Called when it has been made."""
         self.store = store
 
     def move_in(self, bucket: int, make: Callable[[MakeZeros], None] = lambda make_zeros: None) -> None:
@@ -57,7 +57,7 @@ class FileHome(Home):
             tensors = self._tensors_of(bucket)
             if not writes:
                 self.store.let_go(tensors)
-                tensors = [tagged for tagged in tensors if not self.store.is_away(tagged.tensor)]  # what is new
+                tensors = [tagged for tagged in tensors if not self.store.is_away(tagged.tensor)]  # new tensors
             if tensors:
                 self.store.send(tensors)
             self._on_move(bucket)

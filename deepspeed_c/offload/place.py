@@ -1,4 +1,4 @@
-"""Chooses the homes of states and weights by the configuration, and makes the files behind them."""
+"""Chooses the homes of states and weights by the configuration, and makes the homes' files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MAX_QUEUE_DEPTH = 1024
 
 
 class StateLayout(Protocol):
-    """An optimizer's description of its future states."""
+    """An optimizer that can describe its states before it makes them."""
 
     def layout_of_state(self, group: int, param: torch.Tensor) -> dict[str, tuple[torch.dtype, int]]: ...
 
@@ -51,13 +51,13 @@ MakeSwapper = Callable[..., Swapper]
 
 
 def is_apart(device: torch.device) -> bool:
-    """Whether the device that computes has memory of its own: otherwise the host's is where everything lies already."""
+    """Whether the device that computes has memory of its own. If not, everything is in the host's memory already."""
     return device.type != "cpu"
 
 
 def place(config: Config, base: torch.optim.Optimizer | None, device: torch.device) -> Placement:
-    """The placement of states and weights of the units of a model that ``base`` trains (None: not trained) on
-    ``device``. Raises FeatureError for an offload that is not possible.
+    """The placement of the states and weights of a model's units. ``base`` trains the model (None: it is not trained)
+    on ``device``. Raises FeatureError for an offload that is not possible.
     """
     states, params = config.zero.offload_optimizer, config.zero.offload_param
     apart = is_apart(device)
@@ -75,8 +75,8 @@ def place(config: Config, base: torch.optim.Optimizer | None, device: torch.devi
 
 
 def placement_of(states: str, weights: str, *, is_apart: bool, is_pinned: bool, buffer_elems: int) -> Placement:
-    """``states`` and ``weights`` are devices of the configuration; ``is_apart``: see the function. At most
-    ``buffer_elems`` of a unit's weights are read at once."""
+    """The placement for the configuration's devices ``states`` and ``weights``. ``is_apart``: the result of the
+    function of that name. At most ``buffer_elems`` elements of a unit's weights are read at once."""
 
     def place_on(device: str, most_elems: int) -> Place:
         if device == "nvme":
@@ -87,7 +87,8 @@ def placement_of(states: str, weights: str, *, is_apart: bool, is_pinned: bool, 
 
 
 def _check_states(states: OffloadOptimizer, base: torch.optim.Optimizer, *, apart: bool, forced: bool) -> None:
-    """``apart``: the device has memory of its own. ``forced``: an optimizer of this package is demanded."""
+    """``apart``: the device has memory of its own. ``forced``: the configuration demands an optimizer of this package.
+    """
     declared = declaration(base)
     if states.device == "nvme" and not declared.updates_buckets:
         raise FeatureError(
@@ -116,7 +117,7 @@ def _check_states(states: OffloadOptimizer, base: torch.optim.Optimizer, *, apar
 
 
 def _group_bytes(unit: Unit, bucket: int, base: StateLayout) -> list[int]:
-    """Bytes of the tensors of one bucket that are brought and sent together."""
+    """Bytes of each tensor of a bucket. The tensors of a bucket are read and written together, as one group."""
     masters = [tagged.tensor.nbytes for tagged in unit.masters(bucket)]
     layout = base.layout_of_state(unit.group, unit.master[bucket])
     return masters + [numel * dtype.itemsize for dtype, numel in layout.values()]
@@ -133,7 +134,7 @@ def _largest_group(units: Sequence[Unit], base: StateLayout) -> int:
 
 
 def swapped_bytes(units: Sequence[Unit], base: StateLayout) -> int:
-    """Bytes of this rank's masters and states in the file."""
+    """Bytes that this rank's masters and states take in the file."""
     return sum(whole_pages(n) for group in _groups(units, base) for n in group)
 
 
@@ -145,14 +146,15 @@ def store_states(
     comm: Collectives,
     make: MakeSwapper | None = None,
 ) -> bool:
-    """Moves the masters of new units to the file that they live in, and says whether ``offload`` wants that; no
-    optimizer has looked at them yet. ``make``: instead of ``make_swapper``. Collective.
+    """Moves the masters of new units to a file if ``offload`` asks for it, and returns whether it does. Call it before
+    an optimizer uses the units. ``make``: used instead of ``make_swapper``. Collective.
 
-    Raises ConfigError on all ranks where one cannot make its file: no folder, no room.
+    Raises ConfigError on all ranks if any rank cannot make its file, because it has no folder or no space there.
     """
     if offload.device != "nvme":
         return False
-    # While a bucket is updated, the next one's and the last one's must all be on their way.
+    # While a bucket is updated, all tensors of the next bucket are being read and all tensors of the previous bucket
+    # are being written.
     settings = _settings(aio, 2 * _largest_group(units, base))._replace(
         pipeline_read=offload.pipeline_read, pipeline_write=offload.pipeline_write
     )
@@ -175,8 +177,8 @@ def store_states(
 
 
 def groups_in_file(offload: OffloadParam, fetcher: Fetcher) -> list[GatherUnit]:
-    """The gather units whose shards live in a file: where ``offload`` says so, all but the first ``max_in_cpu``
-    elements in the order of the model."""
+    """The gather units whose shards live in a file. If ``offload`` asks for files, these are all units except the first
+    ``max_in_cpu`` elements in the order of the model."""
     if offload.device != "nvme":
         return []
     elems = (group.unit.slice_elems[group.bucket] for group in fetcher.groups)
@@ -187,16 +189,17 @@ def groups_in_file(offload: OffloadParam, fetcher: Fetcher) -> list[GatherUnit]:
 def store_weights(
     offload: OffloadParam, aio: Aio, fetcher: Fetcher, comm: Collectives, make: MakeSwapper | None = None
 ) -> None:
-    """Moves the weights' shards to a file where they live in one (``groups_in_file``). ``make``: instead of
-    ``make_swapper``. Collective.
+    """Moves the weights' shards of ``groups_in_file`` to a file. ``make``: used instead of ``make_swapper``.
+    Collective.
 
-    Raises ConfigError on all ranks where one cannot make its file.
+    Raises ConfigError on all ranks if any rank cannot make its file.
     """
     groups = groups_in_file(offload, fetcher)
     if not groups:
         return
     sizes = [group.unit.slice_elems[group.bucket] * group.unit.dtype.itemsize for group in groups]
-    # One bucket is put together, one is being written, the others are on their way in.
+    # Of the buffers one holds the bucket that is being gathered and one a bucket that is being written. The others are
+    # for buckets that are being read.
     n_ahead = max(offload.buffer_count - 2, 0)
     n_bytes, folder = sum(map(whole_pages, sizes)), offload.nvme_path or ""
     settings = _settings(aio, (1 + n_ahead) * max(sizes))
@@ -209,8 +212,8 @@ def store_weights(
 
 
 def _settings(aio: Aio, n_bytes: int) -> SwapSettings:
-    """``n_bytes`` are on their way at a time: the I/O engine starts transfers only when it is called, so its queue
-    must hold all of them."""
+    """The settings for at most ``n_bytes`` in transfer at a time. The I/O engine starts transfers only when it is
+    called, so its queue must hold all of them."""
     depth = min(max(aio.queue_depth, n_bytes // aio.block_size + 2), MAX_QUEUE_DEPTH)
     return SwapSettings.of(aio)._replace(queue_depth=depth)
 
@@ -225,8 +228,8 @@ def make_swapper(
     n_buffers: int = 4,
     what: str = "",
 ) -> Swapper:
-    """A file without a name in ``folder`` that has room for ``n_bytes``, one on each rank. Collective; raises on all
-    ranks where one cannot make its file. what: will live there, for the log."""
+    """Makes a file without a name in ``folder`` with space for ``n_bytes``, one file on each rank. Collective. Raises
+    on all ranks if any rank cannot make its file. what: the name of the file's content, for the log."""
     with ExitStack() as undo:
         problem = None
         try:
@@ -242,8 +245,8 @@ def make_swapper(
 
 
 def raise_together(problem: DeepSpeedCError | None, kind: type[DeepSpeedCError], where: str, comm: Collectives) -> None:
-    """Raises on all ranks where one has a ``problem``: its own, or an error of ``kind`` that quotes the first.
-    Collective."""
+    """Raises on all ranks if any rank has a ``problem``. A rank with a problem raises its own; other ranks raise an
+    error of ``kind`` that quotes the first problem. Collective."""
     problems = comm.gather_objects(problem and (socket.gethostname(), problem.what), label=where)
     for rank, found in enumerate(problems):
         if found is not None:

@@ -1,9 +1,9 @@
-"""Tensors that live in a file between their uses: read ahead, attached, written back behind the computation
-(ZeRO-Infinity, arXiv 2104.07857, section 5.2).
+"""Tensors that live in a file while they are not in use. They are read ahead of their use and written back while the
+computation goes on (ZeRO-Infinity, arXiv 2104.07857, section 5.2).
 
-A tensor that is *away* stays the same object with the same shape and dtype, and all its elements read NaN, so that an
-unplanned use is visible. It is *brought* into a buffer before its use and *sent* away after it. Buffers are reused, so
-that no new pages of memory are needed.
+A tensor is *away* while its values are only in the file. It stays the same object with the same shape and dtype, but
+all its elements are NaN, so that an unplanned use is visible. ``bring`` reads a tensor into a buffer before its use,
+and ``send`` writes it to the file afterwards. Buffers are reused, so that no new pages of memory are needed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PAGE_BYTES = _C.aio_alignment()
 
 
 def whole_pages(n_bytes: int) -> int:
-    """Bytes that ``n_bytes`` take in the file, and in a buffer."""
+    """The bytes that ``n_bytes`` take in the file and in a buffer: whole pages."""
     return -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class SwapSettings(NamedTuple):
-    """How tensors are moved; the configuration keys of these names."""
+    """Settings of transfers. The fields are the configuration keys of these names."""
 
     backend: str = "auto"
     block_size: int = 1 << 20
@@ -56,7 +56,7 @@ class SwapSettings(NamedTuple):
 
 
 class _Extent:
-    """A tensor's place in the file. ``buffer`` holds it while it is here."""
+    """A tensor's place in the file. ``buffer`` holds the tensor's values while it is in memory."""
 
     __slots__ = ("buffer", "crcs", "dtype", "is_away", "n_bytes", "name", "offset", "piece_bytes", "read", "shape")
 
@@ -67,7 +67,7 @@ class _Extent:
         self.piece_bytes = tagged.piece_elems * tensor.element_size() or n_bytes
         self.crcs: dict[int, int] = {}  # CRC of each piece by the piece's first byte
         self.buffer: torch.Tensor | None = None
-        self.read: _Read | None = None  # a read of the whole extent that is under way
+        self.read: _Read | None = None  # a running read of the whole extent
         self.is_away = False
 
     @property
@@ -75,8 +75,8 @@ class _Extent:
         return -(-self.n_bytes // self.piece_bytes)
 
     def in_file(self, at: int, n_bytes: int) -> int:
-        """Bytes to transfer for ``n_bytes`` from ``at`` on: the last transfer includes the rest of its page, which
-        belongs to it, because a direct transfer needs whole pages."""
+        """The bytes to transfer for ``n_bytes`` from ``at`` on. The last transfer of an extent includes the rest of its
+        page, because a direct transfer needs whole pages. The rest of the page belongs to the extent."""
         is_last = at % PAGE_BYTES == 0 and at + n_bytes == self.n_bytes
         return whole_pages(n_bytes) if is_last else n_bytes
 
@@ -91,13 +91,14 @@ class _Write(NamedTuple):
     extent: _Extent
     tensor: weakref.ref[torch.Tensor] | None  # None: the request writes one piece of a tensor
     data: torch.Tensor  # the bytes to write; the tensor was a view of them
-    buffer: torch.Tensor  # borrowed from the pool; the data is its beginning
+    buffer: torch.Tensor  # from the pool; the data is at its beginning
     group: int  # number of the ``send`` that the request belongs to
 
 
 @dataclass
 class _Read:
-    """Bytes of an extent that are being read. ``request`` is None once the read is over, ``buffer`` once it failed."""
+    """A read of bytes of an extent. ``request`` is None after the read has ended, and ``buffer`` is None if it has
+    failed."""
 
     extent: _Extent
     at: int  # first byte within the extent
@@ -107,10 +108,10 @@ class _Read:
 
 
 def reserve(folder: str, n_bytes: int, where: str) -> int:
-    """A descriptor of a new file of ``n_bytes`` in ``folder`` without a name: however this process ends, the space is
-    free again.
+    """Makes a file of ``n_bytes`` without a name in ``folder`` and returns its descriptor. The space is freed when this
+    process ends, however it ends.
 
-    Raises ConfigError where the folder cannot be written to or has not that much room.
+    Raises ConfigError if the folder cannot be written to or has too little space.
     """
     try:
         os.makedirs(folder, exist_ok=True)
@@ -126,14 +127,15 @@ def reserve(folder: str, n_bytes: int, where: str) -> int:
 
 
 def _crc(tensor: torch.Tensor, begin: int, n_bytes: int) -> int:
-    """Of bytes of a tensor's memory."""
+    """The CRC of ``n_bytes`` bytes of a tensor's memory from byte ``begin`` on."""
     return _C.crc32c((ctypes.c_char * n_bytes).from_address(tensor.data_ptr() + begin))
 
 
 class SwapFile:
-    """A file, the handle that moves bytes to and from it, and the memory on the other side.
+    """A file, the I/O handle that moves bytes to and from it, and the pool of buffers in memory.
 
-    descriptor: of the file, which becomes this object's (see ``reserve``). folder: the file's folder, for messages.
+    descriptor: the file's descriptor (see ``reserve``), which this object closes. folder: the file's folder, for
+    messages.
     """
 
     device = torch.device("cpu")
@@ -153,7 +155,7 @@ class SwapFile:
                     True,
                 )
         finally:
-            os.close(descriptor)  # it is open again now, in an object that closes it in every case
+            os.close(descriptor)  # the file is open a second time by now, in an object that always closes it
         self._pool = PinnedPool((1 << 63) - 1)
 
     @property
@@ -163,31 +165,32 @@ class SwapFile:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether it is not known any more when the kernel is done with a buffer."""
+        """Whether the I/O engine no longer knows when the kernel has finished with a buffer."""
         return self._engine.has_given_up
 
     def new_buffer(self, n_bytes: int) -> torch.Tensor:
-        """uint8 [n_bytes] that begins a page, its contents undefined."""
+        """A buffer uint8 [n_bytes] that begins at a page boundary and has undefined contents."""
         return self._pool.new_tensor(n_bytes, torch.uint8)
 
     def start_read(self, offset: int, buffer: torch.Tensor, n_bytes: int) -> int:
-        """Begins to read into the beginning of ``buffer``; returns a number for ``wait``."""
+        """Starts to read into the beginning of ``buffer``. Returns a request number for ``wait``."""
         return self._engine.submit_read(self._file, offset, buffer.data_ptr(), n_bytes, buffer)
 
     def start_write(self, offset: int, data: torch.Tensor, n_bytes: int, buffer: torch.Tensor) -> int:
-        """Begins to write from where ``data`` begins, which lies in ``buffer``."""
+        """Starts to write ``n_bytes`` from the beginning of ``data``, which lies in ``buffer``. Returns a request
+        number for ``wait``."""
         return self._engine.submit_write(self._file, offset, data.data_ptr(), n_bytes, buffer)
 
     def wait(self, request: int) -> int:
-        """Returns how many bytes were moved."""
+        """Waits for a request and returns the number of bytes that were moved."""
         return self._engine.wait(request)
 
     def is_done(self, request: int) -> bool:
-        """Whether ``wait`` would return, or raise, at once."""
+        """Whether ``wait`` would return or raise without waiting."""
         return self._engine.poll(request)
 
     def trim(self, idle_bytes: int) -> None:
-        """Frees all buffers that nobody uses, where they are more than ``idle_bytes``."""
+        """Frees all buffers that are not in use, if they take more than ``idle_bytes``."""
         if self._pool.held_bytes - self._pool.used_bytes > idle_bytes:
             self._pool = PinnedPool((1 << 63) - 1)  # buffers in use hold the old pool
 
@@ -203,19 +206,19 @@ class Swapper:
     """Moves tensors between one file and host memory.
 
     Args:
-        file: becomes this object's; it grows beyond what is reserved where it must.
-        n_buffers: most groups of tensors (``bring`` takes a group) with buffers at a time: a group in use, a group on
-        its way in, the rest on their way out.
+        file: the file, which this object closes. It grows beyond the reserved size if needed.
+        n_buffers: the most groups of tensors that have buffers at a time (a group is the argument of ``bring``). One
+        group is in use, one is being read, and the others are being written.
 
-    Raises AioError where a transfer fails, and OffloadError where the checksum of read bytes is wrong. A tensor whose
-    write has failed is still in memory.
+    Raises AioError if a transfer fails, and OffloadError if the checksum of read bytes is wrong. If the write of a
+    tensor fails, the tensor stays in memory.
     """
 
     def __init__(self, file: SwapFile, *, n_buffers: int = 4) -> None:
         self.folder, self.settings, self._file = file.folder, file.settings, file
         self._is_closed = False
         self._free_buffers: list[torch.Tensor] = []
-        self._extents: dict[int, _Extent] = {}  # by id of the tensor, as long as it lives
+        self._extents: dict[int, _Extent] = {}  # by id of the tensor, while the tensor exists
         self._finalizers: dict[int, weakref.finalize] = {}
         self._free_space: dict[int, list[int]] = {}  # offsets by size
         self._end = 0
@@ -238,7 +241,7 @@ class Swapper:
     def _stand_in(self, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
         one = self._nan.get(dtype)
         if one is None:
-            # The largest number where there is no NaN: codes of quantised states.
+            # Integer dtypes (codes of quantised states) have no NaN, so their largest number is used.
             value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
             one = self._nan[dtype] = torch.full((), value, dtype=dtype, device=self._file.device)
         return one.expand(shape)
@@ -259,8 +262,8 @@ class Swapper:
         return extent
 
     def new_zeros(self, shape: torch.Size, dtype: torch.dtype, name: str, piece_elems: int = 0) -> torch.Tensor:
-        """A tensor of zeros that has a buffer until it is sent; a tensor of several pieces is away at once, and never
-        was in memory as a whole."""
+        """A tensor of zeros. It has a buffer until it is sent. A tensor of several pieces is away from the beginning,
+        so that the whole of it is never in memory."""
         n_bytes = shape.numel() * dtype.itemsize
         if n_bytes == 0:
             return torch.zeros(shape, dtype=dtype, device=self._file.device)
@@ -287,8 +290,8 @@ class Swapper:
         return tensor
 
     def _forget(self, key: int) -> None:
-        """The tensor is gone: its place is free. A write under way to it still ends before any other begins
-        (``_settle``)."""
+        """Called when a tensor has been freed: its place in the file may be used again. A running write to this place
+        still ends before another one begins (``_settle``)."""
         extent = self._extents.pop(key, None)
         self._finalizers.pop(key, None)
         if extent is not None:
@@ -308,8 +311,8 @@ class Swapper:
             self._free_buffers.append(buffer)
 
     def prefetch(self, tensors: Iterable[Tagged]) -> None:
-        """Starts to read the ``tensors`` of a group that are away. Where buffers are short it waits for earlier groups
-        on their way out."""
+        """Starts to read the ``tensors`` of a group that are away. If there are too few buffers, it waits for writes of
+        earlier groups."""
         extents = [self._extents.get(id(tagged.tensor)) for tagged in tensors]
         extents = [extent for extent in extents if extent is not None and extent.is_away and extent.read is None]
         if not extents:
@@ -323,7 +326,8 @@ class Swapper:
             extent.read = self._start_read(extent, 0, extent.n_bytes)
 
     def bring(self, tensors: Sequence[Tagged], *, reads: bool = True) -> None:
-        """Attaches ``tensors``: on return they hold the values that were sent away; without ``reads``, anything."""
+        """Gives ``tensors`` buffers. On return they hold the values that were sent; without ``reads`` their values are
+        undefined."""
         extents = [self._extents.get(id(tagged.tensor)) for tagged in tensors]
         started = [extent is not None and extent.read is not None for extent in extents]
         if reads:
@@ -334,8 +338,8 @@ class Swapper:
                     try:
                         self._finish_read(extent)
                     except (AioError, OffloadError) as error:
-                        # A read ahead is of no use where nothing is to be read, however it ends; elsewhere it may have
-                        # failed before the cause was mended.
+                        # Without ``reads`` the result of a read ahead does not matter. With ``reads`` a failed read
+                        # ahead is tried again, because the cause may have been removed since.
                         if reads and not was_ahead:
                             raise
                         if reads:
@@ -367,14 +371,14 @@ class Swapper:
                 n_done = self._file.wait(request)
             self._check(read.extent, read.at, read.n_bytes, n_done, read.buffer)
         except (AioError, OffloadError):
-            # A buffer that the kernel may still write to is nobody's any more.
+            # If the kernel may still write to the buffer, the buffer is not used again.
             if not self._file.has_given_up:
                 self._give_buffer(read.buffer)
             read.buffer = None
             raise
 
     def _give_up(self, read: _Read) -> None:
-        """Gives up a read ahead that is of no use any more: its buffer is free when the transfer has ended."""
+        """Drops a read ahead that is no longer needed. Waits for the transfer to end, and then frees its buffer."""
         try:
             self._wait_for(read)
         except (AioError, OffloadError) as error:
@@ -382,8 +386,8 @@ class Swapper:
         self._give_buffer(read.buffer)
 
     def _check(self, extent: _Extent, begin: int, n_bytes: int, n_done: int, buffer: torch.Tensor) -> None:
-        """Raises OffloadError where ``buffer`` does not hold the bytes of an extent from ``begin`` on (whole pieces)
-        that were written."""
+        """Raises OffloadError if ``buffer`` does not hold the bytes that were written to the extent from byte ``begin``
+        on (whole pieces)."""
         if n_done < n_bytes:
             raise OffloadError(
                 f"{extent.name}: the swap file ends after {n_done} of its {n_bytes} bytes at offset {extent.offset + begin}",
@@ -403,13 +407,14 @@ class Swapper:
         return buffer.narrow(0, 0, extent.n_bytes).view(extent.dtype).view(extent.shape)
 
     def stream(self, tensors: Sequence[Tagged]) -> Generator[list[torch.Tensor], None, None]:
-        """The pieces of tensors that are away, all first ones, then all second ones and so on: flat, in memory, and
-        written back as they are when the next are asked for. Meanwhile pieces are read ahead and written behind; the
-        tensors stay away. Tensors must have equally many pieces.
+        """Yields the pieces of tensors that are away: a list of the first piece of each tensor, then a list of the
+        second pieces, and so on. Pieces are flat and in memory. When the next pieces are asked for, the present ones
+        are written back with their changes. Meanwhile later pieces are read and earlier pieces are written. The tensors
+        stay away, and must have equally many pieces.
 
-        Close it unless it is exhausted: the last pieces are not written then.
+        Close the generator if it is not exhausted. The pieces that it yielded last are not written then.
         """
-        self.send(tensors)  # tensors that a failed write has left in memory
+        self.send(tensors)  # some may be in memory after a failed write
         extents = [self._extents[id(tagged.tensor)] for tagged in tensors]
         for extent in extents:
             if extent.read is not None:
@@ -437,8 +442,8 @@ class Swapper:
                 self._give_up(read)
 
     def send(self, tensors: Sequence[Tagged]) -> None:
-        """Starts to write ``tensors``, which are away from now on. It waits for writes of earlier groups beyond the
-        limit."""
+        """Starts to write ``tensors``, which are away from now on. If more groups are being written than the limit
+        allows, it waits for the oldest."""
         self._group += 1
         for tagged in tensors:
             tensor = tagged.tensor
@@ -449,7 +454,7 @@ class Swapper:
                 continue
             data, buffer = tensor.data, extent.buffer
             if buffer is not None and data.data_ptr() != buffer.data_ptr():
-                self._give_buffer(buffer)  # somebody gave the tensor other memory
+                self._give_buffer(buffer)  # the tensor's data was replaced
                 buffer = None
             self._settle(extent)
             if buffer is None and extent.n_pieces > 1:
@@ -457,8 +462,8 @@ class Swapper:
                 tensor.data, extent.is_away = self._stand_in(extent.dtype, extent.shape), True
                 continue
             if buffer is None:
-                # Memory that begins within a page would be copied by the I/O engine, into a ring of its own that it
-                # keeps.
+                # The data is copied to a buffer that begins at a page boundary. Otherwise the I/O engine would copy it
+                # to memory of its own, which it keeps.
                 buffer = self._take_buffer(extent.n_bytes)
                 data = self._view(buffer, extent).copy_(data)
             self._start_write(extent, 0, extent.n_bytes, data, buffer, tensor)
@@ -467,7 +472,8 @@ class Swapper:
         self._limit_writes()
 
     def _send_pieces(self, extent: _Extent, data: torch.Tensor) -> None:
-        """Writes all of an extent from memory that is no buffer, and waits for it: ``data`` stays where that fails."""
+        """Writes a whole extent from memory that is not a buffer, and waits for the write. If it fails, ``data`` is
+        still there."""
         data = data.reshape(-1).view(torch.uint8)
         for at, n_bytes in extent.pieces():
             buffer = self._take_buffer(n_bytes)
@@ -486,8 +492,8 @@ class Swapper:
         buffer: torch.Tensor,
         tensor: torch.Tensor | None = None,
     ) -> None:
-        """Writes whole pieces of an extent from byte ``at`` on, from ``data``; ``tensor``: given where these are all of
-        its bytes."""
+        """Starts to write ``data`` to whole pieces of an extent, from byte ``at`` on. ``tensor``: given if ``data`` is
+        all of the tensor."""
         if self.settings.checksum:
             extent.crcs |= {first: _crc(data, first - at, n) for first, n in extent.pieces(at, n_bytes)}
         with as_aio_error():
@@ -496,14 +502,15 @@ class Swapper:
         self._writes.append(_Write(request, extent, whole, data, buffer, self._group))
 
     def _limit_writes(self, n_out: int | None = None) -> None:
-        """Waits for the oldest writes until at most ``n_out`` groups are on their way out; by default as many as may
-        be while one is in use and one comes in."""
+        """Waits for the oldest writes until at most ``n_out`` groups are being written. The default leaves buffers for
+        a group in use and a group that is being read."""
         n_out = self._max_groups_out if n_out is None else min(max(n_out, 0), self._max_groups_out)
         while self._writes and self._group - self._writes[0].group >= n_out:
             self._finish_write(self._writes.popleft())
 
     def let_go(self, tensors: Sequence[Tagged]) -> None:
-        """Sends ``tensors`` away without writing: they were only read."""
+        """Frees the buffers of ``tensors`` without writing, for tensors that were only read. They are away afterwards.
+        """
         for tagged in tensors:
             extent = self._extents.get(id(tagged.tensor))
             if extent is None or extent.is_away or extent.buffer is None:
@@ -519,7 +526,7 @@ class Swapper:
         except AioError as error:
             tensor, extent = write.tensor and write.tensor(), write.extent
             if tensor is not None and extent.is_away and extent.read is None:
-                # The bytes of a failed write are still here: nothing is lost.
+                # The bytes of the failed write are still in memory, so nothing is lost.
                 tensor.data, extent.buffer, extent.is_away = write.data, write.buffer, False
             raise OffloadError(
                 f"{extent.name} could not be written: {error.what}", where=self.folder, fix=error.fix
@@ -527,17 +534,17 @@ class Swapper:
         self._give_buffer(write.buffer)
 
     def _settle(self, extent: _Extent) -> None:
-        """Waits for writes to a place before anything else happens there."""
+        """Waits for running writes to the extent's place in the file."""
         while any(write.extent.offset == extent.offset for write in self._writes):
             self._finish_write(self._writes.popleft())
 
     def wait(self) -> None:
-        """Returns when everything that was sent is in the file."""
+        """Waits until everything that was sent is in the file."""
         while self._writes:
             self._finish_write(self._writes.popleft())
 
     def close(self) -> None:
-        """Gives up all transfers, and the file. Tensors that are away are lost."""
+        """Stops all transfers and closes the file. Tensors that are away are lost."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -363,8 +363,9 @@ class GradientReducer:
         self.buckets[i].open(self._reduces_this_backward)
 
     def _add(self, i: int, param: torch.Tensor) -> None:
-        """Takes a gradient that the C hook does not handle: the first gradient of an unannounced pass, a gradient that
-        is to be scaled, is sparse or is not contiguous, or a gradient on a device."""
+        """Takes a gradient that the C hook does not handle. Such gradients are the first one of an unannounced pass,
+        gradients that must be scaled, sparse gradients, gradients that are not contiguous, and gradients on a device.
+        """
         grad = GRAD.__get__(param)
         GRAD.__set__(param, None)
         if not self.is_in_backward:

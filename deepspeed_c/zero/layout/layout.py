@@ -33,8 +33,8 @@ from deepspeed_c.zero.weights.param import state_of, take_over, whole_of
 __all__ = ["Layout", "bucket_elems", "gather_for_good", "lay_out", "mark_leaves", "mesh_of_config", "persistent_params"]
 
 # Number of buckets that a model fills at least, unless the user sets the size of buckets. All buckets but the last are
-# reduced while backward runs, and stages 2 and 3 hold one or two buckets beside their shard. Buckets smaller than the
-# floor cost more latency than overlap hides.
+# reduced while backward runs. At stages 2 and 3 memory holds one or two buckets in addition to the shard. Buckets
+# smaller than the floor cost more latency than overlap hides.
 DEFAULT_BUCKETS = 16
 DEFAULT_BUCKET_FLOOR_ELEMS = 1 << 20
 

@@ -240,8 +240,8 @@ class Unit:
                 self._make_master(bucket)  # also for buckets that hold only padding
 
     def _make_master(self, bucket: int) -> None:
-        """Makes a bucket's masters if each bucket's masters have memory of their own. They are made just before they
-        are filled: meanwhile the given weights are freed one by one."""
+        """Makes a bucket's masters if each bucket's masters have memory of their own. A bucket's masters are made just
+        before they are filled, while the given weights are freed one by one."""
         if self.master[bucket].numel() != self.slice_elems[bucket]:
             self.master[bucket] = self.states.new_zeros(self.slice_elems[bucket], self.master_dtype)
 

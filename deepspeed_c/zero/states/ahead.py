@@ -65,8 +65,8 @@ class StepAhead:
         self._is_promising = True
 
     def expect(self, is_kept: bool) -> None:
-        """Sets whether the next step is likely to keep updates ahead. ``is_kept``: this step keeps them, or would have
-        kept them. If steps are clipped one after the other, no update is begun in vain."""
+        """Sets whether updates ahead of the next step are worth while. ``is_kept``: whether the present step keeps such
+        updates, or would keep them. So a series of clipped steps does not begin updates in vain."""
         self._is_promising = is_kept
 
     def _terms_now(self, grad_scale: float) -> tuple[float, Any]:
@@ -114,9 +114,9 @@ class StepAhead:
         return begun
 
     def keep(self, grad_scale: float) -> set[Key]:
-        """Keeps the updates if the step has the factor and settings that they were made with; otherwise takes all of
-        them back. Returns the buckets that have been updated: the step has to update all others. The set is empty if no
-        bucket was updated or all updates were taken back."""
+        """Keeps the updates if they were made with the factor and settings of the step; otherwise undoes all of them.
+        Returns the buckets that have been updated: the step has to update all others. The set is empty if no bucket was
+        updated or all updates were taken back."""
         begun = self._settle() if self._is_open and self._terms == self._terms_now(grad_scale) else set()
         if not begun or any(self._jobs[key].exception() is not None for key in begun):
             self.take_back()

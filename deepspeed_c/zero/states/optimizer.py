@@ -82,8 +82,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     scaler: the loss scale of fp16 training.
 
-    An update ahead of the step is not visible before the step: only ``optimizer``, ``pieces`` and ``Unit.master`` hand
-    out the base, states and masters, and these call ``settle`` first.
+    Callers do not see an update ahead before the step. They get the base, states and masters only from ``optimizer``,
+    ``pieces`` and ``Unit.master``, and these undo such an update first (``settle``).
     """
 
     _attributes = ATTRIBUTES

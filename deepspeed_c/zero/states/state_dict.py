@@ -16,7 +16,7 @@ __all__ = ["check_fits", "fp32_masters", "put_shard", "require_in_memory", "shar
 
 
 def require_in_memory(units: Sequence[Unit], base: torch.optim.Optimizer, what: str) -> None:
-    """Raises StateError if masters or states are not in memory, or live in files because memory has no room for them.
+    """Raises StateError if masters or states live in files, or have been offloaded.
     """
     if any(unit.states.has_slices for unit in units):
         raise StateError(

@@ -115,7 +115,7 @@ class _BackwardPass(_Pass):
     def __init__(self, mode: _Mode, route: Route, task: int | None) -> None:
         super().__init__(mode, expects_grads=task is None)
         self.route, self.task = route, task
-        self.n_passed = 0  # number of the plan's steps that are behind
+        self.n_passed = 0  # number of steps of the plan that have been passed
         self.last_use = {unit: i for i, unit in enumerate(mode.steps)}
 
 

@@ -109,7 +109,7 @@ class GatheredParameters:
         return list(sets.values())
 
     def _keep_edits(self, raises: bool) -> None:
-        # An exception on one rank must not leave the others in a broadcast.
+        # If one rank has raised, the other ranks must not wait for it in a broadcast.
         failed = state_of(self._params[0]).everyone.gather_numbers(int(not raises), label="edits of parameters")
         if any(failed):
             self._restore()
