@@ -25,7 +25,7 @@ __all__ = [
     "transformer",
 ]
 
-# DeepSpeed's table of operators by name, and whether they are here.
+# DeepSpeed's table: name of an operator -> whether this package has it.
 __compatible_ops__ = op_builder.compatible_ops()
 
 

@@ -483,7 +483,7 @@ def as_aio_error() -> Iterator[None]:
         what = f"{failure['verb']}{span} failed: {reason}"
         raise _error(what, failure["path"], offset, n_bytes, failure["errno"]) from error
     except RuntimeError as error:
-        if type(error) is not RuntimeError:  # NotImplementedError is one, too
+        if type(error) is not RuntimeError:  # NotImplementedError is a subclass
             raise
         raise StateError(str(error)) from error
 

@@ -1,4 +1,4 @@
-/* The queue of an end's requests. The thread that waits for a request or the end's worker runs it. */
+/* The queue of an end's requests. A request is run by the thread that waits for it, or by the end's worker. */
 #include "comm/end.h"
 
 #include "base/fail.h"

@@ -200,7 +200,7 @@ DSC_API dsc_status dsc_comm_wait(dsc_comm_request *request, bool (*stops)(void *
 
 /*
  * Whether dsc_comm_wait would return at once. A request makes progress without calls to this function. False in a child
- * of * fork().
+ * of fork().
  */
 DSC_API bool dsc_comm_is_done(dsc_comm_request *request);
 

@@ -185,9 +185,9 @@ class GradientReducer:
         self._reset_window()
 
     def _make_buckets(self) -> None:
+        """Makes the memory for the sums of each unit's gradients."""
         self.results: dict[Unit, list[torch.Tensor]] = {}
         self.sum_bytes: dict[Unit, int] = {}
-        """Makes the memory for the sums of each unit's gradients."""
         entries: list[tuple[int, Unit, int]] = []
         for unit in self.units:
             for b in range(unit.n_buckets):
@@ -552,8 +552,8 @@ class GradientReducer:
         return list(zip(self._in_order, facts[_N_NUMBERS : _N_NUMBERS + len(self._in_order)]))
 
     def _exchange(self, notes: WindowNotes, hash_of_inputs: Callable[[], int]) -> list[float]:
-        """[sum of squares, non-finite elements, bad losses, stops, losses, ranks with a loss, tokens,
-        ``_contributed``..., hashes...], summed over the ranks that hold the same layers.
+        """[sum of squares, non-finite elements, bad losses, stops, losses, ranks with a loss, tokens, a flag for each
+        parameter, hashes...], summed over the ranks that hold the same layers.
         Parameters stand in order of registration. The flag of a parameter includes ``_late`` if its bucket needs
         another reduction."""
         # If several ranks hold the same sums, only one of them counts them. The sums of twins stand apart, because the
