@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from deepspeed_c.observe.phases import TIMER_NAMES
+
 __all__ = ["ATTRIBUTES", "OF_PIPELINES"]
 
 
@@ -91,10 +93,10 @@ class TimerNames(NamedTuple):
 
 
 def _engine_timers(engine: Any) -> TimerNames:
-    phases = ("fwd", "bwd", "bwd_inner", "bwd_allreduce", "step") if engine.wall_clock_breakdown() else ()
-    micro = [f"{phase}_microstep" for phase in phases]
-    by_phase = [list(names) for names in zip(micro, phases)] or [[] for _ in range(5)]
-    return TimerNames(*by_phase, micro, list(phases))
+    names = list(TIMER_NAMES) if engine.phases.is_enabled else []
+    micro = [f"{name}_microstep" for name in names]
+    by_phase = [list(pair) for pair in zip(micro, names)] or [[] for _ in TIMER_NAMES]
+    return TimerNames(*by_phase, micro, names)
 
 
 def _always(value: Any) -> Callable[[Any], Any]:

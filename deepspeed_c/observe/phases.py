@@ -19,7 +19,7 @@ import torch
 from deepspeed_c.comm.axes import PP, SP, TP
 from deepspeed_c.comm.ledger import LedgerEntry
 
-__all__ = ["Phases"]
+__all__ = ["TIMER_NAMES", "Phases"]
 
 Clock = Callable[[], float]  # seconds from any beginning, never backwards
 
@@ -33,6 +33,9 @@ _TIMERS: dict[str, tuple[str, str]] = {
     "bwd_allreduce": ("backward.reduce", ""),
     "step": ("step", ""),
 }
+
+TIMER_NAMES = tuple(_TIMERS)
+"""DeepSpeed's timers of a step; with ``_microstep`` behind the name, those of a micro-batch."""
 
 # Cuts on a device that are kept for a report; the oldest of so many have long been passed.
 _MOST_UNREAD = 256

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -36,16 +36,16 @@ class StepFlops:
         self._is_done = False
         self._profiler: FlopsProfiler | None = None
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around a forward; the counted micro-batch ends at the latest where the next begins."""
+    def forward(self) -> AbstractContextManager[None]:
+        """Gives a context for one forward; the counted micro-batch ends at the latest where the next begins."""
         self._stop()
         engine = self._engine
         is_due = self._is_waiting and engine.global_steps == self._section.profile_step
-        if not is_due or not engine.module.training or not torch.is_grad_enabled():
-            yield
-            return
-        profiler = FlopsProfiler(engine.module, engine, self._section.recompute_fwd_factor)
+        return self._counted() if is_due and engine.module.training and torch.is_grad_enabled() else nullcontext()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        profiler = FlopsProfiler(self._engine.module, self._engine, self._section.recompute_fwd_factor)
         profiler.start_profile()
         try:
             yield

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed_c.comm.log import trim_mean
 from deepspeed_c.errors import StateError
 from deepspeed_c.logging import log_dist, logger
 
@@ -101,10 +102,7 @@ class _Timer:
 
     def mean(self) -> float:
         """Mean of the spans in ms without the slowest and fastest tenth; 0 when there are none."""
-        spans = sorted(self.spans_ms())
-        k = min(round(len(spans) * 0.1), max(0, len(spans) - 1) // 2)
-        kept = spans[k : len(spans) - k]
-        return sum(kept) / len(kept) if kept else 0.0
+        return trim_mean(self.spans_ms(), 0.1)
 
 
 class SynchronizedWallClockTimer:

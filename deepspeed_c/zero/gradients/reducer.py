@@ -80,13 +80,10 @@ class ReduceSettings(NamedTuple):
 class WindowNotes(NamedTuple):
     """A rank's own part of the facts of a window, beside its gradients."""
 
-    has_bad_loss: bool = False
-    wants_stop: bool = False
-    loss: float | None = None  # sum of this rank's losses, each times 1 / accumulation steps
-    n_tokens: int = 0  # in the batches of this rank
-
-
-NO_NOTES = WindowNotes()
+    has_bad_loss: bool
+    wants_stop: bool
+    loss: float | None  # sum of this rank's losses, each times 1 / accumulation steps
+    n_tokens: int  # in the batches of this rank
 
 
 class WindowFacts(NamedTuple):
@@ -470,7 +467,7 @@ class GradientReducer:
 
     def finish(
         self,
-        notes: WindowNotes = NO_NOTES,
+        notes: WindowNotes,
         *,
         hash_of_inputs: Callable[[], int] = lambda: 0,
     ) -> WindowFacts:

@@ -12,20 +12,10 @@ import deepspeed_c
 from deepspeed_c.comm.ledger import Ledger, LedgerEntry
 from deepspeed_c.comm.observed import listen, stop_listening
 from deepspeed_c.observe.phases import Phases
+from tests.deepspeed_c.profile.test_timers import Clock
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
-
-
-class Clock:
-    """Stands still unless moved; counts how often it was read."""
-
-    def __init__(self) -> None:
-        self.now, self.n_reads = 100.0, 0
-
-    def __call__(self) -> float:
-        self.n_reads += 1
-        return self.now
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import deepspeed_c
 from deepspeed_c.engine.inputs import count_tokens
 from deepspeed_c.observe.record import Event, SampleRate, StepRecord
 from deepspeed_c.pipe.module import LayerSpec, PipelineModule
+from tests.deepspeed_c.engine.test_reports import Lines
 from tests.ranks import run_ranks
 
 KNOWN = StepRecord(step=3, samples=24, skipped_steps=1, lr=[0.1, 0.2], momentum=[(0.9, 0.999), 0.5])
@@ -85,15 +86,6 @@ class Model(torch.nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.embedding(input_ids)).square().mean()
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def ids(step: int, micro: int, rank: int) -> torch.Tensor:
