@@ -91,4 +91,6 @@ def test_metadata_agrees_with_itself():
         assert ">=" in need, f"{need} has no lower bound"
     # The oldest torch is said in setup.py too.
     assert "torch>=2.10,<3" in project["project"]["dependencies"]
+    # torch asks for no numpy, and without it ranks cannot exchange objects (all_gather_object), so no engine starts.
+    assert any(need.startswith("numpy>=") for need in project["project"]["dependencies"])
     assert "TORCH_MINIMUM = (2, 10)" in (ROOT / "setup.py").read_text()
