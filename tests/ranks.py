@@ -412,6 +412,7 @@ def _zygote_main(control: socket.socket, preload: str) -> None:
                 with contextlib.suppress(PermissionError, ProcessLookupError):
                     os.setpgid(pid, pid)  # here and in the child: either may be first
                 alive.add(pid)
+                codes.pop(pid, None)  # of an earlier process with this id: ids come again after 32,768 of them
                 control.send(pickle.dumps(pid))
             else:
                 pid = request[1]

@@ -68,3 +68,17 @@ def test_transcripts_are_what_the_interpreter_answers() -> None:
         )
         said = (done.stdout + done.stderr).splitlines()[-len(answer) :]
         assert said == answer, f"{page.name}: {said}"
+
+
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_rows_of_a_table_have_as_many_cells_as_its_head(document: Path) -> None:
+    """Rows that an editor has joined are shown as text."""
+    text = CODE.sub("code", document.read_text(encoding="utf-8"))
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        head, rule, *rows = table.splitlines()
+        assert re.fullmatch(r"\|( ?:?-+:? ?\|)+", rule), f"{head}\n{rule}"
+        counts = {row: len(re.findall(r"(?<!\\)\|", row)) for row in (head, rule, *rows)}
+        assert {row: n for row, n in counts.items() if n != counts[head]} == {}, head
