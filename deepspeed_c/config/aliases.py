@@ -7,17 +7,17 @@ __all__ = ["NAMES_ELSEWHERE", "OLD_KEYS", "REMOVED_UPSTREAM", "OldKey", "stage_f
 
 
 class OldKey(NamedTuple):
-    """A path that is read as another one."""
+    """An old path of a key, and the path that is read in its place."""
 
     old: str
     new: str | None
-    """None: read and dropped, because nothing depends on it."""
+    """None: the key is read and dropped, because nothing depends on it."""
     convert: Callable[[Any], Any] | None = None
     """Turns the old value into the new one; None keeps it."""
 
 
 def _device(value: Any) -> Any:
-    # Anything but a boolean is passed on and fails there with the right path.
+    # Other values stay as they are: the check of the new key accepts or refuses them.
     if value in (True, "true", "True", 1):
         return {"device": "cpu"}
     return {"device": "none"} if value in (False, "false", "False", 0, None) else value
@@ -25,7 +25,7 @@ def _device(value: Any) -> Any:
 
 _ZERO = "zero_optimization."
 
-# The order matters: an entry may add to a value that an earlier one fills.
+# The order matters: an entry may add to a value that an earlier entry fills.
 OLD_KEYS: tuple[OldKey, ...] = (
     OldKey("bfloat16", "bf16"),
     OldKey("pld", "progressive_layer_drop"),
@@ -77,7 +77,7 @@ REMOVED_UPSTREAM: frozenset[str] = frozenset(
     }
 )
 
-# Other tools' names of our keys, where the words differ.
+# Keys of other tools that mean the same as a key here under another name.
 NAMES_ELSEWHERE: dict[str, str] = {
     "max_grad_norm": "gradient_clipping",
     "max_norm": "gradient_clipping",
@@ -96,5 +96,5 @@ NAMES_ELSEWHERE: dict[str, str] = {
 
 
 def stage_from_switch(value: Any) -> Any:
-    """The section that the oldest form of zero_optimization, a bare boolean, stands for."""
+    """Turn a boolean, the oldest form of zero_optimization, into the section that it means."""
     return {"stage": int(value)} if isinstance(value, bool) else value

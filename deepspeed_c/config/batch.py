@@ -23,16 +23,17 @@ class Batch(NamedTuple):
 
 
 BatchSources = dict[str, str]
-"""The keys that were filled in, with "derived" or "default"."""
+"""Each key that was filled in, mapped to "derived" or "default"."""
 
 
 def resolve_batch(
     train: int | None, micro: int | None, steps: int | None, world_size: int
 ) -> tuple[Batch, BatchSources]:
-    """Fill in missing sizes as DeepSpeed does: any two give the third, one size alone implies one accumulation step.
+    """Fill in missing sizes as DeepSpeed does: two sizes give the third; one size alone implies one accumulation step.
 
     Raises:
-        BatchSizeError: no size was given, a division leaves a rest, or three given numbers do not multiply.
+        BatchSizeError: no size was given, a division leaves a remainder, or the three given sizes contradict each
+            other.
     """
     if train is None and micro is None:
         given = "" if steps is None else f" (only {_STEPS} = {steps})"

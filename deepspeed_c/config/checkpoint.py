@@ -109,7 +109,7 @@ class ActivationOffload(Section, kw_only=True):
 
 
 class ActivationCheckpointing(Section, kw_only=True):
-    """Layers whose activations are computed again in the backward, and how their inputs are kept until then."""
+    """Layers whose activations are recomputed in the backward, and how the layers' inputs are kept until then."""
 
     layers: Annotated[
         str | None,

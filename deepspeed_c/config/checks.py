@@ -1,4 +1,4 @@
-"""Values that are each right and do not go together."""
+"""Conflicts between values that are each valid alone."""
 
 import itertools
 from collections.abc import Collection, Iterator
@@ -12,7 +12,7 @@ from .schema import Root, fields_of
 __all__ = ["conflicts"]
 
 
-# Possible values of the keys that others fill and that the checks below look at.
+# Possible values of keys that the checks below read and that other programs may fill in later.
 _FILLINGS: dict[str, tuple] = {
     "fp16.enabled": (False, True),
     "bf16.enabled": (False, True),
@@ -25,7 +25,7 @@ _FILLINGS: dict[str, tuple] = {
 
 
 def conflicts(root: Root, unfilled: Collection[str] = ()) -> list[ConfigError]:
-    """Every pair of values that contradict each other, for any later values of the keys ``unfilled``."""
+    """The conflicts that remain whatever values the keys ``unfilled`` get later."""
     keys = [key for key in _FILLINGS if key in unfilled]
     found: dict[str, tuple[str, str, str]] | None = None
     for filling in itertools.product(*(_FILLINGS[key] for key in keys)):
@@ -126,7 +126,7 @@ def _find(root: Root) -> Iterator[tuple[str, str, str]]:
                 )
 
 
-# Why an optimizer has no states of 8 bits; ops/ says the same of its classes.
+# Why an optimizer has no 8-bit states; the classes in ops/ give the same reasons.
 _NO_INT8 = {
     "Lamb": "makes its update from the states as they are stored",
     "Adagrad": "has a sum that only grows, by less than a step of 8 bits soon",

@@ -12,7 +12,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``deepspeed_c config`` with the words after it; 0 when the configuration is good, 1 when it is not."""
+    """Run ``deepspeed_c config`` with these arguments; return 0 for a valid configuration, 1 for an invalid one."""
     return run_action(_parser(), argv)
 
 

@@ -20,7 +20,7 @@ _DTYPES = frozenset(DTYPE_NAMES.values())
 
 
 class BadValue(ValueError):
-    """The value cannot be read as the type; the text says why if that is not plain."""
+    """The value cannot be read as the type. The text gives the reason where the reason is not obvious."""
 
 
 def coerce(value: Any, hint: Any, info: KeyInfo) -> Any:
@@ -34,7 +34,7 @@ def coerce(value: Any, hint: Any, info: KeyInfo) -> Any:
     - lists: any sequence, with ``info.one_or_many`` a single string too.
 
     Raises:
-        BadValue: it is none of these, or out of range.
+        BadValue: the value has none of these forms, or is out of range.
     """
     choices = arms(hint)
     if value is None:
@@ -142,7 +142,7 @@ def _as_word(value: Any, words: tuple) -> Any:
             return number
         raise BadValue()
     if not isinstance(value, str):
-        # torch.bfloat16 and the like; torch itself need not be there.
+        # A dtype such as torch.bfloat16. torch itself need not be installed.
         value = str(value) if type(value).__module__ == "torch" else ""
     if not _DTYPES.isdisjoint(words):
         value = DTYPE_NAMES.get(value.lower(), value)
@@ -182,7 +182,7 @@ def freeze(value: Any) -> Any:
 
 def describe(hint: Any, info: KeyInfo) -> str:
     """The values that ``coerce`` accepts, in words: "an integer > 0 or null"."""
-    # Types of the same words ("a number", "a list of numbers") follow one another as they stand in the union.
+    # The descriptions keep the order of the types in the union.
     words = [_describe_arm(arm, info) for arm in arms(hint) if arm is not type(None)]
     if type(None) in arms(hint):
         words.append("null")

@@ -21,7 +21,7 @@ class _Shared(Section, kw_only=True):
 
 
 class _GroupSection(Section, kw_only=True):
-    """Modules treated alike."""
+    """Modules that get the same treatment."""
 
     modules: Annotated[tuple[str, ...], tunes("Names of the modules; * for all.", _C, one_or_many=True)] = ("*",)
     related_modules: Annotated[tuple[Any, ...] | None, tunes("Modules that are cut along with them.", _C)] = None

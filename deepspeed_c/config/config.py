@@ -25,7 +25,7 @@ class ConfigRow(typing.NamedTuple):
     source: str
     """"user", "override", "auto", "derived" or "default"."""
     note: str
-    """Why the value has no effect, if it has none."""
+    """The reason if the value has no effect, else empty."""
 
 
 class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
@@ -36,13 +36,14 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
     """
 
     batch: Batch | None
-    """The batch sizes; None when they were not to be resolved."""
+    """The batch sizes; None if they are unresolved."""
     origin: str
     """Source of the configuration: a path, "dict" or "base64 text"."""
     notes: tuple[str, ...]
-    """Facts that the user may want to know: old names, parked keys, keys that were given twice, keys without effect."""
+    """Facts for the user: old names, parked keys, keys that were given twice, keys without effect."""
     unfilled: tuple[str, ...]
-    """The keys that are still "auto" and that others fill before training; their values here are only the defaults."""
+    """The keys that are still "auto" and that another program fills before training. Until then they have their
+    defaults."""
     _inert: FrozenDict
     _sources: FrozenDict
     _unpassed: FrozenDict
@@ -51,9 +52,9 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
     def source_of(self, path: str) -> str:
         """Return the origin of a key's value.
 
-        "user": written by the user; "override": passed to ``load_config``; "auto": the user wrote "auto". The engine
-        resolves it with the model in hand; where ``unfilled`` has the key, somebody else does before training;
-        "derived": computed from other keys; "default": DeepSpeed's default.
+        "user": written by the user; "override": passed to ``load_config``; "auto": the user wrote "auto" (the engine
+        resolves the value when it knows the model, but another program resolves the keys in ``unfilled``); "derived":
+        computed from other keys; "default": DeepSpeed's default.
 
         Raises:
             ConfigError: there is no such key.
@@ -68,11 +69,11 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
         return "default"
 
     def as_dict(self) -> dict[str, Any]:
-        """The user's configuration as given ("auto" and parked keys too): a copy that may be changed."""
+        """A copy of the user's configuration as given, with "auto" values and parked keys. The copy may be changed."""
         return copy.deepcopy(self._given)
 
     def resolved_dict(self) -> dict[str, Any]:
-        """Every key under its JSON name with the value that holds, as plain dicts and lists that may be changed."""
+        """Every key under its JSON name with its value in effect, as plain dicts and lists that may be changed."""
         tree = _thaw_section(self, Root)
         for path, value in self._unpassed.items():
             section, params, name = path.split(".")
@@ -90,7 +91,7 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
                 f"({how('train_micro_batch_size_per_gpu')}) x accumulation {size.accumulation_steps} "
                 f"({how('gradient_accumulation_steps')}) x {size.world_size} ranks"
             )
-        # Always said: DeepSpeed changed this default, and a clipping that one did not ask for is easily overlooked.
+        # Always printed: DeepSpeed changed this default, and users easily overlook clipping that they did not ask for.
         parts.append(f"gradient_clipping {self.gradient_clipping:g} ({self.source_of('gradient_clipping')})")
         skip = {
             "gradient_clipping",
@@ -109,7 +110,8 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
         return f"configuration from {self.origin}: " + "; ".join(parts)
 
     def rows(self, *, everything: bool = False) -> list[ConfigRow]:
-        """The table: keys that act and keys that were written; ``everything`` adds the rest."""
+        """The rows for keys that have an effect and for keys that the user wrote; ``everything`` adds all other
+        keys."""
         return [row for row in self._all_rows() if everything or row.source != "default" or not row.note]
 
     def _all_rows(self, limit: int = 60) -> list[ConfigRow]:
@@ -122,7 +124,7 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
         return f"no effect: {self._inert[key]}" if key in self._inert else _note(field, self)
 
     def lines(self) -> list[str]:
-        """Every key and its value as text, always in the same order: equal lists are equal configurations."""
+        """Every key with its value as text, always in the same order, so that equal configurations give equal lists."""
         return [f"{row.key} = {row.value}" for row in self._all_rows(limit=10_000)]
 
     def table(self, *, everything: bool = False) -> str:

@@ -100,7 +100,7 @@ class LtdSchedule(Section, kw_only=True):
 
 
 class LtdTokenLr(Section, kw_only=True):
-    """A learning rate that follows the tokens kept."""
+    """A learning rate that follows the number of kept tokens."""
 
     enabled: Annotated[bool, asks("Switch of the section.", _D)] = False
     total_layer_tokens: Annotated[Positive | None, tunes("Tokens of the whole run.", _D, floor=True)] = None

@@ -85,7 +85,8 @@ not multiply, or no size at all, are an error with all the numbers in it.
 
 
 def render() -> dict[str, str]:
-    """Return the pages: path below docs -> text. ``config.md`` has the rules, the top-level keys and the links."""
+    """Return the pages: path below docs -> text. ``config.md`` has the rules, the top-level keys, and links to the
+    other pages."""
     spellings: dict[str, list[str]] = {}
     for spelling, short in DTYPE_NAMES.items():
         spellings.setdefault(short, []).append(f"`{spelling}`")
@@ -136,7 +137,7 @@ def _section(cls: type[Section], path: str, title: str, *, is_page: bool = False
 
 
 def _table(cls: type[Section], path: str, *, is_later: bool = False) -> Iterator[str]:
-    # A column only where it says something.
+    # A column that would be empty is left out.
     has_removed = any(path + name in REMOVED_UPSTREAM for name in fields_of(cls))
     yield "| key | value | default | status | meaning |" + " removed upstream in 0.19.8 |" * has_removed
     yield "| --- | --- | --- | --- | --- |" + " --- |" * has_removed
@@ -218,7 +219,7 @@ def _features() -> Iterator[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Write the pages below the folder that is named on the command line; pages of sections that are gone go."""
+    """Write the pages below the folder that the command line names, and delete pages of removed sections."""
     if len(argv) != 1:
         print("usage: python -m deepspeed_c.config.docs FOLDER", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""The features that configuration keys ask for or tune: which exist, and what to do without the others."""
+"""The features that configuration keys request or tune: whether each is built, and advice where it is not."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,11 +11,12 @@ class Feature(NamedTuple):
 
     title: str
     is_built: bool
-    """Flip to True in the change that builds the feature: its keys then act and nothing else has to be edited here."""
+    """Set this to True in the change that builds the feature. Its keys then have effect without other edits here."""
     instead: str
     """Advice to a user while the feature is missing."""
     is_on: Callable[[Any], bool] = lambda root: True
-    """Whether a configuration uses it, once it is built: keys that only tune it have no effect otherwise."""
+    """Whether a configuration uses the feature, once it is built. Keys that only tune an unused feature have no
+    effect."""
 
 
 def _later(title: str, instead: str) -> Feature:

@@ -1,19 +1,19 @@
 """One configuration key: its meaning, its status, and how "auto" and unusual values are read.
 
-The rule for "auto". In DeepSpeed's JSON it marks a place that somebody fills before the file is read: the Hugging Face
-Trainer and accelerate fill some twenty keys. We never guess values for the rest:
+The rule for "auto". In DeepSpeed's JSON, "auto" marks a value that another program fills in before DeepSpeed reads the
+file: the Hugging Face Trainer and accelerate fill some twenty keys. We never guess values for the rest:
 
-- "fill": keys that they fill, with a say in the training itself (stage, formats, devices, learning rate, decay,
-  schedule, clipping). An "auto" left in such a key is an error, which names all of them. A caller that reads a
-  configuration before it is filled (``load_config(batch="skip")``) gets their defaults, and ``Config.unfilled`` names
-  them.
-- "derive": keys whose value we find ourselves: a batch size from the others, where they determine it; the sizes of
-  buckets from the model; the persistence threshold, whose default is right for any model. The last two change speed and
-  memory, never a result.
-- "value": keys that take "auto" as a value like any other; their feature reads it.
-- "": every other key; nobody fills it. In some sections DeepSpeed takes it for a key that is not there
-  (zero_optimization, fp16, bf16, the monitors and the like: load.py lists them). There the default holds, and a note
-  says so. Elsewhere "auto" is as wrong as any other word.
+- "fill": keys that these programs fill and that influence the training itself (stage, formats, devices, learning rate,
+  decay, schedule, clipping). An "auto" left in such keys is an error, which names all of them. A caller may read a
+  configuration before it is filled (``load_config(batch="skip")``). The caller then gets the defaults of these keys,
+  and ``Config.unfilled`` names the keys.
+- "derive": keys whose value this package computes: a batch size from the other sizes, where these determine it; the
+  bucket sizes from the model; the persistence threshold, whose default suits any model. Bucket sizes and threshold
+  change speed and memory, never a result.
+- "value": keys for which "auto" is an ordinary value; the feature interprets it.
+- "": every other key; no program fills it. In some sections DeepSpeed ignores a key with the value "auto"
+  (zero_optimization, fp16, bf16, the monitors and others: load.py lists them). In these sections the default holds, and
+  a note says so. In all other sections "auto" is an error.
 """
 
 import sys
@@ -49,7 +49,7 @@ Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Infinity = Annotated[float, msgspec.Meta(gt=sys.float_info.max)]
 
 DType = Literal["fp32", "fp16", "bf16"]
-"""A floating-point format under its short name; DTYPE_NAMES lists the other spellings that are read."""
+"""A floating-point format under its short name; DTYPE_NAMES lists the other accepted spellings."""
 
 DTYPE_NAMES: dict[str, str] = {
     spelling: short
@@ -63,11 +63,11 @@ DTYPE_NAMES: dict[str, str] = {
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The base of all sections: an immutable struct that refuses keys it does not have."""
+    """The base of all sections: an immutable struct that refuses unknown keys."""
 
 
 class FrozenDict(dict):
-    """A dict that cannot be changed; ``dict(frozen)`` gives a copy that can."""
+    """An immutable dict; ``dict(frozen)`` gives a copy that can be changed."""
 
     def _refuse(self, *args: Any, **kwargs: Any):
         raise TypeError("the configuration is read-only; copy it with dict(...) and load the copy")
@@ -76,7 +76,7 @@ class FrozenDict(dict):
     clear = pop = popitem = setdefault = update = _refuse
 
     def __reduce__(self):
-        # The default protocol fills an empty dict item by item, which is refused here.
+        # The default protocol of pickle fills an empty dict item by item, and this class refuses assignments.
         return FrozenDict, (dict(self),)
 
     def __copy__(self):
@@ -95,17 +95,17 @@ class KeyInfo(msgspec.Struct, frozen=True, kw_only=True):
     doc: str
     """The meaning, with the unit."""
     feature: str | None = None
-    """The entry of FEATURES that the key belongs to; None for a key that always exists."""
+    """The entry of FEATURES that the key belongs to; None for a key that belongs to no feature."""
     is_switch: bool = False
-    """Whether a value other than the default or a value in ``off`` asks for the feature."""
+    """Whether the key requests the feature by any value except the default and the values in ``off``."""
     off: tuple = ()
-    """Values, besides the default, that do not ask for the feature."""
+    """Values, besides the default, that do not request the feature."""
     is_partial: bool = False
-    """Whether the values that do not ask for the feature act by themselves (ZeRO stages 0 to 2)."""
+    """Whether values that do not request the feature have effects of their own (ZeRO stages 0 to 2)."""
     inherent: str = ""
     """Why the key is accepted and changes nothing: the engine always behaves one way."""
     auto: Literal["", "fill", "derive", "value"] = ""
-    """The meaning of "auto" for this key; the head of this file has the rule."""
+    """The meaning of "auto" for this key; the docstring of this module has the rule."""
     allow_inf: bool = False
     """Whether an infinite number is accepted. NaN never is."""
     floor: bool = False
@@ -120,7 +120,7 @@ class KeyInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def status(self) -> str:
-        """Acts, is inherent in the engine, or comes later."""
+        """One of: acts, is inherent in the engine, comes later."""
         if self.inherent:
             return "inherent"
         return "acts" if self.is_built or self.is_partial else "later"
@@ -132,17 +132,19 @@ def acts(doc: str, **options: Any) -> msgspec.Meta:
 
 
 def inherent(doc: str, why: str, **options: Any) -> msgspec.Meta:
-    """A key that is accepted at any value because the engine always behaves so; ``why`` goes into the docs."""
+    """A key that has no effect because the engine always behaves in one way. Any value is accepted; ``why`` goes into
+    the docs."""
     return _meta(KeyInfo(doc=doc, inherent=why, **options))
 
 
 def asks(doc: str, feature: str, *, off: tuple = (), **options: Any) -> msgspec.Meta:
-    """A key that asks for ``feature`` unless its value is the default or in ``off``: an error while that is missing."""
+    """A key that requests ``feature`` by any value except the default and the values in ``off``. The request is an
+    error while the feature is missing."""
     return _meta(KeyInfo(doc=doc, feature=feature, is_switch=True, off=off, **options))
 
 
 def tunes(doc: str, feature: str, **options: Any) -> msgspec.Meta:
-    """A key that only tunes ``feature``: accepted, and without effect while the feature is not in use."""
+    """A key that only tunes ``feature``. The key is accepted, and has no effect while the feature is not in use."""
     return _meta(KeyInfo(doc=doc, feature=feature, **options))
 
 

@@ -52,19 +52,19 @@ def load_config(
     """Read and check a DeepSpeed configuration.
 
     Args:
-        source: a dict (it is never changed), the path of a JSON file, or base64-encoded JSON.
+        source: a dict (never changed), the path of a JSON file, or base64-encoded JSON.
         world_size: data-parallel ranks, at least 1.
         overrides: keys that replace keys of ``source``, nested or dotted ("optimizer.params.lr"); this is how a caller
             resolves an "auto".
-        batch: "skip" is for a configuration that somebody has yet to fill: the batch sizes stay unresolved
-            (``Config.batch`` is None), and
-            each "auto" that the Hugging Face Trainer or accelerate fills counts as its default and is named in
-            ``Config.unfilled``. Otherwise such an "auto" is an error (keys.py has the rule).
+        batch: "skip" is for a configuration that another program has yet to fill. The batch sizes then stay unresolved
+            (``Config.batch`` is None). Each "auto" that the Hugging Face Trainer or accelerate fills is replaced by the
+            default, and ``Config.unfilled`` names its key. Without "skip" such an "auto" is an error (keys.py has the
+            rule).
 
     Raises:
-        ConfigError: everything that is wrong, in one message.
-        UnsupportedConfigError: the only thing wrong is that a feature is asked for that this version lacks.
-        BatchSizeError: the only thing wrong are the batch sizes.
+        ConfigError: all problems, in one message.
+        UnsupportedConfigError: the only problem is a request for a feature that this version lacks.
+        BatchSizeError: the only problem is the batch sizes.
     """
     config, problems = load_with_problems(source, world_size=world_size, overrides=overrides, batch=batch)
     if problems:
@@ -73,8 +73,9 @@ def load_config(
 
 
 def tensor_parallel_size(source: Any) -> tuple[int, str]:
-    """(ranks that a model is cut over, 1 for none; the key that says so): needed before the number of data-parallel
-    ranks is known, which everything else is read with. Errors in the rest are not reported here."""
+    """(number of tensor-parallel ranks, 1 without tensor parallelism; the key that gives the number). ``load_config``
+    needs the number of data-parallel ranks, and this number is needed to compute it. Errors in other keys are not
+    reported here."""
     config, _ = load_with_problems(source, world_size=1, batch="skip")
     section = config.tensor_parallel
     sizes = {
@@ -86,7 +87,8 @@ def tensor_parallel_size(source: Any) -> tuple[int, str]:
 
 
 def sequence_parallel_size(source: Any) -> int:
-    """Ranks that hold parts of one sequence, 1 for none: needed as ``tensor_parallel_size`` is."""
+    """Number of ranks that hold parts of one sequence, 1 without sequence parallelism. Like ``tensor_parallel_size``,
+    it is needed before ``load_config``."""
     config, _ = load_with_problems(source, world_size=1, batch="skip")
     return config.sequence_parallel_size
 
@@ -98,7 +100,7 @@ def problems_of(
     overrides: Mapping[str, Any] | None = None,
     batch: Literal["resolve", "skip"] = "resolve",
 ) -> list[ConfigError]:
-    """Everything that ``load_config`` would complain about, each on its own; empty for a good configuration."""
+    """The problems that ``load_config`` would report, as separate errors; empty for a valid configuration."""
     try:
         return load_with_problems(source, world_size=world_size, overrides=overrides, batch=batch)[1]
     except ConfigError as error:
@@ -168,39 +170,40 @@ class _Note(NamedTuple):
     where: str
     what: str
     is_harmless: bool = False
-    """The key does what it says: "strict" leaves the note alone."""
+    """Whether the note is only information: "strict" makes no error of it."""
 
     def __str__(self) -> str:
         return f"{self.where} {self.what}"
 
 
 class _Reader:
-    """Collects, over one reading, the problems, the notes for the user, and where each value came from."""
+    """Reads one configuration. Collects the problems, the notes for the user, and the source of each value."""
 
     def __init__(self, *, lenient: bool) -> None:
         self.lenient = lenient
         self.problems: list[ConfigError] = []
         self.notes: list[_Note] = []
-        # The note of keys that somebody has yet to fill, which "strict" leaves alone.
+        # The note about keys that another program has yet to fill. "strict" makes no error of it.
         self.to_fill: tuple[str, ...] = ()
         # Path of a key that was written and has no effect here -> why.
         self.inert: dict[str, str] = {}
         self.sources: dict[str, str] = {}
-        # Path of a key -> how it was spelt, where that differs.
+        # Path of a key -> its spelling in the source, where this is another.
         self.spelt: dict[str, str] = {}
         # Parameters of optimizer and schedule that were written and have no effect.
         self.unpassed: dict[str, Any] = {}
         # Paths that came from the caller's overrides.
         self.overridden: set[str] = set()
-        # Path of each "auto" that others fill and have not filled -> a description of possible values.
+        # Path of each "auto" that another program has yet to fill -> a description of possible values.
         self.unfilled: dict[str, str] = {}
-        # Section of a missing feature that is being read: sections inside it get no note of their own.
+        # The section of a missing feature, while it is being read: sections inside it get no separate note.
         self.missing: str | None = None
 
     # Names
 
     def undot(self, tree: dict[str, Any]) -> dict[str, Any]:
-        """Move top-level keys such as "zero_optimization.stage" to the place that they spell, where they win."""
+        """Move dotted top-level keys such as "zero_optimization.stage" into their sections. A dotted key wins over the
+        same key in the section."""
         result = {name: value for name, value in tree.items() if "." not in name or _is_parked(name)}
         for name, value in tree.items():
             if name in result:
@@ -264,7 +267,7 @@ class _Reader:
     # Values
 
     def section(self, cls: type[Section], given: dict[str, Any], path: str) -> Section:
-        """Read one section; its problems are collected, and a key that has one takes its default."""
+        """Read one section. Problems are collected; a key with a problem gets its default."""
         fields = fields_of(cls)
         kind = self.kind(cls, given, path)
         values: dict[str, Any] = {}
@@ -321,10 +324,10 @@ class _Reader:
         self.feature(field, values[field.attribute], value, where)
 
     def subsection(self, field: SectionField, given: dict[str, Any], where: str) -> Section | None:
-        """Read a section inside another; a note names a section that leaves a missing feature off.
+        """Read a section inside another. A section that leaves a missing feature off gets a note.
 
-        Switches beside ``"enabled": false`` ask for nothing. Switches in deeper sections do: in DeepSpeed the one of
-        ``data_efficiency.data_routing.random_ltd`` drops tokens under a disabled ``data_efficiency`` too.
+        Switches beside ``"enabled": false`` request nothing. Switches in deeper sections still count: in DeepSpeed
+        ``data_efficiency.data_routing.random_ltd`` drops tokens even if ``data_efficiency`` is disabled.
         """
         outer, n_problems = self.missing, len(self.problems)
         if not field.info.is_built and outer is None:
@@ -348,7 +351,7 @@ class _Reader:
         return field.default if field.info.is_switch else section
 
     def entries(self, field: SectionField, value: Any, where: str) -> FrozenDict | tuple | None:
-        """Read sections by name, or a list of them."""
+        """Read a container of sections: a mapping from names, or a list."""
         wanted = dict if field.container == "dict" else (list, tuple)
         if not isinstance(value, wanted):
             self.fail(
@@ -366,7 +369,7 @@ class _Reader:
         return FrozenDict(read) if wanted is dict else tuple(read.values())
 
     def auto(self, field: SectionField, where: str) -> None:
-        """ "auto": derived later, noted as not filled, or an error, by the rule in keys.py."""
+        """ "auto": treat it by the rule in keys.py: derive it later, note it as not filled, or report an error."""
         if not field.info.auto and where.startswith(_DROP_AUTO) and field.default is not msgspec.NODEFAULT:
             self.mark(where, "auto")
             self.note(where, f'is "auto", which nobody fills: its default {show(field.default)} holds')
@@ -382,7 +385,7 @@ class _Reader:
             self.unfilled[where] = _to_write(field)
 
     def report_unfilled(self) -> None:
-        """One problem for every "auto" that is left, or a note where somebody has yet to fill them."""
+        """Report every "auto" that is left in one problem, or in a note if another program has yet to fill the keys."""
         if not self.unfilled:
             return
         if self.lenient:
@@ -420,7 +423,7 @@ class _Reader:
         )
 
     def without_inert(self, root: Root) -> Root:
-        """The configuration without values that other keys make ineffective in DeepSpeed."""
+        """The configuration without values that have no effect in DeepSpeed because of other keys."""
         param = root.zero.offload_param
         if param.device == "none" or root.zero.stage == 3 or "zero_optimization.stage" in self.unfilled:
             return root
@@ -434,7 +437,8 @@ class _Reader:
     # Sections whose params depend on their type
 
     def kind(self, cls: type[Section], given: dict[str, Any], path: str) -> Kind | None:
-        """The entry of the section's table for its type; None for other sections, or for a type that is not there."""
+        """The entry for ``type`` in the section's table of types. None for a section without a table, or for an unknown
+        type."""
         kinds = kinds_of(cls)
         name = given.get("type")
         if kinds is None or name is None and "type" not in given:
@@ -461,7 +465,7 @@ class _Reader:
         return kind
 
     def params(self, kind: Kind | None, given: Any, where: str) -> FrozenDict:
-        """The user's params, checked where the type's struct is known; defaults are not filled in."""
+        """The user's params, checked if the type has a struct of parameters. Defaults are not filled in."""
         if given is None:
             return FrozenDict()
         if not isinstance(given, dict):
@@ -477,7 +481,7 @@ class _Reader:
         if kind is None:
             return FrozenDict()
         if kind.params is None:
-            # torch knows its own parameters.
+            # The parameters of torch's classes are checked by torch.
             passed = {}
             for name, value in given.items():
                 place = f"{where}.{name}"
@@ -495,7 +499,7 @@ class _Reader:
             return coerce(passed, FrozenDict, fields_of(OptimizerSection)["params"].info)
         read = self.section(kind.params, given, where + ".")
         # An "auto" that has yet to be filled becomes the schema's default, so that reported and used values agree. A
-        # key without effect is not passed on: the constructor need not know it.
+        # key without effect is not passed on, because the constructor may not accept it.
         passed = {}
         for field in fields_of(kind.params).values():
             value, place = getattr(read, field.attribute), f"{where}.{field.name}"
@@ -509,8 +513,9 @@ class _Reader:
     # Batch sizes
 
     def without_copies(self, root: Root, world_size: int) -> Root:
-        """Tensor-parallel ranks get the same samples. transformers, accelerate and DeepSpeed count these once a rank in
-        train_batch_size, where all three sizes are given; here it counts the samples of one optimizer step.
+        """Correct a train_batch_size that counts each sample once for every tensor-parallel rank. Tensor-parallel ranks
+        get the same samples. transformers, accelerate and DeepSpeed count such a sample once a rank if all three sizes
+        are given. Here train_batch_size counts the distinct samples of one optimizer step.
         """
         train, micro, steps = (getattr(root, name) for name in _BATCH_KEYS)
         n_ranks = root.tensor_parallel.autotp_size
@@ -520,7 +525,7 @@ class _Reader:
         return msgspec.structs.replace(root, train_batch_size=train // n_ranks)
 
     def batch(self, root: Root, world_size: int | None):
-        """Solve the batch triangle and write the result into the keys; an "auto" that stays open is not filled.
+        """Solve the batch triangle and write the result into the keys. An "auto" that cannot be solved stays unfilled.
         """
         autos = [name for name in _BATCH_KEYS if self.sources.get(name) == "auto"]
         if world_size is None:
@@ -552,21 +557,22 @@ class _Reader:
     # Reports
 
     def is_parked(self, name: str, where: str) -> bool:
-        """Whether a key is parked, so that nobody reads it; a parked key is noted."""
+        """Whether a key is parked, that is, kept in the file and not read. A parked key gets a note."""
         if not _is_parked(name):
             return False
         self.note(where, "is parked")
         return True
 
     def unknown(self, name: str, path: str, known: list[str]) -> None:
-        """A key that is not in the section: the nearest that is, or the section that has it.
+        """Report an unknown key, with the nearest known key of the section, or another section that has the key.
 
-        At the top level a key that resembles no known one is noted, as programs keep keys of their own there.
+        At the top level, a key that resembles no known key only gets a note, because programs keep their own keys
+        there.
         """
         old = [key.old[len(path) :] for key in OLD_KEYS if key.old.startswith(path) and "." not in key.old[len(path) :]]
         near = [path + hit for hit in nearest(name, known + old)]
         if not near:
-            # In another section: by its exact name, else by a near one.
+            # Search the other sections for the exact name, else for a similar name.
             places: dict[str, list[str]] = {}
             for place, field in walk():
                 places.setdefault(field.name, []).append(place)
@@ -599,7 +605,7 @@ class _Reader:
         self.problems.append(ConfigError(what, where=self.place(where), fix=fix))
 
     def place(self, where: str) -> str:
-        """The path, and how it was spelt if that was another way."""
+        """The path, with its spelling in the source if this is another."""
         for new, old in self.spelt.items():
             if where == new or where.startswith(new + "."):
                 return f"{where} (given as {old})"
@@ -613,8 +619,8 @@ class _Reader:
 
 
 def _is_asking(section: Section, given: dict[str, Any]) -> bool:
-    """Whether a section that is null by default asks for its feature, rather than being disabled or empty: without a
-    switch inside, DeepSpeed takes any of its keys for a wish, at its default too.
+    """Whether a section that is null by default requests its feature. A disabled or empty section does not. In a
+    section without a switch, DeepSpeed takes any key for a request, even at the key's default.
     """
     if "enabled" in given and hasattr(section, "enabled"):
         return section.enabled
@@ -622,7 +628,7 @@ def _is_asking(section: Section, given: dict[str, Any]) -> bool:
 
 
 def _is_parked(name: str) -> bool:
-    """Put aside, or a comment."""
+    """Whether the name marks a parked key or a comment."""
     return name.startswith(_PARKED) or _COMMENT.fullmatch(name) is not None
 
 

@@ -40,7 +40,7 @@ class ProgressiveLayerDrop(Section, kw_only=True):
 
 
 class Eigenvalue(Section, kw_only=True):
-    """Power iteration for the curvature of blocks."""
+    """Power iteration that estimates the curvature of the loss for each block."""
 
     enabled: Annotated[bool, asks("Switch of the section.", _EV)] = False
     verbose: Annotated[bool, tunes("Report.", _EV)] = False

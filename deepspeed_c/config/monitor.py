@@ -1,4 +1,4 @@
-"""Sections of monitors, comms_logger, flops_profiler and timers: where numbers go."""
+"""Sections of the monitors, comms_logger, flops_profiler and timers: measurements, and their outputs."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""The known name that a misspelt one was most likely meant to be."""
+"""Find the known name that is closest to a misspelt name."""
 
 from collections.abc import Iterable
 
@@ -21,10 +21,10 @@ def distance(a: str, b: str) -> int:
 
 
 def nearest(word: str, names: Iterable[str]) -> list[str]:
-    """The names with the fewest edits to ``word``, sorted; none when even those are unlike it.
+    """The names with the fewest edits to ``word``, sorted; none if even the nearest name needs too many edits.
 
-    Case and the difference of ``-`` and ``_`` count for nothing. Unlike means more than a third of the letters
-    (but one edit is always near, so that short names are found).
+    Case is ignored, and ``-`` equals ``_``. More edits than a third of the letters are too many, but one edit is always
+    allowed, so that short names are found.
     """
 
     def plain(name: str) -> str:
@@ -45,11 +45,11 @@ def nearest(word: str, names: Iterable[str]) -> list[str]:
 
 
 def abbreviated(word: str, names: Iterable[str]) -> list[str]:
-    """The names that ``word`` shortens, sorted: each of its parts begins a part of the name, in the same order
-    ("grad_accum_steps", "batch_size").
+    """The names that ``word`` abbreviates, sorted. Each part of ``word`` is the beginning of a part of the name, in the
+    same order ("grad_accum_steps", "batch_size").
 
-    Underscores and dashes divide a word into parts. A word of one part has to begin the name, and has four letters or
-    more.
+    Underscores and dashes divide a word into parts. A word of one part has to be the beginning of the name, and to have
+    at least four letters.
     """
     parts = [part for part in word.lower().replace("-", "_").split("_") if part]
     if not parts or len(parts) == 1 and len(parts[0]) < 4:

@@ -26,7 +26,7 @@ class OffloadParam(Section, kw_only=True):
 
 
 class OffloadOptimizer(Section, kw_only=True):
-    """Where the optimizer's state lies, and its update runs."""
+    """Where the optimizer's state lies and where its update runs."""
 
     device: Annotated[Device, asks("Where optimizer state lives.", "offload_optimizer", auto="fill")] = "none"
     nvme_path: Annotated[str | None, tunes("Directory on the NVMe device.", "offload_optimizer", auto="fill")] = None

@@ -9,7 +9,7 @@ from .keys import FrozenDict, NonNeg, NonNegFloat, Positive, PositiveFloat, Sect
 __all__ = ["FILLED_PARAMS", "OPTIMIZERS", "Kind", "OptimizerSection", "find_torch_optimizer"]
 
 FILLED_PARAMS = ("lr", "betas", "eps", "weight_decay")
-"""Parameters that the Trainer and accelerate write for "auto", for any type of optimizer."""
+"""Parameters whose "auto" the Trainer and accelerate replace, for any type of optimizer."""
 
 Beta = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Betas = tuple[Beta, Beta]
@@ -165,11 +165,11 @@ class Kind(NamedTuple):
     params: type[Section] | None = None
     """The struct of its parameters; None passes any parameters on to torch's class."""
     feature: str | None = None
-    """The feature that it waits for."""
+    """The feature that this value needs."""
 
 
-# The classes of torch.optim, by name, so that a file can be checked without torch. A class that is missing here
-# (a later torch) is looked up in torch itself: see find_torch_optimizer.
+# The classes of torch.optim, by name, so that a file can be checked without torch. A class that is missing here,
+# because a later torch added it, is looked up in torch: see find_torch_optimizer.
 _TORCH = ("ASGD", "Adadelta", "Adafactor", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SparseAdam")
 
 OPTIMIZERS: dict[str, Kind] = {
@@ -207,9 +207,10 @@ class OptimizerSection(Section, kw_only=True):
 
 
 def find_torch_optimizer(name: str) -> Kind | None:
-    """The kind for a class of torch.optim that the table does not hold; None when torch has none, or is not there.
+    """The kind for a class of torch.optim that is not in the table; None if torch has no such class or is not
+    installed.
 
-    This imports torch, and is therefore only called for a name that would otherwise be an error.
+    This imports torch. It is therefore only called for a name that would be an error without it.
     """
     try:
         import torch.optim

@@ -141,7 +141,7 @@ class HybridEngine(Section, kw_only=True):
 
 
 class Pipeline(Section, kw_only=True):
-    """Pipeline parallelism: how a PipelineModule runs. Without one the section has no effect."""
+    """Pipeline parallelism: how a PipelineModule runs. The section has no effect on other models."""
 
     schedule: Annotated[
         str | None,

@@ -1,4 +1,4 @@
-"""Sections fp16, bf16, torch_autocast, data_types, amp and msamp: the formats numbers are kept and computed in."""
+"""Sections fp16, bf16, torch_autocast, data_types, amp and msamp: the number formats for storage and computation."""
 
 from typing import Annotated, Literal
 

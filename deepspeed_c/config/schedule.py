@@ -22,7 +22,7 @@ _TOTAL = acts("Steps at which the decay ends.", auto="fill")
 
 
 class LRRangeTestParams(Section, kw_only=True):
-    """LRRangeTest: grows the learning rate to find its limit."""
+    """LRRangeTest: raises the learning rate interval by interval, to find the highest usable rate."""
 
     lr_range_test_min_lr: Annotated[PerGroup, acts("Learning rate at the start.")] = 1e-3
     lr_range_test_step_size: Annotated[Positive, acts("Steps of one interval.")] = 2000
@@ -71,7 +71,7 @@ class WarmupDecayLRParams(Section, kw_only=True):
 
 
 class WarmupCosineLRParams(Section, kw_only=True):
-    """WarmupCosineLR: warm-up, then half a cosine; in parts of the optimizer's learning rate."""
+    """WarmupCosineLR: warm-up, then half a cosine, as fractions of the optimizer's learning rate."""
 
     total_num_steps: Annotated[Positive, _TOTAL]
     warmup_min_ratio: Annotated[NonNegFloat, acts("Part of the learning rate at the start.")] = 0.0
@@ -81,7 +81,8 @@ class WarmupCosineLRParams(Section, kw_only=True):
     last_batch_iteration: Annotated[LastStep, _LAST] = -1
 
 
-# The schedules of torch.optim.lr_scheduler, which DeepSpeed would look up by name: refused with the way to pass one.
+# The schedules of torch.optim.lr_scheduler, which DeepSpeed looks up by name. They are refused here, and the error says
+# how to pass a schedule object.
 _TORCH = [
     "ChainedScheduler",
     "ConstantLR",
@@ -114,7 +115,7 @@ SCHEDULES: dict[str, Kind] = {
 
 
 class Scheduler(Section, kw_only=True):
-    """The schedule that the engine builds, and advances once per step that was applied."""
+    """The schedule that the engine builds. The engine advances it after each step that was applied."""
 
     kinds: ClassVar[dict[str, Kind]] = SCHEDULES
 

@@ -1,4 +1,4 @@
-"""The whole schema: the top-level keys, and how to walk over every key that can be written."""
+"""The whole schema: the top-level keys, and functions that walk over all keys."""
 
 import types
 import typing
@@ -195,7 +195,7 @@ class SectionField(NamedTuple):
     hint: Any
     """Its type."""
     default: Any
-    """Its default; msgspec.NODEFAULT where one must be written."""
+    """Its default; msgspec.NODEFAULT for a required key."""
     info: KeyInfo
     section: type[Section] | None
     """The struct of a nested section, or of the entries of a container of sections."""
@@ -219,7 +219,7 @@ def fields_of(cls: type[Section]) -> dict[str, SectionField]:
 
 
 def arms(hint: Any) -> tuple:
-    """The members of a union, or the type itself; the outermost annotation is dropped from a union only."""
+    """The members of a union, or the type itself. The outermost annotation is dropped only if the type is a union."""
     base = hint
     while typing.get_origin(base) is Annotated:
         base = base.__origin__
@@ -256,7 +256,7 @@ def _section_of(hint: Any) -> tuple[type[Section] | None, str]:
 
 
 def kinds_of(cls: type[Section] | None) -> dict[str, Kind] | None:
-    """The table of types of a section whose params depend on its type, None for the others."""
+    """The table of types of a section whose params depend on its type; None for other sections."""
     return getattr(cls, "kinds", None)
 
 
@@ -264,7 +264,7 @@ def walk(cls: type[Section] = Root, prefix: str = "") -> Iterator[tuple[str, Sec
     """Every key with its path, sections before their keys.
 
     Entries of a container are written ``<name>`` (by name) or ``[]`` (in a list). The params of optimizers and
-    schedules come once for each type that has them.
+    schedules are yielded once for each type that has them.
     """
     for field in fields_of(cls).values():
         path = prefix + field.name
@@ -277,7 +277,8 @@ def walk(cls: type[Section] = Root, prefix: str = "") -> Iterator[tuple[str, Sec
 
 
 def find(path: str) -> SectionField | None:
-    """The key at a path as ``walk`` writes it; a container's entry may also be spelt by any name or index."""
+    """The key at a path as ``walk`` writes it. The entry of a container may also be written with a real name or
+    index."""
     cls: type[Section] | None = Root
     field: SectionField | None = None
     parts = path.replace("[", ".[").split(".")

@@ -8,7 +8,7 @@ __all__ = ["SequenceParallel"]
 
 
 class SequenceParallel(Section, kw_only=True):
-    """Sequences that are cut over ranks; ``sequence_parallel_size``, an mpu or a mesh say over how many."""
+    """Sequences that are cut over ranks. ``sequence_parallel_size``, an mpu or a mesh gives the number of ranks."""
 
     attention: Annotated[
         Literal["auto", "ulysses", "ring", "hybrid"],

@@ -17,10 +17,10 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/_-]+={0,2}\s*\Z")
 
 
 def read_source(source: Any) -> tuple[dict[str, Any], str]:
-    """The configuration as a dict of its own (never the caller's), and where it came from in words.
+    """A new dict with the configuration, and a description of its source.
 
     Raises:
-        ConfigError: there is no such file, it is not JSON, a key stands twice in it, or it is not an object.
+        ConfigError: the file does not exist, the text is not JSON or not a JSON object, or a key occurs twice.
     """
     if isinstance(source, Mapping):
         data, origin = source, "dict"
@@ -40,7 +40,7 @@ def read_source(source: Any) -> tuple[dict[str, Any], str]:
 
 
 def copy_plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A deep copy of mappings and sequences; their other contents are taken as they are.
+    """A deep copy of mappings and sequences. Other values are not copied.
 
     Raises:
         ConfigError: a key is not a string, or the nesting never ends.
@@ -77,7 +77,7 @@ def _read_text(text: str) -> tuple[Any, str]:
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        # Long or odd text is no path at all: it may still be base64.
+        # Text that is too long or odd for a path may still be base64.
         missing = ConfigError(
             f"cannot be read ({getattr(error, 'strerror', None) or error})",
             where=_cut(text),
@@ -121,7 +121,7 @@ def _parse(text: str, where: str) -> Any:
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
-        # json.loads has one more: an integer of thousands of digits.
+        # json.loads raises this error also for an integer of thousands of digits.
         raise ConfigError(
             f"holds a number that cannot be read ({error})", where=where, fix="write a shorter one"
         ) from None

@@ -11,7 +11,7 @@ _A = "autotuning"
 
 
 class Elasticity(Section, kw_only=True):
-    """A batch size that many world sizes can hold."""
+    """A global batch size that works for many world sizes."""
 
     enabled: Annotated[bool, asks("Switch of the section.", _E)] = False
     max_train_batch_size: Annotated[Positive, tunes("Largest global batch, in samples.", _E)] = 2000

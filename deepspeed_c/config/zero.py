@@ -1,4 +1,4 @@
-"""Section zero_optimization: sharding over the data-parallel ranks, and how shards travel."""
+"""Section zero_optimization: sharding over the data-parallel ranks, and the transfer of shards."""
 
 import sys
 from typing import Annotated, Literal
@@ -33,7 +33,7 @@ class LoCo(Section, kw_only=True):
 
 
 class Zero(Section, kw_only=True):
-    """ZeRO: stages 0 to 3 shard nothing, optimizer state, gradients too, parameters too."""
+    """ZeRO. Stage 0 shards nothing, stage 1 optimizer state, stage 2 also gradients, stage 3 also parameters."""
 
     stage: Annotated[
         Literal[0, 1, 2, 3],
