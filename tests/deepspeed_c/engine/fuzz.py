@@ -1,11 +1,11 @@
-"""Random runs of an engine against the reference that rounds where it rounds (``tests/deepspeed_c/zero/reference.py``):
-users' calls, in any combination and at any moment.
+"""Random runs of an engine, in which users' calls come in any combination and at any moment. Each is compared with the
+reference that rounds where the engine rounds (``tests/deepspeed_c/zero/reference.py``).
 
     python -m tests.deepspeed_c.engine.fuzz --cases 1000 --seed 1
 
 A case is a dict of settings, drawn from its seed. A failing case is shrunk by putting its settings back to their
-defaults one at a time while it still fails; then it is printed with the command that runs it alone. 16-bit runs have to
-match bit for bit, fp32 to a few ulp of the sums over ranks.
+defaults one at a time, as long as the case still fails. Then the case is printed with the command that runs it alone.
+16-bit runs have to match bit for bit, and fp32 runs to a few ulp of the sums over ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["CHOICES", "check_case", "draw", "main", "shrink"]
 
 Case = dict[str, Any]
 
-# Each setting: its default, which is the simplest, then all that are drawn, the likely ones more than once.
+# Setting -> its values. The first is the default and the simplest; all are drawn from, and likely values stand twice.
 CHOICES: dict[str, list[Any]] = {
     "world": [1, 2, 2, 3],
     "stage": [0, 1, 2, 3, 3],
@@ -70,7 +70,7 @@ CHOICES: dict[str, list[Any]] = {
 STEPS = 4
 ADAMW = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
 SCALE_WINDOW = 2
-# fp32: sums over ranks in another order at stage 0.
+# fp32 needs it: stage 0 sums over ranks in another order.
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 PRECISIONS = {
     "fp32": {},
@@ -85,7 +85,7 @@ PRECISIONS = {
 
 
 def draw(seed: int) -> Case:
-    """The case of a seed, with settings that have no effect or are refused put back."""
+    """The case of a seed. Settings that have no effect or are refused are put back to their defaults."""
     rng = random.Random(seed)
     return settled({name: rng.choice(values) for name, values in CHOICES.items()})
 
@@ -105,7 +105,7 @@ def settled(case: Case) -> Case:
     if case["precision"] == "fp32":
         case["accumulates_in_fp32"] = False
     if case["edit"] == "state" and case["precision"] == "fp16_dynamic":
-        case["edit"] = "master"  # no step may have been applied that made one
+        case["edit"] = "master"  # there may be no state to edit: perhaps no step was applied yet
     if case["load"] == "none":
         case["moment"] = "start"
     if case["moment"] == "within" and case["gas"] == 1:
@@ -113,7 +113,7 @@ def settled(case: Case) -> Case:
     if case["reentrant"]:
         case["penalty"] = False  # torch refuses autograd.grad through it
     if case["penalty"] and case["precision"].startswith("fp16"):
-        case["user_backward"] = False  # the scale has to be on all of the loss: refused
+        case["user_backward"] = False  # refused: all of the loss has to be scaled
     return case
 
 
@@ -198,11 +198,11 @@ def config_of(case: Case, folder: str) -> dict:
     }
 
 
-# ---- what is done, by an engine and by the reference -----------------------------------------------------------------
+# ---- the acts of a run, by an engine and by the reference ------------------------------------------------------------
 
-# Names and patterns that set_trainable is given, at the beginning of steps 1 and 3.
+# The names and patterns passed to set_trainable at the beginning of steps 1 and 3.
 TRAINED = {1: ["inp.*", "gain", "loop.weight"], 3: ["*"]}
-# The parameter that is edited, which is used and trained in every case.
+# The parameter that is edited. Every case uses and trains it.
 EDITED = "inp.weight"
 
 
@@ -256,7 +256,7 @@ class Outcome(NamedTuple):
 
 
 def engine_outcome(rank: int, world: int, case: Case, folder: str, planted: dict) -> Outcome:
-    """``planted``: options that the optimizer has and should not have."""
+    """``planted``: wrong options that the optimizer is given on purpose."""
     with mock.patch.object(place, "is_apart", lambda device: case["apart"]), recorded() as order:
         model = make(case)
         engine = deepspeed_c.initialize(
@@ -325,7 +325,7 @@ def _drive(engine: Any, rank: int, case: Case, folder: str) -> Outcome:
 
 
 class Scale:
-    """The dynamic loss scale of DeepSpeed, with a hysteresis of 1."""
+    """DeepSpeed's dynamic loss scale, with a hysteresis of 1."""
 
     def __init__(self, scale: float) -> None:
         self.scale, self.n_steps, self.last_overflow = scale, 0, -1
@@ -421,7 +421,7 @@ def _difference(case: Case, rank: int, got: Outcome, want: Outcome) -> str:
 
 
 def shrink(case: Case, fails: Callable[[Case], bool]) -> Case:
-    """Put each setting back to its default if the case still fails then."""
+    """Put each setting back to its default where the case still fails with the default."""
     has_changed = True
     while has_changed:
         has_changed = False
@@ -485,7 +485,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Under its importable name, because ranks import their function by it.
+    # Run the module under its importable name, because ranks import their function by that name.
     from tests.deepspeed_c.engine import fuzz
 
     sys.exit(fuzz.main())

@@ -2,8 +2,9 @@
 
     python -m tests.deepspeed_c.engine.fuzz_parallel --cases 1000 --seed 1
 
-A case is a dict of settings, drawn from its seed: a model of transformers whose weights and sequences are cut over ranks, or layers in a pipeline. After steps of
-SGD every trained weight has to have moved as far, and to the same place, as in the plain process: a wrong scale shows, as it would not under Adam.
+A case is a dict of settings, drawn from its seed: a model of transformers whose weights and sequences are cut over
+ranks, or layers in a pipeline. After some steps of SGD every trained weight must have moved as far, and to the same
+place, as in the plain process. SGD shows a wrong scale of gradients; Adam would hide it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.ranks import RanksFailed, run_ranks
 
 __all__ = ["CHOICES", "check_case", "draw", "main", "settled"]
 
-# Each setting: its default, which is the simplest, then all that are drawn, the likely ones more than once.
+# Setting -> its values. The first is the default and the simplest; all are drawn from, and likely values stand twice.
 CHOICES: dict[str, list[Any]] = {
     "family": ["llama", "llama", "llama_tied_shared", "qwen3", "gpt2", "gpt_neox", "opt"],
     "tp": [1, 1, 2, 2],
@@ -56,7 +57,7 @@ PRECISIONS = {
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "loss_scale": 1024.0}},
 }
-# Relative to the distance that a weight moves; the bugs to find are wrong factors and missing terms.
+# Tolerances, relative to the distance that a weight moves. The bugs to find are wrong factors and missing terms.
 TOLERANCE = {"fp32": 2e-3, "bf16": 0.2, "fp16": 0.1}
 
 
@@ -66,7 +67,7 @@ def draw(seed: int) -> Case:
 
 
 def settled(case: Case) -> Case:
-    """The case with settings that say nothing beside the others at their default."""
+    """The case, with each setting put back to its default where the other settings leave it no effect."""
     case, default = dict(case), {name: values[0] for name, values in CHOICES.items()}
     if case["pp"] > 1:
         for name in ("family", "tp", "sp", "peft", "user_backward"):
@@ -83,7 +84,7 @@ def settled(case: Case) -> Case:
     if case["sp"] == 1:
         case["loss"] = default["loss"]
     elif case["user_backward"]:
-        case["user_backward"] = False  # refused: a loss has to be weighed
+        case["user_backward"] = False  # refused: the losses of ranks have to be weighted
     if case["pp"] * case["tp"] * case["sp"] * case["data"] > 4:
         case["data"] = 1
     return case
@@ -119,7 +120,7 @@ def config_of(case: Case) -> dict[str, Any]:
 
 
 def model_of(case: Case) -> torch.nn.Module:
-    """The same on every rank, in fp32; adapters do something from the beginning."""
+    """The model, in fp32 and the same on every rank. Its adapters change the output from the beginning."""
     model = make(case["family"]).train()
     if case["peft"] == "none":
         return model
@@ -152,7 +153,8 @@ Weights = dict[str, torch.Tensor]
 
 
 def plain(case: Case) -> tuple[Weights, Weights]:
-    """(at the start, after the steps) of all trained weights, in one process: masters in fp32, the rest in bf16 if the case is."""
+    """All trained weights (at the start, after the steps) of one process. Masters are fp32; the rest is bf16 in a bf16
+    case."""
     dtype = torch.bfloat16 if case["precision"] == "bf16" else torch.float32
     model = Plain() if case["pp"] > 1 else model_of(case)
     masters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
@@ -211,7 +213,8 @@ def train(rank: int, world: int, case: Case) -> Weights:
         if sp > 1:
             group = engine.get_sequence_parallel_group()
             loader = UlyssesSPDataLoaderAdapter(given, torch.distributed.get_rank(group), group, sp, engine.device)
-            # All ranks of a sequence load the same here: each batch comes once a rank, and the first is trained on.
+            # All ranks of a sequence load the same batches here, so the loader yields each batch ``sp`` times.
+# The first copy is trained on.
             given = [part for i, part in enumerate(loader) if i % sp == 0]
         for part in given:
             if sp > 1:

@@ -1,4 +1,4 @@
-"""Attributes of DeepSpeed's engine, optimizers and parameters that are no methods answer with the run's values."""
+"""Attributes, not methods, of DeepSpeed's engine, optimizers and parameters: ours have the values of the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 
 
 class Words(nn.Module):
-    """Has an attribute that DeepSpeed's engine has as well, and another one."""
+    """Has an attribute whose name DeepSpeed's engine has too, and an attribute whose name it does not have."""
 
     num_experts = 7
     n_layers = 2
@@ -52,7 +52,7 @@ def every_row_body(rank: int, world: int, stage: int) -> None:
     rows = {0: {}, 3: OF_STAGES_1_TO_3 | OF_STAGE_3}.get(stage, OF_STAGES_1_TO_3 | OF_STAGES_1_AND_2)
     for name in OF_OPTIMIZERS | rows:
         getattr(engine.optimizer, name)
-    # Of other stages, as in DeepSpeed: programs ask with hasattr which optimizer they have.
+    # Attributes of other stages are absent, as in DeepSpeed: programs ask with hasattr which optimizer they have.
     for name in (OF_STAGES_1_TO_3 | OF_STAGE_3 | OF_STAGES_1_AND_2).keys() - rows.keys() - OF_OPTIMIZERS.keys():
         assert not hasattr(engine.optimizer, name), name
     assert (engine.num_experts, engine.n_layers) == ([], 2), "DeepSpeed's engine hides the model's"
@@ -104,7 +104,7 @@ def configured_body(rank: int, world: int, stage: int) -> None:
     assert optimizer.offloaded_states == {OffloadStateTypeEnum.optim_states}
     engine.reload_states()
     assert optimizer.offloaded_states == set()
-    # What Megatron forks do with the scheduler of compression in each step.
+    # Megatron forks make these calls to the compression scheduler in each step.
     scheduler = engine.compression_scheduler
     assert not scheduler.weight_quantization_enabled and scheduler.training_steps == 0
     scheduler.step(step_zero_check=True)
@@ -175,7 +175,8 @@ def engine_body(rank: int, world: int) -> None:
 
 
 def loaded_body(rank: int, world: int, folder: str) -> tuple[Any, ...]:
-    """What the engine says of the checkpoint before and after its load, and a file that a program writes by it."""
+    """The engine's attributes about the loaded checkpoint, before and after the load. The engine's
+    ``checkpoint_engine`` saves and loads a program's own file."""
     engine = make(2, **ADAM)
     before = engine.loaded_checkpoint_dp_world_size, engine.loaded_checkpoint_mp_world_size
     if world == 2:

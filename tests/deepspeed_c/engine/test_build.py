@@ -1,4 +1,4 @@
-"""engine/build.py: the format of the optimizer's states, from optimizer.params.state_dtype and from the bf16 section."""
+"""engine/build.py: optimizer.params.state_dtype and the bf16 section set the format of the optimizer's states."""
 
 from __future__ import annotations
 

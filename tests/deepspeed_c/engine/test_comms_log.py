@@ -1,5 +1,5 @@
-"""The communication log of an engine: the section turns it on, and counts and sizes match a calculation by hand from
-the model's size."""
+"""The communication log of an engine: its section in the configuration turns it on, and its counts and sizes equal
+those computed from the model's size."""
 
 import io
 from contextlib import redirect_stdout
@@ -31,7 +31,7 @@ def _train(rank, stage, section, **keys):
         **({} if section is None else {"comms_logger": section}),
     }
     engine, *_ = deepspeed_c.initialize(model=model, config=config)
-    comm.reset_log()  # forget the start's messages
+    comm.reset_log()  # forget the messages of the engine's start
     for _ in range(STEPS * MICRO_BATCHES):
         engine.backward(engine(torch.full((1, WIDTH), rank + 1.0)).square().mean())
         engine.step()
@@ -39,7 +39,8 @@ def _train(rank, stage, section, **keys):
 
 
 def _log():
-    """{name: (calls with at least a layer's share of bytes, their bytes in all)}, and the names of smaller ones."""
+    """{operation: (number of large calls, their bytes in all)}, and the operations with smaller calls. A large call
+    carries at least a quarter of a layer."""
     large, small = {}, set()
     for name, sizes in comm.log_summary(return_dict=True)["summary"].items():
         for n_bytes, row in sizes.items():
@@ -58,10 +59,10 @@ def counts_body(rank, world, stage):
         large, small = _log()
     gathered = {"all_gather_into_tensor": N_BYTES // world * STEPS}  # each rank's piece of the weights, after each step
     expected = {
-        # At the boundary, once a step, however many micro-batches.
+        # Gradients are reduced at the boundary: once a step, however many micro-batches it has.
         0: {"all_reduce": N_BYTES * STEPS},
         1: {"reduce_scatter_tensor": N_BYTES * STEPS, **gathered},
-        # Each micro-batch.
+        # Gradients are reduced in each micro-batch.
         2: {"reduce_scatter_tensor": N_BYTES * STEPS * MICRO_BATCHES, **gathered},
         # And all weights are gathered for each forward and each backward.
         3: {
@@ -71,7 +72,7 @@ def counts_body(rank, world, stage):
     }[stage]
     found = {name: n_bytes for name, (_, n_bytes) in large.items()}
     if stage == 3:
-        # Backward's first weights are the forward's last ones, and may be kept.
+        # The last weights of a forward are the first of its backward, and may be kept.
         at_most = expected.pop("all_gather_into_tensor")
         got = found.pop("all_gather_into_tensor")
         assert at_most // 2 <= got <= at_most, (got, at_most)
@@ -92,7 +93,7 @@ def test_counts_and_sizes_are_those_of_the_model(stage):
 
 
 def several_buckets_body(rank, world):
-    """A bucket a layer: as many calls as layers, each of a layer's size."""
+    """Each bucket holds a layer, so there are as many calls as layers, each of a layer's size."""
     layer = 4 * WIDTH * WIDTH
     with redirect_stdout(io.StringIO()):
         engine = _train(rank, 2, {"enabled": True}, reduce_bucket_size=WIDTH * WIDTH)
@@ -114,12 +115,12 @@ def settings_body(rank, world):
     assert comm.get_comm_operation_count() == 0 and Ledger.entry_type is LedgerEntry
     engine.close()
 
-    # Operations by name, and no others.
+    # Only the operations listed by name are logged.
     engine = _train(rank, 1, {"enabled": True, "prof_all": False, "prof_ops": ["reduce_scatter_tensor"]})
     assert comm.get_logged_comm_ops() == ["reduce_scatter_tensor"]
     engine.close()
 
-    # A configuration without the section leaves a log on that dist.configure has turned on.
+    # dist.configure has turned a log on. A configuration without the section leaves it on.
     engine = _train(rank, 1, None)
     assert comms_logger.enabled and comm.get_logged_comm_ops() == ["reduce_scatter_tensor"]
     engine.close()
@@ -131,7 +132,7 @@ def settings_body(rank, world):
     names = comm.get_logged_comm_ops()
     assert any("reduce_scatter_tensor | [Caller Func: engine (backward" in name for name in names), names
     comm.reset_log()
-    # The caller's own are in the same log, once.
+    # The caller's own collectives are in the same log, once.
     comm.configure(debug=False)
     comm.all_reduce(torch.ones(8))
     assert comm.get_comm_operation_count() == 1 and comm.get_logged_comm_ops() == ["all_reduce"]
@@ -160,7 +161,7 @@ def test_the_section_and_the_summary():
 
 
 def _counts(engine):
-    """{name: {bytes: calls}}, and the same of the calls that the straggler analysis compared."""
+    """{operation: {bytes: calls}} of the summary, then of the straggler analysis."""
     result = comms_logger.log_all(print_log=False, show_straggler=True, return_dict=True)
     comm.configure(enabled=False)
     comm.reset_log()
@@ -194,7 +195,7 @@ def test_messages_between_stages_are_in_the_log():
     everyone = run_ranks(2, pipeline_body)
     for rank, (summary, compared) in enumerate(everyone):
         print(rank, summary)
-        # A micro-batch's activations go on, its gradient comes back, behind a header of 64 bytes each.
+        # Each micro-batch sends its activations forward and their gradient back, each behind a header of 64 bytes.
         n_bytes = 4 * ROWS * WIDTH + 64
         assert (summary["send"][n_bytes], summary["recv"][n_bytes]) == (3 * STEPS, 3 * STEPS)
         assert summary == compared, "a message has two ends, which are compared"
@@ -211,13 +212,13 @@ def sequence_body(rank, world):
 def test_exchanges_of_sequence_ranks_are_in_the_log():
     ((summary, compared), _) = run_ranks(2, sequence_body)
     print(summary)
-    # Two layers, forward and backward: queries, keys and values in one exchange, and outputs in another.
+    # Two layers, forward and backward. One exchange carries queries, keys and values, another carries outputs.
     part = 4 * sequences.BATCH * sequences.TOKENS // 2 * sequences.WIDTH
     assert summary["all_to_all_single"] == {part: 4 * STEPS, 3 * part: 4 * STEPS} == compared["all_to_all_single"]
 
 
 def tensors_body(rank, world):
-    """A pair of layers, cut over columns and then over rows, of a width that only the sum of both ranks has."""
+    """Trains a layer cut over columns and a layer cut over rows; counts the bytes of their all-reduces."""
     torch.manual_seed(0)
     first, last = torch.nn.Linear(8, 12), torch.nn.Linear(12, 10)
     group = torch.distributed.group.WORLD
@@ -235,5 +236,5 @@ def tensors_body(rank, world):
 def test_sums_of_tensor_parallel_ranks_are_in_the_log():
     for counts in run_ranks(2, tensors_body):
         print(counts)
-        # Outputs in forward, gradients of the inputs in backward.
+        # Forward reduces outputs, backward reduces gradients of inputs.
         assert counts == {4 * ROWS * 10: STEPS, 4 * ROWS * 8: STEPS}

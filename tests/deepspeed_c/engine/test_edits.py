@@ -1,4 +1,5 @@
-"""engine/edits.py: edits come in the order of the table, and the model is as it was when they are undone, at the end or after an exception half way."""
+"""engine/edits.py: edits are applied in the order of the table. Undoing them, at the end or after an exception half
+way, restores the model."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
 
 
 def face(model: nn.Module) -> dict[str, tuple]:
-    """All of a model that an edit may change, but the data of its parameters."""
+    """Everything that an edit may change in a model, except the data of its parameters."""
     found = {}
     for name, module in model.named_modules():
         own = vars(module)
@@ -70,7 +71,7 @@ def test_the_table_is_in_order():
     assert len(set(names)) == len(names)
     for i, edit in enumerate(EDITS):
         assert set(edit.after) <= set(names[:i]), (edit.name, edit.after, names[:i])
-        # A row that needs the layout must come after every row that must not have it.
+        # Edits that need the layout must come after all edits that run before the layout exists.
         assert all(later.needs_layout for later in EDITS[i:]) or not edit.needs_layout
 
 
@@ -91,7 +92,7 @@ def test_a_closed_engine_leaves_the_model_as_it_was(stage: int):
 
 
 def twice(rank: int, world: int) -> None:
-    """A second engine takes over a model with kernels; its edits are its own."""
+    """A second engine takes over a model with kernels, and makes and undoes edits of its own."""
     model = make_llama()
     before = face(model)
     first = one_step(model, config(1))

@@ -200,7 +200,7 @@ test_unmanaged_accumulation = one_rank(unmanaged_body)
 
 
 def aborted_body(rank: int, world: int, stage: int, own_backward: bool) -> None:
-    """An exception in backward, then another step: as if the broken window had never been."""
+    """Backward raises, and another step follows. The result is the same as without the broken window."""
 
     class Explode(torch.autograd.Function):
         @staticmethod
@@ -367,7 +367,7 @@ def cycles_body(rank: int, world: int) -> list[tuple[int, int, int]]:
 
 def test_closed_engines_leave_nothing_behind():
     for seen in run_ranks(2, cycles_body):
-        # A leak never goes down again; memory that a thread of gloo's still holds for a moment does.
+        # A leak never goes down again. Memory that a thread of gloo holds for a moment does go down.
         (rss0, tensors0, fds0), (rss1, tensors1, fds1) = map(max, zip(*seen[4:7])), map(min, zip(*seen[11:]))
         assert tensors1 <= tensors0, f"live tensors by cycle: {[s[1] for s in seen]}"
         assert fds1 <= fds0, f"open files by cycle: {[s[2] for s in seen]}"

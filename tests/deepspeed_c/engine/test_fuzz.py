@@ -1,4 +1,4 @@
-"""Twenty cases of the fuzzer (``fuzz.py``, which runs any number of them by hand), and whether it would notice."""
+"""Twenty cases of the fuzzer, and whether it notices planted bugs. ``fuzz.py`` runs any number of cases by hand."""
 
 from __future__ import annotations
 

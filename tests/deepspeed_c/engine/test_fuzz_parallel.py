@@ -1,4 +1,5 @@
-"""Fifty cases of the generator of parallel runs (``fuzz_parallel.py``, which runs any number of them by hand), and whether it would notice a wrong scale."""
+"""Fifty cases of the fuzzer of parallel runs, and whether it notices a wrong scale. ``fuzz_parallel.py`` runs any
+number of cases by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ def test_a_random_parallel_run_is_one_process(seed: int) -> None:
     assert not problem, f"{problem}\npython -m tests.deepspeed_c.engine.fuzz_parallel --case '{told(case)}'"
 
 
-# Bugs that the generator has found.
+# Bugs that the fuzzer has found.
 FOUND = {
     "a kept product that a sum over ranks had overwritten was summed again": {"tp": 2, "recompute": "budget"},
     "gradients that were late on some tensor-parallel ranks were added in another order there": {
@@ -38,7 +39,7 @@ def test_what_was_found_stays_mended(what: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", [{"data": 2}, {"tp": 2}, {"sp": 2}, {"pp": 2}], ids=str)
 def test_a_rate_that_is_off_by_a_half_is_noticed(case: dict, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loss that counts once on each of two ranks would be off by as much."""
+    """The plain run gets 1.5 times the learning rate. Each case must fail then."""
     plain, rate = fuzz_parallel.plain, fuzz_parallel.RATE
 
     def with_another_rate(case: dict):

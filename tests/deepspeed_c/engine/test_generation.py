@@ -1,4 +1,5 @@
-"""Generation at stage 3: ranks that stop after different numbers of forwards, with and without a learnt order."""
+"""Generation at stage 3, before and after the order of gathers is learnt: ranks may stop after different numbers of
+forwards."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def body(rank: int, world: int, is_learnt: bool, is_synced: bool) -> list[list[i
             n = FORWARDS[(rank + turn) % 3] if is_synced else turn
             results.append(engine.generate(start, n, synced=is_synced).tolist())
         assert engine._fetcher.live_elems == 0
-        # Training goes on as if nothing had been.
+        # Training goes on as if nothing had been generated.
         loss = engine(start).square().mean()
         engine.backward(loss)
         engine.step()

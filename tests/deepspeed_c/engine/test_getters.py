@@ -1,5 +1,4 @@
-"""The engine's answers about its configuration: every getter answers, and getters that compute something answer right.
-"""
+"""The engine's getters for its configuration: each returns a value, and computed values are right."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def answers_body(rank: int, world: int, extra: dict) -> dict:
     names = [name for name, value in inspect.getmembers(ConfigGetters, inspect.isfunction) if not name.startswith("_")]
     with make(extra) as engine:
         answers = {name: getattr(engine, name)() for name in names}
-        # Absent sections need a value all the same, or a getter of a disabled feature would raise.
+        # Every section needs a value, or a getter of a disabled feature would raise.
         return {
             name: value for name, value in answers.items() if isinstance(value, (bool, int, float, str, dict, tuple))
         } | {

@@ -25,7 +25,7 @@ from tests.ranks import run_ranks
 
 
 def make(stage: int, dtype: str, kind: str = "adamw", seed: int = 11, **more: Any):
-    """Our engine on the model that the fixtures were trained on, with weights of its own."""
+    """Our engine with the fixtures' model. The weights differ from the fixtures' weights."""
     torch.manual_seed(seed)
     model = Tiny()
     if kind == "sgd":
@@ -39,7 +39,7 @@ def make(stage: int, dtype: str, kind: str = "adamw", seed: int = 11, **more: An
 
 
 def show(engine, states: list[str]) -> dict[str, Any]:
-    """Every tensor, as peer.py reports DeepSpeed's. Collective."""
+    """All tensors of our engine, in the form in which peer.py reports DeepSpeed's. Collective."""
     shown: dict[str, Any] = {"param": whole_params(engine.module), "master": {}, "state": {name: {} for name in states}}
     for name, param in engine.module.named_parameters():
         if param.requires_grad:
@@ -57,7 +57,7 @@ def show(engine, states: list[str]) -> dict[str, Any]:
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Where our engine holds something else than DeepSpeed showed, with both values."""
+    """The entries in which our engine's values differ from DeepSpeed's, with both values."""
     pairs = {("buffer", name): (theirs["buffer"][name], ours["buffer"][name]) for name in ("offset", "seen")}
     pairs.update({("param", name): (theirs["param"][name], ours["param"][name]) for name in theirs["param"]})
     pairs.update({("master", name): (value, ours["master"][name]) for name, value in theirs["master"].items()})
@@ -93,18 +93,19 @@ def world_of(name: str) -> int:
     return 1 if "stage0" in name or "old-format" in name else 2
 
 
-# Relative. On one machine they are the same bit for bit; another one's matrix products round otherwise. Without the moments they differ by 1e-2.
+# Relative tolerance. On one machine the losses are equal bit for bit; on another, matrix products round otherwise.
+# Losses without the loaded moments differ by 1e-2.
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-3, "fp16": 2e-3}
 
 
 def losses_of_deepspeed(name: str, report: dict[str, Any]) -> list[float]:
-    """DeepSpeed's losses of the steps after its save, as far as ours should be the same."""
+    """DeepSpeed's losses of the steps after its save, up to the last one that our losses should equal."""
     losses = report["losses"][STEPS:]
     if "round-robin" in name:
-        # Three ranks saved it: the other two's batches are not ours.
+        # Three ranks saved this checkpoint. From the second step on the batches of the other two would count.
         return losses[:1]
     if "stage0-fp16" in name and name.startswith(("0.18", "0.19")):
-        # Without ZeRO these divide gradients by a loss scale that the loss was not multiplied by.
+        # Without ZeRO these versions divide gradients by a loss scale, but did not multiply the loss by it.
         return losses[:1]
     return losses
 
@@ -115,7 +116,7 @@ def test_fixtures_load_and_go_on_as_deepspeed_did(tmp_path, name):
     stage = int(name.split("stage")[1][0])
     dtype = re.search(r"stage\d-(\w+)", name)[1]
     if "round-robin" in name:
-        # DeepSpeed's accessors look in the wrong places there (see test_read.py).
+        # DeepSpeed's accessors read the wrong places of these states (see test_read.py).
         report["saved"] |= {"master": {}, "state": {}}
     stages = [stage] if stage else [0, 2, 3]
     results = run_ranks(world_of(name), load_and_go_on, str(folder), stages, dtype, kind_of(name))
@@ -153,7 +154,7 @@ def go_on_in_torch(model: Tiny, optimizer: torch.optim.Optimizer, first: int, n_
 
 
 def save_hugging_face(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Two files with an index, by the library."""
+    """Saves two files with an index by Hugging Face's library."""
     folder.mkdir()
     names = list(weights)
     weight_map = {}
@@ -235,7 +236,7 @@ def test_weights_of_hugging_face_and_dcp_folders_are_loaded_alone(tmp_path):
         assert found == []
 
 
-# -- and with an optimizer -----------------------------------------------------------------------------------------------
+# -- weights and an optimizer ------------------------------------------------------------------------------------------
 
 
 def load_dcp(rank: int, world: int, folder: str) -> list[Any]:
@@ -269,7 +270,7 @@ def test_a_run_of_torch_goes_on_from_its_dcp_folder(tmp_path, is_flat):
         assert ours == pytest.approx(losses, rel=LOSS_TOLERANCE["fp32"])
 
 
-# -- where it lies -------------------------------------------------------------------------------------------------------
+# -- finding the checkpoint --------------------------------------------------------------------------------------------
 
 
 def find_places(rank: int, world: int, universal: str, folder: str) -> list[Any]:
@@ -293,11 +294,12 @@ def test_a_folder_of_tags_comes_before_weights_beside_it_and_a_tags_own_folder_i
         assert found == [str(folder / "t3"), tag, tag, (None, None)]
 
 
-# -- the other way -------------------------------------------------------------------------------------------------------
+# -- from us to DeepSpeed ----------------------------------------------------------------------------------------------
 
 
 def save_for_deepspeed(rank: int, world: int, folder: str) -> Any:
-    """Groups that are not in the module's order, and an optimizer that DeepSpeed keeps flat without ZeRO."""
+    """Saves for DeepSpeed at stages 0 and 1. The optimizer groups are not in the module's order, and DeepSpeed keeps
+    the states of this optimizer flat at stage 0."""
     found = []
     for stage in (0, 1):
         torch.manual_seed(11)

@@ -1,5 +1,5 @@
-"""Host memory that a load takes on a rank: its part of the new tensors, and the reader's buffers; never the whole
-model."""
+"""The host memory that a load takes on a rank: the rank's part of the new tensors and the reader's buffers, never the
+whole model."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ WHOLE = 4 * WIDTH * WIDTH * DEPTH  # 63 MB
 SHARD = WHOLE // WORLD
 # The ring of _C.read_blocks: 8 buffers of 2 MiB.
 READER = 16 << 20
-# Other memory touched meanwhile (code, heaps of threads, the manifest). Reading the whole model would add three times
-# this to a rank's own part.
+# Other memory that a load touches: code, heaps of threads, the manifest. Reading the whole model would add three times
+# as much to a rank's part.
 SLACK = SHARD // 3
 
 
@@ -59,10 +59,10 @@ def make(seed: int) -> Any:
 
 
 def growth(what: Callable[[], Any]) -> int:
-    """The peak of the resident memory in bytes, less the resident memory before."""
+    """How far a call raises the peak of the resident memory, in bytes."""
     accelerator = get_accelerator()
     gc.collect()
-    # Free memory that a heap has kept would be used without being seen.
+    # Give free memory of the heap back: if the call used it, resident memory would not grow.
     ctypes.CDLL(None).malloc_trim(0)
     accelerator.reset_peak_memory_stats()
     before = accelerator.memory_allocated()
@@ -94,7 +94,7 @@ def body(rank: int, world: int, folder: str) -> dict[str, int]:
         engine.save_checkpoint(ckpt, tag="one")
         engine.save_model(model)
         wanted = shards(engine)
-        engine.load_checkpoint(ckpt)  # one-time imports, connections and threads do not count
+        engine.load_checkpoint(ckpt)  # one-time imports, connections and threads must not count below
         grown["into the engine that saved"] = growth(lambda: engine.load_checkpoint(ckpt))
     with make(1) as engine:
         loads = {
@@ -121,7 +121,7 @@ def test_a_load_takes_a_ranks_own_part_and_the_readers_buffers(tmp_path):
         "into the engine that saved": READER,
         "weights": READER,
         "a Hugging Face folder": READER,
-        "weights and new states": SHARD + READER,  # the moments are made by the load
+        "weights and new states": SHARD + READER,  # the load allocates the moments
     }
     for rank, grown in enumerate(run_ranks(WORLD, body, str(tmp_path))):
         print(f"rank {rank}, MB: " + ", ".join(f"{what} {n / 1e6:.1f}" for what, n in grown.items()))
@@ -129,7 +129,7 @@ def test_a_load_takes_a_ranks_own_part_and_the_readers_buffers(tmp_path):
             assert grown[what] <= n_bytes + SLACK, (
                 f"rank {rank}, {what}: the peak rose by {grown[what] / 1e6:.1f} MB, allowed are {n_bytes / 1e6:.1f} and {SLACK / 1e6:.1f}"
             )
-        # The measurement sees whole weights where they are.
+        # The measurement notices a read of all weights.
         assert grown["the whole model"] > WHOLE > READER + SLACK, (
             f"rank {rank}: reading the whole model, {WHOLE / 1e6:.1f} MB, was seen as {grown['the whole model'] / 1e6:.1f} MB"
         )

@@ -1,5 +1,5 @@
-"""A load of any kind, anywhere in a window, begins an accumulation window: training goes on as plain torch does from
-the loaded weights and states, with the gradients of the micro-batches after the load alone. A refused load leaves the
+"""A load of any kind, anywhere in an accumulation window, begins a new window. Training goes on as plain torch does
+from the loaded weights and states, with gradients only of micro-batches after the load. A refused load leaves the
 window as it was."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def loss_of(outputs: torch.Tensor) -> torch.Tensor:
 
 
 class Plain:
-    """The same training in plain torch, of all ranks at once."""
+    """The same training in plain torch, in one process with the data of all ranks."""
 
     def __init__(self) -> None:
         self.model = make_model()
@@ -83,11 +83,11 @@ def make_engine(stage: int, steering: str = "managed", **config) -> Engine:
     return deepspeed_c.initialize(model=make_model(), config=settings)[0]
 
 
-# -- who says where a window ends ---------------------------------------------------------------------------------------
+# -- the engine or the caller ends windows -----------------------------------------------------------------------------
 
 
 def micro_batches(engine: Engine, steering: str, window: int) -> Iterator[int]:
-    """Runs a window, and comes back after each backward and after each call of step()."""
+    """Runs a window. Yields after each backward and after each call of step()."""
     for micro in range(GAS):
         is_last = micro == GAS - 1
         if steering in ("boundary", "boundary_only"):
@@ -101,7 +101,7 @@ def micro_batches(engine: Engine, steering: str, window: int) -> Iterator[int]:
 
 
 def run(engine: Engine, steering: str, window: int) -> None:
-    """A whole window, whose last step and no other updates."""
+    """Runs a whole window. Only its last step may update weights."""
     before = engine.global_samples
     for micro in micro_batches(engine, steering, window):
         is_boundary = engine.is_gradient_accumulation_boundary()
@@ -111,7 +111,8 @@ def run(engine: Engine, steering: str, window: int) -> None:
 
 
 STEERINGS = ["managed", "boundary", "boundary_only", "unmanaged", "no_sync"]
-# After how many returns of `micro_batches` a load comes: within the first backward's no_sync(), in the middle, before the last step.
+# The number of yields of `micro_batches` before a load: within no_sync() of the first backward, in the middle, before
+# the last step.
 MOMENTS = {
     "managed": (1, 2, 3, 5),
     "boundary": (1, 4, 5),
@@ -125,7 +126,7 @@ def by_hand(src: Weights, dst: nn.Module) -> None:
     dst.load_state_dict(src)
 
 
-# Kind of load -> (the call, whether the plain run's weights go back, whether its momenta do).
+# Kind of load -> (the call, whether it restores weights, whether it restores momenta).
 LOADS: dict[str, tuple[Callable[[Engine, str], object], bool, bool]] = {
     "all": (lambda engine, folder: engine.load_checkpoint(folder), True, True),
     "but states": (lambda engine, folder: engine.load_checkpoint(folder, load_optimizer_states=False), True, False),
@@ -192,7 +193,7 @@ def test_a_load_begins_a_window(stage, tmp_path):
 
 
 def check_scale(rank: int, world: int, stage: int) -> None:
-    """Masters and loss scale of an optimizer's dict are loaded while accumulated gradients still have the old scale."""
+    """Loads an optimizer's dict, with masters and a loss scale, while gradients accumulated at the old scale wait."""
     found = []
     for abandons in (False, True):
         with make_engine(stage, fp16={"enabled": True, "initial_scale_power": 8}) as engine:
@@ -226,7 +227,7 @@ def test_gradients_of_another_loss_scale_are_dropped(stage):
 
 
 def damage(folder: str) -> None:
-    """The first weights' first byte, in the middle of a file that is otherwise complete."""
+    """Flips the last byte of the first rank's file, which keeps its length."""
     path = os.path.join(folder, "rank_00000.safetensors")
     with open(path, "r+b") as file:
         file.seek(-1, os.SEEK_END)
@@ -280,8 +281,8 @@ def test_a_load_that_is_refused_leaves_the_window_as_it_was(stage, tmp_path):
 
 
 def check_broken(rank: int, world: int, stage: int, folder: str) -> None:
-    """A file turns out to be unreadable on one rank after weights were overwritten: the window is gone, the engine
-    refuses to train, and the next load begins a window."""
+    """One rank finds a file unreadable after weights were overwritten. The window is lost, the engine refuses to train,
+    and the next load begins a window."""
     plain = Plain()
     with make_engine(stage) as engine:
         run(engine, "managed", 0)
@@ -319,8 +320,8 @@ def test_a_load_that_breaks_begins_a_window_with_the_next_one(stage, tmp_path):
 
 
 def check_between(rank: int, world: int, steering: str) -> None:
-    """A window is open from its first backward to the step that updates, whether the engine or the caller counts
-    micro-batches."""
+    """A window is open from its first backward to the step that updates, both where the engine counts micro-batches and
+    where the caller does."""
     with make_engine(2, steering) as engine:
         for window in range(2):
             engine.set_train_batch_size(engine.train_batch_size())
@@ -338,7 +339,7 @@ def test_a_window_is_open_from_its_first_backward_to_its_step(steering):
     run_ranks(WORLD, check_between, steering)
 
 
-# -- where in the data a window began -----------------------------------------------------------------------------------
+# -- the place in the data at which a window began ---------------------------------------------------------------------
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -352,7 +353,8 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def check_places(rank: int, world: int, folder: str) -> None:
-    """A checkpoint saved within a window goes on with the first batch of that window, however the window began."""
+    """Training from a checkpoint that was saved within a window goes on with the first batch of that window, however
+    the window began."""
     settings = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": GAS,

@@ -1,6 +1,5 @@
-"""Engines whose ranks share memory ("comm": {"local": ...}): the bits of gloo, buffers read in place, and the rest of
-training: loaders that fork, checkpoints, killed ranks.
-"""
+"""Engines whose ranks share memory ("comm": {"local": ...}) get the same bits as over gloo and read buffers in place.
+Loaders that fork, checkpoints and killed ranks are tested too."""
 
 from __future__ import annotations
 
@@ -90,7 +89,7 @@ def bits_body(rank, world, stage, precision, more):
         for book in all_ledgers():
             for path, n_bytes in book.carried.items():
                 bytes_of[path] = bytes_of.get(path, 0) + n_bytes
-        # Before the ranks know that they share memory they compare their configurations, a few numbers.
+        # Ranks compare their configurations, a few numbers, over gloo before they know that they share memory.
         assert bytes_of["shm"] > 20_000 and bytes_of.get("gloo", 0) < 1000, bytes_of
 
 
@@ -102,7 +101,7 @@ def test_two_ranks_get_the_bits_of_gloo(run_ranks, stage, precision):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_three_ranks_get_the_bits_of_gloo(run_ranks, stage):
-    # At stage 0 gloo's ring adds fp32 in an order of its own.
+    # At stage 0 gloo's ring adds fp32 in another order than shared memory.
     run_ranks(3, bits_body, stage, "fp32", {})
 
 
@@ -139,7 +138,7 @@ def test_what_is_sent_lies_where_others_read_it(run_ranks, stage):
 
 class Samples(torch.utils.data.Dataset):
     def __init__(self, model):
-        self.model = model  # a worker has it too, and lets go of it
+        self.model = model  # a forked worker holds the model too, and releases it
 
     def __len__(self):
         return 12
@@ -163,7 +162,7 @@ def loader_body(rank, world, stage, folder):
         ):
             engine.backward(engine(batch))
             engine.step()
-        # Copies of all kinds.
+        # Copy the module in memory and through a file.
         if stage < 3:
             twin = copy.deepcopy(engine.module)
             file = io.BytesIO()
@@ -235,7 +234,7 @@ def killed_body(rank, world, stage):
     assert "rank 1 (process " in text and "shm)" in text, text
     assert "rank 1 has ended" in text.split("Fix")[1], f"the watchdog knows it too: {text}"
     assert seconds < 200, f"{seconds:.0f} s: nobody waits for the timeout of the group, which is 900 s"
-    os._exit(0)  # the remaining ranks cannot end the group in order
+    os._exit(0)  # the ranks that are left cannot close the group in order
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

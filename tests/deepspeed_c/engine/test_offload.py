@@ -1,4 +1,4 @@
-"""States that are moved out and back are the same bits, and nothing runs meanwhile."""
+"""States that are moved out and back keep their bits, and the engine refuses to run while they are away."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def storages(engine, kind: OffloadStateTypeEnum, device: str = "nvme") -> int:
 
 
 def has_memory(storage) -> int:
-    """The storage's bytes in memory; 0 if its memory is released. For shared memory the system is asked."""
+    """The bytes of the storage that are in memory; 0 if its memory is released. The system tells for shared memory."""
     n_bytes = storage.nbytes()
     if storage.resizable() or n_bytes == 0:
         return n_bytes
@@ -67,7 +67,7 @@ def all_storages(engine) -> dict[OffloadStateTypeEnum, int]:
 
 
 def files_in(folder: str) -> list[str]:
-    """Open files of this process in ``folder``, with a name or without."""
+    """The files in ``folder`` that this process has open, unlinked files too."""
     links = [os.path.realpath(os.path.join("/proc/self/fd", name)) for name in os.listdir("/proc/self/fd")]
     return [link for link in links if link.startswith(f"{folder}/")]
 
@@ -108,8 +108,8 @@ def out_and_back(engine, rank: int, place: OffloadDeviceEnum, folder: str) -> No
     assert storages(engine, OffloadStateTypeEnum.optim_states) == 0
     assert storages(engine, OffloadStateTypeEnum.hp_params) == 0
     assert storages(engine, OffloadStateTypeEnum.lp_grads) == sizes[OffloadStateTypeEnum.lp_grads]
-    engine.offload_states(device=place)  # the rest; states that are away stay away
-    engine.offload_states(device=place)  # nothing is left
+    engine.offload_states(device=place)  # moves the rest; states that are away stay away
+    engine.offload_states(device=place)  # nothing is left to move
     assert all_storages(engine) == dict.fromkeys(OffloadStateTypeEnum, 0)
     for call in (
         lambda: engine(*batch(0, 0, rank, 0)),
@@ -120,7 +120,7 @@ def out_and_back(engine, rank: int, place: OffloadDeviceEnum, folder: str) -> No
         engine.optimizer.state_dict,
     ):
         assert "have been offloaded" in failure(call, StateError)
-    # One descriptor through the page cache and one past it, for each of the two calls that moved something.
+    # Each of the two calls that moved something holds two descriptors: one goes through the page cache, one past it.
     is_filed = place is OffloadDeviceEnum.nvme
     assert bool(files_in(folder)) == is_filed, files_in(folder)
     assert os.listdir(folder) == [], "the file has a name"
@@ -137,8 +137,8 @@ def test_out_and_back(world: int, stage: int, dtype: str) -> None:
         run_ranks(world, body, stage, dtype, folder)
 
 
-# Where states live -> (offload_optimizer, whether device and host memory differ, and for "cpu" and "nvme" the label of
-# the homes whose tensors move).
+# Where states live -> (offload_optimizer, whether device and host memory differ, and the label of the homes whose
+# tensors move, for "cpu" and "nvme").
 HOMES = {
     "all in a file": ({"device": "nvme"}, False, {"cpu": "none", "nvme": "none"}),
     "some in a file": ({"device": "nvme", "ratio": 0.5}, False, {"cpu": "device", "nvme": "device"}),
@@ -163,7 +163,7 @@ def homes_body(rank: int, world: int, stage: int, name: str, folder: str) -> Non
                     units = engine._layout.trained
                     moving = [unit for unit in units if moves[device] in (unit.states.label, "both")]
                     assert bool(moving) == (moves[device] != "none"), [unit.states.label for unit in units]
-                    # Adam's two moments, and masters, of four bytes each, for this rank's elements.
+                    # Each element of this rank has two moments of Adam and a master, of four bytes each.
                     n_masters = sum(4 * unit.shard_elems for unit in moving)
                     for kind, n_bytes in (("optim_states", 2 * n_masters), ("hp_params", n_masters)):
                         assert storages(engine, OffloadStateTypeEnum(kind), device) == n_bytes, kind
@@ -172,7 +172,7 @@ def homes_body(rank: int, world: int, stage: int, name: str, folder: str) -> Non
                         for bucket in range(unit.n_buckets):
                             stays = unit not in moving
                             in_memory = unit.states.in_memory(bucket)
-                            # Buckets in a file take none; elsewhere they have masters and two moments.
+                            # A bucket in a file has no tensors in memory; any other bucket has masters and two moments.
                             assert len(in_memory) == (0 if unit.states.label == "file" else 3), in_memory
                             for tagged in in_memory:
                                 nbytes = tagged.tensor.untyped_storage().nbytes()
@@ -195,7 +195,7 @@ def test_each_home_moves_what_it_has_in_memory(world: int, stage: int, name: str
 
 
 def weights_body(rank: int, world: int, folder: str) -> None:
-    """Weights in a file, but for the first elements of the model, which stay in memory."""
+    """Weights lie in a file, except the first elements of the model, which stay in memory."""
     zero = {"reduce_bucket_size": 60, "offload_param": {"device": "nvme", "nvme_path": folder, "max_in_cpu": 60}}
     runs = []
     for device in (None, "cpu", "nvme"):
@@ -246,7 +246,7 @@ def test_closed_while_states_are_away() -> None:
 def refusals(rank: int, world: int, folder: str) -> None:
     with make(2, "bf16") as engine, pytest.raises(ConfigError, match="names no folder on NVMe"):
         engine.offload_states(device="nvme")
-    # A single rank has no room: all ranks refuse, and go on.
+    # One rank has no room: all ranks refuse to move, and go on.
     with make(2, "bf16", folder) as engine:
         want = train(engine, rank, range(4))
     with make(2, "bf16", folder) as engine:
@@ -297,7 +297,7 @@ def failing(rank: int, world: int, folder: str) -> None:
             with make(3, "bf16", folder, aio={"checksum": True}) as engine:
                 losses = train(engine, rank, range(2))
                 sizes = all_storages(engine)
-                # Rank 1 cannot write a part: nothing has moved on any rank.
+                # Rank 1 cannot write a part: nothing moves on any rank.
                 broken.set(**({"full_at": 3 * 4096} if rank == 1 else {}))
                 said = failure(lambda: engine.offload_states(device="nvme"), OffloadError)
                 assert "could not be written" in said or "failed" in said, said
@@ -305,8 +305,8 @@ def failing(rank: int, world: int, folder: str) -> None:
                 broken.set()
                 losses += train(engine, rank, range(2, 4))
 
-                # Rank 0 cannot read, and then reads corrupted bytes; all ranks get the error, and the states stay in
-                # the file.
+                # Rank 0 first cannot read, and then reads corrupted bytes. All ranks get the error, and the states
+                # stay in the file.
                 engine.offload_states(device="nvme")
                 broken.set(**(EVERYTHING if rank == 0 else {}))
                 reload_fails(engine, rank, "failed")
@@ -324,7 +324,7 @@ def failing(rank: int, world: int, folder: str) -> None:
                 losses += train(engine, rank, range(4, 6))
                 assert losses == want, f"{losses} != {want}"
 
-                # Closed over a device that is gone: an error, weights that read NaN, and nothing left open.
+                # The engine is closed while its device fails: this raises, weights read NaN, and no file stays open.
                 engine.offload_states(device="nvme")
                 module = engine.module
                 broken.set(**EVERYTHING)

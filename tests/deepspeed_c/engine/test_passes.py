@@ -1,5 +1,5 @@
-"""engine/passes.py: a pass that ends in no parameter's gradient computes the same as in plain torch, and is no part of
-the window; at every stage, in every precision."""
+"""engine/passes.py: a backward pass that gives no parameter a gradient computes the same as in plain torch and is no
+part of the window. This holds at every stage and in every precision."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ CELLS = [
     for precision in PRECISIONS
     if stage in (1, 3) or "autocast" not in precision
 ]
-# Norm of the difference over norm. The bugs to find are off by the loss scale, by accumulation steps, or by a missing
-# term.
+# Limits of the norm of the difference over the norm. The bugs to find are a wrong factor (loss scale, accumulation
+# steps) and a missing term.
 TOLERANCE = {"fp32": 2e-5, "bf16": 4e-2, "fp16": 1e-2, "autocast_bf16": 4e-2, "autocast_fp16": 1e-2}
 
 
 class Net(nn.Module):
-    """Twice differentiable. ``kind``: how its middle is run."""
+    """A network that is twice differentiable. ``kind``: how its middle is run."""
 
     def __init__(self, kind: str = "plain") -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def make(stage: int, precision: str, kind: str = "plain", gas: int = GAS, seed: 
 
 
 def make_input(engine, rank: int, step: int) -> torch.Tensor:
-    """A leaf; numbers that bf16 holds, so that all precisions see the same ones."""
+    """A leaf of numbers that bf16 holds exactly, so that all precisions see the same input."""
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank)).bfloat16()
     dtype = torch.float32 if engine is None else next(engine.module.parameters()).dtype
     return x.to(dtype).requires_grad_()
@@ -107,7 +107,7 @@ def of_output(run, x):
 
 
 def of_map(run, x):
-    """Twice through the same graph, the second time from a saliency map."""
+    """Goes back through one graph twice; the second pass begins at a saliency map."""
     g = torch.autograd.grad(run(x).float().square().sum(), x, create_graph=True)[0]
     return torch.autograd.grad(g.float().abs().sum(), x)[0]
 
@@ -132,7 +132,7 @@ def by_hooks(run, x):
 
 
 def of_many_at_once(run, x):
-    """A Jacobian: a batch of gradients of the outputs goes back in one pass."""
+    """A Jacobian: one pass carries a batch of gradients of the outputs."""
     out = run(x).float().sum(0)
     return torch.autograd.grad(out, x, torch.eye(5), is_grads_batched=True)[0]
 
@@ -182,7 +182,7 @@ def passes_body(rank: int, world: int, stage: int, precision: str) -> None:
         plain = make_net()
         before, n_gathers = window_of(engine), 0
 
-        # torch.func does not work with the hooks that keep gathered weights out of graphs, says torch.
+        # torch refuses torch.func where saved-tensor hooks keep gathered weights out of graphs.
         passes = [run for run in PASSES if stage < 3 or world == 1 or run is not by_transform]
 
         def run_all(step: int) -> None:
@@ -193,11 +193,11 @@ def passes_body(rank: int, world: int, stage: int, precision: str) -> None:
 
         for run in passes:
             got, want = run(engine, make_input(engine, rank, 3)), run(plain, make_input(None, rank, 3))
-            # Second derivatives have lost more digits.
+            # Second derivatives lose more digits.
             tolerance = TOLERANCE[precision] * (4 if run is of_map else 1)
             assert off_by(got, want) < tolerance, f"{run.__name__}: {off_by(got, want):g}"
             assert window_of(engine) == before, run.__name__
-            if stage == 3 and world > 1 and run is not of_the_output_itself:  # of_the_output_itself reads no weight
+            if stage == 3 and world > 1 and run is not of_the_output_itself:  # that pass reads no weight
                 assert_at_rest(engine)
                 assert engine._fetcher.stats.n_gathers > n_gathers
                 n_gathers = engine._fetcher.stats.n_gathers
@@ -242,7 +242,7 @@ def penalized(run, x: torch.Tensor) -> torch.Tensor:
 
 def penalty_body(rank: int, world: int, stage: int, precision: str, backward: str) -> None:
     with make(stage, precision) as engine:
-        for window in range(2):  # the second one along plans that have been learnt
+        for window in range(2):  # the second window follows the plans that the first has learnt
             engine.zero_grad()
             plain = make_net()
             for micro in range(GAS):
@@ -293,7 +293,8 @@ def test_a_penalty_that_fp16_cannot_scale_at_the_outputs_is_refused():
 
 
 def kind_body(rank: int, world: int, stage: int, precision: str, kind: str, backward: str) -> None:
-    """Passes to the input between trained ones, where the parameters of the trained ones are in a graph of their own, or in one node, or the outputs feed one another."""
+    """Passes to the input alternate with trained passes. By ``kind``, the parameters lie in a graph of their own or in
+    a single node, or outputs depend on one another."""
     with make(stage, precision, "plain" if kind == "compiled" else kind, gas=1) as engine:
         if kind == "compiled":
             engine.compile(backend="aot_eager")
@@ -345,7 +346,7 @@ class WithOwn(Net):
 
 
 def frozen_body(rank: int, world: int, stage: int, precision: str, has_own_node: bool) -> None:
-    """All parameters are frozen for a while, as a discriminator's are in the generator's turn."""
+    """All parameters are frozen for a while, like those of a discriminator while the generator is trained."""
     torch.manual_seed(1)
     model = WithOwn() if has_own_node else Net()
     with deepspeed_c.initialize(model=model, config=make_config(stage, precision))[0] as engine:
@@ -373,7 +374,7 @@ def test_a_frozen_module_lets_gradients_through(precision):
 
 
 def parameters_body(rank: int, world: int, stage: int, precision: str) -> None:
-    """autograd.grad to parameters gives this rank's own gradient, whole, as it is."""
+    """autograd.grad to parameters gives this rank's gradient: whole, unscaled, and not reduced over ranks."""
     with make(stage, precision) as engine:
         plain = make_net()
         window = window_of(engine)
@@ -387,7 +388,7 @@ def parameters_body(rank: int, world: int, stage: int, precision: str) -> None:
             assert off_by(g, w) < TOLERANCE[precision], f"{name} is off by {off_by(g, w):g}"
             assert torch.equal(g, h), name
         assert window_of(engine) == window
-        # backward(inputs=...) to some of them is a pass of the window: they get gradients, the others none.
+        # backward(inputs=...) to some parameters is a pass of the window. Only these parameters get gradients.
         loss.backward(inputs=params[:2])
         engine.step()
         (loss_of(engine(make_input(engine, rank, 0))) * 0).backward(inputs=params[:2])
@@ -406,7 +407,7 @@ def test_gradients_of_parameters_that_are_asked_for(stage):
         run_ranks(2, parameters_body, stage, precision)
 
 
-# -- passes that do both ------------------------------------------------------------------------------------------------
+# -- passes to an input and to parameters ------------------------------------------------------------------------------
 
 
 class Records(logging.Handler):
@@ -430,7 +431,7 @@ def both_body(rank: int, world: int, precision: str, backward: str) -> list[str]
                 x = make_input(engine, rank, 0)
                 loss = loss_of(engine(x))
                 engine.backward(loss) if backward == "engine" else loss.backward()
-                # The caller's own loss is scaled at the outputs in fp16 alone.
+                # Only fp16 scales the caller's own loss, at the outputs.
                 factor = (1.0 if precision == "bf16" and backward == "user" else 1.0 / GAS) * (
                     SCALE if precision == "fp16" else 1.0
                 )
@@ -466,7 +467,7 @@ def make_tail() -> Tail:
 
 
 def chain_body(rank: int, world: int, stage: int, first: str, second: str, how: str) -> None:
-    """The outputs of one engine are the inputs of another; ``how``: who runs backward."""
+    """The outputs of one engine are the inputs of another. ``how``: which engine, or the caller, runs backward."""
     precision = first if first != "fp32" else second
     with (
         make(stage, first) as head,
@@ -543,7 +544,7 @@ def test_a_chain_that_fp16_cannot_scale_is_refused():
 
 
 def beside_body(rank: int, world: int) -> None:
-    """Two engines in fp16 that one loss is made from, side by side."""
+    """One loss depends on two engines in fp16, side by side."""
     with make(1, "fp16", gas=1) as one, make(1, "fp16", gas=1, seed=5) as two:
         for how in ("user", "scales", "one"):
             loss_1, loss_2 = (loss_of(e(make_input(e, 0, 0).detach())) for e in (one, two))
@@ -569,7 +570,7 @@ def test_two_engines_side_by_side():
 
 
 def raising_body(rank: int, world: int, stage: int) -> None:
-    """A pass that raises leaves the window as it was, and later passes are as if it had not happened."""
+    """A pass that raises changes neither the window nor later passes."""
 
     def refuse(grad):
         raise ValueError("no")

@@ -1,5 +1,5 @@
-"""A run that is asked to stop: all ranks save the same step and exit with 0, and a run that resumes from there equals a
-run that was never stopped."""
+"""A run gets a signal to stop. All ranks save the same step and exit with 0, and a run that resumes from this
+checkpoint equals an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def engine_of(folder: str | None, stage: int = 2, **settings: Any):
 
 
 def go_on(engine, rank: int, tell: Any, n_windows: int = 10, meddle: Any = None) -> None:
-    """Trains until ``n_windows`` are done, and tells every micro-batch: its samples, loss, and random numbers drawn besides."""
+    """Trains until ``n_windows`` are done. Calls ``tell`` for each micro-batch with its samples, its loss and random
+    numbers drawn besides."""
     if engine.global_steps == 0:
         random.seed(rank)
         torch.manual_seed(rank)
@@ -69,7 +70,8 @@ def resumed(rank: int, world: int, folder: str, n_windows: int) -> tuple[int, li
 
 # -- under the launcher -------------------------------------------------------------------------------------------------
 
-# Two runs, one after the other: starting processes takes longer than anything else here. Only the second one ends them.
+# Two runs, one after the other, in the same processes: starting processes takes longer than anything else here. Only
+# the second run ends the processes.
 SCRIPT = """
 import json, os, sys, time
 import deepspeed_c
@@ -129,7 +131,7 @@ def test_sigterm_saves_and_all_end_with_0(tmp_path):
         assert stopped[rank] == expected, f"rank {rank}, stopped after {n_done} windows"
 
 
-# -- in ranks that are forked, which takes no seconds -------------------------------------------------------------------
+# -- in forked ranks, which start at once -------------------------------------------------------------------
 
 
 def caught(run: Any) -> tuple[int | str | None, str]:
@@ -148,7 +150,8 @@ def ask_here() -> None:
 
 
 def stopped_in_a_window(rank: int, world: int, folder: str, is_async: bool, asks_again: bool) -> Any:
-    """Rank 1 alone is asked, after the first micro-batch of the fifth window; a save of the fourth may be under way then."""
+    """Only rank 1 gets the signal, after the first micro-batch of the fifth window. A background save of the fourth
+    window may be under way then."""
     import deepspeed_c.checkpoint.native.save as module
 
     may_write, save = threading.Event(), module.save
@@ -165,7 +168,7 @@ def stopped_in_a_window(rank: int, world: int, folder: str, is_async: bool, asks
                 engine.save_checkpoint(folder, tag="before", is_async=True)
             if rank == 1:
                 ask_here()
-                if asks_again:  # the cluster signals all processes, and the launcher passes on the same
+                if asks_again:  # the cluster signals all processes, and the launcher passes the same signal on
                     ask_here()
         elif engine.micro_steps == 5 * GAS - 1:
             threading.Timer(0.2, may_write.set).start()
@@ -190,7 +193,7 @@ def test_one_rank_is_asked_within_a_window(tmp_path, is_async):
     stopped = run_ranks(2, stopped_in_a_window, folder, is_async, is_async)
     assert [(code, len(told)) for code, _, told in stopped] == [(0, 5 * GAS)] * 2, stopped
     assert "a signal to another rank: saved step 5" in stopped[0][1] and "saved step" not in stopped[1][1], stopped
-    for _, err, _ in stopped:  # a notice about the save before, between a backward and its step
+    for _, err, _ in stopped:  # an earlier save, between a backward and its step, logs this notice
         assert ("the gradients of its micro-batches are not saved" in err) == is_async, err
     tags = {path.parent.name for path in tmp_path.glob("*/manifest.json")}
     assert tags == {"global_step5", *(["before"] if is_async else [])}
@@ -208,13 +211,13 @@ def failures(rank: int, world: int, folder: str) -> dict[str, Any]:
         if engine.micro_steps == GAS and rank == 0:
             ask_here()
 
-    # Nobody has said where to.
+    # No folder to save in is configured.
     found["nowhere"] = caught(lambda: go_on(engine_of(None), rank, list, meddle=ask))
-    # There is a file in the way on one rank's side.
+    # A file stands where the folder should be.
     blocked = os.path.join(folder, "blocked")
     Path(blocked).touch()
     found["blocked"] = caught(lambda: go_on(engine_of(blocked), rank, list, meddle=ask))
-    # The save before it fails, in the background: that is told, and this one is made all the same.
+    # An earlier save fails in the background. The failure is reported, and this save is made nevertheless.
     save, good = module.save, os.path.join(folder, "good")
 
     def fail(contents, destination, ranks) -> None:
@@ -249,7 +252,7 @@ def die(rank: int, world: int, how: str) -> None:
     def ask(engine) -> None:
         if how == "twice":
             ask_here()
-            engine._preemption._received_at -= 60  # a minute later
+            engine._preemption._received_at -= 60  # the signal came a minute ago
         ask_here()
 
     if how == "not enabled":
@@ -330,7 +333,7 @@ def handlers(rank: int, world: int, folder: str) -> None:
         term = engine_of(folder)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert usr._preemption.is_requested() and not term._preemption.is_requested() and heard == []
-        # A child that is forked from here is nobody who saves.
+        # A forked child does not save.
         pid = os.fork()
         if pid == 0:
             try:
@@ -342,7 +345,7 @@ def handlers(rank: int, world: int, folder: str) -> None:
         usr.close()
         assert signal.getsignal(signal.SIGUSR1) is mine and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-        # A later handler of the signal stays.
+        # A handler of the signal that was installed later stays.
         signal.signal(signal.SIGTERM, mine)
         term.close()
         assert signal.getsignal(signal.SIGTERM) is mine

@@ -1,4 +1,5 @@
-"""disable_python_gc: automatic collections are off while an engine with the key lives, and as before afterwards."""
+"""disable_python_gc: automatic garbage collection is off while an engine with this key lives, and as before
+afterwards."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def make(*, is_off: bool) -> deepspeed_c.DeepSpeedEngine:
 
 
 def freed_of_cycles() -> int:
-    """Number of 5000 cycles that automatic collections free."""
+    """How many of 5000 cycles automatic collections free."""
     before = Node.freed
     for _ in range(5000):
         Node()
@@ -50,7 +51,7 @@ def engines_body(rank: int, world: int) -> list:
     Node()
     before = Node.freed
     first = make(is_off=True)
-    seen += [gc.isenabled(), Node.freed - before]  # garbage of the start is collected once
+    seen += [gc.isenabled(), Node.freed - before]  # the garbage of the start has been collected once
     second, third = make(is_off=True), make(is_off=False)
     loss = first(torch.ones(3, 5)).square().mean()
     first.backward(loss)
@@ -60,7 +61,7 @@ def engines_body(rank: int, world: int) -> list:
     seen.append(gc.isenabled())
     first.close()
     first.close()
-    seen.append(gc.isenabled())  # the second still needs it
+    seen.append(gc.isenabled())  # the second engine still needs the pause
     second.destroy()
     seen += [gc.isenabled(), freed_of_cycles() > 0]
     return seen
@@ -72,7 +73,7 @@ def test_collections_are_off_until_the_last_engine_is_closed():
 
 
 def failed_body(rank: int, world: int) -> list[bool]:
-    """The edit after the pause fails."""
+    """The edit that follows the pause fails; the pause must end."""
     gc.enable()
     seen = []
 
@@ -113,7 +114,7 @@ def fork_body(rank: int, world: int) -> list:
     pid = os.fork()
     if pid == 0:
         is_on = gc.isenabled()
-        pause.close()  # belongs to the parent: nothing happens
+        pause.close()  # the pause belongs to the parent: nothing happens
         later = CollectorPause()
         is_off = not gc.isenabled()
         later.close()

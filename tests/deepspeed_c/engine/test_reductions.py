@@ -1,5 +1,5 @@
-"""The engine's methods to reduce gradients and other tensors by hand, the names of its groups, and its throughput
-timer."""
+"""The engine's methods that reduce gradients and other tensors by hand, the names of the engine's groups, and the
+throughput timer."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def backward(engine, rank, k=1.0):
 
 def gradients_body(rank, world, stage):
     engine, model = make(stage)
-    engine.allreduce_gradients()  # nothing has gathered: nothing to do
+    engine.allreduce_gradients()  # no gradients have accumulated: nothing to do
     weights = safe_weights(model, stage)
     with engine.no_sync():
         backward(engine, rank)
@@ -52,7 +52,7 @@ def gradients_body(rank, world, stage):
     engine._backward_epilogue()
     engine.buffered_allreduce_fallback()
     assert dict(engine._comm.ledger.totals) == sent, "sums that are complete were reduced again"
-    # A further pass of the same window counts, too.
+    # Another pass of the same window counts too.
     engine._backward_prologue()
     backward(engine, rank, 2.0)
     engine._backward_epilogue()

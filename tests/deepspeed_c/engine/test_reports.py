@@ -1,4 +1,4 @@
-"""The engine's output: unasked only one line at the start, and the reports that each key asks for."""
+"""The engine's output: one line at the start by default, and the report that each key of the configuration asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""State that a run goes on from: callers set it on the engine under DeepSpeed's names, and checkpoints save it."""
+"""The state of a run beside its tensors. Callers set it on the engine under DeepSpeed's names, and checkpoints save
+it."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def own_schedule_and_loader(rank: int, world: int, folder: str) -> None:
         scheduler, engine.lr_scheduler = engine.lr_scheduler, None
         before = scheduler.state_dict()
         train(engine, range(2))
-        assert scheduler.state_dict() == before  # nobody steps it
+        assert scheduler.state_dict() == before  # the engine does not step it
         engine.lr_scheduler = scheduler
         train(engine, range(2, 3))
         assert scheduler.state_dict() != before
@@ -48,7 +49,7 @@ def own_schedule_and_loader(rank: int, world: int, folder: str) -> None:
         engine.load_checkpoint(folder)
         assert engine.training_dataloader.state_dict() == place, (engine.training_dataloader.state_dict(), place)
         assert engine.lr_scheduler.state_dict() == scheduler.state_dict()
-    assert engine.lr_scheduler is None and engine.training_dataloader is None  # closed
+    assert engine.lr_scheduler is None and engine.training_dataloader is None  # the engine is closed
 
 
 def test_a_schedule_and_a_loader_that_a_caller_sets_are_saved(tmp_path):

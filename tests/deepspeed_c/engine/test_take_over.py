@@ -1,4 +1,5 @@
-"""A second ``initialize`` over a model whose engine still lives takes the model over, with one warning, at every stage."""
+"""A second ``initialize`` over a model takes it over from an engine that still lives, with one warning, at every
+stage."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def config_of(stage: int) -> dict:
 
 
 def wrapped(net: nn.Module) -> nn.Module:
-    """As an adapter's wrapper holds the model of an engine."""
+    """A module around the model of an engine, as wrappers of adapters are."""
     outer = nn.Sequential(net, nn.Linear(3, 3))
     with torch.no_grad():
         outer[1].weight.copy_(torch.eye(3))
@@ -57,7 +58,7 @@ def made_twice(rank: int, world: int, stage: int, kind: str) -> tuple[float, lis
         first = deepspeed_c.initialize(model=net, optimizer=optimizer, config=config_of(stage))[0]
         first.backward(first(batch(0, rank)).square().sum())
         first.step()
-        first.backward(first(batch(9, rank)).square().sum())  # is dropped with its engine
+        first.backward(first(batch(9, rank)).square().sum())  # this gradient is dropped with its engine
         model = wrapped(net) if kind == "wrapped" else net
         if kind != "same optimizer":
             optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -108,7 +109,7 @@ def test_engines_that_share_a_part_are_refused(stage: int) -> None:
 
 
 def by_the_callers_optimizer(rank: int, world: int, stage: int) -> list[str]:
-    """What is said; ``zero_grad`` acts."""
+    """Returns the warnings. ``zero_grad`` of the caller's optimizer still takes effect."""
     net, want = make_net(), make_net()
     warnings = Warnings()
     logging.getLogger("deepspeed_c").addHandler(warnings)

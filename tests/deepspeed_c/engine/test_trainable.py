@@ -1,4 +1,4 @@
-"""Freezing and unfreezing in mid-run, against plain torch where requires_grad flips."""
+"""Parameters are frozen and trained again in mid-run, compared with plain torch, where requires_grad flips."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.deepspeed_c.zero.test_oracle import make_config
 from tests.deepspeed_c.zero.traits import CLIP, OPTIMIZER, TRAITS, batch, make_model, whole_params
 from tests.ranks import run_ranks
 
-# Patterns of the trained parameters, phase by phase; two steps each.
+# The patterns of the trained parameters in each phase. A phase has two steps.
 PHASES = (None, ["out.*", "gain"], ["inp.weight", "gain"], None)
 STEPS = 2
 
@@ -49,7 +49,7 @@ def plain(world: int, keep_state: bool) -> dict[str, torch.Tensor]:
 
 
 def rounded(world: int, stage: int, keep_state: bool, orders: list[list[Event]]) -> dict[str, torch.Tensor]:
-    """As ``plain``, in bf16 and rounding where the engine rounds."""
+    """As ``plain``, but in bf16 and rounded where the engine rounds."""
     model = make_model(TRAITS["plain"])
     flow = flow_of(make_config(stage, "bf16", 1, {}), world, model)
     reference = Reference(model, [{"params": model.parameters()}], flow, world, OPTIMIZER, orders)

@@ -1,4 +1,5 @@
-"""Whole-model weights, in and out of an engine: equal to a plain model's, written by rank 0 alone, and all or nothing when they do not fit."""
+"""Weights of the whole model, into and out of an engine. They equal a plain model's, rank 0 alone writes them, and
+weights that do not fit are refused as a whole."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def check_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], lab
         )
 
 
-# -- out ------------------------------------------------------------------------------------------------------------------
+# -- out of the engine -------------------------------------------------------------------------------------------------
 
 
 def saving_body(rank: int, world: int, folder: str, trait: str, stage: int, dtype: str) -> None:
@@ -71,7 +72,7 @@ def saving_body(rank: int, world: int, folder: str, trait: str, stage: int, dtyp
                     check_equal(whole, expected, f"{label}: consolidated")
                     if trait == "tied":
                         assert whole["inp.weight"].data_ptr() == whole["forth.weight"].data_ptr()
-                    whole["gain"].fill_(77.0)  # a copy: the model does not change
+                    whole["gain"].fill_(77.0)  # the dict holds a copy: the model does not change
             else:
                 try:
                     engine._zero3_consolidated_16bit_state_dict()
@@ -110,7 +111,7 @@ def safetensors_body(rank: int, world: int, folder: str) -> None:
 
 
 def test_safetensors_hold_the_same_values(tmp_path) -> None:
-    """Read here by the format's own definition: a length, a JSON header, then the bytes."""
+    """Reads the file by the definition of its format: a length, a JSON header, then the bytes."""
     import json
 
     run_ranks(2, safetensors_body, str(tmp_path))
@@ -151,7 +152,7 @@ def test_a_folder_that_cannot_be_written_raises_on_all_ranks(tmp_path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["a file", "pytorch_model.bin"]
 
 
-# -- in -------------------------------------------------------------------------------------------------------------------
+# -- into the engine ---------------------------------------------------------------------------------------------------
 
 
 def loading_body(rank: int, world: int, stage: int, dtype: str, half_whole: bool) -> None:

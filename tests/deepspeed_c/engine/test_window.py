@@ -1,4 +1,4 @@
-"""The micro-batches that end a window, counted by hand."""
+"""Which micro-batches end a window, compared with a count by hand."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_caller_who_steers_says_what_is_a_boundary():
     for is_boundary in (True, False, True):
         window.steer(is_boundary)
         assert window.is_boundary() is is_boundary
-        assert window.begin == 6  # step()'s count says nothing of windows now
+        assert window.begin == 6  # calls of step() no longer count for windows
     assert make(4, is_managed=False).is_boundary()
 
 

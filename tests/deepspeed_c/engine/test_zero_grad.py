@@ -1,5 +1,5 @@
-"""engine/zero_grad.py: ``zero_grad()`` of a module drops its gradients that an engine has accumulated in the present
-window, as in plain torch."""
+"""engine/zero_grad.py: ``zero_grad()`` of a module drops the gradients of its parameters that an engine has accumulated
+in the present window, as in plain torch."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def drop(net: nn.Module, part: str, how: str) -> None:
 def dropping_steps(
     rank: int, world: int, stage: int, gas: int, part: str, at: int, precision: dict, how: str = "zero_grad"
 ) -> float:
-    """Largest difference of weights after two steps; in each, ``part`` of the model drops its gradients after
-    micro-batch ``at``, and one more pass follows at the boundary."""
+    """The largest difference of weights from plain torch after two steps. In each step ``part`` of the model drops its
+    gradients after micro-batch ``at``, and one more pass follows at the boundary."""
     net, want = make_net(), make_net()
     optimizer = torch.optim.SGD(want.parameters(), lr=RATE, weight_decay=0.01)
     engine = make_engine(net, gas, stage, **precision)
@@ -77,7 +77,7 @@ def test_none_in_param_grad_drops_too(stage: int, part: str, how: str):
 
 
 def one_of_many(rank: int, world: int, stage: int) -> tuple[list[float], bool]:
-    """``grad = None`` of one parameter, of a model whose other gradients stay; then of all of them, one by one."""
+    """``grad = None`` for one parameter, while other gradients stay; then for all parameters, one by one."""
     net = make_net()
     engine = make_engine(net, 1, stage)
     engine.backward(engine(batch(0, 0)).square().sum())

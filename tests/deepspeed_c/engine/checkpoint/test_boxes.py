@@ -14,7 +14,7 @@ from deepspeed_c.inject.cut import Cut, CutBox
 
 
 def cut_along(shape: tuple[int, ...], dim: int, runs: list[tuple[int, int]]) -> Cut:
-    """A cut that holds the ``runs`` (first, number) of the indices along ``dim``, one after another."""
+    """A cut that holds some indices along ``dim``: the ``runs``, each (first, number), one after another."""
     boxes, at = [], 0
     for first, n in runs:
         local, logical, size = ([0] * len(shape), [0] * len(shape), list(shape))

@@ -1,4 +1,5 @@
-"""engine.save_checkpoint and load_checkpoint: every arrangement of ranks from every other, exact resumption, partial loads."""
+"""engine.save_checkpoint and load_checkpoint: any arrangement of ranks loads what any other saved; exact resumption;
+partial loads."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ STAGES = (0, 1, 2, 3)
 
 
 class Net(nn.Module):
-    """Tied, frozen, unused, empty and scalar parameters, sizes that nothing divides, a buffer that is not contiguous."""
+    """Has tied, frozen, unused, empty and scalar parameters, sizes that nothing divides, and a buffer that is not
+    contiguous."""
 
     def __init__(self, width: int = 13) -> None:
         super().__init__()
@@ -81,7 +83,8 @@ def train(engine, steps: range) -> list[float]:
 
 
 def whole_state(engine) -> dict[str, Any]:
-    """Everything that a checkpoint has to bring back, whole, by ways that know nothing of checkpoints. Collective."""
+    """All tensors and counts that a checkpoint has to restore. They are whole, and read without checkpoint code.
+    Collective."""
     state: dict[str, Any] = {f"weight {name}": value for name, value in whole_params(engine.module).items()}
     state.update(
         {f"buffer {name}": value.clone() for name, value in engine.module.named_buffers() if name == "n_calls"}
@@ -108,7 +111,8 @@ def whole_state(engine) -> dict[str, Any]:
 
 
 def differences(expected: dict[str, Any], actual: dict[str, Any]) -> list[str]:
-    """Where two whole states differ, with both values. Weights that were saved in another dtype are compared as the masters' images."""
+    """The entries in which two whole states differ, with both values. Weights that were saved in another dtype are
+    compared with the masters rounded to it."""
     found = []
     for key in sorted(expected.keys() | actual.keys()):
         a, b = expected.get(key), actual.get(key)
@@ -122,7 +126,7 @@ def differences(expected: dict[str, Any], actual: dict[str, Any]) -> list[str]:
     return found
 
 
-# -- any arrangement from any other -------------------------------------------------------------------------------------
+# -- every arrangement loads every other -------------------------------------------------------------------------------
 
 
 def dtype_of(stage: int, world: int) -> str:
@@ -130,9 +134,10 @@ def dtype_of(stage: int, world: int) -> str:
 
 
 def is_tried(saved_world: int, saved_stage: int, world: int, stage: int) -> bool:
-    """Half of all pairs, the same arrangement among them: any three of the four meet in all their values, with two values of the fourth.
+    """Whether a pair of arrangements is tried: half of all pairs are, among them each arrangement with itself.
 
-    Precisions are dealt out by another rule, so any two stages, and any two worlds, meet within one precision and across both.
+    All combinations of values of any three arguments occur, each with two values of the fourth. Precisions follow
+    another rule. So any two stages, and any two worlds, occur both with equal and with different precisions.
     """
     return (saved_world + saved_stage + world + stage) % 2 == 0
 
@@ -156,13 +161,13 @@ def load_all(rank: int, world: int, folder: str, expected: dict[tuple[int, int],
             for (saved_world, saved_stage), state in expected.items():
                 if not is_tried(saved_world, saved_stage, world, stage):
                     continue
-                # Values from before the load must not remain.
+                # Train first: values from before the load must not remain after it.
                 train(engine, range(1))
                 path, client = engine.load_checkpoint(folder, tag=f"world{saved_world}_stage{saved_stage}")
                 if client != {"world": saved_world, "stage": saved_stage}:
                     problems.append(f"client state {client} of {path}")
                 got = whole_state(engine)
-                # The count of samples is the saving run's.
+                # The count of samples comes from the run that saved.
                 problems += [
                     f"world {saved_world} stage {saved_stage} -> world {world} stage {stage}: {text}"
                     for text in differences(state, got)
@@ -219,7 +224,7 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def run_on_data(engine, loader, n_steps: int) -> list[Any]:
-    """Trains from ``loader`` with accumulation, and draws random numbers of all kinds besides."""
+    """Trains from ``loader`` with accumulation, and draws from every random number generator besides."""
     told = []
     gas = engine.gradient_accumulation_steps()
     for _ in range(n_steps * gas):
@@ -258,7 +263,8 @@ def test_ten_steps_equal_four_then_six_bit_for_bit(tmp_path, world, stage, dtype
 
 
 def continue_elsewhere(rank: int, world: int, folder: str, stage: int) -> Any:
-    """From a checkpoint of two ranks with 2 samples each: the same four samples a step on any number of ranks."""
+    """Continues from a checkpoint of two ranks with 2 samples each. Any number of ranks sees the same four samples in a
+    step."""
     micro = 4 // world
     with make(stage, model=Net(), data=Numbers(), train_micro_batch_size_per_gpu=micro) as engine:
         engine.module.dropout.p = 0.0
@@ -280,7 +286,7 @@ def test_another_world_goes_on_with_the_same_samples_and_the_same_losses(tmp_pat
         samples = sorted(itertools.chain.from_iterable(batches[step] for batches, *_ in expected))
         assert sorted(itertools.chain.from_iterable(batches[step] for batches, *_ in actual)) == samples
         loss = sum(losses[step] for _, losses, _ in expected) / 2
-        # fp32 sums of another order.
+        # The ranks sum in fp32 in another order.
         assert sum(losses[step] for _, losses, _ in actual) / world == pytest.approx(loss, rel=2e-6)
     for key, value in expected[0][2].items():
         if torch.is_tensor(value):
@@ -444,7 +450,7 @@ def test_every_optimizer_resumes_exactly(tmp_path, stage):
 
 
 class Rows(torch.optim.Optimizer):
-    """Keeps one number a row, as Adafactor does: a state in another shape than its parameter's."""
+    """Keeps one number a row, as Adafactor does, so the shape of the state is not the parameter's."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.01})
@@ -520,7 +526,7 @@ def test_deepspeeds_layout_goes_out_and_comes_back(tmp_path, stage, dtype):
 
 
 def sign(folder: str, name: str, **changed: Any) -> None:
-    """Changes entries of a file of small state, as one would who can compute a checksum."""
+    """Changes entries of a file of small state and updates its checksum."""
     path = os.path.join(folder, name)
     with open(path, "rb") as file:
         content = state_files.pack({**state_files.unpack(file.read(), path), **changed}, path)
@@ -567,8 +573,8 @@ def odd_states_of_ranks(rank: int, world: int, folder: str) -> list[str]:
                 told.append(str(error))
             if differences(before, whole_state(engine)) or not torch.equal(generator, torch.get_rng_state()):
                 told[-1] += " -- changed by a refused load"
-        train(engine, range(1))  # nothing was overwritten, so it may go on
-        # A schedule's state is the schedule's own: only it can tell.
+        train(engine, range(1))  # nothing was overwritten, so the engine may go on
+        # Only the schedule knows what its state may be, so only the schedule can refuse it.
         engine.save_checkpoint(folder, tag="schedule", save_latest=False)
         if rank == 0:
             sign(os.path.join(folder, "schedule"), "state.pt", lr_scheduler={"last_batch_iteration": "x"})

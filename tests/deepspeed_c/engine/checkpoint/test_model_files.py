@@ -1,5 +1,5 @@
-"""save_model writes a plain model's weights in Hugging Face's layout at every stage, and fails on all ranks or on none.
-"""
+"""save_model writes the weights of a plain model in Hugging Face's layout at every stage. It fails on all ranks or on
+none."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_model(folder: str, want: dict[str, torch.Tensor], label: str) -> None:
 
 def without_aliases(trait: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     model = make_model(TRAITS[trait])
-    first = {name for name, _ in model.named_parameters()}  # tied ones once
+    first = {name for name, _ in model.named_parameters()}  # names a tied parameter once
     return {name: value for name, value in state.items() if name in first or name == "table"}
 
 
@@ -58,7 +58,7 @@ def saving_body(rank: int, world: int, folder: str, trait: str, stage: int, dtyp
         path = os.path.join(folder, f"{label} trained")
         engine.save_model(path, exclude_frozen_parameters=True)
         check_model(path, {k: v for k, v in want.items() if k not in frozen}, label)
-        # After a step: the masters hold more than the weights do.
+        # Save after a step, when masters hold more digits than weights.
         x, y = batch(0, 0, rank, 0)
         engine.backward(engine(x.to(kind), y))
         engine.step()
@@ -75,7 +75,7 @@ def saving_body(rank: int, world: int, folder: str, trait: str, stage: int, dtyp
                     master = masters[name]
                     expected[name] = (value if master is None or out == kind else master).to(out)
             check_model(path, expected, f"{label} {out}")
-        # The folder's weights are replaced, and its other files stay.
+        # Weights in the folder are replaced; other files in it stay.
         if rank == 0:
             with open(os.path.join(path, "tokenizer.json"), "w") as file:
                 file.write("{}")
@@ -121,7 +121,7 @@ def refused_body(rank: int, world: int, folder: str) -> None:
                 pass
             else:
                 raise AssertionError(f"{path}, {options}: no error on rank {rank}")
-        # Nothing hangs and nothing is lost: it can be saved elsewhere.
+        # No rank hangs and no weight is lost: the model can be saved elsewhere.
         engine.save_model(os.path.join(folder, "out"))
 
 
