@@ -1,4 +1,7 @@
-/* Arrays of elements for kernel tests: guarded on both sides, at any byte address, filled with chosen and with special values. */
+/*
+ * Arrays of elements for kernel tests. Guard bytes lie on both sides. An array may begin at any byte address, and holds
+ * random or special values.
+ */
 #ifndef DSC_TEST_ARRAYS_H
 #define DSC_TEST_ARRAYS_H
 
@@ -101,7 +104,7 @@ static inline void array_fill(struct array *array, double scale, bool is_positiv
     }
 }
 
-/* Any bit pattern: NaNs, infinities and subnormals among them, and each kind often. */
+/* Fills the array with any bit patterns. NaNs, infinities and subnormals are frequent. */
 static inline void array_fill_bits(struct array *array, uint64_t *random)
 {
     static const uint32_t specials[] = {0x00000000, 0x80000000, 0x7f800000, 0xff800000, 0x7fc00000, 0x7f812345, 0x00000001,
@@ -115,7 +118,10 @@ static inline void array_fill_bits(struct array *array, uint64_t *random)
     }
 }
 
-/* Equal bits; a NaN equals any NaN, because which payload comes out depends on the order of operands, which is the compiler's. */
+/*
+ * Checks for equal bits. A NaN equals any NaN: its payload depends on the order of operands, and the compiler chooses
+ * that order.
+ */
 static inline void check_same(const struct array *a, const struct array *b, const char *what, const char *file, int line)
 {
     int64_t n_different = a->n == b->n ? 0 : -1;
@@ -135,11 +141,14 @@ static inline void check_same(const struct array *a, const struct array *b, cons
 
 static const char *const dtype_names[] = {"f32", "bf16", "f16"};
 
-/* Lengths around every vector width and block size. */
+/* Lengths just below, at and above every vector width and block size. */
 static const int64_t awkward_lengths[] = {0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 1021, 1023, 1024, 1025, 2049, 5003};
 #define N_LENGTHS ((int)(sizeof awkward_lengths / sizeof awkward_lengths[0]))
 
-/* The next instruction set that this processor runs, put in force; false past the last, with the automatic choice back. Start with *i = 0. */
+/*
+ * Forces the next instruction set that this processor runs. After the last one it returns false and restores the
+ * automatic choice. Start with *i = 0.
+ */
 static inline bool next_isa(int32_t *i, const char **out_name)
 {
     bool is_runnable = false;

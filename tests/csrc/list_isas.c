@@ -1,5 +1,5 @@
 /*
- * Prints the instruction sets that this build holds and this processor runs, one a line; the test runners loop over
+ * Prints the instruction sets that this build contains and this processor runs, one a line. The test runners loop over
  * them.
  */
 #include "dsc/kernels.h"

@@ -32,7 +32,7 @@ struct pool {
     bool is_closing;
 };
 
-/* Takes chunks until none are left. Called, and returns, with the mutex held. */
+/* Takes chunks until none are left. The mutex is held at entry and at return. */
 static inline void pool_work(struct pool *pool)
 {
     while (pool->next_chunk < pool->n_chunks) {

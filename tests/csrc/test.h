@@ -1,6 +1,7 @@
 /*
  * Helpers for C test programs: checks that print both operands with file and line, seeded random numbers, and the exit
- * codes 0 (passed), 1 (failed) and 77 (skipped). A failed check does not end the program; test_finish() tells.
+ * codes 0 (passed), 1 (failed) and 77 (skipped). A failed check does not end the program: test_finish() gives the exit
+ * code.
  */
 #ifndef DSC_TEST_H
 #define DSC_TEST_H
@@ -23,8 +24,7 @@ static long test_n_checks;
 static long test_n_failures;
 
 /*
- * The state of the loops around a check. Printed with each failure. TEST_AT is for the innermost one, and costs
- * nothing.
+ * The state of the loops around a check, printed with each failure. TEST_AT records the innermost loop at no cost.
  */
 static char test_case[256];
 static int64_t test_at = -1;
@@ -59,10 +59,10 @@ __attribute__((format(printf, 4, 5))) static inline bool test_report(bool is_goo
 
 #define CHECK_STR(a, b) test_check_str((a), (b), #a, #b, __FILE__, __LINE__)
 
-/* dsc_last_error() is printed with a status that was not expected. */
+/* If the status is not the expected one, dsc_last_error() is printed with it. */
 #define CHECK_STATUS(call, expected) test_check_status((call), (expected), #call, __FILE__, __LINE__)
 
-/* The call fails with the status, and the sentence that it leaves names the culprit. */
+/* The call fails with the status, and its error message contains the word. */
 #define CHECK_ERROR(call, expected, word)                                                                                      \
     (CHECK_STATUS(call, expected),                                                                                             \
      test_report(strstr(dsc_last_error(), (word)) != NULL, __FILE__, __LINE__, "\"%s\" does not name \"%s\"", dsc_last_error(), (word)))

@@ -1,4 +1,4 @@
-/* Where the libraries lie that a test loads: beside the test program. */
+/* The folder of the libraries that a test loads: they lie beside the test program. */
 #ifndef DSC_TEST_FOLDER_H
 #define DSC_TEST_FOLDER_H
 

@@ -1,4 +1,4 @@
-/* Opening accelerators: names, libraries that are missing or wrong in one way each, machines without a device. */
+/* Opening accelerators: by name, from libraries that are missing or have one fault each, and without a device. */
 #include "folder.h"
 #include "test.h"
 
@@ -34,7 +34,7 @@ static void test_host(void)
     CHECK_EQ(n_devices, 1);
 }
 
-/* out_accel is untouched, and the sentence says what is wrong. */
+/* Opening fails: out_accel stays untouched, and the error message holds the word. */
 static void check_refused(const char *folder, dsc_status status, const char *word)
 {
     const struct dsc_accel *accel = NULL;
@@ -69,7 +69,7 @@ static void test_libraries(void)
     CHECK_EQ(n_devices, 2);
 }
 
-/* The real library loads on a machine without a driver, and says so. Where there is a device it opens. */
+/* The real library loads on a machine without a driver, and says that there is no driver. With a device it opens. */
 static void test_real_library(void)
 {
     const struct dsc_accel *accel = NULL;

@@ -1,4 +1,7 @@
-/* The host accelerator: every hook gives the bits of the function it stands for, adds to results where the table says so, and passes errors on. */
+/*
+ * The host accelerator: every hook gives the bits of the function that it wraps, accumulates where the table says so,
+ * and passes errors on.
+ */
 #include "test.h"
 
 #include "dsc/accel.h"

@@ -1,4 +1,7 @@
-/* A folder of its own for a test program, on the disk where the system puts temporary files, and files in it. */
+/*
+ * A temporary folder for each test program, on the disk where the system puts temporary files, and helpers for the
+ * files in it.
+ */
 #ifndef DSC_TEST_AIO_FOLDER_H
 #define DSC_TEST_AIO_FOLDER_H
 
@@ -34,7 +37,7 @@ static inline void folder_remove(void)
         perror(folder);
 }
 
-/* Descriptors that this process has open. */
+/* The number of file descriptors that this process has open. */
 static inline int64_t folder_count_fds(void)
 {
     DIR *fds = opendir("/proc/self/fd");
@@ -58,7 +61,7 @@ static inline void folder_fill(void *memory, size_t n_bytes, uint64_t seed)
     }
 }
 
-/* The whole file, by plain system calls; -1 when it does not fit. */
+/* Reads the whole file by plain system calls. Returns -1 when the file does not fit. */
 static inline int64_t folder_read(void *memory, size_t capacity)
 {
     int fd = open(path, O_RDONLY | O_CLOEXEC);

@@ -1,6 +1,6 @@
 /*
- * aio/engine.c over every backend that this kernel allows, and over the fault backend with faults that the engine has
- * to mend. File contents are compared with plain system calls.
+ * aio/engine.c over every backend that this kernel allows, and over the fault backend with faults from which the engine
+ * has to recover. The test reads files by plain system calls to compare them.
  */
 #include "aio/folder.h"
 
@@ -72,7 +72,7 @@ static void write_and_check(dsc_aio *aio, dsc_aio_file *file, int64_t offset, un
     CHECK_EQ(buf[-1], GUARD);
     CHECK_EQ(buf[n_bytes], GUARD);
 
-    /* An old id is not taken for the request that has its place now. */
+    /* The id of a finished request does not match the request that reuses its slot. */
     dsc_aio_id later = 0;
 
     CHECK_STATUS(dsc_aio_submit_read(aio, file, offset, buf, n_bytes, &later), DSC_OK);
@@ -80,7 +80,7 @@ static void write_and_check(dsc_aio *aio, dsc_aio_file *file, int64_t offset, un
     CHECK_STATUS(dsc_aio_wait(aio, later, &res), DSC_OK);
 }
 
-/* Each size at each offset in the file and in memory, written over the data of the earlier cases. */
+/* Transfers each size at each offset in the file and in memory. Each case overwrites the data of the earlier cases. */
 static void test_sizes(const char *backend, bool uses_direct)
 {
     static const size_t sizes[] = {0, 1, 511, 512, 513, 4095, 4096, 4097, 8191, 65537, 1000003, ((size_t)2 << 20) + 1};
@@ -144,7 +144,7 @@ static void test_end_of_file(const char *backend, bool uses_direct)
             CHECK_EQ(res, left);
             CHECK_BYTES(buf, data + offsets[o], (size_t)left);
 
-            /* Where lengths are not reported, a short read is not taken for a whole one. */
+            /* Even if the backend does not report lengths, a short read does not pass for a complete one. */
             CHECK_STATUS(dsc_aio_submit_read(aio, file, offsets[o], buf, (size_t)left, &id), DSC_OK);
             CHECK_STATUS(dsc_aio_submit_read(aio, file, offsets[o], other, (size_t)left + 1, &id), DSC_OK);
             CHECK_ERROR(dsc_aio_wait_all(aio, &n_done), DSC_EIO, "the file ends there");
@@ -229,7 +229,7 @@ static void test_cancel(const char *backend)
     }
     CHECK_EQ(res[0], 300000);
     CHECK_EQ(res[2], 300000);
-    CHECK(res[1] == -ECANCELED || res[1] == 300000); /* a quick one was done already */
+    CHECK(res[1] == -ECANCELED || res[1] == 300000); /* a fast request may have finished already */
     CHECK_EQ(folder_read(got, sizeof got), 900000);
     CHECK_BYTES(got, data, 300000);
     CHECK_BYTES(got + 600000, data + 600000, 300000);
@@ -266,7 +266,7 @@ static void test_errors(const char *backend)
     CHECK_ERROR(dsc_aio_submit_read(aio, file, 0, data, 1, NULL), DSC_EINVAL, "out_id");
     CHECK_EQ(id, 77);
     CHECK_EQ(dsc_aio_pending(aio), 0);
-    CHECK_STATUS(dsc_aio_submit_read(aio, file, INT64_MAX - 1, data, 1, &id), DSC_OK); /* no disk goes that far */
+    CHECK_STATUS(dsc_aio_submit_read(aio, file, INT64_MAX - 1, data, 1, &id), DSC_OK); /* beyond the end of any disk */
     if (dsc_aio_wait(aio, id, &res) == DSC_OK)
         CHECK_EQ(res, 0);
     else
@@ -296,7 +296,10 @@ static void test_errors(const char *backend)
     }
     CHECK_STATUS(dsc_aio_close(file), DSC_OK);
 
-    /* A limit on file sizes stands for a full disk: the space is found lacking when it is reserved, or when it is written. */
+    /*
+     * A limit on file sizes stands for a full disk. The lack of space shows when space is reserved or when it is
+     * written.
+     */
     for (int uses_direct = 0; uses_direct < 2; uses_direct++) {
         struct rlimit before;
         struct rlimit small = {65536, 65536};
@@ -317,7 +320,7 @@ static void test_errors(const char *backend)
     dsc_aio_destroy(aio);
 }
 
-/* Beyond 4 GiB, in a file that is mostly a hole. */
+/* Offsets beyond 4 GiB, in a sparse file. */
 static void test_large_offsets(const char *backend)
 {
     static unsigned char data[50000];
@@ -341,7 +344,7 @@ static void test_large_offsets(const char *backend)
         CHECK_BYTES(got, data, sizeof data);
         CHECK_EQ(stat(path, &found), 0);
         CHECK_EQ(found.st_size, offset + (int64_t)sizeof data);
-        CHECK(found.st_blocks * 512 < (1 << 20)); /* the hole is still one */
+        CHECK(found.st_blocks * 512 < (1 << 20)); /* the file is still sparse */
     }
     CHECK_STATUS(dsc_aio_close(file), DSC_OK);
     dsc_aio_destroy(aio);

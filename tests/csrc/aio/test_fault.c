@@ -21,7 +21,7 @@ static dsc_aio *make(const struct dsc_aio_fault_plan *plan)
     return folder_engine("fault", BLOCK, 6);
 }
 
-/* Failures by chance: each request ends, and the good ones are on the disk. */
+/* Random failures: each request ends, and the data of the successful requests is on the disk. */
 static void test_failures(uint64_t seed, bool uses_direct)
 {
     const struct dsc_aio_fault_plan plan = {
@@ -60,7 +60,7 @@ static void test_failures(uint64_t seed, bool uses_direct)
     dsc_aio_destroy(aio);
 }
 
-/* Exactly the requests that touch a bad sector fail, and the sentence says which. */
+/* Only the requests that touch a bad sector fail, and the message names the sector. */
 static void test_bad_sector(bool is_write, bool uses_direct)
 {
     const int64_t bad = 7 * BYTES + 9000;
@@ -96,7 +96,7 @@ static void test_bad_sector(bool is_write, bool uses_direct)
     dsc_aio_destroy(aio);
 }
 
-/* The kernel cuts the write that meets the end of the disk short, and refuses the rest. */
+/* At the end of the disk the kernel shortens one write and refuses the following writes. */
 static void test_full_disk(void)
 {
     const struct dsc_aio_fault_plan plan = {.seed = 6, .full_at = 3 * BYTES + 100};
@@ -135,7 +135,7 @@ static void test_never(void)
     CHECK_STATUS(dsc_aio_close(file), DSC_OK);
 }
 
-/* A backend that is gone: everything pending fails, nothing hangs, nothing more is taken. */
+/* After a backend has died, all pending requests fail, nothing hangs, and new requests are refused. */
 static void test_death(void)
 {
     const struct dsc_aio_fault_plan plan = {.seed = 9, .dies_after = 7, .late_chance = 256};
@@ -156,7 +156,7 @@ static void test_death(void)
     dsc_aio_destroy(aio);
 }
 
-/* A request of 5 GiB, cut and counted; no byte of it exists. */
+/* A request of 5 GiB, whose pieces are counted. Its address range is only reserved. */
 static void test_huge(void)
 {
     const struct dsc_aio_fault_plan plan = {.seed = 10, .pretends = true, .reorders = true};
@@ -186,7 +186,10 @@ static void test_huge(void)
     CHECK_STATUS(dsc_aio_close(file), DSC_OK);
 }
 
-/* A file system that takes O_DIRECT on open, and refuses the first transfer: the page cache serves, and the note says so. */
+/*
+ * A file system that accepts O_DIRECT on open and refuses the first transfer. The engine falls back to the page cache,
+ * and the file's note says so.
+ */
 static void test_late_refusal(void)
 {
     const struct dsc_aio_fault_plan plan = {.seed = 11, .refuses_direct = true};
@@ -242,7 +245,7 @@ static void test_plug(void)
     CHECK_STR(backend_of("auto"), usual);
 }
 
-/* A bit that is wrong is no error to the engine: who wants to know keeps checksums. */
+/* The engine does not detect flipped bits. A caller detects them by checksums. */
 static void test_flips(void)
 {
     const struct dsc_aio_fault_plan plan = {.seed = 12, .flip_chance = 256, .delay_us = 10};

@@ -60,7 +60,7 @@ static void test_truncate_and_size(void)
     CHECK_STATUS(dsc_aio_close(file), DSC_OK);
 }
 
-/* A device has no O_DIRECT of this kind: the file is open all the same, and has a note. */
+/* A device file that does not support O_DIRECT is opened without it, and the file has a note. */
 static void test_refusal(void)
 {
     dsc_aio_file *file = NULL;

@@ -1,6 +1,7 @@
 /*
- * Engines and files after fork, over every backend: a child is refused, its destructors do nothing, and the parent's transfers end as if there were no child. Also
- * while another thread is inside the engine, and with a number of children at once. For the thread sanitizer too.
+ * Engines and files after fork, over every backend: a child is refused, its destructors do nothing, and the parent's
+ * transfers end as if there were no child. This also holds while another thread is inside the engine, and with several
+ * children at once. Also meant for the thread sanitizer.
  */
 #include "aio/folder.h"
 
@@ -17,7 +18,7 @@ enum { N_REQUESTS = 24, BYTES = 300001, CHILD_SECONDS = 200 };
 
 __attribute__((visibility("default"))) const char *__tsan_default_options(void);
 
-/* A child of fork() has one thread only; the thread sanitizer has to be told that this is meant. */
+/* A child of fork() has one thread only. The thread sanitizer stops such a child unless this option allows it. */
 const char *__tsan_default_options(void)
 {
     return "die_after_fork=0";
@@ -25,7 +26,8 @@ const char *__tsan_default_options(void)
 
 /*
  * The address sanitizer leaves the locks of its allocator as they are when another thread holds one during fork (GCC
- * 12; others may not): an allocation in the child then waits for ever. There the child skips all steps that allocate.
+ * 12; others may not): an allocation in the child then waits for ever. Under GCC's address sanitizer, the child
+ * therefore skips all steps that allocate.
  */
 #ifdef __SANITIZE_ADDRESS__
 enum { MAY_ALLOCATE = 0 };
@@ -36,7 +38,7 @@ enum { MAY_ALLOCATE = 1 };
 static unsigned char data[N_REQUESTS * BYTES];
 static unsigned char got[N_REQUESTS * BYTES + 1];
 
-/* How the child ended; 100: not by itself. */
+/* The child's exit code, or 100 if a signal ended it. */
 static int wait_for(pid_t child)
 {
     int status = -1;
@@ -47,8 +49,8 @@ static int wait_for(pid_t child)
 }
 
 /*
- * Use everything inherited from the parent, then an engine of the child's own. Return 0 or the number of the failed
- * step.
+ * Uses everything inherited from the parent, and then an engine that the child creates. Returns 0 or the number of the
+ * failed step.
  */
 static int child_of_fork(const char *backend, dsc_aio *aio, dsc_aio_file *file, dsc_aio_id id)
 {
@@ -74,7 +76,7 @@ static int child_of_fork(const char *backend, dsc_aio *aio, dsc_aio_file *file, 
     if (!MAY_ALLOCATE)
         return 0;
     config.backend = backend;
-#ifdef __SANITIZE_THREAD__ /* it takes a thread of the child for the parent's that had its stack */
+#ifdef __SANITIZE_THREAD__ /* it confuses a child's thread with the parent's at the same stack */
     config.backend = strcmp(backend, "threads") == 0 ? "sync" : backend;
 #endif
     config.queue_depth = 4;
@@ -114,7 +116,7 @@ static void test_in_flight(const char *backend, bool uses_direct, bool is_write)
         children[i] = fork();
         if (children[i] == 0)
             _exit(child_of_fork(backend, aio, file, ids[0]));
-        if (i == 1) /* with children that are still at it, and with none */
+        if (i == 1) /* with children that still run, and with none */
             for (int64_t k = 0; k < N_REQUESTS / 2; k++) {
                 CHECK_STATUS(dsc_aio_wait(aio, ids[k], &res), DSC_OK);
                 CHECK_EQ(res, BYTES);
@@ -130,7 +132,7 @@ static void test_in_flight(const char *backend, bool uses_direct, bool is_write)
         CHECK_EQ(folder_read(got, sizeof got), sizeof data);
     CHECK_BYTES(got, data, sizeof data);
 
-    /* And once more, now that the children are gone. */
+    /* The parent reads once more after the children have ended. */
     CHECK_STATUS(dsc_aio_submit_read(aio, file, 7, got, BYTES, &ids[0]), DSC_OK);
     CHECK_STATUS(dsc_aio_wait(aio, ids[0], &res), DSC_OK);
     CHECK_BYTES(got, data + 7, BYTES);
@@ -138,7 +140,7 @@ static void test_in_flight(const char *backend, bool uses_direct, bool is_write)
     CHECK_STATUS(dsc_aio_close(file), DSC_OK);
 }
 
-/* Another thread uses the engine all the while, so that forks come in the midst of it. */
+/* Another thread uses the engine all the time, so that forks happen in the middle of its calls. */
 struct busy {
     dsc_aio *aio;
     dsc_aio_file *file;
@@ -197,7 +199,7 @@ static void test_busy(const char *backend)
     CHECK_STATUS(dsc_aio_close(busy.file), DSC_OK);
 }
 
-/* Mappings of this process that a child does not get. */
+/* The number of this process's mappings that a child does not inherit. */
 static int64_t count_unshared_maps(void)
 {
     FILE *maps = fopen("/proc/self/smaps", "re");
@@ -213,8 +215,8 @@ static int64_t count_unshared_maps(void)
 }
 
 /*
- * [Note: Direct transfers and fork] of aio/file.c: the ring stays with the parent. io_uring's rings do too, because a
- * child could take their results.
+ * [Note: Direct transfers and fork] of aio/file.c: a child does not inherit the engine's ring of buffers. It does
+ * not inherit io_uring's rings either, because it could consume their results.
  */
 static void test_rings_stay(void)
 {

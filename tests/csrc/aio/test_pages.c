@@ -16,7 +16,7 @@
 static const char *release = "6.18.0";
 static long page_bytes = PAGE;
 
-/* For the library under test, which is linked into this program. */
+/* Replaces sysconf for the library under test, which is linked into this program. */
 long sysconf(int name)
 {
     static long (*real)(int);
@@ -38,7 +38,7 @@ int uname(struct utsname *out)
 static int64_t memory_align = 1;
 static int64_t n_direct;
 
-/* Checks that direct operations are aligned, then transfers as the backend "fault" does. */
+/* Checks that direct operations are aligned, then transfers like the backend "fault". */
 static int64_t watch_submit(void *state, struct dsc_aio_op *const *ops, int64_t n_ops)
 {
     for (int64_t i = 0; i < n_ops; i++) {
@@ -60,7 +60,7 @@ static const struct dsc_aio_backend watch = {
     .reap = fault_reap,
 };
 
-/* Each size at each place in the file and in memory, next to bytes that stay. */
+/* Transfers each size at each place in the file and in memory. Neighbouring bytes must stay unchanged. */
 static void test_transfers(void)
 {
     static const size_t sizes[] = {1, 4096, 65535, 65536, 65537, 200000, 1000003};

@@ -27,7 +27,7 @@ static void test_sizes(void)
         CHECK_EQ(used, wanted);
         CHECK_EQ(held, wanted);
     }
-    dsc_aio_pool_destroy(pool); /* with all of them in use */
+    dsc_aio_pool_destroy(pool); /* while all its buffers are in use */
 }
 
 static void test_budget(void)
@@ -76,7 +76,7 @@ static void test_arguments(void)
     dsc_aio_pool_destroy(pool);
 }
 
-/* A random run against a model that counts. */
+/* A random run against a model that counts used and held bytes. */
 static void test_random_run(void)
 {
     enum { MAX = 20 };

@@ -8,7 +8,7 @@
 
 #define CREATE (DSC_AIO_READ | DSC_AIO_WRITE | DSC_AIO_CREATE | DSC_AIO_TRUNCATE)
 
-/* Engines of several threads on one file, each with its stripes, which share pages. */
+/* Several threads write to one file, each with its own engine and its own stripes. Stripes share pages. */
 struct job {
     const char *backend;
     dsc_aio_file *file;
@@ -34,7 +34,7 @@ static void run_job(void *arg, int64_t first, int64_t last)
         config.queue_depth = 3;
         config.block_bytes = 8192;
         if (dsc_aio_create(&config, &aio) != DSC_OK)
-            continue; /* shows as stripes that are missing */
+            continue; /* the missing stripes reveal the failure */
         for (int64_t s = j; s < N_STRIPES; s += N_JOBS)
             (void)dsc_aio_submit_write(aio, job->file, s * STRIPE_BYTES, job->data + s * STRIPE_BYTES, STRIPE_BYTES, &id);
         (void)dsc_aio_wait_all(aio, &n_done);
@@ -67,7 +67,7 @@ static void test_threads(const char *backend)
     CHECK_STATUS(dsc_aio_close(job.file), DSC_OK);
 }
 
-/* More workers than blocks, fewer, and one. */
+/* Runs with more workers than blocks, with fewer, and with one. */
 static void test_workers(int32_t n_threads, int32_t queue_depth)
 {
     static unsigned char data[300000];

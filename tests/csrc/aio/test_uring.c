@@ -1,6 +1,6 @@
 /*
- * aio/uring.c when the kernel leaves transfers in the queue of its workers. In practice a rare race causes this. Here
- * this thread has a single worker, and that worker waits until a FIFO is opened.
+ * aio/uring.c when the kernel leaves transfers in the queue of its workers. In practice a rare race causes this. The
+ * test causes it by giving this thread a single worker and letting that worker wait until a FIFO is opened.
  */
 #include "aio/folder.h"
 
@@ -33,7 +33,7 @@ static bool ring_open(struct ring *ring)
     return ring->transfers != MAP_FAILED && ring->entries != MAP_FAILED;
 }
 
-/* Sends the one worker to open a FIFO, which takes until somebody opens the other end. */
+/* Makes the only worker open a FIFO, and so wait until somebody opens the other end. */
 static bool occupy_the_worker(struct ring *ring, const char *fifo)
 {
     unsigned limits[2] = {1, 0}; /* of workers for files; as they are for everything else */
@@ -47,7 +47,10 @@ static bool occupy_the_worker(struct ring *ring, const char *fifo)
     return syscall(SYS_io_uring_enter, ring->fd, 1, 0, 0, NULL, (size_t)0) == 1;
 }
 
-/* -1 when no worker has come to the FIFO in thirty seconds: it was not occupied, and the test has shown nothing. */
+/*
+ * Returns -1 when no worker has opened the FIFO within thirty seconds. The worker was then not occupied, and the test
+ * has shown nothing.
+ */
 static int open_other_end(const char *fifo)
 {
     for (int i = 0; i < 30000; i++) {
@@ -60,7 +63,7 @@ static int open_other_end(const char *fifo)
     return -1;
 }
 
-/* In a thread of its own, whose workers nobody else uses. */
+/* Runs in a separate thread, because each thread has its own workers. */
 static void *wait_for_stalled_writes(void *arg)
 {
     static unsigned char data[N_WRITES * WRITE_BYTES];

@@ -1,4 +1,4 @@
-/* base/cores.c: NUMA nodes and this process; the kernel's files are made in a folder. */
+/* base/cores.c: the processors of NUMA nodes and of this process. The test writes the kernel's files into a folder. */
 #include "test.h"
 
 #include "base/cores.h"
@@ -71,7 +71,7 @@ static void test_nodes(void)
     struct dsc_cores cores = cores_from(2, 13);
 
     new_root();
-    check_near(&cores, 3, 4, 12, 2); /* the kernel does not tell */
+    check_near(&cores, 3, 4, 12, 2); /* no file tells the nodes */
     put("sys/devices/system/node/node0/cpulist", "0-3,8-11\n");
     put("sys/devices/system/node/node2/cpulist", "4-7,12-15\n"); /* a gap in the numbers, and processors that are not ours */
     put("sys/devices/system/node/node3/cpulist", "\n");          /* memory only */
@@ -97,7 +97,7 @@ static void test_this_process(void)
     CHECK_EQ(dsc_cores_count(&own), CPU_COUNT(&set));
     for (int32_t i = 0; i < CPU_SETSIZE; i++)
         CHECK_EQ(!CPU_ISSET_S((size_t)i, sizeof own.bits, &own.bits.set), !CPU_ISSET(i, &set));
-    dsc_cores_of(-1, &own); /* a process that does not exist: those online */
+    dsc_cores_of(-1, &own); /* a process that does not exist: all online processors */
     CHECK_EQ(dsc_cores_count(&own), sysconf(_SC_NPROCESSORS_ONLN));
 }
 

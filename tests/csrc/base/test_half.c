@@ -1,4 +1,7 @@
-/* base/half.h against a reference that rounds in f64 with ldexp and nearbyint: every half, and the floats at, below and above every rounding border. */
+/*
+ * base/half.h against a reference that rounds in f64 with ldexp and nearbyint. Covers every half, and the floats at,
+ * just below and just above every rounding border.
+ */
 #include "test.h"
 
 #include "base/half.h"
@@ -52,7 +55,9 @@ static uint16_t reference_narrow(const struct format *format, float value)
     exponent = magnitude == 0.0 || exponent - 1 < format->min_exponent ? format->min_exponent : exponent - 1;
     quantum = ldexp(1.0, exponent - format->fraction_bits);
     count = nearbyint(magnitude / quantum);
-    /* Adding the count to the exponent field lets a carry make the next power of two, and inf at the end. */
+    /*
+     * The count is added to the exponent field, so that a carry gives the next power of two, and inf after the largest.
+     */
     uint32_t bits = ((uint32_t)(exponent - format->min_exponent) << format->fraction_bits) + (uint32_t)count;
 
     return (uint16_t)((bits > format->infinity ? format->infinity : bits) | sign);
@@ -90,7 +95,7 @@ static void check_format(const struct format *format)
         }
         CHECK_EQ(format->narrow(wide), half);
 
-        /* The border between this half and the next away from zero, and its neighbours. */
+        /* The rounding border between this half and the next one away from zero, and the floats beside the border. */
         uint32_t next = (half & 0x7fffu) + 1;
 
         if (next > format->infinity)

@@ -8,7 +8,7 @@
 #include "pool.h"
 
 struct array {
-    char before[24]; /* the count is not the first member, and the stride is not its size */
+    char before[24]; /* so that the count is not first, and the stride is not its size */
     int64_t n_elems;
 };
 
@@ -99,7 +99,7 @@ static void count_chunks(void *arg, int64_t first, int64_t last)
         counts[i]++;
 }
 
-/* Test the pool itself: other tests depend on it. */
+/* Tests the helper pool of tests/csrc/pool.h, because other tests depend on it. */
 static void test_pools(void)
 {
     for (int n_threads = 1; n_threads <= 8; n_threads++) {

@@ -1,4 +1,7 @@
-/* base/pool.c: every chunk once, the same thread for the same chunk, several callers, nested calls, fork, sizes. For the thread sanitizer too. */
+/*
+ * base/pool.c: every chunk runs once, and the same thread runs the same chunk each time. Covers several callers, nested
+ * calls, fork and sizes. Also meant for the thread sanitizer.
+ */
 #include "test.h"
 
 #include "dsc/pool.h"
@@ -12,7 +15,7 @@
 
 #define MAX_CHUNKS 257
 
-/* A child of fork() starts workers; the thread sanitizer has to be told that this is meant. */
+/* A child of fork() starts workers. The thread sanitizer stops such a child unless this option allows it. */
 __attribute__((visibility("default"))) const char *__tsan_default_options(void);
 const char *__tsan_default_options(void)
 {
@@ -42,14 +45,14 @@ static void count_chunks(void *arg, int64_t first, int64_t last)
 
 static void test_every_chunk_once(void)
 {
-    static const int32_t sizes[] = {1, 2, 3, 7, 64}; /* most of them more than there are processors */
+    static const int32_t sizes[] = {1, 2, 3, 7, 64}; /* most exceed the number of processors */
     static const int64_t n_chunks[] = {0, 1, 2, 3, 6, 7, 8, 64, 65, 257};
     struct counts counts;
 
     for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; s++) {
         struct dsc_par par = pool_of(sizes[s]);
 
-        CHECK_EQ(dsc_pool_n_workers(), 0); /* none before the first work */
+        CHECK_EQ(dsc_pool_n_workers(), 0); /* no worker starts before the first work */
         for (int repeat = 0; repeat < 20; repeat++) {
             for (size_t c = 0; c < sizeof n_chunks / sizeof n_chunks[0]; c++) {
                 TEST_CASE("%d threads, %d chunks, repeat %d", sizes[s], (int)n_chunks[c], repeat);
@@ -60,14 +63,17 @@ static void test_every_chunk_once(void)
                     CHECK_EQ(counts.of_chunk[i], i < n_chunks[c] ? 1 : 0);
                 }
                 if (repeat == 0 && n_chunks[c] <= 3)
-                    CHECK_EQ(dsc_pool_n_workers(), 0); /* nor for work too small to share */
+                    CHECK_EQ(dsc_pool_n_workers(), 0); /* no worker starts for work too small to share */
             }
         }
         CHECK_EQ(dsc_pool_n_workers(), sizes[s] - 1);
     }
 }
 
-/* Shares wait for one another until all have started, so none can be taken over: this fixes each share's thread. */
+/*
+ * Each share waits until all shares have started. No thread can then take over another thread's share, which fixes each
+ * share's thread.
+ */
 struct meeting {
     int64_t n_shares;
     _Atomic int64_t n_there;
@@ -90,7 +96,7 @@ static void meet(void *arg, int64_t first, int64_t last)
 
 static void test_shares_stay_with_their_threads(void)
 {
-    static const int64_t n_chunks[] = {64, 5, 4, 7, 257}; /* of 5 threads, one has nothing of 4 chunks */
+    static const int64_t n_chunks[] = {64, 5, 4, 7, 257}; /* with 5 threads and 4 chunks, one thread has no chunk */
     static struct meeting first_time;
     static struct meeting again;
     struct dsc_par par = pool_of(5);
@@ -166,7 +172,10 @@ static void test_several_callers(void)
     }
 }
 
-/* One caller's work ends only after another caller's: it would never end if the other waited for the pool. */
+/*
+ * The work of one caller ends only after the work of another. Neither would end if the second caller waited for the
+ * pool.
+ */
 struct long_work {
     struct dsc_par par;
     _Atomic bool has_begun;
@@ -247,7 +256,10 @@ static void note_rounding(void *arg, int64_t first, int64_t last)
         roundings->of_chunk[i] = fegetround();
 }
 
-/* Bits do not depend on who computes: workers round, and treat subnormals, as the caller does now. */
+/*
+ * Results do not depend on the computing thread: workers adopt the caller's current rounding mode and treatment of
+ * subnormals.
+ */
 static void test_floating_point_environment(void)
 {
     static const int modes[] = {FE_UPWARD, FE_TONEAREST};
@@ -267,13 +279,13 @@ static void test_floating_point_environment(void)
     }
 }
 
-/* In the child: 0 when the pool works there with workers of its own. */
+/* Runs in the child. Returns 0 when the pool works there with newly started workers. */
 static int child_of_fork(struct dsc_par par, int32_t n_threads)
 {
     struct counts counts = {0};
     int n_wrong = dsc_pool_n_workers() != 0;
 
-    alarm(200); /* a child that hangs ends, and is seen to have */
+    alarm(200); /* ends a child that hangs; the parent sees the signal */
     for (int repeat = 0; repeat < 3; repeat++)
         par.run(par.ctx, MAX_CHUNKS, count_chunks, &counts);
     for (int64_t i = 0; i < MAX_CHUNKS; i++)
@@ -294,7 +306,7 @@ static void *call_until_told(void *arg)
     return NULL;
 }
 
-/* Another thread uses the pool all the while, so that forks come in the midst of it. */
+/* Another thread uses the pool all the time, so that forks happen in the middle of its calls. */
 static void test_fork(void)
 {
     struct long_work work = {.par = pool_of(3)};
@@ -323,7 +335,7 @@ static void test_fork(void)
         CHECK_EQ(counts.of_chunk[i], 1);
 }
 
-/* Before anybody has said how many threads there are, the calling thread does all. */
+/* Until a size is set, the calling thread does all the work. */
 static void test_no_size(void)
 {
     struct dsc_par par = {0};
@@ -345,7 +357,7 @@ static void test_size(void)
     struct counts counts = {0};
 
     TEST_CASE("size");
-    setenv("DSC_NUM_THREADS", "7", 1); /* no business of the cores */
+    setenv("DSC_NUM_THREADS", "7", 1); /* the cores read no environment */
     setenv("LOCAL_WORLD_SIZE", "100000", 1);
     CHECK_EQ(dsc_pool_n_threads(), 3);
     CHECK_ERROR(dsc_pool_resize(-1), DSC_EINVAL, "-1");

@@ -1,4 +1,4 @@
-/* base/process.c: tell a process from its forked descendants at any depth, also with a record made in a child. */
+/* base/process.c: a record tells its process from forked descendants at any depth, also if a child made the record. */
 #include "test.h"
 
 #include "dsc/process.h"
@@ -15,7 +15,7 @@ static bool is_refused(const struct dsc_process *process)
            strstr(dsc_last_error(), "this thing") != NULL;
 }
 
-/* Exit code of a child that runs the body; 100 if it did not exit by itself. */
+/* The exit code of a child that runs the body, or 100 if a signal ended it. */
 static int in_child(bool (*body)(const struct dsc_process *parent), const struct dsc_process *parent)
 {
     int status = -1;

@@ -1,4 +1,4 @@
-/* base/status.c and base/dtype.c: names, texts, and a last error that belongs to its thread. */
+/* base/status.c and base/dtype.c: names, texts, and a last error for each thread. */
 #include "test.h"
 
 #include "base/fail.h"
@@ -42,7 +42,7 @@ int main(void)
     CHECK_STR(texts + 32, "other 1");
     CHECK_STR(dsc_last_error(), "x is 3");
 
-    /* Longer than the buffer: cut, and terminated. */
+    /* A text longer than the buffer is cut and terminated. */
     memset(text, 'a', sizeof text - 1);
     text[sizeof text - 1] = '\0';
     dsc_fail(DSC_EINVAL, "%s", text);

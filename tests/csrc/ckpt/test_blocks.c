@@ -1,4 +1,7 @@
-/* ckpt/block_writer.c and block_reader.c on every I/O backend, against a plain copy of the bytes in memory: sizes around the borders, parts in any order, damage, refusals. */
+/*
+ * ckpt/block_writer.c and block_reader.c on every I/O backend, against a plain copy of the bytes in memory. Covers
+ * sizes near block borders, parts in any order, damaged files and refused arguments.
+ */
 #include "test.h"
 
 #include "dsc/aio.h"
@@ -51,7 +54,9 @@ static void check_file_holds(int64_t n_bytes)
     CHECK_EQ(close(fd), 0);
 }
 
-/* Writes the first n_bytes in random segments, checks file and checksums, and leaves the file. */
+/*
+ * Writes the first n_bytes in random segments and checks the file and its checksums. The file stays for later checks.
+ */
 static void write_file(const struct dsc_block_config *config, int64_t n_bytes, uint64_t *random)
 {
     dsc_block_writer *writer = NULL;
@@ -93,7 +98,10 @@ static struct dsc_block_file about(int64_t n_bytes, size_t block_bytes)
     return (struct dsc_block_file){path, n_bytes, crcs, n_blocks_of(n_bytes, block_bytes)};
 }
 
-/* Random parts of the file, with gaps and overlaps; bytes around each target stay as they are, and no block is read that need not be. */
+/*
+ * Reads random parts of the file, with gaps and overlaps. Bytes around each target stay as they are, and only the
+ * needed blocks are read.
+ */
 static void read_parts(const struct dsc_block_config *config, int64_t n_bytes, uint64_t *random)
 {
     static unsigned char into[MAX_COPIES][MAX_BYTES + 2];
@@ -146,7 +154,7 @@ static void flip(int64_t at, unsigned char mask)
     CHECK(pwrite(fd, &byte, 1, at) == 1 && close(fd) == 0);
 }
 
-/* One flipped bit anywhere is enough: the damaged block is not returned, and the blocks before it are right. */
+/* One flipped bit anywhere is found: the damaged block is not returned, and the blocks before it are right. */
 static void check_damage(const struct dsc_block_config *config, int64_t n_bytes, uint64_t *random)
 {
     static unsigned char into[MAX_BYTES];
@@ -174,7 +182,7 @@ static void check_damage(const struct dsc_block_config *config, int64_t n_bytes,
     if (CHECK_EQ(n_bad, 1))
         CHECK_EQ(bad[0], block);
 
-    /* Blocks beside it are of use. */
+    /* The blocks before the damaged block can still be read. */
     if (begin > 0) {
         copy = (struct dsc_block_copy){0, begin, into};
         CHECK_STATUS(dsc_blocks_read(&file, config, &copy, 1, &n_read, &bad_block), DSC_OK);
@@ -184,7 +192,7 @@ static void check_damage(const struct dsc_block_config *config, int64_t n_bytes,
     CHECK_STATUS(dsc_blocks_verify(&file, config, bad, &n_bad), DSC_OK);
     CHECK_EQ(n_bad, 0);
 
-    /* Shorter and longer by one. */
+    /* A file that is one byte too short or too long. */
     copy = (struct dsc_block_copy){0, 1, into};
     file.n_bytes = n_bytes;
     CHECK_EQ(truncate(path, n_bytes - 1), 0);
@@ -197,7 +205,10 @@ static void check_damage(const struct dsc_block_config *config, int64_t n_bytes,
     CHECK_EQ(truncate(path, n_bytes), 0);
 }
 
-/* Half of all combinations on one backend, fewer on the others: backends differ below the level tested here. */
+/*
+ * The first backend runs half of all combinations and the others fewer, because backends differ only below the level
+ * tested here.
+ */
 static void test_sizes(const char *backend, bool is_first)
 {
     static const int64_t sizes[] = {0, 1, BLOCK - 1, BLOCK, BLOCK + 1, BUFFER - 1, BUFFER, BUFFER + 1, 2 * BUFFER, 3 * BUFFER + 511, MAX_BYTES - 1, MAX_BYTES};
@@ -257,7 +268,7 @@ static void test_refusals(const char *backend)
     CHECK_STATUS(dsc_blocks_verify(&(struct dsc_block_file){"/nowhere", 0, NULL, 0}, &config, NULL, &n_bad), DSC_EIO);
     CHECK_STATUS(dsc_block_writer_create("/nowhere/at/all", &config, &writer), DSC_EIO);
 
-    /* Nothing to read: the file is not even opened. */
+    /* With nothing to read, the file is not even opened. */
     copy.n_bytes = 0;
     n_blocks = -1;
     CHECK_STATUS(dsc_blocks_read(&file, &config, &copy, 1, &n_blocks, &bad_block), DSC_OK);
@@ -304,7 +315,10 @@ static void test_refusals(const char *backend)
     dsc_block_writer_destroy(NULL);
 }
 
-/* A limit on the file's size stands for a full disk: the failure is told once, with its errno, and the writer is of no more use. */
+/*
+ * A limit on the file's size stands for a full disk. The failure is reported once, with its errno, and the writer
+ * refuses further calls.
+ */
 static void test_failed_write(const char *backend)
 {
     const struct dsc_block_config config = config_of(backend, BLOCK, BUFFER, 2);
@@ -345,7 +359,7 @@ static void test_failed_write(const char *backend)
     unlink(path);
 }
 
-/* A child of fork that lets go of its copy of a writer neither waits nor harms; the parent's goes on. */
+/* A forked child destroys its copy of a writer without waiting and without harm. The parent's writer goes on. */
 static void test_fork(const char *backend)
 {
     const struct dsc_block_config config = config_of(backend, BLOCK, BUFFER, 4);
@@ -365,7 +379,7 @@ static void test_fork(const char *backend)
     if (child == 0) {
         bool is_refused = dsc_block_writer_write(writer, bytes, 1) == DSC_ESTATE && dsc_block_writer_finish(writer, &got, &n_blocks) == DSC_ESTATE;
 
-        alarm(200); /* a child that hangs ends, and is seen to have */
+        alarm(200); /* ends a child that hangs; the parent sees the signal */
         dsc_block_writer_destroy(writer);
         _exit(is_refused ? 0 : 1);
     }
@@ -376,7 +390,7 @@ static void test_fork(const char *backend)
     check_file_holds(MAX_BYTES);
     dsc_block_writer_destroy(writer);
 
-    /* Given up half-way: no harm, and the file stays. */
+    /* Destroying a writer half-way does no harm, and the file stays. */
     unlink(path);
     CHECK_STATUS(dsc_block_writer_create(path, &config, &writer), DSC_OK);
     CHECK_STATUS(dsc_block_writer_write(writer, bytes, MAX_BYTES), DSC_OK);

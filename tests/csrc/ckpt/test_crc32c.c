@@ -6,7 +6,7 @@
 
 #define LARGE (200 * 1000 + 7)
 
-/* One bit after the other, as the polynomial says. */
+/* CRC-32C by its definition: one bit after the other. */
 static uint32_t crc_brute(uint32_t crc, const unsigned char *p, size_t n_bytes)
 {
     crc = ~crc;
@@ -43,7 +43,7 @@ static void test_known_values(void)
     CHECK_EQ(dsc_crc32c(0, NULL, 0), 0);
     CHECK_EQ(dsc_crc32c(0x12345678u, NULL, 0), 0x12345678u);
     CHECK_EQ(dsc_crc32c_copy(0x12345678u, NULL, NULL, 0), 0x12345678u);
-    /* RFC 3720, appendix B.4, which lists the bytes of the value, the lowest first. */
+    /* RFC 3720, appendix B.4, lists the bytes of the value, the lowest first. */
     memset(bytes, 0, 32);
     CHECK_EQ(dsc_crc32c(0, bytes, 32), 0x8a9136aau);
     memset(bytes, 0xff, 32);
@@ -56,7 +56,7 @@ static void test_known_values(void)
     CHECK_EQ(dsc_crc32c(0, bytes, 32), 0x113fdb5cu);
 }
 
-/* Lengths around the switches between loops, at every alignment. */
+/* Lengths near those at which the code switches loops, at every alignment. */
 static void test_lengths(void)
 {
     static const size_t centres[] = {0, 8, 16, 24, 256, 512, 768, 1536, 4096, 3 * 4096, 3 * 4096 + 768, 6 * 4096, 6 * 4096 + 3 * 768};

@@ -1,4 +1,4 @@
-/* ckpt/exchange.c: two names swapped, or a reason. */
+/* ckpt/exchange.c: two names are swapped, or the call fails with a reason. */
 #include "test.h"
 
 #include "dsc/ckpt.h"
@@ -48,7 +48,7 @@ int main(void)
     int result = dsc_exchange_paths(a, b);
 
     if (result == -ENOSYS || result == -EINVAL || result == -ENOTSUP) {
-        CHECK_EQ(inode_of(a), inode_a); /* and then nothing has happened */
+        CHECK_EQ(inode_of(a), inode_a); /* a failed exchange has changed nothing */
         printf("this file system cannot exchange names\n");
     } else if (CHECK_EQ(result, 0)) {
         CHECK_EQ(inode_of(a), inode_b);

@@ -34,7 +34,7 @@ static int64_t elems_of(const int64_t *size, int32_t n_dims)
     return n;
 }
 
-/* Where in a part's range the tensor's element of that index lies; -1 for not at all. */
+/* The place of the element with this index (in the tensor) within a part's range; -1 if the part does not hold it. */
 static int64_t position_of(const int64_t *part, int32_t n_dims, const int64_t *index)
 {
     int64_t position = 0;
@@ -120,7 +120,7 @@ static bool check_task(const struct task *task)
             CHECK(run.piece > runs[r - 1].piece ||
                   (run.piece == runs[r - 1].piece && run.src_elem >= runs[r - 1].src_elem + runs[r - 1].n_elems));
             CHECK(run.piece != runs[r - 1].piece || run.src_elem > runs[r - 1].src_elem + runs[r - 1].n_elems ||
-                  run.dst_elem != runs[r - 1].dst_elem + runs[r - 1].n_elems); /* as few as there can be */
+                  run.dst_elem != runs[r - 1].dst_elem + runs[r - 1].n_elems); /* the fewest possible runs */
         }
         for (int64_t k = 0; k < run.n_elems; k++) {
             CHECK_EQ(got[run.dst_elem + k].piece, -1); /* once */
@@ -145,7 +145,7 @@ static void random_shape(struct task *task, uint64_t *random)
     } while (elems_of(task->shape, task->n_dims) > MAX_ELEMS);
 }
 
-/* Any box, with a leaning to whole dimensions; any range of it, with a leaning to all. */
+/* A random box and a random range of its elements. Whole dimensions and the whole range come up often. */
 static void random_part(const struct task *task, int64_t *part, uint64_t *random)
 {
     int32_t n_dims = task->n_dims;
@@ -179,7 +179,7 @@ static void test_random_pieces(void)
         random_part(&task, task.wanted, &random);
         n_covered += check_task(&task);
     }
-    CHECK(n_covered > 5000 && n_covered < 19000); /* both outcomes are met */
+    CHECK(n_covered > 5000 && n_covered < 19000); /* covered and uncovered cases both occur */
 }
 
 static void set_box(int64_t *part, const int64_t *shape, int32_t n_dims)
@@ -192,7 +192,10 @@ static void set_box(int64_t *part, const int64_t *shape, int32_t n_dims)
     part[2 * n_dims + 1] = elems_of(shape, n_dims);
 }
 
-/* Appends the pieces of `part`'s box cut into n along dimension d, each over n_ranks flat ranges of it, as ZeRO over tensor-parallel does. */
+/*
+ * Cuts the tensor into n boxes along dimension d, and each box into n_ranks flat ranges, as ZeRO over tensor
+ * parallelism does. Appends all ranges as pieces.
+ */
 static void append_cut(struct task *task, int32_t d, int64_t n, int64_t n_ranks)
 {
     int32_t n_dims = task->n_dims;
@@ -217,7 +220,10 @@ static void append_cut(struct task *task, int32_t d, int64_t n, int64_t n_ranks)
     }
 }
 
-/* Everything that one arrangement saved is there for every rank of another, along any axes; replicas of everything behind it change nothing. */
+/*
+ * The pieces of one arrangement cover every rank of another arrangement, along any axes. A replica of all pieces
+ * appended behind them changes nothing.
+ */
 static void test_arrangements(void)
 {
     uint64_t random = 9;
@@ -258,7 +264,10 @@ static void test_arrangements(void)
     }
 }
 
-/* Whole boxes: as many runs as ranges that meet, and no time that depends on the elements. */
+/*
+ * Whole boxes: the plan has one run for each pair of overlapping ranges, and its time does not depend on the number of
+ * elements.
+ */
 static void test_flat_ranges(void)
 {
     const int64_t shape[] = {INT64_C(1) << 30, 1, INT64_C(1) << 30};
@@ -287,7 +296,7 @@ static void test_flat_ranges(void)
     }
 }
 
-/* Rows that no range touches are not walked: a tensor of 2^40 rows in no time. */
+/* Rows that no range touches are skipped, so a tensor of 2^40 rows is planned at once. */
 static void test_rows_beyond_the_ranges(void)
 {
     const int64_t shape[] = {INT64_C(1) << 40, 4};

@@ -1,4 +1,4 @@
-/* Ends for tests: as many as there are ranks, in threads of this process or in processes of their own. */
+/* Groups of communication ends for tests, with one end a rank. Ranks are threads of this process or processes. */
 #ifndef DSC_TEST_COMM_RANKS_H
 #define DSC_TEST_COMM_RANKS_H
 
@@ -36,7 +36,7 @@ static inline void open_ends(dsc_comm **ends, int32_t n_ranks)
     for (int32_t rank = 0; rank < n_ranks; rank++) {
         struct dsc_comm_config config = config_of(rank, n_ranks);
 
-        /* A rank's number of threads must not change the results. */
+        /* The number of threads of a rank must not change the results. */
         if (rank % 2 == 1 && !CHECK_STATUS(dsc_pool_par(&config.par), DSC_OK))
             exit(test_finish(__FILE__));
         if (!CHECK_STATUS(dsc_comm_create(&config, &ends[rank]), DSC_OK))
@@ -75,7 +75,7 @@ static inline dsc_status barrier(dsc_comm *comm)
     return run_call(comm, &call);
 }
 
-/* A body that each rank runs in a thread of its own. */
+/* Each rank runs a body in a separate thread. */
 struct rank_thread {
     pthread_t thread;
     void (*body)(dsc_comm *comm, int32_t rank, int32_t n_ranks, void *arg);
@@ -112,13 +112,13 @@ static inline void run_threads(int32_t n_ranks, void (*body)(dsc_comm *, int32_t
 }
 
 /*
- * Each rank runs the body in a process of its own and exits with its return value; addresses travel through memory
- * shared by all ranks.
+ * Each rank runs the body in a separate process and exits with the body's return value. Ranks exchange their addresses
+ * through shared memory.
  */
 struct meeting {
     char addresses[DSC_COMM_MAX_RANKS][DSC_COMM_ADDRESS_BYTES];
     _Atomic int32_t n_there;
-    _Atomic int64_t words[DSC_COMM_MAX_RANKS]; /* as the test has it */
+    _Atomic int64_t words[DSC_COMM_MAX_RANKS]; /* each test has its own use for these */
 };
 
 static inline struct meeting *new_meeting(void)
@@ -132,7 +132,7 @@ static inline struct meeting *new_meeting(void)
     return memory;
 }
 
-/* Attached to the others, in the process of that rank. Any failure ends it. */
+/* Attaches this rank's end to the others', in the process of the rank. Any failure ends the process. */
 static inline dsc_comm *meet(struct meeting *meeting, int32_t rank, int32_t n_ranks, int64_t timeout_ns)
 {
     struct dsc_comm_config config = config_of(rank, n_ranks);
@@ -173,7 +173,7 @@ static inline pid_t fork_rank(int (*body)(struct meeting *, int32_t, int32_t, vo
     return pid;
 }
 
-/* How a process ended: its exit code, or 1000 and the signal. */
+/* How a process ended: its exit code, or 1000 plus the number of the signal. */
 static inline int ending_of(pid_t pid)
 {
     int status = 0;

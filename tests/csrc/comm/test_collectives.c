@@ -1,6 +1,7 @@
 /*
- * All operations over ranks that are threads of one process, with seeded random types, lengths and places, against loops over the same inputs written the plain way. Where data
- * lies, in the arena or not, and how many requests are in flight at once differs from rank to rank and must not be seen in a result.
+ * All operations over ranks that are threads of one process, against plain loops over the same inputs. Types, lengths
+ * and places are random with a seed. Ranks differ in the place of their data (in the arena or not) and in the number of
+ * requests in flight. Neither may change a result.
  */
 #include "comm/ranks.h"
 
@@ -19,7 +20,7 @@ static int64_t length_of(uint64_t *random, size_t bytes)
     return test_below(random, (int64_t)((size_t)1 << (4 + test_below(random, 17))) / (int64_t)bytes + 1);
 }
 
-/* Ranks are threads, and the counters of test.h are not for threads. */
+/* Aborts on a failure: ranks are threads, and the counters of test.h are not safe for threads. */
 static void must(dsc_status status)
 {
     if (status != DSC_OK) {
@@ -35,7 +36,7 @@ static size_t bytes_of(dsc_comm_type type)
     return BYTES[type];
 }
 
-/* The inputs of a rank in one case: every rank can compute the inputs of all ranks. */
+/* Fills in the inputs of a rank in one case. Every rank can compute the inputs of all ranks in this way. */
 static void fill(uint64_t seed, int32_t rank, dsc_comm_type type, void *data, int64_t n_elems)
 {
     uint64_t random = seed * 1000003u + (uint64_t)rank;
@@ -136,7 +137,7 @@ static void combine_plainly(dsc_comm_type type, dsc_comm_combine combine, double
     default:
         break;
     }
-    /* The 16-bit conversions have tests of their own. */
+    /* The 16-bit conversions are tested in tests/csrc/base/test_half.c. */
     float *sum = test_alloc((size_t)n_elems * sizeof *sum);
     float *one = test_alloc((size_t)n_elems * sizeof *one);
     struct dsc_span wide = {one, n_elems, DSC_DTYPE_F32};
@@ -163,7 +164,7 @@ static void combine_plainly(dsc_comm_type type, dsc_comm_combine combine, double
     free(one);
 }
 
-/* Memory for this rank's data: the arena's or not, at an odd address or not. */
+/* Memory for the data of this rank, inside or outside the arena, at an even or odd address. */
 static unsigned char *place(struct case_of_test *self, dsc_comm *comm, uint64_t *own_random, size_t n_bytes)
 {
     if (test_below(own_random, 2) == 0) {

@@ -1,6 +1,7 @@
 /*
- * Ranks that call different things, that do not come, or that close: every end of the group fails with a sentence that names the rank and both values, writes nothing, and goes on failing the
- * same way. Ranks are threads.
+ * Some rank makes a different call, makes no call, or closes its end. Every end of the group then fails with a message
+ * that names the rank and both values. No end writes a result, and all later calls fail in the same way. Ranks are
+ * threads.
  */
 #include "comm/ranks.h"
 
@@ -141,7 +142,8 @@ static void test_timeout(void)
         CHECK_WORD(0, "0.25 s");
         CHECK_WORD(0, is_large ? "all_reduce number 1" : "barrier number 1");
         /*
-         * Rank 1 learns that rank 0 has failed even though rank 0 had called: a small call leaves nothing to wait for.
+         * Rank 1 learns that rank 0 has failed even after rank 0 has called, because a small call leaves nothing to
+         * wait for.
          */
         keep(1, ends[1], is_large ? run_call(ends[1], &large) : barrier(ends[1]));
         CHECK_EQ(outcomes[1].status, is_large ? DSC_EPEER : DSC_OK);
@@ -151,7 +153,7 @@ static void test_timeout(void)
     }
 }
 
-/* The last rank closes at once; the others find out. */
+/* The last rank closes at once, and the calls of the other ranks fail. */
 static void close_early(dsc_comm *comm, int32_t rank, int32_t n_ranks, void *arg)
 {
     (void)arg;
@@ -174,7 +176,7 @@ static void test_closed(void)
     }
 }
 
-/* Each rank closes as soon as its own last call is done: no other one may miss anything. */
+/* Each rank closes as soon as its own last call is done. The calls of the other ranks must still succeed. */
 static void close_after_last(dsc_comm *comm, int32_t rank, int32_t n_ranks, void *arg)
 {
     int64_t n_elems = *(int64_t *)arg;
@@ -240,7 +242,7 @@ static void test_close_ends_requests(void)
     close_ends(ends, 2);
 }
 
-/* A small request that nobody waits for is done as soon as the others come. */
+/* A small request completes as soon as the other ranks call, even if nobody waits for it. */
 static void test_nobody_waits(void)
 {
     dsc_comm *ends[2];
@@ -254,13 +256,13 @@ static void test_nobody_waits(void)
         data[0][i] = data[1][i] = 2.0f;
     open_ends(ends, 2);
     CHECK_STATUS(dsc_comm_submit(ends[0], &call, &request), DSC_OK);
-    CHECK_STATUS(run_call(ends[1], &its), DSC_OK); /* rank 0 has said all */
+    CHECK_STATUS(run_call(ends[1], &its), DSC_OK); /* rank 0 has posted everything */
     CHECK(data[1][2] == 4.0f);
     while (!dsc_comm_is_done(request))
         usleep(100);
     CHECK(data[0][2] == 4.0f);
     CHECK_STATUS(dsc_comm_release(request), DSC_OK);
-    /* Large ones go on by themselves. */
+    /* Large requests make progress without a wait. */
     its.n_elems = call.n_elems = N_ELEMS;
     CHECK_STATUS(dsc_comm_submit(ends[0], &call, &request), DSC_OK);
     CHECK_STATUS(dsc_comm_submit(ends[1], &its, &other), DSC_OK);
@@ -271,7 +273,7 @@ static void test_nobody_waits(void)
     close_ends(ends, 2);
 }
 
-/* Says true when it has been asked so often. */
+/* Returns true after a given number of calls. */
 static bool stops_later(void *context)
 {
     int32_t *n_left = context;
@@ -279,7 +281,10 @@ static bool stops_later(void *context)
     return --*n_left <= 0;
 }
 
-/* A stopped wait leaves its request running: small, large, large with a wait, and run by the worker. */
+/*
+ * A stopped wait leaves its request running. Covers small and large requests, requests that announce a wait, and
+ * requests that the worker runs.
+ */
 static void test_stopped(void)
 {
     static const struct {
@@ -328,7 +333,7 @@ static void test_stopped(void)
         }
 }
 
-/* Impossible values posted by a rank are rejected: nothing is read outside of its segment. */
+/* Impossible values that a rank posts are rejected, and nothing outside of its segment is read. */
 static void test_lies(void)
 {
     const struct {

@@ -1,6 +1,6 @@
 /*
- * Joint memory: writes by one process are visible to all, writes to a view stay private to its process until they are
- * forgotten, and the memory lives as long as any process maps it.
+ * Joint memory: writes by one process are visible to all. Writes to a view stay private to one process until the
+ * process forgets them. The memory lives as long as any process maps it.
  */
 #include "comm/ranks.h"
 
@@ -29,7 +29,7 @@ static unsigned char *view_of(const dsc_comm_joint *joint)
     return dsc_comm_joint_view(joint);
 }
 
-/* In one process: a second opening shows the same memory, with a view of its own. */
+/* In one process, a second opening shows the same memory and has a separate view. */
 static void test_views(void)
 {
     dsc_comm_joint *made = make_joint(N_BYTES);
@@ -48,7 +48,7 @@ static void test_views(void)
     CHECK_EQ(view_of(opened)[0], 1);
     CHECK_EQ(data_of(opened)[PAGE], 1);
 
-    /* A write to one view, and writes of others to the same page and to another one. */
+    /* One handle writes to its view; others write to the same page and to another page. */
     view_of(opened)[PAGE + 7] = 9;
     CHECK_EQ(data_of(made)[PAGE + 7], 1);
     CHECK_EQ(view_of(made)[PAGE + 7], 1);
@@ -118,7 +118,7 @@ static void test_bad_input(void)
     CHECK(other == NULL);
     dsc_comm_joint_destroy(joint);
 
-    /* An end's segment is none. */
+    /* The segment of an end is no joint memory. */
     struct dsc_comm_config config = config_of(1, 2);
     dsc_comm *comm = NULL;
 
@@ -126,7 +126,7 @@ static void test_bad_input(void)
     CHECK_ERROR(dsc_comm_joint_open(dsc_comm_address(comm), &other), DSC_EPEER, "rank 1 of 2");
     dsc_comm_destroy(comm);
 
-    /* More than there is, with both numbers. */
+    /* A request for more memory than available is refused with both numbers. */
     joint = make_joint((int64_t)1 << 45);
     CHECK_ERROR(dsc_comm_joint_commit(joint, 0, (int64_t)1 << 45), DSC_ENOMEM, "35184372088832 bytes");
     dsc_comm_joint_destroy(joint);
@@ -161,7 +161,7 @@ static int write_and_read(struct meeting *meeting, int32_t rank, int32_t n_ranks
         for (int32_t i = 0; i < n_ranks * SLICE; i++)
             if (view_of(joint)[i] != round * 8 + i / SLICE)
                 return 6;
-        /* Edits of a view, of a slice of the next rank, in some rounds. */
+        /* In some rounds this rank edits the next rank's slice in its view. */
         if (round % 3 == rank)
             memset(view_of(joint) + (ptrdiff_t)((rank + 1) % n_ranks) * SLICE, 255, SLICE);
     }
@@ -192,7 +192,7 @@ static void test_processes(void)
     munmap(meeting, sizeof *meeting);
 }
 
-/* A child of fork() may read, and its writes to a view are its own. */
+/* A child of fork() may read, and its writes to a view stay private to the child. */
 static void test_fork(void)
 {
     dsc_comm_joint *joint = make_joint(N_BYTES);

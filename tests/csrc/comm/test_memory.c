@@ -1,4 +1,7 @@
-/* How much memory is left, from files as a kernel writes them: of the machine, of a control group, and of the groups around it. */
+/*
+ * The memory left in the machine, in a control group and in the groups around it, read from files in the kernel's
+ * format.
+ */
 #include "test.h"
 
 #include "comm/memory.h"
@@ -69,7 +72,7 @@ int main(void)
     write_file("proc/meminfo", "");
     CHECK_EQ(dsc_comm_available_bytes(root), 0);
 
-    /* Version 1, alone and beside version 2, under a path that only the host has. */
+    /* Control groups of version 1, alone and beside version 2, with a path that exists only on the host. */
     write_file("proc/self/cgroup", "12:memory_x:/jobs\n11:cpu,memory:/jobs/one\n");
     CHECK_EQ(dsc_comm_available_bytes(root), INT64_MAX);
     make_folder("sys/fs/cgroup/memory");

@@ -1,6 +1,6 @@
 /*
- * Ranks as processes of their own: one is killed at any moment and the others name it in time, ranks are stopped and go on, a child of fork() is refused, and nothing
- * of it all stays behind.
+ * Ranks are processes. One is killed at a random moment, and the others name it in time. Stopped ranks continue. A
+ * child of fork() is refused. Nothing stays behind in the system.
  */
 #include "comm/ranks.h"
 
@@ -13,7 +13,7 @@ enum { N_ELEMS = 60000, NAMED = 42, NOT_NAMED = 43, LATE = 44, WRONG = 45, BROKE
 #ifdef __SANITIZE_THREAD__
 __attribute__((visibility("default"))) const char *__tsan_default_options(void);
 
-/* A child of fork() has one thread only; the thread sanitizer has to be told that this is meant. */
+/* A child of fork() has one thread only. The thread sanitizer stops such a child unless this option allows it. */
 const char *__tsan_default_options(void)
 {
     return "die_after_fork=0";
@@ -21,8 +21,8 @@ const char *__tsan_default_options(void)
 #endif
 
 /*
- * The rule is one second; the rest allows for a busy machine. Far below a call's timeout, which would end the wait
- * otherwise.
+ * Ranks notice a death within one second. The limit is larger to allow for a busy machine, and far below the timeout
+ * that would also end the call.
  */
 #define NOTICED_NS INT64_C(30000000000)
 
@@ -39,7 +39,10 @@ struct plan {
     int64_t n_calls; /* 0: until something fails */
 };
 
-/* Sums of ranks' numbers, small and large, in the arena and not, until one fails: the exit code says how. */
+/*
+ * Sums the numbers of ranks, small and large, inside and outside the arena, until a call fails. The exit code says how
+ * it failed.
+ */
 static int reduce_again_and_again(struct meeting *meeting, int32_t rank, int32_t n_ranks, void *arg)
 {
     const struct plan *plan = arg;
@@ -95,7 +98,7 @@ static void start_all(pid_t *pids, struct meeting *meeting, int32_t n_ranks, str
 
 static void test_killed(void)
 {
-    uint64_t random = (uint64_t)now_ns(); /* any moment: a seed would say nothing about when */
+    uint64_t random = (uint64_t)now_ns(); /* no fixed seed: it would not fix the moment */
 
     for (int32_t i = 0; i < 12; i++) {
         struct meeting *meeting = new_meeting();
@@ -138,7 +141,7 @@ static void test_stopped(void)
     munmap(meeting, sizeof *meeting);
 }
 
-/* Use everything inherited from the parent. Return 0 or the number of the failed step. */
+/* Uses everything inherited from the parent. Returns 0 or the number of the failed step. */
 static int child_of_fork(dsc_comm *comm, dsc_comm_request *request, dsc_comm_block *block)
 {
     struct dsc_comm_call call = {.op = DSC_COMM_BARRIER};
@@ -155,7 +158,7 @@ static int child_of_fork(dsc_comm *comm, dsc_comm_request *request, dsc_comm_blo
         return 2;
     if (dsc_comm_block_create(comm, 1, &taken) != DSC_ESTATE || dsc_comm_attach(comm, &address) != DSC_ESTATE)
         return 3;
-    ((volatile char *)dsc_comm_block_data(block))[1] = 'c'; /* memory stays, and is the parent's */
+    ((volatile char *)dsc_comm_block_data(block))[1] = 'c'; /* memory stays shared with the parent */
     if (dsc_comm_release(request) != DSC_OK || dsc_comm_close(comm) != DSC_OK)
         return 4;
     dsc_comm_block_destroy(block);
@@ -262,7 +265,7 @@ static void test_nothing_stays(void)
 int main(void)
 {
     alarm(LIMIT_SECONDS);
-    test_forked(); /* before there are other threads' traces */
+    test_forked(); /* first, before other tests leave threads behind */
     test_killed();
     test_stopped();
     test_nothing_stays();

@@ -1,6 +1,6 @@
 /*
- * Segments and their arena: every false statement in an address is refused with a message that names the fault, each
- * block has its own pages and returns them to the system, and a request for more memory than there is fails with both
+ * Segments and their arena: every false statement in an address is refused with a message that names the fault. Each
+ * block has its own pages and returns them to the system. A request for more memory than available fails with both
  * numbers.
  */
 #include "comm/ranks.h"
@@ -11,7 +11,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
-/* A word of an address between its colons; NULL: the end. */
+/* Replaces one part of an address between colons. With NULL the address ends before that part. */
 static void replace_part(const char *address, int32_t part, const char *by, char *changed)
 {
     char copy[DSC_COMM_ADDRESS_BYTES];
@@ -142,7 +142,7 @@ static void spoil_length(struct dsc_comm_header *header, char *address)
     header->n_bytes--;
 }
 
-/* The address of another descriptor of that process, with all else as it was. */
+/* Makes the address name another file descriptor of the process and leaves its other parts. */
 static void show_fd(char *address, int fd)
 {
     char copy[2 * DSC_COMM_ADDRESS_BYTES];
@@ -153,7 +153,10 @@ static void show_fd(char *address, int fd)
     strcpy(address, copy);
 }
 
-/* The same bytes, but in a file that can shrink: a read past its new end would kill the reader. */
+/*
+ * Shows the same bytes in a file that is not sealed against shrinking. A read past the end of a shrunk file would kill
+ * the reader.
+ */
 static void show_unsealed(struct dsc_comm_header *header, char *address)
 {
     int fd = memfd_create("x", MFD_ALLOW_SEALING);
@@ -261,7 +264,7 @@ static void test_other_user(void)
     TEST_CASE("another user");
     if (geteuid() != 0) {
         dsc_comm_destroy(other.comm);
-        return; /* only root can become another */
+        return; /* only root can become another user */
     }
 
     pid_t pid = fork();
@@ -284,7 +287,7 @@ static void test_other_user(void)
     dsc_comm_destroy(other.comm);
 }
 
-/* 512-byte units that the segments of this process have. */
+/* The number of 512-byte blocks that the segments of this process use. */
 static int64_t blocks_in_use(void)
 {
     int64_t n = 0;
@@ -359,7 +362,7 @@ static void test_blocks(void)
     dsc_comm_destroy(end.comm);
 }
 
-/* How many mappings of segments the system has, and how many of them are left out of core dumps. */
+/* Counts the mappings of segments in this process, and how many of these are left out of core dumps. */
 static void count_mappings(int32_t *out_n, int32_t *out_n_left_out)
 {
     FILE *file = fopen("/proc/self/smaps", "re");
@@ -402,7 +405,7 @@ static void test_refused_memory(void)
     TEST_CASE("refused memory");
     config.arena_bytes = 0;
     CHECK_STATUS(dsc_comm_create(&config, &comm), DSC_OK);
-    /* As much as the machine has, which some other thing uses a part of. */
+    /* One and a half times the machine's memory. */
     CHECK_ERROR(dsc_comm_block_create(comm, (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE) * 3 / 2, &block), DSC_ENOMEM, "are available");
     CHECK(block == NULL);
     dsc_comm_destroy(comm);

@@ -15,7 +15,7 @@ static void check_cast(const struct array *src, dsc_dtype dtype, size_t shift_by
             array_set(&wanted, i, array_get(src, i));
     }
     CHECK_STATUS(dsc_flat_cast(&(struct dsc_span){src->data, src->n, src->dtype}, &(struct dsc_span){got.data, got.n, dtype}, NULL), DSC_OK);
-    /* Payloads of NaNs too: every instruction set makes the same. */
+    /* The payloads of NaNs are also equal on every instruction set. */
     CHECK_BYTES(got.data, wanted.data, (size_t)src->n * dsc_dtype_bytes(dtype));
     array_destroy(&got);
     array_destroy(&wanted);
@@ -36,7 +36,7 @@ static void test_all_halves(const char *isa)
     }
 }
 
-/* Each float whose upper 20 bits are any, and whose lower ones lie around a rounding border of f16 or bf16. */
+/* Floats with all values of the upper 20 bits, and lower bits at and near a rounding border of f16 or bf16. */
 static void test_floats(const char *isa)
 {
     static const uint32_t tails[] = {0x000, 0x001, 0xfff, 0x800, 0x7ff};

@@ -1,4 +1,4 @@
-/* cpu/dispatch.c: the tables, the choice of the best, and forcing one. */
+/* cpu/dispatch.c: the tables, the choice of the fastest instruction set, and forcing a given one. */
 #include "test.h"
 
 
@@ -45,13 +45,13 @@ static void test_best(void)
 
     for (int32_t i = 0; (name = dsc_cpu_isa_at(i, &is_runnable)) != NULL; i++)
         if (is_runnable)
-            best = name; /* the walk is from the slowest to the fastest */
+            best = name; /* the sets are listed from the slowest to the fastest */
     CHECK_STR(dsc_cpu_isa_name(), best);
 }
 
 int main(void)
 {
-    CHECK_STATUS(dsc_cpu_isa_force(NULL), DSC_OK); /* the runner may have asked for one */
+    CHECK_STATUS(dsc_cpu_isa_force(NULL), DSC_OK); /* the runner may have forced a set */
     test_best();
     test_tables();
     test_force();

@@ -11,7 +11,7 @@ static struct dsc_span span_of(const struct array *array)
     return (struct dsc_span){array->data, array->n, array->dtype};
 }
 
-/* acc as the contract says; f32 throughout, rounded once. */
+/* Computes acc by the contract: in f32 throughout, rounded once. */
 static void reference_reduce(const struct array *srcs, int n_srcs, float scale, bool accumulate, const struct array *acc, struct array *out)
 {
     for (int64_t i = 0; i < acc->n; i++) {
@@ -58,7 +58,7 @@ static void check_reduce(dsc_dtype src_dtype, dsc_dtype acc_dtype, int n_srcs, b
         spans[s] = span_of(&srcs[s]);
     }
     array_fill(&acc, 10, false, random);
-    if (is_in_place) /* the last one is where the result goes */
+    if (is_in_place) /* the last source is also the destination */
         memcpy(acc.data, srcs[n_srcs - 1].data, (size_t)n * dsc_dtype_bytes(src_dtype));
     if (is_in_place)
         spans[n_srcs - 1] = span_of(&acc);
@@ -70,7 +70,7 @@ static void check_reduce(dsc_dtype src_dtype, dsc_dtype acc_dtype, int n_srcs, b
     CHECK_SAME(&acc, &wanted);
     check_sumsq(&acc, sumsq, n_nonfinite);
 
-    /* The norm that comes for free is the norm of the pass that is made for it, to the bit. */
+    /* The norm that the fused pass returns equals the norm of the separate pass to the bit. */
     double own_sumsq = -1;
     int64_t own_n_nonfinite = -1;
 
@@ -126,7 +126,10 @@ static void test_scale(const char *isa)
     }
 }
 
-/* Many spans over several chunks: the results of one serial run on the first instruction set, to the bit, from any threads on any set. */
+/*
+ * Many spans over several chunks. Any number of threads and any instruction set give the bits of a serial run on the
+ * first instruction set.
+ */
 static void test_threads(void)
 {
     enum { N_SPANS = 40 };
@@ -186,7 +189,7 @@ static void test_threads(void)
     array_destroy(&wanted);
 }
 
-/* Regions of elements of any size, with a byte on each side that must stay. */
+/* Zeroes regions with elements of any size. One byte on each side must stay. */
 static void test_zero(void)
 {
     static const struct {
@@ -286,7 +289,7 @@ static void test_errors(void)
     CHECK_BYTES(a, before, sizeof a);
     CHECK(sumsq == -7 && n_nonfinite == -7);
 
-    /* Nothing at all is fine. */
+    /* An empty list is valid. */
     CHECK_STATUS(dsc_flat_sumsq(NULL, 0, NULL, &sumsq, &n_nonfinite), DSC_OK);
     CHECK(sumsq == 0 && n_nonfinite == 0);
     CHECK_STATUS(dsc_flat_scale(NULL, 0, 1, NULL), DSC_OK);

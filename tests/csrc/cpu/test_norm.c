@@ -41,7 +41,7 @@ static void check_array(const struct array *array)
         struct result got = run(array);
 
         CHECK_EQ(got.n_nonfinite, n_nonfinite);
-        /* Each lane rounds n / 32 times, by half of 2^-52 at most; 5 for the fold. */
+        /* Each lane rounds n / 32 times, each time by half of 2^-52 at most. The fold of the lanes rounds 5 times. */
         test_report(fabsl(got.sumsq - wanted) <= ((double)array->n / 32 + 5) * 0x1p-53L * wanted, __FILE__, __LINE__, "%s: sum %.17g and %.17Lg",
                     isa, got.sumsq, wanted);
         if (n_runs == 0)
@@ -52,7 +52,7 @@ static void check_array(const struct array *array)
 
 int main(void)
 {
-    static const double scales[] = {1.0, 1e-30, 1e-44, 3e38}; /* squares that f32 would lose on either side */
+    static const double scales[] = {1.0, 1e-30, 1e-44, 3e38}; /* their squares overflow or underflow in f32 */
     uint64_t random = 13;
 
     for (int l = 0; l < N_LENGTHS; l++) {

@@ -1,4 +1,7 @@
-/* The devices that the CUDA library's tests run on: the emulated one, whose memory is the host's, and a real one through the driver. */
+/*
+ * The devices that the CUDA library's tests run on: an emulated device with host memory, and a real device through the
+ * driver.
+ */
 #ifndef DSC_TEST_DEVICE_H
 #define DSC_TEST_DEVICE_H
 
@@ -58,7 +61,10 @@ static inline bool driver_open(void)
     return true;
 }
 
-/* Opens the emulated device (is_real false) or the real one; false, with the reason printed, when there is none. */
+/*
+ * Opens the emulated device (is_real false) or the real one. Prints the reason and returns false when there is no
+ * device.
+ */
 static inline bool device_open(bool is_real, struct device *out_device)
 {
     const struct dsc_accel *accel;

@@ -1,7 +1,7 @@
 /*
- * The CUDA library's operators on rows against the host's, on an emulated device and, where there is one, a real one:
- * equal bits for elementwise operators, a few units in the last place for results that depend on sums, nothing written
- * outside.
+ * Compares the CUDA library's operators on rows with the host's, on an emulated device and on a real device if there is
+ * one. Elementwise operators must give equal bits. Results that depend on sums may differ by a few units in the last
+ * place. Nothing may be written outside the results.
  */
 #include "arrays.h"
 #include "device.h"
@@ -11,7 +11,7 @@
 
 #define MAX_OPERANDS 12
 
-/* One operand in the host's memory and in the device's; the host's copy is guarded. */
+/* One operand, once in host memory and once in device memory. Guards surround the host's copy. */
 struct twin {
     struct array host;
     void *device;
@@ -230,7 +230,7 @@ static void test_cross_entropy(struct bench *b, dsc_dtype dtype, int64_t rows, i
     clear(b);
 }
 
-/* Nothing, one element, odd ones, more columns and rows than a launch of the emulated device has threads. */
+/* No rows, one element, odd numbers, and more columns and rows than a launch of the emulated device has threads. */
 static const int64_t shapes[][2] = {{0, 5}, {1, 1}, {2, 300}, {11, 33}};
 
 static void test_device(const struct device *device)
@@ -257,7 +257,7 @@ static void test_device(const struct device *device)
     }
 }
 
-/* A host pointer in a kernel would end the process' context. */
+/* A host pointer in a kernel would destroy the CUDA context of the process, so it is refused before the launch. */
 static void test_host_memory(const struct device *device)
 {
     float on_stack[4] = {0};

@@ -16,7 +16,7 @@ static int64_t chunks_of(int64_t n_elems, int64_t chunk_elems)
     return n_elems / chunk_elems + (n_elems % chunk_elems != 0);
 }
 
-/* Check one launch against the description in plan.h. */
+/* Checks one launch against the description in plan.h. */
 static void check_launch(const struct dsc_cuda_limits *limits, const struct dsc_cuda_piece *pieces, int32_t n_pieces, int32_t n_blocks)
 {
     int32_t first_block[MAX_PIECES];
@@ -33,7 +33,9 @@ static void check_launch(const struct dsc_cuda_limits *limits, const struct dsc_
     }
     CHECK_EQ(next_block, n_blocks);
 
-    /* The piece found by each block, or by the blocks at the borders when there are many. */
+    /*
+     * Checks the piece that each block finds. With many blocks, only the blocks at the borders of pieces are checked.
+     */
     for (int32_t i = 0; i < n_pieces; i++) {
         int32_t last = i + 1 < n_pieces ? first_block[i + 1] - 1 : n_blocks - 1;
 
@@ -112,7 +114,7 @@ static void test_many_small(void)
     CHECK_EQ(check_plan(&limits, sizes, MAX_TENSORS), (MAX_TENSORS + MAX_PIECES - 1) / MAX_PIECES);
 }
 
-/* More elements than an int counts, and than a launch has blocks for. */
+/* More elements than an int can count, and more than the blocks of one launch cover. */
 static void test_huge(void)
 {
     const struct dsc_cuda_limits limits = {4096, MAX_PIECES, 1 << 20};
@@ -126,7 +128,7 @@ static void test_huge(void)
     check_plan(&limits, sizes, 5);
     CHECK_EQ(check_plan(&one_launch, sizes, 4), 1);
 
-    /* Nothing overflows at the end of int64_t. */
+    /* Sizes near the largest int64_t do not overflow. */
     CHECK_EQ(dsc_cuda_plan_next(&one_launch, 1, size_at, largest, &cursor, &piece, &n_blocks), 1);
     CHECK_EQ(n_blocks, 1 << 30);
     CHECK_EQ(piece.n_elems, (int64_t)4096 << 30);

@@ -1,6 +1,7 @@
 /*
- * The CUDA library against the host's loops, on an emulated device and, where there is one, a real one: the same bits for everything
- * elementwise, sums within 1e-12, the same sentences for the same mistakes.
+ * Compares the CUDA library with the host's loops, on an emulated device and on a real device if there is one.
+ * Elementwise results must have the same bits, and sums may differ by 1e-12. The same mistake must give the same error
+ * message.
  */
 #include "device.h"
 #include "test.h"
@@ -30,7 +31,7 @@ static void write_f32(dsc_dtype dtype, void *data, int64_t i, float value)
         ((uint16_t *)data)[i] = dtype == DSC_DTYPE_BF16 ? dsc_f32_to_bf16(value) : dsc_f32_to_f16(value);
 }
 
-/* One operand of a list of tensors, one tensor behind the other, on the host and on the device. */
+/* One operand of all tensors of a list, packed one tensor after the other, on the host and on the device. */
 struct operand {
     dsc_dtype dtype;
     int64_t n_elems;
@@ -40,7 +41,7 @@ struct operand {
     char *device;
 };
 
-/* Where the elements begin in its host memory, its device memory or a copy of either. */
+/* The begin of the elements in the operand's host memory, its device memory or a copy of either. */
 static char *begin_of(const struct operand *operand, char *memory)
 {
     return memory + GUARD_BYTES + (size_t)operand->shift_elems * dsc_dtype_bytes(operand->dtype);
@@ -68,7 +69,7 @@ static void free_operand(const struct device *device, struct operand *operand)
     device_free(device, operand->device);
 }
 
-/* Equal bits, or both NaN: which NaN comes out of an operation is the processor's choice. */
+/* Checks for equal bits, or NaN on both sides: the processor chooses the payload of a NaN. */
 static void check_same(const struct device *device, const struct operand *operand, const char *what)
 {
     char *memory = test_alloc(operand->n_bytes);
@@ -109,7 +110,7 @@ static void check_near_operand(const struct device *device, const struct operand
 static const float specials[] = {0.0f,      -0.0f,     INFINITY,  -INFINITY, NAN,     1e-45f,  -1e-40f, 1.17549435e-38f,
                                  3.4e38f,   -3.4e38f,  65504.0f,  65520.0f,  6e-8f,   5.9e-5f, 1.0f,    -1.0f};
 
-/* Values of training's size; with specials, one in eight is hostile. */
+/* Fills with values of the magnitude that training has. With has_specials, one value in eight is special. */
 static void fill_random(const struct operand *operand, uint64_t *seed, double scale, double middle, bool has_specials)
 {
     for (int64_t i = 0; i <= operand->n_elems; i++) {
@@ -121,7 +122,7 @@ static void fill_random(const struct operand *operand, uint64_t *seed, double sc
     }
 }
 
-/* A list of tensors with all its operands, and the same list twice: over host memory and over device memory. */
+/* A list of tensors with its operands. The list exists twice: over host memory and over device memory. */
 struct list {
     int64_t n_tensors;
     int64_t n_elems[MAX_TENSORS];
@@ -229,7 +230,7 @@ static void run_steps(const struct device *device, const char *kind, struct dsc_
         CHECK_STATUS(dsc_optim_step(found, &args, list.on_host, n_tensors, NULL), DSC_OK);
         CHECK_STATUS(device->accel->optim_step(kind, &args, list.on_device, n_tensors, scratch, NULL), DSC_OK);
     }
-    if (dsc_optim_needs_norms(found)) { /* the sums' order shows in the ratio's last place */
+    if (dsc_optim_needs_norms(found)) { /* the order of sums affects the ratio's last place */
         check_same(device, &list.state[0], "state[0]");
         check_same(device, &list.state[1], "state[1]");
         check_near_operand(device, &list.param, 2.0);
@@ -260,8 +261,8 @@ static void test_dtypes(const struct device *device, const char *kind)
 }
 
 /*
- * Hard sizes, aligned and not, from the first step, with and without copies and hostile values, in dtypes with kernels
- * of their own and one without.
+ * Awkward sizes, aligned and not, from the first step on, with and without copies and special values. The dtypes
+ * include combinations with a specialised kernel and one combination without.
  */
 static void test_sizes(const struct device *device, const char *kind)
 {
@@ -311,7 +312,9 @@ static void test_optimizers(const struct device *device)
     }
 }
 
-/* The halves of a step with norms: sums near, moments equal, and equal weights from equal ratios. */
+/*
+ * The two halves of a step with norms: the sums are close, the moments are equal, and equal ratios give equal weights.
+ */
 static void test_norms(const struct device *device, bool has_specials)
 {
     static struct list list;
@@ -342,7 +345,10 @@ static void test_norms(const struct device *device, bool has_specials)
     CHECK_STATUS(device->accel->optim_apply("lamb", &args, list.on_device, N_HARD, on_device, NULL), DSC_OK);
     check_list(device, &list);
 
-    /* The same bits in every run: norms of the same memory, whose moments stand still at beta 0 after the first time. */
+    /*
+     * Repeated runs give the same bits. The norms are of the same memory: with beta 0 the moments do not change after
+     * the first run.
+     */
     args.beta1 = args.beta2 = 0.0;
     for (int run = 0; run < 3; run++) {
         CHECK_STATUS(device->accel->optim_norms("lamb", &args, list.on_device, N_HARD, on_device, scratch, NULL), DSC_OK);
@@ -381,7 +387,7 @@ static void test_muon(const struct device *device)
     }
 }
 
-/* Spans of all dtypes and hard sizes in one list, more than a launch takes. */
+/* Spans of all dtypes and awkward sizes in one list that is longer than a launch takes. */
 #define N_SPANS 180
 
 static void test_sumsq(const struct device *device, bool has_specials)
@@ -515,7 +521,10 @@ static void test_scale(const struct device *device)
     }
 }
 
-/* Every half in either format, and as many f32 of any bits. A NaN keeps its payload as on the host: bytes are compared. */
+/*
+ * Casts every half in both formats, and as many f32 values with random bits. The payloads of NaNs must also equal the
+ * host's, so bytes are compared.
+ */
 static void test_cast(const struct device *device)
 {
     enum { N = 65536 + 3 };
@@ -665,7 +674,7 @@ static void test_refused_spans(const struct device *device, void *data)
                  device->accel->flat_reduce(&good, 1, INFINITY, false, &good, NULL, NULL, NULL));
 }
 
-/* Arguments that only a device refuses. */
+/* Arguments that a device refuses and the host accepts. */
 static void test_refused_here(const struct device *device, const struct dsc_optim_tensor *tensor, double *f64)
 {
     const struct dsc_optim_args args = some_args(1);
@@ -707,7 +716,7 @@ static void test_refusals(const struct device *device)
     device_free(device, f64);
 }
 
-/* Faults of an emulated device that a real one should not show: failing, vanishing. */
+/* Faults that only an emulated device can be made to show: launches that fail and devices that vanish. */
 static void test_faults(const struct device *device)
 {
     struct dsc_emulator *emulator = device->emulator;

@@ -1,4 +1,7 @@
-/* One call of attention with everything it needs, and its formula in f64 over all pairs of tokens: for the test and the fuzz target. */
+/*
+ * One call of attention with its operands, and the formula in f64 over all pairs of tokens. The test and the fuzz
+ * target share this.
+ */
 #ifndef DSC_TEST_ATTENTION_CASE_H
 #define DSC_TEST_ATTENTION_CASE_H
 
@@ -26,7 +29,7 @@ static inline bool attention_sees(const struct dsc_nn_attention *call, int64_t b
     return true;
 }
 
-/* A score, and how it changes with the raw one. */
+/* The score of a query and a key, and its derivative with respect to the raw score. */
 static inline double attention_score(const struct dsc_nn_attention *call, int64_t batch, int64_t head, int64_t query, int64_t key, double product,
                                      double *slope)
 {

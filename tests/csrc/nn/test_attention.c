@@ -1,6 +1,7 @@
 /*
- * nn, attention: outputs, log-sum-exp and gradients against the formula in f64 over all pairs of tokens, for each rule of a mask, in each dtype, on
- * sizes around the tiles, with the same bits for any thread count and instruction set, nothing written outside, and refused arguments.
+ * nn, attention: outputs, log-sum-exp and gradients against the formula in f64 over all pairs of tokens. Covers each
+ * rule of a mask, each dtype and sizes near the tile size. Any thread count and instruction set must give the same
+ * bits, and nothing may be written outside the results. Bad arguments are refused.
  */
 #include "arrays.h"
 
@@ -162,7 +163,7 @@ static void run(const struct inputs *in, const struct dsc_par *par, struct resul
     free(grad.scratch);
 }
 
-/* Adds a query's contribution to the f64 sums of its keys' gradients. */
+/* The f64 sums of the keys' gradients, to which each query adds its contribution. */
 struct wanted {
     double *dk, *dv, *dsinks;
 };
@@ -314,7 +315,7 @@ static void check_all(const struct dsc_par *par)
     }
 }
 
-/* A NaN in a query stays in its row; scores of any size leave the sums finite. */
+/* A NaN in a query affects that query's row only. Scores of any magnitude leave the sums finite. */
 static void check_special_values(void)
 {
     float q[4] = {NAN, 1e4f, -1e4f, 0}, k[2] = {1e4f, -1e4f}, v[2] = {1, 3}, out[4], lse[4];

@@ -1,6 +1,7 @@
 /*
- * nn: every operator against its formula in f64, in each dtype, on row lengths around every vector width and block, with the same bits for
- * any thread count and instruction set, nothing written outside, and refused arguments.
+ * nn: every operator against its formula in f64, in each dtype, on row lengths near every vector width and block size.
+ * Any thread count and instruction set must give the same bits, and nothing may be written outside the results. Bad
+ * arguments are refused.
  */
 #include "arrays.h"
 
@@ -11,7 +12,10 @@
 #define SQRT_HALF_F64 0.70710678118654752440
 #define INV_SQRT_2PI_F64 0.39894228040143267794
 
-/* How far an element may be off, in f32 units: the sums' error, and one rounding to its dtype. */
+/*
+ * The error allowed in an element, in units of the last place of f32: the error of the sums plus one rounding to the
+ * dtype.
+ */
 static double allowed(dsc_dtype dtype, double ulps)
 {
     double of_rounding = dtype == DSC_DTYPE_F32 ? 0.0 : dtype == DSC_DTYPE_BF16 ? 0x1p15 : 0x1p12;
@@ -44,7 +48,7 @@ static void destroy_outputs(struct outputs *outputs)
     outputs->n = 0;
 }
 
-/* The operands of a case; which of them an operator reads is its own affair. */
+/* The operands of a case. An operator reads only some of them. */
 struct operands {
     dsc_dtype dtype;
     int64_t n_rows;
@@ -350,7 +354,7 @@ static void run_gated(const struct operands *o, dsc_nn_act act, const struct dsc
 #undef DSC_NN_ACT
 
 /*
- * Dropout: against Philox written down anew, one counter at a time.
+ * Dropout, against a second implementation of Philox that handles one counter at a time.
  */
 
 static uint32_t dropout_number(uint64_t seed, uint64_t i)
@@ -423,7 +427,7 @@ static void run_drop_none(const struct operands *o, const struct dsc_par *par, s
 
 /*
  * Rotary positions: each row is a head of n_cols elements. The rotation leaves out the last element if n_cols is odd,
- * and two more if it is above 4.
+ * and two more elements if n_cols is above 4.
  */
 
 static void run_rotary_with(const struct operands *o, bool is_interleaved, const struct dsc_par *par, struct outputs *first)
@@ -479,7 +483,7 @@ static void run_rotary_with(const struct operands *o, bool is_interleaved, const
             CHECK_NEAR(array_get(&got.arrays[0], base + c), wanted, allowed(o->dtype, 2), 4);
         }
     }
-    /* Turned back, in place. */
+    /* The inverse rotation, in place. */
     got.arrays[1] = array_copy(&got.arrays[0], 2);
     call.x = got.arrays[1].data;
     call.y = got.arrays[1].data;
@@ -615,7 +619,7 @@ static const struct {
 };
 #define N_OPERATORS ((int)(sizeof operators / sizeof operators[0]))
 
-/* Rows x columns: nothing, one element, odd ones, one long row, many chunks of rows, columns over several blocks. */
+/* Rows x columns: no row, one element, odd numbers, one long row, many chunks of rows, columns over several blocks. */
 static const int64_t shapes[][2] = {{0, 5}, {1, 1}, {3, 17}, {2, 2049}, {1, 40001}, {1301, 63}, {67, 1024}};
 #define N_SHAPES ((int)(sizeof shapes / sizeof shapes[0]))
 
@@ -643,7 +647,7 @@ static void check_everywhere(struct pool *pool)
     }
 }
 
-/* inf and NaN come through as the formulas have them, and rows that see nothing are zero. */
+/* inf and NaN propagate as in the formulas, and rows whose every key is hidden are zero. */
 static void check_special_values(void)
 {
     float x[4] = {-INFINITY, INFINITY, NAN, -200.0f};
@@ -721,7 +725,10 @@ static void check_refusals(void)
         CHECK(y[i] == 0.0f);
 }
 
-/* GELU and its derivative at every bf16 number but NaN, in f32 and in bf16, where an input has one right result alone. */
+/*
+ * GELU and its derivative at every bf16 number but NaN, in f32 and in bf16. In bf16 each input has exactly one right
+ * result.
+ */
 static void check_gelu_of_all(void)
 {
     enum { N = 0x10000 };

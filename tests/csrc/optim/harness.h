@@ -24,7 +24,10 @@ static inline struct model model_create(const struct dsc_optim_args *args, int64
     };
 }
 
-/* Values of a run in progress: the second moments, and Adagrad's sum in the first slot, are not negative. */
+/*
+ * Fills the arrays with values as in the middle of a run. The second moments, and Adagrad's sum in the first slot, are
+ * not negative.
+ */
 static inline void model_fill(struct model *model, bool is_first_positive, uint64_t *random)
 {
     array_fill(&model->param, 1.0, false, random);
@@ -101,19 +104,19 @@ struct element {
     double grad; /* times grad_scale, and its sign turned under MAXIMIZE */
     double state[DSC_OPTIM_MAX_STATES];
     /*
-     * Sizes that rounding errors are relative to: the largest thing that was added up. A sum that cancels is then held to the
-     * precision that its terms had.
+     * Rounding errors are measured relative to the largest term of a sum. A sum whose terms cancel is then held to the
+     * precision of its terms.
      */
     double param_floor;
     double state_floor[DSC_OPTIM_MAX_STATES];
-    bool is_ambiguous; /* the formula jumps here, within rounding */
+    bool is_ambiguous; /* the formula has a jump within rounding error */
 };
 
 typedef void formula(const struct dsc_optim_args *args, struct element *element);
 
 #define FORMULA_ULPS 8
 
-/* Several f32 steps, each compared with the formula applied to the f32 values from before it. */
+/* Runs several f32 steps. Each is compared with the formula applied to the f32 values before that step. */
 static inline void check_formula(const char *name, const struct dsc_optim_args *first_args, formula *formula, bool is_first_positive)
 {
     static const int64_t lengths[] = {1, 17, 1025, 2500};

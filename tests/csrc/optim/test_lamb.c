@@ -1,12 +1,13 @@
 /*
- * optim/lamb.c against the formula of LAMB (arXiv 1904.00962, algorithm 2) in f64, whole, in halves, and cut over ranks; the trust ratio at its bounds.
+ * optim/lamb.c against the formula of LAMB (arXiv 1904.00962, algorithm 2) in f64: in one call, in two halves, and cut
+ * over ranks. Also checks the trust ratio at its bounds.
  */
 #include "harness.h"
 
 #include "base/par.h"
 #include "pool.h"
 
-/* The whole tensor in f64, in place. */
+/* The formula for the whole tensor in f64, in place. */
 static void lamb_formula(const struct dsc_optim_args *args, int64_t n, double *param, const double *grad, double *m, double *v, double *out_ratio)
 {
     double correction1 = (args->flags & DSC_OPTIM_BIAS_CORRECTION) != 0 ? 1 - pow(args->beta1, (double)args->step) : 1;
@@ -40,7 +41,7 @@ static double *doubles_of(const struct array *array, double scale)
     return values;
 }
 
-/* Runs the step as `n_pieces` slices whose norms are added up, as ranks do; 0: dsc_optim_step on the whole. */
+/* Runs the step as `n_pieces` slices and adds up their norms, as ranks do. 0: dsc_optim_step on the whole tensor. */
 static void run_step(const struct dsc_optim_args *args, const struct model *model, int64_t n_pieces, const struct dsc_par *par)
 {
     const struct dsc_optim_kind *kind = find_kind("lamb");
@@ -137,7 +138,9 @@ static void test_formula(void)
     pool_clear(&pool);
 }
 
-/* The norms are of the states as stored: with 16-bit states, norms and apply must speak of the same update. */
+/*
+ * Norms are taken of the states as stored. With 16-bit states, the norms and the apply half must use the same update.
+ */
 static void test_stored_states(void)
 {
     struct dsc_optim_args args = DSC_OPTIM_ARGS_INIT;
@@ -164,7 +167,10 @@ static void test_stored_states(void)
     model_destroy(&model);
 }
 
-/* More tensors than a group holds, some empty, some across chunk borders: as one by one. */
+/*
+ * A list of more tensors than a group holds, some empty, some across chunk borders, gives the result of one call a
+ * tensor.
+ */
 static void test_many_tensors(void)
 {
     enum { N = 1300 };
@@ -200,8 +206,8 @@ static void test_many_tensors(void)
 }
 
 /*
- * Norms of tensors cut by a chunk border after their first or before their last element, and of a tensor that covers
- * whole chunks, in f64.
+ * Compares norms with f64 for tensors cut by a chunk border after the first or before the last element, and for a
+ * tensor of whole chunks.
  */
 static void test_cut_tensors(void)
 {
@@ -285,7 +291,7 @@ static void test_errors(void)
     CHECK_ERROR(dsc_optim_norms(lamb, &args, &tensor, 1, NULL, sumsq), DSC_EINVAL, "grad");
     CHECK_BYTES(x, before, sizeof x);
     CHECK(sumsq[0] == -7);
-    /* The second half reads no gradient, the first writes no weight. */
+    /* The apply half reads no gradient, and the norms half writes no weight. */
     CHECK_STATUS(dsc_optim_apply(lamb, &args, &tensor, 1, NULL, &ratio), DSC_OK);
     CHECK_STATUS(dsc_optim_norms(lamb, &args, NULL, 0, NULL, NULL), DSC_OK);
 }

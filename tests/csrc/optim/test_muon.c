@@ -1,4 +1,7 @@
-/* optim/muon.c: both halves against their formulas in f64, in every mix of dtypes; all other memory stays untouched. */
+/*
+ * optim/muon.c: the momentum half and the apply half against their formulas in f64, in every mix of dtypes. All other
+ * memory stays untouched.
+ */
 #include "harness.h"
 
 static double ulps_of(dsc_dtype dtype)

@@ -1,13 +1,13 @@
 /*
  * optim/optim.c, over the whole registry: dtypes, lists of tensors, threads, instruction sets, tails and refused
- * arguments. Each optimizer's own test checks a single step's values; this one compares one way of running it with
- * another.
+ * arguments. The values of a single step are checked by the test of each optimizer. This test compares one way of
+ * running a step with another.
  */
 #include "harness.h"
 
 #include "pool.h"
 
-/* Arguments that make every part of every optimizer act. */
+/* Arguments with which every part of every optimizer takes effect. */
 static struct dsc_optim_args busy_args(const struct dsc_optim_kind *kind)
 {
     struct dsc_optim_args args = DSC_OPTIM_ARGS_INIT;
@@ -65,7 +65,10 @@ static void check_rounded(const struct array *got, const struct array *wide, con
     array_destroy(&wanted);
 }
 
-/* A step on 16-bit storage is the f32 step on the widened values, rounded once. (Not for norms, which are of the rounded states: test_lamb.c.) */
+/*
+ * A step on 16-bit storage is the f32 step on the widened values, rounded once. (Optimizers with norms are left out,
+ * because they take norms of the rounded states: see test_lamb.c.)
+ */
 static void check_mix(const struct dsc_optim_kind *kind, const struct dsc_optim_args *args, int64_t n, uint64_t *random)
 {
     struct dsc_optim_args wide_args = *args;
@@ -114,7 +117,7 @@ static void test_dtypes(void)
     }
 }
 
-/* Every instruction set gives the bits of the first, on anything that memory may hold, at every length and at odd addresses. */
+/* Every instruction set gives the bits of the first one, on any bit patterns, at every length and at odd addresses. */
 static void test_isas(void)
 {
     const struct dsc_optim_kind *kind;
@@ -161,7 +164,7 @@ static void test_isas(void)
     }
 }
 
-/* A list of tensors of all sizes: the same bits with 1 to 8 threads, and with one call a tensor. */
+/* A list of tensors of all sizes gives the same bits with 1 to 8 threads, and with one call a tensor. */
 static void test_lists(void)
 {
     enum { N = 60 };
@@ -217,7 +220,7 @@ static void test_lists(void)
     }
 }
 
-/* Without a copy the rest is the same, and the copy's memory is not touched. */
+/* A step without a copy gives the same weights and states, and the copy's memory is not touched. */
 static void test_no_copy(void)
 {
     const struct dsc_optim_kind *kind;
@@ -259,7 +262,7 @@ static void check_refused(const struct dsc_optim_kind *kind, const struct dsc_op
     struct model before = model_copy(&model, 0);
     struct dsc_optim_tensor tensors[2] = {model_tensor(&model, dsc_optim_n_states(kind)), {0}};
 
-    /* The first tensor is good: it must not have been stepped when the second is found bad. */
+    /* The first tensor is good. It must stay unchanged when the second tensor is refused. */
     if (bad != NULL)
         tensors[1] = *bad;
     TEST_CASE("%s: %s", dsc_optim_name(kind), word);

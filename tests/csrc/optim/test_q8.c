@@ -1,13 +1,14 @@
 /*
- * Quantised states: optim/q8.c and cpu/q8.c against a search over all codes in f64, and a step on codes against the f32 step between a reading and a writing of
- * them. Block borders, odd addresses, special values, threads, instruction sets.
+ * Quantised states: optim/q8.c and cpu/q8.c against a search over all codes in f64, and a step on codes against three
+ * steps: read the codes, step in f32, write the codes. Covers block borders, odd addresses, special values, threads and
+ * instruction sets.
  */
 #include "harness.h"
 
 #include "pool.h"
 
 #define BLOCK DSC_Q8_BLOCK_ELEMS
-/* The smallest scales of a block with a nonzero value. */
+/* The smallest scales that a block with a nonzero value can have. */
 #define MIN_SIGNED_SCALE 0x1p-98
 #define MIN_UNSIGNED_SCALE 0x1p-62
 
@@ -76,7 +77,7 @@ static double root_of(dsc_q8_code code, double ratio)
     return code == DSC_Q8_SIGNED ? copysign(127 * pow(fabs(ratio), 0.25), ratio) : 255 * pow(ratio, 0.125);
 }
 
-/* The distance, in codes, of the code whose root is nearest: by trying all of them. */
+/* The distance, in codes, to the code with the nearest root, found by trying all codes. */
 static double nearest_distance(dsc_q8_code code, double root, bool may_be_zero)
 {
     double best = 1e9;
@@ -114,7 +115,7 @@ static void check_codes(dsc_q8_code code, const struct array *values, const stru
             double root = root_of(code, x / scale);
             double best = nearest_distance(code, root, code == DSC_Q8_SIGNED);
 
-            /* 1e-4 of a code: the error of f32 roots near a tie. */
+            /* 1e-4 of a code allows for the error of f32 roots near a tie. */
             test_report(fabs(root - c) <= best + 1e-4 && (code == DSC_Q8_SIGNED || c > 0), __FILE__, __LINE__, "%a has code %d, its root is %.6f", x, c,
                         root);
         }
@@ -152,7 +153,7 @@ static void check_round_trip(dsc_q8_code code, const struct array *values, size_
     *out_state = state;
 }
 
-/* Magnitudes over so many powers of ten, as moments have them. */
+/* Fills with magnitudes spread over `decades` powers of ten, like an optimizer's moments. */
 static void fill_wide(struct array *values, double decades, bool is_positive, uint64_t *random)
 {
     for (int64_t i = 0; i < values->n; i++) {
@@ -185,7 +186,7 @@ static void test_codes(const char *isa)
     }
 }
 
-/* Every code at every exponent of the scale is read by the formula and comes back. */
+/* Every code at every exponent of the scale reads as the formula says, and writing the value gives the same code. */
 static void test_all_codes(const char *isa)
 {
     for (dsc_q8_code code = DSC_Q8_SIGNED; code <= DSC_Q8_UNSIGNED; code++) {
@@ -220,7 +221,7 @@ static void test_specials(const char *isa)
         struct array values = array_create(DSC_DTYPE_F32, 3 * BLOCK + 5, 0);
         struct state state;
 
-        /* Each alone in a block of zeros, and beside each other one. */
+        /* Each value alone in a block of zeros, and together with each other value. */
         for (int a = 0; a < N; a++) {
             for (int b = 0; b < N; b++) {
                 TEST_CASE("%s: code %d, %a beside %a", isa, (int)code, (double)specials[a], (double)specials[b]);
@@ -235,7 +236,7 @@ static void test_specials(const char *isa)
                 state_destroy(&state);
             }
         }
-        /* An infinity or NaN spoils its own block, and no other. */
+        /* An infinity or NaN spoils the block that holds it, and no other block. */
         for (int kind = 0; kind < 2; kind++) {
             struct array back = array_create(DSC_DTYPE_F32, values.n, 0);
 
@@ -257,7 +258,7 @@ static void test_specials(const char *isa)
     }
 }
 
-/* Any range is that part of the whole. */
+/* Converting a range gives the same result as that range of the whole. */
 static void test_ranges(void)
 {
     enum { N = 3 * BLOCK + 77 };
@@ -371,7 +372,7 @@ static void check_quantised(const struct quantised *a, const struct quantised *b
         CHECK_STATES(&a->state[slot], &b->state[slot]);
 }
 
-/* A list of tensors, whose blocks no border of a chunk respects, on all instruction sets and from 1 to 8 threads. */
+/* A list of tensors whose blocks straddle the borders of chunks, on all instruction sets and with 1 to 8 threads. */
 static void test_steps(const char *isa)
 {
     static const int64_t sizes[] = {257, 0, 1, 33000, 255, 7, 256, 65537, 300, 31, 40961};
@@ -448,7 +449,7 @@ static void test_threads(void)
     CHECK_STATUS(dsc_q8_dequantize(DSC_Q8_UNSIGNED, state.codes, state.scales.data, 0, N, wanted_back.data, NULL), DSC_OK);
     CHECK_STATUS(dsc_q8_dequantize(DSC_Q8_UNSIGNED, state.codes, state.scales.data, 0, N, back.data, &pool.par), DSC_OK);
     CHECK_SAME(&back, &wanted_back);
-    /* A negative value anywhere, and nothing is written. */
+    /* One negative value anywhere is refused, and nothing is written. */
     array_set(&values, 299999, -1e-30f);
     CHECK_ERROR(dsc_q8_quantize(DSC_Q8_UNSIGNED, N, values.data, state.codes, state.scales.data, &pool.par), DSC_EINVAL, "values[299999]");
     CHECK_STATES(&state, &wanted);
@@ -500,7 +501,7 @@ static void test_refused(void)
     CHECK_ERROR(dsc_optim_step(find_kind("lamb"), &args, &tensor, 1, NULL), DSC_ENOTSUP, "lamb");
     CHECK_ERROR(dsc_optim_step(find_kind("adagrad"), &args, &tensor, 1, NULL), DSC_ENOTSUP, "adagrad");
     CHECK_ERROR(dsc_muon_momentum(&args, &tensor, 1, NULL), DSC_ENOTSUP, "muon");
-    /* Without momentum SGD has no state, and needs no scale for it. */
+    /* SGD without momentum has no state, so it needs no scale. */
     CHECK_STATUS(dsc_optim_step(find_kind("sgd"), &args, &(struct dsc_optim_tensor){.n_elems = 1, .param = values, .grad = &values[1]}, 1, NULL),
                  DSC_OK);
     for (int i = 0; i < 4; i++)

@@ -1,4 +1,7 @@
-/* Every schedule over many shapes: proved, no slower than its paper says, and holding no more. */
+/*
+ * Every schedule over many shapes: the verifier accepts it, and its time and memory stay within the figures of its
+ * paper.
+ */
 #include "test.h"
 
 #include "dsc/pipe.h"
@@ -82,7 +85,7 @@ static int64_t larger(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-/* Idle time of the rank that works last, from the papers: (p - 1)(F + B) and so on, B = I + W. */
+/* The idle time of the rank that finishes last, from the papers: (p - 1)(F + B) for 1F1B and so on, with B = I + W. */
 static void test_formulas(void)
 {
     static const struct dsc_pipe_cost costs[] = {{100, 100, 100, 1, 0}, {100, 130, 70, 1, 0}, {70, 90, 60, 1, 0}, {100, 150, 150, 1, 0}};
@@ -107,7 +110,7 @@ static void test_formulas(void)
                     make("interleaved", &(struct dsc_pipe_shape){p, v, m}, false, &lists);
                     CHECK_EQ(makespan_of(&lists, c, 0, usage), ((int64_t)v * m + p - 1) * whole);
                 }
-                /* (p - 1)(F + I - W) as long as that is the longest of the ways round the last two ranks. */
+                /* (p - 1)(F + I - W) holds while that is the longest path through the last two ranks. */
                 make("zb_h1", &(struct dsc_pipe_shape){p, 1, m}, false, &lists);
                 CHECK_EQ(makespan_of(&lists, c, 0, usage),
                          m * whole + (p - 1) * larger(larger(c.forward_ns, c.input_ns), c.forward_ns + c.input_ns - c.weight_ns));
@@ -116,7 +119,7 @@ static void test_formulas(void)
             }
 }
 
-/* With F = I = W the last rank of a V waits for the first output, and no rank waits again. */
+/* With F = I = W, the last rank of a V-shaped schedule waits for the first output. No rank waits after that. */
 static void test_v(void)
 {
     struct dsc_pipe_cost cost = {100, 100, 100, 1, 0};
@@ -152,7 +155,7 @@ static void test_inference_never_waits(void)
         }
 }
 
-/* Times do not depend on whether messages are in the table, and a transfer delays the rank waiting for it. */
+/* Times do not depend on whether the table contains messages. A transfer delays the rank that waits for it. */
 static void test_transfers(void)
 {
     struct dsc_pipe_cost cost = {100, 100, 100, 1, 0};

@@ -1,4 +1,4 @@
-/* Tables that are wrong in one place: each is refused with a sentence that names it. */
+/* Each table is wrong in one place, and is refused with a message that names the place. */
 #include "test.h"
 
 #include "dsc/pipe.h"
@@ -10,7 +10,7 @@ static const char *const good[2] = {
     "1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1",
 };
 
-/* Two ranks with one stage each, from text. */
+/* Verifies a schedule of two ranks with one stage each, given as text. */
 static dsc_status verify(const char *first, const char *second, bool has_backward)
 {
     static const int32_t rank_of[2] = {0, 1};
@@ -32,7 +32,9 @@ static dsc_status verify(const char *first, const char *second, bool has_backwar
     return dsc_pipe_verify(&table);
 }
 
-/* Sends that wait: rank 0 would send 0F1's output while rank 1 still holds rank 0's gradient out. */
+/*
+ * A deadlock of blocking sends: rank 0 would send the output of 0F1 while rank 1 is still sending a gradient to rank 0.
+ */
 static void test_waits(void)
 {
     TEST_CASE("waits");

@@ -15,7 +15,7 @@ static bool is_behind(const struct dsc_recompute_move *a, const struct dsc_recom
     return a->group != b->group ? a->group > b->group : a->choice > b->choice;
 }
 
-/* transient_bytes counts the moves, so that it shows which of equal ones came first. */
+/* transient_bytes numbers the moves, to show the order of moves that compare equal. */
 static void check_order(struct dsc_recompute_move *moves, int64_t n_moves)
 {
     static struct dsc_recompute_move expected[MAX_MOVES];
@@ -62,7 +62,7 @@ static void test_against_an_insertion_sort(void)
     }
 }
 
-/* Neighbours among the fractions of large numbers, which doubles do not tell apart. */
+/* Neighbouring fractions of large numbers. Doubles cannot tell these fractions apart. */
 static void test_fractions_that_doubles_blur(void)
 {
     static struct dsc_recompute_move moves[MAX_MOVES];

@@ -14,7 +14,7 @@ struct small {
     struct dsc_recompute_problem problem;
 };
 
-/* n_items groups and whole choices in all, thrown at layers. */
+/* Makes a problem of n_items groups and whole choices in total, distributed randomly over layers. */
 static void make_small(struct small *s, uint64_t *random, int64_t limit, bool is_saved_either_way)
 {
     int32_t n_layers = (int32_t)(1 + test_below(random, MAX_LAYERS));
@@ -190,7 +190,7 @@ static void test_the_last_layer_is_kept(void)
         choices[2 * i] = (struct dsc_recompute_choice){100, 0, 0};
         choices[2 * i + 1] = (struct dsc_recompute_choice){10, 90, 7};
     }
-    for (int n_kept = 1; n_kept <= N; n_kept++) { /* each costs 90 more, but for the last one */
+    for (int n_kept = 1; n_kept <= N; n_kept++) { /* each layer costs 90 more, except the last layer */
         CHECK_STATUS(dsc_recompute_solve(&problem, 10 * N + 90 * n_kept, &plan), DSC_OK);
         CHECK_EQ(plan.added_ns, 7 * (N - n_kept));
         CHECK_EQ(plan.smallest_bytes, 10 * N + 90);
@@ -200,7 +200,7 @@ static void test_the_last_layer_is_kept(void)
     CHECK_ERROR(dsc_recompute_solve(&problem, 10 * N + 89, &plan), DSC_ENOSPC, "140 bytes, 139");
 }
 
-/* Collectives cost the wire twice: kept first, though they are no smaller. */
+/* Recomputing a collective costs communication again, so collectives are kept first although they are no smaller. */
 static void test_groups_by_what_they_save(void)
 {
     const struct dsc_recompute_layer layers[] = {{0, 1, 3}, {0, 0, 0}};

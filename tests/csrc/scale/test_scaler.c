@@ -1,6 +1,6 @@
 /*
- * scale/scaler.c: scripts of overflows with the scales written out by hand, and long random runs against the rules told in another way (from the
- * history of steps instead of from counters).
+ * scale/scaler.c: scripts of overflows with scales written out by hand, and long random runs against a second
+ * implementation of the rules, which looks at the history of steps instead of counters.
  */
 #include "test.h"
 
@@ -41,18 +41,24 @@ static void test_scripts(void)
 {
     struct dsc_scaler_config config;
 
-    /* Window 2: it takes 3 good steps from the start or from an overflow until the first growth, then 2 each. */
+    /*
+     * Window 2: the first growth comes 3 good steps after the start or an overflow, and each further growth after 2
+     * more.
+     */
     config = config_of(16, 1, 2, 1, false);
     check_script(&config, ".....x...", (const double[]){16, 16, 32, 32, 64, 32, 32, 32, 64}, NULL);
-    /* Hysteresis 2: the first overflow is forgiven; then each cuts until growth refills. */
+    /*
+     * Hysteresis 2: the first overflow does not cut the scale. Each later overflow cuts it, until a growth refills the
+     * hysteresis.
+     */
     config = config_of(16, 1, 2, 2, false);
     check_script(&config, "xxx...xx", (const double[]){16, 8, 4, 4, 4, 8, 8, 4}, NULL);
-    /* A good step between overflows refills only with consecutive hysteresis. */
+    /* A good step between overflows refills the hysteresis only if consecutive hysteresis is on. */
     config = config_of(16, 1, 100, 2, false);
     check_script(&config, "x.x.x", (const double[]){16, 16, 8, 8, 4}, NULL);
     config = config_of(16, 1, 100, 2, true);
     check_script(&config, "x.x.xx", (const double[]){16, 16, 16, 16, 16, 8}, NULL);
-    /* The floor: reached once without complaint, then it is the end. */
+    /* The minimum scale may be reached once. The next overflow is an error. */
     config = config_of(3, 1, 100, 1, false);
     check_script(&config, "xxxx", (const double[]){1.5, 1, 1, 1}, "..!!");
     config = config_of(1, 1, 100, 2, false);
@@ -61,12 +67,14 @@ static void test_scripts(void)
     config = config_of(128, 1, 1, 1, false);
     config.is_dynamic = false;
     check_script(&config, "x..xx....", (const double[]){128, 128, 128, 128, 128, 128, 128, 128, 128}, NULL);
-    /* It does not grow out of f64. */
+    /* The scale does not overflow f64. */
     config = config_of(0x1p1023, 1, 1, 1, false);
     check_script(&config, "....", (const double[]){0x1p1023, 0x1p1023, 0x1p1023, 0x1p1023}, NULL);
 }
 
-/* The rules from the history: the run of good steps that ends at a step, and the overflows since the last refill. */
+/*
+ * Derives the scale from the history: from the number of good steps in a row and the overflows since the last refill.
+ */
 static void test_histories(void)
 {
     uint64_t random = 23;

@@ -10,7 +10,9 @@
 #define MAX_RANKS 12
 #define MAX_DOCUMENTS 32
 
-/* The share of a token as the header defines it: sizes differ by at most one token, the first shares are larger. */
+/*
+ * The share of a token as the header defines it: sizes differ by at most one token, and the larger shares come first.
+ */
 static int32_t share_of(int64_t token, int64_t n_tokens, int64_t n_shares)
 {
     int64_t end = 0;
@@ -168,7 +170,7 @@ static void test_documents(void)
     }
 }
 
-/* The picture of the header. */
+/* The example drawn in the header. */
 static void test_zigzag_by_hand(void)
 {
     const int64_t expected[4][2][3] = {

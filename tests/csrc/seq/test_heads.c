@@ -31,7 +31,10 @@ static void test_by_hand(void)
     expect(5, 1, 3, (const int64_t[][5]){{0, 2, 0, 1, 2}, {2, 4, 0, 1, 2}, {4, 5, 0, 1, 1}});
 }
 
-/* Every query head lies on one rank, with its key head; counts differ by one at most; groups name the right key. */
+/*
+ * Every query head lies on exactly one rank, together with its key head. The ranks' counts differ by one at most.
+ * Groups name the right key head.
+ */
 static void check_heads(int64_t n_heads, int64_t n_key_heads, int32_t n_ranks)
 {
     int64_t next = 0;
@@ -81,7 +84,10 @@ static void test_all(void)
                 check_heads(n_key_heads * group, n_key_heads, n_ranks);
 }
 
-/* Counted head by head: a head of a token goes to each rank that computes it or attends to it. */
+/*
+ * Checks the exchanged amounts by counting: each head of a token goes to each rank that computes this head or attends
+ * to it.
+ */
 static void test_exchange(void)
 {
     const struct dsc_seq_widths widths = {24, 7};

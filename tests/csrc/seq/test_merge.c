@@ -1,6 +1,6 @@
 /*
- * seq/merge.c: parts of a softmax against the whole one in f64, rows without keys, magnitudes, threads, and refused
- * arguments.
+ * seq/merge.c: merged parts of a softmax against the whole softmax in f64. Covers rows without keys, large and small
+ * magnitudes, threads and refused arguments.
  */
 #include "arrays.h"
 #include "pool.h"
@@ -19,7 +19,7 @@ static float part[MAX_ELEMS];
 static uint16_t half[MAX_ELEMS];
 static float again[MAX_ELEMS];
 
-/* Parts with sums of any magnitude, laid over ranges of rows, against sums of exponentials in f64. */
+/* Merges parts over ranges of rows, with sums of any magnitude, and compares with sums of exponentials in f64. */
 static void check_parts(dsc_dtype dtype, int64_t n_rows, int64_t width, double spread, const struct dsc_par *par)
 {
     float log_sums[MAX_GROUPS * MAX_ROWS];

@@ -1,4 +1,7 @@
-/* seq/ring.c: the blocks of every pair of ranks against a table of who sees whom, filled pair by pair, and the work. */
+/*
+ * seq/ring.c: the blocks of every pair of ranks against a table that says for each pair of tokens whether one sees the
+ * other. Also checks the work of each rank.
+ */
 #include "test.h"
 
 #include "dsc/seq.h"
@@ -10,7 +13,7 @@
 struct rank {
     struct dsc_seq_run runs[MAX_TOKENS];
     int64_t n_runs;
-    int64_t places[MAX_TOKENS]; /* positions of its tokens in the whole sequence */
+    int64_t places[MAX_TOKENS]; /* positions of the rank's tokens in the whole sequence */
     int64_t n_tokens;
 };
 
@@ -141,7 +144,7 @@ static void test_every_pair_once(void)
     }
 }
 
-/* One call of attention a hop: the reason for zigzag. */
+/* Zigzag order needs one call of attention a hop, which is its purpose. */
 static void test_zigzag_is_one_block_a_hop(void)
 {
     struct dsc_seq_mask mask = {.is_causal = true};
@@ -164,7 +167,9 @@ static void test_zigzag_is_one_block_a_hop(void)
         }
 }
 
-/* Every rank's work is within 2 % of the mean; in contiguous order the last of four has 1.75 times the mean. */
+/*
+ * The work of every rank is within 2 % of the mean. In contiguous order the last of four ranks has 1.75 times the mean.
+ */
 static void test_work(void)
 {
     const int64_t lengths[] = {1000, 1024, 4099, 131072, DSC_SEQ_MAX_TOKENS};

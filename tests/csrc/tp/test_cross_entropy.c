@@ -1,5 +1,5 @@
 /*
- * tp/cross_entropy.c: a vocabulary split over ranks against the formula in f64, infinities and NaNs, threads, and
+ * tp/cross_entropy.c: a vocabulary split over ranks against the formula in f64. Covers infinities and NaNs, threads and
  * refused arguments.
  */
 #include "arrays.h"
@@ -27,7 +27,7 @@ static double log_sum_of(const float *row, int64_t n)
     return most + log(sum);
 }
 
-/* Columns [begin, end) of every row, as one rank has them. */
+/* Copies columns [begin, end) of every row: the share of one rank. */
 static void take(int64_t n_rows, int64_t vocab_size, int64_t begin, int64_t end)
 {
     for (int64_t row = 0; row < n_rows; row++)
@@ -122,7 +122,10 @@ static void test_values(void)
     pool_clear(&pool);
 }
 
-/* Every instruction set and thread count gives the bits of the first; a mantissa's rounding decides the last ones. */
+/*
+ * Every instruction set and thread count gives the bits of the first run. Rounding decides the last bits of a mantissa,
+ * so any difference would show.
+ */
 static void test_same_bits(void)
 {
     static const int64_t shapes[][2] = {{1, 1}, {5, 17}, {3, 1025}, {MAX_ROWS, 64}, {2, 2600}};
@@ -149,7 +152,7 @@ static void test_same_bits(void)
             bool is_first = true;
 
             for (int64_t i = 0; i < n_rows * vocab_size; i++) {
-                /* Steep: from vanishing terms to large ones. */
+                /* Logits over a wide range, so that terms go from vanishing to large. */
                 float logit = -(float)test_below(&random, 1 << 22) / 40000.0f;
 
                 if (dtype == DSC_DTYPE_F32)
@@ -188,7 +191,7 @@ static void test_same_bits(void)
     pool_clear(&pool);
 }
 
-/* Check the exponential against exp(): no logit is above log_sum. */
+/* Checks the exponential against exp(). No logit is above log_sum. */
 static void test_exponential(void)
 {
     int64_t target = -1;

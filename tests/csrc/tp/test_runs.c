@@ -32,7 +32,10 @@ static void test_heads(void)
     expect_heads(3, 3, 1, (const int64_t[][4]){{0, 3, 0, 3}});
 }
 
-/* Every query head has one rank, and lies there with the key head that it attends to; all of that rank's groups are alike. */
+/*
+ * Every query head lies on one rank, together with the key head that it attends to. All groups of a rank have the same
+ * size.
+ */
 static void test_heads_of_many(void)
 {
     for (int64_t n_key_heads = 1; n_key_heads <= 7; n_key_heads++)
@@ -65,7 +68,7 @@ static void test_heads_of_many(void)
             }
 }
 
-/* How many ranks hold each element, derived from the header alone. */
+/* The number of ranks that hold each element, derived from the header only. */
 static int expected_owners(const struct dsc_tp_dim *dim, int64_t i_part, int64_t grain, int32_t n_ranks, bool *holds)
 {
     const struct dsc_tp_part *part = &dim->parts[i_part];

@@ -1,6 +1,6 @@
 /*
- * The rules of dsc/fetch.h the slow way, for the tests and the fuzz target: sets as arrays of flags, sums and distances taken anew each time. A check
- * returns NULL, or the rule that is broken, with the numbers.
+ * A slow implementation of the rules of dsc/fetch.h, for the tests and the fuzz target. Sets are arrays of flags, and
+ * sums and distances are computed anew each time. A check returns NULL, or the broken rule with the numbers.
  */
 #ifndef DSC_TEST_BRUTE_PLAN_H
 #define DSC_TEST_BRUTE_PLAN_H
@@ -50,7 +50,10 @@ static inline bool brute_fits(int64_t a, int64_t b, int64_t limit)
     return (__int128)a + b <= limit;
 }
 
-/* Walks the plan as a runner that uses every step would: the two limits at each step, until as large as they allow, the peak. */
+/*
+ * Walks the plan like a runner that uses every step. Checks the two limits at each step, that until is as large as the
+ * limits allow, and the peak.
+ */
 static inline const char *brute_walk(const struct brute_plan *p)
 {
     bool is_live[BRUTE_MAX_UNITS] = {false};
@@ -117,7 +120,7 @@ static inline bool brute_is_too_much(const struct brute_plan *p, int64_t i)
     return false;
 }
 
-/* next and keep of each step. Costs n_steps to the third. */
+/* Checks next and keep of each step in time n_steps cubed. */
 static inline const char *brute_reuse(const struct brute_plan *p)
 {
     for (int64_t i = 0; i < p->n_steps; i++) {
@@ -138,8 +141,9 @@ static inline const char *brute_reuse(const struct brute_plan *p)
 }
 
 /*
- * The GATHER and STEP actions of a whole pass with the units of is_live (NULL: none) live when it begins: a unit for its gather, ~unit for its step. out_units:
- * 2 * n_steps entries. Returns their number.
+ * Writes the GATHER and STEP actions of a whole pass to out_units: `unit` for a gather, `~unit` for a step. The units
+ * of is_live_first (NULL: none) are live when the pass begins. out_units has room for 2 * n_steps entries. Returns
+ * their number.
  */
 static inline int64_t brute_gathers(const struct brute_plan *p, const uint8_t *is_live_first, int32_t *out_units)
 {
@@ -161,7 +165,7 @@ static inline int64_t brute_gathers(const struct brute_plan *p, const uint8_t *i
     return n;
 }
 
-/* The bookkeeping of a pass's actions. */
+/* A record of the actions of a pass. */
 struct brute_book {
     bool is_live[BRUTE_MAX_UNITS];
     int32_t *gathers; /* in order, and ~unit for each STEP */
@@ -176,7 +180,7 @@ static inline void brute_book_begin(struct brute_book *book, const uint8_t *is_l
         book->is_live[u] = is_live != NULL && is_live[u];
 }
 
-/* Books the actions of one call, and compares the runner's own book. */
+/* Records the actions of one call, and compares the record with the runner's. */
 static inline const char *brute_book_take(struct brute_book *book, const struct dsc_fetch *fetch, const struct dsc_fetch_action *actions,
                                           int64_t n)
 {

@@ -1,6 +1,6 @@
 /*
- * zero/bucket.c against marks and turns kept by the test: buckets leave in order, once, and not before their members,
- * in any order of marking; waiting buckets leave after the others.
+ * zero/bucket.c against marks and turns kept by the test. In any order of marking, buckets leave in order, once, and
+ * only after all their members are marked. Waiting buckets leave after the others.
  */
 #include "test.h"
 
@@ -30,7 +30,7 @@ static int64_t expected_next(struct model *model, int64_t n_params, int64_t n_bu
 {
     for (int64_t b = 0; b < n_buckets; b++) {
         if (due == DSC_BUCKET_READY && !is_complete(model->bucket_of, n_params, model->is_marked, b))
-            return -1; /* and none behind it */
+            return -1; /* no bucket behind it may leave */
         model->is_passed[b] = true;
         if (!model->waits[b] && !model->is_launched[b]) {
             model->is_launched[b] = true;
@@ -104,7 +104,7 @@ static void test_random_cases(void)
         for (int window = 0; window < 4; window++) {
             int64_t bucket = test_below(&random, n_buckets);
 
-            dsc_bucket_tracker_reset(&tracker); /* nothing of the last window is left, but who waits */
+            dsc_bucket_tracker_reset(&tracker); /* only the waiting flags outlast a window */
             model.waits[bucket] = !model.waits[bucket];
             CHECK_STATUS(dsc_bucket_tracker_set_waiting(&tracker, bucket, model.waits[bucket]), DSC_OK);
             check_window(&tracker, &model, &random);
@@ -112,7 +112,7 @@ static void test_random_cases(void)
     }
 }
 
-/* The marks seen are remembered for the whole window, over all passes that begin within it. */
+/* The tracker remembers marks for the whole window, over all passes that begin within the window. */
 static void test_what_is_seen(void)
 {
     const int64_t bucket_of[] = {0, 0, 1, 1};
@@ -153,7 +153,10 @@ static void test_what_is_seen(void)
     CHECK_EQ(seen[2], DSC_BUCKET_SEEN);
     CHECK_EQ(seen[3], DSC_BUCKET_SEEN);
 
-    /* A dropped mark counts as never seen, even if it was late; its neighbours stay, and it may come again. */
+    /*
+     * A dropped mark counts as never seen, even if it came late. The marks beside it stay, and the dropped mark may
+     * come again.
+     */
     CHECK_STATUS(dsc_bucket_tracker_forget(&tracker, 1), DSC_OK);
     CHECK_STATUS(dsc_bucket_tracker_forget(&tracker, 3), DSC_OK);
     CHECK_STATUS(dsc_bucket_tracker_forget(&tracker, 4), DSC_EINVAL);
@@ -172,7 +175,7 @@ static void test_what_is_seen(void)
         CHECK_EQ(seen[i], 0);
 }
 
-/* The caller says whose turn it is, as a plan does that all ranks have. */
+/* The caller sets the turn, as a plan that all ranks share does. */
 static void test_turns_by_plan(void)
 {
     const int64_t bucket_of[] = {0, 1, 2};
@@ -203,7 +206,7 @@ static void test_turns_by_plan(void)
     CHECK_EQ(dsc_bucket_tracker_next(&tracker, DSC_BUCKET_ALL), 2);
     CHECK_EQ(dsc_bucket_tracker_next(&tracker, DSC_BUCKET_ALL), -1);
 
-    /* A bucket stops waiting between its turn and the end: it still leaves with the rest. */
+    /* A bucket that stops waiting between its turn and the end still leaves with the rest. */
     dsc_bucket_tracker_reset(&tracker);
     CHECK_STATUS(dsc_bucket_tracker_pass(&tracker, 2, &is_due), DSC_OK);
     CHECK_STATUS(dsc_bucket_tracker_set_waiting(&tracker, 2, false), DSC_OK);
@@ -211,7 +214,7 @@ static void test_turns_by_plan(void)
         CHECK_EQ(dsc_bucket_tracker_next(&tracker, DSC_BUCKET_ALL), b);
 }
 
-/* A contribution to a bucket that was forced out without it must not be lost. */
+/* A contribution that arrives after its bucket was forced out must not be lost. */
 static void test_forced_out(void)
 {
     const int64_t bucket_of[] = {0, 0};

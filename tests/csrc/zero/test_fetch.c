@@ -1,7 +1,7 @@
 /*
- * zero/fetch.c: every subsequence of a plan may be used: the gathers equal a walk's over the whole plan, a used unit is
- * live, and nothing stays behind. The actions are booked by the test, and each call is compared with the runner's own
- * book.
+ * zero/fetch.c: a pass may use any subsequence of a plan. The gathers equal those of a walk over the whole plan, a used
+ * unit is live, and no unit stays live at the end. The test records the actions and compares its record with the
+ * runner's after each call.
  */
 #include "test.h"
 
@@ -12,7 +12,7 @@
 #define MAX_EXTRA 200 /* unexpected steps in a pass */
 #define LONG_STEPS 100000
 
-/* A plan with its storage, a runner and all that it is lent. */
+/* A plan with its storage, and a runner with all the memory that it borrows. */
 struct bench {
     int32_t steps[MAX_STEPS];
     int64_t unit_elems[MAX_UNITS];
@@ -139,7 +139,10 @@ static bool has_repeats(const struct bench *b)
     return false;
 }
 
-/* The property that everything rests on, for several ranks' worth of subsequences of each plan. */
+/*
+ * The main property: all subsequences of a plan lead to the same gathers. Each plan is run by several ranks with a
+ * subsequence each.
+ */
 static void test_subsequences(void)
 {
     static struct bench b;
@@ -182,7 +185,7 @@ static void test_subsequences(void)
             if (!is_first_live)
                 CHECK_EQ(b.fetch.peak_elems, b.plan.peak_elems);
 
-            /* The record is the plan, and has a use of each unit that was used, and of no other. */
+            /* The record equals the plan, and marks a use for each used unit and for no other unit. */
             bool is_recorded[MAX_UNITS] = {false};
 
             CHECK_EQ(b.record.n_steps, b.plan.n_steps);
@@ -201,7 +204,10 @@ static void test_subsequences(void)
     }
 }
 
-/* Any use in any order: never outside the rules, counted where the plan does not have it, and recorded where it came. */
+/*
+ * Uses in any order keep the rules. A use that is not in the plan is counted as unexpected, and the record holds it in
+ * its place.
+ */
 static void test_any_uses(void)
 {
     static struct bench b;
@@ -232,7 +238,7 @@ static void test_any_uses(void)
         end(&b, -1);
         for (int64_t i = 0; i < b.record.n_steps; i++) {
             if (at < b.plan.n_steps && b.record.units[i] == b.steps[at])
-                at++; /* an unexpected unit has no step left, so that this one is of the plan */
+                at++; /* an unexpected unit has no step left, so this unit is in the plan */
             else
                 n_extra += b.record.is_used[i] ? 1 : 1000;
         }
@@ -242,7 +248,7 @@ static void test_any_uses(void)
     }
 }
 
-/* An order that stays the same is learned: from no plan at all, and from the plan of another order. */
+/* The runner learns a constant order of uses, starting without a plan or with the plan of another order. */
 static void test_learning(void)
 {
     static struct bench b;
@@ -279,7 +285,7 @@ static void test_learning(void)
         }
         CHECK(is_learned);
         if (round % 2 == 0)
-            CHECK(n_passes <= 2); /* the record of the first is the order itself */
+            CHECK(n_passes <= 2); /* the record of the first pass is the order */
     }
 }
 
@@ -289,7 +295,7 @@ static void check_actions(const struct bench *b, const char *wanted)
     size_t n = 0;
 
     for (int64_t i = 0; i < b->n_actions && n + 8 < sizeof text; i++)
-        if (b->actions[i].kind != DSC_FETCH_STEP) /* where these stand is checked against brute_gathers */
+        if (b->actions[i].kind != DSC_FETCH_STEP) /* the places of STEP actions are checked against brute_gathers */
             n += (size_t)snprintf(text + n, sizeof text - n, "%s%c%d", n > 0 ? " " : "", b->actions[i].kind == DSC_FETCH_GATHER ? '+' : '-',
                               (int)b->actions[i].unit);
     CHECK_STR(text, wanted);
@@ -318,7 +324,7 @@ static void plan_steps(struct bench *b, const char *steps, int64_t ahead_elems, 
     init(b);
 }
 
-/* Each rule of the header, in a case that can be checked by eye. */
+/* Each rule of the header in a case small enough to check by hand. */
 static void test_known_passes(void)
 {
     static struct bench b;
@@ -463,7 +469,10 @@ static void test_known_passes(void)
     check_record(&b, "0 1? 2? 3?");
 }
 
-/* keep is a matter of memory: with none or all of it a used unit is live all the same, and each rank gathers the same. */
+/*
+ * keep affects memory only. With keep set nowhere or everywhere, a used unit is still live, and all ranks gather the
+ * same units.
+ */
 static void test_other_keeps(void)
 {
     static struct bench b;
@@ -525,7 +534,7 @@ static void test_call_errors(void)
     CHECK_ERROR(dsc_fetch_use(&b.fetch, 1, 12, b.actions, &n), DSC_EOVERFLOW, "at most 1 steps, 2 more");
     CHECK_EQ(b.fetch.cursor, 0);
     CHECK_EQ(n, -7);
-    use(&b, 0); /* nothing has been changed by all this */
+    use(&b, 0); /* the refused calls have changed nothing */
     check_actions(&b, "+0 +1 +2 +3");
     CHECK_ERROR(dsc_fetch_end(&b.fetch, -1, 12, b.actions, &n), DSC_EOVERFLOW, "3 more");
     CHECK_ERROR(dsc_fetch_abort(&b.fetch, 3, b.actions, &n), DSC_EINVAL, "may need 4");
@@ -592,7 +601,7 @@ static void test_damaged_plans(void)
     }
 }
 
-/* No use needs a search: neither a unit far away in the plan, nor the many units missing from it. */
+/* A use takes constant time, both for a unit far ahead in the plan and for units that are not in the plan. */
 static void test_long_pass(void)
 {
     enum { N_UNITS = 400, N_PLANNED = 300 };

@@ -1,6 +1,6 @@
 /*
- * zero/intake.c against sums kept by the test in f64: the first gradient is copied, others are added, in every pair of
- * dtypes, and missing gradients are named.
+ * zero/intake.c against sums kept by the test in f64, in every pair of dtypes. The first gradient is copied, and later
+ * ones are added. Missing gradients are named.
  */
 #include "test.h"
 
@@ -12,7 +12,7 @@
 #define MAX_ELEMS 700
 #define BUFFER_ELEMS (MAX_PARAMS * (MAX_ELEMS + 3))
 
-/* Small integers: exact in every dtype, and so are sums of a few of them. */
+/* Writes a small integer. Small integers and sums of a few of them are exact in every dtype. */
 static void put(void *data, dsc_dtype dtype, int64_t i, float value)
 {
     if (dtype == DSC_DTYPE_F32)
@@ -46,7 +46,7 @@ static void make_case(struct case_ *made, uint64_t *random)
     made->n_buckets = 1 + test_below(random, MAX_BUCKETS);
     for (int64_t i = 0, bucket = 0; i < made->n_params; i++) {
         while (bucket + 1 < made->n_buckets && test_below(random, 3) == 0) {
-            bucket++; /* some have no members */
+            bucket++; /* some buckets have no members */
             at = 0;
         }
         made->places[i] = (struct dsc_intake_place){bucket, at + test_below(random, 4), sizes[test_below(random, 7)]};
@@ -104,7 +104,7 @@ static void check_bucket(struct case_ *of, int64_t bucket, dsc_dtype dtype, uint
                 TEST_AT(i);
                 CHECK(get(buffer, dtype, of->places[param].begin_elems + i) == want);
             }
-    /* Between places nothing is touched. */
+    /* Elements between places stay untouched. */
     for (int64_t i = 0; i < BUFFER_ELEMS; i++) {
         bool is_inside = false;
 
@@ -221,7 +221,7 @@ static void test_bad_calls(void)
     CHECK_STATUS(dsc_intake_note(&intake, 0, &is_first), DSC_OK);
     CHECK(!is_first);
     CHECK_STATUS(dsc_intake_note(&intake, 0, NULL), DSC_EINVAL);
-    /* A gradient of another length changes nothing. */
+    /* A gradient of a wrong length is refused and changes nothing. */
     CHECK_STATUS(dsc_intake_open(&intake, 1, buffer, 4, DSC_DTYPE_F32), DSC_OK);
     CHECK_STATUS(dsc_intake_add(&intake, 1, &grad, NULL), DSC_EINVAL);
     CHECK_STR(dsc_last_error(), "the gradient of parameter 1 has 2 elements, its place 3");
@@ -231,7 +231,7 @@ static void test_bad_calls(void)
     CHECK_STATUS(dsc_intake_next_missing(&intake, 1, 0, &param), DSC_OK);
     CHECK_EQ(param, 1);
     CHECK(buffer[0] == 7 && buffer[3] == 7);
-    /* Where there is nothing no memory is needed. */
+    /* A place without elements needs no memory. */
     bad[0] = (struct dsc_intake_place){0, 0, 0};
     CHECK_STATUS(dsc_intake_init(&intake, bad, 1, buckets, 1, is_written), DSC_OK);
     CHECK_STATUS(dsc_intake_open(&intake, 0, NULL, 0, DSC_DTYPE_F32), DSC_OK);

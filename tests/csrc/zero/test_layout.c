@@ -1,4 +1,4 @@
-/* zero/layout.c against its contract, read literally: every property checked parameter by parameter on random and on chosen sizes. */
+/* zero/layout.c against its contract: every property is checked for each parameter, on random and on chosen sizes. */
 #include "test.h"
 
 #include "dsc/zero.h"
@@ -86,7 +86,7 @@ static void check_plan(const int64_t *sizes, int64_t n_params, int32_t n_ranks, 
     for (int64_t b = plan.n_buckets; b < MAX_PARAMS; b++)
         CHECK_EQ(plan.begin[b], UNTOUCHED);
 
-    /* Exactly enough room is enough; one less is refused and nothing is written. */
+    /* An array of exactly the needed size is accepted. One entry less is refused, and nothing is written. */
     if (plan.n_buckets > 0) {
         int64_t n_buckets = plan.n_buckets;
 

@@ -1,4 +1,7 @@
-/* zero/prefetch.c: plans walked step by step with sets, and each decision to keep a unit made anew by searching all steps before it. */
+/*
+ * zero/prefetch.c: the test walks each plan step by step with sets, and recomputes each decision to keep a unit by
+ * searching all earlier steps.
+ */
 #include "test.h"
 
 #include "zero/brute_plan.h"
@@ -7,7 +10,7 @@
 #define MAX_UNITS 9
 #define LONG_STEPS 100000
 
-/* Guards on both sides of each array tell of a write outside. */
+/* Guards on both sides of each array reveal a write outside. */
 struct answer {
     int64_t until[MAX_STEPS + 1];
     int64_t next[MAX_STEPS + 1];
@@ -66,7 +69,7 @@ static int64_t random_limit(uint64_t *random)
     }
 }
 
-/* At random, or a forward and a backward over all units, some of them tied. */
+/* Random steps, or a forward and a backward pass over all units, some of which are tied. */
 static void random_steps(uint64_t *random, int32_t *steps, int64_t n_steps, int32_t n_units)
 {
     bool is_there_and_back = test_below(random, 2) == 0;
@@ -103,7 +106,7 @@ static void test_random_cases(void)
     }
 }
 
-/* Plans that can be checked by eye. */
+/* Plans small enough to check by hand. */
 static void test_known_plans(void)
 {
     const int32_t steps[] = {0, 1, 2, 1, 0};
@@ -173,7 +176,7 @@ static void test_ends(void)
         plan = plan_of(&answer, same, 4, one, 1, limits_of(limit, limit, limit));
         check_rules(&plan);
         for (int64_t i = 0; i < 4; i++) {
-            CHECK_EQ(answer.until[i], 4); /* it is live: the gathers of its other steps cost nothing, even above the limit */
+            CHECK_EQ(answer.until[i], 4); /* the unit is live: its other steps need no gather, even above the limit */
             CHECK_EQ(answer.keep[i], i < 3);
         }
         CHECK_EQ(plan.peak_elems, 7);
@@ -191,7 +194,7 @@ static void test_ends(void)
     }
 }
 
-/* A model of many small layers, there and back: quadratic time would show. */
+/* Forward and backward through a model of many small layers: quadratic time would show. */
 static void test_long_pass(void)
 {
     enum { N_UNITS = 500 };

@@ -1,4 +1,4 @@
-/* zero/shard.c against brute force: a table that says, element by element of the flat buffer, which parameter and which rank it belongs to. */
+/* zero/shard.c against brute force: a table holds, for each element of the flat buffer, its parameter and its rank. */
 #include "test.h"
 
 #include "dsc/zero.h"
@@ -106,7 +106,7 @@ static void test_fragments(void)
     }
 }
 
-/* Plans that dsc_layout_plan would not make are refused, whatever is wrong with them, and no output is touched. */
+/* Plans that dsc_layout_plan cannot make are refused, whatever their fault, and no output is touched. */
 static void test_bad_plans(void)
 {
     const struct plan good = {
@@ -156,7 +156,7 @@ static void test_bad_plans(void)
     CHECK_EQ(n, -1);
 }
 
-/* Deals the elements out as the contract says, one rank's run after another. */
+/* Assigns the elements to ranks as the contract says, one rank's run after another. */
 static void test_range(void)
 {
     for (int32_t n_ranks = 1; n_ranks <= 9; n_ranks++) {

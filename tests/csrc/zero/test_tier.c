@@ -1,4 +1,7 @@
-/* zero/tier.c against a literal reading of the header: every placement of small lists, compared goal by goal. */
+/*
+ * zero/tier.c against the header's definition: tries every placement of a short list, and compares the goals in their
+ * order.
+ */
 #include "test.h"
 
 #include "dsc/tier.h"
@@ -51,7 +54,7 @@ static void check_against_all(const struct dsc_tier_kind *kinds, int32_t n, cons
     int32_t best_tiers[MAX_KINDS] = {0};
     struct outcome best = {{INT64_MAX}, {0}, {0}};
 
-    for (bool is_done = false; !is_done;) { /* counts in base 3, the first kind being the highest digit */
+    for (bool is_done = false; !is_done;) { /* counts in base 3 with the first kind as the highest digit */
         if (is_allowed(kinds, n, tiers)) {
             struct outcome o = judge(kinds, n, budget, tiers);
 
@@ -82,7 +85,7 @@ static void check_against_all(const struct dsc_tier_kind *kinds, int32_t n, cons
     for (int m = 0; m < DSC_N_TIERS; m++) {
         CHECK_EQ(plan.held_bytes[m], best.held[m]);
         CHECK_EQ(plan.missing_bytes[m], best.missing[m]);
-        if (best.missing[m] > 0) { /* the sentence has the number */
+        if (best.missing[m] > 0) { /* the message names the number of missing bytes */
             char number[64];
 
             snprintf(number, sizeof number, "lacks %" PRId64 " bytes", best.missing[m]);
@@ -141,7 +144,7 @@ static void test_random_lists(void)
         test_report(n_kept[t] > 300, __FILE__, __LINE__, "%d kinds live in tier %d", n_kept[t], t);
 }
 
-/* The states of a training run: 2 bytes of weights, 4 of masters, 8 of moments, 2 of gradients, an element. */
+/* The states of a training run, in bytes an element: weights 2, master weights 4, moments 8, gradients 2. */
 static void test_a_run(void)
 {
     const int64_t n = 1000;
@@ -245,7 +248,7 @@ static void test_limits(void)
     }
     CHECK_EQ(plan.link_bytes, -7); /* untouched */
     kinds[0] = simple((INT64_MAX - 9) / 3, 0, 0, DSC_TIER_NVME);
-    CHECK_STATUS(dsc_tier_plan(kinds, 1, all, &plan), DSC_OK); /* as much as adds up */
+    CHECK_STATUS(dsc_tier_plan(kinds, 1, all, &plan), DSC_OK); /* the largest size that does not overflow */
 }
 
 int main(void)

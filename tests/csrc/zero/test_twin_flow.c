@@ -1,4 +1,7 @@
-/* zero/twin_flow.c: the split of an update against a fine grid of splits, and its limits. */
+/*
+ * zero/twin_flow.c: the split of an update between host and device against a fine grid of splits, and the limits of the
+ * split.
+ */
 #include "test.h"
 
 #include "dsc/tier.h"

@@ -1,4 +1,6 @@
-/* A library that calls itself an accelerator's and is wrong in the one way that a FAKE_ macro names; FAKE_good is right. */
+/*
+ * A fake accelerator library. The FAKE_ macro that it is compiled with names its one fault; with FAKE_good it has none.
+ */
 #include "dsc/accel.h"
 
 #include <string.h>
@@ -34,7 +36,7 @@ static struct dsc_accel table;
 
 static void fill(void)
 {
-    /* All hooks are of one size; none but device_count is called through this table. */
+    /* All hooks have the same size. Only device_count is called through this table. */
     dsc_status (*const hook)(void) = refuse;
     char *hooks = (char *)&table.device_count;
 

@@ -1,8 +1,8 @@
 /*
  * A stand-in for the CUDA runtime's header: the sources of csrc/cuda compile with it as C++ and run on the host. A
  * launch runs its blocks one after another and the threads of a block as coroutines that change at __syncthreads().
- * Memory is host memory; streams are not looked at. Threads run in turn upwards and downwards, so that a missing
- * barrier shows; a barrier that some threads of a block do not reach ends the program.
+ * Memory is host memory. Streams are ignored. The order of threads alternates between upwards and downwards, so that a
+ * missing barrier shows. A barrier that only some threads of a block reach ends the program.
  */
 #ifndef DSC_EMULATED_CUDA_RUNTIME_H
 #define DSC_EMULATED_CUDA_RUNTIME_H
@@ -31,7 +31,7 @@ struct dim3 {
     explicit dim3(unsigned n) : x(n), y(1), z(1) {}
 };
 
-/* Aligned as on a device, where anything else is a fault. */
+/* Aligned as on a device, where a misaligned access is a fault. */
 struct alignas(8) uint2 {
     uint32_t x, y;
 };
