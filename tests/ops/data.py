@@ -1,4 +1,4 @@
-"""Inputs for the operator tests: sizes that hurt, values that hurt, and buffers that start at odd addresses."""
+"""Inputs for the operator tests: awkward sizes, special values, and buffers that start at odd addresses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# 0, 1, around the vector widths, primes, and a size of several chunks.
+# 0, 1, sizes near the vector widths, primes, and a size of several chunks.
 SIZES = (0, 1, 3, 7, 8, 9, 15, 16, 17, 31, 33, 127, 1009, 4095, 4097, 100_003)
 
 
@@ -27,7 +27,7 @@ def positive(n: int, seed: int, dtype: torch.dtype = torch.float32, scale: float
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The tensor's bytes: comparing these tells -0 from 0 and one NaN from another."""
+    """The tensor's bytes. Comparing bytes distinguishes -0 from 0 and one NaN from another."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 

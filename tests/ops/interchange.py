@@ -1,4 +1,6 @@
-"""Training one way, going on the other: how state dicts of torch.optim and ours are swapped in the tests."""
+"""Tests that state dicts load both ways between torch.optim and our optimizers: train with one, continue with the
+other.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def assert_equal(got: list[torch.Tensor], want: list[torch.Tensor], what: str) -
 
 
 def check_parity(ours: Maker, theirs: Maker) -> None:
-    """The same weights after ten steps of each."""
+    """Checks for equal weights after ten steps with each of the two optimizers."""
     a, b = fresh_params(), fresh_params()
     train(ours(a), a, range(10))
     train(theirs(b), b, range(10))
@@ -38,7 +40,10 @@ def check_parity(ours: Maker, theirs: Maker) -> None:
 
 
 def check_interchange(ours: Maker, theirs: Maker) -> None:
-    """Five steps with one, its state dict into the other, five more: as ten of torch's. Both ways."""
+    """Takes five steps with one optimizer, loads its state dict into the other, and takes five more.
+
+    The weights must equal those after ten steps of torch's. Both directions are checked.
+    """
     for first, second in ((ours, theirs), (theirs, ours)):
         a, b, want = fresh_params(), fresh_params(1), fresh_params()
         begun = first(a)

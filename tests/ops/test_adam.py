@@ -45,7 +45,7 @@ def test_groups_keep_their_own_options():
 
 def test_signatures_are_deepspeeds():
     def text(function):
-        # The only argument DeepSpeed lacks, the format of the states, is keyword-only and so cannot clash.
+        # The format of the states is the only argument that DeepSpeed lacks. It is keyword-only, so it cannot clash.
         parameters = inspect.signature(function).parameters.values()
         assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} <= {"state_dtype"}
         return [(p.name, p.default) for p in parameters if p.kind is not p.KEYWORD_ONLY][1:]

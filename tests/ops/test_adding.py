@@ -11,21 +11,21 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# One C file, one line, one class, one reference; and the tests.
+# An optimizer takes one C file, one line, one class, one reference, and the tests.
 OPTIMIZER = [
     *("csrc/optim/optimizers.inc", "csrc/optim/rmsprop.c", "ops/reference.py", "ops/rmsprop.py"),
     *("tests/csrc/optim/test_optim.c", "tests/csrc/optim/test_rmsprop.c"),
 ]
-# One line, one function with its twin, one reference; and the tests.
+# An activation takes one line, one function with its CUDA twin, one reference, and the tests.
 ACTIVATION = [
     *("csrc/include/dsc/activations.inc", "csrc/nn/loops/act.c", "csrc/cuda/nn_math.cuh", "ops/reference.py"),
     *("tests/csrc/nn/test_nn.c", "tests/ops/test_nn.py"),
 ]
-# One C file, one line; and the formula.
+# A schedule takes one C file, one line, and its formula in a test.
 SCHEDULE = ["csrc/pipe/breadth_first.c", "csrc/pipe/schedules.inc", "tests/csrc/pipe/test_schedules.c"]
-# One page of data; and a line in the tests.
+# A policy takes one page of data, and a line in the tests.
 POLICY = ["deepspeed_c/inject/policies/gpt_neo.py", "tests/deepspeed_c/inject/families.py"]
-# One file, one line, one section.
+# A monitor takes one file, one line, and one section.
 MONITOR = [
     *(f"deepspeed_c/config/{name}.py" for name in ("features", "monitor", "schema")),
     *(f"deepspeed_c/monitor/{name}.py" for name in ("log_lines", "monitor")),

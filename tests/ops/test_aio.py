@@ -1,5 +1,7 @@
-"""ops/aio.py: the handle's writes and reads are compared with plain file functions, on every backend; failures are
-typed and leave other requests alone."""
+"""ops/aio.py: compares the handle's writes and reads with plain file functions, on every backend.
+
+Failures are typed and do not affect other requests.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,7 @@ def test_memory_lives_as_long_as_its_transfer_and_no_longer(handle, tmp_path, ho
 
 @pytest.mark.parametrize("how", ["data", "set_"])
 def test_a_tensor_that_is_pointed_elsewhere_while_it_is_read(handle, tmp_path, how):
-    """The read goes on into the tensor's old memory; tensors allocated afterwards are not overwritten."""
+    """The read continues into the tensor's old memory. Tensors allocated afterwards are not overwritten."""
     wanted = random_bytes(4_000_001)
     (tmp_path / "data").write_bytes(wanted.numpy().tobytes())
     for is_held in (True, False):
@@ -111,7 +113,7 @@ def test_a_tensor_that_is_pointed_elsewhere_while_it_is_read(handle, tmp_path, h
 
 
 def test_a_storage_that_is_resized_meanwhile_is_told(tmp_path):
-    """With plain system calls, which are over when they are submitted, so that no memory is harmed here."""
+    """Uses the backend "sync", whose transfers finish when they are submitted, so that this test harms no memory."""
     handle = aio_handle(backend="sync")
     for verb in ("read", "write"):
         for resize in (lambda t: t.untyped_storage().resize_(0), lambda t: t.resize_(10_000_000)):
@@ -147,7 +149,10 @@ def test_paths_are_taken_whole(handle, tmp_path):
 
 
 def test_a_file_that_is_closed_while_another_thread_is_about_to_use_it(tmp_path):
-    """That one waits for the engine, which a third thread uses; the file is closed before its turn comes."""
+    """A thread waits for the engine while another thread uses the engine.
+
+    The waiting thread's file is closed meanwhile.
+    """
     (tmp_path / "data").write_bytes(bytes(1_000_000))
     first, second = (_C.AioFile(str(tmp_path / "data"), _C.AIO_READ) for _ in range(2))
     memory, errors, tids = torch.zeros(1_000_000, dtype=torch.uint8), [], []
@@ -169,7 +174,7 @@ def test_a_file_that_is_closed_while_another_thread_is_about_to_use_it(tmp_path)
         waiting = threading.Thread(target=engine.wait, args=(request,))
         using = threading.Thread(target=submit)
         waiting.start()
-        while not broken.counts()["n_transfers"]:  # it has the engine, and would have for more than a minute
+        while not broken.counts()["n_transfers"]:  # it holds the engine, for more than a minute if undisturbed
             time.sleep(0.001)
         using.start()
         while not tids or state_of(tids[0]) != "S":  # it sleeps until the engine is free
@@ -313,7 +318,7 @@ def test_validate_sees_a_difference(handle, tmp_path):
     handle.pwrite(tensor, tmp_path / "data", True, True)
     while not handle._engine.poll(handle._pending[0].id):
         pass
-    (tmp_path / "data").write_bytes(bytes(5000))  # after the transfer, before it is compared
+    (tmp_path / "data").write_bytes(bytes(5000))  # after the transfer, before the comparison
     with pytest.raises(AioError, match="not those of the tensor"):
         handle.wait()
 
@@ -336,7 +341,7 @@ def test_no_descriptor_and_no_thread_is_left(tmp_path):
     limit = time.monotonic() + 200
     while (now := count()) > before and time.monotonic() < limit:
         time.sleep(0.01)
-    assert now <= before, (now, before)  # earlier tests may have closed some meanwhile
+    assert now <= before, (now, before)  # files of earlier tests may have been closed meanwhile
 
 
 def test_threads_share_a_handle(handle, tmp_path):
@@ -403,7 +408,7 @@ def test_pool_holds_its_budget():
         pool.new_tensor(2049, torch.float32)
     view = first[10:]
     del first
-    assert pool.used_bytes == 8192  # a view is enough
+    assert pool.used_bytes == 8192  # a view keeps the memory in use
     del view
     gc.collect()
     assert (pool.used_bytes, pool.held_bytes) == (0, 8192)
@@ -474,7 +479,7 @@ def test_faults_begin_and_end_for_an_engine_in_use(tmp_path):
         assert torch.equal(found, tensor)
         with pytest.raises(TypeError, match="shrt_chance"):
             broken.set(shrt_chance=1)
-    handle.sync_pread(found.zero_(), tmp_path / "data")  # made before, and sound
+    handle.sync_pread(found.zero_(), tmp_path / "data")  # made before the failure, and still usable
     assert torch.equal(found, tensor)
 
 

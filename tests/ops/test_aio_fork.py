@@ -1,4 +1,6 @@
-"""ops/aio.py in processes that were forked: children of every kind leave the parent's handle alone, and are told whose it is."""
+"""ops/aio.py in forked processes: children of every kind do not affect the parent's handle, and their errors name the
+process that owns it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from tests.aio_faults import faults
 
 USABLE = [backend.name for backend in backends() if backend.is_usable]
 N, BYTES = 6, 3_000_001
-LIMIT_S = 300  # a child that runs longer is killed, and has failed
+LIMIT_S = 300  # a child that runs longer is killed, and its test fails
 
 # Module-level state of a program, inherited by its workers.
 state: dict[str, aio_handle] = {}
@@ -50,7 +52,7 @@ def in_flight(request, tmp_path):
         assert handle.wait() == N
         for tensor, expected in zip(tensors, wanted):
             assert torch.equal(tensor, expected)
-        handle.sync_pread(tensors[0].zero_(), tmp_path / "0")  # and it goes on
+        handle.sync_pread(tensors[0].zero_(), tmp_path / "0")  # the parent's handle still works
         assert torch.equal(tensors[0], wanted[0])
         handle.close()
 
@@ -60,7 +62,10 @@ def ended(pid: int) -> int:
 
 
 def try_everything(folder: Path) -> None:
-    """In a child: errors of transfers and waits name the handle's owner, and a handle of the child's own works."""
+    """In a child: errors of transfers and waits name the process that owns the handle.
+
+    A handle that the child creates works.
+    """
     handle, mine = state["handle"], aio_handle()
     tensor, found = torch.arange(1000), torch.zeros(1000, dtype=torch.int64)
     path = folder / "child"
@@ -90,7 +95,7 @@ def test_a_child_leaves_the_handle_alone(in_flight, tmp_path, how):
                 state["handle"].close()
                 with pytest.raises(StateError, match="belongs to process"):
                     state["handle"].wait()
-            elif how == "collect":  # by the collector, as part of a cycle
+            elif how == "collect":  # as part of a cycle, so that the collector destroys it
                 cycle = {"handle": state.pop("handle")}
                 cycle["it"] = cycle
             del in_flight
@@ -127,14 +132,14 @@ def test_while_another_thread_waits(tmp_path):
             finally:
                 os._exit(code)
         assert ended(pid) == 0
-        with faults(is_auto=False):  # at once from now on
+        with faults(is_auto=False):  # requests finish at once from here on
             thread.join(LIMIT_S)
             assert not thread.is_alive()
     assert found.numpy().tobytes() == bytes(range(256)) * 4000
 
 
 class Rows(Dataset):
-    """Rows of a file, read by the worker's own handle; the module's is tried first."""
+    """Rows of a file. A worker tries the module's handle first, which is refused, and reads through its own handle."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -196,7 +201,7 @@ def test_a_fork_in_a_thread(in_flight):
 
 
 def test_a_child_that_ends_like_a_program(tmp_path):
-    """The interpreter's end drops module-level objects, in the child as in the parent."""
+    """The interpreter destroys module-level objects at its end, in the child as in the parent."""
     code = """
 import os, sys, signal, torch
 from deepspeed_c.ops.aio import aio_handle
@@ -220,7 +225,7 @@ print("good")
 
 
 def test_a_swapper_is_left_alone(tmp_path):
-    """The swap file and its buffers, with tensors on their way out and in."""
+    """A child does not affect the parent's swap file and buffers while tensors are being written and read."""
     swapper = Swapper(SwapFile(reserve(str(tmp_path), 1 << 20, "test"), SwapSettings(), str(tmp_path)))
     tensors = [Tagged(torch.full((10_000,), float(i)), str(i)) for i in range(4)]
     swapper.send(tensors)

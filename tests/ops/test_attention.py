@@ -1,4 +1,6 @@
-"""``nn.attention`` against its formula over all pairs of tokens in float64, torch's own, and the memory that it may take."""
+"""Compares ``nn.attention`` with its formula over all pairs of tokens in float64 and with torch's attention, and limits
+its memory.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from deepspeed_c import _C
 from deepspeed_c.ops import nn, reference
 from tests.ops.data import DTYPES, bits, normal
 
-# One rounding to the dtype of out, whose error enters the gradients.
+# out is rounded once to its dtype, and this error enters the gradients.
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-5, torch.float16: 2**-8}
 
 
@@ -26,7 +28,7 @@ def slopes(n_heads):
 
 
 def documents(n_batch, n_keys):
-    """Padding, and then documents of 13 tokens."""
+    """The document of each token: padding first, then documents of 13 tokens."""
     return (torch.arange(n_keys) // 13 - 1).expand(n_batch, n_keys)
 
 
@@ -87,7 +89,7 @@ def test_it_is_torchs_own():
 
 
 def test_the_gradients_of_the_formula():
-    """The formula used as the operator's reference has the right gradients."""
+    """The formula that serves as the operator's reference has the right gradients."""
     q, k, v, sinks = (normal(n, n).double().view(shape).requires_grad_() for n, shape in
                       ((40, (1, 2, 5, 4)), (28, (1, 1, 7, 4)), (21, (1, 1, 7, 3)), (2, (2,))))  # fmt: skip
     ids = torch.tensor([[0, 0, 1, 1, 1, 1, 1]])

@@ -1,4 +1,7 @@
-"""Merging parts of attention: against the softmax of all keys in float64, in every dtype, and refused arguments."""
+"""Merging parts of attention, compared with the softmax over all keys in float64, in every dtype.
+
+Bad arguments are refused.
+"""
 
 from __future__ import annotations
 

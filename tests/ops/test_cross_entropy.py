@@ -1,5 +1,7 @@
-"""Cross-entropy over a split vocabulary: rows and gradients against torch's in float64, in every dtype, and refused
-arguments."""
+"""Cross-entropy over a split vocabulary.
+
+Losses of rows and gradients are compared with torch's in float64, in every dtype. Bad arguments are refused.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The operators on a CUDA device against the same operators on the CPU, and against torch's own on the device.
+"""Compares the operators on a CUDA device with the same operators on the CPU, and with torch's operators on the device.
 
-Everything elementwise has the CPU's bits (csrc/cuda/common.cuh, Note: Same bits as the host); sums agree to 1e-12.
+Elementwise operators give the CPU's bits (csrc/cuda/common.cuh, Note: Same bits as the host). Sums agree to 1e-12.
 Tests without torch are in tests/csrc/cuda: they also run on an emulated device, so that a machine without a GPU tests
 the kernels too.
 
@@ -45,7 +45,7 @@ def lists_on_device(lists, offset=0):
 
 
 def assert_same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    """The same bits, or both NaN: which NaN an operation gives is the processor's choice."""
+    """Asserts equal bits, or NaN on both sides: the processor chooses which NaN an operation gives."""
     got = got.cpu()
     different = (bits(got) != bits(want)).view(-1, got.element_size()).any(1) & ~(got.isnan() & want.isnan()).view(-1)
     at = different.nonzero().view(-1)
@@ -57,7 +57,10 @@ def assert_same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
 
 
 def run_both(kind, h, sizes, dtypes, offset=0, steps=2, specials=False, offset_on_device=None):
-    """``steps`` steps on both; LAMB's ratio may differ in its last place, so its weights get a tolerance."""
+    """Runs ``steps`` steps on both devices and compares.
+
+    LAMB's ratio may differ in its last place, so LAMB's weights get a tolerance.
+    """
     param_dtype, grad_dtype, state_dtype, copy_dtype = dtypes
     params, grads, states, copies = make_operands(kind, sizes, param_dtype, grad_dtype, state_dtype, copy_dtype, offset)
     if specials:
@@ -138,7 +141,10 @@ def test_one_tensor_larger_than_a_launch_of_norms(kind):
 
 
 def test_more_elements_than_int32_counts():
-    """TRAPS: sizes over INT_MAX. Lion in bf16, 3 x 4.3 GB; the two ends are compared with the CPU."""
+    """Sizes over INT_MAX, with Lion in bf16 and 3 x 4.3 GB.
+
+    The first and the last elements are compared with the CPU.
+    """
     n = 2**31 + 4099
     if torch.cuda.mem_get_info()[0] < 3 * 2 * n + 2**30:
         pytest.skip("needs 14 GB of device memory")
@@ -253,7 +259,10 @@ def test_scale(dtype):
 @pytest.mark.parametrize("source", DTYPES)
 @pytest.mark.parametrize("target", DTYPES)
 def test_cast_of_every_half(source, target):
-    """All 65,536 halves, or as many f32 of any bits: the CPU's bytes, a NaN's payload included; and torch's values."""
+    """Casts all 65,536 halves, or as many f32 values with random bits.
+
+    The bytes equal the CPU's, payloads of NaNs included, and the values equal torch's.
+    """
     generator = torch.Generator().manual_seed(1)
     if source == torch.float32:
         tensor = torch.randint(-(2**31), 2**31, (65_536,), generator=generator).to(torch.int32).view(torch.float32)
@@ -271,8 +280,10 @@ def test_cast_of_every_half(source, target):
 
 
 def test_calls_are_enqueued_on_the_current_stream():
-    """A slow producer on a stream of its own; operators called on that stream see its results, and block no other
-    stream or the host."""
+    """Operators called on a stream see the results of a slow producer on that stream.
+
+    They block neither other streams nor the host.
+    """
     stream = torch.cuda.Stream()
     grads = torch.zeros(1_000_003, device=DEVICE)
     param = torch.zeros_like(grads)
@@ -296,7 +307,7 @@ def test_calls_are_enqueued_on_the_current_stream():
 
 
 def test_streams_do_not_share_scratch():
-    """Norms and LAMB steps on four streams at once give the same results as alone."""
+    """Norms and LAMB steps on four streams at once give the same results as on one stream."""
     inputs = [torch.randn(5_000_003, device=DEVICE) for _ in range(4)]
     alone = [flat.norm([x]).sumsq for x in inputs]
     torch.cuda.synchronize()
@@ -377,7 +388,7 @@ def test_optimizers_as_on_the_cpu(name, dtype):
             q.grad = on_device(p.grad)
         ours.step()
         theirs.step()
-    # Muon's matrix products and LAMB's sums have an order of their own on a device.
+    # On a device, Muon's matrix products and LAMB's sums add in another order.
     rtol, atol = (
         (0.0, 0.0) if name not in ("Muon", "FusedLamb") else (2e-2, 1e-2) if dtype == torch.bfloat16 else (1e-5, 1e-5)
     )
@@ -404,7 +415,7 @@ def test_adamw_is_torchs():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_operators_on_rows(dtype):
-    """Operators of transformer layers and their gradients: the host's results, apart from the order of sums."""
+    """Operators of transformer layers and their gradients give the host's results, apart from the order of sums."""
 
     def run(device):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Every operator's schema, fake kernel and behaviour under torch.compile's tracing, by torch.library.opcheck."""
+"""torch.library.opcheck tests every operator's schema, fake kernel and behaviour under the tracing of torch.compile."""
 
 from __future__ import annotations
 

@@ -139,7 +139,10 @@ HUGE = 2 << 20
 
 
 def advised(begin: int, n_pages: int) -> list[bool]:
-    """Of huge pages from ``begin`` on, in one look: whether each lies in a mapping that huge pages were asked for."""
+    """For each of ``n_pages`` huge pages from ``begin`` on: whether it lies in a mapping with advice for huge pages.
+
+    Reads smaps once.
+    """
     found: dict[int, bool] = {}
     pages: list[int] = []
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -153,7 +156,7 @@ def advised(begin: int, n_pages: int) -> list[bool]:
 
 
 def fresh() -> tuple[mmap.mmap, torch.Tensor]:
-    """A new mapping, and seven huge pages of it."""
+    """A new mapping, and a tensor over seven huge pages of it."""
     memory = mmap.mmap(-1, 8 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     skip = -whole.data_ptr() % HUGE
@@ -161,7 +164,7 @@ def fresh() -> tuple[mmap.mmap, torch.Tensor]:
 
 
 def test_zero_asks_for_huge_pages_within_a_tensor_and_nowhere_else():
-    # The same advice by Python's own call: whether this system takes it, now.
+    # Gives the same advice by Python's own call, to see whether this system accepts it at the moment.
     memory, pages = fresh()
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,4 +1,4 @@
-"""FusedLamb: the trust ratio, the two halves over pieces, and DeepSpeed's arguments of step."""
+"""FusedLamb: the trust ratio, the two halves of a step over pieces of tensors, and DeepSpeed's arguments of step."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_deepspeeds_arguments_of_step():
     first, second = FusedLamb(a, max_grad_norm=1.0, **OPTIONS), FusedLamb(b, max_grad_norm=1.0, **OPTIONS)
     grads = [torch.randn(p.shape) for p in a]
     outputs = [torch.zeros(p.shape, dtype=torch.float16) for p in a]
-    # A norm of 40 of gradients scaled by 4 is 10: clipping divides by 10 more.
+    # Gradients scaled by 4 have a norm of 40, so their true norm is 10, and clipping divides them by 10.
     first.step(grads=[g * 4.0 for g in grads], output_params=outputs, scale=4.0, grad_norms=[40.0])
     for p, g in zip(b, grads):
         p.grad = g / (10.0 + 1e-6)

@@ -1,4 +1,6 @@
-"""Muon: the orthogonalisation against a singular value decomposition, the groups, and the halves over pieces."""
+"""Muon: the orthogonalisation against a singular value decomposition, the parameter groups, and the two halves of a
+step over pieces of tensors.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def leaf(*shape, seed, dtype, scale=1.0):
 
 
 def check(ours, formula, operands, dtype):
-    """``ours(*operands)`` is ``formula`` of them in float64, and so are the gradients of all operands."""
+    """``ours(*operands)`` equals ``formula(*operands)`` in float64, and the gradients of all operands are equal too."""
     wide = [operand.detach().double().requires_grad_() for operand in operands]
     got, want = ours(*operands), formula(*wide)
     pairs = list(zip(got, want)) if isinstance(got, tuple) else [(got, want)]
@@ -70,7 +70,7 @@ def test_norms(dtype, shape):
 
 @pytest.mark.parametrize("is_rms", [False, True])
 def test_norm_with_residual(is_rms):
-    # Both results are used: the gradient of the sum is added to the norm's.
+    # Both results are used: the gradients through the sum and through the norm are added.
     x, w, r = (
         leaf(5, 33, seed=1, dtype=torch.float32),
         leaf(33, seed=2, dtype=torch.float32),
@@ -166,7 +166,7 @@ def test_dropout_follows_its_generator_and_its_probability():
 
 
 def test_philox_is_the_published_one():
-    # The known answers of the authors' Random123 for a counter and a key of zeros.
+    # The known answers of Random123, the library of Philox's authors, for a counter and a key of zeros.
     assert reference.philox(0, 4).tolist() == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
 
 
@@ -200,7 +200,7 @@ def test_softmax(dtype, mask, is_causal, queries, keys):
     given = None
     if mask == "keep":
         given = normal(2 * keys, 2).view(2, 1, 1, keys) > -0.5
-        given[0] = False  # these rows see nothing
+        given[0] = False  # all keys of these rows are hidden
     elif mask == "add":
         given = normal(3 * queries * keys, 2, dtype).view(1, 3, queries, keys)
     check(
@@ -309,14 +309,14 @@ def test_a_second_derivative_is_an_error_and_no_lost_term(call, shape, is_weight
         return sum(y.pow(3).sum() if is_weighted else y.sum() for y in results)
 
     (gradient,) = torch.autograd.grad(loss(), x, create_graph=True)
-    assert torch.equal(gradient, torch.autograd.grad(loss(), x)[0])  # it may be read
+    assert torch.equal(gradient, torch.autograd.grad(loss(), x)[0])  # reading this gradient is allowed
     penalty = gradient.pow(2).sum() + x.sum()  # a second path leads to x
     with pytest.raises(BackwardError, match=r"deepspeed_c\.ops\.nn\..*has none") as caught:
         torch.autograd.grad(penalty, x, retain_graph=True)
     assert "Fix: " in str(caught.value)
     with pytest.raises(BackwardError):
         penalty.backward()
-    assert x.grad is None or torch.equal(x.grad, torch.ones_like(x)), x.grad  # its other way at most
+    assert x.grad is None or torch.equal(x.grad, torch.ones_like(x)), x.grad  # at most the gradient of the second path
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -384,7 +384,7 @@ def test_empty_tensors_of_heads_answer_as_torchs(shape):
     ):
         (grad,) = torch.autograd.grad(y.sum(), x)
         assert y.shape == grad.shape == torch.Size(shape)
-    # No queries, and keys that nobody sees.
+    # Without queries, no query attends to the keys.
     q, k = torch.ones(1, 2, 0, 4, requires_grad=True), torch.ones(1, 2, 3, 4, requires_grad=True)
     nn.attention(q, k, k).sum().backward()
     assert q.grad.shape == q.shape and torch.equal(k.grad, torch.zeros_like(k)), (q.grad, k.grad)

@@ -1,4 +1,6 @@
-"""Every optimizer of the registry against its float64 formula, and the parts that all fused optimizers share."""
+"""Compares every optimizer of the registry with its float64 formula, and tests the parts that all fused optimizers
+share.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ HYPER = {
     "sgd": Hyper(lr=0.01, momentum=0.9, dampening=0.1, weight_decay=0.1),
 }
 
-# Everything that is an optimizer here, with options that make all of its arithmetic show.
+# All optimizers of this package, with options under which all of their arithmetic takes effect.
 MAKERS = {
     "FusedAdam": lambda p: FusedAdam(p, lr=0.01, weight_decay=0.1),
     "FusedAdam-L2": lambda p: FusedAdam(p, lr=0.01, weight_decay=0.1, adam_w_mode=False),
@@ -81,8 +83,11 @@ def make_operands(kind, sizes, param_dtype, grad_dtype, state_dtype, copy_dtype=
 
 
 def assert_close(got, want, what, scale=1.0):
-    """``got`` is ``want`` (float64) computed in float32 and rounded once to its dtype."""
-    # float32: a few roundings of intermediate values of the size of the operands; 16 bit: one unit in the last place around that.
+    """Asserts that ``got`` equals ``want`` (float64) up to computing in float32 and one rounding to the dtype of
+    ``got``.
+    """
+    # float32 allows a few roundings of intermediate values as large as the operands. 16-bit dtypes allow one unit in
+    # the last place.
     rtol = {torch.float32: 3e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}[got.dtype]
     atol = 1e-6 * scale if got.dtype == torch.float32 else 1e-6 * scale + (6e-8 if got.dtype == torch.float16 else 0)
     torch.testing.assert_close(got.double(), want, rtol=rtol, atol=atol, msg=lambda m: f"{what}: {m}")
@@ -109,7 +114,7 @@ def compare(kind, params, states, copies, want, what):
 
 
 def clear_of_sign_changes(kind, grads, states, h):
-    """Lion's sign jumps where its argument is 0 up to rounding: moves such gradients away."""
+    """Lion's update is a sign, which jumps at 0. Moves gradients for which its argument is 0 up to rounding."""
     if kind == "lion":
         for g, m in zip(grads, states[0]):
             near = (h.beta1 * m.double() + (1 - h.beta1) * h.gradient(g.double())).abs() < 1e-3
@@ -146,7 +151,7 @@ def test_step_in_every_dtype(kind, param_dtype, grad_dtype, state_dtype):
     want = expected(kind, params, grads, states, h)
     call_step(kind, params, grads, states, copies, h)
     for i, (param, updated) in enumerate(zip(params, want)):
-        # LAMB's update is made from the moments as they were stored, so a 16-bit moment moves it.
+        # LAMB's update is computed from the stored moments, so the rounding of a 16-bit moment changes the update.
         loose = kind == "lamb" and state_dtype != torch.float32
         if loose:
             torch.testing.assert_close(param.double(), updated.param, rtol=0.02, atol=2e-3)
@@ -292,7 +297,7 @@ def test_parameters_without_gradient_stay_as_they_are(name):
     assert torch.equal(params[0], before[0]) and torch.equal(params[3], before[3])
     assert params[0] not in optimizer.state
     assert not torch.equal(params[1], before[1])
-    # Its bias correction starts when it does: per parameter, as in torch.
+    # Each parameter's bias correction starts with its first step, as in torch.
     run_steps(optimizer, params, (3,))
     assert float(optimizer.state[params[0]]["step"]) == 1.0
     assert float(optimizer.state[params[1]]["step"]) == 3.0
@@ -500,5 +505,5 @@ def test_state_dtype(name, is_fp32):
 
 
 def test_ops_exports_its_modules():
-    for name in vars(ops)["__all__"]:  # ours alone; the attribute adds DeepSpeed's names
+    for name in vars(ops)["__all__"]:  # our names only; ops.__all__ adds DeepSpeed's
         assert getattr(ops, name).__name__ == f"deepspeed_c.ops.{name}"

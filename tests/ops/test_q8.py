@@ -1,4 +1,8 @@
-"""Optimizer states of 8 bits: the operators against the float64 formulas, a step against the float32 step between reading and writing, loading, refusals, learning."""
+"""Optimizer states of 8 bits.
+
+Compares the operators with the float64 formulas, and a step with three steps: read the codes, step in float32, write
+the codes. Also covers loading, refused arguments and learning.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ MAKERS = {
 
 
 def moments(n, seed, is_signed):
-    """Magnitudes over some decades, with zeros among them."""
+    """Magnitudes over several powers of ten, with some zeros."""
     values = normal(n, seed) ** 5
     values[::17] = 0.0
     return values if is_signed else values.abs()
@@ -53,7 +57,7 @@ def test_codes_are_the_formula_and_come_back(n, is_signed):
     codes, scales = quantized(values, is_signed)
     want_codes, want_scales = reference.q8_quantize(values.double(), is_signed)
     assert torch.equal(scales.double(), want_scales)
-    # float32 roots tip over elsewhere than float64's only where a value lies between two codes.
+    # float32 and float64 roots round to different codes only for values half-way between two codes.
     off = codes.double() - want_codes
     assert int((off != 0).sum()) <= 1 + n // 2000 and (n == 0 or float(off.abs().max()) <= 1), off[off != 0]
     back = q8.dequantize(codes, scales)
@@ -118,7 +122,7 @@ def make_params():
 def set_grads(params, seed):
     torch.manual_seed(seed)
     for p in params:
-        p.grad = torch.randn(p.shape)  # another order in memory than the last one's
+        p.grad = torch.randn(p.shape)  # its memory order differs from the last parameter's
 
 
 def q8_names(optimizer):
@@ -272,7 +276,7 @@ def test_conversion_in_ranges_is_exact():
         optimizer.quantize_state_(param, key, whole[512:], 512)
         optimizer.quantize_state_(param, key, whole[:512])
     assert all(map(torch.equal, all_bits(optimizer, [param]), kept))
-    # Of another shape's order in memory, and of another dtype.
+    # Values whose memory order and dtype differ from the parameter's.
     image = make_params()[-1]
     other = MAKERS["lion"]([image], torch.int8)
     other.init_state(0, image)
@@ -328,7 +332,7 @@ CONTEXT = 8
 
 
 def text():
-    """Sources of the standard library, which are there wherever Python is."""
+    """Sources of the standard library, which every Python has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = ("argparse.py", "ast.py", "inspect.py", "pathlib.py", "subprocess.py", "typing.py", "tarfile.py")
     found = b"\n".join((root / name).read_bytes() for name in names if (root / name).is_file())
@@ -362,7 +366,7 @@ def learn(data, state_dtype, steps=250):
 def test_small_states_learn_as_well_as_fp32():
     data = text()
     wanted = learn(data, torch.float32)
-    assert wanted < 3.2  # it has learnt: 5.5 is knowing nothing, 3.3 how often each byte occurs
+    assert wanted < 3.2  # 5.5 is the loss without learning, 3.3 with byte frequencies only
     for dtype in (torch.bfloat16, torch.int8):
         got = learn(data, dtype)
         assert abs(got / wanted - 1) < 0.005, f"{dtype}: {got:.4f} held out, float32 {wanted:.4f}"

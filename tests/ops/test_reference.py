@@ -1,4 +1,4 @@
-"""The formulas of ops/reference.py against torch.optim in float64: the oracle has an oracle."""
+"""Compares the formulas of ops/reference.py with torch.optim in float64."""
 
 from __future__ import annotations
 

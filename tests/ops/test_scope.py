@@ -1,5 +1,7 @@
-"""ops/scope.py: declarations of optimizers, defaults for optimizers without any, and that the engine uses nothing else
-about them."""
+"""ops/scope.py: the declarations of optimizers, and the defaults for optimizers without a declaration.
+
+The engine must use no other knowledge about optimizers.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def classes(base: type) -> Iterator[type]:
 
 
 class MyAdam(torch.optim.Adam):
-    """A step of its own might do anything."""
+    """An optimizer of the user, whose step may do anything."""
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def test_what_deepspeed_has_fused():
 
 
 def test_a_configuration_names_each_class():
-    """The configuration's own table, which needs no torch, and the classes' declarations say the same."""
+    """The table of the configuration, which needs no torch, agrees with the declarations of the classes."""
     assert set(BY_TYPE) == {name for name, kind in OPTIMIZERS.items() if kind.params and not kind.feature}
 
 
@@ -73,7 +75,9 @@ OURS = {c.__name__ for c in classes(FusedOptimizer) if c.__module__.startswith("
 
 
 def names_in(source: str) -> set[str]:
-    """Classes of optimizers that code knows: by name, by their names as strings, and any of ours where it asks for an instance of it."""
+    """The optimizer classes that source code refers to: by a name, by a string, or by an isinstance check for
+    FusedOptimizer.
+    """
     known = OURS | OPTIMIZERS_OF_TORCH
     spelled = {name.lower() for name in known} | set(BY_TYPE)
     found: set[str] = set()

@@ -1,4 +1,4 @@
-"""DeepSpeed's transformer layer against the same layer of torch's own operators."""
+"""Compares DeepSpeed's transformer layer with the same layer built from torch's operators."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def made(**changes):
     layer = DeepSpeedTransformerLayer(config(**changes))
     with torch.no_grad():
         for param in layer.parameters():
-            if param.dim() == 1:  # biases that are no zeros, norms that are no ones
+            if param.dim() == 1:  # so that biases are not zero and norm weights not one
                 param.add_(0.3 * torch.randn_like(param))
     return layer
 
 
 def plain(layer, x, mask):
-    """The layer as a textbook has it, in float64."""
+    """The layer by its textbook formula, in float64."""
     p = {name: param.detach().double().requires_grad_() for name, param in layer.named_parameters()}
     heads = layer.config.heads
 
@@ -93,7 +93,7 @@ def test_what_the_backward_does_not_keep():
     tokens, hidden = 2 * 16, 24
     plainly = kept_bytes()
     assert plainly - kept_bytes(gelu_checkpoint=True) == 4 * tokens * 4 * hidden
-    # Of BERT's order both norms' inputs go; the mean of each row goes too.
+    # In BERT's order (post-norm) the inputs of both norms are dropped, and the mean of each row too.
     bert = kept_bytes(pre_layer_norm=False) - kept_bytes(pre_layer_norm=False, normalize_invertible=True)
     assert bert >= 2 * 4 * tokens * hidden - 4 * tokens * hidden, bert
 

@@ -1,4 +1,6 @@
-"""Checksums, reshape plans, name swaps and block files as Python sees them: the same bytes as plain files, typed errors, other threads running."""
+"""The Python interface of checksums, reshape plans, name swaps and block files: the same bytes as plain files, typed
+errors, and other threads that run meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def data_of(n_bytes: int, seed: int = 0) -> np.ndarray:
 
 
 def crcs_of(data: np.ndarray, block_bytes: int) -> bytes:
-    """Reference; _C.crc32c itself is held to the definition above."""
+    """The expected checksums, computed by _C.crc32c. Another test compares _C.crc32c with its definition."""
     return b"".join(
         struct.pack("<I", _C.crc32c(data[i : i + block_bytes].tobytes())) for i in range(0, data.size, block_bytes)
     )
@@ -426,7 +428,7 @@ for n_allowed in (0, 30_000, 190_000):
 
 
 def test_what_the_disk_refuses_is_told_once(tmp_path):
-    """A limit on the size of files stands for a full disk; 200 000 bytes are written."""
+    """A limit on the size of files stands for a full disk. The test writes 200 000 bytes."""
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
     )
@@ -452,7 +454,7 @@ def test_writers_work_in_background_threads(tmp_path):
 
 
 def test_one_thread_at_a_time(tmp_path):
-    """The second thread is refused; it neither waits nor mixes its bytes in."""
+    """A second thread that writes at the same time is refused. It does not wait, and none of its bytes are written."""
     writer = _C.BlockWriter(str(tmp_path / "file"), 1 << 18)
     data = np.zeros(16 << 20, dtype=np.uint8)
     is_over = threading.Event()
@@ -498,7 +500,7 @@ def test_other_threads_run_meanwhile(tmp_path):
     sys.setswitchinterval(60)  # a thread that holds the GIL keeps it
     thread.start()
     try:
-        # Again and again: on a busy machine the other thread may not come to a core while one call lasts.
+        # The call is repeated: on a busy machine the other thread may get no core during one call.
         before, into = n_turns, np.zeros_like(data)
         for k in range(200):
             path = tmp_path / str(k)
@@ -521,7 +523,10 @@ def test_other_threads_run_meanwhile(tmp_path):
 
 
 def test_forked_children_leave_a_writer_alone(tmp_path):
-    """Frames of other threads are cleared in a child, and with them its copy of the writer: that may neither wait nor take the parent's completions."""
+    """A forked child clears the frames of other threads and so destroys its copy of the writer.
+
+    This must not wait and must not consume the parent's completions.
+    """
     data = data_of(40 * BLOCK)
     writer = _C.BlockWriter(str(tmp_path / "file"), BLOCK, buffer_bytes=BLOCK)
     writer.write(data.ctypes.data, data.size // 2)

@@ -1,6 +1,7 @@
 """Collectives through shared memory: the same results as ``torch.distributed`` over gloo for random operations, types,
-lengths, splits and places; objects kept alive by a work; messages of failures. The core has C tests of its own
-(tests/csrc/comm)."""
+lengths, splits and places; objects kept alive by a work; messages of failures. The C tests of the core are in
+tests/csrc/comm.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ LENGTHS = (0, 1, 2, 3, 17, 1021, 16384, 16385, 65537, 200003)
 
 
 def group_of(rank: int, world: int, timeout_s: float = 120.0) -> _C.ShmGroup:
-    """An attached group; addresses travel over gloo."""
+    """An attached group. The ranks exchange their addresses over gloo."""
     group = _C.ShmGroup(rank, world, timeout_s)
     addresses: list[str] = [""] * world
     dist.all_gather_object(addresses, group.address)
@@ -38,7 +39,7 @@ def group_of(rank: int, world: int, timeout_s: float = 120.0) -> _C.ShmGroup:
 
 
 def place(group: _C.ShmGroup, like: torch.Tensor, in_arena: bool) -> torch.Tensor:
-    """A copy of a flat tensor, in the arena or not."""
+    """A copy of a flat tensor, inside or outside the arena."""
     if not in_arena or like.numel() == 0:
         return like.clone()
     tensor = torch.frombuffer(group.empty(like.nbytes), dtype=like.dtype)
@@ -62,7 +63,7 @@ def everyones(length: int, dtype: torch.dtype, seed: int, world: int) -> list[to
 
 
 def reduced(inputs: list[torch.Tensor], op: str, scale: float) -> torch.Tensor:
-    """In rank order, the small floats in f32, rounded once."""
+    """The expected reduction: in rank order, with 16-bit floats summed in f32 and rounded once."""
     total = inputs[0].float() if inputs[0].dtype in FLOATS else inputs[0].clone()
     for one in inputs[1:]:
         one = one.to(total.dtype)
@@ -75,12 +76,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """gloo does not have all types."""
+    """A view as bytes, because gloo does not support all types."""
     return flat.view(torch.uint8)
 
 
 def draw(rank: int, world: int, common: random.Random, own: random.Random, group: _C.ShmGroup):
-    """One operation: (work, a function that checks it)."""
+    """Starts one random operation. Returns (work, a function that checks its result)."""
     op = common.choice(("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"))
     length, seed = common.choice((*LENGTHS, common.randrange(1 << common.randrange(1, 19)))), common.randrange(1 << 30)
     if op == "all_reduce":
@@ -261,7 +262,7 @@ def test_refusals():
         _C.ShmGroup(0, 1, 1.0).attach(["a", "b"])
     with pytest.raises(ValueError, match="timeout_ns"):
         _C.ShmGroup(0, 1, 0.0)
-    group.all_reduce(torch.ones(4)).wait()  # none of these has harmed it
+    group.all_reduce(torch.ones(4)).wait()  # the refused calls have left the group usable
     group.close()
 
 
@@ -305,7 +306,7 @@ def keep_and_drop(rank: int, world: int) -> None:
         work = group.reduce_scatter(flat, out, 1.0, False)
         del flat, out
         assert not work.is_done() and gone[0]() is not None and gone[1]() is not None
-        del work  # nobody waits for it: it goes on all the same, with its tensors
+        del work  # without a wait the work goes on and keeps its tensors alive
         assert gone[0]() is not None and gone[1]() is not None
         dist.barrier()
     else:
@@ -327,7 +328,7 @@ def run_beside(rank: int, world: int) -> bool:
     if rank == 0:
         thread = threading.Thread(target=group.barrier)
         thread.start()
-        dist.barrier()  # this thread goes on while the other one waits
+        dist.barrier()  # this thread runs on while the other thread waits
         thread.join()
     else:
         dist.barrier()
@@ -348,7 +349,7 @@ def be_interrupted(rank: int, world: int) -> None:
             main = threading.get_native_id()
 
             def interrupt(main: int = main) -> None:
-                # Once this thread sleeps in the kernel, as a thread that waits does.
+                # Goes on once the main thread sleeps in the kernel, which shows that it waits.
                 while Path(f"/proc/self/task/{main}/stat").read_text().rpartition(")")[2].split()[0] != "S":
                     time.sleep(0.001)
                 time.sleep(0.05)
@@ -365,13 +366,13 @@ def be_interrupted(rank: int, world: int) -> None:
                 signal.signal(signal.SIGINT, before)
             helper.join()
             assert not work.is_done() and flat.eq(1.0).all()
-            dist.barrier()  # only now the other one comes
+            dist.barrier()  # the other rank joins only after this
             work.wait()
         else:
             dist.barrier()
             group.all_reduce(flat).wait()
         assert flat.eq(float(world)).all()
-        group.barrier()  # both are in step
+        group.barrier()  # both ranks have arrived
     group.close()
 
 

@@ -1,4 +1,7 @@
-"""FetchPlan, Fetch and the trace functions as Python sees them: a simulation with sets, ranks that use different steps, and typed errors."""
+"""The Python interface of FetchPlan, Fetch and the trace functions, against a simulation with sets.
+
+Covers ranks that use different steps, and typed errors.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ def plan_of(steps, unit_elems, max_live=UNLIMITED, ahead=UNLIMITED, max_reuse=UN
 
 
 def simulate(plan, unit_elems):
-    """(gathers in order, the largest live sum, the largest ahead sum) of a pass that uses every step."""
+    """Simulates a pass that uses every step.
+
+    Returns (gathers in order, the most live elements, the most elements gathered ahead).
+    """
     live, ahead, gathers, peak, most_ahead = set(), set(), [], 0, 0
     issued = 0
     for i, unit in enumerate(plan.steps):
@@ -38,7 +44,7 @@ def simulate(plan, unit_elems):
 
 
 class Book:
-    """Carries out a runner's actions, and complains about impossible ones."""
+    """Carries out the actions of a runner, and fails on an impossible action."""
 
     def __init__(self, live=()):
         self.live = set(live)
@@ -234,7 +240,7 @@ def test_bad_calls():
     for unit in (2**31, 0.5, None):
         with pytest.raises(TypeError):
             fetch.use(unit)
-    assert fetch.use(0) == [(0, 0), (2, 0)]  # nothing has been changed by all this
+    assert fetch.use(0) == [(0, 0), (2, 0)]  # the refused calls have changed nothing
     assert fetch.end() == [(1, 0), (0, 1), (2, 1), (1, 1)]
     with pytest.raises(RuntimeError, match="begin one first"):
         fetch.use(0)
@@ -246,7 +252,7 @@ def test_bad_calls():
 def test_pruning_by_eye():
     keep, drop = False, True
     assert _C.trace_prune([], [], []) == []
-    # Neither 1 nor 2 was used; only 2 may go for that.
+    # Neither unit 1 nor unit 2 was used, but only unit 2 may be dropped.
     assert _C.trace_prune([0, 1, 2], [True, False, False], [keep, keep, drop]) == [0, 1]
     assert _C.trace_prune([0, 1, 0], [False, True, True], [keep, keep]) == [1, 0]
     assert _C.trace_prune([0, 1, 0], [True, False, True], [keep, drop]) == [0]  # side by side: one

@@ -1,5 +1,6 @@
-"""GradientPath from Python: gradients taken by a hook equal torch's sums, the others go to the hook's caller, and
-buckets start in order."""
+"""GradientPath from Python: gradients that a hook takes equal torch's sums, gradients that it does not take go to the
+hook's caller, and buckets start in order.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 
 from deepspeed_c import _C
 
-SIZES = (3, 5, 1, 70_000)  # the last is added without the GIL
+SIZES = (3, 5, 1, 70_000)  # the last size is large enough to be added without the GIL
 BEGINS = (0, 4, 0, 1)
 BUCKETS = (0, 0, 1, 1)
 ELEMS = (9, 70_001)
@@ -164,8 +165,8 @@ def test_owners_are_collected_with_their_paths():
     owner = Owner()
     gone = weakref.ref(owner)
     owner.backward(0, torch.ones(3))
-    owner.hook = owner.path.hook(1)  # another way round
-    for handle in owner.handles:  # torch's own are not looked through
+    owner.hook = owner.path.hook(1)  # a second reference cycle
+    for handle in owner.handles:  # the collector does not see into torch's handles
         handle.remove()
     del owner, handle
     gc.collect()
@@ -195,13 +196,13 @@ def test_buckets_start_in_order():
     ready = path.READY
     assert path.next(ready) == -1
     path.mark(2)
-    assert path.next(ready) == -1  # bucket 1 is complete, and its turn comes after bucket 0's
+    assert path.next(ready) == -1  # bucket 1 is complete, but bucket 0 has to leave first
     path.mark(0)
     path.mark(0)  # contributions add up
     assert path.next(ready) == -1
     path.mark(1)
     assert [path.next(ready), path.next(ready), path.next(ready)] == [0, 1, -1]
-    path.mark(0)  # its bucket is on its way
+    path.mark(0)  # its bucket has left
     assert path.seen()[0] == path.SEEN | path.SEEN_AFTER | path.SEEN_LATE
     path.take_late()
     path.see(0)
@@ -222,7 +223,7 @@ def test_waiting_buckets_go_last():
     for param in range(3):
         path.mark(param)
     assert [path.next(path.READY) for _ in range(3)] == [1, 2, -1]
-    path.mark(0)  # after its turn, and in time for its reduction
+    path.mark(0)  # after its bucket's turn, and before the reduction
     assert path.seen()[0] == path.SEEN | path.SEEN_AFTER
     assert path.next(path.PROMPT) == -1 and path.next(path.ALL) == 0
     path.reset()

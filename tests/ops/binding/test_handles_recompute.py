@@ -1,4 +1,6 @@
-"""The activation budget through Python: arguments arrive where they belong, and failures are exceptions of the right kind."""
+"""The Python interface of the activation budget: each argument reaches its parameter, and failures raise the right
+exceptions.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ import pytest
 
 from deepspeed_c import _C
 
-# Kept as a whole, or by its input (10 bytes) and two operators: the slow first (30 bytes) and the fast second (20
-# bytes).
+# A layer that is saved as a whole, or as its input (10 bytes) plus one or both of two operators: the first is slow (30
+# bytes), the second fast (20 bytes).
 LAYER = (0, [(100, 0, 0)], [[(10, 50, 5)], [(0, 30, 90), (30, 0, 0)], [(0, 20, 6), (20, 0, 0)]])
 
 

@@ -1,4 +1,4 @@
-"""LossScaler as Python sees it, against a few lines of Python that say the same rule."""
+"""The Python interface of LossScaler, against the same rule in a few lines of Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepspeed_c import _C
 
 
 class Model:
-    """The rule in dsc/scaler.h, written once more."""
+    """A second implementation of the rule in dsc/scaler.h."""
 
     def __init__(self, scale, factor, floor, window, hysteresis, consecutive):
         self.scale, self.factor, self.floor, self.window = scale, factor, floor, window

@@ -1,4 +1,6 @@
-"""The tier planner through Python: arguments arrive where they belong, and failures are exceptions of the right kind."""
+"""The Python interface of the tier planner: each argument reaches its parameter, and failures raise the right
+exceptions.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def test_each_field_has_its_effect():
     assert _C.tier_plan([kind(5), kind(6)], [11, 0, 0]) == ([DEVICE, DEVICE], [11, 0, 0])
     # the kind with the most traffic on the link stays on the device
     assert _C.tier_plan([kind(5, link=1), kind(5, link=2)], [5, ANY, ANY]) == ([HOST, DEVICE], [5, 5, 0])
-    # the kind with the most traffic on the disk stays on the host, and the other's buffers take room there
+    # the kind with the most disk traffic stays on the host, where the buffers of the other kind take room too
     kinds = [kind(5, disk=2, buffers=1), kind(5, disk=1, buffers=3)]
     assert _C.tier_plan(kinds, [0, 8, ANY]) == ([HOST, NVME], [0, 8, 5])
     assert _C.tier_plan(kinds, [0, 7, ANY]) == ([NVME, HOST], [0, 6, 5])

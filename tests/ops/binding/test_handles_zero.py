@@ -1,4 +1,6 @@
-"""ZeroLayout and the planners as Python sees them: the same numbers as brute force, and ValueError for bad ones."""
+"""The Python interface of ZeroLayout and the planners: the same numbers as brute force, and ValueError for bad
+arguments.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The thread pool in a process: its size independent of torch's, several Python threads, fork, and a bad size. The C
-tests do the rest."""
+"""The thread pool in a Python process: a size independent of torch's, several Python threads, fork, and a bad size.
+
+The C tests cover everything else.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ N_ELEMS = 400_003  # 13 chunks
 
 @pytest.fixture
 def automatic(monkeypatch):
-    """A pool that is sized anew, from an environment without the variables that size it, and again afterwards."""
+    """Removes the environment's variables that set the pool's size, and sizes the pool anew before and after the test.
+    """
     monkeypatch.delenv("DSC_NUM_THREADS", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     _C.pool_resize(0)
@@ -29,8 +32,8 @@ def automatic(monkeypatch):
     _C.pool_resize(0)
 
 
-# A process as started by a launcher: OMP_NUM_THREADS=1 from the first instruction on. Prints a line a check, so that a
-# failure shows how far it came.
+# The program of a process that a launcher starts with OMP_NUM_THREADS=1. It prints a line for each check, so that a
+# failure shows the last check passed.
 RANK = """
 import os, sys, torch
 torch.set_num_threads(1)
@@ -134,7 +137,7 @@ def test_python_threads_share_the_pool(automatic):
 
 
 def test_subnormals_are_treated_alike_by_all_threads(automatic):
-    """A worker with a mode of its own would flush numbers that the calling thread keeps, or the reverse."""
+    """A worker whose floating-point mode differs would flush numbers that the calling thread keeps, or the reverse."""
     tiny = 1e-40
     for is_flushed in (True, False):
         if not torch.set_flush_denormal(is_flushed):
@@ -154,7 +157,7 @@ def test_subnormals_are_treated_alike_by_all_threads(automatic):
 
 @pytest.mark.parametrize("step", ["whole", "outside", "pieces"])
 def test_states_are_zero_before_their_first_step(automatic, step):
-    """Fresh memory is not zero if the allocator hands out used memory."""
+    """States are zeroed explicitly, because an allocator may hand out used memory."""
     _C.pool_resize(2)
     for _ in range(3):
         dirt = [torch.full((n,), float("nan")) for n in (50_000, 50_001, 5)]
