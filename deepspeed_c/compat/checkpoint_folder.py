@@ -1,8 +1,8 @@
-"""The files of a checkpoint in DeepSpeed's layout by pipeline, tensor and data rank, and their states merged to fewer
-ranks, as ``deepspeed.checkpoint`` has them.
+"""The files of a checkpoint in DeepSpeed's layout by pipeline, tensor and data rank, and the merging of their states
+for fewer ranks. The interface is DeepSpeed's ``deepspeed.checkpoint``.
 
-For looking into such a folder and for converters that were written for DeepSpeed; ``deepspeed_c checkpoint convert``
-and ``load_checkpoint`` do not need it.
+This module serves converters that were written for DeepSpeed, and users who inspect such a folder. ``deepspeed_c
+checkpoint convert`` and ``load_checkpoint`` do not use it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _OPTIMIZER_PREFIXES = ("zero_pp_rank_", "fp16_zero_pp_rank_", "bf16_zero_pp_rank
 
 @dataclass
 class SubparamShape:
-    """Parameters, by patterns of their names, that are several tensors in one: the whole shape, with a tuple for the
-    dimension of concatenation, and the dimension that tensor-parallel ranks cut in each.
+    """Parameters that hold several concatenated tensors: patterns of their names, the whole shape (with a tuple of
+    sizes for the dimension of concatenation), and the dimension in which tensor-parallel ranks cut each tensor.
     """
 
     patterns: list[str]
@@ -52,7 +52,7 @@ class SubparamShape:
 
 
 def load_file(path: str) -> Any:
-    """The content of a file of DeepSpeed, with its tensors on the CPU; nothing in it is executed.
+    """The content of a file that DeepSpeed wrote, with its tensors on the CPU. No code in the file is executed.
 
     Raises CheckpointError.
     """
@@ -71,12 +71,12 @@ def get_files(dir: str) -> list[str]:
 
 
 def get_files_with_prefix(all_files: Iterable[str], prefix: str) -> list[str]:
-    """The files whose own name begins so, sorted."""
+    """The files whose base name begins with ``prefix``, sorted."""
     return sorted(path for path in all_files if os.path.basename(path).startswith(prefix))
 
 
 def get_zero_files(dir: str) -> list[str]:
-    """The optimizer files by data-parallel, then model-parallel rank.
+    """The optimizer files, sorted by data-parallel rank, then by model-parallel rank.
 
     Raises CheckpointError: a name has no such ranks.
     """
@@ -97,7 +97,8 @@ def _ranks_of(path: str, prefix: str) -> tuple[int, int]:
 
 
 def partition_data(data_list: Sequence[Any], num_partitions: int) -> list[Any]:
-    """The list in so many equal parts. Raises CheckpointError: it does not divide."""
+    """Cut the list into ``num_partitions`` equal parts. Raises CheckpointError: the length is not a multiple of
+    that."""
     if len(data_list) % num_partitions:
         raise CheckpointError(
             f"{len(data_list)} entries cannot be dealt out to {num_partitions} ranks evenly",
@@ -109,14 +110,14 @@ def partition_data(data_list: Sequence[Any], num_partitions: int) -> list[Any]:
 
 
 class meg_2d_parallel_map:
-    """Lists by pipeline and tensor rank; ``map`` has them under keys such as "0,1"."""
+    """A list for each pair of pipeline and tensor rank; ``map`` holds the lists under keys such as "0,1"."""
 
     def __init__(self, pp_degree: int, tp_degree: int) -> None:
         self.pp_degree, self.tp_degree = pp_degree, tp_degree
         self.map: dict[str, list[Any]] = {}
 
     def simple_init(self) -> None:
-        """Each rank's own number, tensor ranks fastest."""
+        """Give each pair of ranks a list with its own number. Numbers count along tensor ranks first."""
         places = ((i, j) for i in range(self.pp_degree) for j in range(self.tp_degree))
         self.map = {self._key(i, j): [i * self.tp_degree + j] for i, j in places}
 
@@ -124,7 +125,7 @@ class meg_2d_parallel_map:
         self.map.setdefault(self._key(pp_index, tp_index), []).extend(data)
 
     def get_data(self, pp_index: int | None = None, tp_index: int | None = None) -> list[Any]:
-        """The list of one rank; with None the lists of all ranks of that kind behind one another."""
+        """The list of one pair of ranks. None for an index concatenates the lists of all ranks of that kind."""
         rows = range(self.pp_degree) if pp_index is None else [pp_index]
         columns = range(self.tp_degree) if tp_index is None else [tp_index]
         return [entry for i in rows for j in columns for entry in self.map[self._key(i, j)]]
@@ -145,10 +146,10 @@ class meg_2d_parallel_map:
 def reshape_meg_2d_parallel(
     old_pp_degree: int, old_tp_degree: int, new_pp_degree: int, new_tp_degree: int, verbose: bool = False
 ) -> meg_2d_parallel_map:
-    """Map each of fewer new ranks to the old ranks that it takes over: neighbours, first of tensor, then of pipeline
-    ranks.
+    """Map each new rank to the old ranks that it takes over. Neighbouring tensor ranks are merged first, then
+    neighbouring pipeline ranks.
 
-    Raises CheckpointError for more ranks.
+    Raises CheckpointError if there are more new ranks than old ranks.
     """
     if new_pp_degree > old_pp_degree or new_tp_degree > old_tp_degree:
         raise CheckpointError(
@@ -188,13 +189,13 @@ class model_3d_desc:
         return self.pp_degree * self.tp_degree * self.dp_degree
 
     def is_valid(self, pp_index: int, tp_index: int, dp_index: int) -> tuple[bool, list[str]]:
-        """Whether there is such a rank, and what is wrong with it."""
+        """(whether this rank exists, the reasons if it does not)."""
         indices = zip(self._degrees().items(), (pp_index, tp_index, dp_index))
         wrong = [f"{name} indexing error: index {i} >= degree {degree}" for (name, degree), i in indices if i >= degree]
         return not wrong, wrong
 
     def can_reshape(self, target_3d_desc: model_3d_desc) -> tuple[bool, list[str]]:
-        """Whether the target has no more ranks of any kind, and what is wrong with it."""
+        """(whether the target has no more ranks of any kind than this, the reasons if it has)."""
         target = target_3d_desc._degrees()
         wrong = [
             f"Expansion reshape not supported - {name}: {degree} ---> {target[name]}"
@@ -204,11 +205,12 @@ class model_3d_desc:
         return not wrong, wrong
 
     def reshape(self, target_3d_desc: model_3d_desc, verbose: bool = False) -> list[meg_2d_parallel_map]:
-        """For each data-parallel rank of the target, the optimizer files (by number, as ``get_zero_files`` has them) of
-        each of its ranks.
+        """For each data-parallel rank of the target, a map from its pipeline and tensor ranks to optimizer files. A
+        file is an index in the list of ``get_zero_files``.
 
         Raises:
-            CheckpointError: the target has more ranks of a kind, or a number that does not divide.
+            CheckpointError: the target has more ranks of a kind, or a number of ranks that does not divide the old
+                number.
         """
         can, wrong = self.can_reshape(target_3d_desc)
         if not can:
@@ -226,7 +228,7 @@ class model_3d_desc:
 
 
 def get_model_3d_descriptor(dir: str) -> model_3d_desc:
-    """The ranks that wrote the folder of a tag: as its files say, else by counting them.
+    """The ranks that wrote the folder of a tag: the numbers recorded in its files, else the numbers of files.
 
     Raises CheckpointError: the files do not agree.
     """
@@ -251,11 +253,11 @@ def get_model_3d_descriptor(dir: str) -> model_3d_desc:
 
 
 def merge_state(state_a: Any, state_b: Any, key_list: Collection[str] = ()) -> Any:
-    """Two ranks' states as one: tensors behind one another in their first dimension, dictionaries and lists entry by
-    entry, of the rest the first's.
+    """Merge the states of two ranks. Tensors are concatenated along the first dimension, dictionaries and lists are
+    merged entry by entry, and other values are taken from ``state_a``.
 
-    A key of the second alone is taken; a key of the first alone is left out. Raises CheckpointError: types or lengths
-    differ; ``key_list`` says where.
+    A key that only ``state_b`` has is kept; a key that only ``state_a`` has is dropped. Raises CheckpointError: types
+    or lengths differ. ``key_list`` is the path of keys for the error.
     """
     where = ".".join(map(str, key_list)) or "merge_state"
     if type(state_a) is not type(state_b):
@@ -281,14 +283,14 @@ def merge_state(state_a: Any, state_b: Any, key_list: Collection[str] = ()) -> A
 
 
 class ZeROCheckpoint:
-    """The optimizer files of a tag's folder, merged for as many ranks or fewer.
+    """The optimizer files of a tag's folder, merged for the same number of ranks or fewer.
 
     Args:
         dir: the folder.
-        source_3d: the ranks that wrote it; None reads them from the files.
+        source_3d: the ranks that wrote the folder; None reads them from the files.
 
     Raises:
-        CheckpointError: the folder has no optimizer files, or files that do not go together.
+        CheckpointError: the folder has no optimizer files, or its files contradict each other.
     """
 
     def __init__(self, dir: str, source_3d: model_3d_desc | None = None) -> None:
@@ -301,7 +303,7 @@ class ZeROCheckpoint:
         self.reshape(model_3d_desc(self.src_3d.pp_degree, self.src_3d.tp_degree, self.src_3d.dp_degree))
 
     def reshape(self, target_3d_desc: model_3d_desc) -> None:
-        """Make the ranks follow ``target_3d_desc`` from now on."""
+        """Use the ranks of ``target_3d_desc`` from now on."""
         self._3d_file_map = self.src_3d.reshape(target_3d_desc)
         self.target_3d = target_3d_desc
 
@@ -338,8 +340,8 @@ class ZeROCheckpoint:
         keys_to_ignore: Collection[str] = (),
         strip_tensor_paddings: bool = True,
     ) -> dict[str, Any]:
-        """The content of this rank's files, merged; without ``keys_to_ignore``, and by default without the padding at
-        the ends of flat states.
+        """The merged content of this rank's files. Entries in ``keys_to_ignore`` are left out, and by default also the
+        padding at the ends of flat states.
         """
         merged: dict[str, Any] | None = None
         for path in self.get_files_for_rank(pp_index, tp_index, dp_index):

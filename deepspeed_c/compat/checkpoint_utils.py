@@ -33,17 +33,17 @@ def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) 
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """``item`` (a tensor, or lists, tuples and dictionaries of them) with copies of its tensors on ``device``; the rest
-    as it is.
+    """``item`` (a tensor, or lists, tuples and dictionaries of tensors) with copies of its tensors on ``device``. Other
+    values are not copied.
 
-    torch.save writes the whole storage of a tensor: of a small view into a large flat buffer, all of the buffer. A copy
-    has only its own.
+    torch.save writes the whole storage of a tensor. For a small view into a large flat buffer, that is the whole
+    buffer. The storage of a copy holds only the copy.
     """
     if torch.is_tensor(item):
-        # For a view with gaps, to() may keep the strides; the copy has none.
+        # to() may keep the strides of a view with gaps; contiguous_format removes the gaps.
         return item.detach().to(device, copy=True, memory_format=torch.contiguous_format)
     if isinstance(item, dict):
-        # Including the extra state of its class (state_dict's _metadata, a default factory).
+        # copy.copy keeps the extra state of the class (state_dict's _metadata, a default factory).
         clone = copy.copy(item)
         clone.update((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())
         return clone

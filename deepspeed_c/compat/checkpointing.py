@@ -1,8 +1,8 @@
-"""Activation checkpointing under DeepSpeed's names: layers whose activations are computed again in the backward.
+"""Activation checkpointing under DeepSpeed's names: layers whose activations are recomputed in the backward.
 
 ``initialize`` takes its settings from the section ``activation_checkpointing``, ``configure`` from its arguments. Calls
-within an engine's forward follow the engine, if its configuration has a section that asks for something, and all others
-follow the last ``configure``.
+within an engine's forward use the engine's settings if its section enables something. All other calls use the settings
+of the last ``configure``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def configure(
 
     mpu_: an object with ``get_tensor_model_parallel_group()`` or ``get_model_parallel_group()``, or None: activations
         are cut over the ranks of that group.
-    deepspeed_config: a configuration (a dict, or a path), whose section ``activation_checkpointing`` counts.
+    deepspeed_config: a configuration (a dict, or a path). Its section ``activation_checkpointing`` is read.
 
     profile: count times and bytes of each layer, for ``profile_of_layers``.
 
@@ -104,20 +104,21 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Free the memory that is kept from one step to the next. Settings stay."""
+    """Free the memory that is kept between steps. The settings are kept."""
     configured.recomputer.clear()
 
 
 def profile_of_layers() -> dict[str, dict[str, int]]:
     """Times (ns) and bytes of each layer since ``configure(profile=True)``: ``counters.LayerFigures`` by label. Empty
-    without.
+    if nothing was profiled.
     """
     counters = configured.recomputer.counters
     return {} if counters is None else counters.as_dict()
 
 
 def set_num_layers(nlayers: int) -> None:
-    """How many layers ``contiguous_checkpointing`` is for, where nothing else says it: a hint."""
+    """Set the number of layers for ``contiguous_checkpointing``. This is a hint, used if no other setting gives the
+    number."""
     configured.count_layers(nlayers)
 
 
@@ -127,26 +128,26 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed this rank's device: one stream that tensor-parallel ranks share, and one stream of each rank's own for
-    ``get_cuda_rng_tracker().fork()``. The ranks come from ``configure``'s ``mpu_``.
+    """Seed this rank's device: one random stream that tensor-parallel ranks share, and a separate stream for each rank,
+    used by ``get_cuda_rng_tracker().fork()``. The argument ``mpu_`` of ``configure`` gives the ranks.
     """
     rng.seed_all(seed, configured.mpu)
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed the stream of each rank's own anew."""
+    """Seed the separate stream of each rank again."""
     rng.reseed_tensor_parallel(seed, configured.mpu)
 
 
 def _ranks() -> tuple[int, int]:
-    """(rank, number of ranks) that activations are cut over."""
+    """(this rank, number of ranks) in the group that activations are cut over."""
     comm = configured.comm
     return (0, 1) if comm is None else (comm.rank, comm.world_size)
 
 
 def is_activation_to_checkpoint(item: Any) -> bool:
-    """Whether ``item`` is cut: a floating-point tensor with an element for each rank, without the mark
-    ``item.no_checkpointing = True``.
+    """Whether ``item`` is an activation that is cut: a floating-point tensor with at least one element for each rank,
+    and without the attribute ``no_checkpointing = True``.
     """
     return nests.is_activation(item, _ranks()[1])
 
@@ -157,14 +158,16 @@ def get_partition_start(item: torch.Tensor) -> int:
 
 
 def get_partition_size(item: torch.Tensor) -> int:
-    """How many elements this rank keeps. The last ranks have fewer where the size is no multiple of their number."""
+    """The number of elements that this rank keeps. The last ranks keep fewer if the number of ranks does not divide the
+    size."""
     return packers.own_range(item.numel(), *_ranks())[1]
 
 
 def partition_activations(args: Sequence[Any], cpu_checkpoint: bool, contiguous_checkpoint: bool) -> list[Any]:
-    """This rank's part of each activation among ``args``, in host memory if asked for; the rest as it is.
+    """Replace each activation in ``args`` by this rank's part, in host memory with ``cpu_checkpoint``. Other arguments
+    stay unchanged.
 
-    contiguous_checkpoint: without effect here: inputs kept by ``checkpoint`` lie in one piece of memory.
+    contiguous_checkpoint: has no effect: ``checkpoint`` always keeps inputs in one piece of memory.
     """
     found = []
     for arg in args:
@@ -178,8 +181,9 @@ def partition_activations(args: Sequence[Any], cpu_checkpoint: bool, contiguous_
 def get_partitioned_activations_for_backward(
     args: Sequence[Any], inputs: Sequence[Any], contiguous_checkpoint: bool
 ) -> list[Any]:
-    """Return arguments for ``gather_partitioned_activations``: for each of ``args`` its entry of ``inputs``, the result
-    of ``partition_activations``, and its shape (None if it is no activation). ``args`` stay as they are.
+    """Return arguments for ``gather_partitioned_activations``: for each of ``args`` a part and a shape. The part is its
+    entry in ``inputs``, the result of ``partition_activations``. The shape is None if the argument is no activation.
+    ``args`` are not changed.
     """
     found: list[Any] = []
     for arg, part in zip(args, inputs, strict=True):
@@ -189,19 +193,19 @@ def get_partitioned_activations_for_backward(
 
 
 def get_cpu_activations_for_backward(args: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """Replace the activations in ``args`` by their copies in host memory, taken from ``inputs``. ``args`` stay as they
-    are.
+    """Return ``args`` with activations replaced by their copies in host memory, taken from ``inputs``. ``args`` is not
+    changed.
     """
     return [new if is_activation_to_checkpoint(arg) else arg for arg, new in zip(args, inputs, strict=True)]
 
 
 def get_offloaded_activations_for_backward(args: Sequence[Any], engine: offload_activations) -> list[Any]:
-    """Replace each activation in ``args`` by the copy that ``engine`` keeps. ``args`` stay as they are."""
+    """Return ``args`` with each activation replaced by the copy that ``engine`` keeps. ``args`` is not changed."""
     return [_Offloaded(engine.put(arg)) if is_activation_to_checkpoint(arg) else arg for arg in args]
 
 
 def restore_offloaded_activations(tensors: Sequence[Any], engine: offload_activations) -> list[Any]:
-    """The arguments of ``get_offloaded_activations_for_backward``, in no graph."""
+    """The arguments of ``get_offloaded_activations_for_backward`` again, detached from any graph."""
     return [engine.get(each.kept) if isinstance(each, _Offloaded) else each for each in tensors]
 
 

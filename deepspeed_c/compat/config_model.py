@@ -1,7 +1,6 @@
-"""``DeepSpeedConfigModel``: a class of configuration keys with types and defaults, which checks its values and dumps
-them again.
+"""``DeepSpeedConfigModel``: a class of configuration keys with types and defaults. It checks values and dumps them.
 
-DeepSpeed's is a model of pydantic; this class has the parts that programs use, and needs no pydantic.
+DeepSpeed's class is a model of pydantic. This class has the parts of its interface that programs use, without pydantic.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ __all__ = ["DeepSpeedConfigModel", "Field", "get_config_default"]
 
 
 class Field:
-    """One key of a model, as ``Model.model_fields`` has it; written as a class attribute it gives the key more than a
-    default.
+    """One key of a model, as in ``Model.model_fields``. As the value of a class attribute, a Field gives the key more
+    than a default.
 
     Args:
-        default: the value without the key; ``...`` where it must be given.
+        default: the value if the key is missing; ``...`` for a required key.
         default_factory: makes the default anew for each object.
-        alias: the key's name in a configuration, where it is not the attribute's; both are read.
+        alias: the key's name in a configuration, if it differs from the attribute's name. Both names are read.
         ge, gt, le, lt: bounds of a number.
-        json_schema_extra: ``deprecated``, ``new_param`` and the like of an old key.
+        json_schema_extra: the entries ``deprecated``, ``new_param`` and others of a deprecated key.
         exclude: whether dumps leave it out.
     """
 
@@ -69,10 +68,11 @@ class Field:
 
 
 def _as_field(value: Any) -> Field:
-    """The field that a class attribute says, whether it is ours, pydantic's or a plain default."""
+    """The field for the value of a class attribute: a ``Field`` of this module, a field of pydantic, or a plain
+    default."""
     if isinstance(value, Field):
         return value
-    if type(value).__name__ == "FieldInfo":  # pydantic's: its bounds are objects with one attribute of the bound's name
+    if type(value).__name__ == "FieldInfo":  # of pydantic: each bound is an object with one attribute
         bounds = {
             key: getattr(each, key) for each in value.metadata for key in ("ge", "gt", "le", "lt") if hasattr(each, key)
         }
@@ -89,26 +89,27 @@ def _as_field(value: Any) -> Field:
 
 
 class _Fields:
-    """``model_fields``: on the class and on its objects, by attribute name, in the order of definition."""
+    """The attribute ``model_fields`` of the class and its objects: fields by attribute name, in the order of
+    definition."""
 
     def __get__(self, instance: Any, owner: type[DeepSpeedConfigModel]) -> dict[str, Field]:
         return owner._resolved_fields()
 
 
 class DeepSpeedConfigModel:
-    """The base of DeepSpeed's configuration classes. A subclass says its keys as annotated attributes.
+    """The base of DeepSpeed's configuration classes. A subclass declares its keys as annotated attributes.
 
-    Values are checked and converted as pydantic does without strictness: "3" is an integer, 5e8 is, "yes" is a boolean;
-    enumerations are kept as their values. A key with the value "auto" counts as not given, unless ``strict``. Objects
-    compare by their values, attributes may be set (with the same checks), and an unknown key is an error. Validators of
-    pydantic are not run: a subclass that has some is a FeatureError.
+    Values are checked and converted as pydantic does without strictness: "3" and 5e8 are integers, and "yes" is a
+    boolean. Members of enumerations are stored as their values. A key with the value "auto" counts as not given, unless
+    ``strict``. Objects compare by their values. Attributes may be set, with the same checks. An unknown key is an
+    error. Validators of pydantic are not run: defining one in a subclass raises FeatureError.
 
     Args:
-        strict: "auto" is a value as any other.
+        strict: "auto" is an ordinary value.
         data: the keys by their names or aliases.
 
     Raises:
-        ConfigError: unknown keys, values that are not of their type or out of bounds, a required key that is not there.
+        ConfigError: unknown keys, values of a wrong type or out of bounds, missing required keys.
     """
 
     model_fields = _Fields()
@@ -118,8 +119,8 @@ class DeepSpeedConfigModel:
     def __init_subclass__(
         cls, section: type[Section] | None = None, prefix: str = "", without: Container[str] = (), **options: Any
     ) -> None:
-        """``section``: a class whose keys, types and defaults come before this class's own, but for those in
-        ``without``; attributes have the names of the keys, without ``prefix``.
+        """``section`` is a class that provides keys, types and defaults, except the keys in ``without``. They come
+        before the keys of this class. The name of an attribute is the key's name without ``prefix``.
         """
         super().__init_subclass__(**options)
         own: dict[str, Field] = {}
@@ -141,11 +142,12 @@ class DeepSpeedConfigModel:
             if name.startswith("_") or "ClassVar" in str(vars(cls)["__annotations__"][name]):
                 continue
             own[name] = _as_field(vars(cls).get(name, ...))
-            own[name].annotation = None  # read with the class's names at the first use
+            own[name].annotation = None  # evaluated at the first use, with the class's names
             if name in vars(cls):
                 delattr(cls, name)
         cls._own_fields = own
-        # A class of a function may name others of it in its annotations, which are read later.
+        # The annotations of a class inside a function may name other local classes. They are evaluated later, so keep
+        # the scope.
         scope = sys._getframe(1)
         cls._names = {} if scope.f_locals is scope.f_globals else dict(scope.f_locals)
 
@@ -188,7 +190,7 @@ class DeepSpeedConfigModel:
         self._check()
 
     def _check(self) -> None:
-        """Check rules over several keys; a subclass may have some."""
+        """Check rules that involve several keys. A subclass may override this."""
 
     def _checked(self, name: str, value: Any) -> Any:
         field = self.model_fields[name]
@@ -238,10 +240,10 @@ class DeepSpeedConfigModel:
         exclude_defaults: bool = False,
         exclude_none: bool = False,
     ) -> dict[str, Any]:
-        """The values by attribute names, or by their names in a configuration with ``by_alias``; models within as
+        """The values by attribute name, or with ``by_alias`` by the key's name in a configuration. Nested models become
         dictionaries.
 
-        ``mode="json"`` makes paths and the like text. A dtype is text in both.
+        ``mode="json"`` converts paths and similar values to text. A dtype is text in both modes.
         """
         dump: dict[str, Any] = {}
         options = {"mode": mode, "by_alias": by_alias, "exclude_unset": exclude_unset}
@@ -287,7 +289,7 @@ class DeepSpeedConfigModel:
     copy = model_copy
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        # An old key that was replaced is not there any more.
+        # An old key that was replaced has been deleted.
         return ((name, self.__dict__[name]) for name in self.model_fields if name in self.__dict__)
 
     def __eq__(self, other: object) -> bool:
@@ -310,7 +312,7 @@ def setattr_unchecked(model: DeepSpeedConfigModel, name: str, value: Any) -> Non
 
 
 def _is_not_auto(key: str, value: Any) -> bool:
-    # "replace_method" is the one key of DeepSpeed's models that has the value "auto".
+    # "replace_method" is the only key of DeepSpeed's models for which "auto" is a real value.
     return key == "replace_method" or not (isinstance(value, str) and value == "auto")
 
 

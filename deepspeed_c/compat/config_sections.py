@@ -1,5 +1,5 @@
-"""DeepSpeed's classes for the sections of a configuration, made from the sections of our schema, which have the keys,
-types, defaults and bounds.
+"""DeepSpeed's classes for the sections of a configuration. Keys, types, defaults and bounds come from the sections in
+``deepspeed_c.config``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel, section=Fp16):
                 )
 
     def initial_dynamic_scale(self) -> int:
-        """The first loss scale where it is dynamic."""
+        """The first loss scale if the scale is dynamic."""
         return 2**self.initial_scale_power
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
-    """The section ``bf16`` of a whole configuration, or ``bfloat16`` where that is not there."""
+    """The section ``bf16`` of a whole configuration, or the section ``bfloat16`` if there is no ``bf16``."""
     section = param_dict.get("bf16")
     return DeepSpeedBF16Config(**(param_dict.get("bfloat16", {}) if section is None else section))
 
@@ -130,14 +130,14 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel, section=OffloadO
 
 
 class ZenFlowConfig(DeepSpeedConfigModel, section=ZenFlow):
-    """The section ``zero_optimization.zenflow``; dumps have no ``steps_per_epoch``, which the engine sets."""
+    """The section ``zero_optimization.zenflow``. Dumps leave out ``steps_per_epoch``, which the engine sets."""
 
     steps_per_epoch: int | None = Field(None, exclude=True)
 
 
 class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel, section=LeafModule):
-    """The section ``zero_optimization.leaf_module``; one name stands for a list of one, and names that stand twice
-    count once.
+    """The section ``zero_optimization.leaf_module``. A single name counts as a list of one name. Repeated names count
+    once.
     """
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
@@ -152,12 +152,12 @@ class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel, section=LeafModule):
 class DeepSpeedZeroConfig(DeepSpeedConfigModel, section=Zero, prefix="stage3_"):
     """The section ``zero_optimization``.
 
-    Keys that begin with ``stage3_`` are attributes without it, and are read in both forms.
+    The attributes of keys that begin with ``stage3_`` lack this prefix. Keys are read with and without the prefix.
     """
 
     stage: ZeroStageEnum = 0
-    grad_hooks: bool = Field(True, exclude=True)  # of older releases: DeepSpeed 0.19.6 does not know it
-    compute_grad_norm: bool = Field(True, exclude=True)  # these two: of DeepSpeed 0.19.8
+    grad_hooks: bool = Field(True, exclude=True)  # a key of older releases that DeepSpeed 0.19.6 does not have
+    compute_grad_norm: bool = Field(True, exclude=True)  # this key and the next are new in DeepSpeed 0.19.8
     parameter_alignment: bool = Field(False, exclude=True)
     offload_param: DeepSpeedZeroOffloadParamConfig | None = None
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None
@@ -272,7 +272,8 @@ class CommsLoggerConfig(DeepSpeedConfigModel, section=CommsLoggerSection):
 
 
 class DeepSpeedCommsConfig:
-    """``comms_logger``, where a whole configuration has it, and ``comms_logger_enabled``: whether it does."""
+    """``comms_logger_enabled``: whether a whole configuration has the section ``comms_logger``; ``comms_logger``: the
+    section."""
 
     def __init__(self, ds_config: Mapping[str, Any]) -> None:
         self.comms_logger_enabled = "comms_logger" in ds_config
@@ -281,7 +282,7 @@ class DeepSpeedCommsConfig:
 
 
 class _FromWhole(DeepSpeedConfigModel):
-    """A class that is made from a whole configuration, as DeepSpeed makes it, and has the keys of its section as
+    """A class whose objects are made from a whole configuration, as in DeepSpeed. The keys of its section are the
     attributes.
     """
 
@@ -329,7 +330,7 @@ class WeightQuantConfig(DeepSpeedConfigModel, section=WeightQuantization):
 
 
 class TPConfig(DeepSpeedConfigModel, section=TpGroup):
-    """The section ``tensor_parallel.tp``, and the ranks that a program gives by hand."""
+    """The section ``tensor_parallel.tp``, and groups of ranks that a program passes."""
 
     mpu: object = None
     tp_group: object = None

@@ -1,5 +1,5 @@
-"""Contents of ``deepspeed.runtime.config_utils`` besides the model class: access to dictionaries, and numbers and
-objects as text.
+"""Contents of ``deepspeed.runtime.config_utils`` besides the model class: access to dictionaries, and the formatting of
+numbers and objects.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
-    """The key's value, or the default where the key is not there."""
+    """The key's value, or the default if the key is missing."""
     return param_dict.get(param_name, param_default_value)
 
 
@@ -35,7 +35,7 @@ get_list_param = get_dict_param = get_scalar_param
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """A dictionary of the pairs, for ``json.load(object_pairs_hook=)``. Raises ConfigError: a key stands twice."""
+    """A dictionary of the pairs, for ``json.load(object_pairs_hook=)``. Raises ConfigError: a key occurs twice."""
     pairs = list(ordered_pairs)
     found = dict(pairs)
     if len(found) != len(pairs):

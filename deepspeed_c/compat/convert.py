@@ -1,5 +1,4 @@
-"""A value of a configuration as the type that an annotation asks for, by the lenient rules that pydantic has for the
-same types.
+"""Convert a value of a configuration to the type of an annotation, by pydantic's lenient rules.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ _BOUNDS = {
 
 
 def convert(value: Any, kind: Any, where: str, bounds: Mapping[str, Any] | None = None) -> Any:
-    """``value`` as ``kind``: a class, a union, a Literal, a list, tuple, set or dict of such, or an annotated form of
-    these.
+    """Convert ``value`` to ``kind``: a class, a union, a Literal, or a list, tuple, set or dict of these, with or
+    without annotations.
 
-    Enumerations become their values; mappings become objects of a class that can be made with them as keywords.
-    ``bounds`` has ge, gt, le, lt or None for each.
+    Members of enumerations become their values. If ``kind`` is a class that takes the keys of a mapping as keywords,
+    the mapping becomes an object of the class. ``bounds`` maps each of ge, gt, le and lt to a number or None.
 
     Raises:
-        ConfigError: it is not of that kind, or out of bounds; ``where`` names the key.
+        ConfigError: the value cannot be converted, or is out of bounds. ``where`` names the key in the error.
     """
     new = _convert(value, kind, where)
     for name, bound in (bounds or {}).items():
@@ -49,7 +48,8 @@ def convert(value: Any, kind: Any, where: str, bounds: Mapping[str, Any] | None 
 
 
 def thaw(value: Any) -> Any:
-    """A section's default as a model has it: tuples as lists, frozen dictionaries as plain ones."""
+    """Convert the default of a section to the form in a model: tuples become lists, frozen dictionaries plain
+    dictionaries."""
     if isinstance(value, tuple):
         return [thaw(each) for each in value]
     if isinstance(value, dict):
@@ -58,8 +58,8 @@ def thaw(value: Any) -> Any:
 
 
 def thawed_kind(kind: Any) -> Any:
-    """The type of a section's key as a model has it: a list where the section has a tuple of any length, a plain
-    dictionary for a frozen one.
+    """Convert the type of a section's key to the form in a model: a tuple of any length becomes a list, a frozen
+    dictionary a plain dictionary.
     """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
@@ -103,7 +103,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
 
 
 def _convert_union(value: Any, kinds: tuple[Any, ...], where: str) -> Any:
-    # A value of a listed type stays so: a number given for "int | str" does not become text.
+    # A value that already has one of the types is kept: a number given for "int | str" does not become text.
     for kind in kinds:
         if kind is type(None):
             if value is None:

@@ -1,5 +1,5 @@
-"""``DeepSpeedCheckpoint``: a tag's folder in DeepSpeed's layout, with the files and states of each rank, merged for as
-many ranks or fewer.
+"""``DeepSpeedCheckpoint``: the folder of a tag in DeepSpeed's layout, with the files and states of each rank, merged
+for the same number of ranks or fewer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from deepspeed_c.errors import CheckpointError
 __all__ = ["DeepSpeedCheckpoint", "dp_index_to_str", "dump_param_fragment", "extract_zero_shards"]
 
 _MODEL, _LAYER_FILE = "mp_rank_", re.compile(r"layer_(\d+)-model_.*")
-# Parameters of a Megatron layer: alike on all tensor-parallel ranks, and cut in the second dimension.
+# Parameters of a Megatron layer that are equal on all tensor-parallel ranks, and parameters that are cut in the second
+# dimension.
 _ALIKE = {
     *("input_layernorm.weight", "input_layernorm.bias", "self_attention.dense.bias"),
     *("post_attention_layernorm.weight", "post_attention_layernorm.bias", "mlp.dense_4h_to_h.bias"),
@@ -42,11 +43,12 @@ class DeepSpeedCheckpoint:
 
     Args:
         dir: the folder.
-        tp_degree, pp_degree, dp_degree: ranks to merge it for, None for the ranks that wrote it; not more than these.
-        final_layer_norm_idx: number of the pipeline's layer that is the last norm.
+        tp_degree, pp_degree, dp_degree: number of ranks to merge the checkpoint for, at most the number of ranks that
+        wrote it; None for this number.
+        final_layer_norm_idx: index of the pipeline layer that is the final norm.
 
     Raises:
-        CheckpointError: it is no such folder, or ranks that do not divide.
+        CheckpointError: ``dir`` is not such a folder, or a number of ranks does not divide the old number.
     """
 
     def __init__(
@@ -104,21 +106,21 @@ class DeepSpeedCheckpoint:
         return self.global_state[key]
 
     def get_iteration(self) -> int:
-        """The saving program's iteration; 0 where it saved none."""
+        """The iteration that the saving program recorded; 0 if it recorded none."""
         return self._value("iteration") or 0
 
     def get_args(self) -> Any:
-        """The program's arguments, as Megatron saves them; None where it does not."""
+        """The arguments of the program, which Megatron saves; None if they were not saved."""
         return self._value("args")
 
     def get_checkpoint_info(self, info_key: str = "checkpoint_info") -> Any:
-        """An entry of the first file of model states; None where it has none."""
+        """An entry of the first file of model states; None if the file lacks it."""
         return self._value(info_key)
 
     def get_zero_checkpoint_state(
         self, pp_index: int, tp_index: int, dp_index: int, strip_tensor_paddings: bool = True
     ) -> dict[str, Any]:
-        """A rank's optimizer file, or several merged."""
+        """The content of a rank's optimizer file, or the merged content of several files."""
         return self.zero_checkpoint.get_state_for_rank(
             pp_index, tp_index, dp_index, ["param_shapes"], strip_tensor_paddings
         )
@@ -131,20 +133,20 @@ class DeepSpeedCheckpoint:
         return [self.mp_rank_files[i] for i in self.new_2d_map.get_data(pp_index, tp_index)]
 
     def get_2d_parallel_state(self, tp_index: int, pp_index: int) -> dict[str, Any]:
-        """These files, merged."""
+        """The merged content of the files of ``get_2d_parallel_files``."""
         first, *others = map(load_file, self.get_2d_parallel_files(tp_index, pp_index))
         for other in others:
             first = merge_state(first, other)
         return first
 
     def show_2d_mapping(self) -> None:
-        """Print each rank's files of model states."""
+        """Print the files of model states that each rank takes over."""
         for i in range(self.pp_degree):
             for j in range(self.tp_degree):
                 print(f"[{i}, {j}] = {self.get_2d_parallel_files(pp_index=i, tp_index=j)}")
 
     def _layer_files(self, layer: str) -> list[list[str]]:
-        """A layer's files of each tensor-parallel rank."""
+        """The files of a layer for each tensor-parallel rank."""
         return partition_data(get_files_with_prefix(self.layer_files, f"{layer}-"), self.tp_degree)
 
     def _layer_state(self, files: Sequence[str]) -> dict[str, Any]:
@@ -170,13 +172,13 @@ class DeepSpeedCheckpoint:
         return load_file(self.get_final_norm_files(tp_index)[0])
 
     def get_pp_transformer_map(self, pp_index: int) -> list[str]:
-        """The layers between embedding and last norm that a pipeline rank has."""
+        """The layers of a pipeline rank between the embedding and the final norm."""
         layers = self.layer_keys[1 : self.final_layer_norm_idx]
         n_each = len(layers) // self.pp_degree
         return layers[pp_index * n_each : (pp_index + 1) * n_each]
 
     def get_transformer_state(self, tp_index: int, pp_index: int) -> list[dict[str, Any]]:
-        """The states of these layers, each merged for a tensor-parallel rank."""
+        """The states of the layers of ``get_pp_transformer_map``, each merged for a tensor-parallel rank."""
         layers = self.get_pp_transformer_map(pp_index)
         return [self._layer_state(self._layer_files(layer)[tp_index]) for layer in layers]
 
@@ -186,7 +188,7 @@ def _merged(key: str, values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def dp_index_to_str(dp_index: int) -> str:
-    """The rank in two digits or more."""
+    """The rank as text with at least two digits."""
     return f"{dp_index:02d}"
 
 
@@ -200,8 +202,8 @@ def dump_param_fragment(
     offset: int,
     numel: int,
 ) -> None:
-    """Save elements [offset, offset + numel) of a flat state as ``dir/param_name/tp_index/state_name.dp_index``; a
-    step, or a value that is no tensor, is saved whole.
+    """Save elements [offset, offset + numel) of a flat state as ``dir/param_name/tp_index/state_name.dp_index``. The
+    state "step" and values that are no tensors are saved whole.
     """
     folder = os.path.join(dir, param_name, str(tp_index))
     os.makedirs(folder, exist_ok=True)
@@ -211,11 +213,11 @@ def dump_param_fragment(
 
 
 def extract_zero_shards(dir: str, ds_checkpoint: DeepSpeedCheckpoint, indices_3D: tuple[int, int, int]) -> None:
-    """Save a rank's part (pipeline, tensor, data) of each parameter of a checkpoint of Adam at stage 1 or 2, by
-    ``dump_param_fragment``.
+    """Save the part of each parameter that the rank ``indices_3D`` (pipeline, tensor, data) holds, by
+    ``dump_param_fragment``. The checkpoint must come from Adam at stage 1 or 2.
 
     Raises:
-        CheckpointError: the file does not say where its parameters lie, as in other stages.
+        CheckpointError: the file does not record where its parameters lie, as is the case in other stages.
     """
     pp_index, tp_index, dp_index = indices_3D
     optimizer = ds_checkpoint.get_zero_checkpoint_state(pp_index, tp_index, dp_index).get("optimizer_state_dict", {})
@@ -232,7 +234,7 @@ def extract_zero_shards(dir: str, ds_checkpoint: DeepSpeedCheckpoint, indices_3D
         flat = {key: state[key] for key in ("exp_avg", "exp_avg_sq", "step") if key in state}
         flat["fp32"] = optimizer["single_partition_of_fp32_groups"][group]
         for name, place in mapping.items():
-            # Tied weights that the last stage of a pipeline has a copy of.
+            # Tied weights: the last stage of a pipeline has copies of them, which are not saved.
             if pp_index > 0 and any(re.match(pattern, name) for pattern in replicated):
                 continue
             for key, value in flat.items():

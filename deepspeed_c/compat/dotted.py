@@ -14,6 +14,7 @@ def recursive_getattr(model: Any, module_name: str) -> Any:
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    """Put ``module`` where the path leads to; all but its last part must be there. Raises AttributeError."""
+    """Set the attribute at the path to ``module``. All parts of the path except the last must exist. Raises
+    AttributeError."""
     *path, last = module_name.split(".")
     setattr(reduce(getattr, path, model), last, module)

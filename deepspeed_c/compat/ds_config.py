@@ -1,7 +1,7 @@
-"""``DeepSpeedConfig``: a whole configuration as an object with an attribute for each key that programs read, as
-``deepspeed.runtime.config`` has it.
+"""``DeepSpeedConfig`` of ``deepspeed.runtime.config``: a whole configuration as an object with an attribute for each
+key that programs read.
 
-The engine does not use it: it reads ``deepspeed_c.config``, which checks the values here as well.
+The engine uses ``deepspeed_c.config`` instead, which also checks the values for this class.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ __all__ = [
     "set_optimizer_flags",
 ]
 
-# Optimizers as `type` names them, in lower case.
+# Values of `type` in the section optimizer, in lower case.
 ADAGRAD_OPTIMIZER = "adagrad"
 ADAM_OPTIMIZER = "adam"
 ADAMW_OPTIMIZER = "adamw"
@@ -93,7 +93,8 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class DtypeEnum(enum.Enum):
-    """Formats; the value is torch's dtype, and any usual spelling of one finds it: ``DtypeEnum("half")``."""
+    """Floating-point formats. The value of a member is torch's dtype; any usual spelling gives the member:
+    ``DtypeEnum("half")``."""
 
     fp16 = torch.float16
     fp32 = torch.float32
@@ -107,17 +108,18 @@ class DtypeEnum(enum.Enum):
 
 
 def load_ds_config(config: str | os.PathLike[str] | dict[str, Any]) -> dict[str, Any]:
-    """The configuration as a dictionary: ``config`` itself where it is one, or read from a JSON file or base64 text.
+    """The configuration as a dictionary: ``config`` itself if it is a dictionary, else the content of a JSON file or
+    base64 text.
 
     Raises:
-        ConfigError: it is neither, or is not JSON.
+        ConfigError: ``config`` has none of these forms, or the text is not JSON.
     """
     return config if isinstance(config, dict) else read_source(config)[0]
 
 
 def set_optimizer_flags(config_class: DeepSpeedConfig, model: torch.nn.Module) -> None:
-    """If the configured optimizer is Muon, mark each parameter with ``use_muon``: matrices that are neither embedding
-    nor output layer.
+    """If the configured optimizer is Muon, set ``use_muon`` on each parameter. It is True for matrices that are neither
+    an embedding nor the output layer.
     """
     if config_class.optimizer_name != MUON_OPTIMIZER:
         return
@@ -127,20 +129,20 @@ def set_optimizer_flags(config_class: DeepSpeedConfig, model: torch.nn.Module) -
 
 
 class DeepSpeedConfig:
-    """A configuration, its batch sizes resolved and its sections as objects; attributes have DeepSpeed's names.
+    """A configuration with resolved batch sizes and sections as objects. Attributes have DeepSpeed's names.
 
-    Features that this version lacks may be in it: they are refused by ``initialize``, not here. Elasticity is refused
-    here, as it decides batch sizes.
+    A configuration may request features that this version lacks: ``initialize`` refuses them, this class does not. This
+    class refuses elasticity, because it determines batch sizes.
 
     Args:
         config: a dictionary, which is not changed, the path of a JSON file, or base64 text.
-        mpu: without a process group there is one rank; with one, has ``get_data_parallel_world_size()``, or
-            ``get_sequence_parallel_world_size()``, where ranks are not all data-parallel.
-        mesh_device: a device mesh whose dimension "data_parallel" has the data-parallel ranks.
+        mpu: an object with ``get_data_parallel_world_size()`` or ``get_sequence_parallel_world_size()``, needed if not
+            all ranks of the process group are data-parallel. Without a process group there is one rank.
+        mesh_device: a device mesh whose dimension "data_parallel" contains the data-parallel ranks.
 
     Raises:
         ConfigError: unknown or malformed keys, all in one message.
-        BatchSizeError: the batch sizes do not go together, or are not given.
+        BatchSizeError: the batch sizes contradict each other, or are missing.
     """
 
     def __init__(self, config: str | dict[str, Any], mpu: Any = None, mesh_device: Any = None) -> None:
@@ -266,7 +268,7 @@ class DeepSpeedConfig:
         logger.info("  json = %s", text)
 
     def print(self, name: str) -> None:
-        """Log all attributes, a line each, under the heading ``name``."""
+        """Log all attributes, one a line, under the heading ``name``."""
         logger.info("%s:", name)
         for attribute, value in sorted(vars(self).items()):
             if not attribute.startswith("_"):
@@ -275,7 +277,7 @@ class DeepSpeedConfig:
 
 
 def _switched(given: Mapping[str, Any], key: str) -> tuple[bool, dict[str, Any] | bool]:
-    """Whether a section is enabled, and its other keys; False for these where the section is not there."""
+    """(whether a section is enabled, its other keys). The second value is False if the section is missing."""
     if key not in given:
         return False, False
     section = dict(given[key])

@@ -1,7 +1,7 @@
-"""Ties 16-bit parameters to their parts of a rank's flat fp32 partition, for optimizers of others that were written
-against ``deepspeed.utils``.
+"""Links 16-bit parameters to their parts of a rank's flat fp32 partition, for external optimizers that use
+``deepspeed.utils``.
 
-The engine here does not use it: ``zero/states/access.py`` reads and writes the states of the engine's parameters.
+The engine does not use this module: ``zero/states/access.py`` reads and writes the states of the engine's parameters.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ __all__ = [
 
 @dataclass
 class tensor_fragment:
-    """The part of a parameter that a rank's flat partition has."""
+    """The part of a parameter that lies in a rank's flat partition."""
 
     lp_fragment: torch.Tensor
-    """A flat view of the parameter."""
+    """A flat view of this part of the parameter."""
     lp_fragment_address: fragment_address
     hp_fragment: torch.Tensor
-    """A view of the partition, with as many elements."""
+    """A view of the corresponding elements of the partition."""
     hp_fragment_address: fragment_address
     gradient_dict: dict[int, Any]
-    """By group, the gradient pieces of each of its parameters."""
+    """For each group, the gradient pieces of the group's parameters."""
     offload_gradient_dict: dict[int, Any]
     use_offload: bool
     param_group_index: int
     optim_fragment: dict[str, torch.Tensor] | None = None
 
     def update_hp(self) -> None:
-        """Overwrite the master with the parameter."""
+        """Copy the 16-bit parameter into the fp32 master weights."""
         self.hp_fragment.data.copy_(self.lp_fragment.data)
 
     def update_lp(self) -> None:
-        """Overwrite the parameter with the master."""
+        """Copy the fp32 master weights into the 16-bit parameter."""
         self.lp_fragment.data.copy_(self.hp_fragment.data)
 
     def get_hp_fragment_address(self) -> fragment_address:
@@ -98,11 +98,11 @@ def get_hp_fragment_mapping(
     partition_start: int,
     partition_size: int,
 ) -> tensor_fragment:
-    """Return a partition's part of a parameter whose first element is number ``lp_start`` of the whole flat group; the
-    partition begins at ``partition_start``.
+    """Return the part of a parameter that lies in a partition. ``lp_start`` and ``partition_start`` are the offsets of
+    the parameter and of the partition in the whole flat group.
 
     Raises:
-        StateError: the partition has nothing of it.
+        StateError: the partition contains no element of the parameter.
     """
     begin = max(lp_start, partition_start)
     numel = min(lp_start + lp_param.numel(), partition_start + partition_size) - begin
@@ -136,9 +136,9 @@ def link_hp_params(
     partition_size: int,
     dp_group: Any,
 ) -> None:
-    """Give each parameter of a flat group its ``_hp_mapping`` (None outside of the partition), ``_dp_group``, its index
-    in the parameters that overlap the partition, and the methods ``get_full_hp_param`` and its kin, which work over the
-    ranks of ``dp_group``.
+    """Set attributes and methods on each parameter of a flat group: ``_hp_mapping`` (None outside of the partition),
+    ``_dp_group``, ``_index_in_param_group`` (its index among the parameters that overlap the partition), and the
+    functions of ``hp_access`` as methods, which work over the ranks of ``dp_group``.
     """
     at = index = 0
     for param in lp_param_list:
@@ -158,7 +158,8 @@ def link_hp_params(
 def lazy_init_hp_params_optimizer_state(
     lp_param_list: Iterable[torch.nn.Parameter], flat_hp_partition: torch.Tensor, optimizer_state: Mapping[Any, Any]
 ) -> None:
-    """Tie the parameters to the states that an optimizer has of the partition, once it has any."""
+    """Link the parameters to the optimizer's states for the partition. Call this after the optimizer has made the
+    states."""
     for param in lp_param_list:
         if param._hp_mapping is not None:
             param._hp_mapping.set_optim_state_fragment(flat_hp_partition, optimizer_state[flat_hp_partition])
@@ -170,8 +171,8 @@ def map_to_flat_opt_states(
     optim_state: Mapping[Any, dict[str, Any]],
     opt_keys: Iterable[str],
 ) -> None:
-    """Put flat states, made of the parameters' linked states, into an optimizer's state of the partition; each
-    parameter's ``hp_fragment`` is its part of the last one, as in DeepSpeed.
+    """Build flat states from the linked states of the parameters, and store them in the optimizer's state for the
+    partition. Afterwards each parameter's ``hp_fragment`` is a view of the last flat state, as in DeepSpeed.
     """
     for key in opt_keys:
         flat = torch.zeros_like(flat_hp_tensor)

@@ -1,5 +1,5 @@
-"""fp32 masters, optimizer states and gradients of a parameter as functions that DeepSpeed binds to parameters;
-``zero/states/access.py`` does the work.
+"""Access to the fp32 master weights, optimizer states and gradients of a parameter, by functions that DeepSpeed binds
+to parameters. ``zero/states/access.py`` implements the access.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def _found(value: torch.Tensor | None, fix: str) -> torch.Tensor:
 
 
 def _is_linked(param: torch.nn.Parameter) -> bool:
-    """Whether ``link_hp_params`` has tied the parameter to an optimizer that is not the engine's."""
+    """Whether ``link_hp_params`` has linked the parameter to an external optimizer rather than the engine's."""
     return hasattr(param, "_hp_mapping")
 
 
 def _summed(param: torch.nn.Parameter, part: torch.Tensor | None) -> torch.Tensor:
-    """Sum the ranks' parts to the whole."""
+    """Sum the parts of all ranks to the whole tensor."""
     whole = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
     if part is not None:
         at = param._hp_mapping.lp_fragment_address
@@ -55,9 +55,10 @@ def _linked_gradient(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def get_full_hp_param(self: torch.nn.Parameter, optim_state_key: str | None = None) -> torch.Tensor:
-    """The whole fp32 master of the parameter, or its optimizer state of that name; on all ranks.
+    """The whole fp32 master weights of the parameter, or its optimizer state ``optim_state_key``. Call this on all
+    ranks.
 
-    Raises StateError where no optimizer has it.
+    Raises StateError if no optimizer has the parameter or the state.
     """
     if _is_linked(self):
         return _summed(self, None if self._hp_mapping is None else self._hp_mapping.get_hp_fragment(optim_state_key))
@@ -68,8 +69,8 @@ def get_full_hp_param(self: torch.nn.Parameter, optim_state_key: str | None = No
 
 
 def set_full_hp_param(self: torch.nn.Parameter, value: torch.Tensor, optim_state_key: str | None = None) -> None:
-    """Overwrite the master (of an engine's, and the weights that forward uses), or the optimizer state of that name; on
-    all ranks.
+    """Overwrite the fp32 master weights of the parameter, or its optimizer state ``optim_state_key``. With the engine's
+    optimizer, new master weights are also copied to the weights that forward uses. Call this on all ranks.
     """
     if _is_linked(self):
         if self._hp_mapping is not None:
@@ -81,7 +82,7 @@ def set_full_hp_param(self: torch.nn.Parameter, value: torch.Tensor, optim_state
 
 
 def get_full_hp_grad(self: torch.nn.Parameter) -> torch.Tensor:
-    """The whole gradient in fp32; on all ranks.
+    """The whole gradient in fp32. Call this on all ranks.
 
     Raises StateError unless it is called between the last backward of a step and ``engine.step()``.
     """
@@ -91,7 +92,7 @@ def get_full_hp_grad(self: torch.nn.Parameter) -> torch.Tensor:
 
 
 def set_full_hp_grad(self: torch.nn.Parameter, value: torch.Tensor) -> None:
-    """Overwrite the gradient that the next step uses; on all ranks."""
+    """Overwrite the gradient that the next step uses. Call this on all ranks."""
     if not _is_linked(self):
         access.safe_set_full_grad(self, value)
     elif self._hp_mapping is not None:

@@ -1,4 +1,4 @@
-"""Keys of the schedules' parameters, with their names in ``deepspeed.runtime.lr_schedules``."""
+"""Parameter keys of the learning-rate schedules, under the names of ``deepspeed.runtime.lr_schedules``."""
 
 LR_RANGE_TEST_MIN_LR = "lr_range_test_min_lr"
 LR_RANGE_TEST_STEP_RATE = "lr_range_test_step_rate"

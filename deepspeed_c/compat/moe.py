@@ -1,7 +1,7 @@
-"""Marks of experts' parameters, and optimizer groups that keep experts apart.
+"""Attributes that mark parameters of experts, and optimizer groups that separate experts from other parameters.
 
-The marks are the parameters' own attributes, as DeepSpeed sets them: ``allreduce`` is False on a parameter of an
-expert, and ``group_name`` names the ranks that share it.
+The attributes are DeepSpeed's: ``allreduce`` is False on a parameter of an expert, and ``group_name`` names the group
+of ranks that share the parameter.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = [
     "split_params_into_shared_and_expert_params",
 ]
 
-# Elements of one group of experts unless the caller says otherwise: DeepSpeed's default.
+# Largest number of elements of one optimizer group of experts, by default; DeepSpeed has the same default.
 _GROUP_ELEMS = 178956971
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Always (False, 0): it looks for DeepSpeed's layer ``MoE``, and no model here can have that.
+    """Always (False, 0). In DeepSpeed this function looks for the layer ``MoE``, which this package does not have.
 
-    Blocks of other libraries do not count there either.
+    DeepSpeed does not count blocks of other libraries either.
     """
     return False, 0
 
@@ -42,7 +42,7 @@ def is_moe_param(param: torch.Tensor) -> bool:
 
 
 def is_moe_param_group(param_group: dict[str, Any]) -> Any:
-    """The optimizer group's entry ``moe``; False where it says nothing."""
+    """The entry ``moe`` of the optimizer group; False if there is none."""
     return param_group.get("moe", False)
 
 
@@ -70,18 +70,19 @@ def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | tuple[dict[str, Any], ...] | list[dict[str, Any]],
     max_group_size: float | None = _GROUP_ELEMS,
 ) -> list[dict[str, Any]]:
-    """The optimizer groups, with the parameters of experts in groups of their own behind them: one for each
-    ``group_name``, cut where it has more elements.
+    """Move the parameters of experts into new optimizer groups behind the given groups: one for each ``group_name``,
+    cut into several if it has more than ``max_group_size`` elements.
 
-    A list is changed in place and returned; so are the dictionaries in it. A group that holds experts must have a
-    ``name``; its other entries are handed on.
+    A list of groups, and the dictionaries in it, are changed in place; the list is returned. If there are experts, each
+    group must have a ``name``. The new groups get copies of the other entries.
 
     Args:
         param_groups: one group or several, as for an optimizer, each with a list ``params``.
-        max_group_size: most elements of one group of experts, unless a single parameter has more; None does not cut.
+        max_group_size: most elements of one group of experts, except that a single parameter is never cut; None: no
+            limit.
 
     Raises:
-        ModelError: no group, or a group of experts without a name.
+        ModelError: an argument that is no group, or a group without a name although there are experts.
     """
     if isinstance(param_groups, dict):
         groups = [param_groups]
@@ -93,7 +94,7 @@ def split_params_into_different_moe_groups_for_optimizer(
             where="param_groups",
             fix="pass an optimizer group (a dict), or a list or tuple of them",
         )
-    # Each group gets a group of experts for each name that occurs anywhere, in the order of the names' first use.
+    # Each given group gets one group of experts for every ``group_name`` of any group, in the order of first use.
     names = {param.group_name: None for group in groups for param in group["params"] if is_moe_param(param)}
     found: dict[str, dict[str, list[nn.Parameter]]] = {}
     entries: dict[str, dict[str, Any]] = {}
@@ -131,11 +132,11 @@ def _cut(params: list[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
 
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:
-    """Make optimizer groups that keep experts apart, from a list of parameters or of groups; if any group has an entry
-    ``moe``, the groups are returned as they are.
+    """Make optimizer groups that separate experts, from a list of parameters or of groups. If any group has an entry
+    ``moe``, the groups are returned unchanged.
 
     Raises:
-        ModelError: an argument of another kind.
+        ModelError: the argument is not such a list.
     """
     if not isinstance(model_parameters, list) or not model_parameters:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Names of the engine's timers in DeepSpeed's log lines, and a pair of events, as ``deepspeed.utils.timer`` has them.
+"""Names of the engine's timers in DeepSpeed's log lines, and a timer of two events, as in ``deepspeed.utils.timer``.
 """
 
 from __future__ import annotations
@@ -40,6 +40,6 @@ class CudaEventTimer:
         self.start_event, self.end_event = start_event, end_event
 
     def get_elapsed_msec(self) -> float:
-        """Milliseconds; waits for the end."""
+        """Milliseconds between the events. Waits for the second event."""
         self.end_event.synchronize()
         return self.start_event.elapsed_time(self.end_event)

@@ -1,5 +1,4 @@
-"""Questions about the torch that is installed, as ``deepspeed.utils.torch`` and ``deepspeed.git_version_info`` answer
-them.
+"""Properties of the installed torch, as in ``deepspeed.utils.torch`` and ``deepspeed.git_version_info``.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ __all__ = [
 
 
 def required_torch_version(min_version: str | float | None = None, max_version: str | float | None = None) -> bool:
-    """Whether torch is at least ``min_version`` and at most ``max_version``; numbers are read as text, so that 2.10 has
-    to be written "2.10".
+    """Whether torch is at least ``min_version`` and at most ``max_version``. Numbers are converted to text, so version
+    2.10 has to be written "2.10".
 
-    A build's local part ("+cu128") counts, as in PEP 440: 2.10.0+cu128 is above 2.10.0. Raises ConfigError when neither
-    is given.
+    A build's local part ("+cu128") counts, as in PEP 440: 2.10.0+cu128 is above 2.10.0. Raises ConfigError if neither
+    version is given.
     """
     if not (min_version or max_version):
         raise ConfigError(
@@ -39,17 +38,18 @@ def required_torch_version(min_version: str | float | None = None, max_version: 
 
 
 def is_compile_supported() -> bool:
-    """True: every torch that this package takes can compile."""
+    """Always True: every torch that this package supports can compile."""
     return hasattr(torch, "compile")
 
 
 def is_functorch_transforming() -> bool:
-    """Whether the call comes from within ``torch.func.grad``, ``vmap`` or another transform of theirs."""
+    """Whether the call happens inside ``torch.func.grad``, ``vmap`` or another transform of ``torch.func``."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def register_grad_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Call ``hook(param)`` when the gradient of a backward is in ``param.grad``; the returned handle removes the hook.
+    """Call ``hook(param)`` after a backward has accumulated the gradient in ``param.grad``. The returned handle removes
+    the hook.
     """
     return param.register_post_accumulate_grad_hook(hook)
 
@@ -64,9 +64,9 @@ def _short(version: str | None) -> str:
 
 
 def _torch_info() -> dict[str, Any]:
-    """Major and minor versions as text; "0.0" for a part that this torch was built without.
+    """Major and minor versions as text; "0.0" for a library that this torch was built without.
 
-    ``nccl_version`` is of the library that torch brings.
+    ``nccl_version`` is the version of the library that torch contains.
     """
     has_cuda = torch.version.cuda is not None
     return {
@@ -79,7 +79,7 @@ def _torch_info() -> dict[str, Any]:
 
 
 def __getattr__(name: str) -> Any:
-    # Found when it is asked for: whether bf16 is there is a question to the driver.
+    # Computed at the first read, because the check for bf16 asks the driver.
     if name == "torch_info":
         return globals().setdefault(name, _torch_info())
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

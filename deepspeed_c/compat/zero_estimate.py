@@ -1,10 +1,10 @@
-"""DeepSpeed's quick estimates of model states, ``estimate_zero{2,3}_model_states_mem_needs*``; ``deepspeed_c plan`` is
-the exact answer.
+"""DeepSpeed's quick estimates of model states, ``estimate_zero{2,3}_model_states_mem_needs*``; ``deepspeed_c plan``
+gives exact numbers.
 
-Bytes per parameter of mixed-precision training with Adam (arXiv 1910.02054, section 5.1): 2 the 16-bit weight, 2 its
-gradient, 4 the fp32 master weight, 8 the two moments. Gradients are counted as they are here: reduced straight into
-16-bit shards, so that there is no fp32 copy of them. Host memory listed without offload is needed at the start only:
-the fp32 model as each process of a node builds it.
+Bytes per parameter of mixed-precision training with Adam (arXiv 1910.02054, section 5.1): 2 for the 16-bit weight, 2
+for its gradient, 4 for the fp32 master weight, 8 for the two moments. Gradients are counted as in this package, which
+reduces them into 16-bit shards without an fp32 copy. Without offload, host memory is needed only at the start, for the
+fp32 model that each process of a node builds.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def estimate_zero2_model_states_mem_needs(
 ) -> tuple[int, int]:
     """(host bytes per node, device bytes per rank) of model states at stage 2.
 
-    ``additional_buffer_factor`` multiplies the host's part, to leave room for other data. Raises ConfigError for counts
-    that are none.
+    ``additional_buffer_factor`` multiplies the host bytes, to leave room for other data. Raises ConfigError for invalid
+    counts.
     """
     n_ranks = _ranks(num_gpus_per_node, num_nodes)
     _check_params(total_params)
     given = GIVEN * total_params * num_gpus_per_node
     if cpu_offload:
         device = WEIGHT * total_params
-        # All ranks of a node hold their shards of gradients, masters and moments; before that, each has built the
+        # All ranks of a node hold their shards of gradients, masters and moments. Earlier, each rank builds the whole
         # model.
         host = max(given, (GRADIENT + UPDATED) * total_params / num_nodes)
     else:
@@ -68,9 +68,10 @@ def estimate_zero3_model_states_mem_needs(
 ) -> tuple[int, int, int]:
     """(host bytes per node, device bytes per rank, bytes of the largest layer) of model states at stage 3.
 
-    The largest layer is gathered whole, with its gradients: 4 bytes a parameter on the device, on top of the shards.
-    ``zero_init``: the model is built under ``zero.Init``, so that no process ever holds all of it.
-    ``cpu_offload_params`` counts only along with ``cpu_offload``. As for the rest see
+    The largest layer is gathered whole, with its gradients. This takes 4 bytes a parameter on the device, besides the
+    shards.
+    ``zero_init``: the model is built under ``zero.Init``, so that no process ever holds the whole model.
+    ``cpu_offload_params`` has an effect only together with ``cpu_offload``. The other arguments are explained in
     ``estimate_zero2_model_states_mem_needs``.
     """
     n_ranks = _ranks(num_gpus_per_node, num_nodes)
@@ -87,16 +88,17 @@ def estimate_zero3_model_states_mem_needs(
     if cpu_offload:
         on_host = shards if cpu_offload_params else shards - WEIGHT
     device = layer + (shards - on_host) * total_params / n_ranks
-    # Weights that a process builds before the cut: one layer at a time under zero.Init, else all.
+    # Weights that a process builds before they are sharded: one layer at a time under zero.Init, else the whole model.
     given = GIVEN * num_gpus_per_node * (largest_layer_params if zero_init else total_params)
     host = max(given, on_host * total_params / num_nodes)
     return int(host * additional_buffer_factor), int(device), layer
 
 
 def model_to_params(model: torch.nn.Module) -> tuple[int, int]:
-    """(parameters, parameters of the largest single module); shared ones count once in the first.
+    """(number of parameters, number of parameters of the largest single module). The first number counts shared
+    parameters once.
 
-    Sharded and meta parameters count whole.
+    Parameters that are sharded or on the meta device count with their full size.
     """
     total = sum(shape_of(p).numel() for p in model.parameters())
     largest = max((sum(shape_of(p).numel() for p in m.parameters(recurse=False)) for m in model.modules()), default=0)

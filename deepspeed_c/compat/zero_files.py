@@ -1,5 +1,5 @@
-"""The parts of DeepSpeed's script ``zero_to_fp32.py`` that other converters call; ``utils/zero_to_fp32.py`` has the
-whole.
+"""The functions of DeepSpeed's script ``zero_to_fp32.py`` that other converters call; the script is
+``utils/zero_to_fp32.py``.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ __all__ = ["parse_model_states", "parse_optim_states", "zero3_partitioned_param_
 
 @dataclass
 class zero_model_state:
-    """The model as a file of model states describes it."""
+    """The description of the model in a file of model states."""
 
     buffers: dict[str, torch.Tensor]
-    """By name, in fp32."""
+    """Buffers by name, in fp32."""
     param_shapes: list[dict[str, torch.Size]]
-    """By name, for each optimizer group."""
+    """Shapes by name, for each optimizer group."""
     shared_params: list[list[str]]
-    """Pairs: a name, and the first name of the same parameter."""
+    """Pairs: a name of a parameter, and the first name of the same parameter."""
     ds_version: str | None
     frozen_param_shapes: dict[str, torch.Size] | None
     frozen_param_fragments: dict[str, torch.Tensor] | None
 
 
 def parse_model_states(files: Sequence[str]) -> list[zero_model_state]:
-    """The model of each file. Raises CheckpointError: it is no file of model states."""
+    """The model of each file. Raises CheckpointError: a file is no file of model states."""
     return [_parse_model_state(file) for file in files]
 
 
@@ -55,7 +55,8 @@ def parse_optim_states(files: Sequence[str], ds_checkpoint_dir: str) -> tuple[in
     """(stage, ranks, each rank's flat fp32 groups) of the optimizer files of a folder.
 
     Raises:
-        CheckpointError: a file is none of ZeRO's, or there are more or fewer than the ranks that wrote them.
+        CheckpointError: a file was not written by ZeRO, or the number of files differs from the number of ranks that
+            wrote them.
     """
     states = [load_file(file).get("optimizer_state_dict", {}) for file in files]
     if not states or "zero_stage" not in states[0]:
@@ -64,7 +65,7 @@ def parse_optim_states(files: Sequence[str], ds_checkpoint_dir: str) -> tuple[in
         )
     stage, counts = states[0]["zero_stage"], states[0]["partition_count"]
     stage = int(getattr(stage, "value", stage))  # an enumeration, in files of DeepSpeed
-    # Of stages 1 and 2 each group says its own.
+    # At stages 1 and 2 each group has its own number.
     n_ranks = max(counts) if isinstance(counts, list) else counts
     if n_ranks != len(files):
         raise CheckpointError(
@@ -77,6 +78,6 @@ def parse_optim_states(files: Sequence[str], ds_checkpoint_dir: str) -> tuple[in
 
 
 def zero3_partitioned_param_info(unpartitioned_numel: int, world_size: int) -> tuple[int, int]:
-    """(elements of each rank, elements of padding in all) of a parameter that is cut over ``world_size`` ranks."""
+    """(elements of each rank, total elements of padding) of a parameter that is cut over ``world_size`` ranks."""
     padding = -unpartitioned_numel % world_size
     return (unpartitioned_numel + padding) // world_size, padding

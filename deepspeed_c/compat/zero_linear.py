@@ -1,6 +1,6 @@
-"""DeepSpeed's linear layer for stage 3, by its names.
+"""DeepSpeed's linear layer for stage 3, under DeepSpeed's names.
 
-No gathered weight is kept for backward here, in any layer: these do the same as torch's.
+In this package no layer keeps gathered weights for backward. This layer therefore does the same as torch's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class LinearModuleForZeroStage3(torch.nn.Module):
     """A linear layer with ``weight`` [out_features, in_features] and, unless ``bias`` is False, ``bias``
     [out_features], as torch.nn.Linear initialises them.
 
-    No subclass of torch.nn.Linear, as in DeepSpeed: code that looks for layers to replace passes it by.
+    As in DeepSpeed, this is no subclass of torch.nn.Linear, so that code that replaces linear layers does not replace
+    it.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
@@ -33,7 +34,7 @@ class LinearModuleForZeroStage3(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform in +-1/sqrt(in_features), weight and bias alike."""
+        """Draw weight and bias uniformly from +-1/sqrt(in_features)."""
         init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0

@@ -1,4 +1,4 @@
-"""``deepspeed_c run CMD...`` and ``deepspeed_c env``: the alias for a tree of processes, and for a shell."""
+"""``deepspeed_c run CMD...`` and ``deepspeed_c env``: make the alias visible to a tree of processes, or to a shell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from deepspeed_c.compat.alias.install import environment, find_real, real_present
 from deepspeed_c.errors import AliasError
 
-TYPE_CHECKING = False  # typing's own, whose import would be the longest part of a start
+TYPE_CHECKING = False  # instead of typing.TYPE_CHECKING: importing typing takes most of the start time
 if TYPE_CHECKING:
     from typing import NoReturn
 
@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
         variables = _variables("run", force)
     except AliasError as error:
         return _refused(error)
-    # Python ignores these two signals, and a command inherits ignored signals.
+    # Python ignores these two signals, and the command would inherit that: restore them.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -72,7 +72,7 @@ def env(arguments: Sequence[str]) -> int:
         variables = _variables("env", force)
     except AliasError as error:
         return _refused(error)
-    import shlex  # here: a command must not wait for it
+    import shlex  # imported here so that ``run`` does not wait for it
 
     for name, value in variables.items():
         print(f"export {name}={shlex.quote(value)}")
@@ -80,9 +80,9 @@ def env(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str], help_text: str) -> tuple[bool, list[str]]:
-    """Return (whether to force, the arguments behind the options).
+    """Return (whether ``--force`` is given, the arguments after the options).
 
-    By hand: argparse would take options of the command for ours.
+    Parsed by hand, because argparse would read options of the command as options of this program.
     """
     force = False
     for i, word in enumerate(arguments):

@@ -1,5 +1,5 @@
-"""Imports of ``deepspeed.x``: our module of the table in modules.py, the same object under both names; for what is not
-built, a module whose names raise when they are used; for what DeepSpeed lacks, an error.
+"""Imports of ``deepspeed.x``. A module in the table of modules.py is one object under both names. A module of DeepSpeed
+that is not built here imports, and its names raise when they are used. A module that DeepSpeed lacks is an error.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _KNOWN = {".".join(path.split(".")[:n]) for path in [*MODULES, *NAMES] for n in 
 
 
 def is_active() -> bool:
-    """Whether the name ``deepspeed`` means this package in this process, now."""
+    """Whether the name ``deepspeed`` means this package in this process at this moment."""
     return sys.modules.get(UPSTREAM) is _PACKAGE
 
 
 def _has_module(path: str) -> bool:
-    """Whether DeepSpeed, or a table of ours, has a module of that path."""
+    """Whether DeepSpeed, or a table in modules.py, has a module of that path."""
     return path in _KNOWN or path in upstream().modules
 
 
 def _upstream_names(module: str) -> list[str]:
-    """DeepSpeed's names of our module, shortest first; ``module`` itself where the module is made of names only."""
+    """DeepSpeed's names for a module of this package, shortest first; ``module`` itself if it only gathers names."""
     names = sorted((path for path, ours in MODULES.items() if ours == module), key=len)
     return names or [UPSTREAM + module.removeprefix(OURS) if module.split(".")[0] == OURS else module]
 
@@ -54,14 +54,14 @@ def _upstream_names(module: str) -> list[str]:
 class AliasedModule(types.ModuleType):
     """A module that answers to DeepSpeed's names: attributes that it lacks are looked up in the tables."""
 
-    # A module that is no package gets one, without files: for `from module import name` Python then asks the finders
-    # about a name that is not there, and ours can say what to use instead. Without, the sentence would be Python's own.
+    # A module that is no package gets an empty path. For a missing name in `from module import name`, Python then asks
+    # the finders, and MissingFinder can say what to use instead. Without a path, Python would raise its own message.
     __path__: Sequence[str] = []
 
     def __getattr__(self, name: str) -> Any:
         names = _upstream_names(self.__name__)
         is_asked_by_trial = name.startswith("__")  # by Python and by tools
-        # Python asks for the attribute before it imports a submodule of ours, and is not to wait for upstream.tsv.
+        # Python asks for the attribute before it imports a submodule of this package. This must not read upstream.tsv.
         is_ours = any(_is_ours(module, name) for module in names)
         if not is_asked_by_trial and not is_ours and _PACKAGE.has_file(self, name):
             return importlib.import_module(f"{self.__name__}.{name}")
@@ -76,7 +76,8 @@ class AliasedModule(types.ModuleType):
 
     @property
     def __all__(self) -> list[str]:
-        """What ``from module import *`` takes: a property, because a module's own list has our names alone."""
+        """The names for ``from module import *``. This is a property because the module's own list lacks DeepSpeed's
+        names."""
         own = self.__dict__.get("__all__", [name for name in self.__dict__ if not name.startswith("_")])
         names = {name for module in _upstream_names(self.__name__) for name in _names_of(module)}
         return [*own, *sorted(name for name in names.difference(own) if not name.startswith("_"))]
@@ -94,7 +95,7 @@ class AliasedModule(types.ModuleType):
 
 
 def _is_shadowed(module: AliasedModule, name: str) -> bool:
-    """Whether DeepSpeed's package has something else under the name of its submodule."""
+    """Whether DeepSpeed's package has another object under the name of its submodule."""
     paths = _upstream_names(module.__name__)
     if any(f"{path}.{name}" in _KNOWN for path in paths):
         return False
@@ -103,7 +104,7 @@ def _is_shadowed(module: AliasedModule, name: str) -> bool:
 
 
 def adopt(module: types.ModuleType) -> None:
-    """Make one of our modules, and its loaded submodules, answer to DeepSpeed's names too."""
+    """Make a module of this package, and its loaded submodules, answer to DeepSpeed's names too."""
     if type(module) in (types.ModuleType, _PACKAGE.SharedModule) and module.__name__.startswith(f"{OURS}."):
         module.__class__ = AliasedModule
         for value in [*vars(module).values()]:
@@ -124,7 +125,7 @@ def _names_of(module: str) -> set[str]:
 
 
 def _is_ours(module: str, name: str) -> bool:
-    """Whether our own tables have that name, or that submodule, of DeepSpeed's ``module``."""
+    """Whether the tables in modules.py have that name, or that submodule, of DeepSpeed's ``module``."""
     return name in NAMES.get(module, ()) or f"{module}.{name}" in _KNOWN
 
 
@@ -132,14 +133,14 @@ def is_listed(module: str, name: str) -> bool:
     """Whether DeepSpeed's ``module`` has that name, or that submodule."""
     if _is_ours(module, name):
         return True
-    # Python and tools ask for such names by way of trial, and are to find none without reading the table.
+    # Python and tools probe for such names. They must get the answer without a read of the table.
     if name.startswith("__"):
         return False
     return upstream().find(module, name) is not None or f"{module}.{name}" in upstream().modules
 
 
 def upstream_attribute(module: str, name: str) -> Any:
-    """Return the object that DeepSpeed calls ``name`` in its module ``module``, or what stands for it.
+    """Return the object that DeepSpeed calls ``name`` in its module ``module``, or a stand-in for it.
 
     Raises:
         MissingNameError: DeepSpeed has none.
@@ -158,8 +159,8 @@ def upstream_attribute(module: str, name: str) -> Any:
         if (listed.module, listed.name) == (module, name):
             return unbuilt(module, name)
         if module in MODULES and MODULES[module] == MODULES.get(listed.module):
-            return upstream_attribute(listed.module, listed.name)  # one module of ours under both paths lacks the name
-        # A name that the module has from another: ours, where that is built
+            return upstream_attribute(listed.module, listed.name)  # one module has both paths, and lacks the name
+        # The module has the name from another module: use the object of this package if it is built
         there = _import_upstream(listed.module)
         if isinstance(there, AliasedModule) or hasattr(there, listed.name):
             return getattr(there, listed.name)
@@ -181,7 +182,7 @@ def _refuse(kind: type[MissingNameError | MissingModuleError], name: str, *modul
 
 
 class _Loader:
-    """Hands out a module that is there already, or a module made of names."""
+    """Returns a module that is loaded already, or a module that only gathers names."""
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
         ours = MODULES.get(_upstream_path(spec.name)) if spec.name.startswith(f"{OURS}.") else _our_module(spec.name)
@@ -190,7 +191,8 @@ class _Loader:
         return module
 
     def get_code(self, name: str) -> types.CodeType:
-        """The code for ``python -m name``: our module's file, or the ``main`` of a module that is made of names."""
+        """The code for ``python -m name``: the file of this package's module, or the ``main`` of a module that only
+        gathers names."""
         if ours := _our_module(name):
             spec = importlib.util.find_spec(ours)
             return spec.loader.get_code(spec.name)
@@ -208,7 +210,7 @@ class _Loader:
 
 
 def _our_module(upstream_path: str) -> str | None:
-    """Our module of that name; None where it is made of names only.
+    """The path of this package's module for that name; None if the module only gathers names.
 
     Raises:
         ModuleNotFoundError: there is none.
@@ -233,7 +235,7 @@ def _upstream_path(name: str) -> str:
 
 
 def spec_of_ours(name: str) -> ModuleSpec:
-    """Return the spec for a path of DeepSpeed's under our own name.
+    """Return the spec for a path of DeepSpeed that is imported under the name of this package.
 
     Raises:
         MissingModuleError: DeepSpeed has no such module.
@@ -249,12 +251,14 @@ def spec_of_ours(name: str) -> ModuleSpec:
 
 
 def spec_of_listed(name: str) -> ModuleSpec | None:
-    """Return the spec for a path of DeepSpeed's under our own name; None where it has no such module."""
+    """Return the spec for a path of DeepSpeed that is imported under the name of this package; None if DeepSpeed has no
+    such module."""
     return ModuleSpec(name, _Loader()) if _has_module(_upstream_path(name)) else None
 
 
 class AliasFinder:
-    """First on ``sys.meta_path``: another finder would load our files a second time, under the other name."""
+    """The first finder on ``sys.meta_path``, because another finder would load the files a second time, under the other
+    name."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if not name.startswith(f"{UPSTREAM}.") or not is_active():
@@ -262,15 +266,15 @@ class AliasFinder:
         try:
             _our_module(name)
         except MissingModuleError as error:
-            # Python puts a sentence of its own in place of an error that carries the very name in `from a import b`.
+            # In `from a import b` Python replaces an error whose name is exactly the missing one by its own message.
             error.name = name.replace(UPSTREAM, OURS, 1)
             raise
         return ModuleSpec(name, _Loader())
 
 
 class MissingFinder:
-    """Last on ``sys.meta_path``: refuses ``from deepspeed.x import name`` for a name that no table has, when Python
-    asks for it under our module's own name.
+    """The last finder on ``sys.meta_path``. It refuses ``from deepspeed.x import name`` if no table has the name and
+    Python asks for it under the name of this package's module.
     """
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
@@ -279,7 +283,7 @@ class MissingFinder:
             try:
                 _refuse(MissingModuleError, last, *_upstream_names(parent))
             except MissingModuleError as error:
-                error.name = error.where  # under DeepSpeed's name: see AliasFinder
+                error.name = error.where  # the name in DeepSpeed, for the reason given in AliasFinder
                 raise
 
 

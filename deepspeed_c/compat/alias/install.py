@@ -1,9 +1,9 @@
-"""deepspeed_c as ``deepspeed`` for this process and its children: by a folder on the path, so that detection costs
-nothing.
+"""Make deepspeed_c importable as ``deepspeed`` in this process and its children, by a folder on the import path.
+Programs that only look for an installed ``deepspeed`` import nothing.
 
-The folder (``shim/``) holds a package ``deepspeed`` that puts deepspeed_c in its place when it is imported, and the
-metadata that tells others its version. Beside it, ``bin/`` holds DeepSpeed's programs for the processes that are
-started. Nothing is installed into the environment.
+The folder (``shim/``) holds a package ``deepspeed``, which replaces itself by deepspeed_c when it is imported, and
+metadata with the version. The folder ``bin/`` holds DeepSpeed's programs for child processes. Nothing is installed into
+the environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PYTHON = "DSC_ALIAS_PYTHON"
 
 _PACKAGE = sys.modules["deepspeed_c"]
 
-# Modules that decide while they are imported whether there is a DeepSpeed, and their packages' names.
+# Modules that check during their own import whether DeepSpeed is installed, and the names of their packages.
 _DECIDE_AT_IMPORT = {
     "transformers.integrations.deepspeed": "transformers",
     "transformers.trainer": "transformers",
@@ -45,7 +45,8 @@ def install_as_deepspeed(force: bool = False) -> None:
         force: hide a real DeepSpeed that is installed, for this process and its children only.
 
     Raises:
-        AliasError: a real DeepSpeed is there, or has been imported; or a package above has been imported without any.
+        AliasError: a real DeepSpeed is installed or imported, or one of these packages has been imported before and
+            found no DeepSpeed.
     """
     if is_visible():
         return
@@ -71,7 +72,7 @@ def install_as_deepspeed(force: bool = False) -> None:
 
 
 def is_visible() -> bool:
-    """Whether ``import deepspeed`` gives this package in this process already."""
+    """Whether ``import deepspeed`` already gives this package in this process."""
     if "deepspeed" in sys.modules:
         return sys.modules["deepspeed"] is _PACKAGE
     spec = PathFinder.find_spec("deepspeed", sys.path)
@@ -79,12 +80,14 @@ def is_visible() -> bool:
 
 
 def find_real() -> str | None:
-    """Path of an installed DeepSpeed that is not the folder of ours; None where there is none. Imports nothing."""
+    """Path of an installed real DeepSpeed, rather than of a shim of this package; None if there is none. Imports
+    nothing."""
     elsewhere = [path for path in sys.path if not _is_shim(path)]
     for finder in sys.meta_path:
         path = elsewhere if finder is PathFinder else None
         spec = finder.find_spec("deepspeed", path)
-        # No origin: a folder of that name without an __init__.py, such as a folder of configuration files
+        # A spec without an origin is a folder named deepspeed without __init__.py, such as a folder of configuration
+        # files
         if spec is not None and spec.origin is not None:
             return spec.origin
     return None
@@ -120,16 +123,16 @@ def environment(environ: Mapping[str, str], force: bool = False) -> dict[str, st
 
 
 def _in_front(folder: str, present: str) -> str:
-    # An empty part means the working folder, and stays; an empty variable means nothing.
+    # An empty entry means the working folder and is kept; an empty variable has no entries.
     others = [path for path in present.split(os.pathsep) if path != folder] if present else []
     return os.pathsep.join([folder, *others])
 
 
 def activate() -> None:
-    """Put this package in the place of the module ``deepspeed``; called by the shim while it is being imported.
+    """Replace the module ``deepspeed`` by this package. The shim calls this while it is being imported.
 
     Raises:
-        AliasError: a real DeepSpeed is on this interpreter's path as well, and hiding it was not asked for.
+        AliasError: a real DeepSpeed is on this interpreter's path too, and the user did not ask to hide it.
     """
     from deepspeed_c.compat.alias.finder import install_finders
     from deepspeed_c.compat.alias.version import API_VERSION

@@ -1,17 +1,18 @@
-"""DeepSpeed's module paths and names, and our modules and objects for them: the one table to edit when something is
-added.
+"""DeepSpeed's module paths and names, and the modules and objects of this package for them. A new name is added here
+only.
 
-A module of DeepSpeed's either is a module of ours (``MODULES``), or is gathered from several, by name (``NAMES``).
-``NAMES`` also holds names that DeepSpeed has in a module of ours, and that lie elsewhere here or have another name.
-``ABSENT`` says what to do without the rest.
+A module of DeepSpeed is either one module of this package (``MODULES``), or its names come from several modules
+(``NAMES``). ``NAMES`` also holds names of modules in ``MODULES`` whose objects lie in another module here or have
+another name. ``ABSENT`` names replacements for missing paths.
 """
 
 from __future__ import annotations
 
 __all__ = ["ABSENT", "MODULES", "NAMES"]
 
-# DeepSpeed's module -> our module, which is the same object under both names. Modules with the same path need no line
-# to be imported; with one they are also there as attributes, without an import of their own, as they are in DeepSpeed.
+# DeepSpeed's module -> this package's module, one object under both names. A module with the same path in both packages
+# can be imported without an entry here. An entry also makes it an attribute of its parent without an import, as in
+# DeepSpeed.
 MODULES: dict[str, str] = {
     "deepspeed.accelerator": "deepspeed_c.accelerator",
     "deepspeed.accelerator.abstract_accelerator": "deepspeed_c.accelerator",
@@ -192,7 +193,7 @@ _LAYER_POLICIES = {
     name: f"deepspeed_c.inject.layer_policies:{name}" for name in ("HFBertLayerPolicy", "HFDistilBertLayerPolicy")
 }
 
-# DeepSpeed's module -> name -> "module:name" of ours; "module:" is a module itself.
+# DeepSpeed's module -> name -> "module:name" in this package; "module:" is a module itself.
 NAMES: dict[str, dict[str, str]] = {
     "deepspeed": {
         "DeepSpeedConfig": f"{_CONFIG}:DeepSpeedConfig",
@@ -270,7 +271,7 @@ NAMES: dict[str, dict[str, str]] = {
         "is_autotp_training_mode": "deepspeed_c.inject.by_hand:is_autotp_training_mode",
     },
     "deepspeed.module_inject.replace_policy": _LAYER_POLICIES,
-    # A file a builder, in DeepSpeed.
+    # DeepSpeed has one file for each builder.
     **{
         f"deepspeed.ops.op_builder.{file}": {name: f"{_BUILDERS}:{name}" for name in names}
         for file, names in {
@@ -356,7 +357,7 @@ NAMES: dict[str, dict[str, str]] = {
         "dist": "deepspeed_c.comm:",
         **_OPTIMIZER_NAMES,
     },
-    # Classes in pickles of checkpoints in DeepSpeed's layout, for programs that read such files by themselves.
+    # Classes in the pickles of checkpoints in DeepSpeed's layout, for programs that unpickle such files themselves.
     "deepspeed.runtime.fp16.loss_scaler": {
         name: f"deepspeed_c.checkpoint.formats.deepspeed.stand_ins:{name}"
         for name in ("DynamicLossScaler", "LossScaleConfig", "LossScaleProfile", "LossScaler")
@@ -442,7 +443,8 @@ _KEYS_OF_FILES = "the names of entries in DeepSpeed's files; deepspeed_c.checkpo
 _HELPERS = "a helper of DeepSpeed's engine; the engine has get_global_grad_norm(), offload_states() and reload_states(), torch has clip_grad_norm_"
 _FRAGMENTS = "use safe_get_full_* and safe_set_full_* of deepspeed_c.utils"
 
-# Longest prefix of a path that is missing here -> the replacement. Names stand behind their modules' dots.
+# Prefix of a path that is missing here -> the replacement; the longest prefix counts. The path of a name is
+# module.name.
 ABSENT: dict[str, str] = {
     "deepspeed.autotuning": "`deepspeed_c plan` says which stage and offload fit, without running anything",
     "deepspeed.checkpoint": _CONVERTER,

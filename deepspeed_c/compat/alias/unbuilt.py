@@ -1,6 +1,6 @@
-"""Objects for names of DeepSpeed that are not built: a program that imports one and does not use it runs.
+"""Stand-ins for names of DeepSpeed that are not built, so that a program can import such a name without using it.
 
-Each use that needs the feature raises: a call, a subclass, an attribute that is no constant.
+A use that needs the feature raises: a call, a subclass, a read of an attribute that is not a constant.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ from deepspeed_c.errors import FeatureError, MissingNameError
 
 __all__ = ["ELSEWHERE", "Unbuilt", "instead_of", "unbuilt"]
 
-# Fix in an error that has no better one.
+# The advice of an error that has no more specific advice.
 ELSEWHERE = "docs/compatibility.md of deepspeed_c's source lists what is here, what differs and what is not yet"
 
 
 def instead_of(*paths: str) -> str:
-    """Return what to use instead of a name that DeepSpeed has under these paths: the text of the longest prefix."""
+    """Return the advice for a name that DeepSpeed has under these paths: the text for the longest prefix in
+    ``ABSENT``."""
     prefixes = [".".join(path.split(".")[:n]) for path in paths for n in range(path.count(".") + 1, 1, -1)]
     return next((ABSENT[prefix] for prefix in sorted(prefixes, key=len, reverse=True) if prefix in ABSENT), ELSEWHERE)
 
 
 class Unbuilt:
-    """A class, function or object of DeepSpeed's that can be imported, compared and named in annotations only."""
+    """A stand-in for a class, function or object of DeepSpeed. It can only be imported, compared and named in
+    annotations."""
 
     def __init__(self, kind: str, module: str, name: str) -> None:
         self._kind, self._path = kind, f"{module}.{name}"
         self._constants = upstream().class_constants(module, name)
-        # Programs and tools read these of any class or function.
+        # Programs and tools read these attributes of any class or function.
         self.__module__, self.__name__, self.__qualname__ = module, name, name
 
     def __repr__(self) -> str:
@@ -59,7 +61,7 @@ class Unbuilt:
         self._refuse(f"was asked for [{key!r}]")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked for by Python and by tools, by way of trial
+        if name.startswith("__"):  # Python and tools probe for such names
             raise AttributeError(f"{self!r} has no attribute {name!r}")
         if name in self._constants:
             return ast.literal_eval(self._constants[name])
@@ -67,7 +69,7 @@ class Unbuilt:
             "is not part of this version of deepspeed_c", where=f"{self._path}.{name}", fix=instead_of(self._path)
         )
 
-    # Nothing is an instance of a class that is not there.
+    # No object is an instance of a class that is not built.
     def __instancecheck__(self, instance: object) -> bool:
         return False
 
@@ -83,8 +85,8 @@ class Unbuilt:
 
 @functools.cache
 def unbuilt(module: str, name: str) -> Any:
-    """Return the object for a name that DeepSpeed's ``module`` defines: its value if that is plain; a class of ours for
-    an exception, as ``except`` takes nothing else; an ``Unbuilt`` for the rest.
+    """Return the object for a name that DeepSpeed's ``module`` defines. A plain constant gives its value, an exception
+    gives a class of exceptions (``except`` requires a class), and any other name gives an ``Unbuilt``.
 
     Raises:
         MissingNameError: DeepSpeed has no such name.

@@ -1,6 +1,6 @@
-"""Every name of DeepSpeed, from upstream.tsv, which is read when a name is asked for that no other table has.
+"""Every name of DeepSpeed, from upstream.tsv. The file is read at the first request for a name that no other table has.
 
-scripts/upstream_names.py writes the file, and its first lines say what a row means.
+scripts/upstream_names.py writes the file. The first lines of the file explain its rows.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Name(NamedTuple):
     module: str
     """The module that defines it."""
     name: str
-    """Its name there; empty for a module."""
+    """Its name in that module; empty for a module."""
     value: str
-    """A literal where the constant is plain; an exception's bases."""
+    """The literal of a plain constant, or the bases of an exception."""
 
 
 class Upstream:
@@ -49,7 +49,8 @@ class Upstream:
                     self.modules[module][name] = Name(kind, at or module, there if colon else name, value)
 
     def find(self, module: str, name: str) -> Name | None:
-        """Return DeepSpeed's ``name`` in its ``module``; None where it has none, or a submodule alone."""
+        """Return the entry for ``name`` in DeepSpeed's ``module``; None if there is no such name, or only a
+        submodule."""
         found = self.modules.get(module, {}).get(name)
         if found is None and not name.startswith("_"):
             found = next((each for star in self._stars.get(module, ()) if (each := self.find(star, name))), None)

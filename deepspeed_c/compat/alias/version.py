@@ -1,4 +1,4 @@
-"""The version of DeepSpeed's interface that is answered, with ours behind the plus sign."""
+"""The version of DeepSpeed whose interface this package provides, with this package's version after the plus sign."""
 
 from deepspeed_c._version import __version__
 

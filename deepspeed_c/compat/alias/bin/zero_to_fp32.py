@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""DeepSpeed's program of this name, in the interpreter that has put this folder on PATH."""
+"""DeepSpeed's program of this name, run by the interpreter that has put this folder on PATH."""
 
 import os
 import sys

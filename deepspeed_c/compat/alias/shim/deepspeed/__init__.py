@@ -1,5 +1,5 @@
-"""The module that ``import deepspeed`` finds when this folder's parent is on the path: it puts deepspeed_c in its own
-place."""
+"""The module that ``import deepspeed`` finds when this folder's parent is on the path. It replaces itself by
+deepspeed_c."""
 
 import sys
 
@@ -8,7 +8,7 @@ try:
 except ModuleNotFoundError as _error:
     if _error.name != "deepspeed_c":
         raise
-    # No ImportError: code that tries to import deepspeed would go on without it, and nobody would know why.
+    # Not an ImportError: programs treat deepspeed as optional, and would silently go on without it.
     raise RuntimeError(
         f"deepspeed_c answers as `deepspeed` here ({__file__} is on PYTHONPATH), but {sys.executable} has no deepspeed_c\n"
         "Fix: start the interpreter that deepspeed_c is installed in, or take the folder off PYTHONPATH"
