@@ -1,4 +1,4 @@
-"""A model whose layers are cut by hand over tensor-parallel ranks, as Megatron's are, and the same model whole."""
+"""A model whose layers are cut by hand over tensor-parallel ranks, as in Megatron, and the same model uncut."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import nn
 
 from deepspeed_c.inject.cut import Cut, CutBox
 
-WORDS, WIDTH, HEADS, HEAD, INNER = 11, 12, 6, 4, 7  # 7: no number of ranks divides it
+WORDS, WIDTH, HEADS, HEAD, INNER = 11, 12, 6, 4, 7  # no number of ranks divides 7
 SEQUENCE, BATCH = 5, 4
 
 
 class Mpu:
-    """Megatron's answers for neighbours along tensor parallelism; ``leaves_out``: methods that this version lacks."""
+    """Megatron's ``mpu`` for neighbouring ranks along tensor parallelism. ``leaves_out``: methods that it lacks."""
 
     def __init__(self, n_tp: int, leaves_out: tuple[str, ...] = ()) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -38,7 +38,7 @@ class Mpu:
 
 
 class _Copy(torch.autograd.Function):
-    """The same input on all ranks, whose gradients are summed."""
+    """Passes on an input that all ranks share; backward sums its gradients over them."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -53,7 +53,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """The sum of the ranks' results."""
+    """Sums the results of the ranks."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -67,14 +67,15 @@ class _Reduce(torch.autograd.Function):
 
 
 def sizes_of(n: int, n_ranks: int) -> list[int]:
-    """How many of ``n`` columns each rank has: the first ones have more."""
+    """The number of columns of each rank, of ``n`` in all. The first ranks have more."""
     return [n // n_ranks + (rank < n % n_ranks) for rank in range(n_ranks)]
 
 
 class Toy(nn.Module):
-    """Attention with fused queries and values of its own heads, one key head that all ranks share, norms of queries within the heads, and an MLP.
+    """An attention layer and an MLP. Queries and values are fused and cut by heads; all ranks share one key head;
+    queries are normalised within heads.
 
-    ``group``: the ranks that it is cut over; None: whole. ``marks``: whether cut parameters say so.
+    ``group``: the ranks that the model is cut over; None: it is whole.
     """
 
     def __init__(self, seed: int = 3, group: dist.ProcessGroup | None = None, *, dropout: float = 0.0) -> None:
@@ -105,7 +106,7 @@ class Toy(nn.Module):
         ):
             for param in linear.parameters():
                 if param.dim() <= dim:
-                    continue  # the bias of a row layer is added once, after the sum
+                    continue  # the bias of a layer that is cut over rows is added once, after the sum
                 runs = param.data.unflatten(dim, (stride, -1)).narrow(dim + 1, sum(sizes[:rank]), sizes[rank])
                 param.data = runs.flatten(dim, dim + 1).contiguous()
                 param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, dim, stride

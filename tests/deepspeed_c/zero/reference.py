@@ -1,13 +1,14 @@
 """Plain torch in one process that rounds where the engine rounds: 16-bit runs are compared with it bit for bit.
 
-A tolerance that 16-bit training stays within lets a wrong optimizer pass: weight decay is a thousandth of a weight in a step. So this follows the numbers and not
-the formula alone: gradients in the dtype of the weights, accumulated in ``accum``, sent in ``comm``, summed over ranks
-in rank order in fp32 and rounded once, one factor for averaging, loss scale and clipping, the update in fp32, and a
-master that is rounded to the weight. It knows no shard, bucket or place, because none of them may change a bit. In fp32
-it is itself compared with torch.optim (test_reference.py).
+Tolerances wide enough for 16-bit training would also pass wrong optimizers: weight decay changes a weight by only a
+thousandth in a step. So the reference follows each rounding. Gradients have the dtype of the weights, accumulate in
+``accum``, travel in ``comm``, and are summed in fp32 in the order of ranks and rounded once. One factor averages,
+unscales and clips. The update is fp32, and the master is rounded to the weight. The reference has no shards, buckets or
+homes, because none of them may change a bit. In fp32 it is itself compared with torch.optim (test_reference.py).
 
-When gradients are sent is for the engine to decide, and shows in the last bit where several of a window meet in 16 bits before or after they have travelled. So an engine's order is
-``recorded`` and followed: each gradient that the reference has computed must have been taken once, and sent.
+The engine decides when gradients are sent. The moment shows in the last bit: in 16 bits several gradients of a window
+may be added before or after they are sent. So the events of an engine are ``recorded``, and the reference follows them.
+The engine must have taken and sent each gradient of the reference exactly once.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Event(NamedTuple):
-    """A step of a rank's engine with gradients: "add" the gradient of ``names`` to the sum in ``dtype``, "reduce" the
-    sum, or end a window ("reset")."""
+    """An event in the engine of a rank: it adds the gradient of ``names`` to the sum in ``dtype`` ("add"), reduces the
+    sum ("reduce"), or ends a window ("reset")."""
 
     kind: str
     names: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
-    is_apart: bool = False  # sums have a memory of their own
+    is_apart: bool = False  # sums and gradients lie in different memory
 
 
 @contextmanager
@@ -62,7 +63,7 @@ def recorded(*engines: Any) -> Iterator[list[Event]]:
             if param.grad is None:
                 return hook(param)
             n_adds += 1
-            at = len(events)  # before the reduction that it may start
+            at = len(events)  # this event comes before the reduction that the hook may start
             events.append(Event("add", (slot.name,)))
             hook(param)
             bucket = reducer.buckets[reducer._bucket_of[slot.tracker_index]]
@@ -96,16 +97,16 @@ def recorded(*engines: Any) -> Iterator[list[Event]]:
 
 
 class Flow(NamedTuple):
-    """The dtypes that numbers go through, and where they are summed."""
+    """The dtypes of each kind of number, and the factors and ways of sums."""
 
     dtype: torch.dtype = torch.float32  # of weights, activations, gradients
-    accum: torch.dtype = torch.float32  # gradients gather in it
-    comm: torch.dtype = torch.float32  # and travel in it
+    accum: torch.dtype = torch.float32  # of sums of gradients
+    comm: torch.dtype = torch.float32  # of gradients that are sent
     master: torch.dtype = torch.float32
-    state: torch.dtype = torch.float32  # moments
+    state: torch.dtype = torch.float32  # of moments
     autocast: torch.dtype | None = None
     loss_scale: float | None = None
-    pre_factor: float = 1.0  # before the sum over ranks
+    pre_factor: float = 1.0  # multiplies gradients before the sum over ranks
     gas: int = 1
     clip: float = 0.0
     stage: int = 0
@@ -113,7 +114,7 @@ class Flow(NamedTuple):
     sparse: bool = False  # embeddings' gradients are sent by rows
     is_offloaded: bool = False
     by_caller: bool = False  # loss.backward() instead of engine.backward(loss)
-    alone: frozenset[str] = frozenset()  # parameters that travel in ``dtype`` under autocast
+    alone: frozenset[str] = frozenset()  # parameters whose gradients are sent in ``dtype`` under autocast
 
 
 def flow_of(config: Mapping[str, Any], world: int, model: nn.Module) -> Flow:
@@ -131,7 +132,7 @@ def flow_of(config: Mapping[str, Any], world: int, model: nn.Module) -> Flow:
         if isinstance(module, nn.Linear)
         for name, _ in module.named_parameters(recurse=False)
     }
-    # Gradients that accumulate in host memory have room there for fp32.
+    # Host memory has room for gradients that accumulate in fp32.
     is_offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"
     accum = types.get("grad_accum_dtype") or ("fp32" if is_offloaded or bf16.get("immediate_grad_update") else None)
     pre = 1.0 / config.get("gradient_predivide_factor", 1.0) if world > 1 else 1.0
@@ -159,10 +160,11 @@ def _f32(value: float) -> float:
 
 
 class Reference:
-    """A model and its AdamW (``defaults``: options of ``torch.optim.AdamW``), driven pass by pass as an engine on each of ``world`` ranks is.
+    """A model and its AdamW. Callers run its passes as they run those of an engine on each of ``world`` ranks.
 
-    ``groups``: as torch's. ``orders``: by rank, the events that an engine has recorded over the same passes; without them everything is reduced at the end of a window. Windows are
-    closed by ``step``. ``sums`` are the gradients as the engine stores them.
+    ``defaults``: options of ``torch.optim.AdamW``. ``groups``: as torch's. ``orders``: by rank, the events recorded
+    from an engine in the same passes; without them all gradients are reduced at the end of a window. ``step`` ends a
+    window. ``sums`` are the gradients as the engine stores them.
     """
 
     def __init__(
@@ -204,7 +206,7 @@ class Reference:
         self._is_finished = False
 
     def drop(self) -> None:
-        """Begin a window; gradients accumulated so far are lost."""
+        """Begin a new window and drop the gradients accumulated so far."""
         for rank in range(self.world if self._orders else 0):
             if self._fired[rank]:
                 events = self._orders[rank]
@@ -215,8 +217,8 @@ class Reference:
 
     @property
     def _is_divided_late(self) -> bool:
-        """Whether gradients belong to the caller's undivided loss, and the optimizer divides by the accumulation steps.
-        """
+        """Whether the caller's loss is not divided, so that the optimizer has to divide gradients by the accumulation
+        steps."""
         return self.flow.by_caller and not self.flow.loss_scale
 
     @property
@@ -225,22 +227,23 @@ class Reference:
 
     @property
     def _is_shown(self) -> bool:
-        """Whether ``param.grad`` is the sum that gathers."""
+        """Whether gradients accumulate in ``param.grad``."""
         return self.flow.stage == 0 and self.flow.accum == self.flow.dtype and not self.flow.is_offloaded
 
     @property
     def gradient_factor(self) -> float:
-        """``sums`` times this are the averaged gradients."""
+        """The factor that turns ``sums`` into averaged gradients."""
         factor = 1.0 if self.flow.stage == 0 else self._post_factor
         return factor * (1.0 / self.flow.gas if self._is_divided_late and not self._is_shown else 1.0) / self.loss_scale
 
     @property
     def _post_factor(self) -> float:
-        """The factor of the sum over ranks; at stage 0 it is applied to the sums, because callers read them."""
+        """The factor that makes the sum over ranks an average. Stage 0 applies it to the sums, because callers read
+        them."""
         return 1.0 / (self.flow.pre_factor * self.world)
 
     def backward(self, loss_of: Callable[[int], torch.Tensor]) -> list[float]:
-        """One backward pass on every rank, ``loss_of(rank)`` being its loss. Returns the losses."""
+        """Runs one backward pass on every rank, from the loss ``loss_of(rank)``. Returns the losses."""
         losses = []
         for rank in range(self.world):
             self._rank, dtype = rank, self.flow.autocast
@@ -251,14 +254,15 @@ class Reference:
         return losses
 
     def _collect(self, p: nn.Parameter) -> None:
-        """Each time that autograd is done with a parameter, as an engine's hook; more than once in a pass, if its graph has several parts."""
+        """Takes a gradient when autograd has finished it, as an engine's hook does. A pass whose graph has several
+        parts calls this more than once for a parameter."""
         self.used.add(p)
         is_divided = self._is_divided_late and self._is_shown and self.flow.gas > 1
         self._fired[self._rank].append((p, p.grad * (1.0 / self.flow.gas) if is_divided else p.grad))
         p.grad = None
 
     def finish(self) -> None:
-        """Sums the window's gradients, once."""
+        """Sums the gradients of the window over ranks, unless that is done already."""
         if self._is_finished:
             return
         self._is_finished = True
@@ -277,13 +281,13 @@ class Reference:
             self._reduce(gathered, self.trained())
         is_open = self._orders is not None
         while is_open:
-            # Ranks may take gradients in different orders, but all of them send the same at a time.
+            # Ranks may take gradients in different orders, but all ranks send the same gradients at a time.
             sent = [self._follow(rank, queue, gathered[rank]) for rank, queue in enumerate(queues) if self._fired[rank]]
             is_open = bool(sent) and sent[0] is not None
             assert all(event == sent[0] for event in sent), f"ranks send gradients of {sent}"
             if is_open:
                 params = [self._params[name] for name in sent[0].names]
-                # A single rank has nothing to send: its accumulated gradients are the sum, and go on accumulating.
+                # A single rank sends nothing: its accumulated gradients are the sum, and go on accumulating.
                 if self.world > 1 or sent[0].is_apart:
                     self._reduce(gathered, params, is_apart=sent[0].is_apart)
         if self.world == 1:
@@ -295,7 +299,8 @@ class Reference:
     def _follow(
         self, rank: int, queue: dict[nn.Parameter, list[torch.Tensor]], into: dict[nn.Parameter, torch.Tensor]
     ) -> Event | None:
-        """Gathers as the engine of ``rank`` did until it sent something, which is returned; None at the window's end."""
+        """Adds up gradients as the engine of ``rank`` did until its next reduction. Returns the event of this
+        reduction, or None at the end of the window."""
         events = self._orders[rank]
         while True:
             assert self._at[rank] < len(events), "the engine has had fewer windows"
@@ -353,7 +358,7 @@ class Reference:
             total = torch.zeros_like(parts[0], dtype=torch.float32)
             for part in parts:
                 total.add_(part.to(comm).float())
-            # A reduction to all, or into other memory, is rounded before it is added to earlier sums.
+            # An all-reduce, or a reduction into other memory, is rounded before it is added to earlier sums.
             if flow.stage == 0:
                 total.mul_(_f32(self._post_factor))
             if flow.stage == 0 or not flow.reduce_scatter or is_apart:
@@ -366,7 +371,7 @@ class Reference:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Returns whether it was applied: not where a gradient is not finite."""
+        """Returns whether the update was applied. It is skipped where a gradient is not finite."""
         self.finish()
         squares = sum(float(g.double().square().sum()) for g in self.sums.values())
         self.norm = math.sqrt(squares) * self.gradient_factor if math.isfinite(squares) else math.inf
@@ -383,7 +388,7 @@ class Reference:
 
     @torch.no_grad()
     def _update(self, p: nn.Parameter, group: Mapping[str, Any], grad_scale: float) -> None:
-        """AdamW (arXiv 1711.05101) in the engine's order of operations, each rounded to fp32."""
+        """AdamW (arXiv 1711.05101). The operations come in the engine's order, and each is rounded to fp32."""
         flow = self.flow
         if p not in self.states:
             zeros = torch.zeros_like(p, dtype=flow.state)
@@ -399,7 +404,7 @@ class Reference:
         m = m + (g - m) * _f32(1.0 - beta1)
         v = v * _f32(beta2) + (g * _f32(1.0 - beta2)) * g
         state["exp_avg"], state["exp_avg_sq"] = m.to(flow.state), v.to(flow.state)
-        # Through fp64: torch may leave a root to a library that does not round it correctly.
+        # Take roots in fp64: torch may use a library whose fp32 roots are not rounded correctly.
         master = master - (m * _f32(lr * root / correction1)) / (v.double().sqrt().float() + _f32(group["eps"] * root))
         self.masters[p] = master.to(flow.master)
         p.data.copy_(self.masters[p])
@@ -411,8 +416,8 @@ class Reference:
         p.data.copy_(self.masters[p])
 
     def set_trainable(self, patterns: Sequence[str], *, keep_state: bool = True) -> None:
-        """Frozen parameters keep master and states, or start anew from their weight; newly trained ones join the first
-        group."""
+        """Frozen parameters keep their masters and states if ``keep_state``; otherwise they start anew from the weight
+        when they are trained again. Newly trained parameters join the first group."""
         in_groups = {p for group in self.groups for p in group["params"]}
         for p, name in self.names.items():
             p.requires_grad_(any(fnmatchcase(name, pattern) for pattern in patterns))
@@ -435,7 +440,7 @@ class Reference:
         )
 
     def restore(self, saved: Mapping[str, Any], *, optimizer: bool) -> None:
-        """``optimizer``: moments, step counts and options of the groups as well."""
+        """``optimizer``: whether moments, step counts and options of the groups are restored too."""
         saved = copy.deepcopy(saved)
         for name, value in saved["weights"].items():
             p = self._params[name]
@@ -449,5 +454,5 @@ class Reference:
                 group.update(options)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Masters, and the weights of untrained parameters, in fp32."""
+        """The masters of trained parameters and the weights of the others, in fp32."""
         return {name: self.masters.get(p, p.detach()).float().clone() for name, p in self.model.named_parameters()}

@@ -1,4 +1,5 @@
-"""Stage 3 on CUDA devices over NCCL: gathers and reductions on streams of their own, against the plain run on the host."""
+"""Stage 3 on CUDA devices over NCCL, with gathers and reductions on streams of their own, against the plain run on the
+host."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def cuda_run(rank: int, world: int, trait_name: str, fine: str) -> dict[str, tor
         for step in range(STEPS):
             for part in range(trait.n_backwards):
                 x, y = batch(step, 0, rank, part)
-                # Work on the default stream that a gather without waits would run into.
+                # Keep the default stream busy: a gather that does not wait for it would read too early.
                 torch.cuda._sleep(2_000_000)
                 engine.backward(engine(x.to(engine.device), y.to(engine.device)))
             engine.step()

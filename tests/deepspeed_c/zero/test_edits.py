@@ -1,5 +1,5 @@
-"""Writes in place to whole 16-bit weights, which have masters elsewhere: the next step goes on from the written values,
-as if the masters had been set by hand, and elements that were not written keep every bit of theirs."""
+"""Writes in place to whole 16-bit weights that have masters. The next step goes on from the written values, as if the
+masters had been set by hand. Masters of elements that were not written keep every bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_nothing_new(p: torch.nn.Parameter) -> None:
 
 
 def write_masters(p: torch.nn.Parameter) -> None:
-    """Write masters as ``write_in_place`` should, by another way. A master that rounds to the written value stays."""
+    """Set the masters that ``write_in_place`` should change. A master that rounds to the written value stays."""
     master = safe_get_full_fp32_param(p)
     safe_set_full_fp32_param(p, master.masked_fill(mask_of(p) & (master.to(p.dtype) != 0.25), 0.25))
 
@@ -49,8 +49,8 @@ def read(p: torch.nn.Parameter) -> None:
 
 
 def run_body(rank: int, world: int, write: Callable, stage: int, precision: str, zero: dict, is_late: bool) -> Masters:
-    """The masters after training; ``write`` visits every parameter twice: before forward, or between backward and step.
-    """
+    """The masters after training. In two of the steps ``write`` visits every parameter: before forward, or between
+    backward and step if ``is_late``."""
     model = make_model(TRAITS["zero_size"])
     config = make_config(stage, precision, 1, {"zero_optimization": zero})
     engine = deepspeed_c.initialize(model=model, config=config)[0]

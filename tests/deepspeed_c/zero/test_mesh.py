@@ -1,4 +1,5 @@
-"""Units over different groups in one engine: shards along one axis of a mesh, copies along the other, against plain torch in one process."""
+"""One engine has units over different groups: they are sharded along one axis of a mesh and copied along the other. The
+engine is compared with plain torch in one process."""
 
 from __future__ import annotations
 
@@ -26,14 +27,15 @@ from tests.deepspeed_c.zero.traits import STEPS, TRAITS, Run, batch, make_groups
 from tests.ranks import run_ranks
 
 WORLD = 4
-# The axes that the parameters in turn are cut over; along the other axes they are copied.
+# The axes over which parameters are sharded, in turn. Along the other axes they are copied.
 MIXED = (("dp_shard",), ("dp_replicate",), ("dp_replicate", "dp_shard"), ())
 TRAITS_HERE = ("plain", "tied", "two_backwards", "checkpoint_reentrant", "frozen", "zero_size", "unused", "groups")
 TRAITS_HERE += ("sparse_embedding", "tiny_buckets", "no_overlap", "all_reduce", "prescale", "predivide")
 
 
 def mixed_units():
-    """An engine that is made within it cuts its parameters over the axes of ``MIXED`` in turn, by their names: the same on all ranks."""
+    """Within this context engines shard their parameters over the axes of ``MIXED`` in turn. The turn follows the order
+    of parameters in the model, which is the same on all ranks."""
 
     def shard_axes(names: dict[int, int], param: torch.nn.Parameter) -> tuple[str, ...]:
         return MIXED[names[id(param)] % len(MIXED)]
@@ -46,7 +48,7 @@ def mixed_units():
 
 
 def make_engine(model: torch.nn.Module, groups, config: dict, kind: str):
-    """``kind``: how the engine comes by its mesh of 2 x 2, and the axes that parameters are cut over."""
+    """``kind`` says how the engine gets its mesh of 2 x 2, and over which axes parameters are sharded."""
     if kind == "mics":
         config["zero_optimization"]["mics_shard_size"] = 2
         mesh = None
@@ -83,7 +85,7 @@ def train(
 
 
 def groups_in(engine) -> set[tuple[int, ...]]:
-    """The ranks that hold the shards of the engine's trained units: a set for each way of cutting."""
+    """The groups of ranks over which trained units of the engine are sharded."""
     return {tuple(unit.comm.global_ranks) for unit in engine._layout.trained}
 
 
@@ -93,7 +95,7 @@ def parity_body(rank: int, world: int, kind: str, cells: list[tuple[str, int, in
         trait = TRAITS[trait_name]
         model = make_model(trait)
         config = make_config(stage, "fp32", gas, {**trait.config})
-        if trait_name == "unused":  # ranks take different branches, and there are several gather units
+        if trait_name == "unused":  # ranks take different branches, with several gather units
             config["zero_optimization"]["leaf_module"] = {"classes": ["tests.deepspeed_c.zero.traits.Unused"]}
         with make_engine(model, make_groups(model, trait.groups), config, kind) as engine:
             if stage == 0:
@@ -109,7 +111,7 @@ def parity_body(rank: int, world: int, kind: str, cells: list[tuple[str, int, in
 
 @pytest.mark.parametrize("kind", ["mics", "device_mesh", "mixed"])
 def test_parity(kind: str) -> None:
-    """Every trait at two of the stages; each stage with one micro-batch and with three."""
+    """Each trait runs at two of the stages. Each stage runs with one micro-batch and with three."""
     cells = [
         (trait, stage, (1, 3)[(t + stage) % 2])
         for t, trait in enumerate(TRAITS_HERE[:: 3 if kind == "device_mesh" else 1])
@@ -144,10 +146,10 @@ def optimizers_body(rank: int, world: int, kind: str, optimizer: dict, dtype: st
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", ["Lamb", "Muon", "Lion", "AdamW"])
 def test_other_optimizers_and_precisions_as_without_a_mesh(name: str, dtype: str) -> None:
-    """Norms of LAMB and matrices of Muon come from whole parameters, wherever their pieces lie. In 16 bits sums are
-    rounded in other places."""
+    """LAMB needs norms and Muon needs matrices of whole parameters, wherever their pieces lie. In 16 bits sums are
+    rounded in other places than without a mesh."""
     optimizer = {"type": name, "params": {"lr": 0.01, "weight_decay": 0.1}}
-    if name in ("Lamb", "AdamW"):  # a tiny gradient divided by its own size would make much of its rounding
+    if name in ("Lamb", "AdamW"):  # a tiny gradient divided by its own size would magnify its rounding error
         optimizer["params"]["eps"] = 1e-3
     tolerance = {"rtol": 2e-5, "atol": 2e-6} if dtype == "fp32" else {"rtol": 0.02, "atol": 0.02}
     for stage in (2, 3):
@@ -161,7 +163,7 @@ def test_other_optimizers_and_precisions_as_without_a_mesh(name: str, dtype: str
 
 
 def checkpoint_body(rank: int, world: int, folder: str, kinds: list[str | None], stage: int) -> list:
-    """Trains two steps in the first arrangement, saves, and goes on for two in each of the others."""
+    """Trains two steps in the first arrangement, saves, and trains two more steps in each of the other arrangements."""
 
     def make(kind: str | None):
         model = make_model(TRAITS["groups"])
@@ -218,7 +220,7 @@ def access_body(rank: int, world: int, stage: int) -> None:
             assert torch.equal(safe_get_full_fp32_param(p), value), name
             with deepspeed_c.zero.GatheredParameters(p):
                 assert torch.equal(p.detach().float(), value), (name, p)
-            # Rank 3 is in none of the groups of some other ranks.
+            # Some ranks share no group with rank 3.
             with deepspeed_c.zero.GatheredParameters(p, modifier_rank=3), torch.no_grad():
                 p.fill_(float(rank))
             if stage == 3:
@@ -232,7 +234,7 @@ def access_body(rank: int, world: int, stage: int) -> None:
     for name, value in finals.items():
         everyone = deepspeed_c.comm.get_world_size()
         assert everyone == world and torch.isfinite(value).all(), name
-    if stage == 3:  # weights that outlive the engine are put together over their own group
+    if stage == 3:  # weights that outlive the engine are gathered over their own group
         for p in model.parameters():
             with deepspeed_c.zero.GatheredParameters(p):
                 assert torch.isfinite(p).all()

@@ -1,7 +1,8 @@
-"""Every optimizer, ours by name and torch's as client objects, over shards against itself over whole parameters in one process.
+"""Each optimizer over shards against the same optimizer over whole parameters in one process. Ours are given by name,
+torch's as client objects.
 
-That the classes compute their papers' formulas is held in tests/ops; here the question is whether cutting parameters over ranks changes anything.
-fp32; tolerance as in the parity oracle, for sums are taken in another order.
+tests/ops compares the classes with the formulas of their papers. These tests show that sharding over ranks changes
+nothing. The runs are fp32. The tolerance is the parity oracle's, because sums are taken in another order.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def plain_with_presteps(trait: str, world: int, make, presteps: int) -> Run:
 
 
 class ClientReference(Reference):
-    """Updates each master with torch's own SGD."""
+    """The reference, with torch's SGD as its optimizer."""
 
     def _update(self, p, group, grad_scale: float) -> None:
         if p not in self.states:
@@ -182,7 +183,7 @@ def test_a_client_optimizer_trains_in_bf16_over_fp32_masters() -> None:
 
 
 class Normalised(torch.optim.Optimizer):
-    """Not elementwise, and nothing says so."""
+    """Is not elementwise, and does not declare that."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})

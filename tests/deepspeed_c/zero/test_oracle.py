@@ -1,8 +1,9 @@
 """The parity oracle: stages, precisions, accumulation, world sizes and model traits against one process of plain torch.
 
-fp32 is compared with torch.optim.AdamW. Sums over ranks and micro-batches are taken in another order there, so a few ulp a step: 2e-5 relative plus 2e-6.
-bf16 and fp16 are compared with a reference that rounds where the engine does (``reference.py``): losses and masters bit for bit, and norms to a few ulp of fp64, for
-their squares are added in another order. The comparison itself is tested with wrong optimizers (``PLANTED``).
+fp32 is compared with torch.optim.AdamW. It sums over ranks and micro-batches in another order, so a step may differ by
+a few ulp; the tolerance is 2e-5 relative plus 2e-6. bf16 and fp16 are compared with a reference that rounds where the
+engine does (``reference.py``). Losses and masters are equal bit for bit. Norms are equal to a few ulp of fp64, because
+their squares are added in another order. Wrong optimizers (``PLANTED``) test the comparison itself.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def make_config(stage: int, dtype: str, gas: int, extra: dict) -> dict:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": gas,
         "gradient_clipping": CLIP,
-        # The models are small: without the threshold all of their parameters would stay whole at stage 3.
+        # The models are small. With the default threshold all of their parameters would stay whole at stage 3.
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         **copy.deepcopy(DTYPES[dtype]),
     }
@@ -106,7 +107,7 @@ def by_rank(losses: list[float], world: int, gas: int, parts: int, rank: int) ->
 
 
 def check(label: str, got: Run, want: Run, want_losses: list[float]) -> None:
-    """An engine in fp32 against plain torch."""
+    """Compares an engine in fp32 with plain torch."""
     for what, a, b in (("losses", got.losses, want_losses), ("gradient norms", got.norms, want.norms)):
         a, b = torch.tensor(a), torch.tensor(b)
         assert torch.allclose(a, b, **CLOSE), f"{label}: {what}\n  got  {a.tolist()}\n  want {b.tolist()}"
@@ -129,7 +130,7 @@ def is_same(got: Run, want: Run, want_losses: list[float]) -> bool:
 
 
 def check_rounded(label: str, gots: Sequence[Run], gas: int, parts: int, want: Run) -> None:
-    """An engine in 16 bits, on each of its ranks, against the reference."""
+    """Compares an engine in 16 bits, on each of its ranks, with the reference."""
     for rank, got in enumerate(gots):
         losses = by_rank(want.losses, len(gots), gas, parts, rank)
         if is_same(got, want, losses):
@@ -177,7 +178,7 @@ def check_runs(
         check_rounded(label, gots, gas, parts, rounded_run(trait, world, flow, [got.order for got in gots]))
 
 
-# Each layer in a gather unit of its own or cut across several, gathered ahead or not, kept for reuse or not.
+# A layer is a gather unit or cut across several; units are gathered ahead or not, and kept for reuse or not.
 FINE = {
     "units": {"reduce_bucket_size": 60},
     "eager": {"reduce_bucket_size": 60, "stage3_prefetch_bucket_size": 10_000},
@@ -191,7 +192,8 @@ FINE = {
 }
 
 
-# Each trait with each arrangement on three ranks, where nothing divides evenly; on two, with one micro-batch, every other pair.
+# Three ranks, which divide nothing evenly, run each pair of a trait and an arrangement. Two ranks run every other pair,
+# with one micro-batch.
 FINE_CELLS = [
     (trait, fine, world, 3 if world == 3 else 1)
     for t, trait in enumerate(TRAITS)
@@ -203,8 +205,7 @@ FINE_CELLS = [
 
 @pytest.mark.parametrize("trait, fine, world, gas", FINE_CELLS)
 def test_parity_of_fine_units(trait: str, fine: str, world: int, gas: int) -> None:
-    """Stage 3 with several gather units. The trait whose ranks take different branches is a leaf, the purpose of
-    leaves."""
+    """Stage 3 with several gather units. The trait whose ranks take different branches is marked as a leaf module."""
     zero = dict(FINE[fine])
     if trait == "unused":
         zero["leaf_module"] = {"classes": ["tests.deepspeed_c.zero.traits.Unused"]}
@@ -215,10 +216,11 @@ WORLDS = (1, 2, 3)
 
 
 def half_of_the_cells(trait: str, dtype: str, world: int) -> list[tuple[int, int]]:
-    """Every stage with one micro-batch or with three, in turn along each of the axes trait, precision, world and stage.
+    """Every stage, with one micro-batch or with three. The number alternates along each of trait, precision, world and
+    stage.
 
-    So any four of the five axes (with the number of micro-batches) still meet in all their values: a bug is missed only
-    if it needs all five.
+    So all combinations of any four of the five parameters occur; the fifth is the number of micro-batches. A bug is
+    missed only if it needs one combination of all five.
     """
     turn = list(TRAITS).index(trait) + list(DTYPES).index(dtype) + WORLDS.index(world)
     return [(stage, (1, 3)[(turn + stage) % 2]) for stage in STAGES]
@@ -244,11 +246,11 @@ def test_the_half_that_is_run_holds_any_four_axes_in_full() -> None:
         assert not missing, f"without axis {axis}: {sorted(missing, key=str)[:3]}"
 
 
-# ---- what the comparison is worth ------------------------------------------------------------------------------------
+# ---- the comparison notices wrong optimizers -------------------------------------------------------------------------
 
 
 def hyper(**options) -> Callable:
-    """Other options in all groups."""
+    """Plants other options in all groups."""
 
     @contextmanager
     def plant(engine) -> Iterator[None]:
@@ -273,7 +275,7 @@ def l2_instead_of_decoupled(engine) -> Iterator[None]:
 
 @contextmanager
 def averaged_wrongly(engine) -> Iterator[None]:
-    """Divided by one rank or micro-batch more; clipping takes most of it back."""
+    """Scales gradients by 3/4, as if there were one rank or micro-batch more than three. Clipping hides most of it."""
     engine._optimizer.reducer.post_factor *= 0.75
     yield
 
@@ -312,10 +314,11 @@ PLANTED = {
     "averaged wrongly": averaged_wrongly,
     "one parameter without gradient": without_gradient_of("out.bias", lambda n: True),
     "one gradient lost": without_gradient_of("out.bias", lambda n: n == 4),
-    "moments of 16 bits": nullcontext,  # by its configuration
+    "moments of 16 bits": nullcontext,  # the configuration plants it
 }
 
-# In every kind of cell: precisions, and where states lie. (dtype, configuration, whether the device is said to have a memory of its own)
+# The kinds of run in which bugs are planted, by precision and home of the states -> (dtype, configuration, whether
+# tests pretend that the device has a memory of its own).
 NVME = {"offload_optimizer": {"device": "nvme", "pipeline_read": True, "pipeline_write": True}}
 KINDS = {
     "fp32": ("fp32", {}, False),
@@ -352,7 +355,7 @@ def planted_runs(rank: int, world: int, kind: str, folder: str) -> dict[str, Run
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_wrong_optimizer_is_caught(kind: str, tmp_path) -> None:
-    """The comparison itself, over engines with one planted bug each."""
+    """The comparison must fail for each engine with one planted bug."""
     results = run_ranks(2, planted_runs, kind, str(tmp_path))
     passed = []
     for planted in ("", *PLANTED):

@@ -1,5 +1,5 @@
-"""Models cut by hand over tensor-parallel ranks, at every stage: weights, losses and norms equal the whole model's in
-one plain torch process."""
+"""Models cut by hand over tensor-parallel ranks, at every stage. Weights, losses and norms equal those of the uncut
+model in one plain torch process."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def train(engine, gas: int, steps: int = STEPS, first: int = 0) -> tuple[list[fl
 
 
 def logical(engine) -> dict[str, torch.Tensor]:
-    """The fp32 masters of all trained parameters, put together by the test: ranks that share an element must agree on
-    it."""
+    """The fp32 masters of all trained parameters, put together from all ranks. Ranks that share an element must have
+    the same value."""
     tp = engine._mesh.along("tp")
     found = {}
     for name, p in engine.module.named_parameters():
@@ -75,7 +75,7 @@ def logical(engine) -> dict[str, torch.Tensor]:
 
 
 def plain_muon(n_data: int, gas: int) -> dict[str, torch.Tensor]:
-    """Weights of one process with whole matrices."""
+    """The weights of plain torch in one process, with whole matrices."""
     model = Toy()
     params = list(model.named_parameters())
     is_matrix = {name: p.dim() >= 2 and "embed" not in name and "lm_head" not in name for name, p in params}
@@ -100,7 +100,7 @@ def muon_body(rank: int, world: int, n_tp: int, folder: str):
     for stage in (0, 1, 2, 3):
         config = make_config(stage, "Muon", gas=2, gradient_clipping=0.5)
         config["optimizer"]["params"] = {"muon_lr": 3e-2, "adam_lr": 1e-2}
-        if n_tp == 3:  # buckets of ranks with parts of other sizes end elsewhere
+        if n_tp == 3:  # parts of ranks differ in size, so their buckets end at different places
             config["zero_optimization"]["reduce_bucket_size"] = 100
         if stage == 2 and n_tp == 3:
             config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": folder}
@@ -135,7 +135,7 @@ def muon_saved_body(rank: int, world: int, n_tp: int, stage: int, folder: str):
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_momentum_of_muon_loads_on_one_rank(tmp_path, stage: int) -> None:
-    """Each rank has saved the momentum of its part: weights and states are put together by the same code."""
+    """Each of three ranks saves the momentum of its part. The load on one rank puts them together."""
     more, *_ = run_ranks(3, muon_saved_body, 3, stage, str(tmp_path))
     (loaded,) = run_ranks(1, muon_saved_body, 1, stage, str(tmp_path))
     for name, value in more.items():
@@ -224,7 +224,7 @@ def plain_bf16(gas: int, clip: float) -> tuple[dict[str, torch.Tensor], dict[str
 
 
 def test_parity_in_bf16() -> None:
-    """Only the order and rounding of sums in bf16 differ: the steps' changes are the same within a few percent."""
+    """The order and rounding of sums in bf16 differ, so the changes of a step agree within a few percent."""
     cells = [(stage, 2, 0.5, {"bf16": {"enabled": True}}) for stage in (1, 2, 3)]
     before, weights, norms = plain_bf16(2, 0.5)
     for of_rank in run_ranks(2, parity_body, 2, cells):
@@ -255,7 +255,7 @@ def load_body(rank: int, world: int, n_tp: int, stage: int, folder: str, more: d
         return weights, logical(engine), engine.get_global_grad_norm()
 
 
-# (tensor-parallel ranks, data-parallel ranks, stage): every size and stage on both sides.
+# (tensor-parallel ranks, data-parallel ranks, stage). Each arrangement saves, and each loads.
 ARRANGEMENTS = [(1, 1, 0), (2, 1, 1), (3, 1, 2), (2, 2, 3), (1, 2, 2)]
 
 
@@ -299,7 +299,7 @@ def overflow_body(rank: int, world: int, stage: int):
         train(engine, 1, 1)
         before, scale = logical(engine), engine.optimizer.loss_scale
         loss = engine(*batch(5, 0, 0))
-        if rank == 1:  # a parameter that no other rank has a part of
+        if rank == 1:  # no other rank has a part of this parameter
             engine.module.up.weight.register_hook(lambda grad: torch.full_like(grad, torch.inf))
         engine.backward(loss)
         engine.step()
@@ -315,7 +315,7 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all(stage: int) -> None:
 def drift_body(rank: int, world: int, kind: str, stage: int) -> str:
     with make_engine(2, make_config(stage)) as engine:
         train(engine, 1, 1)
-        # Nothing that is computed with lies before it, so that no gradient tells.
+        # Nothing that is computed with comes before this parameter, so no gradient shows the difference first.
         name = "words.weight" if kind == "gradient" else "out.weight"
         param = dict(engine.module.named_parameters())[name]
         if rank == 1 and kind == "gradient":

@@ -1,5 +1,5 @@
-"""Models built under zero.Init, whole or cut by hand, and trained on tensor-parallel ranks: weights equal those from
-one plain torch process."""
+"""Models are built under zero.Init, whole or cut by hand, and trained on tensor-parallel ranks. Their weights equal
+those of one plain torch process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ WIDTH, INNER = 6, 10
 
 
 class Column(nn.Module):
-    """Megatron's way: a part, made by itself."""
+    """A layer as in Megatron: each rank makes only its part."""
 
     def __init__(self, whole: torch.Tensor, dim: int, rank: int, n_ranks: int) -> None:
         super().__init__()

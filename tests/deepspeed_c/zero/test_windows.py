@@ -1,4 +1,5 @@
-"""Accumulation windows that the caller steers, and precisions beside the parity oracle's three, against plain torch."""
+"""Accumulation windows whose ends the caller sets, and precisions that the parity oracle does not cover, against plain
+torch."""
 
 from __future__ import annotations
 
@@ -138,7 +139,7 @@ def test_low_precision(stage: int, kind: str) -> None:
 
 
 def late_body(rank: int, world: int, stage: int) -> tuple[list[bool], list[torch.Tensor]]:
-    """The buckets that wait after each step when only one rank's hooks fire late, and the weights."""
+    """Whether buckets wait after each step when the hooks of one rank fire late; and the weights."""
 
     class Sometimes(nn.Module):
         def __init__(self) -> None:
@@ -168,7 +169,7 @@ def late_body(rank: int, world: int, stage: int) -> tuple[list[bool], list[torch
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_ranks_agree_on_late_gradients(stage: int) -> None:
     (seen0, params0), (seen1, params1) = run_ranks(2, late_body, stage)
-    # With one gather unit, stage 3 reduces at the end of backward, when nothing is late any more.
+    # With one gather unit stage 3 reduces at the end of backward, and no gradient comes later.
     assert seen0 == seen1 == [stage != 3] * 3
     for a, b in zip(params0, params1):
         assert torch.equal(a, b), f"{a} != {b}"

@@ -1,4 +1,5 @@
-"""Small models, one for each trait that has broken a ZeRO implementation somewhere, and the plain-torch run that they are compared with."""
+"""Small models, and their plain-torch runs for comparison. Each model has a trait that has broken a ZeRO implementation
+somewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ BATCH = 3
 
 
 class Mlp(nn.Module):
-    """Odd sizes, a one-element parameter (more ranks than elements) and a bias-free layer."""
+    """Has odd sizes, a parameter of one element (fewer elements than ranks) and a layer without bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +61,8 @@ class UsedTwice(Mlp):
 
 
 class Checkpointed(UsedTwice):
-    """Activation checkpointing around a shared submodule: with the reentrant kind its hooks fire twice in one backward."""
+    """Checkpoints the activations of a shared submodule. If the checkpoint is reentrant, the submodule's hooks fire
+    twice in one backward."""
 
     use_reentrant = False
 
@@ -97,7 +99,7 @@ class ZeroSize(Mlp):
 
 
 class Unused(Mlp):
-    """Parameters that never get a gradient, and a branch that depends on the data, so that ranks differ."""
+    """Has parameters that never get a gradient, and a branch that the data choose, so that ranks differ."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +127,7 @@ class Embedded(nn.Module):
 
 class Trait(NamedTuple):
     model: type[nn.Module] = Mlp
-    n_backwards: int = 1  # backward calls in a micro-batch, each over its own forward
+    n_backwards: int = 1  # calls of backward in a micro-batch, each after a forward of its own
     user_backward: bool = False  # loss.backward() instead of engine.backward(loss)
     groups: int = 1
     config: Mapping = MappingProxyType({})
@@ -154,7 +156,7 @@ TRAITS: dict[str, Trait] = {
 }
 
 STEPS = 4
-CLIP = 0.3  # of norms between 0.2 and 2: of nearly every cell some steps are clipped and others are not
+CLIP = 0.3  # norms lie between 0.2 and 2, so nearly every run clips some steps and not others
 OPTIMIZER = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
 
 
@@ -183,10 +185,10 @@ def whole_params(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Run(NamedTuple):
-    losses: list[float]  # by step, micro-batch, rank, part
+    losses: list[float]  # sorted by step, micro-batch, rank, part
     norms: list[float]
     params: dict[str, torch.Tensor]
-    order: Sequence[Event] = ()  # when gradients were sent, by an engine
+    order: Sequence[Event] = ()  # an engine's events, which tell when it sent gradients
 
 
 def plain_run(trait: Trait, world: int, gas: int, make_optimizer: Callable | None = None) -> Run:
@@ -216,7 +218,8 @@ def rounded_run(
     orders: Sequence[Sequence[Event]] | None = None,
     make: type[Reference] = Reference,
 ) -> Run:
-    """As ``plain_run``, rounding where an engine with that ``flow`` rounds, which has sent gradients in ``orders``, by rank."""
+    """As ``plain_run``, but rounds where an engine with this ``flow`` rounds. ``orders``: the events of this engine, by
+    rank."""
     model = make_model(trait)
     reference = make(model, make_groups(model, trait.groups), flow, world, OPTIMIZER, orders)
     losses, norms = [], []

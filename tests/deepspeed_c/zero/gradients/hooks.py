@@ -1,4 +1,4 @@
-"""Stands between autograd and the hooks that take gradients: a test sees each of them come, or changes it."""
+"""Puts functions of a test between autograd and the hooks that take gradients. They see or change each gradient."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Hook = Callable[[torch.Tensor], None]
 
 @contextmanager
 def wrapped(wrap: Callable[[GradientReducer, Slot, Hook], Hook], *engines: Any) -> Iterator[None]:
-    """Make autograd call ``wrap(reducer, slot, hook)`` instead of each hook of ``engines`` and of each reducer made
-    meanwhile."""
+    """Within the context autograd calls ``wrap(reducer, slot, hook)`` instead of each hook of ``engines``, and of each
+    reducer that is made meanwhile."""
     make = GradientReducer._hook
     before: list[tuple[dict[int, Hook], int, Hook]] = []
     for engine in engines:

@@ -1,4 +1,5 @@
-"""A step that finds twins apart says which it was: data, random numbers, an edit, or a gradient in parts."""
+"""A step that finds different values on twins names the cause: different data, different random numbers, an edit, or a
+gradient that is only a part of the sum."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tests.ranks import run_ranks
 
 SAYS = {
     "data": ("different data in this window", "position_ids", "same batch"),
-    # Labels of another rank's words change no sum that this rank has.
+    # These labels are words of rank 1, so this rank's sums do not change.
     "labels": (
         "differs on ranks that hold one model together",
         "different data in this window",
@@ -21,7 +22,7 @@ SAYS = {
     ),
     "random": ("drew different random numbers", "seed all ranks"),
     "part": ("gradients of transformer.ln_f.weight", "part of its gradient", "tp_sum_gradients"),
-    # Seeds apart are no cause where nothing is drawn.
+    # Different seeds are no cause where nothing is drawn.
     "part, seeds apart": ("gradients of transformer.ln_f.weight", "part of its gradient", "tp_sum_gradients"),
     "edit": ("weights of transformer.ln_f.bias", "edited or loaded apart"),
 }
@@ -47,13 +48,13 @@ def body(rank: int, world: int, cause: str) -> tuple[str, str]:
 
     with deepspeed_c.initialize(model=model, config=config)[0] as engine:
         torch.manual_seed(3)
-        step(engine, batch)  # the first window is looked at whole, and nothing is wrong in it
+        step(engine, batch)  # the engine checks all of the first window, and finds nothing wrong
         if cause == "data":
             batch["position_ids"] = batch["position_ids"].clone()
             batch["position_ids"][1, 5] += rank
         elif cause == "labels":
             batch["labels"] = batch["labels"].clone()
-            batch["labels"][1, 5] = 90 if rank == 0 else 91  # words of rank 1
+            batch["labels"][1, 5] = 90 if rank == 0 else 91  # both words belong to rank 1
         elif cause == "random" or "seeds" in cause:
             torch.manual_seed(3 + rank)
         if "part" in cause:

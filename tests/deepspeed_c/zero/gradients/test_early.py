@@ -1,5 +1,5 @@
-"""Hooks on parameters see gradients of loss / accumulation steps, as a hand-written loop shows them, and their return
-values count."""
+"""Hooks on parameters see the gradients of the loss divided by the accumulation steps, as in a hand-written loop. The
+values that hooks return are used."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_net() -> nn.Module:
 
 
 def clamped_steps(rank: int, world: int, stage: int, gas: int, way: str, when: str) -> float:
-    """Largest difference of weights after two steps, of gradients that hooks clamp."""
+    """The largest difference of weights from plain torch after two steps in which hooks clamp gradients."""
     net, want = make_net(), make_net()
     optimizer = torch.optim.SGD(want.parameters(), lr=0.1, weight_decay=0.01)
     want[0].weight.register_hook(clamp)

@@ -1,5 +1,5 @@
-"""Gradients that come after their bucket has gone, against plain torch: the buffers held for them, their number and
-order, and that these buffers are freed afterwards."""
+"""Late gradients, which come after their bucket was reduced, against plain torch: the number and order of reductions,
+the buffers held for late gradients, and that these buffers are freed afterwards."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from tests.ranks import run_ranks
 WIDTH, N_LAYERS = 8, 6
 BUCKET_ELEMS = WIDTH * WIDTH  # a layer
 PADDED_ELEMS = 96  # over 3 ranks
-LATE_STEPS = (1, 2, 4)  # of 6: it comes, stays, stops, comes back, stops
+LATE_STEPS = (1, 2, 4)  # of 6 steps: late gradients begin in 1, go on in 2, stop in 3, begin again in 4, stop in 5
 N_STEPS = 6
 OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.1}
 
 
 class Model(nn.Module):
-    """Layers of one bucket each, registered in the order of forward; ``middle`` twice if it is asked, each time under a checkpoint that runs its own backward."""
+    """Layers of one bucket each, registered in the order of forward. ``middle`` runs twice if ``is_twice``. Each run is
+    under a reentrant checkpoint, which makes a backward of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,14 +52,14 @@ def batch(step: int, micro: int, rank: int) -> torch.Tensor:
 
 
 def is_late(step: int, micro: int, rank: int, world: int) -> bool:
-    """On one rank in the first and the last micro-batch, on another in another."""
+    """Whether this rank has a late gradient: the last rank in micro-batches 0 and 3, rank 0 in micro-batch 2."""
     return step in LATE_STEPS and (rank == world - 1 if micro in (0, 3) else micro == 2 and rank == 0)
 
 
 class Step(NamedTuple):
-    order: list[int]  # buckets as they were reduced
-    peak: int  # most elements that had gathered beside the buffers that are always there
-    left: list[int]  # after each micro-batch
+    order: list[int]  # buckets in the order of their reductions
+    peak: int  # most elements of gradients in extra buffers
+    left: list[int]  # elements in extra buffers after each micro-batch
     waiting: set[int]
 
 
@@ -143,7 +144,8 @@ def check_params(got: list[torch.Tensor], world: int, gas: int) -> None:
 
 
 def check(outcomes: list, world: int, gas: int, n_passes: int, n_late: int | None) -> None:
-    """Each of ``n_passes`` reduces every bucket once. Where lateness begins ``n_late`` (None: all) buckets are reduced once more, and these wait while it lasts."""
+    """Each of ``n_passes`` passes reduces every bucket once. In the first step with late gradients ``n_late`` buckets
+    (None: all) are reduced once more. While gradients stay late, these buckets wait for them."""
     n_buckets = max(outcomes[0][0][0].order) + 1
     n_late = n_late or n_buckets
     for rank, (steps, params, messages) in enumerate(outcomes):
@@ -173,7 +175,7 @@ def test_late_gradients_hold_one_bucket_and_are_forgotten(
 ) -> None:
     zero = {"overlap_comm": overlap_comm, "reduce_scatter": reduce_scatter}
     outcomes = run_ranks(world, late_body, stage, gas, zero, 1)
-    n_passes = gas if stage == 2 else 1  # that reduce
+    n_passes = gas if stage == 2 else 1  # the passes that reduce
     check(outcomes, world, gas, n_passes, n_late=1)
     assert "gradients of middle.weight came" in outcomes[0][2][0], outcomes[0][2]
 
@@ -192,7 +194,7 @@ def test_each_of_two_backwards_is_reduced_where_callers_read_gradients(gas: int)
         for step, seen in enumerate(steps):
             n_passes = 2 if step in LATE_STEPS else 1
             n_by_themselves = len(seen.order) - n_passes * n_buckets
-            # The gradient of the layer that a checkpoint runs twice, on a rank's first such step.
+            # The gradient of the layer that a checkpoint runs twice is left in the first late step of a rank.
             is_first = step in LATE_STEPS and step - 1 not in LATE_STEPS
             assert n_by_themselves <= is_first, f"rank {rank}, step {step}: {seen}"
             assert is_first or not any(seen.left), f"rank {rank}, step {step}: {seen}"

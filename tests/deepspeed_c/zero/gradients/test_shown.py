@@ -1,4 +1,5 @@
-"""Gradients in ``param.grad`` at stage 0, and edits of them, against plain torch over the batches of all ranks in one process."""
+"""Gradients in ``param.grad`` at stage 0, read and edited, against plain torch in one process with the batches of all
+ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ WIDTH, RATE = 7, 0.1
 
 
 class Net(nn.Module):
-    """``spare`` is used by the last rank alone, ``never`` by none; ``middle`` twice, each time by a pass of its own."""
+    """Only the last rank uses ``spare``, no rank uses ``never``, and ``middle`` is used twice, each time by a pass of
+    its own."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -88,7 +90,8 @@ EDITS: dict[str, Callable[[nn.Module], None]] = {
 
 
 def plain_steps(world: int, gas: int, edit: str, at: int) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
-    """Two steps in one process; gradients of all ranks before each step, edited after micro-batch ``at``."""
+    """Two steps in one process, with gradients edited after micro-batch ``at``. Returns the model, and the gradients of
+    all ranks before each step."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE, weight_decay=0.01)
     seen = []
@@ -120,7 +123,7 @@ def edited_steps(rank: int, world: int, gas: int, edit: str, at: int, by_engine:
             if micro == gas - 1:
                 for name, p in net.named_parameters():
                     expected = grads[step][name]
-                    # Other ranks may have given one: zeros, where none has.
+                    # A rank may lack a gradient that another rank has: compare zeros.
                     got = torch.zeros_like(p) if p.grad is None else p.grad
                     error = (got - (torch.zeros_like(p) if expected is None else expected)).abs().sum().item()
                     if not error < 1e-5:
@@ -150,7 +153,7 @@ def test_edits_within_the_window_count(edit: str):
 
 
 def read_after_each_pass(rank: int, world: int) -> float:
-    """Two backward passes at one boundary, and a third whose loss does not come through the engine's outputs."""
+    """Two backward passes at one boundary. The loss of a third pass does not depend on the engine's outputs."""
     net, want = Net(), Net()
     inner = []
     net.inp.register_forward_hook(lambda module, args, out: inner.append(out))

@@ -1,4 +1,4 @@
-"""Leaf modules: how they are marked, and that ranks may go different ways through them."""
+"""Leaf modules: ways to mark them, and ranks that take different branches in them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Expert(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Each row goes to the expert that its first element picks, so the modules that run depend on the data."""
+    """The first element of each row picks its expert, so the data decide which modules run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def test_marks_by_class_name_suffix_and_single_module() -> None:
     assert utils.set_z3_leaf_modules(model, [Mixture]) == [model.first, model.second]
     assert utils.z3_leaf_module(model.first) and not utils.z3_leaf_module(model)
     assert utils.unset_z3_leaf_modules(model, ["Mixture"]) == [model.first, model.second]
-    # One class, or one name, stands for a list of it.
+    # A single class or name may be given instead of a list.
     assert utils.set_z3_leaf_modules(model, Mixture) == utils.unset_z3_leaf_modules(model, "Mixture")
     assert utils.set_z3_leaf_modules_by_name(model, "first") == ([model.first], [])
     assert utils.set_z3_leaf_modules_by_suffix(model, "second") == ([model.second], [])

@@ -1,5 +1,5 @@
-"""safe_get/set: whole tensors and local pieces equal the optimizer's, and writes reach masters, weights and the next
-step."""
+"""safe_get and safe_set functions: they return the optimizer's whole tensors and local pieces, and writes reach
+masters, weights and the next step."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def round_trip_body(rank: int, world: int, stage: int, precision: str) -> None:
         with pytest.raises(errors.StateError, match="does not fit"):
             utils.safe_set_full_fp32_param(p, torch.zeros(3))
         with pytest.raises(errors.StateError, match="no state 'nope'"):
-            # On all ranks alike, also on ranks that own nothing of the parameter.
+            # All ranks raise, also ranks that own nothing of the parameter.
             utils.safe_get_full_optimizer_state(p, "nope")
         with pytest.raises(errors.StateError, match="no state 'nope'"):
             utils.safe_get_full_optimizer_state(model.scalar, "nope")
@@ -100,7 +100,7 @@ def test_gradients_are_the_average_over_ranks_and_micro_batches(stage, gas):
 
 
 def edited_gradient_body(rank: int, world: int, stage: int) -> tuple:
-    """Writing a gradient changes the norm and the step; a further backward after reading adds to it."""
+    """A written gradient changes the norm and the step. A backward after a read adds to the gradient."""
     model, engine = start(stage, "fp32", "plain")
     with engine:
         run_backward(engine, rank)
@@ -166,7 +166,7 @@ def branch_batch(rank: int, step: int) -> torch.Tensor:
 
 
 def edited_branches(rank: int, stage: int, offload: str, edit: str) -> dict[str, torch.Tensor]:
-    """The second layer takes part in the first step and in no other; in the second one a gradient is written."""
+    """Only the first step uses the second layer. A gradient is written in the second step."""
     torch.manual_seed(3)
     model = Branches()
     zero = {"offload_optimizer": {"device": "cpu"}} if offload == "cpu" else {}

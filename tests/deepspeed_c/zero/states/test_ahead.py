@@ -1,8 +1,9 @@
-"""Updates that begin while backward runs (super_offload) against the same engine without: every bit of masters, states, counts and weights after every
-step, also where the step is clipped, skipped, edited, dropped, or comes otherwise than the update had assumed.
+"""Updates that begin while backward runs (super_offload), against the same engine without super_offload. Masters,
+states, counts and weights are equal bit for bit after every step. Steps may be clipped, skipped, edited or dropped, or
+differ from the step that the update had assumed.
 
-States have memory of their own by saying that the device's is another one (``is_apart``). ``submit`` waits for its
-updates, so that they are ahead for certain; one run of each kind leaves them to their thread.
+The tests patch ``is_apart``, so that states lie in another memory than the device's. ``submit`` is patched to wait for
+its updates, so that they surely come before the step. One run of each kind does not wait.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def edit_gradient(engine: Engine, step: int) -> None:
 
 
 def edit_weight(engine: Engine, step: int) -> None:
-    """The step goes on from values written between backward and step."""
+    """Write between backward and step: the step goes on from the written values."""
     if step == 2:
         weight = engine.module.last.weight
         with deepspeed_c.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
@@ -94,7 +95,7 @@ def second_backward(engine: Engine, step: int) -> None:
 
 
 def read_master(engine: Engine, step: int) -> None:
-    """Reads between backward and step see the values of the last step."""
+    """Read between backward and step: reads return the values of the last step."""
     if step == 2:
         weight = engine.module.last.weight
         with deepspeed_c.zero.GatheredParameters(weight):
@@ -104,7 +105,7 @@ def read_master(engine: Engine, step: int) -> None:
 
 
 def save_and_load(engine: Engine, step: int) -> None:
-    """A save and load between backward and step carry the values of the last step."""
+    """Save and load between backward and step: the checkpoint holds the values of the last step."""
     if step == 2:
         with tempfile.TemporaryDirectory() as folder:
             shared = [folder]
@@ -119,7 +120,7 @@ def save_and_load(engine: Engine, step: int) -> None:
 SCENES: dict[str, tuple[Act, dict]] = {
     "plain": (nothing, {}),
     "accumulated": (nothing, {"gradient_accumulation_steps": 2}),
-    # Some steps are clipped and others not.
+    # Some steps are clipped, others are not.
     "clipped": (nothing, {"gradient_clipping": 6.0}),
     "overflow": (nothing, {"fp16": {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}}),
     "edited": (edit_gradient, {"gradient_clipping": 50.0}),
@@ -133,9 +134,9 @@ SCENES: dict[str, tuple[Act, dict]] = {
     "lion": (nothing, {"optimizer": {"type": "Lion", "params": {"lr": 0.001}}}),
     "sometimes_unused": (nothing, {}),
 }
-# Also with updates that are begun or not when backward ends, as it happens.
+# These scenes also run without waiting, so that updates may or may not have begun when backward ends.
 IN_A_RACE = {"plain", "clipped", "second_backward", "sometimes_unused"}
-BF16 = {"saved", "edited", "read"}  # the others are fp32, where they say nothing
+BF16 = {"saved", "edited", "read"}  # other SCENES are fp32, unless they name a precision
 
 
 def inputs(engine: Engine, step: int, part: int) -> torch.Tensor:
@@ -158,7 +159,7 @@ def make_engine(stage: int, offload: dict, settings: dict, seed: int = 0) -> Eng
 
 
 def bits(engine: Engine) -> Tensors:
-    """Copies of all of this rank's that a step changes."""
+    """Copies of all tensors of this rank that a step changes."""
     found: Tensors = {}
     for i, unit in enumerate(engine._optimizer.units):
         for bucket in range(unit.n_buckets):
@@ -181,7 +182,8 @@ def waiting(submit: Callable[..., None]) -> Callable[..., None]:
 
 
 def train(stage: int, scene: str, is_ahead: bool, waits: bool) -> tuple[list[Tensors], list[int]]:
-    """Return (bits after each step and the values read before it, number of buckets that each step found updated)."""
+    """For each step: (the tensors after it and the values read before it, the number of buckets whose update ahead was
+    kept)."""
     act, settings = SCENES[scene] if scene in SCENES else (ACTS[scene], {})
     if scene.endswith("8 bits"):
         settings = SCENES["int8"][1]
@@ -217,7 +219,7 @@ def train(stage: int, scene: str, is_ahead: bool, waits: bool) -> tuple[list[Ten
 
 
 def compare(rank: int, world: int, stage: int, scenes: list[str]) -> dict[str, list[int]]:
-    """Raises where a bit differs; returns how many buckets were kept, step by step."""
+    """Raises where a bit differs. Returns, for each scene, the number of buckets whose update ahead each step kept."""
     result = {}
     for scene in scenes:
         want, none = train(stage, scene, is_ahead=False, waits=False)
@@ -226,7 +228,7 @@ def compare(rank: int, world: int, stage: int, scenes: list[str]) -> dict[str, l
             got, kept = train(stage, scene, is_ahead=True, waits=waits)
             for step, (a, b) in enumerate(zip(got, want)):
                 for name in a | b:
-                    # Before the first step that stands there are no states, or zeros.
+                    # Before the first update that is kept, states are missing or zero.
                     x, y = (found.get(name, torch.zeros(1)) for found in (a, b))
                     where = f"{scene}, waits {waits}, step {step}, rank {rank}: {name}"
                     assert torch.equal(x, y) or not (x.any() or y.any()), f"{where}\n  got  {x}\n  want {y}"
@@ -235,7 +237,7 @@ def compare(rank: int, world: int, stage: int, scenes: list[str]) -> dict[str, l
     return result
 
 
-# Steps whose update ahead is kept: all, none, or the listed ones.
+# Scene -> the steps that keep their update ahead.
 STANDS = {
     "plain": [0, 1, 2, 3, 4],
     "accumulated": [0, 1, 2, 3, 4],
@@ -250,7 +252,7 @@ STANDS = {
 @pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 1), (2, 3)])
 def test_every_bit_is_that_of_a_step_without(world: int, stage: int) -> None:
     found = run_ranks(world, compare, stage, list(SCENES))
-    # Only the rank that owns the accessed element takes its updates back.
+    # Only the rank that owns the accessed element takes updates back.
     for scene in ("edited_weight", "read"):
         assert any(kept[scene][2] == 0 for kept in found), (scene, found)
     for kept in found:
@@ -265,7 +267,7 @@ def test_every_bit_is_that_of_a_step_without(world: int, stage: int) -> None:
 
 
 def shared_folder(engine: Engine) -> str:
-    """A folder that lasts as long as the engine."""
+    """A folder, the same on all ranks, that lasts as long as the engine."""
     if not hasattr(engine, "folder"):
         made = tempfile.TemporaryDirectory()
         shared = [made.name]
@@ -275,8 +277,7 @@ def shared_folder(engine: Engine) -> str:
 
 
 def rolls_back(**how) -> Act:
-    """The loss after step 1 was the last good value: later updates are undone once the gradients of step 3 are there.
-    """
+    """Save in step 1. In step 3, after backward, load that checkpoint, so that the updates since then are undone."""
 
     def act(engine: Engine, step: int) -> None:
         if step == 1:
@@ -293,7 +294,7 @@ def load_by_hand(src: dict, dst: torch.nn.Module) -> None:
 
 
 def load_nothing(engine: Engine, step: int) -> None:
-    """The load is refused, and the step is made as if nobody had asked for it."""
+    """Ask for a load that is refused: the step is made as without it."""
     if step == 2:
         with pytest.raises(CheckpointError):
             engine.load_checkpoint(shared_folder(engine), tag="of another run")
@@ -305,7 +306,7 @@ def load_module(engine: Engine, step: int) -> None:
 
 
 def load_plainly(engine: Engine, step: int) -> None:
-    """The way of torch, which knows of no engine."""
+    """Load by torch's ``load_state_dict``, which does not tell the engine."""
     if step == 2 and engine.zero_optimization_stage() < 3:
         engine.load_state_dict({name: value * 0.5 for name, value in engine.state_dict().items()})
 
@@ -351,7 +352,7 @@ def write_group_params(engine: Engine, step: int) -> None:
 
 
 def write_betas(engine: Engine, step: int) -> None:
-    """Write in place, into a list: the values that an update ahead has assumed must not change along."""
+    """Write into the list of betas in place: the values that an update ahead has assumed must not change with it."""
     if step == 0:
         engine.optimizer.param_groups[0]["betas"] = [0.9, 0.999]
     if step == 2:
@@ -381,7 +382,7 @@ def set_gradients(engine: Engine, step: int) -> None:
 
 
 def write_weights(engine: Engine, step: int) -> None:
-    """Write in place, at any moment of the step."""
+    """Write weights in place, at any moment of the step."""
     if step in (1, 2) and engine.zero_optimization_stage() < 3:
         with torch.no_grad():
             engine.module.first.weight.mul_(0.5)
@@ -399,7 +400,8 @@ def partition_anew(engine: Engine, step: int) -> None:
 
 
 def saves(is_async: bool) -> Act:
-    """A save between backward and step holds the values of the step before; it is loaded at the end to check that."""
+    """Save between backward and step: the checkpoint holds the values of the last step. It is loaded at the end as a
+    check."""
 
     def act(engine: Engine, step: int) -> None:
         if step == 2:
@@ -418,7 +420,8 @@ def save_model(engine: Engine, step: int) -> Tensors | None:
 
 
 def refuse(engine: Engine, step: int) -> None:
-    """Calls that belong between two windows are refused while gradients wait for their step; the step is unaffected."""
+    """Make calls that are allowed only between windows: they are refused while gradients wait for their step, and the
+    step is unaffected."""
     if step == 2:
         for attempt in (
             lambda: engine.set_trainable(["first.*"]),
@@ -431,7 +434,7 @@ def refuse(engine: Engine, step: int) -> None:
 
 
 def freeze(engine: Engine, step: int) -> None:
-    """Between two windows, begun anew: the gradients of this one are given up."""
+    """Drop the gradients of this window, and freeze or unfreeze parameters between two windows."""
     if step in (1, 3):
         engine.zero_grad()
         engine.set_trainable(["first.*", "last.*"] if step == 1 else ["*"])
@@ -484,7 +487,7 @@ ACTS: dict[str, Act] = {
     "saved": saves(is_async=False),
     "saved in the background": saves(is_async=True),
 }
-# Actions that take no update back; and actions that do, with the step that they happen in.
+# The actions that take no update back, then the actions that do and the step in which they do it.
 LEAVES_AHEAD = {"load_nothing", "refuse"}
 TAKES_BACK = {
     "write_states": 2,
@@ -497,7 +500,7 @@ TAKES_BACK = {
 }
 
 
-# Scenes that take another path where weights are whole.
+# The actions that run other code where weights are whole.
 WHOLE = ["rolled back", "rolled back by hand", "load_module", "load_plainly", "write_weights", "save_model"]
 
 
@@ -512,7 +515,8 @@ def test_who_reads_or_writes_states_finds_those_of_the_last_step(world: int, sta
 
 
 def check_closing(rank: int, world: int) -> None:
-    """An engine that is closed between backward and step leaves no thread behind, and the weights of the last step."""
+    """An engine is closed between backward and step. No thread is left, and the weights are those after the last
+    step."""
     with (
         mock.patch.object(place, "is_apart", lambda device: True),
         mock.patch.object(StepAhead, "submit", waiting(StepAhead.submit)),
@@ -555,7 +559,8 @@ def test_a_bad_loss_leaves_all_as_it_was() -> None:
 
 
 def check_failing(rank: int, world: int) -> int:
-    """An update ahead that fails in its middle is taken back, and the step does it. Returns how many have failed."""
+    """An update ahead that fails half way is taken back, and the step makes the update. Returns the number of failed
+    updates."""
     states, n_failed = [], 0
     for fails in (False, True):
         with (

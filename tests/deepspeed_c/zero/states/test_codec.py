@@ -1,4 +1,4 @@
-"""The contract of every codec with ``Pieces``: the same answers about plain states and about 8-bit states."""
+"""The contract of every codec with ``Pieces``: plain states and 8-bit states give the same answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepspeed_c.zero.states.codec import Codec, codec_of
 # Below, at and above a block of 256 elements; a prime; one element.
 SIZES = (1, 255, 256, 257, 1031)
 DTYPES = {"plain": None, "8 bits": torch.int8}
-# Error that two roundings to 8 bits may make, relative to the largest value (1.5).
+# The error that two roundings to 8 bits may cause, relative to the largest value (1.5).
 ERROR = {"plain": 0.0, "8 bits": 0.03}
 
 
@@ -22,7 +22,7 @@ def values(n: int, seed: int) -> torch.Tensor:
 
 
 def make(kind: str, n: int) -> tuple[FusedAdam, torch.nn.Parameter, Codec]:
-    """An optimizer with states of its own making, which are ``values(n, 1)`` and ``values(n, 2)``."""
+    """An optimizer that has made its states. They are set to ``values(n, 1)`` and ``values(n, 2)``."""
     param = torch.nn.Parameter(torch.zeros(n))
     base = FusedAdam([param], state_dtype=DTYPES[kind])
     codec = codec_of(base)
@@ -58,7 +58,7 @@ def test_any_range_is_read_and_written(kind: str, n: int) -> None:
     begin, end = n // 3, n // 3 + (n + 1) // 2
     piece = codec.elements(param, "exp_avg", begin, end)
     piece.mul_(0.5)
-    # A view is the memory itself, a copy counts when it is kept.
+    # A write to a view changes the state at once. A write to a copy changes it when ``keep`` is called.
     before = codec.elements(param, "exp_avg", begin, end)
     assert torch.equal(before, piece) == codec.gives_views
     codec.keep(param, "exp_avg", begin, piece)

@@ -1,4 +1,4 @@
-"""The contract of every home with its unit. A new home is one more row of ``HOMES``."""
+"""The contract of every home with its unit. To test a new home, add a row to ``HOMES``."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from deepspeed_c.offload.swap import SwapFile, Swapper, SwapSettings, reserve
 from deepspeed_c.zero.states.home import Home, Place, Tagged
 
 CPU = torch.device("cpu")
-# Labels, and the memory where tensors are used.
+# Label -> the home, and the memory where its tensors are used.
 HOMES = {
     "device": (Place(), "device", "device"),
     "host": (Place(Home, is_apart=True), "host", "host"),
     "file": (Place(FileHome, is_apart=True), "file", "host"),
     "file on a host": (Place(FileHome), "file", "device"),
 }
-N_BUCKETS, N = 3, 1031  # no multiple of a page
+N_BUCKETS, N = 3, 1031  # 1031 elements fill no whole number of pages
 
 
 class Owner:
-    """Buckets of one tensor each, and the moves that it was told of."""
+    """Owns buckets of one tensor each, and notes the moves that homes report to it."""
 
     def __init__(self, home: Home) -> None:
         self.tensors = [home.new_zeros(N, torch.float32) for _ in range(N_BUCKETS)]
@@ -52,12 +52,12 @@ def home(request: pytest.FixtureRequest, tmp_path) -> Iterator[Home]:
         home.attach(Swapper(file))
     yield home
     home.end()
-    home.end()  # several units share a file, and each of them ends its home
+    home.end()  # units that share a file each call end()
 
 
 def test_what_is_written_is_there_when_it_is_opened_again(home: Home) -> None:
     owner = Owner(home)
-    with home.open(0):  # nothing has moved yet: it is as it was
+    with home.open(0):  # nothing has moved yet, so values are unchanged
         assert torch.equal(owner.tensors[0], values(0))
     for bucket in range(N_BUCKETS - 1):
         home.move_in(bucket)
@@ -72,13 +72,13 @@ def test_what_is_written_is_there_when_it_is_opened_again(home: Home) -> None:
     for bucket in (1, 2, 0):
         with home.open(bucket, writes=False):
             assert torch.equal(owner.tensors[bucket], values(bucket) + 1), owner.tensors[bucket]
-        # A use that nobody announced shows.
+        # A use of a bucket that is not open reads NaN, where buckets have to be opened.
         assert owner.tensors[bucket].isnan().all() == home.needs_open(bucket)
     with home.open(1, reads=False):
         owner.tensors[1].copy_(values(7))
     with home.open(1, writes=False):
         assert torch.equal(owner.tensors[1], values(7)), owner.tensors[1]
-    # Moved in, (brought, gone) in each of the loops, and twice for the tensors overwritten and read.
+    # Two buckets move in; then each open() reports the bucket when it is brought and again when it has gone.
     assert owner.moves == ([0, 1, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1] if is_file else []), owner.moves
 
 
@@ -86,7 +86,7 @@ def test_states_that_come_while_it_is_open_stay(home: Home) -> None:
     owner = Owner(home)
     home.move_in(0)
     with home.open(0, writes=False):
-        owner.tensors[0] = values(5)  # as a checkpoint that is loaded makes them anew
+        owner.tensors[0] = values(5)  # loading a checkpoint makes new tensors too
     with home.open(0, writes=False):
         assert torch.equal(owner.tensors[0], values(5)), owner.tensors[0]
 

@@ -1,5 +1,5 @@
-"""The optimizer that ``initialize`` returns: DeepSpeed's class of each stage and precision, and at stage 0 in fp32 the
-caller's optimizer itself."""
+"""The optimizer that ``initialize`` returns is of DeepSpeed's class for the stage and precision. At stage 0 in fp32 it
+is the caller's optimizer itself."""
 
 import copy
 import warnings
@@ -24,8 +24,8 @@ PRECISIONS = {
     "bf16, sums in fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
 }
-# The return type in DeepSpeed 0.19.6: (stage, precision, base) -> the class; None: the base itself. It refuses stage 0
-# with sums in fp32.
+# What DeepSpeed 0.19.6 returns: (stage, precision, base optimizer) -> the class, or None for the base optimizer itself.
+# DeepSpeed refuses stage 0 with sums in fp32.
 ADAM, SGD = "AdamW of the configuration", "SGD of the caller"
 THEIRS = {
     **{(0, "fp32", base): None for base in (ADAM, SGD)},
@@ -107,7 +107,7 @@ def make_model():
 
 
 def groups_of(model):
-    # In another order than the model's, so that numbers of parameters in a state dict say whose order holds.
+    # The order differs from the model's, so the numbers of parameters in a state dict show which order was used.
     params = list(model.parameters())
     return [{"params": [params[3], params[0]], "weight_decay": 0.1}, {"params": [params[2], params[1]]}]
 
@@ -118,7 +118,7 @@ def loss_of(model, step, rank):
 
 
 def plain(name, world):
-    """The same in plain torch: the state dict and the weights."""
+    """The same training in plain torch. Returns the state dict and the weights."""
     model = make_model()
     optimizer = BASES[name](groups_of(model))
     for step in range(STEPS):
@@ -151,14 +151,14 @@ def client_body(rank, world, name):
         for step in range(STEPS):
             engine.backward(loss_of(engine, step, rank))
             if step == 1:
-                optimizer.step()  # by hand, as any optimizer: the schedule of the next line is the caller's then
+                optimizer.step()  # the caller steps the optimizer, and so also steps the schedule
                 schedule.step()
             else:
                 engine.step()
     dumped = copy.deepcopy(optimizer.state_dict())
     weights = [p.detach().clone() for p in model.parameters()]
 
-    # Somebody drops the gradients.
+    # The caller drops the gradients before the step.
     engine.backward(loss_of(engine, 9, rank))
     optimizer.zero_grad()
     engine.step()
@@ -168,7 +168,7 @@ def client_body(rank, world, name):
     with pytest.raises(OptimizerError, match="groups cannot be added"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
 
-    # The state that another run has saved, in torch's own layout.
+    # A state in torch's layout, saved by another run, loads.
     optimizer.load_state_dict(dumped)
     for (key, a), b in zip(flat(optimizer.state_dict()).items(), flat(dumped).values()):
         assert torch.equal(a, b), key
@@ -198,7 +198,7 @@ def test_the_callers_optimizer_is_returned_and_is_what_plain_torch_has(name, wor
 
 
 def unused_body(rank, world):
-    """A parameter without a gradient is left alone, and drops nothing of the others."""
+    """A parameter without a gradient stays as it is. The other parameters are updated."""
     model = make_model()
     model.extra = torch.nn.Parameter(torch.ones(4))
     engine, optimizer, *_ = deepspeed_c.initialize(model=model, optimizer=FusedAdam(model.parameters()), config=CONFIG)
@@ -243,7 +243,7 @@ def moved_body(rank, world, stage):
     optimizer.reload_states(non_blocking=True)
     assert held() == before
     step()
-    if stage == 2:  # The object that callers hold serves the engine's next layout too.
+    if stage == 2:  # The optimizer object that callers hold also works with the engine's next layout.
         engine.set_trainable(["0.*"])
         step()
         optimizer.offload_states()

@@ -11,7 +11,7 @@ from deepspeed_c.zero.states.skips import WindowLosses
 
 
 class FourRanks:
-    """The second and the last have a bad loss."""
+    """Four ranks. The second and the last have a bad loss."""
 
     def gather_numbers(self, mine: int) -> list[str]:
         assert mine == 1
@@ -38,7 +38,7 @@ def test_losses_add_up_by_their_factors() -> None:
     assert losses.total is None
     value = torch.tensor(3.0)
     losses.note(value, 0.25)
-    value *= 100.0  # the caller's own, after backward
+    value *= 100.0  # the caller changes its value after backward
     losses.note(torch.tensor([[5.0]], requires_grad=True), 0.75)
     assert losses.total == 0.75 + 3.75 and not losses.has_bad
     losses.forget()

@@ -1,4 +1,4 @@
-"""The walk through buckets that live in a file: the order of its requests, opens and closes."""
+"""The walk through buckets that lie in a file: the order in which it reads ahead, opens and closes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ Event = tuple[str, int]
 
 
 class NotingHome(Home):
-    """Notes what happens to it. ``away``: the buckets that must be opened; ``piece``: elements that move at once."""
+    """Notes the calls that it gets. ``away``: the buckets that must be opened. ``piece``: the elements that move at
+    once."""
 
     def __init__(self, events: list[Event], away: set[int], piece: int) -> None:
         super().__init__(Place(), torch.device("cpu"))

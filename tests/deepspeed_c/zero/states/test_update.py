@@ -1,7 +1,8 @@
-"""zero/states/update.py: optimizers that only this file knows, for each scope, over shards, compared with plain torch
-over whole parameters.
+"""zero/states/update.py: optimizers that are defined in this file, one or more for each scope. They run over shards and
+are compared with plain torch over whole parameters.
 
-All of an optimizer is its class: nothing else in the package has to learn of it. fp32; tolerance as in the parity oracle, for sums are taken in another order.
+A class is all that an optimizer needs: the rest of the package does not change for it. The runs are fp32. The tolerance
+is the parity oracle's, because sums are taken in another order.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def keep_copies(call: Call) -> None:
 
 
 class Bounded(FusedOptimizer):
-    """Each element by itself: the momentum, bounded by tanh."""
+    """Updates each element by itself: the update is the momentum, bounded by tanh."""
 
     state_names = ("velocity",)
 
@@ -50,7 +51,7 @@ class Bounded(FusedOptimizer):
 
 
 class Relative(NormedOptimizer):
-    """Scaled by norms of the whole parameter: the momentum, times |param| / (1 + |momentum|)."""
+    """Scales by norms of the whole parameter: the update is the momentum times |param| / (1 + |momentum|)."""
 
     state_names = ("velocity",)
 
@@ -73,13 +74,13 @@ class Relative(NormedOptimizer):
 
 
 def even_columns(update: Tensor) -> Tensor:
-    """Scale the columns of ``update`` to norms below 1; a flat piece of it would not suffice."""
+    """Scale the columns of ``update`` to norms below 1. This needs the whole matrix, not a flat piece."""
     matrix = update.reshape(len(update) if update.dim() > 1 else 1, -1)
     return (matrix / (0.1 + matrix.norm(dim=0))).view(update.shape)
 
 
 class Even(FusedOptimizer):
-    """Over whole matrices: the momentum with even columns."""
+    """Works on whole matrices: the update is the momentum with even columns."""
 
     scope = "matrix"
     state_names = ("velocity",)
@@ -101,13 +102,13 @@ class Even(FusedOptimizer):
 
 
 class EvenSlices(Even):
-    """A wrong declaration: an update that needs matrices declares the scope "element"."""
+    """Declares a wrong scope: its update needs matrices, and it declares "element"."""
 
     scope = "element"
 
 
 class RelativeSlices(Relative):
-    """Another one: norms of slices in place of parameters."""
+    """Declares a wrong scope: its norms are of slices and not of parameters."""
 
     scope = "element"
     update_bucket = FusedOptimizer.update_bucket
@@ -191,7 +192,7 @@ def test_an_optimizer_of_each_scope(scope: str) -> None:
 
 @pytest.mark.parametrize("scope", OF_SCOPE)
 def test_weights_of_16_bits_are_copies_of_the_masters(scope: str) -> None:
-    """The body compares them."""
+    """``body`` compares weights with masters; this test compares masters of ranks and stages."""
     runs = run_ranks(2, body, OF_SCOPE[scope][0], [("tied", stage) for stage in STAGES], "bf16")
     for name, first in runs[0][0].params.items():
         for got in (run for of_rank in runs for run in of_rank):
@@ -201,7 +202,7 @@ def test_weights_of_16_bits_are_copies_of_the_masters(scope: str) -> None:
 
 @pytest.mark.parametrize("scope", OF_SCOPE)
 def test_states_in_a_file_are_streamed_or_brought_as_a_whole(scope: str, tmp_path) -> None:
-    """As the scope wants it."""
+    """The optimizer's scope decides between the two."""
     check_cells(*OF_SCOPE[scope], [("tied", 2), ("tied", 3)], 2, str(tmp_path))
 
 

@@ -1,5 +1,5 @@
-"""zero/weights/fetch.py: when weights are gathered, how many are live, the bytes sent, and that ranks may skip layers
-that others use."""
+"""zero/weights/fetch.py: the times at which weights are gathered, how many are live, the bytes sent, and ranks that
+skip layers which other ranks use."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 
 def train(engine: Any, step: int, rank: int, dtype: torch.dtype = torch.float32) -> None:
-    # An input that wants a gradient: otherwise the first layer's weight is not needed in backward, and the plan learns to leave it out.
+    # The input requires a gradient. Otherwise backward would not need the weight of the first layer, and the plan would
+    # learn to leave it out.
     x = batch(step, rank).to(dtype).requires_grad_()
     engine.backward(engine(x).float().square().mean())
     engine.step()
@@ -83,7 +84,7 @@ def stable_body(rank: int, world: int, ahead: int) -> None:
         for step in range(4, 4 + STEPS):
             train(engine, step, rank)
         got = since(engine, before)
-        # Each unit once in a forward and once in a backward.
+        # Each unit is gathered once in a forward and once in a backward.
         assert got["n_gathers"] == 2 * LAYERS * STEPS, got
         assert got["n_passes"] == 2 * STEPS, got
         assert got["n_replans"] == got["n_unexpected"] == 0, got
@@ -97,8 +98,8 @@ def test_once_learnt_each_unit_is_gathered_once_a_pass(run_ranks, world: int, ah
 
 @contextlib.contextmanager
 def written_to(path: str) -> Iterator[None]:
-    """All that this process prints goes to a file. A rank's own output is not the test's, because it was started with
-    an earlier stdout of pytest."""
+    """Within the context all output of this process goes to a file. pytest does not capture the output of ranks for the
+    current test: they were started with an earlier stdout."""
     kept = [os.dup(fd) for fd in (1, 2)]
     with open(path, "wb") as file:
         for fd in (1, 2):
@@ -123,7 +124,7 @@ def changed_order_body(rank: int, world: int, folder: str) -> None:
         train(engine, 4, rank)
         changed = since(engine, before)
         assert changed["n_unexpected"] > 0 and changed["n_replans"] > 0, changed
-        for step in range(5, 9):  # the ranks speak of the order at passes 1, 2, 4, 8
+        for step in range(5, 9):  # the ranks compare the order at passes 1, 2, 4, 8
             train(engine, step, rank)
         before = engine._fetcher.stats.as_dict()
         for step in range(9, 13):
@@ -141,7 +142,8 @@ def test_a_changed_order_is_counted_replanned_and_not_printed(run_ranks, tmp_pat
 
 
 def invalidated_body(rank: int, world: int) -> None:
-    """After a change of order a plan holds the old places too, until the ranks have spoken about it; that an order was made invalid has them speak at once."""
+    """After a change of order a plan also holds the old places, until the ranks compare the order. An invalidated order
+    makes them compare at once."""
     gathers = {}
     for is_told in (False, True):
         model = Stack()
@@ -197,8 +199,8 @@ def modes_body(rank: int, world: int) -> None:
         modes = engine._fetcher._modes
         assert modes["train"].steps == list(range(LAYERS)), modes["train"].steps
         assert modes["eval"].steps == list(range(LAYERS))[::-1], modes["eval"].steps
-        # A mode starts from another mode's plan. A unit that it does not use stays in its plan, since some rank may
-        # come to use it.
+        # A mode starts from the plan of another mode. A unit that the mode does not use stays in the plan, because
+        # some rank may use it later.
         generate = modes["generate"].steps
         assert [i for i in generate if i % 2 == 0] == [0, 2, 4] and len(generate) == LAYERS, generate
         before = engine._fetcher.stats.as_dict()
@@ -250,10 +252,11 @@ def wire_body(rank: int, world: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_bytes_on_the_wire(run_ranks, world: int) -> None:
-    """A gather in forward, one in backward and a reduce-scatter move each bf16 parameter: 3 x 2 bytes x parameters x (N-1)/N a step.
+    """A gather in forward, a gather in backward and a reduce-scatter move each bf16 parameter: 3 x 2 bytes x parameters
+    x (N-1)/N a step.
 
-    Padding travels too and is counted: a bucket is a whole number of slices of 32 elements (a 64-byte line of bf16) per rank. It is nothing on
-    two ranks here, and 32 of 288 elements a layer on three.
+    Padding is sent too, and counted: a rank's slice of a bucket is a multiple of 32 elements (a 64-byte line of bf16).
+    On two ranks there is no padding here; on three it is 32 of 288 elements a layer.
     """
     for wire, padded in run_ranks(world, wire_body):
         n = LAYERS * LAYER_ELEMS
@@ -273,7 +276,7 @@ def leak_body(rank: int, world: int) -> None:
             train(engine, step, rank)
             sizes.append((tensors_alive(), engine._fetcher.pool.n_free))
         tensors, buffers = zip(*sizes)
-        # A leak never goes down again; the count of buffers that gloo's threads still hold does.
+        # A leak never goes down again. The number of buffers that gloo's threads hold does go down.
         assert min(tensors[-20:]) <= max(tensors[20:40]), tensors
         assert max(buffers) <= LAYERS, buffers
         assert min(buffers[-20:]) <= max(buffers[20:40]), buffers
@@ -391,7 +394,8 @@ def work_body(rank: int, world: int) -> None:
             for step in range(4, 7):
                 done.clear()
                 train(engine, step, rank)
-                # The runner hears of a unit and not of its modules; parameters appear once and go once.
+                # The runner is called once a unit and pass, not once a module. Each parameter is made to point at its
+                # weights once, and released once.
                 assert done == {"use": 2, "point_at": n_layers, "point_at_nothing": n_layers}, done
         finally:
             for name, function in before.items():
@@ -406,7 +410,7 @@ def test_modules_of_a_unit_that_is_there_cost_no_work_of_the_runner(run_ranks) -
 
 
 class Checkpointed(Stack):
-    """A stack whose computations autograd does not save, and whose output is in an unknown container."""
+    """A stack under an activation checkpoint. Its output is in a container that the engine does not know."""
 
     class Output:
         def __init__(self, value: torch.Tensor) -> None:
@@ -417,7 +421,7 @@ class Checkpointed(Stack):
 
 
 def stray_body(rank: int, world: int, keeps: str) -> None:
-    """``keeps``: which ranks hold on to the outputs of the forwards that are not trained on."""
+    """Runs forwards without a backward. ``keeps``: which ranks keep the outputs of these forwards."""
     with make_engine(Stack()) as engine:
         fetcher = engine._fetcher
         for step in range(4):
@@ -439,7 +443,7 @@ def stray_body(rank: int, world: int, keeps: str) -> None:
         else:
             assert most == len(fetcher._in_flight) == 100
             train(engine, 4, rank)
-            # Their backward may still come, on the rank that has them; this one has nothing to do with them.
+            # A backward may still follow on the rank that keeps the outputs. Another step does not touch them.
             assert len(fetcher._in_flight) == 100
             assert since(engine, before)["n_gathers"] == 2 * LAYERS
         kept.clear()
@@ -493,7 +497,7 @@ def several_body(rank: int, world: int, how: str) -> list[torch.Tensor]:
         for step in range(STEPS):
             got = a_step(step)
         if how == "plain":
-            # Three forwards, and the backward of two.
+            # Three forwards and two backwards gather.
             assert got["n_unexpected"] == got["n_replans"] == 0 and got["n_gathers"] == 5 * LAYERS, got
         return [safe_get_full_fp32_param(p) for p in model.parameters()]
 

@@ -1,4 +1,5 @@
-"""Buffers that a model names for fp32: the names, and a router's experts as plain torch in one process chooses them."""
+"""Buffers that a model keeps in fp32 by name: the names, and a router that chooses the same experts as in plain torch
+in one process."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def corrections() -> torch.Tensor:
-    """Values that differ by less than a step of bf16 and of fp16, as those of trained routers do."""
+    """Values that differ by less than an ulp of bf16 and of fp16, as in trained routers."""
     return 11.0 + torch.randperm(N_EXPERTS, generator=torch.Generator().manual_seed(7)).float() * 1e-4
 
 
@@ -33,7 +34,7 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = torch.sigmoid(nn.functional.linear(x, self.weight)).float()
-        # The scores of the choice are the same for all tokens and dtypes: the buffer alone decides.
+        # The choice does not depend on tokens or dtypes, only on the buffer.
         return scores, torch.topk(self.e_score_correction_bias.float() + torch.zeros_like(scores), TOP_K).indices
 
 
@@ -52,7 +53,7 @@ class Experts(nn.Module):
 
 
 class Whole(nn.Module):
-    """The names belong to a model inside, and there is a buffer of the same name outside."""
+    """A model inside this one has the names. A buffer outside of it has the same name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +139,7 @@ def kept_body(rank: int, world: int, stage: int, dtype: str, setting, built: str
         made = {name: buffer.dtype for name, buffer in model.named_buffers()}
     else:
         model, made = Whole(), None
-    # As loaders of pretrained models do: values of a file are copied into the buffers that exist.
+    # Copy values of a file into the existing buffers, as loaders of pretrained models do.
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             buffer.copy_(values()[name])
@@ -178,7 +179,7 @@ def test_a_list_takes_the_place_of_the_names_of_the_model(stage, built, setting,
     for result in run_ranks(2, kept_body, stage, "bf16", setting, built):
         found = {name for name, buffer in result["buffers"].items() if buffer.dtype is torch.float32}
         assert found == fp32, (found, fp32)
-        # The test above can fail: rounded values are few, and so choose other experts.
+        # The test above can fail: rounding leaves few different values, which choose other experts.
         assert result["buffers"][BIAS].unique().numel() < 8, result["buffers"][BIAS]
         assert not torch.equal(result["chosen"], plain()[1])
 

@@ -1,4 +1,5 @@
-"""GatheredParameters and its kin: whole tensors inside, edits that count everywhere or nowhere, and the same error on all ranks."""
+"""GatheredParameters and related functions: tensors are whole inside, edits reach all ranks or none, and all ranks get
+the same error."""
 
 from __future__ import annotations
 
@@ -16,14 +17,15 @@ from tests.deepspeed_c.zero.traits import CLIP, WIDTH, batch
 from tests.ranks import run_ranks
 
 RELEASED, HERE = ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.AVAILABLE
-# Some parameters whole, the others in several gather units; one parameter is cut across ranks.
+# UNITS: several gather units, and a parameter that is cut across ranks. HALF_WHOLE: some parameters stay whole too.
 UNITS = {"zero_optimization": {"reduce_bucket_size": 60}}
 JOINT = {**UNITS, "comm": {"local": "shm", "zero_copy_gather": True}}
 HALF_WHOLE = {"zero_optimization": {"reduce_bucket_size": 60, "stage3_param_persistence_threshold": 30}}
 
 
 class Net(nn.Module):
-    """A trained layer, a frozen one, an odd-sized matrix, no elements, and no dimension."""
+    """Has a trained layer, a frozen layer, a matrix of odd size, a parameter without elements, and a 0-dim
+    parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,8 +43,8 @@ class Net(nn.Module):
 
 
 def make(kind: str, dtype: str = "fp32"):
-    """A model that is plainly sharded ("init"), or in an engine: of stage 3, with weights in joint memory, with some
-    parameters whole, or of stage 2."""
+    """A model that is only sharded ("init"), or a model in an engine: at stage 3, at stage 3 with weights in joint
+    memory or with some parameters whole, or at stage 2."""
     torch.manual_seed(7)
     if kind == "init":
         with deepspeed_c.zero.Init():
@@ -118,7 +120,7 @@ def reading_body(rank: int, world: int, kind: str) -> None:
                 assert params[name].ds_status is HERE and torch.equal(params[name].data, want[name]), (label, name)
                 assert params[name].shape == want[name].shape and params[name].requires_grad == ("frozen" not in name)
         assert statuses(model) == rest, f"{label}: {statuses(model)}"
-    # Nested, also with the same parameter; left in the right order and by an exception.
+    # Contexts nest, also over the same parameter. They are left in order, or by an exception.
     with GatheredParameters(model.inp.weight):
         with GatheredParameters(model.parameters(), modifier_rank=None):
             assert set(statuses(model).values()) == {HERE}
@@ -132,7 +134,7 @@ def reading_body(rank: int, world: int, kind: str) -> None:
     with GatheredParameters(model.parameters(), enabled=False):
         assert statuses(model) == rest
     context = GatheredParameters(model.parameters())
-    for _ in range(2):  # may be entered again
+    for _ in range(2):  # a context may be entered again
         with context:
             check_weights(model, want, "again")
     assert statuses(model) == rest
@@ -165,7 +167,7 @@ def _edit(param: nn.Parameter, how: str, value: torch.Tensor) -> None:
         param.data = value.t().contiguous().t() if value.dim() == 2 else value.clone()
     elif how == "other dtype":
         param.data = value.double()
-    else:  # a view of the replaced tensor
+    else:  # write to a view of the replaced tensor
         param.data.copy_(value.t() if value.dim() == 2 and value.shape[0] == value.shape[1] else value)
         if value.dim() == 2 and value.shape[0] == value.shape[1]:
             param.data = param.data.t()
@@ -184,7 +186,7 @@ def editing_body(rank: int, world: int, kind: str, dtype: str) -> None:
                     if rank == modifier:
                         _edit(param, how, values[name])
                     elif how == "in place" and rank == 0:
-                        _edit(param, how, values[name] + 1)  # another rank's edits do not count
+                        _edit(param, how, values[name] + 1)  # edits of another rank are dropped
             label = f"{kind} {dtype}, rank {modifier} {how}"
             check_weights(model, values, label)
             if engine is not None:
@@ -194,7 +196,7 @@ def editing_body(rank: int, world: int, kind: str, dtype: str) -> None:
                         expected = values[name].to(param.dtype).float()
                         assert torch.equal(master, expected), f"{label}, master of {name}: {master} is not {expected}"
             want = values
-    # An exception, on all ranks or on one: edits made before it are dropped, on all ranks.
+    # All ranks or one rank raise: edits made before the exception are dropped on all ranks.
     for failing in ({0, 1, 2}, {0}, {world - 1}):
         try:
             with GatheredParameters(params.values(), modifier_rank=0):
@@ -244,7 +246,7 @@ def test_edits_of_the_modifier_rank_reach_everything(kind: str) -> None:
         run_ranks(3, editing_body, kind, "fp32")
 
 
-# -- edits without one ------------------------------------------------------------------------------------------------------
+# -- edits without a modifier rank -------------------------------------------------------------------------------------
 
 
 def forbidden_body(rank: int, world: int, kind: str) -> None:
@@ -280,12 +282,12 @@ def forbidden_body(rank: int, world: int, kind: str) -> None:
             assert f"rank {writer}" in message and last in message and "modifier_rank" in message, message
             assert statuses(model) == rest, f"{name} {how}: {statuses(model)}"
             check_weights(model, want, f"{kind}, rank {writer}, {name} {how}")
-    # All ranks write, each to another parameter: still one message, the same for all.
+    # Ranks write to different parameters: all ranks get the same single message.
     with_all = caught(lambda: attempt(rank, (model.inp.bias, model.out.weight)[rank], 0, "added"))
     everyone: list = [None] * world
     torch.distributed.all_gather_object(everyone, with_all)
     assert len(set(everyone)) == 1, everyone
-    # An exception of the user's comes out as it is, and the edit is dropped.
+    # The user's exception is raised unchanged, and the edit is dropped.
     try:
         with GatheredParameters(params.values()):
             model.inp.weight.data.zero_()
@@ -293,7 +295,7 @@ def forbidden_body(rank: int, world: int, kind: str) -> None:
     except ZeroDivisionError:
         pass
     check_weights(model, want, "after an exception")
-    # Within another context that still holds the parameters.
+    # The context lies within another context that still holds the parameters.
     with GatheredParameters(params.values()):
         caught(lambda: attempt(0, model.inp.weight, 1, "added"))
         assert torch.equal(model.inp.weight.data, want["inp.weight"]), "the outer context shows the edit"
@@ -314,7 +316,7 @@ def test_an_edit_without_modifier_rank_raises_on_all_ranks_and_is_not_kept(kind:
 
 
 class Outside(nn.Module):
-    """Reads another module's weight through a list, which nobody can see coming."""
+    """Reads the weight of another module through a list, so no registration announces the read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -378,7 +380,7 @@ def _hooks_of(model: nn.Module) -> int:
 
 
 def _trl_remove_hooks(engine) -> None:
-    """trl's sequence before it generates."""
+    """The steps of trl before it generates."""
     optimizer_offload = engine.optimizer.parameter_offload
     for param in _all_params(optimizer_offload.module):
         param.ds_active_sub_modules.clear()
@@ -417,7 +419,7 @@ def generation_body(rank: int, world: int, way: str) -> None:
                     with deepspeed_c.zero.unwrap_model_for_generation(engine) as bare:
                         assert bare is model and _hooks_of(model) == 0
                         twin.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
-                        for _ in range(1 + rank):  # ranks may go their own ways
+                        for _ in range(1 + rank):  # ranks may run different numbers of forwards
                             assert bare(x, y).item() == twin(x, y).item()
                 else:
                     with GatheredParameters(model.parameters()):
@@ -510,7 +512,7 @@ def stage_2_body(rank: int, world: int) -> None:
     model, engine = make("stage_2")
     with engine, GatheredParameters(model.parameters()):
         assert torch.equal(model.inp.weight.data, plain()["inp.weight"])
-        model.inp.weight.data.zero_()  # an ordinary parameter: nobody watches
+        model.inp.weight.data.zero_()  # stage 2 has ordinary parameters: no edit is refused
 
 
 def test_does_nothing_below_stage_3() -> None:

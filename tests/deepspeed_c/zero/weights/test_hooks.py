@@ -1,9 +1,9 @@
-"""zero/weights/hooks.py and zero/weights/fetch.py: stage 3 computes the same as plain torch, for many ways to use
-weights.
+"""zero/weights/hooks.py and zero/weights/fetch.py: stage 3 computes the same as plain torch in many uses of weights.
 
-A scenario is a model and one micro-batch of work on it, written once: ``Plain`` runs it in one process over the data of all ranks, ``Sharded`` runs it on each rank with
-its own data. Losses, averaged gradients and the weights after three steps must agree. Each scenario runs with several gather units, gathered
-ahead and kept, and with limits that let nothing live longer than it must.
+A scenario is a model and a micro-batch of work on it, written once. ``Plain`` runs it in one process over the data of
+all ranks. ``Sharded`` runs it on each rank with the data of this rank. Losses, averaged gradients and the weights after
+three steps must agree. Each scenario runs with several gather units that are gathered ahead and kept, and again with
+limits that release each weight as soon as possible.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def make(kind: type[nn.Module]) -> nn.Module:
 
 
 class Plain:
-    """One micro-batch of one rank, in plain torch."""
+    """A micro-batch of one rank, in plain torch."""
 
     is_sharded = False
 
@@ -113,11 +113,11 @@ class Plain:
         return contextlib.nullcontext()
 
     def zero_grad(self) -> None:
-        pass  # nothing of this micro-batch has arrived when scenarios call it
+        pass  # scenarios call it before this micro-batch has made gradients
 
 
 class Sharded(Plain):
-    """The same on an engine."""
+    """The same micro-batch on an engine."""
 
     is_sharded = True
 
@@ -137,7 +137,7 @@ class Sharded(Plain):
 
 
 class AdamW:
-    """As in the paper, written out: ``torch.optim`` would import the compiler, which takes each rank seconds."""
+    """AdamW by the paper's formulas. ``torch.optim`` would import the compiler, which takes seconds on each rank."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = list(params)
@@ -185,7 +185,7 @@ class Tied(Net):
 
 
 class ParentReads(Net):
-    """Reads its child's weight before, instead of and after the child runs."""
+    """Reads the weight of its child before the child runs, after it, and instead of running it."""
 
     def body(self, x):
         before = F.linear(x, self.b.weight)
@@ -194,7 +194,7 @@ class ParentReads(Net):
 
 
 class SeveralAtOnce(Net):
-    """One operation on weights of several gather units; each unit would be released for the next."""
+    """Single operations use weights of several gather units. Limits would release each unit for the next one."""
 
     def body(self, x):
         both = torch.cat([self.a.weight, self.b.weight, self.a.weight])
@@ -246,7 +246,7 @@ class _SavesWeight(torch.autograd.Function):
 
 
 class _KeepsView(torch.autograd.Function):
-    """Saves a view of the weight that is no parameter."""
+    """Saves a view of the weight. The view is not a parameter."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -268,7 +268,7 @@ class CustomFunction(Net):
 
 
 class Detached(Net):
-    """A weight and its detached self in one graph."""
+    """Uses a weight and the same weight detached in one graph."""
 
     def body(self, x):
         x = super().body(x)
@@ -298,7 +298,7 @@ class CheckpointedReentrant(Checkpointed):
 
 
 class CheckpointedAll(Net):
-    """Around everything, the last layer too."""
+    """Checkpoints the whole forward, with the last layer."""
 
     use_reentrant = False
 
@@ -349,10 +349,10 @@ class OnCpu(Net):
 
 
 class Packed(Net):
-    """Somebody's own saved-tensor hooks, in the middle of the forward."""
+    """The user's own saved-tensor hooks are active in the middle of the forward."""
 
     def body(self, x):
-        # The hook must keep a detached tensor: if autograd saves a weight unchanged, it gets the parameter itself.
+        # The hook must keep a detached tensor: autograd hands over the parameter itself for a weight that it saves.
         with torch.autograd.graph.saved_tensors_hooks(lambda t: (t.detach(), 1), lambda p: p[0]):
             x = super().body(x) @ self.b.weight
         return super().body(x)
@@ -367,14 +367,14 @@ class CompiledBlock(Net):
 
 
 class PlainDict(Net):
-    """A module whose attributes are looked up past ``__getattr__``."""
+    """Looks up a weight in a module's ``__dict__``, past ``__getattr__``."""
 
     def body(self, x):
         return super().body(F.linear(x, self.b.__dict__["_parameters"]["weight"]))
 
 
 class Direct(nn.Module):
-    """Parameters of the root itself, a 0-dim one among them."""
+    """The root itself has parameters. One of them is 0-dim."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -386,7 +386,7 @@ class Direct(nn.Module):
         return F.linear(x, self.w) * self.gain + self.inner(x) * self.gain
 
 
-# ---- what a micro-batch does ------------------------------------------------------------------------------------------
+# ---- micro-batches ------------------------------------------------------------------------------------------
 
 
 def penalty(run: Plain) -> None:
@@ -437,7 +437,7 @@ def with_eval(run: Plain) -> None:
 
 
 def eval_between(run: Plain) -> None:
-    """Between forward and backward."""
+    """Evaluates between forward and backward."""
     loss = run.loss(run.model(run.x))
     with torch.no_grad():
         run.losses.append(run.loss(run.model(run.x * 2)).item())
@@ -459,13 +459,13 @@ def zero_grad_between(run: Plain) -> None:
 
 
 def dropped_forward(run: Plain) -> None:
-    """A forward with gradients whose graph is thrown away."""
+    """Drops the graph of a forward with gradients."""
     run.losses.append(run.loss(run.model(run.x)).item())
     once(run)
 
 
 def direct_call(run: Plain) -> None:
-    """A submodule called outside of the root's forward, with gradients and without."""
+    """Calls a submodule outside of the root's forward, with gradients and without."""
     run.losses.append(float(run.module.a(run.x).square().mean().detach()))
     with torch.no_grad():
         run.losses.append(float(run.module.b(run.x).mean()))
@@ -473,7 +473,7 @@ def direct_call(run: Plain) -> None:
 
 
 def direct_graph(run: Plain) -> None:
-    """... and its graph goes into the loss."""
+    """Calls a submodule outside of the root's forward, and uses the result in the loss."""
     run.backward(run.loss(run.model(torch.tanh(run.module.a(run.x)))))
 
 
@@ -488,7 +488,7 @@ def late_module(run: Plain) -> None:
 
 
 def late_head(run: Plain) -> None:
-    """A new root-level container around an old submodule."""
+    """Adds a new container around an old submodule to the root in mid-run."""
     if run.step == 1 and "head" not in run.module._modules:
         run.module.head = nn.Sequential(run.module.c, nn.Tanh())
         run.module.forward = lambda x: run.module.head(run.module.body(x))
@@ -502,12 +502,12 @@ def user_backward(run: Plain) -> None:
 
 
 def partial_graph(run: Plain) -> None:
-    """A backward that ends at the middle of the model."""
+    """Runs a backward that ends in the middle of the model."""
     run.backward(run.module.c.weight.new_zeros(()) + run.model(run.x).mean() * 0 + run.loss(run.model(run.x)))
 
 
 def gradients_of_inputs(run: Plain) -> None:
-    """``autograd.grad`` to an input alone, no penalty, before the training step."""
+    """Calls ``autograd.grad`` to an input alone before the training step. The result is not part of the loss."""
     x = run.x.clone().requires_grad_()
     (g,) = torch.autograd.grad(run.model(x).sum(), x)
     run.losses.append(g.square().sum().item())
@@ -573,7 +573,7 @@ def named(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def check(what: str, got: torch.Tensor | None, want: torch.Tensor | None) -> None:
-    if want is None:  # no gradient: the engine may say so, or give zeros
+    if want is None:  # plain torch has no gradient: the engine may have None or zeros
         assert got is None or not got.abs().max(), f"{what}: got {got}, want none"
         return
     assert got is not None, f"{what}: got none, want {want}"
@@ -584,7 +584,7 @@ def check(what: str, got: torch.Tensor | None, want: torch.Tensor | None) -> Non
 
 
 def check_rest(engine: Any) -> None:
-    """Between steps nothing gathered is alive, and every parameter says that it is released."""
+    """Between steps no gathered weights are alive, and every parameter has the status of a released one."""
     fetcher = engine._fetcher
     assert fetcher.live_elems == 0 and not fetcher.places, (fetcher.live_elems, fetcher.places)
     for group in fetcher.groups:
@@ -596,7 +596,7 @@ def check_rest(engine: Any) -> None:
 
 
 def compare(rank: int, world: int, kind: type[nn.Module], micro: Micro, limits: str, note: str = "") -> None:
-    """Runs a scenario on this rank's engine and, by itself, in plain torch over all ranks' data."""
+    """Runs a scenario on the engine of this rank, and in plain torch over the data of all ranks."""
     plain_module = make(kind)
     plain = Plain(plain_module, world)
     optimizer = AdamW(plain_module.parameters())
@@ -637,11 +637,11 @@ def test_scenario(run_ranks, name: str, world: int) -> None:
     run_ranks(world, scenario_body, name)  # the first run imports the optimizer's modules
 
 
-# ---- what does not fit a scenario -------------------------------------------------------------------------------------
+# ---- tests that do not fit a scenario --------------------------------------------------------------------------------
 
 
 def train_and_compare(rank: int, world: int, engine: Any, plain: nn.Module, optimizer: AdamW, step: int) -> None:
-    """One ordinary step on both, and the weights after it."""
+    """Runs one ordinary step on the engine and in plain torch, and compares the weights."""
     x, y = data_of(step, rank)
     engine.backward((engine(x) - y).square().mean())
     engine.step()
@@ -670,7 +670,7 @@ class Raises(Net):
         if self.where == "after":
             raise ValueError("boom")
         if self.where == "within":
-            x = self.b(x[:, :5])  # a shape error in the layer's own forward
+            x = self.b(x[:, :5])  # raises a shape error in the forward of the layer
         x = torch.tanh(self.b(x))
         if self.where == "backward":
             x.register_hook(_raise)
@@ -728,7 +728,7 @@ def test_a_saved_activation_that_is_overwritten_raises(run_ranks) -> None:
 
 
 def func_grad_body(rank: int, world: int) -> None:
-    """torch refuses its gradient transforms where hooks for saved tensors are set; the engine is fit to go on."""
+    """torch refuses its gradient transforms while saved-tensor hooks are set. The engine works on after the error."""
     engine, plain, optimizer = pair(Net, "eager")
     with engine:
         body = engine.module.body
@@ -765,7 +765,7 @@ def two_engines_body(rank: int, world: int) -> None:
                 train_and_compare(rank, world, one, plain_one, optimizer_one, step)
                 train_and_compare(rank, world, two, plain_two, optimizer_two, step)
                 check_rest(one)
-            # Interleaved: both forwards, then both backwards.
+            # Two micro-batches are interleaved: both forwards come first, then both backwards.
             x, y = data_of(50, rank)
             losses = [(engine(x) - y).square().mean() for engine in (one, two)]
             for engine, loss in zip((one, two), losses):
@@ -801,8 +801,8 @@ def eval_only_body(rank: int, world: int) -> None:
             engine(got).square().sum().backward()
             plain(want).square().sum().backward()
             check("gradient of the input", got.grad, want.grad)
-            # No one tells the engine when such a backward has ended: its last gathered group stays until the next use,
-            # and no other.
+            # The engine does not learn when such a backward ends, so the last gathered unit stays until the next use.
+            # No other unit stays.
             fetcher = engine._fetcher
             assert sum(group.buffer is not None for group in fetcher.groups) <= 1
             with torch.no_grad():
@@ -827,7 +827,7 @@ def test_a_compiled_engine(run_ranks) -> None:
 
 
 def released_body(rank: int, world: int) -> None:
-    """Outside of passes a released parameter says what to do."""
+    """Outside of passes a released parameter raises an error that names GatheredParameters."""
     with make_engine(make(Net)) as engine:
         with pytest.raises(StateError, match="GatheredParameters"):
             _ = engine.module.a.weight.data

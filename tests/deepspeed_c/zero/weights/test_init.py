@@ -1,5 +1,5 @@
-"""zero.Init: a rank's part of each parameter, the process restored afterwards, and training as with a plainly built
-model."""
+"""zero.Init: each rank gets its part of each parameter, the process is restored afterwards, and the model trains as if
+it had been built without zero.Init."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ WORLDS = [1, 2, 3]
 
 
 class Odd(nn.Module):
-    """Sizes that do not divide, no elements, no dimension, a buffer, a tied weight and a plain attribute on a parameter."""
+    """Has sizes that nothing divides, a parameter without elements, a 0-dim parameter, a buffer, a tied weight, and a
+    parameter with a plain attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +59,8 @@ def whole(param: torch.Tensor) -> torch.Tensor:
 
 
 def raises(kind: type[BaseException], *words: str):
-    """A ``pytest.raises`` for bodies of ranks, which run without pytest: the message must contain all ``words``."""
+    """Like ``pytest.raises``, for rank processes, which do not import pytest. The message must contain all
+    ``words``."""
 
     @contextlib.contextmanager
     def context():
@@ -79,7 +81,7 @@ def raises(kind: type[BaseException], *words: str):
 
 def shards_body(rank: int, world: int) -> list[tuple]:
     want = dict(plain_odd().named_parameters())
-    torch.manual_seed(100 * rank)  # rank 0: as above
+    torch.manual_seed(100 * rank)  # rank 0 has the seed of plain_odd()
     with deepspeed_c.zero.Init():
         model = Odd()
     assert model.tied.weight is model.lin.weight
@@ -164,7 +166,7 @@ def dtype_body(rank: int, world: int) -> None:
         assert model[0].weight.dtype is model[0].weight.ds_tensor.dtype is dtype, (kwargs, model[0].weight.dtype)
         assert model[1].running_mean.dtype is dtype and model[1].num_batches_tracked.dtype is torch.int64, kwargs
         assert made.dtype is dtype and index.dtype is torch.int64, kwargs
-        # As DeepSpeed: where a dtype is asked for, all floating-point tensors that are made within are of it.
+        # As in DeepSpeed, a requested dtype applies to all floating-point tensors that are made within.
         assert named.dtype is (dtype if kwargs.keys() - {"config_dict_or_path"} or dtype is bf16 else torch.float64)
         assert whole(model[0].weight).dtype is dtype
 
@@ -176,7 +178,7 @@ def overrides_body(rank: int, world: int) -> None:
             made = torch.ones(2)
             layer = nn.Linear(3, 5)
         assert made.dtype is (want or torch.float32), given
-        # Parameters take the dtype in any case, since they are sharded in it.
+        # Parameters always get the dtype, because they are sharded in it.
         assert layer.weight.ds_tensor.dtype is torch.float16, (given, layer.weight.ds_tensor.dtype)
         assert init.get_partition_rank() == rank and init.num_partitions == world
         for group in (init.get_dp_process_group(), init.get_partition_dp_group(layer.weight)):
@@ -203,7 +205,7 @@ def context_body(rank: int, world: int) -> None:
     assert meta.weight.is_meta and not hasattr(meta.weight, "ds_id")
     pp.shutdown_init_context()
     pp.restore_init_context()
-    pp.restore_init_context()  # one too many does nothing
+    pp.restore_init_context()  # a restore too many does nothing
     assert not hasattr(nn.Linear(3, 5).weight, "ds_id")
     first, second = deepspeed_c.zero.Init(), deepspeed_c.zero.Init()
     first.__enter__()
@@ -259,7 +261,7 @@ class NoReset(nn.Module):
 
 
 class HfLike(nn.Module):
-    """Initialises all of its modules by one method, as Hugging Face models do."""
+    """Initialises all of its modules in one method, as Hugging Face models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,10 +283,10 @@ def module_given_body(rank: int, world: int) -> None:
         assert param is params[name] and torch.equal(whole(param), want[name].bfloat16()), name
     assert model.tied.weight is model.lin.weight and model.frozen._is_hf_initialized
     assert model.table.dtype is torch.float32
-    deepspeed_c.zero.Init(module=model)  # a second time: sharded parameters stay as they are
+    deepspeed_c.zero.Init(module=model)  # a second call leaves sharded parameters as they are
     assert model.one.ds_tensor.dtype is torch.bfloat16
 
-    # On the meta device: reset_parameters of each module, with rank 0's numbers.
+    # For modules on the meta device, reset_parameters of each module runs with rank 0's random numbers.
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(13, 7), nn.BatchNorm1d(7), nn.Linear(7, 13))
         model[2].weight.requires_grad_(False)
@@ -319,7 +321,7 @@ def test_module_given(world: int) -> None:
 
 
 class Halved(nn.Linear):
-    """Edits its own weights after the constructor of its base is done."""
+    """Edits its weights after the constructor of its base class."""
 
     def __init__(self) -> None:
         super().__init__(5, 3)
@@ -330,7 +332,7 @@ class Halved(nn.Linear):
 
 
 class Editor(nn.Module):
-    """Edits its children's weights, which are sharded by then, in all the ways that models in the wild do."""
+    """Edits the weights of its children, which are already sharded, in the ways that published models use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -340,7 +342,7 @@ class Editor(nn.Module):
         nn.init.kaiming_uniform_(self.a.weight)
         nn.init.zeros_(self.a.bias)
         nn.init.orthogonal_(self.b.weight)
-        weight, bias = self.c.weight.data, self.c.bias.data  # two at once, and other parameters in between
+        weight, bias = self.c.weight.data, self.c.bias.data  # two are held while others are edited
         self.d.weight.data.normal_(0, 0.02)
         weight.fill_(2.0)
         with torch.no_grad():
@@ -361,7 +363,7 @@ def editor_body(rank: int, world: int) -> None:
     with deepspeed_c.zero.Init() as context:
         model = Editor()
         whole_now = [n for n, p in model.named_parameters() if p.ds_status is ZeroParamStatus.AVAILABLE]
-        # A collective's worker thread may still have held the last one's data at that time.
+        # A worker thread of a collective may still hold the data of the last parameter here.
         assert len(whole_now) <= 1, f"{whole_now} stay whole although nobody holds their data"
         held = model.a.weight.data
         held.add_(float(rank + 1))
@@ -382,7 +384,7 @@ def test_constructors_may_edit_what_is_sharded_already(world: int) -> None:
     run_ranks(world, editor_body)
 
 
-# -- the process is as before -----------------------------------------------------------------------------------------------
+# -- zero.Init restores the process ------------------------------------------------------------------------------------
 
 
 def _world_of_names() -> dict[str, object]:
@@ -404,7 +406,7 @@ def unpatch_body(rank: int, world: int) -> None:
     assert pp._orig_torch_arange is torch.arange
 
     class Early(nn.Linear):
-        pass  # inherits __init__, and must not get its own
+        pass  # inherits __init__, and must not get an __init__ of its own
 
     with deepspeed_c.zero.Init(dtype=torch.bfloat16):
         assert torch.arange is not pp._orig_torch_arange
@@ -441,7 +443,7 @@ def unpatch_body(rank: int, world: int) -> None:
     different = [name for name in before if after[name] is not before[name]]
     assert not different, f"changed for good: {different}"
     assert not hasattr(nn.Linear(3, 5).weight, "ds_id") and torch.ones(1).dtype is torch.float32
-    # Something else of the user's stands in torch's place: it is put back.
+    # The user has replaced torch.empty: zero.Init puts the user's function back.
     original, theirs = torch.empty, lambda *args, **kwargs: pp._orig_torch_empty(*args, **kwargs)
     torch.empty = theirs
     try:
@@ -453,7 +455,7 @@ def unpatch_body(rank: int, world: int) -> None:
 
 
 def arange_body(rank: int, world: int) -> None:
-    """Swap DeepSpeed's tensor constructor wrapper as transformers' prevent_arange_dtype_change does."""
+    """Replace DeepSpeed's wrapper of tensor constructors, as prevent_arange_dtype_change of transformers does."""
     seen = []
     original = pp.zero_wrapper_for_fp_tensor_constructor
 
@@ -536,10 +538,10 @@ def released_body(rank: int, world: int) -> None:
     param = model[0].weight
     expected = whole(param)
     _check_refusals(model, param, "Linear.weight")
-    # A copy is collective, and whole: peft copies modules that are to be trained beside the original.
+    # A deep copy is collective and whole: peft copies modules to train them beside the original.
     twin = copy.deepcopy(model)
     assert type(twin[0].weight) is nn.Parameter and torch.equal(twin[0].weight, expected)
-    # Questions that need no data still work.
+    # Methods that need no data still work.
     assert param.shape == param.size() == (5, 3) and param.numel() == param.nelement() == 15 and len(param.size()) == 2
     assert (
         param.dim() == param.ndim == param.ndimension() == 2
@@ -673,7 +675,8 @@ def _start(rank: int | None, world: int, port: int) -> subprocess.Popen:
 
 
 def test_starts_torch_distributed_itself() -> None:
-    """With the environment of two ranks, and with none at all: one process, and a warning that nothing is saved."""
+    """Runs with the environment of two ranks, and without any. The latter is one process, with a warning that sharding
+    saves nothing."""
     port = free_port()
     started = [_start(None, 1, free_port()), *(_start(rank, 2, port) for rank in range(2))]
     outputs = []

@@ -1,5 +1,5 @@
-"""Weights that the ranks hold together (``comm.zero_copy_gather``): the same bits as with gathers, nothing sent for them,
-and everything that writes weights from outside seen by all ranks."""
+"""Weights in joint memory of the ranks (``comm.zero_copy_gather``): they have the same bits as with gathers, no rank
+sends them, and all ranks see every write from outside."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def check_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], labe
         assert torch.equal(got[name], value), f"{label}, {name}: {got[name]} is not {value}"
 
 
-# -- the same bits --------------------------------------------------------------------------------------------------------
+# -- the same bits as with gathers -------------------------------------------------------------------------------------
 
 
 def oracle_body(rank, world, trait, dtype, cells, extra):
     return [engine_runs(rank, world, trait, dtype, cells, {**extra, **comm}) for comm in (OFF, ON)]
 
 
-# Each trait once, with every precision, number of ranks and arrangement of gather units in turn.
+# Each trait runs once. Precisions, numbers of ranks and arrangements of gather units take turns.
 CELLS = [
     (trait, ("fp32", "bf16", "fp16")[i % 3], (2, 3)[i // 2 % 2], list(FINE)[i % len(FINE)], (1, 3)[i % 2])
     for i, trait in enumerate(TRAITS)
@@ -140,7 +140,7 @@ def nothing_is_sent_body(rank, world):
     assert engine._fetcher.stats.n_fences == after["n_fences"] + 1
     safe_set_full_fp32_param(model.out.bias, torch.ones(5))
     assert engine._fetcher.stats.n_fences == after["n_fences"] + 3
-    # One copy on the host: all ranks' views show the slices themselves.
+    # The host has one copy: the views of all ranks show the slices themselves.
     group = engine._fetcher.groups[0]
     with GatheredParameters(model.parameters()):
         lent = engine._fetcher.pool.n_bytes
@@ -155,11 +155,11 @@ def test_no_gather_is_sent_and_two_fences_are(run_ranks):
 
 
 def own_write_body(rank, world):
-    """A program's direct write to a weight stays on its rank, and is lost when weights are next updated."""
+    """A direct write of a program to a weight stays on its rank, and the next update of weights overwrites it."""
     model, engine = make()
     weight = model.out.weight
     want = whole(model)
-    with GatheredParameters(model.parameters()):  # held over the forwards below
+    with GatheredParameters(model.parameters()):  # the context spans the forwards below
         if rank == 0:
             weight.data.fill_(7.0)
         engine._comm.barrier()
@@ -173,7 +173,7 @@ def own_write_body(rank, world):
                 memory.forget()
             assert torch.equal(weight, want["out.weight"]), "the write has reached the memory"
     model2, other = make(on=OFF)
-    # Written between backward and step: an ordinary gather forgets it at its release, and no rank's masters know.
+    # Write between backward and step. An ordinary gather drops the write at its release, and masters do not change.
     x, y = batch(0, 0, rank, 0)
     for one, net in ((engine, model), (other, model2)):
         loss = one(x, y)
@@ -194,7 +194,7 @@ def test_a_write_of_ones_own_is_nobody_elses(run_ranks):
 
 
 def edits_body(rank, world, dtype):
-    """Everything that writes weights from outside, each followed by training: as with gathers."""
+    """Every way to write weights from outside, each followed by training, gives the same result as with gathers."""
 
     def run(on):
         model, engine = make(dtype, on=on)
@@ -255,7 +255,7 @@ def checkpoint_body(rank, world, folder):
         check_same(whole(model), want, f"loaded with {on}")
         assert train(engine, rank, 2, 2) == losses
         engine.close()
-    # Under zero.Init, and whole state dicts.
+    # Models built under zero.Init, and whole state dicts, work too.
     torch.manual_seed(7)
     with deepspeed_c.zero.Init():
         model = Net()
@@ -291,7 +291,7 @@ def test_groups_of_ranks_each_hold_theirs(run_ranks):
 
 
 def fork_body(rank, world):
-    """A forked child reads current weights; its writes stay private."""
+    """A forked child reads the current weights. Its writes stay private."""
     model, engine = make()
     with GatheredParameters(model.parameters()):
         want = model.out.weight.detach().clone()
@@ -312,7 +312,7 @@ def test_a_forked_child_reads_and_keeps_its_writes_to_itself(run_ranks):
 
 
 def mapped() -> int:
-    """Mappings of joint memory and segments in this process."""
+    """The number of mappings of joint memory and of segments in this process."""
     return len(re.findall(r"memfd:deepspeed_c", Path("/proc/self/maps").read_text()))
 
 
@@ -338,7 +338,7 @@ def test_the_memory_goes_with_who_holds_it(run_ranks):
     run_ranks(2, ends_body)
 
 
-# -- where it cannot be ---------------------------------------------------------------------------------------------------
+# -- without joint memory ----------------------------------------------------------------------------------------------
 
 
 def without_body(rank, world, extra, stage, why):
@@ -377,7 +377,7 @@ def test_where_it_cannot_be_gathers_are_as_ever(extra, stage, why, tmp_path):
 
 
 def no_room_body(rank, world):
-    """One rank has no room for its slices: gathers on all ranks, and one line that says why."""
+    """One rank has no room for its slices: all ranks gather, and one line of the log says why."""
     real, said = _C.ShmJoint, []
 
     class Full:
@@ -408,7 +408,7 @@ def test_no_room_on_one_rank(run_ranks):
 
 
 def hang_body(rank, world):
-    """A rank that does not come to the fence is named."""
+    """The error names a rank that does not come to the fence."""
     _, engine = make()
     train(engine, rank, 1)
     if rank == 1:

@@ -1,4 +1,5 @@
-"""Parametrizations of torch (weight norm, spectral norm, orthogonal matrices) on sharded parameters: they are registered, and trained as one plain process trains them."""
+"""Parametrizations of torch (weight norm, spectral norm, orthogonal matrices) on sharded parameters. They can be
+registered, and they train as in one plain process."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def trained(rank: int, world: int, way: str, norm: str) -> dict[str, float]:
     net = made(way, norm, want)
     engine = deepspeed_c.initialize(model=net, model_parameters=net.parameters(), config=config_of(3))[0]
     for step in range(STEPS):
-        # Power iterations move once a forward, on each rank in its own process.
+        # Each rank makes one power iteration a forward, from the same buffers. So plain torch starts each rank's
+        # forward from ``before``.
         before = {name: buffer.clone() for name, buffer in want.named_buffers()}
         for r in range(world):
             for name, buffer in want.named_buffers():

@@ -1,4 +1,5 @@
-"""zero/weights: forwards of several micro-batches in flight before their backwards, in any order: results, plans and collectives."""
+"""zero/weights: several micro-batches run forward before their backwards, in any order. Results, plans and collectives
+are checked."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ import deepspeed_c
 from deepspeed_c.zero import GatheredParameters
 from deepspeed_c.zero.weights.hooks import ModuleHooks
 
-WIDTH, LAYERS, CHUNKS = 13, 3, 2  # layers of a chunk
-# One step to learn in.
+WIDTH, LAYERS, CHUNKS = 13, 3, 2  # LAYERS: of each chunk
+# Plans are learnt in the first step.
 LEARN, STEPS = 1, 3
 LR = 0.05
 
-# The operations of a step. f1: the forward of micro-batch 1; b1: its backward; n1: a forward under no_grad; d1: its
-# graph is dropped; b1+2: one backward from the sum of two losses; u1: loss.backward() of the caller's own; g1:
-# autograd.grad of the loss by its input. f1.0: the forward of chunk 0 alone, from the detached output of the chunk
-# before it. The operations after | are for all ranks but the first.
+# The operations of a step. f1: forward of micro-batch 1. b1: backward of micro-batch 1. n1: forward under no_grad.
+# d1: drop of the graph. b1+2: one backward from the sum of two losses. u1: loss.backward() called by the user. g1:
+# autograd.grad of the loss to the input. f1.0: forward of chunk 0 alone, from the detached output of the chunk before.
+# Operations after | replace those before it on all ranks but the first.
 ORDERS = {
     "one after another": "f1 b1 f2 b2",
     "first in, first out": "f1 f2 b1 b2",
@@ -46,7 +47,7 @@ ORDERS = {
 
 
 class Stack(nn.Module):
-    """Chunks of layers without bias; each layer fills a bucket, and each chunk may be called by itself. ``kind``: how a
+    """Chunks of layers without bias. Each layer fills a bucket, and each chunk can be called alone. ``kind``: how a
     chunk runs its layers."""
 
     def __init__(self, kind: str = "plain") -> None:
@@ -83,11 +84,12 @@ def make_model(kind: str) -> Stack:
 
 def batch(step: int, micro: str, rank: int) -> torch.Tensor:
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1000 * step + 10 * int(micro) + rank))
-    return x.requires_grad_()  # otherwise no backward needs the first layer's weight
+    return x.requires_grad_()  # otherwise no backward would need the weight of the first layer
 
 
 class Run:
-    """Goes through the words of an order on one rank's data. ``call(x)`` and ``chunks`` run the model, ``backward`` goes back from a loss."""
+    """Runs the operations of an order on the data of one rank. ``call(x)`` and ``chunks`` run the model, and
+    ``backward`` runs backward from a loss."""
 
     def __init__(self, call: Any, chunks: Sequence[nn.Module], backward: Any, users_backward: Any) -> None:
         self.call, self.chunks, self.backward, self.users_backward = call, chunks, backward, users_backward
@@ -191,8 +193,8 @@ def expected(world: int, order: str, kind: str) -> tuple[list, list[torch.Tensor
 
 
 def gathers_of(order: str) -> int:
-    """Number of gathers in a step: each forward and each backward gathers each of its layers once. Here the first rank
-    visits every layer that any rank visits."""
+    """The number of gathers in a step: each forward and each backward gathers each of its layers once. In these orders
+    the first rank uses every layer that any rank uses."""
     n = 0
     for word in order.split("|")[0].split():
         if word[0] != "d":
