@@ -1,4 +1,5 @@
-"""Faulty transfers for tests of the I/O engine's users: csrc/aio/fault.c, built for the tests and plugged in as "auto".
+"""Makes I/O transfers fail in tests of code that uses the I/O engine. The backend csrc/aio/fault.c is built for the
+tests and replaces "auto".
 
     from tests.aio_faults import faults
 
@@ -8,8 +9,8 @@
             broken.set()                        # from now on nothing is wrong, for engines that are in use, too
             assert broken.counts()["n_failures"] > 0
 
-A plan has the fields of ``struct dsc_aio_fault_plan`` (csrc/aio/fault.h). It holds for one process: ranks call `faults`
-themselves.
+A plan has the fields of ``struct dsc_aio_fault_plan`` (csrc/aio/fault.h). A plan applies to one process, so each rank
+calls `faults`.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Faults:
         self._before = self._read()
 
     def set(self, **plan: int) -> None:
-        """Replaces the plan, also for engines that are in use; without arguments nothing goes wrong from now on."""
+        """Replaces the plan, also for engines in use. Without arguments no further transfer fails."""
         unknown = plan.keys() - {name for name, _ in _Plan._fields_}
         if unknown:
             raise TypeError(f"no such fields of a plan: {sorted(unknown)}")
@@ -84,8 +85,9 @@ class Faults:
 
 @contextlib.contextmanager
 def faults(*, is_auto: bool = True, **plan: int) -> Iterator[Faults]:
-    """Apply the plan to engines created in the block as "fault", and with ``is_auto`` also as "auto". Skips without a
-    compiler."""
+    """Applies the plan to engines that the block creates as "fault", and with ``is_auto`` also to those created as
+    "auto". Skips the test if there is no compiler.
+    """
     reason = missing_tools()
     if reason is not None:
         pytest.skip(reason)
@@ -101,8 +103,10 @@ def faults(*, is_auto: bool = True, **plan: int) -> Iterator[Faults]:
 
 
 def _plug(backend: int | None, is_auto: bool) -> None:
-    """Call dsc_aio_plug_backend of the extension itself: a build in place exports the cores' C ABI, a wheel does not
-    (setup.py)."""
+    """Calls dsc_aio_plug_backend through the extension's library.
+
+    A build in place exports the C ABI of the cores; a wheel does not (setup.py).
+    """
     plug = ctypes.CDLL(_C.__file__).dsc_aio_plug_backend
     plug.argtypes, plug.restype = (ctypes.c_void_p, ctypes.c_bool), None
     plug(backend, is_auto)

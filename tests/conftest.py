@@ -1,5 +1,6 @@
-"""The fixture for every test: `run_ranks`, which runs a function on several ranks (see ranks.py). And the summary of
-skipped tests at the end of a run."""
+"""The fixture `run_ranks`, which runs a function on several ranks (see ranks.py), and the summary of skipped tests at
+the end of a run.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ if _ROOT not in sys.path:
 
 from tests import ranks, skips
 
-# A shell that starts the tests in the background may ignore SIGINT, and children inherit that: tests that send it would
-# wait for ever.
+# A shell that starts the tests in the background may ignore SIGINT, and children inherit this. Tests that send SIGINT
+# would then wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -34,7 +35,7 @@ def run_ranks() -> Iterator[Callable[..., list[Any]]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_torch_thread() -> None:
-    """Test processes run side by side, as many as there are cores: torch's own threads would be in one another's way."""
+    """As many test processes as cores run at once, so torch's threads would compete with one another."""
     import torch
 
     torch.set_num_threads(1)
@@ -42,7 +43,7 @@ def one_torch_thread() -> None:
 
 @pytest.fixture(autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
-    """A test that leaves one behind fails here, and not a later test on whichever process comes to run both."""
+    """Fails the test that leaves a process group behind. Otherwise a later test in the same process would fail."""
     yield
     import torch.distributed as dist
 
@@ -60,7 +61,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Ranks end with the session, also when a test imported ``run_ranks`` and did not ask for the fixture. A skip that nobody can undo fails it."""
+    """Ends the ranks with the session, also when a test imported ``run_ranks`` instead of using the fixture.
+
+    Fails the session if a skip has no known way to run the test.
+    """
     ranks.stop_ranks()
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and skips.summary(_skip_reasons(reporter))[1] and session.exitstatus == pytest.ExitCode.OK:
@@ -68,8 +72,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """List skipped tests by requirement, with the way to run them. With several test processes, their parent prints the
-    list."""
+    """Lists skipped tests by requirement, with the way to run them.
+
+    With several test processes, the parent process prints the list.
+    """
     lines, _ = skips.summary(_skip_reasons(terminalreporter))
     if lines:
         terminalreporter.section("skipped tests, and how to run them")

@@ -1,14 +1,14 @@
-"""Hosts on this machine: network namespaces with an address and a name each, on one switch.
+"""Simulated hosts on this machine. Each is a network namespace with an address and a name, and all are on one switch.
 
     with Hosts(2, rate="1gbit") as hosts:
         process = hosts[1].start([sys.executable, "train.py"])      # a process of that host
         hosts[0].n_bytes_sent()                                     # bytes it has sent so far
 
-``run_ranks(4, body, hosts=(0, 0, 1, 1))`` has the ranks of a test on them (tests/ranks.py).
+``run_ranks(4, body, hosts=(0, 0, 1, 1))`` runs the ranks of a test on such hosts (tests/ranks.py).
 
-[Note: nothing is left] Namespaces have no names, and the switch is a namespace too. Each lives as long as a process
-that only reads a pipe, whose other end is here. However this process ends, those processes see it and end, and the
-kernel takes back namespaces, links and addresses. The machine's own network is not touched.
+[Note: nothing is left] Namespaces have no names, and the switch is a namespace too. A keeper process holds each
+namespace and only reads a pipe from this process. However this process ends, the pipe closes and the keepers end, and
+the kernel removes the namespaces, links and addresses. The machine's own network is not touched.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DEVICE = "eth0"
 _NEEDED = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 _CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
 _KINDS = (("net", _CLONE_NEWNET), ("uts", _CLONE_NEWUTS))
-# A bucket for a millisecond or two at the requested rate; a queue as in a switch.
+# A token bucket that lasts a millisecond or two at the requested rate, and a queue like a switch's.
 _BURST, _LATENCY = "256kb", "50ms"
 
 
@@ -44,8 +44,8 @@ class Host:
     """A member of ``Hosts``: a network namespace and a host name, and with ``processes`` a process space too."""
 
     def __init__(self, name: str, address: str, *, processes: bool = False) -> None:
-        """address: with the length of its network's prefix. processes: the host's processes see no others, and ``kill``
-        kills all of them.
+        """address: with the prefix length of its network. processes: the host gets a process namespace, in which its
+        processes see no others, and ``kill`` kills all of them.
         """
         self.name, self.address = name, address.partition("/")[0]
         self.processes = processes
@@ -74,12 +74,12 @@ class Host:
             raise
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """``command`` as this host runs it."""
+        """The command line that runs ``command`` on this host."""
         more = ["--pid", "--mount"] if self.processes else []
         return ["nsenter", "--target", str(self.pid), "--net", "--uts", *more, "--", *command]
 
     def start(self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> Any:
-        """A process of this host (``subprocess.Popen``). env: beside the variables of this process."""
+        """Starts a process on this host (``subprocess.Popen``). env: variables added to those of this process."""
         merged = {**os.environ, "GLOO_SOCKET_IFNAME": DEVICE, **(env or {})}
         return subprocess.Popen(self.command(command), env=merged, **options)
 
@@ -91,13 +91,16 @@ class Host:
         return done.stdout
 
     def n_bytes_sent(self) -> int:
-        """That have left this host, headers included, since it was made."""
+        """The bytes that have left this host since it was made, headers included."""
         line = re.search(rf"^\s*{DEVICE}:(.*)$", Path(f"/proc/{self.pid}/net/dev").read_text(), re.MULTILINE)
         assert line is not None, f"host {self.name} has no {DEVICE}"
         return int(line[1].split()[8])
 
     def unplug(self) -> None:
-        """Takes the link down: nothing reaches the host any more, and it does not see why."""
+        """Takes the link of the host down.
+
+        Nothing reaches the host any more, and its connections get no message about this.
+        """
         self.run(["ip", "link", "set", DEVICE, "down"])
 
     def kill(self) -> None:
@@ -108,20 +111,20 @@ class Host:
         self._keeper.wait()
 
     def stop(self) -> None:
-        """Gives its namespaces up: they are gone when no process is in them any more."""
+        """Releases the namespaces. The kernel removes them when no process is left in them."""
         if self._keeper.poll() is None:
             self._keeper.kill()
         self._keeper.communicate()
 
 
 class Hosts:
-    """``n`` hosts, by number. A context manager, which ends with them."""
+    """A sequence of ``n`` hosts, and a context manager that removes them at its end."""
 
     def __init__(self, n: int, *, rate: str = "", processes: bool = False, network: int = 77) -> None:
         """rate: a host's sending rate in tc's notation (``1gbit``); "" for no limit. network: the second number of the
         addresses, 10.network.0.1 and so on.
 
-        Raises ``OSError`` where they cannot be made.
+        Raises ``OSError`` if hosts cannot be made here.
         """
         self._members: list[Host] = []
         self._switch: Host | None = None
@@ -146,7 +149,7 @@ class Hosts:
             raise
 
     def place(self, rank: int, numbers: Sequence[int]) -> Place:
-        """Of ``rank``. numbers: the host of each rank."""
+        """The place of ``rank``. numbers: the number of each rank's host."""
         mine = numbers[rank]
         environment = {
             "LOCAL_RANK": str(numbers[:rank].count(mine)),
@@ -163,7 +166,7 @@ class Hosts:
         return len(self._members)
 
     def stop(self) -> None:
-        """Gives all of them up. May be called twice."""
+        """Releases all hosts. May be called twice."""
         for host in self._members:
             host.stop()
         if self._switch is not None:
@@ -181,7 +184,7 @@ class Place(NamedTuple):
     """Where one rank runs."""
 
     pid: int
-    """A process of its host."""
+    """The id of a process on the host."""
     environment: dict[str, str]
 
     def enter(self) -> None:

@@ -6,7 +6,7 @@ import socket
 
 
 def answers(address: str, port: int) -> bool:
-    """Whether somebody accepts connections there."""
+    """Whether a program accepts connections at the address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as probe:
         probe.settimeout(5)
@@ -14,7 +14,7 @@ def answers(address: str, port: int) -> bool:
 
 
 def own_address() -> str | None:
-    """An address of this host that is not the loopback, as far as there is one. Nothing is sent."""
+    """An address of this host other than the loopback, or None if there is none. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("203.0.113.1", 9))

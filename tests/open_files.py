@@ -9,7 +9,9 @@ __all__ = ["open_files"]
 
 
 def open_files() -> list[str]:
-    """Descriptors of this process, sorted. Files kept only by uncollected garbage, of this test or an earlier one, are
-    closed first."""
+    """The open files of this process, sorted.
+
+    Files that only uncollected garbage holds, from this test or an earlier one, are closed first.
+    """
     gc.collect()
     return sorted(os.listdir("/proc/self/fd"))

@@ -11,10 +11,11 @@
         assert run_ranks(2, body, 10) == [[10.0] * 3] * 2
 
 [Note: zygote] Importing torch and the engine costs seconds, so one process per test session, the zygote, imports them
-once and forks the ranks of every group from there (it never runs an operator, hence owns no threads that a fork would lose).
-A group of ranks then costs milliseconds, and killing one after a failure is cheap. The zygote is the parent of all
-ranks: when its connection to the test session closes, for any reason, it kills every process group that it made.
-``preload`` names other packages that take seconds to import: such groups come from a zygote of their own.
+once and forks the ranks of every group. (The zygote never runs an operator, so it has no threads that a fork would
+lose.) A group of ranks then costs milliseconds, and killing one after a failure is cheap. The zygote is the parent of
+all ranks: when its connection to the test session closes, for any reason, it kills every process group that it made.
+``preload`` names a module with further imports that take seconds. Groups with the same ``preload`` are forked from a
+separate zygote.
 """
 
 from __future__ import annotations
@@ -44,20 +45,21 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # the zygote, which is started by the path of this file
+if __name__ == "__main__":  # in the zygote, which runs this file by its path
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from tests.hosts import Hosts
 
 __all__ = ["Outcome", "RanksFailed", "run_ranks", "stop_ranks"]
 
-# Limits end only hanging ranks: several test sessions may share two cores. No wait is longer than needed.
+# These limits only end ranks that hang, so they are long: several test sessions may share two cores. Other waits end as
+# soon as possible.
 START_TIMEOUT_SECONDS = 240.0  # importing torch on a cold, busy machine
 BODY_TIMEOUT_SECONDS = 240.0
 GRACE_SECONDS = 20.0  # time for the other ranks to finish after a failure
 STACK_DUMP_SECONDS = 10.0  # time for a rank to write its stacks before it is killed
-STORE_TIMEOUT_SECONDS = 900  # longer than any test: the group's end is decided by run_ranks
-LOOK_SECONDS = 0.5  # between looks at silent ranks: a rank stopped by a signal stays silent
+STORE_TIMEOUT_SECONDS = 900  # longer than any test, because run_ranks decides when a group ends
+LOOK_SECONDS = 0.5  # between checks of silent ranks: a rank stopped by a signal stays silent
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +102,12 @@ def run_ranks(
 
     ``fn`` is a top-level function; ``args`` and results are pickled. Every body starts from seed 0, one thread, the
     default dtype, the environment and working directory that the group was started with, and with ``torch.distributed``
-    initialised. ``fresh=True`` gives the call a group of its own, which ends with it: for bodies that kill ranks or
-    change global state. ``timeout`` (seconds) covers the whole call; when it is over, ranks that are still busy dump
-    their stacks and are killed. After one rank has failed, the others get ``grace`` seconds, unless all that are left
-    are stopped by a signal. ``preload`` names a module that was imported before the ranks were forked. ``hosts`` has the
-    host of each rank by number, where they are to run on several (tests/hosts.py; ``why_no_hosts`` says whether they
-    can). Raises ``RanksFailed``; the next call finds a new group.
+    initialised. ``fresh=True`` gives the call a new group, which ends with the call; it is for bodies that kill ranks
+    or change global state. ``timeout`` (seconds) covers the whole call; after it, ranks that are still busy dump their
+    stacks and are killed. After one rank has failed, the others get ``grace`` seconds, unless all remaining ranks are
+    stopped by a signal. ``preload`` names a module that was imported before the ranks were forked. ``hosts`` gives the
+    number of each rank's host, for ranks on several hosts (tests/hosts.py; ``why_no_hosts`` says whether hosts can be
+    made). Raises ``RanksFailed`` if a rank fails; the next call then starts a new group.
     """
     if "<" in fn.__qualname__ or "." in fn.__qualname__:
         raise TypeError(f"{fn.__qualname__} is not a top-level function, so a rank cannot import it")
@@ -148,8 +150,8 @@ class _Zygote:
     def __init__(self, preload: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         env = dict(os.environ)
-        # Ranks share the machine with each other and with other test sessions; and a BLAS that starts threads
-        # when it is imported would make the zygote unsafe to fork.
+        # Ranks share the machine with each other and with other test sessions. A BLAS that starts threads when it is
+        # imported would also make the zygote unsafe to fork.
         env.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
         env["GLOO_SOCKET_IFNAME"] = "lo"
         env["PYTHONUNBUFFERED"] = "1"
@@ -159,7 +161,7 @@ class _Zygote:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=env,
-                start_new_session=True,  # so that ^C reaches the test session alone, which then stops the ranks
+                start_new_session=True,  # so that ^C reaches only the test session, which then stops the ranks
             )
         self._socket = ours
         ours.settimeout(START_TIMEOUT_SECONDS)
@@ -169,7 +171,10 @@ class _Zygote:
         return self._process.poll() is None
 
     def fork(self, fd: int) -> int:
-        """Makes a rank that talks over ``fd``; returns its process id, which is its process group too."""
+        """Forks a rank that communicates over ``fd``.
+
+        Returns the rank's process id, which is also the id of its process group.
+        """
         return self._ask(("fork",), [fd])
 
     def reap(self, pid: int) -> int:
@@ -196,7 +201,7 @@ class _Zygote:
 
 
 class _Group:
-    """``world`` ranks with one process group; usable until a rank fails."""
+    """``world`` ranks with one process group. The group is usable until a rank fails."""
 
     def __init__(self, world: int, preload: str, hosts: tuple[int, ...]) -> None:
         if preload in _zygotes and not _zygotes[preload].is_alive:
@@ -225,7 +230,7 @@ class _Group:
         except BaseException:
             self.stop()
             raise
-        self._start_seconds = START_TIMEOUT_SECONDS  # added to the first call's timeout: ranks still meet each other
+        self._start_seconds = START_TIMEOUT_SECONDS  # added to the first call's timeout, in which the ranks connect
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, grace: float) -> list[Any]:
         file = inspect.getsourcefile(fn)
@@ -244,7 +249,7 @@ class _Group:
         while pending := [rank for rank in range(self.world) if outcomes[rank] is None]:
             left = deadline - time.monotonic()
             has_failed = any(outcome is not None and outcome.kind != "returned" for outcome in outcomes)
-            # Checked before the wait, so that messages sent in the meantime are still received.
+            # Checked before the wait, so that messages sent between the check and the wait are still received.
             is_stopped = has_failed and all(_is_stopped(self._pids[rank]) for rank in pending)
             ready = wait([self._connections[rank] for rank in pending], min(max(left, 0), LOOK_SECONDS))
             if not ready and left > LOOK_SECONDS and not is_stopped:
@@ -293,7 +298,7 @@ class _Group:
     def _died(self, rank: int) -> Outcome:
         code = self._zygote.reap(self._pids[rank])
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        stacks = self._stacks(rank)  # faulthandler writes there on SIGSEGV and the like
+        stacks = self._stacks(rank)  # faulthandler writes to this file on SIGSEGV and similar signals
         return Outcome(rank, "died", text=f"{how}\n{stacks}")
 
     def _hung(self, ranks: list[int], limit: str) -> list[Outcome]:
@@ -302,7 +307,7 @@ class _Group:
                 os.kill(self._pids[rank], signal.SIGUSR1)
         end = time.monotonic() + STACK_DUMP_SECONDS
         stacks, before = {rank: self._stacks(rank) for rank in ranks}, None
-        # Until each rank has finished writing; stopped ranks write nothing.
+        # Waits until each rank has finished writing. Ranks stopped by a signal write nothing.
         while time.monotonic() < end and (
             stacks != before or not all(stacks[rank].rstrip() or _is_stopped(self._pids[rank]) for rank in ranks)
         ):
@@ -335,30 +340,30 @@ class _Group:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped the process. Where there is no /proc nobody knows, and it counts as busy."""
+    """Whether a signal has stopped the process. Without /proc this is unknown, and the process counts as busy."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:
         return False
 
 
-_groups: dict[tuple[int, str, tuple[int, ...]], _Group] = {}  # by number of ranks, preloaded module, and hosts
+_groups: dict[tuple[int, str, tuple[int, ...]], _Group] = {}  # by number of ranks, preloaded module and hosts
 _zygotes: dict[str, _Zygote] = {}  # by preloaded module
 atexit.register(stop_ranks)
 
 
-# Below the ports that Linux assigns to connecting sockets: those may be taken between the check and the use.
+# These lie below the ports that Linux assigns to connecting sockets, which may be taken between the check and the use.
 FIRST_PORT, LAST_PORT = 10000, 29000
 _ports = itertools.count(random.SystemRandom().randrange(LAST_PORT - FIRST_PORT))
 _claims: dict[int, socket.socket] = {}  # by port
 
 
 def free_port() -> int:
-    """A port that nobody uses, and that no other test session of this host is given before this process ends.
+    """A port that is unused, and that no other test session on this host gets before this process ends.
 
-    For bodies that initialise by environment, and programs; a group of ranks itself meets through a file and needs none.
-    The port is bound by a rank, some time after the choice. Until then an abstract socket named after it tells the other
-    sessions and the other workers of this session that it is taken.
+    Bodies that initialise from the environment need a port, and so do programs. (A group of ranks connects through a
+    file and needs no port.) A rank binds the port some time after this choice. Until then an abstract socket named
+    after the port tells other sessions and other workers of this session that the port is taken.
     """
     while True:
         port = FIRST_PORT + next(_ports) % (LAST_PORT - FIRST_PORT)
@@ -373,7 +378,7 @@ def free_port() -> int:
 
 # ---- in the zygote -------------------------------------------------------------------------------------------------
 
-_preloaded_path: list[str] = []  # sys.path entries added by the preloaded module, for its ranks to keep
+_preloaded_path: list[str] = []  # sys.path entries that the preloaded module added; ranks keep them
 
 
 def _zygote_main(control: socket.socket, preload: str) -> None:
@@ -407,12 +412,12 @@ def _zygote_main(control: socket.socket, preload: str) -> None:
                 pid = os.fork()
                 if pid == 0:
                     control.close()
-                    _rank_main(Connection(fds[0]))  # does not return
+                    _rank_main(Connection(fds[0]))  # never returns
                 os.close(fds[0])
                 with contextlib.suppress(PermissionError, ProcessLookupError):
-                    os.setpgid(pid, pid)  # here and in the child: either may be first
+                    os.setpgid(pid, pid)  # here and in the child, because either may run first
                 alive.add(pid)
-                codes.pop(pid, None)  # of an earlier process with this id: ids come again after 32,768 of them
+                codes.pop(pid, None)  # of an earlier process with this id: ids repeat after 32,768 processes
                 control.send(pickle.dumps(pid))
             else:
                 pid = request[1]
@@ -426,8 +431,11 @@ def _zygote_main(control: socket.socket, preload: str) -> None:
 
 
 def _end(pid: int) -> int:
-    """Kills the process group of a rank and returns how the rank ended: as it did by itself, if it already had."""
-    # A rank that is just exiting closes its socket before it becomes a zombie: let it give its own exit code.
+    """Kills the process group of a rank and returns how the rank ended.
+
+    If the rank had already ended, this is its own exit code.
+    """
+    # A rank that is exiting closes its socket before it becomes a zombie. The wait lets it report its own exit code.
     for _ in range(20):
         info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if info is not None:
@@ -453,7 +461,7 @@ def _rank_main(connection: Connection) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Neither the zygote's frames above nor its exit handlers are this process's business.
+        # The rank must not return into the zygote's frames nor run the zygote's exit handlers.
         os._exit(code)
 
 
@@ -476,7 +484,7 @@ def _serve(connection: Connection) -> None:
     )
     if place is not None:
         place.enter()
-    # The zygote had no rank when it imported the package.
+    # The package was imported in the zygote, which has no rank.
     importlib.import_module("deepspeed_c.logging").set_rank(rank)
     environment = dict(os.environ)
     store = dist.FileStore(os.path.join(folder, "store"), world)
@@ -498,8 +506,8 @@ def _serve(connection: Connection) -> None:
             del value
         except BaseException as error:  # noqa: BLE001  whatever a body raises is reported, SystemExit too
             kind, payload, text = "raised", _pickled(error), traceback.format_exc()
-        # State left by a body in torch.distributed (a group not destroyed, the world destroyed) would affect the next
-        # body: such a group of ranks is not used again.
+        # State that a body leaves in torch.distributed (a group not destroyed, the world destroyed) would affect the
+        # next body. A group of ranks with such state is not used again.
         is_clean = dist.is_initialized() and dist.group.WORLD is world_group and len(_known_groups(dist)) == 1
         connection.send_bytes(pickle.dumps((kind, payload, text, is_clean)))
 
@@ -516,7 +524,8 @@ def _clean(torch: Any, cwd: str, environment: dict[str, str]) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    # Objects that earlier bodies left for good (imported modules) are scanned once, and not before each later body.
+    # Objects that earlier bodies left for good (imported modules) are scanned once here instead of before each later
+    # body.
     gc.collect()
     gc.freeze()
     random.seed(0)
@@ -526,7 +535,10 @@ def _clean(torch: Any, cwd: str, environment: dict[str, str]) -> None:
 
 
 def _import(where: tuple[str, str | None, str], path: list[str]) -> Callable[..., Any]:
-    """The function by module and name; a test file that no path leads to is loaded from its file under that name."""
+    """The function by module and name.
+
+    A test file that sys.path does not reach is loaded from its file under the module's name.
+    """
     name, file, qualname = where
     sys.path[:] = [*_preloaded_path, *path]
     module = sys.modules.get(name)
@@ -546,7 +558,7 @@ def _import(where: tuple[str, str | None, str], path: list[str]) -> Callable[...
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    """The exception, if it survives a round trip (many with a constructor of their own do not)."""
+    """The pickled exception, or None if it cannot be unpickled (many exceptions with their own constructor cannot)."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
@@ -562,5 +574,5 @@ def _timedelta(seconds: float) -> Any:
 
 
 if __name__ == "__main__":
-    # Under its importable name, so that each side finds the objects pickled by the other.
+    # Called in the module under its importable name, so that each side can unpickle objects of the other.
     _zygote_main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

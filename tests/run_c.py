@@ -1,7 +1,8 @@
-"""Lets pytest run the C tests and fuzz targets: every program is an item per instruction set and per sanitizer.
+"""Lets pytest run the C tests and fuzz targets. Every program is one item for each instruction set and each sanitizer.
 
-``tests/csrc/conftest.py`` and ``tests/fuzz/conftest.py`` import `pytest_collect_file` from here. The programs are built by ``csrc/Makefile``, once a
-session and mode, under a file lock, so that several workers (pytest-xdist) share one build. Programs exit 0 (passed), 1 (failed) or 77 (skipped).
+``tests/csrc/conftest.py`` and ``tests/fuzz/conftest.py`` import `pytest_collect_file` from here. ``csrc/Makefile``
+builds the programs once for each session and mode. A file lock lets several workers (pytest-xdist) share one build.
+Programs exit 0 (passed), 1 (failed) or 77 (skipped).
 """
 
 from __future__ import annotations

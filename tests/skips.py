@@ -1,5 +1,7 @@
-"""Requirements of skipped tests, and how to meet them: the end of a test run lists both, and a skip that is not in this
-table fails the run."""
+"""Requirements of skipped tests, and how to meet them.
+
+The end of a test run lists both. A skip that is not in this table fails the run.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ class Way(NamedTuple):
 
     needs: str
     pattern: str
-    """Searched for in the reasons of skips of this kind."""
+    """A regular expression that matches the reasons of this kind of skip."""
     how: str
 
 
@@ -86,7 +88,7 @@ WAYS = (
 
 
 def way_of(reason: str) -> Way | None:
-    """The kind that a skip's reason belongs to."""
+    """The kind of skip to which a reason belongs."""
     return next((way for way in WAYS if re.search(way.pattern, reason)), None)
 
 

@@ -1,4 +1,4 @@
-"""A class sets all of its attributes in its own file: no other file sets one."""
+"""Attributes of a class are set only in the file of the class."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Attributes of Python's or torch's objects, in any file.
+# Attributes of objects of Python or torch, which any file may set.
 FOREIGN = {
     "data": "of a tensor",
     "grad": "of a tensor",
@@ -23,7 +23,7 @@ FOREIGN = {
 
 SETTERS = {"setattr", "delattr", "object.__setattr__"}
 
-# Exceptions that are set from another file, each with its reason. The list may only get shorter.
+# Permitted exceptions: attributes that another file sets, each with its reason. The list may only get shorter.
 PERMITTED: dict[str, str] = {
     "accelerator.py: setattr(Accelerator, _name)": "a table makes the methods of the class below it",
     "engine/getters.py: setattr(ConfigGetters, _name)": "a table makes the methods of the class below it",
@@ -139,7 +139,7 @@ def _is_own(value: ast.expr) -> bool:
 
 
 def set_from_outside(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, what) of each attribute that a file sets or deletes on an object whose class is not in it."""
+    """(line, what) of each attribute that a file sets or deletes on an object whose class is defined elsewhere."""
     own = own_attributes(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):

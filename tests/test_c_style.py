@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SUFFIXES = {".c", ".h", ".cu", ".cuh", ".cpp"}
-# Other versions lay out some lines in another way.
+# The required version: other versions lay out some lines differently.
 VERSION = re.search(r"^clang-format==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
 
 

@@ -36,7 +36,9 @@ def c_functions() -> set[str]:
 
 
 def c_words(text: str) -> set[str]:
-    """The words of a C file but for comments and for lines that begin a definition or a declaration at the left margin."""
+    """The words of a C file, except those in comments and in lines that begin a definition or declaration at the left
+    margin.
+    """
     text = re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.DOTALL)
     lines = [line.partition("=")[2] if re.match(r"[A-Za-z]", line) else line for line in text.splitlines()]
     return set(re.findall(r"\bdsc_\w+", "\n".join(lines)))
@@ -59,7 +61,7 @@ def python_trees() -> dict[Path, ast.Module]:
 
 
 def python_words(tree: ast.Module) -> set[str]:
-    """Names that a file reads: an import and ``__all__`` alone use nothing."""
+    """The names that a file reads. An import or an entry of ``__all__`` is no use."""
     words: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
@@ -83,7 +85,7 @@ def binding_names(stubs: ast.Module) -> Iterator[str]:
 
 
 def _all_of(module: Path) -> list[str]:
-    """Its ``__all__``."""
+    """The ``__all__`` of a module."""
     for node in ast.parse(module.read_text()).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__":
             return [entry.value for entry in getattr(node.value, "elts", []) if isinstance(entry, ast.Constant)]
@@ -91,7 +93,7 @@ def _all_of(module: Path) -> list[str]:
 
 
 def public_names() -> set[str]:
-    """DeepSpeed's names and our public names: a name meant for users needs no caller here."""
+    """DeepSpeed's names and our public names. These names are meant for users and need no caller here."""
     rows = (ROOT / "docs" / "compatibility.tsv").read_text().splitlines()
     words = {word for row in rows for word in re.findall(r"\w+", " ".join(row.split("\t")[:2]))}
     for path in (ROOT / "deepspeed_c" / "compat" / "alias" / "modules.py", ROOT / "deepspeed_c" / "__init__.py"):

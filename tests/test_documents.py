@@ -1,4 +1,4 @@
-"""Documents are true: lists written by scripts are up to date, and transcripts match the interpreter's answers."""
+"""Documents are correct: lists that scripts generate are up to date, and transcripts match the interpreter's output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scripts.compatibility import UNBUILT, read_rows
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# A block of code that begins with a prompt of Python's.
+# A block of code that begins with the prompt of Python.
 TRANSCRIPT = re.compile(r"^```\w*\n(>>> .*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -75,7 +75,7 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_rows_of_a_table_have_as_many_cells_as_its_head(document: Path) -> None:
-    """Rows that an editor has joined are shown as text."""
+    """Table rows that were joined into one line would be shown as text."""
     text = CODE.sub("code", document.read_text(encoding="utf-8"))
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         head, rule, *rows = table.splitlines()

@@ -1,4 +1,7 @@
-"""The hosts fixture itself: addresses, names, counters, processes; and that nothing is left, however its maker ends."""
+"""tests/hosts.py: addresses, names, counters and processes of hosts.
+
+Nothing is left, however the process that made the hosts ends.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import pytest
 from tests.hosts import DEVICE, Hosts, why_no_hosts
 
 ROOT = Path(__file__).resolve().parent.parent
-# Connects, sends and prints the answer.
+# A client that connects, sends, and prints the answer.
 TALK = """
 import socket, sys
 with socket.create_connection((sys.argv[1], 4711), timeout=300) as s:

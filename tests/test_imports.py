@@ -1,4 +1,7 @@
-"""Holds the direction of imports in Python (docs/architecture.md), and that importing the package is cheap, silent and free of side effects."""
+"""Checks the direction of imports in Python (docs/architecture.md).
+
+Importing the package must be cheap, silent and free of side effects.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# A part of the package -> the parts it may import. A part is a folder or a file directly below deepspeed_c/; ops/ is the part "ops".
-# Every part may import itself and the leaves; a part that is not listed here may import nothing of ours else.
+# A part of the package -> the parts it may import. A part is a folder or a file directly below deepspeed_c/; ops/ is
+# the part "ops". Every part may import itself and the leaves. A part that is not listed may import no other part.
 LEAVES = {"errors", "_version", "env", "command_line", "listening", "buffers", "saved_tensors"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -94,7 +97,7 @@ def python_files() -> list[Path]:
 def part_of(path: Path) -> str:
     relative = path.relative_to(ROOT).parts
     if relative[1:3] == ("compat", "alias"):
-        return "alias"  # a part of its own: it starts without torch, its neighbours do not
+        return "alias"  # a separate part, because it starts without torch and the other modules of its folder do not
     return "ops" if relative[0] == "ops" else relative[1].removesuffix(".py")
 
 
@@ -124,7 +127,7 @@ def parts_imported(path: Path) -> list[tuple[str, int]]:
         if name.startswith("deepspeed_c.compat.alias"):
             parts.append(("alias", line))
         elif top == "deepspeed_c":
-            # `from deepspeed_c import x` of something that is no part is a public name, which lives at the top.
+            # If x is no part, `from deepspeed_c import x` imports a public name of the top module.
             parts.append((rest[0] if rest and rest[0] in known else "__init__", line))
     return parts
 
@@ -167,7 +170,8 @@ def test_the_check_finds_what_it_should(tmp_path, monkeypatch):
     assert [line.split(" imports ")[1] for line in forbidden(bad)] == ["engine", "zero", "initialize"]
 
 
-# Parts that work without torch. launcher/run.py starts the ranks, and is loaded when all arguments have been checked.
+# Parts that work without torch. launcher/run.py starts the ranks, and is loaded only after all arguments have been
+# checked.
 TORCH_FREE = {
     "errors",
     "_version",
@@ -186,7 +190,7 @@ LOADED_LATE = {ROOT / "deepspeed_c" / "launcher" / "run.py"}
 
 
 def test_what_starts_without_torch_does_not_name_it():
-    # Inside functions it may: `deepspeed_c report` says which torch is there.
+    # Imports of torch inside functions are allowed: `deepspeed_c report` prints the version of torch.
     found = []
     for path in python_files():
         if part_of(path) not in TORCH_FREE or path in LOADED_LATE:
@@ -232,7 +236,9 @@ def test_part_without_torch(name):
 
 
 def test_all_of_it_says_nothing_and_starts_nothing():
-    """No output, no child process, no thread of ours, no CUDA context, no file left open."""
+    """Importing all modules gives no output, no child process, no thread of this package, no CUDA context and no open
+    file.
+    """
     code = (
         "import os, subprocess, sys, threading, torch\n"
         "def audit(event, args):\n"

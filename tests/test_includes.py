@@ -1,5 +1,6 @@
-"""Holds the direction of dependencies in C and C++: permitted includes of each folder's files, and that each public
-header stands alone."""
+"""Checks the direction of dependencies in C and C++: the files of each folder have only permitted includes, and each
+public header compiles alone.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +37,10 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "cuda": ("cuda/", "dsc/"),
 }
 
-# An accelerator's table speaks of spans and tensors, and gradients are spans; the umbrella header is all of them.
+# The table of an accelerator refers to spans and tensors, and gradients are spans. The umbrella header includes all
+# headers.
 MAY_INCLUDE_TOO: dict[str, tuple[str, ...]] = {
-    "cuda/nn_math.cuh": ("cpu/gelu.inc",),  # numbers alone, which a device looks up as the host does
+    "cuda/nn_math.cuh": ("cpu/gelu.inc",),  # a table of numbers that device and host share
     "include/dsc/accel.h": ("dsc/flat.h", "dsc/nn.h", "dsc/nn_calls.inc", "dsc/optim.h", "dsc/tp.h"),
     "include/dsc/nn.h": ("dsc/activations.inc", "dsc/nn_calls.inc"),
     "include/dsc/intake.h": ("dsc/flat.h",),
@@ -126,14 +128,17 @@ def test_public_headers_stand_alone(header: str, language: str) -> None:
 
 
 def test_the_cores_read_no_environment() -> None:
-    """Only deepspeed_c decides how much of its machine a process may use, and it lists every variable in env.py."""
+    """Only the Python package decides how much of the machine a process may use. It lists every variable in env.py."""
     reads = re.compile(r"\b(secure_)?getenv\b|\benviron\b")
     assert [path.name for path in sources("csrc", "ops/binding") if reads.search(path.read_text())] == []
     assert reads.search("x = getenv(name)") and not reads.search("fegetenv(&job.environment)")
 
 
 def test_an_accelerator_is_named_in_the_registry_alone() -> None:
-    """Adding one is a line of dsc/accelerators.inc: neither the binding nor the loader tells one from another."""
+    """An accelerator is added by one line in dsc/accelerators.inc.
+
+    Neither the binding nor the loader distinguishes accelerators.
+    """
     names = re.findall(r"^DSC_ACCEL_LIBRARY\((\w+)", (CSRC / "include" / "dsc" / "accelerators.inc").read_text(), re.MULTILINE)
     assert names == ["cuda"]
     for path in sources("ops/binding", "csrc/accel"):
@@ -144,7 +149,7 @@ def test_an_accelerator_is_named_in_the_registry_alone() -> None:
 
 
 def test_no_file_needs_a_table_of_contents() -> None:
-    """A banner within a file says that it is two files."""
+    """A file that needs banners should be two files."""
     banner = re.compile(r"^\s*(#|//|/\*)\s*(-{2,}|={2,}|\*{3,})", re.MULTILINE)
     paths = [*sources("csrc", "ops/binding"), *(ROOT / "ops").glob("*.py"), CSRC / "Makefile", CSRC / "cuda" / "cuda.mk"]
     assert [path.name for path in paths if banner.search(path.read_text())] == []

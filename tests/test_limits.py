@@ -1,5 +1,7 @@
-"""Time limits of tests end runs that hang, and nothing else: several test sessions may share two cores, where starting a
-process that imports torch has taken half a minute."""
+"""Time limits of tests only end runs that hang, so they must be long.
+
+Several test sessions may share two cores, and there the start of a process that imports torch has taken half a minute.
+"""
 
 from __future__ import annotations
 

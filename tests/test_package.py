@@ -1,4 +1,5 @@
-"""The package as a user installs it: an archive of the sources, a wheel made of that, a new environment, and another folder.
+"""Tests the package as a user installs it: from a wheel that is built from an archive of the sources, in a new
+environment, with another working folder.
 
 Every other test runs on the linked install, which has files that a wheel may lack. The objects of the linked install are reused (DSC_BUILD_DIR), so that nothing is compiled twice.
 """
@@ -68,7 +69,7 @@ os.write(1, (json.dumps([deepspeed_c.__file__, deepspeed_c.__version__, losses])
 
 
 def run(*command: object, cwd: Path, code: int = 0, **environment: str) -> str:
-    """Standard output of a command that has to end with ``code``; nothing of this checkout is on its path."""
+    """The standard output of a command, which has to exit with ``code``. This checkout is not on the command's path."""
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(
         list(map(str, command)),
@@ -86,7 +87,10 @@ def run(*command: object, cwd: Path, code: int = 0, **environment: str) -> str:
 
 
 def backend(hook: str, cwd: Path, out: Path, **environment: str) -> Path:
-    """The archive that a hook of the build backend makes from the sources in ``cwd``; called the way pip calls it."""
+    """Calls a hook of the build backend like pip.
+
+    Returns the archive that the hook makes from the sources in ``cwd``.
+    """
     out.mkdir(exist_ok=True)
     name = run(
         sys.executable,
@@ -100,7 +104,7 @@ def backend(hook: str, cwd: Path, out: Path, **environment: str) -> Path:
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory) -> Path:
-    """The archive of the sources, made in a copy that is as clean as a clone."""
+    """The archive of the sources, made in a copy without build outputs, like a clone."""
     folder = tmp_path_factory.mktemp("archive")
     shutil.copytree(ROOT, folder / "clone", ignore=NOT_SOURCES, symlinks=True)
     return backend("build_sdist", folder / "clone", folder / "out")
@@ -120,7 +124,7 @@ def wheel(unpacked, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     kept = ROOT / "build" / "objects"
     if kept.is_dir():
-        # A copy: objects compiled from the archive must not be mistaken for the checkout's own.
+        # A copy, so that objects compiled from the archive are not mistaken for the checkout's.
         shutil.copytree(kept, folder / "objects")
     has_cuda = (ROOT / "deepspeed_c" / "libdsc_cuda.so").is_file()
     return backend(
@@ -150,14 +154,15 @@ def installed(wheel, tmp_path_factory) -> Path:
         cwd=folder.parent,
     )
     (site,) = folder.glob("lib/python*/site-packages")
-    # Lines of a .pth file are only searched: links there, such as the linked install's, have no effect.
+    # Folders named in a .pth file are only searched for modules: .pth files inside them, such as the linked install's,
+    # have no effect.
     others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (site / "tests_torch.pth").write_text("\n".join(others) + "\n")
     return folder
 
 
 def wanted_in_wheel() -> set[str]:
-    """The files of the packages' folders, as the wheel has to have them."""
+    """The files of the packages' folders that the wheel has to contain."""
     wanted = set()
     for folder, name in (("deepspeed_c", "deepspeed_c"), ("ops", "deepspeed_c/ops")):
         for path in (ROOT / folder).rglob("*"):
@@ -192,7 +197,7 @@ def test_the_wheel_has_every_file_of_the_packages_and_no_other(wheel):
 
 
 def test_the_wheel_keeps_the_cores_inside(wheel):
-    """Tests reach the cores through the extension built in place; the shipped extension exports only the module."""
+    """The extension built in place exports the cores for tests. The shipped extension exports only the module."""
     plug = b"dsc_aio_plug_backend"
     with zipfile.ZipFile(wheel) as file:
         (shipped,) = (file.read(name) for name in file.namelist() if re.fullmatch(r"deepspeed_c/_C\..*so", name))
@@ -205,7 +210,7 @@ def modules(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as file:
         paths = [Path(name) for name in file.namelist() if name.endswith(".py") and not {"shim", "bin"} & set(name.split("/"))]
     names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths]
-    # Programs: one is started as `python -m`, one is a text that is copied into checkpoints.
+    # Programs are left out: modules started by `python -m`, and a script that is copied into checkpoints.
     return [name for name in names if not name.endswith((".__main__", ".launcher.bind", ".zero_to_fp32_script"))]
 
 
@@ -222,7 +227,7 @@ def test_the_installed_package_is_whole_and_trains(installed, wheel, tmp_path):
     lines = run(program, "--num_procs", "2", "--no_local_rank", "train.py", listed, tmp_path, cwd=tmp_path).splitlines()
     said = [json.loads(line) for line in lines if line.startswith('["')]
     assert len(said) == 2 and said[0] == said[1] and Path(said[0][0]).is_relative_to(installed), lines
-    # DeepSpeed's programs can be executed as they were unpacked, and none of them is in the environment's own folder.
+    # DeepSpeed's programs are executable after unpacking, and none of them is in the environment's folder of programs.
     assert "--num_gpus" in run(program, "run", "deepspeed", "--help", cwd=tmp_path)
     assert json.loads(run(program, "run", "ds_report", "--json", cwd=tmp_path))["package"] == report["package"]
     assert not list((installed / "bin").glob("d*s*peed")) and not list((installed / "bin").glob("ds*"))

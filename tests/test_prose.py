@@ -24,7 +24,7 @@ MAX_WITH, MAX_BEGINNING = 0.05, 0.005
 MAX_ANYWHERE = 2
 C_SUFFIXES = (".c", ".h", ".inc", ".cpp", ".cu", ".cuh")
 
-# A line that draws, or a title between dashes.
+# A line of drawing characters, or a title between dashes.
 BANNER = re.compile(r"# ?([-=#*~]{2,}|[-=#*~] .* [-=#*~]$)")
 
 
@@ -54,7 +54,7 @@ def banners(source: str) -> list[str]:
 
 
 def too_long_in_c(source: str) -> list[int]:
-    """Lines that begin or continue a comment."""
+    """The numbers of too long lines that begin or continue a comment."""
     lines = enumerate(source.splitlines(), 1)
     return [number for number, line in lines if len(line) > LIMIT and re.match(r"\s*(//|/?\*)", line)]
 

@@ -1,4 +1,5 @@
-"""Holds the public names still, and sees that each can be had: growing the surface is a decision and not an accident."""
+"""Pins the public names and checks that each can be imported, so that the public interface does not grow by accident.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ NAMES = {
 }
 MODULES = {"accelerator", "checkpointing", "comm", "config", "errors", "lr_schedules", "ops", "utils", "zero"}
 
-# Class of DeepSpeed's, its NAME there -> our module that has the operator, None where it is not here.
+# DeepSpeed's builder class -> its NAME, and our module with the operator or None if we do not have the operator.
 BUILDERS: dict[str, tuple[str, str | None]] = {
     "AsyncIOBuilder": ("async_io", "aio"),
     "CCLCommBuilder": ("deepspeed_ccl_comm", None),
@@ -102,7 +103,7 @@ def test_function_wins_over_the_module_of_its_name():
 
 @pytest.mark.parametrize("module", OPS)
 def test_ops_names(module):
-    # Ours, as the file says: the attribute adds DeepSpeed's, for `import *`.
+    # The names in the file are ours only. The attribute also has DeepSpeed's names, for `import *`.
     assert set(vars(getattr(deepspeed_c.ops, module))["__all__"]) == OPS[module]
 
 

@@ -1,4 +1,4 @@
-"""The ranks fixture itself: results, every way for a rank to fail, and that the next call works again."""
+"""Tests of the ranks fixture: results, every way in which a rank can fail, and the next call after a failure."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests import ranks
 from tests.ranks import RanksFailed, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
-HANG_SECONDS = 4.0  # before a rank counts as hanging: long enough for the other rank to return, on a busy machine too
+HANG_SECONDS = 4.0  # before a rank counts as hanging: enough for the other to return on a busy machine
 
 
 class Payload:
-    """A class of a test file: it must mean the same in the test and in the rank."""
+    """A class of a test file, which must be the same class in the test and in the rank."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -117,7 +117,7 @@ def leave_grandchild(rank, world):
 
 
 def survive(rank, world):
-    """Rank 1 dies in the middle; rank 0 must be able to notice, and to say so."""
+    """Rank 1 dies during the body. Rank 0 must be able to notice and report this."""
     if rank == 1:
         os._exit(1)
     try:
@@ -133,7 +133,7 @@ def leak_group(rank, world):
 
 def destroy_world(rank, world):
     dist.destroy_process_group()
-    dist.init_process_group("gloo")  # by the environment
+    dist.init_process_group("gloo")  # with the address from the environment
     dist.barrier()
     return dist.get_world_size()
 
@@ -216,7 +216,7 @@ def test_exception_of_one_rank(failing):
     outcomes = caught.value.outcomes
     assert isinstance(outcomes[failing].exception, CommError)
     assert outcomes[failing].exception.fix == "plug it in"
-    # gloo may have told the other rank that its peer is gone; if not, it was found waiting
+    # gloo may have told the other rank that its peer is gone. Otherwise the other rank was killed while waiting.
     assert outcomes[1 - failing].kind in ("hung", "raised"), outcomes
     assert_gone(old)
     assert run_ranks(2, hang_on, -1) == [0, 1]

@@ -1,4 +1,5 @@
-"""Every command of README runs, as it stands there, with a script and a configuration of the names that it uses."""
+"""Every command in the README runs unchanged, with a script and a configuration under the names that the command uses.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tests.ranks import free_port
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 300
-# Commands that install or train for minutes -> the test that runs them, or a form of them.
+# Commands that install or train for minutes -> the test that runs them or a variant of them.
 COVERED = {
     "pip install torch setuptools pybind11": "tests/test_package.py",
     "pip install --no-build-isolation .": "tests/test_package.py",
@@ -42,7 +43,7 @@ for _ in range(2):
     engine.step()
 print(f"trained to {{loss.item():.3f}} with {{engine.world_size}} ranks by {{type(engine).__module__}}", flush=True)
 """
-# A script of the Hugging Face stack names its configuration by --deepspeed.
+# Scripts of the Hugging Face stack take their configuration by --deepspeed.
 TRAIN_HF = """
 import sys
 import torch
@@ -101,7 +102,7 @@ def folder(tmp_path_factory) -> Path:
 def test_command_runs(command: str, folder: Path) -> None:
     said = next(text for part, text in SAYS.items() if part in command)
     programs = os.path.dirname(sys.executable)
-    port = str(free_port())  # other tests run beside this one
+    port = str(free_port())  # other tests run at the same time
     done = subprocess.run(
         command.replace("accelerate launch", f"accelerate launch --main_process_port {port}"),
         shell=True,

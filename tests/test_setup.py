@@ -1,4 +1,4 @@
-"""The build checks its requirements before it starts, and names the missing one and the remedy."""
+"""The build checks its requirements before it starts. An error names the missing requirement and the remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def tools_only(tmp_path):
-    """A folder that holds the compilers and make, and no nvcc, to be the whole PATH."""
+    """A folder with the compilers and make, but no nvcc, to serve as the whole PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("gcc", "g++", "make", "sh"):
@@ -26,7 +26,7 @@ def tools_only(tmp_path):
 
 
 def build(tmp_path: Path, hide: str | None = None, **environment: str) -> str:
-    """Standard error of a build that has to fail, in folders of its own."""
+    """The standard error of a build that has to fail. The build uses temporary folders."""
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{hide!r}] = None\n" if hide else "")
     clean = {k: v for k, v in os.environ.items() if k not in ("CC", "CXX", "MAKE", "NVCC", "DSC_BUILD_CUDA")}
     done = subprocess.run(
@@ -89,7 +89,7 @@ def test_metadata_agrees_with_itself():
         name = need.split(">")[0].split("<")[0]
         assert name in pins, f"{need} is not pinned in constraints.txt"
         assert ">=" in need, f"{need} has no lower bound"
-    # The oldest torch is said in setup.py too.
+    # The oldest supported torch also stands in setup.py.
     assert "torch>=2.10,<3" in project["project"]["dependencies"]
     # torch asks for no numpy, and without it ranks cannot exchange objects (all_gather_object), so no engine starts.
     assert any(need.startswith("numpy>=") for need in project["project"]["dependencies"])

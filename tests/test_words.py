@@ -21,7 +21,8 @@ TERMS = {
     *("gather unit", "master", "state", "window", "micro-batch", "pass", "boundary", "plan", "ledger", "verdict", "home", "cut"),
 }
 
-# Classes that have to bear the name of another one, and why. A name that DeepSpeed publishes twice, say.
+# Classes that must share their name with another class, each with the reason (for example, a name that DeepSpeed
+# publishes twice).
 SAME_NAME: dict[str, str] = {}
 
 # Synonym of a glossary word -> the glossary's word.
@@ -33,7 +34,7 @@ OTHER_WORDS = {
     r"\bbucket slices?\b": "slice",
     r"(?<![\w.`\"])partition(s|ed)?\b(?![\w`(\"])": "shard",
 }
-# DeepSpeed's own names and formats are explained there, in its words; a module's docstring may quote them.
+# Modules that explain DeepSpeed's names and formats in DeepSpeed's words. A module's docstring may quote these words.
 ITS_WORDS = ("deepspeed_c/compat", "deepspeed_c/checkpoint/formats/deepspeed", "deepspeed_c/zero/weights/param.py")
 
 
@@ -82,12 +83,12 @@ def attributes_of(name: str) -> set[str]:
 
 
 def missing(thing: str, classes: set[str]) -> str:
-    """Why ``thing`` of the last column is not there; "" if it is."""
+    """Why ``thing``, from the last column, does not exist; "" if it exists."""
     if "/" in thing:
         return "" if (ROOT / thing).is_file() else f"there is no file {thing}"
     name, _, attribute = thing.partition(".")
     if name.isupper():
-        return ""  # a constant: test_constants looks for it in the file that stands beside it
+        return ""  # a constant: test_constants looks for it in the file named beside it
     if name not in classes:
         return f"there is no class {name}"
     return "" if not attribute or attribute in attributes_of(name) else f"{name} has no {attribute}"

@@ -1,4 +1,6 @@
-"""benchmarks/measure.py: ratios round by round, bounds that say when they are none, an order that is fair, and proofs that end a benchmark."""
+"""benchmarks/measure.py: ratios of each round, lower bounds that report when a measurement undercuts them, a fair order
+of contenders, and checks that end a benchmark.
+"""
 
 from __future__ import annotations
 

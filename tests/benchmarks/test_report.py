@@ -1,5 +1,7 @@
-"""benchmarks/report.py: lines become rows, a goal without a result is shown, the README keeps its text and has eight
-figures, and the documents agree with the results."""
+"""benchmarks/report.py: lines become rows, and a goal without a result is shown.
+
+The README keeps its text and has eight figures. The documents agree with the results.
+"""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_one_that_hangs_ends_with_all_its_processes(folder, monkeypatch, capfd, 
     monkeypatch.setattr(run, "TIMEOUT_SECONDS", 2)
     monkeypatch.setattr(run, "GRACE_SECONDS", 1)
     child = f"{ignored}import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
-    assert not run.run(benchmark(child))  # returns: the grandchild, which holds the pipe, has ended
+    assert not run.run(benchmark(child))  # returns only if the grandchild, which holds the pipe, has ended
     assert "not done after 2 s" in capfd.readouterr().err
 
 
@@ -156,7 +156,7 @@ def test_what_is_old_or_missing_is_listed(folder, repository):
 
 
 def test_every_benchmark_can_be_imported():
-    """None runs in CI: a name that has moved would be missed until somebody measures."""
+    """CI runs no benchmark, so a renamed import would go unnoticed until the next measurement."""
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(ROOT.glob("benchmarks/**/*.py"))]
     assert len(names) > 20
     code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"

@@ -17,7 +17,7 @@ def make_part(n: int, grad_dtype: torch.dtype, has_copy: bool, seed: int) -> Par
     return Part(param, grad.to(grad_dtype), state0, state1, copy)
 
 
-# Around a lane, around a chunk, and so many chunks that all threads have some.
+# Sizes near a lane, sizes near a chunk, and enough chunks for all threads.
 @pytest.mark.parametrize("sizes", [[1], [15, 0, 17], [16383, 16384, 16385], [1_000_003], [3] * 1000])
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_copy", [False, True])

@@ -1,8 +1,8 @@
-"""Configurations as users write them: the patterns of trainers, templates and examples, written anew here, with the
-expected outcome of each.
+"""Configurations as users write them, with the expected outcome of each. They follow the patterns of trainers,
+templates and examples, and are not copies.
 
-``by="trainer"``: the Trainer or accelerate fills each ``"auto"`` that they know before DeepSpeed reads the rest. ``DIFFERS`` says why something that
-DeepSpeed parses is refused here.
+``by="trainer"``: the Trainer or accelerate replaces each ``"auto"`` that it knows before DeepSpeed reads the
+configuration. ``DIFFERS`` says why this package refuses a setting that DeepSpeed parses.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ __all__ = ["CONFIGURATIONS", "Configuration"]
 
 class Configuration(NamedTuple):
     name: str
-    """The project or habit whose pattern it is."""
+    """The project or habit that uses the pattern."""
     content: dict[str, Any]
     outcome: str = "runs"
-    """"runs" (and nothing is noted), "note" or "error"."""
+    """"runs" (without a note), "note" or "error"."""
     words: tuple[str, ...] = ()
     """Words of the notes or errors: each occurs in exactly one message, and there are no other messages."""
     world: int = 1

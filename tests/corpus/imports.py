@@ -1,5 +1,7 @@
-"""Import lines of projects that use DeepSpeed, with the expected outcome of each. One line is one row: several projects
-write the same."""
+"""Import lines of projects that use DeepSpeed, with the expected outcome of each.
+
+An import line has one row, even if several projects contain it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ class Import(NamedTuple):
     line: str
     projects: str
     words: str = ""
-    """Words of the error that a call raises, if the name is not built; "" if it is."""
+    """Words of the error that a call raises if the name is not implemented; "" if it is implemented."""
 
 
 MOE = "expert parallelism comes with a later version"

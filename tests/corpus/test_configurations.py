@@ -1,5 +1,7 @@
-"""Users' configurations run, are noted or are refused as configurations.py says; an error here where DeepSpeed accepts
-one has a reason."""
+"""Configurations of users run, cause a note or are refused, as configurations.py says.
+
+A configuration that DeepSpeed accepts and this package refuses has a reason there.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import pytest
 from deepspeed_c.config import load_config, problems_of
 from tests.corpus.configurations import CONFIGURATIONS, Configuration
 
-# Values that the Trainer and accelerate put in place of "auto", from their arguments and the model; by path.
+# By path: the value that the Trainer and accelerate derive from their arguments and the model, and put in place of
+# "auto".
 FILLED = {
     "train_batch_size": 4,
     "train_micro_batch_size_per_gpu": 4,
@@ -37,7 +40,7 @@ FILLED = {
 
 
 def filled(content: Any, path: str = "") -> Any:
-    """A copy with values where the Trainer knows them."""
+    """A copy in which each "auto" that the Trainer knows is replaced by its value."""
     if isinstance(content, dict):
         return {name: filled(value, f"{path}.{name}".lstrip(".")) for name, value in content.items()}
     return FILLED.get(path, content) if content == "auto" else content

@@ -1,4 +1,7 @@
-"""Projects' imports work under the name deepspeed; a call of what is not built says how to do without it, as listed in imports.py."""
+"""The import lines of projects work under the name deepspeed.
+
+A call of a name that is not implemented raises an error that names an alternative, as listed in imports.py.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from tests.corpus.imports import IMPORTS
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Each line by itself, in one process: modules loaded by earlier lines must not make missing names appear.
+# Executes the lines one by one in one process. Modules that earlier lines load must not make missing names importable.
 EXECUTE = """
 import json, sys
 errors = []
@@ -32,7 +35,7 @@ print("ERRORS " + json.dumps(errors))
 
 
 def errors_of(*python: str) -> list[str]:
-    """The error raised by each line, "" for none."""
+    """The error that each line raises; "" if it raises none."""
     given = json.dumps([row.line for row in IMPORTS])
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [*python, "-c", EXECUTE]
@@ -61,7 +64,7 @@ def test_a_call_of_what_is_not_built_says_what_to_do():
     for row in IMPORTS:
         if row.words:
             module, names = row.line.removeprefix("from ").split(" import ")
-            # The name as it is defined, whatever module it was imported from
+            # The definition of the name, whatever module the line imports it from
             defined = upstream().find(module, names.split(",")[0])
             with pytest.raises(FeatureError) as raised:
                 unbuilt(defined.module, defined.name)()

@@ -1,5 +1,6 @@
-"""A training script of Megatron's kind trains on two ranks, to the weights of plain torch in one process; a feature that
-is not built stops it at the call, with a sentence."""
+"""A training script in the style of Megatron-DeepSpeed trains on two ranks to the same weights as plain torch in one
+process. A call of a feature that is not implemented raises an error that says so.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tests.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "corpus" / "scripts" / "pretrain_gpt.py"
-# Everything of the script that needs no DeepSpeed, for the one process
+# The script without its DeepSpeed imports, for the plain process
 PLAIN = re.sub(r"^(import|from) deepspeed.*\n", "", SCRIPT.read_text(), flags=re.MULTILINE)
 
 

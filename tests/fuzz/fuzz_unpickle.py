@@ -3,11 +3,11 @@ CheckpointError.
 
     python -m tests.fuzz.fuzz_unpickle --seconds 3600 --seed 1
 
-Seeds are pickles of values that are saved, and the folder corpus/fuzz_unpickle. Each input is read in all of this
-package's ways to read pickles. The script checks every part of the value (only listed types, only listed numpy dtypes,
-tensors within their storage), prints, compares and copies it. Peak memory is held against the size of the input, and
-the address space and the time of each input are limited. An input that breaks a rule is written to --found, and the
-script ends with code 1; the last input is there as well, should the process die.
+Seeds are pickles of values that checkpoints hold, and the folder corpus/fuzz_unpickle. Each input is read by all of
+this package's readers of pickles. The script checks every part of the value (only listed types, only listed numpy
+dtypes, tensors within their storage), and prints, compares and copies the value. Peak memory is compared with the size
+of the input, and the address space and the time of each input are limited. If an input breaks a rule, it is written to
+--found, and the script ends with code 1. If the process dies, --found holds the last input.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _metadata() -> bytes:
 
 
 def seeds() -> list[list[Op]]:
-    """Values as they are saved, and the corpus."""
+    """The instructions of values that checkpoints hold, and of the corpus."""
     shared = [1, (2, "x")]
     base = torch.arange(16.0)
     tensors = {
@@ -185,7 +185,7 @@ def seeds() -> list[list[Op]]:
 
 
 class _Reduced:
-    """Pickled as an object of DeepSpeed is: by name, without state of its own class."""
+    """Pickles like an object of DeepSpeed: by name, and without state of this class."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -320,11 +320,11 @@ def change(rng: random.Random, ops: list[Op], others: list[list[Op]]) -> list[Op
     elif kind == 6:
         ops[at:at] = [("GLOBAL", rng.choice(NAMES)), rng.choice((("EMPTY_TUPLE", None), any_op(rng))), ("REDUCE", None)]
     elif kind == 7:
-        # A value that holds the one before twice, and so on.
+        # A nest of values, each of which holds the value before it twice.
         join = rng.choice(([("TUPLE2", None)], [("TUPLE2", None), ("BINPUT", 200), ("POP", None), ("EMPTY_LIST", None), ("BINGET", 200), ("APPEND", None)]))  # fmt: skip
         ops[at:at] = [("BINPUT", 201), ("BINGET", 201), *join] * rng.choice((2, 10, 60))
     elif kind == 8:
-        # Deep.
+        # A deeply nested value.
         ops[at:at] = [rng.choice((("TUPLE1", None), ("EMPTY_LIST", None)))] * rng.choice((3, 190, 210, 3000))
     elif kind == 9:
         ops[at:at] = ops[at:to] * rng.choice((2, 20, 200))
@@ -365,7 +365,7 @@ KINDS = frozenset("biufcSUmM")
 
 
 def check(value: Any, allows_stored: bool) -> None:
-    """Everything in a value is of a listed type, and can be walked."""
+    """Checks that every part of a value has a listed type and can be visited."""
     if type(value) in LEAVES:
         return
     if type(value) in SEQUENCES:
@@ -392,7 +392,7 @@ def check(value: Any, allows_stored: bool) -> None:
             end = value.storage_offset() + sum((n - 1) * s for n, s in zip(value.shape, value.stride())) + 1
             if value.numel() and end * value.element_size() > value.untyped_storage().nbytes():
                 raise Broken("a tensor outside of its storage")
-            # Every element is there.
+            # The copy reads every element, so a tensor outside of its storage fails.
             value.detach().resolve_conj().resolve_neg().reshape(-1).clone()
         check(vars(value), allows_stored)
     elif type(value) is StoredTensor and allows_stored:
@@ -405,7 +405,7 @@ def check(value: Any, allows_stored: bool) -> None:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two readings of one input are the same; NaNs are."""
+    """Whether two readings of one input are equal, where a NaN equals a NaN."""
     if type(a) is not type(b):
         return False
     if type(a) in (list, tuple, collections.deque, torch.Size):
@@ -420,7 +420,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 class Harness:
-    """Reads an input in each way, in a folder of its own."""
+    """Reads an input by each reader, in a temporary folder."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
@@ -431,7 +431,7 @@ class Harness:
         self._legacy = head.getvalue()[: head.getvalue().index(pickle.dumps(0, 2))]
 
     def run(self, data: bytes, *, measures: bool) -> None:
-        """Read the input in every way. Raises Broken, or any error other than CheckpointError."""
+        """Reads the input by every reader. Raises Broken, or any error other than CheckpointError."""
         packed = self._zip(data)
         path = self.folder / "input.pt"
         ways: dict[str, Callable[[], Any]] = {"plain": lambda: state.unpack(packed, "input")}
@@ -499,7 +499,7 @@ def inputs(seed: int, pool: list[list[Op]]) -> Iterator[bytes]:
         try:
             yield assemble(ops)
         except (ValueError, OverflowError, struct.error, TypeError):
-            continue  # an argument that the instruction has no room for
+            continue  # the instruction cannot encode this argument
 
 
 def _too_long(*_: Any) -> None:

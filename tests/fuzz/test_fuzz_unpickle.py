@@ -1,5 +1,6 @@
-"""A short, seeded run of fuzz_unpickle.py, and its corpus as it is: every file gives a value of plain data or a
-CheckpointError."""
+"""A short, seeded run of fuzz_unpickle.py, and its unchanged corpus: every file gives a value of plain data or a
+CheckpointError.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def test_changed_pickles_are_read_or_refused(tmp_path: pathlib.Path) -> None:
             harness.run(data, measures=i % 50 == 0)
         except Exception as error:
             raise AssertionError(f"input {i}: {data!r}"[:5000]) from error
-    # The run is worth something only if both happen.
+    # The run is a test only if inputs are both read and refused.
     assert harness.n_read > N_INPUTS // 4 and harness.n_refused > N_INPUTS // 4, (harness.n_read, harness.n_refused)
 
 
@@ -37,7 +38,7 @@ def test_seeds_are_read_as_they_are(tmp_path: pathlib.Path) -> None:
     harness = Harness(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # The seeds after these are sparse tensors, whose numbers differ here, and values that are no tree.
+        # The later seeds are sparse tensors, whose numbers differ here, and values that are no tree.
         pool = seeds()[:11]
         for ops in pool:
             data = assemble(ops)

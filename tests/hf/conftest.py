@@ -1,4 +1,4 @@
-"""The Hugging Face stack is an extra: without it the tests of this folder are skipped."""
+"""The Hugging Face stack is an optional dependency. Without it the tests of this folder are skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Imports of every rank of tests/hf before it is forked: the alias first, then the stack that looks for ``deepspeed``.
+"""The modules that are imported before the ranks of tests/hf are forked: first the alias, then the stack, which looks
+for ``deepspeed``.
 """
 
 import deepspeed_c

@@ -1,7 +1,8 @@
 """Helpers shared by the tests of the Hugging Face stack: a small Llama, text with labels to skip, and a Trainer run
 with all its numbers.
 
-Everything of the stack is imported where it is used: the test session itself needs none of it, the ranks have it (preload.py).
+Functions import the stack's modules where they use them: the ranks have the stack loaded (preload.py), and the test
+session does not need it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def llama_config(**changes: Any) -> Any:
 
 
 def llama(seed: int = 0, **changes: Any) -> Any:
-    """A Llama of about 20 thousand parameters, in fp32, the same on all ranks."""
+    """A Llama of about 20 thousand parameters in fp32, with the same weights on all ranks."""
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -55,8 +56,8 @@ def llama(seed: int = 0, **changes: Any) -> Any:
 
 
 class Text(torch.utils.data.Dataset):
-    """Token rows with a pattern to learn. Labels are skipped (-100) at the start of rows, another number of them in each: a mean over micro-batches is not the
-    mean over tokens then.
+    """Token rows with a pattern to learn. The first labels of each row are skipped (-100). Their number differs from
+    row to row, so that a mean over micro-batches is not the mean over tokens.
     """
 
     def __init__(self, rows: int = 64, seed: int = 1) -> None:
@@ -79,7 +80,7 @@ class Text(torch.utils.data.Dataset):
 
 
 def ds_config(stage: int, *, optimizer: bool = True, scheduler: bool = True, **changes: Any) -> dict[str, Any]:
-    """A configuration that leaves all it can to the Trainer."""
+    """A configuration that leaves as many values as possible to the Trainer."""
     config: dict[str, Any] = {
         "bf16": {"enabled": "auto"},
         "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 8},
@@ -119,8 +120,8 @@ def arguments(folder: Path, deepspeed: dict[str, Any] | None, **changes: Any) ->
         "gradient_accumulation_steps": ACCUMULATION,
         "max_steps": STEPS,
         "learning_rate": LEARNING_RATE,
-        "weight_decay": 0.0,  # the Trainer's own optimizer has a second group without decay; ours has one group
-        "max_grad_norm": 0.5,  # below the norms that this model has
+        "weight_decay": 0.0,  # the Trainer's own optimizer has a second group, without decay; ours has one
+        "max_grad_norm": 0.5,  # below the gradient norms of this model
         "warmup_steps": 2,
         "logging_steps": 1,
         "save_strategy": "no",
@@ -150,7 +151,7 @@ def make_trainer(
 
 
 def numbers(trainer: Any) -> dict[str, list[float]]:
-    """A run's logged numbers by name: loss, grad_norm, learning_rate, eval_loss."""
+    """The logged numbers of a run by name: loss, grad_norm, learning_rate, eval_loss."""
     logged: dict[str, list[float]] = {}
     for entry in trainer.state.log_history:
         for name in ("loss", "grad_norm", "learning_rate", "eval_loss"):
@@ -160,7 +161,7 @@ def numbers(trainer: Any) -> dict[str, list[float]]:
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
-    """The whole weights of a trainer's model. Collective."""
+    """The gathered weights of a trainer's model. Collective."""
     model = trainer.model_wrapped
     state = model.module_state_dict() if hasattr(model, "module_state_dict") else trainer.model.state_dict()
     return {name: value.detach().float().clone() for name, value in state.items()}

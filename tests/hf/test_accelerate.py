@@ -1,4 +1,6 @@
-"""accelerate on deepspeed_c: plugins from a configuration and from the environment, two of them in one process, saving, clipping, accumulation."""
+"""accelerate on deepspeed_c: plugins from a configuration and from the environment, two plugins in one process, saving,
+clipping and accumulation.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ STEPS = 4
 def loader(rows=64):
     return torch.utils.data.DataLoader(
         Text(rows), batch_size=MICRO_BATCH
-    )  # in order: shuffling is accelerate's own affair
+    )  # without shuffling, which accelerate does itself
 
 
 def plugin(stage, **changes):
@@ -37,7 +39,11 @@ def plugin(stage, **changes):
 
 
 def accelerator(deepspeed, **kwargs):
-    """An Accelerator on CPU ranks. With DeepSpeed it may not be told so, and takes them for one process unless the state below it has been."""
+    """An Accelerator on CPU ranks.
+
+    With DeepSpeed, Accelerator accepts no ``cpu=True``. It takes CPU ranks for one process unless
+    ``PartialState(cpu=True)`` exists before it.
+    """
     from accelerate import Accelerator, PartialState
 
     PartialState(cpu=True)
@@ -48,7 +54,7 @@ def accelerator(deepspeed, **kwargs):
 
 
 def loop(acc, model, optimizer, data, schedule=None, steps=STEPS, clip=0.5):
-    """The training loop of accelerate's documentation; (losses, norms) by step."""
+    """The training loop of accelerate's documentation. Returns (losses, norms) by step."""
     losses, norms = [], []
     batches = iter(data)
     while len(norms) < steps:
@@ -66,14 +72,14 @@ def loop(acc, model, optimizer, data, schedule=None, steps=STEPS, clip=0.5):
 
 
 def whole(acc, model):
-    """The model's whole weights on rank 0. Collective."""
+    """The gathered weights of the model on rank 0. Collective."""
     state = acc.get_state_dict(model)
     return None if state is None else {name: value.detach().float().clone() for name, value in state.items()}
 
 
 def train(rank, world, stage, accumulation, with_schedule):
     forget()
-    # DeepSpeed clips by its configuration; clip_grad_norm_ only tells the norm there.
+    # DeepSpeed clips by its configuration. With it, clip_grad_norm_ only returns the norm.
     deepspeed = None if stage is None else plugin(stage, gradient_clipping=0.5)
     acc = accelerator(deepspeed, gradient_accumulation_steps=accumulation)
     model = llama()
@@ -139,7 +145,7 @@ def exact_types(rank, world):
 def test_types_are_the_exported_ones_and_dummies_are_filled():
     warmup, batch, rates = on_ranks(2, exact_types)[0]
     assert (warmup, batch) == (1, 2 * MICRO_BATCH)
-    assert rates == [0.0, pytest.approx(1e-3), pytest.approx(1e-3)]  # as DeepSpeed: log(1) first, for any warm-up
+    assert rates == [0.0, pytest.approx(1e-3), pytest.approx(1e-3)]  # as in DeepSpeed: log(1) first, for any warm-up
 
 
 def from_environment(rank, world, variables):
@@ -177,7 +183,10 @@ def test_plugin_from_the_environment():
 
 
 def file_from_environment(rank, world, path):
-    """A configuration's file from the environment, and a model that is sharded while it is made: ``zero3_init_flag``."""
+    """The environment names the configuration's file.
+
+    With ``zero3_init_flag``, the model is sharded while it is made.
+    """
     from transformers import AutoModelForCausalLM
 
     from tests.hf.stack import llama_config
@@ -234,13 +243,13 @@ def save_and_load(rank, world, folder, stage):
 def test_saved_state_goes_on_to_the_bit(tmp_path, stage):
     (first, second), files = on_ranks(2, save_and_load, tmp_path, stage)[0]
     assert first[0] == second[0] and first[2] == second[2]
-    assert "manifest.json" in files  # our own layout, as no other was asked for
+    assert "manifest.json" in files  # this package's layout, because no other is configured
     for name, value in first[1].items():
         assert torch.equal(second[1][name], value), name
 
 
 def two_plugins(rank, world):
-    """A student that is trained and a teacher that is only evaluated, each with a plugin of its own (accelerate's guide)."""
+    """A trained student and an evaluated teacher, each with a separate plugin, as in accelerate's guide."""
     from accelerate import Accelerator
 
     forget()
@@ -289,7 +298,7 @@ def leaves(rank, world):
     os.environ["ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"] = "MixtralSparseMoeBlock"
     acc = accelerator(plugin(3))
     engine, _, _ = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader())
-    acc.backward(engine(**Text().batch(rank, rank + 1)).loss)  # ranks send their tokens to other experts
+    acc.backward(engine(**Text().batch(rank, rank + 1)).loss)  # the ranks' tokens go to different experts
     return [type(module).__name__ for module in model.modules() if getattr(module, "_z3_leaf", False)]
 
 
@@ -350,7 +359,7 @@ def test_a_step_that_overflows_is_told_as_skipped():
 
 
 def train_from_options(rank, world, stage, offloads_params):
-    """The options of accelerate's own tests, which ask for offload_param at every stage."""
+    """The options of accelerate's tests, which configure offload_param at every stage."""
     from accelerate import DeepSpeedPlugin
 
     forget()

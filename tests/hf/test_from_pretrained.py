@@ -1,5 +1,7 @@
-"""Models of transformers that are made and loaded under stage 3: each rank holds a shard from the start, and the
-gathered weights equal those without DeepSpeed."""
+"""Models of transformers that are made and loaded under stage 3.
+
+Each rank holds a shard from the start, and the gathered weights equal the weights without DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ MISSING = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
 
 
 def stage3(**changes):
-    """Stage 3 for code that no Trainer fills "auto" in for; it holds as long as the object lives."""
+    """Turns stage 3 on without a Trainer, with a value for each "auto".
+
+    Stage 3 stays on as long as the returned object lives.
+    """
     from transformers.integrations import HfDeepSpeedConfig
 
     forget()
@@ -162,7 +167,7 @@ def test_embeddings_are_resized(tmp_path, is_tied, n_tokens, mean):
 
 
 def resize_and_train(rank, world, folder, deepspeed, source):
-    """As a user's script: arguments first, then the model, then the Trainer."""
+    """Follows the order of a user's script: first the arguments, then the model, then the Trainer."""
     from transformers import LlamaForCausalLM, Trainer
 
     from tests.hf.stack import Text, arguments
@@ -177,7 +182,7 @@ def resize_and_train(rank, world, folder, deepspeed, source):
 
     with GatheredParameters(rows, modifier_rank=0), torch.no_grad():
         for row in rows:
-            row[VOCAB:] = 0.01  # the same with and without sharding, whose draws differ
+            row[VOCAB:] = 0.01  # not random: draws differ with and without sharding
     trainer = Trainer(model=model, args=args, train_dataset=Text())
     trainer.train()
     return numbers(trainer), weights(trainer)

@@ -1,4 +1,6 @@
-"""``deepspeed_c run accelerate launch --use_deepspeed``: its processes see deepspeed_c as `deepspeed`, and its options arrive in the engine."""
+"""``deepspeed_c run accelerate launch --use_deepspeed``: the started processes import deepspeed_c as `deepspeed`, and
+the options reach the engine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The calls of Lightning's and Fabric's DeepSpeed strategies, made directly: their strategy refuses CPUs, and its packages are large."""
+"""The calls that the DeepSpeed strategies of Lightning and Fabric make.
+
+The tests make these calls directly, because the strategies refuse CPUs and their packages are large.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def fit(rank, world, folder, stage):
     from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 
     deepspeed.utils.logging.logger.setLevel("WARNING")
-    # Is up already: nothing happens.
+    # Communication is initialised already, so this call does nothing.
     deepspeed.init_distributed("gloo", distributed_port=29500, timeout=datetime.timedelta(minutes=1))
     off = dict.fromkeys(("partition_activations", "contiguous_checkpointing", "checkpoint_in_cpu", "profile"), False)
     deepspeed.checkpointing.configure(mpu_=None, **off)
@@ -72,7 +75,7 @@ def fit(rank, world, folder, stage):
         with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
             norm = model.lm_head.weight.norm().item()
         assert all(hasattr(p, "ds_numel") for p in model.parameters()) == (stage == 3)
-        if stage == 3:  # the counts in its model summary
+        if stage == 3:  # the counts in Lightning's model summary
             n_own = torch.tensor(sum(p.partition_numel() for p in model.parameters() if not p.ds_persist))
             torch.distributed.all_reduce(n_own)
             assert n_own.item() == sum(p.ds_numel for p in model.parameters() if not p.ds_persist)
@@ -96,7 +99,7 @@ def names(rank, world):
 
 
 def versions(rank, world):
-    """Lightning asks for the distribution's version, with a range and without."""
+    """Lightning queries the version of the distribution, with and without a range."""
     from importlib.metadata import version
 
     from packaging.requirements import Requirement
@@ -112,7 +115,7 @@ def test_versions_that_lightning_asks_for():
 
 
 def files(rank, world, folder):
-    """The parts of a checkpoint in DeepSpeed's own layout that Lightning's utilities read."""
+    """The files of a checkpoint in DeepSpeed's layout that Lightning's utilities read."""
     import deepspeed
     from deepspeed.utils.zero_to_fp32 import get_model_state_file, get_optim_files
 
@@ -141,7 +144,10 @@ def test_files_of_a_checkpoint_in_deepspeeds_layout(tmp_path):
 
 
 def fabric(rank, world, folder, stage):
-    """Fabric's own loop. Its strategy refuses CPUs by two checks, which are passed over where there is no GPU."""
+    """Fabric's training loop.
+
+    Fabric's strategy refuses CPUs by two checks. Without a GPU the test disables both checks.
+    """
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
     from lightning.fabric.strategies import DeepSpeedStrategy

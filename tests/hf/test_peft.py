@@ -1,4 +1,7 @@
-"""peft on deepspeed_c: adapters beside frozen weights of another dtype, sharded or not, trained by the Trainer as without DeepSpeed."""
+"""peft on deepspeed_c: adapters beside frozen weights of another dtype, sharded or not.
+
+The Trainer trains them to the same weights as without DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +98,7 @@ def parameters(rank, world):
 
 
 def load_base(rank, world, folder):
-    """A base that is loaded under stage 3, and adapters that are made, merged and counted on it."""
+    """Loads a base model under stage 3, and makes, merges and counts adapters on it."""
     from deepspeed.zero import GatheredParameters
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -141,8 +144,11 @@ ADALORA_STEPS = 5
 
 
 def adapt(rank, world, zero):
-    """AdaLoRA from its first importances to the last budget: it reads whole gradients, and masks the trained
-    parameters. ``zero``: a section of the configuration; None is peft by itself, over the batches of two ranks."""
+    """Trains with AdaLoRA from its first importances to the last budget.
+
+    AdaLoRA reads whole gradients and masks the trained parameters. ``zero`` is a section of the configuration; None
+    trains with peft alone, over the batches of two ranks.
+    """
     import deepspeed
     from peft import AdaLoraConfig, get_peft_model, get_peft_model_state_dict
     from transformers.integrations import HfDeepSpeedConfig
@@ -218,8 +224,8 @@ def adapt_plainly():
         (2, {"stage": 0}),
         (2, {"stage": 2}),
         (1, {"stage": 3}),
-        (2, {"stage": 3}),  # small parameters stay whole, as AdaLoRA needs it
-        (2, {"stage": 3, "stage3_param_persistence_threshold": 0}),  # updating the masks has to gather
+        (2, {"stage": 3}),  # small parameters stay whole, as AdaLoRA requires
+        (2, {"stage": 3, "stage3_param_persistence_threshold": 0}),  # updating the masks requires a gather
     ],
 )
 def test_adalora_trains_as_without_deepspeed(world, zero):

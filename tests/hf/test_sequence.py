@@ -1,5 +1,8 @@
-"""Models of transformers with sequences split over ranks: weights after steps of SGD, so that a wrong scale shows,
-match one plain process with whole sequences."""
+"""Models of transformers with sequences split over ranks.
+
+The weights after steps of SGD equal those of one plain process with whole sequences. SGD shows a wrong scale of the
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ RATE = 0.5
 
 
 def batches(case: str, micro: int) -> dict[str, torch.Tensor]:
-    """The whole sequences of one micro-batch; labels that count lie unevenly, all in the first half in the case "tail"."""
+    """The whole sequences of one micro-batch.
+
+    Valid labels are unevenly distributed; in the case "tail" all lie in the first half.
+    """
     generator = torch.Generator().manual_seed(100 + micro)
     tokens = torch.randint(3, VOCAB, (BATCH, TOKENS), generator=generator)
     labels = tokens.clone()
@@ -65,7 +71,7 @@ def plain(kind: str, case: str, gas: int, clip: float, dtype: torch.dtype = torc
     for step in range(STEPS):
         model.zero_grad()
         for micro in range(gas):
-            # The mean over valid tokens of whole sequences.
+            # The mean over the valid tokens of the whole sequences.
             batch = batches(case, step * gas + micro)
             (model(**batch, use_cache=False).loss / gas).backward()
         grads = {name: p.grad.float() for name, p in model.named_parameters()}
@@ -79,7 +85,7 @@ def plain(kind: str, case: str, gas: int, clip: float, dtype: torch.dtype = torc
 
 
 def gathered(loss: torch.Tensor, shift_labels: torch.Tensor) -> torch.Tensor:
-    """As accelerate's script and transformers' Trainer sum losses."""
+    """Sums losses like accelerate's script and transformers' Trainer."""
     import torch.distributed.nn.functional as collectives
 
     group = deepspeed_c.utils.groups._get_sequence_parallel_group()
@@ -90,7 +96,7 @@ def gathered(loss: torch.Tensor, shift_labels: torch.Tensor) -> torch.Tensor:
 
 
 def weighted(loss: torch.Tensor, shift_labels: torch.Tensor) -> torch.Tensor:
-    """Each rank its term of the sum."""
+    """Returns this rank's term of the sum that makes the mean over all ranks."""
     group = deepspeed_c.utils.groups._get_sequence_parallel_group()
     mine = (shift_labels != -100).sum()
     total = mine.clone()
@@ -121,7 +127,8 @@ def train(rank: int, world: int, sp: int, cells: list[dict[str, Any]]) -> list[A
         }
         mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", sp, BATCH)
         engine, *_ = deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config, mpu=mpu)
-        # All ranks of a sequence load the same here: each batch comes once a rank, and the first of them is trained on.
+        # All ranks of a sequence load the same data here. Each batch therefore arrives once for each rank, and only the
+        # first copy is trained on.
         data = [batches(case, i) for i in range(STEPS * gas)]
         loader = UlyssesSPDataLoaderAdapter(
             data, mpu.get_sequence_parallel_rank(), mpu.get_sequence_parallel_group(), sp, engine.device

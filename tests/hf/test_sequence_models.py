@@ -1,5 +1,6 @@
-"""Uses besides training of a model with sequences split over ranks: generation, evaluation, LoRA, two models, closing
-engines; and errors at registration."""
+"""Models with sequences split over ranks, in uses other than training: generation, evaluation, LoRA, two models,
+closing engines, and errors at registration.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +52,14 @@ def program(rank: int, world: int) -> None:
     generated = model.generate(text, max_new_tokens=4, do_sample=False)
     engine = engine_of(model)
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not plain
-    # Evaluation of cut sequences, in batches of other sizes; texts that are generated are whole on each rank.
+    # Evaluates cut sequences in batches of other sizes. Generated texts are whole on each rank.
     with torch.no_grad():
         engine.eval()
         torch.testing.assert_close(engine(**part(rank, world)).logits, expected.chunk(world, 1)[rank])
         one = {key: value[:1] for key, value in part(rank, world).items()}
         torch.testing.assert_close(engine(**one).logits, expected.chunk(world, 1)[rank][:1])
         assert torch.equal(engine.module.generate(text, max_new_tokens=4, do_sample=False), generated)
-        # A model that nobody has registered is left alone.
+        # A model that is not registered stays unaffected.
         torch.testing.assert_close(other(**whole()).logits, of_other)
     second = engine_of(other, disable_in_eval=True)
     with torch.no_grad():
@@ -110,7 +111,7 @@ def test_lora() -> None:
 
 
 def by_config(rank: int, world: int) -> None:
-    """Nobody registers the model: the configuration says it all."""
+    """The configuration alone turns sequence parallelism on; the model is not registered."""
     model = llama()
     with torch.no_grad():
         expected = model(**whole()).logits.chunk(world, 1)[rank]
@@ -120,7 +121,8 @@ def by_config(rank: int, world: int) -> None:
             before = dict(engine._mesh.along("sp").ledger.totals)
             engine(**part(rank, world))
             after = dict(engine._mesh.along("sp").ledger.totals)
-        # Shapes and positions, once a forward and not once a layer; for each layer an exchange there and one back.
+        # Shapes and positions are gathered once a forward, not once a layer. Each layer makes one exchange before
+        # attention and one after it.
         assert after["all-gather"].count - before["all-gather"].count == 2
         assert after["all-to-all"].count - before["all-to-all"].count == 4
     with pytest.raises(ConfigError, match="have runs of tokens"):

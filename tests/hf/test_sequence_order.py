@@ -1,5 +1,6 @@
 """Two models of transformers over the same ranks, with different sequence orders: both agree with a single process, and
-neither takes the other's batches."""
+each refuses batches in the order of the other.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Models of transformers with keys traveling around a ring, or with ranks in rows: weights after steps of SGD match one
-plain process."""
+"""Models of transformers with ring attention, or with a hybrid of rings and Ulysses.
+
+The weights after steps of SGD equal those of one plain process.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def test_as_one_plain_process(sp: int) -> None:
 
 
 def more_ranks_than_heads(rank: int, world: int) -> bool:
-    """Two heads: Ulysses refuses, rings and hybrids do not."""
+    """A model with two heads on four ranks: Ulysses refuses it; rings and hybrids accept it."""
     with pytest.raises(ConfigError, match='2 query heads for 4 ranks[^"]*"ring"'):
         train(rank, world, world, [cell("pair", "plain", "gathered", 1, 0.0, 0, attention="ulysses")])
     expected, expected_norms = plain("pair", "plain", 1, 0.0)

@@ -1,5 +1,7 @@
-"""A Llama sharded over tensor-parallel ranks, with sequences split over other ranks: weights after steps of SGD match
-one plain process."""
+"""A Llama sharded over tensor-parallel ranks, with sequences split over the remaining dimension of ranks.
+
+The weights after steps of SGD equal those of one plain process.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ CELLS: list[tuple[str, str, str, int, int, float]] = [
     ("grouped", "ulysses", "packed", 2, 2, 0.1),
     ("grouped", "ring", "plain", 1, 1, 0.1),
     ("grouped", "ring", "packed", 3, 2, 0.0),
-    ("two", "auto", "tail", 2, 1, 0.0),  # a head of a tensor-parallel rank is too few for two ranks of Ulysses
+    ("two", "auto", "tail", 2, 1, 0.0),  # one head on each tensor-parallel rank is too few for Ulysses on two ranks
 ]
 
 
@@ -45,7 +47,7 @@ def train(rank: int, world: int, has_mpu: bool) -> list[Any]:
     for kind, attention, case, stage, gas, clip in CELLS:
         config = config_of(attention, stage, gas, clip, tensor_parallel={"autotp_size": 2})
         model, mpu = make_model(kind).train(), None
-        if has_mpu:  # its groups are neighbours, so tensor-parallel groups are not
+        if has_mpu:  # its groups are adjacent ranks, so tensor-parallel groups are not
             mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, BATCH)
             del config["sequence_parallel_size"]
         engine = deepspeed_c.initialize(model=model, config=config, mpu=mpu)[0]
@@ -79,7 +81,7 @@ def test_with_tensor_parallel_ranks_as_one_plain_process(has_mpu: bool) -> None:
 
 
 def cut_by_hand(rank: int, world: int, attention: str) -> list[str]:
-    """Errors on ranks whose parts have different shapes; training continues afterwards."""
+    """Ranks whose parts have different shapes raise errors. Training continues afterwards."""
     said = []
     with deepspeed_c.initialize(model=llama().train(), config=config_of(attention, 1, 1, 0.0))[0] as engine:
         for n_rows, n_tokens in ((BATCH, 6 + rank), (1 + rank, 6), (BATCH, 6)):

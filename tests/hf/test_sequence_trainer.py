@@ -1,4 +1,7 @@
-"""Sequence parallelism as accelerate and the Trainer ask for it: ``ParallelismConfig(sp_backend="deepspeed")``, and accelerate's own script under ``deepspeed_c run``."""
+"""Sequence parallelism through accelerate and the Trainer, by ``ParallelismConfig(sp_backend="deepspeed")``.
+
+Also runs accelerate's script under ``deepspeed_c run``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ RATE, STEPS, GAS = 0.5, 3, 2
 
 
 class Same(Text):
-    """All rows are alike, so that the order of samples does not matter. Only the first tokens count: all on one rank.
+    """All rows are equal, so that the order of samples does not matter. Only labels of the first tokens count, and
+    these all lie on one rank.
     """
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
@@ -58,7 +62,7 @@ def make(folder: Path, stage: int, sp: int, rows: int = 32, **changes: Any) -> A
 def train(rank: int, world: int, folder: Path, stage: int, sp: int) -> Any:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    was_taken = "sdpa" in ALL_ATTENTION_FUNCTIONS._local_mapping  # by a test before, in the same process
+    was_taken = "sdpa" in ALL_ATTENTION_FUNCTIONS._local_mapping  # by an earlier test in the same process
     trainer = make(folder, stage, sp)
     trainer.train()
     evaluated = trainer.evaluate()["eval_loss"]
@@ -100,7 +104,7 @@ def resume(rank: int, world: int, folder: Path) -> Any:
     runs = []
     for seed, checkpoint in ((0, None), (5, str(folder / "checkpoint-2"))):
         trainer = make(folder, 2, 2, model=llama(seed), **changes)
-        trainer.train_dataset = Text(32)  # rows that differ: a wrong place in the data shows
+        trainer.train_dataset = Text(32)  # different rows, so that a wrong place in the data shows
         trainer.train(resume_from_checkpoint=checkpoint)
         runs.append((numbers(trainer)["loss"], weights(trainer)))
         trainer.model_wrapped.close()
@@ -125,7 +129,7 @@ def write_model(folder: Path) -> None:
 
 
 def test_accelerates_own_script(tmp_path: Path) -> None:
-    """As it is installed, but for the model, which it would fetch."""
+    """Runs the installed script with one change: a local model replaces the model that it would download."""
     pytest.importorskip("accelerate", reason="needs accelerate")
     import accelerate
 
@@ -134,9 +138,9 @@ def test_accelerates_own_script(tmp_path: Path) -> None:
     text = theirs.read_text().replace(
         '"hf-internal-testing/tiny-random-LlamaForCausalLM"', json.dumps(str(tmp_path / "model"))
     )
-    # Ranks on a CPU: accelerate would take them for one process.
+    # Without this line accelerate would take CPU ranks for one process.
     text = "from accelerate import PartialState\nPartialState(cpu=True)\n" + text
-    # One write: both ranks share the pipe, and print writes each of its arguments by itself.
+    # A single write, because both ranks share the pipe and print writes each of its arguments separately.
     end = "\nimport sys\nsys.stdout.write(f'took {iter + 1} batches\\n')\n"
     (tmp_path / "script.py").write_text(text + end)
     command = [sys.executable, "-m", "deepspeed_c", "run", sys.executable, "-m", "accelerate.commands.launch"]

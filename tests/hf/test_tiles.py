@@ -1,4 +1,5 @@
-"""transformers' models whose MLPs and loss run in tiles by themselves, against the same models without tiles."""
+"""Models of transformers whose MLPs and loss run in tiles automatically, compared with the same models without tiles.
+"""
 
 from __future__ import annotations
 
@@ -155,8 +156,8 @@ def test_tiles_of_cut_sequences_train_as_one_plain_process():
 
 
 TENSOR_CELLS = [
-    # stage, accumulation, tied words, more of tensor_parallel, more sections, options of the loss (transformers ignores
-    # unknown options)
+    # stage, accumulation, tied embeddings, further keys of tensor_parallel, further sections, options of the loss
+    # (transformers ignores unknown options)
     (0, 1, False, {}, {}, {}),
     (1, 2, True, {}, {}, {}),
     (3, 1, False, {"tp_overlap_comm": True}, {}, {"num_items_in_batch": 13}),
@@ -166,7 +167,9 @@ TENSOR_CELLS = [
 
 
 def shared_by_tensor_ranks(rank, world):
-    """Weights after steps of SGD under tensor parallelism with a tiled loss, and of a plain process; and logits."""
+    """Compares weights after steps of SGD, and logits, between tensor parallelism with a tiled loss and a plain
+    process.
+    """
     import deepspeed_c
     from tests.deepspeed_c.zero.test_tensor_parallel import logical
 
@@ -203,7 +206,7 @@ def shared_by_tensor_ranks(rank, world):
         assert len(promised) == 3 * gas
         found = logical(engine)
         worst.append(max((found[name] - p.detach()).abs().max().item() for name, p in want.named_parameters()))
-        # A reader of the logits gets the whole logits, in training and in evaluation.
+        # Code that reads the logits gets the whole logits, in training and in evaluation.
         output, whole = engine(**batch), want(**batch).logits.detach()
         assert output.logits.shape == whole.shape
         torch.testing.assert_close(output.logits.detach() + 0, whole, rtol=1e-4, atol=1e-4)
@@ -224,7 +227,7 @@ def test_tensor_parallel_ranks_share_a_tiled_loss():
 
 
 def not_shared(rank, world):
-    """A model whose loss no rank has a part of."""
+    """A model whose loss is not split over the tensor-parallel ranks."""
     import deepspeed_c
     from deepspeed_c.errors import ModelError
 

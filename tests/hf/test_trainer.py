@@ -14,9 +14,10 @@ import torch
 
 from tests.hf.stack import LEARNING_RATE, STEPS, ds_config, llama, make_trainer, numbers, on_ranks, weights
 
-# Losses (about 4) and norms (about 1): relative tolerance. Weights: the deviation's norm relative to the norm of the
-# change by training, apart from the rounding of stored weights. In fp32 only the order of sums differs; in 16 bits some
-# elements have gradients that are only rounding errors, and Adam makes full-size steps from them.
+# Losses (about 4) and norms (about 1) have a relative tolerance. For weights, the norm of the deviation is taken
+# relative to the norm of the change by training, apart from the rounding of stored weights. In fp32 only the order of
+# sums differs. In 16 bits the gradients of some elements are pure rounding error, and Adam takes full-size steps from
+# them.
 TOLERANCE = {
     "fp32": {"loss": 2e-6, "grad_norm": 2e-5, "weights": 1e-3, "rounding": 0.0},
     "bf16": {"loss": 5e-3, "grad_norm": 3e-2, "weights": 1e-1, "rounding": 2.0**-9},
@@ -34,7 +35,9 @@ def train(rank, world, folder, deepspeed, changes):
 
 
 def late_schedule(model, weight_decay):
-    """WarmupDecayLR as torch has it: the Trainer's linear schedule, one step late, because DeepSpeed's schedules count from -1."""
+    """WarmupDecayLR built from torch: the Trainer's linear schedule, one step late, because DeepSpeed's schedules count
+    from -1.
+    """
     decayed = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
@@ -64,7 +67,7 @@ def assert_equal_training(found, expected, precision="fp32", theirs_steps=False)
     (logged, state, _), (logged_expected, state_expected, start) = found, expected
     tolerance = TOLERANCE[precision]
     rates, rates_expected = logged["learning_rate"], logged_expected["learning_rate"]
-    if not theirs_steps:  # the engine steps the schedule too, before the Trainer reads the rate that it logs
+    if not theirs_steps:  # the engine steps the schedule before the Trainer reads the rate to log
         rates, rates_expected = rates[:-1], rates_expected[1:]
     assert rates == pytest.approx(rates_expected, rel=1e-12)
     for name in ("loss", "grad_norm"):
@@ -143,7 +146,9 @@ def frozen_norms(rank, world, folder, deepspeed, changes):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_frozen_norms_are_there_when_layers_run_again(tmp_path, use_reentrant):
-    """transformers 47254: torch's checkpoint keeps a frozen weight itself, which stage 3 releases before its use."""
+    """Issue 47254 of transformers: torch's checkpoint saves a frozen weight, and stage 3 releases that weight before
+    its use.
+    """
     changes = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
     sharding = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "reduce_bucket_size": 1000}
     config = ds_config(3, scheduler=False, zero_optimization=sharding)
@@ -237,7 +242,7 @@ def best(rank, world, folder, deepspeed):
         save_steps=1,
         load_best_model_at_end=True,
         metric_for_best_model="loss",
-        greater_is_better=True,  # the loss falls: the best by this measure is the first, not the last
+        greater_is_better=True,  # the loss falls, so by this measure the first checkpoint is the best
     )
     trainer.train()
     losses = numbers(trainer)["eval_loss"]
@@ -257,11 +262,14 @@ def test_best_model_is_loaded_at_the_end(tmp_path, stage):
 
 
 def evaluate(rank, world, folder, deepspeed):
-    """Three Trainers over one model, each with an engine of its own: it is evaluated, trained, and evaluated again."""
+    """Three Trainers over one model, each with a separate engine.
+
+    The first evaluates the model, the second trains it, and the third evaluates it again.
+    """
     model = llama()
 
     def next_model():
-        # Without DeepSpeed accelerate wraps a model only once: a copy for each.
+        # Without DeepSpeed, accelerate wraps a model only once, so each Trainer gets a copy.
         return model if deepspeed is not None else copy.deepcopy(model)
 
     first = make_trainer(folder, deepspeed, model=next_model())
@@ -294,7 +302,7 @@ def train_after_evaluation(rank, world, folder, deepspeed):
 
 
 def test_a_trainer_that_has_evaluated_says_that_it_cannot_train(tmp_path):
-    """The Trainer keeps the engine that it evaluated with, and its accelerator closes that when training begins."""
+    """The Trainer keeps the engine of its evaluation, and its accelerator closes this engine when training begins."""
     config = ds_config(3, optimizer=False, scheduler=False)
     assert "a new Trainer" in on_ranks(1, train_after_evaluation, tmp_path, config)[0]
 
@@ -325,7 +333,7 @@ def test_save_model(tmp_path, stage, changes):
 
 
 def test_save_model_where_nothing_is_gathered(tmp_path):
-    """The Trainer saves a checkpoint then, and the weights are read from it offline."""
+    """In this case the Trainer saves a checkpoint. The test reads the weights from the checkpoint offline."""
     from deepspeed_c.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     config = ds_config(3, zero_optimization={"stage3_gather_16bit_weights_on_model_save": False})
@@ -356,7 +364,7 @@ def search(rank, world, folder, deepspeed, rates):
     from transformers.trainer_utils import HPSearchBackend
 
     trainer = make_trainer(folder, deepspeed, model_init=new_model)
-    # Prepare the Trainer as a search does, without a search package.
+    # Prepares the Trainer like a search, without a search package.
     trainer.hp_search_backend, trainer.hp_space = HPSearchBackend.OPTUNA, lambda trial: trial.params
     hp_params, integrations.hp_params = integrations.hp_params, lambda trial: trial.params
     results = []

@@ -1,4 +1,6 @@
-"""trl on deepspeed_c: supervised fine-tuning, preferences with a reference model, and generation with unwrapped parameters, sharded and not."""
+"""trl on deepspeed_c: supervised fine-tuning, preference optimisation with a reference model, and generation with
+gathered parameters, with and without sharding.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ WORDS = ["a", "b", "c", "d", "e", "f"]
 
 
 def tokenizer():
-    """A tokenizer of single letters, made here: trl wants one, and none is to be downloaded."""
+    """A tokenizer of single letters. trl needs a tokenizer, and the tests download nothing."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Split
@@ -83,7 +85,7 @@ def dpo(rank, world, folder, deepspeed, how):
     torch.distributed.barrier()
     data = load_from_disk(
         folder / "data"
-    )  # with files, so that one rank computes the reference's log probabilities for all
+    )  # with files, so that one rank computes the reference's log probabilities for all ranks
     args = settings(DPOConfig, folder, deepspeed, max_length=16, precompute_ref_log_probs=how == "precomputed")
     reference = llama(seed=9) if how == "reference" else None
     trainer = DPOTrainer(
@@ -107,7 +109,10 @@ def test_preferences(tmp_path, stage, how):
 
 
 def generate(rank, world, stage):
-    """Training, generation by trl's way, training: the second step is the same as without generation."""
+    """Trains a step, generates text by trl's function, and trains a second step.
+
+    The second step equals the step without generation.
+    """
     from accelerate import Accelerator, DeepSpeedPlugin, PartialState
     from trl.models.utils import unwrap_model_for_generation
     from trl.trainer.utils import maybe_gather_lm_head_ctx
@@ -147,7 +152,7 @@ def generate(rank, world, stage):
 
 
 def greedy(model, n_tokens):
-    """The model's output after a short prompt."""
+    """The model's greedy continuation of a short prompt."""
     from tests.hf.stack import Text
 
     prompt = Text().batch(0, 1)["input_ids"][:, :4]
@@ -155,14 +160,14 @@ def greedy(model, n_tokens):
 
 
 def twin_of(model):
-    """A plain model with the same weights, which are whole."""
+    """A plain model with the same weights, gathered."""
     twin = llama()
     twin.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     return twin
 
 
 def is_learnt(engine):
-    """Whether the order of use that gathers are planned by has been recorded; None where there are no gathers by plan."""
+    """Whether the engine has recorded the order of use from which it plans gathers. None if it plans no gathers."""
     if not hasattr(engine.optimizer, "parameter_offload"):
         return None
     return not engine.optimizer.parameter_offload.param_coordinator.is_invalid_trace()
@@ -181,11 +186,14 @@ def test_generation_between_steps(world, stage):
     for step in range(2):
         assert (
             tokens[0][step][0] == tokens[-1][step][0][: len(tokens[0][step][0])]
-        )  # greedy: the longer goes on from the shorter
+        )  # greedy: the longer text begins with the shorter
 
 
 def generate_with_teacher(rank, world):
-    """A teacher that trl has prepared, which has no optimizer: it is evaluated, writes by two of trl's ways, and is evaluated again."""
+    """A teacher that trl has prepared without an optimizer.
+
+    The teacher is evaluated, generates text by two functions of trl, and is evaluated again.
+    """
     from accelerate import Accelerator, DeepSpeedPlugin, PartialState
     from trl.models.utils import prepare_deepspeed, unwrap_model_for_generation
 

@@ -1,5 +1,6 @@
-"""Uses of ``deepspeed`` besides training, by each package of the stack: detection, imported names, compared classes,
-written configurations."""
+"""Uses of ``deepspeed`` other than training by the packages of the stack: detection, imported names, class comparisons,
+and configurations that the packages write.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def test_names_that_are_imported():
 
 # ---- configurations that accelerate and trl write ------------------------------------------------------------------
 
-# accelerate's default plugin, and trl's prepare_deepspeed over it: dotted names at the top, sizes that are no integers.
+# The configurations of accelerate's default plugin and of trl's prepare_deepspeed on top of it. They have dotted names
+# at the top level, and sizes that are no integers.
 WRITTEN = {
     "train_batch_size": 2,
     "train_micro_batch_size_per_gpu": 1,
@@ -145,7 +147,9 @@ def plain_logits(rank, world):
 
 
 def initialize_as_accelerate(rank, world):
-    """``config_params``, an optimizer of torch and a function that makes the schedule from its argument."""
+    """Calls initialize with ``config_params``, an optimizer of torch, and a function that makes the schedule from its
+    argument.
+    """
     import deepspeed
 
     given = []
@@ -178,7 +182,7 @@ def initialize_as_accelerate(rank, world):
             if i == 0:
                 with pytest.raises(deepspeed_c.StateError):
                     engine.set_train_batch_size(16)
-        engine.step()  # once a window, as accelerate calls it
+        engine.step()  # once a window, as accelerate does
         norms.append(engine.get_global_grad_norm())
     engine.set_train_batch_size(16)
     assert engine.gradient_accumulation_steps() == 8 // world
@@ -211,10 +215,13 @@ def test_an_auto_that_nobody_fills_is_an_error():
 
 
 def gather(rank, world):
-    """As transformers and peft call it: one parameter, lists, generators and sets, with buffers, plain tensors and nothing among them."""
+    """Calls GatheredParameters like transformers and peft: with one parameter, with lists, generators and sets, also of
+    buffers and plain tensors, and with none.
+    """
     from deepspeed.zero import GatheredParameters, Init, register_external_parameter
 
-    # No "auto" that Init does not need may stop it, and buffers keep their dtype while transformers has its wrapper in place.
+    # An "auto" that Init does not need must not stop it. Buffers keep their dtype while the wrapper of transformers is
+    # in place.
     from transformers.integrations.deepspeed import prevent_arange_dtype_change
 
     config = {
@@ -256,7 +263,7 @@ def test_parameters_are_gathered_from_mixed_lists():
 
 
 def start_init_alone(rank, world):
-    """Scripts make a model before anything has started communication, with a launcher's variables only, or none."""
+    """Scripts make a model before communication is initialised, with the variables of a launcher or without any."""
     torch.distributed.destroy_process_group()
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
@@ -318,7 +325,7 @@ def test_consolidated_state_dicts():
 
 
 def one_process(rank, world, folder):
-    """A script that no launcher started: neither RANK nor a process group."""
+    """A script that runs without a launcher: RANK is not set, and no process group exists."""
     torch.distributed.destroy_process_group()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
@@ -366,7 +373,7 @@ def test_the_trainer_trains_a_model_that_is_cut(tmp_path):
 
 
 class FloatModel(torch.nn.Module):
-    """Takes rows of floats, as models of images and sounds do, and notes their dtype."""
+    """Takes rows of floats, like models of images and sounds, and records their dtype."""
 
     def __init__(self):
         super().__init__()
@@ -385,7 +392,7 @@ def train_on_floats(rank, world, folder):
     from tests.hf.stack import arguments, ds_config
 
     changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "bf16": True, "save_on_each_node": True}
-    # The Trainer fills these by a size that transformers' models have.
+    # The Trainer derives these values from a size in the configuration of transformers' models.
     sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     data = [{"values": torch.randn(4), "labels": torch.tensor(i % 3)} for i in range(16)]
     models = [FloatModel(), FloatModel()]
@@ -394,7 +401,7 @@ def train_on_floats(rank, world, folder):
         config = ds_config(2, scheduler=False, zero_optimization=dict.fromkeys(sizes, 64))
         trainer = Trainer(model=model, args=arguments(folder, config, **changes), train_dataset=data)
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1") if i else None)
-    # The Trainer puts it into the configuration by itself.
+    # The Trainer sets this key in the configuration.
     is_local = trainer.model_wrapped.config["checkpoint"]["use_node_local_storage"]
     return models[0].seen | models[1].seen, is_local, torch.equal(models[0].lin.weight, models[1].lin.weight)
 

@@ -27,7 +27,10 @@ def batch(step: int, rank: int) -> dict[str, torch.Tensor]:
 
 
 def written(rank: int, world: int, family: str, folder: str) -> dict[str, torch.Tensor]:
-    """A folder with the start; the weights after two steps of SGD over the batches of two ranks."""
+    """Saves the initial model to the folder.
+
+    Returns the weights after two steps of SGD over the batches of two ranks.
+    """
     import transformers
 
     forget()

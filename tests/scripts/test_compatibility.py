@@ -1,4 +1,7 @@
-"""docs/compatibility.tsv is true of this package, docs/compatibility.md is made from it, and a row that is not true is found."""
+"""docs/compatibility.tsv describes this package correctly, and docs/compatibility.md is generated from it.
+
+The check finds a false row.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# In a process of its own: there, `deepspeed` means this package.
+# Runs in a separate process, in which `deepspeed` means this package.
 CHECK = """
 import json, sys
 import deepspeed_c
@@ -90,7 +93,7 @@ def test_the_table_is_whole() -> None:
     assert {row.state for row in rows} == set(STATES)
     for where in (ENGINE, PARAMETER, COMMAND, "deepspeed.comm.comm", "deepspeed.zero", "deepspeed.ops.adam"):
         assert sum(row.where == where for row in rows) > 3, where
-    # Names that are to stay away: each costs somebody an import.
+    # Names that are left out on purpose. Each breaks an import of some project.
     assert sum(row.state == "absent" for row in rows) <= 17
     assert len(rows) > 800 and sum(row.state == "same" for row in rows) > len(rows) / 2
 
@@ -126,7 +129,7 @@ def engine_body(rank: int, world: int) -> None:
         }
         with pytest.raises(AttributeError, match="neither the engine nor its module"):
             _ = engine.no_such_name
-        # A module's own name wins over a name that the engine lacks.
+        # An attribute of the module has priority over a name that the engine lacks.
         engine.module.sparse_allreduce = torch.nn.Identity()
         assert isinstance(engine.sparse_allreduce, nn.Identity)
 

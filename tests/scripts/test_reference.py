@@ -1,4 +1,4 @@
-"""scripts/reference.py: the modules of the API reference are there, documented, and hold every public name."""
+"""scripts/reference.py: the modules of the API reference exist, are documented, and contain every public name."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def test_the_stubs_are_those_of_the_built_module():
 
 
 def test_every_name_and_member_is_there_and_nothing_else():
-    """Read back from the file by Python's own parser."""
+    """Python's parser reads the stub file back."""
     tree = ast.parse(FILE.read_text())
     names: dict[str, set[str]] = {}
     for node in tree.body:

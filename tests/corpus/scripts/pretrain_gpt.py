@@ -1,5 +1,5 @@
-"""A training script of Megatron's kind: the imports at its top are theirs, and features that its arguments leave off are
-not used. It trains two steps and rank 0 saves the weights.
+"""A training script in the style of Megatron-DeepSpeed. The imports at its top are copied from there. Features that its
+arguments turn off are not used. The script trains two steps, and rank 0 saves the weights.
 """
 
 # ruff: noqa: F401  (imports that nobody uses are the point)
@@ -73,7 +73,7 @@ class GPT(torch.nn.Module):
 
 
 def batches(rank, n_ranks):
-    """All micro-batches of a rank, from one table that does not depend on the number of ranks."""
+    """All micro-batches of a rank, cut from a table that does not depend on the number of ranks."""
     tokens = torch.randint(
         N_VOCABULARY, (N_STEPS, 2, ACCUMULATION, MICRO, N_TOKENS), generator=torch.Generator().manual_seed(5)
     )
