@@ -1,8 +1,8 @@
-"""The tensors that a forward keeps for its backward, layer by layer: the model itself runs on tensors without data.
+"""Find the tensors that a forward keeps for its backward, layer by layer, by running the model on tensors without data.
 
 The model's own operators run on fake tensors (``torch._subclasses``), which know shapes, dtypes and storages; autograd
-saves the same tensors as in a run. A storage counts once for all tensors in it; storages of parameters and buffers do
-not count.
+saves the same tensors as in a run. A storage counts once even if several tensors lie in it. Storages of parameters and
+buffers do not count.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from deepspeed_c.recompute.operators import MeasuredLayer, Measurement, Meter
 
 __all__ = ["ForwardShape", "Segment", "Traced", "trace_activations"]
 
-# Operators compute so much in the time of a byte: of an accelerator, and of a processor. Only the ratios between
-# operators' times decide a plan.
+# Operations that an accelerator and a CPU compute in the time in which they move one byte. A plan depends only on the
+# ratios between the times of operators.
 _FLOPS_PER_BYTE = {"cuda": 200.0, "cpu": 10.0}
 _BYTES_PER_NS = {"cuda": 2000.0, "cpu": 10.0}
-# Errors of a model's own code on wrong inputs, or where it asks for values.
+# Errors that a model's own code raises on wrong inputs, or when it reads values of tensors.
 _MODELS_OWN = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 _ADVICE = (
     "name what the model is given (--batch, --seq, --sample), leave out what reads values of tensors in forward, or"
@@ -46,26 +46,27 @@ class ForwardShape(NamedTuple):
     """The inputs of one forward of a rank."""
 
     n_samples: int
-    n_tokens: int | None = None  # of a sample
-    sample: tuple[int, ...] | None = None  # shape of a sample that is no tokens
+    n_tokens: int | None = None  # tokens of a sample
+    sample: tuple[int, ...] | None = None  # shape of a sample that does not consist of tokens
 
 
 class Segment(NamedTuple):
-    """A stretch of the forward: one call of a layer, or the operators between two calls. Bytes by storage."""
+    """A segment of the forward: one call of a layer, or the operators between two calls. Mappings give bytes by
+    storage."""
 
     label: str
-    measured: MeasuredLayer | None  # None: it is no layer
-    given: Mapping[int, int]  # of a layer: its inputs
-    movable: frozenset[int]  # those of them that may wait elsewhere: of floating point
-    saved: Mapping[int, int]  # for the backward, if nothing is recomputed
-    wire_bytes: int = 0  # that a rank sends to those along tp when a layer is run again
+    measured: MeasuredLayer | None  # None: the segment is no layer
+    given: Mapping[int, int]  # inputs of a layer
+    movable: frozenset[int]  # storages of floating-point inputs, which may be moved to other memory
+    saved: Mapping[int, int]  # saved for the backward, if nothing is recomputed
+    wire_bytes: int = 0  # bytes that a rank sends to its tensor-parallel group when the layer is recomputed
 
 
 class Traced(NamedTuple):
-    """A forward, in order, and the traffic of tensor-parallel ranks in it and its backward."""
+    """The segments of a forward, in order, and the traffic of tensor-parallel ranks in the forward and its backward."""
 
     segments: tuple[Segment, ...]
-    wire_bytes: int = 0  # that a rank sends, if nothing is recomputed
+    wire_bytes: int = 0  # bytes that a rank sends, if nothing is recomputed
     note: str = ""
 
     @property
@@ -74,7 +75,7 @@ class Traced(NamedTuple):
 
     @property
     def saved_bytes(self) -> int:
-        """All that the backward asks for, if nothing is recomputed."""
+        """Bytes of all saved tensors, if nothing is recomputed."""
         found: dict[int, int] = {}
         for segment in self.segments:
             found.update(segment.saved)
@@ -89,13 +90,14 @@ def trace_activations(
     device_type: str,
     ranks: Collectives | None = None,
 ) -> Traced:
-    """Runs a forward of ``model`` (whose tensors may be on the meta device, and stay as they are), and a backward.
+    """Runs a forward and a backward of a copy of ``model`` without data. The tensors of ``model`` may be on the meta
+    device, and are not changed.
 
-    layers: the modules that may be recomputed, as in the configuration; None: the repeated blocks, if there are any.
-    ranks: pretended ranks that share the model; their ledger has their traffic afterwards. Raises ModelError where the
-    model asks for values, or for other inputs than ``batch``.
+    layers: the modules that may be recomputed, as in the configuration; None: the model's repeated blocks.
+    ranks: pretended tensor-parallel ranks; their ledger records the traffic. Raises ModelError if the model reads
+    values of tensors, or needs other inputs than ``batch``.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # a compiler's tool: only who asks for this loads it
+    from torch._subclasses.fake_tensor import FakeTensorMode  # a large import
 
     names, note = _layers_of(model, layers)
     problem: Exception | None = None
@@ -132,7 +134,8 @@ def _layers_of(model: torch.nn.Module, layers: str | None) -> tuple[list[str], s
 
 
 def _faked(model: torch.nn.Module, dtype: torch.dtype | None, fake: Any, ranks: Any) -> torch.nn.Module:
-    """A copy whose tensors have no data and seem to be on the host. dtype: of floating-point parameters."""
+    """A copy whose tensors have no data and report the host as their device. dtype: the dtype of floating-point
+    parameters."""
     known: dict[int, Any] = {}
 
     def made_for(tensor: torch.Tensor, as_dtype: torch.dtype) -> torch.Tensor:
@@ -161,7 +164,7 @@ def _faked(model: torch.nn.Module, dtype: torch.dtype | None, fake: Any, ranks: 
 
 @contextmanager
 def _without(fake: Any) -> Iterator[None]:
-    """Ordinary tensors, within the context."""
+    """Make ordinary tensors inside this context."""
     fake.__exit__(None, None, None)
     try:
         yield
@@ -170,7 +173,7 @@ def _without(fake: Any) -> Iterator[None]:
 
 
 def _inputs_for(model: torch.nn.Module, batch: ForwardShape, dtype: torch.dtype) -> Iterator[dict[str, Any] | tuple]:
-    """Ways to call the model, the likeliest first. Raises ModelError where ``batch`` does not say enough."""
+    """Possible arguments for a call of the model, the likeliest first. Raises ModelError if ``batch`` is incomplete."""
     names = inspect.signature(model.forward).parameters
     if batch.sample is not None:
         yield (torch.empty(batch.n_samples, *batch.sample, dtype=dtype, device="cpu"),)
@@ -206,7 +209,7 @@ class _Trace:
     ) -> None:
         self._model, self._names, self._device_type, self._ranks = model, names, device_type, ranks
         self._weights = {_place(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self._held: list[torch.Tensor] = []  # so that no storage has the place of another
+        self._held: list[torch.Tensor] = []  # kept alive, so that no new storage reuses an address
         self._open: dict[str, Any] = {"label": "before the layers", "saved": {}}
         self._found: list[dict[str, Any]] = [self._open]
         self._counted: set[int] = set()
@@ -229,7 +232,7 @@ class _Trace:
 
     @property
     def wire_bytes(self) -> int:
-        """Sent until now."""
+        """Bytes sent until now."""
         return 0 if self._ranks is None else sum(total.wire_bytes for total in self._ranks.ledger.totals.values())
 
     def run(self, inputs: Any, precision: Precision) -> None:
@@ -243,7 +246,7 @@ class _Trace:
                 stack.enter_context(_Attention())
             stack.enter_context(_Values(self._ranks))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            # Readers of cut logits get them gathered, by a class of tensors; fake tensors cannot have that class.
+            # Cut logits are a tensor subclass that gathers itself when it is read. Fake tensors cannot have that class.
             stack.enter_context(mock.patch.object(CutLogits, "of", lambda logits, sizes, ranks: logits))
             stack.enter_context(precision.autocast(torch.device("cpu")))
             stack.enter_context(saved_tensors_hooks(self._save, _same))
@@ -251,7 +254,7 @@ class _Trace:
             found = self._model(**inputs) if isinstance(inputs, dict) else self._model(*inputs)
         outputs = [leaf for leaf in tree_leaves(_plain(found)) if torch.is_tensor(leaf) and leaf.requires_grad]
         if outputs:
-            with _Values(self._ranks):  # enters the traffic of tensor-parallel layers in the backward
+            with _Values(self._ranks):  # records the traffic of tensor-parallel layers in the backward
                 torch.autograd.backward(outputs[0].float().sum())
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -275,7 +278,7 @@ class _Trace:
 
             def save(tensor: torch.Tensor) -> torch.Tensor:
                 measurement.note_saved(tensor)
-                self._open["wire_bytes"] = self.wire_bytes - before  # a layer is run again as far as its last tensor
+                self._open["wire_bytes"] = self.wire_bytes - before  # up to the last saved tensor
                 return self._save(tensor)
 
             self._is_within = True
@@ -297,7 +300,7 @@ class _Trace:
 
 
 def _plain(outputs: Any) -> Any:
-    """transformers' outputs as the values that they hold."""
+    """The values in an output object of transformers."""
     return list(outputs.values()) if isinstance(outputs, Mapping) else outputs
 
 
@@ -310,7 +313,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Arithmetic(Meter):
-    """Time of an operator, by its arithmetic and its bytes."""
+    """Estimates the time of an operator from its operations and its bytes."""
 
     def __init__(self, device_type: str) -> None:
         from torch.utils.flop_counter import flop_registry  # imports a part of the compiler
@@ -354,12 +357,13 @@ _SENT_BY = {
 
 
 class _Values(TorchDispatchMode):
-    """Stands in for the values that a forward may read of tensors without any.
+    """Supplies values when a forward reads values of tensors without data.
 
-    A number that is drawn and read at once is a seed, and decides no shape. A mask over whole numbers picks errors,
-    such as bad ids: it picks none. Other masks pick all.
+    A number that is drawn and read at once is a seed, which influences no shape. A mask on an integer tensor is assumed
+    to select errors, such as invalid ids: it selects no element. Other masks select all elements.
 
-    The traffic of tensor-parallel layers is entered in the ledger of ``ranks``: their fakes send nothing.
+    The traffic of tensor-parallel layers is recorded in the ledger of ``ranks`` here, because collectives on fake
+    tensors send nothing.
     """
 
     def __init__(self, ranks: Collectives | None) -> None:
@@ -377,7 +381,7 @@ class _Values(TorchDispatchMode):
             self._drawn.append(outputs)
         if func._schema.name in _SENT_BY and self._ranks is not None:
             n_bytes = args[0].nbytes if outputs is None else outputs.nbytes
-            if func._schema.name == _SCATTERS:  # gives a rank's part of the sum
+            if func._schema.name == _SCATTERS:  # its result is a rank's part of the sum
                 n_bytes *= self._ranks.world_size
             self._ranks.ledger.enter(_SENT_BY[func._schema.name], n_bytes, args[-1]).end()
         return outputs
@@ -389,8 +393,8 @@ class _Values(TorchDispatchMode):
 
 
 class _Attention(TorchFunctionMode):
-    """Operators that keep less on an accelerator: attention, with dropout and masks, keeps its output and one number a
-    row; dropout keeps a byte an element."""
+    """Replaces operators that save fewer bytes on an accelerator than on the host. Attention, also with dropout and
+    masks, saves its output and one number a row. Dropout saves a byte an element."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -12,14 +12,14 @@ class Phase(NamedTuple):
     """The peak of a phase."""
 
     name: str
-    nbytes: int  # on the device
-    host_nbytes: int  # in host memory, of what is offloaded
-    kinds: dict[str, int]  # bytes by kind at that moment, offloaded ones too; those with none left out
-    nvme_nbytes: int = 0  # in files
+    nbytes: int  # bytes on the device
+    host_nbytes: int  # bytes of offloaded tensors in host memory
+    kinds: dict[str, int]  # bytes by kind at the peak, with offloaded bytes, without kinds of 0 bytes
+    nvme_nbytes: int = 0  # bytes in files
 
 
 class Book:
-    """The bytes now, by kind, and the peak of each phase."""
+    """Keeps the current bytes by kind, and the peak of each phase."""
 
     def __init__(self, host_kinds: Collection[str] = (), nvme_kinds: Collection[str] = ()) -> None:
         self._host_kinds, self._nvme_kinds = host_kinds, nvme_kinds
@@ -29,11 +29,11 @@ class Book:
         self._phase: str | None = None
 
     def counter(self, kind: str) -> Callable[[int], None]:
-        """Counts the bytes of a ``BufferPool``, lent or not, under a kind."""
+        """Returns a function that counts the bytes of a ``BufferPool``, in use or free, under a kind."""
         return lambda n_bytes: self.take(kind, n_bytes) if n_bytes >= 0 else self.free(kind, -n_bytes)
 
     def begin(self, phase: str, extra: dict[str, int] | None = None) -> None:
-        """Begins a phase anew; ``extra`` is held on top of everything while it lasts (activations)."""
+        """Begins a phase. ``extra`` (activations) is added to all other bytes during the phase."""
         self.end()
         self._phase = phase
         self.phases.pop(phase, None)
@@ -49,7 +49,7 @@ class Book:
         self._phase = None
 
     def take(self, kind: str, nbytes: int, place: str | None = None) -> None:
-        """``place``: "device", "host" or "nvme", for bytes in another place than their kind."""
+        """``place``: "device", "host" or "nvme", for bytes that lie in another place than their kind."""
         if nbytes == 0:
             return
         self._held[kind] = self._held.get(kind, 0) + nbytes
@@ -61,7 +61,7 @@ class Book:
         if self._held[kind] < 0:
             raise RuntimeError(
                 f"{kind}: {-self._held[kind]} bytes more freed than taken"
-            )  # the planner itself is wrong
+            )  # an error of the planner itself
         self._count(kind, -nbytes, place)
 
     def _count(self, kind: str, nbytes: int, place: str | None) -> None:

@@ -1,4 +1,4 @@
-"""The command ``deepspeed_c plan``: the bytes of a rank of a run, before anything is allocated."""
+"""The command ``deepspeed_c plan``: the memory of one rank of a run, computed before anything is allocated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["main"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# More than any machine has: the core's numbers end there.
+# The largest number of bytes that the C core can represent, more than any machine has.
 MOST_BYTES = (1 << 63) - 1
 MOST_RATE = 1e24
 
@@ -38,7 +38,7 @@ Bytes per rank, phase by phase, for each ZeRO stage and offload choice, without 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``deepspeed_c plan`` with the words after it; 0 when a plan was printed. Raises ConfigError, ModelError,
+    """Runs ``deepspeed_c plan`` with these arguments. Returns 0 if a plan was printed. Raises ConfigError, ModelError,
     OptimizerError."""
     parser = _parser()
     n_own = _script_index(parser, argv)
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _batch(options: argparse.Namespace, *, has_script: bool) -> ForwardShape | None:
-    """The inputs of a rank's forward; None without options for them."""
+    """The inputs of a rank's forward; None if no option gives them."""
     told = [flag for flag in ("batch", "seq", "sample", "svg") if getattr(options, flag) is not None]
     if not told:
         return None
@@ -120,7 +120,7 @@ def _write_svg(path: str, options: Sequence[Option]) -> None:
 
 
 def _budgets(options: argparse.Namespace) -> Budgets | None:
-    """A rank's budgets, from the memory of its device and its node; None without options for them."""
+    """A rank's budgets, from the memory of its device and its node; None if no option gives them."""
     if options.ranks_per_node is not None and options.ranks_per_node < 1:
         raise ConfigError(
             f"{options.ranks_per_node} is not a number of ranks", where="--ranks-per-node", fix="write an integer >= 1"
@@ -235,8 +235,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _script_index(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
-    """Where the script stands: at the first word that is neither an option nor the value of one. All behind it is the
-    script's."""
+    """The index of the script: the first word that is neither an option nor the value of an option. All later words are
+    arguments of the script."""
     takes_value = {flag for action in parser._actions if action.nargs != 0 for flag in action.option_strings}
     i = 0
     while i < len(argv) and argv[i].startswith("-"):

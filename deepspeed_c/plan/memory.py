@@ -1,9 +1,9 @@
-"""Plans the memory of one rank: lays the model out on the meta device with the engine's own objects, and runs them.
+"""Plans the memory of one rank: builds the engine's own objects for the model on the meta device, and runs them.
 
-Layout, hooks, fetcher, reducer, collectives, homes and swap files are an engine's own, among pretended ranks and over
-pretended files (``pretended``). Their pools count the memory that they borrow. The model computes nothing
-(``outline``): its passes are autograd's all the same. The rest is added up from its objects' own sizes, in the engine's
-order: weights as given, masters, states, and the memory of an update.
+Layout, hooks, fetcher, reducer, collectives, homes and swap files are the engine's own classes, but their ranks and
+files are pretended (``pretended``). Their buffer pools count the memory that they use. The model computes nothing
+(``outline``), but its forward and backward run through autograd. The remaining memory is added up in the engine's
+order, from the sizes of the objects: weights as given, master weights, optimizer states, and the memory of an update.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ ACTIVATIONS = "activations"
 HOST_ACTIVATIONS = "activations that wait on the host"
 NVME_ACTIVATIONS = "activations that wait on NVMe"
 
-# The kinds of bytes with their meanings, in the order of tables.
+# The kinds of bytes with their meanings, in the order of the printed table.
 KINDS: dict[str, str] = {
     WEIGHTS: "what forward computes with: whole, or this rank's shard",
     MASTERS: "the weights that the optimizer updates, where they are not the weights themselves",
@@ -84,12 +84,12 @@ KINDS: dict[str, str] = {
     NVME_ACTIVATIONS: "inputs of recomputed layers (activation_checkpointing.offload)",
 }
 
-# Number of windows to walk through: the first makes the buffers that later windows find in the pools.
+# Number of accumulation windows to run. The first window makes the buffers that later windows take from the pools.
 N_WINDOWS = 3
 
 
 class Activations(NamedTuple):
-    """Bytes of activations at their peak, which are added to the memory of the engine's objects."""
+    """Peak bytes of activations. They are added to the memory of the engine's objects."""
 
     forward: int = 0
     backward: int = 0
@@ -97,7 +97,7 @@ class Activations(NamedTuple):
     nvme: int = 0
 
     def held(self, phase: str) -> dict[str, int]:
-        """By kind, in a phase."""
+        """Bytes of activations by kind, in a phase."""
         here = self.forward if phase == "forward" else self.backward
         return {ACTIVATIONS: here, HOST_ACTIVATIONS: self.host, NVME_ACTIVATIONS: self.nvme}
 
@@ -106,9 +106,9 @@ class Offload(NamedTuple):
     """Where states live between their uses: "none" (on the device), "cpu" (in host memory) or "nvme", as in the
     configuration."""
 
-    optimizer: str = "none"  # masters and optimizer state; gradients' sums are in host memory for both
+    optimizer: str = "none"  # master weights and state; for "cpu" and "nvme" the sums of gradients are on the host
     params: str = "none"  # the weights' shard (stage 3)
-    kept_elems: int = 0  # of the weights' shard, in host memory although ``params`` is "nvme" (max_in_cpu)
+    kept_elems: int = 0  # elements of the shard that stay on the host with params "nvme" (max_in_cpu)
 
     @classmethod
     def of(cls, zero: Zero) -> Offload:
@@ -117,8 +117,8 @@ class Offload(NamedTuple):
         return cls(states.device, params.device, params.max_in_cpu if params.device == "nvme" else 0)
 
     def kinds(self, stage: int, *, is_host: bool = False) -> dict[str, str]:
-        """The kinds that live elsewhere than on the device: "host" or "nvme" by kind. ``is_host``: the device is the
-        host's processor, and has its memory."""
+        """The place, "host" or "nvme", of each kind that does not live on the device. ``is_host``: the device is the
+        CPU, with the host's memory."""
         found: dict[str, str] = {}
         if self.optimizer == "nvme":
             found |= {MASTERS: "nvme", STATE: "nvme"}
@@ -151,18 +151,19 @@ class MemoryPlan(NamedTuple):
     offload: Offload
     phases: dict[str, Phase]  # by name, in order
     n_buckets: int
-    largest_unit: str  # first parameter of the largest gather unit, or bucket
+    largest_unit: str  # first parameter of the largest gather unit, or of the largest bucket
     largest_unit_bytes: int
-    window_elems: int  # most elements that the plan of gathers has live; 0 below stage 3
+    window_elems: int  # most elements that are gathered at the same time; 0 below stage 3
 
     @property
     def peak(self) -> Phase:
-        """The phase that holds most."""
+        """The phase with the most bytes."""
         return max(self.phases.values(), key=lambda phase: (phase.nbytes, phase.host_nbytes))
 
 
 class _Policy:
-    """The engine's precision, for parameters without their modules: the sizes have the modules' wishes."""
+    """The engine's precision policy for parameters whose modules do not exist here: the sizes record the dtypes that
+    modules ask for."""
 
     def __init__(self, precision: Precision, sizes: ModelSizes) -> None:
         self._precision = precision
@@ -175,8 +176,8 @@ class _Policy:
 
 
 def _backend(section: Comm, *, is_host: bool) -> Backend:
-    """How ranks exchange tensors. The hosts of ranks are not known yet: where they may share one, the larger of both
-    needs is planned."""
+    """How ranks exchange tensors. It is not known yet which ranks share a host. If ranks may share a host, the larger
+    of both memory needs is planned."""
     if not is_host:
         return GENERIC
     return IN_PLACE if section.local == "shm" else GLOO
@@ -191,12 +192,12 @@ def plan_memory(
     device_type: str = "cpu",
     activations: Activations = Activations(),  # noqa: B008  (immutable)
 ) -> MemoryPlan:
-    """Bytes of one rank of ``n_ranks``, at the peak of each phase, for the stage that ``config`` names.
+    """The memory of one of ``n_ranks`` ranks at the peak of each phase, for the stage of ``config``.
 
-    ``optimizer`` None plans an engine that only evaluates. ``device_type`` decides how collectives work ("cpu": over
-    gloo, unless "comm.local" is "shm"; else as NCCL does) and whether gathered buffers are kept. ``activations``
-    are added to forward and backward. Nothing is allocated. Raises ModelError where ``initialize`` would raise it for
-    the same layout.
+    ``optimizer`` None plans an engine that only evaluates. ``device_type`` determines the backend of collectives
+    ("cpu": gloo, unless "comm.local" is "shm"; other devices: like NCCL) and whether gathered buffers are kept.
+    ``activations`` are added to forward and backward. Nothing is allocated. Raises ModelError if ``initialize`` would
+    raise it for the same layout.
     """
     offload = Offload.of(config.zero)
     with ExitStack() as at_end:
@@ -228,7 +229,7 @@ def _label(slots: Sequence[Slot]) -> str:
 
 
 class _Walk:
-    """One rank's run. ``at_end`` takes the hooks of the run away."""
+    """The run of one rank. ``at_end`` removes the run's hooks."""
 
     def __init__(
         self,
@@ -277,13 +278,13 @@ class _Walk:
         placed = {slot.name for unit in (*self._trained, *self._frozen) for slot in unit.slots}
         self._cast = [p for p in sizes.params if p.name not in placed]  # parameters outside units
         self._has_state = False
-        self._states: dict[tuple[Unit, int], list[Tagged]] = {}  # in the file
+        self._states: dict[tuple[Unit, int], list[Tagged]] = {}  # states in the swap file
         self._reducer: GradientReducer | None = None
         if optimizer is not None:
             pools = GradientPools.make(count=lambda name: book.counter(STAGING if name == "staging" else SCRATCH))
             self._reducer = make_reducer(layout, config, self._precision, mesh, pools)
             at_end.callback(self._reducer.close)
-            for slot in self._reducer.slots:  # after the reducer has taken it
+            for slot in self._reducer.slots:  # runs after the reducer's own hook
                 slot.param.register_post_accumulate_grad_hook(self._forget_gradient(slot))
         if self.fetcher is not None:
             hooks = ModuleHooks([self._model], self.fetcher, lambda: "train" if torch.is_grad_enabled() else "eval")
@@ -295,19 +296,19 @@ class _Walk:
 
     @property
     def _order(self) -> list[Bucket]:
-        """As an optimizer updates them."""
+        """The buckets in the order in which an optimizer updates them."""
         return list(reversed(self.buckets))
 
     def _forget_gradient(self, slot: Slot) -> Callable[[torch.Tensor], None]:
         return lambda _: self.book.free(INCOMING, slot.numel * slot.unit.dtype.itemsize)
 
     def _place_of(self, unit: Unit) -> str | None:
-        """Where a unit's states lie that stay on the device, although others may be offloaded (``ratio``); None for
-        where their kinds lie."""
+        """The place of a unit's states if they stay on the device although other units are offloaded (``ratio``); None
+        for the place of their kinds."""
         return "device" if unit.states.label == "device" else None
 
     def _given_bytes(self, size: ParamSize) -> int:
-        """Before anything is cut over tensor-parallel ranks."""
+        """Bytes of a parameter as given, before it is cut over tensor-parallel ranks."""
         if not self._sizes.is_sharded:
             return size.logical_numel * size.dtype.itemsize
         begin, end = _C.shard_range(size.logical_numel, self._n_ranks * self._sizes.n_tensor, 0)
@@ -315,7 +316,7 @@ class _Walk:
 
     @property
     def _are_given_in_shards(self) -> bool:
-        """Until they are put together one by one."""
+        """Whether parameters are given as shards, which are then gathered one by one."""
         return self._sizes.is_sharded and self._sharding.parameters and self._sizes.n_tensor == 1
 
     def initialize(self) -> None:
@@ -326,7 +327,7 @@ class _Walk:
         for nbytes in given.values():
             book.take(GIVEN, nbytes)
         if self._sizes.is_sharded and not self._are_given_in_shards:
-            for p in self._sizes.params:  # gathered for good: these stages keep weights whole, and rules look at wholes
+            for p in self._sizes.params:  # gathered for good: stages and rules that need whole weights
                 whole = p.logical_numel * p.dtype.itemsize
                 book.take(GIVEN, whole)
                 book.free(GIVEN, given[p.name])
@@ -338,7 +339,7 @@ class _Walk:
                 book.free(GIVEN, given[p.name])
                 given[p.name] = part
         for unit in (*self._trained, *self._frozen):
-            # Weights go to a file when all of them are there; whole weights stay on the device.
+            # Sharded weights go to a file after all of them are made; whole weights stay on the device.
             book.take(WEIGHTS, unit.weight_bytes, unit.weights.memory)
             if unit not in self._swapped:
                 book.take(MASTERS, unit.master_bytes(), self._place_of(unit))
@@ -350,7 +351,7 @@ class _Walk:
                 book.take(GIVEN, whole)
                 if (
                     slot.bucket in missing and slot in unit.fragment_of
-                ):  # bucket by bucket, as the weights as given are let go of
+                ):  # bucket by bucket, while the given weights are freed
                     missing.remove(slot.bucket)
                     book.take(NEW_MASTERS, unit.master_bytes(slot.bucket))
                 book.free(GIVEN, whole + given[slot.name])
@@ -382,7 +383,7 @@ class _Walk:
             store_weights(offload, self._config.aio, self.fetcher, self._comm, self._make_swapper)
 
     def _store_states(self) -> None:
-        """Masters, and then the states that an optimizer makes where they live."""
+        """Store the master weights, then the states that the optimizer makes in their place of storage."""
 
         def note_moved(unit: Unit, bucket: int) -> None:
             self.book.take(MASTERS, unit.master_bytes(bucket))
@@ -418,7 +419,7 @@ class _Walk:
                 found.append(Tagged(make_zeros(torch.Size([numel]), dtype, name, part), name, part))
 
     def _pieces(self, unit: Unit, bucket: int) -> list[torch.Tensor]:
-        """The masters of a bucket, as the optimizer sees them."""
+        """The master weights of a bucket, as the optimizer gets them."""
         if self._optimizer.sees_slices:
             return [unit.master[bucket]]
         return [unit.piece(unit.master, fragment) for fragment in unit.fragments if fragment.slot.bucket == bucket]
@@ -428,7 +429,7 @@ class _Walk:
         return is_large and bool(self._stored(bucket.unit, bucket.index))
 
     def _update(self) -> None:
-        """Bucket by bucket, the next one read meanwhile."""
+        """Update bucket by bucket; during an update the next bucket is read."""
         for bucket, follower in zip(self._order, [*self._order[1:], None]):
             unit, index = bucket.unit, bucket.index
             if self._is_streamed(bucket):
@@ -441,7 +442,7 @@ class _Walk:
                 pass
 
     def window(self, activations: Activations) -> None:
-        """Micro-batches until a step, as many as differ in their memory."""
+        """Run the micro-batches of one step, as many as differ in their memory."""
         n = 2 if self._optimizer is not None and (self._config.gradient_accumulation_steps or 1) > 1 else 1
         for i in range(n):
             self.book.begin("forward", activations.held("forward"))
@@ -458,10 +459,10 @@ class _Walk:
             self.step()
 
     def step(self) -> None:
-        self._reducer.discard()  # waits for reductions under way
+        self._reducer.discard()  # waits for pending reductions
         if not self._has_state:
             self._has_state = True
-            # The others' were made along with their file.
+            # States in the swap file were made together with the file.
             self._count_states(unit for unit in self._trained if unit not in self._swapped)
             if self._config.zero.offload_optimizer.super_offload:
                 self._copy_states()
@@ -482,13 +483,13 @@ class _Walk:
         return sum(numel * dtype.itemsize for layout in layouts for dtype, numel in layout)
 
     def _copy_states(self) -> None:
-        """At most: buckets that backward comes to last are never updated ahead."""
+        """Count the copies of states. This is an upper bound: the last buckets of backward are never updated ahead."""
         for unit in self._trained:
             if unit.master_bytes() and (unit.states.is_apart or self._is_host):
                 self.book.take(COPIES, unit.master_bytes() + self._state_bytes(unit))
 
     def _copies_of_gradients(self) -> int:
-        """Bytes of the gradients that another optimizer than ours gets in its own dtype."""
+        """Bytes of gradients that are converted to the masters' dtype for an optimizer of another package."""
         if self._optimizer.is_fused:
             return 0
         return sum(
@@ -498,8 +499,8 @@ class _Walk:
         )
 
     def _largest_update(self) -> int:
-        """Bytes that the update of one entry takes beside its states: torch's loops make up to two temporaries of its
-        size; whole matrices are put together in fp32."""
+        """The most bytes that the update of one bucket needs besides its states. Optimizers of torch make up to two
+        temporaries of the bucket's size. Optimizers of whole matrices gather the matrices in fp32."""
         largest = 0
         for unit in self._trained:
             for b in range(unit.n_buckets):

@@ -1,5 +1,5 @@
-"""A model's outline: its modules, and its parameters on the meta device. It has passes as the model does, and computes
-nothing."""
+"""An outline of a model: its modules, and its parameters on the meta device. Its forward and backward use the same
+parameters as the model's, and compute nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ __all__ = ["Outline", "outline_of"]
 
 
 class _Use(torch.autograd.Function):
-    """An operator that uses parameters: it hands over gradients of their shapes, and computes nothing."""
+    """An operator that uses parameters. It computes nothing, and its backward returns gradients of the parameters'
+    shapes."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
@@ -29,9 +30,9 @@ class _Use(torch.autograd.Function):
 
 
 class Outline(torch.nn.Module):
-    """A module that uses its own parameters, and then calls those below it.
+    """A module that uses its own parameters and then calls its submodules.
 
-    on_gradients: is told of the bytes of the gradients that one operator hands over.
+    on_gradients: called with the bytes of the gradients that one operator returns.
     """
 
     def __init__(self, on_gradients: Callable[[int], None]) -> None:
@@ -42,10 +43,10 @@ class Outline(torch.nn.Module):
         params = list(self._parameters.values())
         trained = [p for p in params if p.requires_grad]
         if trained or (params and x.requires_grad):
-            # An operator's backward reads its weights where its input needs a gradient.
+            # The backward of an operator reads the weights only if the input needs a gradient.
             read = [p for p in reversed(params) if state_of(p) is not None] if x.requires_grad else []
             n_bytes = sum(p.nbytes for p in trained)
-            for group in [[p] for p in trained] or [[]]:  # gradients come one by one, the last one first
+            for group in [[p] for p in trained] or [[]]:  # gradients come one by one, the last parameter's first
                 x = _Use.apply(x, *group)
             if x.grad_fn is not None:
                 x.grad_fn.register_prehook(lambda _: self._begin_backward(read, n_bytes))

@@ -1,4 +1,4 @@
-"""A picture of activations over one step, as SVG: a line for each way to keep them."""
+"""An SVG picture of the memory of activations over one step, with a line for each way to keep them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["draw"]
 _COLOURS = ("#4c72b0", "#dd8452", "#8172b3", "#55a868", "#c44e52", "#937860", "#64b5cd")
 _LEFT_PX, _TOP_PX, _WIDTH_PX, _HEIGHT_PX, _RIGHT_PX, _BOTTOM_PX = 70, 40, 560, 300, 210, 50
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
-# Labels of lines that end at one height are put below one another.
+# Distance between labels: labels of lines that end at the same height are put below each other.
 _LINE_PX = 17
 
 
 def draw(options: Sequence[Option]) -> str:
-    """Bytes in the memory that computes, from the first layer's forward to its backward. Options that are as another
-    one are left out."""
+    """Draws the bytes in the device's memory, from the first layer's forward to its backward. Of options with equal
+    lines only one is drawn."""
     shown = [option for option in options if option.moments and not option.refusal]
     most = max((option.peak() for option in shown), default=0)
     unit, size = next((each for each in _UNITS if most >= each[1]), _UNITS[-1])
@@ -54,7 +54,7 @@ def draw(options: Sequence[Option]) -> str:
             f"{x_of(i):.1f},{y_of(m.nbytes):.1f} {x_of(i + 1):.1f},{y_of(m.nbytes):.1f}"
             for i, m in enumerate(option.moments)
         ]
-        dashes = ' stroke-dasharray="6 5"' if option.name == "nvme" else ""  # it lies on "cpu" where both take as much
+        dashes = ' stroke-dasharray="6 5"' if option.name == "nvme" else ""  # may cover the line of "cpu"
         found.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="2"{dashes}/>')
         label_y = max(label_y + _LINE_PX, y_of(option.peak()) + 4)
         x = _LEFT_PX + _WIDTH_PX + 10
@@ -64,7 +64,7 @@ def draw(options: Sequence[Option]) -> str:
 
 
 def _step_of(most: float) -> float:
-    """Between ticks: 1, 2 or 5 times a power of ten, so that there are about five."""
+    """The distance between ticks: 1, 2 or 5 times a power of ten, for about five ticks."""
     rough = max(most, 1e-9) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)

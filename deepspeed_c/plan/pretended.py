@@ -1,4 +1,5 @@
-"""Pretended ranks and files for the engine's objects in a plan. They take the memory of real ones, and move nothing."""
+"""Pretended ranks and files for the engine's objects in a plan. They count the same memory as real ranks and files, and
+move no data."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ __all__ = ["IN_PLACE", "PretendedFile", "PretendedRanks"]
 
 
 class _NoGroup:
-    """A stand-in for the process group that ``torch.distributed`` hands transfers to. Its methods have had two names
-    each."""
+    """A stand-in for the process group that ``torch.distributed`` passes transfers to. Each method has an older and a
+    newer name of torch."""
 
     def _transfer(self, *_: Any) -> _NoGroup:
         return self
@@ -30,21 +31,21 @@ class _NoGroup:
     reduce_scatter_single = _reduce_scatter_base = _transfer
 
     def wait(self) -> None:
-        """Returns at once: the transfer is over."""
+        """Returns at once, because there is no transfer."""
 
 
 def _lie(*_: Any) -> Work:
     return Work([_NoGroup()])
 
 
-# Over shared memory of ranks: peers read the sent bytes in place, until the wait.
+# Collectives over memory that ranks share: until the wait, other ranks read the sent bytes in place.
 IN_PLACE = Backend(
     "shm", reduce_scatter=_lie, all_gather=_lie, all_reduce=_lie, broadcast=_lie, add_up=_lie, all_to_all=_lie
 )
 
 
 class PretendedJoint:
-    """Joint memory (``comm/joint.py``): the unit counts a rank's slices, and wholes take nothing."""
+    """Joint memory (``comm/joint.py``): the unit counts the slices of a rank; whole tensors take no further memory."""
 
     def __init__(self, sizes: Sequence[int], n_ranks: int) -> None:
         self._sizes, self._n_ranks = sizes, n_ranks
@@ -56,13 +57,13 @@ class PretendedJoint:
         return torch.empty(self._sizes[part], dtype=torch.uint8, device="meta")
 
     def forget(self) -> None:
-        """Nothing has been written."""
+        """Does nothing, because nothing has been written."""
 
 
 class PretendedRanks(Collectives):
-    """The first of ``world_size`` ranks, as the engine's objects use it with tensors of the meta device.
+    """Rank 0 of ``world_size`` ranks, for objects of the engine with tensors on the meta device.
 
-    backend: how they exchange tensors. scratch: the pool that collectives receive into.
+    backend: how ranks exchange tensors. scratch: the pool of the buffers that collectives receive into.
     """
 
     def __init__(self, world_size: int, scratch: BufferPool, backend: Backend) -> None:
@@ -71,19 +72,20 @@ class PretendedRanks(Collectives):
         self.global_ranks = list(range(world_size))
         self.ledger = Ledger("pretended", self.global_ranks)
         self._on_close = [lambda: _world.pg_group_ranks.pop(self.group, None)]
-        _world.pg_group_ranks[self.group] = range(world_size)  # where torch looks up who sends a broadcast
+        _world.pg_group_ranks[self.group] = range(world_size)  # torch looks up the source of a broadcast here
         self.scratch = scratch
         self.reduce = lambda sources, scale, accumulate, out: None
         self._connection = None
-        # Tensors that pretend to be on the host belong to a traced model.
+        # Fake tensors of a traced model report the host as their device.
         self._backends = {"meta": backend, "cpu": IN_PLACE}
 
     def along(self, ranks: Sequence[int], axes: Sequence[str]) -> PretendedRanks:
-        """As many other ranks, with the same buffers: an axis of a mesh."""
+        """The ranks along an axis of a mesh. They share the buffers of these ranks."""
         return PretendedRanks(len(ranks), self.scratch, self._backends["meta"])
 
     def all_gather(self, flat: torch.Tensor, *, use_broadcast: bool = False, label: str = "") -> Work:
-        """Takes no memory on any backend, and would be one transfer a rank on some."""
+        """Returns at once: a gather takes no further memory on any backend. Some backends would start one transfer for
+        each rank."""
         return Work.done()
 
     def why_not_joint(self, device: torch.device) -> str:
@@ -93,15 +95,15 @@ class PretendedRanks(Collectives):
         return PretendedJoint(sizes, self.world_size)
 
     def barrier(self, *, label: str = "") -> None:
-        """All ranks have come."""
+        """Returns at once, because there are no other ranks."""
 
     def sum_numbers(self, numbers: Sequence[float], *, label: str = "") -> list[float]:
-        """All ranks do the same."""
+        """The sum if all ranks have the same numbers."""
         return [float(number) * self.world_size for number in numbers]
 
 
 class PretendedFile(SwapFile):
-    """A file of tensors of the meta device. count: is told of the bytes of each new buffer."""
+    """A swap file for tensors on the meta device. count: called with the bytes of each new buffer."""
 
     device = torch.device("meta")
     has_given_up = False
@@ -126,4 +128,4 @@ class PretendedFile(SwapFile):
         return request
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Does nothing, because no file is open."""

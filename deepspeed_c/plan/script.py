@@ -1,5 +1,5 @@
-"""Finds the model that a training script passes to ``initialize``: runs the script on the meta device up to that call,
-and no further."""
+"""Finds the model that a training script passes to ``initialize``: runs the script on the meta device up to that
+call."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ class Found(NamedTuple):
     model: torch.nn.Module
     optimizer: Any
     model_parameters: Any
-    config: Any  # None where it passed none
-    is_sharded: bool  # it was built under ``zero.Init``
+    config: Any  # None if the script passed none
+    is_sharded: bool  # the model was built under ``zero.Init``
 
 
 class _Reached(BaseException):
-    """Thrown by the stand-in for ``initialize``: past handlers of errors, which are not meant for it."""
+    """Raised by the stand-in for ``initialize``. It is a BaseException, so that the script's ``except Exception`` does
+    not catch it."""
 
     def __init__(self, found: Found) -> None:
         super().__init__("initialize was reached")
@@ -47,11 +48,11 @@ class _Reached(BaseException):
 
 
 def find_model(script: str, arguments: Sequence[str], n_ranks: int) -> Found:
-    """Runs ``script`` as rank 0 of ``n_ranks`` (with a process group that sends nothing) until it calls
-    ``deepspeed_c.initialize``.
+    """Runs ``script`` as rank 0 of ``n_ranks`` until it calls ``deepspeed_c.initialize``. Its process group sends
+    nothing.
 
     Tensors are made on the meta device and moving a module between devices does nothing, so that no memory is taken.
-    Raises ModelError where there is no such file, the script ends before it calls initialize, or fails on tensors
+    Raises ModelError if there is no such file, or if the script ends before it calls initialize, or fails on tensors
     without data.
     """
     if not os.path.isfile(script):
@@ -71,7 +72,7 @@ def find_model(script: str, arguments: Sequence[str], n_ranks: int) -> Found:
         ) from stop
     except (RuntimeError, TypeError, ValueError) as error:
         if getattr(error, "where", None) is not None:
-            raise  # an error of ours explains itself
+            raise  # errors of this package need no further explanation
         raise ModelError(
             f"the script failed before it called deepspeed_c.initialize: {type(error).__name__}: {error}",
             where=_line_of(error, script),
@@ -81,7 +82,7 @@ def find_model(script: str, arguments: Sequence[str], n_ranks: int) -> Found:
 
 
 def _line_of(error: BaseException, script: str) -> str:
-    """The last line of the script itself on the way to the error."""
+    """The innermost line of the script in the error's traceback."""
     path = os.path.abspath(script)
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if os.path.abspath(f.filename) == path]
     return f"{script}:{lines[-1]}" if lines else script
@@ -89,8 +90,8 @@ def _line_of(error: BaseException, script: str) -> str:
 
 @contextmanager
 def _stand_ins(script: str, arguments: Sequence[str], n_ranks: int) -> Iterator[None]:
-    """Replaces the functions that would allocate, or talk to other ranks, while the script runs."""
-    package = sys.modules[__name__.partition(".")[0]]  # its public names are looked up by the script
+    """While the script runs, replaces the functions that allocate memory or communicate with other ranks."""
+    package = sys.modules[__name__.partition(".")[0]]  # the script looks up public names in this module
     folder = os.path.dirname(os.path.abspath(script))
     notes = {"is_sharded": False}
     stop = _stopping(package.initialize, notes)
@@ -137,7 +138,7 @@ def _stopping(initialize: Callable, notes: dict[str, bool]) -> Callable:
 
 def _stand_in_for_init(notes: dict[str, bool]) -> type:
     class PlannedInit:
-        """``zero.Init`` of a run that is only planned: remembers that it was used."""
+        """A stand-in for ``zero.Init`` that only records its use."""
 
         def __init__(
             self, module: torch.nn.Module | None = None, *args: Any, enabled: bool = True, **kwargs: Any
@@ -155,7 +156,7 @@ def _stand_in_for_init(notes: dict[str, bool]) -> type:
 
 
 def _staying(name: str) -> Callable:
-    """``Module.to`` and its like without the change of device."""
+    """``Module.to`` and similar methods without the change of device."""
     original = torch.nn.Module.to
 
     def move(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -170,7 +171,7 @@ def _staying(name: str) -> Callable:
 @contextmanager
 def _silent_group(n_ranks: int) -> Iterator[None]:
     """A process group of ``n_ranks`` whose collectives return at once."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # this import registers the backend "fake"
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n_ranks)
     try:

@@ -1,4 +1,4 @@
-"""The planner's knowledge of a model and its optimizer: parameters in order of registration, and bytes of state per
+"""The planner's data about a model and its optimizer: parameters in order of registration, and bytes of state per
 element."""
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ PROBE_ELEMS = 64
 class ParamSize(NamedTuple):
     """One parameter."""
 
-    name: str  # dotted: the path of the module that reads it, then its own name
+    name: str  # the path of the module that reads the parameter, a dot, and the parameter's own name
     numel: int
-    dtype: torch.dtype  # as it is given to ``initialize``
+    dtype: torch.dtype  # dtype when it is passed to ``initialize``
     group: int | None = 0  # optimizer group; None: frozen
     comm_dtype: torch.dtype | None = (
-        None  # dtype of its travelling gradient, where the configuration alone does not say it
+        None  # dtype in which its gradient is sent, if the configuration alone does not determine it
     )
-    cut: Cut | None = None  # for a parameter that tensor-parallel ranks share: ``numel`` is the rank's part
+    cut: Cut | None = None  # over tensor-parallel ranks; ``numel`` counts the part of one rank
 
     @property
     def module(self) -> str:
@@ -58,13 +58,13 @@ class ParamSize(NamedTuple):
 
 
 class ModelSizes(NamedTuple):
-    """A model as far as memory goes."""
+    """The properties of a model that determine its memory."""
 
-    params: tuple[ParamSize, ...]  # each once, in order of registration
+    params: tuple[ParamSize, ...]  # each parameter once, in order of registration
     buffer_bytes: int = 0
     is_sharded: bool = False  # built under ``zero.Init``
     leaves: frozenset[str] = frozenset()  # modules that stage 3 gathers as one piece
-    n_tensor: int = 1  # tensor-parallel ranks, of which this is the first
+    n_tensor: int = 1  # number of tensor-parallel ranks; the plan is for the first
 
     @property
     def numel(self) -> int:
@@ -79,15 +79,15 @@ class StateSize(NamedTuple):
     """One value of optimizer state per element."""
 
     dtype: torch.dtype | None  # None: the masters' dtype
-    block_elems: int = 0  # elements that have a scale in fp32, in a tensor beside; 0: none have
+    block_elems: int = 0  # elements that share an fp32 scale in a separate tensor; 0: no scales
 
     def tensors(self, numel: int, master_dtype: torch.dtype) -> list[tuple[torch.dtype, int]]:
-        """(dtype, elements) of the tensors that hold it for a piece of ``numel`` elements."""
+        """(dtype, elements) of the tensors that hold the value for a piece of ``numel`` elements."""
         values = [(self.dtype or master_dtype, numel)]
         return [*values, (torch.float32, -(-numel // self.block_elems))] if self.block_elems else values
 
     def tensor_bytes(self, numel: int, master_dtype: torch.dtype) -> list[int]:
-        """Of those tensors."""
+        """Bytes of the tensors of ``tensors``."""
         return [n * dtype.itemsize for dtype, n in self.tensors(numel, master_dtype)]
 
 
@@ -96,26 +96,26 @@ class OptimizerSizes(NamedTuple):
 
     name: str
     states: tuple[tuple[StateSize, ...], ...]  # by group
-    is_fused: bool  # reads gradients in any dtype, makes nothing on the way
-    sees_slices: bool  # state lies over whole slices of buckets, padding included; else over each parameter's piece
-    matrix_groups: frozenset[int] = frozenset()  # groups whose whole matrices are put together in the step
-    update_bytes: Callable[..., int] | None = None  # of a fused one: what the update of a bucket takes besides
+    is_fused: bool  # reads gradients in any dtype, without temporaries
+    sees_slices: bool  # whether state covers whole slices of buckets with padding, or each parameter's piece
+    matrix_groups: frozenset[int] = frozenset()  # groups whose matrices are gathered whole in the step
+    update_bytes: Callable[..., int] | None = None  # for a fused optimizer: additional bytes for the update of a bucket
 
     def layout_of_state(self, group: int, param: torch.Tensor) -> dict[str, tuple[torch.dtype, int]]:
-        """Every tensor of the state of ``param``, by a name: (dtype, elements)."""
+        """The tensors of the state of ``param``: name -> (dtype, elements)."""
         found = (tensor for state in self.states[group] for tensor in state.tensors(param.numel(), param.dtype))
         return {str(i): tensor for i, tensor in enumerate(found)}
 
 
 def guess_layers(n_params: int) -> int:
-    """How many layers a transformer of that size has: 12 width^2 parameters a layer, and a width of 128 times the
-    number of layers."""
+    """The number of layers that a transformer with ``n_params`` parameters probably has. The guess assumes 12 width^2
+    parameters a layer, and a width of 128 times the number of layers."""
     return max(1, round((n_params / (12 * 128**2)) ** (1 / 3)))
 
 
 def stack_of(n_params: int, n_layers: int, dtype: torch.dtype = torch.float32) -> ModelSizes:
-    """A stack of equal layers, each of the four matrices of a transformer layer: 3, 1, 4 and 4 of its 12 parts. Sums
-    to ``n_params`` exactly."""
+    """A stack of equal layers. A layer has the four matrices of a transformer layer, with 3, 1, 4 and 4 twelfths of its
+    parameters. The sizes sum to ``n_params`` exactly."""
     if n_params < 1 or n_layers < 1 or n_layers * 4 > n_params:
         raise ModelError(
             f"{n_params} parameters cannot be cut into {n_layers} layers",
@@ -139,10 +139,10 @@ def sizes_of(
     groups: Iterable[Iterable[torch.nn.Parameter]],
     comm_dtype_of: Callable[[str, torch.nn.Parameter], torch.dtype | None] = lambda name, param: None,
 ) -> ModelSizes:
-    """The sizes of ``model``, on the meta device or not, sharded or not, whose optimizer groups are ``groups``.
+    """The sizes of ``model``, which may be sharded or on the meta device. ``groups`` are its optimizer groups.
 
-    Parameters that require a gradient and are in no group are the caller's own; they are counted as frozen.
-    ``comm_dtype_of`` gives the dtype of a travelling gradient, where the configuration alone does not.
+    Parameters that require a gradient but are in no group are the caller's responsibility. They count as frozen.
+    ``comm_dtype_of`` gives the dtype in which a gradient is sent, if the configuration alone does not determine it.
     """
     group_of = {id(p): i for i, group in enumerate(groups) for p in group}
     params = tuple(
@@ -157,8 +157,8 @@ def sizes_of(
 def model_of(
     sizes: ModelSizes, make_module: Callable[[], torch.nn.Module] = torch.nn.Module
 ) -> tuple[torch.nn.Module, list[list[torch.nn.Parameter]]]:
-    """(a model of these sizes on the meta device, its optimizer groups), for the engine's own layout. It takes no
-    memory."""
+    """(a model of these sizes on the meta device, its optimizer groups), as input for the engine's layout. The model
+    takes no memory."""
     root = make_module()
     n_groups = 1 + max((p.group for p in sizes.params if p.group is not None), default=-1)
     groups: list[list[torch.nn.Parameter]] = [[] for _ in range(n_groups)]
@@ -181,10 +181,10 @@ def model_of(
 
 
 def group_sizes(base: torch.optim.Optimizer, *, is_sharded: bool, allow_untested: bool = False) -> OptimizerSizes:
-    """The states of ``base`` per element, by group: read off a fused optimizer of ours, tried on a small tensor for any
-    other.
+    """The states of ``base`` per element, by group. A fused optimizer of this package declares its states; other
+    optimizers are tried on a small tensor.
 
-    Raises OptimizerError where it cannot be applied to shards, as ``initialize`` does, or cannot be tried.
+    Raises OptimizerError if the optimizer cannot be applied to shards (as ``initialize`` does), or cannot be tried.
     """
     sees_slices = not must_see_pieces(base, is_sharded=is_sharded, allow_untested=allow_untested)
     name = type(base).__name__
@@ -198,7 +198,7 @@ def group_sizes(base: torch.optim.Optimizer, *, is_sharded: bool, allow_untested
 
 
 def _try_out(base: torch.optim.Optimizer, group: dict) -> tuple[StateSize, ...]:
-    """States that one step of ``base`` makes for a parameter of fp32."""
+    """The states that one step of ``base`` makes for an fp32 parameter."""
     param = torch.nn.Parameter(torch.ones(PROBE_ELEMS, device="cpu"))
     param.grad = torch.ones(PROBE_ELEMS, device="cpu")
     trial = copy.copy(base)
@@ -206,7 +206,7 @@ def _try_out(base: torch.optim.Optimizer, group: dict) -> tuple[StateSize, ...]:
     trial.param_groups = [{**group, "params": [param]}]
     try:
         with torch.device("cpu"), torch.enable_grad():
-            type(trial).step(trial)  # not the instance's own, which a schedule may have wrapped
+            type(trial).step(trial)  # the class's method: a schedule may have wrapped the instance's
     except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise OptimizerError(
             f"{type(base).__name__} could not be tried on a tensor of {PROBE_ELEMS} elements: {error}",

@@ -1,4 +1,4 @@
-"""A plan for every stage and offload choice, and how it is printed: a table for people, JSON for programs."""
+"""Plans for every stage and offload choice, and their output: a table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from deepspeed_c.zero.layout.stages import STAGES
 
 __all__ = ["Row", "Table", "as_json", "as_text", "plan_table"]
 
-# The assumed optimizer where sizes alone are planned and the configuration names none.
+# The assumed optimizer if only sizes are planned and the configuration names no optimizer.
 ASSUMED_OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4}}
 OFFLOADS = (
     Offload(),
@@ -38,12 +38,12 @@ OFFLOADS = (
     Offload("nvme", "cpu"),
     Offload("nvme", "nvme"),
 )
-# Where the CPU computes, host memory is the device's.
+# Offload choices if the CPU computes: host memory is then the device's memory.
 OFFLOADS_ON_CPU = (Offload(), Offload("nvme"), Offload("nvme", "nvme"))
 
 
 class Row(NamedTuple):
-    """One stage with one offload choice: its plan, or why there is none."""
+    """One stage with one offload choice: its plan, or the reason why there is none."""
 
     stage: int
     offload: Offload
@@ -55,7 +55,7 @@ class Table(NamedTuple):
     """All rows, and the inputs of the plan."""
 
     rows: list[Row]
-    chosen: int  # index of the row that the configuration asks for
+    chosen: int  # index of the row for the configuration
     sizes: ModelSizes
     n_ranks: int
     precision: str
@@ -64,13 +64,13 @@ class Table(NamedTuple):
     activations: Activations
     notes: list[str]
     budgets: Budgets | None = None
-    placed: Sequence[Placed] = ()  # a stage each, where budgets were given
+    placed: Sequence[Placed] = ()  # one for each stage, if budgets were given
     nvme_path: str | None = None
     rates: Rates = Rates()
     n_tensor: int = 1
     batch: ForwardShape | None = None
-    options: Sequence[Option] = ()  # ways to keep activations, where the batch is known
-    asked: int = 0  # index of the one that the configuration asks for
+    options: Sequence[Option] = ()  # ways to keep activations, if the batch is known
+    asked: int = 0  # index of the option for the configuration
 
 
 def plan_table(
@@ -92,9 +92,9 @@ def plan_table(
     """Plans ``sizes``, or ``model`` (on the meta device) with the other arguments of ``initialize``, for every stage
     under the configuration ``source``.
 
-    With ``budgets`` it also places the states of each stage, and at ``rates`` suggests the host's part of the update.
-    ``n_tensor`` of the ranks hold ``model`` together (default: as the configuration says). With ``batch``, ``model``'s
-    own forward gives the bytes of its activations, in place of ``activations``. Raises ConfigError for the
+    With ``budgets`` it also places the states of each stage, and suggests the host's part of the update for the given
+    ``rates``. ``n_tensor`` is the number of tensor-parallel ranks (default: from the configuration). With ``batch``, a
+    traced forward of ``model`` gives the bytes of activations, instead of ``activations``. Raises ConfigError for the
     configuration, OptimizerError and ModelError for optimizer and model.
     """
     notes: list[str] = []
@@ -182,7 +182,8 @@ def plan_table(
 def _tensor_ranks(
     source: Any, wanted: int | None, n_ranks: int, overrides: dict[str, Any], *, has_model: bool
 ) -> tuple[int, int]:
-    """(tensor-parallel ranks, data-parallel ranks) of ``n_ranks``, which ``overrides`` then say as well."""
+    """(number of tensor-parallel ranks, number of data-parallel ranks) of ``n_ranks``. The first number is also written
+    to ``overrides``."""
     found, key = tensor_parallel_size(source)
     n_tensor = found if wanted is None else wanted
     where = key if wanted is None else "--tp"
@@ -251,7 +252,7 @@ def _row(
         config = load_config(source, world_size=n_ranks, overrides={**overrides, **choice}, batch="skip")
         optimizer = None
         if base is not None:
-            place(config, base, torch.device(device_type))  # raises for an impossible offload
+            place(config, base, torch.device(device_type))  # raises an error for an impossible offload
             is_cut = STAGES[stage].optimizer and n_ranks > 1
             optimizer = group_sizes(base, is_sharded=is_cut, allow_untested=config.zero_allow_untested_optimizer)
         plan = plan_memory(
@@ -275,7 +276,7 @@ def _count(n: int) -> str:
 
 
 def as_text(table: Table) -> str:
-    """The table, the chosen row marked, and the parts of its peak."""
+    """The table with the chosen row marked, and the parts of that row's peak."""
     sizes = table.sizes
     frozen = sizes.numel - sizes.n_trained
     trained = f"{_count(sizes.n_trained)} trained, {_count(frozen)} frozen" if frozen else "all trained"
@@ -326,7 +327,7 @@ def _peak_lines(table: Table, unit: str, scale: int) -> list[str]:
     places = plan.offload.kinds(plan.stage, is_host=table.device_type == "cpu")
     names = {"host": ", on the host", "nvme": ", on NVMe"}
     lines = []
-    # The peak of training, and the peak of the start where that is higher.
+    # The peak of training, and the peak of the start if it is higher.
     steady = max(
         (p for name, p in plan.phases.items() if name != "initialize"), key=lambda p: p.nbytes, default=plan.peak
     )
@@ -344,7 +345,7 @@ def _peak_lines(table: Table, unit: str, scale: int) -> list[str]:
 
 
 def _option_lines(table: Table, unit: str, scale: int) -> list[str]:
-    """Ways to keep activations, the configured way marked."""
+    """The ways to keep activations, with the configured way marked."""
     if table.batch is None:
         return []
     batch = table.batch
@@ -400,7 +401,7 @@ def _placed_lines(table: Table, unit: str, scale: int) -> list[str]:
 
 
 def as_json(table: Table) -> dict[str, Any]:
-    """Everything in bytes."""
+    """The table as JSON values, with all sizes in bytes."""
     return {
         "params": table.sizes.numel,
         "trained": table.sizes.n_trained,

@@ -1,5 +1,5 @@
-"""The placement of each stage's states in limited memory: the plan of ``csrc/zero/tier.c`` from the planner's counts,
-and the configuration for it."""
+"""The placement of each stage's states in limited memory: ``csrc/zero/tier.c`` computes it from the planner's byte
+counts, and this module writes the configuration for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepspeed_c.zero.layout.stages import STAGES
 
 __all__ = ["NVME_PATH", "TIERS", "Budgets", "Placed", "Rates", "offload_section", "place_states", "suggest_ratio"]
 
-# Where a configuration that names no folder is planned to swap to.
+# The swap folder in a plan if the configuration names none.
 NVME_PATH = "/local_nvme"
 
 TIERS = {_C.TIER_DEVICE: "device", _C.TIER_HOST: "host", _C.TIER_NVME: "NVMe"}
@@ -22,7 +22,7 @@ STATES = (MASTERS, STATE, GRADIENTS, WEIGHTS)
 
 
 class Budgets(NamedTuple):
-    """Bytes that a rank may take of each memory. A rank that trains on the CPU has one memory, the device's."""
+    """Bytes that a rank may use of each kind of memory. A rank that trains on the CPU uses only the device's budget."""
 
     device: int
     host: int = 0
@@ -30,8 +30,8 @@ class Budgets(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Bytes that a rank moves in a second: an update takes as long as its bytes take. The defaults fit a rank among
-    eight on a node of accelerators."""
+    """Bytes that a rank moves in a second. The time of an update is the time to move its bytes. The defaults fit one of
+    eight ranks on a node of accelerators."""
 
     device: float = 2e12
     host: float = 25e9
@@ -39,20 +39,20 @@ class Rates(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """One stage: where its states live, or why they cannot."""
+    """The placement of one stage's states, or the reason why there is none."""
 
     stage: int
     offload: Offload
-    tiers: dict[str, str]  # name of the tier by kind; empty where nothing fits
+    tiers: dict[str, str]  # name of the tier by kind; empty if nothing fits
     plan: MemoryPlan | None
     refusal: str = ""
     ratio: float | None = (
-        None  # from ``suggest_ratio``, where the optimizer's state is in host memory beside a device
+        None  # from ``suggest_ratio``, if the optimizer's state is in host memory and a device computes
     )
 
 
 def offload_section(stage: int, offload: Offload, nvme_path: str | None) -> dict[str, Any]:
-    """The part of a configuration that asks for a placement."""
+    """The part of a configuration that requests a placement."""
     zero: dict[str, Any] = {"stage": stage}
     if offload.optimizer != "none":
         zero["offload_optimizer"] = {"device": offload.optimizer}
@@ -70,10 +70,10 @@ def place_states(
 ) -> Placed:
     """Places the states of a stage within ``budgets``.
 
-    ``plan_of`` plans the stage with an offload choice, or says why the engine refuses it. States move together as in
-    the configuration: the optimizer's state with its masters, and the sums of gradients no further than to the host.
-    Everything else (activations, gathered weights, buffers) comes off the device's budget first. ``is_host``: ranks
-    train on the CPU.
+    ``plan_of`` plans the stage with an offload choice, or returns the reason why the engine refuses it. States move in
+    the same combinations as in the configuration: the optimizer's state moves with the master weights, and sums of
+    gradients move at most to the host. All other bytes (activations, gathered weights, buffers) are first subtracted
+    from the device's budget. ``is_host``: ranks train on the CPU.
     """
     none = plan_of(Offload())
     if isinstance(none, str):
@@ -107,18 +107,19 @@ def place_states(
 
 
 def suggest_ratio(placed: Placed, budgets: Budgets, rates: Rates) -> float:
-    """The part of the update, in hundredths, that the host should take so that host and device are done at the same
-    time, or more where the device has no room for the rest (Twin-Flow; ``csrc/include/dsc/tier.h`` has the formula).
+    """The fraction of the update that the host should compute, rounded up to hundredths (Twin-Flow;
+    ``csrc/include/dsc/tier.h`` has the formula). With this fraction host and device finish at the same time. The
+    fraction is larger if the device has no room for its part.
 
-    ``placed`` has the states in host memory. An update reads and writes masters and state, and reads the sums of
-    gradients.
+    In ``placed`` the states must be in host memory. An update reads and writes master weights and state, and reads the
+    sums of gradients.
     """
     kinds = placed.plan.phases["step"].kinds
     sums, states = kinds.get(GRADIENTS, 0), kinds.get(MASTERS, 0) + kinds.get(STATE, 0)
     weights = kinds.get(WEIGHTS, 0) // (1 if STAGES[placed.stage].parameters else placed.plan.n_ranks)
     used = max(phase.nbytes for name, phase in placed.plan.phases.items() if name != "initialize")
     held, moved = states + sums, 2 * states + sums
-    # The split is in bytes: elements may not have a whole number of them, as padding and scales count.
+    # The split is in bytes, because padding and scales can make the bytes per element a fraction.
     ratio, _ = _C.twin_flow_ratio(
         n_elems=held,
         device_elems_per_s=rates.device * held / moved,
@@ -128,12 +129,12 @@ def suggest_ratio(placed: Placed, budgets: Budgets, rates: Rates) -> float:
         state_bytes_per_elem=1,
         device_bytes=max(budgets.device - used, 0),
     )
-    return min(math.ceil(ratio * 100) / 100, 1.0)  # upwards, so that the rest fits
+    return min(math.ceil(ratio * 100) / 100, 1.0)  # rounded up, so that the device's part fits
 
 
 def _excess(plan: MemoryPlan, budgets: Budgets) -> str:
-    """Where a run with that placement needs more than there is: starting it may, and swapped layouts have other
-    buckets."""
+    """Describes the phase in which a run with that placement exceeds a budget; "" if there is none. The start of a run
+    may need more memory, and layouts with swapping have other buckets."""
     for name, phase in plan.phases.items():
         needs = (("device", phase.nbytes), ("host", phase.host_nbytes), ("nvme", phase.nvme_nbytes))
         for memory, nbytes in needs:
@@ -144,11 +145,11 @@ def _excess(plan: MemoryPlan, budgets: Budgets) -> str:
 
 
 def _kinds(none: MemoryPlan, plans: Mapping[str, MemoryPlan], may_move_weights: bool, is_host: bool) -> list[tuple]:
-    """STATES, as the core asks for them."""
+    """The kinds in STATES, in the form of the C core."""
     held = {place: _largest(plan) for place, plan in plans.items()}
     here, there, swapped = held["none"], held.get("cpu", {}), held.get("nvme", {})
     buffers = swapped.get(SWAP, 0)
-    # On the CPU the device's tensors are in host memory; a move between the two gains nothing, and the host's budget is
+    # On the CPU the device's tensors are in host memory. Moving them to the host gains nothing, so the host's budget is
     # 0.
     behind = [buffers, 0] if is_host else [0, buffers]
     last = _C.TIER_NVME if swapped else _C.TIER_HOST if there else _C.TIER_DEVICE
@@ -161,15 +162,15 @@ def _kinds(none: MemoryPlan, plans: Mapping[str, MemoryPlan], may_move_weights: 
         return [[here.get(kind, 0), 0, 0], [0, there.get(kind, here.get(kind, 0)), 0], on_nvme]
 
     return [
-        # With the masters elsewhere, the updated weights come back over the link.
+        # If the master weights are not on the device, updated weights come back over the link.
         (square(MASTERS, with_buffers=True), shard, 2 * swapped.get(MASTERS, 0), last, -1),
         (square(STATE), 0, 2 * swapped.get(STATE, 0), last, 0),
         (square(GRADIENTS), there.get(GRADIENTS, 0), 0, near, 0),
-        # Gathered in forward and again in backward, and written once.
+        # Weights are gathered in forward and again in backward, and written once.
         (square(WEIGHTS), 2 * weights, 3 * weights, _C.TIER_NVME if may_move_weights else _C.TIER_DEVICE, -1),
     ]
 
 
 def _largest(plan: MemoryPlan) -> dict[str, int]:
-    """Bytes of each kind that is there in a step."""
+    """Bytes of each kind at the peak of the phase "step"."""
     return plan.phases["step"].kinds

@@ -1,4 +1,5 @@
-"""Bytes of activations over one step, for each way to keep them, from the saved tensors of a traced forward."""
+"""Computes the bytes of activations over one step, for each way to keep them, from the saved tensors of a traced
+forward."""
 
 from __future__ import annotations
 
@@ -15,33 +16,33 @@ from deepspeed_c.recompute.recomputer import bytes_of
 
 __all__ = ["HeldBytes", "Option", "options_of"]
 
-# No activations take as much.
+# A budget that no activations exceed.
 _ALL = 1 << 60
-# A rank's part of a link to the host, and of a node's disks; a run measures its own.
+# Assumed bandwidth of one rank to the host, and to the disks of its node. A run measures the real bandwidth.
 _TIERS = {"cpu": Tier(25e9), "nvme": Tier(5e9)}
 
 
 class HeldBytes(NamedTuple):
-    """The bytes at the end of a stretch of the forward, or while a stretch's backward runs."""
+    """The bytes at the end of a segment of the forward, or during the backward of a segment."""
 
     label: str
     is_backward: bool
-    nbytes: int  # in the memory that computes
-    host_nbytes: int = 0  # in host memory, where that is another
+    nbytes: int  # bytes in the device's memory
+    host_nbytes: int = 0  # bytes in host memory, if the device has its own memory
     nvme_nbytes: int = 0
 
 
 class Option(NamedTuple):
-    """One way to keep activations, or why it cannot be had."""
+    """One way to keep activations, or the reason why it is not possible."""
 
     name: str
     moments: tuple[HeldBytes, ...]
-    run_again: float  # the part of the layers' time that is spent a second time
-    wire_bytes: int = 0  # that a rank sends to those along tp in a forward and its backward
+    run_again: float  # the fraction of the layers' time that recomputing adds
+    wire_bytes: int = 0  # bytes that a rank sends to its tensor-parallel group in a forward and its backward
     refusal: str = ""
 
     def peak(self, *, is_backward: bool | None = None) -> int:
-        """The most that forward (False), backward (True) or either holds in the memory that computes."""
+        """The most bytes in the device's memory during forward (False), backward (True) or both (None)."""
         found = (m.nbytes for m in self.moments if is_backward in (None, m.is_backward))
         return max(found, default=0)
 
@@ -55,20 +56,20 @@ class Option(NamedTuple):
 
 
 class _HowInputsWait(NamedTuple):
-    """How inputs of recomputed layers wait."""
+    """How inputs of recomputed layers are kept until the backward."""
 
-    place: str = "device"  # or "cpu", "nvme"
-    n_cut: int = 1  # tensor-parallel ranks that they are cut over
+    place: str = "device"  # "device", "cpu" or "nvme"
+    n_cut: int = 1  # number of tensor-parallel ranks that they are cut over
     max_in_cpu: int = 0
 
 
 def options_of(
     traced: Traced, section: ActivationCheckpointing, *, n_tensor: int = 1, is_host: bool = False
 ) -> tuple[list[Option], int]:
-    """(an option for each key of the section, the place of the configured option).
+    """(an option for each key of the section, the index of the configured option).
 
-    n_tensor: tensor-parallel ranks. is_host: the processor computes, in host memory. The budget is the section's, or
-    half way between keeping and recomputing everything where it names none.
+    n_tensor: number of tensor-parallel ranks. is_host: the CPU computes, in host memory. If the section names no
+    budget, the budget is half way between keeping and recomputing everything.
     """
     step = _Step(traced, is_host=is_host)
     again = [Treatment(RECOMPUTE)] * len(traced.layers)
@@ -112,7 +113,7 @@ def _refusal(name: str, n_tensor: int, *, is_host: bool) -> str:
 
 def _of_budget(step: _Step, traced: Traced, section: ActivationCheckpointing, waiting: _HowInputsWait) -> Option:
     layers = traced.layers
-    # Everything that the plan does not send away stays.
+    # Inputs that the plan does not move stay on the device.
     tiers = {waiting.place: _TIERS[waiting.place]} if step.has_place(waiting.place) else {}
     waiting = waiting._replace(place="device", max_in_cpu=0 if step.is_host else waiting.max_in_cpu)
     keep_bytes = find_plan(layers, _ALL).peak_bytes
@@ -130,7 +131,7 @@ def _of_budget(step: _Step, traced: Traced, section: ActivationCheckpointing, wa
 
 
 class _Held:
-    """Storages that are held now, each counted once by however many it is held."""
+    """The bytes of the storages that are held now. A storage counts once, even if it is held several times."""
 
     def __init__(self) -> None:
         self._n: Counter[object] = Counter()
@@ -151,34 +152,34 @@ class _Held:
 
 
 class _Step:
-    """One forward and its backward, stretch by stretch."""
+    """One forward and its backward, segment by segment."""
 
     def __init__(self, traced: Traced, *, is_host: bool) -> None:
         self._segments, self.is_host, self._wire_bytes = traced.segments, is_host, traced.wire_bytes
         self._layers = [i for i, segment in enumerate(self._segments) if segment.measured is not None]
 
     def has_place(self, name: str) -> bool:
-        """Whether inputs can wait there: not where they are anyway."""
+        """Whether inputs can be moved to this place. They cannot be moved to the memory that they are in already."""
         return name == "nvme" or (name == "cpu" and not self.is_host)
 
     def option(self, name: str, treatments: Sequence[Treatment], way: _HowInputsWait, run_again: float) -> Option:
-        """treatments: of the layers, in order."""
+        """treatments: one for each layer, in order."""
         chosen = {i: each for i, each in zip(self._layers, treatments, strict=True) if each.choice != KEEP}
         sent = self._wire_bytes + sum(self._segments[i].wire_bytes for i in chosen)
         if way.n_cut > 1:
             whole = sum(n for given in self._moved(chosen, way).values() for n in given.values())
-            sent += whole * (way.n_cut - 1) // way.n_cut  # gathered
+            sent += whole * (way.n_cut - 1) // way.n_cut  # bytes of the gather
         return Option(name, self._moments(chosen, way), run_again, sent)
 
     def _moments(self, chosen: Mapping[int, Treatment], way: _HowInputsWait) -> tuple[HeldBytes, ...]:
-        """chosen: of the layers that are recomputed, by number of the stretch."""
+        """chosen: the treatments of recomputed layers, by index of the segment."""
         moved = self._moved(chosen, way)
         places, waiting = self._places(chosen, moved, way)
         held = _Held()
         kept: list[list[tuple[object, int]]] = []
         moments: list[HeldBytes] = []
         elsewhere = {"cpu": 0, "nvme": 0}
-        # Backward begins at the newest layer, whose inputs stay.
+        # Backward begins at the last recomputed layer. The inputs of this layer are not moved.
         last = max(chosen, default=-1)
         for i, segment in enumerate(self._segments):
             kept.append(self._kept(i, segment, chosen.get(i), moved, places, way))
@@ -203,7 +204,7 @@ class _Step:
         return tuple(moments)
 
     def _moved(self, chosen: Mapping[int, Treatment], way: _HowInputsWait) -> dict[int, dict[int, int]]:
-        """Inputs of recomputed layers that wait in another form: whole bytes by storage, by layer."""
+        """Inputs of recomputed layers that are moved or cut: layer -> storage -> bytes of the whole input."""
         found = {}
         for i, treatment in chosen.items():
             if self._place_of(treatment, way) != "device" or way.n_cut > 1:
@@ -214,8 +215,8 @@ class _Step:
     def _places(
         self, chosen: Mapping[int, Treatment], moved: Mapping[int, Mapping[int, int]], way: _HowInputsWait
     ) -> tuple[dict[int, str], dict[int, int]]:
-        """(the place of each layer's waiting inputs, bytes of inputs that wait elsewhere). The first ``max_in_cpu`` of
-        them stay in host memory; a tensor that many layers get waits once."""
+        """(the place of each layer's inputs, bytes of inputs outside the device's memory). Inputs for NVMe stay in host
+        memory while ``max_in_cpu`` has room for them. A tensor that several layers get is moved once."""
         places: dict[int, str] = {}
         waiting: dict[int, int] = {}
         seen: set[int] = set()
@@ -246,7 +247,7 @@ class _Step:
         places: Mapping[int, str],
         way: _HowInputsWait,
     ) -> list[tuple[object, int]]:
-        """Bytes of a stretch in the memory that computes until its backward is over."""
+        """Bytes of a segment that are in the device's memory until its backward ends."""
         if treatment is None:
             return list(segment.saved.items())
         found: list[tuple[object, int]] = []
@@ -259,8 +260,8 @@ class _Step:
         return found + [((i, n), segment.measured.operators[n].n_bytes) for n in treatment.operators]
 
     def _near(self, i: int, moved: Mapping[int, Mapping[int, int]], held: _Held) -> dict[int, int]:
-        """Whole inputs of the newest two layers up to ``i``: the newest layer's inputs have not left, or are needed,
-        and the inputs of the layer before it are on their way."""
+        """The whole inputs of the last two layers up to segment ``i``. The inputs of the last layer have not been moved
+        yet, or are needed. The inputs of the layer before it are being moved."""
         newest = [j for j in self._layers if j <= i][-2:]
         found = {storage: n for j in newest for storage, n in moved.get(j, {}).items()}
         return {storage: n for storage, n in found.items() if not held.has(storage)}
