@@ -1,4 +1,5 @@
-"""Checkpoints that are written by hand, from docs/concepts/checkpoint.md alone: with cuts that no engine of ours makes, and with numbers that nobody wrote."""
+"""Checkpoints that are written by hand from docs/concepts/checkpoint.md alone. They may have cuts that our engines do
+not make, and false numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import numpy as np
 
 __all__ = ["BLOCK_BYTES", "crc32c", "manifest_of", "payload_entry", "put_manifest", "state_entry", "write_pieces"]
 
-# Different from the writer's size, because a reader goes by the manifest.
+# The writer uses another size: a reader must take the size from the manifest.
 BLOCK_BYTES = 4096
 _NAMES = {"float32": "F32", "float64": "F64", "int16": "I16", "uint8": "U8", "float16": "F16", "int64": "I64"}
 
@@ -31,7 +32,7 @@ _TABLE = _table()
 
 
 def crc32c(content: bytes) -> int:
-    """RFC 3720, one byte at a time."""
+    """The CRC32C of RFC 3720, computed byte by byte."""
     crc = 0xFFFFFFFF
     for byte in content:
         crc = crc >> 8 ^ _TABLE[(crc ^ byte) & 0xFF]
@@ -51,8 +52,8 @@ def state_entry(name: str, content: bytes) -> dict[str, Any]:
 def write_pieces(
     folder: Path, pieces: Sequence[tuple[int, str, np.ndarray, Sequence[slice] | None, int, int]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Write pieces (file, name, whole array, box or None, begin, elements) into files, with noise between them. Return
-    the manifest's entries of files and of tensors."""
+    """Write pieces (file, name, whole array, box or None, begin, elements) into files, with noise between the pieces.
+    Return the entries for files and for tensors of a manifest."""
     contents: dict[int, bytearray] = {}
     tensors: dict[str, dict[str, Any]] = {}
     for at, (file, name, array, box, begin, n_elems) in enumerate(pieces):
@@ -101,7 +102,7 @@ def manifest_of(files: list[dict[str, Any]], tensors: list[dict[str, Any]], **ch
 
 
 def put_manifest(folder: Path, manifest: Any, checksum: Callable[[bytes], int] = crc32c) -> None:
-    """Writes a manifest (as JSON, or as bytes that are given) with its true checksum."""
+    """Writes a manifest with its true checksum. ``manifest``: a document to write as JSON, or the bytes of the file."""
     content = manifest if isinstance(manifest, bytes) else json.dumps(manifest).encode()
     (folder / "manifest.json").write_bytes(content)
     (folder / "manifest.crc32c").write_text(f"{checksum(content):08x}\n")

@@ -1,4 +1,4 @@
-"""A checkpoint in memory: the source for tests of export and conversion, independent of every format."""
+"""A checkpoint in memory, independent of every format, as the source for tests of export and conversion."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class MemorySource(Source):
 
 
 def adam_checkpoint(dtype: torch.dtype = torch.bfloat16) -> MemorySource:
-    """A small trained model: masters and moments, a frozen weight, a tied one, buffers of several dtypes, and one without elements."""
+    """A small trained model. It has masters and moments, a frozen weight, a tied weight, buffers of several dtypes, and
+    a tensor without elements."""
     generator = torch.Generator().manual_seed(7)
 
     def some(*shape: int) -> torch.Tensor:

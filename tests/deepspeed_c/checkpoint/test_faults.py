@@ -1,4 +1,5 @@
-"""Disks that fill up, writes and reads that fail, files that are damaged: through the engine, the checkpoint before is always there and whole."""
+"""An engine on disks that fill up, with writes and reads that fail, and with damaged files. The earlier checkpoint is
+always there and whole."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from tests.deepspeed_c.zero.traits import whole_params
 from tests.ranks import run_ranks
 
 WORLD = 2
-# More than two blocks of checksums in the payload of each rank.
+# The payload of each rank has more than two blocks of checksums.
 WIDTH = 301
 
 
@@ -60,7 +61,7 @@ def make(stage: int, dtype: str, **config: Any):
 
 
 def train(engine, n_steps: int) -> list[float]:
-    """Steps on batches that depend on the number of the step and the rank; returns the losses."""
+    """Runs steps on batches that depend on the number of the step and on the rank. Returns the losses."""
     losses = []
     for _ in range(n_steps):
         generator = torch.Generator().manual_seed(100 * engine.global_steps + engine.global_rank)
@@ -86,7 +87,7 @@ def digest(engine) -> str:
 
 
 def files_in(folder: str) -> dict[str, str]:
-    """Path -> digest of all files, hidden ones too, and of folders."""
+    """Path -> digest, of all files and folders, hidden ones included."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
         for path in Path(folder).rglob("*")
@@ -108,7 +109,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def short_files(n_bytes: int) -> Iterator[None]:
-    """No file of this process may become longer, as on a file system with such a limit: the system's own EFBIG, in the midst of a write."""
+    """Within the context no file of this process may grow beyond ``n_bytes``. The system fails with EFBIG in the middle
+    of a write, as on a file system with such a limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))  # Python ignores SIGXFSZ
     try:
@@ -118,7 +120,7 @@ def short_files(n_bytes: int) -> Iterator[None]:
 
 
 def refuses(function: Callable, is_bad: Callable[[str], bool], code: int) -> Callable:
-    """``function``, which fails with ``code`` where its first argument, a path, ``is_bad``."""
+    """Wraps ``function`` so that it fails with ``code`` if ``is_bad`` accepts its first argument, a path."""
 
     def wrapped(path: str, *args: Any, **kwargs: Any) -> Any:
         if is_bad(str(path)):
@@ -129,7 +131,7 @@ def refuses(function: Callable, is_bad: Callable[[str], bool], code: int) -> Cal
 
 
 class FullAtTheEnd:
-    """A BlockWriter whose last bytes do not reach the disk, as a network file system reports it."""
+    """A BlockWriter that fails at its end: the last bytes do not reach the disk, as network file systems may report."""
 
     def __init__(self, *args: Any) -> None:
         self._path, self._writer = args[0], BLOCK_WRITER(*args)
@@ -162,7 +164,7 @@ SAVE_FAULTS: dict[str, tuple[int, int, Callable[[], contextlib.AbstractContextMa
     "manifest.crc32c": (0, errno.ENOSPC, lambda: write_fails_for("manifest.crc32c", errno.ENOSPC)),
     "the hidden folder": (0, errno.EROFS, lambda: replaced(os, "mkdir", refuses(os.mkdir, is_hidden, errno.EROFS))),
 }
-# These come at the name: by a rename where the tag is new, by an exchange where it is there.
+# These faults happen when the checkpoint gets its name: by a rename if the tag is new, by an exchange if it exists.
 NAME_FAULTS = {
     "new": (0, errno.EIO, lambda: replaced(os, "rename", refuses(os.rename, is_hidden, errno.EIO))),
     "good": (0, errno.EIO, lambda: replaced(_C, "exchange_paths", refuses(_C.exchange_paths, is_hidden, errno.EIO))),
@@ -182,7 +184,7 @@ def failing_saves(rank: int, world: int, folder: str, stage: int, dtype: str) ->
         dist.barrier()
         train(engine, 1)
         ahead = digest(engine)
-        # An asynchronous save writes in the same way; the tag that is there is replaced by another call.
+        # An asynchronous save writes in the same way. An existing tag is replaced by another system call.
         for tag, is_async in (("new", False), ("good", True)):
             for name, (victim, code, fault) in {**SAVE_FAULTS, f"its name: {tag}": NAME_FAULTS[tag]}.items():
                 where = f"{name}, tag {tag}, async {is_async}"
@@ -206,7 +208,7 @@ def failing_saves(rank: int, world: int, folder: str, stage: int, dtype: str) ->
             problems.append(f"{path} with {client_state} is not what was saved")
         if train(engine, 2)[1:] != continued:
             problems.append("training does not go on as without failed saves")
-        # The same names and the same writer are good for a save as soon as there is room.
+        # A save with the same name by the same engine succeeds as soon as there is room.
         engine.save_checkpoint(folder, tag="new")
         last = digest(engine)
         train(engine, 1)
@@ -226,7 +228,7 @@ def failure_of(engine, folder: str, tag: str, is_async: bool) -> str:
             saved.wait()
     except errors.CheckpointError as error:
         with contextlib.suppress(errors.CheckpointError):
-            engine.wait_checkpoint()  # raises it again, once
+            engine.wait_checkpoint()  # raises the error once more
         return str(error)
     return "it was saved"
 
@@ -271,7 +273,7 @@ def full_disk(rank: int, world: int, folder: str) -> list[str]:
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 6 MiB: two checkpoints, and not three."""
+    """A file system of 6 MiB, with room for two checkpoints and not for three."""
     where = tmp_path / "disk"
     where.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(where)]
@@ -325,7 +327,8 @@ def test_a_checkpoint_that_latest_could_not_name_is_complete_and_said_to_be(tmp_
 
 # -- loading -------------------------------------------------------------------------------------------------------------
 
-# Files; True: damaged in every way. False: in two ways, for the checksum and for files that only differ by their rank.
+# File -> whether it is damaged in every way. The checksum file, and files that differ from another only by their rank,
+# are damaged in two ways.
 FILES = {
     "manifest.json": True,
     "manifest.crc32c": False,
@@ -339,7 +342,7 @@ FEW_DAMAGES = ("removed", "flipped in the last byte")
 
 
 def entries_of(content: bytes) -> dict[str, tuple[int, int]]:
-    """Name in a safetensors file -> its bytes, by the format's definition."""
+    """Name in a safetensors file -> where its bytes lie, by the definition of the format."""
     n_header = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + n_header])
     return {
@@ -350,9 +353,10 @@ def entries_of(content: bytes) -> dict[str, tuple[int, int]]:
 
 
 def damages(content: bytes, name: str) -> Iterator[tuple[str, bytes | None, str]]:
-    """Yield (kind of damage, the damaged file or None, a text that the message has to name besides the file)."""
+    """Yield (kind of damage, the damaged contents or None, a text that the message has to contain besides the file's
+    name)."""
     if name == "manifest.crc32c":
-        content = content.rstrip(b"\n")  # which says nothing
+        content = content.rstrip(b"\n")  # the newline does not matter
     yield "removed", None, os.strerror(errno.ENOENT)
     yield "one byte shorter", content[:-1], ""
     yield "one byte longer", content + b"0", ""
@@ -368,7 +372,7 @@ def damages(content: bytes, name: str) -> Iterator[tuple[str, bytes | None, str]
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[str]]:
-    """Record the messages logged as errors meanwhile."""
+    """Record the messages that are logged as errors within the context."""
     messages: list[str] = []
 
     class Recorder(logging.Handler):
@@ -420,7 +424,7 @@ def damaged_files(rank: int, world: int, folder: str, stage: int, dtype: str, na
                 dist.barrier()
                 before = digest(engine)
                 message = refusal(lambda: engine.load_checkpoint(folder, tag="new"), errors.CheckpointError)
-                # The manifest and its checksum are one: a difference between them is told of the manifest.
+                # If the manifest and its checksum differ, the message names the manifest.
                 expected = "manifest" if name.startswith("manifest") else str(path)
                 check(expected in message and part in message, f"{expected!r} or {part!r} is not in {message!r}")
                 if name.endswith(".safetensors") and damage.startswith(("flipped", "zeros")):
@@ -454,7 +458,7 @@ def damaged_files(rank: int, world: int, folder: str, stage: int, dtype: str, na
 
 
 def verified(path: str) -> tuple[int, str]:
-    """The exit code and the output of the command."""
+    """The exit code and the output of the command that verifies a checkpoint."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         code = cli.main(["verify", path])
@@ -486,7 +490,7 @@ def failing_reads(rank: int, world: int, folder: str) -> list[str]:
             return before(path, *args)
 
         before = _C.read_blocks
-        # One rank's disk fails after it has given something; the other rank has read everything.
+        # The disk of rank 1 fails after its first read. The other rank reads everything.
         with replaced(_C, "read_blocks", read_blocks) if rank == 1 else contextlib.nullcontext():
             message = refusal(lambda: engine.load_checkpoint(folder), errors.CheckpointError)
         for part in (os.strerror(errno.EIO), "rank_0000", "refuses to train"):
@@ -496,7 +500,7 @@ def failing_reads(rank: int, world: int, folder: str) -> list[str]:
             text = refusal(use, errors.StateError)
             if "engine.load_checkpoint()" not in text:
                 problems.append(f"a half-loaded engine goes on: {text}")
-        # A load that finds nothing does not make it whole, nor does a load of the weights alone.
+        # The engine stays unusable after a load that finds nothing, and after a load of weights alone.
         engine.load_checkpoint(os.path.join(folder, "nothing"))
         engine.load_checkpoint(folder, load_module_only=True)
         text = refusal(lambda: train(engine, 1), errors.StateError)

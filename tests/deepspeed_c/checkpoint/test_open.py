@@ -1,4 +1,5 @@
-"""A checkpoint is recognised by its files, found by tag or `latest`, and a message lists the expected files."""
+"""A checkpoint is recognised by its files and found by its tag or by `latest`. The error for a missing one lists the
+expected files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Checkpoints of torch.distributed.checkpoint are read without it, it reads ours, and a hostile folder runs nothing."""
+"""Checkpoints of torch.distributed.checkpoint (DCP): we read them without that package, the package reads ours, and no
+code of a hostile folder runs."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ WANT = {(PARAM, n): t for n, t in MODEL.items()} | {("exp_avg", n): s["exp_avg"]
 
 
 def flat_optimizer() -> dict[str, object]:
-    """As get_optimizer_state_dict gives it with flatten_optimizer_state_dict."""
+    """A state dict as get_optimizer_state_dict returns it with flatten_optimizer_state_dict."""
     flat = {f"state.{n}.{k}": v for n, s in STATE.items() for k, v in s.items()}
     for group in GROUPS:
         flat |= {f"param_groups.{n}.{k}": v for n in group["params"] for k, v in group.items() if k != "params"}
@@ -123,7 +124,7 @@ def sharded_body(rank: int, world: int, folder: str) -> None:
     if mesh2 is not None:
         value["both"] = distribute_tensor(square, mesh2, [Shard(1), Shard(0)])
     dcp.save({"model": value}, checkpoint_id=folder)
-    # No group that outlives the body: mesh groups are torch's.
+    # torch owns the groups of the mesh. No group outlives the body.
     dist.barrier()
 
 
@@ -164,7 +165,7 @@ def test_tensors_that_do_not_lie_in_rows(tmp_path):
 
 
 def blank(value):
-    """The same structure with other values, to be loaded into."""
+    """The same structure with other values, as the target of a load."""
     if torch.is_tensor(value):
         return torch.full_like(value, -1)
     if isinstance(value, dict):
@@ -175,7 +176,7 @@ def blank(value):
 
 
 def written(source) -> dict:
-    """The required contents of the folder, from the definition."""
+    """The contents that the folder must have by the definition of the format."""
     v = source.values
     model = {n: t for (k, n), t in v.items() if k in (MASTER, BUFFER) or (k == PARAM and (MASTER, n) not in v)}
     model |= {alias: model[first] for alias, first in source.aliases.items()}
@@ -207,7 +208,7 @@ def test_torch_reads_what_we_write(tmp_path, monkeypatch, chunk_bytes):
         for kind, value in states.items():
             assert torch.equal(got["optim"]["state"][name][kind], value), (name, kind)
     assert got["optim"]["param_groups"] == want["optim"]["param_groups"]
-    # A converter that does not know the contents.
+    # torch's converter, which is not told the contents, reads the folder too.
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(tmp_path / "out", tmp_path / "whole.pt")
@@ -277,7 +278,7 @@ def test_what_cannot_be_written(tmp_path):
     assert os.listdir(tmp_path) == ["used"]
 
 
-# --- what is damaged or hostile ---
+# --- damaged and hostile folders ---
 
 RAN = []
 

@@ -1,4 +1,5 @@
-"""Safetensors are read as the library of the format reads them, and files that lie about themselves are refused before anything is read."""
+"""Safetensors files are read as the library of the format reads them. Files with false headers are refused before any
+tensor is read."""
 
 from __future__ import annotations
 
@@ -148,7 +149,8 @@ def test_header_lengths(tmp_path, length):
 
 
 def test_flipped_bytes_never_give_another_error(tmp_path):
-    """Both readers understand an accepted file alike; we refuse every file that the library refuses."""
+    """Our reader raises only CheckpointError. It refuses every file that the library refuses, and reads accepted files
+    as the library does."""
     safetensors.torch.save_file(
         {"a": torch.arange(3), "b": torch.ones(2, 2), "c": torch.ones(0)}, tmp_path / "m.safetensors"
     )

@@ -1,5 +1,5 @@
-"""Megatron's files for any number of ranks: the loaders' merged and split tensors equal a whole model cut by slices
-here."""
+"""Megatron's files for any number of ranks: tensors that the loaders merge or split equal those of a whole model that
+the tests cut by slices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ VERSIONS = (0, 1.0, 2.0)
 
 
 def whole(version: float) -> dict[str, torch.Tensor]:
-    """A model of two layers. Query, key and value lie as the version says: by part, head and column, or by head first."""
+    """A model of two layers. ``version`` decides the order of queries, keys and values: by part, head and column, or by
+    head first."""
     rng = torch.Generator().manual_seed(int(version))
 
     def make(*shape: int) -> torch.Tensor:
@@ -46,12 +47,12 @@ def whole(version: float) -> dict[str, torch.Tensor]:
 
 
 def part(name: str, value: torch.Tensor, version: float, world: int, rank: int) -> torch.Tensor:
-    """The rank's part, by brute force: element by element along the cut dimension."""
+    """The part of a rank, picked element by element along the cut dimension."""
     if "query_key_value" in name:
         rows = range(3 * HEADS * WIDTH)
         if version == 0:  # (part, head, column)
             mine = [row for row in rows if row // WIDTH % HEADS * world // HEADS == rank]
-        else:  # the head changes slowest
+        else:  # the index of the head changes slowest
             mine = [row for row in rows if row // (3 * WIDTH) * world // HEADS == rank]
         return value[mine]
     if name.endswith(("attention.dense.weight", "dense_4h_to_h.weight")):

@@ -1,4 +1,5 @@
-"""A folder of weights is complete or not there, replaces an older one without mixing, and refuses foreign files."""
+"""A folder of weights is complete or does not exist, replaces an older folder without mixing files, and refuses foreign
+files."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ class Killed(BaseException):
 
 
 def readable(folder) -> dict[str, torch.Tensor] | None:
-    """The weights that a loader finds in transformers' order: the single file first, then the index."""
+    """The weights that a loader finds if it looks in the order of transformers: the single file first, then the
+    index."""
     if (folder / "model.safetensors").exists():
         return safetensors.torch.load_file(folder / "model.safetensors")
     if not (folder / "model.safetensors.index.json").exists():
@@ -84,10 +86,10 @@ def readable(folder) -> dict[str, torch.Tensor] | None:
 
 @pytest.mark.parametrize("sizes", [("5GB", "5GB"), ("5GB", 32), (32, "5GB"), (32, 32), (None, 32), (None, "5GB")])
 def test_killed_at_any_change_of_the_folder(tmp_path, monkeypatch, sizes):
-    """After a kill a loader finds one whole model or none, and after the end the new model."""
+    """After a kill a loader finds one whole model or none. After a complete save it finds the new model."""
     old = {f"w{i}": torch.full((8,), float(i)) for i in range(3)}
     new = {f"w{i}": torch.full((8,), 10.0 + i) for i in range(3)}
-    # A kill would prevent cleaning up.
+    # A killed process cleans nothing up.
     monkeypatch.setattr(model_folder.shutil, "rmtree", lambda *_, **__: None)
     n_steps = 0
     for at in range(40):
@@ -101,7 +103,7 @@ def test_killed_at_any_change_of_the_folder(tmp_path, monkeypatch, sizes):
             def counted(real):
                 def call(path, *rest):
                     nonlocal left
-                    # Its own temporary folder aside.
+                    # Changes of the temporary folder of the save itself do not count.
                     if rest or ".tmp" not in str(path):
                         if left == 0:
                             raise Killed

@@ -1,4 +1,5 @@
-"""Elements of a tensor, or of a box of it, come from where a brute-force slice finds them, and a short file is named."""
+"""Ranges of a tensor, or of a box of it, equal brute-force slices. The error for a file that is too short names the
+file."""
 
 from __future__ import annotations
 

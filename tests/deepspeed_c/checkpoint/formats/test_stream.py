@@ -1,4 +1,5 @@
-"""Files written tensor by tensor are read by torch, zipfile and safetensors, keep nothing in memory, and are whole or not there."""
+"""Files that are written tensor by tensor: torch, zipfile and safetensors read them, the writer keeps no tensor in
+memory, and a file is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ DTYPES = sorted({*SAFETENSORS_DTYPES, *TORCH_STORAGES, torch.float8_e4m3fnuz}, k
 
 
 def random_bits(shape, dtype, seed=0) -> torch.Tensor:
-    """Any bit pattern, NaNs and subnormals among them; of bool the two that are."""
+    """Random bit patterns, with NaNs and subnormals among them. A bool has its two valid patterns."""
     generator = torch.Generator().manual_seed(seed)
     n_elems = torch.Size(shape).numel()
     if dtype == torch.bool:
@@ -54,14 +55,14 @@ def announced(tensors):
 
 def save(path, tensors, aliases=None):
     with TensorFileWriter(path, announced(tensors), aliases) as file:
-        # Not in the order of the file.
+        # Write in another order than the file's.
         for name in reversed(tensors):
             file.write(name, tensors[name])
     assert os.path.getsize(path) == file.total_bytes
 
 
 def readings(path):
-    """The same file by every reader that takes it."""
+    """The contents of a file, by each reader that can read it."""
     path = os.fspath(path)
     if path.endswith(".safetensors"):
         yield safetensors.torch.load_file(path)
@@ -100,7 +101,7 @@ def test_every_dtype_in_every_shape(tmp_path, file_name, dtype):
 
 @pytest.mark.parametrize("file_name", FORMATS)
 def test_dtypes_mixed_in_one_file(tmp_path, file_name):
-    # Odd numbers of narrow elements before wide ones: alignment is the format's business.
+    # Odd numbers of narrow elements come before wide elements: the format has to align them.
     dtypes = [torch.uint8, torch.float64, torch.bfloat16, torch.float32, torch.bool, torch.int64, torch.float8_e5m2]
     tensors = {f"t{i}": random_bits((2 * i + 1,), dtype, i) for i, dtype in enumerate(dtypes)}
     save(tmp_path / file_name, tensors)
@@ -123,14 +124,14 @@ def test_torch_save_gives_the_same_pickle(tmp_path):
         assert [ours.getinfo(name).CRC for name in records if name != "archive/data.pkl"] == [
             theirs.getinfo(name).CRC for name in records if name != "archive/data.pkl"
         ]
-        # The meaning of the pickles is compared, not their use of the memo.
+        # Compare the objects of the pickles. Their use of the memo may differ.
         meant = Meaning(io.BytesIO(ours.read("archive/data.pkl"))).load()
         assert meant == Meaning(io.BytesIO(theirs.read("archive/data.pkl"))).load()
         assert len(meant) == len(tensors) + 1 and meant["t0"][0] == Name("torch._utils", "_rebuild_tensor_v2")
 
 
 class Name(NamedTuple):
-    """A global that a pickle asks to import; calling it returns the name and the arguments."""
+    """Stands for a global that a pickle imports. A call returns the name and the arguments."""
 
     module: str
     name: str
@@ -162,7 +163,7 @@ def test_loaded_tensors_share_nothing_but_what_is_tied(tmp_path):
 
 @pytest.mark.parametrize("mode", ["meta", "fake"])
 def test_loading_without_data_finds_the_payloads(tmp_path, mode):
-    # torch then says where each payload is, by offsets that it takes from the zip.
+    # In these modes torch tells the place of each payload, from the offsets in the zip.
     tensors = {"a": random_bits((5,), torch.float32), "b": random_bits((3, 7), torch.bfloat16)}
     path = tmp_path / "model.bin"
     save(path, tensors)
@@ -250,7 +251,7 @@ class Tied(torch.nn.Module):
         self.embed = torch.nn.Embedding(11, 3)
         self.head = torch.nn.Linear(3, 11, bias=False)
         self.head.weight = self.embed.weight
-        # A tied weight whose other name is the key that says who wrote the file.
+        # The name of this parameter is also the metadata key that tells who wrote the file.
         self.format = torch.nn.Parameter(torch.randn(2))
 
 
@@ -337,10 +338,10 @@ MEASURE = """
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
 @pytest.mark.parametrize("file_name", FORMATS)
 def test_peak_of_the_process_does_not_grow_with_the_file(tmp_path, file_name):
-    """7 tensors of 16 MiB: the peak grows by a tensor and the staging buffer of 8 MiB."""
+    """The file has 7 tensors of 16 MiB. The peak grows by one tensor and the staging buffer of 8 MiB."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MEASURE), str(tmp_path / file_name)],
-        # glibc then returns memory to the system at every free; by default its threshold grows.
+        # Makes glibc return memory to the system at every free. By default its threshold grows.
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
         capture_output=True,
         text=True,
@@ -351,12 +352,12 @@ def test_peak_of_the_process_does_not_grow_with_the_file(tmp_path, file_name):
     assert 12 < float(done.stdout) < 28, f"the peak grew by {done.stdout.strip()} MiB while 112 MiB were written"
 
 
-# --- what is refused ---
+# --- refusals ---
 
 
 @pytest.fixture(params=FORMATS)
 def path(request, tmp_path):
-    """A file whose contents have to survive every failure."""
+    """The path of a file whose contents must survive every failure."""
     path = tmp_path / request.param
     path.write_bytes(b"old contents")
     yield path
@@ -454,7 +455,7 @@ def test_nothing_is_there_after_an_exception_where_nothing_was(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-# --- what the file system does ---
+# --- failures of the file system ---
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "close", "replace"])
@@ -606,14 +607,15 @@ def test_killed_process_leaves_the_old_file(tmp_path):
     assert path.read_bytes() == b"old contents"
     (left,) = set(os.listdir(tmp_path)) - {"model.bin"}
     assert left.startswith(".model.bin.") and left.endswith(".tmp")
-    # And does not stand in the way of the next.
+    # A failed save does not stand in the way of the next one.
     save(path, {"a": torch.ones(3)})
     check_same(path, {"a": torch.ones(3)})
 
 
 @pytest.mark.parametrize("point", ["fsync", "close", "replace"])
 def test_order_of_the_last_steps(tmp_path, monkeypatch, point):
-    """Killed before any of them, the name still belongs to the old file; after the replace, to the complete one."""
+    """A kill before any of the last steps leaves the old file under the name. A kill after the replace leaves the
+    complete new file."""
     path = tmp_path / "model.bin"
     path.write_bytes(b"old contents")
     steps = []
@@ -748,7 +750,7 @@ def test_tensors_on_a_device(tmp_path, file_name):
     check_same(tmp_path / file_name, tensors)
 
 
-# --- in parts ---
+# --- tensors written in parts ---
 
 
 @pytest.mark.parametrize("file_name", FORMATS)

@@ -1,4 +1,5 @@
-"""DeepSpeed's files of tensor-parallel ranks: a whole checkpoint goes through them, at every stage, and comes back to the bit."""
+"""DeepSpeed's files of tensor-parallel ranks: a whole checkpoint is written as such files and read back bit for bit, at
+every stage."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ NAMES = {
 
 
 class Whole(Source):
-    """A checkpoint in memory, of Megatron's names, trained by Adam."""
+    """A checkpoint in memory, with Megatron's names and the states of Adam."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         rng = torch.Generator().manual_seed(5)
@@ -78,7 +79,7 @@ def read_all(source: Source) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def slices(value: torch.Tensor, dim: int | None, n_parts: int, world: int, rank: int) -> torch.Tensor:
-    """The rank's part, by brute force."""
+    """The part of a rank, by brute force."""
     if dim is None:
         return value
     size = value.shape[dim] // n_parts
@@ -96,7 +97,7 @@ def test_a_checkpoint_goes_there_and_back(tmp_path: Path, stage: int, world: int
     files = {file.name for file in path.iterdir()}
     assert f"{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_{tp - 1:02d}_model_states.pt" in files
     assert len(files) == tp * ((world if stage == 3 else 1) + (world if stage else 0))
-    if stage < 3:  # each file equals the file of DeepSpeed's engine on that rank
+    if stage < 3:  # each file equals the file of a DeepSpeed engine on that rank
         for rank in range(tp):
             content = materialize(read_file(path / f"mp_rank_{rank:02d}_model_states.pt").content)
             assert content["mp_world_size"] == tp and content["epoch"] == 2
@@ -110,11 +111,11 @@ def test_a_checkpoint_goes_there_and_back(tmp_path: Path, stage: int, world: int
         assert {name: info.group for name, info in merged.params.items()} == dict.fromkeys(NAMES, 0)
         found = read_all(merged)
         for key, value in source.data.items():
-            if key[0] == PARAM and key not in found:  # a parameter with a master may be known by the master alone
+            if key[0] == PARAM and key not in found:  # a file may have the master of a parameter without the weight
                 value, key = source.data.get((MASTER, key[1]), value), (MASTER, key[1])
             assert torch.equal(found[key], value.to(found[key].dtype)), key
         assert {state for state, _ in found} >= {*STATES, BUFFER}
-        # By range and by box, as an engine reads.
+        # Read by range and by box, as an engine does.
         tensor = merged.tensors["exp_avg", "layers.0.attention.dense.weight"]
         box = Box((1, 3), (4, 7))
         into = torch.empty(9, dtype=torch.float64)
@@ -148,12 +149,12 @@ def test_rules_that_deepspeed_saves() -> None:
         assert torch.equal(rules("a.qkv.weight").split(qkv, 2, rank, "x"), parts[rank])
     parts = [torch.cat([halves[0:2], halves[4:6]]), torch.cat([halves[2:4], halves[6:8]])]
     assert torch.equal(rules("a.halves.weight").merge(parts, "x"), halves)
-    assert torch.equal(rules("a.down.weight").merge([down[:, :5], down[:, 5:]], "x"), down)  # of any widths
+    assert torch.equal(rules("a.down.weight").merge([down[:, :5], down[:, 5:]], "x"), down)  # parts may have any widths
     assert rules("a.down.bias") == rules("a.norm.weight") == TensorCut(None)
-    words = torch.randn(8, 2, generator=rng)  # a row too many, as ranks fill up
+    words = torch.randn(8, 2, generator=rng)  # one row of padding, as ranks add
     assert torch.equal(rules("words.weight").merge([words[:4], words[4:]], "x"), words[:7])
     assert rules("mean").merge([torch.tensor([1.0]), torch.tensor([2.0])], "x") == 1.5
-    assert rules("a.up.weight") == TensorCut(0)  # DeepSpeed's converter's default for other names
+    assert rules("a.up.weight") == TensorCut(0)  # DeepSpeed's converter uses this by default for other names
     with pytest.raises(CheckpointError, match="its blocks are mixed"):
         rules("a.strange")
     nan = torch.full((2,), math.nan)
@@ -228,7 +229,7 @@ def test_the_command_converts_with_rules(tmp_path: Path, capsys: pytest.CaptureF
     words = ["convert", str(tmp_path / "one"), str(tmp_path / "two"), "--to", "deepspeed"]
     assert cli.main([*words, "--tp", "2", "--tp-rules", str(rules), "--new-tag", "t"]) == 0
     content = materialize(read_file(tmp_path / "two" / "t" / "mp_rank_01_model_states.pt").content)
-    name = "layers.0.attention.query_key_value.weight"  # by these rules one matrix
+    name = "layers.0.attention.query_key_value.weight"  # these rules take it for one matrix
     assert torch.equal(content["module"][name], source.data[PARAM, name][18:])
     assert cli.main(["convert", str(tmp_path / "two"), str(tmp_path / "back"), "--to", "deepspeed_c"]) == 0
     assert cli.main(["info", str(tmp_path / "two")]) == 0 and "10 tensors" not in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Files of torch.save are read without running the functions that they name
+"""The reader of torch.save's files does not run the functions that they name
 (deepspeed_c/checkpoint/formats/torch_file.py)."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def with_pickle(tmp_path: Path, data: bytes, is_zip: bool) -> Path:
     else:
         head = io.BytesIO()
         torch.save(0, head, _use_new_zipfile_serialization=False)
-        # Magic number, version and system; then the object; then the list of storages.
+        # The file has a magic number, a version and the system; then the object; then the list of storages.
         end = head.getvalue().index(pickle.dumps(0, 2))
         path.write_bytes(head.getvalue()[:end] + data + pickle.dumps([], 2))
     return path
@@ -181,7 +181,7 @@ def test_hostile_pickle_is_refused_and_named(tmp_path, monkeypatch, name, is_zip
     assert not (tmp_path / "pwned").exists()
 
 
-# BUILD with attributes to set, on the named global itself and not on an instance of it.
+# Pickles whose BUILD sets attributes on a named global itself, not on an instance of it.
 POISON = {
     "stand-in": b"\x80\x02cdeepspeed.runtime.fp16.loss_scaler\nLossScaler\nN}X\x04\x00\x00\x00evilK\x01s\x86b.",
     "mapping": b"\x80\x02ccollections\nOrderedDict\nN}X\x06\x00\x00\x00updateK\x01s\x86b.",
@@ -238,7 +238,7 @@ def test_small_tensors_may_be_expanded_and_large_ones_may_not(tmp_path):
 def rewritten(
     path: Path, name: str, content: bytes, compression: int = zipfile.ZIP_STORED, twice: bool = False
 ) -> None:
-    """The zip with another content of one record."""
+    """The same zip with other contents of one record."""
     with zipfile.ZipFile(path) as archive:
         records = {info.filename: archive.read(info) for info in archive.infolist()}
     with warnings.catch_warnings(), zipfile.ZipFile(path, "w") as archive:
@@ -260,13 +260,14 @@ def test_records_that_are_deflated_or_there_twice_are_refused(tmp_path, record):
 
 
 def test_storages_that_lie_in_each_other_are_refused(tmp_path):
-    """A small zip whose directory names one record under many names is as large as all of them in memory."""
+    """The directory of a small zip may list one record under many names. In memory each name would take the record's
+    size."""
     path = saved(tmp_path, {str(i): torch.full((1000,), float(i)) for i in range(20)})
     content = bytearray(path.read_bytes())
     with zipfile.ZipFile(path) as archive:
         infos = archive.infolist()
         first = next(info for info in infos if info.filename.endswith("data/0")).header_offset
-    # In the directory each entry has the place of its record 42 bytes behind its signature.
+    # Each entry of the directory has the place of its record 42 bytes after its signature.
     at = content.rindex(b"PK\x05\x06")
     at = int.from_bytes(content[at + 16 : at + 20], "little")
     for info in infos:

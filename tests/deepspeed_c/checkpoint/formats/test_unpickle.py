@@ -1,5 +1,5 @@
-"""The machine that reads pickles: memory stays in proportion to the pickle's size, and the result can be used
-(deepspeed_c/checkpoint/formats/unpickle.py)."""
+"""The interpreter of pickles (deepspeed_c/checkpoint/formats/unpickle.py): its memory stays proportional to the size of
+the pickle, and its results are safe to use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deepspeed_c.checkpoint.native import state
 from deepspeed_c.errors import CheckpointError
 
 PROTO = b"\x80\x02"
-# Memory allowed for a small file and for Python itself.
+# The memory that a small file and Python itself may take.
 MEMORY_AT_LEAST_BYTES = 8 << 20
 
 
@@ -45,7 +45,7 @@ def zip_of(pickled: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
 
 
 def unpack(pickled: bytes) -> object:
-    """Read a pickle, and check the memory used against the size of the file."""
+    """Read a pickle, and check that the memory it takes suits the size of the file."""
     content = zip_of(pickled)
     tracemalloc.start()
     try:
@@ -57,7 +57,8 @@ def unpack(pickled: bytes) -> object:
 
 
 def doubled(begin: bytes, join: bytes, n: int = 100) -> bytes:
-    """``begin``, and n times a value that holds the one before twice: put into the memo, taken from it, joined."""
+    """``begin``, followed n times by a value that holds the previous value twice: the previous value is put into the
+    memo, got from it, and both are joined."""
     return PROTO + begin + (b"q\x00h\x00" + join) * n + b"."
 
 
@@ -118,7 +119,7 @@ def test_bombs_are_refused_before_they_grow(name):
     with pytest.raises(CheckpointError, match=r"bomb\.pt") as raised:
         unpack(PROTO + BOMBS[name] + b".")
     assert len(str(raised.value)) < 1000
-    # A coarse limit: a quadratic algorithm takes minutes.
+    # The limit is coarse: a quadratic algorithm would take minutes.
     assert time.process_time() - begin < 60
 
 
@@ -140,7 +141,7 @@ def test_what_is_nested_too_deeply_is_refused(name, n_levels):
 
 
 def test_tuples_that_are_nested_deeply_are_no_key():
-    # Hashing takes a level of the C stack for each.
+    # A hash of the value would take a level of the C stack for each level of nesting.
     with pytest.raises(CheckpointError, match="nested too deeply"):
         unpack(PROTO + b"}N" + b"\x85" * 300_000 + b"Ns.")
 

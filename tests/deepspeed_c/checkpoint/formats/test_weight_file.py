@@ -1,4 +1,5 @@
-"""Plans are right at sizes that no test writes: beyond 4 GiB (in files that are holes), and with more records than a plain zip counts."""
+"""Plans of files are right at sizes that tests cannot write in full: beyond 4 GiB (in sparse files), and with more
+records than a plain zip counts."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ DTYPES = [
 
 
 def put(path, plan, crc32, payloads=()):
-    """Write the frame and the payloads, and leave the rest as holes, which read as zeros and take no disk."""
+    """Write the frame and the payloads. The rest of the file stays sparse: it reads as zeros and takes no disk."""
     with open(path, "wb") as file:
         for offset, content in [*plan.frame(crc32), *payloads]:
             file.seek(offset)
@@ -64,13 +65,14 @@ def test_payloads_neither_overlap_nor_leave_the_file(plan_type):
         if entry.n_bytes:
             taken.append((begin, begin + entry.n_bytes))
     taken.sort()
-    # Without gaps too: a hole would be bytes that no one writes.
+    # There are no gaps either: a gap would be bytes that nothing writes.
     assert taken[0][0] == 0 and taken[-1][1] == plan.total_bytes
     assert [end for _, end in taken[:-1]] == [begin for begin, _ in taken[1:]]
 
 
 def zip_of_large_entries():
-    # 5 GiB in one record; a header that begins beyond 4 GiB; and sizes one below and one above the border of 32 bits.
+    # One record has 5 GiB, a header begins beyond 4 GiB, and sizes lie just below, at and just above the 32-bit
+    # limit.
     entries = [
         FileEntry("first", (3,), torch.float32),
         FileEntry("large", (5 * GIB // 4,), torch.float32),
@@ -135,7 +137,7 @@ def test_safetensors_beyond_4_gib(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("n_tensors", [65531, 65532, 65533])
 def test_more_records_than_16_bits_count(tmp_path, n_tensors):
-    # Three records are not tensors: 65534, 65535 and 65536 records in all.
+    # Three records are not tensors, so there are 65534, 65535 and 65536 records in all.
     entries = [FileEntry(f"{i}", (1,), torch.uint8) for i in range(n_tensors)]
     plan = TorchZipPlan("file", entries, {})
     path = tmp_path / "many.pt"
@@ -144,7 +146,8 @@ def test_more_records_than_16_bits_count(tmp_path, n_tensors):
     with zipfile.ZipFile(path) as archive:
         assert len(archive.infolist()) == n_tensors + 3
         assert archive.read(f"archive/data/{n_tensors - 1}") == bytes([(n_tensors - 1) % 251])
-    # torch takes seconds to load so many: only where the plain count is the very number that means "look at the other record".
+    # torch takes seconds to load so many records. So it loads only the file whose count equals the number that means
+    # "read the zip64 record".
     if n_tensors + 3 == 0xFFFF:
         loaded = torch.load(path, weights_only=True, mmap=True)
         assert torch.equal(torch.cat([*loaded.values()]), (torch.arange(n_tensors) % 251).to(torch.uint8))

@@ -1,6 +1,8 @@
-"""Saves that are killed at a chosen instant: a process that forks the ranks of one save after another, each with an order when to die.
+"""Saves that are killed at a chosen instant. A process forks the ranks of one save after another. The order for each
+save tells when it has to die.
 
-Run as a program it is that process (it imports torch once, and runs no operator itself, so that it may be forked); ``Savers`` is the test's end of it.
+Run as a program, this file is the process that forks. It imports torch once and runs no operator, so forking it is
+safe. Tests start and command it by ``Savers``.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ from typing import Any
 
 __all__ = ["Savers", "read_back", "values_of"]
 
-# Limits for hanging: of a save, and of the answer to an order, which may wait for two saves.
+# Time limits: for a save, and for the answer to an order. An answer may have to wait for two saves.
 SAVE_SECONDS = 200
 START_SECONDS = 600
-# The functions that a save makes file system calls with, as the child counts them.
+# The functions whose calls a rank counts: a save makes its file system calls by them.
 CALLS = ("open", "write", "fsync", "close", "mkdir", "rename", "replace", "unlink", "rmdir")
 WRITER_CALLS = ("write", "write_bytes", "finish")
 # Exit codes of a rank that was not killed.
@@ -32,7 +34,7 @@ DONE, FAILED, BUG = 0, 3, 4
 
 
 def values_of(version: int) -> dict[tuple[str, str], list[float]]:
-    """(kind, name) -> elements saved by ``version``: all of them differ between versions."""
+    """(kind, name) -> the elements that save number ``version`` writes. Every element differs between versions."""
     return {
         ("param", "a"): [version + i / 8 for i in range(37)],
         ("master", "a"): [version * 3 + i / 4 for i in range(37)],
@@ -43,7 +45,8 @@ def values_of(version: int) -> dict[tuple[str, str], list[float]]:
 
 
 def read_back(folder: str, tag: str | None) -> int:
-    """The version that lies in a checkpoint, every value and every word of state having been looked at. Raises AssertionError for a mixture, CheckpointError for a broken one."""
+    """The version of a checkpoint, after a check of every value and of all state. Raises AssertionError if versions are
+    mixed, and CheckpointError if the checkpoint is broken."""
     import torch
 
     from deepspeed_c.checkpoint.open import open_checkpoint
@@ -65,7 +68,7 @@ def read_back(folder: str, tag: str | None) -> int:
 
 
 class Savers:
-    """The test's end."""
+    """Starts the process that forks, and sends it orders."""
 
     def __init__(self) -> None:
         root = Path(__file__).resolve().parents[4]
@@ -79,7 +82,8 @@ class Savers:
         )
 
     def run(self, **order: Any) -> dict[str, Any]:
-        """One save: ``folder``, ``tag``, ``version``, ``world``, and when it dies (see ``_Fuse``). Returns {"codes": by rank, "calls": by rank, "seconds"}."""
+        """Runs one save. An order has ``folder``, ``tag``, ``version``, ``world``, and the instant of the kill (see
+        ``_Fuse``). Returns {"codes": by rank, "calls": by rank, "seconds"}."""
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
         ready, _, _ = select.select([self._process.stdout], [], [], START_SECONDS)
@@ -111,9 +115,9 @@ def _main() -> None:
         import deepspeed_c.checkpoint.tools.zero_to_fp32_script  # noqa: F401
 
     gc.collect()
-    gc.freeze()  # so that the pages stay shared
+    gc.freeze()  # keeps pages shared with the children
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a rank's prints are no answer
+    os.dup2(2, 1)  # output of ranks must not mix with answers
     for line in sys.stdin.buffer:
         answers.write(json.dumps(_run(json.loads(line))) + "\n")
         answers.flush()
@@ -153,11 +157,11 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kill_after(order: dict[str, Any], meeting: str, pids: list[int], group: int) -> None:
-    """Kills one rank, or all, ``after`` seconds of the save."""
+    """Kills one rank, or all ranks, ``after`` seconds after the save has begun."""
     deadline = time.monotonic() + SAVE_SECONDS
     while not all(os.path.exists(os.path.join(meeting, f"begun_{rank}")) for rank in range(len(pids))):
         if time.monotonic() > deadline:
-            return  # the ranks are then found hanging
+            return  # the caller then finds that ranks hang
         time.sleep(0.0005)
     time.sleep(order["after"])
     with contextlib.suppress(ProcessLookupError):
@@ -181,9 +185,9 @@ def _wait(pid: int, deadline: float) -> int | str:
 
 
 class _Fuse:
-    """Count calls, and kill at the ordered call: before it (``is_before``) or right after, this process or its group.
+    """Counts calls, and kills this process or its process group just before (``is_before``) or just after one of them.
 
-    ``victim``: the rank that counts down; ``kill``: number of the call; ``all``: everybody dies.
+    ``victim``: the rank that counts. ``kill``: the number of the call. ``all``: whether all ranks are killed.
     """
 
     def __init__(self, order: dict[str, Any], rank: int) -> None:
@@ -280,7 +284,7 @@ def _save(order: dict[str, Any], rank: int, meeting: str) -> int:
     if world > 1:
         dist.barrier()
     Path(meeting, f"begun_{rank}").touch()
-    fuse.names.clear()  # forget the calls of the lines above
+    fuse.names.clear()  # do not count calls of the lines above
     begin = time.monotonic()
     try:
         saving.save(contents, destination, ranks)

@@ -1,5 +1,5 @@
-"""Asynchronous saves: a save holds everything as it was at the call, although training goes on before it is written;
-and its ending."""
+"""Asynchronous saves: a checkpoint has the values at the call, although training goes on before they are written.
+Failures and the end of the process are tested too."""
 
 from __future__ import annotations
 
@@ -101,12 +101,12 @@ def test_an_asynchronous_save_is_the_synchronous_one_though_training_goes_on(tmp
         assert any(counts.get("step") == 3.0 for counts in late[1].values()), late[1]
 
 
-# -- when it goes wrong, or the process ends ----------------------------------------------------------------------------
+# -- failures, and the end of the process ----------------------------------------------------------------------------
 
 
 class Writers:
-    """Stands in for ``save`` in the engine's module: each save waits for ``may_write``, then acts as ``plan`` orders
-    for its tag."""
+    """Replaces ``save`` in the engine's module. Each save waits for ``may_write``, then does what ``plan`` has for its
+    tag."""
 
     def __init__(self) -> None:
         import deepspeed_c.checkpoint.native.save as module
@@ -163,7 +163,7 @@ def failures(rank: int, world: int, folder: str) -> list[str]:
             with pytest.raises(CheckpointError) as caught:
                 call(engine)
             told.append(f"{name}: {caught.value}")
-            # This raises once; the save's object reports the error every time.
+            # This call raises the error once. The save's object raises it every time.
             engine.wait_checkpoint()
             for _ in range(2):
                 with pytest.raises(CheckpointError, match=re.escape(caught.value.what)):
@@ -193,8 +193,8 @@ def test_a_failure_is_raised_by_the_next_call_once(tmp_path):
 
 
 def waits(rank: int, world: int, folder: str) -> None:
-    """A caller of a save in the background may wait for it any number of times, for every place of states; other
-    callers get True."""
+    """A save in the background returns an object that may be waited for any number of times; any other save returns
+    True. The states are float or 8-bit."""
     int8 = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "state_dtype": "int8"}}}
     for name, settings in {"float": {}, "8 bits": int8}.items():
         for key in (False, True):
@@ -221,7 +221,7 @@ def in_a_row(rank: int, world: int, folder: str) -> None:
     with make(1) as engine, writers.at_work():
         train_step(engine, 0, rank)
         first = engine.save_checkpoint(folder, tag="first", is_async=True)
-        with torch.no_grad():  # from here on nothing is saved
+        with torch.no_grad():  # changes from here on are not saved
             for param in engine.module.parameters():
                 param.fill_(float("nan"))
         with pytest.raises(TimeoutError, match=r"first: the checkpoint is not complete after 0\.05 s"):
@@ -230,7 +230,7 @@ def in_a_row(rank: int, world: int, folder: str) -> None:
             first.wait(timeout=0)
         assert not first.is_done() and not os.path.exists(os.path.join(folder, "first"))
         threading.Timer(0.2, writers.may_write.set).start()
-        second = engine.save_checkpoint(folder, tag="second", is_async=True)  # waits for the first: they share a buffer
+        second = engine.save_checkpoint(folder, tag="second", is_async=True)  # waits for the first: both use one buffer
         assert first.is_done() and os.path.exists(os.path.join(folder, "first"))
         second.wait(200)
         second.wait(0)
@@ -246,7 +246,7 @@ def test_two_saves_in_a_row_and_what_is_changed_meanwhile(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_writer_that_is_dead():
-    """A child that was forked meanwhile has the object, but not the thread."""
+    """A child that is forked during a save has the save's object, but not its thread."""
     may_end = threading.Event()
     save = BackgroundSave(may_end.wait, "there")
     reading, writing = os.pipe()
@@ -269,7 +269,7 @@ def test_a_writer_that_is_dead():
 
 
 def orphaned(rank: int, world: int, folder: str) -> bool:
-    """Rank 0 destroys all groups while both write, rank 1 a moment later."""
+    """Rank 0 destroys all groups while both ranks write, and rank 1 destroys them a moment later."""
     engine = make(2)
     train_step(engine, 0, rank)
     writers = Writers()

@@ -1,5 +1,5 @@
-"""Crash safety: after a kill at any instant, with other savers and readers, a name stands for a whole checkpoint, old
-or new."""
+"""Crash safety: a save may be killed at any instant, and other processes may save and read meanwhile. Each name still
+leads to a whole checkpoint, old or new."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def savers():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder where fsync costs nothing, if there is one: the order of calls is under test, not the disk."""
+    """A folder where fsync costs nothing, if the system has one. The order of calls is under test, not the disk."""
     if os.access("/dev/shm", os.W_OK):
         path = tempfile.mkdtemp(prefix="dsc_test_commit_", dir="/dev/shm")
         yield os.path.join(path, "ckpt")
@@ -49,7 +49,8 @@ def folder(tmp_path):
 
 
 def instants(calls: list[dict], stride: int, seed: int, n_random: int) -> list[dict]:
-    """Before each call (or each ``stride``-th) of each rank, and after its last; then moments of the clock, spread over the save and a little more."""
+    """The instants of kills: before each ``stride``-th call of each rank and after its last call, and ``n_random``
+    times spread over the duration of the save and a little more."""
     found = []
     for victim, counted in enumerate(calls):
         n_calls = len(counted["names"])
@@ -67,7 +68,8 @@ def instants(calls: list[dict], stride: int, seed: int, n_random: int) -> list[d
 
 
 def crash_at(savers, folder, world, version, tag, instant, **order) -> tuple[int, int]:
-    """Kill a save over the checkpoint ``version - 1``, and check the folder. Return (version found, ranks killed)."""
+    """Kill a save in a folder that has the checkpoint ``version - 1``, and check the folder. Return (version found,
+    ranks killed)."""
     made = savers.run(folder=folder, world=world, version=version, tag=tag, **order, **instant)
     codes = made["codes"]
     about = f"{order} {instant} ended with {codes}"
@@ -78,7 +80,7 @@ def crash_at(savers, folder, world, version, tag, instant, **order) -> tuple[int
     assert found in (version - 1, version), f"{found} after {version}, killed: {about}"
     if tag != latest:
         assert found == version - 1, about
-    # Every name stands for a whole checkpoint: also the new name, before `latest` points to it.
+    # Every name leads to a whole checkpoint, also the new name before `latest` points to it.
     for name in os.listdir(folder):
         if not name.startswith(".") and os.path.isdir(os.path.join(folder, name)):
             assert read_back(folder, name) in (version - 1, version), f"{name}, {about}"
@@ -87,7 +89,7 @@ def crash_at(savers, folder, world, version, tag, instant, **order) -> tuple[int
     return found, codes.count(KILLED)
 
 
-# The instants of these together are more than 200.
+# These cases together have more than 200 instants.
 @pytest.mark.parametrize(
     ("world", "is_same_tag", "has_exchange", "stride", "n_random"),
     [
@@ -110,12 +112,12 @@ def test_a_rank_is_killed(savers, folder, world, is_same_tag, has_exchange, stri
     seen = {"old": 0, "new": 0}
     n_killed, version, tag = 0, 0, "first" if is_same_tag else "second"
     for i, instant in enumerate(instants(counted, stride, world, n_random)):
-        # As if each began in a folder with the whole checkpoint `version`.
+        # Each crash finds a folder with the whole checkpoint `version`.
         new_tag = tag if is_same_tag else f"crash{i}"
         found, killed = crash_at(savers, folder, world, version + 1, new_tag, instant, **order)
         seen["new" if found == version + 1 else "old"] += 1
         n_killed += killed > 0
-        # The next save succeeds, and removes the dead saves' files.
+        # The next save succeeds, and removes the files of killed saves.
         version += 2
         tag = tag if is_same_tag else f"after{i}"
         save_here(folder, tag, version)
@@ -131,7 +133,7 @@ def test_a_rank_is_killed(savers, folder, world, is_same_tag, has_exchange, stri
 
 
 def save_here(folder: str, tag: str, version: int, **extra) -> None:
-    """A save by this process alone."""
+    """Saves in this process alone."""
     from deepspeed_c.checkpoint.native import state
     from deepspeed_c.checkpoint.native.ranks import Ranks
     from deepspeed_c.checkpoint.native.save import Contents, Destination, OwnedPiece, save
@@ -151,12 +153,13 @@ def save_here(folder: str, tag: str, version: int, **extra) -> None:
     save(contents, Destination(save_dir=folder, tag=tag, **extra), Ranks(0, [0]))
 
 
-# -- several at a time --------------------------------------------------------------------------------------------------
+# -- several processes at a time ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("has_exchange", [True, False])
 def test_readers_see_whole_versions_while_a_tag_is_overwritten(folder, monkeypatch, has_exchange):
-    """Three readers, by tag and by `latest`, and a writer: a version, and its state, is of one save; nobody sees none, or goes back in time."""
+    """Three readers, by tag and by `latest`, and a writer. The values and the state that a reader gets come from one
+    save. Each read finds a version, never an older one than the read before."""
     if not has_exchange:
         monkeypatch.setattr(_C, "exchange_paths", lambda one, other: False)
     save_here(folder, "tag", 1)
@@ -192,7 +195,8 @@ def test_readers_see_whole_versions_while_a_tag_is_overwritten(folder, monkeypat
 
 
 def open_while(folder: str, tag: str | None, steps: dict[int, Callable[[], None]]) -> tuple[int, int]:
-    """Opens a checkpoint, and takes each of ``steps`` just before the system call of that number. Returns (its version, system calls)."""
+    """Opens a checkpoint, and runs each of ``steps`` just before the system call with its number. Returns (the version,
+    the number of system calls)."""
     n_calls = 0
 
     def count(frame, event, function) -> None:
@@ -214,7 +218,8 @@ def open_while(folder: str, tag: str | None, steps: dict[int, Callable[[], None]
 @pytest.mark.parametrize("tag", ["tag", None])
 @pytest.mark.parametrize("gap", [0, 1, 2, 5])
 def test_a_tag_is_overwritten_between_any_two_system_calls_of_a_reader(folder, tag, gap):
-    """One save at each instant. It has no exchange of names if ``gap``, the calls that the reader makes while nothing has the name, is more than 0."""
+    """A save happens before each system call of the reader. If ``gap`` is 0, the save exchanges names at once.
+    Otherwise the name does not exist while the reader makes ``gap`` calls."""
     version, seen = 1, {"old": 0, "new": 0}
     save_here(folder, "tag", version)
     _, n_calls = open_while(folder, tag, {})
@@ -227,7 +232,7 @@ def test_a_tag_is_overwritten_between_any_two_system_calls_of_a_reader(folder, t
         found, _ = open_while(folder, tag, {at + i * gap: step for i, step in enumerate(steps)})
         assert found in (version, version + 1), (found, version, at)
         seen["old" if found == version else "new"] += 1
-        if os.path.exists(old):  # the reader made its last call before the second step
+        if os.path.exists(old):  # the reader ended before the second step
             steps[1]()
         version += 1
         assert read_back(folder, tag) == version
@@ -235,7 +240,8 @@ def test_a_tag_is_overwritten_between_any_two_system_calls_of_a_reader(folder, t
 
 
 def save_in_two_steps(folder: str, version: int, old: str) -> list[Callable[[], None]]:
-    """The save of a file system without an exchange of names: between the two calls nothing has the name ``tag``."""
+    """A save in two calls, as on a file system that cannot exchange names. Between them the name ``tag`` does not
+    exist."""
 
     def begin() -> None:
         save_here(folder, "aside", version)
@@ -250,23 +256,24 @@ def save_in_two_steps(folder: str, version: int, old: str) -> list[Callable[[], 
 
 
 def save_often(rank: int, world: int, folder: str, n: int, is_same_tag: bool, keep_last: int | None) -> list[str]:
-    """Each rank is a run of its own here; the first one is trained further than the other, and all versions differ."""
+    """Each rank acts as a run of its own. The run of rank 0 has trained further, and all versions differ."""
     problems = []
     for i in range(n):
         version = (1000 if rank == 0 else 1) + i
         tag = "tag" if is_same_tag else f"run{rank}_{i}"
         save_here(folder, tag, version, keep_last=keep_last)
-        # The default checkpoint is whole at every moment of the other saver.
+        # `latest` leads to a whole checkpoint at each moment, whatever the other run does.
         latest = None
         while latest != read_latest(folder):
             latest = read_latest(folder)
             try:
                 read_back(folder, latest)
             except (AssertionError, CheckpointError) as error:
-                if latest == read_latest(folder):  # otherwise it was, and has been deleted since
+                if latest == read_latest(folder):  # otherwise it was whole, and was deleted since
                     problems.append(f"run {rank}, save {i}, latest {latest}: {error}")
                 latest = None
-        # And so is the newest of the run that is trained further; the other's is deleted when that run has two newer ones.
+        # The newest checkpoint of rank 0's run is whole too. The other run's may be deleted once rank 0's run has two
+        # newer ones.
         if not is_same_tag and (rank == 0 or keep_last is None) and read_back(folder, tag) != version:
             problems.append(f"{tag} holds {read_back(folder, tag)}, not {version}")
     return problems
@@ -325,25 +332,24 @@ def test_what_retention_leaves_alone(folder):
     for step in (10, 20, 30):
         save_here(folder, f"s{step}", step)
         written(folder, f"s{step}", 1000 - step)
-    # The checkpoint that `latest` names stays, even if it is old.
+    # The checkpoint that `latest` names stays, however old it is.
     save_here(folder, "s40", 40, keep_last=1, save_latest=False)
     assert steps_in(folder) == [30, 40] and read_latest(folder) == "s30"
-    # Later steps: a run that went back to step 30 does not delete its earlier checkpoints of later steps, nor count
-    # them.
+    # A run that went back to step 30 neither deletes nor counts its earlier checkpoints of later steps.
     save_here(folder, "s35", 35, keep_last=2)
     assert steps_in(folder) == [30, 35, 40]
-    # Newer checkpoints of another run that is trained less.
+    # Another run, which has trained less, has newer checkpoints.
     written(folder, "s30", 500)
     written(folder, "s35", 400)
     written(folder, "s40", 300)
     save_here(folder, "slow7", 7, save_latest=False)
     save_here(folder, "s50", 50, keep_last=2)
     assert steps_in(folder) == [7, 40, 50]
-    # Until it is older than all that is kept.
+    # It stays until it is older than all checkpoints that are kept.
     written(folder, "slow7", 350)
     save_here(folder, "s60", 60, keep_last=3)
     assert steps_in(folder) == [40, 50, 60]
-    # Incomplete checkpoints, and foreign folders.
+    # Incomplete checkpoints and foreign folders stay.
     for name in ("mine", "empty"):
         os.mkdir(os.path.join(folder, name))
     Path(folder, "mine", "notes.txt").write_text("precious")
@@ -353,7 +359,8 @@ def test_what_retention_leaves_alone(folder):
 
 
 def test_retention_waits_for_nobody(folder):
-    """Another process is between a tag's name and `latest`: nothing is deleted then, and the next save makes up for it."""
+    """Another save has given the tag its name and not yet written `latest`. Nothing is deleted then; the next save
+    deletes instead."""
     for step in (1, 2):
         save_here(folder, f"s{step}", step)
     holder = os.open(folder, os.O_RDONLY)
@@ -392,7 +399,7 @@ def test_a_commit_waits_for_retention_but_not_for_ever(folder, monkeypatch, capl
 
 
 def test_retention_in_deepspeeds_layout(folder):
-    """Made from ours by the writer that `"format": "deepspeed"` uses."""
+    """The checkpoints are converted from ours by the writer of `"format": "deepspeed"`."""
     from deepspeed_c.checkpoint.formats.deepspeed.write import write_deepspeed
 
     ours = folder + "_ours"
@@ -406,7 +413,7 @@ def test_retention_in_deepspeeds_layout(folder):
     for age, tag in ((50, "s5"), (40, "d10"), (30, "d20"), (20, "d30"), (10, "d40")):
         for file in Path(folder, tag).iterdir():
             os.utime(file, (now - age, now - age))
-    # As if a rank of two were missing.
+    # This file makes the checkpoint look as if one of two ranks were missing.
     Path(folder, "d20", "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
     os.utime(Path(folder, "d20", "zero_pp_rank_0_mp_rank_00_optim_states.pt"), (now - 30, now - 30))
     assert apply_retention(folder, "s5", 1, None) == []
@@ -434,7 +441,7 @@ def test_folders_of_the_dead_of_the_living_and_of_strangers(folder):
             f".tag.{nonce}.{host}.{dead.pid}-1.old",
             f".other.{nonce}.{host}.{dead.pid}-1.gone",
             f".latest.{nonce}.{host}.{dead.pid}-1.tmp",
-            f".tag.{nonce}.{host}.{sleeper.pid}-{alive + 1}.tmp",  # its id belongs to somebody else by now
+            f".tag.{nonce}.{host}.{sleeper.pid}-{alive + 1}.tmp",  # another process has its id now
         ]
         stays = [
             f".a.b c.{nonce}.{host}.{me}-{start}.tmp",
@@ -442,7 +449,7 @@ def test_folders_of_the_dead_of_the_living_and_of_strangers(folder):
             f".tag.{nonce}.{host}.{sleeper.pid}-{alive}.gone",
             f".tag.{nonce}.{host}2.{dead.pid}-1.tmp",
             f".tag.{nonce}.{host}2.{dead.pid}-1.old",
-            f".tag.{nonce[1:]}.{host}.{dead.pid}-1.tmp",  # of another make
+            f".tag.{nonce[1:]}.{host}.{dead.pid}-1.tmp",  # not a name of ours
             ".hidden",
         ]
         for name in (*gone, *stays):
@@ -452,7 +459,7 @@ def test_folders_of_the_dead_of_the_living_and_of_strangers(folder):
             else:
                 path.mkdir()
                 (path / "file").touch()
-        # The only checkpoint with this tag: it is given its name back.
+        # This is the only checkpoint with its tag, so it gets its name back.
         shutil.copytree(os.path.join(folder, "tag"), os.path.join(folder, f".lost.{nonce}.{host}.{dead.pid}-1.old"))
         save_here(folder, "next", 2)
         left = set(os.listdir(folder)) - {"latest", "zero_to_fp32.py"}

@@ -1,4 +1,4 @@
-"""Hostile manifests: opening and reading end in a CheckpointError that names the place and the fix."""
+"""Hostile manifests: opening or reading raises a CheckpointError that names the place and the fix."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from deepspeed_c.checkpoint.source import ParamInfo, Read
 from deepspeed_c.errors import CheckpointError
 from tests.deepspeed_c.checkpoint.handmade import crc32c, manifest_of, put_manifest, state_entry, write_pieces
 
-# Memory that a reader may allocate for a manifest of a few hundred bytes.
+# The memory that a reader may allocate for a manifest of a few hundred bytes.
 MEMORY_LIMIT_BYTES = 32 << 20
 
 
 @pytest.fixture
 def checkpoint(tmp_path) -> tuple[Path, dict[str, Any]]:
-    """A good checkpoint and its manifest, with something in every entry."""
+    """A good checkpoint and its manifest, in which no entry is empty."""
     array = np.arange(600, dtype="float32").reshape(20, 30)
     pieces = [
         (0, "cut", array, (slice(0, 20), slice(0, 10)), 0, 200),
@@ -69,7 +69,8 @@ def checkpoint(tmp_path) -> tuple[Path, dict[str, Any]]:
 
 
 def use(folder: Path) -> None:
-    """Opens, reads and verifies, as far as numbers allow it in little memory."""
+    """Opens, reads and verifies a checkpoint. Reads at most 1000 elements of a tensor, however many the manifest
+    has."""
     with NativeSource(str(folder)) as source:
         for tensor in source.tensors.values():
             source.read([Read(tensor, 0, torch.zeros(min(math.prod(tensor.shape), 1000), dtype=tensor.dtype))])
@@ -78,8 +79,8 @@ def use(folder: Path) -> None:
 
 
 def refusal(folder: Path, manifest: Any, action: Callable[[Path], None] = use) -> str:
-    """Return the text of the manifest's refusal. Fail if it is another exception, if there is none, or if it costs
-    memory."""
+    """Return the message of the CheckpointError for a manifest. Fail if another exception or none is raised, or if the
+    read takes too much memory."""
     put_manifest(folder, manifest)
     tracemalloc.start()
     try:
@@ -169,7 +170,7 @@ HOSTILE = [
     (("files", 0, "crc32c"), "", "0 checksums"),
     (("files", 0, "crc32c"), "!!!!", "no base64"),
     (("files", 0, "crc32c"), "é", "no base64"),
-    (("files", 0, "crc32c"), "AAAAAA==", "param of"),  # as long as it should be, and wrong
+    (("files", 0, "crc32c"), "AAAAAA==", "param of"),  # the right length, but wrong
     (("states", 0, "n_bytes"), 5, "and 5 were written"),
     (("states", 0, "crc32c"), 0, "checksum"),
     (("states", 1, "crc32c"), 1 << 70, "checksum"),
@@ -271,7 +272,7 @@ def test_a_checksum_that_is_wrong_is_refused(checkpoint):
 
 
 def leaves(node: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """The places of all values in a JSON document, containers too."""
+    """The paths of all values in a JSON document, with containers."""
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in items:
         yield (*path, key)
@@ -290,7 +291,7 @@ def test_no_value_anywhere_leads_to_another_exception(checkpoint):
         except CheckpointError as error:
             n_refused += 1
             assert error.where and error.fix, (path, value, error)
-    # Names, versions and the configuration may be anything.
+    # Names, versions and the configuration may have any value, so some reads succeed.
     assert n_refused > 1000 and n_read > 100, (n_refused, n_read)
 
 
@@ -312,7 +313,7 @@ def test_files_that_are_no_files_are_refused(checkpoint, name):
 
 
 def counts() -> dict[str, Any]:
-    """Numbers that optimizers count with, and the odd values of a diverged run."""
+    """Numbers of the kinds that optimizers count with, and values as in a diverged run."""
     found: dict[str, Any] = {f"float {v}": v for v in (0.0, -0.0, 1e-320, math.pi, math.inf, -math.inf, math.nan)}
     found |= {f"int {v}": v for v in (0, -1, (1 << 63) - 1)} | {"true": True, "false": False}
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2):

@@ -1,5 +1,5 @@
-"""Messages between ranks that save together: of any size, beside other users of torch.distributed, and without its
-registry."""
+"""Messages between ranks that save together: they have any size, they work beside other users of torch.distributed, and
+they do not need its registry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ranks import RanksFailed, run_ranks
 
 
 def values_of(rank: int) -> list:
-    """Of another length on every rank."""
+    """A list whose length differs on every rank."""
     return [None, {"rank": rank, "text": "é" * rank}, b"x" * (10_000 * (2 - rank) + rank), list(range(3 + rank))]
 
 
@@ -37,7 +37,7 @@ def test_everybody_hears_the_same(world):
 
 
 def talk_in_a_part(rank: int, world: int) -> list:
-    """Ranks 0 and 2 of three: the middle one neither comes nor is waited for."""
+    """Ranks 0 and 2 of three exchange messages. Rank 1 takes no part, and the others do not wait for it."""
     if rank == 1:
         return []
     ranks = Ranks(rank // 2, [0, 2])
@@ -57,7 +57,7 @@ def orphan(rank: int, world: int) -> list:
     store = os.path.join(os.getcwd(), "store")
     dist.destroy_process_group()
     heard = [*ranks.all_gather(rank), ranks.broadcast(rank), *ranks.gather(rank)]
-    # Another default process group, unrelated to this one.
+    # Replace the default process group by an unrelated one.
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     heard += ranks.all_gather(rank)
     ranks.close()

@@ -1,4 +1,4 @@
-"""NativeSource on checkpoints that are cut along any axis: each range compared with numpy's slices."""
+"""NativeSource on checkpoints that are cut along any dimension: each range equals numpy's slice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.deepspeed_c.checkpoint.handmade import manifest_of, payload_entry, pu
 
 
 def cuts(length: int, n: int) -> list[slice]:
-    """``length`` in ``n`` parts as even as can be, some empty where there are too few."""
+    """Cuts ``length`` into ``n`` parts as even as possible. Some are empty if ``length`` is less than ``n``."""
     return [slice(length * i // n, length * (i + 1) // n) for i in range(n)]
 
 
@@ -33,7 +33,7 @@ def numel(box: tuple[slice, ...]) -> int:
 
 
 def check_ranges(source: NativeSource, name: str, array: np.ndarray, rng: random.Random, n_ranges: int = 25) -> None:
-    """Reads the whole, random flat ranges and random ranges of random boxes, all in one call, and compares."""
+    """Reads the whole tensor, random flat ranges and random ranges of random boxes in one call, and compares all."""
     tensor = source.tensors["param", name]
     assert tensor.shape == array.shape
     wishes: list[tuple[Box | None, int, np.ndarray]] = [(None, 0, array.reshape(-1))]
@@ -48,7 +48,7 @@ def check_ranges(source: NativeSource, name: str, array: np.ndarray, rng: random
         end = rng.randint(begin, part.size)
         sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
         wishes.append((Box(tuple(starts), sizes), begin, part[begin:end]))
-    # Every third one is converted on the way.
+    # Every third range is converted to another dtype by the read.
     dtypes = [torch.float64 if i % 3 == 2 else tensor.dtype for i in range(len(wishes))]
     reads = [
         Read(tensor, begin, torch.full((expected.size,), 77, dtype=dtype), box)
@@ -65,18 +65,18 @@ def check_ranges(source: NativeSource, name: str, array: np.ndarray, rng: random
 @pytest.mark.parametrize(
     ("shape", "parts", "n_shards", "dtype"),
     [
-        ((13, 17), (3, 1), 1, "float32"),  # rows
-        ((13, 17), (1, 4), 1, "float32"),  # columns
-        ((13, 17), (3, 4), 1, "int16"),  # both
-        ((13, 17), (3, 4), 5, "float32"),  # and each box over data-parallel ranks
-        ((64, 96), (2, 3), 4, "float64"),  # several blocks of checksums a file
+        ((13, 17), (3, 1), 1, "float32"),  # cut by rows
+        ((13, 17), (1, 4), 1, "float32"),  # cut by columns
+        ((13, 17), (3, 4), 1, "int16"),  # cut by both
+        ((13, 17), (3, 4), 5, "float32"),  # each box is also cut over data-parallel ranks
+        ((64, 96), (2, 3), 4, "float64"),  # a file has several blocks of checksums
         ((5, 7, 11), (1, 3, 1), 1, "float32"),
         ((5, 7, 11), (2, 3, 4), 3, "int16"),
-        ((5, 7, 11), (5, 7, 11), 1, "uint8"),  # every element by itself
-        ((2, 3), (4, 5), 2, "float32"),  # more ranks than rows: empty boxes
+        ((5, 7, 11), (5, 7, 11), 1, "uint8"),  # each element is a box
+        ((2, 3), (4, 5), 2, "float32"),  # more ranks than rows, so some boxes are empty
         ((1, 1, 1), (1, 1, 1), 3, "float32"),
         ((6, 0, 4), (2, 1, 2), 2, "float32"),  # no elements
-        ((), (), 1, "float32"),  # a number
+        ((), (), 1, "float32"),  # a single number
         ((257,), (4,), 3, "uint8"),
     ],
 )
@@ -113,7 +113,7 @@ def test_pipeline_stages_keep_their_layers_in_files_of_their_own(tmp_path):
                 "norm.weight",
                 (7,),
                 (1,),
-            ),  # the same on all tensor-parallel ranks; each data-parallel rank has saved a part
+            ),  # tensor-parallel ranks have the same values; each data-parallel rank saved a part
         ):
             name = f"layers.{2 * stage + layer}.{kind}"
             arrays[name] = generator.standard_normal(shape).astype("float32")
@@ -230,7 +230,7 @@ def test_a_damaged_block_names_the_tensors_in_it_and_others_are_read(tmp_path):
             else:
                 source.read([Read(source.tensors["param", name], 0, into)])
                 assert into.tolist() == array.tolist()
-    # The manifest is written anew with matching checksums, so the change is no damage.
+    # Write the manifest anew with matching checksums, so that the change does not count as damage.
     put_manifest(tmp_path, manifest_of([payload_entry(path.name, bytes(content))], tensors))
     with NativeSource(str(tmp_path)) as source:
         assert source.verify() == []
@@ -256,7 +256,7 @@ def test_signed_state_of_other_types_is_refused(tmp_path):
                 (folder / file).write_bytes(data)
             put_manifest(folder, manifest_of([], [], states=[state_entry(*item) for item in packed.items()]))
             if name != "state.pt" and isinstance(content, dict):
-                continue  # a rank's file: only the engine knows its entries
+                continue  # only the engine knows the entries of this file of a rank
             with pytest.raises(CheckpointError, match=reason) as raised, NativeSource(str(folder)) as source:
                 source.rank_state(0)
             assert raised.value.where == str(folder / name)

@@ -1,4 +1,4 @@
-"""The small state: all plain data comes back as it was, everything else is refused by name, and no code of a file ever runs."""
+"""The small state: plain data is restored unchanged, all other data is refused by name, and no code of a file runs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_plain_data_comes_back_as_it_was():
         if isinstance(value, collections.OrderedDict):
             assert list(found) == list(value)
     assert math.isnan(there_and_back(math.nan))
-    # All of it at once, deep in each other.
+    # All plain data at once, deeply nested.
     everything = {"a": [tuple(PLAIN), {"b": PLAIN}]}
     assert there_and_back(everything) == everything
 
@@ -94,9 +94,9 @@ def test_arrays_and_tensors_come_back_as_they_were():
     for value in ARRAYS:
         found = there_and_back(value)
         assert type(found) is np.ndarray and found.shape == value.shape, (value, found)
-        assert found.dtype == value.dtype.newbyteorder("=")  # numpy's pickles come back in the machine's order
+        assert found.dtype == value.dtype.newbyteorder("=")  # pickles of numpy are restored in the machine's byte order
         assert np.array_equal(found, value)
-        found.flat = found.copy()  # may be written to
+        found.flat = found.copy()  # the array is writable
     for value in TENSORS:
         found = there_and_back(value)
         assert type(found) is torch.Tensor and found.dtype == value.dtype and found.shape == value.shape, (value, found)
@@ -148,7 +148,7 @@ class Hinders:
 
 
 class Touches:
-    """A pickle of it makes a file when it is loaded by pickle itself."""
+    """Its pickle makes a file if Python's own pickle loads it."""
 
     def __init__(self, path: str, how: str) -> None:
         self.path, self.how = path, how
@@ -212,7 +212,7 @@ def test_containers_that_hold_themselves_are_refused():
 
 
 def test_a_dtype_of_pointers_is_refused_however_its_flags_are():
-    """Printing, comparing or freeing an element would follow bytes of the file as pointers."""
+    """To print, compare or free an element of such a dtype would use bytes of the file as pointers."""
 
     class Dtype:
         def __init__(self, *state: Any) -> None:
@@ -281,7 +281,7 @@ def test_code_in_a_file_does_not_run(tmp_path, how):
     path = tmp_path / "made.npy"
     evil = Touches(str(path), how)
     pickle.loads(pickle.dumps(evil))
-    assert path.exists()  # it does harm where it is believed
+    assert path.exists()  # the pickle does harm where it is trusted
     path.rmdir() if path.is_dir() else path.unlink()
     for value in (evil, {"client_state": {"x": [evil]}}, {evil: 1} if how != "partial" else (evil,)):
         for content in hostile_files(value):
@@ -296,7 +296,7 @@ def test_code_in_a_file_does_not_run(tmp_path, how):
 
 
 def test_code_in_a_signed_checkpoint_does_not_run(tmp_path):
-    """The checksums are right, because every writer of a file can sign it."""
+    """The checksums are right: whoever writes a file can also write its checksums."""
     target = tmp_path / "made"
     for evil_name in ("state.pt", "rank_00000.pt"):
         folder = tmp_path / evil_name
@@ -335,13 +335,13 @@ def test_damaged_files_are_refused_whatever_is_in_them():
 
     for content in (b"", b"\0", b"PK\x03\x04", b"\x80", b"text", good[:-1], good[1:], good * 2, bytes(5000)):
         check(content)
-    assert n_refused == 9 - 1  # two zips in a row read as the last, by the format
+    assert n_refused == 9 - 1  # by the format, two zips in a row are read as the last one
     for _ in range(400):
         content = bytearray(good)
         for _ in range(rng.choice((1, 3))):
             content[rng.randrange(len(content))] = rng.randrange(256)
         check(bytes(content))
-    # Under a right checksum of the zip the pickle itself comes to be read.
+    # With a right checksum in the zip the pickle itself is read.
     for _ in range(1200):
         content = bytearray(records[pickled])
         for _ in range(rng.choice((1, 1, 3))):
@@ -358,7 +358,8 @@ def test_damaged_files_are_refused_whatever_is_in_them():
 
 
 def draw() -> list[Any]:
-    """From every generator, an odd number of normal ones so that one is kept back in each."""
+    """Draws from every generator. The number of normal draws is odd, so that each generator keeps one for the next
+    draw."""
     return [
         *(random.random(), random.gauss(0, 1), random.getrandbits(70)),
         *(np.random.rand(), np.random.standard_normal(), np.random.randint(1 << 30)),
@@ -398,7 +399,7 @@ def test_generators_that_are_not_in_a_checkpoint_are_left_alone():
 
 
 def odd_random_states() -> dict[str, Any]:
-    """Hostile but signed states: plain data, and no states of generators."""
+    """Hostile states with right checksums: they are plain data, but not states of generators."""
     good = state.random_state(torch.device("cpu"))
     version, words, gauss = good["python"]
     kind, keys, position, has_gauss, cached = good["numpy"]

@@ -1,4 +1,4 @@
-"""Every format is converted to every other: values that both can hold are the same afterwards, bit for bit."""
+"""Every format is converted to every other. Values that both formats can hold stay the same, bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def read_all(source) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def trained(values: dict[tuple[str, str], torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:
-    """The values that training goes on from, in any format: each weight in its highest precision, and the states."""
+    """The values from which training goes on, whatever the format: each weight in its highest precision, and the
+    states."""
     out = {}
     for (kind, name), value in values.items():
         if kind in (PARAM, BUFFER) and (MASTER, name) in values:
@@ -35,8 +36,8 @@ def trained(values: dict[tuple[str, str], torch.Tensor]) -> dict[tuple[str, str]
 
 
 def checkpoint() -> MemorySource:
-    """A checkpoint that DeepSpeed's layout can hold too: without empty constants, which it cannot tell from missing
-    ones."""
+    """A checkpoint that DeepSpeed's layout can hold too. It has no empty constants, because that layout cannot tell
+    them from missing ones."""
     source = adam_checkpoint()
     source.state["counters"] = {"global_steps": 10, "global_samples": 40, "micro_steps": 20, "skipped_steps": 1}
     source.state["config"] = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
@@ -65,7 +66,7 @@ def test_there_and_on(tmp_path, first, last):
         assert float(source.params["layer.bias"].counts["step"]) == 10
     if last != "torch-dcp":
         assert os.path.basename(two) == "global_step10"
-    # as an engine leaves its folders, whichever of the two it writes; DeepSpeed has none beside the other formats
+    # An engine puts the script beside both of its formats. DeepSpeed puts none beside the other formats.
     has_script = os.access(tmp_path / "two" / "zero_to_fp32.py", os.X_OK)
     assert has_script == (last in ("deepspeed", "deepspeed_c"))
 

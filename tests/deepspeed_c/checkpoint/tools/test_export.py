@@ -1,5 +1,5 @@
-"""Exported weights equal the checkpoint's in other libraries' readers, are whole or not there, and need bounded memory.
-"""
+"""Exported weights: readers of other libraries find the checkpoint's values, files are complete or do not exist, and
+the export takes bounded memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.deepspeed_c.checkpoint.memory_source import MemorySource, adam_checkp
 
 
 def load(folder: Path, form: str) -> dict[str, torch.Tensor]:
-    """By the index, as Hugging Face reads: the libraries of the formats do the rest."""
+    """Reads a folder by its index, as Hugging Face does, with the libraries of the formats."""
     single = folder / ("model.safetensors" if form == "safetensors" else "pytorch_model.bin")
     index = Path(f"{single}.index.json")
     assert single.exists() != index.exists(), os.listdir(folder)
@@ -41,7 +41,7 @@ def load(folder: Path, form: str) -> dict[str, torch.Tensor]:
 
 
 def want_of(source: MemorySource, dtype: torch.dtype | None, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
-    """From the definition: one rounding of the master, or the weight itself where there is none."""
+    """The required weights: each is the master, rounded once, or the weight itself where there is no master."""
     want = {}
     for kind, name in source.values:
         value = source.values[kind, name]
@@ -173,7 +173,7 @@ MEASURE = """
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
 @pytest.mark.parametrize("form", ["safetensors", "fp32-pt"])
 def test_peak_does_not_grow_with_the_largest_tensor(tmp_path, form):
-    """Two tensors of 160 MiB are written through a batch of 32 MiB, whose finiteness is looked at 8 MiB at a time."""
+    """Two tensors of 160 MiB are written in batches of 32 MiB. The check for finite numbers reads 8 MiB at a time."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MEASURE), str(tmp_path), form],
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},

@@ -1,4 +1,4 @@
-"""The program in the checkpoint's folder is executable, small, and works from any working directory."""
+"""The script in a checkpoint's folder is executable and small, and works from any working directory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_it_converts_the_checkpoint_beside_it(tmp_path):
 @pytest.mark.parametrize("what", ["latest", "package"])
 def test_what_goes_wrong_is_said(tmp_path, what):
     write_script(str(tmp_path))
-    # -I: without the folder of the package that is being tested where it is installed from its sources.
+    # -I keeps the folder of the package's sources out of the path, also where the package is installed from them.
     code = (
         "import sys, runpy\nsys.argv[1:] = ['.', 'out']\n"
         + ("sys.modules['deepspeed_c'] = None\n" if what == "package" else "")

@@ -1,4 +1,5 @@
-"""Starts peer.py on some ranks of a Python that has DeepSpeed, and waits for its report; shared by the live tests and make_fixtures.py."""
+"""Starts peer.py on some ranks, by a Python that has DeepSpeed, and waits for its report. The live tests and
+make_fixtures.py use it."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ PEER = Path(__file__).with_name("peer.py")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STATES = {"adamw": ["exp_avg", "exp_avg_sq"], "sgd": ["momentum_buffer"]}
 STEPS, MORE_STEPS = 3, 2
-# The optimizer's groups of the model in peer.py.
+# The parameter names of each optimizer group of the model in peer.py.
 GROUP_NAMES = [
     ["embed.weight", "up.weight", "down.weight"],
     ["gain", "up.bias", "norm.weight", "norm.bias"],
@@ -26,7 +27,7 @@ GROUP_NAMES = [
 
 
 def config(stage: int, dtype: str, **more: Any) -> dict[str, Any]:
-    """A configuration of DeepSpeed for peer.py; ``zero``: more of the section on ZeRO."""
+    """A configuration of DeepSpeed for peer.py. ``zero``: more keys of the section on ZeRO."""
     made: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 1,
@@ -53,8 +54,8 @@ def run_peer(python: str, spec: dict[str, Any], folder: Path, world_size: int, t
 def run_peers(
     python: str, specs: list[dict[str, Any]], folder: Path, world_size: int, timeout: float = 120
 ) -> list[dict[str, Any]]:
-    """Run peer.py on ``world_size`` ranks, one spec after the other, and return the reports of rank 0. Ranks still
-    alive then are killed."""
+    """Run peer.py on ``world_size`` ranks, one spec after the other, and return the reports of rank 0. Ranks that are
+    still alive at the end are killed."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     specs = [{"optimizer": "adamw", "report": str(folder / f"report_{i}.pt"), **spec} for i, spec in enumerate(specs)]

@@ -1,9 +1,11 @@
-"""Makes the checkpoints in fixtures/ with an installed DeepSpeed: run it with this project's Python, from the repository's root.
+"""Makes the checkpoints in fixtures/ with an installed DeepSpeed. Run it with this project's Python, from the root of
+the repository.
 
     python -m tests.deepspeed_c.checkpoint.formats.deepspeed.make_fixtures PYTHON_WITH_DEEPSPEED
 
-Each is an archive of the folder that DeepSpeed wrote (less its script zero_to_fp32.py) and of the report of peer.py, which has every tensor as DeepSpeed's own
-accessors show it. Fixtures of the version that PYTHON has are replaced.
+Each fixture is an archive of the folder that DeepSpeed wrote, without the script zero_to_fp32.py, and of the report of
+peer.py. The report has every tensor, as DeepSpeed's own accessors show it. Existing fixtures of the same DeepSpeed
+version are replaced.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from tests.deepspeed_c.checkpoint.formats.deepspeed.harness import MORE_STEPS, S
 
 FIXTURES = Path(__file__).with_name("fixtures")
 
-# name -> (stage, dtype, world size, more of the spec). Cases for every version:
+# The cases for every version: name -> (stage, dtype, world size, more keys of the spec).
 CASES: dict[str, tuple[int, str, int, dict[str, Any]]] = {
     "stage0-fp16": (0, "fp16", 1, {}),
     "stage1-bf16": (1, "bf16", 2, {}),
     "stage2-fp16": (2, "fp16", 2, {}),
     "stage3-bf16": (3, "bf16", 2, {}),
 }
-# And of the newest version alone:
+# The cases for the newest version alone.
 NEWEST = "0.19"
 MORE_CASES: dict[str, tuple[int, str, int, dict[str, Any]]] = {
     "stage0-fp32": (0, "fp32", 1, {}),
@@ -49,7 +51,7 @@ main(argparse.Namespace(input_folder=sys.argv[1], output_folder=sys.argv[2], num
 
 
 def convert(python: str, folder: Path, output: Path) -> None:
-    """DeepSpeed's own conversion of the folder of a tag to its universal format."""
+    """Converts the folder of a tag to the universal format, by DeepSpeed's own converter."""
     subprocess.run([python, "-c", CONVERT, str(folder), str(output)], check=True, capture_output=True, timeout=300)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint in memory, to write from and to compare with."""
+"""A checkpoint in memory. Tests write it and compare with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = {
 
 
 class MemorySource(Source):
-    """Random tensors of all kinds. ``low``: the dtype that is trained in; without masters where that is float32."""
+    """Random tensors of all kinds. ``low``: the dtype of the weights. If it is float32, there are no masters."""
 
     def __init__(self, low: torch.dtype, states: Sequence[str] = ("exp_avg", "exp_avg_sq"), **state: Any) -> None:
         generator = torch.Generator().manual_seed(3)

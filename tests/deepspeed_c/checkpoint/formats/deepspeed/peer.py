@@ -1,8 +1,9 @@
-"""Runs inside a Python that has DeepSpeed: trains a tiny model, saves or loads a checkpoint, and reports every tensor as DeepSpeed itself shows it.
+"""Runs in a Python that has DeepSpeed: trains a tiny model, saves or loads a checkpoint, and reports every tensor as
+DeepSpeed itself shows it.
 
     RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=... python peer.py SPECS.json
 
-SPECS is a list of objects; their keys are documented at ``run`` below. Rank 0 writes a report of each with torch.save.
+SPECS is a list of objects. ``run`` below documents their keys. Rank 0 writes a report of each object with torch.save.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer | None:
 
 
 def is_handled(p: nn.Parameter) -> bool:
-    # None on a rank that holds nothing of the parameter, and yet that rank takes part in the collective.
+    # The mapping is None on a rank that holds nothing of the parameter, but this rank too takes part in the collective.
     return hasattr(p, "_hp_mapping") or hasattr(p, "ds_id")
 
 
 def show(engine, states: list[str]) -> dict:
-    """Return every tensor by name: from DeepSpeed's accessors, or at stage 0, where they do not work, from its
-    optimizer."""
+    """Return every tensor by name. They come from DeepSpeed's accessors, or from its optimizer at stage 0, where the
+    accessors do not work."""
     report: dict = {"param": {}, "master": {}, "buffer": {}, "state": {name: {} for name in states}, "step": {}}
     wrapped = engine.optimizer
     inner = getattr(wrapped, "optimizer", wrapped)
     if hasattr(wrapped, "_lazy_init_hp_params_optimizer_state") and engine.global_steps:
-        # With several groups DeepSpeed links the states after the first group's first step, before the other groups'
-        # states exist.
+        # With several groups DeepSpeed links the states after the first step of the first group. The states of the
+        # other groups do not exist then.
         wrapped._hp_optimizer_states_linked = False
         wrapped._lazy_init_hp_params_optimizer_state()
     for name, p in engine.module.named_parameters():
@@ -138,9 +139,9 @@ def main() -> None:
     with open(sys.argv[1]) as file:
         specs = json.load(file)
     torch.set_num_threads(1)
-    # DeepSpeed refuses fp16 on a CPU without instructions for it; torch computes it all the same.
+    # DeepSpeed refuses fp16 on a CPU without fp16 instructions; torch computes fp16 on it nevertheless.
     get_accelerator().is_fp16_supported = lambda: True
-    # It would compile an all-reduce over shared memory first.
+    # Otherwise DeepSpeed would first compile an all-reduce over shared memory.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")
     for spec in specs:

@@ -1,5 +1,5 @@
-"""Files that are plain data and not laid out as DeepSpeed lays them out: a value or a CheckpointError for arbitrary
-types and numbers anywhere."""
+"""Files that hold plain data, but in another layout than DeepSpeed's. A read gives a value or a CheckpointError,
+whatever types and numbers the file has, at any place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.deepspeed_c.checkpoint.formats.deepspeed.memory_source import whole
 from tests.deepspeed_c.checkpoint.formats.deepspeed.test_read import FIXTURES, unpack
 
 N_MUTATIONS = 30
-# Enough for every tensor of the fixtures; a shape out of a file may say anything.
+# Every tensor of the fixtures is smaller. A shape in a changed file may have any number.
 MOST_ELEMS = 1 << 20
 JUNK = [None, True, -1, 0, 1, 7, 2**70, -(2**63), 1.5, math.nan, "", "text", b"bytes", (), [], {}, [None], {"a": 1}, {0: {}}]
 JUNK += [torch.Size([10**9, 10**9]), (2, -3), range(3)]
@@ -54,14 +54,14 @@ def mutated(dice: random.Random, content):
         found = list(places(content))
         path = dice.choice(found)
         kind = dice.randrange(4)
-        if kind == 0 and path:  # left out, or one more
+        if kind == 0 and path:  # an element is left out or added
             def make(value, key=path[-1]):
                 if isinstance(value, Mapping):
                     return {k: v for k, v in value.items() if k != key}
                 return [*value, dice.choice(JUNK)] if isinstance(value, (list, tuple)) else dice.choice(JUNK)
 
             content = changed(content, path[:-1], make)
-        elif kind == 1:  # something from elsewhere in the file
+        elif kind == 1:  # an element is replaced by another element of the file
             other = content
             for key in dice.choice(found):
                 other = other[key]
@@ -99,7 +99,7 @@ def test_what_is_laid_out_otherwise_is_refused_or_read(name, tmp_path, monkeypat
             nonlocal n_read
             file = original(path)
             n_read += 1
-            # The same file is read the same way each time within one case; about one in two is changed.
+            # About one file in two is changed. Within a case each read of a file gives the same contents.
             of_file = random.Random(f"{seed} {Path(path).name}")
             if of_file.random() < 0.5:
                 file.content = mutated(of_file, file.content)
@@ -113,7 +113,7 @@ def test_what_is_laid_out_otherwise_is_refused_or_read(name, tmp_path, monkeypat
             n_refused += 1
             assert str(error).strip()
         assert n_read > 0
-    assert 0 < n_refused < N_MUTATIONS, n_refused  # both ends are met
+    assert 0 < n_refused < N_MUTATIONS, n_refused  # some reads are refused and some succeed
 
 
 def test_stored_tensors_are_leaves():

@@ -1,7 +1,7 @@
-"""An installed DeepSpeed goes on from our checkpoints, and we from its checkpoints: stages 0 to 3, one and two ranks,
-three dtypes.
+"""An installed DeepSpeed trains on from our checkpoints, and our engine from DeepSpeed's: stages 0 to 3, one and two
+ranks, three dtypes.
 
-Runs where DSC_PEER_PYTHON names a Python that has DeepSpeed.
+The tests run if DSC_PEER_PYTHON names a Python that has DeepSpeed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ pytestmark = pytest.mark.skipif(not PYTHON, reason="DSC_PEER_PYTHON names no Pyt
 
 FIRST, MORE = 2, 2
 CASES = [(stage, dtype) for stage in (0, 1, 2, 3) for dtype in DTYPES]
-# Master weights after the last step, absolute: a step of Adam is about 0.01. DeepSpeed's gradients are rounded in other places in half precision.
+# Absolute tolerance for master weights after the last step. A step of Adam is about 0.01. In half precision DeepSpeed
+# rounds gradients in other places.
 END_TOLERANCE = {"fp32": 1e-6, "bf16": 5e-4, "fp16": 5e-4}
 
 
 def is_broken_there(stage: int, dtype: str) -> bool:
-    """DeepSpeed from 0.18 on does not scale the loss of fp16 training without ZeRO and yet divides the gradients by the scale: it goes on otherwise than it should."""
+    """Whether DeepSpeed itself trains wrongly. In fp16 without ZeRO, versions from 0.18 on divide the gradients by a
+    loss scale, but do not scale the loss."""
     return (stage, dtype) == (0, "fp16")
 
 
 class Run(NamedTuple):
-    """One side's view: when it saved (or had loaded), its further losses, and when it was done."""
+    """The results of one library: its tensors at the save or after the load, its further losses, and its tensors at the
+    end."""
 
     shown: dict[str, Any]
     losses: list[float]
@@ -67,13 +70,13 @@ def load_theirs(rank: int, world: int, folder: str) -> dict[tuple[int, str], Run
 
 class Both(NamedTuple):
     ours: dict[tuple[int, str], Run]
-    """We save and go on."""
+    """Our engine saves and trains on."""
     theirs_of_ours: dict[tuple[int, str], dict[str, Any]]
-    """DeepSpeed's reports: it loads that and goes on."""
+    """DeepSpeed loads our checkpoint and trains on: its reports."""
     theirs: dict[tuple[int, str], dict[str, Any]]
-    """It saves and goes on."""
+    """DeepSpeed saves and trains on: its reports."""
     ours_of_theirs: dict[tuple[int, str], Run]
-    """We load that and go on."""
+    """Our engine loads DeepSpeed's checkpoint and trains on."""
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["world1", "world2"])
@@ -100,7 +103,7 @@ def both(request, tmp_path_factory) -> Both:
         }
         for stage, dtype in CASES
     ]
-    # Stage 3 last: from then on DeepSpeed leaves buffers in fp32 in that process.
+    # Stage 3 runs last: afterwards DeepSpeed leaves buffers in fp32 in the same process.
     specs = [spec for pair in zip(loads, saves, strict=True) for spec in pair]
     reports = run_peers(PYTHON, specs, folder / "peer", world, timeout=500)
     ours_of_theirs = run_ranks(world, load_theirs, str(folder / "theirs"))[0]
@@ -108,7 +111,8 @@ def both(request, tmp_path_factory) -> Both:
 
 
 def far(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) -> list[str]:
-    """Master weights (weights, where DeepSpeed has no others) that are further apart than ``tolerance``, with both values."""
+    """The master weights that differ by more than ``tolerance``, with both values. Where DeepSpeed has no masters,
+    weights are compared."""
     masters = theirs["master"] or {name: theirs["param"][name] for name in ours["master"]}
     return [
         f"{name}: DeepSpeed has {want.flatten()[:4].tolist()}, ours {ours['master'][name].flatten()[:4].tolist()}"
@@ -152,8 +156,8 @@ UNIVERSAL = {
 
 @pytest.fixture(scope="module")
 def universal(tmp_path_factory) -> dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    """DeepSpeed's reports by case: going on without a load, from our universal checkpoint made of its files, and from
-    its own universal checkpoint."""
+    """Three reports of DeepSpeed for each case: it trains on without a load, from a universal checkpoint that our
+    converter made of its files, and from its own universal checkpoint."""
     folder = tmp_path_factory.mktemp("universal")
     saves, loads = [], []
     for name, (stage, _, optimizer) in UNIVERSAL.items():
@@ -194,12 +198,14 @@ def universal(tmp_path_factory) -> dict[str, tuple[dict[str, Any], dict[str, Any
 
 @pytest.mark.parametrize("name", UNIVERSAL)
 def test_deepspeed_goes_on_from_our_universal_checkpoints(universal, name):
-    """At stage 3 DeepSpeed 0.19 gives all sub-groups one and the same tensor that counts steps, which each of them advances, and the first group's options: with
-    more than one its further steps are others than before, from its own universal checkpoint and, alike, from ours. (It loads no buffers from either.)"""
+    """At stage 3 DeepSpeed 0.19 gives all sub-groups the options of the first group and one common tensor of step
+    counts, which each sub-group increments. So with several sub-groups the further steps differ from a run without a
+    load. This happens alike with its own universal checkpoint and with ours. (It loads buffers from neither.)"""
     before, after, own = universal[name]
     stage = UNIVERSAL[name][1]
     if stage == 3:
-        # At stages 1 and 2 its accessors show the first moments in the masters' place then. The masters are right: it goes on with them.
+        # At stages 1 and 2 its accessors show the first moments as masters after this load. The masters
+        # themselves are right: training goes on from them.
         for tensor, want in before["saved"]["master"].items():
             assert torch.equal(after["loaded"]["master"][tensor], want), tensor
     for state, of_state in before["saved"]["state"].items():

@@ -1,5 +1,5 @@
-"""Checkpoints that DeepSpeed 0.16 to 0.19 wrote (fixtures/, see make_fixtures.py) hold the values that DeepSpeed itself
-showed when it wrote them."""
+"""Checkpoints of DeepSpeed 0.16 to 0.19 (fixtures/, see make_fixtures.py): our reader finds the values that DeepSpeed
+itself showed when it wrote them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def unpack(name: str, folder: Path) -> tuple[Path, dict]:
 
 
 def check_equals_report(source, report: dict, is_round_robin: bool = False) -> None:
-    """Every tensor that DeepSpeed showed is in the checkpoint, bit for bit, and no other.
+    """The checkpoint has every tensor that DeepSpeed showed, bit for bit, and no other.
 
-    With round_robin_gradients DeepSpeed's accessors look in the places of the order before: a master weight is compared with its weight then, and a state only
-    where its master weight was shown right.
+    With round_robin_gradients DeepSpeed's accessors read places of an order that is not used any more. So a master
+    weight is then compared with its weight, and a state only if its master weight was shown right.
     """
     shown = report["saved"]
     seen = set()
@@ -42,7 +42,7 @@ def check_equals_report(source, report: dict, is_round_robin: bool = False) -> N
         elif kind == MASTER:
             want = shown["master"][name]
         elif kind == PARAM:
-            # Stage 3 in fp32 shows the weight in both places.
+            # Stage 3 in fp32 shows the weight both as weight and as master.
             want = shown["param"][name]
         else:
             want = shown["state"][kind][name]
@@ -69,7 +69,8 @@ def test_which_versions_and_stages_there_are_fixtures_of():
         version = ".".join(name.split("-")[0].split(".")[:2])
         stages.setdefault(version, set()).update(part for part in name.split("-") if part.startswith("stage"))
     every = {"stage0", "stage1", "stage2", "stage3"}
-    # 0.18.9 fails at stage 1 on torch 2.13 ("Output 0 of Split is a view and is being modified inplace"); its stages 2 and 3 were not tried.
+    # On torch 2.13 DeepSpeed 0.18.9 fails at stage 1 ("Output 0 of Split is a view and is being modified inplace").
+    # Stages 2 and 3 of 0.18.9 were not tried.
     assert stages == {"0.16": every, "0.17": every, "0.18": {"stage0"}, "0.19": every}
 
 
@@ -93,7 +94,8 @@ def test_fixture_holds_what_deepspeed_showed(name, tmp_path):
         for of_group in GROUP_NAMES:
             for n in of_group:
                 counts = source.params[n].counts
-                # Without ZeRO the wrapper of half precision makes one more step, with gradients of zero, to have its states.
+                # Without ZeRO the wrapper of half precision first makes a step with zero gradients, which makes the
+                # states.
                 steps = {STEPS, STEPS + 1} if "stage0" in name else {STEPS}
                 assert ("step" not in counts) if is_sgd else (float(counts["step"]) in steps), (n, counts)
         if "elastic" not in name:
@@ -107,15 +109,15 @@ def test_fixture_holds_what_deepspeed_showed(name, tmp_path):
         assert state["versions"]["deepspeed"] == report["version"]
         assert state["config"]["zero_optimization"]["stage"] == int(name.split("stage")[1][0])
         if "fp16" in name:
-            # 2 ** 8, doubled once by a window of two good steps. Without ZeRO DeepSpeed shows it nowhere.
+            # The scale begins at 2 ** 8, and two good steps double it. Without ZeRO DeepSpeed does not show it.
             assert state["loss_scaler"]["scale"] == 512.0
             assert report["saved"]["scale"] in (None, 512.0)
-            # One attempt a step, and all of them good.
+            # Each step is one attempt, and none overflows.
             assert state["loss_scaler"]["step"] == STEPS
             assert state["loss_scaler"]["last_overflow_step"] == -1
         else:
             assert "loss_scaler" not in state
-        # Module order.
+        # Weights come in the order of the module.
         weights = [n for kind, n in source.tensors if kind in (PARAM, MASTER)]
         order = list(dict.fromkeys(weights))
         assert order == [n for n in report["saved"]["param"] if n in set(order)]
@@ -190,7 +192,7 @@ def test_removed_file_is_missed(tmp_path, name, removed):
 
 
 def test_file_of_another_checkpoint_is_noticed(tmp_path):
-    """Rank 1's optimizer file comes from a run on three ranks."""
+    """The optimizer file of rank 1 comes from a run on three ranks."""
     folder, _ = unpack("0.19.6-stage1-bf16", tmp_path / "a")
     from_folder, _ = unpack("0.19.6-stage2-bf16-round-robin", tmp_path / "b")
     file = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -230,7 +232,7 @@ def test_files_that_a_larger_world_left_are_not_read(tmp_path):
 
 
 def test_pages_are_read_in_bounded_pieces(tmp_path, monkeypatch):
-    """Reading the same with a staging buffer of 12 bytes."""
+    """A staging buffer of 12 bytes gives the same values."""
     monkeypatch.setattr("deepspeed_c.checkpoint.formats.torch_file.STAGING_BYTES", 12)
     monkeypatch.setattr("deepspeed_c.checkpoint.formats.deepspeed.pieces.JOBS_AT_ONCE", 3)
     folder, report = unpack("0.19.6-stage2-bf16-round-robin", tmp_path)
@@ -253,7 +255,7 @@ def test_dtypes_of_the_fixtures(tmp_path):
 
 
 def save_stage0(folder: Path, module: dict, optimizer: dict) -> DeepSpeedSource:
-    """A checkpoint of stage 0 by hand, as DeepSpeed saves fp32 training."""
+    """Writes a checkpoint of stage 0 by hand, as DeepSpeed saves one in fp32 training."""
     folder.mkdir()
     torch.save(
         {"module": module, "buffer_names": [], "optimizer": optimizer, "dp_world_size": 1, "ds_config": {}},
@@ -269,7 +271,7 @@ def test_names_of_the_optimizers_groups_count_for_more_than_the_modules_order(tm
     optimizer.step()
     module = {"a": a.detach(), "b": b.detach()}
     source = save_stage0(tmp_path / "t", module, optimizer.state_dict())
-    # By shape alone the module's order is as good as any.
+    # The shapes are equal, so without names the module's order is assumed. It is wrong here.
     assert torch.equal(whole(source, "exp_avg", "a"), optimizer.state[b]["exp_avg"])
     source.name_groups([["b", "a"]])
     for name, param in (("a", a), ("b", b)):
@@ -318,7 +320,7 @@ def test_names_that_do_not_fit_are_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["0.19.6-stage0-fp16", "0.19.6-stage0-fp16-fused"])
 def test_names_that_master_weights_contradict_are_not_taken(tmp_path, name):
-    """Two parameters of one shape and one group."""
+    """Two parameters share a shape and a group."""
     folder, report = unpack(name, tmp_path)
     group = list(GROUP_NAMES[1])
     i, j = group.index("norm.weight"), group.index("norm.bias")

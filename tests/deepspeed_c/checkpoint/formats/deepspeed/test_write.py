@@ -1,5 +1,5 @@
-"""Checkpoints written in DeepSpeed's layout: read back bit for bit, under its file names, and with nothing in the
-pickles that DeepSpeed or torch would not have."""
+"""Checkpoints that we write in DeepSpeed's layout: values are read back bit for bit, files have DeepSpeed's names, and
+pickles name only globals that DeepSpeed or torch name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.deepspeed_c.checkpoint.formats.deepspeed.memory_source import MemoryS
 
 WORLDS = (1, 2, 3)
 LOW = (torch.float32, torch.bfloat16, torch.float16)
-# Globals that torch.save itself names, and Python's containers.
+# The globals that torch.save itself names, and Python's containers.
 HARMLESS = {
     "collections.OrderedDict",
     "torch._utils._rebuild_tensor_v2",
@@ -36,7 +36,7 @@ HARMLESS = {
 
 
 def named_in(path: Path) -> set[str]:
-    """Everything that the pickle of a file asks for by name."""
+    """The globals that the pickle of a file names."""
     with zipfile.ZipFile(path) as archive:
         content = next(archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
     found, texts = set(), []
@@ -51,7 +51,7 @@ def named_in(path: Path) -> set[str]:
 
 
 def files_of(stage: int, world: int, dtype: torch.dtype) -> set[str]:
-    """The names that DeepSpeed gives its files."""
+    """The names that DeepSpeed gives the files of a checkpoint."""
     prefix = "bf16_" if dtype == torch.bfloat16 else ""
     optimizers = (
         {f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(world)} if stage else set()
@@ -62,10 +62,10 @@ def files_of(stage: int, world: int, dtype: torch.dtype) -> set[str]:
 
 
 def compare(source: MemorySource, written) -> None:
-    """Everything is there, bit for bit."""
+    """Asserts that ``written`` has everything of ``source``, bit for bit."""
     for (kind, name), want in source.data.items():
         if kind == PARAM and (PARAM, name) not in written.tensors:
-            # Stage 3 stores the masters alone; the weight is its master, rounded.
+            # Stage 3 stores masters and no weights; a weight is its rounded master.
             got = whole(written, MASTER, name).to(want.dtype)
         else:
             got = whole(written, kind, name)
@@ -96,7 +96,7 @@ def test_what_is_written_is_read_back(tmp_path, stage, low):
         for file in path.iterdir():
             odd = named_in(file) - HARMLESS - UPSTREAM.keys()
             assert not odd, f"{file.name} names {odd}"
-            # DeepSpeed's classes apart, torch itself would load it.
+            # torch itself loads a file that names no class of DeepSpeed.
             if not named_in(file) & UPSTREAM.keys():
                 torch.load(file, weights_only=True)
         with DeepSpeedSource(str(path)) as written:
@@ -108,7 +108,7 @@ def test_what_is_written_is_read_back(tmp_path, stage, low):
             assert (written.topology.world_size, written.topology.stage) == (world, stage)
             compare(source, written)
             if low == torch.float16:
-                # Without ZeRO DeepSpeed has no hysteresis.
+                # Without ZeRO DeepSpeed does not save the hysteresis.
                 assert written.state["loss_scaler"] == scaler
 
 
@@ -174,7 +174,7 @@ def test_what_the_layout_cannot_hold_is_refused_by_name(tmp_path):
 
 
 def renamed(old: str, new: str) -> MemorySource:
-    """A parameter or a state has another name, as in a stranger's checkpoint."""
+    """A checkpoint in which a parameter or a state has another name, as in one of another origin."""
     source = MemorySource(torch.bfloat16)
     source.data = {tuple(new if part == old else part for part in key): data for key, data in source.data.items()}
     source.tensors = {
@@ -195,7 +195,7 @@ def test_names_that_lead_elsewhere_are_refused_before_anything_is_written(tmp_pa
             write_universal(renamed(old, new), inner, "t")
         assert repr(new) in raised.value.what and "universal format" in raised.value.what, (new, raised.value.what)
         assert not list(tmp_path.iterdir()), (old, new, list(tmp_path.rglob("*")))
-    # Odd but valid names have a place, and come back.
+    # Odd but valid names are written and read back.
     for old, new in (("wide", "a/b..c/ \u00e9\n"), ("exp_avg", "..x y")):
         source = renamed(old, new)
         with UniversalSource(write_universal(source, inner, "t")) as written:

@@ -1,4 +1,4 @@
-"""The model, the data and the optimizer's groups of peer.py, for both sides of a comparison: needs torch alone."""
+"""The model, the data and the optimizer groups of peer.py, for DeepSpeed and for us. It needs only torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ VOCABULARY, WIDTH, INNER = 7, 5, 3
 
 
 class Tiny(nn.Module):
-    """Two groups, a frozen layer, a tied weight, buffers (an integer buffer, a non-persistent buffer), sizes that no
-    world size divides."""
+    """Has two optimizer groups, a frozen layer, a tied weight, buffers (one of integers, one not persistent), and sizes
+    that no world size divides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def groups_of(model: nn.Module) -> list[dict]:
 
 
 def train(engine, first: int, n_steps: int) -> list[float]:
-    """Losses of steps ``first`` and on; the engine is ours or DeepSpeed's."""
+    """Trains ``n_steps`` steps from step ``first`` on, and returns the losses. ``engine`` is ours or DeepSpeed's."""
     losses = []
     for step in range(first, first + n_steps):
         loss = engine(*batch(step, engine.global_rank))
