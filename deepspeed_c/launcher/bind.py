@@ -1,7 +1,8 @@
-"""``bind.py CORES COMMAND ...``: binds itself to the cores (as in 0,2,3) and becomes the command.
+"""``bind.py CORES COMMAND ...``: binds this process to the cores (for example 0,2,3) and executes the command in its
+place.
 
-Run as a script by a bare interpreter, so it imports nothing of the package: a rank must be bound before its first
-thread starts.
+A rank must be bound before its first thread starts. A bare interpreter therefore runs this file as a script, and the
+file imports nothing from the package.
 """
 
 import os

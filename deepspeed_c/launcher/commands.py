@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 __all__ = ["COMMANDS", "find_command"]
 
-# Command -> "module:function", which takes the words behind the command and returns the exit code. The module is
+# Command -> "module:function". The function takes the words after the command and returns the exit code. The module is
 # imported when its command runs: help, errors and the configuration commands must not wait for torch.
 COMMANDS: dict[str, str] = {
     "run": "deepspeed_c.compat.alias.cli:run",
@@ -22,12 +22,12 @@ COMMANDS: dict[str, str] = {
     "sequence": "deepspeed_c.sequence.cli:main",
     "pipe": "deepspeed_c.pipe.show:main",
 }
-# Words that begin with no command are a script to start, and its options.
+# If the first word is no command, the words are a script to start, with options.
 _LAUNCH = "deepspeed_c.launcher.launch:main"
 
 
 def find_command(words: list[str]) -> tuple[Callable[[list[str]], int], list[str]]:
-    """The function that ``words`` ask for, and the words that it takes."""
+    """(the function of the command in ``words``, its arguments)."""
     is_command = bool(words) and words[0] in COMMANDS
     module, _, function = (COMMANDS[words[0]] if is_command else _LAUNCH).partition(":")
     return getattr(importlib.import_module(module), function), words[is_command:]

@@ -23,10 +23,10 @@ def allowed_cpus() -> list[int]:
 
 
 def threads_per_rank(n_ranks: int, root: str = "/") -> int:
-    """Threads that each of ``n_ranks`` processes can keep busy: its part of the allowed CPUs, or of the control groups'
-    quota if that is less.
+    """Threads that each of ``n_ranks`` processes can keep busy: its share of the allowed CPUs, or its share of the
+    control groups' quota if this share is smaller.
 
-    ``root`` is another folder in tests.
+    Tests pass another folder as ``root``.
     """
     n_cpus = len(allowed_cpus())
     return fair_part(n_cpus, n_cpus, quota(root), n_ranks)
@@ -35,8 +35,8 @@ def threads_per_rank(n_ranks: int, root: str = "/") -> int:
 def topology_order(cpus: Iterable[int], tree: Path = CPU_TREE) -> list[int]:
     """The CPUs ordered so that neighbours in the list are near each other: by socket, then core, then hardware thread.
 
-    Linux usually numbers the first threads of all cores before the second ones; cutting the plain sequence in two would
-    give both halves every core. Where the kernel does not tell, the order is by number.
+    Linux usually numbers the first hardware threads of all cores before the second threads. Each half of the CPUs in
+    numerical order would then contain a thread of every core. If the kernel gives no topology, the order is numerical.
     """
 
     def place(cpu: int) -> tuple[int, int, int]:
@@ -51,7 +51,7 @@ def topology_order(cpus: Iterable[int], tree: Path = CPU_TREE) -> list[int]:
 
 
 def parse_core_list(text: str) -> list[int]:
-    """``1,3-5,7`` as [1, 3, 4, 5, 7]: ascending, each once."""
+    """Parse ``1,3-5,7`` to [1, 3, 4, 5, 7]: ascending, each core once."""
     cores: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
@@ -65,9 +65,9 @@ def parse_core_list(text: str) -> list[int]:
 
 
 def split_cores(n_ranks: int, core_list: str | None, tree: Path = CPU_TREE) -> list[list[int]]:
-    """Equally long lists of neighbouring cores, one a rank; a remainder stays free.
+    """Lists of neighbouring cores, one list for each rank, all of the same length. Remaining cores stay unused.
 
-    Raises ``LaunchError`` when there are fewer cores than ranks or a listed core may not be used.
+    Raises ``LaunchError`` if there are fewer cores than ranks, or if this process may not use a listed core.
     """
     if not hasattr(os, "sched_setaffinity"):
         raise LaunchError(

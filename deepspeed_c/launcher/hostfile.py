@@ -1,4 +1,5 @@
-"""The slots of this host that a launch uses: DeepSpeed's hostfiles and its --include / --exclude grammar, for one host.
+"""Select the slots of this host for a launch, by DeepSpeed's hostfiles and its --include / --exclude grammar, for one
+host.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ SEVERAL_HOSTS_FIX = (
 def select_slots(options: Options, devices: Sequence[int] | None) -> list[int]:
     """The slots to start one process each on, in order.
 
-    ``devices`` are the slots that this host has, by number. None means a host without accelerators: a slot is just a
-    process there, and the user may ask for any number of them. Raises ``LaunchError`` if the request does not come down
-    to slots of this one host.
+    ``devices`` are the numbers of this host's slots. None means a host without accelerators. There a slot is just a
+    process, and the user may ask for any number of slots. Raises ``LaunchError`` if the request includes other hosts,
+    or slots that this host does not have.
     """
     pool = _pool(options, devices)
     wanted = parse_filter(options.include or options.exclude, "--include" if options.include else "--exclude")
@@ -65,7 +66,7 @@ def select_slots(options: Options, devices: Sequence[int] | None) -> list[int]:
 
 
 def _pool(options: Options, devices: Sequence[int] | None) -> dict[str, list[int]]:
-    """Host -> its slots, from the hostfile or else for this host alone."""
+    """Host -> its slots, from the hostfile; without a hostfile, this host only."""
     path = options.hostfile or (DEFAULT_HOSTFILE if os.path.isfile(DEFAULT_HOSTFILE) else None)
     if path is None:
         return {"localhost": list(range(options.num_procs or 1) if devices is None else devices)}
@@ -161,7 +162,7 @@ def is_this_host(name: str) -> bool:
     for family, kind, protocol, _, address in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)  # only an address of this host can be bound
+                probe.bind(address)  # succeeds only for an address of this host
         except OSError:
             continue
         return True

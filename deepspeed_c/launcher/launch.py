@@ -1,4 +1,4 @@
-"""``deepspeed_c [OPTIONS] SCRIPT [ARGS ...]``: from the words of the command line to ranks that run."""
+"""``deepspeed_c [OPTIONS] SCRIPT [ARGS ...]``: parse the command line and start the ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start the ranks and wait for them. Returns their exit code; raises LaunchError where nothing can be started."""
+    """Start the ranks and wait for them. Returns their exit code. Raises LaunchError if nothing can be started."""
     plan = make_plan(parse_options(argv))
-    from deepspeed_c.launcher.run import launch  # here: it needs torch, and help and errors must not wait for that
+    from deepspeed_c.launcher.run import launch  # imports torch, so help and errors must not need it
 
     return launch(plan)

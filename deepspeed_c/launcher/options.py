@@ -1,4 +1,5 @@
-"""The launcher's own options, as a table, and where they end: everything after the script belongs to the script."""
+"""The launcher's options as a table, and the parsing of a command line. All words after the script belong to the
+script."""
 
 from __future__ import annotations
 
@@ -11,15 +12,15 @@ from deepspeed_c.launcher.commands import COMMANDS
 
 __all__ = ["DEFAULT_HOSTFILE", "Options", "parse_options"]
 
-DEFAULT_HOSTFILE = "/job/hostfile"  # where DeepSpeed looks, too; it need not exist
+DEFAULT_HOSTFILE = "/job/hostfile"  # DeepSpeed's default path; the file need not exist
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """A launch as the user asked for it."""
+    """The options of a launch."""
 
     script: str
-    """Path of the script; with ``module`` a module's name, with ``no_python`` a program."""
+    """Path of the script; the name of a module with ``module``; a program with ``no_python``."""
     script_args: tuple[str, ...]
     module: bool
     no_python: bool
@@ -40,16 +41,16 @@ class Options:
     """Folder of one log file a rank."""
     tag_output: bool
     grace: float
-    """Seconds that ranks have after a signal."""
+    """Seconds that ranks have to end after a signal."""
     save_pid: bool
     log_level: str
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """The options of a launch from the command line.
+    """Read the options of a launch from the command line.
 
-    Raises ``LaunchError`` for features that this version lacks and for options that exclude each other. It exits with
-    code 2 (0 for help) on words that it does not understand, as any argparse program does.
+    Raises ``LaunchError`` for features that this version lacks and for options that exclude each other. Exits with code
+    2 on unknown words, and with code 0 for help, like any argparse program.
     """
     parser = _parser()
     end = _script_index(argv)
@@ -104,7 +105,7 @@ _INSTEAD = {
     "elastic_training": "start the script with `torchrun --nnodes MIN:MAX --max-restarts R SCRIPT ...`",
 }
 
-# Options that DeepSpeed knows and that ask for something this version does not do.
+# Options of DeepSpeed for features that this version lacks.
 _ELSEWHERE: tuple[tuple[tuple[str, ...], str], ...] = (
     (("autotuning",), "there is no autotuner in this version"),
     (("elastic_training", "min_elastic_nodes", "max_elastic_nodes"), "there is no elastic agent in this version"),
@@ -273,7 +274,7 @@ def _parser() -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=_HelpFormatter,
-        # A prefix of an option would be one to argparse and the script's own to _script_index
+        # argparse would accept a prefix of an option, but _script_index would not
         allow_abbrev=False,
         add_help=False,
     )
@@ -286,7 +287,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Wide enough for a flag and its meaning on one line; only the first of several names for the same."""
+    """Prints a flag and its meaning on one line. If an option has several names, prints only the first."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36, width=120)
@@ -297,9 +298,10 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def _script_index(argv: Sequence[str]) -> int:
-    """Return the script's index: the first word that is neither an option nor the value of one.
+    """Return the script's index: the first word that is neither an option nor the value of an option.
 
-    argparse itself cannot tell: it drops a ``--`` among the script's arguments and takes their options for its own.
+    argparse cannot find the script: it drops a ``--`` among the script's arguments, and reads the script's options as
+    its own.
     """
     i = 0
     while i < len(argv) and argv[i].startswith("-") and argv[i] != "-":

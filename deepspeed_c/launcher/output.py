@@ -1,4 +1,4 @@
-"""Carry the output of ranks to the terminal or to their log files as it comes, and remember the end of it."""
+"""Copy the output of ranks to the terminal or to log files as it arrives, and remember the last lines."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from deepspeed_c.logging import write_line
 
 __all__ = ["Output"]
 
-# A line that a rank writes in pieces waits this long for its end before it is shown as it is, as a prompt or a progress
-# bar is. Until then no other rank's line comes in between.
+# Time to wait for the rest of an unfinished line (a prompt, a progress bar) before the first part is shown. During this
+# time no line of another rank is printed in between.
 HOLD_SECONDS = 0.1
 TAIL_BYTES = 16 << 10
 TAIL_LINES = 30
 READ_BYTES = 64 << 10
-DRAIN_READS = 32  # at the end, for each pipe: more than a pipe holds, and yet an end
+DRAIN_READS = 32  # limit for each pipe at the end: enough to empty a pipe
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """One pipe from one rank, and where its bytes go."""
+    """One pipe from one rank, and the target of its bytes."""
 
     rank: int
     read_fd: int
     target: int
-    """File descriptor; -1 once it cannot be written any more (the terminal is gone, the disk is full)."""
+    """File descriptor; -1 after writing to it has failed (the terminal was closed, the disk is full)."""
     label: bytes = b""
-    """Prefix of every line; with it only whole lines are passed on, however long they take."""
+    """Prefix of every line. With a label only whole lines are passed on, without a time limit."""
     is_shared: bool = False
-    """Whether other ranks write to the target: parts of a line are then held back for a moment."""
+    """Whether other ranks write to the target. Unfinished lines are then held back for a moment."""
     is_remembered: bool = True
     pending: bytearray = field(default_factory=bytearray)
     show_at: float = 0.0
-    """When ``pending`` is shown without the end of its line; by ``time.monotonic``."""
+    """Time at which ``pending`` is shown although its line is unfinished, by ``time.monotonic``."""
 
 
 @final
 class Output:
     """The pipes of all ranks and the thread that empties them.
 
-    By default a rank's stdout is the launcher's own, and only stderr goes through here, for the message after a
-    failure; there, lines of several ranks do not mix. With labels both go through here, and with a log folder both go
-    to ``DIR/TIME_rankN.log``, in the order of the rank's writes. ``paths(rank)`` are the files to open as the rank's
-    stdout and stderr ("" for the launcher's own). A context manager; after it, all that ranks wrote before they ended
-    is written and no descriptor is left.
+    By default a rank writes to the launcher's stdout directly, and only stderr goes through a pipe, so that the message
+    after a failure can quote it. Lines of several ranks do not mix on stderr. With labels, both streams go through
+    pipes. With a log folder, both go to ``DIR/TIME_rankN.log``, in the order of the rank's writes. ``paths(rank)`` are
+    the files to open as the rank's stdout and stderr ("" for the launcher's own stream). This is a context manager. On
+    exit, the output of ended ranks has been written, and all descriptors are closed.
     """
 
     def __init__(self, n_ranks: int, *, log_dir: str | None = None, has_labels: bool = False) -> None:
@@ -83,7 +83,7 @@ class Output:
             raise LaunchError(f"the ranks' output cannot be set up: {error}", where=log_dir or "pipes") from error
 
     def _pipe(self, stream: _Stream) -> str:
-        """Add a pipe; return the name that opens its writing end, until ``close``."""
+        """Add a pipe. Return the path that opens its writing end; it is valid until ``close``."""
         stream.read_fd, write_fd = os.pipe()
         self._streams.append(stream)
         self._write_fds.append(write_fd)
@@ -92,7 +92,7 @@ class Output:
         return f"/dev/fd/{write_fd}"
 
     def paths(self, rank: int) -> tuple[str, str]:
-        """Return the paths to open as the rank's stdout and stderr; "" is the launcher's own."""
+        """Return the paths to open as the rank's stdout and stderr; "" stands for the launcher's own stream."""
         return self._paths[rank]
 
     def __enter__(self) -> Output:
@@ -108,7 +108,8 @@ class Output:
         self.close()
 
     def finish(self) -> None:
-        """Wait until all that the ranks have written is passed on. For when they have ended; may be called twice."""
+        """Wait until the output of the ranks is passed on. Call this after all ranks have ended; a second call does
+        nothing more."""
         if self._thread is None:
             return
         os.write(self._wake_write, b"x")
@@ -125,10 +126,11 @@ class Output:
         self._write_fds, self._streams, self._logs = [], [], []
 
     def tail(self, rank: int) -> str:
-        """The last lines of the rank's stderr (of both its streams where they go to one log file). After ``finish``."""
+        """The last lines of the rank's stderr, or of both streams if they go to one log file. Call this after
+        ``finish``."""
         lines = self._tails[rank].decode(errors="replace").splitlines()
         if len(self._tails[rank]) >= TAIL_BYTES:
-            lines = lines[1:] or lines  # the first of them is cut
+            lines = lines[1:] or lines  # the first line is incomplete
         return "\n".join(lines[-TAIL_LINES:])
 
     def _carry(self) -> None:
@@ -137,12 +139,12 @@ class Output:
             is_over = False
             for key, _ in events:
                 if key.data is None:
-                    is_over = True  # ended ranks wrote the bytes now in the pipes: empty them, then go
+                    is_over = True  # all ranks have ended: empty the pipes, then stop
                 else:
                     self._read(key.data)
             if is_over:
                 for stream in self._streams:
-                    for _ in range(DRAIN_READS):  # a process that a rank left behind may write for ever
+                    for _ in range(DRAIN_READS):  # bounded: a process left behind by a rank may write forever
                         if not self._read(stream):
                             break
                     if stream.pending:
@@ -152,7 +154,7 @@ class Output:
                 return
 
     def _show_overdue(self) -> float | None:
-        """Show parts of lines whose ends have not come in time; return the seconds until the next one is due."""
+        """Show unfinished lines whose time is over. Return the seconds until the next unfinished line is due."""
         now, waits = time.monotonic(), []
         for stream in self._streams:
             if not stream.pending or stream.label:
@@ -165,7 +167,7 @@ class Output:
         return min(waits, default=None)
 
     def _read(self, stream: _Stream) -> bool:
-        """Pass on the content of the pipe; return whether there was any."""
+        """Pass on the content of the pipe. Return whether there was any content."""
         try:
             data = os.read(stream.read_fd, READ_BYTES)
         except BlockingIOError:
@@ -181,7 +183,7 @@ class Output:
         stream.pending += data
         end = stream.pending.rfind(b"\n") + 1
         if stream.label:
-            end = max(end, stream.pending.rfind(b"\r") + 1)  # a progress bar ends its lines so: they are lines, too
+            end = max(end, stream.pending.rfind(b"\r") + 1)  # a progress bar ends its lines with a carriage return
         elif is_new or end:
             stream.show_at = time.monotonic() + HOLD_SECONDS
         lines = bytes(stream.pending[:end])
@@ -197,9 +199,9 @@ class Output:
             try:
                 view = view[os.write(stream.target, view) :]
             except BlockingIOError:
-                time.sleep(0.01)  # someone made the terminal non-blocking
+                time.sleep(0.01)  # another program made the terminal non-blocking
             except OSError as error:
-                # The rank's work is worth more than its words: go on reading, or it would wait for us for ever
+                # Go on reading without writing: otherwise the pipe would fill up and block the rank
                 where = "its log file" if self._logs else "the terminal"
                 stream.target = -1
                 with contextlib.suppress(OSError):

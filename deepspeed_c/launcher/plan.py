@@ -1,5 +1,4 @@
-"""Turn the user's options into a plan of the start: one command and one environment a rank, checked before anything
-runs.
+"""Turn the user's options into a plan: one command and one environment for each rank, checked before anything runs.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ BIND = str(Path(__file__).with_name("bind.py"))
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The accelerators that a process started now would see."""
+    """The accelerators that a new process would see."""
 
     kind: str
     """torch's name of the device type: "cuda", "xpu", ..."""
     names: tuple[str, ...]
-    """The devices' names in CUDA_VISIBLE_DEVICES. If these are numbers, they number the slots, too."""
+    """The devices' names in CUDA_VISIBLE_DEVICES. Names that are numbers also number the slots."""
 
     @property
     def slots(self) -> list[int]:
@@ -42,7 +41,7 @@ class Devices:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One process: its command and its environment in addition to the launcher's."""
+    """One process: its command, and the variables that are added to the launcher's environment."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
@@ -50,7 +49,7 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All that ``run.launch`` needs to know."""
+    """The input of ``run.launch``."""
 
     ranks: tuple[RankPlan, ...]
     master_addr: str
@@ -59,7 +58,7 @@ class Plan:
     log_dir: str | None
     tag_output: bool
     grace: float
-    """Seconds between a signal that is passed on and SIGKILL."""
+    """Seconds between passing on a signal and SIGKILL."""
     save_pid: bool
     log_level: str
 
@@ -67,8 +66,8 @@ class Plan:
 def make_plan(options: Options, devices: Devices | str | None = "find") -> Plan:
     """Decide what to start. ``devices`` is for tests: None stands for a host without accelerators.
 
-    Raises ``LaunchError`` for all that the launcher can know to be wrong: a script that is not there, a host or slot
-    that is not there, too few cores, an address that is not this host's, a log folder that cannot be made.
+    Raises ``LaunchError`` for every error that the launcher can detect: a missing script, an unknown host or slot, too
+    few cores, an address of another host, a log folder that cannot be made.
     """
     command = _command(options)
     if options.master_addr is not None and not is_this_host(options.master_addr):
@@ -83,7 +82,7 @@ def make_plan(options: Options, devices: Devices | str | None = "find") -> Plan:
     cores = split_cores(n_ranks, options.bind_core_list) if options.bind_cores_to_rank else None
     n_threads = len(cores[0]) if cores else threads_per_rank(n_ranks)
     if not os.environ.get("OMP_NUM_THREADS"):
-        # torchrun sets 1, which leaves every CPU operator of torch on one core
+        # torchrun sets 1, so that every CPU operator of torch uses only one core
         shared["OMP_NUM_THREADS"] = str(n_threads)
     ranks = []
     for rank in range(n_ranks):
@@ -147,7 +146,7 @@ def _check_module(name: str) -> None:
     parts = name.split(".")
     for i, part in enumerate(parts):
         full = ".".join(parts[: i + 1])
-        # By its last part: for a dotted name, the finder would ask the package, which is not imported
+        # Only the last part of the name: for a dotted name the finder would need the imported package
         spec = PathFinder.find_spec(part, path)
         if i == 0:
             spec = spec or FrozenImporter.find_spec(part) or BuiltinImporter.find_spec(part)
@@ -176,8 +175,8 @@ def _shared_environment(devices: Devices | None, slots: Sequence[int]) -> dict[s
 
 
 def _rank_environment(rank: int, n_ranks: int) -> dict[str, str]:
-    """The variables of torch's launcher and the names that only DeepSpeed has; address and port come from
-    ``run.launch``."""
+    """The variables that torch's launcher sets, and the variables that only DeepSpeed's launcher sets. ``run.launch``
+    adds address and port."""
     number, count = str(rank), str(n_ranks)
     return {
         "RANK": number,

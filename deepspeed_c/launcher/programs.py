@@ -1,5 +1,5 @@
-"""The programs that DeepSpeed installs, as commands of ours. The files in ``compat/alias/bin`` run them, and
-``deepspeed_c run`` and ``deepspeed_c env`` put that folder on PATH.
+"""The programs that DeepSpeed installs, translated to commands of ``deepspeed_c``. The files in ``compat/alias/bin``
+run these programs. ``deepspeed_c run`` and ``deepspeed_c env`` put this folder on PATH.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ __all__ = ["PROGRAMS", "main"]
 
 
 def _ds_io(argv: list[str]) -> int:
-    """``ds_io``, as far as its options mean something to ``deepspeed_c io bench``, which writes and reads in one run.
+    """``ds_io``, run as ``deepspeed_c io bench``, which writes and reads in one run. It takes the options that
+    have a meaning there.
     """
     parser = argparse.ArgumentParser(prog="ds_io", description="deepspeed_c io bench, with DeepSpeed's names.")
     parser.add_argument("--folder", required=True)
@@ -73,7 +74,8 @@ PROGRAMS: dict[str, Callable[[list[str]], int]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program that ``argv`` begins with (default: ``sys.argv[1:]``) with the words behind it.
+    """Run the program that the first word of ``argv`` (default: ``sys.argv[1:]``) names, with the other words as its
+    arguments.
 
     Returns its exit code.
     """

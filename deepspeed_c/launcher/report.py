@@ -26,15 +26,16 @@ __all__ = ["gather", "main"]
 EXIT_NOT_WHOLE = 1
 PROBE_SECONDS = 10
 ROOT = Path(__file__).resolve().parent.parent
-# (dots, module) of an import: of one line, as all of ours are; parsing each file would take seconds.
+# (dots, module) of an import on one line. All imports of this package fit one line, and parsing each file would take
+# seconds.
 IMPORT = re.compile(r"^\s*(?:from|import)\s+(\.*)((?:[A-Za-z_][\w.]*)?)(?=\s|$)", re.MULTILINE)
 CUDA_LIBRARY = "libdsc_cuda.so"
-# Backends of a build on a machine with all headers, so that the report names the missing ones.
+# All backends that a build can have, so that the report can name missing backends.
 IO_BACKENDS = ("uring", "libaio", "threads", "sync")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report; 0, or 1 if a part of the package is missing or the compiled one does not load."""
+    """Print the report. Return 0, or 1 if a module is missing or the compiled module does not load."""
     parser = command_parser("report", "Says what was built, what was found on this machine, and versions.")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     options = parser.parse_args(argv)
@@ -44,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def gather() -> tuple[dict[str, dict[str, Any]], bool]:
-    """The report as sections of plain values, and whether the package is whole: all modules are there, and the compiled
-    one loads.
+    """(the report as sections of plain values, whether the package is complete). In a complete package all modules
+    exist and the compiled module loads.
     """
     import torch
 
@@ -73,17 +74,17 @@ def gather() -> tuple[dict[str, dict[str, Any]], bool]:
 
 
 def _folder_of_ops() -> Path | None:
-    """Beside the package where it is installed as a link, in it otherwise."""
+    """The folder of ops: beside the package in an editable installation, else inside the package."""
     spec = importlib.util.find_spec("deepspeed_c.ops")
     return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
 def _missing_modules(folders: Mapping[str, Path | None]) -> list[str]:
-    """Modules of ours that a file imports, at any place in it, and that are missing.
+    """Missing modules of this package that a file imports, anywhere in the file.
 
-    Imports nothing: the missing module may be the first to be imported.
+    This function imports nothing, because even the first import could fail.
 
-    ``folders`` are the packages by name; those within them are found by their path.
+    ``folders`` maps the names of top-level packages to folders. Packages inside them are found by path.
     """
     wanted: set[str] = set(folders)
     for package, folder in folders.items():
@@ -92,7 +93,7 @@ def _missing_modules(folders: Mapping[str, Path | None]) -> list[str]:
             for dots, name in IMPORT.findall(path.read_text(encoding="utf-8")):
                 base = inside[: len(inside) - len(dots) + 1] if dots else []
                 wanted.add(".".join([*base, *([name] if name else [])]))
-    # The compiled module has a line of its own.
+    # The compiled module has a separate line in the report.
     ours = {name for name in wanted if name.split(".")[0] == "deepspeed_c"} - {"deepspeed_c._C"}
     return sorted(name for name in ours if not _is_there(name, folders))
 
@@ -111,7 +112,7 @@ def _extension() -> tuple[ModuleType | None, str]:
         import torch  # noqa: F401  the extension needs its libraries to be loaded
 
         return importlib.import_module("deepspeed_c._C"), ""
-    except ImportError as error:  # a missing file and a file that does not link both end here
+    except ImportError as error:  # the file is missing, or cannot be linked
         return None, f"missing or does not load ({error}). Fix: build it with `pip install --no-build-isolation .`"
 
 
@@ -136,7 +137,7 @@ def _cpu(extension: ModuleType | None) -> dict[str, Any]:
         try:
             values["threads of an optimizer step"] = extension.pool_n_threads()
             values["... in use"] = extension.cpu_isa()
-        except ValueError as error:  # a variable has an impossible value: every operator says so, too
+        except ValueError as error:  # an environment variable has an invalid value, which every operator reports too
             values["threads of an optimizer step"] = str(error)
     return values
 
@@ -211,8 +212,8 @@ def _cuda_library(extension: ModuleType | None) -> dict[str, Any]:
 
 
 def _io_backends(extension: ModuleType | None) -> dict[str, Any]:
-    """The backends that read and write checkpoints and offload to NVMe: built, usable on this kernel now, and if not,
-    why.
+    """The I/O backends for checkpoints and offload to NVMe: whether each is built and usable on this kernel, and the
+    reason if it is not.
     """
     if extension is None:
         return {}
@@ -240,14 +241,15 @@ def _communication(torch: ModuleType, extension: ModuleType | None) -> dict[str,
 
 
 def _shared_memory(extension: ModuleType) -> str:
-    """Why ranks of this host could not share memory, by two ends in this process; "" if they can."""
+    """Test shared memory between two ends in this process. Return the reason if ranks of this host cannot share memory,
+    else ""."""
     ends = []
     try:
         for rank in range(2):
             ends.append(extension.ShmGroup(rank, 2, PROBE_SECONDS))
         for end in ends:
             end.attach([other.address for other in ends])
-    except (MemoryError, OSError, ValueError, RuntimeError) as error:  # its refusals
+    except (MemoryError, OSError, ValueError, RuntimeError) as error:  # the errors of a refusal
         return str(error)
     finally:
         for end in ends:

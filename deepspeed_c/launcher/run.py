@@ -1,9 +1,9 @@
-"""Starts the ranks of a plan, stands by until they end, and says which one failed and why.
+"""Starts the ranks of a plan, waits until they end, and reports which rank failed and why.
 
 torchelastic (``torch.distributed.elastic``) starts the processes and their groups, and ends them after a failure or a
-signal, as ``torch.distributed.run`` does. The ranks meet at its store at MASTER_PORT. The launcher holds that store, so
-nobody else takes the port between choosing it and using it. There is one host and no restart, so agents need no
-rendezvous.
+signal, as ``torch.distributed.run`` does. The ranks meet at its store at MASTER_PORT. The launcher opens this store, so
+no other program can take the port between its choice and its use. No rendezvous of agents is needed, because there is
+one host and no restart.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from deepspeed_c.logging import write_line
 __all__ = ["launch"]
 
 POLL_SECONDS = 0.02
-FAILURE_GRACE_SECONDS = 5  # time for the other ranks after SIGTERM when one has failed: they most likely wait for it
+FAILURE_GRACE_SECONDS = 5  # short, because the other ranks most likely wait for the failed rank
 TOKEN_BYTES = 32
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # torchelastic's default
 
@@ -48,8 +48,8 @@ logger = logging.getLogger("deepspeed_c.launcher")
 def launch(plan: Plan) -> int:
     """Run the plan to its end and return the exit code (see ``main.main``).
 
-    On return all ranks have ended and are reaped; after a failure or a signal, so have the processes that they had
-    started. Raises ``LaunchError`` when the ranks could not be started; then none is left running.
+    On return all ranks have ended and are reaped. After a failure or a signal, the processes that ranks had started
+    have ended too. Raises ``LaunchError`` if the ranks could not be started; then no rank is left running.
     """
     _set_up_logging(plan.log_level)
     store = _open_store(plan)
@@ -77,7 +77,7 @@ def _supervise(ranks: _RankProcesses, plan: Plan, output: Output) -> int:
         for rank, pid in ranks.pids().items():
             logger.info("rank %d is process %d: %s", rank, pid, shlex.join(plan.ranks[rank].command))
         result = ranks.wait(period=POLL_SECONDS)
-        _ignore_signals()  # all have ended, and so shall we: nothing to pass on
+        _ignore_signals()  # all ranks have ended: there is no process to pass a signal to
     except SignalException as stop:
         write_line(f"deepspeed_c: {stop.sigval.name}: passed on to the ranks, which have {plan.grace:g} s", sys.stderr)
         ranks.stop(stop.sigval, plan.grace)
@@ -88,8 +88,8 @@ def _supervise(ranks: _RankProcesses, plan: Plan, output: Output) -> int:
         return 128 + stop.sigval
     if not result.failures:
         return 0
-    # The others failed, or were stopped, after the first: by the order of detection, not by their time stamps, which
-    # are whole seconds
+    # The first failure in order of detection; the other ranks failed or were stopped later. Time stamps are whole
+    # seconds, too coarse for an order
     rank, failure = next(iter(result.failures.items()))
     ranks.kill_groups()
     output.finish()
@@ -119,20 +119,21 @@ def _explain(rank: int, pid: int, exitcode: int, n_ranks: int, output: Output) -
 
 
 class _RankProcesses(SubprocessContext):
-    """torchelastic's group of processes, started and ended without gaps."""
+    """torchelastic's group of processes, with a start and an end that leave no process behind."""
 
     def __init__(self, plan: Plan, port: int, output: Output, folder: str) -> None:
-        # nohup, and a shell that starts a command with &: ignored signals stay ignored, here and in the ranks
+        # nohup, and a shell that starts a command with &, ignore signals: these stay ignored, here and in the ranks
         self._ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
         shared = {
             "MASTER_ADDR": plan.master_addr,
             "MASTER_PORT": str(port),
-            # torch's env:// rendezvous then joins the launcher's store and does not open a second one at that port
+            # With this variable, torch's env:// rendezvous joins the launcher's store instead of opening another at the
+            # port
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": str(uuid.uuid4()),
-            # Through the environment, which only this user can read: a command line is everybody's.
+            # Passed in the environment, which only this user can read. Every user can read a command line.
             RUN_TOKEN: secrets.token_hex(TOKEN_BYTES),
             **_network_environment(plan.master_addr),
             **_terminal_size(),
@@ -150,9 +151,9 @@ class _RankProcesses(SubprocessContext):
             signal.signal(number, signal.SIG_IGN)
         try:
             with _deferred_signals():
-                # Each handler goes into the list at once, which torchelastic's own _start does not do: where one
-                # process cannot be started, we must know those before it. (/proc does not tell: a process that has just
-                # begun to run its program has an empty environment there for a moment.)
+                # Each handler is put into the list at once, so that the started processes are known if a later process
+                # cannot be started. torchelastic's own _start does not do this. (/proc cannot replace the list: the
+                # environment of a process that has just started its program is empty there for a moment.)
                 for rank in range(self.nprocs):
                     self.subprocess_handlers[rank] = get_subprocess_handler(
                         entrypoint=self.entrypoint,
@@ -167,11 +168,13 @@ class _RankProcesses(SubprocessContext):
             raise LaunchError(f"a rank cannot be started: {error}", where=self.entrypoint) from error
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = FAILURE_GRACE_SECONDS) -> None:
-        """Close as torchelastic does; it calls this when a rank has failed, with a time that suits this case."""
+        """Close as torchelastic does. torchelastic calls this after a rank has failed; the default timeout is for this
+        case."""
         super().close(death_sig, timeout)
 
     def stop(self, death_sig: signal.Signals, grace: float) -> None:
-        """Pass the signal on; after ``grace`` seconds, or at once on a second signal, kill. Then nothing is left."""
+        """Pass the signal on to the ranks. Kill them after ``grace`` seconds, or at once on a second signal. No process
+        is left."""
         try:
             self.close(death_sig, grace)
         except SignalException as again:
@@ -181,16 +184,16 @@ class _RankProcesses(SubprocessContext):
         self.kill_groups()
 
     def exit_codes(self) -> list[int | None]:
-        """By rank, as ``Popen.returncode`` has them."""
+        """The exit code of each rank, in the form of ``Popen.returncode``."""
         return [handler.proc.poll() for handler in self.subprocess_handlers.values()]
 
     def kill_groups(self) -> None:
-        """Kill processes that ended ranks have started and left behind (each rank is the leader of a process group)."""
+        """Kill the processes that ended ranks have left behind (each rank is the leader of a process group)."""
         for pid in self.pids().values():
             _kill_group(pid)
 
     def abandon(self) -> None:
-        """Kill all ranks if an error of the launcher itself ends it; do nothing otherwise."""
+        """Kill all ranks after an error of the launcher itself. Otherwise do nothing."""
         for handler in self.subprocess_handlers.values():
             if handler.proc.poll() is None:
                 _kill_group(handler.proc.pid)
@@ -213,7 +216,8 @@ class _LogsSpecs(DefaultLogsSpecs):
 
 @contextlib.contextmanager
 def _deferred_signals() -> Iterator[None]:
-    """Deliver the signals of the meantime at its end (between two ranks, one would leave the first behind)."""
+    """Delay signals until the end of the context. A signal between the starts of two ranks would leave the first rank
+    behind."""
     pending: list[int] = []
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     for number, handler in handlers.items():
@@ -241,7 +245,7 @@ def _kill_group(pid: int) -> None:
 def _open_store(plan: Plan) -> TCPStore:
     """Listen at the master address alone.
 
-    Torch by itself listens at every address of the host, and asks nobody who connects who they are.
+    By default torch listens at every address of the host, without authentication.
     """
     try:
         listening = listening_socket(plan.master_addr, plan.master_port or 0)
@@ -265,8 +269,8 @@ def _open_store(plan: Plan) -> TCPStore:
 
 
 def _network_environment(master_addr: str) -> dict[str, str]:
-    """Ranks that meet at the loopback have nobody on other hosts to talk to: gloo then listens there, too, and not
-    where the host's name leads.
+    """Ranks that meet at a loopback address have no peers on other hosts. gloo then also listens at the loopback
+    address, not at the address of the host's name.
     """
     if is_loopback(master_addr) and not os.environ.get("GLOO_SOCKET_IFNAME"):
         return {"GLOO_SOCKET_IFNAME": "lo"}
@@ -274,7 +278,7 @@ def _network_environment(master_addr: str) -> dict[str, str]:
 
 
 def _terminal_size() -> dict[str, str]:
-    """Ranks write stderr to a pipe: a progress bar cannot ask it for the terminal's width, but looks at COLUMNS."""
+    """Ranks write stderr to a pipe. A progress bar cannot get the terminal's width from a pipe, but reads COLUMNS."""
     if not sys.stderr.isatty():
         return {}
     columns, lines = shutil.get_terminal_size()
@@ -299,11 +303,10 @@ def _pid_file(is_wanted: bool) -> Iterator[None]:
 
 
 def _new_pid_file(path: str) -> TextIO:
-    """Create the file, for this user alone: everybody may write to the folder, and it may have a link or a file of
-    somebody else.
+    """Create the file with access for this user only. Every user may write to the folder, so it may contain a link or a
+    file of another user.
 
-    A plain file of this user is left over from a process that had this number before, and ended without removing it: it
-    is replaced.
+    A plain file of this user is replaced: an earlier process with the same process id left it behind.
     """
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -329,5 +332,6 @@ def _set_up_logging(level: str) -> None:
         logger.addHandler(handler)
         logger.propagate = False
     if level != "debug":
-        # "Sending process N closing signal", "failed (exitcode: ...)": said here in one message
+        # Messages such as "Sending process N closing signal" and "failed (exitcode: ...)": this launcher prints one
+        # message instead
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)

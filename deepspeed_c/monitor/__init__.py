@@ -1,4 +1,5 @@
-"""Monitors: where a run's numbers go. ``MonitorMaster`` hands events to the backends that the configuration enables."""
+"""Monitors: the outputs of a run's numbers. ``MonitorMaster`` passes events to the backends that the configuration
+enables."""
 
 from .monitor import MONITORS, Event, Monitor, MonitorMaster
 

@@ -1,4 +1,4 @@
-"""The interface of a monitor: a backend that writes events where people look at them."""
+"""The interface of a monitor, a backend that writes events to a file or a service."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Name, Value, GlobalSamples = str, Any, int
 
 
 class Monitor(ABC):
-    """A backend. Its constructor opens what it writes to, and raises a typed error where it cannot; only rank 0 does.
+    """A backend. On rank 0, the constructor opens the file or service, and raises a typed error if that fails.
 
-    ``MonitorMaster`` calls all other methods on its own thread, one at a time. A program may also use a monitor by
-    itself: its methods then write before they return.
+    ``MonitorMaster`` calls all other methods on its own thread, one at a time. A program may also use a monitor
+    directly. The methods then write before they return.
 
     Args:
         monitor_config: the backend's section of the configuration.
@@ -38,13 +38,14 @@ class Monitor(ABC):
 
     @abstractmethod
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write events, whose values are plain numbers. May raise anything: the master says so and goes on."""
+        """Write events, whose values are plain numbers. May raise any exception: ``MonitorMaster`` logs it and
+        continues."""
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write the resolved configuration of the run, without secrets. Not required."""
 
     def flush(self) -> None:
-        """Return when all events so far are where a kill of this process leaves them alone. Not required."""
+        """Return when a kill of this process can no longer lose the events so far. Not required."""
 
     def close(self) -> None:
         """Write the rest and close. Not required."""
@@ -56,7 +57,8 @@ def is_first_rank() -> bool:
 
 
 def by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
-    """Names and values by step, in the order in which the steps came; the last value of a name holds."""
+    """Names and values by step, in the order in which steps first occur. If a name occurs twice in a step, the last
+    value counts."""
     found: dict[int, dict[str, float]] = {}
     for name, value, step in events:
         found.setdefault(step, {})[name] = value

@@ -52,12 +52,12 @@ class CometMonitor(Monitor):
 
     @property
     def experiment(self) -> Any:
-        """Comet's object; None where nothing is written."""
+        """Comet's object; None if this monitor writes nothing."""
         return self._experiment
 
     @property
     def samples_log_interval(self) -> int:
-        """Steps between two values of a name."""
+        """The least number of steps between two logged values of a name."""
         return self.monitor_config.samples_log_interval
 
     def write_events(self, event_list: Sequence[Event]) -> None:
@@ -81,7 +81,8 @@ class CometMonitor(Monitor):
 
 
 def _leaves(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """The keys that have a value, dotted: Comet cuts nested names after 100 characters and separates them by "|"."""
+    """The keys that have a value, as dotted names. Comet would separate nested names by "|" and cut them after 100
+    characters."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -92,8 +93,8 @@ def _leaves(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 class EventsLogScheduler:
-    """Chooses the events to log: the first of a name, and then those at least ``samples_log_interval`` after the last
-    that was chosen.
+    """Chooses the events to log: the first event of a name, then each event at least ``samples_log_interval`` steps
+    after the last logged event.
     """
 
     def __init__(self, samples_log_interval: int) -> None:
@@ -101,7 +102,7 @@ class EventsLogScheduler:
         self._last: dict[str, int] = {}
 
     def needs_logging(self, name: str, current_sample: int) -> bool:
-        """Whether to log the event; a True counts as logged."""
+        """Whether to log the event. After True, the event counts as logged."""
         last = self._last.get(name)
         if last is not None and current_sample - last < self._samples_log_interval:
             return False

@@ -14,15 +14,15 @@ from deepspeed_c.logging import logger
 from .base import Event, Monitor
 from .files import append, mend_last_line, open_folder
 
-# DeepSpeed has the other two here as well, and programs import all names of a module.
+# Monitor and dist are here because DeepSpeed's module has them, and programs import all names of a module.
 __all__ = ["Monitor", "csvMonitor", "dist"]
 
 
 class csvMonitor(Monitor):
-    """Appends to ``output_path/job_name/NAME.csv``, where NAME is the event's with ``_`` for each ``/`` and blank; the
+    """Appends to ``output_path/job_name/NAME.csv``. NAME is the event's name with ``_`` for each ``/`` and blank. The
     header is ``step`` and the last part of the event's name.
 
-    A file of an earlier run is continued under the header that it has.
+    A file of an earlier run is continued, and keeps its header.
     """
 
     key = "csv_monitor"
@@ -32,13 +32,13 @@ class csvMonitor(Monitor):
         super().__init__(csv_config)
         self.output_path, self.job_name = csv_config.output_path, csv_config.job_name
         self.log_dir = str(open_folder(csv_config, self.key)) if self.is_writing else None
-        # File -> the event that it belongs to, from the first write on.
+        # File -> the name of its event, from the first write on.
         self._names: dict[str, str] = {}
         self._refused: set[str] = set()
 
     @property
     def filenames(self) -> list[str]:
-        """Names of the files that this run has written to, without their ending."""
+        """Names of the files that this run has written to, without the suffix ".csv"."""
         return list(self._names)
 
     def write_events(self, event_list: Sequence[Event]) -> None:

@@ -1,4 +1,4 @@
-"""Files that monitors append to, a line a record, and that survive a kill and a restart."""
+"""Files that monitors append to, one line for each record. The files stay valid after a kill and a restart."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _BLOCK = 1 << 16
 def open_folder(section: object, key: str) -> Path:
     """Make and return the folder ``output_path/job_name`` of a section.
 
-    Raises ConfigError where it cannot be made or no file can be made in it.
+    Raises ConfigError if the folder cannot be made, or no file can be made in it.
     """
     folder = Path(section.output_path) / section.job_name
     probe = folder / f".deepspeed_c-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Permission bits do not tell it: root passes them, and a read-only mount has none.
+        # Permission bits are not enough: root ignores them, and they do not show a read-only mount.
         probe.touch()
         probe.unlink()
     except OSError as error:
@@ -45,7 +45,7 @@ def append(path: Path, text: str) -> None:
 
 
 def mend_last_line(path: Path) -> bool:
-    """Cut what stands behind the file's last line end, which a kill left, and return whether the file has any lines."""
+    """Remove an incomplete last line, which a kill left behind. Return whether the file has any lines."""
     if not path.exists():
         return False
     with open(path, "r+b") as file:

@@ -1,4 +1,4 @@
-"""Events as JSON lines: one file a run, one object a step, for programs to read."""
+"""Events as JSON lines, for programs to read: one file for each run, one object for each step."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .files import append, mend_last_line, open_folder
 __all__ = ["JsonLinesMonitor"]
 
 RESERVED = ("step", "time", "config", "nonfinite")
-"""Keys of a line that are no names of events; an event of that name has ``event/`` in front."""
+"""Keys of a line that are not names of events. An event with such a name gets the prefix ``event/``."""
 
 
 class JsonLinesMonitor(Monitor):
     """Appends to ``output_path/job_name/events.jsonl``.
 
     The line of a step is ``{"step": 4096, "time": 1753000000.25, "Train/Samples/train_loss": 2.5, ...}``, with ``time``
-    in seconds since 1970, when it was written. JSON has no NaN and no infinity: such a value is null, and the key
-    ``nonfinite`` tells which, as in ``{"nonfinite": {"Train/Samples/train_loss": "nan"}}``. Each start of a run writes
-    a line ``{"time": ..., "config": {...}}`` first. Events of one step that come in several calls may take several
-    lines.
+    in seconds since 1970, when it was written. JSON has no NaN and no infinity. Such a value is written as null, and
+    the key ``nonfinite`` gives the value, as in ``{"nonfinite": {"Train/Samples/train_loss": "nan"}}``. Each start of a
+    run writes a line ``{"time": ..., "config": {...}}`` first. Events of one step that come in several calls may take
+    several lines.
     """
 
     key = "jsonl"
@@ -44,7 +44,7 @@ class JsonLinesMonitor(Monitor):
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         if self.is_writing:
-            # A default may be infinite, which JSON cannot say either.
+            # A default may be infinite, which JSON cannot represent.
             append(self._path, json.dumps({"time": _now(), "config": _finite(config)}, allow_nan=False) + "\n")
 
     @staticmethod

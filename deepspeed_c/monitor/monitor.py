@@ -1,4 +1,4 @@
-"""``MonitorMaster``: events to all backends that a configuration enables."""
+"""``MonitorMaster``: passes events to all backends that a configuration enables."""
 
 from __future__ import annotations
 
@@ -36,27 +36,28 @@ MONITORS: dict[str, type[Monitor]] = {
         PrometheusMonitor,
     )
 }
-"""All backends by the key of their section. A line here, and a section in config/monitor.py, add another."""
+"""All backends by the key of their section. A new backend needs a line here and a section in config/monitor.py."""
 
 _SECRET = re.compile(r"(?:^|_)(?:api_?key|token|password|secret)$", re.IGNORECASE)
 
-# The engine's own events have these types, and asking an abstract class about each of them costs several times more.
+# The values of the engine's own events have these types. A check against an abstract class takes several times as long.
 _PLAIN = (float, int)
 
 
 class MonitorMaster(Monitor):
-    """The monitors that a configuration enables, on rank 0; on other ranks it checks events and writes none.
+    """The monitors that a configuration enables, on rank 0. On other ranks this object checks events and writes
+    nothing.
 
-    Writing happens on a thread of its own (writer.py). The resolved configuration, without secrets, is written first.
+    A separate thread writes the events (writer.py). The resolved configuration, without secrets, is written first.
 
     Args:
         monitor_config: a whole configuration, or an object with the monitors' sections as attributes.
-        comm: the ranks that make this object together: an error of rank 0 is then raised on all of them. Without it,
-            rank 0 alone raises.
+        comm: the ranks that make this object together. An error of rank 0 is then raised on all ranks. Without
+            ``comm``, only rank 0 raises.
 
     Raises:
-        ConfigError: a folder cannot be written, a port is taken, a service refuses. MissingPackageError: a package that
-        an enabled monitor needs cannot be imported.
+        ConfigError: a folder is not writable, a port is in use, a service refuses the connection. MissingPackageError:
+        a package that an enabled monitor needs cannot be imported.
     """
 
     def __init__(self, monitor_config: Any, *, comm: Collectives | None = None) -> None:
@@ -80,10 +81,10 @@ class MonitorMaster(Monitor):
     def write_events(self, event_list: Iterable[Sequence[Any]]) -> None:
         """Queue events (name, value, step), and return without waiting for any monitor.
 
-        A value is a number or a tensor with one element. Tensors of a device are read with one transfer, before this
-        returns: they may change afterwards.
+        A value is a number or a tensor with one element. All tensors of a device are read with one transfer before this
+        method returns, so they may change afterwards.
 
-        Raises EventError, on all ranks that are given the same, where something else is given.
+        Raises EventError for other arguments, on every rank that gets them.
         """
         if not self.enabled:
             return
@@ -97,33 +98,33 @@ class MonitorMaster(Monitor):
             self._writer.flush()
 
     def close(self) -> None:
-        """Write what waits and close all monitors; events that come later are dropped."""
+        """Write the queued events and close all monitors. Later events are dropped."""
         if self._writer is not None:
             self._writer.close()
 
     @property
     def n_dropped(self) -> int:
-        """Number of events that found the queue full."""
+        """Number of events that were dropped because the queue was full."""
         return 0 if self._writer is None else self._writer.n_dropped
 
     @property
     def tb_monitor(self) -> TensorBoardMonitor | None:
-        """The monitor of TensorBoard; None where it is not enabled, and on other ranks."""
+        """The monitor of TensorBoard; None if it is not enabled, and on ranks other than 0."""
         return self.monitors.get("tensorboard")
 
     @property
     def wandb_monitor(self) -> WandbMonitor | None:
-        """The monitor of W&B; None where it is not enabled, and on other ranks."""
+        """The monitor of W&B; None if it is not enabled, and on ranks other than 0."""
         return self.monitors.get("wandb")
 
     @property
     def csv_monitor(self) -> csvMonitor | None:
-        """The monitor of CSV files; None where it is not enabled, and on other ranks."""
+        """The monitor of CSV files; None if it is not enabled, and on ranks other than 0."""
         return self.monitors.get("csv_monitor")
 
     @property
     def comet_monitor(self) -> CometMonitor | None:
-        """The monitor of Comet; None where it is not enabled, and on other ranks."""
+        """The monitor of Comet; None if it is not enabled, and on ranks other than 0."""
         return self.monitors.get("comet")
 
     def _open(self, sections: Mapping[str, Any]) -> DeepSpeedCError | None:
@@ -141,7 +142,7 @@ class MonitorMaster(Monitor):
 
 
 def without_secrets(tree: Any) -> Any:
-    """A copy of a configuration without keys that hold passwords: ``api_key`` and the like."""
+    """A copy of a configuration without keys that hold secrets, such as ``api_key``."""
     if isinstance(tree, Mapping):
         return {key: without_secrets(value) for key, value in tree.items() if not _SECRET.search(str(key))}
     return [without_secrets(value) for value in tree] if isinstance(tree, (list, tuple)) else tree

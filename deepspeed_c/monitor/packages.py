@@ -1,4 +1,4 @@
-"""The packages of monitors: imported when a monitor is enabled, and not before."""
+"""The packages of monitors. A package is imported only when its monitor is enabled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["load_package"]
 def load_package(name: str, *, key: str, minimum: tuple[int, ...] = ()) -> ModuleType:
     """Import a package that the extra ``monitor`` installs.
 
-    Raises MissingPackageError, an ImportError too, where it is missing, broken or older than ``minimum``.
+    Raises MissingPackageError (a subclass of ImportError) if the package is missing, broken or older than ``minimum``.
     """
     try:
         module = importlib.import_module(name)

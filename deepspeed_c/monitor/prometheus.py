@@ -15,9 +15,9 @@ from .packages import load_package
 __all__ = ["PrometheusMonitor", "gauge_name"]
 
 PREFIX = "deepspeed_c_"
-# Of the engine's own events: it says nothing that the name of the package does not.
+# Prefix of the engine's own events. Metric names leave it out, because they begin with the name of the package.
 _GENERAL = "Train/Samples/"
-# Prometheus wants base units: part of a name -> its unit, and how many of that it is.
+# Part of a name -> its Prometheus base unit, and the factor to convert to this unit.
 _UNITS = {
     "ms": ("seconds", 1e-3),
     "milliseconds": ("seconds", 1e-3),
@@ -29,15 +29,15 @@ _UNITS = {
     "mib": ("bytes", 2.0**20),
     "gib": ("bytes", 2.0**30),
 }
-# Endings that stand for parts of other kinds of metrics.
+# Suffixes that Prometheus reserves for other kinds of metrics.
 _TAKEN = ("_total", "_count", "_sum", "_bucket", "_info", "_created")
 
 
 class PrometheusMonitor(Monitor):
     """Serves the last value of each name at ``http://address:port/metrics``, with the label ``job_name``.
 
-    ``Train/Samples/train_loss`` is ``deepspeed_c_train_loss``; a name with ``ms``, ``gb`` and the like in it is
-    converted to seconds or bytes. ``deepspeed_c_last_step`` is the step of the last event.
+    ``Train/Samples/train_loss`` is ``deepspeed_c_train_loss``; a value whose name contains ``ms``, ``gb`` or a similar
+    unit is converted to seconds or bytes. ``deepspeed_c_last_step`` is the step of the last event.
     """
 
     key = "prometheus"
@@ -52,7 +52,7 @@ class PrometheusMonitor(Monitor):
         self._owners: dict[str, str] = {}
         if self.is_writing:
             self._client = load_package("prometheus_client", key=self.key)
-            # Its own: what else the program registers is another endpoint's.
+            # A separate registry, because other metrics of the program belong to other endpoints.
             self._registry = self._client.CollectorRegistry()
             self._last_step = self._gauge(PREFIX + "last_step", "Step of the last event.")
             self._serve()
@@ -108,17 +108,17 @@ class PrometheusMonitor(Monitor):
 
 
 def gauge_name(name: str) -> tuple[str, float]:
-    """The metric's name for an event's, and the factor of its values.
+    """(the metric's name for an event's name, the factor for its values).
 
-    Letters of other cases and signs become one ``_``, units become base units, and an ending that belongs to other
-    kinds of metrics gets ``_value`` behind it.
+    The name is converted to lower case with ``_`` between words, and units become base units. If the name would end
+    with a suffix of another kind of metric, ``_value`` is appended.
     """
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.removeprefix(_GENERAL))
     words = [word for word in re.split(r"[^a-z0-9]+", snake.lower()) if word]
     scale = 1.0
     units = [i for i, word in enumerate(words) if word in _UNITS]
     if units:
-        # Behind the rest of the name, as Prometheus has it.
+        # Prometheus wants the unit at the end of the name.
         unit, scale = _UNITS[words.pop(units[-1])]
         words.append(unit)
     shown = PREFIX + ("_".join(words) or "event")

@@ -14,8 +14,8 @@ __all__ = ["TensorBoardMonitor"]
 
 
 class TensorBoardMonitor(Monitor):
-    """Writes event files in ``output_path/job_name``, a new one at each start: TensorBoard shows them as one run. The
-    configuration is the text ``config``.
+    """Writes event files in ``output_path/job_name``, a new file at each start. TensorBoard shows all of them as one
+    run. The configuration is written as the text ``config``.
     """
 
     key = "tensorboard"
@@ -31,7 +31,7 @@ class TensorBoardMonitor(Monitor):
             self.summary_writer = module.SummaryWriter(log_dir=str(open_folder(tensorboard_config, self.key)))
 
     def get_summary_writer(self) -> Any:
-        """The ``SummaryWriter`` of torch; None where nothing is written."""
+        """The ``SummaryWriter`` of torch; None if this monitor writes nothing."""
         return self.summary_writer
 
     def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:

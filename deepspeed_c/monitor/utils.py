@@ -1,5 +1,5 @@
-"""Checks that a monitor's package can be imported, under DeepSpeed's names. Each raises MissingPackageError, which is
-an ImportError, where it cannot.
+"""Functions, under DeepSpeed's names, that check whether a monitor's package can be imported. Each raises
+MissingPackageError, a subclass of ImportError, if it cannot.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ __all__ = ["WandbMonitor"]
 
 
 class WandbMonitor(Monitor):
-    """Logs to one run: the program's own, if it has called ``wandb.init``, or a new one, which ``close`` finishes.
+    """Logs to the program's run if the program has called ``wandb.init``, else to a new run, which ``close`` finishes.
 
-    W&B takes steps in ascending order and ignores values of a step that is past, so a run that is resumed by ``id``
-    and goes back to an earlier checkpoint shows nothing new until it has caught up.
+    W&B takes steps in ascending order and ignores values of earlier steps. A run that is resumed by ``id`` from an
+    earlier checkpoint therefore shows no new values until it reaches the last step that it logged.
     """
 
     key = "wandb"
@@ -55,7 +55,7 @@ class WandbMonitor(Monitor):
             ) from error
 
     def log(self, data: Mapping[str, Any], step: int | None = None, commit: bool | None = None) -> None:
-        """As ``wandb.log``, to this run."""
+        """Like ``wandb.log``, for the run of this monitor."""
         if self.run is not None:
             self.run.log(dict(data), step=step, commit=commit)
 
@@ -65,7 +65,7 @@ class WandbMonitor(Monitor):
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         if self.run is not None:
-            # A resumed run has the values of its first start.
+            # A resumed run already has the values of its first start.
             self.run.config.update({"deepspeed_c": dict(config)}, allow_val_change=True)
 
     def close(self) -> None:

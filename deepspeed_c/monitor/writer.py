@@ -1,4 +1,4 @@
-"""The thread that writes: training hands it events and goes on."""
+"""The thread that writes events, so that training does not wait for monitors."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from .base import Event, Monitor
 
 __all__ = ["CLOSE_SECONDS", "QUEUE_EVENTS", "EventWriter"]
 
-QUEUE_EVENTS = 10_000  # about 1 MB: the events of some hundred steps, while a disk or a server is slow
-CLOSE_SECONDS = 60.0  # W&B and Comet send what they hold when they close
+QUEUE_EVENTS = 10_000  # about 1 MB: the events of some hundred steps, for times when a disk or a server is slow
+CLOSE_SECONDS = 60.0  # W&B and Comet send their buffered events when they close
 
 
 class EventWriter:
     """Writes events to monitors on one daemon thread.
 
-    The queue is bounded. Events that find it full are dropped and counted; the first of them is a warning, and closing
-    reports the sum. A monitor that raises is a warning once, is tried again with later events, and closing reports how
-    many of them it lost. What was queued is written at ``close``, which also runs at exit.
+    The queue is bounded. If it is full, new events are dropped and counted. The first dropped event causes a warning,
+    and ``close`` reports the number. If a monitor raises an exception, the first exception causes a warning, and later
+    events are tried again. ``close`` reports how many events each monitor lost. Queued events are written by ``close``,
+    which also runs at exit.
 
     Args:
-        monitors: by key; open.
-        config: the resolved configuration of the run, written first; None: there is none.
-        capacity: events that may wait.
+        monitors: open monitors by key.
+        config: the resolved configuration of the run, which is written first, or None.
+        capacity: the largest number of queued events.
     """
 
     def __init__(
@@ -46,13 +47,13 @@ class EventWriter:
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="deepspeed_c-monitor", daemon=True)
         self._thread.start()
-        # Runs before the exit functions of the monitors' packages, which were registered earlier.
+        # At exit, this runs before the exit functions of the monitors' packages, because they were registered earlier.
         atexit.register(self.close)
 
     def put(self, events: Sequence[Event]) -> None:
-        """Queue events, and return at once."""
+        """Queue events and return at once."""
         if os.getpid() != self._pid:
-            return  # a forked process has no such thread, and the files are its parent's
+            return  # a forked process has no such thread, and the files belong to its parent
         with self._changed:
             room = 0 if self._is_closing else self._capacity - self._n_waiting
             taken, lost = events[:room], events[room:]
@@ -71,14 +72,14 @@ class EventWriter:
             )
 
     def flush(self, timeout_s: float = CLOSE_SECONDS) -> bool:
-        """Wait until all events so far are written; returns whether they are, after ``timeout_s`` at the latest."""
+        """Wait until all events so far are written, for at most ``timeout_s``. Return whether they are written."""
         if os.getpid() != self._pid:
             return True
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue and not self._is_busy, timeout_s)
 
     def close(self, timeout_s: float = CLOSE_SECONDS) -> None:
-        """Write what waits, close the monitors and report what was lost; after ``timeout_s`` at the latest."""
+        """Write the queued events, close the monitors and report lost events. Wait for at most ``timeout_s``."""
         if os.getpid() != self._pid:
             return
         with self._changed:

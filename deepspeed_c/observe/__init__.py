@@ -1,1 +1,1 @@
-"""What a run says of itself: where the time of its steps goes, and the numbers that logs and monitors listen to."""
+"""Measurements of a run: the time of each phase of a step, and the numbers for logs and monitors."""

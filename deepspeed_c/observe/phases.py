@@ -1,8 +1,8 @@
-"""Where the wall clock of an engine's steps goes (``wall_clock_breakdown``).
+"""The time of each phase of an engine's steps (``wall_clock_breakdown``).
 
-Each instant counts to one phase, the innermost that is open, or to "other" where none is. So the phases of a step add
-up to its wall clock. On the CPU the host's clock is read where a phase begins and ends. On an accelerator an event is
-recorded there on the current stream, and nobody waits until the phases are read.
+Each instant counts to the innermost open phase, or to "other" if no phase is open. So the phases of a step add up to
+its wall-clock time. On the CPU, the host's clock is read at the begin and the end of a phase. On an accelerator, an
+event is recorded on the current stream instead, and only reading the phases waits for the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Clock = Callable[[], float]  # seconds from any beginning, never backwards
 
 _OTHER = "other"
 
-# DeepSpeed's name of a timer -> (its phase, the phase that has its time where that one does not exist).
+# DeepSpeed's name of a timer -> (its phase, a second phase whose time counts if the first does not exist).
 _TIMERS: dict[str, tuple[str, str]] = {
     "fwd": ("forward", ""),
     "bwd": ("backward", ""),
@@ -35,15 +35,15 @@ _TIMERS: dict[str, tuple[str, str]] = {
 }
 
 TIMER_NAMES = tuple(_TIMERS)
-"""DeepSpeed's timers of a step; with ``_microstep`` behind the name, those of a micro-batch."""
+"""DeepSpeed's timers of a step. The names with the suffix ``_microstep`` are the timers of a micro-batch."""
 
-# Cuts on a device that are kept for a report; the oldest of so many have long been passed.
+# Number of cuts on a device that are kept for a report. The device has long passed the oldest of them.
 _MOST_UNREAD = 256
 
 
-# The axes along which a model is cut -> the part of a phase that its collectives along them are.
+# Axis along which a model is cut -> the part of a phase that counts the time of collectives along this axis.
 _PARTS_OF_AXES = {TP: "tensor_parallel", SP: "sequence_parallel", PP: "messages"}
-# The part of a phase that collectives of data-parallel ranks are.
+# Collective of data-parallel ranks -> the part of a phase that counts its time.
 _PARTS_OF_OPS = {"reduce-scatter": "reduce", "all-reduce": "reduce", "all-gather": "gather", "broadcast": "gather"}
 
 
@@ -52,7 +52,7 @@ def _part_of(entry: LedgerEntry) -> str:
 
 
 class _Span:
-    """A context whose time counts as one phase. There is one object a phase, which may be entered within itself."""
+    """A context whose time counts as one phase. Each phase has one object, which may be entered recursively."""
 
     __slots__ = ("_name", "_phases")
 
@@ -67,7 +67,7 @@ class _Span:
 
 
 class _ClockMarks:
-    """Adds up seconds by name, from mark to mark on the host's clock."""
+    """Adds up seconds by name. Each mark on the host's clock ends one interval and begins the next."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -75,14 +75,14 @@ class _ClockMarks:
         self._sums: dict[str, float] = {}
 
     def mark(self, name: str) -> None:
-        """The time since the mark before was spent in ``name``."""
+        """Counts the time since the last mark to ``name``."""
         now = self._clock()
         if self._last is not None:
             self._sums[name] = self._sums.get(name, 0.0) + now - self._last
         self._last = now
 
     def cut(self) -> dict[str, float]:
-        """Returns the sums so far, and begins anew."""
+        """Returns the sums since the last cut, and resets them."""
         sums, self._sums = self._sums, {}
         return sums
 
@@ -92,7 +92,8 @@ class _ClockMarks:
 
 
 class _EventMarks:
-    """The same by events on the current stream of ``device``. A cut is a list of (name, event), read when asked."""
+    """Like ``_ClockMarks``, by events on the current stream of ``device``. A cut is a list of (name, event);
+    ``seconds`` reads the events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -122,12 +123,12 @@ class Phases:
     """The phases of one engine: "data", "forward", "backward", "step", in a pipeline "messages" between its stages, and
     parts of these such as "backward.reduce".
 
-    A phase that is entered within another one is a part of the outermost. The time of a phase itself, without its
-    parts, is its part "inner".
+    A phase that is entered within other phases is a part of the outermost phase. The time of a phase outside of its
+    parts is its part "inner".
     """
 
     open: Phases | None = None
-    """The object of this class that has a phase open and is enabled: collectives count their time to it."""
+    """The enabled object that has an open phase. Collectives count their time to this object."""
 
     def __init__(self, *, enabled: bool, device: torch.device, clock: Clock | None = None) -> None:
         self.is_enabled = enabled
@@ -137,17 +138,17 @@ class Phases:
         self._nothing = nullcontext()
         self._spans: dict[str, _Span] = {}
         self._stack: list[str] = []
-        self._outer: Phases | None = None  # an engine whose forward runs this one's
-        self._thread = 0  # of the phase that is open
-        self._n_collectives = 0  # begun, one within another, and not ended
-        self._micro_cuts: list[Any] = []  # of the present step
-        self._last_cuts: list[Any] = []  # of the step before
-        self._unread: list[Any] = []  # cuts since the last report that nobody has waited for
-        self._read: dict[str, float] = {}  # the sums of all others
-        self._n_steps = 0  # since the last report
+        self._outer: Phases | None = None  # the phases of an engine whose forward calls this engine
+        self._thread = 0  # the thread of the open phase
+        self._n_collectives = 0  # number of nested collectives that are open
+        self._micro_cuts: list[Any] = []  # cuts of the current step
+        self._last_cuts: list[Any] = []  # cuts of the last step
+        self._unread: list[Any] = []  # cuts since the last report that have not been read
+        self._read: dict[str, float] = {}  # sums of the cuts that have been read
+        self._n_steps = 0  # steps since the last report
 
     def measure(self, name: str) -> AbstractContextManager[None]:
-        """A context whose time counts as phase ``name``, or as a part of that name within a phase."""
+        """A context whose time counts as phase ``name``, or inside another phase as its part ``name``."""
         if not self.is_enabled:
             return self._nothing
         span = self._spans.get(name)
@@ -156,7 +157,8 @@ class Phases:
         return span
 
     def enter(self, name: str) -> None:
-        """Begins a phase; ``leave`` ends it. For callers that are enabled and cannot use ``measure``."""
+        """Begins a phase; ``leave`` ends it. For callers that cannot use ``measure``. They must check first that the
+        phases are enabled."""
         stack = self._stack
         if not stack:
             self._outer, Phases.open = Phases.open, self
@@ -165,7 +167,7 @@ class Phases:
         stack.append(f"{stack[0]}.{name}" if stack and name != stack[0] else name)
 
     def leave(self, name: str) -> None:
-        """Ends the phase of that name, and phases within it that an exception has left open."""
+        """Ends the phase ``name``, and phases within it that an exception has left open."""
         stack = self._stack
         for i in reversed(range(len(stack))):
             if stack[i] in (name, f"{stack[0]}.{name}"):
@@ -176,8 +178,9 @@ class Phases:
             Phases.open = self._outer
 
     def begin(self, entry: LedgerEntry) -> None:
-        """A collective begins (``comm/observed.py``): within a phase its time is a part of that."""
-        # A thread that saves a checkpoint meanwhile is not in the phase; those of autograd's devices are.
+        """Called when a collective begins (``comm/observed.py``). Inside a phase, the time of the collective counts as
+        a part of the phase."""
+        # Collectives of other threads (saving a checkpoint) do not count, except in autograd's device threads.
         if Phases.open is self and (get_ident() == self._thread or torch._C._current_graph_task_id() != -1):
             self._n_collectives += 1
             if self._n_collectives == 1:
@@ -190,10 +193,10 @@ class Phases:
                 self.leave(_part_of(entry))
 
     def finish(self, entry: LedgerEntry) -> None:
-        """Nothing: ``end`` came before."""
+        """Does nothing, because ``end`` has been called."""
 
     def end_micro_step(self, *, is_step: bool) -> None:
-        """A micro-batch has ended, and with ``is_step`` the step too."""
+        """Called at the end of a micro-batch, with ``is_step`` also at the end of a step."""
         if not self.is_enabled:
             return
         self._marks.mark(self._stack[-1] if self._stack else _OTHER)
@@ -218,7 +221,7 @@ class Phases:
         return sums
 
     def mean_ms(self, *, reset: bool = False) -> dict[str, float]:
-        """{phase: ms a step} since the last reset. Waits for the device."""
+        """{phase: mean ms a step} since the last reset. Waits for the device."""
         self._read_cuts()
         n_steps = max(1, self._n_steps)
         found = {name: seconds * 1e3 / n_steps for name, seconds in _with_wholes(self._read).items()}
@@ -229,8 +232,8 @@ class Phases:
     def last_step_ms(self) -> dict[str, float]:
         """{phase: ms} of the last step; empty before the first one.
 
-        DeepSpeed's timers are there too: ``fwd``, ``bwd``, ``bwd_inner``, ``bwd_allreduce`` and ``step``, and with
-        ``_microstep`` behind their names those of its last micro-batch. Waits for the device.
+        The result also has DeepSpeed's timers: ``fwd``, ``bwd``, ``bwd_inner``, ``bwd_allreduce`` and ``step``. The
+        same names with the suffix ``_microstep`` are the timers of the last micro-batch. Waits for the device.
         """
         if not self._last_cuts:
             return {}
@@ -244,8 +247,8 @@ class Phases:
 
 
 def _with_wholes(own: dict[str, float]) -> dict[str, float]:
-    """{phase: seconds} from the seconds of each phase without its parts: a phase has the sum of them, and the seconds
-    of its own are its part "inner"."""
+    """{phase: seconds} from the seconds of each phase without its parts. The result for a phase includes its parts, and
+    the phase's seconds without parts become its part "inner"."""
     wholes: dict[str, float] = {}
     for name, seconds in own.items():
         phase, _, part = name.partition(".")

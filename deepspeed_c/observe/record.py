@@ -1,4 +1,4 @@
-"""The record of one optimizer step: every number that log lines and monitors say of it, taken once."""
+"""The record of one optimizer step: all numbers for log lines and monitors, collected once."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 __all__ = ["Event", "SampleRate", "StepRecord", "phases_text"]
 
-# Before a name of an event, as DeepSpeed has it: its step is a number of samples.
+# Prefix of event names, as in DeepSpeed. The step of such an event is a number of samples.
 _TRAIN = "Train/Samples/"
 
 # In the order of a step.
 _PHASES = ("data", "forward", "messages", "backward", "step", "other")
 
-# Phase (``Phases.last_step_ms``) -> the last part of its event's name.
+# Phase (``Phases.last_step_ms``) -> the last part of the event name.
 _PHASE_EVENTS = {
     "forward": "forward",
     "backward": "backward",
@@ -28,7 +28,7 @@ _PHASE_EVENTS = {
 
 
 class Event(NamedTuple):
-    """A number at one moment of the run. Programs may pass any (name, value, step) in its place."""
+    """A number at one moment of the run. Programs may pass any tuple (name, value, step) instead."""
 
     name: str
     value: float
@@ -37,7 +37,7 @@ class Event(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One optimizer step. None stands for a number that nobody knows."""
+    """One optimizer step. None stands for an unknown number."""
 
     step: int
     """Optimizer steps so far, skipped ones included."""
@@ -51,22 +51,22 @@ class StepRecord(NamedTuple):
     loss: float | None = None
     """Mean over the micro-batches of the step and over ranks."""
     loss_scale: float | None = None
-    """After the step; None where there is none."""
+    """The loss scale after the step; None if there is no loss scale."""
     grad_norm: float | None = None
     """L2 norm of the averaged, unscaled gradients before clipping; inf where they are not finite."""
     n_tokens: int = 0
-    """In the batches of the step, over all ranks; 0 where the model's inputs are no tokens."""
+    """Tokens in the batches of the step, over all ranks; 0 if the model's inputs are not tokens."""
     samples_per_sec: float | None = None
-    """Mean since the first steps, which warm up."""
+    """Mean over all steps after the first steps, which warm up."""
     phases_ms: Mapping[str, float] = {}
     """``Phases.last_step_ms``."""
     host_bytes: int | None = None
     """Resident memory of this process."""
     device_bytes: int | None = None
-    """In tensors on this rank's device."""
+    """Bytes in tensors on this rank's device."""
 
     def events(self) -> list[Event]:
-        """The numbers that are known, under DeepSpeed's names where it has one."""
+        """The known numbers as events, under DeepSpeed's names if DeepSpeed has the number."""
         named: dict[str, float | None] = {
             "train_loss": self.loss,
             "lr": self.lr[0] if self.lr else None,
@@ -83,7 +83,7 @@ class StepRecord(NamedTuple):
         return [Event(_TRAIN + name, value, self.samples) for name, value in named.items() if value is not None]
 
     def line(self, mean_phases_ms: Mapping[str, float]) -> str:
-        """The step as a line of log. mean_phases_ms: of the steps since the line before."""
+        """The step as a log line. mean_phases_ms: means over the steps since the last line."""
         text = f"step={self.step}, skipped={self.skipped_steps}, lr={list(self.lr)}, mom={list(self.momentum)}"
         if mean_phases_ms:
             text += f", {phases_text(mean_phases_ms)}"
@@ -102,18 +102,18 @@ def phases_text(phases_ms: Mapping[str, float]) -> str:
 
 
 class SampleRate:
-    """Samples per second since the first steps, which allocate and warm up."""
+    """Samples per second, without the first steps, which allocate memory and warm up."""
 
     _SKIPPED_STEPS = 2
 
     def __init__(self, *, is_counted: bool, clock: Callable[[], float] = time.perf_counter) -> None:
         self._is_counted, self._clock = is_counted, clock
         self._n_steps = 0
-        self._n_samples = 0  # since counting began
+        self._n_samples = 0  # samples since counting began
         self._began = self._last = 0.0
 
     def end_step(self, n_samples: int) -> None:
-        """A step over ``n_samples``, of all ranks, has ended."""
+        """Called at the end of a step over ``n_samples`` samples of all ranks."""
         if not self._is_counted:
             return
         self._n_steps += 1
@@ -124,6 +124,6 @@ class SampleRate:
             self._last = self._clock()
 
     def samples_per_sec(self) -> float | None:
-        """None before there is anything to tell."""
+        """None before the first counted step has ended."""
         elapsed = self._last - self._began
         return self._n_samples / elapsed if self._n_samples and elapsed > 0 else None

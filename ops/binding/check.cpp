@@ -1,4 +1,4 @@
-/* The checks behind check.h, and where the accelerator's library is found. */
+/* The checks of check.h, and the search for the accelerator's library. */
 #include "check.h"
 
 #include <atomic>

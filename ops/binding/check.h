@@ -22,8 +22,8 @@ class Checker {
     explicit Checker(const char *op) : op_(op) {}
 
     /*
-     * Reads argument number `index` of the schema: calls visit(i, data, n_elems) for each tensor and returns the dtype
-     * that all of them share, DSC_DTYPE_F32 for an empty list.
+     * Reads argument number `index` of the schema. Calls visit(i, data, n_elems) for each tensor, and returns the
+     * common dtype of the tensors, or DSC_DTYPE_F32 for an empty list.
      */
     template <class Visit>
     dsc_dtype read(const TensorList &list, const char *name, int index, Visit visit)
@@ -60,17 +60,20 @@ class Checker {
     }
 
     /*
-     * Reads single contiguous host tensors: first the codes, whose dtype tells the kind; then f32 elements on the same
-     * device.
+     * Read single contiguous host tensors: the codes first, whose dtype determines the kind, then f32 elements on the
+     * same device.
      */
     View read_first_codes(const Tensor &tensor, const char *name, int index, dsc_q8_code *out_code);
     View read_f32(const Tensor &tensor, const char *name, int index, int64_t n_elems);
 
-    /* A single tensor: the first that is read, or a later tensor that has to match the first. */
+    /* Reads a single tensor. The first tensor that is read fixes device and length; later tensors have to match it. */
     struct dsc_span read_first(const Tensor &tensor, const char *name, int index);
     struct dsc_span read_like_first(const Tensor &tensor, const char *name, int index);
 
-    /* All tensors of the list as spans; lengths are free, and later arguments are not compared with them. */
+    /*
+     * Reads all tensors of the list as spans. The lengths may differ, and later arguments are not compared with these
+     * tensors.
+     */
     std::vector<struct dsc_span> read_free(const TensorList &list, const char *name, int index);
 
     /* The first tensor that was read. Only valid after a non-empty read. */
@@ -109,9 +112,9 @@ class Checker {
 struct dsc_par pool_par();
 
 /*
- * Runs a checked call on the device of its tensors: host(par) with the pool's parallel-for; or device(accel, stream)
- * with the accelerator's table and torch's current stream, while the device is current. Both return a status. device()
- * must itself make results and scratch on the device.
+ * Runs a checked call on the device of its tensors. On the host it calls host(par) with the pool's parallel-for. On an
+ * accelerator it makes the device current and calls device(accel, stream) with the accelerator's table and torch's
+ * current stream. Both functions return a status. device() itself must allocate results and scratch on the device.
  */
 template <class Host, class Device>
 void run(const Checker &checker, const char *op, Host host, Device device)

@@ -99,8 +99,8 @@ Accelerator accelerators[] = {
 };
 
 /*
- * A CPU build of torch does not have the symbol, so it is never linked. It is looked up only once tensors of the device
- * exist.
+ * A CPU build of torch lacks the symbol, so this file does not link to it. The symbol is looked up after tensors of the
+ * device exist.
  */
 CurrentStream find_current_stream(Accelerator &accelerator)
 {

@@ -1,4 +1,5 @@
-/* The only file that names PyTorch: tensors, lists of tensors and operator registration, over the LibTorch stable ABI.
+/*
+ * The only file that names PyTorch: tensors, lists of tensors and operator registration, over the LibTorch stable ABI.
  */
 #ifndef DSC_TORCH_H
 #define DSC_TORCH_H
@@ -26,7 +27,7 @@ struct View {
     int32_t device_type;
     int32_t device_index;
     bool is_contiguous;
-    bool is_strided; /* false: sparse and the like, which have no data pointer */
+    bool is_strided; /* false: sparse and other layouts without a data pointer */
 };
 
 View view_of(AtenTensorHandle tensor);
@@ -73,8 +74,8 @@ class TensorList {
 int32_t accelerator_of(int32_t device_type);
 
 /*
- * The table of an accelerator, whose library lies beside this module; opened once. NotImplementedError where there is
- * no library or no device.
+ * The table of an accelerator. Its library lies beside this module and is opened once. Throws NotImplementedError if
+ * there is no library or no device.
  */
 const struct dsc_accel &open_accel(int32_t accelerator);
 

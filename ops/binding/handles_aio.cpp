@@ -1,6 +1,6 @@
 /*
- * The I/O engine, its files and its buffers as Python objects. Addresses and byte counts in; calls that can wait let
- * other Python threads run.
+ * The I/O engine, its files and its buffers as Python objects. Calls take addresses and byte counts. Calls that can
+ * wait release the GIL.
  */
 #include "handles.h"
 
@@ -30,11 +30,11 @@ namespace {
  *
  * A lock here is taken only without the GIL, so that a thread that waits for a transfer cannot block the thread that
  * holds the GIL. In a forked process, a thread that does not exist there may hold the lock, and the guarded data may be
- * half written. So all code here first checks that the process is its own before it looks at the lock or the data, and
- * destructors in a child do nothing.
+ * half written. So all code here first checks that it is not in a forked child, before it reads the lock or the data.
+ * Destructors in a forked child do nothing.
  */
 
-/* Users of the core's file take the lock shared; close() takes it exclusively. */
+/* Calls that use the core's file take the lock in shared mode; close() takes it exclusively. */
 class AioFile {
   public:
     AioFile(py::object given, int flags, bool uses_direct)
@@ -298,7 +298,7 @@ class AioEngine {
         dsc::check(locked(op, body), op);
     }
 
-    /* Returns body's status; throws where there is no engine. */
+    /* Returns body's status; throws if there is no engine. */
     template <class Body>
     dsc_status locked(const char *op, Body body)
     {
@@ -350,7 +350,7 @@ class PinnedPool {
     dsc_aio_pool *pool_ = nullptr;
 };
 
-/* One buffer of a pool, given back when the last tensor over it is gone. */
+/* One buffer of a pool. It returns to the pool when the last tensor over it is destroyed. */
 class PinnedBuffer {
   public:
     PinnedBuffer(std::shared_ptr<PinnedPool> pool, int64_t n_bytes) : n_bytes(n_bytes), pool_(std::move(pool))

@@ -46,7 +46,10 @@ void force_isa(const std::optional<std::string> &name)
  */
 py::object *decide = nullptr;
 
-/* Needs the GIL. An exception of decide becomes an exception that both torch's pybind11 and ours know. */
+/*
+ * Needs the GIL. An exception of decide is converted to an exception class that both torch's pybind11 and this module's
+ * pybind11 know.
+ */
 int32_t ask_for_size()
 {
     if (decide == nullptr)

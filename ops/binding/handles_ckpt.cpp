@@ -57,7 +57,7 @@ std::vector<int64_t> ints_of(const py::handle &object, const char *name, const c
 
 using dsc::Path;
 
-/* Raises the subclass that OSError chooses by the number: FileNotFoundError, PermissionError, ... */
+/* Raises the subclass of OSError for the error number: FileNotFoundError, PermissionError, ... */
 [[noreturn]] void raise_os_error(int error, const std::string &message, const py::object &path,
                                  const py::object &other_path = py::none())
 {
@@ -281,7 +281,7 @@ class BlockWriter {
     }
 
   private:
-    /* Does not wait for the lock: in a forked child the thread that holds it does not exist. */
+    /* Does not wait for the lock, because in a forked child the thread that holds the lock does not exist. */
     std::unique_lock<std::mutex> use(const char *op)
     {
         std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);

@@ -52,7 +52,7 @@ py::object get_attr(const py::handle &tensor, PyObject *name)
     return py::reinterpret_steal<py::object>(result);
 }
 
-/* torch's dtypes live as long as torch: their addresses are their names. */
+/* torch's dtype objects live as long as torch, so their addresses identify them. */
 dsc_comm_type type_of(const py::handle &dtype)
 {
     static const std::vector<std::pair<PyObject *, dsc_comm_type>> known = [] {
@@ -92,10 +92,7 @@ struct Flat {
     dsc_comm_type type;
 };
 
-/*
- * Reads a tensor's address, length and type; ValueError where its elements do not lie in host memory one behind the
- * other.
- */
+/* Reads a tensor's address, length and type. Throws ValueError if its elements are not contiguous in host memory. */
 Flat read(const py::handle &tensor, const char *op, const char *name)
 {
     static PyObject *const IS_CPU = name_of("is_cpu");
@@ -123,7 +120,7 @@ struct Sent {
     py::object out;
 };
 
-/* The core's end; works hold it as well as the group. */
+/* The core's end of a group. Both the group and its pending works keep it alive. */
 class End {
   public:
     explicit End(const struct dsc_comm_config &config)
@@ -133,7 +130,7 @@ class End {
     }
     End(const End &) = delete;
     End &operator=(const End &) = delete;
-    /* In a forked process the core leaves everything as it lies. */
+    /* In a forked process the core changes nothing. */
     ~End()
     {
         {
@@ -146,7 +143,7 @@ class End {
 
     dsc_comm *get() const { return comm_; }
 
-    /* Takes over a request that nobody will wait for. With the interpreter's lock, as reap. */
+    /* Takes over a request that no caller will wait for. Needs the interpreter's lock, like reap. */
     void adopt(Sent sent) { left_.push_back(std::move(sent)); }
 
     void reap()
@@ -185,7 +182,7 @@ class ShmWork {
             end_->adopt(std::move(sent_));
     }
 
-    /* A signal's handler runs while it waits; an exception of the handler ends the wait, and the collective goes on. */
+    /* A signal's handler may run during the wait. A handler's exception ends the wait, but the collective goes on. */
     void wait()
     {
         PyThreadState *state = PyEval_SaveThread();
@@ -226,7 +223,7 @@ class ShmBuffer {
 
         dsc::check(status, "ShmGroup.empty");
         {
-            py::gil_scoped_release release; /* committing pages takes its time */
+            py::gil_scoped_release release; /* committing pages takes time */
             status = dsc_comm_block_create(end.get(), n_bytes, &block_);
         }
         dsc::check(status, "ShmGroup.empty");
@@ -237,7 +234,7 @@ class ShmBuffer {
 
     uint8_t *data() const { return static_cast<uint8_t *>(dsc_comm_block_data(block_)); }
 
-    /* Discards whole pages: a block is page-aligned, and no other lies in its last page. */
+    /* Discards whole pages. This is safe because a block is page-aligned and shares no page with another block. */
     void discard()
     {
         if (!dsc_process_is_this(&process_))
@@ -253,7 +250,7 @@ class ShmBuffer {
     dsc_comm_block *block_ = nullptr;
 };
 
-/* The core's joint memory; tensors in it keep it alive. */
+/* The core's joint memory. Tensors that lie in it keep it alive. */
 class Joint {
   public:
     explicit Joint(const char *address, int64_t n_bytes)

@@ -1,6 +1,6 @@
 /*
- * Gather plans and their runner (ZeRO stage 3) as Python objects: FetchPlan, Fetch, and two functions on traces.
- * Integers in, integers out.
+ * Gather plans and their runner (ZeRO stage 3) as Python objects: FetchPlan, Fetch, and two functions on traces. All
+ * arguments and results are integers.
  */
 #include "handles.h"
 

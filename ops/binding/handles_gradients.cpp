@@ -26,7 +26,7 @@ using Place = std::tuple<int64_t, int64_t, int64_t>;
  */
 constexpr int64_t ELEMS_WITH_GIL = 1 << 16;
 
-/* A Python reference that is dropped with the GIL held, as everything here is. */
+/* A Python reference. It is dropped with the GIL held, like all references in this file. */
 class Ref {
   public:
     explicit Ref(PyObject *object) : object_(object) {}
@@ -195,7 +195,7 @@ class GradientPath {
 
     py::bytes seen() const
     {
-        std::vector<uint8_t> found(places_.size() + 1); /* data() of an empty one is NULL */
+        std::vector<uint8_t> found(places_.size() + 1); /* data() of an empty vector is NULL */
 
         dsc::check(dsc_bucket_tracker_seen(&tracker_, found.data()), "GradientPath.seen");
         return py::bytes(reinterpret_cast<const char *>(found.data()), places_.size());
@@ -207,7 +207,7 @@ class GradientPath {
 
     void take_late() { dsc_bucket_tracker_take_late(&tracker_); }
 
-    /* Of autograd. */
+    /* Called by autograd. */
     void on_gradient(int64_t param, PyObject *tensor)
     {
         if (!add_)
@@ -287,7 +287,7 @@ class GradientPath {
         return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject *>(tensor_.ptr())) != 0;
     }
 
-    /* DSC_DTYPE_COUNT: a dtype that the cores do not know. */
+    /* Returns DSC_DTYPE_COUNT for a dtype that the cores do not know. */
     int dtype_of(PyObject *dtype) const
     {
         int found = 0;

@@ -1,4 +1,7 @@
-/* Pipeline schedules as one Python class: lists of actions in and out, times and bytes on demand (dsc/pipe.h). */
+/*
+ * Pipeline schedules as one Python class (dsc/pipe.h). It takes and returns lists of actions, and computes times and
+ * bytes on demand.
+ */
 #include "handles.h"
 
 #include "dsc/pipe.h"

@@ -1,4 +1,4 @@
-/* The activation budget as two Python functions: numbers in, numbers out. */
+/* The activation budget as two Python functions. All arguments and results are numbers. */
 #include "handles.h"
 
 #include "dsc/recompute.h"
@@ -16,7 +16,7 @@ namespace {
 /* whole, groups. */
 using Treated = std::tuple<int32_t, std::vector<int32_t>>;
 
-/* The entries of a list or tuple, borrowed. Tens of thousands of them are read: nothing is copied on the way. */
+/* Borrowed entries of a list or tuple. Nothing is copied, because a call reads tens of thousands of entries. */
 class Entries {
     PyObject *items_;
 

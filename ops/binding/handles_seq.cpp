@@ -1,4 +1,4 @@
-/* A rank's part of a sequence, as plain functions (dsc/seq.h). Integers in, integers out. */
+/* A rank's part of a sequence, as plain functions (dsc/seq.h). All arguments and results are integers. */
 #include "handles.h"
 
 #include "dsc/seq.h"
@@ -20,7 +20,7 @@ using Block = std::tuple<int32_t, int64_t, int64_t, int64_t, int64_t, int64_t, i
 
 std::vector<int32_t> seq_deal(const Numbers &document_ends, int32_t n_parts)
 {
-    /* The core checks n_parts and reports errors; here it only has to be a valid size. */
+    /* The core checks n_parts and reports errors. Here n_parts only has to be a valid size. */
     Numbers order(document_ends.size());
     Numbers part_tokens(n_parts > 0 && n_parts <= DSC_SEQ_MAX_RANKS ? static_cast<size_t>(n_parts) : 1);
     std::vector<int32_t> parts(document_ends.size());

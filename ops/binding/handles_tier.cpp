@@ -1,4 +1,4 @@
-/* The tier planner as two Python functions: numbers in, numbers out. */
+/* The tier planner as two Python functions. All arguments and results are numbers. */
 #include "handles.h"
 
 #include "dsc/tier.h"

@@ -1,4 +1,6 @@
-/* A tensor-parallel rank's part of a parameter, as plain functions (dsc/tp.h). Integers in, integers out. */
+/*
+ * A tensor-parallel rank's part of a parameter, as plain functions (dsc/tp.h). All arguments and results are integers.
+ */
 #include "handles.h"
 
 #include "dsc/tp.h"
@@ -33,7 +35,7 @@ std::tuple<std::vector<Run>, int32_t, int32_t> tp_runs(const std::vector<Part> &
 
     dsc::check(dsc_tp_runs_of(&dim, n_ranks, rank, 0, nullptr, &n, &first_copy, &n_copies), "tp_runs");
 
-    /* A NULL array asks for the count only, so an empty one must not look like that. */
+    /* A NULL array asks for the count only, so an empty array must not be NULL. */
     std::vector<struct dsc_tp_run> runs(static_cast<size_t>(n) + 1);
 
     dsc::check(dsc_tp_runs_of(&dim, n_ranks, rank, n + 1, runs.data(), &n, &first_copy, &n_copies), "tp_runs");

@@ -1,4 +1,4 @@
-/* The ZeRO planners as Python objects: a layout, and the even split. Integers in, integers out. */
+/* The ZeRO planners as Python objects: a layout, and the even split. All arguments and results are integers. */
 #include "handles.h"
 
 #include "dsc/zero.h"
@@ -50,7 +50,7 @@ class ZeroLayout {
         std::vector<Fragment> result;
         int64_t n = 0;
 
-        /* A NULL array asks for the count only, so an empty one must not look like that. */
+        /* A NULL array asks for the count only, so an empty array must not be NULL. */
         if (found.empty())
             found.resize(1);
         dsc::check(dsc_shard_fragments(sizes.data(), count_of(sizes), bucket_of.data(), offsets.data(),

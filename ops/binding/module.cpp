@@ -1,6 +1,6 @@
 /*
- * The extension module deepspeed_c._C: handles here, one line a file; operators register themselves when the library is
- * loaded.
+ * The extension module deepspeed_c._C. This file adds the handles, one line for each file. Operators register
+ * themselves when the library is loaded.
  */
 #include "handles.h"
 

@@ -132,7 +132,7 @@ std::tuple<Tensor, Tensor> nn_bias_act_backward(const Tensor &dy_in, const Tenso
     return {dx, sum.tensor};
 }
 
-/* Gate and up: two tensors, or (without up) the halves of each row of one. */
+/* Gate and up: two tensors, or, without up, the two halves of each row of one tensor. */
 struct Gates {
     Gates(const Operands &o, const Tensor &x, const MaybeTensor &up_in) : stride(o.n_cols), n_cols(o.n_cols)
     {

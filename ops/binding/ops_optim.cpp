@@ -1,4 +1,4 @@
-/* The optimizer operators: one call is one step over the tensors of a group, however many there are. */
+/* The optimizer operators. One call is one step over all tensors of a group. */
 #include "check.h"
 #include "dsc_torch.h"
 
@@ -40,7 +40,7 @@ class Operands {
                 checker.read(copies, "copies", 5, [this](int64_t i, void *data, int64_t) { at(i).copy = data; });
     }
 
-    /* The codes of each slot that the optimizer has, and their scales: an empty list where a slot is not in use. */
+    /* Reads the codes and scales of one slot of the optimizer. The lists of an unused slot are empty. */
     void read_codes(const struct dsc_optim_kind *kind, int32_t slot, const TensorList &codes, int codes_index,
                     const TensorList &scales, int scales_index)
     {

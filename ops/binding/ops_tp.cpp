@@ -22,7 +22,7 @@ dsc::View read(const Tensor &tensor, const char *op, const char *name, const cha
     return view;
 }
 
-/* As read(), for a tensor that must be on the device of the logits. */
+/* Like read(), for a tensor that must be on the device of the logits. */
 dsc::View read_beside(const dsc::View &logits, const Tensor &tensor, const char *op, const char *name,
                       const char *dtype)
 {

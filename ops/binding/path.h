@@ -10,8 +10,8 @@
 namespace dsc {
 
 /*
- * The path of a str, bytes or path object, in the file system's encoding. Throws TypeError for anything else, and
- * ValueError for a NUL byte, where the system would stop reading.
+ * The path of a str, bytes or path object, in the file system's encoding. Throws TypeError for other types, and
+ * ValueError for a NUL byte, at which system calls would end the path.
  */
 class Path {
   public:

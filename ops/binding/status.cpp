@@ -1,7 +1,7 @@
 /* The exceptions behind status.h. */
 #include "status.h"
 
-/* Just builtin_exception: the whole of pybind11 takes seconds to compile. */
+/* For builtin_exception only, because all of pybind11 takes seconds to compile. */
 #include <pybind11/detail/common.h>
 
 #include <new>
@@ -12,7 +12,7 @@ namespace dsc {
 
 namespace {
 
-/* std::bad_alloc with a sentence: torch and pybind11 turn it into MemoryError. */
+/* std::bad_alloc with a message. torch and pybind11 convert it to MemoryError. */
 class OutOfMemory : public std::bad_alloc {
   public:
     explicit OutOfMemory(std::string message) : message_(std::move(message)) {}

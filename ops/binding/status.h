@@ -1,4 +1,4 @@
-/* Turns a core's status into a Python exception with the core's sentence; for files that see no torch header. */
+/* Turns a core's status into a Python exception with the core's message, in files that include no torch header. */
 #ifndef DSC_STATUS_TO_EXCEPTION_H
 #define DSC_STATUS_TO_EXCEPTION_H
 
@@ -14,7 +14,7 @@ namespace dsc {
  */
 [[noreturn]] void fail(dsc_status status, const std::string &message);
 
-/* Nothing for DSC_OK; otherwise throws, with `op` and the core's own sentence. */
+/* Does nothing for DSC_OK. Otherwise throws an exception with `op` and the core's message. */
 void check(dsc_status status, const char *op);
 
 }  // namespace dsc
