@@ -14,8 +14,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 HF_FLAGS ?=
 TRAIN_FLAGS := $(if $(STAGE),--stage $(STAGE)) $(if $(STEPS),--steps $(STEPS)) $(if $(BUDGET),--budget $(BUDGET)) $(if $(TP),--tp $(TP)) $(if $(PP),--pp $(PP))
 
-# Each stamp says that one step of the set-up is done, and is older than its sources when it has to be done again.
-# They lie in the environment, so that deleting it deletes them.
+# A stamp file records that one step of the set-up is done. The step is repeated when the stamp is older than its
+# sources. Stamps lie in the environment, so that deleting the environment deletes them.
 SYSTEM := $(VENV)/.system
 ENV := $(VENV)/.made
 BUILT := $(VENV)/.built
@@ -28,7 +28,7 @@ SOURCES := setup.py pyproject.toml $(shell find csrc ops/binding -type f \
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
-# What pip and pytest start are no jobs of this make (-j), and would look for its job server in vain.
+# Programs that pip and pytest start are no jobs of this make (-j), and would look for its job server in vain.
 unexport MAKEFLAGS
 
 .PHONY: help
@@ -41,7 +41,8 @@ train: $(BUILT) ## set up what is missing, then train a GPT on the Python standa
 	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/train_gpt.py \
 		--deepspeed --deepspeed_config examples/ds_config.json $(TRAIN_FLAGS)
 
-# A model of its own at stage 2, a resumed run, then adapters for it at stage 3: what transformers and peft do with DeepSpeed, on deepspeed_c.
+# Trains a new model at stage 2, resumes the run, and trains adapters for the model at stage 3: uses of DeepSpeed by
+# transformers and peft, on deepspeed_c.
 .PHONY: hf
 hf: $(BUILT) ## the same text with transformers.Trainer: train at stage 2, resume, add LoRA at stage 3
 	rm -rf out/hf out/hf_lora
@@ -55,7 +56,7 @@ test: $(BUILT) programs ## everything that CI runs
 	scripts/system_packages.sh --tests
 	$(BIN)/ruff check .
 	@$(MAKE) -s -C csrc has-cuda || echo "no nvcc: the CUDA kernels are not compiled"
-	# Programs that tests start would each compile it anew where the environment keeps no bytecode (PYTHONDONTWRITEBYTECODE).
+	# Without bytecode (PYTHONDONTWRITEBYTECODE) each program that a test starts would compile the package again.
 	$(BIN)/python -m compileall -q deepspeed_c ops
 	$(BIN)/python -m pytest -n 2
 
@@ -63,7 +64,8 @@ test: $(BUILT) programs ## everything that CI runs
 format: $(BUILT) ## lay out C, C++ and CUDA as .clang-format says
 	git ls-files csrc ops/binding | grep -E '\.(c|h|cu|cuh|cpp)$$' | xargs $(BIN)/clang-format -i
 
-# The C tests build what is missing, and fail where they cannot. This is for `make -j2 test`: the compiler works while pip, which takes one core, installs.
+# The C tests build missing programs themselves, and fail if they cannot. This target serves `make -j2 test`: the
+# compiler works while pip installs on one core.
 .PHONY: programs
 programs: $(SYSTEM)
 	-@for san in "" address,undefined thread; do $(MAKE) -s -C csrc programs SAN=$$san >/dev/null || exit; done
@@ -103,7 +105,8 @@ $(ENV): constraints.txt $(SYSTEM)
 	$(PIP) install -c constraints.txt torch setuptools pybind11
 	@touch $@
 
-# What tests and examples need comes at once: a second install takes its time. The objects stay: tests/test_package.py makes a wheel of them.
+# One command installs the packages of tests and examples too, because a second install takes longer. Object files are
+# kept: tests/test_package.py makes a wheel of them.
 $(BUILT): $(ENV) $(SOURCES)
 	DSC_BUILD_DIR=$(CURDIR)/build/objects $(PIP) install --no-build-isolation -c constraints.txt -e ".[examples,hf,monitor,test]" ruff clang-format
 	@touch $@

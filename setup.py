@@ -26,19 +26,23 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 BINDING = Path("ops/binding")
 CUDA_LIBRARY = "libdsc_cuda.so"
-# Header that every handle includes.
+# The header that every handle includes.
 PRECOMPILED = "handles.h"
 
-# The oldest torch whose stable ABI has all functions of the binding: 2.10. One binary then serves all later versions.
+# torch 2.10: the oldest version whose stable ABI has all functions that the binding calls. One binary then serves all
+# later versions.
 TORCH_TARGET_VERSION = "0x020a000000000000"
 TORCH_MINIMUM = (2, 10)
 
-# errors.py stands alone, so it can be read before the package can be imported.
+# errors.py imports nothing of the package, so it can be loaded before the package can be imported.
 BuildError = runpy.run_path(str(ROOT / "deepspeed_c" / "errors.py"))["BuildError"]
 
 
 def find_program(variable: str, default: str, purpose: str) -> list[str]:
-    """Return the command that ``variable`` names, or ``default``; with arguments ("ccache gcc")."""
+    """Return the command in the environment variable ``variable``, or ``default``.
+
+    The command may have arguments ("ccache gcc").
+    """
     command = shlex.split(os.environ.get(variable, default))
     if not command or shutil.which(command[0]) is None:
         raise BuildError(
@@ -50,7 +54,7 @@ def find_program(variable: str, default: str, purpose: str) -> list[str]:
 
 
 def find_torch() -> Path:
-    """Return the installed torch's folder, without importing torch, which would cost seconds."""
+    """Return the folder of the installed torch without importing torch, because the import takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise BuildError(
@@ -69,7 +73,7 @@ def find_torch() -> Path:
 
 
 def find_pybind11() -> str:
-    """Return the folder of pybind11's headers; a build requirement only."""
+    """Return the folder of the headers of pybind11, which only the build needs."""
     try:
         import pybind11
     except ImportError as error:
@@ -111,7 +115,7 @@ def run(command: list[str], says: str) -> None:
 def compile_changed(command: list[str], source: str, made: Path) -> None:
     """Compile ``source``, unless its object was made by this command and is younger than all its dependencies."""
     said = made.with_suffix(".command")
-    # The place of the sources does not affect the object: sources unpacked elsewhere give the same one.
+    # The path of the sources does not affect the object: sources in another folder give the same object.
     words = shlex.join(command).replace(str(ROOT), "ROOT")
     if said.is_file() and said.read_text() == words and is_younger(made, made.with_suffix(".d")):
         return
@@ -189,7 +193,7 @@ class BuildExtension(build_ext):
         ]
         run(make_csrc, "make -C csrc")
         cuda_library = target.parent / CUDA_LIBRARY
-        cuda_library.unlink(missing_ok=True)  # left by an earlier build
+        cuda_library.unlink(missing_ok=True)  # an earlier build may have left it
         if tools.nvcc is not None:
             run([*make_csrc, f"NVCC={tools.nvcc}", "cuda"], "make -C csrc cuda")
             shutil.copyfile(build / "csrc" / CUDA_LIBRARY, cuda_library)
@@ -198,7 +202,7 @@ class BuildExtension(build_ext):
 
     def _compile(self, tools: Tools, sources: list[str], folder: Path) -> list[Path]:
         flags = [
-            # No loop runs here: more than -O1 takes time to compile and saves none.
+            # The binding has no hot loops, so more than -O1 takes time to compile and saves none.
             *("-std=c++17", "-O1", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
             f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
             f'-DDSC_BUILD_TORCH_TARGET="{TORCH_TARGET_VERSION}"',
@@ -209,12 +213,13 @@ class BuildExtension(build_ext):
             f"-fmacro-prefix-map={ROOT}/=",  # keeps the path of the sources out of the module
             *shlex.split(os.environ.get("CXXFLAGS", "")),
         ]
-        # Foreign headers: their warnings are not ours. Only files that name torch see its headers, because torch brings
-        # its own pybind11.
+        # -isystem silences warnings of foreign headers. Only files that name torch get torch's headers, because torch
+        # brings its own pybind11.
         torch_headers = ["-isystem", str(tools.torch / "include")]
         python_headers = [part for path in (tools.pybind11, *self.include_dirs) for part in ("-isystem", path)]
         folder.mkdir(parents=True, exist_ok=True)
-        # Torch's files first: the others wait for the precompiled header, which takes as long as one file.
+        # Files that include torch are compiled first, because the others wait for the precompiled header, which takes
+        # as long as one file.
         sources = sorted(sources, key=names_torch, reverse=True)
         objects = [folder / f"{Path(source).stem}.o" for source in sources]
         with ThreadPoolExecutor(tools.jobs) as pool:
@@ -232,7 +237,7 @@ class BuildExtension(build_ext):
         # A shipped module hides the cores' symbols. A build in place exports their C ABI, because tests call functions
         # that the binding does not use.
         symbols = "-Wl,-Bsymbolic" if exports_cores else "-Wl,--exclude-libs,ALL"
-        # torch's library is found by its name in the process, which has imported torch by then.
+        # The module finds torch's library by name in the process, which has imported torch before the module.
         libraries = [f"-L{tools.torch / 'lib'}", "-ltorch_cpu", "-lpthread", "-ldl", "-lm"]
         command = [
             *(*tools.cxx, "-shared", symbols, "-Wl,-s", "-o", str(target), *map(str, objects)),

@@ -1,5 +1,6 @@
-"""Look into engines: whether the optimizer is fused, sharded elements, gathers, and the tensors that a step passes
-over."""
+"""Inspect engines: whether the optimizer is fused, how many elements are sharded, the number of gathers, and the
+tensors of a step.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def require_fused(engine: Any) -> None:
 
 
 def sharded_elems(engine: Any) -> tuple[int, int]:
-    """Return the elements of (weights that are sharded over ranks, all weights)."""
+    """Return the numbers of elements of (weights that are sharded over ranks, all weights)."""
     units = engine._optimizer.units
     return sum(unit.flat_elems for unit in units if unit.is_sharded), sum(unit.flat_elems for unit in units)
 
@@ -39,7 +40,7 @@ def n_gathers(engine: Any) -> int:
 
 
 def require_states_sharded(engine: Any, stage: int, world: int) -> None:
-    """Require that from stage 1 on each rank has one part of the masters and of the states."""
+    """Require that from stage 1 on each rank holds only one part of the masters and of the states."""
     units, base = engine._optimizer.units, engine._optimizer.optimizer
     whole = sum(unit.flat_elems for unit in units)
     mine = sum(slice_.numel() for unit in units for slice_ in unit.master)
@@ -51,7 +52,7 @@ def require_states_sharded(engine: Any, stage: int, world: int) -> None:
 
 
 def require_weights_sharded(engine: Any, share: float, gathers_per_step: float) -> None:
-    """Require that at least ``share`` of the weights are sharded, and gathered in each step."""
+    """Require that at least ``share`` of the weights are sharded, and that each step gathers weights."""
     sharded, whole = sharded_elems(engine)
     require(sharded >= share * whole, f"at least {share:.0%} of the weights are sharded: {sharded} of {whole} elements")
     require(gathers_per_step > 0, f"weights are gathered in each step: {gathers_per_step} times")

@@ -1,5 +1,6 @@
-"""Measure the disk: fio's rate on the same device in the same minute, with the best of several engines, jobs and
-depths."""
+"""Measure the rate of the disk with fio, on the device and in the minute of the measurement that it bounds, with the
+best of several engines, jobs and depths.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +32,20 @@ SETTINGS = [Setting(*row) for row in itertools.product(("libaio", "io_uring"), (
 class Disk:
     """Sequential O_DIRECT transfers of 1 MiB blocks in ``folder``.
 
-    ``direction``: "read", "write", or "rw" for both in equal parts. With ``is_new`` each measurement writes new files and ends with fsync, as a save does; otherwise
-    files are there already.
+    ``direction``: "read", "write", or "rw" for both in equal parts. With ``is_new`` each measurement writes new files
+    and ends with fsync, like a save. Otherwise the files exist already.
     """
 
     def __init__(self, folder: str, direction: str, n_bytes: int, *, is_new: bool = False) -> None:
         os.makedirs(folder, exist_ok=True)
         self._folder, self._direction, self._n_bytes, self._is_new = folder, direction, n_bytes, is_new
-        # Every setting is tried once, and the three that did best are measured in each round.
+        # Every setting is tried once. Each round then measures the three fastest settings.
         tried = {setting: self._rate(setting) for setting in SETTINGS}
         self._chosen = sorted(tried, key=tried.__getitem__, reverse=True)[:3]
         self.best_setting = self._chosen[0]
 
     def rate(self) -> float:
-        """Return the bytes a second of the best chosen setting now."""
+        """Measure the chosen settings now, and return the bytes a second of the fastest."""
         rates = {setting: self._rate(setting) for setting in self._chosen}
         self.best_setting = max(rates, key=rates.__getitem__)
         return rates[self.best_setting]

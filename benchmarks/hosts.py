@@ -22,9 +22,10 @@ __all__ = ["run_on_hosts"]
 
 
 def run_on_hosts(name: str, hosts: Sequence[int], rate: str, measure: Callable[[], Iterable[dict[str, Any]]]) -> int:
-    """Start the calling script, with its arguments, on a rank for each of ``hosts`` (numbers from 0), over links of
-    ``rate`` (in tc's units); there it prints the rows of ``measure`` and ends. ``name`` is the benchmark's and its
-    module's. Returns the first exit code that is not 0, or SKIPPED with the reason on stderr.
+    """Start the calling script again, with its arguments, as one rank for each entry of ``hosts`` (numbers from 0),
+    over links of ``rate`` (in tc's units). In a rank this function prints the rows of ``measure`` and exits. ``name``
+    is the name of the benchmark and of its module. Returns the first exit code that is not 0, or SKIPPED with the
+    reason on stderr.
     """
     if "RANK" in os.environ:
         _run_rank(name, len(set(hosts)), rate, measure)
@@ -49,7 +50,10 @@ def _run_rank(name: str, n_hosts: int, rate: str, measure: Callable[[], Iterable
 
 
 def _wait_for(hosts: Hosts, numbers: Sequence[int], module: str) -> int:
-    """Run a module on a rank for each of ``numbers``, on that host; return the first exit code that is not 0."""
+    """Run a module as one rank for each entry of ``numbers``, on the host with this number.
+
+    Return the first exit code that is not 0.
+    """
     port, started = str(free_port()), []
     try:
         for rank in range(len(numbers)):

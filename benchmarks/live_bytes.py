@@ -1,4 +1,5 @@
-"""Measure allocated memory: bytes of live tensor storages at the peak of each phase, looked at after every operator."""
+"""Measure allocated memory: the bytes of live tensor storages, sampled after every operator, at the peak of each phase.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ class LiveBytes(TorchDispatchMode):
     """Tracks every storage that an operator has returned since entry, by weak references, and their live bytes.
 
     Exact and repeatable, unlike the resident set. Memory that a kernel allocates and frees within one call is not seen.
-    The profiler's memory events will not do: they miss releases in gloo's threads, which often drop the last reference
-    to a sent tensor.
+    The memory events of torch's profiler are no alternative: they miss releases in gloo's threads, which often drop the
+    last reference to a sent tensor.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,8 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name the code within as a phase. ``peaks[name]`` is the largest number of live bytes in any run of the phase.
+        """Name the code within the context as a phase. ``peaks[name]`` is the largest number of live bytes in any run
+        of the phase.
         """
         gc.collect()
         self._phase = name

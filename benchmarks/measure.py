@@ -1,5 +1,6 @@
-"""Shared by all benchmarks: medians with their spread, contenders that take turns, the machine's name, and checks of
-each row's claim."""
+"""Functions that benchmarks share: medians with their spread, contenders that take turns, a description of the machine,
+and checks of the claims of a row.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ __all__ = [
     "time_alternately",
 ]
 
-# Relative error of a bound from a clock, a busy core and a median of a few rounds.
+# Relative error of a measured bound, from the clock, a busy core and a median of only a few rounds.
 NOISE = 0.03
 
 
@@ -47,9 +48,9 @@ def machine() -> str:
 
 
 def peer_extensions() -> str:
-    """Return a folder for DeepSpeed's compiled extensions (TORCH_EXTENSIONS_DIR), kept between runs. In the user's own
-    folder a lock left by a killed process would block for ever; here the lock is deleted, as one benchmark runs at a
-    time.
+    """Return a folder for DeepSpeed's compiled extensions (TORCH_EXTENSIONS_DIR), kept between runs. In the user's
+    folder, a lock that a killed process left would block for ever. In this folder the lock is deleted, which is safe
+    because one benchmark runs at a time.
     """
     folder = Path(__file__).resolve().parents[1] / "out" / "peer_extensions"
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,14 +65,18 @@ def median_spread(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def ratios(key: str, mine: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """Return ``key``, ``key_min`` and ``key_max`` of mine over theirs, round by round."""
+    """Return the median, smallest and largest ratio of mine to theirs over the rounds, as ``key``, ``key_min`` and
+    ``key_max``.
+    """
     found = median_spread([a / b for a, b in zip(mine, theirs, strict=True)])
     return dict(zip((key, f"{key}_min", f"{key}_max"), (round(value, 4) for value in found), strict=True))
 
 
 def bound(key: str, mine: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
-    """Return ``ratios`` to a lower bound of mine: a median under 1, beyond noise, is noted in the row, because then it
-    is no bound."""
+    """Return ``ratios`` of mine to a lower bound of mine.
+
+    If the median is below 1 by more than noise, the row gets a note, because the bound is then wrong.
+    """
     row: dict[str, Any] = ratios(key, mine, theirs)
     if row[key] < 1 - NOISE:
         row["note"] = "below its bound: the bound is wrong"
@@ -79,10 +84,11 @@ def bound(key: str, mine: Sequence[float], theirs: Sequence[float]) -> dict[str,
 
 
 def keep_freed_memory() -> None:
-    """Have the C library reuse the memory of freed results. It returns large ones to the system otherwise, by a rule that adapts itself: some rounds then time page
-    faults, a third of a fast operator, and others do not.
+    """Make the C library reuse the memory of freed results. Otherwise it returns large results to the system by an
+    adaptive rule. Some rounds then include page faults, which take a third of the time of a fast operator, and other
+    rounds do not.
     """
-    m_trim_threshold, m_mmap_threshold = -1, -3  # of malloc.h
+    m_trim_threshold, m_mmap_threshold = -1, -3  # constants of malloc.h
     libc = ctypes.CDLL(None)
     require(
         bool(libc.mallopt(m_mmap_threshold, 1 << 30) and libc.mallopt(m_trim_threshold, (1 << 31) - 1)),
@@ -91,8 +97,10 @@ def keep_freed_memory() -> None:
 
 
 def calls_of_a_round(step: Callable[[], Any], seconds: float) -> int:
-    """Return the number of calls of ``step`` that take ``seconds`` together, at least one. The first call, which may
-    have things to set up, does not count."""
+    """Return the number of calls of ``step`` that take ``seconds`` together, at least one.
+
+    The first call does not count, because it may include set-up.
+    """
     step()
     start = time.perf_counter()
     step()
@@ -113,7 +121,7 @@ def require_equal(what: str, values: dict[str, float], relative: float) -> None:
 
 
 def in_turn(names: Sequence[Any], round_: int) -> list[Any]:
-    """Return the order of a round: each contender is first equally often."""
+    """Return the order of the contenders in a round. Over all rounds each contender is first equally often."""
     start = round_ % len(names)
     return [*names[start:], *names[:start]]
 
@@ -121,8 +129,8 @@ def in_turn(names: Sequence[Any], round_: int) -> list[Any]:
 def time_alternately(
     steps: dict[str, Callable[[Any], Any]], batch: Any, rounds: int, warmup: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of each contender's step in each round, one step of each a round, between barriers of all
-    ranks and in an order that changes with the round. The first ``warmup`` rounds do not count.
+    """Return the seconds of each contender's step in each round. A round has one step of each contender, between
+    barriers of all ranks and in an order that changes with the round. The first ``warmup`` rounds do not count.
     """
     import torch.distributed as dist
 

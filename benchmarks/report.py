@@ -27,11 +27,11 @@ class Figure(NamedTuple):
     chosen: Line  # which of its lines
     key: str  # of the ratio
     is_main: bool = False  # in the README as well
-    why_not: str = ""  # a reason that is shown where the goal is not met
+    why_not: str = ""  # a reason, shown if the goal is not met
 
 
-# Reasons why operators of nn_ops may miss their goal, by case and phase: each was found by timing the loops alone, in
-# the first-level cache.
+# By case and phase: the reason why an operator of nn_ops may miss its goal. Each reason was found by timing the
+# operator's loop alone in the first-level cache.
 _ACTIVATION = "most of its time in cache is a division and an exponential an element, which keep the same bits on any processor"
 WHY_NOT = {
     ("layer_norm", "backward"): "half of its time in cache is sums in float64, which keep the same bits for any number of lanes",
@@ -39,7 +39,7 @@ WHY_NOT = {
     ("swiglu", "backward"): _ACTIVATION,
     ("bias_dropout_residual", "backward"): "half of its time in cache is drawing the numbers again, so that no mask is kept",
 }
-# Rounds further apart than this are no measurement.
+# If the rounds differ by more than this factor, the measurement does not count.
 MAX_SPREAD = 2.0
 
 FIGURES = [
@@ -558,7 +558,7 @@ class Measured(NamedTuple):
 
     median: str
     spread: str
-    is_met: str  # yes, no and why, or nothing: not measured, measured against a bound that is none, or by rounds that disagree
+    is_met: str  # "yes", "no" with a reason, or "" (not measured, a wrong bound, or rounds that disagree)
     origin: str
     date: str
 
@@ -576,7 +576,7 @@ def measured(figure: Figure) -> Measured:
     if result is None or result.origin.skipped:
         return Measured("not measured", "", "", origin, date)
     line = next((line for line in result.lines if line.items() >= figure.chosen.items() and figure.key in line), None)
-    if line is None:  # a peer was not there
+    if line is None:  # a peer was not installed
         return Measured("not measured", "", "", origin, date)
     low, high = (line.get(f"{figure.key}_{end}") for end in ("min", "max"))
     relation, limit = figure.goal.split()
@@ -648,7 +648,9 @@ def plain_table(lines: list[Line]) -> str:
 
 
 def kernel_table(lines: list[Line]) -> str:
-    """Return the cores' lines with instruction sets side by side: ns per element, and the best's share of the bound."""
+    """Return a table of the cores' lines with one column for each instruction set: ns per element, and the share of the
+    bound that the best set reaches.
+    """
     isas = list(dict.fromkeys(line["isa"] for line in lines))
     rows: dict[tuple[str, ...], dict[str, Line]] = {}
     for line in lines:
@@ -658,14 +660,14 @@ def kernel_table(lines: list[Line]) -> str:
         best = min(by_isa.values(), key=lambda line: line["ns_per_elem"])
         times = [cell(by_isa[isa]["ns_per_elem"]) if isa in by_isa else "" for isa in isas]
         share = best.get("bound_ratio")
-        # No pass is faster than the bound: beyond the noise of a median, the bound is wrong.
+        # No pass is faster than the bound. If a share exceeds 1 by more than noise, the bound is wrong.
         flag = " (above its bound)" if share is not None and share > 1 + NOISE else ""
         body.append([*key, *times, cell(best["gbps"]), cell(share) + flag])
     return table(["kernel", "dtypes", "case", *(f"{isa}, ns/elem" for isa in isas), "best, GB/s", "of the bound"], body)
 
 
 def with_figures(readme: str) -> str:
-    """Return the README with the main figures between its two marks, measured or not."""
+    """Return the README with the main figures between its two marks, including figures that are not measured."""
     rows = []
     for figure in FIGURES:
         if figure.is_main:

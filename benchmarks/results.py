@@ -1,5 +1,7 @@
-"""Results on disk: one line with commit, tree, day and machine, then the JSON lines of the benchmark; and whether the
-code has changed since."""
+"""Results on disk: a line with commit, state of the tree, date and machine, and then the JSON lines of the benchmark.
+
+Also says whether the code has changed since.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ __all__ = ["RESULTS", "WRITTEN", "Origin", "Result", "age", "commit_of", "is_dir
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
-# Files that a run of benchmarks writes itself: they make no tree dirty.
+# Files that a run of benchmarks writes. Changes to these files do not make the tree dirty.
 WRITTEN = ("benchmarks/results", "docs/performance.md", "docs/images/memory_by_stage.svg", "README.md")
 
 Line = dict[str, Any]

@@ -7,8 +7,9 @@
     python -m benchmarks.run --docs       the documents only
     python -m benchmarks.run --old        results that are older than the measured code
 
-Times mean something only when nothing else runs on the machine. Peers: DSC_PEER_PYTHON names the interpreter of an environment with DeepSpeed, transformers and accelerate in
-the versions of this one, and fio is found on PATH; goals against a peer that is not there are shown as not measured.
+Times are valid only when nothing else runs on the machine. There are two peers: DSC_PEER_PYTHON names the interpreter
+of an environment with DeepSpeed, and with transformers and accelerate in the versions of this environment; fio is found
+on PATH. Goals against a missing peer are shown as not measured.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable
 SKIPPED = 77  # exit code of a benchmark that cannot run here; the last line of its standard error says why
 TIMEOUT_SECONDS = 900
-GRACE_SECONDS = 45  # torchrun waits 30 for its ranks
+GRACE_SECONDS = 45  # torchrun waits 30 s for its ranks
 
 
 def ranks(n: int) -> list[str]:
@@ -64,10 +65,10 @@ class Benchmark(NamedTuple):
     """One run of one script. Its standard output holds JSON objects, one a line."""
 
     name: str  # of its results file
-    source: str  # its first line, or first sentence, is the question that it answers
+    source: str  # the script, whose first line or sentence is the question that it answers
     command: list[str]
     code: tuple[str, ...]  # paths of the measured code: results are old when these have changed
-    seconds: int  # that it takes on 2 cores, about
+    seconds: int  # about how long it takes on 2 cores
     smoke: tuple[str, ...] = ()  # arguments that make it short
 
     @property
@@ -86,7 +87,7 @@ def _script(
     n_ranks: int = 0,
     args: str = "",
 ) -> Benchmark:
-    """Return a script's benchmark; ``n_ranks`` is 0 if it starts its own processes, or needs only one."""
+    """Return the benchmark of a script. ``n_ranks`` is 0 if the script starts its own processes, or needs only one."""
     start = ranks(n_ranks) if n_ranks else [PYTHON, "-m"]
     module = source.removesuffix(".py").replace("/", ".")
     return Benchmark(name, source, [*start, module, *args.split()], code, seconds, tuple(smoke.split()))
@@ -275,7 +276,7 @@ BENCHMARKS = [
 
 
 def run(benchmark: Benchmark, *, is_smoke: bool = False) -> bool:
-    """Run one benchmark and store its lines; return False if it fails, and then keep the earlier results."""
+    """Run one benchmark and store its lines. If it fails, return False and keep the earlier results."""
     command = [*benchmark.command, *(benchmark.smoke if is_smoke else ())]
     print(f"{benchmark.name}: {' '.join(command)}", flush=True)
     commit, is_dirty = results.commit_of(), results.is_dirty()
@@ -294,7 +295,8 @@ def run(benchmark: Benchmark, *, is_smoke: bool = False) -> bool:
     try:
         out, err = process.communicate(timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
-        # Ranks would be in the way of the next one. They have groups of their own, which torchrun ends when it is asked to.
+        # Ranks that are left would disturb the next benchmark. They have their own process groups, which torchrun ends
+        # on SIGTERM.
         os.killpg(process.pid, signal.SIGTERM)
         try:
             process.communicate(timeout=GRACE_SECONDS)
@@ -369,7 +371,7 @@ def main() -> int:
         if not run(benchmark, is_smoke=args.smoke):
             failed.append(benchmark.name)
         if not args.smoke:
-            report.write(BENCHMARKS)  # so that a stopped run leaves documents of its measurements so far
+            report.write(BENCHMARKS)  # so that a stopped run leaves documents with its measurements so far
     if not args.smoke and (lines := old(BENCHMARKS)):
         print("older than the code that they measure, or without a result:", *lines, sep="\n  ")
     if failed:

@@ -1,5 +1,6 @@
-"""Processes that live through a benchmark and measure when they are asked, so that contenders with environments or
-ranks of their own take turns."""
+"""Processes that live through a benchmark and measure on request, so that contenders with separate environments or
+ranks can take turns.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ _HEAD = "answer "
 
 
 class Served:
-    """One process. It prints an answer when it is ready, and one for each line of its standard input."""
+    """One such process. It prints an answer when it is ready, and an answer to each line of its standard input."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -22,12 +23,12 @@ class Served:
         )
 
     def ask(self, question: str = "") -> None:
-        """Send one line, whose answer ``answer`` returns."""
+        """Send one line. ``answer`` returns the answer to it."""
         self._process.stdin.write(question + "\n")
         self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """Return the next answer. Ends the benchmark where the process ends without one."""
+        """Return the next answer. If the process ends without an answer, end the benchmark."""
         for line in self._process.stdout:
             if line.startswith(_HEAD):
                 return json.loads(line.removeprefix(_HEAD))
@@ -39,5 +40,5 @@ class Served:
 
 
 def say(values: Mapping[str, Any]) -> None:
-    """Answer, as the process that is asked."""
+    """Print an answer, in the process that measures."""
     print(_HEAD + json.dumps(values), flush=True)

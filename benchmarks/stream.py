@@ -22,7 +22,10 @@ CSRC = Path(__file__).resolve().parents[1] / "csrc"
 
 
 class Part(NamedTuple):
-    """Tensors of one length, contiguous and on the CPU: fp32, but for a gradient in bf16 and a copy, which is bf16 or None."""
+    """Contiguous CPU tensors of one length.
+
+    All are fp32, except that the gradient may be bf16 and that the copy is bf16 or None.
+    """
 
     param: torch.Tensor
     grad: torch.Tensor
@@ -41,7 +44,7 @@ class _Part(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL:
-    """Build the library where it is missing or old, and load it; ranks take turns."""
+    """Load the library, and build it before if it is missing or outdated. Ranks take turns."""
     with open(CSRC / "Makefile") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         subprocess.run(["make", "-s", "-C", str(CSRC), "stream"], check=True, stdout=subprocess.DEVNULL)
@@ -55,7 +58,7 @@ def _library() -> ctypes.CDLL:
 
 @lru_cache(maxsize=1)
 def _resize(n_threads: int) -> None:
-    """Set the number of threads only if it differs: the workers start anew."""
+    """Set the number of threads, only if it differs, because a change restarts the workers."""
     if _library().stream_resize(n_threads):
         raise RuntimeError(f"no pool of {n_threads} threads")
 
@@ -91,8 +94,10 @@ def bytes_of(parts: Sequence[Part], *, with_norm: bool) -> int:
 
 
 def stream_step(parts: Sequence[Part], *, with_norm: bool) -> tuple[float, float]:
-    """Run one pass and return (seconds, sum of squares of the gradients). Values stay as they were; a copy becomes its
-    param rounded to bf16."""
+    """Run one pass and return (seconds, sum of squares of the gradients).
+
+    Values do not change, except that a copy becomes its param rounded to bf16.
+    """
     library = _library()
     found = (_Part * len(parts))(*map(_checked, parts))
     _resize(_C.pool_n_threads())

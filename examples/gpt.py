@@ -14,8 +14,8 @@ VOCAB = 256  # one token is one byte
 def compute_dtype(parameter: torch.Tensor) -> torch.dtype:
     """Return the dtype to multiply in: the parameter's own, or fp32 on a CPU that has no fast 16-bit products.
 
-    PyTorch's bf16 matmul on a CPU below AVX-512 takes 4 to 40 times as long as its fp32 one. There we keep
-    parameters, gradients and communication in bf16, and only the products run in fp32.
+    PyTorch's bf16 matmul on a CPU below AVX-512 takes 4 to 40 times as long as its fp32 one. On such a CPU, parameters,
+    gradients and communication stay in bf16, and only the products run in fp32.
     """
     if parameter.device.type == "cpu" and not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return torch.float32
@@ -44,7 +44,8 @@ class Norm(nn.RMSNorm):
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Rotary positions (RoFormer, arXiv 2104.09864) for ``x`` of shape (..., time, head width).
 
-    At 400 thousand bytes of training, learned absolute positions are still at the bigram entropy; rotary ones are not.
+    After training on 400 thousand bytes, a model with learned absolute positions is still at the bigram entropy. A
+    model with rotary positions is below it.
     """
     T, D = x.shape[-2:]
     frequency = 1000.0 ** (-torch.arange(0, D, 2, device=x.device) / D)
@@ -68,7 +69,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         B, T, _ = x.shape
-        # As many heads as there are here: tensor-parallel ranks have some each.
+        # The number of heads is derived from the sizes, because a tensor-parallel rank has only some of the heads.
         q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, -1, self.head_width).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
@@ -102,7 +103,8 @@ class GPT(nn.Module):
         self.norm = Norm(width)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # As in GPT-2, weights that add to the residual stream shrink with the root of the number of additions.
+                # As in GPT-2, the initial weights that add to the residual stream are divided by the root of the number
+                # of additions.
                 residual = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
 

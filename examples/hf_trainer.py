@@ -5,8 +5,8 @@
     deepspeed_c --num_procs 2 examples/hf_trainer.py --deepspeed examples/ds_hf_stage3.json \
         --model_path out/hf/model --lora 8 --output_dir out/hf_lora
 
-All arguments of transformers.TrainingArguments are taken too. The two lines that make it run on deepspeed_c stand before transformers is imported; a script that
-is not to be changed is started with ``deepspeed_c run``.
+The script also takes all arguments of transformers.TrainingArguments. Two lines before the import of transformers make
+it run on deepspeed_c. ``deepspeed_c run`` starts a script without such a change.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EVAL_WINDOWS = 256
 
 @dataclass
 class Script:
-    """Arguments of this script besides the training arguments."""
+    """The arguments of this script in addition to the training arguments."""
 
     model_path: str | None = field(default=None, metadata={"help": "a saved model to start from; default: a new one"})
     layers: int = field(default=4, metadata={"help": "of a new model"})
@@ -61,7 +61,7 @@ class Bytes(Dataset):
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
         tokens = self.windows[self.chosen[i]].long()
-        return {"input_ids": tokens, "labels": tokens}  # the model shifts them itself
+        return {"input_ids": tokens, "labels": tokens}  # the model shifts the labels
 
 
 def main() -> None:
@@ -69,7 +69,8 @@ def main() -> None:
     set_seed(args.seed)
     train_text, held_out_text = standard_library(script.lib_bytes)
 
-    # After the training arguments: under stage 3 each rank makes, or reads, its own shard of the model only.
+    # The training arguments must exist before the model: under stage 3 each rank then makes or reads only its own shard
+    # of the model.
     model = make_model(script)
     if script.lora:
         model = add_lora(model, script.lora)
@@ -142,7 +143,7 @@ def parse_arguments() -> tuple[Script, TrainingArguments]:
         eval_steps=50,
         save_steps=50,
         save_total_limit=2,
-        bf16=has_gpu,  # a CPU without AVX-512 multiplies bf16 many times slower than fp32
+        bf16=has_gpu,  # a CPU without AVX-512 multiplies bf16 many times more slowly than fp32
         use_cpu=not has_gpu,
         report_to="none",
         disable_tqdm=True,

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
-HELD_OUT_PER = 16  # one file in so many is never trained on
+HELD_OUT_PER = 16  # one file in this many is held out from training
 
 
 class Windows(Dataset):
@@ -32,8 +32,9 @@ class Windows(Dataset):
 def standard_library(max_bytes: int = 8 << 20) -> tuple[bytes, bytes]:
     """Return the sources under the standard library's folder as (train, held out), ``max_bytes`` of them together.
 
-    Files come in the order of a checksum of their path: the same on every machine with the same Python, and mixed,
-    so that a cut at ``max_bytes`` takes from everywhere. Whole files are held out, so no window is seen twice.
+    Files are sorted by a checksum of their path. This order is the same on every machine with the same Python. It mixes
+    the folders, so that a cut at ``max_bytes`` keeps files of all folders. Whole files are held out, so that no
+    held-out window occurs in training.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     ordered = sorted((zlib.crc32(name.encode()), name) for name in sources(root))
@@ -50,8 +51,9 @@ def standard_library(max_bytes: int = 8 << 20) -> tuple[bytes, bytes]:
 
 
 def sources(root: Path) -> list[str]:
-    """Return the ``.py`` files below ``root`` as relative paths; no installed packages, test suites or generated
-    tables."""
+    """Return the ``.py`` files below ``root`` as relative paths, without installed packages, test suites and generated
+    tables.
+    """
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "lib2to3"}
     names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
     return [name for name in names if skipped.isdisjoint(name.split("/"))]
@@ -62,7 +64,10 @@ def as_tensor(text: bytes) -> torch.Tensor:
 
 
 def unigram_entropy(text: bytes) -> float:
-    """Return nats per byte of the best model that ignores context; a model below this value has learned something."""
+    """Return the loss in nats per byte of the best model that ignores context.
+
+    A model with a lower loss has learned something.
+    """
     counts = torch.bincount(as_tensor(text), minlength=256).double()
     p = counts[counts > 0] / counts.sum()
     return float(-(p * p.log()).sum())

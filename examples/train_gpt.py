@@ -3,7 +3,7 @@
     deepspeed_c --num_procs 2 examples/train_gpt.py --deepspeed --deepspeed_config examples/ds_config.json
     python examples/train_gpt.py --deepspeed_config examples/ds_config.json    # the same in one process
 
-Read ``main`` and ``Run.train``: a program needs no more to train with this package. The rest reports.
+``main`` and ``Run.train`` contain everything that a program needs to train with this package. The rest reports results.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def pipeline(model: GPT, stages: int) -> PipelineModule:
-    """Cut the model by layers over ``stages`` ranks; first and last layer share the embedding."""
+    """Cut the model by layers over ``stages`` ranks. The first and the last layer share the embedding."""
     first, last = (
         TiedLayerSpec("embedding", lambda: model.embedding, forward_fn=function) for function in (embed, scores)
     )
@@ -69,7 +69,7 @@ class Run:
         if self.is_pipeline:
             engine.set_batch_fn(pair)
         self.held_out = held_out
-        self.entropy = entropy  # nats per byte of the held-out text, ignoring context
+        self.entropy = entropy  # unigram entropy of the held-out text, in nats per byte
         self.seconds = Counter()  # for each phase, on this rank
         self.losses: list[float] = []  # for each step: mean over ranks, nats per byte
         self.held_out_losses: list[tuple[int, float]] = []  # (step, nats per byte)
@@ -84,7 +84,7 @@ class Run:
             begin, loss_sum = time.perf_counter(), 0.0
             if self.is_pipeline:
                 with self.phase("batch"):
-                    self.losses.append(engine.train_batch(batches).item())  # all of a step's micro-batches
+                    self.losses.append(engine.train_batch(batches).item())  # trains all micro-batches of a step
             for _ in range(0 if self.is_pipeline else micro_steps):
                 with self.phase("data"):
                     batch = next(batches).to(engine.device)
@@ -118,7 +118,7 @@ class Run:
     def evaluate(self, n_windows: int) -> float:
         """Return nats per byte over ``n_windows`` windows spread evenly over the held-out text, shared among the ranks.
         """
-        # Tensor-parallel ranks see the same windows.
+        # Windows are shared among data-parallel ranks only: tensor-parallel ranks need the same windows.
         n_shares, share = groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()
         n_windows = min(n_windows, len(self.held_out)) // n_shares * n_shares
         chosen = [i * len(self.held_out) // n_windows for i in range(n_windows)]
@@ -149,7 +149,7 @@ class Run:
         phases = ", ".join(f"{k} {1e3 * s / len(self.losses):.0f} ms" for k, s in self.seconds.items())
         if not self.is_pipeline:  # in a pipeline no rank has all layers
             self.engine.eval()
-            # Whole weights on every rank, also where the stage shards them.
+            # Gathers whole weights on every rank, also if the stage shards them.
             with deepspeed_c.zero.unwrap_model_for_generation(self.engine) as model:
                 sample = model.sample(prompt, n_bytes=args.sample_bytes, temperature=0.7, seed=args.seed)
             say(f"\nsample: {sample.decode('utf-8', 'replace')}\n")
@@ -184,7 +184,7 @@ class Run:
 
 
 def pair(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return every byte but the last one, and the byte behind each."""
+    """Return (every byte except the last, the byte after each of these)."""
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -218,7 +218,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load_config(args: argparse.Namespace) -> dict:
-    """Return the configuration file with the stage, ranks, budget and steps of the command line put in."""
+    """Return the configuration file with the stage, ranks, budget and steps of the command line filled in."""
     config = json.loads(Path(args.deepspeed_config).read_text())
     schedule = config["scheduler"]["params"]
     if args.stage is not None:
@@ -230,7 +230,7 @@ def load_config(args: argparse.Namespace) -> dict:
     if args.steps is None:
         args.steps = schedule["total_num_steps"]
     else:
-        # As much of a short run is warm-up as of the full one.
+        # A shorter run has the same share of warm-up steps as the full run.
         schedule["warmup_num_steps"] = max(1, schedule["warmup_num_steps"] * args.steps // schedule["total_num_steps"])
         schedule["total_num_steps"] = args.steps
     return config

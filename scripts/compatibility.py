@@ -1,14 +1,14 @@
 """Compare docs/compatibility.tsv, DeepSpeed's public names, with this package, and write docs/compatibility.md from it.
 
 python -m scripts.compatibility FILE     writes the document
-python -m scripts.compatibility          lists rows that are not true, and reports an outdated document (exit code 1)
+python -m scripts.compatibility          lists false rows, and reports an outdated document (exit code 1)
 
-A row of the table is a name of DeepSpeed 0.19.6: its place (a module, ``module:Class``, or a heading of
-``_ELSEWHERE``), its kind, its parameters without annotations, and its state here: "same" (the name is there and takes
-the same parameters), "different" (the name is there, and the reason gives the difference), "raises when called" (the
-name imports, and its error, or the reason, says how to do without it), "absent" (asking for it raises; the reason says
-why it is not to come) or "not yet" (asking for it raises an error that says how to do without it until then). The last
-column has the version that removed the name upstream. Nothing here needs a DeepSpeed.
+A row of the table describes a name of DeepSpeed 0.19.6. It has the place of the name (a module, ``module:Class``, or a
+heading of ``_ELSEWHERE``), its kind, its parameters without annotations, and its state in this package. State "same":
+the name exists and takes the same parameters. "different": the name exists, and the reason gives the difference.
+"raises when called": the name can be imported, and its error or the reason names an alternative. "absent": access
+raises, and the reason says why the name will not be added. "not yet": access raises an error that names an alternative.
+The last column has the DeepSpeed version that removed the name. This script needs no DeepSpeed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ TABLE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.tsv"
 DOCUMENT = TABLE.with_suffix(".md")
 UNBUILT = "raises when called"
 STATES = ("same", "different", UNBUILT, "absent", "not yet")
-MISSING = ("absent", "not yet")  # asking for such a name raises
+MISSING = ("absent", "not yet")  # access to such a name raises
 
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 PARAMETER, COMMAND, PROGRAMS, VARIABLES = "stage-3 parameter", "command deepspeed", "other commands", "environment"
-# Places that are no module: tests/scripts/test_compatibility.py tests their names as far as it can.
+# Places that are no module. tests/scripts/test_compatibility.py tests their names as far as possible.
 _ELSEWHERE = {
     PARAMETER: "Attributes of parameters that are sharded",
     COMMAND: "The command `deepspeed`, here `deepspeed_c`",
@@ -53,11 +53,11 @@ class Row(NamedTuple):
     name: str
     kind: str
     parameters: str
-    """As in a definition, "(a, b=1)"; for a constant its value; empty for the rest."""
+    """The parameters as in a definition, "(a, b=1)", the value of a constant, or empty for other kinds."""
     state: str
     why: str
     removed: str = ""
-    """The version of DeepSpeed that has the name no more; empty: none so far."""
+    """The first version of DeepSpeed without the name; empty if all versions have it."""
 
 
 def read_rows(file: Path = TABLE) -> list[Row]:
@@ -97,7 +97,7 @@ def _signature(text: str) -> inspect.Signature:
 
 
 def misfits(theirs: str, ours: inspect.Signature) -> list[str]:
-    """Return calls that DeepSpeed's parameters allow and ours do not, or that mean another default."""
+    """Return the differences that break calls: calls that only DeepSpeed's parameters allow, and other defaults."""
     own = list(ours.parameters.values())
     names = {each.name: (i, each) for i, each in enumerate(own)}
     kinds = {each.kind for each in own}
@@ -133,8 +133,8 @@ def _other_default(theirs: inspect.Parameter, ours: inspect.Parameter) -> list[s
     try:
         want = ast.literal_eval(theirs.default)
     except ValueError:
-        return []  # an object of DeepSpeed's
-    # An immutable default of ours may replace an empty container.
+        return []  # the default is an object of DeepSpeed
+    # Our default may be an immutable object instead of an empty container.
     if want == ours.default or (want in ([], {}) and not ours.default):
         return []
     return [f"has {ours.name}={ours.default!r} instead of {want!r}"]
@@ -144,9 +144,10 @@ def _other_default(theirs: inspect.Parameter, ours: inspect.Parameter) -> list[s
 
 
 def look_up(row: Row) -> Any:
-    """Return the object that ``row`` names, by an import, then attributes. ``deepspeed`` has to mean this package.
+    """Return the object that ``row`` names, by an import and then by attributes. ``deepspeed`` has to mean this
+    package.
 
-    Raises MissingNameError, MissingModuleError or AttributeError when it is not there.
+    Raises MissingNameError, MissingModuleError or AttributeError if the object does not exist.
     """
     module, _, cls = row.where.partition(":")
     holder = importlib.import_module(module)
@@ -156,7 +157,7 @@ def look_up(row: Row) -> Any:
 
 
 def _problem(row: Row) -> str | None:
-    """Return the reason why the row is not true; None when it is."""
+    """Return the reason why the row is false, or None if it is true."""
     if row.state not in STATES or (row.state == "same" and row.why):
         return f"is of state {row.state!r} with the reason {row.why!r}"
     if row.where == COMMAND:
@@ -167,14 +168,14 @@ def _problem(row: Row) -> str | None:
     if row.where in _ELSEWHERE:
         return None
     if row.where == ENGINE and row.kind == "attribute":
-        return None  # an engine has it, and its class has not
+        return None  # an attribute of engines, which the class lacks
     try:
         ours = look_up(row)
     except (MissingNameError, MissingModuleError) as error:
         is_told = row.why or error.fix not in ("", ELSEWHERE)
         return None if row.state in MISSING and is_told else f"raises {error}"
     except AttributeError as error:
-        # Only modules, and engines, have a sentence for their missing names.
+        # Only modules and engines have an error message for their missing names.
         is_told = row.name in ABSENT_METHODS if row.where == ENGINE else row.state == "absent" and row.why
         return None if is_told and row.state in MISSING else f"raises {error!r}"
     if isinstance(ours, Unbuilt):

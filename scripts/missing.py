@@ -1,7 +1,7 @@
 """Write the lists of missing features and names, from the table of features and the table of DeepSpeed's names.
 
 python -m scripts.missing --write     writes them into README.md and docs/migrating-from-deepspeed.md
-python -m scripts.missing             names an outdated document (exit code 1)
+python -m scripts.missing             reports an outdated document (exit code 1)
 
 A list stands between two marks in its document; the rest of the document is written by hand.
 """
@@ -53,7 +53,7 @@ def area_table(rows: list[Row], documents: str) -> str:
     )
 
 
-# Document -> the path from it to the folder of documents.
+# Document -> the relative path from the document to the folder of documents.
 DOCUMENTS = {ROOT / "README.md": "docs/", ROOT / "docs" / "migrating-from-deepspeed.md": ""}
 
 

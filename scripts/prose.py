@@ -2,8 +2,9 @@
 
 python -m scripts.prose [PATH...]     lists them, then the shares by top folder; default: the whole tree
 
-Such a sentence has to be read twice. Name the thing first, then say something about it. Texts are the docstrings and
-comments of Python, the comments of C, C++ and CUDA, and the paragraphs of Markdown. Code in them does not count.
+A reader has to read such a sentence twice. A clear sentence names the thing first and then says something about it. The
+script reads docstrings and comments of Python, comments of C, C++ and CUDA, and paragraphs of Markdown, and skips code
+in them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import NamedTuple
 __all__ = ["FOLDERS", "Shares", "main", "sentences_of", "shares_of"]
 
 ROOT = Path(__file__).resolve().parents[1]
-# Folders and files with text of ours, from the root.
+# Folders and files with our own text, relative to the root.
 FOLDERS = (
     *("deepspeed_c", "ops", "csrc", "tests", "benchmarks", "examples", "scripts", "docs", "setup.py"),
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"),
@@ -43,13 +44,14 @@ _HAS = re.compile(
     rf"|(?:{'|'.join(_PREPOSITIONS)}) (?:which|whom|what|whose)\b)",
     re.IGNORECASE,
 )
-# Lines that are no prose: transcripts, tables, rules, words for tools.
+# Lines that are no prose: transcripts, tables, horizontal rules, directives to tools.
 _SKIPPED = re.compile(r"\s*(?:>>>|\.\.\.|\||[-=~*#]{3,}|SPDX|Copyright|type: ignore|noqa|fmt:|ruff:|clang-format)")
 _MIN_WORDS = 4
 
 
 class Shares(NamedTuple):
-    """Counts of sentences: all, with such a clause, beginning with one."""
+    """Numbers of sentences: all sentences, sentences with such a clause, and sentences that begin with such a clause.
+    """
 
     n: int = 0
     n_with: int = 0

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     if len(argv) != 1:
         print("usage: python -m scripts.reference FOLDER", file=sys.stderr)
         return 2
-    import pdoc  # here: only this command needs it
+    import pdoc  # imported here, because only this command needs pdoc
 
     pdoc.render.configure(docformat="google", footer_text=f"deepspeed_c {deepspeed_c.__version__}")
     pdoc.pdoc(*MODULES, output_directory=Path(argv[0]))

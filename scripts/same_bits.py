@@ -1,8 +1,9 @@
-"""Do two installations of the package train to the same bits? For a change that moves code and should change nothing else.
+"""Do two installations of the package train to the same bits? The script tests a change that moves code and should not
+change results.
 
-``python -m scripts.same_bits BEFORE AFTER``: two Pythons with the package installed, from two commits. Each runs every
-case below on 1, 2 and 4 ranks, with an optimizer step after each window, and hashes every loss, weight and master;
-cases that differ are printed, and the exit code is 1.
+``python -m scripts.same_bits BEFORE AFTER``: BEFORE and AFTER are two Python interpreters with the package installed
+from two commits. Each runs every case below on 1, 2 and 4 ranks, with an optimizer step after each window, and hashes
+every loss, weight and master. Cases that differ are printed, and the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def cases(world: int) -> list[tuple[int, str, str, str]]:
 
 
 def run_cases(path: str) -> None:
-    """Run the cases as one rank; the first rank writes ``path``."""
+    """Run the cases as one rank. The first rank writes the results to ``path``."""
     import torch
 
     import deepspeed_c
@@ -141,7 +142,8 @@ def results_of(python: str, world: int, folder: str) -> dict[str, Any]:
     """Run the cases on ``world`` ranks with the package of one Python, and return their results."""
     path = os.path.join(folder, "results.json")
     command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    # In its own folder, so that the installed package is imported and no package beside this script.
+    # The script is copied to a separate folder, so that Python imports the installed package and not the package beside
+    # this script.
     script = os.path.join(folder, "same_bits.py")
     Path(script).write_text(Path(__file__).read_text())
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DSC_NUM_THREADS": "1", "TORCHELASTIC_ERROR_FILE": ""}

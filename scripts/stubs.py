@@ -73,7 +73,7 @@ def _signature(doc: str) -> str:
     for pattern, by in _TYPES:
         text = re.sub(pattern, by, text)
     while "typing.Annotated[" in text:
-        # From the inside: an annotation holds its type and a note on its size.
+        # Innermost annotations first: an annotation holds its type and a note on its size.
         text = re.sub(r'typing\.Annotated\[((?:(?!typing\.Annotated\[).)*?), "[^"]*"\]', r"\1", text)
     text = re.sub(r"\(self: \w+", "(self", text)
     return re.sub(r"= (\[\]|'[^']*'|[^,)\]]+)(?=[,)])", "= ...", text)

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Installs what a build needs from the system and a fresh Debian or Ubuntu lacks: a C and a C++ compiler, make, and
-# Python's headers and venv module. Touches nothing, and needs no privileges, where all of it is there.
+# Installs the system packages for a build that a fresh Debian or Ubuntu lacks: a C and a C++ compiler, make, and Python's
+# headers and venv module. If all packages are installed, it changes nothing and needs no privileges.
 #
 # usage: scripts/system_packages.sh [PYTHON]
-#        scripts/system_packages.sh --tests    what tests use that make hosts of network namespaces or scrape monitors: they skip without it
+#        scripts/system_packages.sh --tests    packages for tests that simulate hosts or scrape monitors; they skip without
 set -euo pipefail
 
 if [ "${1:-}" = --tests ]; then

@@ -2,17 +2,18 @@
 
 PYTHON scripts/upstream_names.py deepspeed_c/compat/alias/upstream.tsv
 
-PYTHON is an interpreter that has DeepSpeed, whose modules are imported one by one; deepspeed_c is not needed. The
-table has facts alone: names, kinds, and constants whose value stands in the source, not in the machine.
+PYTHON is an interpreter with DeepSpeed installed. The script imports the modules of DeepSpeed one by one, and does not
+need deepspeed_c. The table has only facts: names, kinds, and constants whose value depends on the source and not on the
+machine.
 
-A row is ``where, name, kind, defined, value``. A module has a row of its own with an empty name, and its names follow
-with an empty ``where``; constants in the body of a class follow the class, with ``:Class`` there. The value of a
-module's row says how it was read: "imported", or "source" where the import fails here (no device, no triton), so that
-kinds come from the syntax tree alone. ``kind`` is module, class, exception, function or constant. ``defined`` is the
-place of a name that its module has from another: a module, with ``:name`` behind it if the name is another there, and
-``:`` for the module itself. The name ``*`` stands for all names of the module ``defined`` that begin with a letter.
-``value`` is a literal, for an exception its bases. A name counts if its module defines it, or has it from within
-DeepSpeed, and if it begins with a letter or stands in docs/compatibility.tsv.
+A row is ``where, name, kind, defined, value``. A module has a row with an empty name. The names of the module follow,
+with an empty ``where``. Constants in the body of a class follow the class, with ``:Class`` in ``where``. The value of a
+module's row says how the module was read: "imported", or "source" if its import fails on this machine (no device, no
+triton). For "source", kinds come from the syntax tree only. ``kind`` is module, class, exception, function or constant.
+``defined`` is the place of a name that its module imports from another module: that module, followed by ``:name`` if
+the name differs there, or by ``:`` if the name stands for the module itself. The name ``*`` stands for all names of the
+module ``defined`` that begin with a letter. ``value`` is a literal, or for an exception its bases. A name counts if its
+module defines it or imports it from within DeepSpeed, and if it begins with a letter or is in docs/compatibility.tsv.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PRIVATE = {
     ("deepspeed.utils.groups", "_get_sequence_parallel_world_size"),
 }
 LONGEST_VALUE = 400
-# A foreign package may raise any of these while it is imported without its device.
+# Errors that a foreign package may raise on import if its device is missing.
 _IMPORT_FAILS = (
     *(
         ImportError,
@@ -78,16 +79,19 @@ class Row(NamedTuple):
 
 
 class Unknown(LookupError):
-    """The source does not say the value of an expression."""
+    """The value of an expression does not follow from the source."""
 
 
 class Source:
-    """One module's syntax tree: where each of its names comes from."""
+    """The syntax tree of a module, and the origin of each of its names."""
 
     def __init__(self, name: str, file: Path) -> None:
         self.name, self.package = name, name if file.name == "__init__.py" else name.rpartition(".")[0]
         self.bound: dict[str, list[ast.AST | tuple[str, str]]] = {}
-        """A definition, an assigned expression, or (module, name) of an import; ("", "") outside DeepSpeed."""
+        """For each name: a definition, an assigned expression, or (module, name) of an import.
+
+        An import from outside DeepSpeed is ("", "").
+        """
         self.stars: list[str] = []
         self._walk(ast.parse(file.read_text(encoding="utf-8")).body)
 
@@ -160,7 +164,7 @@ class Tree:
                 self.imported[name] = importlib.import_module(name)
             except _IMPORT_FAILS as error:
                 print(f"{name}: read as source, its import says {type(error).__name__}: {error}", file=sys.stderr)
-        # Modules without a file, which DeepSpeed makes for old paths
+        # Modules without a file, which DeepSpeed creates for old import paths
         for name, module in [*sys.modules.items()]:
             if name.startswith(f"{PACKAGE}.") and name not in self.sources and isinstance(module, ModuleType):
                 self.imported[name] = module
@@ -175,7 +179,9 @@ class Tree:
         return found
 
     def origin(self, module: str, name: str) -> tuple[str, str] | None:
-        """Return the place of the definition; (module, "") for a module, None for a name from elsewhere."""
+        """Return the place of the definition: (module, name), (module, "") for a module, or None for a name from
+        outside DeepSpeed.
+        """
         source = self.sources.get(module)
         bound = source.bound.get(name, []) if source else []
         inside = [each for each in bound if each != ("", "")]
@@ -193,14 +199,14 @@ class Tree:
         for star in source.stars if source else []:
             if name in self.names(star):
                 return self.origin(star, name)
-        # Made while the module is imported, as by globals()
+        # A name that the module creates while it is imported, for example through globals()
         value = vars(self.imported[module]).get(name) if module in self.imported else None
         return (module, name) if str(getattr(value, "__module__", "")).split(".")[0] == PACKAGE else None
 
     # -- values ---------------------------------------------------------------------------------------------------------
 
     def value(self, node: Any, module: str, depth: int = 0) -> Any:
-        """Return the value of an expression that depends on nothing but the source. Raises Unknown."""
+        """Return the value of an expression if it depends only on the source. Raises Unknown otherwise."""
         if depth > 20:
             raise Unknown
         if isinstance(node, ast.Constant):
@@ -245,7 +251,7 @@ class Tree:
         return values[-1]
 
     def class_constants(self, module: str, name: str) -> dict[str, Any]:
-        """Constants in the body of a class, and of its bases within DeepSpeed."""
+        """The constants in the bodies of a class and of its bases within DeepSpeed."""
         source = self.sources.get(module)
         definition = next(
             (each for each in (source.bound.get(name, []) if source else []) if isinstance(each, ast.ClassDef)), None
@@ -292,7 +298,7 @@ class Tree:
         return "constant"
 
     def bases(self, module: str, name: str) -> str:
-        """The bases of an exception: places within DeepSpeed, and names of Python's."""
+        """The bases of an exception: places for bases within DeepSpeed, and names for exceptions of Python."""
         definitions = self.sources[module].bound.get(name, [])
         found = []
         for base in next(each for each in definitions if isinstance(each, ast.ClassDef)).bases:
@@ -328,7 +334,7 @@ class Tree:
             place = self.origin(module, name)
             if place is None or (not place[1] and place[0] == f"{module}.{name}"):
                 continue  # a submodule has its own row
-            # Without a value after the import: in a branch that was not taken, or deleted
+            # The name has no value after the import: its branch was not taken, or the module deleted it
             if not (live and name not in live) and (place[1] or place[0] in self.sources.keys() | self.imported.keys()):
                 found[name] = place
         return found
@@ -351,7 +357,10 @@ class Tree:
 
 
 def _literal(value: Any) -> str:
-    """Return the text that ast.literal_eval reads; empty where there is none, or a long one."""
+    """Return the text from which ast.literal_eval reads the value.
+
+    Returns "" if there is no such text or the text is long.
+    """
     text = repr(value)
     try:
         return text if len(text) <= LONGEST_VALUE and ast.literal_eval(text) == value else ""

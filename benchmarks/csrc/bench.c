@@ -3,10 +3,11 @@
  *
  * bench [-n elements] [-t threads] [-r repeats] [-k kernel prefix] [-i isa]
  *
- * Every kernel alternates with triad, a[i] += s * b[i] in the same run and by the same threads. Triad writes only lines that it has read, so its 12 bytes an
- * element are all that moves, and bound_ratio = (bytes of the kernel / bandwidth of triad) / time of the kernel: 1 is the memory bound.
- * Cases: "flat" one array of n elements, "many" the same elements as arrays of 8192, "cached" 4096 elements again and again in one thread, where the
- * arithmetic and not the memory is seen. Times are medians; spread is (third - first quartile) / median.
+ * Every kernel alternates with triad, a[i] += s * b[i], in the same run and by the same threads. Triad writes only
+ * lines that it has read, so it moves exactly 12 bytes an element. bound_ratio = (bytes of the kernel / bandwidth of
+ * triad) / time of the kernel; at the memory bound it is 1. Case "flat" is one array of n elements, and "many" is the
+ * same elements as arrays of 8192. Case "cached" is 4096 elements repeatedly in one thread, which measures arithmetic
+ * instead of memory. Times are medians. spread is (third - first quartile) / median.
  */
 #include "pool.h"
 
@@ -34,7 +35,7 @@ struct bench {
     struct dsc_optim_tensor *tensors;
 };
 
-/* What is timed. */
+/* The optimizer step or flat pass that is timed. */
 struct subject {
     const char *kernel;
     const char *dtypes;
@@ -146,7 +147,7 @@ static void run_widen(const struct subject *subject, struct bench *bench, int64_
     require(dsc_flat_cast(&src, &dst, par));
 }
 
-/* One run over n elements, as tensors of tensor_elems. */
+/* Runs the subject once over n elements, in tensors of tensor_elems elements. */
 static void run_subject(const struct subject *subject, struct bench *bench, int64_t n, int64_t tensor_elems, const struct dsc_par *par)
 {
     int64_t n_tensors = 0;
@@ -219,7 +220,10 @@ static void measure_cases(const struct subject *subject, struct bench *bench)
 
 static const char *const dtype_names[] = {"f32", "bf16", "f16"};
 
-/* f32 throughout; f32 master with 16-bit gradient and copy; the same with bf16 moments. */
+/*
+ * Measures three mixes of dtypes: f32 throughout; f32 masters with 16-bit gradient and copy; and the second mix with
+ * bf16 moments.
+ */
 static void measure_optimizer(const struct dsc_optim_kind *kind, struct bench *bench)
 {
     static const dsc_dtype mixes[][3] = {

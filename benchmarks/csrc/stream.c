@@ -1,9 +1,10 @@
 /*
- * The memory bound of an optimizer step: a pass that reads and writes exactly the step's bytes, on as many threads of
- * the same pool, over the arrays of the measured process, and computes next to nothing.
+ * The memory bound of an optimizer step: a pass that reads and writes exactly the bytes of the step and computes next
+ * to nothing. It runs over the arrays of the measured process, on the same number of pool threads.
  *
- * Built by `make -C csrc stream` as a library of its own for benchmarks/stream.py; no part of the package. The pass leaves every value as it was (but for the sign of
- * a zero): a scale of 1 and an addition of 0 whose operands the compiler does not know, and copies that are the parameters rounded to bf16.
+ * `make -C csrc stream` builds this as a separate library for benchmarks/stream.py. It is no part of the package. The
+ * pass keeps every value, except that the sign of a zero may change: it multiplies by 1 and adds 0, and the compiler
+ * does not know these operands. Copies become the parameters rounded to bf16.
  */
 #include "dsc/dsc.h"
 
@@ -61,7 +62,7 @@ static inline uint16_t narrow(float value)
 
 #define LANES 16
 
-/* Sums in lanes, so that the loop is as wide as the machine and not as long as a chain of additions. */
+/* Sums in lanes, so that the loop uses the width of the machine and does not wait for a chain of additions. */
 PER_ISA static double sumsq_f32(const float *restrict g, int64_t n)
 {
     float lanes[LANES] = {0};
@@ -115,8 +116,8 @@ UPDATE(update_bf16, uint16_t, widen, 0)
 UPDATE(update_bf16_copy, uint16_t, widen, 1)
 
 /*
- * Finds the part that holds a chunk of the pass, and the chunk's range in it. Parts are cut into chunks one after the
- * other, so that a pass over many small parts is one piece of work too.
+ * Finds the part that holds a chunk of the pass, and the chunk's range in it. All parts are cut into consecutive
+ * chunks, so that a pass over many small parts is also shared among threads.
  */
 static const struct stream_part *find(const struct pass *pass, int64_t chunk, int64_t *out_begin, int64_t *out_n)
 {
@@ -168,15 +169,16 @@ static void update_body(void *arg, int64_t first, int64_t last)
     }
 }
 
-/* As many threads as the process's own pool has. */
+/* Sets the number of threads, which should equal the size of the process's own pool. */
 DSC_API dsc_status stream_resize(int32_t n_threads)
 {
     return dsc_pool_resize(n_threads);
 }
 
 /*
- * One pass for the norm, if wanted, over all gradients, and then one over everything: per element the gradient (twice), param and both states both ways, and the copy.
- * one is 1 and zero is 0; *out_sumsq is the sum of the squares of the gradients (0 without the norm). DSC_ENOMEM without memory for the plan, 16 bytes a chunk.
+ * With with_norm, a first pass reads all gradients. The main pass reads the gradient, reads and writes the parameter
+ * and both states, and writes the copy of each element. Pass one = 1 and zero = 0. *out_sumsq is the sum of the squares
+ * of the gradients (0 without the norm). Returns DSC_ENOMEM if there is no memory for the plan of 16 bytes a chunk.
  */
 DSC_API dsc_status stream_step(const struct stream_part *parts, int64_t n_parts, int32_t with_norm, float one, float zero, double *out_sumsq)
 {

@@ -1,13 +1,13 @@
 """How much of full recomputation's cost does an activation budget half way between keeping and recomputing everything
 take?
 
-A GPT of 12 layers in one process, fp32, forward and backward in turns: all layers kept, all recomputed, and the budget.
-The share is the time that the budget adds, divided by the time that recomputing everything adds. Each of five blocks
-gives the ratio of the medians of differences within its rounds; the share is the median of the blocks. Attention is the
-larger part of a layer, and freed memory is reused, so page faults do not hide the time of recomputation. Times are
-processor time of one thread: other programs add little to it. Peaks are bytes of live tensors, less the peak of a step
-that recomputes everything, plus the smallest budget.
-``kept_layer_us``: a call, with a graph, of a layer that the plan keeps, beside the layer's own.
+A GPT of 12 layers in one process, fp32, forward and backward. Three contenders take turns: all layers kept, all layers
+recomputed, and the budget. The share is the time that the budget adds, divided by the time that recomputing everything
+adds. Each of five blocks gives the ratio of the medians of differences within its rounds; the share is the median of
+the blocks. Attention is the larger part of a layer, and freed memory is reused, so page faults do not hide the time of
+recomputation. Times are processor time of one thread: other programs add little to it. Peaks are bytes of live tensors,
+less the peak of a step that recomputes everything, plus the smallest budget. ``kept_layer_us`` is the time that the
+budget adds to a call, with a graph, of a layer that the plan keeps.
 Run: python -m benchmarks.deepspeed_c.activation_budget [--rounds 7] [--width 128] [--tokens 1024]
 """
 
@@ -126,8 +126,8 @@ def kept_layer_us() -> float:
 
 
 def plan_of_many(rounds: int) -> dict[str, float]:
-    """Time the plan of 1,000 different layers with 20 operators of 4 choices each, and bound its gap: the time that it
-    adds above the least possible, as a share of the time of all operators.
+    """Time the planning of 1,000 different layers with 20 operators of 4 choices each, and bound the gap of the plan.
+    The gap is the time that the plan adds above the least possible, as a share of the time of all operators.
     """
     generator = torch.Generator().manual_seed(0)
     sizes, times = (torch.randint(1, 1 << 20, (1000, 20), generator=generator).tolist() for _ in range(2))

@@ -1,9 +1,10 @@
 """How much time and memory do recomputed layers take, beside torch's own checkpoint, and with their inputs in a file or
 cut over ranks?
 
-Twelve layers that keep 96 MiB each, or an input of 16 MiB if they are recomputed. One step of forward and backward of each way in turn, in one process; peaks are live
-bytes (`benchmarks/live_bytes.py`) of another step. With two ranks: cut over them, against recomputed, and the peak of
-resident memory of one more step. The wrapper's own cost is measured by calls without a graph, which recompute nothing.
+Twelve layers keep 96 MiB each, or an input of 16 MiB if they are recomputed. The contenders take turns in one process
+with one step of forward and backward each. Peaks are live bytes (`benchmarks/live_bytes.py`) of a separate step. Two
+ranks compare inputs that are cut over the ranks with inputs that are not, and also measure the peak of resident memory
+of one more step. The cost of the wrapper is measured by calls without a graph, which recompute nothing.
 Run: python -m benchmarks.deepspeed_c.activation_checkpointing [--folder DIR]
 or:  python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.activation_checkpointing
 """
@@ -36,7 +37,9 @@ N_CALLS = 20_000
 
 
 class Layer(nn.Module):
-    """A layer that keeps its input, the normalised input, and twice the double width: six inputs."""
+    """A layer that keeps its input, the normalised input, and two tensors of double width: together as much as six
+    inputs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,8 +61,8 @@ def make_step(call: Callable, rows: int, losses: list[float]) -> Callable[..., N
     torch.manual_seed(1)
     layers = nn.ModuleList(Layer() for _ in range(LAYERS))
     x = torch.randn(rows, WIDTH)
-    # The input is no leaf, like an embedding's output: the graph itself would hold a leaf even if the first layer's
-    # input is not kept.
+    # The input is no leaf, like the output of an embedding. The graph would hold a leaf even if the first layer's input
+    # were not kept.
     shift = nn.Parameter(torch.zeros(WIDTH))
 
     def step(between: Callable[[], None] = lambda: None) -> None:

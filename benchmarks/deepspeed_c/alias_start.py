@@ -1,10 +1,11 @@
 """How much time does the name `deepspeed` take: the command in front of a process, the folder on its path, and the
 check whether there is a DeepSpeed?
 
-Processes are timed from the outside until they have ended; contenders alternate, and the added time is the difference
-of two processes of the same round. The check is the same as in transformers' ``is_deepspeed_available`` (spec and
-metadata), made for the first time in a fresh interpreter, beside the same check for torch, which is installed. Run:
-python -m benchmarks.deepspeed_c.alias_start [--rounds 21]
+Processes are timed from the outside until they have ended. Contenders alternate, and the added time is the difference
+between two processes of the same round. The check is that of transformers' ``is_deepspeed_available`` (spec and
+metadata), made for the first time in a fresh interpreter. It is compared with the same check for torch, which is
+installed.
+Run: python -m benchmarks.deepspeed_c.alias_start [--rounds 21]
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def seconds_of(command: list[str], environ: dict[str, str]) -> float:
 
 
 def asked(name: str, environ: dict[str, str]) -> float:
-    """Return the seconds of the check, which must not import the package."""
+    """Return the seconds of the check for a package. The check must not import the package."""
     done = subprocess.run(
         [sys.executable, "-c", QUESTION.format(name=name)],
         env=environ,

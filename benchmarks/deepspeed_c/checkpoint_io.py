@@ -1,10 +1,11 @@
 """How fast does an engine with 2 GB of fp32 Adam states on 2 gloo ranks save and load, against fio and torch.distributed.checkpoint, and how long does an asynchronous save stop it?
 
-All contenders run in turn in the same processes and folder, fsync included; each round times each once, and every save
-makes new files. The bound of a save and a load is fio's rate with as many bytes, sequentially, O_DIRECT, 1 MiB blocks:
-the best of two engines, 1 to 4 jobs and two depths in that round. The bound of the stall is copying as many bytes in
-memory on all ranks at once. ``load_other_world`` loads the same states as one process would have saved them. At stage 2
-a load ends with gathering the weights, which is no work of the disk.
+All contenders run in turn in the same processes and folder, fsync included. Each round times each contender once, and
+every save makes new files. The bound of a save and of a load is fio's rate for the same number of bytes (sequential,
+O_DIRECT, 1 MiB blocks): the best of two engines, 1 to 4 jobs and two depths in that round. The bound of the stall is
+the time to copy the same number of bytes in memory on all ranks at once. ``load_other_world`` loads the same states
+from a checkpoint as one process saves it. At stage 2 a load ends with a gather of the weights, in which the disk has no
+part.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.checkpoint_io DIR
 """
 
@@ -90,7 +91,7 @@ def compare(args: argparse.Namespace, stage: int) -> None:
         return time.perf_counter() - begin
 
     def clear(name: str) -> None:
-        """Delete a save outside the timed part: gigabytes take the file system long."""
+        """Delete a save outside the timed part, because the file system takes long to delete gigabytes."""
         if rank == 0:
             shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
 
@@ -103,7 +104,7 @@ def compare(args: argparse.Namespace, stage: int) -> None:
         dcp.save(mine, storage_writer=dcp.FileSystemWriter(path, sync_files=True))
 
     def copy_in_memory() -> float:
-        """Return the slowest rank's seconds, as for the stall."""
+        """Return the seconds of the slowest rank, as the stall does."""
         dist.barrier()
         begin = time.perf_counter()
         target.copy_(source)
@@ -168,7 +169,7 @@ def compare(args: argparse.Namespace, stage: int) -> None:
     stalls: list[list[float]] = [[]] * world
     dist.all_gather_object(stalls, stall)
     engine.close()
-    # The first round makes the snapshot's buffer.
+    # The first round allocates the buffer of the snapshot, so it is skipped below.
     times["stall"] = [max(s[i] for s in stalls) for i in range(args.rounds)]
     dist.barrier()
     if rank == 0:
@@ -181,7 +182,7 @@ def compare(args: argparse.Namespace, stage: int) -> None:
             ("stall", "memcpy", "ratio_to_memcpy"),
         ):
             skip = 1 if name == "stall" and args.rounds > 1 else 0
-            # Ratios of speeds where the disk is the bound, ratios of times elsewhere.
+            # These are ratios of speeds if the disk is the bound, and otherwise ratios of times.
             found = [
                 b / a if "fio" in key or "dcp" in key else a / b for a, b in zip(times[name][skip:], times[peer][skip:])
             ]

@@ -1,8 +1,9 @@
 """How long do collectives between the ranks of one host take through shared memory, and how long over gloo?
 
-Each operation and size by turns: over gloo, through shared memory from memory of the arena (which the other ranks read
-in place), and from any other (staged). Times are the slowest rank's, from a barrier to its own end. The bound is the
-time of passes over as many bytes of a rank's own memory, on all ranks at once.
+For each operation and size, three contenders take turns: gloo, shared memory with data in the arena (which the other
+ranks read in place), and shared memory with data elsewhere (staged). A time is that of the slowest rank, from a barrier
+to the end of the rank's call. The bound is the time of passes over the same number of bytes in a rank's own memory, on
+all ranks at once.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.comm_ops
 """
 
@@ -34,7 +35,7 @@ def connect() -> _C.ShmGroup:
 
 
 def contenders(group: _C.ShmGroup, op: str, n: int) -> dict[str, tuple[torch.Tensor, Callable[[], object]]]:
-    """Return each contender's tensor (n float32 elements) and its call, which returns when it is done."""
+    """Return each contender's tensor (n float32 elements) and its call, which blocks until the operation is done."""
     world, rank = dist.get_world_size(), dist.get_rank()
     mine = slice(rank * (n // world), (rank + 1) * (n // world))
     block: _C.ShmBuffer = group.empty(4 * n)
@@ -65,9 +66,11 @@ def contenders(group: _C.ShmGroup, op: str, n: int) -> dict[str, tuple[torch.Ten
 
 
 def bound_of(op: str, n: int, group: _C.ShmGroup, repeats: int) -> Callable[[], float]:
-    """Time passes over a rank's own memory that read and write as much as ``op`` has to. Of the slices that it adds up, a
-    rank reads one of each rank, and writes one, or with an all-reduce all of them. An all-gather copies the slices of the
-    other ranks."""
+    """Return a call that times passes over a rank's own memory, which read and write as much as ``op`` must.
+
+    In a reduction a rank reads one slice of each rank and writes one slice. In an all-reduce it writes all slices. In
+    an all-gather a rank copies the slices of the other ranks.
+    """
     world = dist.get_world_size()
     one, other = torch.ones(n // world), torch.ones(n // world)
     add, copy = partial(torch.add, one, other, out=one), partial(one.copy_, other)

@@ -1,12 +1,14 @@
 """How close is engine.step() (norm, unscale, clip, overflow check, AdamW, bf16 copy) to one pass over its memory?
 
-bf16, stages 1 and 2, 67M parameters. On one rank the bound is a C pass that reads and writes the same 30 bytes a parameter in the same way (the gradient once for the norm and once for the update;
-master and two moments both ways; the bf16 weight) over the same tensors, on as many threads. Each of the two follows a
-real backward pass, in turn, and never the other contender, so that the caches are as a training step leaves them. On
-two ranks the timed part hands all gradients to their hooks, which reduce them, and calls engine.step() with its
-gathers; no computation runs beside to hide them. It is compared with its parts one after the other: the same
-collectives bare, then the C pass over the rank's shard.
-Run: python -m benchmarks.deepspeed_c.engine_step [--params 67e6], or with python -m torch.distributed.run --nproc-per-node 2 -m in front
+bf16, stages 1 and 2, 67M parameters. On one rank the bound is a C pass over the same tensors, on the same number of
+threads. The pass moves the same 30 bytes a parameter: it reads the gradient once for the norm and once for the update,
+reads and writes the master and two moments, and writes the bf16 weight. Step and pass take turns, and each follows a
+real backward pass, so that the caches are in the state that a training step leaves. On two ranks the timed part hands
+all gradients to their hooks, which reduce them, and calls engine.step(), which gathers. No computation runs at the same
+time to hide the collectives. It is compared with its parts one after the other: the bare collectives, then the C pass
+over the rank's shard.
+Run: python -m benchmarks.deepspeed_c.engine_step [--params 67e6]
+or:  python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.engine_step [--params 67e6]
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def timed_step(engine) -> float:
 
 
 def timed_bound(engine) -> float:
-    """Return the seconds of the C pass over the tensors of the coming step; then make the step, untimed."""
+    """Time the C pass over the tensors of the next step, then run the step untimed. Return the seconds of the pass."""
     seconds, sumsq = stream_step(step_parts(engine), with_norm=True)
     engine.step()
     norm = engine.get_global_grad_norm()
@@ -113,7 +115,7 @@ def one_rank(n_params: int, stage: int, rounds: int) -> None:
 
 
 def hand_over(engine, gradients: list[torch.Tensor]) -> None:
-    """Hand over gradients in the order of a backward pass, without its computation."""
+    """Hand gradients to their hooks in the order of a backward pass, without the computation."""
     reducer = engine._optimizer.reducer
     reducer.begin_backward(is_boundary=True, factor=1.0)
     for slot, gradient in zip(reversed(reducer.slots), gradients, strict=True):
@@ -128,7 +130,7 @@ def reduced_step(engine, gradients: list[torch.Tensor]) -> None:
 
 
 def make_parts_of_it(engine) -> Callable[[], None]:
-    """Return a call that runs the collectives of a step, with their own buffers, and the pass."""
+    """Return a call that runs the collectives of a step, in separate buffers, and then the C pass."""
     optimizer = engine._optimizer
     comm, pairs, weights = optimizer.comm, [], []
     for unit in optimizer.units:
@@ -179,7 +181,7 @@ def two_ranks(n_params: int, stage: int, rounds: int) -> None:
         for name in in_turn(list(contenders), round_):
             seconds = timed(contenders[name])
             if name == "step":
-                # The mean of the ranks' gradients, so they have been reduced.
+                # The norm of the mean of the ranks' gradients shows that the gradients were reduced.
                 expected = 1e-3 * (world + 1) / 2 * math.sqrt(n)
                 norm = engine.get_global_grad_norm()
                 require(math.isclose(norm, expected, rel_tol=1e-2), f"the norm is that of the mean: {norm}, {expected}")

@@ -1,7 +1,9 @@
 """How much longer does a training step take while the FLOPs profiler counts it?
 
-A step of the 29M-parameter GPT in fp32, and one of 200 layers of 64 x 64, where steps are short and have many operators: forward, backward and optimizer. The
-kinds of step alternate on one engine. "bare_mode" is a step under a dispatch mode that only passes each operator on: the bound of any counter that sees all operators. The count must equal the formula of the products. Text is not written.
+A step is forward, backward and optimizer, of the 29M-parameter GPT in fp32 and of 200 layers of 64 x 64, whose steps
+are short and have many operators. Steps with and without the profiler alternate on one engine. "bare_mode" is a step
+under a dispatch mode that only passes each operator on, which is the bound of any counter that sees all operators. The
+count must equal the formula for matrix products. The profiler prints no report.
 Run: python -m torch.distributed.run --nproc-per-node 1 -m benchmarks.deepspeed_c.flops_step
 """
 
@@ -22,11 +24,11 @@ from benchmarks.deepspeed_c.train_step import BATCH, LENGTH, VOCAB, Gpt
 from benchmarks.measure import in_turn, machine, median_spread, ratios, require
 from deepspeed_c.profile.flops import FlopsProfiler
 
-LR = 1e-6  # one batch is seen again and again: once learnt, its gradients are denormal numbers, and steps slow down
+LR = 1e-6  # small: steps repeat one batch, and once it is learnt, its gradients are denormal and steps slow
 
 
 class Bare(TorchDispatchMode):
-    """Sees each operator and does nothing with it: no counter of operators is faster."""
+    """Passes each operator on and does nothing else. No counter of operators is faster."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -45,7 +47,10 @@ def seconds_of_bare(engine, batch: torch.Tensor) -> float:
 
 
 def seconds_of(engine, batch: torch.Tensor, profiler: FlopsProfiler | None = None) -> float:
-    """One step; the profiler counts its forward and backward, as the section ``flops_profiler`` has it do."""
+    """Return the seconds of one step.
+
+    A profiler counts forward and backward, like the one that section ``flops_profiler`` turns on.
+    """
     begin = time.perf_counter()
     if profiler is not None:
         profiler.start_profile()

@@ -1,10 +1,11 @@
 """How much less do two hosts with two ranks each send, and how much faster are they, when a tensor leaves a host once (shared memory inside, gloo between), against gloo alone?
 
-Hosts are network namespaces of this machine on a switch; each host's rate is shaped to 1 Gbit/s (tc tbf). First
-collectives of fp32, by turns; then steps of a model at ZeRO stage 3, which gathers all weights twice, with ``"comm":
-{"local": "auto"}`` and ``"off"`` in the same processes. The kernel counts the bytes on the device of host 0, headers
-included; the least is half of the tensor for a reduce-scatter or an all-gather, and half of the bytes that a step
-gathers and reduces: the weights three times, but for the last layer's second gather. Losses have to be the same.
+Hosts are network namespaces of this machine on a switch. The rate of each host is shaped to 1 Gbit/s (tc tbf). First
+fp32 collectives take turns. Then steps of a model at ZeRO stage 3, which gathers all weights twice, take turns with
+``"comm": {"local": "auto"}`` and ``"off"`` in the same processes. The kernel counts the bytes on the device of host 0,
+headers included. The least possible for a reduce-scatter or an all-gather is half of the tensor. The least for a step
+is half of the bytes that it gathers and reduces: three times the weights, less the second gather of the last layer.
+Losses have to be the same.
 Run as root: python -m benchmarks.deepspeed_c.hosts_step
 """
 
@@ -31,7 +32,7 @@ HOSTS = (0, 0, 1, 1)
 CONTENDERS = {"shm+gloo": "auto", "gloo": "off"}
 RATE = "1gbit"
 WARMUP = 2
-# Limit on a host's sent bytes over the least, acknowledgements and headers included.
+# Limit on (bytes that a host sends, with acknowledgements and headers) / (least possible bytes).
 MOST_OVER_LEAST = 1.1
 
 
@@ -41,7 +42,7 @@ def n_bytes_sent() -> int:
 
 
 class Count:
-    """Seconds and sent bytes of this host, for each contender's rounds."""
+    """The seconds and the bytes sent by this host, for each round of each contender."""
 
     def __init__(self, calls: dict[str, Callable[[], Any]], rounds: int) -> None:
         self.seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -152,7 +153,8 @@ def measure_step(width: int, layers: int, rounds: int) -> dict[str, Any]:
     for name, engine in engines.items():
         require_weights_sharded(engine, 1.0, (n_gathers(engine) - first[name]) / n_steps)
         carried = ledger.carried[name] / n_steps
-        # All weights in forward, gradients, and weights in backward but for the last layer's, which are still there.
+        # A step sends all weights in forward, all gradients, and the weights in backward except the last layer's, which
+        # are still gathered.
         least = 4 * (3 * numel - width * width)
         require(
             least <= carried <= 1.02 * 3 * 4 * numel,

@@ -1,10 +1,11 @@
 """How long does importing everything for training take, against importing torch alone (and DeepSpeed)?
 
-Each import runs in a fresh interpreter and is timed inside it, without the interpreter's own start; contenders take turns in an order that changes with the round. ``import deepspeed_c`` by itself
-loads nothing before it is used (and has byte code on disk, like an installed package), so the timed part is the import
-and everything that ``initialize`` needs: the engine, the operators and torch have to be there afterwards. Printed bytes
-are counted. DSC_PEER_PYTHON, the interpreter of an environment with DeepSpeed and the same torch, adds that, against
-the torch of its own environment.
+Each import runs in a fresh interpreter and is timed inside it, without the interpreter's start. Contenders take turns
+in an order that changes with the round. ``import deepspeed_c`` alone loads no part before its use. The timed part is
+therefore the import and everything that ``initialize`` needs: the engine, the operators and torch have to be loaded
+afterwards. The package has byte code on disk, like an installed package. Printed bytes are counted. DSC_PEER_PYTHON
+names the interpreter of an environment with DeepSpeed and the same torch. It adds DeepSpeed as a contender, compared
+with the torch of that environment.
 Run: python -m benchmarks.deepspeed_c.import_time [--rounds 7]
 """
 
@@ -29,7 +30,7 @@ missing = {} - set(sys.modules)
 print("\\n", seconds, sys.modules["torch"].__version__, *missing)
 """
 
-# Name -> (statement, modules that are there afterwards, contender whose time divides its own).
+# Name -> (statement, modules that it must load, contender whose time is the divisor of the ratio).
 OURS = {
     "torch": ("import torch", {"torch"}, "torch"),
     "deepspeed_c": (
@@ -58,7 +59,7 @@ class Import(NamedTuple):
 
 def timed_import(python: str, statement: str, modules: set[str]) -> Import:
     program = TIMED.format(statement, modules)
-    # Without byte code ours would be compiled each time, and torch, which was installed with its own, would not.
+    # This variable would let our package be compiled on each import, while torch has byte code from its installation.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
         [python, "-c", program], check=True, capture_output=True, timeout=TIMEOUT_SECONDS, text=True, env=environment

@@ -1,7 +1,8 @@
 """How much host memory does constructing a 1B-parameter model under ``zero.Init`` take on each of 4 processes, against its shard plus its largest tensor?
 
-The model is a stack of 60 bias-free 4096 x 4096 layers in bf16 (1.007e9 parameters, 2.0 GB whole). Each process measures the rise of its peak resident memory
-from just before the context to just after, with the peak reset before. The bound is 2 bytes x parameters / ranks + the largest tensor.
+The model is a stack of 60 bias-free 4096 x 4096 layers in bf16 (1.007e9 parameters, 2.0 GB whole). Each process resets
+its peak just before the context, and measures the rise of its peak resident memory until just after the context. The
+bound is 2 bytes x parameters / ranks + the largest tensor.
 Run: python -m torch.distributed.run --nproc-per-node 4 -m benchmarks.deepspeed_c.init_memory
 """
 
@@ -63,7 +64,7 @@ def main() -> None:
             "peak_mb": [round(r / 1e6, 1) for r in rises],
             "shard_mb": round(shard / 1e6, 1),
             "largest_tensor_mb": round(largest / 1e6, 1),
-            # The rank with the largest rise counts; the smallest rise stands beside it.
+            # The largest rise of a rank counts. The row also shows the smallest.
             **bound("ratio_to_bound", [max(rises)], [shard + largest]),
             "ratio_to_bound_min": round(min(rises) / (shard + largest), 4),
             "machine": machine(),

@@ -1,8 +1,11 @@
 """How many microseconds does the engine take for each gradient, bucket and gather unit, besides sending?
 
-200 layers of 64 x 64 on 2 ranks, each layer a bucket (and at stage 3 a gather unit) of its own, stages 1, 2 and 3, and 3 with ``comm.zero_copy_gather``. The calls that autograd's and the
-modules' hooks end in are timed one by one in real steps: a gradient that is handed over, a bucket that is started, waiting for one, a unit that is started, waited for and pointed at, and
-released. Each without the others that it calls. Waiting has the other rank's time in it; all else is this rank's own. Buckets hold 4160 elements, so that copying takes little of it.
+200 layers of 64 x 64 on 2 ranks, at stages 1, 2 and 3, and at stage 3 with ``comm.zero_copy_gather``. Each layer is a
+separate bucket, and at stage 3 a separate gather unit. The calls behind the hooks of autograd and of modules are timed
+one by one in real steps: handing over a gradient, starting a bucket, waiting for a bucket, starting a unit, waiting for
+a unit and pointing parameters at it, and releasing a unit. The time of a call excludes timed calls within it. Waits
+include time of the other rank; all other figures are this rank's own. Buckets hold 4160 elements, so that copies take
+little time.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.launch_overhead
 """
 
@@ -31,7 +34,7 @@ from deepspeed_c.zero.weights.gather_unit import GatherUnit
 
 LAYERS, ELEMS = 200, 64 * 64 + 64
 WARMUP = 5
-# Name of a figure -> the timed method; for a gradient, the hook that autograd calls.
+# Name of a figure -> the timed method. For gradients this is the hook that autograd calls.
 GRADIENT = "gradient"
 TIMED: dict[str, tuple[type, str]] = {
     "bucket_start": (Bucket, "reduce"),
@@ -50,8 +53,10 @@ CONTENDERS: dict[str, tuple[int, dict | None]] = {
 
 @contextmanager
 def timed() -> Iterator[dict[str, list[float]]]:
-    """Time each gradient's hook and each call of the methods of ``TIMED``, by figure, without nested calls, in engines
-    that are made within the context."""
+    """Time each gradient hook and each call of the methods in ``TIMED``, without nested calls, by figure.
+
+    Covers engines that are made within the context.
+    """
     found: dict[str, list[float]] = {name: [] for name in (GRADIENT, *TIMED)}
     within = [0.0]  # for each running call, the seconds of calls within it
 

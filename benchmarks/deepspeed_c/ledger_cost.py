@@ -1,8 +1,9 @@
 """How large a part of a training step do the collective ledger and its watchdog take?
 
-Counted, not subtracted: a difference of 1 % is less than a step's own spread. The time of one entry (entered, waited for, done) is measured by
-itself, and multiplied by the entries of a step of the 29M-parameter GPT, and of 200 layers of 64 x 64, where steps are short. The watchdog, which looks
-at the store every 5 s, is charged with the time of one look as a part of these. Two gloo ranks, fp32.
+A difference of two step times would not show 1 %, because steps vary by more. Instead the time of one entry (entered,
+waited for, done) is measured alone. It is multiplied by the number of entries in a step of the 29M-parameter GPT, and
+in a step of 200 layers of 64 x 64, whose steps are short. The watchdog looks at the store every 5 s, so it is charged
+with the time of one look divided by 5 s. Two gloo ranks, fp32.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.ledger_cost
 """
 
@@ -29,7 +30,7 @@ N_LOOKS = 200
 
 
 def entry_seconds() -> float:
-    """Return the seconds of one entry, as ``Collectives`` and ``Work`` make it."""
+    """Return the seconds of one entry, made like ``Collectives`` and ``Work`` make entries."""
     ledger = Ledger("benchmark", range(2))
     ledger.phase = "forward"
     begin = time.perf_counter()

@@ -1,8 +1,9 @@
 """How much memory do the model states of a rank take, at their peak, against the ZeRO paper's formula?
 
-bf16 with fp32 Adam on N ranks: 16 bytes per parameter at stage 0, 4 + 12/N at stage 1, 2 + 14/N at stage 2 (arXiv 1910.02054, section 5). A stack of
-linear layers (67M parameters) on a batch of one has next to no activations, so the growth of the peak resident set from before the model is made until
-after three steps is states, buffers and memory that the allocator keeps. Each stage runs in processes of its own.
+bf16 with fp32 Adam on N ranks: 16 bytes per parameter at stage 0, 4 + 12/N at stage 1, 2 + 14/N at stage 2 (arXiv
+1910.02054, section 5). The model is a stack of linear layers (67M parameters). A batch of one has next to no
+activations. The measure is the growth of the peak resident set from before the model is made until after three steps.
+This growth consists of states, buffers and memory that the allocator keeps. Each stage runs in separate processes.
 Run: python -m benchmarks.deepspeed_c.memory [--ranks 2] [--params 67e6]
 """
 
@@ -33,7 +34,7 @@ def rank_main(stage: int, n_params: int) -> None:
     from benchmarks.engines import require_states_sharded
 
     deepspeed_c.init_distributed()
-    # Everything that loads lazily, loads before the baseline.
+    # This engine loads all lazy imports before the baseline is taken.
     warm = deepspeed_c.initialize(model=torch.nn.Linear(8, 8), config=config(stage))[0]
     warm.backward(warm(torch.ones(1, 8, dtype=torch.bfloat16)).sum())
     warm.step()

@@ -1,9 +1,10 @@
 """How much memory do the model states of a rank take by stage and number of ranks, against 16/N bytes per parameter, and did the planner know?
 
-bf16 with fp32 AdamW, a stack of linear layers of 60M parameters on a batch of one row, so that activations are some kilobytes. Live tensor bytes are looked at
-after every operator, all in bytes per parameter: the peak of three training steps, the states that lie between steps, and the peak of ``initialize``, which holds
-the fp32 weights as they were given. The rest of the peak is the live window: gathered weights, gradients on their way,
-and receive buffers of collectives. Writes docs/images/memory_by_stage.svg.
+bf16 with fp32 AdamW, a stack of linear layers of 60M parameters on a batch of one row, so that activations are some
+kilobytes. Live tensor bytes are measured after every operator, and given in bytes per parameter: the peak of three
+training steps, the states between steps, and the peak of ``initialize``, which also holds the given fp32 weights. The
+part of the peak above the states is the live window: gathered weights, gradients before their reduction, and receive
+buffers of collectives. Writes docs/images/memory_by_stage.svg.
 Run: python -m benchmarks.deepspeed_c.memory_by_stage [--ranks 1 2 4 8] [--params 60e6]
 """
 
@@ -43,7 +44,7 @@ def make_model(n_params: int):
 
 
 def rank_main(n_params: int) -> None:
-    """Measure all stages, one engine after the other."""
+    """Measure all stages with one engine after the other."""
     import torch
     import torch.distributed as dist
 
@@ -68,7 +69,7 @@ def rank_main(n_params: int) -> None:
             expected = n_whole if stage == 3 and dist.get_world_size() > 1 else 0
             require(n_sharded == expected, f"{expected} elements of weights are sharded at stage {stage}: {n_sharded}")
             with live.phase("states"):
-                # The states between steps, without the buffers that are kept for the next step.
+                # Count the states between steps without the buffers that are kept for the next step.
                 engine._optimizer.reducer.drop_spare_buffers()
                 if engine._optimizer.fetcher is not None:
                     engine._optimizer.fetcher.pool.clear()

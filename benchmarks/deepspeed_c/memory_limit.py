@@ -1,7 +1,9 @@
 """Does a model train in half of the memory that its states take, and to the same losses, with masters and moments on NVMe?
 
-Two runs of the same steps in processes of their own: one in memory without a limit, one in a memory cgroup whose limit is half of 18 bytes a parameter (bf16 weights, fp32
-gradients, masters and moments) with ``offload_optimizer`` on NVMe. Needs the right to make a cgroup. Run: python -m benchmarks.deepspeed_c.memory_limit [DIR] [--params 200e6]
+Two runs make the same steps in separate processes. One has no memory limit. The other uses ``offload_optimizer`` on
+NVMe in a memory cgroup whose limit is half of 18 bytes a parameter (bf16 weights, fp32 gradients, masters and moments).
+The benchmark needs permission to make a cgroup.
+Run: python -m benchmarks.deepspeed_c.memory_limit [DIR] [--params 200e6]
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ STEPS = 4
 
 @contextlib.contextmanager
 def memory_cgroup(limit: int) -> Iterator[tuple[str, str]]:
-    """Make a memory cgroup, of version 1 or 2; yields the paths of (its list of processes, its peak in bytes)."""
+    """Make a memory cgroup, of version 1 or 2.
+
+    Yields the paths of (the file with its processes, the file with its peak in bytes).
+    """
     is_v1 = os.path.isdir("/sys/fs/cgroup/memory")
     path = f"/sys/fs/cgroup/{'memory/' if is_v1 else ''}dsc_memory_limit_{os.getpid()}"
     os.mkdir(path)
@@ -38,7 +43,8 @@ def memory_cgroup(limit: int) -> Iterator[tuple[str, str]]:
 
 
 def join_cgroup(procs: str) -> Callable[[], None] | None:
-    """Return the first call of a new process, which joins the cgroup with this list of processes; None for ""."""
+    """Return the function that a new process calls first to join the cgroup with this file of processes; None for "".
+    """
 
     def join() -> None:
         with open(procs, "w") as file:

@@ -1,9 +1,11 @@
 """How long does a training thread wait while the events of one step go to CSV files and TensorBoard, against real DeepSpeed?
 
-``MonitorMaster.write_events`` of both sides with the same sections and the same 15 events a step, in one process each, which live through the whole run and take turns. "call" is the time until
-``write_events`` returns. Ours hands events to a thread, so the processor time of the whole process until everything is written stands beside it: work that is only moved shows there. Between
-two steps ours waits until its thread is idle, outside of "call", as a training step would give it time. There is no result unless both sides have written each value of each step. DSC_PEER_PYTHON names the interpreter of
-an environment with DeepSpeed, the same torch and tensorboard.
+Both sides call ``MonitorMaster.write_events`` with the same sections and the same 15 events a step. Each side has one
+process, which lives through the whole run, and the sides take turns. "call" is the time until ``write_events`` returns.
+Ours hands events to a thread. The row therefore also has the processor time of the whole process until everything is
+written, in which work of the thread shows. Between two steps, outside of "call", ours waits until its thread is idle,
+because a training step would give it this time. There is no result unless both sides have written each value of each
+step. DSC_PEER_PYTHON names the interpreter of an environment with DeepSpeed, the same torch and tensorboard.
 Run: python -m benchmarks.deepspeed_c.monitor_events [--rounds 11]
 """
 
@@ -37,7 +39,7 @@ def value_of(i: int, step: int) -> float:
 
 
 def serve(is_ours: bool, folder: str) -> None:
-    """Serve as one side. The peer's environment runs it too."""
+    """Measure one side on request. The peer's environment runs this function too."""
     if is_ours:
         import deepspeed_c
 
@@ -49,7 +51,7 @@ def serve(is_ours: bool, folder: str) -> None:
     deepspeed.init_distributed("gloo")
     section = {"enabled": True, "output_path": folder, "job_name": "job"}
     master = MonitorMaster(get_monitor_config({"csv_monitor": section, "tensorboard": section}))
-    # DeepSpeed's has neither: it has written when its call returns.
+    # DeepSpeed's monitor has neither function: it has written everything when the call returns.
     flush = master.flush if is_ours else lambda: None
     n_steps = 0
 

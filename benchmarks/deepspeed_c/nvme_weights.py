@@ -1,10 +1,10 @@
 """How much more memory does a rank take at its peak with weights on NVMe beside states, than with states there alone?
 
-Stage 3, fp32, one rank, a stack of 12 linear layers of 4 MB. Each of the two runs is a process of its own; the peak
-resident set counts from a warm engine's on. The bound is the size of the configured buffers:
-``offload_param.buffer_count``, and as many as ``offload_optimizer.buffer_count`` for masters, which are no longer the
-weights. States in a file need no other memory. Losses have to be the same to the bit, and the weights' file has to be
-written and read.
+Stage 3, fp32, one rank, a stack of 12 linear layers of 4 MB. Each of the two runs is a separate process. The growth of
+the peak resident set is counted from after a warm-up engine. The bound is the size of the configured buffers:
+``offload_param.buffer_count`` buffers, and ``offload_optimizer.buffer_count`` more for masters, which are separate from
+the weights then. States in a file need no further memory. Losses have to be the same to the bit, and the weights' file
+has to be written and read.
 Run: python -m benchmarks.deepspeed_c.nvme_weights [DIR] [--rounds 3]
 """
 
@@ -105,7 +105,7 @@ def main() -> None:
     line |= {
         "peak_states_mb": round(statistics.median(peak for peak, _ in peaks) / 1e6, 1),
         "peak_both_mb": round(statistics.median(peak for _, peak in peaks) / 1e6, 1),
-        "ratio_to_buffers": round(max(more) / asked, 3),  # a rank needs room for its peak: the worst round
+        "ratio_to_buffers": round(max(more) / asked, 3),  # the worst round, because a rank needs room for its peak
     }
     print(json.dumps(line | {"machine": machine()}), flush=True)
 

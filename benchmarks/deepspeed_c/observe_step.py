@@ -1,9 +1,11 @@
 """How much longer is a training step with every monitor, log and profile of the package on?
 
-The 29M-parameter GPT of ``train_step`` in fp32 on 2 gloo ranks, stages 2 and 3. On: ``jsonl``, ``csv_monitor``, ``tensorboard``, ``prometheus``, ``comms_logger``, ``wall_clock_breakdown``,
-and ``flops_profiler`` with a step that never comes. Each side has its own two processes, which live through the whole run, and the sides take turns: entries of the ledger that somebody listens to are a process' own,
-so one process with both engines would make the plain one slower. The processor time of rank 0 counts the thread that writes as well, and other programs add little to it. There is
-no result unless each backend has all steps of the run.
+The 29M-parameter GPT of ``train_step`` in fp32 on 2 gloo ranks, stages 2 and 3. On: ``jsonl``, ``csv_monitor``,
+``tensorboard``, ``prometheus``, ``comms_logger``, ``wall_clock_breakdown``, and ``flops_profiler`` with a step that
+never comes. Each side has two processes, which live through the whole run, and the sides take turns. The sides do not
+share processes, because listeners to the ledger's entries apply to a whole process and would make the plain engine
+slower. The figure is the processor time of rank 0. It includes the thread that writes, and other programs add little to
+it. There is no result unless each backend has all steps of the run.
 Run: python -m benchmarks.deepspeed_c.observe_step [--rounds 15]
 """
 
@@ -32,7 +34,7 @@ from tests.ranks import free_port
 
 RANKS, WARMUP = 2, 3
 STEPS = 3  # in a round of a side
-LR = 1e-6  # one batch is seen again and again: once learnt, its gradients are denormal numbers, and steps slow down
+LR = 1e-6  # small: steps repeat one batch, and once it is learnt, its gradients are denormal and steps slow
 LOSS = "Train/Samples/train_loss"
 NEVER = 10**9
 SIDES = ("on", "off")
@@ -52,7 +54,7 @@ def sections(folder: str, port: int) -> dict[str, Any]:
 
 
 def serve(side: str, stage: int, folder: str, port: int) -> None:
-    """Serve as one rank of one side."""
+    """Measure one rank of one side on request."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     config = {
@@ -85,7 +87,7 @@ def serve(side: str, stage: int, folder: str, port: int) -> None:
 
 
 def proofs(engine: Any, port: int) -> dict[str, Any]:
-    """Return the steps of the engine, and the numbers that its observers have."""
+    """Return the number of the engine's steps, and the counts of its monitors."""
     phases, log = engine.get_wall_clock_timers(), deepspeed_c.comm.comms_logger
     found = {"steps": engine.global_steps, "samples": engine.global_samples, "dropped": engine.monitor.n_dropped}
     found |= {"phases": phases, "calls": log.get_total_operations() if log.enabled else 0}
@@ -100,7 +102,7 @@ def proofs(engine: Any, port: int) -> dict[str, Any]:
 
 
 def require_written(folder: Path, proof: dict[str, Any], rank: int) -> None:
-    """Require that each backend has every step of a run, and nothing was dropped."""
+    """Require that each backend has every step of a run, and that nothing was dropped."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # only this side needs it
 
     steps = proof["steps"]
@@ -126,7 +128,7 @@ def require_written(folder: Path, proof: dict[str, Any], rank: int) -> None:
 
 
 def start(side: str, stage: int, folder: str) -> list[Served]:
-    """Return the ranks of one side, ready."""
+    """Start the ranks of one side and return them when they are ready."""
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     environment |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     command = [sys.executable, "-m", "benchmarks.deepspeed_c.observe_step", "--serve", side]

@@ -1,13 +1,14 @@
 """How close is engine.step() with masters and moments on NVMe to the disk, and with offload to the host to one pass over memory?
 
 One rank (where stage 3 would shard nothing), bf16, AdamW with clipping, stage 2, each step after a real backward pass.
-On NVMe a step reads and writes 12 bytes a parameter; the bound is the longer of 24 bytes at fio's rate on the same
-device in the same round (reads and writes in equal parts, O_DIRECT, 1 MiB blocks; the best of two engines, 1 to 4 jobs
-and two depths) and a C pass over as many bytes of memory as the step moves. It runs in its own process, in a memory
-cgroup whose limit is half of the states' bytes (18 a parameter) and 1 GiB for the process itself, so that no cache
-hides the disk; where no cgroup can be made, without a limit and with a note. "cpu" is compared as ``engine_step`` is,
-over 34 bytes a parameter, because gradients gather in fp32 there. Run: python -m benchmarks.deepspeed_c.offload_step
-[DIR] [--params 500e6] [--only nvme]
+On NVMe a step reads and writes 12 bytes a parameter. The bound is the longer of two times. The first is that of 24
+bytes a parameter at fio's rate on the same device in the same round (reads and writes in equal parts, O_DIRECT, 1 MiB
+blocks; the best of two engines, 1 to 4 jobs and two depths). The second is that of a C pass over as many bytes of
+memory as the step moves. The NVMe case runs in a separate process in a memory cgroup, so that no cache hides the disk.
+The limit of the cgroup is half of the states' bytes (18 a parameter) and 1 GiB for the process itself. If no cgroup can
+be made, the case runs without a limit, and the row has a note. "cpu" is compared like ``engine_step``, over 34 bytes a
+parameter, because its gradients gather in fp32.
+Run: python -m benchmarks.deepspeed_c.offload_step [DIR] [--params 500e6] [--only nvme]
 """
 
 from __future__ import annotations
@@ -77,13 +78,15 @@ def moved_bytes() -> tuple[int, int]:
 
 
 def file_bytes(folder: str) -> int:
-    """Return the bytes of the files that this process has open on the folder's device; states lie in files without a
-    name."""
+    """Return the bytes of the files that this process has open on the folder's device.
+
+    States lie in files without a name.
+    """
     found = {}
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             status = os.stat(f"/proc/self/fd/{descriptor}")
-        except FileNotFoundError:  # the listing's own
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
         if stat.S_ISREG(status.st_mode) and status.st_dev == os.stat(folder).st_dev:
             found[status.st_ino] = status.st_blocks * 512

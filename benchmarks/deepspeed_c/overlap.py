@@ -1,11 +1,12 @@
 """How much of stage 3's communication hides behind computation, over a link that takes from a quarter of the
 computation's time to four times as long?
 
-Two hosts (network namespaces of this machine, links shaped by tc tbf) with a rank each. Layers compute by sleeping, as an accelerator does for the host, a third of their time in forward and two thirds in backward;
-each is gathered in forward, gathered in backward, and its gradient is reduced. Communication is the time of the same
-collectives one after the other with nothing beside them; computation is a step of the same model in plain torch on both
-ranks, which sends nothing. The bound is the longer of the two, plus the first gather and the last reduction, because
-nothing can hide them; the goal lets the longer one take 5 % more.
+Two hosts (network namespaces of this machine, links shaped by tc tbf) have one rank each. Layers sleep instead of
+computing, because an accelerator leaves the host idle in the same way. A layer sleeps a third of its time in forward
+and two thirds in backward. Each layer is gathered in forward and again in backward, and its gradient is reduced.
+Communication is the time of the same collectives one after the other, with nothing at the same time. Computation is the
+time of a step of the same model in plain torch on both ranks, which sends nothing. The bound is the longer of both,
+plus the first gather and the last reduction, which nothing can hide. The goal allows the longer one to take 5 % more.
 Run as root: python -m benchmarks.deepspeed_c.overlap [--ratios 0.25 0.5 1 2 4]
 """
 
@@ -30,7 +31,7 @@ from deepspeed_c.comm.collectives import Collectives
 HOSTS = (0, 1)
 RATE = "1gbit"
 WARMUP = 2
-# Goal: the longer of computation and communication may take this many times its own length.
+# Goal: the longer of computation and communication may take at most this factor of its own length.
 MOST = 1.05
 LR = 1e-4
 
@@ -116,7 +117,7 @@ def measure(width: int, layers: int, wanted: list[float], rounds: int) -> list[d
         return seconds[WARMUP:]
 
     gather, reduction = collectives_seconds(width, layers, rounds)
-    communication = (2 * layers - 1) * gather + layers * reduction  # the last layer's weights are still there
+    communication = (2 * layers - 1) * gather + layers * reduction  # the last layer stays gathered
     rows = []
     for ratio in wanted:
         for layer in (*model, *plain):

@@ -1,8 +1,10 @@
 """Do the phases of ``engine.get_wall_clock_timers()`` add up to the wall clock of the training loop around them?
 
-The 29M-parameter GPT of ``train_step`` in fp32 with two micro-batches a step, stages 0 to 3 on 2 gloo ranks, and a pipeline of two stages (linear layers). The phases of each step are added over a loop of steps, and
-divided by that loop's wall clock, read outside of the engine; a ratio a rank and round. Time that belongs to no named phase is "other", and would make any sum right: "other" stands in the row, and
-forward, backward and step have to be there. The benchmark's own reading of the timers is in the loop and not taken off.
+The 29M-parameter GPT of ``train_step`` in fp32 with two micro-batches a step, stages 0 to 3 on 2 gloo ranks, and a
+pipeline of two stages (linear layers). The ratio is the sum of all phases over a loop of steps, divided by the wall
+clock of the loop, which is read outside of the engine. There is one ratio for each rank and round. Time in no named
+phase counts as phase "other", which would make any sum right. The row therefore shows "other", and forward, backward
+and step must be present. The loop includes the time in which the benchmark reads the timers.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.phases
 """
 
@@ -37,7 +39,7 @@ def config(stage: int) -> dict[str, Any]:
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": 1e-6},
-        },  # slow: gradients of what is learnt are denormal numbers
+        },  # a low rate: once the batch is learnt, gradients are denormal
         "zero_optimization": {"stage": stage},
         "wall_clock_breakdown": True,
     }

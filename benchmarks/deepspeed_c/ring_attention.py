@@ -1,9 +1,10 @@
 """How much of ring attention's communication hides behind computation, over a link where a hop takes 0.8 of a block?
 
-Four hosts (network namespaces of this machine, links shaped by tc tbf) with a rank each, a causal sequence in zigzag order, bfloat16. Blocks compute by sleeping, as an accelerator does for the host, as long as
-their pairs of queries and keys ask for, and 2.5 times as long in backward; everything else is done. A forward's block
-takes the time of a hop of keys and values, measured alone, divided by 0.8. Compute alone is the same program whose
-messages are not sent.
+Four hosts (network namespaces of this machine, links shaped by tc tbf) have one rank each. The causal sequence is in
+zigzag order, in bfloat16. Blocks sleep instead of computing, because an accelerator leaves the host idle in the same
+way. A block sleeps in proportion to its pairs of queries and keys, and 2.5 times as long in backward. All other work is
+real. A block of the forward takes the time of a hop of keys and values, measured alone, divided by 0.8. Compute alone
+is the same program, but sends no messages.
 Run as root: python -m benchmarks.deepspeed_c.ring_attention [--tokens 8192 --heads 8 --ratio 0.8]
 """
 
@@ -30,7 +31,7 @@ WARMUP = 2
 
 
 class Mute(Collectives):
-    """Collectives over the same ranks that send nothing."""
+    """Collectives that send nothing, with the interface of the real ones."""
 
     def shift(self, sent: torch.Tensor, received: torch.Tensor, distance: int, *, label: str = "") -> Work:
         return Work.done()

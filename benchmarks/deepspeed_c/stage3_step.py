@@ -1,13 +1,14 @@
 """How long is a training step with sharded parameters on 2 gloo ranks, against FSDP2 (``fully_shard``) and DDP with torch's fused AdamW?
 
-Three models in fp32: the 29M-parameter GPT of ``train_step``, a 67M-parameter MLP (16 layers of 2048 x 2048), and 200 small layers (64 x 64, activations between),
-whose step is mostly bookkeeping. FSDP2 also runs with our all-gather (``set_custom_all_gather``), because gloo's own
-takes about half of its step: this compares the rest of the design. All parameters of the small layers lie below the
-default persistence threshold, so that nothing would be sharded: their "stage3" sets it to 0, and "stage3_persistent" is
-the default. All contenders run in the same processes, in an order that changes with the round; each round times one
-step of each. All losses have to be the same at every step, and the weights of "stage3" sharded and gathered in each
-step. "stage3_zero_copy" is the same with ``comm.zero_copy_gather``, where a gather sends nothing; "replica" trains by
-itself on each rank, so that nothing is ever sent.
+Three models in fp32: the 29M-parameter GPT of ``train_step``, a 67M-parameter MLP (16 layers of 2048 x 2048), and 200
+small layers (64 x 64, activations between), whose step is mostly bookkeeping. FSDP2 also runs with our all-gather
+(``set_custom_all_gather``), because gloo's all-gather takes about half of an FSDP2 step. This contender compares the
+rest of the design. All parameters of the small layers lie below the default persistence threshold, so that nothing
+would be sharded. Their "stage3" therefore sets the threshold to 0, and "stage3_persistent" has the default. All
+contenders run in the same processes, in an order that changes with the round. Each round times one step of each
+contender. All losses have to be the same at every step, and the weights of "stage3" have to be sharded, and gathered in
+each step. "stage3_zero_copy" is "stage3" with ``comm.zero_copy_gather``, with which a gather sends nothing. "replica"
+trains independently on each rank and sends nothing.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.stage3_step --model gpt|mlp|small
 """
 
@@ -59,14 +60,17 @@ MODELS = {
     "mlp": (lambda: Mlp(2048, 16, False), lambda g: torch.randn(8, 2048, generator=g)),
     "small": (lambda: Mlp(64, 200, True), lambda g: torch.randn(8, 64, generator=g)),
 }
-# Model -> keys of its "stage3".
+# Model -> additional keys of zero_optimization for its contender "stage3".
 ZERO = {"small": {"stage3_param_persistence_threshold": 0}}
 ZERO_COPY = {"local": "shm", "zero_copy_gather": True}
-MOST = 0.9  # least share of elements that are sharded: a persistent norm or bias is fine
+MOST = 0.9  # least share of sharded elements, below 1 because norms and biases may persist
 
 
 class OurAllGather:
-    """``Collectives.all_gather`` in place of FSDP2's; the input is already this rank's slice of the output."""
+    """Replaces FSDP2's all-gather with ``Collectives.all_gather``.
+
+    The input is already this rank's slice of the output.
+    """
 
     def __init__(self) -> None:
         self._comm = Collectives()
@@ -111,7 +115,7 @@ DEFAULT = {
 
 
 class GatherCount:
-    """Count of a contender's gathers from now on; 0 for a peer."""
+    """Counts the gathers of a contender from its creation on; 0 for a peer."""
 
     def __init__(self, contender: Contender) -> None:
         self._contender, self._first = contender, self._now(contender)

@@ -1,7 +1,10 @@
 """How long does a rank take from the start of its process to the end of its first step, against a script with bare DistributedDataParallel?
 
-Two ranks are started at once, without a launcher, and the later one counts, on a clock that all processes share; contenders take turns in an order that changes with the round. CPU seconds are the mean
-of a rank's, user and system. Each makes one step of AdamW on the same model and data: the losses of the step after it are DDP's. Run: python -m benchmarks.deepspeed_c.start_time [--rounds 7]
+Two ranks are started at once, without a launcher. The time of the later rank counts, on a clock that all processes
+share. Contenders take turns in an order that changes with the round. CPU seconds (user and system) are the mean over
+the ranks. Each contender makes one step of AdamW on the same model and data. The losses of the next step have to equal
+DDP's.
+Run: python -m benchmarks.deepspeed_c.start_time [--rounds 7]
 """
 
 from __future__ import annotations
@@ -56,9 +59,10 @@ print(json.dumps({"end": end, "cpu": used.ru_utime + used.ru_stime, "loss": loss
 
 
 def start(contender: str) -> tuple[float, float, list[float]]:
-    """Start ranks; return seconds to the end of the last rank's step, CPU seconds a rank, and losses of the next step.
+    """Start the ranks. Return the seconds to the end of the last rank's step, CPU seconds a rank, and the losses of the
+    next step.
     """
-    # As installed packages are: with byte code.
+    # Allow byte code, which installed packages have.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()

@@ -1,8 +1,12 @@
 """How long are gradients and step of an engine, against real DeepSpeed, with the model's own passes and without them?
 
-One process a contender with one thread, as each rank has where there are as many as cores, the 67M parameters of ``engine_step``, bf16, AdamW with clipping, stages 1 and 2, and stage 2 with states offloaded to the host. Both processes live through
-the whole run and take turns; their losses have to be the same. "whole" is forward, backward and step. Passes of the bare module are torch's own on both sides, and timed in each round: "added" is the
-time of an engine above the faster side's passes, for gradients handed over, norm, clipping and update. Times are processor time: other programs add little to it. DSC_PEER_PYTHON names the interpreter of an environment with DeepSpeed and the same torch.
+Each contender is one process with one thread, like a rank on a machine with as many ranks as cores. The model is that
+of ``engine_step`` with 67M parameters, in bf16, with AdamW and clipping, at stages 1 and 2, and at stage 2 with states
+offloaded to the host. Both processes live through the whole run and take turns. Their losses have to be the same.
+"whole" is forward, backward and step. Forward and backward of the bare module are torch's on both sides, and are timed
+in each round. "added" is the time of an engine above the faster side's bare passes: for handing over gradients, norm,
+clipping and update. Times are processor time, to which other programs add little. DSC_PEER_PYTHON names the interpreter
+of an environment with DeepSpeed and the same torch.
 Run: python -m benchmarks.deepspeed_c.step_to_deepspeed [--rounds 5] [--params 67e6]
 """
 
@@ -31,8 +35,10 @@ CASES = {
 
 
 def serve(is_ours: bool, case: str, n_params: int) -> None:
-    """Serve as one contender: print a line of figures for each line of standard input. The peer's environment runs it
-    too."""
+    """Measure one contender: print a line of figures for each line of standard input.
+
+    The peer's environment runs this function too.
+    """
     if is_ours:
         import deepspeed_c
 
@@ -118,7 +124,7 @@ class Contender:
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}
         environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        # DeepSpeed's update asks OpenMP, and ours the second.
+        # DeepSpeed's update reads the first variable, and ours the second.
         environment |= {"OMP_NUM_THREADS": "1", "DSC_NUM_THREADS": "1"}
         environment.pop("PYTHONPATH", None)
         if is_ours:
@@ -168,7 +174,8 @@ def compare(case: str, peer: str, n_params: int, rounds: int) -> dict[str, Any]:
         for round_ in range(rounds):
             for name in in_turn(list(sides), round_):
                 found[name].append(running[name].round())
-            # The bare passes are the same work: on the slower side the C library has returned more memory between them.
+            # The bare passes do the same work on both sides. On the slower side the C library has returned more memory
+            # to the system between passes.
             passes = min(each[-1]["passes"] for each in found.values())
             for each in found.values():
                 each[-1]["added"] = each[-1]["whole"] - passes

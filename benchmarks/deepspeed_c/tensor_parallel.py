@@ -1,11 +1,12 @@
 """How long is a training step of a 21M Llama that is cut over 2 ranks, against DeepSpeed's AutoTP and torch's ``parallelize_module``, and against half a Llama that sends nothing?
 
 fp32, 256 tokens (2 samples), AdamW, one thread a rank. "silent" has half the heads, columns and vocabulary, and trains
-by itself on each rank: the time of a step without communication. DSC_PEER_PYTHON names the interpreter of an
-environment with DeepSpeed, and with torch and transformers in the same versions; without it that contender is left out.
-Runs take turns, and ratios compare two runs of the same round. Losses of all cut models have to be the same at every
-step, bytes in our ledger have to follow the formula, and a rank has to hold half of the cut elements and all others.
-Seconds are the median over a run's steps on rank 0, memory is the largest resident set of a rank over its whole life.
+independently on each rank. Its time is that of a step without communication. DSC_PEER_PYTHON names the interpreter of
+an environment with DeepSpeed, and with torch and transformers in the same versions. Without this variable DeepSpeed is
+left out. Runs take turns, and ratios compare two runs of the same round. The losses of all cut models have to be the
+same at every step. The bytes in our ledger have to follow the formula. A rank has to hold half of the cut elements and
+all other elements. Seconds are the median over a run's steps on rank 0, memory is the largest resident set of a rank
+over its whole life.
 Run: python -m benchmarks.deepspeed_c.tensor_parallel [--rounds 4] [--steps 12]
 """
 
@@ -71,7 +72,9 @@ def by_torch(model: Any) -> None:
 
 
 def make_step(contender: str, layers: int) -> tuple[Any, Any, Any]:
-    """Return (step of a batch that gives its loss, engine if there is one, optimizer elements of the rank)."""
+    """Return (a step that takes a batch and returns its loss, the engine or None, the number of elements that the
+    rank's optimizer updates).
+    """
     import torch
     import torch.distributed as dist
 
@@ -122,7 +125,7 @@ def sent_bytes(engine: Any) -> dict[str, int]:
 
 
 def require_formula(engine: Any, batch: dict[str, Any], layers: int) -> dict[str, int]:
-    """Require that forward and backward of one batch send the bytes of the formula."""
+    """Require that forward and backward of one batch send as many bytes as the formula says."""
     from benchmarks.measure import require
 
     before = sent_bytes(engine)
@@ -137,12 +140,15 @@ def require_formula(engine: Any, batch: dict[str, Any], layers: int) -> dict[str
 
 
 def run_rank(contender: str, steps: int, layers: int) -> None:
-    """Run one rank of one run. The peer's environment runs it too: nothing of ours is imported for it."""
+    """Run one rank of one run.
+
+    The peer's environment runs this function too, so it imports nothing of ours for the peer.
+    """
     import torch
 
     torch.set_num_threads(1)
     step, engine, model = make_step(contender, layers)
-    # DeepSpeed replaces modules, so the model is counted as it is now.
+    # Elements are counted only now, because DeepSpeed replaces modules.
     elems = sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters())
     words = WORDS // WORLD if contender == "silent" else WORDS
     seconds, losses = [], []
@@ -189,8 +195,9 @@ def measure(python: str, contender: str, options: argparse.Namespace, extensions
 
 
 def check(runs: dict[str, list[dict[str, Any]]], layers: int) -> int:
-    """Require that all have trained the same model, cut in two, and that a rank holds half of it and the norms. Return
-    the model's number of elements."""
+    """Require that all contenders have trained the same model, cut in two, and that a rank holds half of it plus the
+    norms. Return the number of elements of the model.
+    """
     from benchmarks.measure import require, require_equal
 
     norms = (2 * layers + 1) * WIDTH

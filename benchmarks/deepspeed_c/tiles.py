@@ -1,10 +1,11 @@
 """How much time do tiles take, and how much memory do they save? A loss over a large vocabulary, and a gated MLP, whole
 and in tiles.
 
-One forward and backward of each way in turn, in one process; peaks are live bytes (`benchmarks/live_bytes.py`) of
-another pass, above the bytes that live before it. `peak_between` leaves out the output of an MLP and the gradient of
-its input, which both ways need. The losses are torch's own cross-entropy of whole logits, the same a tile at a time
-(`TiledFusedLogitsLoss`), and ours, as `"tiles": "auto"` computes it.
+The contenders take turns in one process with one forward and backward each. Peaks are live bytes
+(`benchmarks/live_bytes.py`) of a separate pass, above the bytes that live before the pass. `peak_between` leaves out
+the output of an MLP and the gradient of its input, which both contenders need. Three losses are compared: torch's
+cross-entropy of whole logits, the same cross-entropy a tile at a time (`TiledFusedLogitsLoss`), and our loss, as
+`"tiles": "auto"` computes it.
 Run: python -m benchmarks.deepspeed_c.tiles
 """
 
@@ -46,7 +47,9 @@ def torch_loss(head: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
 
 
 class Part(NamedTuple):
-    """A measured part: ways to compute it, the sizes of outputs that they have made, and the tensors that are there."""
+    """A measured part of a model: the ways to compute it, the sizes of the outputs that these have made, and the
+    tensors that live before.
+    """
 
     ways: dict[str, Callable[[], float]]
     seen: list[int]
@@ -104,7 +107,7 @@ def peak_of(step: Callable[[], Any], given: list[torch.Tensor]) -> int:
         tensor.grad = None
     live = LiveBytes()
     with live:
-        _ = [tensor.detach() for tensor in given]  # makes them known
+        _ = [tensor.detach() for tensor in given]  # so that ``live`` counts them
         before = live.nbytes()
         with live.phase("step"):
             step()
@@ -112,7 +115,7 @@ def peak_of(step: Callable[[], Any], given: list[torch.Tensor]) -> int:
 
 
 def measure(part: Part, n_tiles: int, rounds: int, kept: int = 0) -> dict[str, Any]:
-    """Measure a part; ``kept`` is the bytes of its output and its input's gradient, which both ways need."""
+    """Measure a part. ``kept`` is the number of bytes of its output and its input's gradient, which all ways need."""
     ways, seen = part.ways, part.seen
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     values, largest = {}, {}

@@ -1,10 +1,11 @@
 """How much of tensor parallelism's communication does ``tp_overlap_comm`` hide, with 4 ranks over a shaped link?
 
-Four hosts (network namespaces of this machine, links shaped by tc tbf) with a rank each. The cut regions of a small
-Llama compute by sleeping, as an accelerator does for the host: each column and row product takes a time in proportion
-to its tokens, and so do both halves of its backward, the input's gradient and the weight's. "silent" is the same
-without sums between ranks. Hidden is how much of the time above the silent model the overlap takes away. Run as root:
-python -m benchmarks.deepspeed_c.tp_overlap [--rounds 7]
+Four hosts (network namespaces of this machine, links shaped by tc tbf) have one rank each. The cut regions of a small
+Llama sleep instead of computing, because an accelerator leaves the host idle in the same way. Each column and row
+product takes a time in proportion to its tokens. So do both halves of its backward: the gradient of the input and the
+gradient of the weight. "silent" is the same model without sums between ranks. "Hidden" is the share of the time above
+the silent model that the overlap removes.
+Run as root: python -m benchmarks.deepspeed_c.tp_overlap [--rounds 7]
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class SlowLinear(torch.autograd.Function):
 
 
 def slow_down() -> None:
-    """Make the products of cut layers sleep: forward, input's gradient and weight's gradient alike."""
+    """Make the products of cut layers sleep in forward, in the gradient of the input, and in the gradient of the
+    weight.
+    """
     product, backward, weights = overlap._Product.forward, overlap._Product.backward, overlap._Weights.backward
 
     def slow_forward(ctx: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -91,7 +94,7 @@ def make_model(n_layers: int) -> Any:
 
 
 def slow_layers(model: Any, *, overlaps: bool) -> Any:
-    """Make the products of ``model`` sleep; with overlap, column layers do so already."""
+    """Make the products of ``model`` sleep. With overlap, column layers sleep already."""
     for module in model.model.layers.modules():
         if isinstance(module, layers.TensorParallelLayer) and not (overlaps and isinstance(module, layers.LinearLayer)):
             module.product = lambda x, weight, bias: SlowLinear.apply(x, weight)

@@ -1,8 +1,9 @@
 """How long is a training step of a 29M-parameter GPT on 2 gloo ranks, against DDP with torch's fused AdamW?
 
-Ours (stages 0, 1, 2) and DDP (``gradient_as_bucket_view``, so that it copies no gradient) run in the same processes, in an order that changes with the round, fp32 or bf16, with the same
-clipping, and as many replicas that train by themselves and send nothing; each round times one step of each. Losses have
-to be the same at every step; in bf16 only among our stages, because ours keeps fp32 masters and DDP does not.
+The contenders are ours (stages 0, 1, 2), DDP (``gradient_as_bucket_view``, so that it copies no gradient), and replicas
+that train independently on each rank and send nothing. They run in the same processes, in an order that changes with
+the round, in fp32 or bf16, with the same clipping. Each round times one step of each contender. Losses have to be the
+same at every step. In bf16 this holds only among our stages, because ours keeps fp32 masters and DDP does not.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.train_step [--dtype bf16]
 """
 
@@ -43,8 +44,9 @@ class Gpt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(VOCAB, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        # As GPT-2. With torch's deviation of 1 the tied head gives logits of hundreds: one batch is learnt in seven steps,
-        # and from then on the gradients are denormal numbers, which take the processor many times as long.
+        # The standard deviation of GPT-2. With torch's standard deviation of 1 the tied head gives logits of hundreds.
+        # One batch is then learnt in seven steps, after which the gradients are denormal numbers. Denormal numbers take
+        # the processor many times as long.
         for table in (self.embed, self.place):
             nn.init.normal_(table.weight, std=0.02)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
@@ -60,7 +62,7 @@ class Gpt(nn.Module):
 
 
 class Contender:
-    """A training step that remembers its losses."""
+    """A training step, and its losses so far."""
 
     def __init__(self, forward, update, engine=None) -> None:
         self._forward, self._update, self.engine = forward, update, engine
@@ -86,7 +88,7 @@ def plain(call, model) -> Contender:
 
 
 def replica(model) -> Contender:
-    """Return a contender that trains by itself and sends nothing, with its own losses."""
+    """Return a contender that trains independently on each rank and sends nothing. Its losses are not compared."""
     return plain(model, model)
 
 
@@ -144,7 +146,7 @@ def main() -> None:
     n = sum(p.numel() for p in Gpt().parameters())
     tokens = torch.randint(0, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(rank))
     times = time_alternately(steps, tokens, args.rounds, warmup=2)
-    # In bf16 DDP loses updates that are smaller than its weights' last bit, and goes another way.
+    # In bf16 DDP loses updates that are smaller than the last bit of a weight, so its losses differ.
     same = {
         name: step
         for name, step in steps.items()

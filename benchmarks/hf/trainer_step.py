@@ -1,9 +1,10 @@
 """How long is a step of transformers.Trainer on a small Llama, and how much memory does it take, against real DeepSpeed?
 
-2 processes, stages 2 and 3, fp32, the Trainer's own AdamW with clipping, so that both sides do the same arithmetic: their losses have to be the same. DSC_PEER_PYTHON names the interpreter of an
-environment with DeepSpeed, and with torch, transformers and accelerate in the same versions; without it ours is
-measured alone. The contenders' runs take turns, and ratios compare two runs of the same round. Seconds are the median
-over a run's steps on rank 0, memory is the largest resident set of a rank over its whole life.
+2 processes, stages 2 and 3, fp32. Both sides use the Trainer's AdamW with clipping, so that they do the same
+arithmetic, and their losses have to be the same. DSC_PEER_PYTHON names the interpreter of an environment with
+DeepSpeed, and with torch, transformers and accelerate in the same versions. Without this variable only ours is
+measured. The runs of the contenders take turns, and ratios compare two runs of the same round. Seconds are the median
+over the steps of a run on rank 0. Memory is the largest resident set of a rank over its whole life.
 Run: python -m benchmarks.hf.trainer_step [--rounds 4] [--steps 12] [--width 512]
 """
 
@@ -29,8 +30,12 @@ LOSS_TOLERANCE = 1e-3
 
 
 def train(is_ours: bool, stage: int, steps: int, width: int) -> None:
-    """Run one rank of one run. Uses nothing of ours but the alias: the peer's environment runs it too."""
-    # Optional imports of transformers: if only one environment has them, they would count as that side's memory.
+    """Run one rank of one run.
+
+    The peer's environment runs this function too, so it uses nothing of ours except the alias.
+    """
+    # Disable optional imports of transformers: a package that only one environment has would add to the memory of that
+    # side.
     sys.modules.update(dict.fromkeys(("datasets", "pandas", "peft", "pyarrow", "scipy", "sklearn")))
     if is_ours:
         import deepspeed_c
@@ -128,8 +133,9 @@ def measure(python: str, is_ours: bool, stage: int, options: argparse.Namespace,
 
 
 def check(runs: dict[str, list[dict[str, Any]]], stage: int) -> None:
-    """Require that both have trained the same model at this stage, with the same versions, each on its own engine, and
-    have learnt the same."""
+    """Require that both sides have trained the same model at this stage, with the same versions and losses, each with
+    its own engine.
+    """
     from benchmarks.measure import require, require_equal
 
     for name, found in runs.items():

@@ -1,10 +1,10 @@
 """How long is a step of a small Llama whose sequence 2 ranks share, against real DeepSpeed and against one process with 2 threads?
 
-Llama of 4 layers, 8 heads, 1,024 tokens, one sequence, stage 1, fp32, AdamW; heads are exchanged for tokens around
-sdpa. Losses cover whole sequences and have to be the same on all sides. DSC_PEER_PYTHON names the interpreter of an
-environment with DeepSpeed, and with torch and transformers in the same versions; without it ours is measured alone. The
-contenders' runs take turns, and ratios compare two runs of the same round; seconds are the median over a run's steps on
-rank 0. Besides: how long the adapter of the loader takes for a batch.
+A Llama of 4 layers and 8 heads, one sequence of 1,024 tokens, stage 1, fp32, AdamW. Heads are exchanged for tokens
+around sdpa. Losses cover whole sequences and have to be the same on all sides. DSC_PEER_PYTHON names the interpreter of
+an environment with DeepSpeed, and with torch and transformers in the same versions. Without this variable DeepSpeed is
+left out. The runs of the contenders take turns, and ratios compare two runs of the same round. Seconds are the median
+over the steps of a run on rank 0. The row also has the time that the adapter of the loader takes for a batch.
 Run: python -m benchmarks.hf.ulysses_step [--rounds 4] [--steps 12] [--tokens 1024]
 """
 
@@ -29,7 +29,10 @@ OURS, OVER_GLOO, THEIRS, ALONE = "deepspeed_c", "deepspeed_c over gloo", "deepsp
 
 
 def train(contender: str, steps: int, tokens: int) -> None:
-    """Run one rank of one run. Uses nothing of ours but the alias: the peer's environment runs it too."""
+    """Run one rank of one run.
+
+    The peer's environment runs this function too, so it uses nothing of ours except the alias.
+    """
     is_ours, is_alone = contender in (OURS, OVER_GLOO), contender == ALONE
     if is_ours:
         import deepspeed_c
@@ -81,7 +84,7 @@ def train(contender: str, steps: int, tokens: int) -> None:
         engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, mpu=mpu)[0]
         group = mpu.get_sequence_parallel_group()
         rank = mpu.get_sequence_parallel_rank()
-        # DeepSpeed's adapter gathers lengths in a way that gloo refuses: there batches are cut by hand.
+        # DeepSpeed's adapter gathers lengths in a way that gloo refuses, so batches are cut by hand for DeepSpeed.
         adapter = UlyssesSPDataLoaderAdapter(batches, rank, group, WORLD, torch.device("cpu")) if is_ours else None
         waits = []
         for whole in batches:
@@ -91,7 +94,7 @@ def train(contender: str, steps: int, tokens: int) -> None:
                 batch = {"input_ids": whole["input_ids"], "position_ids": whole["position_ids"], "shift_labels": labels}
                 batch = {key: value.chunk(WORLD, 1)[rank].contiguous() for key, value in batch.items()}
             else:
-                batch = next(adapter)  # each rank's batch one after another: all ranks have the same batches here
+                batch = next(adapter)  # the adapter returns each rank's batch in turn, and all are the same here
                 next(adapter)
             waits.append(time.perf_counter() - begin)
             labels = batch["shift_labels"]

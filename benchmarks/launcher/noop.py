@@ -1,8 +1,8 @@
 """How long does it take to launch 2 processes that do next to nothing, against torch.distributed.run (and DeepSpeed)?
 
-The contenders alternate, in an order that changes each round, and each launch is timed from the outside, until its
-process has ended; each rank leaves an empty file, so that it is known to have run. Ratios compare two launches of the
-same round. DSC_PEER_PYTHON, the interpreter of an environment with DeepSpeed, adds it as a contender.
+The contenders alternate, in an order that changes each round. Each launch is timed from the outside until its process
+has ended. Each rank leaves an empty file to prove that it ran. Ratios compare two launches of the same round.
+DSC_PEER_PYTHON names the interpreter of an environment with DeepSpeed and adds DeepSpeed as a contender.
 Run: python -m benchmarks.launcher.noop [--rounds 5]
 """
 
@@ -62,7 +62,7 @@ def main() -> None:
         Path(script).write_text(NOOP)
         commands = contenders(script)
         for command in commands.values():
-            seconds_of(command, folder)  # files into the page cache, modules compiled
+            seconds_of(command, folder)  # a warm-up: fills the page cache and compiles modules
         times: dict[str, list[float]] = {name: [] for name in commands}
         for round_ in range(n_rounds):
             for name in in_turn(list(commands), round_):

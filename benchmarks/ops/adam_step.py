@@ -1,7 +1,9 @@
 """How close is a bare AdamW step in fp32 to one pass over its memory, for one large tensor and for very many small ones?
 
-Contenders take turns in one process, in an order that changes with the round: FusedAdam and torch.optim.AdamW(fused=True), each over tensors of its own. The bound is a C pass over FusedAdam's very tensors that reads
-and writes the same 28 bytes a parameter (read parameter, gradient and two moments; write all but the gradient) on the package's threads.
+Contenders take turns in one process, in an order that changes with the round: FusedAdam and
+torch.optim.AdamW(fused=True), each over separate tensors. The bound is a C pass over the tensors of FusedAdam on the
+package's threads. The pass moves the same 28 bytes a parameter: it reads parameter, gradient and two moments, and
+writes all except the gradient.
 Run: python -m benchmarks.ops.adam_step [--params 100e6] [--tensors 16384] [--elems 8192]
 """
 

@@ -1,9 +1,12 @@
 """Does our handle read and write 1 GiB from ordinary unaligned tensors at fio's speed, and how much faster than DeepSpeed's?
 
-All contenders move the same file, which exists and has been written, in turn: fio (the best of two engines, 1 or 2 jobs and two depths in each round is the bound; sequential, O_DIRECT), our ``aio_handle``, and DeepSpeed's in a process of its own where DSC_PEER_PYTHON names a Python that has it; ours and theirs from memory at an odd address ("ordinary"), and
-from memory that their ``new_cpu_locked_tensor`` made ("locked"). All with blocks of the same size, and ours and theirs
-of the same depth. Nothing is synced. Ours has to read back the bytes that it wrote. Ratios to DeepSpeed compare the
-same kind of tensor. Run: python -m benchmarks.ops.aio [DIR] [--size 1GiB] [--rounds 7]
+All contenders take turns to transfer the same file, which has been written before: fio, our ``aio_handle``, and
+DeepSpeed's handle in a separate process if DSC_PEER_PYTHON names a Python with DeepSpeed. The bound is the best of two
+engines, 1 or 2 jobs and two depths of fio in each round (sequential, O_DIRECT). Both handles transfer from memory at an
+odd address ("ordinary"), and from memory that their ``new_cpu_locked_tensor`` made ("locked"). All contenders have the
+same block size, and both handles have the same depth. Nothing is synced. Our handle has to read back the bytes that it
+wrote. Ratios to DeepSpeed compare the same kind of tensor.
+Run: python -m benchmarks.ops.aio [DIR] [--size 1GiB] [--rounds 7]
 """
 
 from __future__ import annotations
@@ -53,7 +56,10 @@ FIO_SETTINGS = [Setting(*row) for row in itertools.product(FIO_ENGINES, (1, 2), 
 
 
 def fio(program: str, setting: Setting, path: str, n_bytes: int, block: int) -> Callable[[str], float]:
-    """Sequential O_DIRECT transfers of the file, each job its own part of it; the time is fio's own, without its start."""
+    """Sequential O_DIRECT transfers of the file, in which each job has a separate part.
+
+    The time is measured by fio, without its start.
+    """
 
     def transfer(direction: str) -> float:
         each = n_bytes // setting.jobs
@@ -71,7 +77,7 @@ def fio(program: str, setting: Setting, path: str, n_bytes: int, block: int) -> 
 
 
 class Peer:
-    """DeepSpeed's handle in its own process, which waits while others are timed."""
+    """DeepSpeed's handle in a separate process, which is idle while other contenders are timed."""
 
     def __init__(self, python: str, settings: Settings, n_bytes: int) -> None:
         folder = os.path.dirname(python)
@@ -80,7 +86,7 @@ class Peer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # It builds the operator with the tools of its environment.
+            # DeepSpeed builds its operator with the tools of its environment.
             env={
                 **os.environ,
                 "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",

@@ -1,8 +1,9 @@
 """How much time and peak memory does attention with a rule for a mask take, beside torch's own with a dense mask?
 
-Contenders take turns in one process, in an order that changes with the round, on the same operands, with as many threads each; outputs are compared first. torch's mask is made beforehand, as a
-model makes it once for all layers; it counts as memory. Peak memory is the growth of the process's resident set over a
-forward and backward, plus the mask.
+Contenders take turns in one process, in an order that changes with the round, on the same operands, with the same
+number of threads. Outputs are compared first. torch's mask is made outside of the timed part, because a model makes one
+mask for all layers. The mask counts as memory. Peak memory is the growth of the process's resident set over a forward
+and backward, plus the mask.
 Run: python -m benchmarks.ops.attention [--tokens 2048] [--rounds 7] [--threads 1 2]
 """
 

@@ -1,9 +1,10 @@
 """How close are the CUDA kernels to one pass over device memory, and how do they compare with torch's fused ones?
 
-Contenders take turns in one process, in an order that changes with the round, timed by CUDA events. The bound is the bytes that a call must move at the
-bandwidth of a device-to-device copy measured in the same run. Cases: AdamW over one large tensor and over very many
-small ones, in fp32 and with bf16 gradients and copies; LAMB; the norm with its finite check; the cast. Exit code 77
-without a device. Run: python -m benchmarks.ops.cuda_step [--params 100e6] [--tensors 16384] [--elems 8192]
+Contenders take turns in one process, in an order that changes with the round, timed by CUDA events. The bound is the
+time of moving the bytes that a call must move, at the bandwidth of a device-to-device copy in the same run. Cases:
+AdamW over one large tensor and over very many small ones, in fp32 and with bf16 gradients and copies; LAMB; the norm
+with its finite check; the cast. Exit code 77 without a device.
+Run: python -m benchmarks.ops.cuda_step [--params 100e6] [--tensors 16384] [--elems 8192]
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """How long do the operators of transformer layers take, forward and backward, beside torch's own: one fused operator
 where torch has one, else their composition?
 
-Contenders take turns in one process, in an order that changes with the round, on the same inputs, with as many threads each; results and gradients are compared first. A contender's round
-is as many calls as take a tenth of a second, and freed results are reused, so that rounds agree. The bound is torch's plainest operator that reads and writes as many float32 tensors of as many
-bytes (an addition), new results included, in any cache: a processor with a large last-level cache holds all of them,
-for the contenders and for the bound. An operand that two arguments share counts once.
+Contenders take turns in one process, in an order that changes with the round, on the same inputs, with the same number
+of threads. Results and gradients are compared first. A round of a contender has as many calls as fit a tenth of a
+second. The memory of freed results is reused, so that rounds agree. The bound is a simple operator of torch (an
+addition) that reads and writes the same number of float32 tensors and bytes, new results included. A large last-level
+cache may hold all tensors, and does so for the contenders and for the bound alike. An operand that two arguments share
+counts once.
 Run: python -m benchmarks.ops.nn_ops [--rows 2048] [--cols 2048] [--rounds 7] [--seconds 0.1] [--threads 1 2]
 """
 
@@ -40,7 +42,7 @@ class Case(NamedTuple):
     operands: Callable[[int, int, torch.dtype], Tensors]
     ours: Callable[..., Any]  # one result, or a tuple of them
     theirs: Callable[..., Any]
-    is_fused: bool  # torch has it as one operator
+    is_fused: bool  # torch has this as one operator
     n_forward: int  # tensors of full size that a forward must move
     n_backward: int
     is_random: bool = False
@@ -78,7 +80,7 @@ CASES = [
 
 
 def gradients(y: Any, operands: Tensors, gradient: torch.Tensor) -> Tensors:
-    """Return the operands' gradients, with the same gradient for each result of an operator."""
+    """Return the gradients of the operands, given the same gradient for each result of the operator."""
     results = y if isinstance(y, tuple) else (y,)
     return torch.autograd.grad(results, operands, [gradient.to(result.dtype) for result in results])
 
@@ -105,7 +107,7 @@ def measure(case: Case, dtype: torch.dtype, rows: int, cols: int, rounds: int, s
     gradient = torch.randn_like(operands[0])
     if not case.is_random:
         compare(case, operands, gradient)
-    # As float32: at one thread torch's addition of 16-bit elements is slower than memory.
+    # The bound uses float32, because with one thread torch's addition of 16-bit elements is slower than memory.
     n_floats = max(1, rows * cols * dtype.itemsize // 4)
     blocks = [torch.ones(n_floats) for _ in range(max(case.n_forward, case.n_backward))]
 

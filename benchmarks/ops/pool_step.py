@@ -1,8 +1,10 @@
 """Does an AdamW step over the package's thread pool stay fast where a launcher has set OMP_NUM_THREADS=1, and does it cost nothing on few elements?
 
-Contenders take turns in one process: FusedAdam on the pool (whose size does not depend on torch's threads) and on one thread, and
-torch.optim.AdamW, fused and foreach, with torch's threads at 1, as launchers leave them, and at all cores. One fp32 tensor; ratios are of times in the
-same round. Every second round begins after a pause, so that the pool's threads sleep. Run: python -m benchmarks.ops.pool_step [--params 100e6] [--rounds 11]
+Contenders take turns in one process. They are FusedAdam on the pool (whose size does not depend on torch's threads) and
+on one thread, and torch.optim.AdamW, fused and foreach, with 1 torch thread, which launchers set, and with as many as
+cores. All step one fp32 tensor. Ratios compare times of the same round. Every second round begins after a pause, so
+that the pool's threads sleep.
+Run: python -m benchmarks.ops.pool_step [--params 100e6] [--rounds 11]
 """
 
 from __future__ import annotations

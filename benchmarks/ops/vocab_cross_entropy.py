@@ -1,10 +1,10 @@
 """How much time and memory does cross-entropy take on logits cut over 2 ranks by vocabulary, against gathering the
 logits?
 
-2,048 tokens x a vocabulary of 32,768 in fp32, forward and backward, one thread a rank. "gathered" puts whole logits
-together on both ranks with the same collectives, and lets torch do the rest. Memory is the peak of live bytes besides
-the rank's own logits, and the logits' bytes. Losses and gradients have to be the same. Run: python -m
-torch.distributed.run --nproc-per-node 2 -m benchmarks.ops.vocab_cross_entropy
+2,048 tokens x a vocabulary of 32,768 in fp32, forward and backward, one thread a rank. "gathered" gathers whole logits
+on both ranks with the same collectives, and computes the loss with torch. Memory is the peak of live bytes, including
+the rank's own logits. Losses and gradients have to be the same.
+Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.ops.vocab_cross_entropy
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Loss:
         self.grad: torch.Tensor | None = None
 
     def __call__(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-        # As a head gives them: nobody else holds them, and the gradient may take their place.
+        # Like the output of a head: nothing else holds these logits, so the gradient may overwrite them.
         leaf = batch[0].detach().requires_grad_()
         logits, targets = leaf * 1.0, batch[1]
         if self._is_cut:
