@@ -1,4 +1,5 @@
-"""The table of axes: tuples that are computed from it, each row's claims against engines on real meshes, axes that are not built, and where names of axes are written."""
+"""The table of axes: the tuples that are computed from it, what each row claims against engines on real meshes, axes
+that are not built, and the number of lines elsewhere that write names of axes."""
 
 from __future__ import annotations
 
@@ -52,29 +53,29 @@ def test_names_of_axes_are_told_apart() -> None:
 
 
 class Found(NamedTuple):
-    """The behaviour of one rank of an engine, as far as a row of the table describes it."""
+    """The behaviour of a rank of an engine, in the points that a row of the table describes."""
 
     samples: tuple[int, ...] | None
-    """Samples of its first micro-batch; None for a pipeline, because its loader is the caller's."""
+    """The samples of the rank's first micro-batch. None for a pipeline, whose loader belongs to the caller."""
     layers: tuple[str, ...]
     box: Any
-    """The part of the cut parameter that it holds; None if the parameter is whole."""
+    """The rank's part of the cut parameter. None if the parameter is whole."""
     shard: list[int]
-    """Ranks with other shards of the whole parameter."""
+    """The ranks with the shards of the whole parameter."""
     replicas: list[int]
-    """Ranks with the same shard of it."""
+    """The ranks with the same shard of the whole parameter."""
     twins: list[int]
-    """Ranks that have its gradient without a sum."""
+    """The ranks that have the gradient of the whole parameter without a sum."""
     batch: tuple[int, int]
-    """train_batch_size, and ranks that it is counted over."""
+    """train_batch_size, and the number of ranks that it counts."""
     pieces: list[tuple[str, str, Any, int]]
-    """(kind, name, place, elements) of its tensors in a checkpoint."""
+    """(kind, name, place, elements) of the tensors that the rank writes into a checkpoint."""
     n_elems: dict[str, int]
-    """Elements of each logical parameter that it knows."""
+    """The number of elements of each logical parameter of which the rank has a part."""
 
 
 class Model(torch.nn.Module):
-    """A weight cut over tensor-parallel ranks, by Megatron's marks, and a whole weight."""
+    """Has a weight that is cut over tensor-parallel ranks and marked as in Megatron, and a whole weight."""
 
     def __init__(self, n_tp: int) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ def engine_of(sizes: dict[str, int], stage: int):
         "gradient_accumulation_steps": GAS,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "sequence_parallel": {"loss": "part"},  # all ranks get the same numbers; the test is about their groups
+        "sequence_parallel": {"loss": "part"},  # the test is about groups, so the loss does not matter
     }
     if "pp" in sizes:
         module = PipelineModule([torch.nn.LayerNorm(WIDTH) for _ in range(4)], num_stages=sizes["pp"])
@@ -109,7 +110,7 @@ def look_body(rank: int, world: int, grids: list[tuple[dict[str, int], int]]) ->
     for sizes, stage in grids:
         with engine_of(sizes, stage) as engine:
             model, mesh, layout = engine.module, engine._mesh, engine._layout
-            for _ in range(0 if "pp" in sizes else GAS):  # states are there after the first step
+            for _ in range(0 if "pp" in sizes else GAS):  # the first step makes states
                 engine.backward(engine(torch.arange(float(WIDTH))))
                 engine.step()
             named = dict(model.named_parameters())
@@ -142,7 +143,7 @@ def look_body(rank: int, world: int, grids: list[tuple[dict[str, int], int]]) ->
 
 
 def others_along(names: set[str], place: dict[str, int], places: list[dict[str, int]]) -> list[int]:
-    """Ranks that differ along ``names`` at most."""
+    """The ranks that differ from ``place`` only along ``names``."""
     return [i for i, other in enumerate(places) if all(other[n] == place[n] for n in place if n not in names)]
 
 
@@ -151,7 +152,7 @@ def of_rows(sizes: dict[str, int], is_meant) -> set[str]:
 
 
 def check_rows(sizes: dict[str, int], stage: int, ranks: list[Found]) -> None:
-    """Check that ranks behave as the rows say; rows are read rank by rank, without any of the derived tuples."""
+    """Check that ranks behave as the rows of the table claim. The derived tuples are not used."""
     places = [dict(zip(sizes, at)) for at in itertools.product(*(range(n) for n in sizes.values()))]
     summed = of_rows(sizes, lambda row: row.sums_gradients)
     sharded = of_rows(sizes, lambda row: row.shards_states) if stage else set()
@@ -182,7 +183,8 @@ def check_rows(sizes: dict[str, int], stage: int, ranks: list[Found]) -> None:
 
 
 def check_ownership(label: str, ranks: list[Found]) -> set[str]:
-    """Each element of each parameter, and of its states, is written by one rank. Return the kinds that are written."""
+    """Check that exactly one rank writes each element of each parameter and of its states. Return the kinds of tensors
+    that are written."""
     written: dict[tuple[str, str], int] = {}
     seen: set[tuple[str, str, Any]] = set()
     for me in ranks:
@@ -197,7 +199,7 @@ def check_ownership(label: str, ranks: list[Found]) -> set[str]:
     return kinds
 
 
-# Ranks -> sizes of axes, and stages.
+# Number of ranks -> (sizes of axes, stages).
 GRIDS = {
     4: [
         ({"dp_replicate": 2, "dp_shard": 2}, (0, 3)),
@@ -223,7 +225,7 @@ def test_claims_of_the_rows(world: int) -> None:
 
 
 class ExpertMpu:
-    """An mpu of data-parallel ranks; some ranks hold other experts."""
+    """An mpu of data-parallel ranks, of which some hold other experts."""
 
     def __init__(self, name: str) -> None:
         setattr(self, f"get_{name}_world_size", lambda: 2)
@@ -293,7 +295,7 @@ MOST_LITERALS = 14
 
 
 def literals(source: str) -> list[int]:
-    """Numbers of the lines with an axis name as a string."""
+    """The numbers of the lines that have an axis name as a string."""
     nodes = ast.walk(ast.parse(source))
     return sorted({node.lineno for node in nodes if isinstance(node, ast.Constant) and node.value in AXES})
 

@@ -1,5 +1,5 @@
-"""comm/collectives.py against sums in fp64, for every dtype, worlds 1 to 3, awkward lengths and both ways a backend can
-go.
+"""comm/collectives.py against sums in fp64: every dtype, 1 to 3 ranks, lengths that nothing divides, and both ways to
+use a backend.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WAYS = {"gloo": GLOO, "generic": GENERIC}
 
 
 def plain_reduce(srcs, scale, accumulate, out):
-    """The kernel's formula: sum in rank order in f32, one rounding."""
+    """The formula of the kernel: it sums in rank order in f32 and rounds once."""
     total = torch.zeros(out.shape, dtype=torch.float32)
     for src in srcs:
         total = total + src.to(torch.float32)
@@ -58,7 +58,8 @@ def make(kernel, way=None):
 
 
 def check_close(got, want, magnitude, out_dtype, travel_dtype, n, what):
-    """One rounding to out's dtype, and n roundings to the sum's dtype (for a backend: the dtype sent)."""
+    """Allows one rounding to the dtype of the output, and n roundings to the dtype of the sum. A backend sums in the
+    dtype that it sends."""
     bound = torch.finfo(out_dtype).eps * want.abs() + n * torch.finfo(travel_dtype).eps * magnitude + 1e-7
     error = (got.double() - want).abs()
     worst = int((error - bound).argmax()) if error.numel() else 0
@@ -97,7 +98,7 @@ def test_reduce_scatter_equals_fp64(run_ranks, world, way, kernel):
 
 
 def in_place_body(rank, world, kernel):
-    """out may be the rank's own slice of flat, as at ZeRO stage 1."""
+    """``out`` may be this rank's slice of ``flat``, as at ZeRO stage 1."""
     comm = make(kernel)
     for dtype in DTYPES:
         for numel in SLICES:
@@ -140,7 +141,7 @@ def test_all_gather_fills_every_slice(run_ranks, world, way, use_broadcast):
 def all_reduce_body(rank, world, kernel, way):
     comm = make(kernel, way)
     for dtype in DTYPES:
-        for numel in [0, 1, 2, 3, 5, 17, 4099, 12289]:  # among them fewer elements than ranks
+        for numel in [0, 1, 2, 3, 5, 17, 4099, 12289]:  # some have fewer elements than ranks
             for scale in (1.0, 1 / 3):
                 inputs = [data(r, numel, dtype) for r in range(world)]
                 flat = inputs[rank].clone()
@@ -208,7 +209,7 @@ def test_infinities_nan_and_subnormals_survive(run_ranks):
 
 
 def in_flight_body(rank, world):
-    """Many works at once, waited for late and twice, sharing a scratch pool."""
+    """Many works are under way at once and share a scratch pool. The caller waits for them late, and twice."""
     comm = make("plain")
     numel, n = 501, 8
     flats = [data(rank, world * numel, torch.float32, seed=i) for i in range(n)]

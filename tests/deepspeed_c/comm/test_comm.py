@@ -1,4 +1,5 @@
-"""comm/comm.py: every operation under DeepSpeed's name equals torch's, and the communication log counts it."""
+"""comm/comm.py: every operation has DeepSpeed's name and the result of torch's operation, and the communication log
+counts it."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ INIT_DISTRIBUTED = (
     ],
 )
 def test_signatures_are_deepspeeds(name, parameters):
-    """Parameter names of DeepSpeed 0.19.6's deepspeed.comm.comm, in their order (new_group takes a timeout besides)."""
+    """Functions have the parameter names of deepspeed.comm.comm in DeepSpeed 0.19.6, in the same order. (Our new_group
+    also takes a timeout.)"""
     assert list(inspect.signature(getattr(comm, name)).parameters) == parameters.split()
     assert name in comm.comm.__all__ + comm.groups.__all__
 
@@ -202,13 +204,14 @@ def log_body(rank, world):
     handle.wait()
     handle.wait()
     comm.all_gather([torch.zeros(4) for _ in range(world)], torch.zeros(4))
-    # A clock that goes on by one reading: by 2 s on rank 0 and by 0.5 s on rank 1, as if rank 0 had waited for rank 1.
+    # Each reading of this clock advances it, by 2 s on rank 0 and by 0.5 s on rank 1. So rank 0 seems to wait for rank
+    # 1.
     readings = itertools.count(step=(2.0, 0.5)[rank])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm_module, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
         comm.barrier()
     if rank == 0:
-        comm.send(torch.zeros(3), 1)  # a record that only one rank has
+        comm.send(torch.zeros(3), 1)  # only one rank records this
     else:
         comm.recv(torch.zeros(3), 0)
     result = comm.log_summary(show_straggler=True, return_dict=True)
@@ -219,7 +222,7 @@ def log_body(rank, world):
     assert result["metadata"]["world_size"] == world and result["metadata"]["rank"] == rank
     waited = result["straggler_analysis"]["barrier"][0]
     assert waited["count"] == 1
-    # Rank 1 came late: its own barrier is the fastest, rank 0 waited for it.
+    # Rank 1 came late: its barrier was the fastest, and rank 0 waited.
     assert waited["total_straggler_ms"] == pytest.approx(1500.0 * (rank == 0)), waited
     own = "send" if rank == 0 else "recv"
     assert result["straggler_analysis"][own][12]["count"] == 0

@@ -1,4 +1,4 @@
-"""comm/discover.py: the place of a process, from each launcher's variables."""
+"""comm/discover.py: the rank and place of a process, from the variables that each launcher sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage-3 run whose ranks go different ways ends with a text that names ranks, operations and parameters."""
+"""A stage-3 run whose ranks take different branches ends with an error that names ranks, operations and parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMEOUT_S = 1.5
 
 
 class Branching(nn.Module):
-    """Registered in one order and used in another, so that a branch which one rank takes is on no plan."""
+    """Uses its layers in another order than that of registration, so no plan covers a branch that one rank takes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,13 +59,13 @@ def body(rank: int, world: int, folder: str, how: str, local: str) -> None:
     elif rank == 0:
         engine(x, True)
     else:
-        # Stands for a backend that does not notice, as NCCL; gloo's connections break by themselves.
+        # Imitates a backend that does not notice lost ranks, such as NCCL. gloo notices, because connections break.
         with engine._optimizer.comm.ledger.enter("all-reduce", 16, "the end of epoch 1"):
             time.sleep(2000)
 
 
 def test_ranks_that_share_memory_are_told_at_once(run_ranks, tmp_path) -> None:
-    """Before anything is summed, both find that they call different things, and say which."""
+    """Before a sum, both ranks find that their calls differ, and both errors name the calls."""
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, body, str(tmp_path), "branch", "shm", fresh=True, grace=200)
     said = [outcome.text.strip().splitlines()[-2] for outcome in failed.value.outcomes]

@@ -1,5 +1,5 @@
-"""comm/groups.py: ranks find each other, and failures are reported within the time limit. Each case has processes of
-its own.
+"""comm/groups.py: ranks find each other, and failures are reported within the time limit. Each case starts new
+processes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tests.network import answers, own_address
 from tests.ranks import RanksFailed, free_port
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI_", "MPI_", "SLURM_", "MV2_", "TORCHELASTIC")
-LONG = timedelta(seconds=200)  # on a busy machine ranks come late; nobody waits this long when all is well
+LONG = timedelta(seconds=200)  # on a busy machine ranks come late; a run without faults never waits so long
 
 
 def bare(**environ):
-    """Make this process uninitialised, with ``environ`` as the launcher's only variables."""
+    """Make torch.distributed uninitialised in this process, and set only ``environ`` of the variables of launchers."""
     dist.destroy_process_group()
     for name in list(os.environ):
         if name.startswith(LAUNCHERS):
@@ -42,7 +42,7 @@ def refuse(*args, **kwargs):
 
 
 def check_sum(rank, world):
-    """The group works: every rank's number arrives."""
+    """Checks that the group works: a sum has the numbers of all ranks."""
     x = torch.tensor([rank + 1.0])
     comm.all_reduce(x)
     assert x.item() == world * (world + 1) / 2
@@ -133,7 +133,7 @@ def test_rank_0_listens_where_the_others_look_for_it(run_ranks, host):
     if host != socket.gethostname():
         assert seen == [{host}] * 2
     else:
-        # Other hosts may resolve the name differently, unless it is an address that they reach.
+        # Other hosts may resolve the name differently, unless the address can be reached from them.
         means = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]
         assert (
             seen == [{"127.0.0.1", "127.0.0.2", "::1", *([own] if own else [])} if is_loopback(means) else {means}] * 2
@@ -163,14 +163,14 @@ def again_body(rank, world, port):
 
 
 def test_a_group_can_be_formed_again_over_a_store_that_lives_on(run_ranks):
-    """torchrun's agent keeps one store for a worker's life: a group's leftover keys must not be taken for the next
-    group's.
+    """torchrun's agent keeps one store for the life of a worker. The keys that a group leaves must not be taken for
+    keys of the next group.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run_ranks(2, again_body, store.port, fresh=True)
 
 
-ARRIVAL_S = 8  # within which both of two ranks come, however busy the machine is
+ARRIVAL_S = 8  # both ranks come within this time, however busy the machine is
 
 
 def missing_body(rank, world, port):

@@ -1,5 +1,6 @@
-"""comm/hierarchy.py: ranks on several hosts (network namespaces) compared with sums in the documented order, fp64, gloo
-and plain training; the bytes that leave a host; and the errors when a rank dies.
+"""comm/hierarchy.py: collectives of ranks on several hosts (network namespaces). They are compared with sums in the
+documented order, with fp64, with gloo and with plain training. The bytes that leave a host, and the errors when a rank
+dies, are tested too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.ranks import RanksFailed
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 ANY = [*FLOATS, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex128]
 CPU = torch.device("cpu")
-# Two by two; in turn; unequal; three hosts, one with a single rank, with ranks in mixed order.
+# The host of each rank: two and two ranks; in turn; three and one; three hosts in mixed order, one with a single rank.
 LAYOUTS = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 1, 1, 2, 0)]
 N_TRIALS = 50
 
@@ -36,7 +37,7 @@ def _hosts():
 
 
 def both():
-    """(by host, over gloo)"""
+    """(collectives by host, collectives over gloo)"""
     tall, plain = Collectives(), Collectives()
     tall.use_shared_memory("auto")
     assert isinstance(tall._connection, Hierarchy) and tall.backend_of(torch.empty(1)).name == "shm+gloo"
@@ -60,7 +61,8 @@ def values(seed, rank, numel, dtype):
 
 
 def by_host(rows, hosts, scale, begin, dtype):
-    """Inside each host in rank order, then over the hosts in order, in f32; scaled, added, rounded once."""
+    """The documented order: sums in f32, inside each host by rank, then over the hosts. The sum is scaled, added to
+    ``begin``, and rounded once."""
     total = None
     for host in dict.fromkeys(hosts):
         inside = None
@@ -80,7 +82,7 @@ def check(got, want, what):
 
 
 def check_close(got, rows, scale, what):
-    """fp64, within a rounding to the result's dtype and one in f32 a rank."""
+    """Compares with fp64. Allows one rounding to the dtype of the result, and one in f32 for each rank."""
     want, size = scale * sum(row.double() for row in rows), abs(scale) * sum(row.double().abs() for row in rows)
     finite = want.isfinite()
     bound = torch.finfo(got.dtype).eps * want.abs() + len(rows) * torch.finfo(torch.float32).eps * size + 1e-7
@@ -147,7 +149,8 @@ def test_random_calls_give_sums_in_the_order_of_ranks_and_hosts_and_gloos_gather
 
 
 def in_flight_body(rank, world, hosts):
-    """Many at once, waited for in an order that differs between ranks, beside gloo's: twice, with the same bits."""
+    """Many collectives are under way at once, beside gloo's. Ranks wait for them in different orders. Two rounds give
+    the same bits."""
     tall, plain = both()
     n, numel = 12, 5003
     data = [[values(i, r, world * numel, torch.float32) for r in range(world)] for i in range(n)]
@@ -185,20 +188,20 @@ def test_many_in_flight_waited_for_in_any_order(run_ranks, hosts):
 
 
 def sent():
-    """Bytes that this host has sent over its network."""
+    """The bytes that this host has sent over its network."""
     with open("/proc/self/net/dev") as f:
         return next(int(line.split(":")[1].split()[8]) for line in f if line.strip().startswith("eth0:"))
 
 
 def volume_body(rank, world, hosts):
-    """(bytes that this host has sent, bytes it had to) of each operation."""
+    """(bytes that this host sent, bytes that it needed to send), for each operation."""
     tall, _ = both()
     numel, n_hosts = 1 << 20, len(set(hosts))
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         flat, out = torch.zeros(numel, dtype=dtype), torch.zeros(numel // world, dtype=dtype)
         least = numel * dtype.itemsize * (n_hosts - 1) // n_hosts
-        sums = numel * 4 * (n_hosts - 1) // n_hosts  # in f32
+        sums = numel * 4 * (n_hosts - 1) // n_hosts  # sums travel in f32
         calls = {
             "reduce_scatter": (lambda flat=flat, out=out: tall.reduce_scatter(flat, out).wait(), sums),
             "all_gather": (lambda flat=flat: tall.all_gather(flat).wait(), least),
@@ -207,11 +210,11 @@ def volume_body(rank, world, hosts):
         for name, (call, wanted) in calls.items():
             call()
             counts = []
-            # TCP resends segments that a busy machine acknowledges late, hence the least of three.
+            # TCP resends segments that a busy machine acknowledges late, so the least of three counts is taken.
             for _ in range(3):
                 tall.barrier()
                 before = sent()
-                tall.barrier()  # nobody begins before all have looked
+                tall.barrier()  # no rank begins before all have read the count
                 call()
                 tall.barrier()
                 counts.append(sent() - before)
@@ -222,12 +225,12 @@ def volume_body(rank, world, hosts):
 def test_no_more_than_the_least_leaves_a_host(run_ranks):
     hosts = LAYOUTS[0]
     for name, (n_bytes, least) in run_ranks(4, volume_body, hosts, hosts=hosts)[0].items():
-        # Flat rings send twice as much; TCP's resends on a busy machine are far less.
+        # Rings over all ranks would send twice as much. Segments that TCP resends on a busy machine are far less.
         assert least <= n_bytes <= 1.4 * least, f"{name}: {n_bytes} bytes left the host, {least} had to"
 
 
 def groups_body(rank, world):
-    """Parts of the world have their own groups; a closed group leaves nothing."""
+    """Some of the ranks have groups of their own. A closed group leaves nothing behind."""
     comm = Collectives()
     with pytest.raises(
         CommError, match="cannot share memory: ranks run in several network namespaces of host-0"
@@ -296,7 +299,7 @@ def of_sizes(tall, numel, dtype):
 
 
 def differing_body(rank, world, hosts, calls, numels, dtypes):
-    """The error of a rank whose host starts another operation than the other hosts."""
+    """Returns the error of a rank if its host starts another operation than the other hosts."""
     tall, _ = both()
     tall.barrier()
     host = hosts[rank]
@@ -349,7 +352,7 @@ def dying_body(rank, world):
     if rank == 3:
         os._exit(7)
     begin = time.monotonic()
-    # A rank names the first missing rank: the dead rank, or a rank that noticed earlier and closed its end.
+    # The error names the first rank that is missing: the dead rank, or a rank that noticed earlier and closed.
     with pytest.raises(CommError, match=r"reduce_scatter of \d+ torch.float32 failed: .*rank [0-3]") as caught:
         tall.reduce_scatter(torch.ones(4 << 18), torch.ones(1 << 18)).wait()
     assert "(shm+gloo)" in str(caught.value)
@@ -365,8 +368,8 @@ def test_a_dead_rank_ends_the_calls_of_all_and_is_named_by_whom_it_left_waiting(
         run_ranks(4, dying_body, hosts=LAYOUTS[0], fresh=True, grace=200)
     outcomes = failed.value.outcomes
     assert [outcome.kind for outcome in outcomes] == ["returned"] * 3 + ["died"], str(failed.value)
-    # Rank 2 shares the host of rank 3, rank 1 exchanges slices with it: the first of them to notice has no other rank
-    # to name.
+    # Rank 2 is on the host of the dead rank 3, and rank 1 exchanges slices with rank 3. Whichever of the two notices
+    # first can only name rank 3.
     said = [outcome.value for outcome in outcomes[:3]]
     for rank, text in enumerate(said):
         assert f"rank {rank} (process" not in text.partition("failed: ")[2], said

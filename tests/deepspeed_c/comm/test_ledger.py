@@ -1,4 +1,4 @@
-"""comm/ledger.py: entries, their states and their totals, for the engine's collectives and the user's calls."""
+"""comm/ledger.py: entries of collectives of the engine and of the user, their states, and their totals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_words_for_an_entry():
 def test_states_and_what_blocks():
     ledger = Ledger("g", [0, 1])
     entry = ledger.enter("all-gather", 8)
-    # A collective that hangs while starting counts as blocking; the first call over NCCL can do that.
+    # A collective that hangs in its start counts as blocking. The first call over NCCL can hang so.
     assert entry.state == STARTING and ledger.blocking() == [entry]
     entry.started()
     assert entry.state == ENTERED and ledger.blocking() == []
@@ -69,7 +69,7 @@ def test_states_and_what_blocks():
 
 
 class Event:
-    """One on a device, that comes when the test says so."""
+    """An event on a device. It has come when the test sets ``has_come``."""
 
     def __init__(self):
         self.has_come = False
@@ -92,14 +92,14 @@ def test_what_a_device_has_not_done_yet_is_waited_for(monkeypatch):
     assert len(events) == 3 and ledger.blocking() == entries, "the calls have returned, and the streams wait"
     events[0].has_come = True
     assert ledger.blocking() == entries[1:] and entries[0].state == DONE
-    # Later calls on the stream cannot have completed before it.
+    # Calls that are later on the stream cannot complete earlier.
     events[1].has_come = events[2].has_come = True
     assert ledger.blocking() == [] and [entry.state for entry in entries] == [DONE] * 3
     failed = ledger.enter("all-gather", 8, "d", device)
     with pytest.raises(KeyError), failed:
         raise KeyError
     assert failed.state == DONE and len(events) == 3
-    monkeypatch.setattr(ledger_module, "record_event", lambda device: None)  # a graph is captured
+    monkeypatch.setattr(ledger_module, "record_event", lambda device: None)  # as while a graph is captured
     with ledger.enter("all-gather", 8, "e", device):
         pass
     assert ledger.blocking() == []
@@ -122,7 +122,7 @@ def test_the_ring_keeps_the_newest():
     kept = ledger.recent(10**6)
     assert [e.seq for e in kept] == list(range(3000 - len(kept) + 1, 3001)) and len(kept) >= 1000
     assert [e.n_bytes for e in ledger.recent(2)] == [2998, 2999]
-    # A call being waited for stays known even after the ring buffer has wrapped around.
+    # A call that the rank waits for stays known after the ring buffer has wrapped around.
     old = ledger.enter("all-gather", 1)
     old.begin_wait()
     for _ in range(3000):
@@ -152,7 +152,7 @@ def test_totals(world):
         ledger.enter(op, n_bytes)
     ledger.enter_message("comm.send", 100)
     ledger.enter_message("comm.recv", 70)
-    piece = 2 * 1000 * (world - 1)  # a ring sends every slice but one's own
+    piece = 2 * 1000 * (world - 1)  # a ring sends every slice except the rank's own
     assert ledger.totals == {
         "all-gather": Total(2, 2 * n_bytes, 2 * piece),
         "reduce-scatter": Total(1, n_bytes, piece),
@@ -169,7 +169,7 @@ def test_totals(world):
 
 
 def sharded_step_body(rank, world, way):
-    """Two all-gathers and a reduce-scatter of 16-bit data: 3 x 2 bytes x parameters x (N-1)/N (ZeRO, section 7)."""
+    """Two all-gathers and a reduce-scatter of 16-bit data send 3 x 2 bytes x parameters x (N-1)/N (ZeRO, section 7)."""
     comm = Collectives(reduce=reduce)
     comm._backends = {"cpu": {"gloo": GLOO, "generic": GENERIC}[way]}
     n_params = 1000 * world
@@ -234,7 +234,7 @@ def every_method_body(rank, world):
             want = (op, n_bytes, given.get("label", label), DONE)
             assert (entry.op, entry.n_bytes, entry.label, entry.state) == want, (entry.op, entry.n_bytes, entry.label)
     assert ledger.last == first + 2 * len(calls), "one call is one entry"
-    # Calls that send nothing are not entered.
+    # Calls that send nothing make no entry.
     comm.broadcast(torch.empty(0), 0)
     comm.all_reduce(torch.empty(0)).wait()
     comm.sum_numbers([])
@@ -337,7 +337,7 @@ def user_calls_body(rank, world):
         ds_comm.all_to_all_single(torch.zeros(2), torch.zeros(2), [1, 2], [1, 1])
     assert ledger.recent(1)[0].state == DONE and ledger.blocking() == []
     group = dist.new_group([0, 1])
-    ds_comm.all_reduce(torch.ones(1), group=group)  # on the others: not part of it, nothing is sent
+    ds_comm.all_reduce(torch.ones(1), group=group)  # ranks outside of the group send nothing
     assert ledger.last == first + 8
     if rank < 2:
         assert [e.op for e in ledger_of(group).recent(9)] == ["comm.all_reduce"]

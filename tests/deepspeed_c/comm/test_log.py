@@ -1,4 +1,5 @@
-"""comm/log.py: bandwidths against nccl-tests' formulas, trimmed means against a sort, records against hand counts."""
+"""comm/log.py: bandwidths against the formulas of nccl-tests, trimmed means against a sort, and records against counts
+by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from tests.ranks import run_ranks
     ],
 )
 def test_bandwidths(op, factors):
-    # 1 GB in 2 s is 4 Gbit/s; four ranks.
+    # Four ranks; 1 GB in 2 s is 4 Gbit/s.
     assert bandwidths_gbps(op, 10**9, 2.0, 4) == pytest.approx([4 * f for f in factors])
     assert bandwidths_gbps(op, 10**9, 0.0, 4) == (0.0, 0.0)
 
@@ -74,12 +75,12 @@ def test_records_are_kept_by_name_and_size():
 
 def test_each_call_counts_the_ranks_of_its_own_group():
     log = CommsLogger()
-    for n_ranks in (2, 4, 0):  # 0: a group that this rank is not in
+    for n_ranks in (2, 4, 0):  # 0: this rank is not in the group
         log.record("all_reduce", "mine", 0.001, 10**6, n_ranks)
     count, latencies, algorithm, bus = log.get_raw_data()["mine"][10**6]
     print(count, latencies, algorithm, bus)
     assert (count, latencies) == (3, pytest.approx([1.0] * 3))  # ms
-    # 8 Mbit in 1 ms are 8 Gbit/s: twice that, times (n - 1) / n on the bus.
+    # 8 Mbit in 1 ms are 8 Gbit/s. The algorithm has twice as much, and the bus (n - 1) / n times that.
     assert algorithm == pytest.approx([16.0] * 3) and bus == pytest.approx([8.0, 12.0, 0.0])
 
 
@@ -99,7 +100,7 @@ def test_deepspeeds_methods_choose_what_is_recorded():
     assert log.prof_ops == ["a", "b"] and log.wants("b", False)
     log.stop_profiling_op(["a"])
     assert not log.wants("a", False) and log.wants("b", False)
-    log.start_profiling_op("all_reduce")  # DeepSpeed takes its letters for operations
+    log.start_profiling_op("all_reduce")  # DeepSpeed takes each letter of the string for an operation
     assert log.prof_ops == ["b", "all_reduce"]
     log.start_profiling_comms()
     assert log.wants("a", False)
@@ -131,7 +132,7 @@ def test_calls_are_compared_by_their_numbers():
         log.record("all_reduce", "a", seconds, 8, 2, shared=(BOTH, number))
     log.record("send", "b", 0.001, 8, 2)
     log.record("reduce", "c", 0.001, 8, 2, shared=(LATER, 7))
-    # The other rank has waited for its calls in another order, has not recorded number 6, and has one of its own.
+    # The other rank waited for its calls in another order. It has no call number 6, and has two that this rank has not.
     table = log.stragglers(lambda mine: [mine, {BOTH: {5: 0.030, 3: 0.004, 9: 1.0, 10: 1.0}}])
     row = table["a"][8]
     assert row["count"] == 2
@@ -160,7 +161,7 @@ LATE = 0.1  # seconds
 
 
 def waits_body(rank, world):
-    """Groups (0, 1) and (2, 3); in each call one rank comes late."""
+    """The groups are (0, 1) and (2, 3). In each call one rank comes late."""
     mine = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     comm.configure(enabled=True)
     for late in (1, 1, 0):
@@ -168,7 +169,7 @@ def waits_body(rank, world):
         if rank == late:
             time.sleep(LATE)
         comm.all_reduce(torch.ones(7), group=mine)
-    # Each call of ours on one group alone: the table must not compare it with calls of the other group.
+    # Each group makes calls of its own. The table must not compare them with calls of the other group.
     comm.all_gather_into_tensor(torch.ones(12), torch.ones(3))
     result = comms_logger.log_all(print_log=False, show_straggler=True, return_dict=True)
     comm.configure(enabled=False)
@@ -181,7 +182,7 @@ def test_waiting_for_late_ranks_is_apart_from_moving():
     waited = [each["straggler_analysis"]["all_reduce"][28]["total_straggler_ms"] for each in results]
     moved = [each["straggler_analysis"]["all_reduce"][28]["total_comm_lat_ms"] for each in results]
     print(waited, moved)
-    # Ranks wait for others' lateness, and not for their own.
+    # A rank waits when another rank is late, not when it is late itself.
     assert waited[0] > 1.8 * LATE * 1e3 and LATE * 1e3 * 0.9 < waited[1] < 1.5 * LATE * 1e3, waited
     assert max(waited[2:]) < 0.5 * LATE * 1e3 and max(moved) < 0.5 * LATE * 1e3, (waited, moved)
     for rank, each in enumerate(results):
@@ -194,7 +195,7 @@ def test_waiting_for_late_ranks_is_apart_from_moving():
 
 
 def differs_body(rank, world):
-    """Rank 1 begins to record one call later than the others; no rank may hang or compare calls that do not match."""
+    """Rank 1 begins to record one call later than the others. No rank may hang, or compare calls that do not match."""
     comm.configure(enabled=rank != 1)
     comm.all_reduce(torch.ones(5))
     comm.configure(enabled=True)

@@ -1,4 +1,5 @@
-"""The mesh: who is where, against a count made by hand; groups that are made in the same order; meshes of torch, both ways."""
+"""The mesh: places of ranks against a count by hand, groups that all ranks make in the same order, and conversion from
+and to meshes of torch."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tests.ranks import run_ranks
 
 
 class Ranks:
-    """As much of ``Collectives`` as a mesh looks at."""
+    """The attributes of ``Collectives`` that a mesh reads."""
 
     def __init__(self, world_size: int, rank: int) -> None:
         self.world_size, self.rank = world_size, rank
@@ -101,8 +102,8 @@ def groups_body(rank: int, world: int) -> None:
 
 
 def names_body(mesh: Mesh, rank: int) -> None:
-    """The label of a collective over a group of the mesh, and the explanation of its failures, taken from the whole
-    world's ledger."""
+    """A collective over a group of the mesh has a label with the axis. The ledger of all ranks explains its
+    failures."""
     shard, replicate = mesh.along("dp_shard"), mesh.along("dp_replicate")
     said = str(shard.ledger.recent(1)[0])
     assert said.endswith(f" over dp_shard (ranks {2 * (rank // 2)}-{2 * (rank // 2) + 1})"), said
@@ -110,7 +111,8 @@ def names_body(mesh: Mesh, rank: int) -> None:
     assert said.endswith(f" over dp_replicate (ranks {rank % 2}, {rank % 2 + 2})"), said
     said = str(mesh.comm.ledger.recent(1)[0])
     assert "ranks" not in said and mesh.comm.ledger.axes == "", said
-    # Another mesh lays the same ranks along another axis: they share the group, and its ledger keeps both names, each once.
+    # Another mesh has the same ranks along another axis. The meshes share the group, and its ledger keeps both names of
+    # the axis, each once.
     for sizes in ({"pp": 2, "dp_shard": 2}, {"dp_replicate": 2, "tp": 2}):
         other = Mesh(mesh.comm, sizes)
         assert other.along("dp_shard", "tp").ledger is shard.ledger
@@ -134,7 +136,7 @@ def interop_body(rank: int, world: int) -> None:
     assert mine.ranks("dp_replicate") == torch.distributed.get_process_group_ranks(theirs.get_group("replicate"))
     back = mine.to_device_mesh()
     assert back.mesh_dim_names == ("dp_replicate", "dp_shard") and torch.equal(back.mesh, theirs.mesh)
-    # Dimensions in another order, and ranks that are not counted along them.
+    # The dimensions come in another order, and ranks do not count up along them.
     odd = DeviceMesh("cpu", torch.tensor([[3, 0], [1, 2]]), mesh_dim_names=("dp_shard", "dp_replicate"))
     mine = mesh_of_device_mesh(odd)
     for axis in ("dp_shard", "dp_replicate"):

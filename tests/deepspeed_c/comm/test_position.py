@@ -1,4 +1,4 @@
-"""comm/position.py: a rank's description of itself, and its findings about the processes beside it."""
+"""comm/position.py: a rank describes itself, and finds out about other processes on its host."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def from_a_thread(function, wait):
         answers.put(function())
 
     def is_waiting(frame):
-        # Nothing that is called on the way there, and is left again.
+        # The frame must be that of the wait itself, not of a function that is called on the way and returns.
         if frame.f_code.co_name not in ("wait", "barrier"):
             return False
         while frame is not None and frame.f_code is not wait.__code__:
@@ -55,7 +55,7 @@ def test_the_users_line_comes_first_and_then_where_it_leads():
 
 
 def test_a_call_of_torch_is_known():
-    # A function that waits, compiled as if it stood in the source of torch's collectives.
+    # Compile a function that waits as if it were in the source of torch's collectives.
     scope = {}
     code = "def barrier(answers):\n    while not answers.queue:\n        pass\n    return answers.get()\n"
     exec(compile(code, dist.distributed_c10d.__file__, "exec"), scope)  # noqa: S102

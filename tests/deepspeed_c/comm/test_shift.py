@@ -1,4 +1,4 @@
-"""Messages around a group: every distance, lengths that differ over ranks, ledger entries, and refusals."""
+"""Messages around a group: every distance, lengths that differ between ranks, entries in the ledger, and refusals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ LENGTHS = [5, 0, 3, 7]
 
 
 def around(rank: int, world: int, shared: bool) -> list[tuple[list[float], int]]:
-    """The message received from each distance, and the bytes entered; two messages are under way at once."""
+    """(the message received, the bytes entered in the ledger), for each distance. Two messages are under way at
+    once."""
     comm = Collectives()
     if shared:
         comm.use_shared_memory("auto")

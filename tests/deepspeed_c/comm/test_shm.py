@@ -1,5 +1,5 @@
-"""comm/shm.py: the collectives of ranks that share memory compared with gloo's and with sums in rank order, the release
-of the memory, and the errors if ranks cannot share any.
+"""comm/shm.py: the collectives of ranks that share memory, compared with gloo's and with sums in rank order; the
+release of the memory; and the errors if ranks cannot share memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CLONE_NEWNET = 0x40000000
 
 
 def both():
-    """(over shared memory, over gloo)"""
+    """(collectives over shared memory, collectives over gloo)"""
     local, plain = Collectives(), Collectives()
     local.use_shared_memory("shm")
     return local, plain
@@ -50,7 +50,7 @@ def same(a, b):
 
 
 class Trial:
-    """Random calls that are the same on all ranks, on tensors that lie anywhere."""
+    """Makes random calls that are the same on all ranks, on tensors at random places."""
 
     def __init__(self, rank, world, seed, local):
         self.rank, self.world, self.local = rank, world, local
@@ -71,7 +71,7 @@ class Trial:
         return torch.randint(0, 2 if dtype == torch.bool else 120, (numel,), generator=generator).to(dtype)
 
     def everyones(self, numel, dtype):
-        """Each rank's values, by rank."""
+        """The values of all ranks, in rank order."""
         state = self.random.getstate()
         rows = []
         for rank in range(self.world):
@@ -80,8 +80,8 @@ class Trial:
         return rows
 
     def placed(self, values):
-        """A copy in ordinary memory or where other ranks read it, at its begin or anywhere in a buffer."""
-        here = random.random()  # of this rank alone: where data lies is nobody else's business
+        """A copy of ``values``, in ordinary or in shared memory, at the begin of a buffer or within it."""
+        here = random.random()  # differs between ranks: each may place its data anywhere
         before = random.choice([0, 1, 5, 64]) if here < 0.5 else 0
         n_bytes = (before + values.numel()) * values.element_size()
         allocate = self.local.allocate if here < 0.7 else (lambda n, device: torch.empty(n, dtype=torch.uint8))
@@ -90,7 +90,7 @@ class Trial:
 
 
 def rank_order(rows, scale, begin, dtype):
-    """Sum in rank order in f32, scaled, then added to ``begin``, rounded once."""
+    """The sum in f32 in rank order, scaled, added to ``begin``, and rounded once."""
     total = torch.zeros(rows[0].shape, dtype=torch.float32)
     for i, row in enumerate(rows):
         total = row.to(torch.float32) if i == 0 else total + row.to(torch.float32)
@@ -102,7 +102,7 @@ def rank_order(rows, scale, begin, dtype):
 
 
 def check(got, want, what):
-    """The same bits; a NaN is a NaN."""
+    """Asserts the same bits; all NaNs count as equal."""
     if got.is_floating_point():
         assert torch.equal(got.isnan(), want.isnan()), f"{what}: {got} instead of {want}"
         got, want = got.nan_to_num(7.0, 8.0, 9.0), want.nan_to_num(7.0, 8.0, 9.0)
@@ -185,7 +185,7 @@ def one_call(trial, local, plain):
 
 def property_body(rank, world, seed):
     local, plain = both()
-    local.ledger.reset_totals()  # of bodies that these ranks have run before
+    local.ledger.reset_totals()  # earlier bodies on these ranks have left totals
     random.seed(1000 * seed + rank)
     for trial in range(N_TRIALS):
         one_call(Trial(rank, world, f"{seed} {trial}", local), local, plain)
@@ -201,7 +201,8 @@ def test_random_calls_give_the_bits_of_gloo_and_of_sums_in_rank_order(run_ranks,
 
 
 def in_flight_body(rank, world):
-    """Many at once, beside gloo's, waited for in another order than they were started."""
+    """Many collectives are under way at once, beside gloo's. The caller waits for them in another order than it started
+    them."""
     local, plain = both()
     n, numel = 12, 5003
     values = [
@@ -233,7 +234,7 @@ def test_many_in_flight_beside_those_of_gloo(run_ranks, world):
 
 
 def no_copy_body(rank, world):
-    """Tensors in shared memory are not staged."""
+    """Tensors in shared memory are not copied into a staging buffer."""
     local, _ = both()
     assert local._connection.owns(local.allocate(100, CPU)) and not local._connection.owns(torch.empty(100))
     pool = BufferPool(allocate=local.allocate)
@@ -246,7 +247,7 @@ def no_copy_body(rank, world):
     pool.give(buffer)
     assert pool.take(1 << 18, torch.float32, CPU).data_ptr() == address
     assert local.allocate(0, CPU).numel() == 0
-    # A tensor keeps its memory when everything else is gone.
+    # A tensor keeps its memory after everything else is released.
     kept = local.allocate(1 << 20, CPU).fill_(rank + 1)
     alone = local.alone()
     assert alone.allocate(8, CPU).numel() == 8 and not local._connection.owns(alone.allocate(8, CPU))
@@ -289,7 +290,7 @@ def ends_body(rank, world):
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    # Memory still held stays; no new shared memory is made.
+    # Memory that is still held stays. No new shared memory is made.
     assert kept.unique().tolist() == [3]
     late = connection.allocate(1 << 12, CPU).fill_(4)
     assert late.unique().tolist() == [4]
@@ -318,7 +319,7 @@ def copies_body(rank, world):
     for other in loaded:
         assert torch.equal(other, param) and not local._connection.owns(other)
     shared = torch.nn.Parameter(local.allocate(64, CPU).view(torch.float32).fill_(3.0))
-    shared.share_memory_()  # torch moves it to shared memory of its own
+    shared.share_memory_()  # torch moves the tensor to torch's own shared memory
     assert shared.is_shared() and shared.unique().tolist() == [3.0]
     local.all_reduce(shared.data).wait()
     assert shared.unique().tolist() == [3.0 * world]
@@ -330,7 +331,7 @@ def test_tensors_are_copied_saved_and_pickled_as_others(run_ranks):
 
 
 def fork_body(rank, world):
-    """A forked child reads, lets go of everything and ends; the parent goes on."""
+    """A forked child reads, releases everything and ends. The parent goes on."""
     local, _ = both()
     flat = local.allocate(1 << 16, CPU).view(torch.float32).fill_(rank)
     local.barrier()
@@ -398,7 +399,7 @@ def test_a_dead_rank_is_named_within_seconds(run_ranks):
 
 
 def part_body(rank, world):
-    """Ranks of a group are told by their numbers in the world."""
+    """Errors name the ranks of a group by their numbers among all ranks."""
     group = dist.new_group([1, 2])
     if rank:
         comm = Collectives(group)
@@ -447,7 +448,7 @@ def test_ranks_of_two_hosts_talk_over_gloo(run_ranks, wish):
 
 
 def refused_body(rank, world, where):
-    """One rank cannot: none does, and all know why."""
+    """If one rank cannot share memory, no rank does, and all know why."""
     real = _C.ShmGroup
 
     class Refusing:
@@ -492,7 +493,7 @@ def test_off_is_gloo(run_ranks):
 
 
 def full_body(rank, world):
-    """Memory that is not there: buffers lie elsewhere, and results are the same."""
+    """If there is no room for shared memory, buffers lie in ordinary memory and results are the same."""
     local, _ = both()
     real = local._connection._group
 

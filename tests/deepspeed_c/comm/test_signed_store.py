@@ -49,7 +49,7 @@ def test_what_a_stranger_writes_is_not_read(store):
         assert (rank.read("slow/1"), rank.n_forged) == (None, i), value
     stranger.write("slow/1", "value")
     assert rank.read("slow/1") is None
-    store.set("slow/2", good)  # the word of a rank, but not of this
+    store.set("slow/2", good)  # signed by a rank, but for another key
     assert rank.read("slow/2") is None
     store.set("slow/1", good)
     assert rank.read("slow/1") == "go on"

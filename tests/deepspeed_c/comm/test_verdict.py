@@ -1,4 +1,4 @@
-"""comm/verdict.py: the conclusions from positions, and that ranks at different speeds never count as diverged."""
+"""comm/verdict.py: the conclusions from the positions of ranks. Ranks at different speeds never count as diverged."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def waits(*args, seconds=LONG + 1, **kwargs):
 
 
 def at(rank, *calls, where="train.py:7 in step", dist_call="", neighbours=None, name="0", ranks=(), axes=""):
-    """A rank with one group; its blocking calls are the WAITING ones."""
+    """The position of a rank with one group. Its calls in state WAITING are the blocking ones."""
     blocking = [c for c in calls if c.state == WAITING]
     return Position(rank, [GroupPosition(name, list(ranks), axes, blocking, list(calls))], where, dist_call, neighbours or {})
 
 
 def both(rank, *groups, where="train.py:7 in step"):
-    """A rank in several groups: (name, ranks, calls)."""
+    """The position of a rank in several groups, each (name, ranks, calls)."""
     parts = [GroupPosition(n, list(r), "", [c for c in calls if c.state == WAITING], list(calls)) for n, r, calls in groups]
     return Position(rank, parts, where, "", {})
 
@@ -95,7 +95,7 @@ def test_a_rank_that_runs_is_late():
 
 
 def test_a_rank_behind_that_still_receives_what_the_others_have_is_no_divergence():
-    # Rank 0 sent its broadcast and went on; rank 1 still receives.
+    # Rank 0 sent its broadcast and went on. Rank 1 still receives.
     found = verdict(at(0, call(4, "broadcast"), waits(5)), at(1, waits(4, "broadcast")))
     assert found.kind == "slow", found
 
@@ -141,7 +141,7 @@ def test_waiting_in_different_orders():
     found = verdict(a, b)
     assert found.kind == "diverged" and found.passing and not found.lasting, found
     assert "in different orders" in found.text
-    # A short wait proves nothing, and a finished call is no postponed wait.
+    # A short wait proves nothing, and a finished call does not count as one whose wait comes later.
     assert verdict(a, at(1, call(1, state=ENTERED), waits(2, seconds=1.0))).kind == "transfer"
     assert verdict(a, at(1, call(1, state=DONE), waits(2))).kind == "transfer"
 
@@ -212,7 +212,8 @@ def test_ended_ranks_are_told():
 
 
 class Simulation:
-    """Each rank has a list of (group, label). It enters the next one, and goes on when all members have entered theirs of that number."""
+    """Each rank has a list of collectives, each (group, label). It enters the next collective of its list, and goes on
+    when all members of the group have entered theirs with the same number."""
 
     def __init__(self, programs, groups):
         self.programs, self.groups = programs, groups
@@ -221,7 +222,7 @@ class Simulation:
         self.entered = [{name: [] for name in groups} for _ in programs]
 
     def step(self, rank):
-        """Whether the rank could do something."""
+        """Runs one step of a rank. Returns whether the rank could make a step."""
         if self.waiting[rank] is not None:
             name, seq = self.waiting[rank]
             if any(len(self.entered[m][name]) < seq for m in self.groups[name]):
@@ -270,7 +271,7 @@ def test_ranks_of_one_program_never_diverge_whenever_they_are_looked_at():
     looked = 0
     for _ in range(300):
         programs, groups = random_run(rng)
-        # The programs end in user code, so no rank ends while others wait for transfers under way.
+        # All programs end with a collective, so no rank ends while others wait for transfers under way.
         simulation = Simulation([[*p, ("world", "end")] for p in programs], groups)
         for _ in range(60):
             simulation.step(rng.randrange(len(programs)))

@@ -1,6 +1,7 @@
-"""comm/watchdog.py on real ranks: each way to diverge ends the run with a text that names it, and nothing else ends it.
+"""comm/watchdog.py on real ranks: each kind of divergence ends the run with a text that names it. Nothing else ends the
+run.
 
-``hang`` stands for a backend that does not notice a lost rank, as NCCL: gloo's connections do.
+``hang`` imitates a backend that does not notice a lost rank, such as NCCL. gloo notices by its connections.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from tests.ranks import RanksFailed, free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 1.0
-# The test fails if a process has not ended, or a text has not come, after this many seconds. On a busy machine each
-# step takes its time.
+# A test fails if a process has not ended, or a text has not come, after so many seconds. The limit is high because each
+# step may take long on a busy machine.
 LIMIT_S = 200.0
 
 
 def make(folder, rank, group=None, timeout_s=TIMEOUT_S):
-    """A watched group whose watchdog writes to a file of this rank, after two collectives that all ranks share."""
+    """A watched group, after two collectives of all ranks. Its watchdog writes to a file of this rank."""
     write_to(folder, rank)
     comm = Collectives(group, reduce=lambda *_: None)
     watch(comm, timeout_s)
@@ -51,7 +52,7 @@ def make(folder, rank, group=None, timeout_s=TIMEOUT_S):
 
 
 def write_to(folder, rank):
-    """Send this rank's stderr from here on to a file of its own, line by line."""
+    """From here on write stderr of this rank to a file of its own, line by line."""
     sys.stderr = open(os.path.join(folder, str(rank)), "w", buffering=1)  # noqa: SIM115  the rank ends with it
 
 
@@ -73,7 +74,7 @@ def hang(comm, label, op="all-gather", n_bytes=16):
 
 
 def diverge(run_ranks, tmp_path, world, body, *args, others=()):
-    """Run ``body``; all ranks but ``others`` must exit with EXIT_CODE. Return their common report."""
+    """Run ``body``. All ranks except ``others`` must exit with EXIT_CODE and the same report, which is returned."""
     with pytest.raises(RanksFailed) as failed:
         run_ranks(world, body, str(tmp_path), *args, fresh=True, timeout=LIMIT_S, grace=LIMIT_S)
     told = []
@@ -129,7 +130,8 @@ def extra_body(rank, world, folder):
     comm = make(folder, rank)
     for i in range(5):
         if rank == 0 and i == 2:
-            # Sent and received like its neighbours: the ranks go on for a while, each with the other's data.
+            # This gather has the size of its neighbours. So the ranks go on for a while, with data of the wrong
+            # collective.
             gather(comm, "expert.3")
         gather(comm, f"layers.{i}.w")
     time.sleep(10 * LIMIT_S)
@@ -205,7 +207,8 @@ def crossed_groups_body(rank, world, folder):
     if rank < 2:
         sub = Collectives(group, reduce=lambda *_: None)
     if rank == 0:
-        # The others end before it: their lost connections must not become an error of a group that nobody watches. The rank is this test's own.
+        # Lets the other ranks end first: their lost connections must not raise in the group that is not watched.
+        # This changes only the rank of this test.
         watchdog._LINGER_S = 4.0
         gather(sub, "experts.0.w")
     gather(comm, "layers.1.w")
@@ -239,7 +242,7 @@ def test_a_rank_that_is_killed_or_stopped(run_ranks, tmp_path, world, signum, te
 
 
 def noticed_body(rank, world, folder):
-    # The backend's error is to come first, however long a busy machine takes to end a process.
+    # The backend's error must come first, however long a busy machine takes to end a process.
     comm = make(folder, rank, timeout_s=20.0)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -267,7 +270,7 @@ def stale_alarm_body(rank, world, folder):
     store = _own_store()
     comm = make(folder, rank)
     if rank == 0:
-        # An alarm whose judge never reports.
+        # Raise an alarm. The rank that should judge it never reports.
         store.set("alarm/1", "7")
     dist.barrier()
     hang(comm, f"layers.{rank}.w")
@@ -281,14 +284,14 @@ def test_a_judge_that_is_lost_is_replaced(run_ranks, tmp_path):
 
 
 def attacked_body(rank, world, folder, attack, port):
-    """Goes on, while rank 0 lets a stranger write, who has no token and signs with none."""
+    """The run must go on while rank 0 lets a stranger write to the store. The stranger has no token to sign with."""
     os.environ["DSC_RUN_TOKEN"] = "s3cret"
-    watchdog._CONFIRM_S = watchdog._LINGER_S = 0.1  # the rank is this test's own
+    watchdog._CONFIRM_S = watchdog._LINGER_S = 0.1  # changes only the rank of this test
     if attack == "answer":
-        # A rank of another host that does not answer in time is lost, and on a busy machine its thread comes late.
+        # A rank of another host is lost if it does not answer in time. Its thread may be late on a busy machine.
         watchdog._Watchdog._grace_s = property(lambda self: 6.0)
     if attack == "answer" and rank == 1:
-        # Of another host: nobody sees that its process runs.
+        # This rank seems to be on another host, so rank 0 cannot see that its process runs.
         watchdog.own_presence = lambda: Presence("elsewhere", 1, 1)
     dist.destroy_process_group()
     ds_comm.init_distributed(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
@@ -308,7 +311,7 @@ def attacked_body(rank, world, folder, attack, port):
     if rank == 0 and attack == "counter":
         store.set("n_at/1/1", "no number")
     if attack == "report":
-        # Both have been through the first two alarms when they answer to the third.
+        # Both ranks have handled the first two alarms when they answer the third.
         while store.add("n_at/3/1", 0) < world:
             time.sleep(0.02)
     elif rank == 0:
@@ -367,7 +370,7 @@ def busy_body(rank, world, folder):
     comm = make(folder, rank)
     if rank == 1:
         fifo = os.open(os.path.join(folder, "fifo"), os.O_RDONLY)
-        # One call of C that holds the interpreter until the test writes something.
+        # This call of C holds the interpreter until the test writes to the fifo.
         assert ctypes.PyDLL(None).read(fifo, ctypes.create_string_buffer(1), 1) == 1
         os.close(fifo)
     gather(comm, "layers.1.w")
@@ -400,7 +403,7 @@ def test_a_rank_that_holds_the_interpreter_is_late_and_not_lost(run_ranks, tmp_p
 
 def absent_body(rank, world, folder):
     write_to(folder, rank)
-    dist.barrier()  # both files are there
+    dist.barrier()  # both ranks have made their files
     while rank == 1 and not has_said(folder, 0, "rank 1 has not come to deepspeed_c.initialize"):
         time.sleep(0.05)
     comm = Collectives(reduce=lambda *_: None)
@@ -422,8 +425,8 @@ def quiet_body(rank, world, folder):
     comm = make(folder, rank, timeout_s=QUIET_S)
     second = Collectives(reduce=lambda *_: None)
     watch(second, QUIET_S)
-    time.sleep(1.2 * QUIET_S)  # where nobody waits for anybody
-    dist.barrier()  # and which they leave together: torch's own barrier is not watched
+    time.sleep(1.2 * QUIET_S)  # no rank waits for another meanwhile
+    dist.barrier()  # ranks leave the pause together; torch's own barrier is not watched
     for i in range(3):
         work = comm.all_gather(torch.zeros(4 * world), label=f"layers.{i}.w")
         time.sleep(0.2 * rank)
@@ -468,7 +471,7 @@ def life_body(rank, world):
     assert len(dogs()) == 1
     watched.close()
     assert dogs() == []
-    # Dropped and not closed.
+    # The group is dropped without close().
     watch(third, 5.0)
     assert len(dogs()) == 1
     del third, watched
@@ -565,8 +568,8 @@ def write_script(tmp_path, body, timeout_s=TIMEOUT_S):
 
 
 def run_pair(tmp_path, body, timeout_s=TIMEOUT_S):
-    """Run two processes without a launcher, which would end one after the other's failure. Return (exit code, standard
-    error) of each."""
+    """Run two processes without a launcher, because a launcher would end one after the failure of the other. Return
+    (exit code, standard error) of each."""
     script = write_script(tmp_path, body, timeout_s)
     port = free_port()
     env = {
@@ -610,7 +613,7 @@ def test_a_rank_that_ends(tmp_path, end, code, how):
 
 def test_the_error_of_a_rank_is_told_by_the_others(tmp_path):
     body = "if rank == 1:\n    raise ValueError('boom')\nfor _ in range(1000):\n    gather(comm, 'layers.1.w'); time.sleep(0.01)"
-    # The error is to come first, however long a busy machine takes to end a process.
+    # The error must come first, however long a busy machine takes to end a process.
     (code_0, text_0), (code_1, _) = run_pair(tmp_path, body, timeout_s=20.0)
     assert (code_0, code_1) == (1, 1), text_0
     assert "of layers.1.w" in text_0 and "rank 1 has ended with ValueError: boom, after" in text_0, text_0
@@ -624,7 +627,7 @@ def test_the_store_goes_with_rank_0(tmp_path):
 
 
 def test_a_run_that_ends_well_says_nothing(tmp_path):
-    # Rank 1 goes on for a while after rank 0, the store's host. So rank 0 lingers, here long enough for a busy machine.
+    # Rank 0 hosts the store, and rank 1 runs a while longer. So rank 0 lingers, here long enough for a busy machine.
     body = "from deepspeed_c.comm import watchdog; watchdog._LINGER_S = 60.0\ngather(comm, 'w')\ntime.sleep(rank)"
     assert run_pair(tmp_path, body, timeout_s=20.0) == [(0, ""), (0, "")]
 
