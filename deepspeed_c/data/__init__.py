@@ -1,4 +1,4 @@
-"""Data loading: each rank's share of a data set, in micro-batches, from a position that can be saved."""
+"""Data loading: micro-batches from each rank's share of a data set. The position can be saved."""
 
 from deepspeed_c.data.loader import DeepSpeedDataLoader, RepeatingLoader
 

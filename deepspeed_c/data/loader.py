@@ -1,4 +1,4 @@
-"""Hands each rank its share of a data set in micro-batches, a new order each epoch, and remembers where it stands."""
+"""Gives each rank micro-batches from its share of a data set, in a new order each epoch. The position can be saved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]
 
 
 class RepeatingLoader:
-    """Goes through ``loader`` again and again, without an end."""
+    """Iterates over ``loader`` again and again, without an end."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -35,7 +35,7 @@ class RepeatingLoader:
         try:
             return next(self.data_iter)
         except StopIteration:
-            # Ending here would look like the end of an iteration that has none.
+            # A StopIteration would end an iteration that is documented as endless.
             raise ConfigError(
                 "the loader yields no batch, so repeating it never gives one",
                 where="RepeatingLoader",
@@ -47,13 +47,14 @@ class RepeatingLoader:
         return self.loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues at a position of the wrapped loader."""
+        """Sets the wrapped loader's position."""
         self.loader.load_state_dict(state)
         self.data_iter = iter(self.loader)
 
 
 class _Shuffle(Sampler[int]):
-    """All indices of a data set in an order that seed and epoch decide, as DistributedSampler's is for one rank."""
+    """All indices of a data set, in an order that depends on seed and epoch. The order equals DistributedSampler's for
+    one rank."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._generator = torch.Generator()
@@ -72,7 +73,7 @@ class _Shuffle(Sampler[int]):
 
 
 class _From:
-    """The batches of a batch sampler from the ``first`` on: those before are never loaded."""
+    """The batches of a batch sampler from number ``first`` on. Earlier batches are never loaded."""
 
     def __init__(self, batches: BatchSampler, first: int) -> None:
         self._batches, self._first = batches, first
@@ -88,13 +89,13 @@ class DeepSpeedDataLoader:
     """A loader of this rank's micro-batches.
 
     Over ranks, a ``DistributedSampler`` gives every rank equally many samples: with ``dataloader_drop_last`` each
-    sample at most once (up to a batch less one sample and one round of ranks is left out), otherwise each at least
-    once: the first samples of the order fill up the last round. So with more ranks than samples some are seen twice and
-    no rank is left without a batch.
+    sample is used at most once, and less than one batch and one round of ranks is left out. Otherwise each sample is
+    used at least once: the first samples of the order are repeated to fill the last round. With more ranks than
+    samples, some samples are therefore used twice, and every rank has a batch.
 
-    Each ``iter()`` after a first batch begins a new epoch with an order of its own. A sampler of the user's is used as
-    it is: call its ``set_epoch`` through ``set_epoch`` here. An ``IterableDataset`` shares out its samples over several
-    ranks by itself, and says so by a true attribute ``is_sharded``.
+    Each ``iter()`` after a first batch begins a new epoch with a new order. A sampler that the user passes is used
+    unchanged; ``set_epoch`` calls the sampler's ``set_epoch``. With several ranks, an ``IterableDataset`` must divide
+    its samples among the ranks itself, and declare this by a true attribute ``is_sharded``.
     """
 
     def __init__(
@@ -117,10 +118,10 @@ class DeepSpeedDataLoader:
     ) -> None:
         """batch_size: samples of one micro-batch of one rank.
 
-        local_rank: negative for one process that shares with nobody; otherwise ``data_parallel_rank`` and
-        ``data_parallel_world_size`` give this rank's share (default: from ``torch.distributed``).
-        tput_timer: its ``start`` is called before each batch. num_local_io_workers: number of processes loading in the
-        background; none by default (DeepSpeed: 2 a device). seed: the shuffle's, the same on all ranks.
+        local_rank: negative for a single process that reads all samples; otherwise ``data_parallel_rank`` and
+        ``data_parallel_world_size`` determine this rank's share (default: from ``torch.distributed``). tput_timer: its
+        ``start`` is called before each batch. num_local_io_workers: number of processes that load in the background;
+        default: none (DeepSpeed: 2 for each device). seed: seed of the shuffle, the same on all ranks.
         """
         config = deepspeed_dataloader_config or {}
         if config.get("curriculum_learning"):
@@ -148,7 +149,7 @@ class DeepSpeedDataLoader:
             self.data_sampler = _sampler(dataset, rank, world_size, dataloader_drop_last, seed, shuffle)
         self._worker_seed = seed * world_size + rank
         self._epoch = 0
-        self._n_given = 0  # batches of this epoch that the user has got
+        self._n_given = 0  # batches of this epoch that were returned
         self._batches: Iterator[Any] | None = None
 
     @classmethod
@@ -168,7 +169,7 @@ class DeepSpeedDataLoader:
         measure: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> DeepSpeedDataLoader:
         """A loader for the ranks of ``comm`` (a ``Collectives``). ``route``: "train" shuffles, "eval" and "predict" do
-        not. measure: called with "data"; the context that it gives is around the making of each batch.
+        not. measure: called with "data" for each batch; returns a context in which the batch is made.
         """
         if route not in ("train", "eval", "predict"):
             raise ConfigError(f"is {route!r}", where="deepspeed_io(route=...)", fix='use "train", "eval" or "predict"')
@@ -193,7 +194,7 @@ class DeepSpeedDataLoader:
     def __len__(self) -> int:
         """Batches of an epoch on this rank, the same on all ranks."""
         if self._is_stream:
-            n = len(self.dataset)  # a TypeError where the stream does not know
+            n = len(self.dataset)  # a TypeError if the stream has no length
         else:
             n = len(self.data_sampler)
         return n // self.batch_size if self.dataloader_drop_last else -(-n // self.batch_size)
@@ -204,7 +205,7 @@ class DeepSpeedDataLoader:
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """The next ``iter()`` begins ``epoch``, in its order."""
+        """Lets the next ``iter()`` begin ``epoch``, in the order of this epoch."""
         self._epoch, self._n_given, self._batches = epoch, 0, None
         if not self._owns_sampler and hasattr(self.data_sampler, "set_epoch"):
             self.data_sampler.set_epoch(epoch)
@@ -227,14 +228,14 @@ class DeepSpeedDataLoader:
         return batch
 
     def _start(self) -> Iterator[Any]:
-        """The batches of the present epoch that have not been given yet."""
+        """The batches of the current epoch that have not been returned yet."""
         common = {
             "pin_memory": self.pin_memory,
             "collate_fn": self.collate_fn,
             "num_workers": self.num_local_io_workers,
             "persistent_workers": False,
-            # The seed of workers. By default torch draws it from the global generator. A run that resumes in mid-epoch
-            # begins its loader once more, and would draw other numbers from there on.
+            # The seed of the workers. By default torch draws it from the global generator. A run that resumes in
+            # mid-epoch starts its loader once more, and its global generator would then give other numbers.
             "generator": torch.Generator().manual_seed(hash((self._worker_seed, self._epoch)) & (2**63 - 1)),
         }
         if self._is_stream:
@@ -246,13 +247,15 @@ class DeepSpeedDataLoader:
         return iter(DataLoader(self.dataset, batch_sampler=_From(batches, self._n_given), **common))
 
     def state_dict(self) -> dict[str, int]:
-        """Where the loader stands: {"epoch": ..., "batch": batches of it that were given, "batch_size": ...}."""
+        """The position of the loader: {"epoch": ..., "batch": batches of the epoch that were returned, "batch_size":
+        ...}."""
         return {"epoch": self._epoch, "batch": self._n_given, "batch_size": self.batch_size}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on where ``state_dict`` was taken: the next batch is the first that had not been given then.
+        """Continues at the position of a ``state_dict``: the next batch is the first batch that had not been returned
+        then.
 
-        With a sampler of the user's that holds if it gives the same order again.
+        With a sampler that the user passes, this requires that the sampler gives the same order again.
         """
         if state["batch_size"] != self.batch_size:
             raise StateError(
@@ -265,7 +268,7 @@ class DeepSpeedDataLoader:
 
 
 def _share(local_rank: int, rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """(rank, ranks) that the samples are shared out over."""
+    """(rank, number of ranks) for the division of the samples."""
     if local_rank is not None and local_rank < 0:
         return 0, 1
     is_initialized = dist.is_available() and dist.is_initialized()
@@ -300,7 +303,7 @@ class _NoSamples(Sampler[int]):
     """The order of an empty data set, which torch's samplers refuse to shuffle."""
 
     def __init__(self) -> None:
-        """Nothing to keep."""
+        """Does nothing."""
 
     def __len__(self) -> int:
         return 0

@@ -1,8 +1,8 @@
-"""Measures the speed of a device with our engine and with fio: each round writes and reads the same file with both in
-turn.
+"""Measures the speed of a device with this package's I/O engine and with fio. Each round writes and reads the same file
+with both.
 
-The file exists and has been written before the first timed transfer, as a swap file has. Nothing is synced: a transfer
-has ended when the device says so.
+The file has been written once before the first timed transfer, like a swap file. Nothing is synced: a transfer ends
+when the device reports its end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DIRECTIONS = ("write", "read")
 FIO_ENGINES = ("libaio", "io_uring")
 FIO_SECONDS = 600
 
-# Transfers the whole file in one direction; seconds.
+# A function that transfers the whole file in one direction and returns the seconds.
 Contender = Callable[[str], float]
 
 
@@ -56,7 +56,7 @@ class Settings(NamedTuple):
 
 
 class FioError(Exception):
-    """fio cannot measure this; the text is its reason."""
+    """fio cannot measure this; the text is fio's reason."""
 
 
 class MeasuredRates(NamedTuple):
@@ -66,13 +66,13 @@ class MeasuredRates(NamedTuple):
     absent: dict[str, str]  # contenders that could not take part, and why
 
     def best_fio(self, direction: str) -> list[float] | None:
-        """In each round; None without fio. It is the bound."""
+        """The rate of the fastest fio in each round; None without fio. This is the bound for the comparison."""
         found = [rates[direction] for name, rates in self.rounds.items() if name.startswith("fio ")]
         return [max(rates) for rates in zip(*found, strict=True)] if found else None
 
 
 def ours(file: ScratchFile, tensor: torch.Tensor, handle: aio_handle) -> Contender:
-    """Moves ``tensor``, which is as long as the file, in one request."""
+    """Transfers ``tensor``, which is as long as the file, in one request."""
 
     def transfer(direction: str) -> float:
         move = handle.sync_pwrite if direction == "write" else handle.sync_pread
@@ -88,9 +88,9 @@ def find_fio() -> str | None:
 
 
 def fio(program: str, engine: str, file: ScratchFile, settings: Settings) -> Contender:
-    """Sequential O_DIRECT transfers by one job; the time is fio's own, without its start.
+    """Sequential O_DIRECT transfers by one job of fio. The time is measured by fio, without the start of fio.
 
-    Raises FioError when called.
+    The returned function may raise FioError.
     """
 
     def transfer(direction: str) -> float:
@@ -104,17 +104,17 @@ def fio(program: str, engine: str, file: ScratchFile, settings: Settings) -> Con
         if done.returncode:
             lines = [*done.stderr.splitlines(), *done.stdout.splitlines(), f"exit code {done.returncode}"]
             raise FioError(next(line.strip() for line in lines if line.strip()))
-        # Before the report there may be lines of text.
+        # Lines of text may stand before the report.
         job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][direction]
         if job["io_bytes"] != file.n_bytes:
             raise FioError(f"it moved {job['io_bytes']} of {file.n_bytes} bytes")
-        return job["io_bytes"] / job["bw_bytes"] if job["bw_bytes"] else 1e-3  # less than its clock's tick
+        return job["io_bytes"] / job["bw_bytes"] if job["bw_bytes"] else 1e-3  # shorter than a tick of fio's clock
 
     return transfer
 
 
 def compare(contenders: dict[str, Contender], n_bytes: int, rounds: int) -> MeasuredRates:
-    """Times ``rounds`` rounds after a round of warm-up. A contender of fio that fails in the warm-up is left out."""
+    """Times ``rounds`` rounds after one warm-up round. A contender with fio that fails in the warm-up is left out."""
     absent: dict[str, str] = {}
     rates: dict[str, dict[str, list[float]]] = {}
     for name, transfer in contenders.items():
@@ -133,8 +133,8 @@ def compare(contenders: dict[str, Contender], n_bytes: int, rounds: int) -> Meas
 
 
 def summary(rates: MeasuredRates) -> list[dict[str, Any]]:
-    """A row a contender and direction: GB/s (1e9 bytes), and the ratio to the best fio of the same round; medians with
-    their spread.
+    """One row for each contender and direction: GB/s (1e9 bytes), and the ratio to the best fio of the same round, both
+    as median with spread.
     """
     return [
         {

@@ -33,7 +33,7 @@ The device that checkpoints and offloaded state live on. Files that are made hav
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``deepspeed_c io`` with the words after it; 0.
+    """Runs ``deepspeed_c io`` with these arguments. Returns 0.
 
     Raises AioError for a folder that cannot be used, ConfigError for numbers out of range, FeatureError for a backend
     that this kernel does not allow.
@@ -46,7 +46,7 @@ def _bench(options: argparse.Namespace) -> int:
     block_size = -(-parse_bytes(options.block, "--block") // unit) * unit
     settings = Settings(options.backend, block_size, options.depth, options.parallelism)
     handle = _handle(settings)
-    # Whole blocks, so that everybody moves as much.
+    # Whole blocks, so that all contenders transfer the same number of bytes.
     n_bytes = parse_bytes(options.size, "--size") // block_size * block_size
     if n_bytes < 1 or options.rounds < 1:
         raise ConfigError(
@@ -85,7 +85,7 @@ def _handle(settings: Settings) -> aio_handle:
 
 def _contenders(file: ScratchFile, settings: Settings, handle: aio_handle, program: str | None) -> dict[str, Any]:
     locked = handle.new_cpu_locked_tensor(file.n_bytes, torch.empty(0, dtype=torch.uint8)).random_()
-    # At an odd address, which no allocator gives: the dearest case.
+    # At an odd address, which no allocator returns: the slowest case.
     ordinary = torch.empty(file.n_bytes + 1, dtype=torch.uint8)[1:].copy_(locked)
     contenders = {"ordinary tensor": ours(file, ordinary, handle), "locked tensor": ours(file, locked, handle)}
     for engine in FIO_ENGINES if program else ():
@@ -143,7 +143,7 @@ def _tune(options: argparse.Namespace) -> int:
         }
         print(json.dumps(result, indent=2))
         return 0
-    # Only the section to paste goes to standard output.
+    # Standard output gets only the section of the configuration.
     print(
         f"{found.n_measured} of {found.n_candidates} settings timed with transfers of {as_binary(found.n_bytes)}; "
         f"the best: write {found.rates['write'] / 1e9:.2f} GB/s, read {found.rates['read'] / 1e9:.2f} GB/s",

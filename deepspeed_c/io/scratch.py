@@ -1,4 +1,4 @@
-"""A file to measure with that has no name: however this process ends, its space is free again."""
+"""A file without a name, for measurements. Its space is freed when this process ends, also after a kill."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["ScratchFile", "scratch"]
 class ScratchFile(NamedTuple):
     """An open file of a reserved size."""
 
-    path: str  # opens it, in this process and its children
+    path: str  # path that opens the file, in this process and its children
     n_bytes: int
-    note: str  # why its device is reached through the page cache; "" when it is reached directly
+    note: str  # why transfers go through the page cache; "" if they go to the device directly
 
 
 @contextlib.contextmanager
 def scratch(folder: str, n_bytes: int) -> Iterator[ScratchFile]:
-    """A file of ``n_bytes``, reserved and not written, in ``folder`` for the length of the block.
+    """A file of ``n_bytes`` in ``folder`` that exists inside the context. Its space is reserved, but not written.
 
-    Raises AioError, which has the errno, when ``folder`` cannot be written to or has too little free space.
+    Raises AioError, with the errno, if ``folder`` is not writable or has too little free space.
     """
     descriptor = unnamed_file(folder, n_bytes)
     try:

@@ -1,5 +1,5 @@
-"""Finds the fastest settings of a device: all candidates are timed, then the better half again, and so on while time is
-left.
+"""Finds the fastest settings of a device. All candidates are timed, then the faster half again, and so on until the
+time is used up.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ MIN_BYTES, MAX_BYTES = 4 << 20, 256 << 20
 FIRST_ROUND = 0.4
 N_FINALISTS = 3
 N_SAMPLES = 7
-# Relative differences below it are noise: among candidates that near to the best, the least memory wins.
+# Smaller relative differences are noise. Among candidates within this tolerance of the fastest, the candidate with the
+# least memory wins.
 TOLERANCE = 0.03
 
 Times = dict[Settings, list[float]]
 
 
 class Tuned(NamedTuple):
-    """The settings to use, and the figures behind the choice."""
+    """The chosen settings, and their measurements."""
 
     settings: Settings
     rates: dict[str, float]  # bytes a second, by direction
-    n_bytes: int  # of one transfer
+    n_bytes: int  # bytes of one transfer
     n_measured: int
     n_candidates: int
-    note: str  # as ScratchFile.note
+    note: str  # the note of the ScratchFile
 
     def as_config(self) -> dict[str, Any]:
         """The section "aio" of a configuration."""
@@ -50,13 +51,14 @@ class Tuned(NamedTuple):
             "intra_op_parallelism": found.intra_op_parallelism,
             "single_submit": False,
             "overlap_events": True,
-            # By name only where it matters: the file may be used on a machine that has not got it.
+            # Name the backend only if it is not the default, because the configuration may be used on a machine without
+            # this backend.
             "backend": "auto" if found.backend == usable[0] else found.backend,
         }
 
 
 def candidates(names: Sequence[str]) -> list[Settings]:
-    """The settings to try with the backends ``names``, the likelier first."""
+    """The settings to try with the backends ``names``. Settings that are likelier to win come first."""
     blocks = (1 << 20, 1 << 18, 1 << 22)
     kernel = [
         Settings(name, block, depth)
@@ -96,9 +98,10 @@ def tune(folder: str, budget_s: float) -> Tuned:
 
 
 def search(all_of_them: Sequence[Settings], sample: Callable[[Settings], float], is_over: Callable[[], bool]) -> Times:
-    """Seconds of each candidate by ``sample``, more of them the better it is.
+    """The times of each candidate, measured by ``sample``. Faster candidates are measured more often.
 
-    Goes on until ``is_over`` (asked before each sample but the first), or until it has enough of the best.
+    Continues until ``is_over`` returns True (asked before each sample but the first), or until the best candidates have
+    enough samples.
     """
     times: Times = {}
     left = list(all_of_them)
@@ -114,9 +117,9 @@ def search(all_of_them: Sequence[Settings], sample: Callable[[Settings], float],
 
 
 def choose(times: Times) -> Settings:
-    """The settings with the least memory among all that are as fast as the fastest.
+    """The settings with the least memory among all candidates that are as fast as the fastest.
 
-    Disturbances only ever add time, so a candidate's shortest counts.
+    Disturbances only add time, so the shortest time of a candidate counts.
     """
     fastest = min(min(found) for found in times.values())
     near = [settings for settings, found in times.items() if min(found) <= fastest * (1 + TOLERANCE)]
@@ -133,7 +136,7 @@ class _Sampler:
         self(Settings())  # writes the file for the first time
 
     def __call__(self, settings: Settings) -> dict[str, float]:
-        """Seconds, by direction."""
+        """The seconds of each direction."""
         handle = settings.handle()
         transfer = ours(self._file, self._tensor, handle)
         found = {direction: transfer(direction) for direction in DIRECTIONS}

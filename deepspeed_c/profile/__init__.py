@@ -1,1 +1,1 @@
-"""Where time and memory went."""
+"""Profiling of time, memory and floating-point operations."""

@@ -1,8 +1,8 @@
 """The FLOPs profiler, under DeepSpeed's names: ``deepspeed_c.profiling.flops_profiler``.
 
-``FlopsProfiler`` counts a model while it runs; ``get_model_profile`` runs it once. ``flops_formulas.py`` has the
-formulas. Forward, backward and recomputation are counted apart, each as it ran; DeepSpeed's methods give the numbers of
-forward.
+``FlopsProfiler`` counts while a model runs; ``get_model_profile`` runs a model once and counts. ``flops_formulas.py``
+has the formulas. Forward, backward and recomputation are counted separately, each from its own operators. DeepSpeed's
+methods return the numbers of forward.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _COUNTS = "__flops_counts__"  # attribute of a module while it is profiled
 class FlopsProfiler:
     """Counts FLOPs, MACs and time of each module of a model between ``start_profile`` and ``stop_profile``.
 
-    ds_engine: the engine that trains the model; its sizes go into the report. recompute_fwd_factor: the part of forward
-    that the backward computes again, for the report of a profile that has counted no recomputation.
+    ds_engine: the engine that trains the model; its batch and world sizes go into the report. recompute_fwd_factor: the
+    fraction of forward that the backward recomputes. The report uses it if no recomputation has been counted.
     """
 
     def __init__(self, model: torch.nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
@@ -64,7 +64,7 @@ class FlopsProfiler:
         self._backward_end = self._step_begin = self._step_end = 0.0
 
     def start_profile(self, ignore_list: Sequence[type] | None = None) -> None:
-        """Counts from now on, anew. ignore_list: types of modules that count as a part of their parents."""
+        """Starts a new count. ignore_list: types of modules that count as parts of their parents."""
         self._ignored = tuple(ignore_list or ())
         self.reset_profile()
         self.started = True
@@ -97,16 +97,16 @@ class FlopsProfiler:
         self._counter, self.started = None, False
 
     def note_backward_end(self) -> None:
-        """The counted backward pass has come to its end."""
+        """Called at the end of the counted backward pass."""
         if self._require_counter().is_counting:
             self._backward_end = now()
 
     def note_step_begin(self) -> None:
-        """The step that uses its gradients begins."""
+        """Called at the begin of the optimizer step that uses the gradients."""
         self._step_begin = now()
 
     def note_step_end(self) -> None:
-        """That step has come to its end."""
+        """Called at the end of this step."""
         self._step_end = now()
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
@@ -124,7 +124,7 @@ class FlopsProfiler:
         return self._total(FlopsPhase.BACKWARD)
 
     def get_recomputed(self) -> Count:
-        """FLOPs and MACs of the recomputation in these."""
+        """FLOPs and MACs of the recomputation in these backward passes."""
         return self._total(FlopsPhase.RECOMPUTED)
 
     def get_total_duration(self, as_string: bool = False) -> float | str:
@@ -133,7 +133,7 @@ class FlopsProfiler:
         return duration_to_string(seconds) if as_string else seconds
 
     def get_total_params(self, as_string: bool = False) -> int | str:
-        """Parameters of the model; of a model that ZeRO shards, all of them."""
+        """Parameters of the model; if ZeRO shards the model, the parameters of all shards."""
         params = self._profile().params(self.model)
         return params_to_string(params) if as_string else params
 
@@ -147,9 +147,10 @@ class FlopsProfiler:
     ) -> None:
         """Prints the report, or writes it to ``output_file``.
 
-        profile_step: the step, for the headline. module_depth: how many depths of modules the list of the heaviest has,
-        -1 for all. top_modules: how many it has a depth. detailed: also the tree of all modules. Nothing is printed
-        before ``start_profile``. Raises ConfigError if the file cannot be written.
+        profile_step: the number of the step, for the headline. module_depth: the number of depths in the list of the
+        heaviest modules, -1 for all. top_modules: the number of modules in this list at each depth. detailed: whether
+        to print the tree of all modules. Nothing is printed before ``start_profile``. Raises ConfigError if the file
+        cannot be written.
         """
         if not self.started:
             return
@@ -216,12 +217,12 @@ def _counts_of(module: torch.nn.Module, what: str) -> ModuleCounts:
 
 
 def get_module_flops(module: torch.nn.Module) -> int:
-    """The FLOPs of a module's forward, its submodules included, while a ``FlopsProfiler`` has numbers of it."""
+    """The FLOPs of a module's forward, with its submodules. A ``FlopsProfiler`` must have counted the module."""
     return _counts_of(module, "get_module_flops").all[FlopsPhase.FORWARD].flops
 
 
 def get_module_macs(module: torch.nn.Module) -> int:
-    """The MACs of a module's forward, its submodules included."""
+    """The MACs of a module's forward, with its submodules."""
     return _counts_of(module, "get_module_macs").all[FlopsPhase.FORWARD].macs
 
 
@@ -232,10 +233,11 @@ def get_module_duration(module: torch.nn.Module) -> float:
 
 
 def wrapFunc(func: Callable[..., Any], funcFlopCompute: Callable[..., tuple[int, int]]) -> Callable[..., Any]:
-    """A function that runs ``func`` and counts (FLOPs, MACs) as ``funcFlopCompute`` gives them for the same arguments.
+    """A function that runs ``func`` and counts the (FLOPs, MACs) that ``funcFlopCompute`` returns for the same
+    arguments.
 
-    For functions whose work torch's operators do not show, such as kernels of the caller's own. ``func`` is not
-    changed.
+    Use it for functions whose work is not visible as operators of torch, such as the caller's own kernels. ``func`` is
+    not changed.
     """
 
     @functools.wraps(func)
@@ -269,16 +271,17 @@ def get_model_profile(
 
     Args:
         model: the model; it is left in evaluation mode, as DeepSpeed leaves it.
-        input_shape: the shape of its one input, if it takes one tensor, of the parameters' dtype, on their device.
-        args, kwargs: otherwise its arguments.
-        print_profile, detailed, module_depth, top_modules, output_file: the report, as ``print_model_profile`` has it.
+        input_shape: the shape of the input, for a model that takes one tensor of its parameters' dtype on their device.
+        args, kwargs: the arguments for all other models.
+        print_profile, detailed, module_depth, top_modules, output_file: options of the report, as in
+            ``print_model_profile``.
         warm_up: runs before the counted run.
         as_string: return texts with units.
-        ignore_modules: types of modules that count as a part of their parents.
-        mode: call the model, or its ``generate``.
+        ignore_modules: types of modules that count as parts of their parents.
+        mode: "forward" calls the model, "generate" its method ``generate``.
 
     Raises:
-        ModelError: no module, no input, or no such mode.
+        ModelError: ``model`` is no module, the input is missing, or the mode is unknown.
     """
     if not isinstance(model, torch.nn.Module):
         raise ModelError(

@@ -1,12 +1,13 @@
-"""Count the FLOPs of a model while it runs, by module: its forward, its backward, and the recomputation in that.
+"""Count the FLOPs of a running model by module: the forward, the backward, and the recomputation in the backward.
 
-A ``TorchDispatchMode`` sees each operator below autograd, with its operands; ``flops_formulas.py`` has the numbers.
-Nothing in torch is replaced, and nothing is added to modules: torch's global module hooks tell which module runs.
+A ``TorchDispatchMode`` gets each operator below autograd, with its operands; ``flops_formulas.py`` has the formulas.
+Nothing in torch is replaced, and nothing is added to modules, because torch's global module hooks report the module
+that runs.
 
 [Note: Modules of a backward]
-Autograd numbers the nodes of a graph as it makes them, and names the node that runs in a backward. So the
-counter notes the next number whenever forward enters or leaves a module, and finds the modules of a backward operator
-by the number of its node. Modules that are entered within a backward belong to a forward that is run again.
+Autograd numbers the nodes of a graph in the order of creation, and reports the node that runs in a backward. So the
+counter records the next number whenever forward enters or leaves a module. It finds the modules of a backward operator
+by the number of the operator's node. Modules that are entered within a backward belong to a recomputed forward.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class FlopsPhase(IntEnum):
     FORWARD = 0
     BACKWARD = 1
     RECOMPUTED = 2
-    """A forward that is run again within the backward (activation checkpointing)."""
+    """A forward that is recomputed within the backward (activation checkpointing)."""
 
 
 class Count(NamedTuple):
@@ -56,13 +57,13 @@ class ModuleCounts:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        self.own = [_NOTHING] * len(FlopsPhase)  # outside of its submodules
+        self.own = [_NOTHING] * len(FlopsPhase)  # counts outside of its submodules
         self.all = [_NOTHING] * len(FlopsPhase)
-        self.seconds = 0.0  # in forward, submodules included
+        self.seconds = 0.0  # seconds in forward, with submodules
         self._depth, self._begin = 0, 0.0
 
     def enter(self, now: float) -> None:
-        """A module may run within itself, and its time counts once."""
+        """Begins a call at time ``now``. In a recursive call the time counts once."""
         if not self._depth:
             self._begin = now
         self._depth += 1
@@ -77,20 +78,21 @@ def _sum(a: Count, b: Count) -> Count:
     return Count(a.flops + b.flops, a.macs + b.macs)
 
 
-_Path = tuple[ModuleCounts, ...]  # modules that run, outermost first
+_Path = tuple[ModuleCounts, ...]  # running modules, outermost first
 
 
 class _Thread:
-    """The modules that one thread is in, and was in before."""
+    """The running modules of one thread, and their history."""
 
     def __init__(self) -> None:
-        self.path: list[tuple[ModuleCounts, bool]] = []  # with each: whether it is within a backward
+        self.path: list[tuple[ModuleCounts, bool]] = []  # (module, whether it was entered within a backward)
         self.recomputing: set[int] = set()  # backward passes in which this thread recomputes
         self._numbers: list[int] = []
         self._paths: list[_Path] = []
 
     def note(self, path: _Path, number: int | None = None) -> None:
-        """Nodes from ``number`` on, by default the next, are made in ``path``. See [Note: Modules of a backward]."""
+        """Records that nodes from ``number`` on (default: the next number) are created in ``path``. See [Note: Modules
+        of a backward]."""
         if self._paths and self._paths[-1] == path:
             return
         self._numbers.append(torch.autograd._get_sequence_nr() if number is None else number)
@@ -102,22 +104,22 @@ class _Thread:
 
 
 def now() -> float:
-    """Seconds; waits for the device."""
+    """Waits for the device, then returns the time in seconds."""
     if (device := torch.accelerator.current_accelerator(check_available=True)) is not None and device.type != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter()
 
 
 def _task() -> int:
-    """Autograd's number of the pass that runs; -1 outside of any."""
+    """Autograd's number of the running backward pass; -1 outside of backward passes."""
     return torch._C._current_graph_task_id()
 
 
 class FlopsCounter(TorchDispatchMode):
     """Counts from ``start`` to ``stop``, in the thread that starts it and in the threads of its backward passes.
 
-    Operators outside of the model's modules, such as a loss function's, are not counted. ``ignored``: types of modules
-    whose operators count as their parents'.
+    Operators outside of the model's modules, such as those of a loss function, are not counted. ``ignored``: types of
+    modules whose operators are counted in the parent module.
     """
 
     supports_higher_order_operators = True
@@ -126,12 +128,13 @@ class FlopsCounter(TorchDispatchMode):
         super().__init__()
         self.is_counting = False
         self.backward_begin: float | None = None
-        """When the gradient of the model's outputs came, by ``time.perf_counter``."""
+        """Time at which the gradient of the model's outputs arrived, by ``time.perf_counter``."""
         modules = [each for each in model.modules() if each is model or type(each) not in ignored]
         self._counts = {id(module): ModuleCounts(module) for module in modules}
         self.root = self._counts[id(model)]
         self._macs, self._elementwise = mac_formulas(), elementwise_formulas()
-        # By id of each operator that was called, with the operator, which so stays: its hash is a function in Python.
+        # Formulas by the operator's id, because hashing an operator runs a Python function. The operator is kept, so
+        # that its id stays valid.
         self._formulas: dict[int, tuple[Formula | None, Formula | None, Any]] = {}
         self._threads: dict[int, _Thread] = {}
         self._forward_thread = _Thread()
@@ -143,19 +146,19 @@ class FlopsCounter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: torch would enter and leave a switch of the compiler around each operator, which takes longer than the
-        count. Nothing is compiled meanwhile, as ``start`` sees to it.
+        """Returns False. With True, torch would switch the compiler off and on around each operator, which takes longer
+        than the count. ``start`` makes sure that nothing is compiled.
         """
         return False
 
     def counts(self) -> list[ModuleCounts]:
-        """The counts of all modules of the model, without the ignored ones."""
+        """The counts of all modules of the model, without ignored modules."""
         return list(self._counts.values())
 
     def start(self) -> None:
         self.__enter__()
         self._is_pushed = True
-        torch.ones(1).add(1)  # torch loads modules at the first operator under a mode, and that time is no module's
+        torch.ones(1).add(1)  # at the first operator under a mode, torch imports modules: do not count this time
         self._threads = {threading.get_ident(): self._forward_thread}
         self._forward_thread.note(())
         self._handles = [
@@ -163,15 +166,15 @@ class FlopsCounter(TorchDispatchMode):
             register_module_forward_hook(self._leave, always_call=True),
         ]
         if "torch._dynamo" in sys.modules:
-            # A compiled graph runs kernels that are no operators: the counted step runs the code behind it.
+            # A compiled graph runs kernels instead of operators, so the counted step runs the original code.
             self._stance = torch.compiler.set_stance("force_eager")
         self.is_counting = True
 
     def stop(self) -> None:
         """Ends the count; a second call does nothing.
 
-        Within another dispatch mode that was entered after ``start`` the mode stays where it is, without counting, and
-        a later call takes it away.
+        If another dispatch mode was entered after ``start``, this mode cannot be removed yet. It then stops counting,
+        and a later call removes it.
         """
         if self.is_counting:
             self.is_counting = False
@@ -193,7 +196,7 @@ class FlopsCounter(TorchDispatchMode):
         return thread
 
     def _formulas_of(self, func: Any) -> tuple[Formula | None, Formula | None, Any]:
-        """The formulas of an operator's MACs and of its other FLOPs, None where it has none."""
+        """The formulas of an operator's MACs and of its other FLOPs, None for a missing formula."""
         found = self._formulas.get(id(func))
         if found is None:
             operator = getattr(func, "_overloadpacket", func)
@@ -217,7 +220,7 @@ class FlopsCounter(TorchDispatchMode):
         thread = self._thread()
         if counts is None or not any(each is counts for each, _ in thread.path):
             return
-        # Modules above it have been left by an exception.
+        # Modules above it on the stack were left by an exception.
         while True:
             left, is_again = thread.path.pop()
             if not is_again:
@@ -249,7 +252,7 @@ class FlopsCounter(TorchDispatchMode):
         macs, elementwise, _ = self._formulas_of(func)
         if macs is None and elementwise is None:
             if torch.is_inference_mode_enabled() and isinstance(func, torch._ops.OpOverload):
-                # There operators that are made of others come whole, as `linear` does.
+                # In inference mode, composite operators such as `linear` are not decomposed.
                 with self:
                     out = func.decompose(*args, **kwargs)
                 if out is not NotImplemented:
@@ -265,11 +268,12 @@ class FlopsCounter(TorchDispatchMode):
         return out
 
     def _path(self, thread: _Thread, task: int) -> _Path:
-        """The modules that run now, or those of the backward's node and then the recomputed ones."""
+        """In forward, the running modules. In backward, the modules of the running node, followed by recomputed
+        modules."""
         if task == -1:
             return tuple(counts for counts, _ in thread.path)
         node = torch._C._current_autograd_node()
-        # A pass that runs within the backward of a thread of autograd's own, over a graph that this thread has made
+        # A nested backward pass, in a thread of autograd, over a graph that this thread has made
         is_nested = bool(thread.recomputing) and task not in thread.recomputing
         made_by = thread if is_nested else self._forward_thread
         outer = () if node is None else made_by.path_of(node)
@@ -287,11 +291,12 @@ class FlopsCounter(TorchDispatchMode):
             return FlopsPhase.FORWARD, path
         if any(is_again for _, is_again in thread.path):
             return FlopsPhase.RECOMPUTED, path
-        # Autograd runs without gradients, but where it makes a graph of the backward itself: a recomputed function that
-        # is no module is told by that. Its nodes may be run by a pass of its own.
+        # Autograd disables gradients in a backward, unless it makes a graph of the backward (create_graph). Enabled
+        # gradients therefore indicate a recomputed function that is no module. A separate pass may run the function's
+        # nodes.
         if torch.is_grad_enabled() and task not in self._with_create_graph:
             thread.recomputing.add(task)
-            thread.note(path, torch.autograd._get_sequence_nr() - 1)  # this operator has its node already
+            thread.note(path, torch.autograd._get_sequence_nr() - 1)  # the node of this operator exists already
             return FlopsPhase.RECOMPUTED, path
         return FlopsPhase.BACKWARD, path
 

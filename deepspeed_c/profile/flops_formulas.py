@@ -1,17 +1,19 @@
 """Multiply-accumulates and floating-point operations of one call of an operator, from the shapes of its operands.
 
-Multiply-accumulates (MACs) come from matrix products, convolutions, recurrent layers and attention. Operators that
-torch's own table (``torch.utils.flop_counter``) has right, or that a caller has registered there, are taken from it;
-the formulas here are for operators that it lacks or has wrong. One MAC is two FLOPs.
+Multiply-accumulates (MACs) come from matrix products, convolutions, recurrent layers and attention. Formulas come from
+torch's table (``torch.utils.flop_counter``) if it is correct for an operator, or if a caller has registered the
+operator there. The formulas here are for operators that the table lacks, or for which it is wrong. One MAC is two
+FLOPs.
 
-Elementwise operators cost FLOPs and no MACs, counted as in DeepSpeed's profiler: one for each element of an activation,
-a softmax, a sum or a product of tensors, and of the input of a pooling; five for each input of a norm with weights,
-four without; one for each output of a resized image; the bias of a convolution. Other elementwise work, and the gates
-of fused recurrent layers, count nothing. DeepSpeed has these for forward alone, and so have we: in the backward pass
-MACs count.
+Elementwise operators cost FLOPs but no MACs. They are counted as in DeepSpeed's profiler: one FLOP for each element of
+an activation, a softmax, a sum or a product of tensors, and for each input of a pooling; five FLOPs for each input of a
+norm with weights, four without weights; one FLOP for each output of a resized image, and for the bias of a convolution
+at each output. Other elementwise operators, and the gates of fused recurrent layers, are not counted. As in DeepSpeed,
+elementwise FLOPs are counted in forward only. In the backward pass only MACs count.
 
-Attention counts all pairs of queries and keys, also where a causal mask lets a kernel skip some, as DeepSpeed and torch
-do. The backward of fused attention computes the scores again, so that it has five products to the forward's two.
+Attention counts all pairs of queries and keys, as in DeepSpeed and torch, even if a kernel skips the pairs behind a
+causal mask. The backward of fused attention recomputes the scores, so it has five matrix products where the forward has
+two.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from deepspeed_c.ops import nn as _nn  # noqa: F401  (registers those that are w
 __all__ = ["Formula", "elementwise_formulas", "mac_formulas"]
 
 Formula = Callable[..., int]
-"""From the operator's arguments, and its result as ``out``, to a number."""
+"""A function from the operator's arguments, with its result as ``out``, to a number."""
 
 _aten, _ours = torch.ops.aten, torch.ops.deepspeed_c
 
@@ -55,7 +57,8 @@ def _linear(x: Any, weight: Any, *_: Any, out: Any = None, **__: Any) -> int:
 
 
 def _grouped(a: Any, b: Any, *_: Any, out: Any = None, **__: Any) -> int:
-    """Rows meet the matrix of their group. With two matrices the groups divide the dimension that is summed."""
+    """Each row is multiplied by the matrix of its group. If both operands are matrices, the groups divide the summed
+    dimension."""
     if a.dim() == 3 and b.dim() == 2:  # the groups divide the columns of b
         return a[0].numel() * b.shape[-1]
     return a.numel() * b.shape[-1]
@@ -73,7 +76,7 @@ def _trilinear(
     out: Any = None,
     **__: Any,
 ) -> int:
-    """Two products for each element of the space that the three operands span."""
+    """Two products for each element of the broadcast shape of the three operands."""
     shapes = []
     for operand, expanded in ((a, expand1), (b, expand2), (c, expand3)):
         shape = list(operand.shape)
@@ -87,8 +90,8 @@ def _convolution(
     x: Any, weight: Any, _bias: Any, _stride: Any, _padding: Any, _dilation: Any, transposed: bool = False, *_: Any,
     out: Any = None, **__: Any,
 ) -> int:  # fmt: skip
-    """Each weight meets each place of the output, or of the input where the convolution is transposed. The weight's
-    second dimension holds the channels of one group."""
+    """Each weight is used once at each position of the output, or of the input for a transposed convolution. The
+    weight's second dimension is the channels of one group."""
     places = (x if transposed else out).shape[2:]
     return x.shape[0] * prod(places) * weight.numel()
 
@@ -97,8 +100,8 @@ def _convolution_backward(
     dy: Any, x: Any, weight: Any, _bias: Any, _stride: Any, _padding: Any, _dilation: Any, transposed: bool,
     _output_padding: Any, _groups: Any, output_mask: Any, *_: Any, out: Any = None, **__: Any,
 ) -> int:  # fmt: skip
-    """Each gradient, of the input and of the weight, has the products of forward. torch's own formula forgets the
-    groups in the gradient of the weight."""
+    """The gradient of the input and the gradient of the weight each need as many products as forward. torch's own
+    formula ignores the groups in the gradient of the weight."""
     places = (x if transposed else dy).shape[2:]
     return x.shape[0] * prod(places) * weight.numel() * (output_mask[0] + output_mask[1])
 
@@ -109,7 +112,7 @@ def _convolution_bias(*args: Any, out: Any = None, **kwargs: Any) -> int:
 
 
 def _one_rnn_layer(x: Any, weight_ih: Any, weight_hh: Any, *_: Any, out: Any = None, **__: Any) -> int:
-    """oneDNN's: one layer in one direction, x [tokens, batch, inputs]."""
+    """oneDNN's operator: one layer in one direction, x [tokens, batch, inputs]."""
     return x.shape[0] * x.shape[1] * (weight_ih.numel() + weight_hh.numel())
 
 
@@ -118,13 +121,13 @@ def _one_rnn_layer_backward(*args: Any, out: Any = None, **kwargs: Any) -> int:
 
 
 def _cudnn_rnn(x: Any, weights: Any, *_: Any, out: Any = None, **__: Any) -> int:
-    """cuDNN's: all layers and directions; matrices of ``weights`` have two dimensions, biases one."""
+    """cuDNN's operator: all layers and directions. In ``weights``, matrices have two dimensions and biases one."""
     tokens = prod(x.shape[:-1])
     return tokens * sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 
 def _cudnn_rnn_backward(*args: Any, out: Any = None, **kwargs: Any) -> int:
-    """``output_mask`` comes last; its last entry asks for the gradients of the weights."""
+    """The last argument is ``output_mask``. Its last entry requests the gradients of the weights."""
     return _cudnn_rnn(args[0], args[1]) * (1 + args[-1][3])
 
 
@@ -133,7 +136,7 @@ def _attention(q: Any, k: Any, v: Any, *_: Any, out: Any = None, **__: Any) -> i
 
 
 def _attention_backward(_dy: Any, q: Any, k: Any, v: Any, *_: Any, out: Any = None, **__: Any) -> int:
-    """Scores again, then gradients: of the probabilities, of v, of q, of k."""
+    """Five products: the recomputed scores, and the gradients of the probabilities, v, q and k."""
     return prod(q.shape[:-1]) * k.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
@@ -163,7 +166,8 @@ def _encoder_layer(
 
 
 _MACS: dict[Any, Formula] = {
-    # torch has these four right, but takes all arguments of a call apart for it, which costs more than a small product.
+    # torch's formulas for these four are correct, but torch inspects all arguments of a call, which takes longer than a
+    # small product.
     _aten.mm: _product,
     _aten.bmm: _product,
     _aten.addmm: _sum_of_products,
@@ -204,7 +208,7 @@ def _halved(formula: Callable[..., int]) -> Formula:
 
 
 def mac_formulas() -> dict[Any, Formula]:
-    """Operators (overload packets, and operators of higher order) and the MACs of one call."""
+    """Operators (overload packets and higher-order operators) -> the formula for the MACs of one call."""
     theirs = {operator: _halved(formula) for operator, formula in flop_counter.flop_registry.items()}
     return theirs | _MACS
 
@@ -230,7 +234,7 @@ def _norm(where: int) -> Formula:
 
 
 def _batch_norm(x: Any, weight: Any, *args: Any, out: Any = None, **__: Any) -> int:
-    """In training mean and variance are computed; in evaluation each element is scaled and shifted."""
+    """In training, mean and variance are computed. In evaluation, each element is only scaled and shifted."""
     is_training = next((each for each in args if isinstance(each, bool)), False)
     return x.numel() * ((4 if is_training else 1) + (weight is not None))
 
@@ -263,7 +267,7 @@ _RESIZES = (
 
 
 def elementwise_formulas() -> Mapping[Any, Formula]:
-    """Operators and the FLOPs of one call, without the two for each MAC."""
+    """Operators -> the formula for the FLOPs of one call, without the two FLOPs for each MAC."""
     by_input, by_output = _per_input(1), _per_output(1)
     named = {
         **dict.fromkeys((*_POOLS, *_ACTIVATIONS), by_input),

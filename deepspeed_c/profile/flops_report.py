@@ -28,7 +28,7 @@ _SMALL = {"m": 1e-3, "u": 1e-6}
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = PRECISION) -> str:
-    """The number in ``units`` ("T", "G", "M", "K", "", "m" or "u"; by default the largest that is not above the
+    """The number in ``units`` ("T", "G", "M", "K", "", "m" or "u"; by default the largest unit that is not above the
     number)."""
     if units is None:
         units = next((unit for unit, size in _LARGE.items() if num >= size), "")
@@ -51,7 +51,7 @@ def bytes_to_string(b: float, units: str | None = None, precision: int = PRECISI
 
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = PRECISION) -> str:
-    """Numbers of parameters have "B", billions, for "G"."""
+    """As ``number_to_string``, with "B" (billions) instead of "G"."""
     units = units.replace("B", "G") if units else units
     return number_to_string(params_num, units, precision).replace("G", "B").strip()
 
@@ -73,7 +73,7 @@ class Profile(NamedTuple):
 
     model: torch.nn.Module
     counts: dict[int, ModuleCounts]
-    """By the id of the module."""
+    """Counts by the id of the module."""
     latencies: Latencies
     recompute_fwd_factor: float = 0.0
     engine: Any = None
@@ -83,18 +83,20 @@ class Profile(NamedTuple):
         return Count() if counts is None else counts.all[phase]
 
     def params(self, module: torch.nn.Module) -> int:
-        """Parameters of a module, each once; whole where a rank holds a shard."""
+        """The number of elements in a module's parameters. Shared parameters count once, sharded parameters with their
+        full size."""
         return sum(getattr(param, "ds_numel", None) or param.numel() for param in module.parameters())
 
     def seconds(self, module: torch.nn.Module) -> float:
-        """In forward. A module that is not called itself (a ModuleList) has its submodules' sum."""
+        """Seconds in forward. A module that is not called itself (a ModuleList) gets the sum of its submodules."""
         counts = self.counts.get(id(module))
         if counts is not None and counts.seconds:
             return counts.seconds
         return sum(self.seconds(child) for child in module.children())
 
     def recomputed(self) -> tuple[Count, bool]:
-        """The recomputation, and whether it was counted; else the factor's part of forward."""
+        """(the recomputation, whether it was counted). If it was not counted, the first value is an estimate from
+        recompute_fwd_factor."""
         counted = self.of(self.model, FlopsPhase.RECOMPUTED)
         if counted.flops or not self.recompute_fwd_factor:
             return counted, True
@@ -189,7 +191,7 @@ def _rate(flops: float, seconds: float) -> str:
 
 
 def aggregated(profile: Profile, module_depth: int = -1, top_modules: int = 1) -> str:
-    """The ``top_modules`` heaviest classes of modules at each depth above ``module_depth``; -1: at all depths."""
+    """The ``top_modules`` heaviest classes of modules at each depth up to ``module_depth``; -1: at all depths."""
     depths: list[dict[str, list[float]]] = []
 
     def walk(module: torch.nn.Module, depth: int) -> None:
@@ -221,7 +223,7 @@ def _percent(part: float, whole: float) -> str:
 
 
 def _tree(profile: Profile, module: torch.nn.Module) -> str:
-    """The module as its ``repr`` has it, with its numbers before its own description."""
+    """The module's ``repr``, with the module's numbers before its description."""
     model = profile.model
     params, forward, seconds = profile.params(module), profile.of(module), profile.seconds(module)
     items = [

@@ -25,7 +25,7 @@ class ProfiledEngine(Protocol):
 
 
 class StepFlops:
-    """Counts the first training forward, and the backward of it, while ``global_steps`` is ``profile_step``.
+    """Counts the first training forward and its backward in the step in which ``global_steps`` is ``profile_step``.
 
     Rank 0 counts. The other ranks, and an engine without the section, do nothing here.
     """
@@ -37,7 +37,8 @@ class StepFlops:
         self._profiler: FlopsProfiler | None = None
 
     def forward(self) -> AbstractContextManager[None]:
-        """Gives a context for one forward; the counted micro-batch ends at the latest where the next begins."""
+        """Returns a context for one forward. The counted micro-batch ends at the latest when the next micro-batch
+        begins."""
         self._stop()
         engine = self._engine
         is_due = self._is_waiting and engine.global_steps == self._section.profile_step
@@ -55,7 +56,7 @@ class StepFlops:
         self._profiler, self._is_waiting = profiler, False
 
     def end_backward(self) -> None:
-        """After a backward pass; a micro-batch may have several."""
+        """Called after a backward pass. A micro-batch may have several backward passes."""
         if self._profiler is not None:
             self._profiler.note_backward_end()
 
@@ -66,7 +67,7 @@ class StepFlops:
             self._profiler.note_step_begin()
 
     def end_step(self) -> None:
-        """After the step: reports, where this step was profiled."""
+        """Called after the step. Prints the report if this step was profiled."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -76,14 +77,14 @@ class StepFlops:
         try:
             profiler.print_model_profile(*settings, section.output_file)
         except ConfigError as error:
-            # A run is worth more than a file of it.
+            # A run must not fail because its report cannot be written.
             logger.warning("rank 0: %s. The report follows instead", error.what)
             profiler.print_model_profile(*settings)
         finally:
             profiler.end_profile()
 
     def close(self) -> None:
-        """Says that no step was profiled, if so."""
+        """Logs a warning if no step was profiled."""
         if self._profiler is not None:
             self._profiler.end_profile()
             self._profiler = None

@@ -1,7 +1,7 @@
-"""Where time and memory go: named wall-clock timers, samples per second, a memory report. Nothing is measured unasked.
+"""Named wall-clock timers, samples per second, and a memory report. Nothing is measured without a call.
 
-On the CPU a timer reads the host's clock. On an accelerator it records events on the current stream, which costs no
-synchronisation until somebody reads the timer.
+On the CPU a timer reads the host's clock. On an accelerator it records events on the current stream, and only reading
+the timer synchronises.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
     "see_memory_usage",
 ]
 
-Clock = Callable[[], float]  # seconds from any beginning, never backwards
+Clock = Callable[[], float]  # seconds from any origin; must not go backwards
 
 _GIB = 1024**3
 _PAGE_BYTES = resource.getpagesize()
@@ -41,7 +41,8 @@ def _accelerator() -> torch.device | None:
 
 
 class _Timer:
-    """Adds up the time between ``start`` and ``stop``. On an accelerator, the device's time, else the host's."""
+    """Adds up the time between ``start`` and ``stop``: the accelerator's time if there is an accelerator, else the
+    host's."""
 
     def __init__(self, name: str, clock: Clock, device: torch.device | None) -> None:
         self.name_ = name
@@ -64,7 +65,8 @@ class _Timer:
         self._begin, self.started_ = self._now(), True
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
-        """Ends a span. ``reset``: it replaces all spans before it. ``record`` is taken for DeepSpeed's sake."""
+        """Ends a span. ``reset``: the span replaces all earlier spans. ``record`` is accepted for DeepSpeed's
+        interface."""
         if not self.started_:
             raise StateError("is not running", where=f"timer {self.name_}", fix="call start() before stop()")
         end = self._now()
@@ -74,7 +76,7 @@ class _Timer:
         self._begin, self.started_ = None, False
 
     def reset(self) -> None:
-        """Forgets all spans, the running one too."""
+        """Forgets all spans, also a running span."""
         self._spans.clear()
         self._begin, self.started_ = None, False
 
@@ -89,7 +91,7 @@ class _Timer:
         return spans
 
     def elapsed(self, reset: bool = True) -> float:
-        """The sum of all spans in ms, a running one up to now included (it goes on)."""
+        """The sum of all spans in ms, with a running span up to now. A running span continues."""
         is_running = self.started_
         if is_running:
             self.stop()
@@ -101,7 +103,7 @@ class _Timer:
         return total
 
     def mean(self) -> float:
-        """Mean of the spans in ms without the slowest and fastest tenth; 0 when there are none."""
+        """Mean of the spans in ms without the slowest and fastest tenth; 0 if there are no spans."""
         return trim_mean(self.spans_ms(), 0.1)
 
 
@@ -111,7 +113,8 @@ class SynchronizedWallClockTimer:
     Timer = _Timer
 
     def __init__(self, *, clock: Clock | None = None, device: torch.device | None = None) -> None:
-        """device: whose time to measure, by default the accelerator's if there is one. clock: measure by it instead."""
+        """device: the device whose time is measured; default: the accelerator if there is one. clock: a clock to use
+        instead."""
         self.timers: dict[str, _Timer] = {}
         self._clock = time.perf_counter if clock is None else clock
         device = _accelerator() if device is None else device
@@ -145,7 +148,7 @@ class SynchronizedWallClockTimer:
         log_dist(" | ".join(["time (ms)", *parts]), ranks=list(ranks or [0]))
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """{name: trimmed mean of its spans in ms, divided by ``normalizer``} of the timers that exist."""
+        """{name: trimmed mean of the timer's spans in ms, divided by ``normalizer``} of the timers that exist."""
 
         def mean(timer: _Timer, reset: bool) -> float:
             value = timer.mean()
@@ -166,7 +169,7 @@ class SynchronizedWallClockTimer:
 
 
 class NoopTimer:
-    """Takes the place of ``SynchronizedWallClockTimer`` where nothing is to be measured."""
+    """Replaces ``SynchronizedWallClockTimer`` if nothing is measured."""
 
     class Timer:
         def start(self) -> None:
@@ -208,10 +211,10 @@ class NoopTimer:
 
 
 class ThroughputTimer:
-    """Samples (and tokens) per second over the steps after the first few, which warm up.
+    """Samples (and tokens) per second, without the first steps, which warm up.
 
-    ``start`` before and ``stop`` after each micro-batch; ``stop(global_step=True)`` after the last micro-batch of a
-    step.
+    Call ``start`` before and ``stop`` after each micro-batch, and ``stop(global_step=True)`` after the last micro-batch
+    of a step.
     """
 
     def __init__(
@@ -229,9 +232,9 @@ class ThroughputTimer:
     ) -> None:
         """config: has ``enabled``, and ``synchronized`` (wait for the accelerator at each reading of the clock).
 
-        batch_size: samples of a step over all ranks. start_step: steps that are not counted. steps_per_output: steps
-        between two lines of log; None is no log.
-        monitor_memory: the lines say the host's memory too. global_step_count: steps that lie behind.
+        batch_size: samples of a step over all ranks. start_step: number of first steps that are not counted.
+        steps_per_output: steps between two log lines; None: no log. monitor_memory: whether log lines include the
+        host's memory. global_step_count: steps before this object was made.
         """
         self.config = config
         self.batch_size = 1 if batch_size is None else batch_size
@@ -247,7 +250,7 @@ class ThroughputTimer:
         self._clock = clock
 
     def update_epoch_count(self) -> None:
-        """A new epoch begins: micro-batches are counted from 0."""
+        """Begins a new epoch: micro-batches are counted from 0."""
         self.epoch_count += 1
         self.micro_step_count = 0
 
@@ -298,7 +301,7 @@ class ThroughputTimer:
         return line
 
     def avg_samples_per_sec(self) -> float:
-        """Samples per second over the counted steps; -inf before the first of them (as in DeepSpeed)."""
+        """Samples per second over the counted steps; -inf before the first counted step (as in DeepSpeed)."""
         if not self._n_counted or self.total_elapsed_time <= 0:
             return float("-inf")
         return self.batch_size * self._n_counted / self.total_elapsed_time
@@ -311,7 +314,7 @@ class ThroughputTimer:
 
 
 class MemoryReport(NamedTuple):
-    """Bytes at one moment; None where the system does not say."""
+    """Bytes at one moment; None if the system does not report the number."""
 
     host_rss_bytes: int | None  # resident, shared pages counted whole
     host_pss_bytes: int | None  # resident, shared pages counted by share
@@ -330,7 +333,7 @@ def measure_memory() -> MemoryReport:
     machine = _proc("/proc/meminfo")
     peak = status.get("VmHWM")
     if peak is None:
-        # In KiB on Linux and in bytes on macOS.
+        # The number is in KiB on Linux and in bytes on macOS.
         scale = 1 if os.uname().sysname == "Darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
     device: tuple[int | None, ...] = (None,) * 4
@@ -352,9 +355,9 @@ def measure_memory() -> MemoryReport:
 
 
 def resident_bytes() -> int | None:
-    """Resident memory of this process; costs a tenth of ``measure_memory``. None where there is no /proc."""
+    """Resident memory of this process; None if there is no /proc. Takes a tenth of the time of ``measure_memory``."""
     try:
-        # A file object costs more than the reading, and this runs in each step.
+        # Making a file object takes longer than the read, and this function runs in each step.
         fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         try:
             text = os.read(fd, 128)
@@ -371,7 +374,7 @@ def device_bytes(device: torch.device) -> int | None:
 
 
 def _proc(path: str) -> dict[str, int]:
-    """The lines "name: n kB" of a file, in bytes; nothing where there is no such file."""
+    """The lines "name: n kB" of a file as {name: bytes}; empty if there is no such file."""
     try:
         with open(path) as file:
             lines = file.read().splitlines()
@@ -406,7 +409,7 @@ def _device_text(m: MemoryReport) -> str:
 def see_memory_usage(message: str, force: bool = False) -> MemoryReport | None:
     """Logs host and device memory on rank 0 after ``message``, and returns it. Does nothing unless ``force``.
 
-    Garbage is collected first, and the device's peaks begin anew afterwards.
+    Garbage is collected first. Afterwards the device's peak counters are reset.
     """
     if not force:
         return None
