@@ -1,5 +1,5 @@
-"""Measure the rate of the disk with fio, on the device and in the minute of the measurement that it bounds, with the
-best of several engines, jobs and depths.
+"""Measure the rate of the disk with fio, on the same device and in the same minute as a contender. The best of several
+engines, jobs and depths counts.
 """
 
 from __future__ import annotations

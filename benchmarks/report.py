@@ -23,10 +23,10 @@ class Figure(NamedTuple):
 
     what: str
     goal: str  # "<= 1.25" or ">= 4"
-    benchmark: str  # whose results
-    chosen: Line  # which of its lines
-    key: str  # of the ratio
-    is_main: bool = False  # in the README as well
+    benchmark: str  # name of the benchmark that measures it
+    chosen: Line  # chooses the line of its results
+    key: str  # name of the ratio in the line
+    is_main: bool = False  # whether the README shows it
     why_not: str = ""  # a reason, shown if the goal is not met
 
 

@@ -29,8 +29,8 @@ class Origin(NamedTuple):
     is_dirty: bool  # the measured code differs from that commit
     date: str  # UTC, ISO 8601
     machine: str
-    seconds: int  # that the run took
-    skipped: str = ""  # why there are no lines
+    seconds: int  # duration of the run
+    skipped: str = ""  # reason why there are no lines
 
     def __str__(self) -> str:
         return f"{self.commit[:7] or 'no commit'}{' and changes' if self.is_dirty else ''}"

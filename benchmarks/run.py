@@ -64,7 +64,7 @@ def _files_of(source: str) -> tuple[str, ...]:
 class Benchmark(NamedTuple):
     """One run of one script. Its standard output holds JSON objects, one a line."""
 
-    name: str  # of its results file
+    name: str  # name of its results file
     source: str  # the script, whose first line or sentence is the question that it answers
     command: list[str]
     code: tuple[str, ...]  # paths of the measured code: results are old when these have changed

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the system packages for a build that a fresh Debian or Ubuntu lacks: a C and a C++ compiler, make, and Python's
-# headers and venv module. If all packages are installed, it changes nothing and needs no privileges.
+# Installs the system packages for a build that a fresh Debian or Ubuntu lacks: a C and a C++ compiler, make, and
+# Python's headers and venv module. If all packages are installed, it changes nothing and needs no privileges.
 #
 # usage: scripts/system_packages.sh [PYTHON]
 #        scripts/system_packages.sh --tests    packages for tests that simulate hosts or scrape monitors; they skip without

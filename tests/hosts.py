@@ -41,7 +41,7 @@ _BURST, _LATENCY = "256kb", "50ms"
 
 
 class Host:
-    """A member of ``Hosts``: a network namespace and a host name, and with ``processes`` a process space too."""
+    """A member of ``Hosts``: a network namespace and a host name, and with ``processes`` a process namespace too."""
 
     def __init__(self, name: str, address: str, *, processes: bool = False) -> None:
         """address: with the prefix length of its network. processes: the host gets a process namespace, in which its

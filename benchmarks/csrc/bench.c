@@ -262,8 +262,8 @@ static void measure_flat(struct bench *bench)
     static const struct {
         const char *kernel;
         void (*run)(const struct subject *, struct bench *, int64_t n, const struct dsc_par *par);
-        double f32_arrays;  /* passes over f32 data, a write that was not read before counted once */
-        double grad_arrays; /* passes over data of the dtype that varies */
+        double f32_arrays;  /* passes over f32 data; a write without a read counts once */
+        double grad_arrays; /* passes over data of the varying dtype */
     } passes[] = {
         {"flat_sumsq", run_sumsq, 0, 1}, {"flat_reduce2", run_reduce, 1, 2}, {"flat_scale", run_scale, 0, 2},
         {"flat_narrow", run_narrow, 1, 1}, {"flat_widen", run_widen, 1, 1},

@@ -13,7 +13,7 @@
 
 #define CHUNK_ELEMS 16384
 
-/* Two loops, compiled for the machine's instruction set, as the cores are. */
+/* Like the cores, the loops are compiled for the instruction set of the machine. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define PER_ISA __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else

@@ -3,11 +3,12 @@ take?
 
 A GPT of 12 layers in one process, fp32, forward and backward. Three contenders take turns: all layers kept, all layers
 recomputed, and the budget. The share is the time that the budget adds, divided by the time that recomputing everything
-adds. Each of five blocks gives the ratio of the medians of differences within its rounds; the share is the median of
-the blocks. Attention is the larger part of a layer, and freed memory is reused, so page faults do not hide the time of
-recomputation. Times are processor time of one thread: other programs add little to it. Peaks are bytes of live tensors,
-less the peak of a step that recomputes everything, plus the smallest budget. ``kept_layer_us`` is the time that the
-budget adds to a call, with a graph, of a layer that the plan keeps.
+adds. The rounds form five blocks. A block gives a share: the median of the time that the budget adds over its rounds,
+divided by the median of the time that recomputing everything adds. The result is the median share of the blocks.
+Attention is the larger part of a layer, and freed memory is reused, so page faults do not hide the time of
+recomputation. Times are processor time of one thread: other programs add little to it. The peak of the budget is given
+as live tensor bytes, less the peak of a step that recomputes everything, plus the smallest budget. ``kept_layer_us`` is
+the time that the budget adds to a call, with a graph, of a layer that the plan keeps.
 Run: python -m benchmarks.deepspeed_c.activation_budget [--rounds 7] [--width 128] [--tokens 1024]
 """
 

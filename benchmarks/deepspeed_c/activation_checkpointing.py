@@ -98,7 +98,7 @@ def resident_of(step: Callable[..., None]) -> int:
     get_accelerator().empty_cache()
     before = status_bytes("VmRSS")
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak begins anew
+        file.write("5")  # resets the peak
     step()
     return status_bytes("VmHWM") - before
 

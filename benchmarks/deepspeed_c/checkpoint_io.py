@@ -4,8 +4,7 @@ All contenders run in turn in the same processes and folder, fsync included. Eac
 every save makes new files. The bound of a save and of a load is fio's rate for the same number of bytes (sequential,
 O_DIRECT, 1 MiB blocks): the best of two engines, 1 to 4 jobs and two depths in that round. The bound of the stall is
 the time to copy the same number of bytes in memory on all ranks at once. ``load_other_world`` loads the same states
-from a checkpoint as one process saves it. At stage 2 a load ends with a gather of the weights, in which the disk has no
-part.
+from a checkpoint of one process. At stage 2 a load ends with a gather of the weights, in which the disk has no part.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.checkpoint_io DIR
 """
 

@@ -5,8 +5,8 @@ threads. The pass moves the same 30 bytes a parameter: it reads the gradient onc
 reads and writes the master and two moments, and writes the bf16 weight. Step and pass take turns, and each follows a
 real backward pass, so that the caches are in the state that a training step leaves. On two ranks the timed part hands
 all gradients to their hooks, which reduce them, and calls engine.step(), which gathers. No computation runs at the same
-time to hide the collectives. It is compared with its parts one after the other: the bare collectives, then the C pass
-over the rank's shard.
+time to hide the collectives. The timed part is compared with its parts one after the other: the bare collectives, then
+the C pass over the rank's shard.
 Run: python -m benchmarks.deepspeed_c.engine_step [--params 67e6]
 or:  python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.engine_step [--params 67e6]
 """
@@ -39,7 +39,7 @@ def make_engine(n_params: int, zero: dict, n_layers: int = 8, **more):
     width = int((n_params / n_layers) ** 0.5)
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(n_layers)])
-    with torch.no_grad():  # so that signals neither die nor grow on their way
+    with torch.no_grad():  # so that activations keep their size through all layers
         for param in model.parameters():
             param.mul_(3**0.5)
     config = {

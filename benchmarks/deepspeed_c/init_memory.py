@@ -40,7 +40,7 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
     nn.Linear(8, 8)
-    with deepspeed_c.zero.Init(dtype=torch.bfloat16):  # imports and other single costs are not counted
+    with deepspeed_c.zero.Init(dtype=torch.bfloat16):  # so that one-time costs are not counted
         Stack(1, 64)
     dist.barrier()
     with open("/proc/self/clear_refs", "w") as file:

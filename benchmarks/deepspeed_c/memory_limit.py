@@ -64,7 +64,7 @@ def train(n_params: int, folder: str) -> None:
     model = torch.nn.Sequential(
         *[m for _ in range(layers) for m in (torch.nn.Linear(width, width, bias=False), torch.nn.Tanh())]
     )
-    with torch.no_grad():  # so that signals neither die nor grow on their way
+    with torch.no_grad():  # so that activations keep their size through all layers
         for param in model.parameters():
             param.mul_(3**0.5)
     zero: dict = {"stage": 2}

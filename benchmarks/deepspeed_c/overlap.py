@@ -86,7 +86,7 @@ def measure(width: int, layers: int, wanted: list[float], rounds: int) -> list[d
         "zero_optimization": {
             "stage": 3,
             "stage3_param_persistence_threshold": 0,
-            "stage3_max_reuse_distance": numel,  # the last layer's weights, from forward to backward
+            "stage3_max_reuse_distance": numel,  # keeps the last layer gathered from forward to backward
             "stage3_prefetch_bucket_size": 2 * numel,
             "stage3_max_live_parameters": 4 * numel,
             "reduce_bucket_size": numel,

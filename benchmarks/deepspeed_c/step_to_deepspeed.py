@@ -54,7 +54,7 @@ def serve(is_ours: bool, case: str, n_params: int) -> None:
         model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS)])
         with torch.no_grad():
             for param in model.parameters():
-                param.mul_(3**0.5)  # so that signals neither die nor grow on their way
+                param.mul_(3**0.5)  # so that activations keep their size through all layers
                 # DeepSpeed's masters begin as rounded weights, ours as the given weights.
                 param.copy_(param.bfloat16())
         return model

@@ -28,7 +28,7 @@ NO_DEVICE = 77
 class Contender(NamedTuple):
     case: str
     name: str
-    n_bytes: int  # that one call has to move
+    n_bytes: int  # bytes that one call has to move
     call: Callable[[], object]
 
 

@@ -50,7 +50,7 @@ def fit(rank, world, folder, stage):
             dist_init_required=False,
         )
         assert isinstance(engine, deepspeed.DeepSpeedEngine) and isinstance(optimizer, DeepSpeedOptimizer)
-        engine.lr_scheduler = None  # Lightning steps it by itself
+        engine.lr_scheduler = None  # Lightning steps the schedule itself
         batches = [Text().batch(2 * i, 2 * i + 2) for i in range(4)]
         if is_resumed:
             path, client = engine.load_checkpoint(

@@ -36,7 +36,7 @@ static bool ring_open(struct ring *ring)
 /* Makes the only worker open a FIFO, and so wait until somebody opens the other end. */
 static bool occupy_the_worker(struct ring *ring, const char *fifo)
 {
-    unsigned limits[2] = {1, 0}; /* of workers for files; as they are for everything else */
+    unsigned limits[2] = {1, 0}; /* one worker for files; 0 keeps the limit for all others */
     struct io_uring_sqe *sqe = (struct io_uring_sqe *)ring->entries;
 
     if (syscall(SYS_io_uring_register, ring->fd, IORING_REGISTER_IOWQ_MAX_WORKERS, limits, 2) != 0)

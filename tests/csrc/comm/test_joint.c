@@ -61,7 +61,7 @@ static void test_views(void)
     CHECK_STATUS(dsc_comm_joint_forget(opened), DSC_OK); /* nothing was written */
     CHECK_EQ(view_of(opened)[PAGE], 2);
 
-    /* The last page, and every page. */
+    /* Writes to the last page, and to every page. */
     view_of(opened)[N_BYTES - 1] = 8;
     CHECK_STATUS(dsc_comm_joint_forget(opened), DSC_OK);
     CHECK_EQ(view_of(opened)[N_BYTES - 1], 2);

@@ -256,7 +256,7 @@ static void test_spoiled(void)
     }
 }
 
-/* Another user's process, seen from a child that has become nobody. */
+/* A process cannot attach to a segment of another user: a child that runs as user nobody tries. */
 static void test_other_user(void)
 {
     struct end other = open_end(1, 2);

@@ -109,7 +109,7 @@ struct element {
      */
     double param_floor;
     double state_floor[DSC_OPTIM_MAX_STATES];
-    bool is_ambiguous; /* the formula has a jump within rounding error */
+    bool is_ambiguous; /* the formula jumps within rounding error of this value */
 };
 
 typedef void formula(const struct dsc_optim_args *args, struct element *element);

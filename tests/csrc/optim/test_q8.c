@@ -12,7 +12,10 @@
 #define MIN_SIGNED_SCALE 0x1p-98
 #define MIN_UNSIGNED_SCALE 0x1p-62
 
-/* Twice the roundings of the root for each time it is multiplied, and one for each product. */
+/*
+ * The allowed error of a value: two roundings for each time that the root is a factor, and one rounding for each
+ * product.
+ */
 #define VALUE_ULPS 24
 
 /* Codes and scales of one state, with guards around both. */

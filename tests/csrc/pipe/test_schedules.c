@@ -20,7 +20,7 @@ struct lists {
 static struct dsc_pipe_action *computed;
 static struct dsc_pipe_action *complete;
 
-/* With sends and receives, or without. */
+/* Makes the lists of a schedule, with or without sends and receives. */
 static bool make(const char *schedule, const struct dsc_pipe_shape *shape, bool with_comm, struct lists *out)
 {
     struct dsc_pipe_traits traits;
@@ -133,7 +133,7 @@ static void test_v(void)
             CHECK_EQ(makespan_of(&lists, cost, 0, usage), 2 * m * 300 + (p - 1) * 100);
             for (int32_t rank = 0; rank < p; rank++)
                 CHECK(usage[rank].peak_live <= 2 * p);
-            /* Side by side in the middle, so its formula's bubble and the wait for the first output. */
+            /* The idle time is that of the schedule's formula, plus the wait for the first output. */
             make("dualpipe_v", &(struct dsc_pipe_shape){p, 2, m}, false, &lists);
             CHECK_EQ(makespan_of(&lists, cost, 0, usage), 2 * m * 300 + (p > 1 ? p * 100 : 0));
             for (int32_t rank = 0; rank < p; rank++)

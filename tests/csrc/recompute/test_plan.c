@@ -227,7 +227,7 @@ static void test_groups_by_what_they_save(void)
     CHECK_EQ(plan.added_ns, 0);
 }
 
-/* n_layers of 20 operators with 4 choices. */
+/* Plans n_layers layers of 20 operators with 4 choices each. */
 static void test_large(int32_t n_layers, bool is_uniform)
 {
     enum { GROUPS = 20, CHOICES = 4 };

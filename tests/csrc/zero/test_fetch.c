@@ -119,7 +119,7 @@ static void random_plan(struct bench *b, uint64_t *random)
 
         b->steps[i] = (int32_t)(is_there_and_back && test_below(random, 8) > 0 ? place % n_units : test_below(random, n_units));
     }
-    if (test_below(random, 2) == 0) { /* as pruned traces are: no unit twice in a row */
+    if (test_below(random, 2) == 0) { /* like a pruned trace: no unit twice in a row */
         int64_t n_left = 0;
 
         for (int64_t i = 0; i < n_steps; i++)
@@ -393,7 +393,7 @@ static void test_known_passes(void)
     CHECK_EQ(b.fetch.cursor, 2);
     end(&b, -1);
     check_actions(&b, "-1 +2 -2 -0");
-    check_record(&b, "0 1 2? 0"); /* the use counts for the step that it was live for */
+    check_record(&b, "0 1 2? 0"); /* the use counts for the step for which the unit was live */
 
     TEST_CASE("the next step counts as used, and not the one after it");
     plan_steps(&b, "01020", 0, 10);

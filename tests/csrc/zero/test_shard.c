@@ -27,7 +27,7 @@ static dsc_status fragments_of(const struct plan *plan, int32_t rank, int64_t ca
 static void check_fragments(const struct plan *plan)
 {
     static int64_t param_at[MAX_FLAT];   /* parameter of a flat element, -1 for padding */
-    static int64_t n_covered[MAX_FLAT];  /* by fragments of all ranks */
+    static int64_t n_covered[MAX_FLAT];  /* how many fragments of all ranks cover it */
     struct dsc_fragment fragments[MAX_PARAMS];
 
     for (int64_t e = 0; e < plan->flat_elems; e++) {
