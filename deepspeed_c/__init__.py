@@ -1,5 +1,4 @@
-"""The public names, each imported when it is first used: ``import deepspeed_c`` itself costs nothing and needs no
-torch.
+"""The public names. Each is imported at its first use, so that ``import deepspeed_c`` is fast and needs no torch.
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ import types
 
 from deepspeed_c._version import __version__
 
-TYPE_CHECKING = False  # typing's own; its import would be most of this module's time
+TYPE_CHECKING = False  # instead of typing.TYPE_CHECKING: importing typing would take most of this module's import time
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-# Name -> the module that defines it. A test holds this table still: growing it is a decision.
+# Name -> the module that defines it. A test compares this table, because a new public name is a deliberate decision.
 PUBLIC_NAMES: dict[str, str] = {
     "initialize": "deepspeed_c.initialize",
     "DeepSpeedEngine": "deepspeed_c.engine.engine",
@@ -53,16 +52,16 @@ PUBLIC_NAMES: dict[str, str] = {
     "EventError": "deepspeed_c.errors",
 }
 
-# Submodules that are reached as attributes without an import of their own.
+# Submodules that are available as attributes without an explicit import.
 PUBLIC_MODULES: tuple[str, ...] = (
     *("accelerator", "checkpointing", "comm", "config", "errors", "lr_schedules", "ops", "utils", "zero"),
 )
 
-# DeepSpeed's modules and packages that have no place of that name here: they are found by DeepSpeed's paths.
+# DeepSpeed's modules and packages whose paths have no file here. They are found by DeepSpeed's paths.
 _UPSTREAM_PACKAGES = ("checkpointing", "module_inject", "monitor.config", "runtime")
 _UPSTREAM_PATHS = tuple(f"{__name__}.{name}" for name in _UPSTREAM_PACKAGES)
 
-# Modules of ours at paths of DeepSpeed's: a name that they lack may be one of DeepSpeed's.
+# Modules of this package whose path is also a path of DeepSpeed. A name that they lack may be a name of DeepSpeed.
 _SHARED_PATHS = frozenset(
     f"{__name__}.{path}"
     for path in (
@@ -95,22 +94,22 @@ def _load_compiled() -> types.ModuleType:
 
 
 def _decide_threads() -> int:
-    """For the compiled module, at its first operator on host tensors."""
+    """The number of threads. The compiled module calls this at its first operator on host tensors."""
     from deepspeed_c.threads import decide
 
     return decide()
 
 
 class SharedModule(types.ModuleType):
-    """A module at a path of ``_SHARED_PATHS``, until somebody asks for a name that it lacks: then it becomes an
-    ``AliasedModule``, whose tables nobody has to load before.
+    """A module at a path of ``_SHARED_PATHS``. At the first request for a name that it lacks, it becomes an
+    ``AliasedModule``, so that the tables of ``AliasedModule`` are loaded only then.
     """
 
     # For `import module.name` and `from module import name`, as in AliasedModule.
     __path__: Sequence[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        # Python and tools ask for the former by way of trial, and Python itself imports the latter.
+        # Python and tools probe for dunder names. Python itself imports submodules with a file.
         if name.startswith("__") or has_file(self, name):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         return getattr(self._aliased(), name)
@@ -121,7 +120,7 @@ class SharedModule(types.ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        share(value)  # the import system has bound a submodule
+        share(value)  # the import system is binding a submodule
 
     def _aliased(self) -> Any:
         from deepspeed_c.compat.alias.finder import adopt
@@ -131,7 +130,7 @@ class SharedModule(types.ModuleType):
 
 
 def share(value: object) -> None:
-    """Make a module answer to DeepSpeed's names, and its loaded submodules, if DeepSpeed has their paths."""
+    """Make a module and its loaded submodules answer to DeepSpeed's names, if DeepSpeed has the same paths."""
     if type(value) is types.ModuleType and value.__name__ in _SHARED_PATHS:
         value.__class__ = SharedModule
         for each in [*vars(value).values()]:
@@ -148,8 +147,8 @@ def has_file(module: types.ModuleType, name: str) -> bool:
 class _Package(types.ModuleType):
     """A package with a function that has the name of its own submodule (``initialize``, as in DeepSpeed).
 
-    The import system binds a submodule to its parent's attribute; under a name of the table the object of that name is
-    kept instead.
+    The import system sets a submodule as an attribute of its parent. If the attribute is a name of the table, the
+    object of that name is kept instead.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -167,9 +166,9 @@ class _Package(types.ModuleType):
 
 
 class _UpstreamPaths:
-    """First on ``sys.meta_path``: DeepSpeed's module paths under our own name (``deepspeed_c.runtime.zero``), for
-    programs whose imports were rewritten from the one name to the other. Another finder would load our files a second
-    time under these paths."""
+    """The first finder on ``sys.meta_path``. It finds DeepSpeed's module paths under this package's name
+    (``deepspeed_c.runtime.zero``), for programs whose imports were rewritten from ``deepspeed`` to ``deepspeed_c``.
+    Another finder would load the files a second time under these paths."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> Any:
@@ -181,7 +180,8 @@ class _UpstreamPaths:
 
 
 class _OtherPaths:
-    """Last on ``sys.meta_path``: DeepSpeed's paths that are no files of ours (``deepspeed_c.moe.layer``)."""
+    """The last finder on ``sys.meta_path``. It finds DeepSpeed's paths that have no file here
+    (``deepspeed_c.moe.layer``)."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> Any:
@@ -200,7 +200,7 @@ def __getattr__(name: str) -> Any:
     elif name in PUBLIC_MODULES or name in _UPSTREAM_PACKAGES:
         value = importlib.import_module(f"{__name__}.{name}")
     elif has_file(sys.modules[__name__], name):
-        # Python asks for the attribute before it imports a submodule, and is not to wait for the tables.
+        # Python asks for the attribute before it imports a submodule. This must not load the tables.
         if sys.modules.get("deepspeed") is not sys.modules[__name__]:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = importlib.import_module(f"{__name__}.{name}")

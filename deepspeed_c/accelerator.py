@@ -1,8 +1,8 @@
 """The device that this process trains on, under the method names of DeepSpeed's accelerators.
 
-DeepSpeed has a class of 70 methods for each kind of device. Here there is one class, which asks a *backend* with the
-function names of ``torch.cuda``: that module itself, or :class:`_Host` for the CPU. Importing this file creates no
-context on a device.
+DeepSpeed has a class of 70 methods for each kind of device. Here there is one class. It calls a *backend* that has the
+function names of ``torch.cuda``: the module ``torch.cuda`` itself, or :class:`_Host` for the CPU. Importing this file
+creates no context on a device.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = [
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether calls on ``device`` run behind the program, in streams. The meta device runs nothing."""
+    """Whether operators on ``device`` run asynchronously, in streams. The meta device runs nothing."""
     return device.type not in ("cpu", "meta")
 
 
 class HostEvent:
     """A point in time on the host's clock, with the methods of ``torch.cuda.Event``.
 
-    Everything before it is done when it is recorded, so that nothing has to be waited for.
+    On the host, all earlier work has ended when an event is recorded, so no method has to wait.
     """
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
@@ -68,7 +68,7 @@ class HostEvent:
 
 
 def _proc(path: str, key: str) -> int:
-    """Bytes that the line ``key`` of a file in /proc says, which counts in kB."""
+    """The value of the line ``key`` of a file in /proc, converted from kB to bytes."""
     try:
         with open(path, encoding="ascii") as file:
             for line in file:
@@ -83,8 +83,8 @@ def _proc(path: str, key: str) -> int:
 class _Host:
     """The CPU under ``torch.cuda``'s names. A device index is ignored, as there is one CPU.
 
-    Memory is this process' resident memory, in bytes. The kernel counts it by processor and adds up now and then, so
-    that a number may lag by a few MiB. StateError where /proc cannot be read.
+    Memory is this process's resident memory, in bytes. The kernel counts memory for each processor and sums the counts
+    from time to time, so a number may lag by a few MiB. Raises StateError if /proc cannot be read.
     """
 
     Stream = torch.cpu.Stream
@@ -106,15 +106,15 @@ class _Host:
 
     @staticmethod
     def empty_cache() -> None:
-        """Returns freed memory that the C library keeps to the system, where the library can (glibc)."""
+        """Returns memory that the C library keeps after a free to the system, if the library supports this (glibc)."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
 
     @staticmethod
     def device_count() -> int:
-        """Processes of the job on this host, so that each local rank has a device of its number: LOCAL_SIZE, or else
-        LOCAL_WORLD_SIZE.
+        """The number of processes of the job on this host, so that each local rank has a device with its number:
+        LOCAL_SIZE, or else LOCAL_WORLD_SIZE.
         """
         env = read_env()
         return env.local_size or env.local_world_size
@@ -129,8 +129,8 @@ class _Host:
 
     @staticmethod
     def mem_get_info(device: Any = None) -> tuple[int, int]:
-        """Bytes (free, of the machine). Free: the machine's available memory, or the rest of its control groups' limit,
-        if that is less."""
+        """(free bytes, total bytes of the machine). The free bytes are the machine's available memory, or the remaining
+        memory of the control groups if this is less."""
         free, left = _proc("/proc/meminfo", "MemAvailable"), memory_left()
         return free if left is None else min(free, left), _proc("/proc/meminfo", "MemTotal")
 
@@ -143,7 +143,7 @@ class _Host:
 
     @staticmethod
     def reset_peak_memory_stats(device: Any = None) -> None:
-        # proc(5): 5 sets VmHWM to VmRSS.
+        # Writing 5 sets VmHWM to VmRSS: see proc(5).
         path = "/proc/self/clear_refs"
         try:
             with open(path, "w", encoding="ascii") as file:
@@ -152,8 +152,8 @@ class _Host:
             raise StateError(f"the peak cannot be reset: {error}", where=path, fix="mount /proc for writing") from error
 
 
-# DeepSpeed's name -> the backend's name of methods that are passed on: about the process, and about a device (None: the
-# current one). Memory is in bytes.
+# DeepSpeed's name -> the backend's name, for methods that call the backend. The first table is about the process, the
+# second about a device (None: the current device). Memory is in bytes.
 _ABOUT_PROCESS = {
     "current_device": "current_device",
     "device_count": "device_count",
@@ -199,7 +199,8 @@ def _ask_process(name: str, target: str) -> Callable[..., Any]:
 
 def _ask_device(name: str, target: str) -> Callable[..., Any]:
     def method(self: Accelerator, device_index: Any = None) -> Any:
-        # Without an index the backend's own default holds: some of torch.cuda's take "cuda" and not None for it.
+        # Without an index, call the function without an argument: some functions of torch.cuda have the default "cuda"
+        # and do not accept None.
         return self._ask(target)() if device_index is None else self._ask(target)(device_index)
 
     return _named(method, name, target)
@@ -214,7 +215,7 @@ def _named(method: Callable[..., Any], name: str, target: str) -> Callable[..., 
 class Accelerator:
     """One kind of device. ``device_index`` is a number on this host, None for the current device.
 
-    Errors: StateError where this kind of device has no such thing (graphs on the CPU).
+    Raises StateError if this kind of device lacks a feature (graphs on the CPU).
     """
 
     def __init__(self, device_type: str) -> None:
@@ -259,13 +260,13 @@ class Accelerator:
         return torch.distributed.get_default_backend_for_device(self._type)
 
     def is_synchronized_device(self) -> bool:
-        """True when a call has done its work as it returns: the CPU."""
+        """Whether the work of a call has ended when the call returns: True on the CPU."""
         return self._is_host
 
     use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
     def is_fp16_supported(self) -> bool:
-        """The CPU computes with fp16; CUDA devices from compute capability 5.3."""
+        """True for the CPU, and for CUDA devices from compute capability 5.3 on."""
         return self._is_host or self._type != "cuda" or torch.cuda.get_device_capability() >= (5, 3)
 
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -314,7 +315,7 @@ class Accelerator:
         return self._ask("mem_get_info")(device_index)[1]
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes that are free on the device; on the CPU, for all processes of this machine or of its container."""
+        """Free bytes on the device; on the CPU, free bytes of the machine or of its container."""
         return self._ask("mem_get_info")(device_index)[0]
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
@@ -325,7 +326,7 @@ class Accelerator:
         return not self._is_host and tensor.is_pinned()
 
     def unpin_memory(self, tensor: torch.Tensor) -> None:
-        """Does nothing: page-locked memory goes back to its pool with the last tensor over it."""
+        """Does nothing: page-locked memory returns to its pool when the last tensor over it is destroyed."""
 
     def create_graph(self) -> Any:
         return self._ask("CUDAGraph")()
@@ -338,7 +339,7 @@ class Accelerator:
         graph.replay()
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
-        """Opens a named range for a profiler: NVTX on CUDA; the CPU has none that listens."""
+        """Opens a named range for a profiler: NVTX on CUDA, nothing on the CPU."""
         if self._type == "cuda":
             torch.cuda.nvtx.range_push(msg)
 
@@ -361,7 +362,7 @@ class Accelerator:
         self._compile_backend = backend
 
     def export_envs(self) -> list[str]:
-        """Prefixes of variables that other hosts need."""
+        """Prefixes of environment variables that a launcher has to pass to other hosts."""
         return ["NCCL"] if self._type == "cuda" else []
 
     def visible_devices_envs(self) -> list[str]:
@@ -376,8 +377,8 @@ class Accelerator:
         return "deepspeed_c.ops.op_builder"
 
     def get_op_builder(self, class_name: str) -> type | None:
-        """DeepSpeed's builder class of that name, such as "FusedAdamBuilder"; None where it has none of the name."""
-        builders = importlib.import_module(self.op_builder_dir())  # loads the compiled part: not before it is asked for
+        """DeepSpeed's builder class ``class_name``, such as "FusedAdamBuilder"; None if DeepSpeed has no such class."""
+        builders = importlib.import_module(self.op_builder_dir())  # loads the compiled module, so import it only here
         return getattr(builders, class_name, None) if class_name in builders.__all__ else None
 
     def create_op_builder(self, class_name: str) -> Any:
@@ -386,7 +387,7 @@ class Accelerator:
         return None if builder is None else builder()
 
     def build_extension(self) -> Any:
-        """torch's command ``build_ext``, for a setup script of one's own; this package builds nothing at run time."""
+        """torch's command ``build_ext``, for setup scripts of programs. This package builds nothing at run time."""
         from torch.utils.cpp_extension import BuildExtension
 
         return BuildExtension
@@ -406,14 +407,14 @@ for _name, _dtype in _TENSOR_TYPES.items():
 
 DeepSpeedAccelerator = Accelerator
 
-_chosen: list[Accelerator] = []  # at most one: found by get_accelerator, or given by set_accelerator
+_chosen: list[Accelerator] = []  # at most one: chosen by get_accelerator, or set by set_accelerator
 
 
 def get_accelerator() -> Accelerator:
-    """The accelerator of this process, the same object each time: the machine's, or the CPU.
+    """The accelerator of this process, always the same object: the machine's accelerator, or else the CPU.
 
-    DS_ACCELERATOR names another kind of device, such as "cpu" on a machine with GPUs. Raises ConfigError when the
-    machine has no such device.
+    DS_ACCELERATOR names another kind of device, such as "cpu" on a machine with GPUs. Raises ConfigError if the machine
+    has no such device.
     """
     if not _chosen:
         asked = read_env().accelerator
@@ -430,7 +431,7 @@ def get_accelerator() -> Accelerator:
 
 
 def set_accelerator(accel_obj: Accelerator) -> None:
-    """From now on ``get_accelerator`` returns ``accel_obj``. Raises ConfigError when it is no ``Accelerator``.
+    """Sets the object that ``get_accelerator`` returns. Raises ConfigError if ``accel_obj`` is no ``Accelerator``.
     """
     if not isinstance(accel_obj, Accelerator):
         raise ConfigError(
@@ -442,5 +443,5 @@ def set_accelerator(accel_obj: Accelerator) -> None:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whether this package is made for the accelerator in use: CPU and CUDA."""
+    """Whether this package supports the accelerator in use: True for CPU and CUDA."""
     return get_accelerator().device_name() in ("cpu", "cuda")

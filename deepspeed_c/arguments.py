@@ -10,8 +10,9 @@ __all__ = ["add_config_arguments"]
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the group "DeepSpeed" to ``parser`` and returns the same parser.
 
-    ``--deepspeed`` (flag, False) is for the script's own use, ``initialize`` reads ``--deepspeed_config FILE`` (None)
-    from ``args``; ``--deepscale`` and ``--deepscale_config`` are their deprecated former names. As DeepSpeed 0.19.6.
+    ``--deepspeed`` (flag, default False) is for the script's own use. ``initialize`` reads ``--deepspeed_config FILE``
+    (default None) from ``args``. ``--deepscale`` and ``--deepscale_config`` are the deprecated former names of these
+    options. All are as in DeepSpeed 0.19.6.
     """
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     for name, note in (("deepspeed", ""), ("deepscale", " (deprecated: --deepspeed)")):

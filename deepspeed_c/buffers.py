@@ -1,4 +1,4 @@
-"""A pool of buffers that are borrowed again and again, so that a step allocates nothing."""
+"""A pool of buffers that are lent repeatedly, so that a step allocates no memory."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ import torch
 __all__ = ["Allocate", "BufferPool", "ordinary_memory"]
 
 Allocate = Callable[[int, torch.device], torch.Tensor]
-"""(bytes, device) -> an uninitialised tensor of so many bytes (torch.uint8), with storage of its own."""
+"""(bytes, device) -> an uninitialised tensor of this many bytes (torch.uint8), with its own storage."""
 
 # Requests of nearly equal size share a buffer.
 GRANULE_BYTES = 4096
-# gloo's threads hold on to a buffer for some microseconds after they have said that they are done.
+# Time to wait for gloo's threads, which hold a buffer for some microseconds after they have reported the end of a
+# transfer.
 PATIENCE_SECONDS = 0.002
 
 
 def ordinary_memory(n_bytes: int, device: torch.device) -> torch.Tensor:
-    """What torch allocates."""
+    """An uninitialised tensor from torch's allocator."""
     return torch.empty(n_bytes, dtype=torch.uint8, device=device)
 
 
 class BufferPool:
-    """Lends one-dimensional tensors of any dtype out of buffers that it keeps, the tightest that fits.
+    """Lends one-dimensional tensors of any dtype. A tensor is a view of the smallest free buffer that is large enough.
 
-    It keeps as many buffers as were lent at once, each as large as the largest request that it served: where none fits,
-    the largest free one makes room for its successor. Not for several threads.
+    The pool keeps as many buffers as were lent at the same time, each as large as the largest request that it served.
+    If no free buffer is large enough, the largest free buffer is replaced by a larger buffer. The pool is not
+    thread-safe.
 
-    keeps: False for a device whose own allocator keeps memory at hand; buffers are freed when they come back then. By
-        default the pool keeps all.
-    waits: a borrower's views may outlive the loan (autograd's, a user's). The pool then leaves a buffer to its other
-        holders.
+    keeps: returns False for a device whose allocator itself caches memory. Buffers of such a device are freed when they
+        are returned. By default the pool keeps all buffers.
+    waits: views of a buffer may outlive the loan (held by autograd, or by a user). The pool then gives up the buffer to
+        their holders.
     poison: fills lent memory with NaN, so that a test notices reads before the first write.
-    count: called with the number of bytes by which the pool's holdings have grown or shrunk.
+    count: called with the number of bytes by which the pool's memory has grown or shrunk.
     allocate: the source of its memory.
     """
 
@@ -48,7 +50,7 @@ class BufferPool:
         count: Callable[[int], None] | None = None,
         allocate: Allocate = ordinary_memory,
     ) -> None:
-        # By device and length: most requests are of a length that has been asked for before.
+        # Free buffers by device and length, because most requests repeat an earlier length.
         self._free: dict[tuple[torch.device, int], deque[torch.Tensor]] = {}
         self._keeps, self._waits, self._poison, self._count = keeps, waits, poison, count
         self._allocate = allocate
@@ -57,7 +59,7 @@ class BufferPool:
 
     @property
     def n_free(self) -> int:
-        """Buffers that are kept, and lent to nobody."""
+        """Number of buffers that are kept and not lent."""
         return sum(map(len, self._free.values()))
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -71,11 +73,11 @@ class BufferPool:
             buffer = self._allocate(size, device)
             self._grow(size)
         if self._poison:
-            buffer.fill_(0xFF)  # all ones is a NaN in every floating dtype
+            buffer.fill_(0xFF)  # all bits 1 is a NaN in every floating-point dtype
         return buffer[:n_bytes].view(dtype)
 
     def _find_exact(self, size: int, device: torch.device) -> torch.Tensor | None:
-        """The first free buffer of this length that nobody holds. No other fits tighter."""
+        """The first free buffer of exactly this length that no view holds."""
         free = self._free.get((device, size), ())
         for i, buffer in enumerate(free):
             if not self._is_held(buffer):
@@ -133,12 +135,12 @@ class BufferPool:
     def _whole_of(tensor: torch.Tensor) -> torch.Tensor:
         """The bytes of a tensor's memory."""
         storage = tensor.untyped_storage()
-        # The next borrower may record a graph, also when this one gives it back under inference_mode.
+        # The next borrower may record a graph, even if this borrower returns the buffer under inference_mode.
         with torch.inference_mode(False):
             return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),))
 
     def clear(self) -> None:
-        """Frees the buffers that nobody has borrowed."""
+        """Frees the buffers that are not lent."""
         free, self._free = self._free, {}
         self._grow(-sum(size * len(buffers) for (_, size), buffers in free.items()))
 

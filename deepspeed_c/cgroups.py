@@ -1,4 +1,4 @@
-"""Control groups of this process, in both versions: their limits, and the memory that is left within them."""
+"""Control groups (version 1 and 2) of this process: their limits, and the memory that is left within the limits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _Reader = Callable[[Path], "int | None"]
 
 
 def least(controller: str, of_version_2: _Reader, of_version_1: _Reader, root: str = "/") -> int | None:
-    """The least number among the process's groups and all above them; None where there is none.
+    """The least number among the process's groups and all groups above them; None if no group has a number.
 
-    Readers are given a group's folder. They return None, or raise OSError or ValueError, where it has no limit. In a
-    container the path of a group may be the host's: a folder that is not there limits nothing. ``root`` is another
-    folder in tests.
+    Readers get the folder of a group. They return None, or raise OSError or ValueError, if the group has no limit. In a
+    container the path of a group may be a path of the host: a missing folder counts as no limit. Tests pass another
+    folder as ``root``.
     """
     found: list[int] = []
     try:
@@ -47,8 +47,9 @@ def _upwards(mount: Path, group: str, read: _Reader) -> Iterator[int]:
 
 
 def memory_left(root: str = "/") -> int | None:
-    """Bytes that the process's groups leave it, at least 0; None where none has a limit. Pages of files count as free,
-    as in the kernel's MemAvailable: they are dropped when memory is asked for.
+    """Bytes that the process may still allocate within the limits of its groups, at least 0; None if no group has a
+    limit. Pages of the page cache count as free, as in the kernel's MemAvailable, because the kernel drops them when
+    memory is needed.
     """
     return least("memory", _left_of_version_2, _left_of_version_1, root)
 
@@ -60,7 +61,7 @@ def _left_of_version_2(folder: Path) -> int:
 
 def _left_of_version_1(folder: Path) -> int | None:
     limit = int(folder.joinpath("memory.limit_in_bytes").read_text())
-    # Without a limit it says the largest number of whole pages.
+    # Without a limit, the file contains the largest number of whole pages.
     return None if limit >= 1 << 62 else _left(folder, limit, "memory.usage_in_bytes", "total_")
 
 

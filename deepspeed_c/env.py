@@ -1,4 +1,4 @@
-"""Every environment variable that the package itself reads, in one class. (Launchers' own: comm/discover.py.)"""
+"""Every environment variable of the package, in one class. comm/discover.py reads the variables of other launchers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class _Facts(NamedTuple):
 
 
 class _Variable:
-    """An attribute that reads its variable at each access: a variable that nobody needs is not checked, and may hold
-    anything.
+    """An attribute that reads and checks its variable at each access, so that a variable without an access may have any
+    value.
     """
 
     def __init__(self, *facts: Any, **more: Any) -> None:
@@ -42,7 +42,7 @@ class _Variable:
 
 
 class Env:
-    """The variables of ``environ``, read at each access; unset or empty variables have their default.
+    """The variables of ``environ``, read at each access. Unset or empty variables have their default value.
 
     Raises:
         ConfigError: the variable is malformed or out of range.
@@ -70,23 +70,23 @@ class Env:
     """LOCAL_WORLD_SIZE: processes of the job on this host; they share its cores."""
 
     local_size: int | None = _Variable("LOCAL_SIZE", None, int, 0)
-    """LOCAL_SIZE: number of devices that the CPU reports, before LOCAL_WORLD_SIZE; 0 says nothing."""
+    """LOCAL_SIZE: number of devices that the CPU reports, rather than LOCAL_WORLD_SIZE; 0 counts as unset."""
 
     master_addr: str | None = _Variable("MASTER_ADDR", None, str)
     """MASTER_ADDR: host of rank 0."""
 
     master_port: int | None = _Variable("MASTER_PORT", None, int, 1)
-    """MASTER_PORT: TCP port of rank 0, which waits there for the others."""
+    """MASTER_PORT: TCP port at which rank 0 waits for the other ranks."""
 
     omp_num_threads: int | None = _Variable("OMP_NUM_THREADS", None, int, 1)
-    """OMP_NUM_THREADS: threads of one process; launchers set it to 1 where the user did not."""
+    """OMP_NUM_THREADS: threads of one process; launchers set it to 1 if the user has not set it."""
 
     cpu_isa: str | None = _Variable("DSC_CPU_ISA", None, str, words=("scalar", "avx2", "avx512", "neon"))
-    """DSC_CPU_ISA: instruction set of the CPU loops, instead of the best one."""
+    """DSC_CPU_ISA: instruction set of the CPU loops, instead of the best available."""
 
     num_threads: int | None = _Variable("DSC_NUM_THREADS", None, int, 1)
-    """DSC_NUM_THREADS: threads that share a pass over host memory, such as an optimizer step, instead of this rank's
-    part of the host's processors; OMP_NUM_THREADS has no say."""
+    """DSC_NUM_THREADS: number of threads for a pass over host memory, such as an optimizer step; default: this rank's
+    share of the host's processors. OMP_NUM_THREADS has no effect on it."""
 
     log: str | None = _Variable("DSC_LOG", None, str)
     """DSC_LOG: level of the logger and, with "json", one JSON object a line; for example "debug" or "info,json"."""
@@ -95,22 +95,22 @@ class Env:
     """DS_ACCELERATOR: kind of device to train on ("cpu", "cuda"), instead of the machine's."""
 
     alias_force: str | None = _Variable("DSC_ALIAS_FORCE", None, str, words=("0", "1"))
-    """DSC_ALIAS_FORCE: 1 hides a real DeepSpeed where deepspeed_c answers to its name; `deepspeed_c run --force` sets
-    it.
+    """DSC_ALIAS_FORCE: 1 hides a real DeepSpeed while deepspeed_c is imported under its name; `deepspeed_c run --force`
+    sets it.
     """
 
     alias_python: str | None = _Variable("DSC_ALIAS_PYTHON", None, str)
-    """DSC_ALIAS_PYTHON: interpreter of DeepSpeed's programs (compat/alias/bin), which read it by themselves;
-    `deepspeed_c run` sets it to its own.
+    """DSC_ALIAS_PYTHON: interpreter for DeepSpeed's programs in compat/alias/bin, which read this variable themselves;
+    `deepspeed_c run` sets it to its own interpreter.
     """
 
     timeout_minutes: float | None = _Variable("DEEPSPEED_TIMEOUT", None, float, 0.0)
     """DEEPSPEED_TIMEOUT: minutes that one collective may take."""
 
     run_token: str | None = _Variable(RUN_TOKEN, None, str, is_secret=True)
-    """DSC_RUN_TOKEN: a secret that the processes of one run share and nobody else knows: only who has it can have the
-    watchdog end the run. The deepspeed_c launcher makes one for each run; under other launchers it can be set by hand,
-    to the same on all ranks."""
+    """DSC_RUN_TOKEN: a secret that only the processes of one run know. The watchdog ends the run only on messages with
+    this secret. The deepspeed_c launcher makes a new secret for each run. Under other launchers it can be set by hand,
+    to the same value on all ranks."""
 
 
 VARIABLES: dict[str, _Facts] = {

@@ -1,4 +1,4 @@
-"""Typed errors for every mistake of a user and every failure of a machine: the event, the place, the fix."""
+"""Typed errors for mistakes of users and failures of machines. Each states the event, the place and the fix."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class ConfigError(DeepSpeedCError, ValueError):
 
 
 class UnsupportedConfigError(ConfigError, NotImplementedError):
-    """A key that is known and asks for a feature that this version does not have."""
+    """A known key requests a feature that this version does not have."""
 
 
 class MissingPackageError(ConfigError, ModuleNotFoundError):
-    """A package that the configuration asks for is missing, broken or too old; ``name`` is its name."""
+    """A package that the configuration requires is missing, broken or too old; ``name`` is its name."""
 
     def __init__(self, what: str, *, where: str = "", fix: str = "", package: str = "") -> None:
         super().__init__(what, where=where, fix=fix)
@@ -76,11 +76,11 @@ def _rebuild_missing(cls: type, what: str, where: str, fix: str, package: str) -
 
 
 class EventError(DeepSpeedCError, ValueError):
-    """An event for monitors is no (name, number, step)."""
+    """An event for monitors is not a tuple (name, number, step)."""
 
 
 class BatchSizeError(ConfigError):
-    """train_batch_size, micro-batch, accumulation and world size do not multiply."""
+    """train_batch_size is not the product of micro-batch size, accumulation steps and world size."""
 
 
 class ModelError(DeepSpeedCError, ValueError):
@@ -96,15 +96,15 @@ class RankMismatchError(DeepSpeedCError, RuntimeError):
 
 
 class BackwardError(DeepSpeedCError, RuntimeError):
-    """A backward pass was aborted or called where it cannot be."""
+    """A backward pass was aborted, or called when it is not allowed."""
 
 
 class RecomputeError(DeepSpeedCError, RuntimeError):
-    """A checkpointed layer cannot be run again as it ran in forward, or did something else when it was."""
+    """A checkpointed layer cannot be recomputed as it ran in forward, or its recomputation differed from forward."""
 
 
 class NonFiniteLossError(DeepSpeedCError, ArithmeticError):
-    """The loss itself is inf or NaN, which no loss scale can mend. The step was skipped; state is unchanged."""
+    """The loss itself is inf or NaN, which no loss scale can correct. The step was skipped; state is unchanged."""
 
 
 class LossScaleError(DeepSpeedCError, OverflowError):
@@ -120,14 +120,15 @@ class CheckpointError(DeepSpeedCError, RuntimeError):
 
 
 class OffloadError(DeepSpeedCError, RuntimeError):
-    """A state that lives in a file between its uses could not be written, or came back other than it was written."""
+    """A state that is offloaded to a file could not be written, or was read back with other content."""
 
 
 class AioError(DeepSpeedCError, OSError):
-    """A transfer between memory and a file failed. An ``OSError`` too: the system gives ``errno`` and ``filename``.
+    """A transfer between memory and a file failed. It is also an ``OSError``, with ``errno`` and ``filename`` from the
+    system.
 
-    ``offset`` and ``n_bytes`` are the request's, in bytes; None where there is none, as when a file cannot be opened. A
-    read that meets the end of its file has ``errno.ENODATA``.
+    ``offset`` and ``n_bytes`` describe the request, in bytes; they are None without a request, for example if a file
+    cannot be opened. A read beyond the end of its file has ``errno.ENODATA``.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class AioError(DeepSpeedCError, OSError):
         self.filename, self.offset, self.n_bytes, self.errno = path, offset, n_bytes, errno
 
     def __str__(self) -> str:
-        return str(self.args[0])  # OSError's own would be made of errno and filename only
+        return str(self.args[0])  # OSError.__str__ would only show errno and filename
 
     def __reduce__(self):
         fields = {"path": self.filename, "offset": self.offset, "n_bytes": self.n_bytes, "errno": self.errno}
@@ -173,13 +174,14 @@ class FeatureError(DeepSpeedCError, NotImplementedError):
 
 
 class MissingNameError(FeatureError, AttributeError):
-    """A missing name of DeepSpeed's, asked for as an attribute of its module.
+    """A name of DeepSpeed that this version does not have was read as an attribute of its module.
     """
 
 
 class MissingModuleError(FeatureError, ModuleNotFoundError):
-    """A module of DeepSpeed's, or a name that was to be imported from one, that this version does not have."""
+    """A module of DeepSpeed that this version does not have, or a name in such a module, was imported."""
 
 
 class AliasError(DeepSpeedCError, RuntimeError):
-    """deepspeed_c cannot answer to the name ``deepspeed``: it would come too late, or hide a real DeepSpeed."""
+    """deepspeed_c cannot be imported as ``deepspeed``: another package has looked for DeepSpeed already, or a real
+    DeepSpeed would be hidden."""

@@ -1,4 +1,4 @@
-"""Make an engine from a model and a configuration, one call for each step."""
+"""Make an engine from a model and a configuration."""
 
 from __future__ import annotations
 
@@ -59,36 +59,40 @@ def initialize(
     """Builds an engine around ``model``.
 
     Args:
-        args: an object that may hold ``deepspeed_config`` (a path), used when no ``config`` is given.
-        model: the module to train; moved to this rank's device, its trainable parameters into flat buffers.
-        optimizer: a ``torch.optim.Optimizer`` over the model's parameters, or a function that makes one from a list of
-            them; otherwise the configuration's ``optimizer`` section. With neither the engine only evaluates.
+        args: an object that may hold ``deepspeed_config`` (a path), which is used if no ``config`` is given.
+        model: the module to train. It is moved to this rank's device, and its trainable parameters are moved into flat
+            buffers.
+        optimizer: a ``torch.optim.Optimizer`` over the model's parameters, or a function that makes an optimizer from a
+            list of parameters; default: the optimizer of the configuration's section ``optimizer``. Without any
+            optimizer the engine only evaluates.
         model_parameters: parameters, or groups of them, to train; default: all that require gradients.
-        training_data: a dataset; the third value returned is then a loader of this rank's micro-batches.
-        lr_scheduler: an object with ``step()``, or a function that makes one from the optimizer; otherwise the
-            ``scheduler`` section.
-        distributed_port: port of rank 0 when ``torch.distributed`` has to be started and the environment names none.
-        mpu: an object with ``get_data_parallel_group()``, whose ranks hold copies of this model. One with
-            tensor-parallel ranks has some of Megatron's methods for them as well (``get_tensor_model_parallel_rank()``,
-            ...); the model's layers are cut by hand then, and their parameters have Megatron's marks
-            (docs/concepts/zero.md). One with ``get_sequence_parallel_world_size()`` and its kin, as
-            ``UlyssesSPAttentionHF.register_with_transformers`` gives it, says which ranks hold parts of one sequence
-            (docs/concepts/sequence.md).
-        dist_init_required: False: ``torch.distributed`` is up already. Default: start it if it is not.
+        training_data: a dataset. The third returned value is then a loader of this rank's micro-batches.
+        lr_scheduler: an object with ``step()``, or a function that makes such an object from the optimizer; default:
+            the schedule of the section ``scheduler``.
+        distributed_port: port of rank 0, used if ``torch.distributed`` has to be started and the environment names no
+            port.
+        mpu: an object with ``get_data_parallel_group()``; the ranks of this group hold copies of the model. For tensor
+            parallelism the object also has Megatron's methods (``get_tensor_model_parallel_rank()``, ...). The model's
+            layers must then be cut by hand, and their parameters must have Megatron's attributes
+            (docs/concepts/zero.md). For sequence parallelism the object has ``get_sequence_parallel_world_size()`` and
+            related methods, like the result of ``UlyssesSPAttentionHF.register_with_transformers``; they give the ranks
+            that hold parts of one sequence (docs/concepts/sequence.md).
+        dist_init_required: False: ``torch.distributed`` is initialised already. Default: initialise it if necessary.
         collate_fn: merges samples to a batch.
         config, config_params: path of a JSON file, or a dict; see docs/config.md. Never modified.
-        mesh_param: (data-parallel ranks, sequence-parallel ranks), DeepSpeed's way to say a mesh.
+        mesh_param: (number of data-parallel ranks, number of sequence-parallel ranks), DeepSpeed's form of a mesh.
         mesh_device: a ``torch.distributed.device_mesh.DeviceMesh`` whose dimensions are named for axes: "dp_shard" for
             the ranks that share model states, "dp_replicate" for the ranks that hold copies of the same shards
             (``comm/axes.py`` has the other names).
 
     Returns:
-        (engine, optimizer, training_dataloader, lr_scheduler); the last three are None unless asked for. The optimizer
-        works on shards and holds the given or configured optimizer as its ``optimizer``; at stage 0 in fp32 it is the
-        given one itself.
+        (engine, optimizer, training_dataloader, lr_scheduler); the last three are None unless requested. The returned
+        optimizer works on shards, and its attribute ``optimizer`` is the given or configured optimizer. At stage 0 in
+        fp32 the given optimizer itself is returned.
 
     Raises:
-        ConfigError, BatchSizeError: the configuration. ModelError, OptimizerError: model and optimizer do not fit.
+        ConfigError, BatchSizeError: the configuration is wrong. ModelError, OptimizerError: the model or the optimizer
+            is unsuitable.
         RankMismatchError: ranks were given different models or configurations. CommError: communication could not be
         set up.
     """
@@ -116,7 +120,7 @@ def initialize(
     log_dist(settings.summary_line(), ranks=[0])
     for note in settings.notes:
         log_dist(note, ranks=[0])
-    if "comms_logger" in settings.as_dict():  # without it the log stays as `comm.configure` has set it
+    if "comms_logger" in settings.as_dict():  # without this section the log keeps the settings of `comm.configure`
         configure(deepspeed_config=settings)
 
     check_same_text("the configuration", settings.lines(), comm, "start all ranks with the same configuration file")
@@ -150,7 +154,7 @@ def initialize(
         placed = {id(slot.param) for unit in (*layout.trained, *layout.frozen) for slot in unit.slots}
         model.to(device)  # parameters and buffers outside units
         precision.cast_frozen(model, placed)
-        # The weights as they were given are gone now; the allocator may keep their memory unless it is asked for it.
+        # The original weights have been freed. The allocator may keep their memory until its cache is emptied.
         get_accelerator().empty_cache()
 
         scheduler = _build_scheduler(settings.scheduler, lr_scheduler, base)
@@ -180,9 +184,9 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _make_mesh(pipeline: PipelineModule | None, mpu: Any, mesh_param: Any, mesh_device: Any) -> Mesh:
-    """The data-parallel ranks, from the argument that names them; by default all ranks.
+    """The mesh of data-parallel ranks, from the argument that gives them; by default all ranks.
 
-    Raises ConfigError where several things say it."""
+    Raises ConfigError if several arguments give them."""
     given = [
         name
         for name, value in (("mpu", mpu), ("mesh_param", mesh_param), ("mesh_device", mesh_device))
@@ -208,7 +212,7 @@ def _make_mesh(pipeline: PipelineModule | None, mpu: Any, mesh_param: Any, mesh_
 
 
 def _cut_for_tensors(mesh: Mesh, source: Any) -> Mesh:
-    """The mesh with the tensor-parallel ranks that the configuration asks for, if it does.
+    """The mesh, divided into tensor-parallel groups if the configuration requests them.
 
     Raises ConfigError where the ranks cannot be divided so, or have been divided otherwise."""
     wanted, key = tensor_parallel_size(source)
@@ -221,7 +225,7 @@ def _cut_for_tensors(mesh: Mesh, source: Any) -> Mesh:
 
 
 def _cut_for_sequences(mesh: Mesh, source: Any) -> Mesh:
-    """The mesh with the sequence-parallel ranks that the configuration asks for, if it does.
+    """The mesh, divided into sequence-parallel groups if the configuration requests them.
 
     Raises ConfigError where the ranks cannot be divided so, or have been divided otherwise."""
     wanted = sequence_parallel_size(source)
@@ -244,8 +248,8 @@ def _check_data_parallel_size(size: int | None, mesh: Mesh) -> None:
 
 
 def _bring_model(model: torch.nn.Module, device: torch.device, offload: OffloadParam) -> None:
-    """Moves a model to the device that computes; only its buffers where weights are offloaded: all of it may not have
-    room there.
+    """Moves a model to the device. If weights are offloaded, moves only the buffers, because the whole model may not
+    fit on the device.
     """
     if offload.device == "none":
         model.to(device)

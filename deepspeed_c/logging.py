@@ -1,4 +1,5 @@
-"""The package's logger: rank 0 says what happens, the other ranks only what is wrong; nothing is written at import."""
+"""The package's logger: by default rank 0 logs information, and the other ranks only warnings. Nothing is written at
+import."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ LEVELS = {
 }
 
 logger = logging.getLogger("deepspeed_c")
-"""Level INFO on rank 0 and WARNING on the others, unless DSC_LOG, the configuration's log_level or ``logger.setLevel``
-say otherwise. It writes to standard error and hands nothing on to the root logger."""
+"""Its level is INFO on rank 0 and WARNING on other ranks, unless DSC_LOG, the configuration's log_level or
+``logger.setLevel`` sets another. It writes to standard error, and does not propagate to the root logger."""
 
 
 class _Text(logging.Formatter):
@@ -72,11 +73,11 @@ class _Json(logging.Formatter):
 
 
 class _Stderr(logging.StreamHandler):
-    """Writes to the present sys.stderr, so that a later redirection holds."""
+    """Writes to the current value of sys.stderr, so that a later redirection has effect."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
-        # Known by name and not by type: a module that is loaded twice has two types.
+        # The handler is found by name, not by type, because a module that is loaded twice has two types.
         self.set_name(logger.name)
 
     @property
@@ -85,7 +86,7 @@ class _Stderr(logging.StreamHandler):
 
 
 class _Settings:
-    """The inputs of the level: the rank, and a level from the environment or the configuration."""
+    """The values that determine the level: the rank, and a level from the environment or the configuration."""
 
     def __init__(self) -> None:
         self.rank = 0
@@ -113,12 +114,13 @@ _settings = _Settings()
 
 
 def set_level(level: str | int | None) -> None:
-    """Sets the logger's level on this rank, by name ("debug" to "critical") or number; None gives its default back.
+    """Sets the logger's level on this rank, by name ("debug" to "critical") or number; None restores the default.
 
-    DSC_LOG, if it names a level, wins.
+    If DSC_LOG names a level, that level wins.
 
     Raises:
-        ConfigError: there is no level of that name, here or in DSC_LOG (which could not be refused at import).
+        ConfigError: ``level`` or DSC_LOG is not the name of a level. (A wrong DSC_LOG is reported here because the
+            import must not fail.)
     """
     if _settings.problem is not None:
         raise _settings.problem
@@ -127,7 +129,7 @@ def set_level(level: str | int | None) -> None:
 
 
 def set_rank(rank: int) -> None:
-    """Tells the logger its rank, where that was not in the environment when the package was imported."""
+    """Tells the logger its rank, for ranks that were not in the environment when the package was imported."""
     _settings.rank = rank
     _settings.apply()
 
@@ -135,13 +137,13 @@ def set_rank(rank: int) -> None:
 def log_dist(message: str, ranks: Collection[int] | None = None, level: int = logging.INFO) -> None:
     """Logs ``message`` on the given ranks: None means rank 0 only, and -1 among them means all.
 
-    A rank that is named says it also where it would keep to warnings by default; a level that the user asked for holds.
+    A named rank logs the message even if its default level is WARNING. A level that the user has set still applies.
     """
     if not _is_named(ranks):
         return
     is_default = logger.level == logging.WARNING and _settings.asked is None and _settings.rank != 0
     if logger.isEnabledFor(level) or (is_default and level >= logging.INFO):
-        # A reader wants to see the caller's line, not this one.
+        # The log record shall show the caller's line, not a line of this function.
         frame = sys._getframe(1)
         record = logger.makeRecord(
             logger.name, level, frame.f_code.co_filename, frame.f_lineno, message, (), None, frame.f_code.co_name
@@ -154,7 +156,7 @@ def _is_named(ranks: Collection[int] | None) -> bool:
     return _settings.rank in wanted or -1 in wanted
 
 def get_dist_msg(message: str, ranks: Collection[int] | None = None) -> str | None:
-    """``message`` with this rank in front, or None on a rank that ``ranks`` (as in ``log_dist``) does not name."""
+    """``message`` with this rank as prefix, or None on a rank that is not in ``ranks`` (as in ``log_dist``)."""
     return f"[Rank {_settings.rank}] {message}" if _is_named(ranks) else None
 
 
@@ -168,15 +170,15 @@ def print_dist(message: str, ranks: Collection[int] | None = None) -> None:
 def write_line(text: str, stream: TextIO) -> None:
     """Write ``text`` and the end of its line in one piece, at once.
 
-    ``print`` writes the end of the line by itself where the stream has no buffer (PYTHONUNBUFFERED), and lines of
-    other ranks that share the pipe or the terminal come in between.
+    On a stream without a buffer (PYTHONUNBUFFERED), ``print`` writes the end of the line separately. Lines of other
+    ranks that share the pipe or the terminal could then come in between.
     """
     stream.write(f"{text}\n")
     stream.flush()
 
 
 def log_dist_once(message: str, ranks: Collection[int] | None = None, level: int = logging.INFO) -> None:
-    """``log_dist``, but each message once in a process."""
+    """``log_dist``, but only once in a process for each message."""
     _log_once(message, None if ranks is None else frozenset(ranks), level)
 
 
@@ -187,7 +189,7 @@ def _log_once(message: str, ranks: frozenset[int] | None, level: int) -> None:
 
 @functools.cache
 def warning_once(*args: Any, **kwargs: Any) -> None:
-    """``logger.warning``, but with the same arguments once in a process."""
+    """``logger.warning``, but only once in a process for the same arguments."""
     logger.warning(*args, **kwargs)
 
 
@@ -212,8 +214,8 @@ def print_configuration(args: Any, name: str) -> None:
 
 
 def get_log_level_from_string(log_level_str: str) -> int:
-    """The number of a level by name: "debug", "info", "warning", "error", "critical". Raises ConfigError (a ValueError)
-    for another.
+    """The number of the level "debug", "info", "warning", "error" or "critical". Raises ConfigError (a ValueError) for
+    another name.
     """
     if not isinstance(log_level_str, str):
         raise ConfigError(f"{log_level_str!r} is not a level", where="log level", fix=f"use one of {', '.join(LEVELS)}")
@@ -221,8 +223,8 @@ def get_log_level_from_string(log_level_str: str) -> int:
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Sets the level of the package's logger as ``set_level`` does, or of ``custom_logger`` and its handlers. Raises
-    ConfigError as above.
+    """Sets the level of the package's logger like ``set_level``, or the level of ``custom_logger`` and its handlers.
+    Raises ConfigError for an unknown name.
     """
     level = get_log_level_from_string(log_level_str)
     if custom_logger is None:
@@ -233,12 +235,13 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
 
 
 def get_current_level() -> int:
-    """The level that holds on this rank."""
+    """The level of the logger on this rank."""
     return logger.getEffectiveLevel()
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Whether the present level is at most the given one, so that its messages are shown. Raises ConfigError.
+    """Whether the current level is at most the given level, so that messages of the given level are shown. Raises
+    ConfigError.
     """
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
@@ -252,7 +255,7 @@ def _level(level: str | int, where: str) -> int:
 
 
 def _start() -> None:
-    """Once, at import, which must neither fail nor write: a malformed variable is reported by who uses it later."""
+    """Called once, at import. It must neither fail nor write: a malformed variable is reported at its first use."""
     if not any(handler.name == logger.name for handler in logger.handlers):
         logger.addHandler(_Stderr())
     logger.propagate = False

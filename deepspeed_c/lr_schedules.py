@@ -1,9 +1,10 @@
-"""Learning-rate schedules under DeepSpeed's names: range test, 1cycle, and warm-up followed by nothing, a line or a
-cosine.
+"""Learning-rate schedules under DeepSpeed's names: range test, 1cycle, and warm-up followed by a constant rate, a
+linear decay or a cosine.
 
-A schedule counts *iterations*: ``last_batch_iteration`` is -1 until the first ``step()``, which the engine makes after
-each applied optimizer step. Every schedule sets the learning rate of its optimizer when it is made, when it is stepped
-and when it is loaded. Tensor learning rates are written in place, as compiled and captured optimizers hold on to them.
+A schedule counts *iterations*: ``last_batch_iteration`` is -1 until the first ``step()``. The engine calls ``step()``
+after each applied optimizer step. A schedule sets the learning rates of its optimizer when it is constructed, stepped
+or loaded. Learning rates that are tensors are written in place, because compiled and captured optimizers keep
+references to them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARM
 WARMUP_LOG_RATE = "log"
 WARMUP_LINEAR_RATE = "linear"
 
-# Where the momentum's decay stops, which raises it: at 1 a momentum never forgets and the step diverges.
+# The upper limit of the momentum's "decay", which raises the momentum. At 1, old gradients would never fade and
+# training would diverge.
 _MAX_DECAYED_MOMENTUM = 0.999
 
 
@@ -65,7 +67,8 @@ def get_torch_optimizer(optimizer: Any) -> Optimizer:
 
 
 def update_lr(param_groups: Sequence[dict[str, Any]], lrs: Sequence[Any]) -> list[Any]:
-    """Gives each group its learning rate, written into the group's tensor if it has one; returns the groups' rates."""
+    """Sets the learning rate of each group; a learning rate that is a tensor is written in place. Returns the rates of
+    the groups."""
     for group, lr in zip(param_groups, lrs):
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(float(lr))
@@ -87,15 +90,15 @@ class _Schedule:
         raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
-        """Each group's learning rate as it was last set."""
+        """The learning rate of each group that was set last."""
         return list(self._last_lr)
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: Mapping[str, Any]) -> None:
-        """Continues where ``state_dict`` was taken, and sets the learning rates of that place. Takes DeepSpeed's state
-        dicts too.
+        """Continues at the iteration of a ``state_dict``, and sets its learning rates. Accepts DeepSpeed's state dicts
+        too.
         """
         self._go_to(sd["last_batch_iteration"])
 
@@ -111,7 +114,7 @@ class _Schedule:
         update_lr(self.optimizer.param_groups, self._last_lr)
 
     def _per_group(self, name: str, value: Any) -> list[float]:
-        """One number for all groups, or a list with one for each."""
+        """A list with one number for each group, from such a list or from one number for all groups."""
         n_groups = len(self.optimizer.param_groups)
         values = list(value) if isinstance(value, (list, tuple)) else [value] * n_groups
         if len(values) != n_groups:
@@ -123,10 +126,10 @@ class _Schedule:
         return [_number(_where(self, name), v) for v in values]
 
     def _base_lrs(self) -> list[float]:
-        """The learning rates that the optimizer was made with.
+        """The initial learning rates of the optimizer.
 
-        They are kept in the groups as ``initial_lr``, as torch's schedulers do, so that a schedule which starts in the
-        middle finds them.
+        They are kept in the groups as ``initial_lr``, as in torch's schedulers, so that a schedule that starts in
+        mid-training finds them.
         """
         bases = []
         for group in self.optimizer.param_groups:
@@ -137,7 +140,7 @@ class _Schedule:
 
 
 class LRRangeTest(_Schedule):
-    """Raises the learning rate until training diverges, to find its limit (Smith, arXiv 1803.09820).
+    """Raises the learning rate until training diverges, to find the highest usable rate (Smith, arXiv 1803.09820).
 
     lr = min_lr * (1 + step_rate * t / step_size), t counting from 1; with ``staircase`` t / step_size is rounded down.
     """
@@ -151,8 +154,8 @@ class LRRangeTest(_Schedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        """min_lr may be a list, one for each parameter group; ``step_size`` is iterations for each further
-        ``step_rate`` of it.
+        """min_lr may be a list with one entry for each parameter group. In each ``step_size`` iterations the rate grows
+        by ``step_rate`` times min_lr.
         """
         super().__init__(optimizer, last_batch_iteration)
         self.min_lr = self._per_group("lr_range_test_min_lr", lr_range_test_min_lr)
@@ -173,14 +176,15 @@ class LRRangeTest(_Schedule):
 
 
 class OneCycle(_Schedule):
-    """One rise of the learning rate and one fall, momentum the other way round, then decay (Smith, arXiv 1803.09820).
+    """The learning rate rises once and falls once, while the momentum falls and rises; then both decay (Smith, arXiv
+    1803.09820).
 
-    Each half may go in stairs. After the cycle the learning rate is min_lr / (1 + decay_lr_rate * t / decay_step_size),
-    and the momentum max_mom * (1 + decay_mom_rate * t / decay_step_size), which stops at 0.999. decay_step_size 0 means
-    no decay.
+    Each half may change in stairs. After the cycle the learning rate is min_lr / (1 + decay_lr_rate * t /
+    decay_step_size). The momentum is max_mom * (1 + decay_mom_rate * t / decay_step_size), at most 0.999.
+    decay_step_size 0 means no decay.
 
-    The momentum is the first of ``betas`` or ``momentum``, whichever the parameter group has; the second beta stays as
-    it is.
+    The momentum is the first value of ``betas``, or ``momentum``, whichever the parameter group has. The second beta is
+    not changed.
     """
 
     def __init__(
@@ -200,8 +204,8 @@ class OneCycle(_Schedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        """Sizes are iterations. The second half's size and stairs default to the first's; lists have an entry for each
-        group.
+        """Sizes are iterations. Size and stairs of the second half default to the values of the first half. Lists have
+        an entry for each group.
         """
         super().__init__(optimizer, last_batch_iteration)
 
@@ -242,12 +246,12 @@ class OneCycle(_Schedule):
             way, size, stairs = at, self.first_step_size, self.first_stair_count
         else:
             way, size, stairs = self.total_size - at, self.second_step_size, self.second_stair_count
-        # Multiplied before it is divided: whole numbers of stairs come out whole.
+        # Multiply before dividing, so that whole numbers of stairs stay exact.
         return math.floor(way * stairs / size) / stairs if stairs else way / size
 
     @property
     def _n_decayed(self) -> float:
-        """Iterations since the cycle ended; 0 or less within it."""
+        """Iterations since the end of the cycle; 0 or less within the cycle."""
         return self.last_batch_iteration - self.total_size + 1 if self.last_batch_iteration >= self.total_size else 0
 
     def _decay(self, rate: float) -> float:
@@ -260,8 +264,8 @@ class OneCycle(_Schedule):
         return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs)]
 
     def get_mom(self) -> list[tuple[float, ...]] | None:
-        """Each group's momentum at ``last_batch_iteration``, as ``betas`` with the group's own second beta where the
-        group has betas, else as a tuple of one; None when momentum is not cycled.
+        """The momentum of each group at ``last_batch_iteration``; None if momentum is not cycled. For a group with
+        betas it is a pair with the group's second beta, else a tuple of one number.
         """
         if not self.cycle_momentum:
             return None
@@ -287,15 +291,15 @@ class OneCycle(_Schedule):
 
 
 class _Warmup(_Schedule):
-    """The rise from 0 to 1 that the three warm-up schedules begin with."""
+    """The rise from 0 to 1 at the begin of the three warm-up schedules."""
 
     def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int) -> None:
         super().__init__(optimizer, last_batch_iteration)
         n = _count(_where(self, "warmup_num_steps"), warmup_num_steps, 0)
-        # 1 counts as 2, as in DeepSpeed: the logarithm of 1 is no length to divide by. 0 is no warm-up.
+        # As in DeepSpeed 1 counts as 2, because the logarithm of 1 is 0 and cannot be divided by. 0 means no warm-up.
         self.warmup_num_steps = max(2, n) if n else 0
         if warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
-            # As DeepSpeed does: a run that trained with a misspelt type there trains the same here.
+            # As in DeepSpeed, so that a run with a misspelt type trains the same here.
             logger.warning('%s: %r is not "log" or "linear"; warming up by "log"', _where(self, "warmup_type"), warmup_type)
             warmup_type = WARMUP_LOG_RATE
         self.warmup_type = warmup_type
@@ -341,8 +345,8 @@ class WarmupLR(_Warmup):
         warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ) -> None:
-        """warmup_max_lr None means each group's own learning rate; lists have an entry for each group; 0 steps is no
-        warm-up.
+        """warmup_max_lr None means the initial learning rate of each group. Lists have an entry for each group. 0 steps
+        mean no warm-up.
         """
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
         self._max_is_base = warmup_max_lr is None
@@ -375,7 +379,7 @@ class WarmupLR(_Warmup):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As WarmupLR, then along a line to warmup_min_lr at ``total_num_steps``."""
+    """As WarmupLR, then a linear decay to warmup_min_lr at ``total_num_steps``."""
 
     def __init__(
         self,
@@ -399,8 +403,8 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Warmup):
-    """Each group's own learning rate times a ratio: from warmup_min_ratio to 1, then down half a cosine to
-    cos_min_ratio.
+    """The initial learning rate of each group times a ratio. The ratio rises from warmup_min_ratio to 1, then falls
+    along half a cosine to cos_min_ratio.
     """
 
     def __init__(
@@ -424,7 +428,7 @@ class WarmupCosineLR(_Warmup):
         """The factor at ``last_batch_iteration``."""
         if self._is_warming_up:
             return self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * self._rise()
-        # Beyond the end the cosine would rise again.
+        # Clamped, because the cosine would rise again after the end.
         way = min(
             1.0,
             (self.last_batch_iteration - self.warmup_num_steps + 1)
@@ -488,7 +492,7 @@ def _where(schedule: _Schedule, name: str) -> str:
 
 
 def _count(where: str, value: Any, minimum: int) -> int:
-    """A whole number, which JSON may have written as 1e3."""
+    """An integer, which JSON may give as 1e3."""
     is_whole = (
         isinstance(value, int) or (isinstance(value, float) and value.is_integer()) or hasattr(value, "__index__")
     )
@@ -516,7 +520,7 @@ def _truth(text: str) -> bool:
     return words[text.lower()]
 
 
-# (name, type, default, help); the parameter of the schedule has the option's name.
+# (name, type, default, help). The schedule's parameter has the same name as the option.
 _RANGE_TEST_OPTIONS = (
     ("lr_range_test_min_lr", float, 0.001, "learning rate at the start"),
     ("lr_range_test_step_rate", float, 1.0, "growth for each step size"),
@@ -546,7 +550,7 @@ _COSINE_OPTIONS = (
     ("warmup_min_ratio", float, 0.01, "ratio to the learning rate at the start"),
     ("cos_min_ratio", float, 0.01, "ratio to the learning rate at the end"),
 )
-# -1 on the command line leaves the schedule's own default.
+# -1 on the command line means the schedule's default.
 _UNSET_WHEN_NEGATIVE = frozenset({"cycle_first_stair_count", "cycle_second_step_size", "cycle_second_stair_count"})
 
 
@@ -562,7 +566,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """(the tuning arguments on this program's command line, the other words)"""
+    """(the tuning arguments on this program's command line, the other arguments)"""
     return add_tuning_arguments(argparse.ArgumentParser()).parse_known_args()
 
 
@@ -578,29 +582,29 @@ def _names(options: Sequence[tuple[Any, ...]]) -> list[str]:
 
 
 def override_lr_range_test_params(args: Any, params: dict[str, Any]) -> None:
-    """Copies LRRangeTest's parameters from ``args`` to ``params``, as far as they are set."""
+    """Copies the parameters of LRRangeTest that are set in ``args`` to ``params``."""
     _override(args, params, _names(_RANGE_TEST_OPTIONS))
 
 
 def override_1cycle_params(args: Any, params: dict[str, Any]) -> None:
-    """Copies OneCycle's parameters from ``args`` to ``params``, as far as they are set."""
+    """Copies the parameters of OneCycle that are set in ``args`` to ``params``."""
     _override(args, params, [*_names(_CYCLE_OPTIONS), "cycle_momentum"])
 
 
 def override_warmupLR_params(args: Any, params: dict[str, Any]) -> None:
-    """Copies WarmupLR's parameters from ``args`` to ``params``, as far as they are set."""
+    """Copies the parameters of WarmupLR that are set in ``args`` to ``params``."""
     _override(args, params, _names(_WARMUP_OPTIONS))
 
 
 def override_params(args: Any, params: dict[str, Any]) -> None:
-    """Puts every schedule parameter that ``args`` has into ``params``."""
+    """Copies every schedule parameter in ``args`` to ``params``."""
     override_lr_range_test_params(args, params)
     override_1cycle_params(args, params)
     override_warmupLR_params(args, params)
 
 
 def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
-    """(a ``scheduler`` section as ``args`` describe it, None), or (None, what is wrong)."""
+    """(a section ``scheduler`` for ``args``, None), or (None, the error)."""
     name = getattr(args, LR_SCHEDULE, None)
     if name is None:
         return None, f"--{LR_SCHEDULE} not specified on command line"
@@ -621,7 +625,7 @@ def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
-    """(the learning rate that a ``scheduler`` section names, ''), or (None, why there is none)."""
+    """(the learning rate of a section ``scheduler``, ''), or (None, the reason why it has none)."""
     for key in ("type", "params"):
         if key not in config:
             return None, f"LR schedule {key} not defined in config"

@@ -23,24 +23,24 @@ def _parse(text: str, units: dict[str, int], where: str, fix: str) -> int:
 
 
 def parse_count(text: str, where: str) -> int:
-    """A number such as 7e9, 7B, 350M or 124000; ConfigError, which names ``where`` it stands, for anything else."""
+    """A number such as 7e9, 7B, 350M or 124000. Raises ConfigError, with the place ``where``, for other text."""
     return _parse(text, _COUNT_UNITS, where, "write a number such as 7e9, 7B or 350M")
 
 
 def parse_bytes(text: str, where: str) -> int:
-    """A number of bytes such as 2e9, 4GB (powers of 1000) or 1.5GiB (of 1024); ConfigError, which names ``where`` it
-    stands, for anything else.
+    """A number of bytes such as 2e9, 4GB (powers of 1000) or 1.5GiB (powers of 1024). Raises ConfigError, with the
+    place ``where``, for other text.
     """
     return _parse(text, _BYTE_UNITS, where, "write a number of bytes such as 2e9, 4GB or 1.5GiB")
 
 
 def as_binary(n_bytes: int) -> str:
-    """Bytes with the largest unit (powers of 1024) that leaves a number of at least 1, to three digits (from 1000 to
-    a whole number): 1.5 GiB, 1000 B.
+    """Bytes in the largest unit (powers of 1024) in which the number is at least 1. Numbers below 1000 get three
+    digits, others are rounded to integers: 1.5 GiB, 1000 B.
     """
     value, unit = float(n_bytes), 0
     while value >= 1024 and unit < 4:
         value, unit = value / 1024, unit + 1
-    # Three digits of a number of four would be written with an exponent.
+    # The format .3g would write a number of four digits with an exponent.
     number = f"{value:.0f}" if value >= 999.5 else f"{value:.3g}"
     return f"{number} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
