@@ -39,7 +39,7 @@ MISSING = ("absent", "not yet")  # access to such a name raises
 
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 PARAMETER, COMMAND, PROGRAMS, VARIABLES = "stage-3 parameter", "command deepspeed", "other commands", "environment"
-# Places that are no module. tests/scripts/test_compatibility.py tests their names as far as possible.
+# Places that are no module. The tests of this script check the names there as far as possible.
 _ELSEWHERE = {
     PARAMETER: "Attributes of parameters that are sharded",
     COMMAND: "The command `deepspeed`, here `deepspeed_c`",

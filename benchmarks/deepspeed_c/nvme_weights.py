@@ -3,8 +3,8 @@
 Stage 3, fp32, one rank, a stack of 12 linear layers of 4 MB. Each of the two runs is a separate process. The growth of
 the peak resident set is counted from after a warm-up engine. The bound is the size of the configured buffers:
 ``offload_param.buffer_count`` buffers, and ``offload_optimizer.buffer_count`` more for masters, which are separate from
-the weights then. States in a file need no further memory. Losses have to be the same to the bit, and the weights' file
-has to be written and read.
+the weights if the weights are on NVMe. States in a file need no further memory. Losses have to be the same to the bit,
+and the weights' file has to be written and read.
 Run: python -m benchmarks.deepspeed_c.nvme_weights [DIR] [--rounds 3]
 """
 

@@ -148,7 +148,7 @@ def run_rank(contender: str, steps: int, layers: int) -> None:
 
     torch.set_num_threads(1)
     step, engine, model = make_step(contender, layers)
-    # Elements are counted only now, because DeepSpeed replaces modules.
+    # Elements are counted after the engine is made, because DeepSpeed replaces modules.
     elems = sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters())
     words = WORDS // WORLD if contender == "silent" else WORDS
     seconds, losses = [], []

@@ -2,8 +2,8 @@
 
 Contenders take turns in one process. They are FusedAdam on the pool (whose size does not depend on torch's threads) and
 on one thread, and torch.optim.AdamW, fused and foreach, with 1 torch thread, which launchers set, and with as many as
-cores. All step one fp32 tensor. Ratios compare times of the same round. Every second round begins after a pause, so
-that the pool's threads sleep.
+cores. All contenders update one fp32 tensor. Ratios compare times of the same round. Every second round begins after a
+pause, so that the pool's threads sleep.
 Run: python -m benchmarks.ops.pool_step [--params 100e6] [--rounds 11]
 """
 

@@ -156,7 +156,9 @@ static void test_death(void)
     dsc_aio_destroy(aio);
 }
 
-/* A request of 5 GiB, whose pieces are counted. Its address range is only reserved. */
+/*
+ * A request of 5 GiB, whose pieces are counted. The memory of the request is only reserved address space without pages.
+ */
 static void test_huge(void)
 {
     const struct dsc_aio_fault_plan plan = {.seed = 10, .pretends = true, .reorders = true};

@@ -76,7 +76,7 @@ static int child_of_fork(const char *backend, dsc_aio *aio, dsc_aio_file *file, 
     if (!MAY_ALLOCATE)
         return 0;
     config.backend = backend;
-#ifdef __SANITIZE_THREAD__ /* it confuses a child's thread with the parent's at the same stack */
+#ifdef __SANITIZE_THREAD__ /* it confuses threads of child and parent with the same stack */
     config.backend = strcmp(backend, "threads") == 0 ? "sync" : backend;
 #endif
     config.queue_depth = 4;

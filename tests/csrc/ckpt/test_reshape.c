@@ -309,7 +309,10 @@ static void test_rows_beyond_the_ranges(void)
     TEST_CASE("rows beyond the ranges");
     CHECK_STATUS(dsc_reshape_plan(shape, 2, pieces, 2, wanted, 0, NULL, &n_runs), DSC_OK);
     CHECK(n_runs <= 36);
-    /* Wanted: rows m + 1 [1, 2, 3], m + 2 [0, 1, 2, 3], with m = 2^39. Piece 0 has (m + 1, 1), (m + 2, 0), (m + 2, 1), (m + 3, 0). */
+    /*
+     * With m = 2^39, the wanted elements are columns 1 to 3 of row m + 1 and columns 0 to 3 of row m + 2. Piece 0 holds
+     * (m + 1, 1), (m + 2, 0), (m + 2, 1) and (m + 3, 0) as (row, column).
+     */
     CHECK_STATUS(dsc_reshape_plan(shape, 2, pieces, 2, wanted, 36, plan, &n_runs), DSC_OK);
     CHECK_EQ(n_runs, 4);
     static const int64_t expected[4][4] = {{0, 0, 0, 1}, {0, 1, 3, 2}, {1, 0, 1, 2}, {1, 2, 5, 2}};

@@ -48,7 +48,7 @@ static void test_views(void)
     CHECK_EQ(view_of(opened)[0], 1);
     CHECK_EQ(data_of(opened)[PAGE], 1);
 
-    /* One handle writes to its view; others write to the same page and to another page. */
+    /* One handle writes to its view. Other handles write to the same page and to another page. */
     view_of(opened)[PAGE + 7] = 9;
     CHECK_EQ(data_of(made)[PAGE + 7], 1);
     CHECK_EQ(view_of(made)[PAGE + 7], 1);

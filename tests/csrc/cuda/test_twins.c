@@ -716,7 +716,7 @@ static void test_refusals(const struct device *device)
     device_free(device, f64);
 }
 
-/* Faults that only an emulated device can be made to show: launches that fail and devices that vanish. */
+/* Faults that the test can provoke on an emulated device only: launches that fail and devices that vanish. */
 static void test_faults(const struct device *device)
 {
     struct dsc_emulator *emulator = device->emulator;
