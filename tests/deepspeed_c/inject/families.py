@@ -1,4 +1,4 @@
-"""Small models of every family that has a policy, the same on all ranks, and what to feed them."""
+"""Small models of every family that has a policy, the same on all ranks, and inputs for them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def make(family: str) -> torch.nn.Module:
 
 
 def feed(family: str) -> dict[str, torch.Tensor]:
-    """The same for every call."""
+    """The inputs of a family, the same in every call."""
     rng = torch.Generator().manual_seed(3)
     ids = torch.randint(3, VOCAB, (2, 9), generator=rng)
     if family == "clip":
@@ -110,4 +110,4 @@ FAMILIES = (
 )
 """Families that a policy cuts."""
 PLANNED = ("cohere", "granite", "aria", "llama4", "apertus", "granite_swa", "inkling")
-"""Families that only transformers' own plan knows."""
+"""Families without a policy, which are cut by transformers' own plan."""

@@ -1,5 +1,5 @@
-"""Imports for ranks that cut models of transformers, made once before the ranks are forked: the packages, and the code
-of each family of families.py."""
+"""Imports the packages, and the code of each family of families.py, once before ranks that cut models of transformers
+are forked."""
 
 from __future__ import annotations
 

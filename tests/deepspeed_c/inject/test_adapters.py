@@ -1,4 +1,4 @@
-"""LoRA adapters of peft on cut models: trained, saved and merged as one plain peft process does it."""
+"""LoRA adapters of peft on cut models: they are trained, saved and merged as in one plain peft process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.ranks import run_ranks
 PRELOAD = "tests.deepspeed_c.inject.preload"
 STEPS, LR = 3, 0.3
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-# family, ranks, stages, arguments of LoRA. Random factors: with B = 0 the gradient of A would be 0 for every cut.
+# family, ranks, stages, arguments of LoRA. The factors begin random: with B = 0 the gradient of A would be 0 for every
+# cut.
 CASES: dict[str, tuple[str, int, list[int], dict[str, Any]]] = {
     "all linear layers": ("llama", 2, [0, 1, 2, 3], {"target_modules": "all-linear"}),
     "attention": ("llama_tied_shared", 3, [0, 2, 3], {"target_modules": ATTENTION, "bias": "lora_only", "use_rslora": True}),
@@ -38,7 +39,7 @@ def adapt(family: str, options: dict[str, Any]) -> torch.nn.Module:
     from peft import LoraConfig, get_peft_model
 
     model = make(family).train()
-    if "bias" in options:  # of nothing, they would be no test
+    if "bias" in options:  # biases of zero would test nothing
         with torch.no_grad():
             for name, param in model.named_parameters():
                 if name.endswith("bias"):
@@ -105,7 +106,7 @@ def test_a_cut_model_trains_its_adapters_as_one_process(tmp_path, case: str) -> 
     weights = {name: p.detach() for name, p in model.named_parameters()}
     moved = {name: (p - start.get_parameter(name)).abs().max().item() for name, p in model.named_parameters()}
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    # A key's bias shifts all scores of a query alike: it gets no gradient.
+    # The bias of a key shifts all scores of a query alike, so it gets no gradient.
     still = [
         name for name in trained if moved[name] < 1e-6 and not name.endswith(("k_proj.base_layer.bias", "k_proj.bias"))
     ]
@@ -225,7 +226,7 @@ def drop(rank: int, world: int, recompute: bool) -> tuple:
                     lambda module, args, y, key=f"{kind} {name}": masks.__setitem__(key, (y == 0).numpy().tobytes())
                 )
         torch.manual_seed(5)
-        for step in range(2):  # the step refuses ranks whose whole factors have drifted apart
+        for step in range(2):  # the step refuses ranks whose uncut factors differ
             loss = engine(**batch(step)).loss
             engine.backward(loss)
             engine.step()

@@ -1,4 +1,5 @@
-"""DeepSpeed's rule objects: read from sections and written to them; the ready ones cut models as whole heads."""
+"""DeepSpeed's objects for rules of AutoTP: they are read from sections and written to sections, and the predefined ones
+cut models by whole heads."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def test_sections_and_objects_are_the_same() -> None:
     assert made.find_matching_spec("layers.0.out.weight", "mine") is out
     assert made.find_matching_spec("layers.0.out.weight", "other") is None
     assert made.find_matching_spec("layers.0.out.weights", "mine") is None
-    # The configuration reads the written section.
+    # A configuration reads the section that the object has written.
     written = {"train_batch_size": 1, "tensor_parallel": {"autotp_size": 2, "partition_config": made.as_dict()}}
     read = load_config(written, world_size=1).tensor_parallel.partition_config
     assert [spec.partition_type for spec in read.layer_specs] == ["column", "row", "skip"]

@@ -1,4 +1,4 @@
-"""Users' mistakes in cutting a model by the configuration or by an mpu: errors name them, and nothing is changed."""
+"""Users' mistakes when the configuration or an mpu cuts a model: errors name the mistake, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def ask_for_a_cut_head(rank: int, world: int, name: str) -> tuple[str, bool]:
     model = make("llama")
     section = {"autotp_size": 2, "vocab_parallel_lm_head": True}
     if name == "none":
-        model = model.model  # transformers' LlamaModel: layers without a head
+        model = model.model  # transformers' LlamaModel has no head
     elif spec:
         section["partition_config"] = {"layer_specs": [spec], "use_default_specs": True}
     before = {key: value.clone() for key, value in model.state_dict().items()}

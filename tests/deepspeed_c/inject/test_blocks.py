@@ -1,4 +1,5 @@
-"""``injection_policy={Block: ("attn.out", "mlp.down")}``: models that no policy knows, cut by the names of their row layers."""
+"""``injection_policy={Block: ("attn.out", "mlp.down")}``: models without a policy are cut by the names of their row
+layers."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ HEADS, KEYS, WIDTH = 6, 3, 4
 
 
 class Attention(nn.Module):
-    """Grouped heads, with counts that its forward uses."""
+    """Attention with grouped heads. Its forward uses the numbers of heads that it keeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class Block(nn.Module):
 
 
 class Own(nn.Module):
-    """A model of nobody's: two blocks and something that is no block."""
+    """A model of no known family: two blocks, and layers outside of the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +104,7 @@ def cut_bert(rank: int, world: int) -> dict[str, Any]:
     from transformers.models.bert.modeling_bert import BertLayer
 
     whole, cut, batch = make("bert"), make("bert"), feed("bert")
-    cut.config.model_type = "unheard of"  # so that structure has to say it
+    cut.config.model_type = "unheard of"  # only the structure can tell the family
     config = SimpleNamespace(
         tensor_parallel=SimpleNamespace(tp_size=world, tp_group=None), injection_policy_tuple=("output.dense",)
     )

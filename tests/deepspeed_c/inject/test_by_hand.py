@@ -1,5 +1,5 @@
-"""Fused projections cut by hand, whole embedding tables, the mode of AutoTP: results equal plain torch's in one
-process."""
+"""Fused projections that are cut by hand, whole embedding tables, and the mode of AutoTP. Results equal those of plain
+torch in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests.deepspeed_c.inject.families import make
 from tests.ranks import run_ranks
 
 PRELOAD = "tests.deepspeed_c.inject.preload"
-# Where the projection of query, key and value stands in a layer, and its columns by (key head, part, head within it).
+# Family -> the place of the fused projection of queries, keys and values in a layer, and its columns, sorted by (key
+# head, part, head within the part).
 FUSED = {
     "gpt2": ("transformer.h.0", "attn.c_attn"),
     "gpt_neox": ("gpt_neox.layers.0", "attention.query_key_value"),
@@ -34,18 +35,19 @@ HEADS, WIDTH = 6, 8
 
 
 def heads_of(family: str, rank: int, world: int) -> list[int]:
-    """Query heads, by groups that share a key head; the first ranks get one more. Falcon-7B has one group."""
+    """The query heads of a rank. Heads that share a key head stay together, except for Falcon-7B, where all share one.
+    The first ranks get more."""
     n_together = 2 if family in ("falcon", "phi3") else 1
     sizes = [len(range(i, HEADS // n_together, world)) * n_together for i in range(world)]
     return list(range(sum(sizes[:rank]), sum(sizes[: rank + 1])))
 
 
 def columns_of(family: str, rank: int, world: int) -> torch.Tensor:
-    """The columns of the whole projection that the rank has, by brute force."""
+    """The rank's columns of the whole projection, by brute force."""
     mine = heads_of(family, rank, world)
-    if family == "falcon_7b":  # all query heads, then the one key and the one value
+    if family == "falcon_7b":  # all query heads, then the single key and the single value
         heads = [*mine, HEADS, HEADS + 1]
-    elif family == "falcon":  # 3 key heads: two query heads, a key, a value
+    elif family == "falcon":  # 3 key heads, each with two query heads, a key and a value
         heads = [4 * (head // 2) + head % 2 + extra for head in mine if head % 2 == 0 for extra in range(4)]
     elif family == "phi3":
         keys = sorted({head // 2 for head in mine})
@@ -72,7 +74,7 @@ def fuse(rank: int, world: int, family: str, takes_attention: bool) -> float:
     wanted, got = whole(theirs), cut(mine)
     assert got.shape == (2, 3, len(columns)), (got.shape, len(columns))
     error = (got - wanted[..., columns]).abs().max().item()
-    # Each rank uses its columns in its own way: all ranks' uses together are the whole one's.
+    # Each rank uses its columns with slopes of its own. The loss of the whole model is the sum over all ranks.
     slopes = [torch.randn(2, 3, len(columns_of(family, i, world)), generator=rng) for i in range(world)]
     sum((wanted[..., columns_of(family, i, world)] * slopes[i]).sum() for i in range(world)).backward()
     (got * slopes[rank]).sum().backward()

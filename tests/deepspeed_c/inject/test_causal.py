@@ -1,8 +1,8 @@
-"""Cutting every causal family of transformers: the trial's verdict of each, as a table in a file.
+"""Every causal family of transformers is cut on trial. The results are compared with a table in a file.
 
-A verdict is ``cut`` (the trial agrees with the whole model), ``hardly`` (so does it, and more than three quarters stay
-on a rank, which is a warning), or the words of the ModelError. ``python -m tests.deepspeed_c.inject.test_causal`` writes
-the table anew; look at the difference before you commit it.
+A result is ``cut`` (the trial agrees with the whole model), ``hardly`` (the trial agrees, but more than three quarters
+of the model stay on a rank, so there is a warning), or the text of the ModelError.
+``python -m tests.deepspeed_c.inject.test_causal`` writes the table anew. Look at the difference before you commit it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deepspeed_c.inject.cutting import preview_cut
 from deepspeed_c.logging import logger
 
 TABLE = Path(__file__).with_name("causal.tsv")
-MOST_ELEMS = 12_000_000  # a family that takes none of the sizes below is as large as its real models
+MOST_ELEMS = 12_000_000  # a family that accepts none of the sizes below has the size of its real models
 SIZES = {
     "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3,
     "vocab_size": 101, "max_position_embeddings": 64, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -27,11 +27,11 @@ SIZES = {
     "n_group": 1, "topk_group": 1, "q_lora_rank": 14, "kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
 }  # fmt: skip
 SLOW = ("nemotron_h", "kimi_linear")
-"""Families whose own code takes seconds: a scan in Python."""
+"""Families whose own code has a scan in Python and takes seconds."""
 
 
 def build(kind: str) -> torch.nn.Module | None:
-    """The family's model without data, or None where it is not built from these sizes."""
+    """The model of a family, without data. None if it cannot be built from these sizes."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
@@ -39,13 +39,13 @@ def build(kind: str) -> torch.nn.Module | None:
     renamed = getattr(made, "attribute_map", {})
     sizes = dict(SIZES)
     if {"kv_lora_rank", renamed.get("kv_lora_rank")} & set(getattr(made, "__dataclass_fields__", {})):
-        sizes["num_key_value_heads"] = sizes["num_attention_heads"]  # latent attention has a key of each head
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]  # latent attention has a key for each head
     sizes = {renamed.get(name, name): value for name, value in sizes.items()}
     sizes = {name: value for name, value in sizes.items() if name in getattr(made, "__dataclass_fields__", {})}
     try:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(made(**sizes))
-    # Any error of a class about sizes that do not fit it, or about a missing package.
+    # A class may raise any error if sizes do not fit it or a package is missing.
     except (
         StrictDataclassError,
         ArithmeticError,
@@ -64,7 +64,7 @@ def verdict(model: torch.nn.Module) -> str:
     try:
         report = preview_cut(model, TensorParallel(), 0, 2)
     except ModelError as error:
-        # Without numbers, which hang on versions of torch.
+        # Leave out numbers: they depend on the version of torch.
         return "refused: " + re.sub(r"\d+(\.\d+)?(e-?\d+)?", "#", " ".join(str(error).split()))[:120]
     return "hardly" if report.local_elems > 0.75 * report.logical_elems else "cut"
 
@@ -87,7 +87,7 @@ def test_the_verdict_of_every_family_is_the_one_in_the_table(part: int, monkeypa
     said: list[str] = []
     monkeypatch.setattr(logger, "warning", said.append)
     expected, wrong, n_tried = read(), {}, 0
-    # Families of another version of transformers are no news of ours.
+    # Skip families that only another version of transformers has.
     for kind in families()[part::PARTS]:
         said.clear()
         model = build(kind) if kind in expected else None

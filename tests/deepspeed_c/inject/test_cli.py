@@ -1,4 +1,5 @@
-"""``deepspeed_c inject``: its table matches ``cut_model``, and models that cannot be shown give a typed error."""
+"""``deepspeed_c inject``: its table matches ``cut_model``, and models that it cannot show give an error with a
+message."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def test_it_prints_what_each_rank_will_hold(tmp_path: Path, capsys: pytest.Captu
     assert "policy llama: column queries" in text and text.count(" of 2 holds ") == 2
     assert main(["inject", folder, "--tp", "2", "--rank", "1"]) == 0
     assert capsys.readouterr().out.count(" of 2 holds ") == 1
-    # 7 ranks, 6 query heads: a whole layer's row gives the reason.
+    # With 7 ranks and 6 query heads a layer stays whole. Its row gives the reason.
     assert main(["inject", folder, "--tp", "7", "--rank", "6"]) == 0
     assert "6 query heads" in capsys.readouterr().out
 
@@ -61,7 +62,7 @@ def test_a_configuration_brings_its_rules(tmp_path: Path, capsys: pytest.Capture
     rules = {row["name"]: row["rule"] for row in json.loads(capsys.readouterr().out)[0]["parameters"]}
     assert "partition_config" in next(rule for name, rule in rules.items() if name.endswith("up_proj.weight"))
     assert "policy llama" in next(rule for name, rule in rules.items() if name.endswith("q_proj.weight"))
-    write(r".*\.up_proj\.weight")  # 70 columns of one are multiplied with 35 of the other
+    write(r".*\.up_proj\.weight")  # 70 columns of one layer are multiplied with 35 of the other
     assert main(words) == 2
     assert "layers.0.mlp" in (said := capsys.readouterr().err) and "35" in said and "70" in said, said
 

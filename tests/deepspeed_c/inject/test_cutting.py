@@ -1,4 +1,4 @@
-"""The configuration's own rules, refusals before a weight is changed, and single cuts."""
+"""Rules in the configuration, refusals before any weight is changed, and cuts of single layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 
 
 class Fused(torch.nn.Module):
-    """Query, key and value of 3, 2 and 2 parts in one matrix."""
+    """Queries, keys and values in one matrix, of 6, 4 and 4 rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def fused(rank: int, world: int) -> tuple:
     x = torch.randn(4, 5)
     expected = model(x)
     expected.sum().backward()
-    expected = expected.detach()  # a graph that is alive would go on with the whole parameters
+    expected = expected.detach()  # a graph that stays alive would keep the whole parameters
     grads = {name: param.grad.clone() for name, param in model.named_parameters()}
     model.zero_grad()
     report = cut_model(model, specs(QKV, OUT), Collectives())
@@ -71,7 +71,7 @@ def test_parts_of_a_fused_matrix_are_cut_one_by_one() -> None:
     for errors, _, report in results:
         assert max(errors.values()) < 1e-5, errors
         assert "qkv.weight" in report and "[14, 5] -> [7, 5]" in report
-    # 6, 4 and 4 rows: 3, 2 and 2 for each of two ranks.
+    # Of the 6, 4 and 4 rows each of two ranks has 3, 2 and 2.
     assert results[1][1] == (CutBox((0, 0), (3, 0), (3, 5)), CutBox((3, 0), (8, 0), (2, 5)), CutBox((5, 0), (12, 0), (2, 5)))
 
 
@@ -89,7 +89,7 @@ BAD = {
 
 
 class Named(torch.nn.Linear):
-    """A linear layer whose class has another name and nothing else."""
+    """A linear layer of a class that differs only by its name."""
 
 
 class Doubled(torch.nn.Linear):
@@ -105,7 +105,7 @@ def test_a_linear_layer_that_computes_something_else() -> None:
         (row,) = [row for row in report.rows if row.name == "qkv.weight"]
         assert list(row.local_shape) == expected and list(model.qkv.weight.shape) == [14, 5]
         assert row.is_cut or row.rule == "Doubled is no linear layer that can be cut"
-    # Half of a pair cannot stay whole.
+    # A layer cannot stay whole if the other layer of its pair is cut.
     model = Fused()
     model.qkv = Doubled(5, 14)
     with pytest.raises(ModelError, match="qkv: Doubled cannot be cut, and out beside it is"):
@@ -194,7 +194,7 @@ def test_a_style_of_a_plan_that_is_not_known() -> None:
 
 def wide() -> torch.nn.Module:
     model = Fused()
-    model.norm = torch.nn.LayerNorm(900)  # most of the model, and no rule's
+    model.norm = torch.nn.LayerNorm(900)  # most of the model, and no rule cuts it
     return model
 
 

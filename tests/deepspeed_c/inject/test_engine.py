@@ -1,4 +1,5 @@
-"""Models of transformers that the configuration alone cuts: trained at every stage as one plain torch process trains them whole."""
+"""Models of transformers that only the configuration cuts. At every stage they are trained as the whole model in one
+plain torch process."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def test_cut_by_the_configuration_alone(tmp_path, family: str, n_tp: int, n_data
 
 
 def drop_body(rank: int, world: int, stage: int, recompute: dict, folder: str):
-    """Two steps, a checkpoint, two more; and an engine with other random numbers that loads the checkpoint."""
+    """Trains two steps, saves, and trains two more. Then an engine with other random numbers loads the checkpoint."""
     found = []
     for seed in (5, 6):
         model = make("llama").train()
@@ -120,13 +121,13 @@ def drop_body(rank: int, world: int, stage: int, recompute: dict, folder: str):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_dropout_in_the_cut_region_is_drawn_again_alike(tmp_path, stage: int) -> None:
-    """Bit for bit the same with recomputation as without, and after a load as without the load."""
+    """Recomputation and a load change no bit of the results."""
     kept = run_ranks(2, drop_body, stage, {}, str(tmp_path / "kept"), preload="tests.deepspeed_c.inject.preload")
     again = {"activation_checkpointing": {"layers": "auto"}}
     recomputed = run_ranks(2, drop_body, stage, again, str(tmp_path / "again"), preload="tests.deepspeed_c.inject.preload")
     for ((norms, more, weights), loaded), ((same_norms, same_more, same_weights), _) in zip(kept, recomputed, strict=True):
         assert (norms, more) == (same_norms, same_more)
-        assert max(abs(a / b - 1) for a, b in zip(norms, plain("llama", 1)[1])) > 0.01, norms  # something was dropped
+        assert max(abs(a / b - 1) for a, b in zip(norms, plain("llama", 1)[1])) > 0.01, norms  # dropout had an effect
         assert more == loaded[1]
         for name, value in weights.items():
             assert torch.equal(value, same_weights[name]) and torch.equal(value, loaded[2][name]), name

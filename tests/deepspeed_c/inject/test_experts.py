@@ -1,4 +1,4 @@
-"""Experts on cut models: a bias behind ``down_proj`` counts once, and experts with a norm of their own stay whole."""
+"""Experts of cut models: a bias after ``down_proj`` is added once, and experts with a norm of their own stay whole."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def trained(model: torch.nn.Module) -> tuple[torch.nn.Module, list[float]]:
 
 
 def with_values(family: str) -> torch.nn.Module:
-    """Make a model with random biases and sinks; their initial zeros would hide errors."""
+    """A model with random biases and attention sinks, because their initial zeros would hide errors."""
     model = make(family)
     rng = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -64,7 +64,8 @@ def steps(rank: int, world: int, family: str, stages: list[int]) -> list[tuple]:
     return found
 
 
-# 44 columns of experts in grains of 8 over 3 ranks: 16, 16 and 12; 4 stripes of 4 heads of CodeGen: 8, 4 and 4.
+# Over 3 ranks, 44 columns of experts in grains of 8 are cut to 16, 16 and 12. CodeGen has 4 stripes of 4 heads, cut to
+# 8, 4 and 4.
 CASES = [("gpt_oss", 3, [0, 3]), ("gpt_oss", 2, [1]), ("codegen", 3, [1]), ("mpt", 3, [2])]
 
 
@@ -83,7 +84,7 @@ def test_trained_as_in_one_process(family: str, world: int, stages: list[int]) -
 
 
 def all_experts(rank: int, world: int) -> dict[str, float]:
-    """More ranks than grains of columns: the last has none."""
+    """There are more ranks than grains of columns, so the last rank has no columns."""
     whole, cut = with_values("gpt_oss").train(), with_values("gpt_oss").train()
     for model in (whole, cut):
         for layer in model.model.layers:
@@ -118,7 +119,7 @@ def test_a_rank_without_columns_adds_no_bias() -> None:
 
 
 class Normed(torch.nn.Module):
-    """Experts with a norm behind ``down_proj``, as MuseSpark has."""
+    """Experts with a norm after ``down_proj``, as in MuseSpark."""
 
     def __init__(self) -> None:
         super().__init__()

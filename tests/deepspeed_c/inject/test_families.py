@@ -1,4 +1,5 @@
-"""Every family cut over 2, 3 and 4 ranks: logits, loss and gradients equal transformers' own model in one process."""
+"""Every family is cut over several numbers of ranks. Logits, loss and gradients equal those of transformers' own model
+in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def logits_of(output: Any) -> torch.Tensor:
 
 def compare(rank: int, world: int, family: str) -> dict[str, Any]:
     whole, cut = make(family).train(), make(family).train()
-    if rank:  # the other ranks' initial weights do not matter
+    if rank:  # initial weights of other ranks than 0 do not matter
         with torch.no_grad():
             for param in cut.parameters():
                 param.add_(1.0)
@@ -35,7 +36,7 @@ def compare(rank: int, world: int, family: str) -> dict[str, Any]:
     logits, loss = logits_of(expected), expected.loss.detach()
     errors = {"logits": (logits_of(got) - logits).abs().max().item(), "loss": (got.loss.detach() - loss).abs().item()}
     assert logits_of(got).shape == logits.shape
-    for _ in range(2):  # gradients add up over two backwards
+    for _ in range(2):  # two backwards accumulate gradients
         whole(**batch).loss.backward()
         cut(**batch).loss.backward()
     scale = max(param.grad.abs().max().item() for param in whole.parameters() if param.grad is not None)
@@ -58,7 +59,8 @@ def compare(rank: int, world: int, family: str) -> dict[str, Any]:
     return {"worst": max(errors, key=errors.get), "error": max(errors.values()), "n_cut": n_cut, "share": report.local_elems / report.logical_elems}
 
 
-# Families cut over every number of ranks; 6 heads over 4 are 2, 2, 1 and 1. The others over two numbers or one.
+# These families are cut over 2, 3 and 4 ranks, the others over one or two of these numbers. 6 heads over 4 ranks are
+# 2, 2, 1 and 1.
 EIGHT = ("llama", "qwen3", "mixtral", "deepseek_v3", "phi3", "gpt2", "bloom", "bert")
 CASES = {(2 + i % 2, family) for i, family in enumerate((*FAMILIES, *PLANNED))}
 CASES |= {(2 + (i + 1) % 2, family) for i, family in enumerate(FAMILIES[:8])}
@@ -86,7 +88,7 @@ def test_whole_parameters_and_shared_key_heads_have_the_same_bits_on_all_ranks()
 
 
 def shared_in_part(rank: int, world: int) -> tuple:
-    """4 key heads of 2 for 3 ranks: two ranks share one."""
+    """A model with 2 key heads is cut over 3 ranks, so two ranks share a key head."""
     import transformers
 
     model = make("llama")
@@ -157,5 +159,5 @@ def draw(rank: int, world: int) -> tuple:
 def test_dropout_is_alike_outside_the_cut_region_and_apart_inside() -> None:
     first, second = run_ranks(2, draw, preload=PRELOAD)
     differ = [a != b for a, b in zip(first[0], second[0], strict=True)]
-    assert differ.count(True) == 1  # the numbers drawn behind the query projection
+    assert differ.count(True) == 1  # only the numbers drawn after the query projection differ
     assert first[1:] == second[1:]

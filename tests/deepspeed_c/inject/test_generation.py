@@ -1,4 +1,5 @@
-"""Generation of a cut model: one sequence on all ranks of a group, even with different random states and prompts."""
+"""Generation by a cut model: all ranks of a group get the same sequence, even with different random states and
+prompts."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def test_all_ranks_draw_the_tokens_of_rank_0(world: int, apart: int) -> None:
     results = run_ranks(world, sample, apart, preload=PRELOAD)
     for rank, (found, is_same_state, numbers) in enumerate(results):
         assert found == expected, (rank, found, expected)
-        # Rank 0's random state goes on as in one process, the others return to their own; equal states stay equal.
+        # The random state of rank 0 advances as in one process. The other ranks get their own states back if states
+        # differed before; equal states stay equal.
         assert is_same_state == bool(apart and rank), rank
         if not apart:
             assert numbers == results[0][2], (rank, numbers, results[0][2])
@@ -91,7 +93,7 @@ def test_what_one_process_refuses_or_ranks_cannot_do_together_is_refused_on_all(
 
 
 def few_words(rank: int, world: int) -> tuple[str, float]:
-    """A table of fewer rows than ranks: the last rank has none."""
+    """A table has fewer rows than there are ranks, so the last rank has no rows."""
     import transformers
 
     config = make("llama").config

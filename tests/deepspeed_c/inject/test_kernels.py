@@ -1,4 +1,5 @@
-"""Kernels in Hugging Face's models: the same logits and gradients as before, nothing else changed, and out again."""
+"""Kernels in models of Hugging Face: logits and gradients stay the same, nothing else changes, and kernels can be taken
+out again."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tests.deepspeed_c.inject.test_families import logits_of
 from tests.ranks import run_ranks
 
 PRELOAD = "tests.deepspeed_c.inject.preload"
-# Modules that each family has to swap besides norms, and modules that only look alike.
+# The families whose modules must be swapped, besides norms; and families with similar modules that must stay.
 ROTARY = (
     *("llama", "llama_tied_shared", "qwen2", "qwen3", "mixtral", "deepseek_v3", "phi", "phi3", "gpt_neox", "falcon"),
     *("falcon_7b", "starcoder2", "cohere", "granite", "aria", "apertus", "granite_swa"),
@@ -32,7 +33,7 @@ GATED = (
 )
 _ANGLES = "its rotary angles lie in no known order"
 REST = {"gptj": _ANGLES, "codegen": _ANGLES, "gpt_oss": _ANGLES, "clip": "computes another activation"}
-REST["inkling"] = "has more than gate, up, activation and down"  # a scale of the sum
+REST["inkling"] = "has more than gate, up, activation and down"  # it scales the sum
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *PLANNED])
@@ -56,7 +57,7 @@ def test_logits_and_gradients_are_the_same(family: str) -> None:
         if name in grads:
             assert (param.grad - grads[name]).abs().max() < 2e-6 * max(scale, 1), name
     assert names == [name for name, _ in model.named_modules()] and keys == list(model.state_dict())
-    twin = copy.deepcopy(model)  # with kernels of its own
+    twin = copy.deepcopy(model)  # the twin gets kernels of its own
     with pytest.raises(StateError, match="revert_kernels"):
         inject_kernels(model)
     assert revert_kernels(model) == len(report.swapped) and revert_kernels(model) == 0
@@ -79,13 +80,13 @@ def test_kernels_do_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         model(ids)
         n_calls = len(called)
-        other(ids)  # a model of the same classes stays unchanged
-    # rotary turns queries and keys; swiglu was bound when it was put in.
+        other(ids)  # another model of the same classes stays unchanged
+    # rotary is called for queries and for keys. Calls of swiglu are not noted: the modules hold the function itself.
     assert n_calls == len(called) and called.count("rms_norm") == 5 and called.count("rotary") == 4
 
 
 class Strange(nn.Module):
-    """A norm by its name, with another computation."""
+    """Is named like a norm, but computes something else."""
 
     def __init__(self, power: float) -> None:
         super().__init__()
@@ -97,11 +98,11 @@ class Strange(nn.Module):
 
 
 class OneMoreRMSNorm(Strange):
-    """The name of a norm."""
+    """Is named like a norm."""
 
 
 class GemmaLikeRMSNorm(nn.Module):
-    """A norm that scales by 1 plus its weight."""
+    """A norm that multiplies by 1 plus its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +113,7 @@ class GemmaLikeRMSNorm(nn.Module):
 
 
 class Gate(nn.Module):
-    """A gated network, or nearly one."""
+    """A gated MLP, or a module that differs from one in a detail."""
 
     def __init__(self, act: Any, is_right: bool) -> None:
         super().__init__()
@@ -160,7 +161,7 @@ def test_a_module_is_what_it_computes(module: nn.Module, found: str) -> None:
 
 
 class OfItsOwnEpsilon(nn.Module):
-    """A norm whose epsilon depends on the dtype: in float32 it computes the same as a kernel."""
+    """A norm whose epsilon depends on the dtype. Only in float32 does it compute the same as the kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,11 +172,11 @@ class OfItsOwnEpsilon(nn.Module):
 
 
 class WideRMSNorm(OfItsOwnEpsilon):
-    """The name of a norm."""
+    """Is named like a norm."""
 
 
 class FloatRMSNorm(Strange):
-    """A norm with a float32 output for every input dtype."""
+    """A norm whose output is float32 for every dtype of the input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x.float(), (6,), self.weight.float(), self.eps)
@@ -291,7 +292,7 @@ def cut_with_kernels(rank: int, world: int, family: str) -> dict[str, Any]:
         if grad is not None and param.grad is not None and param.numel():
             grad = param.tp_cut.take(grad) if hasattr(param, "tp_cut") else grad
             error = max(error, (param.grad - grad).abs().max().item())
-    # The other way round, too: kernels into a model that is cut.
+    # Kernels can also be put into a model that is already cut.
     late = make(family).train()
     cut_model(late, TensorParallel(), Collectives())
     inject_kernels(late)

@@ -1,5 +1,5 @@
-"""Layers made by hand, by DeepSpeed's names: pairs of them compute the same as the whole layers, on numbers of ranks
-that do not divide the sizes."""
+"""Layers of DeepSpeed's names, made by hand. Pairs of them compute the same as the whole layers, also on numbers of
+ranks that do not divide the sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 
 
 class Gated(nn.Module):
-    """Gate and up of 10 columns each in one matrix; the halves' product goes back."""
+    """A gated MLP. Gate and up, of 10 columns each, are one matrix; their product is the input of ``down``."""
 
     def __init__(self, up: nn.Module, down: nn.Module) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Gated(nn.Module):
 
 
 def pairs(group: dist.ProcessGroup | None) -> dict[str, tuple[nn.Module, nn.Module]]:
-    """Whole model and the same with layers made by hand; both from the same weights."""
+    """A whole model, and the same model with layers made by hand from the same weights."""
     torch.manual_seed(0)
     made = {}
     for name, whole, swap in (
@@ -81,7 +81,7 @@ def compute(rank: int, world: int) -> list[tuple[str, float]]:
             of = param.tp_cut.take if hasattr(param, "tp_cut") else torch.Tensor.clone
             assert torch.equal(param, of(before.detach()))
             found.append((f"{name}: {label}", (param.grad - of(before.grad)).abs().max().item()))
-        # Whole for a while, edited, and apart again in the memory where they were.
+        # Gather the parameters, edit them, and cut them again: they return to their former memory.
         for layer in (module for module in cut.modules() if hasattr(module, "gather_params")):
             params, places = [layer.weight, layer.bias], [p.data_ptr() for p in layer.parameters()]
             layer.gather_params(params)

@@ -1,4 +1,5 @@
-"""Collectives under other work and norms on a rank's own tokens: the same training as one plain torch process, and the bytes that the formula says."""
+"""Collectives that overlap with other work, and norms over only the rank's own tokens. Training equals one plain torch
+process, and the bytes that are sent equal the formula."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tests.deepspeed_c.zero.test_tensor_parallel import logical
 from tests.ranks import run_ranks
 
 STEPS = 2
-SHAPES = ((2, 9), (3, 10), (1, 7))  # samples, tokens: neither halves nor ranks divide all of them
+SHAPES = ((2, 9), (3, 10), (1, 7))  # (samples, tokens): not all are divisible by 2 or by the ranks
 
 
 def batch(step: int, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
@@ -104,7 +105,7 @@ def test_the_training_of_one_process(family: str, n_tp: int, cells: list[dict]) 
 
 
 def order_body(rank: int, world: int, section: dict, more: dict):
-    """The starts, waits and computations of a forward and a backward, in order."""
+    """The events of a forward and of a backward, in order: starts of sums, waits and computations."""
     events: list[str] = []
     start, wait, weights = exchange.sum_start, exchange.wait, overlap._Weights.backward
     sum_ = exchange.sum_
@@ -141,13 +142,14 @@ def order_body(rank: int, world: int, section: dict, more: dict):
 
 
 def test_halves_run_in_turn_and_sums_travel_under_the_weights_gradients() -> None:
-    """At stage 3 gathers of weights do not end that."""
+    """Gathers of weights at stage 3 do not change the order."""
     for more in ({}, stage(3)):
         forward, backward = run_ranks(2, order_body, OVERLAP, more, preload="tests.deepspeed_c.inject.preload")[0]
         region = ["start output of model.layers.0.{0}", "start output of model.layers.0.{0}", "wait", "wait"]
         expected = [line.format(part) for part in ("self_attn.o_proj", "mlp.down_proj") for line in region]
         assert forward[1 : 1 + len(expected)] == expected, forward
-        # Down to the first layer: a half's sum travels under the other half, the last one's under weights' gradients.
+        # Down to the first layer, the sum of one half of the batch overlaps with the other half. The sum of the last
+        # half overlaps with gradients of weights.
         gradient = "start input gradient of model.layers.0.mlp"
         at = backward.index(gradient)
         assert backward[at : at + 8] == [gradient, "weights", "weights", gradient, "weights", "weights", "wait", "wait"]
@@ -161,7 +163,7 @@ def bytes_body(rank: int, world: int, section: dict, shapes: list[tuple[int, int
         0
     ] as engine:
         ledger = engine._mesh.along("tp").ledger
-        for step, shape in enumerate([(2, 9), *shapes]):  # at the first step ranks compare their data
+        for step, shape in enumerate([(2, 9), *shapes]):  # in the first step ranks also compare their data
             before = {op: total.n_bytes for op, total in ledger.totals.items()}
             engine.backward(engine(**batch(step, shape)).loss)
             found.append({op: total.n_bytes - before.get(op, 0) for op, total in ledger.totals.items()})
@@ -175,20 +177,21 @@ def test_bytes_are_those_of_the_formula(section: dict) -> None:
     for of_rank in run_ranks(world, bytes_body, section, list(SHAPES), preload="tests.deepspeed_c.inject.preload"):
         for (n_samples, n_tokens), sent in zip(SHAPES, of_rank, strict=True):
             tensor = 4 * n_samples * n_tokens * width
-            loss = world * 4 * 4 * n_samples * n_tokens  # four numbers a token from each rank
+            loss = world * 4 * 4 * n_samples * n_tokens  # each rank sends four numbers a token
             if "sequence_parallel_norms" in section:
                 tokens = world * 4 * n_samples * -(-n_tokens // world) * width
-                # Two regions, each way; the stream's begin in backward and its end in forward.
+                # Each layer has two regions, in forward and in backward. Two more gathers are for the begin of the
+                # residual stream in backward and for its end in forward.
                 expected = {"all-gather": (4 * n_layers + 2) * tokens + loss, "reduce-scatter": 4 * n_layers * tokens}
-                norms = 4 * (2 * n_layers + 1) * 64  # gradients of their weights, each filled up to a line
-                expected["all-reduce"] = 2 * tensor + norms  # words: table forward, head backward
+                norms = 4 * (2 * n_layers + 1) * 64  # gradients of weights of norms, each padded to a line
+                expected["all-reduce"] = 2 * tensor + norms  # the table in forward, the head in backward
             else:
                 expected = {"all-gather": loss, "all-reduce": (4 * n_layers + 2) * tensor}
             assert {op: n for op, n in sent.items() if n} == expected, (n_samples, n_tokens)
 
 
 def drop_body(rank: int, world: int, recompute: dict):
-    """Dropout on residuals: masks that ranks draw for their own tokens, and the same masks in recomputation."""
+    """Dropout on residuals: each rank draws masks for its own tokens, and recomputation draws the same masks again."""
     model = make("gpt2").train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -241,7 +244,7 @@ def test_what_norms_on_own_tokens_cannot_do_is_said_before_anything_is_cut() -> 
 
 
 def cache_body(rank: int, world: int):
-    """A cache that is filled in two halves holds the batch."""
+    """A cache that two halves of the batch fill holds the whole batch."""
     found = []
     for section in ({}, OVERLAP):
         model = make("llama").train()
@@ -263,7 +266,7 @@ def operators_body(rank: int, world: int) -> None:
     comm = Collectives()
     number, x, mine = exchange.number_of(comm), torch.randn(2, 5, 3), torch.randn(2, (3, 2)[rank], 3)
     ops = torch.ops.deepspeed_c
-    # Operations under way are in the operators' own table, invisible to tracing, so the results are waited for here.
+    # Operations under way stand in a table of the operators, which tracing does not see. So wait for the results here.
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     for op, arguments in (
         (ops.tp_sum_, (x.clone(), number, "x")),
@@ -295,7 +298,7 @@ def test_operators_have_schemas_and_fakes() -> None:
 
 
 def variant_body(rank: int, world: int, section: dict, kind: str):
-    """Losses and weights of a few steps, of a model that is trained in another way than usual."""
+    """The losses and weights of a few steps of a model that is trained in the unusual way ``kind``."""
     model = make("llama").train()
     more: dict = {}
     if kind == "bf16":
@@ -336,7 +339,7 @@ def test_other_ways_to_train_compute_the_same_each_time(kind: str) -> None:
 
 
 def twice_body(rank: int, world: int):
-    """Gradients of a graph that is gone through twice, up to where logits are cut."""
+    """The gradients of two backwards through one graph. This works up to the point where logits are cut."""
     found = []
     for section in ({}, OVERLAP):
         model = make("llama").train()
@@ -351,7 +354,7 @@ def twice_body(rank: int, world: int):
         loss = model(**batch(0, (2, 9))).loss
         loss.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="inplace|in place"):
-            loss.backward()  # the gradient has taken the logits' place
+            loss.backward()  # the first backward overwrote the logits with their gradient
     for name, grad in found[0].items():
         torch.testing.assert_close(found[1][name], grad)
 

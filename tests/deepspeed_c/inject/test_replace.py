@@ -1,4 +1,4 @@
-"""Whole layers exchanged for DeepSpeed's and back: they compute the same afterwards, and they train."""
+"""Whole layers are replaced by DeepSpeed's layers and back. They compute the same afterwards, and they train."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_layers_are_replaced_train_and_come_back(name: str) -> None:
     data = batch()
     expected, got = reference(**data), model(**data)
     assert (got.logits - expected.logits).abs().max() < 2e-6
-    for run in (reference, model):  # three steps of plain SGD by each
+    for run in (reference, model):  # each makes three steps of plain SGD
         optimizer = torch.optim.SGD(run.parameters(), lr=0.1)
         for _ in range(3):
             optimizer.zero_grad()
@@ -97,7 +97,7 @@ def test_layers_are_replaced_train_and_come_back(name: str) -> None:
     after, wanted = model.state_dict(), reference.state_dict()
     assert list(after) == list(wanted) and type(model.get_submodule(_first(model, kind))) is kind
     assert max((after[key] - wanted[key]).abs().max().item() for key in wanted) < 1e-5
-    assert max((after[key] - before[key]).abs().max().item() for key in wanted) > 1e-3  # they did learn
+    assert max((after[key] - before[key]).abs().max().item() for key in wanted) > 1e-3  # weights have moved
     assert (model(**data).logits - reference(**data).logits).abs().max() < 1e-5
 
 
@@ -122,7 +122,7 @@ def test_to_and_fro_gives_the_same_bits_dtype_and_what_is_frozen() -> None:
 
 
 class Preln(nn.Module):
-    """Turing's BERT layer, as far as its names go."""
+    """A layer with the names of Turing's BERT layer."""
 
     def __init__(self, config) -> None:
         super().__init__()

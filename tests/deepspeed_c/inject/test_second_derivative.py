@@ -1,4 +1,4 @@
-"""A gradient penalty through messages between ranks of one model is an error, never a lost term."""
+"""A gradient penalty through messages between the ranks of a model raises an error. It never loses a term silently."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from deepspeed_c.inject.kernels import inject_kernels
 from tests.deepspeed_c.inject.families import FAMILIES, PLANNED, feed, make
 from tests.ranks import run_ranks
 
-# Encoders write nothing, T5 and CLIP are no causal models. Each is checked in test_families.py.
+# Without encoders, which generate nothing, and without T5 and CLIP, which are not causal. test_families.py covers them.
 CAUSAL = [family for family in (*FAMILIES, *PLANNED) if family not in ("bert", "distilbert", "t5", "clip")]
 
 TARGETS = {
@@ -21,14 +21,14 @@ TARGETS = {
     "llama4": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "deepseek_v3": ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
 }
-"""For experts, peft's "all-linear" adapts parameters and no layers; of Llama 4 it adapts the router, whose outputs are two
-tensors, and peft's own forward fails on them in one process too."""
+"""The families with experts. peft's "all-linear" adapts their parameters and not layers. In Llama 4 it adapts the
+router, which returns two tensors; peft's own forward fails on them in one process too."""
 REFUSED = {
     "mixtral": "ParamWrapper",
     "deepseek_v3": "ParamWrapper",
     "llama4": "no trial.*'tuple' object has no attribute 'dtype'",
 }
-"""A part of the ModelError about all linear layers."""
+"""A part of the ModelError for "all-linear"."""
 
 
 def adapted(family: str, targets: str | list[str]) -> tuple[torch.nn.Module, torch.nn.Module]:

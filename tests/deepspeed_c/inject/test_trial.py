@@ -1,4 +1,5 @@
-"""The trial of a cut: code between cut layers that is not understood is refused by name, and scales are summed."""
+"""The trial of a cut: code between cut layers that the trial cannot handle is refused by its name, and scales of cut
+values are summed."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def stablelm() -> torch.nn.Module:
 
 
 class Between(torch.nn.Module):
-    """A module in the place of an MLP's activation or an attention's projection, with a change that the trial has to
-    recognise."""
+    """Replaces the activation of an MLP or the projection of an attention, and makes a change that the trial has to
+    notice."""
 
     def __init__(self, inner: torch.nn.Module, kind: str, size: int) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class Between(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
         if self.kind == "scan":
-            for _ in range(10**7):  # minutes
+            for _ in range(10**7):  # takes minutes
                 y = y + 0
             return y
         if self.kind == "mean":
@@ -59,7 +60,7 @@ class Between(torch.nn.Module):
 
 
 def changed(kind: str, place: str) -> torch.nn.Module:
-    """Llama with something between its layers, in the second of two layers alone."""
+    """Llama with a ``Between`` in the second of its two layers."""
     model = make("llama")
     layer = model.model.layers[1]
     if place == "act_fn":
@@ -139,7 +140,7 @@ def test_a_policy_that_forgets_a_count_of_heads_is_refused() -> None:
     model = make("gpt2")
     model.config.model_type = "no family of ours"
     attention = {"transformer.h.*.attn.c_attn": "colwise", "transformer.h.*.attn.c_proj": "rowwise"}
-    model.tp_plan = attention  # thirds of a fused matrix are not cut one by one
+    model.tp_plan = attention  # this plan does not cut the thirds of the fused matrix one by one
     with pytest.raises(ModelError, match=r"transformer\.h\.0\.attn.*(cannot compute|another value)"):
         preview_cut(model, TensorParallel(), 0, 2)
 
@@ -153,7 +154,7 @@ def test_a_trial_that_takes_too_long_ends_in_a_warning(monkeypatch: pytest.Monke
         (row.name, row.local_shape) for row in expected.rows
     ]
     assert len(said) == 1 and "was not finished" in said[0] and "LlamaForCausalLM over 2 ranks" in said[0], said
-    # Nothing is known of a parameter that lies between cut layers then.
+    # An unfinished trial knows nothing of a parameter between cut layers, so it refuses this one.
     model = changed("scan", "act_fn")
     model.model.layers[1].mlp.act_fn.factor = torch.nn.Parameter(torch.ones(1))
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.act_fn\.factor.*was not finished"):

@@ -1,4 +1,5 @@
-"""recompute/blocks.py: which layers a section means, and training with them recomputed at stages 0 to 3 against plain torch."""
+"""recompute/blocks.py: the layers that a section of the configuration selects. Training that recomputes them is
+compared with plain torch at stages 0 to 3."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ WIDTH, LAYERS, STEPS, ROWS, LR = 13, 4, 3, 3, 0.05
 
 
 class Block(nn.Module):
-    """A layer with its own parameter beside submodules, a frozen parameter, dropout, and a count of its forwards."""
+    """A layer with submodules, a parameter of its own, a frozen parameter, dropout, and a count of its forwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks, the first of them used twice, and a weight that two of them share."""
+    """Blocks. The first is used twice, and two share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ def make_model(flow: str = "plain") -> Model:
     torch.manual_seed(3)
     model = Model()
     if flow == "adapters":
-        # Few are trained, as with LoRA.
+        # Only a few parameters are trained, as with LoRA.
         for name, param in model.named_parameters():
             param.requires_grad_(name.endswith((".gain", "out.weight")))
     return model
@@ -91,7 +92,7 @@ def seed(step: int, micro: int, rank: int) -> None:
 def trained(rank: int, world: int, stage: int, section: dict | None, flow: str) -> Any:
     model, mpu = make_model(flow), None
     if flow == "tensor parallel":
-        # Two neighbours hold the model together, and get the same rows.
+        # Two neighbouring ranks hold one model together and get the same rows.
         mpu, rank = Mpu(2), rank // 2
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -126,7 +127,7 @@ def trained(rank: int, world: int, stage: int, section: dict | None, flow: str) 
                 model.fails = False
             if flow == "fails in backward" and step == 1 and section is not None:
                 loss = engine(batch(step, rank))
-                model.blocks[1].fails = True  # when it is run again
+                model.blocks[1].fails = True  # the block fails when it is recomputed
                 with pytest.raises(KeyError):
                     engine.backward(loss)
                 model.blocks[1].fails = False
@@ -167,7 +168,7 @@ def expected(world: int, flow: str) -> tuple[list[list[float]], list[torch.Tenso
     return losses, [p.detach() for p in model.parameters()]
 
 
-# Files there have no names.
+# The files have no names in this folder.
 FILES = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
 SECTIONS = {
     "hooks": {"layers": "auto"},
@@ -176,7 +177,7 @@ SECTIONS = {
     "partitioned": {"layers": "auto", "partition_activations": True},
     "contiguous": {"layers": "auto", "partition_activations": True, "contiguous_memory_optimization": True},
     "host": {"layers": "auto", "cpu_checkpointing": True},
-    # Some layers are kept, of others some operators, and the rest is recomputed.
+    # Some layers are kept, of others some operators are kept, and the rest is recomputed.
     "budget": {"layers": "auto", "budget": 3000},
     "files": {"layers": "auto", "offload": FILES},
     "reentrant files": {"layers": r"blocks\.\d+", "use_reentrant": True, "offload": FILES | {"max_in_cpu": 300}},
@@ -193,8 +194,8 @@ def check(run_ranks: Callable, world: int, stage: int, name: str, flow: str) -> 
     n_tensor = 2 if flow == "tensor parallel" else 1
     want_losses, want = expected(world // n_tensor, flow)
     plain = run_ranks(world, trained, stage, None, flow)
-    # A reentrant layer's gradients come together in another order where a layer is used twice; the gradients of a
-    # second backward at stage 3 do too, because its buckets follow the order of the weights' use.
+    # If a reentrant layer is used twice, its gradients are added in another order. So are gradients of a second
+    # backward at stage 3, because buckets follow the order in which weights are used.
     is_exact = not name.startswith("reentrant") and not (flow == "two backwards" and stage == 3)
     for rank, (losses, weights, counts, kinds) in enumerate(run_ranks(world, trained, stage, SECTIONS[name], flow)):
         wanted = want_losses[rank // n_tensor]
@@ -276,7 +277,7 @@ def test_the_profile_is_told_every_so_many_steps(run_ranks: Callable, tmp_path: 
     for table in tables:
         rows = [line.split() for line in table.splitlines()[2:]]
         assert [row[0] for row in rows] == [f"blocks.{i}" for i in range(LAYERS)], table
-        assert [int(row[1]) for row in rows] == [4, 2, 2, 2], table  # the first is used twice
+        assert [int(row[1]) for row in rows] == [4, 2, 2, 2], table  # the first block is used twice
     found = json.loads((tmp_path / "activations.json").read_text())
     assert found["step"] == 4 and set(found["layers"]) == {f"blocks.{i}" for i in range(LAYERS)}
     layer = found["layers"]["blocks.1"]
@@ -287,7 +288,7 @@ def test_the_profile_is_told_every_so_many_steps(run_ranks: Callable, tmp_path: 
 
 
 def saved_body(rank: int, world: int, stage: int, section: dict) -> int:
-    """Bytes that autograd saves of one forward, without weights."""
+    """The bytes that autograd saves in one forward, without weights."""
     model, saved = make_model(), []
     weights = {id(p) for p in model.parameters()}
     config = {
@@ -321,7 +322,7 @@ def test_a_forward_saves_its_layers_inputs_only(run_ranks: Callable, stage: int)
 
 
 class Calls(nn.Module):
-    """Calls ``checkpoint`` itself: within one another, and with weights as arguments."""
+    """Calls ``checkpoint`` itself: nested, and with weights as arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -458,7 +459,7 @@ def test_a_gradient_penalty(run_ranks: Callable, stage: int) -> None:
 
 
 def engines_body(rank: int, world: int) -> list[int]:
-    """Two engines at once: one recomputes, the other does not."""
+    """Two engines exist at once. One recomputes, the other does not."""
     counts = []
     models = [make_model() for _ in range(2)]
     base = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": LR}}}
@@ -497,7 +498,7 @@ class Mlp(nn.Sequential):
 
 
 class Experts(nn.Module):
-    """A layer whose list of experts is longer than the list of layers, and has most weights."""
+    """A layer whose list of experts is longer than the list of layers and has most of the weights."""
 
     def __init__(self, n_experts: int) -> None:
         super().__init__()
@@ -505,7 +506,7 @@ class Experts(nn.Module):
 
 
 class Level(nn.Module):
-    """Blocks of one width, as in models of images that have fewer pixels level by level."""
+    """Blocks of one width, as in models of images whose resolution falls level by level."""
 
     def __init__(self, width: int, n_blocks: int) -> None:
         super().__init__()
@@ -522,7 +523,7 @@ def lists(**of_name: list[nn.Module]) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "wanted"),
     [
-        # Every other layer has more experts, and there are heads behind the layers.
+        # Every other layer has more experts, and heads follow the layers.
         (lambda: lists(layers=[Experts(8 + i % 2) for i in range(4)], heads=[nn.Linear(8, 99)] * 9), ["layers"] * 4),
         (
             lambda: lists(encoder=[Mlp(4) for _ in range(2)], decoder=[Mlp(40) for _ in range(3)]),
@@ -541,7 +542,7 @@ def test_auto_takes_all_outermost_blocks(model: Callable, wanted: list[str]) -> 
 
 
 class Stack(nn.Module):
-    """Blocks without side effects, which a compiler would not repeat."""
+    """Blocks without side effects, because a compiler would not repeat side effects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -612,5 +613,5 @@ def test_one_arena_without_what_it_needs_is_an_error_where_layers_are_named() ->
     model = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
     with pytest.raises(ConfigError, match="partition_activations"):
         Blocks(model, ActivationCheckpointing(layers="auto", contiguous_memory_optimization=True))
-    # A configuration that somebody copied, which does nothing in DeepSpeed either.
+    # Users copy this configuration. It does nothing in DeepSpeed either.
     Blocks(model, ActivationCheckpointing(contiguous_memory_optimization=True)).close()

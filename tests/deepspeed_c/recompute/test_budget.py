@@ -1,4 +1,5 @@
-"""recompute/budget.py: plans compared with a step's measured memory, equal on all ranks, pinned, remade and refused."""
+"""recompute/budget.py: plans agree with the measured memory of a step and are equal on all ranks. Plans are pinned,
+remade and refused."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ WIDTH, HEADS, LAYERS, ROWS, TOKENS = 32, 4, 8, 2, 128
 
 
 class Layer(nn.Module):
-    """A transformer's, with dropout also within attention, and a matrix product whose output is overwritten."""
+    """A transformer layer with dropout, also within attention, and a matrix product whose output is overwritten."""
 
     def __init__(self, dropout: float, attention_dropout: float) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """A model of layers; one layer runs twice, and two share a weight."""
+    """A model in which one layer runs twice and two layers share a weight."""
 
     def __init__(self, attention_dropout: float = 0.1) -> None:
         super().__init__()
@@ -121,7 +122,7 @@ def test_a_step_holds_what_its_plan_says(run_ranks: Callable) -> None:
     (found,) = run_ranks(1, peaks_body)
     everything, plan = found["all"], found["half"][2][-1]
     assert set(everything.treatments) == {Treatment(KEEP)} and everything.added_ns == 0
-    # Other memory (gradients, the rest of the model): a recomputed step's peak less its planned minimum.
+    # The memory of gradients and of the rest of the model: the peak of a recomputed step less its planned minimum.
     besides = found["recomputed"][1][-1] - plan.smallest_bytes
     kept = found["kept"][1][-1] - besides
     measured = found["half"][1][-1] - besides
@@ -129,7 +130,7 @@ def test_a_step_holds_what_its_plan_says(run_ranks: Callable) -> None:
     assert measured == pytest.approx(plan.budget_bytes, rel=0.05), (measured, plan)
     assert plan.smallest_bytes < plan.peak_bytes <= plan.budget_bytes < everything.peak_bytes
     assert plan.added_ns > 0 and plan.treatments[-1].choice == KEEP
-    # The first step recomputes everything, and holds one layer's operator outputs while it measures them.
+    # The first step recomputes everything. While it measures a layer it also holds the outputs of its operators.
     first, recomputed = found["half"][1][0], found["recomputed"][1][0]
     assert first <= recomputed + kept / (LAYERS + 1), (first, recomputed, kept)
     for name in ("recomputed", "half"):
@@ -146,10 +147,10 @@ def flows_body(rank: int, world: int, folder: str) -> dict[str, Any]:
     pinned = {"layers": "auto", "budget": half, "budget_plan": path}
     found["written"] = train(pinned, shapes, rank=rank)
     found["read"] = train({**pinned, "budget": 1}, shapes, rank=rank)
-    # Attention that draws no random numbers may be kept.
+    # Without dropout, attention draws no random numbers and may be kept.
     found["still"] = train({"layers": "auto", "budget": half}, shapes, rank=rank, dropout=0.0)
     found["still plain"] = train({}, shapes, rank=rank, dropout=0.0)
-    # Rank 1 gets longer rows from the third step on: the plan is for the longest rows.
+    # Rank 1 gets longer rows from the third step on. Plans are made for the longest rows.
     grown = [(ROWS, TOKENS)] * 2 + [(ROWS, TOKENS + 32 * rank)] * 2
     found["grown"] = train({"layers": "auto", "budget": half}, grown, rank=rank)
     found["grown plain"] = train({}, grown, rank=rank)
@@ -157,7 +158,7 @@ def flows_body(rank: int, world: int, folder: str) -> dict[str, Any]:
         found["tiny"] = train({"layers": "auto", "budget": 1000}, shapes, rank=rank)
     found["told"] = [call.args[0] % call.args[1:] for call in warning.call_args_list]
     found["smallest"] = everything.smallest_bytes
-    # Ranks that gather weights decide together: the longest rows of any rank count.
+    # Ranks that gather weights make one plan, for the longest rows of any rank.
     found["sharded"] = train({"layers": "auto", "budget": half}, grown, 3, rank)
     found["sharded plain"] = train({}, grown, 3, rank)
     return found
@@ -178,7 +179,7 @@ def test_auto_takes_this_ranks_part_of_what_the_container_leaves(run_ranks: Call
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
     for plans in run_ranks(2, auto_body, str(tmp_path)):
-        # The first step recomputes everything: gradients and states are not there yet.
+        # The first step recomputes everything, because gradients and states do not exist yet.
         assert plans[0].treatments == () and plans[1] == plans[2]
         plan = plans[1]
         assert plan.budget_bytes == int(0.9 * (n_left // 2)), plan
@@ -212,7 +213,7 @@ def test_ranks_agree_on_plans(run_ranks: Callable, tmp_path: Path) -> None:
 
 
 class Mixing(nn.Module):
-    """Attention without heads, whose scores take tokens times tokens."""
+    """Attention without heads. The scores take tokens times tokens elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +225,7 @@ class Mixing(nn.Module):
 
 
 class Choosing(nn.Module):
-    """Experts; an expert runs only if a token goes to it."""
+    """Experts. An expert runs only if a token is routed to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +242,7 @@ class Choosing(nn.Module):
 
 
 class Sending(nn.Module):
-    """Normalizes by the mean over ranks, as a batch norm that is told of them does."""
+    """Normalizes by the mean over ranks, as a synchronized batch norm does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +256,7 @@ class Sending(nn.Module):
 
 
 class Chain(nn.Module):
-    """A chain of layers; a rank skips some, different ones in each step."""
+    """A chain of layers. A rank skips some of them, different layers in each step."""
 
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -278,7 +279,7 @@ def chain_run(
     *,
     drops: bool = False,
 ) -> Any:
-    """(losses, weights, bytes that each forward keeps besides weights, plans)."""
+    """Returns (losses, weights, bytes that each forward keeps besides weights, plans)."""
     model = Chain(kind)
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -319,7 +320,7 @@ def shapes_body(rank: int, world: int) -> Any:
 def test_a_plan_is_remade_for_longer_rows_of_as_many_elements(run_ranks: Callable) -> None:
     (((losses, weights, kept, plans), plain),) = run_ranks(1, shapes_body)
     assert losses == plain[0] and torch.equal(weights, plain[1])
-    # The mean behind the layers keeps their output.
+    # The mean after the layers keeps their output.
     fitting = [n_bytes - 4 * 16 * 16 * WIDTH for n_bytes in kept[:5]]
     assert max(fitting) <= 900_000 < plain[2][3] / 2, (kept, plain[2])
     assert plans[0] == plans[1] == plans[4] == plans[6] != plans[2] == plans[3], "a plan for each shape, made once"
@@ -327,11 +328,11 @@ def test_a_plan_is_remade_for_longer_rows_of_as_many_elements(run_ranks: Callabl
 
 
 def apart_body(rank: int, world: int, name: str, stage: int) -> Any:
-    """Ranks that run other operators, other layers, or other rows."""
+    """Trains ranks that differ in operators, in layers or in rows."""
     kind = {"routing": Choosing, "dropped": Mixing, "sends": Sending}[name]
     shapes = [(3, 8 + 16 * rank * (name == "sends"))] * 7
     options = {"drops": name == "dropped"}
-    # In the model whose layers send, rank 0 could keep everything.
+    # With this budget rank 0 could keep all of the model whose layers send.
     budget = 100_000 if name == "sends" else 20_000
     section = {"layers": r"layers\.\d", "budget": budget}
     return chain_run(kind, shapes, section, rank, stage, **options), chain_run(kind, shapes, {}, rank, stage, **options)
@@ -371,7 +372,7 @@ def layer(label: str = "a", operators: tuple = ()) -> MeasuredLayer:
 
 @pytest.mark.parametrize("combine", [unite, lambda runs: _steadied([each for run in runs for each in run])])
 def test_operators_whose_times_vary_leave_time_for_the_rest(combine: Callable) -> None:
-    """Largest times, and medians, of operators by themselves are more together than the layer took in any run."""
+    """The largest times of operators add up to more than the layer took in any run. So do the medians."""
 
     def run(*ns: int) -> list[MeasuredLayer]:
         return [layer("a", tuple(MeasuredOperator("mm", 20, each, False, True) for each in ns))]
@@ -393,7 +394,7 @@ def test_operators_are_kept_by_what_they_save() -> None:
     assert plan.treatments == (Treatment(RECOMPUTE, (2,)), Treatment(KEEP))
     assert (plan.added_ns, plan.all_ns, plan.peak_bytes, plan.labels) == (400, 2000, 130, ("a", "b"))
     assert find_plan(layers, 150).treatments[0] == Treatment(RECOMPUTE, (1, 2))
-    idle = MeasuredOperator("addmm", 20, 0, False, True)  # is not run again
+    idle = MeasuredOperator("addmm", 20, 0, False, True)  # is not recomputed
     assert find_plan([layer("a", (random, cheap, slow, idle)), layer("b")], 170).treatments[0].operators == (1, 2)
     assert find_plan(layers, 150, may_mix=False).treatments[0] == Treatment(RECOMPUTE)
     assert find_plan(layers, 200).treatments == (Treatment(KEEP), Treatment(KEEP))
@@ -402,7 +403,7 @@ def test_operators_are_kept_by_what_they_save() -> None:
 
 
 def tiers_by_hand(layers: list[MeasuredLayer], budget: int, tier: Tier) -> int | None:
-    """The least time that any plan adds within a budget; None where there is none."""
+    """The least time that any plan within the budget adds. None if no plan fits."""
     best = None
     for chosen in itertools.product((KEEP, RECOMPUTE, "nvme"), repeat=len(layers)):
         held = peak = added = 0
@@ -416,7 +417,7 @@ def tiers_by_hand(layers: list[MeasuredLayer], budget: int, tier: Tier) -> int |
             if choice == "nvme":
                 way = 1e9 * away / tier.bytes_per_s
                 added += int(1e9 * away / tier.thread_bytes_per_s + 2 * max(way - one.ns, 0) + way / 50)
-        # One layer's inputs are written, one's are read, wherever any are.
+        # If any inputs go to files, the inputs of one layer are being written while those of another are read.
         peak += 2 * max(one.movable_bytes for one in layers) * ("nvme" in chosen)
         if peak <= budget and (best is None or added < best):
             best = added
@@ -447,7 +448,7 @@ FAST, SLOW = Tier(1e15), Tier(1.0, 1.0)
 
 
 def with_files_body(rank: int, world: int, folder: str, stage: int) -> dict[str, Any]:
-    """Budgets below the memory of recomputation with inputs in memory, and above it with a slow disk."""
+    """Runs a budget that is too small for recomputation with inputs in memory, and a larger budget with a slow disk."""
     shapes = [(ROWS, TOKENS)] * 3
     section = {"layers": "auto", "offload": {"device": "nvme", "nvme_path": folder}}
     found = {"kept": train({}, shapes, stage, rank)}
@@ -484,7 +485,7 @@ def test_a_file_makes_room_for_what_has_none(run_ranks: Callable, tmp_path: Path
         assert plan.peak_bytes <= plan.budget_bytes == found["budget"]
         assert "nvme" in {t.choice for t in found["measured"][2][-1].treatments}
         assert {t.choice for t in found["slow"][2][-1].treatments} <= {KEEP, RECOMPUTE}
-        # In the first step all inputs go out; later steps keep as many as fit.
+        # The first step writes all inputs to files. Later steps keep as many in memory as fit.
         besides = kept[1][-1] - found["all"].peak_bytes
         assert found["little"][1][-1] - besides <= 1.05 * found["budget"], (
             found["little"][1],

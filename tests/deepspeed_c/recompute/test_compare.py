@@ -1,4 +1,5 @@
-"""recompute/compare.py: a layer that computes other values when it is run again is an error that names the module."""
+"""recompute/compare.py: a layer that computes other values when it is recomputed raises an error that names the
+module."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def test_check_names_the_first_module_that_differs(how: str) -> None:
     mine = Recomputer(ActivationCheckpointing(use_reentrant=how == "reentrant"))
     with pytest.raises(RecomputeError, match="Sequential: the layer computes other values"):
         mine.run(layer, (torch.randn(2, 5, requires_grad=True),), {}).sum().backward()
-    mine.run(layer, (torch.randn(2, 5, requires_grad=True),), {}).sum().backward()  # nobody looks again
+    mine.run(layer, (torch.randn(2, 5, requires_grad=True),), {}).sum().backward()  # a second run is not compared
 
 
 def test_check_sees_what_no_module_gives() -> None:
@@ -80,7 +81,7 @@ def test_a_layer_that_fails_leaves_no_hooks() -> None:
 
 
 class Draws(torch.nn.Module):
-    """It scales by numbers of a source that nobody restores."""
+    """Scales by random numbers of a source whose state recomputation does not restore."""
 
     def __init__(self, source: str) -> None:
         super().__init__()
@@ -132,7 +133,7 @@ def test_outputs_are_compared_once_and_training_goes_on(is_reentrant: bool, monk
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64])
 def test_sketches_forgive_another_order_of_sums_and_nothing_else(dtype: torch.dtype) -> None:
-    numel = compare._SKETCHED + 3  # one piece and a part
+    numel = compare._SKETCHED + 3  # one whole piece and a part of another
     values = 4 * torch.randn(numel, generator=torch.Generator().manual_seed(1))
     was = compare._sketch(values.to(dtype))
     other = torch.where(torch.rand(numel, generator=torch.Generator().manual_seed(2)) < 0.3, 0.0, values)

@@ -1,4 +1,4 @@
-"""recompute/frames.py and reentrant.py: both flavours against plain torch without checkpointing, bit for bit."""
+"""recompute/frames.py and reentrant.py: both flavours equal plain torch without checkpointing, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def recomputer(flavour: str, **keys: Any) -> Recomputer:
 
 
 def caller(how: str) -> Callable:
-    """``call(function, *args, **kwargs)``: plain, or recomputed."""
+    """A function ``call(function, *args, **kwargs)`` that calls plainly or recomputes."""
     if how == "plain":
         return lambda function, *args, **kwargs: function(*args, **kwargs)
     if how == "torch's reentrant":
@@ -43,7 +43,7 @@ class Output(NamedTuple):
 
 
 class Block(nn.Module):
-    """Dropout, a tanh that saves its output, and a branch that needs no gradient."""
+    """Has dropout, a tanh that saves its output, and a branch that needs no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def run(how: str, model: Callable, **backward: Any) -> list[torch.Tensor]:
     torch.manual_seed(7)
     x = torch.randn(5, WIDTH, requires_grad=True)
     out = model(caller(how), layers, x * 1)
-    drawn = torch.rand(3)  # the generator stands where it would
+    drawn = torch.rand(3)  # the generator has the same state as without recomputation
     loss = out.square().sum()
     loss.backward(**backward)
     if backward:
@@ -154,7 +154,7 @@ def assert_same(got: list, want: list) -> None:
 def test_bits_are_those_of_plain_torch(name: str, flavour: str) -> None:
     got, want = run(flavour, MODELS[name]), run("plain", MODELS[name])
     if (name, flavour) == ("used_twice", "reentrant"):
-        # A reentrant layer's gradients are sums of their own, which come together in another order.
+        # Each reentrant layer sums its gradients by itself, so the sums have another order.
         assert all(torch.allclose(a, b) for a, b in zip(got, want) if b is not None)
         want = run("torch's reentrant", MODELS[name])
     assert_same(got, want)
@@ -205,7 +205,7 @@ def test_autograd_grad_through_the_reentrant_flavour_is_an_error() -> None:
 
 
 def gradient_within(how: str) -> list[torch.Tensor]:
-    """A layer that runs a backward of its own."""
+    """The gradients of a layer that runs a backward of its own."""
     layers = blocks()
 
     def function(t: torch.Tensor) -> torch.Tensor:
@@ -234,7 +234,7 @@ def test_the_callers_tensors_are_left_alone() -> None:
 
 
 class Counts:
-    """Bytes that autograd saves and holds, by way of hooks around everything."""
+    """Counts the bytes that autograd saves and holds, by hooks around everything."""
 
     def __init__(self) -> None:
         self.n_bytes = self.peak = 0
@@ -270,7 +270,7 @@ def test_only_inputs_are_kept(flavour: str) -> None:
         del out
         gc.collect()
         assert counts.n_bytes == 0, how
-    assert saved[flavour] == 6 * x.nbytes, saved  # an input for each layer, and nothing else
+    assert saved[flavour] == 6 * x.nbytes, saved  # only the input of each layer is saved
     assert saved["plain"] > 8 * saved[flavour], saved
 
 
@@ -280,7 +280,7 @@ def test_what_a_partial_backward_leaves_is_freed_with_it() -> None:
     seen: list[weakref.ref] = []
 
     def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        y = layers[0](b).exp()  # saves its output
+        y = layers[0](b).exp()  # exp saves its output
         seen.append(weakref.ref(y.untyped_storage()))
         return a.exp() + y
 
@@ -308,7 +308,7 @@ def test_a_graph_dies_with_its_outputs() -> None:
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_backwards_in_several_threads(flavour: str) -> None:
-    """Backward in several threads, each with its own graph, and in two threads through the same graph."""
+    """Backward runs in several threads, each with its own graph, and in two threads through one graph."""
 
     def gradients(how: str) -> list[torch.Tensor]:
         layers = blocks(2)
@@ -318,7 +318,7 @@ def test_backwards_in_several_threads(flavour: str) -> None:
         if how == "plain":
             return [torch.autograd.grad(loss, x)[0] for loss, x in zip(losses, inputs)]
         todo = [*losses, *losses[:2]]
-        # Each begins with torch's default number of threads, where products may round otherwise than in forward.
+        # A new thread has torch's default number of threads. Products may then round otherwise than in forward.
         same = {"initializer": torch.set_num_threads, "initargs": (torch.get_num_threads(),)}
         with ThreadPoolExecutor(len(todo), **same) as threads:
             for done in [threads.submit(loss.backward, retain_graph=True) for loss in todo]:
@@ -341,7 +341,7 @@ def test_inputs_go_through_the_hooks_around(flavour: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = one_after_another(caller(flavour), layers, y)
     with torch.no_grad():
-        y.zero_()  # they have a copy
+        y.zero_()  # the layers have a copy
     torch.manual_seed(0)
     out.sum().backward()
     assert packed == [(5, WIDTH)] * 2 and x.grad is not None
@@ -373,7 +373,7 @@ def test_within_torch_func() -> None:
 
 
 class Changes(nn.Module):
-    """Does something else each time it is called."""
+    """Computes something else in each call."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -456,7 +456,7 @@ def test_autocast_is_that_of_the_forward(flavour: str) -> None:
         x = torch.randn(5, WIDTH, requires_grad=True)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = one_after_another(caller(how), layers, x)
-        out.sum().backward()  # outside of it
+        out.sum().backward()  # backward runs outside of autocast
         return [out.detach(), x.grad, *(p.grad for p in layers.parameters())]
 
     assert_same(once(flavour), once("plain"))

@@ -1,7 +1,7 @@
-"""Recomputed layers of real models at stages 2 and 3: adapters, experts with different inputs, layers within layers,
+"""Recomputed layers of real models at stages 2 and 3: adapters, experts with different inputs, nested layers, and
 compiled parts.
 
-Each is compared with the same engine without recomputation, bit for bit, and with plain torch in one process.
+Each model is compared with the same engine without recomputation, bit for bit, and with plain torch in one process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SECTIONS = {
 
 
 class Inner(nn.Module):
-    """Half of it is recomputed by itself."""
+    """Recomputes half of itself by its own call."""
 
     def __init__(self) -> None:
         super().__init__()

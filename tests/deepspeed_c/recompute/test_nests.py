@@ -1,4 +1,5 @@
-"""recompute/nests.py: arguments taken apart and put together, and DeepSpeed's three helpers."""
+"""recompute/nests.py: arguments are taken apart and put together again. DeepSpeed's three helper functions are tested
+too."""
 
 from __future__ import annotations
 

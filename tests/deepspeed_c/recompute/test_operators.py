@@ -1,4 +1,4 @@
-"""recompute/operators.py: an output that was overwritten is not kept, by whichever of its aliases that happened."""
+"""recompute/operators.py: an output that was overwritten is not kept, whichever alias was used to write."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 class Layer(nn.Module):
-    """Three dimensions come out of ``_unsafe_view`` where there is no bias."""
+    """Without a bias, outputs of three dimensions come from ``_unsafe_view``."""
 
     def __init__(self, bias: bool, write: str) -> None:
         super().__init__()
@@ -81,7 +81,8 @@ def test_what_is_kept_is_given_again() -> None:
 
 
 class RunAgain(TorchDispatchMode):
-    """Count the matrix products of a layer that runs in a graph, without the products of its backward."""
+    """Counts the matrix products of a layer that runs within a backward, without the products of the backward
+    itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +107,7 @@ def test_an_operator_that_is_not_run_again_takes_no_time(
         layer(x)
     measured = measurement.done()
     recomputer = Recomputer(ActivationCheckpointing())
-    recomputer.run(layer, (x,), {}, is_reentrant=is_reentrant).sum().backward()  # whole: its outputs are compared
+    recomputer.run(layer, (x,), {}, is_reentrant=is_reentrant).sum().backward()  # the first run compares outputs
     loss = recomputer.run(layer, (x,), {}, is_reentrant=is_reentrant).sum()
     with (counter := RunAgain()):
         loss.backward()
@@ -132,8 +133,8 @@ def test_a_sum_over_ranks_in_place_overwrites() -> None:
 
 
 def own_operators_body(rank: int, world: int) -> list[tuple[list[str], int, bool]]:
-    """For our attention and tensor-parallel collectives: (known operators, collectives of the second run, whether its
-    values equal the first run's)."""
+    """For our attention and tensor-parallel collectives: (known operators, number of collectives in the second run,
+    whether the values of both runs are equal)."""
     comm = Collectives(torch.distributed.group.WORLD)
     generator = torch.Generator().manual_seed(rank)
     x, w = torch.randn(1, 2, 5, 8, generator=generator), torch.randn(8, 8, generator=generator)
@@ -190,9 +191,9 @@ def test_own_attention_and_sums_are_kept() -> None:
 
 
 def halves_body(rank: int, world: int) -> list[tuple[list[tuple[str, bool, int]], list[int], float]]:
-    """Two halves of a batch, each with a sum in place that travels while the other half is computed; the second one is
-    waited for within the layer, or after it. For each: (its operators, collectives of the second run for each choice of
-    sums to keep, the largest difference from one process)."""
+    """A layer runs two halves of a batch. Each half has a sum in place that overlaps with the other half. The wait for
+    the second sum is within the layer, or after it. For each of these two cases: (the operators, the number of
+    collectives in the second run for each choice of sums to keep, the largest difference from one process)."""
     comm = Collectives(torch.distributed.group.WORLD)
     xs = [torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(r)) for r in range(world)]
     w = torch.randn(8, 8, generator=torch.Generator().manual_seed(99))
@@ -235,7 +236,7 @@ def test_a_sum_that_travels_is_kept_when_it_has_been_waited_for() -> None:
     products, half_bytes = [("mm", False, 96)] * 2, 96
     for within, after in run_ranks(2, halves_body):
         assert within[:2] == ([*products, *[("tp_sum_start_", True, half_bytes)] * 2], [1, 1, 0]), within
-        # The layer leaves the second sum under way: there is nothing to keep, and the sum is made again.
+        # The second sum is still under way when the layer ends. It cannot be kept, and is made again.
         operators = [*products, ("tp_sum_start_", True, half_bytes), ("tp_sum_start_", True, 0)]
         assert after[:2] == (operators, [1, 2, 1]), after
         assert within[2] < 1e-5 and after[2] < 1e-5, (within[2], after[2])

@@ -1,4 +1,4 @@
-"""recompute/packers.py: activations cut over ranks of any number, in one arena, in host memory."""
+"""recompute/packers.py: activations are cut over any number of ranks, put into one arena, and put into host memory."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_what_is_cut_comes_back(run_ranks: Callable, world: int, has_arena: bool
             assert all(each[1] is None for each in row), name
             continue
         assert all(each[1] and each[3] for each in row), row
-        # One element along a dimension that is expanded.
+        # One element is kept along an expanded dimension.
         kept = math.prod(n for n, stride in zip(given[name].shape, given[name].stride(), strict=True) if stride)
         assert sum(each[2] for each in row) == kept, (row, kept)
 
@@ -135,7 +135,8 @@ def plain(layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def ahead_body(rank: int, world: int, is_reentrant: bool) -> tuple[list[str], list[bool]]:
-    """The events in order: a letter and the number of rows of the tensor, different for each layer."""
+    """The events in order: a letter (g: gather, r: run) and the number of elements of the input, which differs for each
+    layer."""
     checkpointing.configure(
         Mpu(), {"activation_checkpointing": {"use_reentrant": is_reentrant}}, partition_activations=True
     )
@@ -161,12 +162,12 @@ def ahead_body(rank: int, world: int, is_reentrant: bool) -> tuple[list[str], li
 
     found = []
     original, packers.Gather = packers.Gather, Noted
-    # Ranks free dropped graphs at different times: the collector only runs by hand, on one rank in each step.
+    # Make ranks free dropped graphs at different times: the collector runs only by hand, on one rank in each step.
     gc.disable()
     try:
         for step in range(5):
             dropped: list = [loss_of(3, 50)[0]]
-            dropped.append(dropped)  # a cycle: nobody but the collector frees it
+            dropped.append(dropped)  # a cycle, which only the collector frees
             del dropped
             loss, x, want = loss_of(2 if step == 3 else 4, 20)
             if rank == step % 2:
@@ -188,7 +189,8 @@ def ahead_body(rank: int, world: int, is_reentrant: bool) -> tuple[list[str], li
 def test_inputs_are_gathered_one_layer_ahead(run_ranks: Callable, world: int, is_reentrant: bool) -> None:
     for seen, found in run_ranks(world, ahead_body, is_reentrant):
         assert all(found), found
-        # The first is asked for before anything is known of this backward; the last has nobody before it.
+        # The first gather starts alone, because nothing is known of this backward yet. Before the last run there is
+        # nothing left to gather.
         assert seen == ["g17", "g18", "r17", "g19", "r18", "g20", "r19", "r20"], seen
 
 
@@ -216,12 +218,13 @@ def partitioned_body(rank: int, world: int, name: str, is_reentrant: bool, folde
         section["aio"] = {"checksum": True}
     checkpointing.configure(Mpu(), section, **SETTINGS[name])
     found = []
-    for step in range(3):  # the arena is planned by the first
+    for step in range(3):  # the first step plans the arena
         got, want = train(checkpointing.checkpoint), train(plain)
         found.append([torch.equal(a, b) for a, b in zip(got, want, strict=True)])
     arena, stash = configured.recomputer.arena, configured.recomputer.stash
     if name == "in files":
-        # Three layers' parts and the bias's; the part of the layer that backward begins with never leaves.
+        # The parts of three layers and of the bias are written. Backward begins with the last layer, whose part never
+        # leaves memory.
         found.append([stash.written_bytes > 0, stash.file_bytes == 0])
     configured.clear()
     return [found, None if arena is None else (arena.n_bytes, arena.used_bytes, arena.n_outside)]
@@ -236,13 +239,14 @@ def test_partitioned_training_is_plain_training(
     for found, arena in run_ranks(world, partitioned_body, name, is_reentrant, str(tmp_path)):
         assert all(map(all, found)), found
         if name == "one arena":
-            # An input a layer, and the bias once: each a rank's part, rounded up to 64 bytes. The first step fits nowhere.
+            # The arena holds a rank's part of the input of each layer and, once, of the bias, each rounded up to 64
+            # bytes. In the first step there is no arena.
             assert arena[0] > 0 and arena[1] == 0 and arena[2] == 5, arena
 
 
 def kept_body(rank: int, world: int) -> tuple[int, int, int]:
-    """Bytes of this rank's parts of the inputs that four layers keep, of the whole inputs, and of whole inputs still
-    alive."""
+    """The bytes of this rank's parts of the inputs that four layers keep, of the whole inputs, and of whole inputs that
+    are still alive."""
     checkpointing.configure(Mpu(), partition_activations=True)
     torch.manual_seed(1)
     layers = nn.ModuleList(Block() for _ in range(4))
@@ -270,7 +274,7 @@ def test_each_rank_keeps_its_part_and_nothing_else(run_ranks: Callable, world: i
 
 
 def resident_body(rank: int, world: int) -> tuple[int, int]:
-    """Bytes that a step of 12 layers with inputs of 4 MiB adds at its peak: (of live tensors, of resident memory)."""
+    """The bytes that a step of 12 layers with inputs of 4 MiB adds at its peak: (live tensors, resident memory)."""
     torch.set_num_threads(1)
     checkpointing.configure(Mpu(), partition_activations=True)
     layers = [lambda x: (x * 0.5 + 1).tanh() * x for _ in range(12)]
@@ -294,7 +298,7 @@ def resident_body(rank: int, world: int) -> tuple[int, int]:
     gc.collect()
     get_accelerator().empty_cache()
     before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     step()
     return live.peaks["step"], status("VmHWM") - before
 
@@ -375,7 +379,7 @@ def test_the_arena_is_planned_by_the_first_step_and_never_overflows() -> None:
 
     assert len(set(step(10, 20, 1))) == 3 and arena.n_bytes == 64 + 128 + 64 and arena.used_bytes == 0
     assert len(set(step(10, 20, 1))) == 1 and arena.n_outside == 3
-    assert len(set(step(10, 20, 1, 5))) == 2 and arena.n_outside == 4  # an evaluation with one more
+    assert len(set(step(10, 20, 1, 5))) == 2 and arena.n_outside == 4  # an evaluation with one layer more
     assert arena.n_bytes == 64 + 128 + 64 + 64
     assert len(set(step(10, 20, 1, 5))) == 1
     step()
@@ -459,7 +463,7 @@ def test_inputs_come_back_with_their_strides(name: str, has_arena: bool, tmp_pat
         calls.begin("layer")
         packed = packer.pack(tensor)
         calls.begin("another")
-        packer.pack(torch.ones(5))  # drives it out
+        packer.pack(torch.ones(5))  # moves the first tensor out
         got = packer.unpack(packed)
         assert torch.equal(got, tensor) and got.stride() == tensor.stride(), (got.stride(), tensor.stride())
         kept = packed[0] if isinstance(packed, tuple) else packed

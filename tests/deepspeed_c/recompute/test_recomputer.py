@@ -1,5 +1,5 @@
-"""recompute/recomputer.py and active.py: the settings that a call follows, layers' names in errors, and the source of
-ranks."""
+"""recompute/recomputer.py and active.py: the settings that apply to a call, the names of layers in errors, and the
+source of ranks."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_flavour_that_is_asked_for_wins() -> None:
 
 
 class Routed(nn.Module):
-    """A layer that sends some rows to an expert: in some calls none, and then other tensors are saved."""
+    """A layer that sends some rows to an expert. In some calls it sends no rows, and then other tensors are saved."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Routed(nn.Module):
 
 
 def routed_losses(run: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> tuple[list[list[torch.Tensor]], int]:
-    """(gradients of each step, calls of experts)."""
+    """Returns (gradients of each step, number of calls of experts)."""
     torch.manual_seed(3)
     layers = [Routed(8) for _ in range(5)]
     found = []
@@ -137,7 +137,7 @@ def test_unequal_routing(tmp_path: Path, has_files: bool) -> None:
     section = ActivationCheckpointing(offload=files(tmp_path)) if has_files else ActivationCheckpointing()
     mine = Recomputer(section)
     wanted, n_calls = routed_losses(lambda layer, x: layer(x))
-    # Some call has left an expert out, and some not.
+    # Some calls have left an expert out, and others have not.
     assert 0 < n_calls < 5 * 6 * 2
     got, n_again = routed_losses(lambda layer, x: mine.run(layer, (x,), {}))
     mine.close()
@@ -187,7 +187,8 @@ def test_layers_within_layers_under_a_budget() -> None:
 
     batches = [torch.randn(32, 16, requires_grad=True) for _ in range(3)]
     wanted = [gradients(lambda f, x: f(x), x) for x in batches]
-    # Half way between recomputing and keeping everything. The forward has its own backward within, as a penalty does.
+    # The second budget is half way between recomputing and keeping everything. The forward contains a backward, as a
+    # penalty does.
     plans = {}
     for budget in ("1GiB", None):
         budget = budget or (plans["1GiB"].smallest_bytes + plans["1GiB"].peak_bytes) // 2
@@ -199,7 +200,7 @@ def test_layers_within_layers_under_a_budget() -> None:
             for a, b in zip(got, wanted[step]):
                 assert torch.equal(a, b), (budget, step)
         plans[budget] = mine.budget.plan
-    # Layers within others are a part of them, and are not planned by themselves.
+    # Nested layers are a part of the outer layers, and are not planned by themselves.
     assert all(len(plan.treatments) == 4 for plan in plans.values()), plans
     assert {treatment.choice for treatment in plans["1GiB"].treatments} == {KEEP}
     assert RECOMPUTE in {treatment.choice for treatment in plans[budget].treatments}, plans

@@ -1,4 +1,5 @@
-"""recompute/rng.py and conditions.py: streams by name, and that a recomputed layer draws the same numbers again."""
+"""recompute/rng.py and conditions.py: streams of random numbers by name, and recomputed layers that draw the same
+numbers again."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ def test_what_would_be_one_stream_is_refused(tracker) -> None:
 def test_tensor_parallel_seeds(tracker, rank: int) -> None:
     checkpointing.configure(Mpu(rank))
     checkpointing.model_parallel_cuda_manual_seed(100)
-    assert torch.equal(torch.rand(4), stream(100, 4))  # the same on all ranks
+    assert torch.equal(torch.rand(4), stream(100, 4))  # the default stream is the same on all ranks
     with tracker.fork():
         assert torch.equal(torch.rand(4), stream(100 + 2718 + rank, 4))
     checkpointing.model_parallel_reconfigure_tp_seed(7)
@@ -95,7 +96,7 @@ def test_tensor_parallel_seeds(tracker, rank: int) -> None:
 
 
 class Draws(nn.Module):
-    """Dropout from torch's generator, from a stream of the tracker, and by Python."""
+    """Drops values by torch's generator, by a stream of the tracker, and by Python's generator."""
 
     def __init__(self, *, by_python: bool = False) -> None:
         super().__init__()

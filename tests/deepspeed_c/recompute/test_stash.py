@@ -1,4 +1,4 @@
-"""recompute/stash.py: inputs of layers in a file between forward and backward, over devices that work and that fail."""
+"""recompute/stash.py: a file keeps the inputs of layers between forward and backward. The device works or fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.aio_faults import faults
 WIDTH, ROWS, LAYERS = 13, 97, 6
 INPUT_BYTES = 4 * WIDTH * ROWS
 MASK_BYTES = 4 * ROWS
-PAGES = 8192  # that an input takes
+PAGES = 8192  # the bytes of whole pages that an input takes
 
 
 class Block(nn.Module):
@@ -121,10 +121,10 @@ def test_training_over_a_file_is_plain_training(tmp_path: Path, is_reentrant: bo
         assert same(train(through(mine), seed=step), train(plain, seed=step)), step
         assert is_empty(mine)
     stash = mine.stash
-    # The last layer's input never leaves; the mask goes along with the newest call, and is written once.
+    # The input of the last layer never leaves memory. The mask moves along with the newest call, and is written once.
     n_out, n_masks = {None: (LAYERS - 1, 1), 2 * INPUT_BYTES: (LAYERS - 2, 0), "1GiB": (0, 0)}[max_in_cpu]
     assert stash.written_bytes == 3 * (n_out * INPUT_BYTES + n_masks * MASK_BYTES)
-    assert stash.read_bytes == 3 * max(n_out - 1, 0) * INPUT_BYTES  # the last one written is still at hand
+    assert stash.read_bytes == 3 * max(n_out - 1, 0) * INPUT_BYTES  # the input that was written last is still in memory
     assert stash.buffer_bytes <= (module.MAX_AHEAD + 2) * PAGES
     assert list(tmp_path.iterdir()) == []
 
@@ -135,7 +135,7 @@ def test_inputs_leave_memory(tmp_path: Path) -> None:
     assert mine.stash.file_bytes == (LAYERS - 1) * PAGES + 4096
     living = [each for each in gc.get_objects() if torch.is_tensor(each) and each.shape == (ROWS, WIDTH)]
     storages = {each.untyped_storage().data_ptr() for each in living}
-    assert len(storages) <= 3, len(storages)  # the leaf, the last layer's input and its output
+    assert len(storages) <= 3, len(storages)  # the leaf, and the input and output of the last layer
     loss.backward()
     del loss, living
     assert is_empty(mine)
@@ -211,7 +211,7 @@ def test_what_many_layers_get_is_written_once(tmp_path: Path) -> None:
     for i in range(6):
         y = mine.run(torch.mul, (y, wide), {}) if i % 3 == 0 else mine.run(torch.tanh, (y,), {})
     y.sum().backward()
-    # Five inputs of five calls, and the input that comes back at the fourth.
+    # Five calls write five inputs. One more is the shared input, which the fourth call gets again.
     assert mine.stash.written_bytes <= 6 * wide.nbytes
 
 
@@ -279,7 +279,7 @@ def test_a_read_that_fails(tmp_path: Path, broken: Any, plan: dict, words: str) 
     mine.stash._finish_leaving()
     broken.set(seed=11, **plan)
     with pytest.raises(OffloadError) as caught:
-        for _ in range(50):  # a flipped bit may lie in the page's padding
+        for _ in range(50):  # repeat, because a flipped bit may lie in the padding of a page
             loss.backward(retain_graph=True)
     text = str(caught.value)
     assert "the inputs of layer " in text and "could not be read" in text and words in text, text
@@ -324,7 +324,7 @@ def test_a_device_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with_room(monkeypatch, 1000)
     with pytest.raises(OffloadError, match=rf"no room for the inputs of layer \d \({INPUT_BYTES} bytes\).* 1000 "):
         train(through(mine))
-    with_room(monkeypatch, PAGES)  # not enough for growing generously
+    with_room(monkeypatch, PAGES)  # too little for the usual growth of the file
     with pytest.raises(OffloadError):
         with_room(monkeypatch, PAGES - 1)
         train(through(mine))
@@ -333,7 +333,7 @@ def test_a_device_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 class PretendedCopies:
-    """Copies of an accelerator whose memory is the host's: nothing arrives before it has been waited for."""
+    """Copies of an accelerator that uses host memory. Data arrive only when the caller waits for the copy."""
 
     def __init__(self, device: torch.device) -> None:
         self.n_down = self.n_up = 0
@@ -366,7 +366,7 @@ def test_copies_of_an_accelerator(tmp_path: Path, has_file: bool, max_in_cpu: in
     for step in range(3):
         assert same(train(through(mine), seed=step), train(plain, seed=step)), step
         assert is_empty(mine)
-    assert (made[0].n_down, made[0].n_up) == (3 * LAYERS, 3 * (LAYERS - 1))  # the mask goes, and is still there
+    assert (made[0].n_down, made[0].n_up) == (3 * LAYERS, 3 * (LAYERS - 1))  # the mask also stays on the device
     n_in_file = {(False, 0): 0, (True, 0): LAYERS - 1}.get((has_file, max_in_cpu), LAYERS - 2)
     n_masks = int(has_file and not max_in_cpu)
     assert mine.stash.written_bytes == 3 * (n_in_file * INPUT_BYTES + n_masks * MASK_BYTES)
@@ -433,7 +433,7 @@ def test_a_full_device_frees_its_forward_without_a_collection(tmp_path: Path, mo
     layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(6))
 
     def step(n_rows: int) -> None:
-        y = torch.ones(n_rows, 1024, requires_grad=True)  # 24 MiB of 6144 rows: two fit, three do not
+        y = torch.ones(n_rows, 1024, requires_grad=True)  # 24 MiB for 6144 rows: two inputs fit, three do not
         for layer in layers:
             y = recomputer.run(layer, (y,), {})
         y.sum().backward()

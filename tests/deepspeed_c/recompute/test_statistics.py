@@ -1,4 +1,4 @@
-"""recompute/statistics.py: running statistics of a layer that is run again, against the layer run once."""
+"""recompute/statistics.py: the running statistics of a recomputed layer equal those of a layer that runs once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_statistics_move_once(name: str, is_reentrant: bool, is_closure: bool) -
 
 
 class Fails(nn.Module):
-    """It runs well in forward, and raises when it is run again."""
+    """Runs in forward, and raises when it is recomputed."""
 
     def __init__(self) -> None:
         super().__init__()

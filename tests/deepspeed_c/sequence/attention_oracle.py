@@ -1,4 +1,4 @@
-"""Plain attention of whole sequences in one process, the reference for attention over ranks."""
+"""Plain attention over whole sequences in one process: the reference for attention over ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def visible(n_tokens: int, ends: Sequence[int], is_causal: bool, window: int) -> torch.Tensor:
-    """bool [query, key]: who sees whom, said pair by pair."""
+    """bool [query, key]: whether the query sees the key, decided for each pair."""
     place = torch.arange(n_tokens)
     distance = place[:, None] - place
     seen = torch.ones(n_tokens, n_tokens, dtype=torch.bool)
@@ -30,7 +30,8 @@ def plain_attention(
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of [batch, heads, tokens, width], keys of some heads; documents: the ends in each sequence."""
+    """Attention over [batch, heads, tokens, width]. Keys may have fewer heads. documents: the ends of the documents in
+    each sequence."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     seen = torch.stack([visible(q.shape[2], ends, is_causal, window) for ends in documents])[:, None]

@@ -1,4 +1,5 @@
-"""Attention of a block with its log-sum-exp: both ways of computing it against autograd of the plain formula in fp64."""
+"""Attention of a block, with its log-sum-exp. Both ways to compute it are compared with autograd of the plain formula
+in fp64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``deepspeed_c sequence show``: the plan that is printed is the plan that runs, pictures, and words that it refuses."""
+"""``deepspeed_c sequence show``: it prints the plan that runs, draws pictures, and refuses wrong arguments."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from tests.deepspeed_c.sequence.attention_oracle import visible
 
 
 def show(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What ``deepspeed_c sequence show`` prints."""
+    """The output of ``deepspeed_c sequence show``."""
     assert main(["sequence", "show", *words]) == 0
     return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [["--order", "contiguous"], [], ["--window", "7"], ["--not-causal"], ["--documents", "5,20,7"]])
 def test_the_picture_is_who_sees_whom(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
-    """32 tokens are a character each: dots are hidden by the mask, digits are the steps between the two ranks."""
+    """Each of 32 tokens is one character. A dot is hidden by the mask; a digit is the number of steps between the two
+    ranks."""
     printed = show(capsys, "--tokens", "32", "--ranks", "4", *words)
     grid = [line.strip() for line in printed.splitlines() if re.fullmatch(r"  [0-3.]{32}", line)]
     owners, *rows = grid

@@ -1,4 +1,4 @@
-"""The order of batches belongs to a model, and not to the ranks that it shares with others."""
+"""The order of tokens in batches belongs to a model, not to the ranks: several models may share them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def orders_body(rank: int, world: int) -> None:
     with pytest.raises(StateError, match="Linear is of no open engine"):
         order_of(group, first)
     of_first, of_second = ModelOrder(first, group, CONTIGUOUS), ModelOrder(second, group, ZIGZAG)
-    # Ranks that raise alone would leave the others waiting for their batches.
+    # All ranks raise. A rank that raised alone would leave the others waiting for its batches.
     with pytest.raises(
         StateError, match=r"different orders: Bilinear \(zigzag\), Linear \(contiguous\).*\n.*model=engine"
     ):
@@ -42,7 +42,7 @@ def orders_body(rank: int, world: int) -> None:
         positions(first if rank == 0 else second)
     of_first.close()
     assert positions(None) == cuts[ZIGZAG]
-    again = ModelOrder(second, group, CONTIGUOUS)  # another engine over the model
+    again = ModelOrder(second, group, CONTIGUOUS)  # another engine takes the model over
     of_second.close()
     assert positions(None) == cuts[CONTIGUOUS]
     again.close()
@@ -55,7 +55,8 @@ def test_batches_are_cut_in_the_order_of_their_model(world: int) -> None:
 
 
 def refused_body(rank: int, world: int) -> list[str]:
-    """The errors of attention in one order for positions cut in another, also with a model's own mask."""
+    """The errors of attention in one order over positions that are cut in another order. A model may have a mask of its
+    own."""
     found = []
     whole = torch.cat([torch.arange(5), torch.arange(TOKENS - 5)]).expand(2, -1)
     orders = [CONTIGUOUS, ZIGZAG] + ([TokenOrder("zigzag", 2)] if world == 4 else [])

@@ -1,4 +1,6 @@
-"""Engines whose sequences are cut over ranks, without transformers: the axis in all its ways, weights as in one plain process after SGD, checkpoints between arrangements, dropout, and who may call backward."""
+"""Engines whose sequences are cut over ranks, without transformers. After SGD the weights equal those of one plain
+process, for all ways to set the axis. Checkpoints between arrangements, dropout, and calls of backward are tested
+too."""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ STEPS, RATE = 3, 0.3
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal; [batch, tokens, heads, width]."""
+    """Causal attention over [batch, tokens, heads, width]."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 class Toy(torch.nn.Module):
-    """Two layers of attention and a product, and a mean over labels that count."""
+    """Two layers of attention and a product. The loss is a mean over the labels that count."""
 
     def __init__(self, group: Any = None, seed: int = 0, dropout: float = 0.0) -> None:
         super().__init__()
@@ -52,7 +54,7 @@ def batch(step: int, micro: int, data_rank: int) -> tuple[torch.Tensor, torch.Te
     generator = torch.Generator().manual_seed(1 + step + 10 * micro + 100 * data_rank)
     x = torch.randn(BATCH, TOKENS, WIDTH, generator=generator)
     labels = torch.randint(0, WIDTH, (BATCH, TOKENS), generator=generator)
-    labels[:, : 3 + data_rank] = -100  # as many on all micro-batches of a rank, unevenly over the ranks of a sequence
+    labels[:, : 3 + data_rank] = -100  # all micro-batches of a rank have as many; ranks of a sequence do not
     return x, labels
 
 
@@ -214,7 +216,7 @@ def load_body(rank: int, world: int, sp: int, stage: int, folder: str) -> Any:
         return before, weights_of(engine)
 
 
-# (ranks, sequence-parallel ranks, stage): the same samples in each.
+# (ranks, sequence-parallel ranks, stage). All arrangements see the same samples.
 ARRANGEMENTS = [(1, 1, 1), (2, 2, 3), (4, 4, 1), (2, 2, 2)]
 
 
@@ -239,7 +241,7 @@ def dropout_body(rank: int, world: int, folder: str) -> list[torch.Tensor]:
         for step in range(2):
             train(engine, 1, range(step, step + 1))
             found.append(model.dropped)
-        assert torch.equal(torch.get_rng_state(), outside)  # the program's own random state stays the same on all ranks
+        assert torch.equal(torch.get_rng_state(), outside)  # the random state of the program does not change
         engine.save_checkpoint(folder, "t")
         train(engine, 1, range(2, 3))
         found.append(model.dropped)
@@ -277,7 +279,7 @@ def refused_body(rank: int, world: int) -> None:
         assert engine.global_steps == 1
     with make_engine(2, config_of(1, sequence_parallel={"loss": "mean"})) as engine:
         engine.module.forward = lambda *given, forward=engine.module.forward: forward(*given)
-        loss = engine(x, labels)["loss"]  # without a name: nobody knows that it is labels
+        loss = engine(x, labels)["loss"]  # positional: the engine cannot know that these are labels
         with pytest.raises(StateError, match="was given no labels"):
             engine.backward(loss)
 
@@ -287,7 +289,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def ways_body(rank: int, world: int, way: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train with a script's own loss; the first word of ``way`` is the configured kind of loss."""
+    """Train with the script's own loss. The first word of ``way`` is the configured kind of loss."""
     with make_engine(2, config_of(2, sequence_parallel={"loss": way.split(",")[0]})) as engine:
         norms, group = [], engine.get_sequence_parallel_group()
         for step in range(STEPS):

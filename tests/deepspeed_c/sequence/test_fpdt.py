@@ -1,4 +1,4 @@
-"""Chunked attention, MLP and loss against the same in one piece, in one process."""
+"""Attention, MLP and loss in chunks, compared with the same in one piece in one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_weights(n_heads: int, n_keys: int, dtype: torch.dtype, *, with_bias: bo
 
 
 def make_input(n_tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-    """x [tokens, batch, hidden], the weights of a loss, and rotary tables of a part of the head."""
+    """x [tokens, batch, hidden], the weights of a loss, and rotary tables for a part of the head's width."""
     torch.manual_seed(8)
     x = torch.randn(n_tokens, BATCH, HIDDEN, dtype=torch.float64)
     weigh = torch.randn(n_tokens, BATCH, HIDDEN, dtype=torch.float64)
@@ -55,7 +55,7 @@ def plain(x, weights, n_heads, n_keys, tables):
 
 
 def places(n_tokens: int, chunk: int, rank: int, world: int) -> torch.Tensor:
-    """By brute force: where ``rank``'s tokens lie."""
+    """The positions of the tokens of ``rank``, by brute force."""
     found = []
     for begin in range(0, n_tokens, chunk):
         size = min(chunk, n_tokens - begin)
@@ -227,7 +227,7 @@ def test_an_mlp_in_chunks(chunk_size, add_bias):
     torch.testing.assert_close(grads, torch.autograd.grad((expected * weigh).sum(), of))
     torch.testing.assert_close(grads, torch.autograd.grad((found * weigh).sum(), of))
     assert torch.equal(x, before)
-    # Weights that are no parameters, as autocast's copies are.
+    # Weights may be tensors that are not parameters, like copies that autocast makes.
     of = [x, w1, b1]
     output, _ = FPDT_FFN.apply(x, w1 * 2, b1, w2, None, True, chunk_size)
     expected = F.linear(F.gelu(F.linear(x, w1 * 2, b1), approximate="tanh"), w2)
@@ -285,7 +285,8 @@ def test_what_a_loss_in_chunks_refuses():
 
 
 class Copies:
-    """Copies of a pretended device apart from the host; counts the copies to the host and the tensors on the device."""
+    """Copies of a pretended device with memory of its own. Counts the copies to the host and the tensors on the
+    device."""
 
     def __init__(self) -> None:
         self.n_here = self.most = self.n_down = 0
@@ -312,7 +313,7 @@ def test_two_chunks_are_on_the_device():
     shelf = Shelf(torch.device("cpu"), copies_of=lambda _: copies)
     values = [torch.randn(3, 5) for _ in range(7)]
     chunks = [shelf.put(value.clone()) for value in values]
-    assert [chunk.here is None for chunk in chunks] == [True] * 6 + [False]  # the last one is on its way
+    assert [chunk.here is None for chunk in chunks] == [True] * 6 + [False]  # the last is being copied
     for _ in range(2):
         for found, value in zip(shelf.walk((chunk,) for chunk in chunks[:6]), values):
             assert torch.equal(found[0], value)

@@ -1,4 +1,5 @@
-"""Heads within rows and a ring across: outputs and gradients of one plain process, for every shape of 4 ranks."""
+"""Attention that cuts heads within rows of ranks and runs a ring across rows. Outputs and gradients equal those of one
+plain process, for every shape of 4 ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ CASES = [
 
 
 def of_hybrid(rank: int, world: int, n_inner: int, cases: list[Case]) -> list[list[torch.Tensor]]:
-    """This rank's results of each case."""
+    """The results of this rank for each case."""
     ranks = split_ranks(Collectives(), n_inner)
     assert (ranks.inner.world_size, ranks.ring.world_size) == (n_inner, world // n_inner)
     results = []

@@ -1,4 +1,5 @@
-"""DistributedAttention against plain attention over whole sequences in one process, with its gradients: batch or tokens first, uneven heads, grouped and single key heads, 3 dimensions."""
+"""DistributedAttention and its gradients, compared with plain attention over whole sequences in one process. The batch
+or the tokens come first, heads are uneven, key heads are grouped or single, and inputs may have 3 dimensions."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ TOKENS, BATCH, WIDTH = 6, 2, 5  # tokens of a rank
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch_dim: int) -> torch.Tensor:
-    """Causal attention of [.., .., heads, width], in fp64 by the formula."""
+    """Causal attention over [.., .., heads, width], in fp64 by the formula."""
     if batch_dim == 1:
         query, key, value = (t.transpose(0, 1) for t in (query, key, value))
     q, k, v = (t.transpose(1, 2).double() for t in (query, key, value))
@@ -64,7 +65,7 @@ def test_as_one_process(world: int) -> None:
 
 
 def flat_body(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """3 dimensions: a rank has a run of the last one."""
+    """Inputs have 3 dimensions, and within the layer each rank has a run of the last dimension."""
     whole = torch.arange(2 * TOKENS * world * 8.0).view(2, TOKENS * world, 8)
     mine = whole[:, rank * TOKENS : (rank + 1) * TOKENS].clone().requires_grad_()
     layer = DistributedAttention(lambda q, k, v: q.cumsum(1) + k * v, None, 2, 1)

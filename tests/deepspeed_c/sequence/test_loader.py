@@ -1,5 +1,5 @@
-"""The adapter of a loader: parts of every rank's batches against cuts made by hand, keys made and padded, resuming, and
-refusals on all ranks."""
+"""The adapter of a loader: parts of the batches of all ranks equal cuts by hand, keys are added and padded, a pass can
+be resumed, and refusals come on all ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parts_body(rank: int, world: int) -> list[dict[str, Any]]:
     first = list(adapter)
     second = list(adapter)
     assert [b["name"] for b in first] == [b["name"] for b in second]
-    # From the middle of a pass.
+    # Resume from the middle of a pass.
     for n in (1, world, 2 * world - 1):
         again = UlyssesSPDataLoaderAdapter(data, rank, None, world, "cpu")
         again.load_state_dict({"batches": n})

@@ -1,4 +1,4 @@
-"""Cross-entropy of sequences that are cut, or in tiles, against torch's of whole logits in float64."""
+"""Cross-entropy over cut sequences, or in tiles, compared with torch's cross-entropy over whole logits in float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def whole_losses(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def sequence_losses(rank, world, n_tokens, n_vocab, dtype):
-    """Over world / n_vocab parts of the sequence and n_vocab of the vocabulary."""
+    """The losses with ``world / n_vocab`` parts of the sequence and ``n_vocab`` parts of the vocabulary."""
     batch, words = 3, 11
     logits, target = case(n_tokens, batch, words, dtype)
     meshes = torch.arange(world).view(-1, n_vocab)
@@ -118,7 +118,7 @@ def test_losses_of_rows(dtype, smoothing):
 
 
 class Capped(nn.Linear):
-    """A head whose output its own backward reads."""
+    """A head whose backward reads its output."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(super().forward(x)) * 5

@@ -1,4 +1,5 @@
-"""Plans of sequences in Python: cutting and joining tensors, positions, heads against plain grouped attention, bad input."""
+"""Plans of sequences in Python: cuts and joins of tensors, positions, heads compared with plain grouped attention, and
+bad input."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def test_what_is_taken_joins_to_the_whole(order: str, n_ranks: int, n_inner: int
     for rank, part in enumerate(parts):
         assert part.shape[1] == cut.tokens[rank] == cut.local_tokens(rank)
         assert part.equal(whole[:, cut.positions(rank)])
-    # A row's ranks, one after the other, have the positions of the ring's part.
+    # The ranks of a row together have the positions of one part of the ring, in order.
     for row in range(cut.n_parts):
         of_row = torch.cat([cut.positions(row * n_inner + inner) for inner in range(n_inner)])
         assert of_row.equal(cut.parts().positions(row))
@@ -64,7 +65,7 @@ def test_both_ends_of_an_exchange_count_the_same() -> None:
     for a, b in itertools.product(range(3), repeat=2):
         assert plans[a].sent[b] == plans[b].received[a]
         assert plans[a].returned[b] == plans[b].got[a]
-    assert sum(plans[0].got) == 3 * 8 * 7  # the output of every head of its three tokens
+    assert sum(plans[0].got) == 3 * 8 * 7  # the outputs of every head for the rank's three tokens
 
 
 def test_numbers_that_do_not_fit() -> None:

@@ -1,4 +1,5 @@
-"""Attention around a ring: outputs and gradients of one plain process in fp64, bytes of the formula, work, bad input."""
+"""Attention around a ring. Outputs and gradients equal those of one plain process in fp64, and bytes equal the formula.
+Work and bad input are tested too."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ WIDTH = 8
 
 @dataclass
 class Case:
-    """One call of attention: its sizes, order and mask."""
+    """The sizes, the order and the mask of a call of attention."""
 
     n_tokens: int
     order: str = "zigzag"
@@ -35,7 +36,8 @@ class Case:
     has_sinks: bool = False
 
     def tensors(self) -> list[torch.Tensor]:
-        """Queries, keys, values, the gradient of the output, sinks: whole, the same on all ranks, in fp64."""
+        """Queries, keys, values, the gradient of the output, and sinks. They are whole, in fp64, and the same on all
+        ranks."""
         random = torch.Generator().manual_seed(self.n_tokens)
         n_heads, n_keys = self.heads
         shapes = [(n_heads, WIDTH), (n_keys, WIDTH), (n_keys, self.value_width), (n_heads, self.value_width)]
@@ -43,7 +45,7 @@ class Case:
         return [x.to(self.dtype).double() for x in (*made, torch.randn(n_heads, generator=random))]
 
     def expected(self) -> list[torch.Tensor]:
-        """Output and gradients of queries, keys, values and sinks."""
+        """The output, and the gradients of queries, keys, values and sinks."""
         *tensors, grad, sinks = self.tensors()
         inputs = [x.requires_grad_() for x in (*tensors, sinks)]
         out = plain_attention(
@@ -59,7 +61,7 @@ class Case:
 
 
 def of_ring(rank: int, world: int, cases: list[Case]) -> list[tuple[list[torch.Tensor], dict[str, int]]]:
-    """This rank's results of each case, and the bytes it sent."""
+    """The results of this rank for each case, and the bytes that it sent."""
     comm = Collectives()
     results = []
     for case in cases:
@@ -117,14 +119,15 @@ def test_ranks_compute_what_one_process_computes(world: int) -> None:
         expected = case.expected()
         for j, whole in enumerate(expected):
             parts = [results[rank][i][0][j] for rank in range(world)]
-            found = sum(parts) if j == 4 else cut.join(parts, dim=2)  # the sinks' gradient is a sum over ranks
+            found = sum(parts) if j == 4 else cut.join(parts, dim=2)  # the gradient of sinks is a sum over ranks
             allowed = TOLERANCES[case.dtype] * max(1.0, float(whole.abs().max()) if whole.numel() else 1.0)
             assert (found - whole).abs().max() <= allowed, f"{case}, tensor {j}"
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_what_is_sent_is_the_formula(world: int) -> None:
-    """Keys travel as far as somebody needs them, in both passes; gradients in fp32 at least, one message a hop."""
+    """Keys are sent on as long as a later rank needs them, in both passes. Gradients are sent in fp32 or more
+    precisely, in one message a hop."""
     results = run_ranks(world, of_ring, CASES)
     for i, case in enumerate(CASES):
         if case.documents is not None:
@@ -142,7 +145,8 @@ def test_what_is_sent_is_the_formula(world: int) -> None:
 
 
 def test_the_formula_for_whole_rings_and_for_neighbours() -> None:
-    """Said by hand: all but one part pass every rank; with a window no longer than a part only the neighbour needs it."""
+    """Numbers by hand. In a whole ring a rank sends each part except one. With a window no longer than a part, only the
+    neighbour needs a part."""
     plan = plan_ring(SequenceCut(64, 4, "zigzag"))
     assert [plan.wire_elems(rank, 2, 8) for rank in range(4)] == [(3 * 16 * 2 * 2 * 8, 3 * 16 * 2 * 2 * 8)] * 4
     near = plan_ring(SequenceCut(64, 4, "contiguous"), window=16)
@@ -164,7 +168,7 @@ def test_work_is_even_in_zigzag_and_not_in_contiguous_order() -> None:
 
 
 def refused(rank: int, world: int) -> list[str]:
-    """The errors that this rank gets for calls that do not fit; nothing is sent."""
+    """The errors that this rank gets for calls that do not fit. Nothing is sent."""
     comm, cut = Collectives(), SequenceCut(10, world)
     comm.ledger.reset_totals()
     n = cut.tokens[rank]

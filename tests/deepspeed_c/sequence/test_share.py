@@ -1,5 +1,5 @@
-"""How much a rank's loss counts if it is not configured (engine/share.py): weights after SGD as in one plain process,
-or an error on all ranks, or a warning with the factor."""
+"""The weight of a rank's loss if it is not configured (engine/share.py). Parameters after SGD equal those of one plain
+process, or all ranks get an error, or a warning names the factor."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from tests.ranks import run_ranks
 
 
 class Unlabelled(Toy):
-    """Gives logits alone, and knows no labels."""
+    """Returns only logits and takes no labels."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x, torch.zeros(x.shape[:2], dtype=torch.int64))["logits"]
 
 
 class Scalar(Toy):
-    """Returns its loss itself."""
+    """Returns only its loss, not a dict."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return super().forward(x, labels)["loss"]
 
 
 class Gathering(Toy):
-    """A layer of it gathers something over the ranks, and its loss is a mean over its own tokens all the same."""
+    """Gathers values of all ranks in a layer. Its loss is nevertheless a mean over the rank's own tokens."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         parts = collectives.all_gather(x * self.out.bias, group=groups._get_sequence_parallel_group())
@@ -55,14 +55,14 @@ class Gathering(Toy):
 
 
 class GatheringAlone(Toy):
-    """The same in one process."""
+    """The same model as ``Gathering``, for one process."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         return super().forward(x + 0.1 * (x * self.out.bias).mean(1, keepdim=True), labels)
 
 
 class OwnGather(torch.autograd.Function):
-    """A user's own gather whose backward sums the gradients of all ranks."""
+    """A gather of the user's. Its backward sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
@@ -78,7 +78,7 @@ class OwnGather(torch.autograd.Function):
 
 
 def own_gather_without_sum(value: torch.Tensor, group: Any) -> torch.Tensor:
-    """Values of all ranks; only this rank's value is in the graph."""
+    """The values of all ranks. Only the value of this rank is in the graph."""
     parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, value.detach(), group=group)
     parts[dist.get_rank(group)] = value
@@ -108,7 +108,7 @@ LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def own_term(mine: torch.Tensor) -> torch.Tensor:
-    """This rank's value, and zeros in the places of the others."""
+    """The value of this rank, with zeros in the places of the other ranks."""
     group = groups._get_sequence_parallel_group()
     return torch.stack([mine if r == dist.get_rank(group) else 0 * mine for r in range(dist.get_world_size(group))])
 
@@ -139,7 +139,8 @@ def engine_of(model: torch.nn.Module, sp: int, way: str | None = None, **config:
 
 
 def outside_body(rank: int, world: int, sp: int, kind: str, way: str | None) -> tuple[Any, list[str], Any]:
-    """A loss made outside of a model that was given no labels: (weights, warnings, error and whether weights moved)."""
+    """The loss is computed outside of a model that gets no labels. Returns (weights, warnings, (error, how far weights
+    moved))."""
     start = {name: p.detach().clone() for name, p in Unlabelled().named_parameters()}
     with Records() as records, engine_of(Unlabelled(), sp, way) as engine:
         gathers = engine._comm.gather_objects
@@ -159,7 +160,7 @@ def outside_body(rank: int, world: int, sp: int, kind: str, way: str | None) -> 
             except StateError as error:
                 moved = {name: float((value - start[name]).norm()) for name, value in weights_of(engine).items()}
                 return None, records.texts, (str(error), max(moved.values()))
-        assert n_gathers == (1 if way is None else 0), n_gathers  # in the first step, and never again
+        assert n_gathers == (1 if way is None else 0), n_gathers  # only the first step gathers
         return weights_of(engine), records.texts, None
 
 
@@ -203,7 +204,7 @@ def test_what_is_said_or_known_trains_as_one_process(kind: str, way: str | None,
 def test_a_mean_that_nobody_has_named_is_a_warning_with_the_factor() -> None:
     _, texts, error = run_ranks(2, outside_body, 2, "mean", None)[0]
     assert error is None, error
-    (text,) = texts  # once
+    (text,) = texts  # there is one warning
     assert "about 2 times too large" in text and "other numbers" in text, text
     for word in ("mean", "whole", "part"):
         assert f'"loss": "{word}"' in text, text
@@ -212,7 +213,7 @@ def test_a_mean_that_nobody_has_named_is_a_warning_with_the_factor() -> None:
 
 
 def own_body(rank: int, world: int, kind: str) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """A model's own loss, weighted by the labels that the forward has seen."""
+    """A model computes its own loss, which is weighted by the labels that its forward got."""
     model = {"scalar": Scalar, "placed": Toy, "gathering": Gathering, "retained": Toy}[kind]()
     with Records() as records, engine_of(model, world) as engine:
         for step in range(STEPS):
@@ -258,7 +259,7 @@ def unequal_body(rank: int, world: int, n_backwards: list[int]) -> int:
 
 
 def some_body(rank: int, world: int, case: str) -> tuple[str, list[str]]:
-    """A first step whose losses say nothing, or not the same on all ranks."""
+    """The losses of the first step tell nothing about labels, or tell different things on different ranks."""
     model = torch.nn.Linear(WIDTH, WIDTH)
     engine, *_ = deepspeed_c.initialize(model=model, config=config_of(1, sequence_parallel_size=2))
     before = model.weight.detach().clone()
@@ -298,7 +299,7 @@ def test_what_is_doubtful_is_a_warning(case: str, words: str) -> None:
 
 
 class Divided(Toy):
-    """As transformers' models: divides by ``num_items_in_batch`` where it is given."""
+    """Divides by ``num_items_in_batch`` if it is given, as models of transformers do."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, num_items_in_batch: int) -> dict[str, torch.Tensor]:
         found = super().forward(x, labels)

@@ -1,4 +1,4 @@
-"""Parts run in tiles against the same parts run whole by torch: outputs, and every gradient."""
+"""Parts of models that run in tiles, compared with the same parts run whole by torch: outputs, and every gradient."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TILES = [1, 2, 3, 7, 13, 40]
 
 
 class Gated(nn.Module):
-    """A gated MLP with a bias, as Llama's."""
+    """A gated MLP like Llama's, with a bias."""
 
     def __init__(self, width: int = 6, inner: int = 10, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ def whole(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(output: torch.Tensor, of: list[torch.Tensor], seed: int = 5) -> list[torch.Tensor | None]:
-    """The gradients of a loss that weighs all outputs differently."""
+    """The gradients of a loss in which each output has another weight."""
     torch.manual_seed(seed)
     return list(torch.autograd.grad((output * torch.randn_like(output)).sum(), of, allow_unused=True))
 
@@ -199,7 +199,7 @@ def test_under_autocast():
     of = [x, *mlp.parameters()]
     with torch.autocast("cpu", torch.bfloat16):
         output, expected = TiledMLP.apply(whole, mlp, x, 4, None), mlp(x)
-        # Outside of tiles the same weight has its gradient still.
+        # Outside of tiles the same weight still gets its gradient.
         once_more = mlp.up(x)
     assert output.dtype is expected.dtype is torch.bfloat16
     assert_same(gradients(output, of), gradients(expected, of), rtol=0.05)
@@ -281,7 +281,7 @@ def losses_of(head: nn.Linear, x: torch.Tensor, labels: torch.Tensor, reduction:
 
 
 def labels_of(shape: tuple[int, ...], vocab_size: int = 11) -> torch.Tensor:
-    """Half of the tokens are padding, and the last of all of them are."""
+    """Labels of which half of the first half, and all of the second half, are padding."""
     torch.manual_seed(2)
     labels = torch.randint(vocab_size, shape)
     labels[torch.rand(shape) < 0.5] = -100

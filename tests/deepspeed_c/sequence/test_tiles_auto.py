@@ -1,4 +1,4 @@
-"""Modules recognised as MLPs, their number of tiles, and the effect of the configuration's keys."""
+"""The modules that are recognised as MLPs, their number of tiles, and the effect of the keys of the configuration."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SmallMLP(nn.Module):
 
 
 class Mixing(nn.Module):
-    """Has weights and is no layer that treats tokens by themselves."""
+    """Has weights and mixes tokens, so it must not run in tiles."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,10 +76,10 @@ def test_forwards_are_replaced_and_given_back():
     model[1].up.register_forward_hook(lambda module, args, output: seen.append(args[0].shape[1]))
     tiled = tile_model(model)
     torch.testing.assert_close(torch.autograd.grad(model(x).square().sum(), of), expected)
-    # 5 tiles in forward, and again in the backward.
+    # There are 5 tiles in forward and again in backward.
     assert seen == [4, 4, 4, 4, 3] * 2
     seen.clear()
-    model(x[:, :3])  # a tile would be no smaller
+    model(x[:, :3])  # a tile would not be smaller
     assert seen == [3]
     tiled.close()
     tiled.close()

@@ -1,4 +1,4 @@
-"""Tiled parts under every stage of ZeRO: weights after steps of SGD equal those from a plain process that runs every
+"""Tiled parts under every stage of ZeRO. After steps of SGD the weights equal those of a plain process that runs every
 part whole."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """n_tiles: None runs everything whole."""
+    """A model with tiled parts. If n_tiles is None, all parts run whole."""
 
     def __init__(self, n_tiles: int | None, *, recompute: bool = False, names_weights: bool = True) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def log_gathers(rank, world, n_tiles):
             "stage": 3,
             "stage3_param_persistence_threshold": 0,
             "reduce_bucket_size": 192,
-            # Weights are released as early as possible.
+            # Release weights as early as possible.
             "stage3_max_live_parameters": 0,
             "stage3_max_reuse_distance": 0,
             "stage3_prefetch_bucket_size": 0,
