@@ -1,5 +1,5 @@
-"""Print the behaviour of DeepSpeed's names as one JSON object: with the argument "ours" deepspeed_c's under that name,
-else the installed DeepSpeed's."""
+"""Print the behaviour of DeepSpeed's names as one JSON object: of deepspeed_c under that name with the argument "ours",
+else of the installed DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAIN = (str, int, float, list, tuple, type(None))
 
 
 def constants(module: str) -> dict[str, object]:
-    """All constants of a module, without texts of several lines."""
+    """All constants of a module, except texts of several lines."""
     loaded = importlib.import_module(module)
     names = [name for name in dir(loaded) if name.isupper() and not name.startswith("_")]
     values = {name: getattr(loaded, name) for name in names}
@@ -27,7 +27,7 @@ def constants(module: str) -> dict[str, object]:
 
 
 def outcome(function, *args, **kwargs) -> object:
-    """A call's result, or "error"; classes of errors are not compared."""
+    """The result of a call, or "error". Classes of errors are not compared."""
     try:
         found = function(*args, **kwargs)
     except (ValueError, TypeError, AssertionError, AttributeError, KeyError, RuntimeError):
@@ -36,7 +36,8 @@ def outcome(function, *args, **kwargs) -> object:
 
 
 def _changed(model) -> dict[str, object]:
-    """A model's values without its class's defaults, if it has any: the whole dump is compared once a class."""
+    """The values of a model that differ from the defaults of its class. A class without defaults for all fields, and a
+    small class, give all values."""
     dump = model.model_dump(mode="json")
     if any(field.is_required() for field in type(model).model_fields.values()) or len(dump) < 9:
         return dump
@@ -217,7 +218,7 @@ def experts() -> dict[str, object]:
     names = {id(param): i for i, param in enumerate(params)}
 
     def show(groups):
-        # DeepSpeed has the groups of experts in the order of a set.
+        # DeepSpeed has groups of experts in the random order of a set.
         shown = [{k: [names[id(p)] for p in v] if k == "params" else v for k, v in group.items()} for group in groups]
         return sorted(shown, key=lambda group: json.dumps(group, sort_keys=True))
 

@@ -1,4 +1,4 @@
-"""Copies for torch.save hold their own elements and nothing else, and file names follow DeepSpeed's layout."""
+"""Copies for torch.save hold only their own elements, and file names follow DeepSpeed's layout."""
 
 from __future__ import annotations
 

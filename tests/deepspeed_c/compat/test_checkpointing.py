@@ -1,4 +1,4 @@
-"""recompute/__init__.py: arguments that configure accepts and refuses, and DeepSpeed's names for it."""
+"""recompute/__init__.py: the arguments that configure accepts and refuses, and DeepSpeed's names for configure."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Names that programs import from DeepSpeed behave the same here: facts.py is run on both, and DeepSpeed 0.19.6's
-answers are recorded.
+"""Names that programs import from DeepSpeed behave the same here. facts.py runs on both packages, and the results of
+DeepSpeed 0.19.6 are recorded.
 
 ``DSC_PEER_PYTHON=... python -m tests.deepspeed_c.compat.test_facts`` records them again.
 """
@@ -28,7 +28,7 @@ def facts_of(python: str, *arguments: str) -> dict[str, Any]:
 
 
 def differences(theirs: Any, ours: Any, where: str = "") -> list[str]:
-    """Where two trees of facts differ, with both values."""
+    """The places where two trees of facts differ, with both values."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         keys = sorted(theirs.keys() | ours.keys())
         return [

@@ -1,5 +1,5 @@
-"""Behaviour of ``compat``'s names that has no counterpart in DeepSpeed: typed errors, hosts and devices, and lighter
-implementations."""
+"""Behaviour of names of ``compat`` that has no counterpart in DeepSpeed: errors of our own types, hosts and devices,
+and lighter implementations."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_an_old_key_says_so_once(caplog) -> None:
 
 
 def test_fields_of_pydantic_are_read_by_their_attributes() -> None:
-    # As pydantic.Field(3, ge=1, alias="w") looks; pydantic itself is no requirement.
+    # Looks like pydantic.Field(3, ge=1, alias="w"). pydantic itself is not required.
     class FieldInfo:
         default, default_factory, alias, json_schema_extra, exclude = 3, None, "w", None, None
         metadata = (SimpleNamespace(ge=1),)

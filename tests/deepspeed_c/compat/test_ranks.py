@@ -1,5 +1,5 @@
 """Names of ``compat`` that need ranks or an engine: masters and gradients under DeepSpeed's names, batch sizes over
-ranks, flat groups, a checkpoint's folder."""
+ranks, flat groups, and the folder of a checkpoint."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def access_body(rank: int, world: int, stage: int) -> None:
             get_full_hp_grad(param)
         engine.backward(loss_of(engine, rank))
         grad = get_full_hp_grad(param)
-        # The gradient is the same on all ranks, and covers all ranks' batches.
+        # All ranks have the same gradient, which covers the batches of all ranks.
         again = grad.clone()
         dist.broadcast(again, 0)
         assert torch.equal(grad, again) and grad.dtype == torch.float32 and grad.abs().max() > 0, (grad, again)
@@ -66,7 +66,7 @@ def access_body(rank: int, world: int, stage: int) -> None:
         assert torch.equal(get_full_hp_grad(param), torch.zeros_like(grad))
         before = get_full_hp_param(param)
         engine.step()
-        # Adam moves nothing where the gradient is 0 and there is no decay.
+        # Adam moves no parameter if the gradient is 0 and there is no decay.
         assert torch.equal(get_full_hp_param(param), before)
         assert torch.equal(get_full_hp_param(param, "exp_avg"), torch.zeros_like(before))
         value = torch.arange(before.numel(), dtype=torch.float32).view_as(before) / 7
@@ -86,8 +86,8 @@ def test_masters_states_and_gradients(stage: int) -> None:
 
 
 def linked_body(rank: int, world: int) -> None:
-    # Three parameters of 5, 4 and 3 elements in a flat group of 12, 6 on each rank: the second is cut between 1 and 3
-    # elements.
+    # Three parameters of 5, 4 and 3 elements are a flat group of 12, with 6 on each rank. The second parameter is cut
+    # after its first element.
     params = [torch.nn.Parameter(torch.arange(n) * 1.0 + 10 * n).bfloat16() for n in (5, 4, 3)]
     whole = torch.cat([param.detach().flatten().float() for param in params])
     flat = whole[6 * rank : 6 * rank + 6].clone()
@@ -172,7 +172,7 @@ def test_batch_sizes_over_ranks() -> None:
 
 
 class ModelMpu:
-    """Both ranks hold parts of the same model."""
+    """An mpu of two ranks that hold parts of one model."""
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
         return dist.group.WORLD
@@ -195,7 +195,8 @@ def gather_body(rank: int, world: int) -> None:
     shared, cut = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))
     cut.model_parallel = True
     shared.grad, cut.grad = torch.tensor([0.0, 2.0, 0.0]), torch.tensor([3.0 * rank, 4.0])
-    # Shared parameters count zeros on the first rank only: 2 there, 1 of the first rank's cut, none of the second's.
+    # Zeros of the shared parameter count only on the first rank: 2. The cut parameter has 1 zero on the first rank, and
+    # none on the second.
     assert get_grad_zeros([shared, cut], mpu=ModelMpu()) == 3
     got = [get_flattened_grad_norm([cut], norm_type=p, mpu=ModelMpu()) for p in (2, float("inf"))]
     assert got == pytest.approx([(16 + 9 + 16) ** 0.5, 4.0]), got
@@ -225,7 +226,7 @@ def test_folder_of_a_real_checkpoint(tmp_path: Path) -> None:
     (model,) = parse_model_states(found.mp_rank_files)
     assert {name for shapes in model.param_shapes for name in shapes} == set(weights)
 
-    # The shards, put together by hand, are the whole weights.
+    # The shards are put together by hand and give the whole weights.
     out = tmp_path / "shards"
     for dp in range(2):
         extract_zero_shards(str(out), found, (0, 0, dp))

@@ -1,4 +1,5 @@
-"""DeepSpeed's estimate functions: bytes by the ZeRO paper, whole sizes of sharded parameters, and every option printed."""
+"""DeepSpeed's estimate functions: bytes follow the ZeRO paper, sharded parameters count with their whole sizes, and
+every option is printed."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def test_stage_2_is_the_papers_formula():
     # 2P + 14P/N, arXiv 1910.02054 section 5.2
     host, device = zero.estimate_zero2_model_states_mem_needs(P, 8, 8, cpu_offload=False)
     assert device == 2 * P + 14 * P // 64
-    assert host == 4 * P * 8 * 3 // 2  # eight processes build the fp32 model, times 1.5
+    assert host == 4 * P * 8 * 3 // 2  # each of eight processes builds the fp32 model; DeepSpeed multiplies by 1.5
 
 
 def test_stage_2_with_offload_leaves_the_weights_on_the_device():
@@ -37,7 +38,7 @@ def test_stage_3_is_the_papers_formula_and_a_layer():
     ("offload_params", "zero_init", "host", "device"),
     [
         (True, True, 16 * P, 4 * LAYER),
-        (True, False, 32 * P, 4 * LAYER),  # eight whole fp32 models are more than one set of states
+        (True, False, 32 * P, 4 * LAYER),  # eight whole fp32 models take more than one set of states
         (False, True, 14 * P, 4 * LAYER + 2 * P // 8),
         (False, False, 32 * P, 4 * LAYER + 2 * P // 8),
     ],
@@ -70,7 +71,7 @@ def test_an_empty_model_takes_nothing():
 
 def make_model() -> torch.nn.Module:
     model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 7), torch.nn.Linear(7, 5, bias=False))
-    model[2].weight = model[0].weight  # tied: counts once
+    model[2].weight = model[0].weight  # a tied weight counts once
     return model
 
 

@@ -1,4 +1,4 @@
-"""The linear layer of stage 3 against torch's: values, gradients, autocast, and sharded training."""
+"""The linear layer of stage 3, compared with torch's: values, gradients, autocast, and sharded training."""
 
 import pytest
 import torch

@@ -1,8 +1,7 @@
-"""Compare the schema's defaults with an installed DeepSpeed's, by hand: ``python compare_defaults.py PYTHON``.
+"""Compare the defaults of the schema with those of an installed DeepSpeed: ``python compare_defaults.py PYTHON``.
 
-PYTHON is an interpreter whose environment has DeepSpeed. Prints one line for each difference; ends with 1 if there is
-one.
-Not a test: DeepSpeed is a peer and not needed to develop this package.
+PYTHON is an interpreter whose environment has DeepSpeed. The program prints one line for each difference, and its exit
+code is 1 if there is any. It is run by hand and not as a test, because development does not need DeepSpeed.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ out = {
 print("JSON" + json.dumps(out, default=str))
 '''
 
-# Attributes of the peer's objects that are no keys of the configuration.
+# Attributes of DeepSpeed's objects that are not keys of the configuration.
 _NOT_KEYS = {
     "pipeline", "mpu", "tp_group", "injection_policy_tuple", "max_acceptable_batch_size", "micro_batches",
     "prefer_larger_batch_size",
@@ -76,12 +75,12 @@ _NOT_KEYS = {
     "cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory", "stage3_gather_fp16_weights_on_model_save",
     "kernel_inject",
     "differentiable", "tp", "expert_w3", "curriculum_learning", "dynamic_batching",
-    "fp16_mixed_quantize", "quantize_change_ratio",  # a section, which the peer flattens
+    "fp16_mixed_quantize", "quantize_change_ratio",  # a section, which DeepSpeed flattens
 }  # fmt: skip
 
 
 def main(python: str) -> int:
-    """Prints the differences; 1 when there are any."""
+    """Prints the differences. Returns 1 if there are any."""
     from deepspeed_c.config import load_config
 
     run = subprocess.run([python, "-c", _PEER], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The batch triangle against DeepSpeed's rules written out as a search over small numbers."""
+"""The rule train = micro x steps x ranks, compared with DeepSpeed's rules, written as a search over small numbers."""
 
 import itertools
 
@@ -12,8 +12,8 @@ SIZES = (None, 1, 2, 3, 4, 6, 7, 12)
 
 
 def by_search(train, micro, steps, world):
-    """The only (train, micro, steps) that fits the given numbers; None if there is none, or DeepSpeed refuses to guess.
-    """
+    """The only (train, micro, steps) that fits the given numbers. None if none fits, or if DeepSpeed refuses to
+    choose."""
     if train is None and micro is None:
         return None
     if steps is None and (train is None or micro is None):
@@ -70,7 +70,8 @@ def test_big_numbers_stay_exact():
 
 @pytest.mark.parametrize("train, found", [(16, 8), (8, 8)])
 def test_a_batch_that_counts_tensor_parallel_ranks(train, found):
-    # 2 samples x 2 steps x 2 data-parallel ranks; transformers counts the ranks that share samples too.
+    # 8 = 2 samples x 2 steps x 2 data-parallel ranks. transformers multiplies by ranks that share samples too, and gets
+    # 16.
     sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "train_batch_size": train}
     config = load_config({**sizes, "tensor_parallel": {"autotp_size": 2}}, world_size=2)
     assert config.train_batch_size == found

@@ -1,4 +1,4 @@
-"""Values that contradict each other: each pair is found, and each neighbouring pair that is fine is accepted."""
+"""Pairs of values that contradict each other are found. Similar pairs without a contradiction are accepted."""
 
 import pytest
 
@@ -110,7 +110,7 @@ def test_conflicts_that_wait_for_a_feature(monkeypatch):
         ({"fp16": ON, "bf16": {"enabled": "auto"}}, []),
         ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}, "data_types": {"param_dtype": "bf16"}}, []),
         ({"fp16": ON, "bf16": ON, "zero_optimization": {"stage": "auto"}}, ["fp16.enabled, bf16.enabled"]),
-        # fp16 is on, so weights are fp16 or the two contradict each other.
+        # fp16 is on, so any other dtype of weights contradicts it.
         ({"fp16": ON, "bf16": {"enabled": "auto"}, "data_types": {"param_dtype": "bf16"}}, ["data_types.param_dtype"]),
         (
             {

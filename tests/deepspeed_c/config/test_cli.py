@@ -1,4 +1,4 @@
-"""``deepspeed_c config show`` and ``config check``: exit codes, and the texts on stdout and stderr."""
+"""``deepspeed_c config show`` and ``config check``: their exit codes, and their texts on stdout and stderr."""
 
 import json
 import subprocess

@@ -14,7 +14,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def read(path, value):
-    """The value that a configuration with this one key has there; ConfigError texts otherwise."""
+    """The value of a key in a configuration with only this key. If the value is refused, the error."""
     tree = value
     for part in reversed(path.split(".")):
         tree = {part: tree}
@@ -137,7 +137,7 @@ def test_refused(path, value):
 
 
 def test_integers_of_thousands_of_digits_are_refused():
-    """Python can neither print them nor turn them into floats."""
+    """Python can neither print such integers nor convert them to floats."""
     for path in (INTEGER, ELEMENTS, NUMBER):
         assert "an integer of 16610 bits" in read(path, 10**5000).what
     assert "an integer of 1329 bits" in read(NUMBER, 10**400).what
@@ -179,7 +179,7 @@ def test_show(value, text):
 
 
 def test_nan_is_not_compared_away():
-    """NaN fails every comparison: a check written as ``not value < 0`` would let it pass."""
+    """Every comparison with NaN is false, so a check of the form ``not value < 0`` would accept NaN."""
     for path in ("gradient_clipping", "optimizer.params.lr"):
         tree = {"optimizer": {"type": "Adam", "params": {"lr": NAN}}} if "lr" in path else {path: NAN}
         (problem,) = problems_of(tree, batch="skip")

@@ -1,4 +1,4 @@
-"""The resolved Config: it cannot be changed at any depth, and reports itself."""
+"""The resolved Config cannot be changed, at any depth, and describes itself."""
 
 import copy
 import json
@@ -46,7 +46,7 @@ def test_nothing_can_be_changed_at_any_depth(config):
         if isinstance(value, Section):
             for name in value.__struct_fields__:
                 if path == "" and name == "_given":
-                    continue  # private; as_dict() gives copies
+                    continue  # private attributes; as_dict() returns copies
                 with pytest.raises(AttributeError):
                     setattr(value, name, None)
                 check(getattr(value, name), f"{path}.{name}")

@@ -1,4 +1,4 @@
-"""docs/config.md and the pages below docs/config match the current schema, and hold every key."""
+"""docs/config.md and the pages in docs/config match the current schema and have every key."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Keys of features that do not exist: refused when they ask for one, accepted when off and when they only tune."""
+"""Keys of features that do not exist. A key that asks for such a feature is refused. A key that switches it off, or
+that only tunes it, is accepted."""
 
 import typing
 
@@ -13,7 +14,7 @@ from deepspeed_c.errors import UnsupportedConfigError
 
 
 def tree_of(path, value):
-    """The configuration with this one key; containers get one entry."""
+    """A configuration with only this key. Containers get one entry."""
     tree = value
     for part in reversed(path.replace("<name>", "g1").replace("[]", ".[]").split(".")):
         tree = [tree] if part == "[]" else {part: tree}
@@ -25,11 +26,11 @@ def written(path):
 
 
 def other_values(field):
-    """Values that ask for the feature: for each type of the key, a value other than the default and off."""
+    """Values that ask for the feature: for each type of the key, a value that is neither the default nor off."""
     for arm in arms(field.hint):
         kind = bare(arm)
         if isinstance(kind, type) and issubclass(kind, Section):
-            # Its presence with any key at another value than the default.
+            # The section is present, with a key whose value is not the default.
             inner = [each for each in fields_of(kind).values() if each.name != "enabled" and each.section is None]
             yield next({each.name: value} for each in inner for value in other_values(each) if value != each.default)
             if "enabled" in fields_of(kind):
@@ -80,7 +81,7 @@ def test_switch_is_refused_when_on_and_accepted_when_off(path, field):
 
 @pytest.mark.parametrize("path, field", BUILT_SWITCHES, ids=[path for path, _ in BUILT_SWITCHES])
 def test_switch_of_what_is_built_is_not_refused_for_itself(path, field):
-    """It may ask for other keys beside it; it is never said to be missing."""
+    """The switch of a built feature may need other keys. It is never refused as a missing feature."""
     for value in (*other_values(field), field.default, *field.info.off):
         if field.section is None or value is None:
             problems = problems_of(tree_of(path, value), batch="skip")
@@ -100,7 +101,7 @@ def test_tuning_key_is_accepted_and_reported_as_unused(path, field):
         part in path
         for part in ("zenflow.", "zeropp", "sparse_attention.", "weight_quantization.", "datastates", "writer.")
     ):
-        return  # inside a section whose presence asks for the feature: refused there
+        return  # the section asks for its feature by its presence, so another test covers it
     config = load_config(tree_of(path, value), world_size=1, batch="skip")
     assert written(path) in config.summary_line(), path
     row = next(row for row in config.rows() if row.key.split("[")[0] == written(path).split("[")[0])
@@ -113,7 +114,7 @@ def _first(field):
 
 
 def _example(field):
-    """The last word of a list of words; a list of one for lists."""
+    """An example of a value: the last of the allowed words, or a list with one entry."""
     kind = _first(field)
     if typing.get_origin(kind) is typing.Literal:
         return typing.get_args(kind)[-1]
@@ -158,7 +159,7 @@ def test_a_missing_feature_is_refused_and_one_line_enables_it(monkeypatch):
     assert problems_of(tree, batch="skip") == []
 
 
-# Sections of missing features: null by default, so that a section asks, or with a switch inside.
+# Sections of missing features. A section that is null by default asks by its presence; others have a switch inside.
 NULL_BY_DEFAULT = [(path, field) for path, field in SWITCHES if field.section is not None]
 MISSING = [
     (path, field)
@@ -176,7 +177,7 @@ def defaults_of(section):
 
 
 def outermost(path):
-    """The path of the first section on the way that belongs to a missing feature: the note names it."""
+    """The outermost section on the path that belongs to a missing feature. The note names this section."""
     known = {known for known, _ in MISSING}
     parts = path.split(".")
     return next(".".join(parts[:n]) for n in range(1, len(parts) + 1) if ".".join(parts[:n]) in known)
@@ -227,7 +228,7 @@ def test_section_that_is_off_reads_as_if_it_were_not_there(path, field):
 
 
 def test_a_strict_configuration_may_be_written_out_and_read_again():
-    """The resolved one has each section, those of missing features at their defaults."""
+    """The resolved configuration has every section. Sections of missing features have their defaults."""
     first = load_config({"train_batch_size": 4, "strict": True}, world_size=1)
     again = load_config(first.resolved_dict(), world_size=1)
     assert again.strict and again.resolved_dict() == first.resolved_dict()
@@ -235,7 +236,7 @@ def test_a_strict_configuration_may_be_written_out_and_read_again():
 
 @pytest.mark.parametrize("path, field", NULL_BY_DEFAULT, ids=[path for path, _ in NULL_BY_DEFAULT])
 def test_section_that_asks_by_being_there_is_refused(path, field):
-    """In DeepSpeed any key of such a section is a wish for its feature, at its default too."""
+    """In DeepSpeed any key of such a section asks for the feature, even with its default value."""
     given = defaults_of(field.section) or dict.fromkeys(fields_of(field.section), 1)
     given.pop("enabled", None)
     problems = problems_of(tree_of(path, given), batch="skip")
@@ -266,7 +267,7 @@ def test_other_keys_of_a_disabled_section_ask_for_nothing(path, value):
 
 
 def test_a_section_inside_a_disabled_one_asks_by_its_own_switch():
-    """As in DeepSpeed, which drops tokens by the inner switch alone."""
+    """The same holds in DeepSpeed, where only the inner switch decides whether tokens are dropped."""
     routing = {"enabled": False, "random_ltd": {"enabled": True}}
     tree = {"data_efficiency": {"enabled": False, "data_routing": routing}}
     (problem,) = problems_of(tree, batch="skip")
@@ -284,6 +285,6 @@ def test_every_type_of_a_missing_feature_is_refused():
 
 
 def test_features_are_asked_for_in_the_default_of_nothing():
-    """No default asks for anything: an empty configuration is good."""
+    """No default asks for a feature, so an empty configuration is accepted."""
     assert problems_of({}, batch="skip") == []
     assert all(field.default is not msgspec.NODEFAULT for _, field in SWITCHES)

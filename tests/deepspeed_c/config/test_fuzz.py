@@ -1,4 +1,4 @@
-"""Random configurations: each gives a Config or a ConfigError, and the input stays as it was."""
+"""Random configurations: each gives a Config or a ConfigError, and the input is not changed."""
 
 import copy
 import random
@@ -40,7 +40,7 @@ def some_tree(rng):
         field = find(path)
         is_default = field is not None and field.section is None and rng.random() < 0.7
         value = field.default if is_default else copy.deepcopy(rng.choice(VALUES))
-        value = dict(value) if isinstance(value, dict) else value  # a later key may be put into it
+        value = dict(value) if isinstance(value, dict) else value  # a later key may be put into the copy
         if rng.random() < 0.1:
             tree[path] = value  # as a dotted key
         else:

@@ -1,4 +1,4 @@
-"""Importing the configuration loads no torch, prints nothing and starts nothing."""
+"""An import of the configuration loads no torch, prints nothing and starts nothing."""
 
 import subprocess
 import sys

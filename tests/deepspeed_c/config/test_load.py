@@ -1,4 +1,5 @@
-"""Reading a configuration: "auto", dotted and parked keys, old names, overrides, sources; nothing is changed."""
+"""Reading a configuration: "auto", keys with dots, parked keys ("x-..."), old names, overrides and sources. The input
+is not changed."""
 
 import copy
 from pathlib import Path
@@ -12,7 +13,7 @@ from deepspeed_c.config.schedule import SCHEDULES
 from deepspeed_c.config.schema import fields_of, find, walk
 from deepspeed_c.errors import BatchSizeError, ConfigError, UnsupportedConfigError
 
-# The configuration from the Hugging Face Trainer's documentation.
+# The configuration in the documentation of the Hugging Face Trainer.
 HF = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
@@ -57,7 +58,7 @@ HF = {
     "checkpoint": {"use_node_local_storage": False},
     "wall_clock_breakdown": False,
 }
-# Values that the Trainer and accelerate fill in; the missing ones are ours to find.
+# Values that the Trainer and accelerate fill in. The reader has to find the other ones.
 FILLED = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 1,
@@ -93,7 +94,7 @@ def autos(tree, path=""):
 
 
 def named_in(problem):
-    """The keys listed in the error about "auto"; each has a line with its fix."""
+    """The keys that the error about "auto" lists. Each has a line with its fix."""
     return {line.split(":")[0].strip() for line in problem.fix.splitlines()[1:]}
 
 
@@ -124,7 +125,7 @@ def test_every_auto_that_nobody_filled_is_named_in_one_error():
         "zero_optimization.stage: one of 0, 1, 2, 3 (without the key: 0)",
     ):
         assert text in str(problem), str(problem)
-    assert "scheduler.params.total_num_steps: an integer > 0\n" in str(problem)  # it has no default to fall back to
+    assert "scheduler.params.total_num_steps: an integer > 0\n" in str(problem)  # the key has no default
     (problem,) = problems_of({"fp16": {"enabled": "auto"}, "train_batch_size": 1})
     assert problem.where == "fp16.enabled" and named_in(problem) == {"fp16.enabled"}
 
@@ -138,7 +139,7 @@ def test_each_of_them_alone_is_an_error(missing):
     else:
         del filled[missing]
     (problem,) = problems_of(HF, world_size=2, overrides=filled)
-    # Of two unknown batch sizes neither follows from the other.
+    # If two batch sizes are unknown, neither can be computed.
     assert named_in(problem) - {"train_batch_size"} == {missing}, str(problem)
 
 
@@ -191,7 +192,7 @@ def test_skip_leaves_it_to_the_caller_to_fill():
 
 
 def with_auto_at(path):
-    """A configuration with "auto" in this one key."""
+    """A configuration with only this key, whose value is "auto"."""
     tree = place = {}
     *sections, last = path.split(".")
     for section in sections:
@@ -203,7 +204,7 @@ def with_auto_at(path):
     return tree
 
 
-# Where DeepSpeed takes "auto" for a key that is not there (its pydantic sections).
+# The sections in which DeepSpeed treats a key with "auto" as absent: those that are pydantic models.
 DROPPED = (
     *("zero_optimization.", "fp16.", "bf16.", "tensor_parallel.", "hybrid_engine.", "compile.", "comms_logger."),
     *("timers.throughput.", "tensorboard.", "wandb.", "csv_monitor.", "comet."),
@@ -216,7 +217,7 @@ def test_auto_elsewhere_is_an_error():
     assert len(paths) > 250
     for path in paths:
         problems = problems_of(with_auto_at(path), batch="skip")
-        # A key that takes any text, such as the name of a backend, is no exception.
+        # A key that accepts any text still refuses "auto", unless it is a `.type`.
         assert [p for p in problems if p.where == path and "auto" in p.what] or path.endswith(".type"), (path, problems)
 
 
@@ -232,13 +233,13 @@ def test_auto_where_deepspeed_takes_its_default_is_a_note():
         tree = with_auto_at(path)
         if "zenflow." in path or "zeropp_loco_param." in path:
             tree["zero_optimization"]["stage"] = 0
-            where = ".".join(path.split(".")[:2])  # the section asks for its feature by any key
+            where = ".".join(path.split(".")[:2])  # any key of the section asks for its feature
             assert [problem.where for problem in problems_of(tree, batch="skip")] == [where], path
             continue
         config = load_config(tree, world_size=1, batch="skip")
         parts = path.split(".")
         sections = [".".join(parts[:n]) for n in range(1, len(parts))]
-        # The first section on the way whose feature is missing: it has nothing but this key.
+        # The outermost section of a missing feature on the path. It has only this key.
         off = [section for section in sections if not find(section).info.is_built][:1]
         assert [note.split(" ")[0] for note in config.notes] == [path, *off], (path, config.notes)
         assert config.source_of(path) == ("derived" if path == "zero_optimization.overlap_comm" else "auto")
@@ -301,7 +302,7 @@ def test_strict_makes_every_note_an_error():
     assert len(notes) == 8
     problems = problems_of({**tree, "strict": True}, batch="skip")
     assert [f"{problem.where} {problem.what}" for problem in problems] == list(notes)
-    assert problems_of({"strict": True, "fp16": {"enabled": "auto"}}, batch="skip") == []  # somebody fills it later
+    assert problems_of({"strict": True, "fp16": {"enabled": "auto"}}, batch="skip") == []  # "auto" may be filled later
     assert problems_of({**tree, "strict": False}, batch="skip") == []
 
 
@@ -391,7 +392,7 @@ def test_parked_keys_are_ignored_at_every_depth_and_reported():
 
 
 def some_value(key):
-    """A value that the old key can have, other than the default."""
+    """A value of the old key that is not the default."""
     if key.convert is not None or key.new is None:
         return False
     field = find(key.new)
@@ -432,7 +433,7 @@ def test_error_under_an_old_name_says_how_it_was_spelt():
     assert problem.where == "bf16.enabled (given as bfloat16)"
     (problem,) = problems_of({"zero_optimization": {"stage": 1, "zero_hpz_partition_size": 2}}, batch="skip")
     assert isinstance(problem, UnsupportedConfigError)
-    (problem,) = problems_of({"zero_optimization": {"cpu_offload": True}}, batch="skip")  # at stage 0
+    (problem,) = problems_of({"zero_optimization": {"cpu_offload": True}}, batch="skip")  # the stage is 0
     assert problem.where.startswith("zero_optimization.offload_optimizer.device")
     (problem,) = problems_of({"zero_optimization": {"cpu_offload": "maybe"}}, batch="skip")
     assert "given as zero_optimization.cpu_offload" in problem.where

@@ -1,4 +1,4 @@
-"""Every key of the schema, misspelt by one edit at its depth, is an error that names the right key."""
+"""For every key of the schema, a name that is misspelt by one edit raises an error that names the right key."""
 
 import pytest
 
@@ -21,7 +21,8 @@ def edits(name):
 
 
 def sections(cls=Root, path=(), outer=()):
-    """(path as it is reported, names in it, a function that puts a dict there) of every place that has keys."""
+    """For every place that has keys: (its path in messages, the names of its keys, a function that puts a dict
+    there)."""
 
     def place(content):
         tree = content
@@ -73,7 +74,7 @@ def test_misspelt_key_raises_and_names_the_right_one(path, names, place):
     for name in names:
         for wrong in edits(name):
             if wrong in names or prefix + wrong in OLD or not wrong or wrong.startswith("_"):
-                continue  # the edit made another key that exists, or a comment
+                continue  # the edit made another existing key, or a comment
             problems = problems_of(place({wrong: 1}), batch="skip")
             hits = [problem for problem in problems if problem.where == prefix + wrong]
             assert len(hits) == 1, (wrong, [str(problem) for problem in problems])

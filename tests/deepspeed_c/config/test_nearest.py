@@ -1,4 +1,4 @@
-"""Edit distance against a brute-force search, and the choice of near names."""
+"""The edit distance, compared with a brute-force search, and the choice of near names."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from deepspeed_c.config.nearest import distance, nearest
 
 
 def one_edit(word, letters):
-    """All words that one insertion, deletion, replacement or swap of neighbours makes."""
+    """All words that differ by one insertion, deletion, replacement or swap of neighbours."""
     for i in range(len(word) + 1):
         for letter in letters:
             yield word[:i] + letter + word[i:]

@@ -1,4 +1,4 @@
-"""Optimizers and schedules by name: which names are known, and how their parameters are checked."""
+"""Optimizers and schedules by name: the known names, and the checks of their parameters."""
 
 import ast
 import inspect
@@ -137,7 +137,7 @@ def test_params_of_torch_optimizers_are_those_of_torch():
     for name in ("SGD", "Adagrad"):
         theirs = inspect.signature(getattr(torch.optim, name)).parameters
         ours = OPTIMIZERS[name.lower()].params()
-        for field in set(ours.__struct_fields__) - {"state_dtype"}:  # of this package alone
+        for field in set(ours.__struct_fields__) - {"state_dtype"}:  # only this package has it
             assert field in theirs, (name, field)
             assert getattr(ours, field) == theirs[field].default, (name, field)
 
@@ -190,7 +190,8 @@ def test_keys_without_effect_are_shown_and_not_passed_on():
 
 
 def constructor_arguments(file, name):
-    """The arguments of a class of ops, read from its source: importing it needs the compiled extension."""
+    """The arguments of a class of ops. They are read from its source, because an import needs the compiled
+    extension."""
     path = Path(__file__).resolve().parents[3] / "ops" / file
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and node.name == name:

@@ -1,4 +1,4 @@
-"""No key is accepted and then read by nobody: each one is read by the code, says why it changes nothing, or is refused."""
+"""No key is accepted and then ignored: code reads it, or the schema says why it changes nothing, or it is refused."""
 
 import ast
 from pathlib import Path
@@ -13,14 +13,14 @@ from deepspeed_c.config.schema import walk
 from deepspeed_c.monitor import MONITORS
 
 ROOT = Path(deepspeed_c.__file__).parent
-# Files that read, check and print all keys alike, and DeepSpeed's getters and objects, which pass them on: none acts on
-# a value.
+# Files that do not act on the values of keys: some read, check and print all keys alike; the others are DeepSpeed's
+# getters and objects, which pass values on.
 NO_READERS = {
     *(ROOT / "config" / f"{name}.py" for name in ("checks", "coerce", "config", "docs", "keys", "load", "schema")),
     ROOT / "engine" / "getters.py",
     *(ROOT / "compat").glob("*.py"),
 }
-# Keys that act without a reader in the package, and how.
+# Keys that have an effect without a reader in the package -> how.
 ELSEWHERE = {
     "data_types.param_dtype": "a value that contradicts fp16.enabled and bf16.enabled is an error (checks.py)",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "accelerate and the Trainer read it by the engine's getter",
@@ -29,7 +29,7 @@ PARAMS = ("optimizer.params.", "scheduler.params.")
 
 
 def attributes_read():
-    """Every name that stands behind a dot somewhere in the package."""
+    """Every name that follows a dot somewhere in the package."""
     found = set()
     for path in ROOT.rglob("*.py"):
         if path not in NO_READERS:
@@ -39,9 +39,9 @@ def attributes_read():
     return found
 
 
-# A section of a monitor is looked up by the key of its backend.
+# The sections of monitors are looked up by the names of their backends.
 READ = attributes_read() | set(MONITORS)
-# A key that only tunes a feature that is not built does no harm while asking for the feature is refused.
+# The features that are refused. A key that only tunes one of them does no harm.
 REFUSED = {field.info.feature for _, field in walk() if field.info.is_switch and not field.info.is_built} | {
     kind.feature for kind in (*OPTIMIZERS.values(), *SCHEDULES.values())
 }
@@ -71,7 +71,7 @@ def test_each_key_has_a_reader_or_a_reason_or_is_refused(status):
 
 @pytest.mark.parametrize("kinds", [OPTIMIZERS, SCHEDULES], ids=["optimizers", "schedules"])
 def test_parameters_go_to_a_constructor_or_are_refused(kinds):
-    """Effective parameters are passed on; the constructors' own tests check their effect (test_build,
-    test_lr_schedules)."""
+    """Parameters that are accepted go to a constructor. Tests of the constructors (test_build, test_lr_schedules) check
+    their effect."""
     for kind in kinds.values():
         assert kind.params is not None or kind.feature is None or kind.feature in REFUSED, kind.name

@@ -1,4 +1,4 @@
-"""The schema knows every key of DeepSpeed 0.19.6 and 0.19.8 (known_keys.tsv) at its depth, and is whole in itself."""
+"""The schema has every key of DeepSpeed 0.19.6 and 0.19.8 (known_keys.tsv) at the right depth, and is consistent."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from deepspeed_c.config.features import FEATURES
 from deepspeed_c.config.keys import Section
 from deepspeed_c.config.schema import Root, fields_of, find, walk
 
-# Sections of the list that are not spelt as in JSON.
+# Sections that the list spells otherwise than JSON.
 SECTIONS = {
     "top": "",
     "monitors": "",
@@ -19,7 +19,7 @@ SECTIONS = {
     "curriculum_learning (legacy)": "curriculum_learning",
     "weight_quantization (ZeRO-inference)": "weight_quantization",
 }
-# Rows that describe more than one key, or a key in other words.
+# Rows that describe several keys, or describe a key in other words.
 ROWS = {
     ("optimizer", "optimizer"): ["optimizer"],
     ("scheduler", "scheduler"): ["scheduler"],
@@ -94,7 +94,7 @@ def test_defaults_have_the_type_of_their_key():
 
 
 def test_every_default_may_be_written_out():
-    """A file with every default in it is a good configuration, and means the same as an empty one."""
+    """A file with all defaults is accepted, and means the same as an empty one."""
 
     def written(cls):
         tree = {}

@@ -1,4 +1,4 @@
-"""Files, base64 text and malformed JSON: their results, and the message of each failure."""
+"""Configurations from files, from base64 text and from malformed JSON: the results, and the message of each failure."""
 
 import base64
 import json
@@ -41,7 +41,8 @@ def test_infinity_in_a_file(tmp_path):
 @pytest.mark.parametrize("encode", [base64.urlsafe_b64encode, base64.b64encode])
 @pytest.mark.parametrize("padding", ["", "x", "xx"])
 def test_base64(encode, padding):
-    # Three lengths, so that every number of padding signs occurs; and letters that only one alphabet has.
+    # Three lengths give every number of padding signs. The last letters encode to characters that only one alphabet
+    # has.
     tree = {**TREE, "x-pad": padding + "???>>>~~~"}
     text = encode(json.dumps(tree, ensure_ascii=False).encode()).decode()
     assert read_source(text) == (tree, "base64 text")

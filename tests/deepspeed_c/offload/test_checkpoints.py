@@ -1,4 +1,5 @@
-"""Checkpoints of engines whose masters and moments live in a file: they load anywhere, and anything loads into them."""
+"""Checkpoints of engines whose masters and moments lie in a file. Other engines load them, and these engines load
+checkpoints of others."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ def round_trips(rank: int, world: int, folder: str) -> None:
         assert saved and saved.is_done(), f"{label}: {saved!r}"
         saved.wait()
         assert train(swapped, rank, range(3, 6)) == rest, f"{label}: going on after a save"
-        # Into the engine that wrote it, and the other's.
+        # The engine loads its own checkpoint, and that of the engine with states in memory.
         for tag in ("file", "memory"):
             swapped.load_checkpoint(here, tag=tag)
             same(states(swapped), want, f"{label}: loaded {tag}")
@@ -93,7 +94,7 @@ def round_trips(rank: int, world: int, folder: str) -> None:
         swapped.close()
 
         for target_stage, offload in ((stage, None), (3 if stage != 3 else 2, SWAPPED)):
-            # Blocks of codes are cut otherwise by another arrangement, so that only the same one is exact.
+            # Another arrangement cuts blocks of 8-bit codes at other places, so only the same arrangement is exact.
             exact = kind if target_stage == stage else kind.replace("int8", "fp32")
             engine = make(folder, target_stage, dtype, offload, exact)
             engine.load_checkpoint(here, tag="file")
@@ -139,7 +140,7 @@ def edits(rank: int, world: int, folder: str, kind: str) -> None:
     same(after, want, "after edits")
     assert torch.equal(param.detach().float(), torch.full((5, 13), 0.5))
 
-    # Freezing and thawing move states through memory and back to a new file.
+    # Freezing and unfreezing parameters moves states into memory and back to a new file.
     engine.set_trainable(["0.*", "4.*"])
     train(engine, rank, range(2, 3))
     engine.set_trainable(["*"])
@@ -170,7 +171,7 @@ def test_states_can_be_read_edited_frozen_and_thawed(world, kind):
 
 
 def codes(rank: int, world: int, folder: str) -> None:
-    """8-bit states: writes are rounded to a block's codes, and the rest of the slice stays as it was."""
+    """8-bit states: written values are rounded to the codes of a block, and the rest of the slice does not change."""
     engine = make(folder, 2, "bf16", SWAPPED if world == 2 else None, "int8")
     train(engine, rank, range(3))
     param = engine.module[2].weight

@@ -1,4 +1,5 @@
-"""Training with states on NVMe over a device that fails: every failure is an error that names the tensor, and no step counts that was not whole."""
+"""Training with states on an NVMe device that fails. Every failure raises an error that names the tensor, and a step
+that was not complete does not count."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def test_short_and_reordered_transfers_change_nothing():
 
 
 def reads_and_waits(rank: int, world: int, folder: str) -> list[str]:
-    """A step's calls to the store, in order: a letter and the first tensor's name."""
+    """The calls of a step to the store, in order: a letter and the name of the first tensor."""
     engine = make(folder, 2, "bf16", SWAPPED)
     train(engine, rank, range(1))
     store, calls = engine._optimizer.units[0].states.store, []
@@ -77,7 +78,7 @@ def failing(rank: int, world: int, folder: str) -> None:
         engine.save_checkpoint(f"{folder}/ckpt", tag="good")
         want, rest = states(engine), train(engine, rank, range(3, 6))
 
-        broken.set(bad_begin=0, bad_end=1 << 40)  # every transfer from now on
+        broken.set(bad_begin=0, bad_end=1 << 40)  # every transfer fails from now on
         try:
             train(engine, rank, range(6, 7))
         except DeepSpeedCError as error:
@@ -107,7 +108,7 @@ def flipping(rank: int, world: int, folder: str) -> None:
     with faults(seed=3) as broken:
         engine = make(folder, 2, "bf16", SWAPPED, aio={"checksum": True})
         train(engine, rank, range(2))
-        broken.set(flip_chance=1000)  # any bit of a page; failed reads ahead are retried
+        broken.set(flip_chance=1000)  # flips any bit of a page; failed reads ahead are retried
         try:
             train(engine, rank, range(2, 60))
         except OffloadError as error:

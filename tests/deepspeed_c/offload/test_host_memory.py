@@ -1,4 +1,5 @@
-"""Weights on NVMe leave host memory: a process holds less by the weights, and more only by the configured buffers."""
+"""Weights on NVMe leave host memory: a process needs less memory by the size of the weights, and more only for the
+configured buffers."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ import pytest
 
 TIMEOUT_SECONDS = 300
 MB = 1 << 20
-# Free heap in front of its end, and differences between two runs of one program. The ring of an I/O engine, or one
-# bucket too many in each of its directions, is more.
+# Allows for free memory within the heap, and for differences between two runs of one program. The ring of an I/O
+# engine, or one bucket too many in each direction, would be more.
 SLACK_BYTES = 16 * MB
-N_LAYERS, WIDTH = 12, 1000  # 48 MB of fp32 weights, of 4,000,000 bytes a layer: no whole number of pages
+N_LAYERS, WIDTH = 12, 1000  # 48 MB of fp32 weights; the 4,000,000 bytes of a layer are no whole number of pages
 
-# Runs as "python -c PROGRAM folder section", in a process of its own, because memory that earlier tests left in the
-# heap would count.
+# Runs as "python -c PROGRAM folder section" in a process of its own, because memory that earlier tests left in the heap
+# would count.
 PROGRAM = f"""
 import ctypes, gc, json, os, sys
 import torch
@@ -83,7 +84,8 @@ def test_weights_on_nvme_take_their_buffers_and_no_more(buffer_count: int) -> No
     slice_bytes = -(-WIDTH * WIDTH * 4 // 4096) * 4096
     weights = found["buffers"]["offload_param"]
     assert 0 < weights <= buffer_count * slice_bytes, f"{weights / slice_bytes} buffers, {buffer_count} asked for"
-    # A group is two moments, and masters, which are not the weights where those are in a file.
+    # A group of tensors has two moments. If the weights are in a file, it has masters too, because they are not the
+    # weights.
     for name, run, n_tensors in (("without", without, 2), ("found", found, 3)):
         states_bytes = run["buffers"]["offload_optimizer"]
         assert 0 < states_bytes <= 4 * n_tensors * slice_bytes, f"{name}: {states_bytes / slice_bytes} buffers"

@@ -1,8 +1,8 @@
-"""The parity oracle with masters and moments in a file, and with states in memory of their own: against one process of plain torch, which in 16 bits
-rounds where the engine does: where states lie must not change a bit.
+"""The parity oracle with masters and moments in a file, and with states in separate memory. Runs are compared with one
+process of plain torch, which in 16 bits rounds where the engine does. The place of states must not change a bit.
 
-On a machine without an accelerator "in host memory" is where everything lies; the path that moves states between two memories is taken all the same by
-saying that the device's is another one (``is_apart``).
+On a machine without an accelerator everything lies in host memory. The tests patch ``is_apart``, so that states are
+nevertheless moved between two memories.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.deepspeed_c.zero.test_oracle import check_runs, engine_run
 from tests.deepspeed_c.zero.traits import TRAITS, Run
 from tests.ranks import run_ranks
 
-# Small buckets: several of them are on their way at any time.
+# Buckets are small, so several of them are on their way at any time.
 WHERE = {
     "nvme": {"offload_optimizer": {"device": "nvme", "pipeline_read": True, "pipeline_write": True}},
     "nvme_in_turn": {"offload_optimizer": {"device": "nvme", "buffer_count": 1}},
@@ -35,11 +35,11 @@ WHERE = {
         "offload_param": {"device": "nvme", "max_in_cpu": 0, "buffer_size": 20},
     },
 }
-# Where the device's memory is taken for another one than the host's.
+# The runs that pretend that device memory and host memory differ.
 APART = {"host", "host_all", "ahead", "nvme_apart", "ratio", "ratio_nvme", "params_host", "params_apart"}
 
 
-# Number of ranks -> runs (where, dtype). ALWAYS: with every trait; IN_TURN: with every third trait.
+# Number of ranks -> runs (where, dtype). ALWAYS: these run with every trait. IN_TURN: these run with every third trait.
 ALWAYS = {1: [("host", "fp32"), ("params", "fp32")], 2: [("nvme", "bf16"), ("all_nvme", "bf16")]}
 IN_TURN = {
     1: [("nvme_in_turn", "fp32"), ("params_host", "bf16")],
@@ -67,7 +67,7 @@ def stages_of(where: str) -> tuple[int, ...]:
 def offloaded_runs(rank: int, world: int, trait: str, folder: str) -> list[list[Run]]:
     found = []
     for where, dtype in cells_of(trait, world):
-        # Ranks outlive a test, so its changes have to be put back.
+        # Ranks outlive a test, so its patches must be undone.
         with mock.patch.object(place, "is_apart", lambda device: where in APART):  # noqa: B023
             found.append([run(rank, world, trait, dtype, stage, where, folder) for stage in stages_of(where)])
     return found

@@ -1,5 +1,5 @@
-"""A parameter larger than one swap goes through a step piece by piece: every bit equals a step with the whole parameter
-in memory, and only a few pieces are in memory at once."""
+"""A parameter that is larger than one swap goes through a step piece by piece. Every bit equals a step with the whole
+parameter in memory, and only a few pieces are in memory at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PIECE_ELEMS = 4096
 STEPS = 3
 N_IN, N_OUT = 211, 300
 
-# (stage, settings, whether the device's memory is another one than the host's)
+# Cell -> (stage, settings, whether device memory and host memory differ).
 CELLS = {
     "bf16": (2, {"bf16": {"enabled": True}}, False),
     "fp32, masters are the weights": (3, {}, False),
@@ -96,7 +96,8 @@ def bits(engine: deepspeed_c.DeepSpeedEngine) -> Tensors:
 
 
 def train(folder: str, cell: str, piece_elems: int) -> tuple[list[Tensors], int, int]:
-    """(bits after each step, pieces that were streamed, largest number of bytes in buffers)"""
+    """Returns (the tensors after each step, the number of pieces that were streamed, the largest number of bytes in
+    buffers)."""
     stage, settings, is_apart = CELLS[cell]
     n_pieces = 0
     stream = Swapper.stream
@@ -146,7 +147,7 @@ def test_every_bit_is_that_of_a_whole_bucket(world: int, tmp_path) -> None:
 
 
 def flip(rank: int, world: int, folder: str) -> str:
-    """A byte of the file changes between two steps: the step that streams it names the damaged tensor."""
+    """A byte of the file changes between two steps. The step that streams this byte names the damaged tensor."""
     with (
         mock.patch.object(file_home, "SWAP_ELEMS", PIECE_ELEMS),
         make_engine(folder, 2, {"bf16": {"enabled": True}}) as engine,
@@ -161,7 +162,7 @@ def flip(rank: int, world: int, folder: str) -> str:
             file.write(bytes([byte[0] ^ 0x10]))
         with pytest.raises(OffloadError) as error:
             one_step(engine, 1)
-        # Transfers in flight are finished: all buffers are free, and the engine asks for a checkpoint.
+        # Transfers in flight are finished and all buffers are free. The engine then needs a checkpoint to go on.
         with pytest.raises(StateError, match="failed in its middle"):
             engine.step()
         return str(error.value)
@@ -187,8 +188,8 @@ def peak_of_buffers(rank: int, world: int, folder: str) -> tuple[int, int]:
 
 def test_only_some_pieces_are_in_memory(tmp_path) -> None:
     ((whole, in_pieces),) = run_ranks(1, peak_of_buffers, str(tmp_path))
-    # One group of pieces in use, one on its way in, two on their way out; masters and two moments in fp32. 1500: the
-    # small buckets.
+    # One group of pieces is in use, one is on its way in, and two on their way out. A group has masters and two moments
+    # in fp32. 1500 is for the small buckets.
     limit = 4 * 3 * 4 * (PIECE_ELEMS + 1500)
     assert in_pieces <= limit < 3 * 4 * N_IN * N_OUT <= whole, (
         f"{in_pieces} bytes in pieces, {whole} as a whole, {limit} expected at most"
@@ -196,7 +197,8 @@ def test_only_some_pieces_are_in_memory(tmp_path) -> None:
 
 
 def test_pieces_of_hard_sizes(tmp_path) -> None:
-    """Streams against tensors in memory: pieces of one element, of a page and a bit, and a short last piece."""
+    """Streams are compared with tensors in memory, for pieces of one element, pieces a little larger than a page, and a
+    short last piece."""
     for n, piece, checksum in itertools.product((1, 2, 1023, 4099, 65537), (1, 700, 4097), (False, True)):
         if n // piece > 1100:
             continue

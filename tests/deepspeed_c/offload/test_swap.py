@@ -1,4 +1,4 @@
-"""The swap file returns the bytes that were sent, for every order, size and backend, and under faults."""
+"""The swap file returns the bytes that were sent to it, for every order, size and backend, and under faults."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def new_tensor(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def open_file(folder) -> int:
-    """Another descriptor of the one file in ``folder``, which has no name."""
+    """A second descriptor of the only file in ``folder``, which has no name."""
     links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
     return os.open(next(link for link in links if os.path.realpath(link).startswith(f"{folder}/")), os.O_RDWR)
 
@@ -45,7 +45,7 @@ def descriptors() -> int:
 @pytest.mark.parametrize("checksum", [False, True])
 @pytest.mark.parametrize("backend", USABLE)
 def test_random_traffic(tmp_path, backend, checksum):
-    """Groups are brought, changed, sent, only read, dropped and made anew in random order; a dict in memory holds the
+    """Groups are brought, changed, sent, only read, dropped and made anew in random order. A dict in memory has the
     expected contents."""
     rng = random.Random(7)
     before = descriptors()
@@ -105,7 +105,7 @@ def test_what_is_away_reads_nan_and_takes_no_memory(tmp_path):
 
 
 def test_buffers_are_used_again(tmp_path):
-    """However often groups come and go, no more than ``n_buffers`` groups have memory."""
+    """At most ``n_buffers`` groups have memory, however often groups come and go."""
     n = 10_000
     store = make(tmp_path, n_buffers=4)
     groups = [[Tagged(torch.full((n,), float(g)), f"{g}.{i}") for i in range(2)] for g in range(12)]
@@ -133,7 +133,7 @@ def test_a_flipped_byte_names_the_tensor(tmp_path):
     store.send(tensors)
     store.wait()
     file = open_file(tmp_path)
-    os.pwrite(file, b"\x55", PAGE_BYTES * 3 + 1234)  # within the second
+    os.pwrite(file, b"\x55", PAGE_BYTES * 3 + 1234)  # within the second tensor
     os.close(file)
     with pytest.raises(
         OffloadError, match=r"exp_avg of layers\.1\.weight: its 12000 bytes at offset 12288 are not those"

@@ -1,4 +1,5 @@
-"""Weights on NVMe and in host memory (stage 3): forward alone and training read them when they are due, and every way to edit them finds them there."""
+"""Weights on NVMe and in host memory (stage 3). Evaluation and training read them in time, and every way to edit
+weights reaches them there."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def make(folder: str, model: nn.Module, params: dict | None, *, trains: bool, st
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, **more}
     if trains:
         config |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "bf16": {"enabled": True}}
-        config["data_types"] = {"grad_accum_dtype": "fp32"}  # as with offloaded states
+        config["data_types"] = {"grad_accum_dtype": "fp32"}  # as engines with offloaded states do
     return deepspeed_c.initialize(model=model, config=config)[0]
 
 
@@ -67,7 +68,7 @@ def masters(engine) -> dict[str, torch.Tensor]:
 
 
 def n_in_memory(engine) -> int:
-    """Elements of the weights' shards that take memory; a shard that is away is one element with stride 0."""
+    """The number of elements of weight shards that take memory. A shard that is away is one element with stride 0."""
     units = (*engine._layout.trained, *engine._layout.frozen)
     return sum(t.numel() for unit in units for t in unit.weight_slices if t.stride(0) or t.numel() < 2)
 
@@ -89,7 +90,7 @@ def forward_alone(rank: int, world: int, folder: str) -> None:
                 assert torch.equal(state[name], tensor), name
         module = engine.module
         engine.close()
-        # The module outlives its engine, and the file.
+        # The module outlives its engine and the file.
         with deepspeed_c.zero.GatheredParameters(module.parameters()):
             assert torch.equal(module(inputs(rank, 0)), want)
 
@@ -98,7 +99,7 @@ def forward_alone(rank: int, world: int, folder: str) -> None:
 def test_forward_without_training(world: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(world, forward_alone, folder)
-        assert list(Path(folder).iterdir()) == []  # files have no names: nothing to clean up after a crash
+        assert list(Path(folder).iterdir()) == []  # files have no names, so a crash leaves nothing
 
 
 def read_ahead(rank: int, world: int, folder: str) -> None:
@@ -122,10 +123,11 @@ def read_ahead(rank: int, world: int, folder: str) -> None:
     with mock.patch.object(Swapper, "bring", spy_bring), mock.patch.object(Swapper, "prefetch", spy_prefetch):
         train(engine, rank, range(3, 4))
     uses = [(name, was_on_its_way) for kind, name, was_on_its_way in log if kind == "use"]
-    # Forward and backward, each a layer at a time; the last layer of forward is the first of backward, and gathered twice all the same.
+    # Forward and backward use one layer at a time. The last layer of forward, which is the first of backward, is also
+    # gathered twice.
     assert len(uses) == 2 * (len(WIDTHS) - 1), log
     assert all(was_on_its_way for _, was_on_its_way in uses), log
-    # While one is put together the next one is on its way already.
+    # While one layer is gathered the next one is already on its way.
     at = {(kind, name): i for i, (kind, name, _) in reversed(list(enumerate(log)))}
     first, second = uses[0][0], uses[1][0]
     assert at["ahead", second] < at["use", first], log
@@ -174,7 +176,7 @@ def test_edits_and_checkpoints_are_those_of_weights_in_memory() -> None:
         for a, b in zip(got, want):
             for key, value in a.items():
                 assert torch.equal(value, b[key]), (key, value, b[key])
-        # Written with, loaded without; and the reverse.
+        # A checkpoint written with offload is loaded without, and the reverse.
         cases = [(folder, both), (f"{folder}/b", (None, None)), (folder, (None, None)), (f"{folder}/b", (NVME, None))]
         found = []
         for source, kinds in cases:
@@ -192,7 +194,7 @@ def kept(rank: int, world: int, folder: str) -> None:
         groups = engine._fetcher.groups
         away = [group.unit.weights.needs_open(group.bucket) for group in groups]
         n_kept = n_in_memory(engine)
-        assert away == sorted(away), away  # the first ones stay
+        assert away == sorted(away), away  # the first weights stay in memory
         assert n_kept <= limit and (all(away), any(away)) == (limit == 0, limit < n_params), (limit, n_kept, away)
         if limit == 100:
             first_away = groups[away.index(True)]
@@ -206,7 +208,7 @@ def test_max_in_cpu_keeps_the_first_weights_in_memory() -> None:
 
 
 def unnamed_file(folder: str) -> int:
-    """The descriptor of this process's one file in ``folder`` that has no name."""
+    """The descriptor of the only unnamed file that this process has in ``folder``."""
     for name in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{name}"
         if os.path.islink(path) and os.readlink(path).startswith(folder) and os.readlink(path).endswith("(deleted)"):
@@ -222,7 +224,7 @@ def failing(rank: int, world: int, folder: str) -> None:
         with pytest.raises((AioError, OffloadError)):
             engine(inputs(rank, 0))
         broken.set(bad_begin=0, bad_end=0)
-        assert torch.equal(engine(inputs(rank, 0)), want)  # nothing is lost
+        assert torch.equal(engine(inputs(rank, 0)), want)  # no weight is lost
 
         with open(f"/proc/self/fd/{unnamed_file(folder)}", "r+b", buffering=0) as file:
             before = os.pread(file.fileno(), 1, 5)
@@ -243,7 +245,7 @@ def refused(rank: int, world: int, folder: str) -> None:
     Path(f"{folder}/file").write_text("")
     with pytest.raises(ConfigError, match="offload_param.nvme_path"):
         make(folder, build(), {**NVME, "nvme_path": f"{folder}/file"}, trains=False)
-    # On one rank alone: all ranks say so.
+    # The room is missing on one rank only, but all ranks raise.
     size = 1 << (60 if rank == world - 1 else 0)
     with (
         mock.patch.object(place, "whole_pages", lambda n: size),

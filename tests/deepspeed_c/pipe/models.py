@@ -1,4 +1,4 @@
-"""The model of the pipeline tests as a list of layers, and the same in one plain process."""
+"""The model of the pipeline tests as a list of layers, and the same model for one plain process."""
 
 from __future__ import annotations
 

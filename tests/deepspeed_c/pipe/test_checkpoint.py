@@ -1,4 +1,4 @@
-"""A checkpoint of a pipeline loads into any other arrangement, and training goes on as if nothing had happened."""
+"""A checkpoint of a pipeline loads into any other arrangement, and training goes on as without the change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
 def go_on(
     rank: int, world: int, stages: int, zero: int, options: dict[str, Any], folder: str, first: int, last: int, tag: str
 ) -> list[float]:
-    """Losses of steps ``first`` to ``last``; loads before them where there is something, saves after them."""
+    """The losses of steps ``first`` to ``last``. Loads a checkpoint before them if there is one, and saves after
+    them."""
     net = module_of(stages, **options)
     n = N // (world // stages)
     engine, *_ = deepspeed_c.initialize(
@@ -32,7 +33,7 @@ def go_on(
             assert engine.global_steps == first
         losses = []
         for step in range(first, last):
-            # All pipelines together see the same micro-batches, however many there are.
+            # All pipelines together see the same micro-batches, whatever their number.
             everything = micro_batches(step, 0, N)
             mine = everything[net.mpu().get_data_parallel_rank() * n :][:n]
             losses.append(float(engine.train_batch(iter(mine))))
@@ -82,7 +83,7 @@ def test_every_element_is_saved_once(saved):
 
 
 def plain_load(rank: int, world: int, folder: str) -> tuple[list[str], list[str]]:
-    """Into a model that knows nothing of pipelines, with the layers' numbers as names."""
+    """Loads into a plain model, not a pipeline, whose layers have their numbers as names."""
     from tests.deepspeed_c.pipe.models import VOCABULARY, WIDTH, Block
 
     layers = torch.nn.Sequential(torch.nn.Identity(), *(Block(WIDTH) for _ in range(6)), torch.nn.LayerNorm(WIDTH))

@@ -32,7 +32,7 @@ def config_of(n_micro_batches: int, **more: Any) -> dict[str, Any]:
 
 
 def plain_run(n_pipelines: int, n: int, *, clip: float = 0.0, tied: bool = True) -> tuple[list[float], dict[str, Any]]:
-    """Losses, and weights by the name of their layer."""
+    """The losses, and the weights by the names of their layers."""
     model = Plain(tied)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
@@ -99,7 +99,7 @@ def test_one_rank():
 
 
 def count_forwards_body(rank: int, world: int, schedule: str) -> Any:
-    """(train's, how often each block's forward ran in a step by layer)"""
+    """Returns (the result of ``train``, layer -> how often the forward of its block ran in a step)."""
     net = module_of(2, schedule=schedule, **SCHEDULES[schedule])
     calls: dict[str, int] = {}
     for name, module in net.named_modules():
@@ -128,7 +128,8 @@ def test_auto_recomputes_the_repeated_layers_of_all_stages(schedule: str) -> Non
 
 
 def budget_body(rank: int, world: int, schedule: str, n: int, budget: int, folder: str) -> Any:
-    """(train's, plans by stage, of train's last step)"""
+    """Returns (the result of ``train``, the plans that it made, the result of a second ``train`` from the same plan
+    file)."""
     plans = []
     section = {"layers": "auto", "budget": budget, "budget_plan": f"{folder}/plan.json"}
     options = {"schedule": schedule, **SCHEDULES[schedule]}
@@ -163,7 +164,7 @@ def sequence_ranks_body(rank: int, world: int, stages: int) -> None:
     with pytest.raises(FeatureError, match=r"sequence_parallel_size: .*2 ranks a sequence"):
         deepspeed_c.initialize(model=net, config=config_of(2, sequence_parallel_size=2))
     assert all(torch.equal(before[name], p) for name, p in net.named_parameters())
-    engine, *_ = deepspeed_c.initialize(model=net, config=config_of(2))  # the ranks are still of use to each other
+    engine, *_ = deepspeed_c.initialize(model=net, config=config_of(2))  # ranks can still communicate
     with engine:
         engine.train_batch(iter(micro_batches(0, net.mpu().get_data_parallel_rank(), 2)))
 

@@ -1,4 +1,4 @@
-"""A pipeline that cannot go on ends with a text that names the rank and the message."""
+"""A pipeline that cannot go on ends with an error that names the rank and the message."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.deepspeed_c.pipe.test_engine import config_of
 from tests.ranks import RanksFailed, run_ranks
 
 TIMEOUT_S = 2.0
-# The test fails if a text has not come after this many seconds.
+# A test fails if a text has not come after so many seconds.
 LIMIT_S = 200.0
 N = 4
 CAME = "came from rank 0 instead of"
 
 
 def engine_of(world: int, folder: str, rank: int, *, timeout_s: float = TIMEOUT_S, n: int = N) -> Any:
-    """Make an engine, and send this rank's stderr from here on to a file of its own."""
+    """Makes an engine. From here on stderr of this rank goes to a file of its own."""
     sys.stderr = open(os.path.join(folder, str(rank)), "w", buffering=1)  # noqa: SIM115  the rank ends with it
     net = module_of(world)
     config = config_of(n, collective_timeout_s=timeout_s)
@@ -35,7 +35,7 @@ def engine_of(world: int, folder: str, rank: int, *, timeout_s: float = TIMEOUT_
 
 
 def at_forward(engine: Any, number: int, act: Any) -> None:
-    """Calls ``act`` in the first block of this rank, before its forward of that number."""
+    """Calls ``act`` in the first block of this rank, before the forward with this number."""
     left = iter(range(number))
 
     def hook(*_: Any) -> None:
@@ -53,14 +53,14 @@ def ended_body(rank: int, world: int, folder: str, signum: int) -> None:
     try:
         engine.train_batch(iter(micro_batches(1, 0, N)))
     except CommError as error:
-        # As a script does that does not catch it.
+        # Ends like a script that does not catch the error.
         print(f"CommError: {error}", file=sys.stderr, flush=True)
         os._exit(1)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_stage_that_dies(tmp_path, world):
-    """Each rank says which message it was in, and which ranks are gone."""
+    """The error of each rank names the message that the rank was in, and the ranks that are gone."""
     with pytest.raises(RanksFailed) as failed:
         run_ranks(world, ended_body, str(tmp_path), signal.SIGKILL, fresh=True, timeout=LIMIT_S, grace=LIMIT_S)
     for outcome in failed.value.outcomes[:-1]:
@@ -93,7 +93,7 @@ def late_body(rank: int, world: int, folder: str) -> float:
     said_by_rank_0 = Path(folder) / "0"
 
     def wait_for_the_warning() -> None:
-        # A warning can come before this rank is here (on a busy machine): the first one of this place is meant.
+        # On a busy machine a warning of another place can come earlier. Wait for the first warning of this place.
         end = time.monotonic() + LIMIT_S
         while not re.search(LATE, said_by_rank_0.read_text()):
             assert time.monotonic() < end, "rank 0 has not warned of this place"
@@ -106,7 +106,7 @@ def late_body(rank: int, world: int, folder: str) -> float:
 
 
 def test_a_stage_that_is_late_is_named_and_the_run_goes_on(tmp_path):
-    """Also in the first batch, when ranks tell each other tensor shapes: a slow rank is no divergence."""
+    """This holds also in the first batch, when ranks exchange tensor shapes: a slow rank does not count as diverged."""
     losses = run_ranks(2, late_body, str(tmp_path), fresh=True, timeout=LIMIT_S)
     assert losses[0] == losses[1]
     said = "".join(path.read_text() for path in tmp_path.iterdir())
@@ -129,7 +129,8 @@ def counts_body(rank: int, world: int, folder: str) -> list[str]:
 
 
 def test_stages_with_different_micro_batch_counts(tmp_path):
-    """Named on all ranks, before anything is sent; ``initialize`` refuses configurations that differ."""
+    """All ranks raise an error that names the counts, before anything is sent. ``initialize`` refuses configurations
+    that differ."""
     for said in run_ranks(3, counts_body, str(tmp_path), fresh=True):
         for text in said:
             assert "rank 1 runs 2; ranks 0, 2 run 4" in text and "gradient_accumulation_steps" in text, text
@@ -140,7 +141,7 @@ def planted_body(rank: int, world: int, folder: str, what: str) -> str:
     engine.train_batch(iter(micro_batches(0, 0, N)))
     (stage,) = engine._runner._stages.values()
     if rank == 0 and what == "shape":
-        # As if the receiver knew of a smaller value.
+        # Makes the receiver expect a smaller value.
         form = stage.outputs._form
         stage.outputs._form = form._replace(leaves=(), n_bytes=64)
     if rank == 0 and what == "number":

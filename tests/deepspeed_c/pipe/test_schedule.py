@@ -1,4 +1,4 @@
-"""Tables, choices and the command that shows them."""
+"""Tables of schedules, the choice of a schedule, and the command that shows tables."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def test_choose():
 
 
 def brute_force(weights: list[int], n: int) -> int:
-    """The least weight of the heaviest of n runs, none of them empty."""
+    """Cuts ``weights`` into n runs, none of them empty, so that the heaviest run is as light as possible; returns its
+    weight."""
     cuts = itertools.combinations(range(1, len(weights)), n - 1)
     return min(max(sum(weights[a:b]) for a, b in itertools.pairwise((0, *cut, len(weights)))) for cut in cuts)
 
@@ -118,7 +119,7 @@ def test_show(capsys, tmp_path):
     words = ["pipe", "show", "--schedule", "zb_h1", "--stages", "4", "--micro-batches", "8"]
     assert main([*words, "--svg", str(picture), "--actions"]) == 0
     out = capsys.readouterr().out
-    # (p - 1)(F + I - W) of idle time beside 8 times 3 ms.
+    # 8 micro-batches of 3 ms each, and (p - 1)(F + I - W) of idle time.
     assert "27.000 ms" in out and "0F0 0SEND_F0" in out
     boxes = [e for e in ElementTree.parse(picture).iter() if e.tag.endswith("title")]
     assert len(boxes) == 4 * 8 * 3

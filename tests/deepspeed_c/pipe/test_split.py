@@ -1,4 +1,4 @@
-"""A backward in two halves gives the bits of a whole one, and runs no operation twice."""
+"""A backward in two halves gives the same bits as a whole one, and runs no operation twice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Twice(nn.Module):
 
 
 class Branch(nn.Module):
-    """A part of the result that no input leads to, and a weight without a product."""
+    """Has a part of the result that does not depend on an input, and a weight that is not in a matrix product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,8 @@ def test_inputs_without_gradient_leave_all_to_the_second_half():
 
 
 def test_operations_between_the_weights_run_once():
-    """The node above a weight runs in both halves, each for its part; nodes in between run once."""
+    """The node that uses a weight runs in both halves, for another part of its gradients in each. Nodes between such
+    nodes run once."""
     ran = []
     x = torch.randn(3, requires_grad=True)
     w = [torch.randn(3, requires_grad=True) for _ in range(2)]

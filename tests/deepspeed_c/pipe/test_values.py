@@ -1,4 +1,4 @@
-"""Values sent between stages, their precision, and errors for input that does not fit."""
+"""Values that stages send each other, their precision, and errors for input that does not fit."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def train_bf16(rank: int, world: int, schedule: str, dtype: str) -> tuple[list[f
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_sixteen_bits_cut_nothing(schedule, dtype):
-    """Two stages have the bits of one: values cross in the dtype that they have. (Tied weights would be added up in another
-    order.)"""
+    """Two stages give the same bits as one, because values are sent in their own dtype. (Gradients of tied weights
+    would be added in another order.)"""
     one = run_ranks(1, train_bf16, "1f1b", dtype)[0]
     for got in run_ranks(2, train_bf16, schedule, dtype):
         assert got == one
@@ -54,7 +54,7 @@ class Pair(NamedTuple):
     ids=repr,
 )
 def test_a_form_comes_over_in_silence(value):
-    """Unpickling torch's own class for a leaf warns: the text would stand in each run's log."""
+    """To unpickle torch's own class for a leaf raises a warning, which would appear in the log of each run."""
     leaves, spec = tree_flatten(value)
     form = _Form.of(leaves, spec)
     with warnings.catch_warnings():
@@ -64,7 +64,7 @@ def test_a_form_comes_over_in_silence(value):
 
 
 def overflow(rank: int, world: int) -> tuple[list[int], list[float], list[float]]:
-    """A loss scale that is too large: all stages skip the same steps, and come to the same scale."""
+    """The loss scale begins too large. All stages skip the same steps and reach the same scale."""
     config = config_of(2, fp16={"enabled": True, "initial_scale_power": 40, "hysteresis": 1})
     skipped, scales = [], []
     with build(world, config) as engine:
@@ -84,7 +84,8 @@ def test_all_stages_skip_together():
 
 
 class Many(nn.Module):
-    """Takes and gives a nest: a tensor, the same twice, a mask, a number that changes, None and text."""
+    """Its input and output are nested: a tensor, the same tensor again, a mask, a number that changes, None and
+    text."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -210,7 +211,7 @@ class Shared(nn.Module):
 
 
 def train_shared(rank: int, world: int) -> tuple[list[float], list[str]]:
-    """The same module at both ends, as an object."""
+    """The first and the last layer are the same module object."""
     torch.manual_seed(5)
     both = nn.Linear(WIDTH, WIDTH)
     layers = [both, *(Block(WIDTH) for _ in range(3)), both]

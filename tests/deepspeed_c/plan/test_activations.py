@@ -1,4 +1,5 @@
-"""Activations counted from tensors without data: the bytes that a real forward on the CPU saves, family by family."""
+"""Activations that are counted from tensors without data equal the bytes that a real forward on the CPU saves, for each
+family."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def policy(model: torch.nn.Module, precision: str) -> Precision:
 
 
 def saved_by(model: torch.nn.Module, precision: Precision, batch: dict[str, torch.Tensor]) -> int:
-    """Bytes of storages that autograd saves in a forward; parameters and buffers do not count."""
+    """The bytes of storages that autograd saves in a forward, without parameters and buffers."""
     weights = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     held: list[torch.Tensor] = []
 
@@ -65,7 +66,7 @@ def test_what_is_counted_is_what_a_forward_saves(family, precision):
 
 
 class Block(torch.nn.Module):
-    """Keeps ten times its input."""
+    """Keeps activations of nine times the size of its input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class Stack(torch.nn.Module):
 
 SHAPE = (512, 64)
 INPUT = 4 * 512 * 64
-KEPT = (1 + 4 + 4) * INPUT  # the layer's input, gelu's input and sigmoid's output; the last product reads that too
+KEPT = (1 + 4 + 4) * INPUT  # inputs of layer and gelu, and the output of sigmoid, which the last product reads
 
 
 def trace(model: torch.nn.Module) -> Traced:
@@ -104,12 +105,12 @@ def test_each_option_of_a_stack_by_its_formula():
     peaks = {option.name: option.peak() for option in options}
     n = len(traced.layers)
     assert n == 6 and options[asked].name == "recomputed"
-    outside = INPUT  # the loss's input
-    # KEPT includes each layer's input; the loss keeps the last output.
+    outside = INPUT  # the input of the loss
+    # KEPT includes the input of each layer. The loss keeps the last output.
     assert peaks["none"] == n * KEPT + outside
-    # At the last layer's backward all inputs and that layer's other saved tensors are there.
+    # In the backward of the last layer all inputs are alive, and the other saved tensors of this layer.
     assert peaks["recomputed"] == n * INPUT + KEPT - INPUT
-    # The inputs of two layers are whole: the running layer's and one more.
+    # The inputs of two layers are whole: of the layer that runs, and of one more.
     assert peaks["partitioned"] == n * INPUT // 4 + 2 * INPUT + KEPT - INPUT
     for name in ("cpu", "nvme"):
         assert peaks[name] == 2 * INPUT + KEPT - INPUT
@@ -148,7 +149,7 @@ def test_a_budget_that_only_a_file_makes_room_for():
         options, asked = options_of(traced, section, is_host=is_host)
         found = options[asked]
         assert found.name == "budget" and 0 < found.peak() <= budget, found
-        # Where there is host memory beside, "max_in_cpu" of it is used first.
+        # If host memory is separate, "max_in_cpu" bytes of it are used first.
         assert (found.host_peak > 0, found.nvme_peak > 0) == ((False, True) if is_host else (True, False))
 
 
@@ -170,9 +171,9 @@ def hold(rank: int, world: int, layers: str | None) -> tuple[int, int]:
     forward = [moment for moment in options[asked].moments if not moment.is_backward]
     with deepspeed_c.initialize(model=Stack(), config=settings)[0] as engine, LiveBytes() as live:
         x = torch.ones(SHAPE) * 2
-        before = live.nbytes() - INPUT  # the first layer's input counts
+        before = live.nbytes() - INPUT  # the input of the first layer counts
         loss = engine(x)
-        held = live.nbytes() - before - sum(p.nbytes for p in engine.module.parameters())  # viewed by operators
+        held = live.nbytes() - before - sum(p.nbytes for p in engine.module.parameters())  # operators view parameters
         del loss
     return forward[-1].nbytes, held
 
@@ -221,7 +222,7 @@ def run_cut(rank: int, world: int, family: str, stage: int, section: dict) -> di
         n_before = ledger.last
         loss = engine(**batch).loss
         engine.backward(loss)
-        # Reading cut logits gathers them; the model does not read them.
+        # A read of cut logits gathers them. The model does not read them.
         entries = [each for each in ledger.recent(ledger.last - n_before) if each.label != "output of logits"]
         assert {each.op for each in entries} == {"all-reduce", "all-gather"}
         sent = sum(each.n_bytes // 2 * (2 if each.op == "all-reduce" else 1) for each in entries)

@@ -1,4 +1,4 @@
-"""Books: peaks by phase, and the bytes in the engine's pools."""
+"""Books, which count planned bytes: the peak of each phase, and the bytes in the pools of the engine."""
 
 from __future__ import annotations
 

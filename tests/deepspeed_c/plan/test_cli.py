@@ -1,4 +1,5 @@
-"""The command ``deepspeed_c plan``: sizes and scripts, text and JSON, and every wrong way to call it."""
+"""The command ``deepspeed_c plan``: sizes and scripts as input, text and JSON as output, and every kind of wrong
+call."""
 
 from __future__ import annotations
 
@@ -80,12 +81,12 @@ def test_a_script_whose_arguments_are_its_own(folder, capsys):
     found = json.loads(capsys.readouterr().out)
     assert (
         found["params"] == (1 << 36) + (1 << 18) and found["ranks"] == 3
-    )  # 256 GiB in fp32, which nobody has allocated
+    )  # 256 GiB in fp32, which are not allocated
     assert [row["stage"] for row in found["rows"] if row["is_chosen"]] == [3]
 
 
 def test_the_example_in_a_process_of_its_own():
-    """The command as a user types it, with the script's own configuration file."""
+    """Runs the command as a user types it, with the configuration file of the script."""
     command = [sys.executable, "-m", "deepspeed_c", "plan", "--ranks", "2", "--json", "examples/train_gpt.py"]
     command += ["--deepspeed_config", "examples/ds_config.json", "--stage", "3", "--layers", "2"]
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=300)
@@ -166,7 +167,7 @@ def test_activations_of_a_script_and_their_picture(folder, capsys):
     assert main([*words, "--json", str(folder / "stack.py")]) == 0
     found = json.loads(capsys.readouterr().out)
     of = {option["option"]: option for option in found["activations"]}
-    # A layer's input and the sigmoid's output, in 16 bits.
+    # The input of a layer and the output of the sigmoid, in 16 bits.
     assert of["none"]["backward_bytes"] == found["activation_bytes"] == 4 * 2 * 16 * 32 * 2
     assert of["recomputed"]["backward_bytes"] == 4 * 16 * 32 * 2 + 16 * 32 * 2
     chosen = next(row for row in found["rows"] if row["is_chosen"])

@@ -1,4 +1,5 @@
-"""The planner against engines that run: predicted and measured peaks of a rank agree within 5 %, phase by phase."""
+"""The planner is compared with engines that run: predicted and measured peaks of a rank agree within 5 % in each
+phase."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ N_STEPS = 3
 
 
 class Case(NamedTuple):
-    """One configuration."""
+    """A configuration and a model to measure."""
 
     world: int
     config: dict[str, Any]
@@ -56,7 +57,7 @@ def config(
         "optimizer": optimizer if isinstance(optimizer, dict) else {"type": optimizer, "params": params},
         "zero_optimization": zero,
         "steps_per_print": None,
-        # The plan is for ranks that do not share a host.
+        # Plans assume that ranks do not share a host.
         "comm": {"local": "off"},
         **more,
     }
@@ -66,8 +67,8 @@ def config(
 
 
 EVEN = (1024,) * 9  # 8.4M parameters
-NARROW = (512,) * 9  # for Muon, whose products of bf16 matrices take half a minute at EVEN
-WIDE = (768, 768, 768, 768, 3072, 768, 768, 768, 768, 768)  # one layer pair four times as large
+NARROW = (512,) * 9  # for Muon, whose products of bf16 matrices would take half a minute at EVEN
+WIDE = (768, 768, 768, 768, 3072, 768, 768, 768, 768, 768)  # one pair of layers is four times as large
 CASES: dict[str, Case] = {
     "stage 0, bf16, AdamW, 2 ranks": Case(2, config(0), EVEN),
     "stage 0, fp32, SGD, 2 ranks": Case(2, config(0, "SGD", "fp32"), EVEN),
@@ -109,7 +110,7 @@ SHARED: dict[str, Case] = {
     if "2 ranks" in name or "3 ranks" in name
 }
 
-# States and temporaries of other optimizers; torch's own get gradients in their masters' dtype.
+# States and temporaries of other optimizers. torch's optimizers get gradients in the dtype of the masters.
 OPTIMIZERS: dict[str, Case] = {
     "stage 2, bf16, torch's AdamW": Case(
         2, config(2, {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}), EVEN
@@ -129,21 +130,22 @@ def make_model(case: Case) -> torch.nn.Module:
 
 
 class PatientPool(buffers.BufferPool):
-    """The engine's pool of gather buffers; ``give`` waits until gloo's threads have released the buffer.
+    """The engine's pool of gather buffers, but ``give`` waits until gloo's threads have released the buffer.
 
-    They do so some microseconds after the caller's wait; a buffer that is asked for in between is allocated anew. How often that happens is chance.
+    gloo's threads release a buffer some microseconds after the caller's wait. A request in between allocates a new
+    buffer, so without this class the number of buffers would depend on chance.
     """
 
     def give(self, buffer: torch.Tensor) -> None:
         super().give(buffer)
         deadline = time.monotonic() + 60.0
-        # Held besides by the caller's view and its base, which go on return.
+        # The caller's view and its base also hold the buffer. They go when this method returns.
         while buffers._use_count(buffer) > self._alone + 2 and time.monotonic() < deadline:
             time.sleep(1e-4)
 
 
 def run_engine(rank: int, world: int, case: Case) -> dict[str, int]:
-    """Peaks by phase of a real run; the batch is one row, so that activations are some kilobytes."""
+    """The peak of each phase of a real run. The batch is one row, so activations are only some kilobytes."""
     with LiveBytes() as live, mock.patch.object(fetch, "BufferPool", PatientPool):
         with live.phase("initialize"):
             engine, *_ = deepspeed_c.initialize(model=make_model(case), config=case.config)
@@ -211,7 +213,7 @@ def state_bytes(rank: int, world: int, cases: list[Case]) -> list[int]:
 
 
 def test_states_of_8_bits_are_counted_with_their_scales(run_ranks):
-    measured = run_ranks(2, state_bytes, IN_8_BITS)[0]  # the plan is of the first rank
+    measured = run_ranks(2, state_bytes, IN_8_BITS)[0]  # the plan is for the first rank
     expected = [plan_of(case).phases["step"].kinds[STATE] for case in IN_8_BITS]
     assert measured == expected, f"{measured} held, {expected} planned"
 
@@ -251,8 +253,8 @@ def test_updates_ahead_are_planned_with_a_copy_of_all_that_they_change():
 
 @pytest.mark.parametrize("max_in_cpu", [None, 0, 1 << 20])
 def test_what_is_on_nvme_leaves_its_buffers(run_ranks, tmp_path, max_in_cpu):
-    # Where the CPU computes, buffers and sums of gradients (in fp32 then) are in the measured memory; the file's
-    # contents are not.
+    # On a CPU the measured memory includes buffers and sums of gradients, which are fp32 here. It does not include the
+    # contents of files.
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     zero = {"offload_optimizer": {**nvme, "pipeline_read": True, "pipeline_write": True}, "reduce_bucket_size": 1 << 20}
     if max_in_cpu is not None:
@@ -275,7 +277,7 @@ POOLS = {
     "buckets that are summed whole": config(2, zero={"reduce_scatter": False, "reduce_bucket_size": 3001}),
     "shards that have copies": config(3, zero={"mics_shard_size": 2, "stage3_param_persistence_threshold": 0}),
     "two micro-batches": config(3, micro_batches=2, zero={"reduce_bucket_size": 40_009}),
-    # Layers lie in two units by turns, and both units are gathered all the time.
+    # Layers alternate between two units, so both units are gathered all the time.
     "units that take turns": config(
         3, zero={"offload_optimizer": {**NVME, "ratio": 0.4}, "reduce_bucket_size": 90_001}
     ),
@@ -305,7 +307,7 @@ POOLS = {
 
 
 def put_path(section: dict[str, Any], path: str) -> dict[str, Any]:
-    """The section with ``path`` where it says PATH."""
+    """The section, with ``path`` in place of PATH."""
     return {
         key: put_path(value, path) if isinstance(value, dict) else path if value == "PATH" else value
         for key, value in section.items()
@@ -352,14 +354,14 @@ def test_pools_hold_what_was_planned_to_the_byte(run_ranks, tmp_path):
         planned.append((held, plan.window_elems, plan.n_buckets))
     assert {kind for held, *_ in planned for kind in held} == {STAGING, SCRATCH, GATHERED, SWAP}
     for rank, found in enumerate(run_ranks(4, pools_of_engines, cases)):
-        if rank:  # the plan is of the first rank: others have other pieces of parameters
+        if rank:  # the plan is for the first rank; other ranks have other pieces
             for held, *_ in (*found, *planned):
                 held.pop(SWAP, None)
         assert dict(zip(POOLS, found)) == dict(zip(POOLS, planned)), f"rank {rank}"
 
 
 class Block(torch.nn.Module):
-    """A residual block whose parameters lie at two levels, with a norm and a parameter of its own."""
+    """A residual block with a norm and a parameter of its own, so that parameters lie at two levels."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -372,7 +374,7 @@ class Block(torch.nn.Module):
 
 
 class Nested(torch.nn.Module):
-    """Embedding, blocks and a head."""
+    """A model with an embedding, blocks and a head."""
 
     def __init__(self, width: int = 512, n_blocks: int = 4, n_tokens: int = 4096) -> None:
         super().__init__()

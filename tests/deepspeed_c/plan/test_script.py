@@ -1,5 +1,5 @@
-"""Scripts up to ``initialize``: their arguments are found, nothing of them is allocated, and scripts that do not get
-there say why."""
+"""Scripts run up to ``initialize``. The arguments of ``initialize`` are found, tensors are not allocated, and for a
+script that does not get there the error says why."""
 
 from __future__ import annotations
 

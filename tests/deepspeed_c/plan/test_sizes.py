@@ -1,4 +1,5 @@
-"""Sizes of models and optimizers: stacks that sum exactly, whole sizes of every kind of parameter, state that was tried and not guessed."""
+"""Sizes of models and optimizers: the layers of a stack sum exactly, every kind of parameter counts with its whole
+size, and the sizes of states come from a trial step."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ def test_state_of_an_optimizer(make, states):
 
 def test_trying_an_optimizer_leaves_it_alone():
     base = torch.optim.AdamW(params(), lr=0.5)
-    schedule = torch.optim.lr_scheduler.ConstantLR(base)  # wraps the instance's step
+    schedule = torch.optim.lr_scheduler.ConstantLR(base)  # wraps ``step`` of the instance
     before = base.state_dict()
     assert group_sizes(base, is_sharded=True).states == ((FP32, FP32),)
     assert base.state_dict() == before and not base.state
@@ -129,7 +130,7 @@ def test_codes_of_8_bits_have_scales_beside_them():
     (states,) = group_sizes(base, is_sharded=True).states
     assert len(states) == 2
     for numel in (1, 255, 256, 257, 1200, 100_003):
-        # The optimizer's own: two tensors of codes, two of scales.
+        # The optimizer itself holds two tensors of codes and two of scales.
         piece = torch.nn.Parameter(torch.empty(numel, device="meta"))
         own = [n * dtype.itemsize for dtype, n in base.layout_of_state(0, piece).values()]
         planned = [nbytes for state in states for nbytes in state.tensor_bytes(numel, torch.float32)]

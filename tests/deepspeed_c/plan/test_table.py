@@ -1,4 +1,5 @@
-"""Tables of plans: every stage and offload choice, the chosen one marked, refusals where the engine would refuse, the same numbers as JSON."""
+"""Tables of plans have every stage and choice of offload, mark the chosen row, and refuse where the engine would
+refuse. JSON has the same numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def states(plan) -> int:
 
 
 def test_states_are_the_papers_formulas():
-    # arXiv 1910.02054, section 5; padding of slices is less than a thousandth
+    # The formulas are in arXiv 1910.02054, section 5. Padding of slices adds less than a thousandth.
     table = plan_table(config(2), N, sizes=stack_of(P, 16))
     for stage, formula in ((0, 16), (1, 4 + 12 / N), (2, 2 + 14 / N), (3, 16 / N)):
         found = states(plans(table)[stage, "none"]) / P
@@ -74,7 +75,8 @@ def test_offload_that_is_asked_for_is_the_chosen_row():
     assert table.rows[table.chosen].offload == Offload("cpu")
     found = plans(table)
     whole, part = found[3, "none"].phases["step"], found[3, "optimizer on cpu"].phases["step"]
-    # 12 bytes a parameter of masters and moments, and the gradients' shard: 2 on the device, 4 on the host, where sums are in fp32
+    # A parameter has 12 bytes of masters and moments, and a gradient: 2 bytes on the device, or 4 on the host, where
+    # sums are fp32.
     assert part.host_nbytes == pytest.approx(16 * P / N, rel=1e-3)
     assert whole.nbytes - part.nbytes == pytest.approx(14 * P / N, rel=1e-3)
     both = found[3, "optimizer and parameters on cpu"].phases["step"]
@@ -92,8 +94,8 @@ def test_on_nvme_are_masters_and_moments_and_on_the_host_gradients_and_buffers()
     assert plan.offload == Offload("nvme")
     step = plan.phases["step"]
     assert step.nvme_nbytes == pytest.approx(12 * small / 2, rel=1e-3)
-    # 4 groups of buffers of at most 4 Mi elements of 12 bytes, and some that were made for smaller buckets; 4 bytes of
-    # gradients
+    # There are 4 groups of buffers, of at most 4 Mi elements of 12 bytes, and some buffers for smaller buckets.
+    # Gradients take 4 bytes an element.
     assert step.host_nbytes - 4 * small / 2 == pytest.approx(step.kinds["swap buffers"], rel=1e-2)
     assert 4 * 12 * (3 << 20) < step.kinds["swap buffers"] <= 5 * 12 * (4 << 20)
     one = {"offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}
@@ -132,7 +134,7 @@ def test_a_part_of_the_states_stays_on_the_device():
     assert part.host_nbytes == pytest.approx(0.25 * 16 * P / N, rel=1e-2)
     buffers = ("gradient staging", "collective scratch")
     on_device = [phase.nbytes - sum(phase.kinds.get(kind, 0) for kind in buffers) for phase in (part, whole)]
-    # Masters, moments, and sums in fp32 rather than in bf16.
+    # The device keeps masters, moments and gradients of the rest; sums are fp32 instead of bf16.
     assert on_device[0] - on_device[1] == pytest.approx((0.75 * 16 - 14) * P / N, rel=1e-2)
 
 
@@ -158,7 +160,7 @@ def test_offload_that_the_engine_refuses_says_why():
 
 
 def test_stages_that_the_configuration_excludes_say_why():
-    # Summing, not averaging, is no stage-3 configuration; bf16 masters are none at stage 0.
+    # Stage 3 does not allow sums of gradients instead of averages, and stage 0 does not allow bf16 masters.
     table = plan_table(config(1, gradient_allreduce_op="sum"), N, sizes=stack_of(P, 16))
     refused = {row.stage: row.refusal for row in table.rows if row.plan is None}
     assert set(refused) == {3} and "gradient_allreduce_op" in refused[3]
@@ -201,7 +203,7 @@ def test_zero_init_takes_the_whole_model_out_of_the_start():
     largest = 2 * P // 16 // 3
     assert begin[0] > 4 * P
     assert begin[1] < (2 + 2 + 4) * P / N + 1.1 * largest
-    # A stage that keeps weights whole has to put them together.
+    # A stage with whole weights has to gather them at the start.
     assert plans(shards)[2, "none"].phases["initialize"].nbytes > 4 * P
 
 

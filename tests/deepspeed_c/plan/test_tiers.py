@@ -1,4 +1,4 @@
-"""Placements of each stage under three budgets: where each part is placed, the error if nothing fits, and the
+"""Placements for each stage under three budgets: the place of each part, the error if nothing fits, and the
 configuration for each placement."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_what_fits_stays_on_the_device(roomy):
 def test_memory_after_memory_is_filled(roomy):
     shard = P / N
     wanted = [
-        # device, host, NVMe of a rank at stage 3 -> masters, optimizer state, gradients, weights
+        # budgets of a rank at stage 3 (device, host, NVMe) -> places of (masters, optimizer state, gradients, weights)
         ((peak(roomy, 3) + 1000, 0, 0), "device device device device"),
         ((peak(roomy, 3) - 1_000_000_000, PLENTY, PLENTY), "host host host device"),
         ((peak(roomy, 3) - 1_000_000_000, 17 * shard, 0), "host host host device"),
@@ -70,7 +70,7 @@ def test_what_fits_nowhere_says_what_is_missing(roomy):
     text = as_text(table)
     assert text.count("does not fit") == 4 and "NVMe" in text
     assert [entry["fits"] for entry in as_json(table)["placements"]] == [False] * 4
-    # not even an empty device's worth of transients
+    # the device does not even have room for temporaries
     assert "what is no state takes" in table_for(1000, PLENTY, PLENTY).placed[3].refusal
 
 
@@ -110,7 +110,8 @@ def test_the_section_asks_for_what_was_planned(roomy):
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("rates", [Rates(), Rates(4e11, 2e11, 1e12), Rates(1e12, 1e11, 1e9)])
 def test_the_ratio_is_the_fastest_that_fits(roomy, stage, rates):
-    """Against all hundredths, by the bytes of bf16 training with AdamW: 12 of states, which are read and written, and sums of gradients in fp32."""
+    """The ratio is compared with all ratios in steps of a hundredth, by the bytes of bf16 training with AdamW: 12 bytes
+    of states, which are read and written, and sums of gradients in fp32."""
     n, per_elem = P // N, 2 * 12 + 4
     base = peak(roomy, stage, Offload("cpu"))
     seen = set()
@@ -118,7 +119,7 @@ def test_the_ratio_is_the_fastest_that_fits(roomy, stage, rates):
         table = table_for(base + room, PLENTY, 0, rates=rates)
         placed = table.placed[stage]
         if room == n * 16 and placed.ratio is None:
-            continue  # all fits the device
+            continue  # everything fits on the device
 
         def seconds(hundredths: int) -> float:
             host = hundredths / 100 * n * (per_elem / rates.host + (4 + 2) / rates.link)
@@ -128,7 +129,8 @@ def test_the_ratio_is_the_fastest_that_fits(roomy, stage, rates):
         best = min(map(seconds, fitting))
         chosen = round(placed.ratio * 100)
         assert chosen in fitting, f"{placed.ratio} with room for {room} bytes, of {n * 16}"
-        # A hundredth lower is also right: the ratio is rounded up until it fits, and layouts have some padding.
+        # A ratio that is a hundredth lower is also right: ratios are rounded up until they fit, and layouts have
+        # padding.
         assert min(seconds(max(chosen - 1, 0)), seconds(chosen)) <= best * (1 + 1e-3), (placed.ratio, best)
         seen.add(placed.ratio)
         assert as_json(table)["placements"][stage]["ratio"] == placed.ratio

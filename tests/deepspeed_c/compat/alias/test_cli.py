@@ -1,4 +1,5 @@
-"""``deepspeed_c run`` takes the place of itself with the command, unchanged but for the alias; ``deepspeed_c env`` says the same to a shell."""
+"""``deepspeed_c run`` replaces its process by the command, with the alias in the environment and nothing else changed.
+``deepspeed_c env`` prints the same environment for a shell."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def start(*argv, **variables):
 
 @pytest.fixture
 def replaced(monkeypatch):
-    """Record the commands that would have been executed, with their environments."""
+    """Records the commands that would be executed, with their environments."""
     calls = []
     monkeypatch.setattr(os, "execvpe", lambda file, argv, env: calls.append((file, argv, env)))
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
@@ -58,7 +59,7 @@ def replaced(monkeypatch):
 
 def test_command_is_the_process_itself():
     words = ["a b", "", "--force", "--", "-x", "$HOME", "'q\"", "ä"]
-    # A shell in between: the whole tree sees the alias.
+    # With a shell in between, the whole tree of processes sees the alias.
     shell = 'grep SigIgn /proc/self/status; "$0" -c "$1" "$@"; exit $?'
     process = start("run", "sh", "-c", shell, sys.executable, SHOW, *words)
     out, err = process.communicate("typed", timeout=TIMEOUT_SECONDS)
@@ -164,7 +165,7 @@ def test_shell_takes_over_the_variables(monkeypatch, capsys, tmp_path):
         ("utils.zero_to_fp32", "checkpoint_dir"),
         ("env_report", "--json"),
         ("launcher.runner", "usage: deepspeed_c"),
-        ("utils.groups", ""),  # nothing but definitions
+        ("utils.groups", ""),  # the module only has definitions
     ],
 )
 def test_modules_run_by_their_name(name, says):

@@ -1,5 +1,5 @@
-"""The alias is found by other packages' look-ups, is installed before the first of them, and never hides a real
-DeepSpeed unasked."""
+"""The alias is found when other packages look for DeepSpeed and is installed before the first of them looks. It never
+hides a real DeepSpeed unless that is asked for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMEOUT_SECONDS = 300
 
 @pytest.fixture(autouse=True)
 def process(monkeypatch):
-    """This process as if nothing had asked for DeepSpeed yet; everything is put back."""
+    """Makes this process look as if nothing had imported DeepSpeed yet, and restores everything afterwards."""
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != SHIM])
     monkeypatch.setattr(os, "environ", os.environ.copy())
     for name in ("PYTHONPATH", FORCE):
@@ -37,7 +37,7 @@ def process(monkeypatch):
 
 @pytest.fixture
 def real(tmp_path):
-    """A DeepSpeed of somebody else's, on this process's path."""
+    """A foreign package named deepspeed, on the path of this process."""
     folder = tmp_path / "site"
     (folder / "deepspeed").mkdir(parents=True)
     (folder / "deepspeed" / "__init__.py").write_text("__version__ = '0.19.6'\n")
@@ -72,7 +72,7 @@ def test_it_is_found_as_others_look_for_it_and_nothing_is_imported():
 
 
 def test_version_passes_every_gate_of_the_stack_and_is_that_of_the_folder():
-    from packaging import version  # pytest needs it, too
+    from packaging import version  # pytest needs this module too
 
     ours = version.parse(API_VERSION)
     assert ours.public == "0.19.6" and ours.local == f"c{deepspeed_c._version.__version__}"
@@ -105,7 +105,7 @@ def test_path_of_the_children(before, after):
     variables = {"PYTHONPATH": ":".join(after), "PATH": f"{BIN}:/bin", "DSC_ALIAS_PYTHON": sys.executable}
     assert environment(environ) == variables
     assert environment(environ, force=True) == {**variables, FORCE: "1"}
-    assert environment({**environ, **variables}) == variables  # once more adds nothing
+    assert environment({**environ, **variables}) == variables  # a second call adds nothing
     assert environment({})["PATH"] == f"{BIN}:{os.defpath}"
 
 
@@ -126,7 +126,7 @@ def test_too_late(module, monkeypatch):
 
 
 def test_not_too_late_where_it_was_visible_from_the_start(monkeypatch):
-    sys.path.insert(0, SHIM)  # as under `deepspeed_c run`
+    sys.path.insert(0, SHIM)  # as `deepspeed_c run` does
     monkeypatch.setitem(sys.modules, "accelerate", types.ModuleType("accelerate"))
     install_as_deepspeed()
 
@@ -185,12 +185,12 @@ def test_shim_of_another_installation_is_no_real_deepspeed(tmp_path):
     assert find_real() is None
 
 
-# ---- in a process of its own: what the shim does when it is imported ----
+# ---- the import of the shim, in a process of its own ----
 
 
 def test_child_refuses_to_hide_a_real_one_that_only_it_sees(real):
     path = os.pathsep.join([SHIM, str(ROOT), os.path.dirname(os.path.dirname(real))])
-    # Not an ImportError: code that tries to import deepspeed must not go on without it.
+    # The error is no ImportError: code that tries to import deepspeed must not go on without it.
     code = "try: import deepspeed\nexcept ImportError: print('went on')\nelse: print(deepspeed.__name__)"
     refused = run(code, PYTHONPATH=path)
     assert refused.returncode == 1 and refused.stdout == "", refused
@@ -204,7 +204,7 @@ def test_interpreter_without_deepspeed_c_says_so():
 
 
 def test_wheel_has_the_folder(tmp_path):
-    """build_py copies the Python files and data of a wheel."""
+    """build_py copies the Python files and the data of a wheel."""
     done = subprocess.run(
         [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)],
         cwd=ROOT,

@@ -1,5 +1,5 @@
-"""Every path and name of the table leads to its object, in one process that sees the alias; errors for missing names
-say what to use."""
+"""Every path and name of the table leads to its object, in one process that sees the alias. Errors for missing names
+tell what to use instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deepspeed_c.compat.alias.modules import ABSENT, MODULES, NAMES
 ROOT = Path(__file__).resolve().parents[4]
 TIMEOUT_SECONDS = 300
 
-# Names that transformers, accelerate, peft, trl and Lightning use, as they write them, after `import deepspeed` alone.
+# Names that transformers, accelerate, peft, trl and Lightning use after only `import deepspeed`, as they write them.
 REACHED = [
     "deepspeed.initialize",
     "deepspeed.init_distributed",
@@ -63,7 +63,7 @@ REACHED = [
     "deepspeed.dist.get_world_size",
 ]
 
-# Ways to ask for names that DeepSpeed lacks, and whether Python wants an ImportError or an AttributeError for each.
+# Code that uses names that DeepSpeed lacks -> the error that Python requires: ImportError or AttributeError.
 MISSING = {
     "import deepspeed.moe.nothing": "import",
     "from deepspeed.runtime import nothing": "import",
@@ -79,7 +79,7 @@ MISSING = {
     "deepspeed.moe.layer.nothing": "attribute",
 }
 
-# Runs in a process that starts with the alias on its path, and prints one JSON object for the tests below to judge.
+# Runs in a process that starts with the alias on its path. Prints one JSON object, which the tests below check.
 SCRIPT = """
 import functools, importlib, importlib.util, json, sys, types
 import deepspeed
@@ -196,7 +196,7 @@ def test_what_is_not_here_says_so_and_what_to_use(code, seen):
 def test_missing_names_are_those_that_were_asked_for(seen):
     texts = {code: answer[3].split(":")[0] for code, answer in seen["missing"].items()}
     assert texts["from deepspeed.runtime.engine import nothing"] == "deepspeed.runtime.engine.nothing"
-    # The longest path that is known has the last word.
+    # The message is that of the longest known path.
     assert ABSENT["deepspeed.moe"] in seen["missing"]["import deepspeed.moe.nothing"][3]
 
 
@@ -227,7 +227,7 @@ def test_finder_keeps_out_of_another_deepspeed(seen):
 
 
 def test_table_names_files_that_are_there_and_no_path_twice():
-    """Needs no torch: a path that is moved breaks here first."""
+    """Needs no torch, so it is the first test to fail when a file is moved."""
     targets = {*MODULES.values(), *(ours.partition(":")[0] for names in NAMES.values() for ours in names.values())}
     for module in sorted(targets):
         top, _, rest = module.partition(".")

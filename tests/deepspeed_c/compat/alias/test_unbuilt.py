@@ -1,4 +1,4 @@
-"""A name of DeepSpeed's that is not built can be imported, compared and named in annotations; using it raises."""
+"""A name of DeepSpeed that is not built can be imported, compared and used in annotations. Any other use raises."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ def test_table_is_whole() -> None:
 
 
 def test_one_module_under_two_paths_says_that_it_lacks_a_name():
-    """The package and its module are one module of ours; each once asked the other for the name, without end."""
+    """DeepSpeed's package and its module are one module of ours. A missing name once made the two ask each other
+    without end."""
     package = importlib.import_module("deepspeed_c.profiling.flops_profiler")
     module = importlib.import_module("deepspeed_c.profiling.flops_profiler.profiler")
     assert package is module and package.FlopsProfiler.__module__ == "deepspeed_c.profile.flops"

@@ -1,4 +1,4 @@
-"""Every module and name of DeepSpeed's imports under both package names, alone and by a star."""
+"""Every module and name of DeepSpeed can be imported under both package names, by name and by a star."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[4]
 
 
 def run(code: str, cwd: Path, *above: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of this package; above: folders that come before it on the path (SHIM: under both names)."""
+    """Run a program that uses this package. above: folders that come before the package on the path (SHIM: the program
+    uses both names)."""
     return subprocess.run(
         [sys.executable, "-c", code],
         check=False,
@@ -42,7 +43,7 @@ def attempt(code):
     return namespace
 """
 
-# Each name by `from module import name`, before and apart from the star of its module.
+# Imports each name by `from module import name`, and then by the star of its module.
 IMPORT_ALL = f"""
 import deepspeed
 {ATTEMPTS}""" + """
@@ -104,7 +105,7 @@ def test_our_modules_at_paths_of_deepspeed_are_known():
     assert deepspeed_c._SHARED_PATHS == (paths & ours) - {"deepspeed_c"}
 
 
-# Uses of much that is built, and of nothing else.
+# Uses many of the names that are built, and no other name.
 TRAINS = """
 import sys
 read = []
