@@ -1,5 +1,5 @@
-"""The tensors that autograd saves in a forward for the backward: a chain of packers, each free to keep a tensor in a
-form of its own.
+"""Saving of autograd's tensors in a forward for the backward, by a chain of packers. Each packer may store a tensor in
+its own form.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ __all__ = ["Packer", "SavedTensors", "counts_all", "give_back", "hooks_around", 
 
 
 class Packer(Protocol):
-    """Keeps saved tensors of some kind in a form of its own: as a place, a copy elsewhere, fewer bits."""
+    """Stores some saved tensors in its own form, such as a reference, a copy in other memory, or fewer bits."""
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Returns the object to keep in place of ``tensor``, or None: the next packer is asked.
+        """Returns the object to keep in place of ``tensor``, or None to leave ``tensor`` to the next packer.
 
-        A packer must not keep ``tensor`` itself where it is an operator's output: it would keep the graph that keeps
-        it. ``tensor.detach()`` will do.
+        If ``tensor`` is an operator's output, a packer must keep ``tensor.detach()`` instead. The tensor itself would
+        keep the graph alive, and the graph would keep the tensor alive.
         """
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """Returns the tensor again, when a backward asks for it: same shape and dtype, and on the device where it was.
+        """Returns the tensor when a backward needs it, with the same shape and dtype, on the same device.
         """
 
 
 def keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Keeps a tensor that no packer took, as autograd does where nobody else does the saving."""
-    # An operator's own output, kept as it is, would keep the operator that keeps it: the graph would never die.
+    """Keeps a tensor that no packer took, in the same way as autograd without hooks."""
+    # An operator's output would keep the operator alive, and the operator its output: the graph would never be freed.
     return tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
 
 def give_back(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
-    """Raises RuntimeError where the tensor was overwritten: autograd looks only where nobody else does the saving."""
+    """Raises RuntimeError if the tensor was overwritten. Autograd checks this only without hooks."""
     tensor, version = packed
     if tensor._version != version:
         raise overwritten(f"{tensor.type()} {list(tensor.shape)}", tensor._version, version)
@@ -51,39 +51,41 @@ def overwritten(what: str, found: int, expected: int) -> RuntimeError:
 
 
 def hooks_around() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
-    """(pack, unpack) of the ``saved_tensors_hooks`` around the caller; without any, (keep, give_back), which keep
-    tensors as autograd does.
+    """(pack, unpack) of the ``saved_tensors_hooks`` around the caller. Without hooks, (keep, give_back), which keep
+    tensors in the same way as autograd.
     """
     around = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return (keep, give_back) if around is None else around
 
 
 def counts_all(pack: Callable[[torch.Tensor], Any]) -> bool:
-    """Whether ``pack`` belongs to a checkpoint, which knows tensors by their number and meets all of them again when it
-    runs the forward once more. Our packers say so by an attribute of the method's object.
+    """Whether ``pack`` belongs to a checkpoint. A checkpoint identifies saved tensors by their number, so it must get
+    all tensors again when it recomputes the forward. Packers of this package declare this by an attribute of the object
+    that ``pack`` is a method of.
     """
     is_of_torch = getattr(pack, "__module__", None) == torch.utils.checkpoint.__name__
     return is_of_torch or getattr(getattr(pack, "__self__", None), "counts_all", False)
 
 
 class SavedTensors:
-    """Packers in the order of asking them. The packer that took a tensor gives it back.
+    """Packers, in the order in which they are asked. The packer that took a tensor also returns it.
 
-    A tensor that no packer takes goes to the ``saved_tensors_hooks`` around the forward, or is kept as it is.
+    A tensor that no packer takes goes to the ``saved_tensors_hooks`` around the forward. Without hooks it is kept
+    unchanged.
     """
 
     def __init__(self) -> None:
         self._packers: tuple[Packer, ...] = ()
 
     def add(self, packer: Packer) -> None:
-        """Adds ``packer`` at the end of the chain. Not while a forward runs."""
+        """Adds ``packer`` at the end of the chain. Must not be called while a forward runs."""
         self._packers = (*self._packers, packer)
 
     def hooks_of(self, owner: object, on_unpack: Callable[[Any], None]) -> torch.autograd.graph.saved_tensors_hooks:
-        """The context of one forward; within it autograd saves through the chain.
+        """The context of one forward. Inside it autograd saves tensors through the chain.
 
-        owner: lives at least as long as anything that the forward has saved.
-        on_unpack: called with it whenever a backward asks for some of that.
+        owner: an object that lives at least as long as all tensors that the forward has saved.
+        on_unpack: called with ``owner`` whenever a backward asks for a saved tensor.
         """
         chain = _Chain(self._packers, owner, on_unpack)
         return torch.autograd.graph.saved_tensors_hooks(chain.pack, chain.unpack)
@@ -94,7 +96,8 @@ class _Chain:
 
     def __init__(self, packers: tuple[Packer, ...], owner: object, on_unpack: Callable[[Any], None]) -> None:
         self._packers, self._owner, self._on_unpack = packers, owner, on_unpack
-        # Autograd asks the innermost hooks alone, which will be ours: a caller's (save_on_cpu, say) are asked by us.
+        # Autograd calls only the innermost hooks, which are this chain's. So the chain calls outer hooks (such as
+        # save_on_cpu) itself.
         self._pack_rest, self._unpack_rest = hooks_around()
         self.counts_all = counts_all(self._pack_rest)
 

@@ -1,4 +1,4 @@
-"""The threads and the instruction set of passes over host memory. They are decided here; the cores do as they are told.
+"""Chooses the threads and the instruction set of passes over host memory for the C cores.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ __all__ = ["decide", "fair_part", "leave", "number", "quota", "take_back"]
 
 VARIABLES = ("DSC_NUM_THREADS", "LOCAL_WORLD_SIZE", "DSC_CPU_ISA")
 
-# The parts of this rank's processors that running engines update on, where backward runs beside updates. One pool
-# serves the process.
+# The fractions of this rank's processors that running engines use for updates, if backward runs at the same time as
+# updates. There is one pool of threads in a process.
 _parts: list[float] = []
 
 
 def decide() -> int:
-    """Chooses the instruction set and returns the threads of the pool. The binding calls it at the first operator on
-    host tensors, and after ``pool_resize(0)``.
+    """Chooses the instruction set and returns the number of threads of the pool. The binding calls it at the first
+    operator on host tensors, and after ``pool_resize(0)``.
 
-    Raises ConfigError where an environment variable asks for too many threads or an absent instruction set.
+    Raises ConfigError if an environment variable requests too many threads or an unavailable instruction set.
     """
     from deepspeed_c import _C
 
@@ -40,9 +40,11 @@ def decide() -> int:
 
 
 def leave(part: float) -> None:
-    """Updates take ``part`` of this rank's processors until ``take_back``; the backward beside them has the others.
+    """Gives updates the fraction ``part`` of this rank's processors until ``take_back``. A backward that runs at the
+    same time has the other processors.
 
-    An engine says so before it makes states, which the threads that will update them touch first.
+    An engine calls this before it makes states, because the threads that will update a state must be the first to write
+    to it.
     """
     from deepspeed_c import _C
 
@@ -51,8 +53,8 @@ def leave(part: float) -> None:
 
 
 def take_back(part: float) -> None:
-    """Ends one ``leave`` of this ``part``: passes over host memory run on all of this rank's processors again, unless
-    another engine leaves some.
+    """Ends one ``leave`` with this ``part``. Passes over host memory then use all of this rank's processors again,
+    unless ``leave`` of another engine is in effect.
     """
     from deepspeed_c import _C
 
@@ -61,10 +63,11 @@ def take_back(part: float) -> None:
 
 
 def number(env: Env, most: int) -> int:
-    """Threads of this rank: ``DSC_NUM_THREADS``, or its fair part of the host's processors; at most ``most``.
+    """Number of threads of this rank: ``DSC_NUM_THREADS``, or this rank's share of the host's processors; at most
+    ``most``.
 
-    The launcher is the parent process: a rank that it has bound to processors of its own has all of those, ranks that
-    share theirs divide them.
+    The launcher is the parent process. If it has bound a rank to separate processors, the rank gets all of them. Ranks
+    that share processors divide them.
     """
     if env.num_threads is not None:
         if env.num_threads > most:
@@ -77,19 +80,20 @@ def number(env: Env, most: int) -> int:
 
 
 def fair_part(n_own: int, n_launcher: int, n_quota: int | None, n_ranks: int) -> int:
-    """Processors of one of ``n_ranks`` ranks. ``n_own``: in its own mask; ``n_launcher``: in its launcher's mask or its
-    own; ``n_quota``: from :func:`quota`.
+    """Number of processors for one of ``n_ranks`` ranks. ``n_own``: processors in the rank's mask; ``n_launcher``:
+    processors in the launcher's mask or the rank's mask; ``n_quota``: from :func:`quota`.
     """
     n_shared = n_launcher if n_quota is None else min(n_launcher, n_quota)
     return min(n_own, max(n_shared // n_ranks, 1))
 
 
 def quota(root: str = "/") -> int | None:
-    """Processors' worth of time that the control groups of this process allow, rounded up; None without a limit.
+    """Number of processors whose time the control groups of this process allow it to use, rounded up; None without a
+    limit.
 
-    The least limit of the process's groups and of all above them counts, in both versions of control groups. In a
-    container the path of a group may be the host's: a folder that is not there limits nothing. ``root`` is another
-    folder in tests.
+    The least limit of the process's groups and of all groups above them counts, in both versions of control groups. In
+    a container the path of a group may be a path of the host: a missing folder counts as no limit. Tests pass another
+    folder as ``root``.
     """
     return least("cpu", _limit_of_version_2, _limit_of_version_1, root)
 
@@ -108,8 +112,8 @@ def _processors_for(quota_us: int, period_us: int) -> int | None:
 
 
 def _processors_of(pid: int, otherwise: set[int] | None = None) -> set[int]:
-    """The processors that a process, not one thread of it alone, may run on; ``otherwise`` where the kernel does not
-    tell.
+    """The processors that a whole process may run on, rather than one of its threads; ``otherwise`` if the kernel does
+    not report them.
     """
     if pid > 0:  # 0: the parent is in another container
         try:
@@ -121,7 +125,7 @@ def _processors_of(pid: int, otherwise: set[int] | None = None) -> set[int]:
 
 @functools.cache
 def _decide_again_after_fork() -> None:
-    """A child may be bound elsewhere."""
+    """Chooses again in a child process, which may be bound to other processors."""
     from deepspeed_c import _C
 
     os.register_at_fork(after_in_child=functools.partial(_C.pool_resize, 0))

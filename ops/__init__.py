@@ -1,6 +1,6 @@
-"""Where C meets torch: the operators of ``torch.ops.deepspeed_c``, and the optimizers made of them.
+"""The binding of the C cores to torch: the operators of ``torch.ops.deepspeed_c``, and the optimizers made of them.
 
-Importing this loads the compiled part.
+Importing this package loads the compiled module.
 """
 
 import importlib

@@ -13,10 +13,10 @@ __all__ = ["DeepSpeedCPUAdagrad"]
 
 class DeepSpeedCPUAdagrad(FusedOptimizer):
     """Adagrad with a float32 sum. With ``fp32_optimizer_states=False`` the sum has the parameters' dtype, and with
-    ``state_dtype`` that dtype.
+    ``state_dtype`` the given dtype.
 
-    State: ``step``, ``sum``, as in torch.optim.Adagrad, whose state dicts load here (``lr_decay`` and ``maximize``
-    included) and the other way round.
+    State: ``step``, ``sum``, as in torch.optim.Adagrad. Each of the two classes loads state dicts of the other, with
+    ``lr_decay`` and ``maximize``.
     """
 
     kind = "adagrad"

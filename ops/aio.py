@@ -36,7 +36,7 @@ class AioBackend(NamedTuple):
 
     name: str
     is_usable: bool  # whether this kernel allows it now
-    reason: str  # why not; "" when it is
+    reason: str  # why it is not usable; "" if it is
 
 
 def backends() -> list[AioBackend]:
@@ -97,8 +97,8 @@ def _open_unnamed(folder: str) -> int:
 class PinnedPool:
     """Gives out host tensors on page-aligned, locked memory (never swapped out), of exact sizes and within a budget.
 
-    A tensor's memory goes back to the pool when the last view of it is gone, and is kept for the next tensor of its
-    size. Where ``RLIMIT_MEMLOCK`` does not allow locking, the memory is aligned all the same.
+    When the last view of a tensor is gone, its memory returns to the pool and is kept for the next tensor of the same
+    size. If ``RLIMIT_MEMLOCK`` does not allow locking, the memory is aligned but not locked.
 
     Args:
         budget_bytes: the most that the pool holds at once, in bytes.
@@ -111,7 +111,7 @@ class PinnedPool:
     def new_tensor(self, n_elems: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor of shape ``[n_elems]`` with undefined contents.
 
-        MemoryError, with the numbers, if the tensor does not fit the budget.
+        Raises MemoryError, with the numbers, if the tensor does not fit the budget.
         """
         if n_elems < 0:
             raise ValueError(f"n_elems is {n_elems}, must not be negative")
@@ -147,7 +147,7 @@ class _Memory(NamedTuple):
     """
 
     storage: torch.UntypedStorage  # keeps the memory alive as long as this object
-    storage_address: int  # of its first byte, as long as nobody resizes it
+    storage_address: int  # address of the first byte, until the storage is resized
     offset: int  # bytes
     n_bytes: int
 
@@ -180,16 +180,17 @@ class _Pending(NamedTuple):
 
 
 class aio_handle:
-    """Reads tensors from files and writes them, whole and checked, at the disk's speed. The interface is DeepSpeed's.
+    """Reads tensors from files and writes tensors to files at the disk's speed. Each transfer is complete and checked.
+    The interface is DeepSpeed's.
 
     Tensors are contiguous and on the CPU, of any dtype, alignment and size; a file may be larger than its tensor, and
-    is never truncated. A tensor belongs to the handle from an ``async_`` call until ``wait``. Any thread may call; the
-    handle serves one thread at a time.
+    is never truncated. A tensor belongs to the handle from an ``async_`` call until ``wait``. Any thread may call the
+    handle, which serves one thread at a time.
 
-    The handle keeps a tensor's memory until then, so the tensor may be dropped or pointed at other memory
+    The handle keeps a tensor's memory until ``wait``. So the tensor may be dropped or pointed at other memory
     (``tensor.data = other``, ``set_``): the transfer goes on with the old memory. The handle cannot keep the memory if
     the storage itself is resized, by ``tensor.resize_`` to more bytes or ``untyped_storage().resize_``: a read then
-    writes to memory that belongs to somebody else. ``wait`` raises `StateError` where it finds that done.
+    writes to memory that may belong to another object. ``wait`` raises `StateError` if it detects such a resize.
 
     A handle belongs to the process that made it. In a child of ``fork`` (a worker of a DataLoader) every method that
     transfers or waits raises `StateError`; make another handle there. In the child, dropping or closing the parent's
@@ -248,7 +249,7 @@ class aio_handle:
         return self._overlap_events
 
     def get_intra_op_parallelism(self) -> int:
-        """As it was given."""
+        """The value that the constructor got."""
         return self._intra_op_parallelism
 
     def get_alignment(self) -> int:
@@ -336,7 +337,7 @@ class aio_handle:
                 errors.append(error)
             except StateError as error:
                 misuses.append(error)
-        if misuses:  # raised first, because it is the worst: a read may have written to memory of others
+        if misuses:  # raised first, because it is the worst error: a read may have written to other objects' memory
             raise misuses[0]
         if len(errors) > 1:
             first = errors[0]
@@ -421,7 +422,7 @@ class aio_handle:
 
 
 class AsyncIOBuilder:
-    """Stands for DeepSpeed's builder of this operator: everything is built already."""
+    """Replaces DeepSpeed's builder of this operator, which is compiled already."""
 
     NAME = "async_io"
 

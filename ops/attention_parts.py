@@ -1,4 +1,4 @@
-"""Merges partial results of attention, each over some of the keys."""
+"""Merges partial results of attention. Each partial result covers some of the keys."""
 
 from __future__ import annotations
 

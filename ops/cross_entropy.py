@@ -26,9 +26,9 @@ def rows(logits: Tensor, targets: Tensor) -> Tensor:
     the largest logit, the sum of exp(logit - largest), the target's logit, the sum of logits. float64 for float64
     logits.
 
-    targets: int64 [n], counted from this rank's first token id; an id that another rank has gives 0. Takes one pass
-    where there are kernels (``deepspeed_c.ops.placement``). Other devices and float64 use torch. ValueError for other
-    dtypes and layouts.
+    targets: int64 [n], counted from this rank's first token id. The target's logit is 0 if another rank has the id.
+    Devices with kernels (``deepspeed_c.ops.placement``) take one pass. Other devices and float64 use torch. ValueError
+    for other dtypes and layouts.
     """
     if _is_of_core(logits):
         out = logits.new_empty((targets.numel(), 4), dtype=torch.float32)

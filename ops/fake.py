@@ -1,5 +1,4 @@
-"""Fake (meta) kernels of every operator that returns something: shapes and dtypes without data, for torch.compile and
-opcheck.
+"""Fake (meta) kernels of all operators: shapes and dtypes without data, for torch.compile and opcheck.
 """
 
 from __future__ import annotations
@@ -54,7 +53,8 @@ def _flat_reduce(srcs: list[Tensor], scale: float, accumulate: bool, acc: Tensor
     return acc.new_empty(2, dtype=torch.float64)
 
 
-# dsc/nn.h: results have the operands' shapes, sums over rows one element a column, results not asked for none.
+# Operators of dsc/nn.h. Results have the operands' shapes, sums over rows have one element for each column, and results
+# that were not requested have no elements.
 
 
 @torch.library.impl(_LIBRARY, "nn_norm", "Meta")

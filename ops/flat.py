@@ -72,8 +72,8 @@ def zero_(tensors: Sequence[Tensor]) -> None:
     A fresh page lies in the NUMA node of the thread that writes to it first. Elements are divided among the pool's
     threads in the same way as in every pass over a list of tensors of these sizes. So make states with ``torch.empty``,
     and pass them here in one list, as an optimizer's step gets them. Fresh pages are huge if the system gives huge
-    pages on request: a step over small pages takes a sixth longer. Any dtypes; any devices, where tensors away from the
-    host are zeroed by torch. ValueError for a host tensor with gaps or overlaps between its elements.
+    pages on request: a step over small pages takes a sixth longer. Tensors may have any dtype and device; torch zeroes
+    tensors of other devices than the host. ValueError for a host tensor with gaps or overlaps between its elements.
     """
     on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     elsewhere = [tensor for tensor in tensors if tensor.device.type != "cpu"]

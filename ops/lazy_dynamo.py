@@ -1,5 +1,4 @@
-"""``torch.optim.Optimizer`` for a program that may never compile: its methods, without an import of ``torch._dynamo``
-for each process.
+"""``torch.optim.Optimizer`` whose methods do not import ``torch._dynamo``, for programs that may never compile.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ def _without_dynamo(name: str) -> Callable[..., Any]:
     ``torch._disable_dynamo``.
 
     That decorator imports ``torch._dynamo`` at the first call, and with it ``torch.distributed.tensor``,
-    ``torch.distributed.fsdp`` and sympy: 1.5 s of CPU, nearly as much as torch itself. Until somebody imports
-    ``torch._dynamo`` nothing can be traced, so the undecorated function does the same.
+    ``torch.distributed.fsdp`` and sympy: 1.5 s of CPU, nearly as much as torch itself. Nothing can be traced before
+    ``torch._dynamo`` is imported, so until then the undecorated function does the same.
     """
     decorated = getattr(torch.optim.Optimizer, name)
     plain = getattr(decorated, "__wrapped__", decorated)

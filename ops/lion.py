@@ -53,7 +53,7 @@ class FusedLion(FusedOptimizer):
     ) -> Any:
         """One step over ``p.grad``.
 
-        The arguments after ``closure`` are there for the signature only; ``fused_step`` takes their place.
+        The arguments after ``closure`` exist only for DeepSpeed's signature; use ``fused_step`` instead of them.
         """
         self._refuse_arguments(grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
         return super().step(closure)

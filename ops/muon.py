@@ -42,10 +42,10 @@ def newton_schulz(matrix: Tensor, steps: int = 5, dtype: torch.dtype | None = No
 class Muon(FusedOptimizer):
     """Muon for the matrices of groups with ``use_muon``, AdamW for all other parameters.
 
-    A group says ``use_muon: True`` or ``False``; a group that does not is split into its parameters of two or more
-    dimensions, and the rest. Parameters of fewer than two dimensions in a ``use_muon`` group go to AdamW too.
-    Parameters that are moved to AdamW in these two ways take ``adam_lr`` (``lr`` if None). Parameters of more than two
-    dimensions count as matrices of shape [first, all others].
+    A group has an entry ``use_muon``, True or False. A group without this entry is split into its parameters of two or
+    more dimensions and its other parameters. Parameters of fewer than two dimensions in a ``use_muon`` group go to
+    AdamW too. Parameters that are moved to AdamW in these two ways take ``adam_lr`` (``lr`` if None). Parameters of
+    more than two dimensions count as matrices of shape [first, all others].
 
     ``lr`` is the Muon group's: updates are scaled by max(1, rows / columns) ** 0.5. ``momentum``, ``nesterov`` and
     ``ns_steps`` are Muon's; ``betas`` and ``eps`` AdamW's; ``weight_decay`` is decoupled in both. State: ``step`` and
@@ -93,8 +93,8 @@ class Muon(FusedOptimizer):
         cls, kind: str, groups: list[dict[str, Any]], params: dict[str, Any], names: Mapping[int, str]
     ) -> Muon:
         """As DeepSpeed: matrices are parameters of at least two dimensions whose name holds neither "embed" nor
-        "lm_head"; a ``use_muon`` attribute that the caller set on a parameter decides otherwise. They take
-        ``muon_lr``, the rest ``adam_lr``; by default ``lr``."""
+        "lm_head"; an attribute ``use_muon`` on a parameter overrides this rule. Matrices take ``muon_lr``, other
+        parameters ``adam_lr``; the default of both is ``lr``."""
 
         def wants_muon(p: Tensor) -> bool:
             name = names.get(id(p), "").lower()
@@ -128,8 +128,8 @@ class Muon(FusedOptimizer):
         self.apply_tensors(group, shards.params, updates, shards.copies)
 
     def update_bytes(self, matrices: Sequence[int], *, on_host: bool) -> int:
-        """The results so far, and the six matrices of an iteration. Each of the six is as large as the matrix if the
-        matrix is square, and smaller otherwise. They are in bf16 on a device.
+        """The bytes of the results so far, and of the six matrices of an iteration. Each of the six is as large as the
+        matrix if the matrix is square, and smaller otherwise. They are in bf16 on a device.
         """
         largest = max(matrices, default=0)
         return 4 * (sum(matrices) - largest) + 6 * (4 if on_host else 2) * largest
@@ -241,7 +241,7 @@ class Muon(FusedOptimizer):
 
 
 def _split_groups(params: Any, adam_lr: float) -> list[dict[str, Any]]:
-    """Splits groups so that each has ``use_muon`` and holds only parameters it fits."""
+    """Splits groups so that each group has ``use_muon`` and holds only parameters that ``use_muon`` is valid for."""
     given = list(params)
     if given and not isinstance(given[0], Mapping):
         given = [{"params": given}]

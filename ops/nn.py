@@ -6,8 +6,8 @@ float32 and rounded once; results have the same bits for any number of threads a
 in ``dsc/nn.h``, and in PyTorch in ``deepspeed_c.ops.reference``. The latter computes the operators on devices without
 kernels (``deepspeed_c.ops.placement``) and for rows without elements. Weights and biases may have any strides.
 
-Kernels have first derivatives; a second derivative is a BackwardError, but for dropout and rotary positions, which are
-linear.
+Kernels have first derivatives. A second derivative raises BackwardError, except for dropout and rotary positions, which
+are linear.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def layer_norm(
 ) -> Any:
     """(s - mean) / sqrt(var + eps) * weight + bias over the last dimension, s = x + residual (arXiv 1607.06450).
 
-    x, residual: [..., n]. weight, bias: [n], of one dtype, which may be another than x's. Returns y [..., n], and with
-    a residual (y, s); s is the input of the next residual connection. ValueError for shapes that do not fit.
+    x, residual: [..., n]. weight, bias: [n], of one dtype, which may be another than x's. Returns y [..., n], or with a
+    residual (y, s). s is the input of the next residual connection. ValueError for shapes that do not fit.
     """
     return _norm(x, weight, bias, eps, residual, is_rms=False)
 
@@ -97,12 +97,13 @@ def bias_act(x: Tensor, bias: Tensor | None, act: Act) -> Tensor:
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
-    """GELU (arXiv 1606.08415) of x + bias, as ``torch.nn.functional.gelu`` has it."""
+    """GELU (arXiv 1606.08415) of x + bias, as in ``torch.nn.functional.gelu``."""
     return bias_act(x, bias, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """silu(gate) * up (arXiv 2002.05202). gate, up: [..., n]; without ``up``, gate is [..., 2 n] and holds both."""
+    """silu(gate) * up (arXiv 2002.05202). gate, up: [..., n]; without ``up``, gate is [..., 2 n] and holds both, gate
+    first."""
     return _gated(gate, up, "silu")
 
 
@@ -197,8 +198,8 @@ def attention(
     ``return_lse`` (out, lse), lse float32 [batch, heads, queries] being the logarithm of the sum of exp(scores) (-inf
     if no key is seen), for merging outputs over parts of the keys. q, k, v and sinks have gradients, computed from the
     gradients of out and lse. On devices other than the host the formula is computed over all pairs. ValueError for
-    shapes that do not fit. Without such rules torch's ``scaled_dot_product_attention`` is as good; it needs a mask of
-    [queries, keys] for these rules.
+    shapes that do not fit. Without these rules torch's ``scaled_dot_product_attention`` is as good. For these rules it
+    would need a mask of [queries, keys].
     """
     if scale is None:
         scale = max(q.shape[-1], 1) ** -0.5

@@ -1,9 +1,10 @@
 """DeepSpeed's builder classes by their names.
 
-All operators of this package were compiled when it was installed: a builder's ``load`` returns the operator's module.
+All operators of this package are compiled at its installation. The method ``load`` of a builder returns the operator's
+module.
 
-Builders of operators that are not part of this package are there as well, so that programs may ask: ``is_compatible()``
-is False, and ``load()`` raises BuildError.
+There are also builders for operators that are not part of this package, so that programs can check: ``is_compatible()``
+returns False, and ``load()`` raises BuildError.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _LATER = "comes with a later version"
 
 
 class OpBuilder:
-    """One operator of DeepSpeed's. ``NAME`` is its key in ``ops.__compatible_ops__``."""
+    """The builder of one operator of DeepSpeed. ``NAME`` is its key in ``ops.__compatible_ops__``."""
 
     NAME: ClassVar[str] = ""
     module: ClassVar[str | None] = None
@@ -145,7 +146,7 @@ class UtilsBuilder(OpBuilder):
 
 
 class NotImplementedBuilder(OpBuilder):
-    """Stands for the builders that DeepSpeed's accelerator for CPUs does not have."""
+    """Replaces the builders that DeepSpeed's accelerator for CPUs does not have."""
 
     NAME, instead = "deepspeed_not_implemented", "call the operators of deepspeed_c.ops"
 
@@ -167,7 +168,7 @@ __all__ = [  # noqa: PLE0604
 ]
 
 ALL_OPS = {builder.NAME: builder() for builder in _BUILDERS.values()}
-"""A builder of each operator, by its NAME."""
+"""NAME of an operator -> its builder."""
 
 
 def probe_is_compatible(builder: OpBuilder, verbose: bool = False) -> bool:

@@ -1,5 +1,4 @@
-"""The shared body of the fused optimizers: groups, states, and one operator call for a group, however many tensors it
-has.
+"""The common base of the fused optimizers: groups, states, and one operator call for all tensors of a group.
 """
 
 from __future__ import annotations
@@ -93,14 +92,14 @@ class FusedOptimizer(Optimizer):
     convert. State dicts have the keys and types of ``torch.optim``: each parameter's ``step`` is a float32 tensor of no
     dimension.
 
-    Besides :meth:`step`, which reads ``p.grad``, there is a face for an engine that keeps gradients elsewhere and
+    Besides :meth:`step`, which reads ``p.grad``, there is an interface for an engine that keeps gradients elsewhere and
     updates piece by piece::
 
         optimizer.begin_step()                                        # counts the step, once
         optimizer.step_tensors(group, params, grads, copies, scale)   # any number of disjoint pieces
 
-    Errors: OptimizerError (a ValueError) for sparse gradients, unsupported dtypes and hyper-parameters out of range;
-    nothing has changed then.
+    Errors: OptimizerError (a ValueError) for sparse gradients, unsupported dtypes and hyper-parameters out of range.
+    Nothing has changed after such an error.
     """
 
     kind: str = ""
@@ -115,7 +114,8 @@ class FusedOptimizer(Optimizer):
     # decides.
     scope: ClassVar[Scope] = "element"
     updates_buckets: ClassVar[bool] = True
-    # DeepSpeed has a fused class of this name: in 16 bits it flattens the groups, and it counts steps in an int.
+    # Whether DeepSpeed has a fused class of this name. DeepSpeed's class flattens 16-bit groups, and counts steps in an
+    # int.
     is_fused_in_deepspeed: ClassVar[bool] = False
     # The values of `optimizer.type` in a configuration, in lower case, that mean this class.
     config_types: ClassVar[tuple[str, ...]] = ()
@@ -166,7 +166,7 @@ class FusedOptimizer(Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
         for values in self.state.values():
-            # torch.optim.SGD writes a momentum_buffer of None where it has none.
+            # torch.optim.SGD writes None for a momentum_buffer that does not exist.
             for key in [key for key, value in values.items() if value is None]:
                 del values[key]
 
@@ -247,11 +247,10 @@ class FusedOptimizer(Optimizer):
         self._run("optim_step_q8_" if self.is_quantized else "optim_step_", index, call, steps, grad_scale)
 
     def begin_step(self, params: Iterable[Tensor] | None = None) -> None:
-        """Counts one step for ``params`` (all parameters by default), and opens them for ``step_tensors`` or ``apply``,
-        once each.
+        """Counts one step for ``params`` (all parameters by default), and allows one call of ``step_tensors`` or
+        ``apply`` for each.
 
-        States that do not exist yet are made. However many pieces the step is then done in, all see the same step
-        number.
+        Missing states are made. All pieces of the step have the same step number.
         """
         chosen = None if params is None else set(map(id, params))
         self._open, self._counted = {}, []
@@ -310,7 +309,7 @@ class FusedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step_slice(self, group: int, param: Tensor, call: Call, grad_scale: float, *, is_last: bool) -> None:
-        """As ``step_tensors`` for a part of a parameter that lies elsewhere: ``call`` holds that part of its elements,
+        """Like ``step_tensors``, for a part of a parameter in other memory. ``call`` holds this part of the elements,
         gradient, states (in the order of ``names_of_states``) and scales, one tensor each. States of 8 bits are cut
         between blocks. To be called once for each part.
         """
@@ -324,8 +323,8 @@ class FusedOptimizer(Optimizer):
         copies: Sequence[Sequence[Tensor | None]] | None = None,
         grad_scale: float = 1.0,
     ) -> None:
-        """Does one whole step with the caller's gradients: ``grads[i][j]`` is for parameter j of group i; with None the
-        parameter does not change. ``copies`` has the same form.
+        """Does one whole step with the caller's gradients. ``grads[i][j]`` is the gradient of parameter j of group i,
+        or None to leave the parameter unchanged. ``copies`` has the same form.
         """
         if len(grads) != len(self.param_groups):
             raise self._error(
@@ -388,8 +387,8 @@ class FusedOptimizer(Optimizer):
         return self.state_names
 
     def dtype_of_state(self, param: Tensor) -> torch.dtype:
-        """The dtype of the states of ``param``; ``torch.int8`` says codes of 8 bits, signed or not, with scales beside
-        them.
+        """The dtype of the states of ``param``. ``torch.int8`` means 8-bit codes, signed or unsigned, with separate
+        scales.
         """
         return param.dtype if self.state_dtype is None else self.state_dtype
 
@@ -427,8 +426,8 @@ class FusedOptimizer(Optimizer):
             ) from error
 
     def quantize_state_(self, param: Tensor, name: str, values: Tensor, begin: int = 0) -> None:
-        """Replaces elements of a state of 8 bits, from ``begin`` on in the order of memory, by ``values``; float32 is
-        taken as it is, others are converted.
+        """Replaces elements of a state of 8 bits, from ``begin`` on in the order of memory, by ``values``. Values of
+        other dtypes than float32 are converted.
 
         The range must be whole blocks (:data:`deepspeed_c.ops.q8.BLOCK_ELEMS`), or reach to the tensor's end: a block's
         scale depends on all its elements. Values that :meth:`dequantized_state` returned, whole or in blocks, give the
@@ -484,9 +483,9 @@ class FusedOptimizer(Optimizer):
         return Call(params, grads, state[:n_slots], copies, state[n_slots:])
 
     def _entries(self, group: int, params: Sequence[Tensor], *, in_pieces: bool = False) -> list[list[Any]]:
-        """The states of ``params``, a list an entry: ``step`` first, then the slots in use, then their scales if they
-        have any. States that do not exist yet are made; ``in_pieces`` says that the parameters will be updated one by
-        one, and so decides the threads that touch new states first.
+        """The states of ``params``, one list for each entry: ``step`` first, then the slots in use, then their scales
+        if they have any. Missing states are made. ``in_pieces`` means that the parameters will be updated one by one,
+        which determines the threads that first write to new states.
         """
         states = list(map(self.state.__getitem__, params))
         names = ("step", *self.names_of_states(group))
@@ -554,7 +553,8 @@ class FusedOptimizer(Optimizer):
     def _run(
         self, op: str, index: int, call: Call, steps: list[int], grad_scale: float, ratios: Tensor | None = None
     ) -> Tensor | None:
-        """Calls an operator over ``call``; returns its result, one row a parameter, or None where it has none.
+        """Calls an operator with ``call``. Returns its result with one row for each parameter, or None if the operator
+        has no result.
 
         Nearly always all tensors share dtypes, device and step number, and one call suffices, so this is tried first.
         The operator checks all of its arguments before it writes. Only after a refusal are the arguments examined one
@@ -720,8 +720,8 @@ class NormedOptimizer(FusedOptimizer):
     ) -> Tensor:
         """First half of a step, to be called once for each piece: updates the moments.
 
-        Returns float64 [n, 2], the sums of squares of each parameter and of its update; where parameters are cut over
-        ranks the caller adds these up over the ranks. ``copies`` are checked and left alone.
+        Returns float64 [n, 2], the sums of squares of each parameter and of its update; if parameters are cut over
+        ranks, the caller adds these up over the ranks. ``copies`` are checked but not written.
         """
         if not params:
             return torch.zeros(0, 2, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Optimizer states of 8 bits: a code an element and a float32 scale a block, by the formulas of
+"""Optimizer states of 8 bits: one code for each element and one float32 scale for each block, by the formulas of
 ``csrc/include/dsc/optim.h`` (after arXiv 2110.02861).
 """
 
@@ -17,12 +17,12 @@ SCALE_SUFFIX = "_scale"
 
 
 def n_scales(n_elems: int) -> int:
-    """Blocks of a tensor of ``n_elems`` elements; the last may be short."""
+    """Number of blocks of a tensor of ``n_elems`` elements. The last block may be short."""
     return -(-n_elems // BLOCK_ELEMS)
 
 
 def scale_name(name: str) -> str:
-    """Key of the scales of state ``name`` in ``optimizer.state``, where its codes are too."""
+    """Key of the scales of state ``name`` in ``optimizer.state``. The codes are there under ``name``."""
     return f"{name}{SCALE_SUFFIX}"
 
 
@@ -31,8 +31,8 @@ def quantize_(codes: Tensor, scales: Tensor, values: Tensor, begin: int = 0) -> 
 
     ``codes`` is int8 (signed values) or uint8 (values >= 0), dense, in any shape; elements are in the order of memory.
     ``scales`` is float32 [n_scales(codes.numel())]; ``values`` float32 [n]. The range must be whole blocks: ``begin`` a
-    multiple of BLOCK_ELEMS, its end another or the end of the tensor. Values that came from :func:`dequantize` give the
-    codes and scales that they came from, bit for bit.
+    multiple of BLOCK_ELEMS, its end another or the end of the tensor. Values from :func:`dequantize` give the original
+    codes and scales, bit for bit.
 
     Raises ValueError, with nothing written, for a range that cuts a block, other dtypes and sizes, and negative values
     for uint8.
@@ -51,7 +51,7 @@ def quantize_(codes: Tensor, scales: Tensor, values: Tensor, begin: int = 0) -> 
 def dequantize(codes: Tensor, scales: Tensor, begin: int = 0, end: int | None = None) -> Tensor:
     """The elements [``begin``, ``end``) that codes and scales stand for, in the order of memory: float32 [end - begin].
 
-    Any range will do.
+    The range may begin and end anywhere.
     """
     flat = in_memory_order(codes)
     out = torch.empty(max(0, (flat.numel() if end is None else end) - begin), dtype=torch.float32, device=codes.device)

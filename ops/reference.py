@@ -284,7 +284,7 @@ def nn_dropout(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float
         raise ValueError(f"p is {p}, must be in [0, 1]")
     wide = _wide(x) if bias is None else _wide(x) + _wide(bias)
     if p > 0:
-        n_dropped = round(p * 2**16)  # of as many numbers; the halves of each word, the low one first
+        n_dropped = round(p * 2**16)  # of 2**16 numbers; the two halves of each word, the low half first
         words = philox(seed, (x.numel() + 1) // 2, x.device)
         numbers = torch.stack([words & 0xFFFF, words >> 16], -1).view(-1)[: x.numel()]
         scale = 2**16 / (2**16 - n_dropped) if n_dropped < 2**16 else 0.0

@@ -60,12 +60,12 @@ class Shards(NamedTuple):
     grads: Sequence[Tensor]  # to be multiplied by grad_scale
     copies: Sequence[Tensor]  # 16-bit tensors that receive the updated weights; empty where there are none
     grad_scale: float
-    sums: Tensor | None = None  # of scope "norms": the result of `norms`, float64 [n, 2], added up over the ranks
-    matrices: Matrices | None = None  # of scope "matrix"
+    sums: Tensor | None = None  # for scope "norms": the result of `norms`, float64 [n, 2], added up over the ranks
+    matrices: Matrices | None = None  # for scope "matrix"
 
 
 class Undeclared:
-    """The declaration of an optimizer that has none: its own ``step`` updates all parameters at once, from
+    """The declaration for an optimizer without one. The optimizer's ``step`` updates all parameters at once, from
     ``param.grad``."""
 
     updates_buckets = False

@@ -15,8 +15,8 @@ class FusedSGD(FusedOptimizer):
     """SGD over parameters on any device; ``momentum_buffer`` is in ``state_dtype`` (by default the parameters'; int8:
     of 8 bits, on the host) and exists where momentum is not 0.
 
-    State: ``step``, ``momentum_buffer``. torch.optim.SGD keeps no step; each of the two loads state dicts of the
-    other.
+    State: ``step``, ``momentum_buffer``. torch.optim.SGD keeps no step; each of the two classes loads state dicts of
+    the other.
     """
 
     kind = "sgd"

@@ -1,4 +1,4 @@
-"""DeepSpeed's transformer layer, built from fused operators: BERT's layer (arXiv 1810.04805), or the same with GPT's
+"""DeepSpeed's transformer layer, built from fused operators: BERT's layer (arXiv 1810.04805), or this layer with GPT's
 order of norms.
 """
 
@@ -62,7 +62,7 @@ class DeepSpeedTransformerConfig:
         training: bool = True,
     ) -> None:
         self.layer_id = -1
-        self.act: nn.Act = "gelu_tanh"  # of the replaced layer, if there is one
+        self.act: nn.Act = "gelu_tanh"  # activation of the replaced layer, if there is one
         self.batch_size = batch_size
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size if intermediate_size > 0 else 4 * hidden_size
@@ -173,13 +173,13 @@ class _ActThenLinear(torch.autograd.Function):
 class DeepSpeedTransformerLayer(torch.nn.Module):
     """Attention and a feed-forward network with their norms, dropouts and residual connections.
 
-    On the CPU each step between the matrix products is one operator of ``deepspeed_c.ops.nn``, forward and backward; on
-    devices they are torch's. Attention is torch's scaled_dot_product_attention. Takes any length, and any dtype of
-    these operators.
+    On the CPU each step between the matrix products is one operator of ``deepspeed_c.ops.nn``, forward and backward. On
+    other devices the steps are operators of torch. Attention is torch's scaled_dot_product_attention. Takes any length,
+    and any dtype of these operators.
 
     initial_weights, initial_biases: for query, key, value, attention's projection, attention's norm, the network's two
-    projections and its norm, in this order. The biases of query, key and value start at 0. Raises ConfigError for sizes
-    that do not fit, ModelError for weights whose shapes do not.
+    projections and its norm, in this order. The biases of query, key and value start at 0. Raises ConfigError for
+    invalid sizes, and ModelError for weights of wrong shapes.
     """
 
     # Layers of this process are numbered, as in DeepSpeed.
@@ -262,7 +262,7 @@ class DeepSpeedTransformerLayer(torch.nn.Module):
 
         attention_mask: added to the scores, broadcasts to [batch, heads, tokens, tokens]; or bool, True takes part.
         grads: a list that gets [gradient, name] of each parameter in the backward. The other arguments exist because
-        callers pass them; any that asks for something raises ValueError.
+        callers pass them. They raise ValueError unless they have no effect.
         """
         for name, value in (
             ("head_mask", head_mask),
