@@ -175,7 +175,7 @@ static void test_what_is_seen(void)
         CHECK_EQ(seen[i], 0);
 }
 
-/* The caller sets the turn of each pass, for example by a plan that all ranks share. */
+/* The caller says which bucket has its turn, for example by a plan that all ranks share. */
 static void test_turns_by_plan(void)
 {
     const int64_t bucket_of[] = {0, 1, 2};
