@@ -1,6 +1,5 @@
-"""Run by the Python that has DeepSpeed: reads schedule cases as JSON, writes each group's learning rate and momentum
-for every step.
-"""
+"""A program for a Python that has DeepSpeed. It reads cases of schedules as JSON, and writes the learning rate and
+momentum of each group for every step."""
 
 from __future__ import annotations
 

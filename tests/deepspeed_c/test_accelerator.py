@@ -1,4 +1,5 @@
-"""The accelerator: every name of DeepSpeed's, the CPU's answers against the system's, CUDA's against torch.cuda."""
+"""The accelerator has every name of DeepSpeed's. Values for the CPU are compared with the system's, values for CUDA
+with torch.cuda's."""
 
 import gc
 import importlib
@@ -104,7 +105,7 @@ def cpu():
 
 
 def resident_bytes():
-    """From another file than the accelerator reads."""
+    """The resident memory, from another file than the accelerator reads."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
@@ -150,7 +151,7 @@ def test_cpu_names(cpu, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert (cpu.device_name(), cpu.device_name(1), cpu.current_device_name()) == ("cpu", "cpu", "cpu")
     assert (cpu.current_device(), cpu.device_count()) == (2, 3)
-    # DeepSpeed's variable comes first; 0 counts as unset, as there.
+    # DeepSpeed's variable has precedence. 0 counts as unset, as in DeepSpeed.
     for local_size, count in (("5", 5), ("0", 3), ("", 3)):
         monkeypatch.setenv("LOCAL_SIZE", local_size)
         assert cpu.device_count() == count, (local_size, count)
@@ -172,7 +173,7 @@ def test_cpu_memory_is_what_the_kernel_counts(cpu):
     block = torch.ones(64 * MIB // 4)
     after = cpu.memory_allocated()
     assert abs(after - before - 64 * MIB) < 16 * MIB, (before, after)
-    # The kernel counts pages by processor and adds up now and then: both numbers may lag a little.
+    # The kernel counts pages for each processor and adds the counts now and then, so both numbers may lag a little.
     assert cpu.max_memory_allocated() >= after - 4 * MIB
     assert cpu.memory_reserved() == pytest.approx(after, abs=8 * MIB)
     assert cpu.memory_stats()["allocated_bytes.all.peak"] >= after - 4 * MIB
@@ -309,7 +310,7 @@ def test_builders_of_operators(cpu):
     assert cpu.create_op_builder("CPUAdamBuilder").load() is adam
     with pytest.raises(BuildError, match="inference engine"):
         cpu.create_op_builder("InferenceBuilder").load()
-    # Names that are no builders of DeepSpeed's; importlib and ALL_OP are names in its module.
+    # These names are not builders of DeepSpeed. importlib and ALL_OP are other names in its module.
     for name in ("NoSuchBuilder", "importlib", "ALL_OP"):
         assert cpu.get_op_builder(name) is None and cpu.create_op_builder(name) is None, name
     assert cpu.build_extension() is BuildExtension

@@ -1,4 +1,4 @@
-"""add_config_arguments: names, defaults and types are DeepSpeed's."""
+"""add_config_arguments has DeepSpeed's names, defaults and types."""
 
 from __future__ import annotations
 

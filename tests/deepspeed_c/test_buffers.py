@@ -1,5 +1,5 @@
-"""The pool of buffers: never the same bytes twice, no more buffers than were in use at once, and a kept buffer stays
-its holder's."""
+"""The pool of buffers never lends the same bytes twice, and has no more buffers than were in use at once. A buffer that
+a holder keeps is not lent again."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_bytes_are_lent_once_and_counted(seed, waits):
             tensor = pool.take(numel, dtype, CPU).fill_(step)
             assert tensor.shape == (numel,) and tensor.dtype == dtype
             lent.append((tensor, step % 3000 if dtype == torch.float64 else torch.tensor(step, dtype=dtype), None))
-            # Without memory it holds the same.
+            # A pool on the meta device, without memory, makes the same buffers.
             lent[-1] = (*lent[-1][:2], twin.take(numel, dtype, META))
             del tensor
         most = max(most, len(lent))

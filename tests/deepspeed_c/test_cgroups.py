@@ -1,5 +1,5 @@
-"""Memory that control groups leave, in both versions, and the accelerator of a machine that has them. (Limits of
-processors: test_threads.py.)"""
+"""The memory that control groups of both versions leave, and the accelerator of a machine with control groups.
+(test_threads.py tests limits of processors.)"""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_no_group_and_no_limit(tmp_path):
     put(tmp_path, "sys/fs/cgroup/a/b/memory.max", "max\n")
     put(tmp_path, "sys/fs/cgroup/a/b/memory.current", "5\n")
     assert memory_left(str(tmp_path)) is None
-    # A limit without a usage says nothing.
+    # A limit without a usage does not tell how much is left.
     put(tmp_path, "sys/fs/cgroup/a/memory.max", "1000\n")
     assert memory_left(str(tmp_path)) is None
 
@@ -36,7 +36,7 @@ def test_no_group_and_no_limit(tmp_path):
     [
         ({"memory.max": "1000\n", "memory.current": "400\n"}, 600),
         ({"memory.max": "1000\n", "memory.current": "1000\n"}, 0),
-        # More may be used than a limit that was lowered allows.
+        # If a limit was lowered, more may be in use than it allows.
         ({"memory.max": "1000\n", "memory.current": "1300\n"}, 0),
         ({"memory.max": "0\n", "memory.current": "0\n"}, 0),
         (
@@ -54,7 +54,7 @@ def test_version_2(tmp_path, files, wanted):
     for name, text in files.items():
         put(tmp_path, f"sys/fs/cgroup/pod/x/{name}", text)
     assert memory_left(str(tmp_path)) == wanted
-    # The group around it leaves more, and then less.
+    # The parent group leaves more memory, and then less.
     put(tmp_path, "sys/fs/cgroup/pod/memory.max", "5000\n")
     put(tmp_path, "sys/fs/cgroup/pod/memory.current", "1300\n")
     assert memory_left(str(tmp_path)) == wanted
@@ -70,11 +70,11 @@ def test_version_1(tmp_path):
     put(tmp_path, "sys/fs/cgroup/memory/pod/x/memory.limit_in_bytes", f"{300 * MIB}\n")
     put(tmp_path, "sys/fs/cgroup/memory/pod/x/memory.usage_in_bytes", f"{200 * MIB}\n")
     assert memory_left(str(tmp_path)) == 100 * MIB
-    # Cached files of the groups within count as well, as in the usage.
+    # Cached files of child groups count too, because the usage includes them.
     stat = f"inactive_file 5\nactive_file 6\ntotal_inactive_file {30 * MIB}\ntotal_active_file {10 * MIB}\n"
     put(tmp_path, "sys/fs/cgroup/memory/pod/x/memory.stat", stat)
     assert memory_left(str(tmp_path)) == 140 * MIB
-    # The root has no limit: the largest number of pages.
+    # The root has no limit: its number is the largest number of whole pages.
     put(tmp_path, "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
     put(tmp_path, "sys/fs/cgroup/memory/memory.usage_in_bytes", "17179869184\n")
     assert memory_left(str(tmp_path)) == 140 * MIB
@@ -89,6 +89,6 @@ def test_available_memory_is_what_the_container_leaves(tmp_path, monkeypatch):
     put(tmp_path, "sys/fs/cgroup/memory.max", f"{100 * MIB}\n")
     put(tmp_path, "sys/fs/cgroup/memory.current", f"{61 * MIB}\n")
     assert cpu.available_memory() == 39 * MIB
-    # Where the machine has less than the container may use, that counts.
+    # The memory of the machine counts if it is less than the container may use.
     put(tmp_path, "sys/fs/cgroup/memory.max", f"{1 << 60}\n")
     assert cpu.available_memory() == pytest.approx(free, rel=0.5)

@@ -1,4 +1,4 @@
-"""The environment variables: defaults, values, and refusals."""
+"""The environment variables: their defaults, their values, and refusals."""
 
 import os
 
@@ -103,7 +103,7 @@ def test_every_variable_has_its_name_and_cannot_be_set():
 
 
 def junk_body(rank, world, folder):
-    """A group is there already, and then a store: nobody needs an address."""
+    """A group exists already, and then a store is given, so no address is needed."""
     os.environ.update(MASTER_PORT="None", MASTER_ADDR="", OMP_NUM_THREADS="many", DEEPSPEED_TIMEOUT="long", RANK="?")
     deepspeed_c.init_distributed()
     model = torch.nn.Linear(3, 3)
@@ -121,7 +121,7 @@ def junk_body(rank, world, folder):
         assert torch.distributed.get_world_size() == world
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
-    # Where the port is needed it is judged.
+    # The port is checked where it is needed.
     with pytest.raises(CommError, match="MASTER_PORT is 'None'"):
         deepspeed_c.init_distributed()
 

@@ -1,4 +1,4 @@
-"""initialize: its refusals of an ``mpu``, and the state and results of an engine over a part of the ranks."""
+"""initialize refuses wrong ``mpu`` objects. An engine over a part of the ranks has the right state and results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ AXES = {
 }
 
 
-# As many as the job has not.
+# Axes of an mpu that mean tensor parallelism. The tests give them more ranks than the job has.
 TENSOR = ("model_parallel", "tensor_model_parallel", "slice_parallel")
 
 
@@ -107,5 +107,5 @@ def layouts_body(rank: int, world: int) -> None:
 
 
 def test_engines_without_a_layout_share_none():
-    """An engine that evaluates at stage 0 has an empty layout of its own."""
+    """Each engine that only evaluates at stage 0 has an empty layout of its own."""
     run_ranks(1, layouts_body)

@@ -1,4 +1,4 @@
-"""listening.py: one address, and refusals."""
+"""listening.py: sockets that listen on one address, and refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_port_is_free_again_when_its_connections_linger():
     with listening_socket("127.0.0.1", 0) as bound:
         port = bound.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)):
-            bound.accept()[0].close()  # this end closes first, and waits for stray packets (TIME_WAIT)
+            bound.accept()[0].close()  # this end closes first, so it stays in TIME_WAIT for stray packets
     listening_socket("127.0.0.1", port).close()
 
 

@@ -1,4 +1,4 @@
-"""The logger: ranks, levels and streams of its lines; nothing at import; no doubled lines."""
+"""The logger: ranks, levels and streams of its lines. An import writes nothing, and no line is written twice."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ from deepspeed_c import logging as own
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# In processes of their own: the logger belongs to the process.
+# Runs in processes of their own, because a process has one logger.
 SPEAK = """
 from deepspeed_c.logging import log_dist, logger, set_level, set_rank
 {before}
@@ -136,7 +136,7 @@ def test_logger_is_an_ordinary_one():
 
 
 def test_what_deepspeeds_module_has_besides(tmp_path):
-    """In another process, as ranks and levels are the process's."""
+    """Runs in another process, because ranks and levels belong to the process."""
     path = tmp_path / "said.json"
     before = (
         "import json, logging, types\n"
@@ -182,7 +182,7 @@ def test_what_deepspeeds_module_has_besides(tmp_path):
 
 
 class Pieces:
-    """A stream without a buffer, as with PYTHONUNBUFFERED: each write is a piece of its own in the shared pipe."""
+    """A stream without a buffer, as with PYTHONUNBUFFERED. Each write goes to the shared pipe by itself."""
 
     def __init__(self):
         self.written = []

@@ -1,4 +1,4 @@
-"""lr_schedules.py: each schedule against its closed formula, and step by step against DeepSpeed 0.19.6 where that is
+"""lr_schedules.py: each schedule is compared with its closed formula, and step by step with DeepSpeed 0.19.6 if that is
 installed.
 
 The environment variable DSC_PEER_PYTHON names a Python that has DeepSpeed.
@@ -48,7 +48,7 @@ def rates(optimizer):
 
 
 def run(schedule, steps):
-    """Learning rates before the first step and after each."""
+    """The learning rates before the first step and after each step."""
     rows = [rates(schedule.optimizer)]
     for _ in range(steps):
         schedule.step()
@@ -59,7 +59,7 @@ def run(schedule, steps):
 
 
 def check(rows, formula, rel=1e-12):
-    """Row i holds the rates at iteration i - 1."""
+    """Compares rows with a formula. Row i has the rates at iteration i - 1."""
     for i, row in enumerate(rows):
         want = formula(i - 1)
         assert row == pytest.approx(want, rel=rel, abs=1e-15), f"iteration {i - 1}: {row}, the formula gives {want}"
@@ -197,7 +197,7 @@ def test_one_cycle_turns_the_momentum_of_sgd_too():
 
 @pytest.mark.parametrize(("low", "high"), [(0.5, 0.7), ([0.5, 0.6], [0.7, 0.9])], ids=["number", "list"])
 def test_one_cycle_answers_with_the_betas_of_each_group(low, high):
-    """As in DeepSpeed, get_mom gives a pair a group; the second of it is the group's own here."""
+    """As in DeepSpeed, get_mom returns a pair for each group. Here the second value of a pair is the group's own."""
     optimizer = make(betas=(0.8, 0.95))
     schedule = OneCycle(optimizer, 0.1, 0.2, cycle_first_step_size=4, cycle_min_mom=low, cycle_max_mom=high)
     lows, highs = (value if isinstance(value, list) else [value] * 2 for value in (low, high))
@@ -210,7 +210,8 @@ def test_one_cycle_answers_with_the_betas_of_each_group(low, high):
 
 
 def test_a_cycle_that_falls_at_once():
-    """A second half of 0 steps, also by the configuration: up, and the next step begins anew at the bottom."""
+    """The second half has 0 steps, which the configuration also allows. The rate rises, and the next step begins again
+    at the bottom."""
     params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_first_step_size": 4, "cycle_second_step_size": 0}
     written = {"train_batch_size": 1, "scheduler": {"type": "OneCycle", "params": params}}
     assert load_config(written, world_size=1).scheduler.params["cycle_second_step_size"] == 0
@@ -341,10 +342,10 @@ def test_equals_deepspeed_step_by_step(peer, index):
         got = [[group["lr"], group["betas"][0]] for group in optimizer.param_groups]
         want = peer[index][step]
         if step == 0 and params.get("warmup_min_ratio"):
-            # DeepSpeed's first optimizer step runs at 0 for any warmup_min_ratio; ours at that ratio.
+            # DeepSpeed's first optimizer step has rate 0 for any warmup_min_ratio. Ours has this ratio.
             want = [[lr * params["warmup_min_ratio"], beta] for lr, (_, beta) in zip(LRS, want)]
         if step == 0 and name == "OneCycle":
-            # DeepSpeed's momentum starts at its minimum and is next to its maximum one step later; ours starts at the
+            # DeepSpeed's momentum starts at its minimum and is close to its maximum one step later. Ours starts at the
             # maximum.
             highest = schedule.max_moms
             want = [[lr, mom] for (lr, _), mom in zip(want, highest)]
@@ -369,8 +370,7 @@ def test_resumed_is_as_uninterrupted(kind, at):
     straight, first = kind(make()), kind(make())
     rows = run(straight, at + 30)
     run(first, at)
-    # The optimizer that is resumed has gone on: its rates are from the middle of the schedule, and must not become the
-    # new base.
+    # The optimizer that resumes has rates from the middle of the schedule. They must not become the new base.
     state = json.loads(json.dumps(first.state_dict()))
     resumed = kind(first.optimizer)
     resumed.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""quantity.py: spellings of counts and bytes, and their printed form."""
+"""quantity.py: the spellings of counts and of bytes that it reads, and the form that it prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""saved_tensors.py: which packer takes what, that it gives it back, and packers of activations beside sharded weights."""
+"""saved_tensors.py: each saved tensor goes to the right packer and comes back. Packers of activations work beside
+sharded weights."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from deepspeed_c.saved_tensors import SavedTensors
 from deepspeed_c.zero import GatheredParameters
 
 WIDTH, LAYERS, STEPS, LR = 13, 3, 4, 0.05
-ROWS, WIDE = 3, 29  # rows of an activation; its width inside a block
+ROWS, WIDE = 3, 29  # the rows of an activation, and its width inside a block
 
 
 class ToNumpy:
-    """Moves tensors of up to ``most`` elements out of torch's memory."""
+    """A packer that moves tensors of at most ``most`` elements out of torch's memory."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -38,7 +39,7 @@ class ToNumpy:
 
 
 class ToBf16:
-    """Rounds fp32 tensors to 16 bits."""
+    """A packer that rounds fp32 tensors to 16 bits."""
 
     def __init__(self) -> None:
         self.n = Counter()
@@ -55,7 +56,7 @@ class ToBf16:
 
 
 class Block(nn.Module):
-    """Saves activations of two sizes, an output of its own (tanh), and whole numbers."""
+    """Saves activations of two sizes, an output (of tanh), and integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ def packers_of(kind: str) -> list[Any]:
         "none": [],
         "numpy": [ToNumpy(10**6)],
         "bf16": [ToBf16()],
-        # The wide activations are rounded, the narrow ones moved.
+        # Wide activations are rounded, narrow activations are moved.
         "both": [ToNumpy(ROWS * WIDTH), ToBf16()],
     }[kind]
 
@@ -103,7 +104,7 @@ def sharded_body(rank: int, world: int, kind: str) -> tuple[list[float], list[to
         for packer in packers:
             engine._fetcher.saved.add(packer)
         for step in range(STEPS):
-            # Two graphs in flight: the packers' tensors outlive the other's backward.
+            # Two graphs are in flight: packed tensors of one graph outlive the backward of the other.
             first, second = (engine(batch(i, rank)).square().mean() for i in (step, 50 + step))
             losses += [first.item(), second.item()]
             engine.backward(second)
@@ -116,7 +117,7 @@ def sharded_body(rank: int, world: int, kind: str) -> tuple[list[float], list[to
 
 
 def expected(world: int, kind: str) -> tuple[list[list[float]], list[torch.Tensor], list[dict]]:
-    """Plain torch, where a hook of the test's own keeps weights and hands the rest to packers of the same kinds."""
+    """Plain torch. A hook of the test keeps weights and gives other tensors to packers of the same kinds."""
     model, losses = make_model(), [[] for _ in range(world)]
     weights = {p.data_ptr() for p in model.parameters()}
     packers = packers_of(kind)
@@ -156,12 +157,13 @@ def test_packers_beside_sharded_weights(run_ranks, kind: str) -> None:
         assert losses == pytest.approx(want_losses[rank], rel=2e-5), (losses, want_losses[rank])
         for a, b in zip(weights, want, strict=True):
             assert torch.allclose(a, b, rtol=2e-5, atol=2e-6), f"rank {rank}: {(a - b).abs().max():g} apart"
-        # The packers got every activation and no weight: as often as where a hook sorts weights out by hand.
+        # The packers got every activation and no weight: as many tensors as in plain torch, where a hook sorts weights
+        # out.
         assert [{k: world * v for k, v in counts.items()} for counts in n] == want_n, (n, want_n)
 
 
 class Takes:
-    """Takes tensors of one width, and notes who asked."""
+    """A packer that takes tensors of one width. Notes each question whether it takes a tensor."""
 
     def __init__(self, width: int, asked: list[tuple[int, int]]) -> None:
         self.width, self.asked = width, asked
@@ -192,7 +194,7 @@ def test_each_packer_is_asked_for_what_those_before_it_left() -> None:
     tensors = [torch.randn(4, width, requires_grad=True) for width in (2, 3, 5)]
     entered = run_chain(saved, lambda: sum((t * t.detach()).sum() for t in tensors))
     assert all(torch.equal(t.grad, t.detach()) for t in tensors)
-    # The product saves both factors where both are wanted; here only one is wanted, so it saves the other.
+    # A product saves a factor if the other requires a gradient. Here only one requires it, so the other is saved.
     assert asked == [(2, 2), (2, 3), (3, 3), (2, 5), (3, 5), (2, 5)], asked
     assert len(entered) == 3, entered
 
@@ -201,7 +203,7 @@ def test_what_nobody_takes_must_not_be_overwritten() -> None:
     saved, x = SavedTensors(), torch.randn(3, requires_grad=True)
 
     def overwrite() -> torch.Tensor:
-        y = x.exp()  # saves its own output
+        y = x.exp()  # exp saves its output
         y.mul_(2)
         return y.sum()
 
@@ -210,7 +212,7 @@ def test_what_nobody_takes_must_not_be_overwritten() -> None:
     asked: list[tuple[int, int]] = []
     saved.add(Takes(3, asked))
     x.grad = None
-    run_chain(saved, overwrite)  # a copy was taken before
+    run_chain(saved, overwrite)  # the packer took a copy before
     assert asked == [(3, 3)], asked
     assert torch.allclose(x.grad, 2 * x.detach().exp()), (x.grad, x)
 
@@ -240,8 +242,8 @@ class CountsForwards(nn.Linear):
 
 
 def around_body(rank: int, world: int, kind: str, is_sharded: bool) -> tuple[list[float], int, int]:
-    """Train with saved-tensor hooks around each forward. Return the losses, the number of tensors packed, and of
-    forwards of the last layer."""
+    """Train with saved-tensor hooks around each forward. Return the losses, the number of packed tensors, and the
+    number of forwards of the last layer."""
     torch.manual_seed(3)
     model = nn.Sequential(*(CountsForwards(WIDTH, WIDTH) for _ in range(LAYERS)))
     losses, packed = [], []
@@ -260,7 +262,8 @@ def around_body(rank: int, world: int, kind: str, is_sharded: bool) -> tuple[lis
 
     if is_sharded:
         sharding = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": WIDTH * (WIDTH + 1)}
-        # One layer at a time: a backward that took a weight from an earlier forward would find another's.
+        # Gather one layer at a time: a backward that took a weight from an earlier forward would find the weight of
+        # another layer.
         sharding |= {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": WIDTH * (WIDTH + 1)}
         config = {
             "train_micro_batch_size_per_gpu": 1,
@@ -293,5 +296,5 @@ def test_hooks_around_an_engine_of_sharded_weights(run_ranks, kind: str) -> None
     for rank, got in enumerate(run_ranks(world, around_body, kind, True)):
         want = around_body(rank, world, kind, False)
         assert got[0] == pytest.approx(want[0], rel=2e-5), (rank, got, want)
-        # The activations, and no weight; with a checkpoint each forward runs again in the backward.
+        # The hooks get activations and no weight. With a checkpoint each forward runs again in the backward.
         assert got[1:] == want[1:] and got[2] == (2 if kind == "checkpoint" else 1) * STEPS, (rank, got, want)

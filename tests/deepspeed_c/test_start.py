@@ -1,5 +1,5 @@
-"""Modules that a rank has imported after training: not torch's compiler and its sharding packages, which cost nearly as
-much as torch itself."""
+"""The modules that a rank has imported after training. Torch's compiler and sharding packages are not among them,
+because their import takes nearly as long as torch's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 TIMEOUT_SECONDS = 300
-# Each is the top of a tree; torch imports the others together with the first.
+# Each is the top of a tree of modules. torch imports the others together with the first.
 HEAVY = (
     "torch._dynamo",
     "torch._inductor",
@@ -22,7 +22,8 @@ HEAVY = (
 )
 FOUND = f"[name for name in {HEAVY} if name in sys.modules]"
 
-# Runs as "python -c PROGRAM rank world folder" in a process of its own: other tests, and the ranks of run_ranks, have these modules.
+# Runs as "python -c PROGRAM rank world folder" in a process of its own, because other tests and the ranks of run_ranks
+# have imported these modules.
 PROGRAM = f"""
 import sys
 import torch
@@ -110,7 +111,8 @@ def test_training_imports_no_compiler(tmp_path: Path, world: int) -> None:
 
 
 def test_the_check_finds_the_compiler() -> None:
-    """Also that torch imports all of them together, so that none of the names has gone out of use."""
+    """The check finds the compiler after its import. torch then has all of the modules, so none of the names is
+    outdated."""
     code = f"import sys, torch; before = {FOUND}; import torch._dynamo; print(before, {FOUND})"
     out = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS

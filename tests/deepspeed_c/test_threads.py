@@ -1,5 +1,5 @@
-"""Number of threads for a rank's passes over host memory: control groups of both versions, the rank's part, and the
-threads left to backward."""
+"""The number of threads for a rank's passes over host memory: limits by control groups of both versions, the rank's
+part of the processors, and the threads that are left for backward."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_least_limit_of_all_groups_above_counts(tmp_path):
     assert quota(str(tmp_path)) == 3
     put(tmp_path, "sys/fs/cgroup/cpu.max", "100000 100000\n")
     assert quota(str(tmp_path)) == 1
-    # A container may see the host's path of its group; a missing folder limits nothing.
+    # A container may see the path that its group has on the host. A folder that does not exist limits nothing.
     put(tmp_path, "proc/self/cgroup", "0::/elsewhere/deep/down\n")
     assert quota(str(tmp_path)) == 1
     put(tmp_path, "proc/self/cgroup", "0::/\n")
@@ -67,7 +67,7 @@ def test_version_1_of_control_groups(tmp_path):
     put(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "100001\n")
     put(tmp_path, "sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n")
     assert quota(str(tmp_path)) == 2
-    # The group of another controller does not count.
+    # Groups of other controllers do not count.
     put(tmp_path, "proc/self/cgroup", "5:cpuset:/pod/x\n3:cpuacct:/pod/x\n")
     assert quota(str(tmp_path)) is None
 
@@ -75,12 +75,12 @@ def test_version_1_of_control_groups(tmp_path):
 @pytest.mark.parametrize(
     "n_own, n_launcher, n_quota, n_ranks, wanted",
     [
-        (64, 64, None, 1, 64),  # alone
-        (64, 64, None, 8, 8),  # all share all
-        (8, 64, None, 8, 8),  # bound, each to its own
-        (4, 4, None, 2, 2),  # a launcher that was bound itself: its ranks share
-        (24, 96, None, 8, 12),  # bound to NUMA nodes, two ranks a node
-        (64, 64, 6, 2, 3),  # a container with 6 processors' worth of time
+        (64, 64, None, 1, 64),  # one rank alone
+        (64, 64, None, 8, 8),  # all ranks share all processors
+        (8, 64, None, 8, 8),  # each rank is bound to its own processors
+        (4, 4, None, 2, 2),  # the launcher itself was bound, so its ranks share
+        (24, 96, None, 8, 12),  # ranks are bound to NUMA nodes, two to a node
+        (64, 64, 6, 2, 3),  # a container may use the time of 6 processors
         (8, 64, 6, 2, 3),
         (2, 2, None, 5, 1),
         (1, 64, None, 2, 1),

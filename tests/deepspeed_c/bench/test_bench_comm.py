@@ -1,4 +1,4 @@
-"""``deepspeed_c bench comm``: its measurements, the meaning of its numbers, its charts, and its refusals."""
+"""``deepspeed_c bench comm``: its measurements, the definitions of its numbers, its charts, and its refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_operation_at_every_size_by_every_backend(tmp_path, capsys):
     assert result["notes"] == [] and (result["n_ranks"], result["rounds"], result["dtype"]) == (3, 1, "fp32")
     for (op, n_bytes, _), row in rows.items():
         assert 0 < row["seconds_min"] <= row["seconds"] <= row["seconds_max"]
-        # As nccl-tests define them (PERFORMANCE.md): bytes over time, times the share of them on each link.
+        # As nccl-tests define bandwidths (PERFORMANCE.md): bytes over time, times the share of the bytes on each link.
         factor = {"all_reduce": 2 * 2 / 3, "broadcast": 1.0}.get(op, 2 / 3)
         whole = n_bytes if op in ("all_reduce", "broadcast") else n_bytes // 3 * 3
         assert math.isclose(row["algorithm_gb_per_s"], whole / row["seconds"] / 1e9), (op, row)
@@ -77,7 +77,7 @@ def test_an_unknown_name_is_refused(capsys):
 
 
 def test_a_rank_that_fails_ends_all(monkeypatch):
-    """Rank 1 ends at once; rank 0 waits for it and is ended too."""
+    """Rank 1 ends at once. Rank 0 waits for rank 1, and the launcher ends it too."""
     started = []
     popen = subprocess.Popen
 

@@ -1,4 +1,5 @@
-"""data/loader.py: every sample once an epoch over all ranks, tails, tiny data sets, positions that resume, mistakes."""
+"""data/loader.py: all ranks together get every sample once an epoch. Incomplete last batches, tiny data sets, resumed
+positions and users' mistakes are tested too."""
 
 from __future__ import annotations
 
@@ -168,7 +169,7 @@ def test_collate_and_timer():
     )
     batches = list(loader)
     assert all(isinstance(batch, tuple) and len(batch) == 2 for batch in batches) and len(batches) == 2
-    assert timer.n == 3  # two batches, and the attempt that found the end
+    assert timer.n == 3  # two batches, and the read that finds the end
 
 
 def test_a_single_process_shares_with_nobody():

@@ -1,5 +1,5 @@
-"""io/bench.py: rates and ratios follow from the times, our contenders move the bytes, and fio is called and read
-correctly."""
+"""io/bench.py: rates and ratios follow from times, our contenders really move the bytes, fio gets the right arguments,
+and its output is parsed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from deepspeed_c.io.bench import FIO_ENGINES, FioError, MeasuredRates, Settings, compare, find_fio, fio, ours, summary
 from deepspeed_c.io.scratch import scratch
 
-# Record the arguments and report as fio does, after a line of text that some versions print.
+# Records its arguments and prints a report like fio's, after a line of text that some versions print.
 FAKE_FIO = """#!{python}
 import json, sys
 open({log!r}, "a").write(json.dumps(sys.argv[1:]) + "\\n")

@@ -1,4 +1,5 @@
-"""The command ``deepspeed_c io``: small measurements, their text and JSON, wrong calls, and that nothing is left in the folder."""
+"""The command ``deepspeed_c io``: small measurements, their text and JSON, and wrong calls. The command leaves nothing
+in the folder."""
 
 from __future__ import annotations
 

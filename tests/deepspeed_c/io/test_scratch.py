@@ -1,4 +1,4 @@
-"""io/scratch.py: the file has its size and no name; folders that cannot be used are refused with numbers."""
+"""io/scratch.py: the file has the right size and no name. The errors for unusable folders have numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.open_files import open_files
 
 @pytest.fixture(params=["unnamed", "unlinked"])
 def kind(request, monkeypatch):
-    """On file systems without unnamed files the scratch file is unlinked at once."""
+    """The kind of file system. Where it has no unnamed files, the scratch file is unlinked at once."""
     if request.param == "unlinked":
         real = os.open
 
@@ -70,7 +70,7 @@ def test_folders_that_cannot_be_used(tmp_path):
         assert caught.value.errno == number
     with pytest.raises(AioError, match="no file can be made there"), scratch("/proc", 1):
         pass
-    if os.geteuid() != 0:  # to root every folder is open
+    if os.geteuid() != 0:  # root may write to every folder
         (tmp_path / "closed").mkdir(mode=0o500)
         with pytest.raises(AioError, match="Permission denied"), scratch(str(tmp_path / "closed"), 1):
             pass

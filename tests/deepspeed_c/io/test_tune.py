@@ -1,5 +1,5 @@
-"""io/tune.py: the search finds the best of a made-up device, keeps to its time, and the configuration accepts its
-section."""
+"""io/tune.py: the search finds the best settings of a simulated device and keeps to its time. The configuration accepts
+the section that it prints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_best_is_found_under_noise_and_sampled_most(seed):
     assert choose(times) == best
     assert set(times) == set(ALL)
     assert len(times[best]) == max(map(len, times.values())) >= N_SAMPLES
-    assert n < 4 * len(ALL)  # it comes to an end by itself
+    assert n < 4 * len(ALL)  # the search ends by itself
 
 
 def test_time_that_is_over_ends_it_after_one_sample_at_least():

@@ -1,4 +1,4 @@
-"""Core lists: parsing, nearness, equal parts, and the number of threads."""
+"""Lists of cores: parsing, the order by nearness, equal parts for ranks, and the number of threads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def allowed(monkeypatch):
 
 
 def write_topology(tree, places):
-    """A /sys tree of CPUs: number -> (socket, siblings as the kernel writes them)."""
+    """Writes a /sys tree of CPUs. places: number of a CPU -> (socket, siblings as the kernel writes them)."""
     for cpu, (package, siblings) in places.items():
         folder = tree / f"cpu{cpu}" / "topology"
         folder.mkdir(parents=True)
@@ -63,7 +63,7 @@ def test_ranges():
 
 
 def test_hardware_threads_of_a_core_stay_together(tmp_path, allowed):
-    # two sockets of two cores of two threads, numbered as Linux does it: the second threads after all first ones
+    # Two sockets of two cores of two threads. Linux numbers the second threads after all first threads.
     write_topology(tmp_path, {c: (c % 4 // 2, f"{c % 4},{c % 4 + 4}") for c in range(8)})
     assert topology_order(range(8), tmp_path) == [0, 4, 1, 5, 2, 6, 3, 7]
     allowed(range(8))
@@ -113,7 +113,7 @@ def test_threads(tmp_path, allowed, n_ranks, threads):
 )
 def test_quota_of_a_container(tmp_path, allowed, quota, threads):
     allowed(range(6))
-    # /proc/self/cgroup names a path on the host; in a container the quota is in the file at the mount point.
+    # /proc/self/cgroup names a path on the host. In a container the file at the mount point has the quota.
     for name, text in (("proc/self/cgroup", "0::/pod/x\n"), ("sys/fs/cgroup/cpu.max", quota)):
         path = tmp_path / name
         path.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Hostfiles and --include / --exclude come down to slots of this host, or to an error that says which word is wrong."""
+"""Hostfiles and --include / --exclude give slots of this host, or an error that names the wrong word."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_missing_and_binary_hostfile(tmp_path):
 
 def test_this_host():
     assert is_this_host("localhost") and is_this_host("127.0.0.1") and is_this_host(socket.gethostname())
-    assert not is_this_host("192.0.2.1")  # TEST-NET-1: nobody's
+    assert not is_this_host("192.0.2.1")  # TEST-NET-1: no host has it
     assert not is_this_host("no-such-host.invalid")
     assert not is_this_host("a" * 70)  # too long for a name
 

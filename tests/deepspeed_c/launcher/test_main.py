@@ -1,5 +1,5 @@
-"""The command line as a user calls it: real launches, judged by their output, their exit code and the processes and
-files left behind."""
+"""The command line as a user calls it. Real launches are checked by their output, their exit codes, and the processes
+and files that they leave."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.ranks import free_port
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_SECONDS = 300
 
-# Print a rank's arguments and environment as a line of JSON.
+# Prints the arguments and the environment of a rank as a line of JSON.
 SHOW = """
 import json, os, sys
 names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS EXTRA".split()
@@ -32,7 +32,8 @@ line = json.dumps({**seen, "args": sys.argv[1:], "cores": sorted(os.sched_getaff
 os.write(1, (line + chr(10)).encode())
 """
 
-# Record the process id (and the id of a child that would outlive it), then wait. Signals in argv[2] are only noted.
+# Records the process id, and the id of a child that would outlive the process, then waits. Signals in argv[2] are only
+# noted.
 WAIT = """
 import os, signal, subprocess, sys, time
 rank, folder = os.environ["RANK"], sys.argv[1]
@@ -57,7 +58,7 @@ while True:
 
 def start(*argv, cwd=None, env=None, **keywords):
     environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")}
-    # Slots are processes then, on a machine with accelerators, too
+    # With this, slots are processes even on a machine with accelerators
     environment.update(PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="", **(env or {}))
     return subprocess.Popen(
         [sys.executable, "-m", "deepspeed_c", *map(str, argv)],
@@ -84,7 +85,7 @@ def run(*argv, **keywords):
 
 
 def shown(*argv, **keywords):
-    """The reports of the ranks of a launch of SHOW, by rank."""
+    """Launches SHOW. Returns the reports of the ranks, in order."""
     code, out, err = run(*argv, **keywords)
     assert code == 0, err
     return sorted(map(json.loads, out.splitlines()), key=lambda seen: int(seen["RANK"]))
@@ -128,7 +129,7 @@ def script(tmp_path):
     return write
 
 
-# ---- in this process: what is refused before anything starts ----
+# ---- in this process: refusals before anything starts ----
 
 
 def test_no_script(capsys):
@@ -175,7 +176,7 @@ def test_config_command(tmp_path, capsys):
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_reader_that_has_gone_ends_a_command_quietly(tmp_path, stream):
-    """As ``... | head -1`` and ``... 2>&1 | head -1`` do, only that nobody reads from the beginning."""
+    """A pipe like ``... | head -1`` or ``... 2>&1 | head -1``, except that its reader is gone from the beginning."""
     path = tmp_path / "c.json"
     path.write_text(json.dumps({"train_batch_size": 4} if stream == "stdout" else {"train_batch_siz": 4}))
     read, write = os.pipe()
@@ -209,7 +210,7 @@ def test_each_word_finds_its_command(name, capsys):
     assert told in capsys.readouterr().out.replace('eval "$(', "").replace("\n", " "), name
 
 
-# ---- what a rank sees ----
+# ---- environment and arguments of ranks ----
 
 
 def test_environment_and_arguments(script, tmp_path):
@@ -259,7 +260,8 @@ def test_bound_cores(script):
     assert [(r["cores"], r["OMP_NUM_THREADS"]) for r in ranks] == [([first], "1"), ([second], "1")]
 
 
-# Meets the other ranks; then each writes one line of JSON: the sum over ranks, its token, and where it and its launcher listen. Stays until argv[2] is there.
+# Meets the other ranks. Then each rank writes a line of JSON: the sum over ranks, its token, and the addresses where it
+# and its launcher listen. Stays until the file argv[2] exists.
 MEET = """
 import json, os, sys, time
 import torch, torch.distributed as dist
@@ -278,7 +280,7 @@ while not os.path.exists(sys.argv[1]):
     time.sleep(0.02)
 dist.destroy_process_group()
 """
-LOOPBACK = {"0100007F", "00000000000000000000000001000000"}  # 127.0.0.1 and ::1, as /proc/net has them
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}  # 127.0.0.1 and ::1, as /proc/net writes them
 
 
 def test_ranks_meet_at_the_launchers_store_which_listens_at_the_loopback_alone(script, tmp_path):
@@ -334,11 +336,11 @@ def test_output_is_live(script, tmp_path):
     assert end(process) == (0, "", "")
 
 
-# ---- the end ----
+# ---- the end of a run ----
 
 
 def test_failure_ends_all_and_says_why(script, tmp_path):
-    # rank 0 only takes note of SIGTERM and has to be killed; both have started a process of their own
+    # Rank 0 only notes SIGTERM, so it has to be killed. Both ranks have started a child process.
     process = start("--num_procs", 2, "--no_local_rank", script(WAIT), tmp_path, signal.SIGTERM.value, "stay", "1")
     pids = pids_in(tmp_path)
     code, _, err = end(process)
@@ -356,14 +358,14 @@ def test_signals_are_passed_on(script, tmp_path, number):
     pids = pids_in(tmp_path)
     process.send_signal(number)
     code, _, err = end(process)
-    # These ranks end with 0 when they are asked to, as after a preemption that was saved.
+    # These ranks exit with 0 on the signal, as after a save before preemption.
     assert code == 0 and "all ranks ended by themselves" in err and "Traceback" not in err, err
     assert [(tmp_path / f"signal{rank}").read_text() for rank in (0, 1)] == [f"{number.value} "] * 2
     assert_gone(pids)
 
 
 def test_grace_ends_with_sigkill(script, tmp_path):
-    # Long enough for a rank to take note, on a busy machine too.
+    # The grace is long enough for a rank to note the signal, even on a busy machine.
     process = start("--num_procs", 2, "--grace", 5, "--no_local_rank", script(WAIT), tmp_path, "15", "stay", "-")
     pids = pids_in(tmp_path)
     process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The launcher's options: where they end, which exclude each other, and that no option is silently ignored."""
+"""The launcher's options: where they end, and which exclude each other. No option is silently ignored."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_is_not_understood_exits_with_2(argv, capsys):
 
 
 def test_no_abbreviations(capsys):
-    # --num_g is a prefix of one option, and would swallow the script as its value
+    # --num_g is a prefix of an option, which would take the script as its value.
     with pytest.raises(SystemExit):
         parse_options(["--num_g", "2", "t.py"])
     assert "--num_g" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The pipes between ranks and terminal: every byte arrives, in order and at once; a broken output stops nobody."""
+"""The pipes between ranks and terminal: every byte arrives, in order and at once. A broken output stops no rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_output_comes_while_the_rank_runs(tmp_path):
 
 
 def write_and_wait(output, stream, data):
-    """Write to the pipe, and wait until the thread has taken it all out."""
+    """Write to the pipe, and wait until the thread has read everything."""
     write(output.paths(stream)[1], data)
     fd = next(s.read_fd for s in output._streams if s.rank == stream and s.target == 2)
     end = time.monotonic() + 200
@@ -53,7 +53,7 @@ def write_and_wait(output, stream, data):
 
 
 def test_lines_of_two_ranks_do_not_mix_on_the_terminal(capfd, monkeypatch):
-    """As ``print`` writes them without a buffer: the words, then the end of the line."""
+    """Each line comes in two writes, the words and the end of the line, as from ``print`` without a buffer."""
     monkeypatch.setattr(output_module, "HOLD_SECONDS", 1000.0)
     with Output(2) as output:
         write_and_wait(output, 0, b"took")
@@ -111,7 +111,7 @@ def test_labels(capfd):
 
 def test_tail_is_bounded_and_of_whole_lines():
     with Output(1) as output:
-        # 4,000 lines of 16 bytes to a place that takes nothing: only the tail is looked at
+        # Write 4,000 lines of 16 bytes to a target that accepts nothing. Only the tail is checked.
         output._streams[0].target = -1
         write(output.paths(0)[1], b"".join(b"line %010d\n" % i for i in range(4000)))
         output.finish()
@@ -132,7 +132,7 @@ def test_broken_log_does_not_block_the_rank(tmp_path, capfd):
     with Output(1, log_dir=str(tmp_path)) as output:
         with open("/dev/full", "wb") as full:
             os.dup2(full.fileno(), output._streams[0].target)
-        write(output.paths(0)[1], b"x" * (1 << 20))  # returns only if somebody reads
+        write(output.paths(0)[1], b"x" * (1 << 20))  # returns only if the thread reads
         output.finish()
         assert output.tail(0).endswith("x")
     assert capfd.readouterr().err.count("rank 0 can no longer write to its log file") == 1
@@ -149,7 +149,7 @@ def test_no_descriptor_is_left(tmp_path):
 def test_end_does_not_wait_for_a_process_that_was_left_behind():
     with Output(1) as output:
         output._streams[0].target = -1
-        with open(output.paths(0)[1], "wb"):  # still open for writing, as by a daemon that the rank started
+        with open(output.paths(0)[1], "wb"):  # the pipe is still open, as by a daemon that the rank started
             output.finish()  # returns
 
 

@@ -1,4 +1,5 @@
-"""The plan of a launch: command, environment and devices of every rank, and refusals before anything starts."""
+"""The plan of a launch: the command, the environment and the devices of every rank, and refusals before anything
+starts."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def test_environment():
         (["--num_gpus", "1"], cuda("0", "1"), "0", 1),
         (["--include", "localhost:3,1"], cuda("0", "1", "2", "3"), "1,3", 2),
         (["--exclude", "localhost:0"], cuda("0", "1", "2"), "1,2", 2),
-        (["--num_gpus", "1"], cuda("2", "5"), "2", 1),  # CUDA_VISIBLE_DEVICES=2,5 is there already
+        (["--num_gpus", "1"], cuda("2", "5"), "2", 1),  # CUDA_VISIBLE_DEVICES=2,5 is already set
         (["--include", "localhost:5"], cuda("2", "5"), "5", 1),
         (["--include", "localhost:1"], cuda("GPU-aa", "GPU-bb"), "GPU-bb", 1),
     ],
@@ -100,7 +101,7 @@ def test_bound_cores(monkeypatch):
     [
         (["none.py"], "none.py: there is no such script"),
         (["."], "folder without a __main__.py"),
-        (["--no_python", "./t.py"], "not a program that can be run"),  # no x permission
+        (["--no_python", "./t.py"], "not a program that can be run"),  # the file is not executable
         (["--no_python", "no-such-program"], "not a program that can be run"),
         (["--module", "no_such_module"], "no module 'no_such_module'"),
         (["--module", "json.no_such_module"], "no module 'json.no_such_module'"),

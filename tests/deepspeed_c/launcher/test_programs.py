@@ -1,4 +1,5 @@
-"""DeepSpeed's programs under ``deepspeed_c run``: each is there, is ours, and is nowhere else."""
+"""DeepSpeed's programs under ``deepspeed_c run``: each exists and is ours. Outside of ``deepspeed_c run`` none is on
+the path."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def run(*command, cwd="/", **variables):
 
 
 def test_each_program_has_a_file_that_can_be_executed_and_names_it():
-    files = sorted(path for path in Path(BIN).iterdir() if path.is_file())  # bytecode lies in a folder
+    files = sorted(path for path in Path(BIN).iterdir() if path.is_file())  # leaves out the folder of bytecode
     assert [path.name for path in files] == sorted([*PROGRAMS, "zero_to_fp32.py"])
     for path in files:
         assert os.access(path, os.X_OK), path
@@ -62,7 +63,7 @@ def test_deepspeed_launches_ranks_that_see_the_alias(tmp_path):
 
 
 def test_a_shell_that_a_program_starts_finds_them_too(tmp_path):
-    """accelerate starts `deepspeed` by its name, from a process of Python's."""
+    """accelerate starts `deepspeed` by its name, from a Python process."""
     code = "import shutil, subprocess, sys; sys.exit(subprocess.run([shutil.which('deepspeed'), '--help']).returncode)"
     done = run(sys.executable, "-c", code, cwd=tmp_path)
     assert done.returncode == 0 and "--num_gpus" in done.stdout, done.stderr

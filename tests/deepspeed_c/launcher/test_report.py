@@ -16,7 +16,7 @@ from deepspeed_c.launcher import report
 
 
 class ShmEnd:
-    """One end of memory that ranks share."""
+    """Stands in for one end of memory that ranks share."""
 
     opened: ClassVar[list[ShmEnd]] = []
     refusal = ""
@@ -36,7 +36,7 @@ class ShmEnd:
 
 @pytest.fixture
 def extension(monkeypatch, tmp_path):
-    """A stand-in for the compiled module, so that the report is tested where it is not built, too."""
+    """A stand-in for the compiled module, so that the report is also tested where the module is not built."""
     module = types.ModuleType("deepspeed_c._C")
     module.__file__ = str(tmp_path / "_C.so")
     module.build_info = lambda: {
@@ -132,7 +132,7 @@ def test_missing_extension(monkeypatch, capsys):
     assert report.main([]) == report.EXIT_NOT_WHOLE
     text = capsys.readouterr().out
     assert "missing or does not load" in text and "pip install" in text
-    assert "torch" in text and "total" in text  # the rest is there all the same
+    assert "torch" in text and "total" in text  # the rest of the report is there
 
 
 def test_nvcc_that_does_not_run(monkeypatch, tmp_path):

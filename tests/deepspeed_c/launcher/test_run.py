@@ -1,4 +1,4 @@
-"""Starting and ending ranks in this process: cases that the command line cannot cause by itself."""
+"""Ranks are started and ended from this process: cases that the command line alone cannot cause."""
 
 from __future__ import annotations
 
@@ -69,21 +69,22 @@ def test_nothing_is_left_behind_in_the_callers_process(tmp_path):
 
 
 def children() -> set[str]:
-    """Process ids of this process's children. The test session has others: the ranks' zygote among them."""
+    """The process ids of the children of this process. The test session has other children, such as the zygote of
+    ranks."""
     found = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{pid}/stat") as file:
                 parent = file.read().rpartition(")")[2].split()[1]
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we looked
+            continue  # the process ended meanwhile
         if int(parent) == os.getpid():
             found.add(pid)
     return found
 
 
 def test_first_failure_is_reported_not_the_lowest_rank(tmp_path, capfd):
-    """Rank 0 fails because of rank 1, whose failure it waits for."""
+    """Rank 1 fails first. Rank 0 fails later, when it is ended because of rank 1."""
     ready = str(tmp_path / "ready")
     first = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(4)); open(sys.argv[1], 'w'); time.sleep(1000)"
     second = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\nsys.exit(5)"
@@ -139,7 +140,7 @@ def pid_path(tmp_path, monkeypatch):
 
 
 def see_pid_file(path):
-    """A rank that ends with 0 if the file holds this process's number and is for this user alone."""
+    """A rank that exits with 0 if the file holds the id of this process and only this user may read it."""
     code = "import os, sys; path, pid = sys.argv[1:]; sys.exit(open(path).read() != pid or os.stat(path).st_mode & 0o777 != 0o600)"
     return replace(plan_of([sys.executable, "-c", code, str(path), str(os.getpid())]), save_pid=True)
 

@@ -1,4 +1,4 @@
-"""TensorBoard, W&B, Comet and Prometheus: what their own readers find after a close, a restart and a kill."""
+"""TensorBoard, W&B, Comet and Prometheus: their own readers find the events after a close, a restart and a kill."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from deepspeed_c.monitor import MonitorMaster
 from deepspeed_c.monitor.comet import EventsLogScheduler
 from deepspeed_c.monitor.prometheus import gauge_name
 
-# Each run is a process of its own: these packages start threads and services, and would slow every later fork.
+# Each run is a process of its own: these packages start threads and services, which would slow every later fork.
 PROGRAM = """
 import json, os, sys, time
 from deepspeed_c.config import load_config
@@ -77,11 +77,11 @@ def test_tensorboard_reads_every_run(tmp_path):
 
 
 def wandb_records(folder):
-    """The steps and losses of a run's file, its configuration, and the file.
+    """The steps and losses in the file of a run, the configuration, and the path of the file.
 
-    It is a log of LevelDB behind a header of 7 bytes: blocks of 32 KiB, in them parts (crc, length, kind) of records.
-    W&B's own messages parse the records; its reader is no part of the Python package.
-    """
+    The file is a log in the format of LevelDB after a header of 7 bytes. It has blocks of 32 KiB, which contain parts
+    (crc, length, kind) of records. Classes of W&B parse the records, but W&B's Python package has no reader of the
+    file. """
     messages = importlib.import_module("wandb.proto.wandb_internal_pb2")
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     data, place, whole, losses, config = path.read_bytes(), 7, b"", {}, {}
@@ -93,7 +93,7 @@ def wandb_records(folder):
         _, size, kind = struct.unpack_from("<IHB", data, place)
         whole += data[place + 7 : place + 7 + size]
         place += 7 + size
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a whole record, or its last part
             record = messages.Record()
             record.ParseFromString(whole)
             whole = b""

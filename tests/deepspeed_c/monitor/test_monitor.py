@@ -1,4 +1,4 @@
-"""``MonitorMaster``: CSV and JSON lines as their own readers find them, checks of events, errors, lost events."""
+"""``MonitorMaster``: CSV and JSON lines, read back by their own readers; checks of events; errors; and lost events."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def lines_of(folder):
 
 @pytest.fixture
 def warnings(monkeypatch):
-    """Messages of the package's logger, which hands none on to pytest's."""
+    """The warnings of the package's logger. pytest does not see them, because the logger does not propagate."""
     found = []
     monkeypatch.setattr("deepspeed_c.monitor.writer.logger.warning", lambda text, *args, **_: found.append(text % args))
     return found
@@ -77,7 +77,7 @@ def test_a_restart_appends_under_one_header_and_cuts_a_torn_line(tmp_path):
 
     run(1)
     with open(tmp_path / "run" / "a_loss.csv", "a") as file:
-        file.write("2,0.12")  # of 0.125
+        file.write("2,0.12")  # the beginning of 0.125
     with open(tmp_path / "run" / "events.jsonl", "a") as file:
         file.write('{"step": 2, "a/lo')
     run(3)
@@ -201,7 +201,7 @@ def test_all_ranks_raise_and_rank_0_alone_writes(tmp_path):
 
 
 class Recorder(Monitor):
-    """Keeps events; waits for ``gate`` before each write, and raises where ``fails``."""
+    """Keeps events. Waits for ``gate`` before each write, and raises if ``fails``."""
 
     key = "recorder"
 

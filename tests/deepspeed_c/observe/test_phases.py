@@ -1,4 +1,4 @@
-"""observe/phases.py under a clock that the test moves, and on ranks whose collectives it slows down."""
+"""observe/phases.py under a clock that the test moves, and on ranks whose collectives the test slows down."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_each_instant_counts_once(clock: Clock, phases: Phases) -> None:
     began = clock.now
     for _ in range(2):
         spend(clock, phases, "forward", 0.25)
-        clock.now += 0.0625  # the caller's own
+        clock.now += 0.0625  # time of the caller
         with phases.measure("backward"):
             clock.now += 0.5
             spend(clock, phases, "reduce", 0.125)
@@ -89,7 +89,7 @@ def test_many_steps_without_a_report_are_kept_in_few_numbers(clock: Clock, phase
 
 def test_an_exception_closes_what_it_leaves(clock: Clock, phases: Phases) -> None:
     with pytest.raises(KeyError), phases.measure("backward"):
-        phases.enter("reduce")  # a collective that nobody ends
+        phases.enter("reduce")  # a collective that is never ended
         clock.now += 1.0
         raise KeyError
     assert Phases.open is None
@@ -153,12 +153,12 @@ def test_collectives_are_parts_of_the_phase(clock, phases, ledger, axes, op, par
     ledger.axes = axes
     with phases.measure("backward"):
         entry = ledger.enter(op, 8)
-        clock.now += 1.0  # starting it
+        clock.now += 1.0  # the start of the collective
         entry.started()
-        clock.now += 2.0  # something else
+        clock.now += 2.0  # other work
         with entry:
             clock.now += 4.0
-    ledger.enter(op, 8).finish()  # outside of phases
+    ledger.enter(op, 8).finish()  # not in a phase
     phases.end_micro_step(is_step=True)
     found = phases.last_step_ms()
     assert (found[f"backward.{part}"], found["backward.inner"]) == (5000, 2000), found
@@ -197,7 +197,7 @@ def test_nobody_listens_unasked(phases: Phases) -> None:
     assert Ledger.entry_type is LedgerEntry
 
 
-# Stage -> parts of phases that an engine has there with every step.
+# Stage -> the parts of phases that every step of an engine at this stage has.
 PARTS = {
     0: {"backward.reduce", "step.norm", "step.update"},
     1: {"backward.reduce", "step.norm", "step.update", "step.gather"},
@@ -219,7 +219,7 @@ def engine_body(rank: int, world: int, stage: int) -> None:
     }
     engine, _, loader, _ = deepspeed_c.initialize(model=model, config=config, training_data=data)
     with engine:
-        ticks = itertools.count()  # a second from one reading of the clock to the next
+        ticks = itertools.count()  # the clock advances by a second at each reading
         engine.phases._marks._clock, engine.phases._marks._last = lambda: float(next(ticks)), None
         batches, last = iter(loader), 0
         for step in range(3):

@@ -1,4 +1,4 @@
-"""observe/record.py by hand, and the numbers of engines against plain torch."""
+"""observe/record.py, compared with numbers by hand; and numbers of engines, compared with plain torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""profile/flops.py: MACs of whole models against formulas written by hand, in forward and in backward; one module under
-two parents, recomputation, compiled models, and a torch that is as it was before.
+"""profile/flops.py: MACs of whole models in forward and in backward, compared with formulas by hand. A module under two
+parents, recomputation and compiled models are counted too, and torch is the same afterwards.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ B, T = 3, 7
 
 
 def profiled(model, *args, backward=True, **kwargs):
-    """(MACs of forward, of backward, of recomputation)"""
+    """Returns (MACs of forward, MACs of backward, MACs of recomputation)."""
     profiler = FlopsProfiler(model)
     profiler.start_profile()
     try:
@@ -90,7 +90,7 @@ class ResidualBlock(nn.Module):
 
 
 def resnet_block():
-    out = 5 * 6  # of 9 x 11
+    out = 5 * 6  # output places of an input of 9 x 11
     return ResidualBlock(), (torch.randn(B, 4, 9, 11),), {}, B * out * (8 * 4 * 9 + 8 * 8 * 9 + 8 * 4)
 
 
@@ -98,8 +98,8 @@ def unusual_convolutions():
     model = nn.Sequential(
         nn.Conv2d(6, 6, 3, groups=6),  # 9 x 8 -> 7 x 6
         nn.Conv2d(6, 9, (3, 1), groups=3, dilation=2),  # -> 3 x 6
-        nn.ConvTranspose2d(9, 4, 3, stride=2, padding=1, output_padding=1),  # each of 3 x 6 places of the input
-        nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2),  # each of 6 x 12
+        nn.ConvTranspose2d(9, 4, 3, stride=2, padding=1, output_padding=1),  # for each of 3 x 6 places of the input
+        nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2),  # for each of 6 x 12 places
     )
     macs = 7 * 6 * 6 * 9 + 3 * 6 * 9 * 2 * 3 + 3 * 6 * 9 * 4 * 9 + 6 * 12 * 4 * 3 * 4
     return model, (torch.randn(B, 6, 9, 8),), {}, B * macs
@@ -228,7 +228,7 @@ ARCHITECTURES = (
 def test_macs_of_forward_equal_the_formula(make):
     model, args, kwargs, formula = make()
     check(profiled(model, *args, **kwargs)[0], formula)
-    model.eval()  # torch has other kernels there, and others again under no_grad and in inference mode
+    model.eval()  # torch uses other kernels in eval, under no_grad and in inference mode
     with torch.no_grad():
         check(profiled(model, *args, backward=False, **kwargs)[0], formula)
     with torch.inference_mode():
@@ -256,7 +256,7 @@ def test_products_with_vectors_and_a_bilinear_layer():
         def forward(self, m, v):
             return m @ v, torch.dot(v, v), torch.addmv(v, m, v), self.pairs(torch.ones(B, 4), torch.ones(B, 5))
 
-    # Both products of a bilinear layer are spread over outputs, and inputs of either side.
+    # A bilinear layer has two products, over its outputs and the inputs of both sides.
     check(profiled(Vectors(), torch.ones(6, 6), torch.ones(6), backward=False)[0], 36 + 6 + 36 + 2 * B * 3 * 4 * 5)
 
 
@@ -266,7 +266,7 @@ def test_products_with_vectors_and_a_bilinear_layer():
 def test_backward_is_counted_as_it_ran_and_is_not_twice_forward():
     model = nn.Sequential(nn.Linear(7, 11, bias=False), nn.Linear(11, 5))
     first, second = B * 7 * 11, B * 11 * 5
-    check(profiled(model, torch.randn(B, 7))[1], first + 2 * second)  # the input wants no gradient
+    check(profiled(model, torch.randn(B, 7))[1], first + 2 * second)  # the input requires no gradient
     check(profiled(model, torch.randn(B, 7, requires_grad=True))[1], 2 * first + 2 * second)
     model[1].requires_grad_(False)
     check(profiled(model, torch.randn(B, 7))[1], first + second)
@@ -278,7 +278,7 @@ def test_backward_is_counted_as_it_ran_and_is_not_twice_forward():
 def test_backward_of_layers_that_torch_counts_wrong(make):
     model, (x,), _, formula = make()
     counted = profiled(model, x.requires_grad_())
-    # The first token of a GRU has no state before it, whose gradient would be a product.
+    # The gradient of a GRU's state is a product for each token except the first, which has no state before it.
     check(counted[:2], (formula, 2 * formula - (B * 3 * 6 * 6 if make is gru else 0)))
 
 
@@ -322,7 +322,7 @@ def test_our_operators_are_counted():
 def test_elementwise_flops_are_those_of_deepspeed():
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1),  # 2 per MAC, 1 for the bias
-        nn.BatchNorm2d(4),  # training: 5
+        nn.BatchNorm2d(4),  # in training: 5
         nn.ReLU(),  # 1
         nn.MaxPool2d(2),  # 1 per input
         nn.Flatten(),
@@ -388,7 +388,7 @@ def test_modules_of_the_backward_are_those_of_the_forward():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_count_as_torch_counts_them(dtype):
-    """Formulas of ours stand for torch's here, as torch's take each call apart."""
+    """Our formulas replace torch's for products, because torch's formulas flatten the arguments of each call."""
     a, b, c = (torch.randn(shape, dtype=dtype) for shape in ((5, 3), (3, 7), (1, 7)))
     many_a, many_b, many_c = (torch.randn(shape, dtype=dtype) for shape in ((2, 5, 3), (2, 3, 7), (2, 1, 7)))
     none = torch.zeros(0, 3, dtype=dtype)
@@ -422,7 +422,7 @@ class Called(nn.Module):
 
 @pytest.mark.parametrize("operator", ["mm", "addmm"])
 def test_counting_a_product_takes_no_call_apart(operator, monkeypatch):
-    """torch's shape_wrapper walks all arguments as a tree, which takes longer than a small product."""
+    """torch's shape_wrapper walks all arguments as a tree. That would take longer than a small product."""
     walks = []
     monkeypatch.setattr(flop_counter, "tree_map", lambda *args: walks.append(args) or tree_map(*args))
     a = torch.randn(3, 3)
@@ -446,7 +446,7 @@ def test_ignored_modules_count_as_their_parents():
 
 
 class Recomputed(nn.Module):
-    """A block of modules, a function that calls a module, and a function without any."""
+    """Recomputes a block of modules and a function that calls a module; another function is not recomputed."""
 
     def __init__(self, use_reentrant):
         super().__init__()
@@ -496,7 +496,7 @@ def test_a_compiled_model_is_counted_by_the_operators_behind_it():
     torch.testing.assert_close(compiled(x), expected)
 
 
-# -- torch, and a model, as they were -----------------------------------------------------------------------------------
+# -- torch and the model are unchanged afterwards ----------------------------------------------------------------------
 
 
 def test_torch_is_untouched():
@@ -539,7 +539,7 @@ def test_an_exception_in_forward_leaves_no_module_behind():
     profiler.start_profile()
     with pytest.raises(ValueError, match="here"):
         model(torch.randn(B, 5))
-    model[1] = nn.Linear(5, 5)  # not counted: it came after the start
+    model[1] = nn.Linear(5, 5)  # came after the start, so it is not counted
     model[0](torch.randn(B, 5))
     check(get_module_macs(model[0]), 2 * B * 25)
     profiler.end_profile()
@@ -592,7 +592,7 @@ def test_numbers_between_start_and_end():
         profiler.get_total_flops()
     with pytest.raises(StateError, match="not being profiled"):
         get_module_flops(model)
-    profiler.print_model_profile()  # as DeepSpeed: nothing before the start
+    profiler.print_model_profile()  # prints nothing before the start, as DeepSpeed
     profiler.start_profile()
     model(torch.randn(B, 7))
     assert profiler.get_total_macs(as_string=True) == "396 MACs"
@@ -600,7 +600,7 @@ def test_numbers_between_start_and_end():
     profiler.reset_profile()
     assert profiler.get_total_macs() == 0
     model(torch.randn(B, 7))
-    assert profiler.get_total_macs() == 396  # counts on
+    assert profiler.get_total_macs() == 396  # goes on counting
     assert profiler.get_total_duration() > 0 and profiler.get_total_duration(as_string=True).endswith("s")
     profiler.end_profile()
     profiler.end_profile()
@@ -618,13 +618,13 @@ def test_generation_is_counted_token_by_token():
     _, macs, _ = get_model_profile(
         model, kwargs=kwargs, mode="generate", print_profile=False, as_string=False, warm_up=0
     )
-    first = T * (12 * D * D + 2 * T * D) + D * V  # logits of the last token alone
+    first = T * (12 * D * D + 2 * T * D) + D * V  # logits only of the last token
     check(macs, first + 12 * D * D + 2 * (T + 1) * D + D * V)
 
 
 def test_an_input_shape_and_text():
     found = get_model_profile(mlp()[0], input_shape=(B, 7), print_profile=False)
-    assert found == ("825 ", "396 MACs", "148")  # 2 * 396, and 33 of the ReLU
+    assert found == ("825 ", "396 MACs", "148")  # 2 * 396, and 33 for the ReLU
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""profile/flops_step.py: the section ``flops_profiler`` in engines of all stages, against one profile without an engine."""
+"""profile/flops_step.py: the section ``flops_profiler`` in engines of all stages, compared with a profile without an
+engine."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ B, D, N_STEPS = 3, 12, 4
 
 @pytest.fixture(autouse=True)
 def group_of_one():
-    """Engines of these tests run in the test's own process, whose output is looked at."""
+    """Engines of these tests run in the process of the test, because tests check its output."""
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -61,7 +62,7 @@ def inputs(step, rank=0):
 
 
 def train(engine, n_steps=N_STEPS, rank=0, backward=lambda engine, loss: engine.backward(loss)):
-    """The numbers of the profile by step, as they are before the step."""
+    """Step -> the numbers of the profile, read before the step."""
     found = {}
     for step in range(n_steps):
         for _ in range(2):
@@ -98,7 +99,7 @@ def test_numbers_at_each_stage_are_those_of_one_process(stage, tmp_path):
     expected = in_one_process()
     first, second = run_ranks(2, body, stage, str(tmp_path))
     print(first, expected)
-    # The first micro-batch of the third step, and no other adds to it.
+    # The profile counts the first micro-batch of the third step and no other.
     assert first == {2: [expected, expected]} and second == {}
     text = (tmp_path / f"{stage}.txt").read_text()
     assert "Profile Summary at step 2" in text and "world size:" in text
@@ -119,7 +120,7 @@ def test_recomputation_of_the_engine_is_a_column(capsys):
     flops, macs, params, backward, again = train(engine)[2][0]
     engine.close()
     assert (flops, macs, params, backward) == in_one_process()[:4]
-    # All of a block may run again, but its last product at most need not.
+    # All of a block may run again, except perhaps its last product.
     print(again, macs)
     assert macs / 2 < again.macs < macs
     out = capsys.readouterr().out
@@ -169,7 +170,7 @@ def test_a_forward_that_raises_is_profiled_when_it_is_tried_again(capsys):
         engine(torch.ones(2, 3))
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     with torch.no_grad():
-        engine(inputs(0))  # no training: not profiled
+        engine(inputs(0))  # not in training, so not profiled
     assert train(engine, n_steps=1)[0][0] == in_one_process()
     engine.close()
     assert "Profile Summary at step 0" in capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""profile/timers.py under a clock that the test moves, and memory reports against memory that the test takes."""
+"""profile/timers.py under a clock that the test moves, and reports of memory compared with memory that the test
+allocates."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 class Clock:
-    """Stands still unless moved; counts how often it was read."""
+    """A clock that stands still unless it is moved. Counts how often it is read."""
 
     def __init__(self):
         self.now, self.n_reads = 100.0, 0

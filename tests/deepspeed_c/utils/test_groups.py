@@ -1,5 +1,5 @@
-"""Look-ups of process groups: all ranks by default, the groups of the engine's ``mpu``, one rank for every other kind.
-"""
+"""Functions that return process groups: by default the group of all ranks, else groups of the engine's ``mpu``. Groups
+of other kinds have one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model made in a dtype on a device, and everything as it was afterwards."""
+"""A model is built in a dtype on a device. Everything is as before afterwards."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A range is opened and closed around each call, even if the call raises, and torch.compile does not see it."""
+"""A range is opened and closed around each call, even if the call raises. torch.compile does not see the range."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""The helpers of ``deepspeed.runtime.utils``: norms against float64 and over ranks, containers, and refusals."""
+"""The functions of ``deepspeed.runtime.utils``: norms compared with float64 and over ranks, containers, and
+refusals."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def test_clipping_tensors(tensors) -> None:
     assert runtime.clip_tensors_by_global_norm(tensors, max_norm=2.0).item() == pytest.approx(want, rel=1e-6)
     torch.testing.assert_close(vector(tensors), direction * 2, rtol=1e-5, atol=1e-6)
     assert runtime.clip_tensors_by_global_norm(tensors, max_norm=100.0).item() == pytest.approx(2, rel=1e-5)
-    assert vector(tensors).norm().item() == pytest.approx(2, rel=1e-5)  # short enough already
+    assert vector(tensors).norm().item() == pytest.approx(2, rel=1e-5)  # the norm is already below the limit
     assert runtime.clip_tensors_by_global_norm(tensors, max_norm=1.0, global_norm=4.0) == 4.0
     assert vector(tensors).norm().item() == pytest.approx(0.5, rel=1e-5)
 
@@ -84,7 +85,7 @@ def test_clipping_gradients_is_torchs_on_one_rank(tensors) -> None:
 
 
 class Mpu:
-    """Two ranks that hold parts of one model."""
+    """An mpu of two ranks that hold parts of one model."""
 
     def get_model_parallel_group(self):
         return dist.group.WORLD
@@ -94,7 +95,7 @@ class Mpu:
 
 
 def over_ranks_body(rank: int, world: int) -> None:
-    whole = nn.Parameter(torch.full((2,), 3.0))  # alike on both: counted once
+    whole = nn.Parameter(torch.full((2,), 3.0))  # the same on both ranks, so it counts once
     part = nn.Parameter(torch.full((4,), 1.0 + rank))
     part.model_parallel = True
     assert runtime.is_model_parallel_parameter(part) and not runtime.is_model_parallel_parameter(whole)
@@ -102,7 +103,7 @@ def over_ranks_body(rank: int, world: int) -> None:
     assert abs(runtime.get_weight_norm([whole, part], mpu=Mpu()) - want) < 1e-5
     assert runtime.get_weight_norm([whole, part], math.inf, mpu=Mpu()) == 3
     assert abs(runtime.get_global_norm_of_tensors([part], mpu=Mpu()).item() - math.sqrt(4 + 16)) < 1e-5
-    # Ranks of a data-parallel group: all of them scale by the mean of their norms.
+    # All ranks of a data-parallel group scale by the mean of their norms.
     mine = nn.Parameter(torch.zeros(1))
     mine.grad = torch.tensor([2.0 + 4 * rank])
     assert runtime.clip_grad_norm_([mine], 2.0).item() == 4

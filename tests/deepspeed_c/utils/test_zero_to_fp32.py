@@ -1,4 +1,4 @@
-"""DeepSpeed's functions for fp32 weights return the masters of our checkpoints, and the program has DeepSpeed's
+"""DeepSpeed's functions for fp32 weights return the masters of our checkpoints. The program takes DeepSpeed's
 arguments."""
 
 from __future__ import annotations
