@@ -24,23 +24,23 @@ extern "C" {
 
 /*
  * Pointers in spans and tensors are device pointers; the lists themselves are host memory, borrowed for the call only.
- * Every call enqueues on stream (NULL: the default stream) of the current device and returns without waiting, unless it
- * says otherwise. All arguments are checked before anything is enqueued. No hook allocates device memory or keeps any
- * between calls. So calls on different streams share no memory, and a graph may capture calls.
+ * Every call enqueues on stream (NULL: the default stream) of the current device, and returns without waiting, unless
+ * its comment says otherwise. All arguments are checked before anything is enqueued. No hook allocates device memory or
+ * keeps any between calls. So calls on different streams share no memory, and a graph may capture calls.
  *
  * scratch: DSC_ACCEL_SCRATCH_ELEMS f64 of device memory with any contents, borrowed until stream has finished the call.
  * Calls that may run at the same time need separate scratch; memory that torch's allocator gives for the same stream
  * fulfils this. Sums have the same bits in every run.
  *
- * A failing hook leaves its sentence in dsc_last_error() of the calling thread, as the rest of the ABI does.
- * DSC_EDEVICE may come late: it may report the failure of an earlier call on the device.
+ * A failing hook sets dsc_last_error() of the calling thread, like the rest of the ABI. DSC_EDEVICE may come late: it
+ * may report the failure of an earlier call on the device.
  */
 struct dsc_accel {
     uint32_t abi;  /* DSC_ACCEL_ABI of the library */
     uint32_t size; /* sizeof(struct dsc_accel) of the library */
     const char *name;
 
-    /* Devices that can be used now; 0 and DSC_OK when there is a driver but no device. Required. */
+    /* Number of devices that can be used now; 0 and DSC_OK if there is a driver but no device. Required. */
     dsc_status (*device_count)(int32_t *out_n_devices);
 
     /*

@@ -188,22 +188,22 @@ DSC_API dsc_status dsc_aio_poll(dsc_aio *aio, dsc_aio_id id, bool *out_is_done);
 DSC_API dsc_status dsc_aio_cancel(dsc_aio *aio, dsc_aio_id id);
 
 /*
- * Whether the backend itself has failed: somebody closed its descriptor, or the kernel refuses to wait. All requests
- * have failed then, and new requests are DSC_ESTATE. The kernel may still use the memory of requests that were in
+ * Whether the backend itself has failed, because its descriptor was closed or the kernel refuses to wait. All requests
+ * have then failed, and new requests return DSC_ESTATE. The kernel may still use the memory of requests that were in
  * flight, so that memory must stay allocated until the process ends, also after destroy.
  */
 DSC_API bool dsc_aio_has_given_up(const dsc_aio *aio);
 
-/* Requests that have not been waited for, finished ones among them. */
+/* Number of requests that have not been waited for, finished or not. */
 DSC_API int64_t dsc_aio_pending(const dsc_aio *aio);
 
 /* The last DSC_EIO of this module in this thread, in fields. */
 struct dsc_aio_failure {
     const char *path; /* borrowed: until the next failure in this thread; "" before any */
     const char *verb; /* "read", "write", "open", "sync", ...; static */
-    int64_t offset;   /* the request's; -1 for a failure without a request, as in open */
-    int64_t n_bytes;  /* the request's; -1 likewise */
-    int64_t at;       /* the offset of the block that failed; -1 where there is none */
+    int64_t offset;   /* of the request; -1 for a failure without a request, as in open */
+    int64_t n_bytes;  /* of the request; -1 without a request */
+    int64_t at;       /* the offset of the block that failed; -1 if no block failed */
     int32_t err;      /* errno; ENODATA for the end of the file */
     int64_t n_others; /* failed requests of the same dsc_aio_wait_all that are not described */
 };
@@ -218,7 +218,7 @@ DSC_API void dsc_aio_last_failure(struct dsc_aio_failure *out_failure);
  */
 typedef struct dsc_aio_pool dsc_aio_pool;
 
-/* budget_bytes >= 0: the most that the pool holds at once, buffers that were given back among them. */
+/* budget_bytes >= 0: the most bytes that the pool holds at once, with buffers that were given back. */
 DSC_API dsc_status dsc_aio_pool_create(int64_t budget_bytes, dsc_aio_pool **out_pool);
 
 /* Frees all buffers, also buffers that were not given back. NULL is fine. */

@@ -1,6 +1,6 @@
 /*
- * The layer below the checkpoint format: checksums, the map from one arrangement's pieces of a tensor to another's, an
- * atomic swap of names, and files that are written and read at the disk's speed with a checksum a block.
+ * The layer below the checkpoint format: checksums, plans that put together parts of a tensor from saved pieces, an
+ * atomic swap of names, and files with a checksum for each block that are written and read at the disk's speed.
  */
 #ifndef DSC_CKPT_H
 #define DSC_CKPT_H
@@ -13,9 +13,9 @@ extern "C" {
 #endif
 
 /*
- * CRC32C (Castagnoli; RFC 3720, appendix B.4) of n_bytes at data, going on from crc: 0 at the beginning, later the
- * value for the bytes before. "123456789" gives 0xe3069283. Computed by the processor's CRC instruction if there is
- * one, and by tables otherwise; the value is the same.
+ * CRC32C (Castagnoli; RFC 3720, appendix B.4) of n_bytes at data, continuing from crc. Pass 0 for the first bytes, and
+ * the result for all earlier bytes after that. "123456789" gives 0xe3069283. Computed by the processor's CRC
+ * instruction if there is one, and by tables otherwise; the value is the same.
  */
 DSC_API uint32_t dsc_crc32c(uint32_t crc, const void *data, size_t n_bytes);
 
@@ -101,7 +101,7 @@ DSC_API dsc_status dsc_block_writer_create(const char *path, const struct dsc_bl
  */
 DSC_API dsc_status dsc_block_writer_write(dsc_block_writer *writer, const void *data, size_t n_bytes);
 
-/* Bytes given so far. */
+/* Bytes appended so far. */
 DSC_API int64_t dsc_block_writer_bytes(const dsc_block_writer *writer);
 
 /*
@@ -111,8 +111,8 @@ DSC_API int64_t dsc_block_writer_bytes(const dsc_block_writer *writer);
 DSC_API dsc_status dsc_block_writer_finish(dsc_block_writer *writer, const uint32_t **out_crcs, int64_t *out_n_blocks);
 
 /*
- * Waits for transfers in flight, closes and frees; a file that has not been finished stays behind, incomplete. NULL is
- * fine. In a forked process it does nothing at all: engine and file are the parent's.
+ * Waits for transfers in flight, then closes and frees. A file that has not been finished stays behind incomplete. NULL
+ * is allowed. Does nothing in a forked process, because engine and file belong to the parent.
  */
 DSC_API void dsc_block_writer_destroy(dsc_block_writer *writer);
 

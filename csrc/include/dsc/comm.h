@@ -2,10 +2,10 @@
  * Collectives between processes of one host, through shared memory.
  *
  * Each rank makes an *end*. An end owns one segment of shared memory that has no name: control words, a staging area
- * and an arena. Its owner alone writes to it; the other ranks map it read-only. The segment is gone with the last
- * process that maps it, however the process ends. Only processes of the same user, host and PID namespace can open it.
+ * and an arena. Only its owner writes to it; the other ranks map it read-only. The segment is freed when the last
+ * process that maps it ends, however it ends. Only processes of the same user, host and PID namespace can open it.
  *
- *   dsc_comm_create -> end, address       the addresses travel to all ranks by any way
+ *   dsc_comm_create -> end, address       the caller sends the addresses to all ranks
  *   dsc_comm_attach(end, all addresses)
  *   dsc_comm_submit(end, call) -> request ... dsc_comm_wait(request), dsc_comm_release(request)
  *   dsc_comm_close, dsc_comm_destroy
@@ -17,9 +17,9 @@
  * place, without a copy; all other memory goes through the staging area, chunk by chunk. The bits of a result do not
  * depend on the kind of memory, on timing or on threads: sums run in rank order.
  *
- * Failures. A wait for a peer ends when the peer has gone on, has failed, has closed its end or has died, or after
- * timeout_ns. All but the first case break the end: every later call returns the same failure at once, and the other
- * ranks are told. A rank that dies is noticed within a second.
+ * Failures. A wait for a peer ends when the peer makes progress, has failed, has closed its end or has died, or after
+ * timeout_ns. All cases except progress break the end: every later call returns the same failure at once, and the other
+ * ranks are notified. The death of a rank is detected within a second.
  *
  * Threads and processes. Any thread may call; requests run one after the other in the order of submission, in the
  * thread that waits or in a worker of the end, which is started when it is first needed. In a child of fork() calls
@@ -83,8 +83,8 @@ typedef enum dsc_comm_type {
 } dsc_comm_type;
 
 /*
- * How all_reduce combines. float32, bfloat16 and float16 are combined in f32 and rounded once, the others in their own
- * type; integers wrap around. MAX and MIN are NaN if the element of any rank is NaN.
+ * How all_reduce combines elements. float32, bfloat16 and float16 are combined in f32 and rounded once. Other types are
+ * combined in their own type, and integers wrap around. MAX and MIN are NaN if the element of any rank is NaN.
  */
 #define DSC_COMM_COMBINES(X) \
     X(SUM, "sum")            \
@@ -103,7 +103,7 @@ struct dsc_comm_config {
     uint32_t size; /* sizeof(struct dsc_comm_config) */
     int32_t rank;
     int32_t n_ranks;     /* 1 to DSC_COMM_MAX_RANKS */
-    int64_t timeout_ns;  /* one operation's, from its start; > 0 */
+    int64_t timeout_ns;  /* of one operation, from its start; > 0 */
     int64_t arena_bytes; /* address space for blocks, > 0; 0: twice the memory of the machine */
     struct dsc_par par;  /* borrowed for reductions as long as the end lives; run NULL: none */
 };
@@ -139,7 +139,10 @@ DSC_API dsc_status dsc_comm_attach(dsc_comm *comm, const char *const *addresses)
  */
 DSC_API dsc_status dsc_comm_close(dsc_comm *comm);
 
-/* Closes. All requests must have been released; no other thread may be in a call. NULL is fine. */
+/*
+ * Closes and frees the end. All requests must have been released, and no other thread may be in a call. NULL is
+ * allowed.
+ */
 DSC_API void dsc_comm_destroy(dsc_comm *comm);
 
 /*
@@ -152,7 +155,7 @@ DSC_API dsc_status dsc_comm_block_create(dsc_comm *comm, int64_t n_bytes, dsc_co
 DSC_API void dsc_comm_block_destroy(dsc_comm_block *block);
 DSC_API void *dsc_comm_block_data(const dsc_comm_block *block);
 
-/* Whether all n_bytes at data lie in this end's arena. False once it is closed. */
+/* Whether all n_bytes at data lie in this end's arena. False after the end is closed. */
 DSC_API bool dsc_comm_owns(const dsc_comm *comm, const void *data, int64_t n_bytes);
 
 /*
@@ -209,10 +212,10 @@ DSC_API dsc_status dsc_comm_release(dsc_comm_request *request);
 
 /*
  * Joint memory: all ranks write it, each rank in its own part. One rank creates the memory and the others open it. It
- * needs no end, and is gone with the last process that maps it. Each process maps it twice, as data and as view. data
- * is the memory itself. view shows the same bytes, but writes to view stay private to this process: once a page of view
- * has been written, it hides later writes of other ranks, until dsc_comm_joint_forget. The ranks agree among themselves
- * when each writes and reads.
+ * needs no end, and is freed when the last process that maps it ends. Each process maps it twice, as data and as view.
+ * data is the memory itself. view shows the same bytes, but writes to view stay private to this process: once a page of
+ * view has been written, it hides later writes of other ranks, until dsc_comm_joint_forget. The ranks agree among
+ * themselves when each writes and reads.
  *
  * Ends may be created and destroyed meanwhile. Any thread may call; in a child of fork() calls are DSC_ESTATE, and
  * destroy does nothing.
@@ -252,14 +255,14 @@ DSC_API void *dsc_comm_joint_data(const dsc_comm_joint *joint);
 DSC_API void *dsc_comm_joint_view(const dsc_comm_joint *joint);
 DSC_API int64_t dsc_comm_joint_bytes(const dsc_comm_joint *joint);
 
-/* Unmaps it: no thread may use data or view any more. NULL is fine. */
+/* Unmaps the memory: no thread may use data or view any more. NULL is allowed. */
 DSC_API void dsc_comm_joint_destroy(dsc_comm_joint *joint);
 
 struct dsc_comm_count {
     int64_t n_calls;
     int64_t n_bytes;    /* of data */
-    int64_t n_in_place; /* calls where the others read this rank's data in the arena */
-    int64_t n_staged;   /* calls where it went through the staging area; a call that shows no data counts in neither */
+    int64_t n_in_place; /* calls in which other ranks read this rank's data in the arena */
+    int64_t n_staged;   /* calls in which it went through the staging area. Calls that send no data count in neither */
 };
 
 /* This rank's counts for one operation. */

@@ -44,7 +44,7 @@ struct dsc_trace {
 
 DSC_API dsc_status dsc_trace_init(struct dsc_trace *trace, int32_t *units, uint8_t *is_used, int64_t capacity);
 
-/* Back to no steps. */
+/* Removes all steps. */
 DSC_API void dsc_trace_clear(struct dsc_trace *trace);
 
 /* DSC_EOVERFLOW when the trace is full, DSC_EINVAL for a negative unit; the trace is unchanged then. */
@@ -62,7 +62,7 @@ DSC_API dsc_status dsc_trace_prune(struct dsc_trace *trace, const uint8_t *may_d
 
 struct dsc_prefetch_limits {
     uint32_t size;          /* sizeof(struct dsc_prefetch_limits) */
-    int64_t max_live_elems; /* >= 0; all that is live at once, see below */
+    int64_t max_live_elems; /* >= 0; limit for all units that are live at once, see below */
     int64_t ahead_elems; /* >= 0; elements gathered ahead of their step. A larger unit waits for its step, and so do the
                             units behind it */
     int64_t max_reuse_elems; /* >= 0; a unit stays live between two uses up to this reuse distance */
@@ -78,16 +78,16 @@ struct dsc_prefetch_limits {
  * elements.
  *
  * out_until[i]: when step i is entered, the gathers of all steps < out_until[i] are issued, except for units that are
- * live already. It is at least i + 1 and at most n_steps, never decreases, and is as large as two limits allow. First,
- * the gathered units whose first use lies after i have at most ahead_elems elements. Second, all live units have at
- * most max_live_elems elements. The gather of step i itself is issued even if it breaks the second limit. This happens
- * only for a unit larger than max_live_elems, and nothing else is live then. out_next[i]: the next step that uses the
- * unit of step i; n_steps when there is none. out_keep[i]: 1 when the unit of step i stays live after the step, until
- * out_next[i]. There are two reasons to keep it. Either step out_next[i] has been issued already (out_next[i] <
- * out_until[i]); or the reuse distance, which is the number of elements of the distinct units used in between, is at
- * most max_reuse_elems, and keeping the unit makes no step in between break max_live_elems. Earlier decisions have the
- * first claim to memory: prefetching gets the memory beside the units that are kept. *out_peak_elems: the largest
- * number of live elements at any step.
+ * live already. It is at least i + 1 and at most n_steps, never decreases with i, and is as large as two limits allow.
+ * First, the gathered units whose first use lies after i have at most ahead_elems elements. Second, all live units have
+ * at most max_live_elems elements. The gather of step i itself is issued even if it breaks the second limit. This
+ * happens only for a unit larger than max_live_elems, and nothing else is live then. out_next[i]: the next step that
+ * uses the unit of step i; n_steps when there is none. out_keep[i]: 1 when the unit of step i stays live after the
+ * step, until out_next[i]. There are two reasons to keep it. Either step out_next[i] has been issued already
+ * (out_next[i] < out_until[i]); or the reuse distance, which is the number of elements of the distinct units used in
+ * between, is at most max_reuse_elems, and keeping the unit makes no step in between break max_live_elems. Earlier
+ * decisions have the first claim to memory: prefetching gets the memory beside the units that are kept.
+ * *out_peak_elems: the largest number of live elements at any step.
  *
  * The output arrays have n_steps entries. scratch: 4 * n_steps + 2 * n_units int64_t, borrowed. Costs O(n_steps log
  * n_steps). DSC_EINVAL names the bad entry; DSC_EOVERFLOW when the sum of unit_elems does not fit int64_t. On failure
@@ -119,7 +119,7 @@ struct dsc_fetch_action {
     int32_t unit;
 };
 
-/* The runner's book of one unit. */
+/* The runner's state of one unit. */
 struct dsc_fetch_unit {
     int64_t step; /* the first step >= cursor that uses it; n_steps when there is none */
     uint8_t is_live;

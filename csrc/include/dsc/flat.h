@@ -31,7 +31,7 @@ DSC_API dsc_status dsc_flat_sumsq(const struct dsc_span *spans, int64_t n_spans,
  * Adds up the pieces of n_srcs ranks, in the order given: acc = (accumulate ? acc : 0) + scale * (sum of all src). The
  * sum is held in f32 and rounded once. All spans have acc's length; sources share one dtype; acc may have another. acc
  * may be one of the sources (same address, same dtype); any other overlap is forbidden. out_sumsq and out_n_nonfinite
- * (each may be NULL) describe acc as it was written, so that the global norm costs no pass of its own.
+ * (each may be NULL) describe acc as it was written, so that the global norm needs no separate pass.
  */
 DSC_API dsc_status dsc_flat_reduce(const struct dsc_span *srcs, int64_t n_srcs, float scale, bool accumulate,
                                    const struct dsc_span *acc, const struct dsc_par *par, double *out_sumsq,
@@ -48,7 +48,7 @@ DSC_API dsc_status dsc_flat_cast(const struct dsc_span *src, const struct dsc_sp
 struct dsc_region {
     void *data;         /* NULL only when n_elems is 0 */
     int64_t n_elems;    /* >= 0 */
-    int64_t elem_bytes; /* > 0; n_elems of them fit int64_t */
+    int64_t elem_bytes; /* > 0; n_elems * elem_bytes fits int64_t */
 };
 
 /*

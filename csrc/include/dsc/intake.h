@@ -25,7 +25,7 @@ struct dsc_intake_place {
 };
 
 struct dsc_intake_bucket {
-    int64_t first_param; /* its members are first_param <= i < end_param */
+    int64_t first_param; /* the bucket's members are first_param <= i < end_param */
     int64_t end_param;
     int64_t n_written; /* members that have received a gradient since the bucket was opened */
     int64_t n_elems;   /* of the buffer */
@@ -57,7 +57,7 @@ DSC_API dsc_status dsc_intake_init(struct dsc_intake *intake, const struct dsc_i
 DSC_API dsc_status dsc_intake_open(struct dsc_intake *intake, int64_t bucket, void *data, int64_t n_elems,
                                    dsc_dtype dtype);
 
-/* The bucket has no buffer any more. Closing one twice is fine. */
+/* Takes the buffer away from the bucket. Closing a closed bucket does nothing. */
 DSC_API dsc_status dsc_intake_close(struct dsc_intake *intake, int64_t bucket);
 
 /* All members of an open bucket count as written: further gradients are added. */

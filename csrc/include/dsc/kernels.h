@@ -10,8 +10,8 @@ extern "C" {
 #endif
 
 /*
- * The table in use, by name: "scalar", "avx2", "avx512", "neon". The best table that this processor runs, unless
- * another has been forced.
+ * The table in use, by name: "scalar", "avx2", "avx512", "neon". It is the best table that this processor can run,
+ * unless another table has been forced.
  */
 DSC_API const char *dsc_cpu_isa_name(void);
 

@@ -70,7 +70,7 @@ struct dsc_nn_norm_grad {
     void *dx;       /* may be dy or dsum */
     void *dweight;  /* may be NULL */
     void *dbias;    /* may be NULL */
-    float *scratch; /* dsc_nn_scratch_elems(n_rows, n_cols, how many of dweight and dbias there are) */
+    float *scratch; /* dsc_nn_scratch_elems(n_rows, n_cols, number of non-NULL results among dweight and dbias) */
 };
 
 DSC_API dsc_status dsc_nn_norm_grad(const struct dsc_nn_norm_grad *grad, const struct dsc_par *par);
@@ -98,7 +98,7 @@ struct dsc_nn_bias_act {
 
 DSC_API dsc_status dsc_nn_bias_act(const struct dsc_nn_bias_act *call, const struct dsc_par *par);
 
-/* dx = dy * act'(x + bias), dbias = its sum over rows. */
+/* dx = dy * act'(x + bias), dbias = the sum of dx over rows. */
 struct dsc_nn_bias_act_grad {
     int64_t n_rows;
     int64_t n_cols;
@@ -157,7 +157,7 @@ struct dsc_nn_dropout {
     int64_t n_rows;
     int64_t n_cols;
     dsc_dtype dtype;
-    float p; /* [0, 1]; 0 keeps all, 1 none */
+    float p; /* [0, 1]; 0 keeps all elements, 1 keeps none */
     uint64_t seed;
     const void *x;
     const void *bias;     /* [n_cols]; may be NULL */
@@ -167,7 +167,7 @@ struct dsc_nn_dropout {
 
 DSC_API dsc_status dsc_nn_dropout(const struct dsc_nn_dropout *call, const struct dsc_par *par);
 
-/* dx = keep * dy / (1 - p), dbias = its sum over rows. The gradient of the residual is dy. */
+/* dx = keep * dy / (1 - p), dbias = the sum of dx over rows. The gradient of the residual is dy. */
 struct dsc_nn_dropout_grad {
     int64_t n_rows;
     int64_t n_cols;

@@ -58,7 +58,7 @@ DSC_API bool dsc_optim_needs_norms(const struct dsc_optim_kind *kind);
 
 typedef enum dsc_q8_code { DSC_Q8_NONE = 0, DSC_Q8_SIGNED = 1, DSC_Q8_UNSIGNED = 2 } dsc_q8_code;
 
-/* Scales of a tensor of n_elems >= 0 elements. */
+/* Number of scales of a tensor of n_elems >= 0 elements. */
 DSC_API int64_t dsc_q8_n_scales(int64_t n_elems);
 
 /* The codes of a state slot; DSC_Q8_NONE for an optimizer whose states cannot be quantised, and past its slots. */
@@ -82,14 +82,14 @@ struct dsc_optim_tensor {
     void *param;                             /* param_dtype: the master weights */
     const void *grad;                        /* grad_dtype */
     void *state[DSC_OPTIM_MAX_STATES];       /* state_dtype, or codes; unused ones NULL */
-    void *state_scale[DSC_OPTIM_MAX_STATES]; /* f32, with DSC_OPTIM_STATE_Q8 alone: the states' scales */
+    void *state_scale[DSC_OPTIM_MAX_STATES]; /* f32: the states' scales, only with DSC_OPTIM_STATE_Q8 */
     void *copy;                              /* copy_dtype: receives the updated weights; NULL for none */
 };
 
 /* Bits of dsc_optim_args.flags. */
 #define DSC_OPTIM_BIAS_CORRECTION (1u << 0) /* adam adamw lamb */
 #define DSC_OPTIM_NESTEROV (1u << 1)        /* sgd */
-#define DSC_OPTIM_MAXIMIZE (1u << 2)        /* all: the gradient's sign is turned */
+#define DSC_OPTIM_MAXIMIZE (1u << 2)        /* all: the sign of the gradient is inverted */
 #define DSC_OPTIM_STATE_Q8 \
     (1u << 3) /* adam adamw lion sgd: states are codes, state_dtype is ignored; DSC_ENOTSUP for other kinds */
 

@@ -110,7 +110,7 @@ DSC_API const char *dsc_pipe_schedule_name(int32_t index);
 /* DSC_ENOTFOUND lists the schedules. */
 DSC_API dsc_status dsc_pipe_traits_of(const char *schedule, struct dsc_pipe_traits *out_traits);
 
-/* DSC_EINVAL names the number that the schedule cannot take and the nearest that it can. */
+/* DSC_EINVAL names the number that the schedule does not allow, and the nearest allowed number. */
 DSC_API dsc_status dsc_pipe_check(const char *schedule, const struct dsc_pipe_shape *shape);
 
 /* The rank of a stage, 0 <= stage < n_ranks * n_virtual. */
@@ -125,14 +125,14 @@ DSC_API dsc_status dsc_pipe_build(const char *schedule, const struct dsc_pipe_sh
                                   int64_t capacity, struct dsc_pipe_action *out_actions, int64_t *out_n);
 
 /*
- * Adds sends and receives to a table. A send stands right behind the action that makes a result for another rank; its
- * receive stands at the corresponding point of the other rank's list. All sends and receives come from one order of all
- * actions. So even sends that wait for their receiver do not deadlock, and messages between two ranks arrive in the
- * expected order and need no tags.
+ * Adds sends and receives to a table. A send follows directly after the action that makes a result for another rank.
+ * The matching receive stands at the corresponding point of the other rank's list. All sends and receives come from one
+ * order of all actions. So even sends that wait for their receiver do not deadlock, and messages between two ranks
+ * arrive in the expected order and need no tags.
  *
- * out_begins has n_ranks + 1 entries. With out_actions NULL out_begins alone is set, and its last entry is the
- * capacity that is needed. DSC_EINVAL where the table has sends or receives already or cannot be run to its end: the
- * sentence names an action that waits for ever.
+ * out_begins has n_ranks + 1 entries. If out_actions is NULL, only out_begins is set, and its last entry is the
+ * required capacity. DSC_EINVAL if the table already has sends or receives, or cannot run to its end; then the sentence
+ * names an action that waits for ever.
  */
 DSC_API dsc_status dsc_pipe_add_comm(const struct dsc_pipe_table *table, int64_t capacity,
                                      struct dsc_pipe_action *out_actions, int64_t *out_begins);
@@ -150,8 +150,9 @@ DSC_API dsc_status dsc_pipe_verify(const struct dsc_pipe_table *table);
 /*
  * Simulates the table. costs has n_stages entries. A result reaches another rank transfer_ns (>= 0) after it was made;
  * sends and receives themselves take no time. The times are the same for a table with sends and receives and for a
- * table without them. out_spans has an entry an action, or is NULL; out_usage one a rank. The makespan is the end of
- * the last action. DSC_EINVAL if the lists wait for ever, DSC_EOVERFLOW if times or bytes do not fit int64_t.
+ * table without them. out_spans has an entry for each action, or is NULL. out_usage has an entry for each rank. The
+ * makespan is the end of the last action. DSC_EINVAL if the lists wait for ever, DSC_EOVERFLOW if times or bytes do not
+ * fit int64_t.
  */
 DSC_API dsc_status dsc_pipe_simulate(const struct dsc_pipe_table *table, const struct dsc_pipe_cost *costs,
                                      int64_t transfer_ns, struct dsc_pipe_span *out_spans,
@@ -165,15 +166,15 @@ struct dsc_pipe_candidate {
 };
 
 struct dsc_pipe_outcome {
-    int64_t makespan_ns; /* -1: dsc_pipe_check refuses it */
+    int64_t makespan_ns; /* -1: dsc_pipe_check refuses the candidate */
     int64_t peak_bytes;  /* the largest of any rank */
 };
 
 /*
  * Chooses the candidate with the least makespan whose ranks each hold at most limit_bytes; of equals the earlier.
- * out_outcomes has an entry a candidate. DSC_ENOSPC if all candidates need more: the sentence names the candidate that
- * needs least, and only out_outcomes is set. DSC_EINVAL if dsc_pipe_check refuses all candidates; the sentence is about
- * the last candidate.
+ * out_outcomes has an entry for each candidate. DSC_ENOSPC if all candidates need more: the sentence names the
+ * candidate that needs least, and only out_outcomes is set. DSC_EINVAL if dsc_pipe_check refuses all candidates; the
+ * sentence is about the last candidate.
  */
 DSC_API dsc_status dsc_pipe_choose(const struct dsc_pipe_candidate *candidates, int32_t n_candidates,
                                    int64_t transfer_ns, int64_t limit_bytes, struct dsc_pipe_outcome *out_outcomes,

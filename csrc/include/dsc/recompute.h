@@ -18,8 +18,8 @@ extern "C" {
 /* A way to treat a layer or one of its operators. All fields are at least 0. */
 struct dsc_recompute_choice {
     int64_t kept_bytes;      /* held from its forward until its backward is over */
-    int64_t transient_bytes; /* held besides while its backward runs: tensors computed again or read back */
-    int64_t added_ns;        /* of time, compared with keeping everything */
+    int64_t transient_bytes; /* held in addition while its backward runs: tensors that are recomputed or read back */
+    int64_t added_ns;        /* additional time, compared with keeping everything */
 };
 
 /*
@@ -50,9 +50,9 @@ struct dsc_recompute_plan {
     int64_t added_ns;       /* of all layers */
     int64_t bound_ns;       /* no plan within the budget adds less. Equals added_ns if the plan is known to be the
                                best */
-    int64_t smallest_bytes; /* that a budget may be */
+    int64_t smallest_bytes; /* the smallest budget for which a plan exists */
     int32_t peak_layer;     /* the last layer that runs while peak_bytes are held; -1 without layers */
-    bool is_exact;          /* nothing was thinned out: no plan adds less */
+    bool is_exact;          /* no front was thinned out, so no plan adds less */
 };
 
 /*

@@ -1,12 +1,12 @@
 /*
- * Sequence parallelism: plans in plain integers which tokens, heads and blocks of attention each rank has, and merges
+ * Sequence parallelism: plans, in plain integers, the tokens, heads and blocks of attention of each rank, and merges
  * partial results of attention.
  *
  * Tokens are numbered by their place in the whole sequence. A rank's tokens come as *runs*: a run is n_tokens tokens
  * that are contiguous both in the whole sequence and in the rank's part, in increasing order. The orders, over 4 ranks:
  *
  *   DSC_SEQ_CONTIGUOUS   | 0 . . | 1 . . | 2 . . | 3 . . |
- *   DSC_SEQ_ZIGZAG       | 0 | 1 | 2 | 3 | 3 | 2 | 1 | 0 |   the same causal work for all of them
+ *   DSC_SEQ_ZIGZAG       | 0 | 1 | 2 | 3 | 3 | 2 | 1 | 0 |   the same causal work for all ranks
  *   DSC_SEQ_DOCUMENTS    | 2 | 0 . . . | 1 . | 3 | 1 |       no document is cut, so no rank needs another's keys
  *
  * A sequence may be *packed*: documents one after another, and none sees another. document_ends[i] is the first token
@@ -31,7 +31,7 @@ extern "C" {
 enum dsc_seq_order {
     DSC_SEQ_CONTIGUOUS = 0,
     DSC_SEQ_ZIGZAG = 1,
-    DSC_SEQ_DOCUMENTS = 2, /* as the caller's document_parts say */
+    DSC_SEQ_DOCUMENTS = 2, /* given by the caller's document_parts */
 };
 
 /*
@@ -107,8 +107,8 @@ struct dsc_seq_widths {
  * Counts the elements that rank exchanges with each rank, itself included, for one sequence. On the way out it sends
  * query, key and value of its tokens (out_sent [n_ranks]) and receives query, key and value of its heads
  * (out_received). On the way back it sends outputs (out_returned) and receives outputs (out_got). tokens [n_ranks] is
- * each rank's number of tokens. DSC_EOVERFLOW where a number does not fit. An array may be NULL. On failure nothing is
- * written.
+ * each rank's number of tokens. DSC_EOVERFLOW if a number does not fit int64_t. An array may be NULL. On failure
+ * nothing is written.
  */
 DSC_API dsc_status dsc_seq_exchange_of(int64_t n_heads, int64_t n_key_heads, const struct dsc_seq_widths *widths,
                                        const int64_t *tokens, int32_t n_ranks, int32_t rank, int64_t *out_sent,

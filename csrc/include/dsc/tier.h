@@ -45,7 +45,7 @@ struct dsc_tier_plan {
     int32_t tiers[DSC_TIER_MAX_KINDS]; /* of each kind */
     int64_t held_bytes[DSC_N_TIERS];   /* of each memory */
     int64_t missing_bytes[DSC_N_TIERS];
-    int64_t link_bytes; /* a step's, of all kinds */
+    int64_t link_bytes; /* of one step, of all kinds */
     int64_t disk_bytes;
 };
 

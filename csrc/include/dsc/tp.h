@@ -26,7 +26,7 @@
 extern "C" {
 #endif
 
-/* Runs are found block by block. */
+/* Runs are computed block by block, so the number of blocks is limited. */
 #define DSC_TP_MAX_BLOCKS (1 << 20)
 
 enum dsc_tp_kind {
@@ -46,7 +46,7 @@ struct dsc_tp_dim {
     const struct dsc_tp_part *parts; /* borrowed */
     int64_t n_parts;
     int64_t n_blocks;    /* 0 to DSC_TP_MAX_BLOCKS */
-    int64_t n_heads;     /* query heads, summed over all blocks of a part of queries; 0 where there are none */
+    int64_t n_heads;     /* query heads, summed over all blocks of a part of queries; 0 if there are none */
     int64_t n_key_heads; /* divides n_heads */
 };
 

@@ -26,7 +26,7 @@ extern "C" {
 /*
  * Places n_params parameters, in the order given, and cuts the buffer into buckets.
  *
- * sizes[i] >= 0 elements. A bucket takes parameters until the next one would push it over bucket_elems (> 0); a
+ * sizes[i] >= 0 elements. A bucket takes parameters until the next parameter would push it over bucket_elems (> 0); a
  * parameter with more than bucket_elems elements gets a bucket of its own and is never cut. Each parameter starts at a
  * multiple of align_elems (a power of two) within the flat buffer, and every slice is a multiple of align_elems. A
  * zero-size parameter takes no room and belongs to the bucket that is being filled at its turn. n_params == 0 gives
@@ -62,8 +62,8 @@ DSC_API dsc_status dsc_shard_fragments(const int64_t *sizes, int64_t n_params, c
                                        int64_t capacity, struct dsc_fragment *out_fragments, int64_t *out_n_fragments);
 
 /*
- * The range of rank in an even split of n_elems over n_ranks, without padding: the first n_elems % n_ranks ranks get
- * one more.
+ * The range of rank in an even split of n_elems over n_ranks, without padding: each of the first n_elems % n_ranks
+ * ranks gets one element more.
  */
 DSC_API dsc_status dsc_shard_range_of(int64_t n_elems, int32_t n_ranks, int32_t rank, int64_t *out_begin_elems,
                                       int64_t *out_end_elems);
@@ -81,8 +81,8 @@ struct dsc_bucket_tracker {
     int64_t n_params;
     int64_t n_buckets;
     int64_t *pending;     /* kept: n_buckets entries, members still missing */
-    uint8_t *marks;       /* kept: n_params entries, the contributions seen of each */
-    uint8_t *states;      /* kept: n_buckets entries, how far each bucket is */
+    uint8_t *marks;       /* kept: n_params entries, the contributions seen of each parameter */
+    uint8_t *states;      /* kept: n_buckets entries, the progress of each bucket */
     int64_t next_turn;    /* lowest bucket whose turn has not come by its members */
     int64_t next_waiting; /* where the search for the next waiting bucket begins */
 };
