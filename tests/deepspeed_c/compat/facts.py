@@ -1,5 +1,7 @@
-"""Print the behaviour of DeepSpeed's names as one JSON object: of deepspeed_c under that name with the argument "ours",
-else of the installed DeepSpeed."""
+"""Print the behaviour of DeepSpeed's names as one JSON object.
+
+With the argument "ours" the names lead to deepspeed_c, otherwise to the installed DeepSpeed.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ NO_READERS = {
     ROOT / "engine" / "getters.py",
     *(ROOT / "compat").glob("*.py"),
 }
-# Keys that have an effect without a reader in the package -> how.
+# Key that has an effect without a reader in the package -> how it has the effect.
 ELSEWHERE = {
     "data_types.param_dtype": "a value that contradicts fp16.enabled and bf16.enabled is an error (checks.py)",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "accelerate and the Trainer read it by the engine's getter",

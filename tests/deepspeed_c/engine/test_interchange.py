@@ -102,7 +102,7 @@ def losses_of_deepspeed(name: str, report: dict[str, Any]) -> list[float]:
     """DeepSpeed's losses of the steps after its save, up to the last one that our losses should equal."""
     losses = report["losses"][STEPS:]
     if "round-robin" in name:
-        # Three ranks saved this checkpoint. From the second step on the batches of the other two would count.
+        # Three ranks saved this checkpoint. From the second step on, losses depend on batches of the other two.
         return losses[:1]
     if "stage0-fp16" in name and name.startswith(("0.18", "0.19")):
         # Without ZeRO these versions divide gradients by a loss scale, but did not multiply the loss by it.

@@ -1,5 +1,5 @@
-"""The host memory that a load takes on a rank: the rank's part of the new tensors and the reader's buffers, never the
-whole model."""
+"""The host memory that a load takes on a rank. It holds the rank's part of the new tensors and the reader's buffers,
+and never the whole model."""
 
 from __future__ import annotations
 

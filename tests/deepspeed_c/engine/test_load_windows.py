@@ -343,7 +343,7 @@ def test_a_window_is_open_from_its_first_backward_to_its_step(steering):
 
 
 class Numbers(torch.utils.data.Dataset):
-    """Samples that tell their index."""
+    """Samples that hold their index."""
 
     def __len__(self) -> int:
         return 400

@@ -137,8 +137,8 @@ def test_out_and_back(world: int, stage: int, dtype: str) -> None:
         run_ranks(world, body, stage, dtype, folder)
 
 
-# Where states live -> (offload_optimizer, whether device and host memory differ, and the label of the homes whose
-# tensors move, for "cpu" and "nvme").
+# Place of states -> (offload_optimizer, whether device and host memory differ, destination -> the label of the homes
+# whose tensors move there).
 HOMES = {
     "all in a file": ({"device": "nvme"}, False, {"cpu": "none", "nvme": "none"}),
     "some in a file": ({"device": "nvme", "ratio": 0.5}, False, {"cpu": "device", "nvme": "device"}),

@@ -35,8 +35,8 @@ def engine_of(folder: str | None, stage: int = 2, **settings: Any):
 
 
 def go_on(engine, rank: int, tell: Any, n_windows: int = 10, meddle: Any = None) -> None:
-    """Trains until ``n_windows`` are done. Calls ``tell`` for each micro-batch with its samples, its loss and random
-    numbers drawn besides."""
+    """Trains until ``n_windows`` are done. Calls ``tell`` for each micro-batch with its samples, its loss and two
+    random numbers."""
     if engine.global_steps == 0:
         random.seed(rank)
         torch.manual_seed(rank)

@@ -1,4 +1,4 @@
-"""Parameters are frozen and trained again in mid-run, compared with plain torch, where requires_grad flips."""
+"""Parameters are frozen and trained again in mid-run. The same is done in plain torch by ``requires_grad``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Weights on NVMe leave host memory: a process needs less memory by the size of the weights, and more only for the
-configured buffers."""
+"""Weights on NVMe leave host memory: it shrinks by the size of the weights, and grows only by the configured
+buffers."""
 
 from __future__ import annotations
 

@@ -313,7 +313,7 @@ def test_two_chunks_are_on_the_device():
     shelf = Shelf(torch.device("cpu"), copies_of=lambda _: copies)
     values = [torch.randn(3, 5) for _ in range(7)]
     chunks = [shelf.put(value.clone()) for value in values]
-    assert [chunk.here is None for chunk in chunks] == [True] * 6 + [False]  # the last is being copied
+    assert [chunk.here is None for chunk in chunks] == [True] * 6 + [False]  # the last is still being copied
     for _ in range(2):
         for found, value in zip(shelf.walk((chunk,) for chunk in chunks[:6]), values):
             assert torch.equal(found[0], value)

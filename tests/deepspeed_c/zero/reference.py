@@ -6,7 +6,7 @@ thousandth in a step. So the reference follows each rounding. Gradients have the
 unscales and clips. The update is fp32, and the master is rounded to the weight. The reference has no shards, buckets or
 homes, because none of them may change a bit. In fp32 it is itself compared with torch.optim (test_reference.py).
 
-The engine decides when gradients are sent. The moment shows in the last bit: in 16 bits several gradients of a window
+The engine decides when gradients are sent. This shows in the last bit: in 16 bits several gradients of a window
 may be added before or after they are sent. So the events of an engine are ``recorded``, and the reference follows them.
 The engine must have taken and sent each gradient of the reference exactly once.
 """

@@ -208,7 +208,7 @@ def test_torch_reads_what_we_write(tmp_path, monkeypatch, chunk_bytes):
         for kind, value in states.items():
             assert torch.equal(got["optim"]["state"][name][kind], value), (name, kind)
     assert got["optim"]["param_groups"] == want["optim"]["param_groups"]
-    # torch's converter, which is not told the contents, reads the folder too.
+    # torch's converter reads the folder too, without a description of the contents.
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(tmp_path / "out", tmp_path / "whole.pt")

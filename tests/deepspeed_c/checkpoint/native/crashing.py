@@ -152,7 +152,7 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
         for rank in range(world):
             path = Path(meeting, f"calls_{rank}")
             text = path.read_text() if path.exists() else ""
-            calls.append(json.loads(text) if text and codes[rank] == DONE else None)  # killed while it wrote
+            calls.append(json.loads(text) if text and codes[rank] == DONE else None)  # no text: killed while it wrote
         return {"codes": codes, "calls": calls, "seconds": time.monotonic() - begin}
 
 

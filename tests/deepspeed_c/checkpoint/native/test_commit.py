@@ -272,8 +272,8 @@ def save_often(rank: int, world: int, folder: str, n: int, is_same_tag: bool, ke
                 if latest == read_latest(folder):  # otherwise it was whole, and was deleted since
                     problems.append(f"run {rank}, save {i}, latest {latest}: {error}")
                 latest = None
-        # The newest checkpoint of rank 0's run is whole too. The other run's may be deleted once rank 0's run has two
-        # newer ones.
+        # The newest checkpoint of rank 0's run is whole too. The newest one of the other run may be deleted once
+        # rank 0's run has two newer checkpoints.
         if not is_same_tag and (rank == 0 or keep_last is None) and read_back(folder, tag) != version:
             problems.append(f"{tag} holds {read_back(folder, tag)}, not {version}")
     return problems

@@ -214,7 +214,7 @@ def test_no_byte_is_saved_twice_and_ranks_save_alike(saved_everywhere):
 
 
 class Numbers(torch.utils.data.Dataset):
-    """Samples that tell their index."""
+    """Samples that hold their index."""
 
     def __len__(self) -> int:
         return 40
@@ -224,7 +224,7 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def run_on_data(engine, loader, n_steps: int) -> list[Any]:
-    """Trains from ``loader`` with accumulation, and draws from every random number generator besides."""
+    """Trains from ``loader`` with accumulation. Also draws from every random number generator."""
     told = []
     gas = engine.gradient_accumulation_steps()
     for _ in range(n_steps * gas):
@@ -293,7 +293,7 @@ def test_another_world_goes_on_with_the_same_samples_and_the_same_losses(tmp_pat
             torch.testing.assert_close(actual[0][2][key], value, rtol=1e-4, atol=1e-6)
 
 
-# -- parts of it --------------------------------------------------------------------------------------------------------
+# -- partial loads ----------------------------------------------------------------------------------------------------
 
 
 def partial_loads(rank: int, world: int, folder: str) -> list[str]:

@@ -1,5 +1,5 @@
-"""Late gradients, which come after their bucket was reduced, against plain torch: the number and order of reductions,
-the buffers held for late gradients, and that these buffers are freed afterwards."""
+"""Late gradients, which come after their bucket was reduced, are compared with plain torch. The number and order of
+reductions are checked, and the buffers for late gradients, which must be freed afterwards."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_each_of_two_backwards_is_reduced_where_callers_read_gradients(gas: int)
         for step, seen in enumerate(steps):
             n_passes = 2 if step in LATE_STEPS else 1
             n_by_themselves = len(seen.order) - n_passes * n_buckets
-            # The gradient of the layer that a checkpoint runs twice is left in the first late step of a rank.
+            # In the first late step of a rank the layer that runs twice may cause one more reduction.
             is_first = step in LATE_STEPS and step - 1 not in LATE_STEPS
             assert n_by_themselves <= is_first, f"rank {rank}, step {step}: {seen}"
             assert is_first or not any(seen.left), f"rank {rank}, step {step}: {seen}"
