@@ -188,7 +188,7 @@ class BackwardPass:
     def _check_weighed(self, task: int) -> None:
         if self._needs_weights and task != self._weighed_pass:
             raise BackwardError(
-                "nobody has said what this rank's loss is of the loss of the sequences that it holds a part of",
+                "it is not known how this rank's loss contributes to the loss of its sequences, of which it holds a part",
                 where="loss.backward()",
                 fix="use engine.backward(loss), or engine.scale(loss).backward(); or weight the losses by valid tokens"
                 ' yourself and set "sequence_parallel": {"loss": "part"}',
@@ -254,7 +254,7 @@ class BackwardPass:
         scales_here = carried is None and self._scaler is not None
         if scales_here and self._has_gradient_graph:
             raise BackwardError(
-                "in fp16 outputs' gradients are scaled, and those of what autograd.grad(..., create_graph=True) gave in this window do not come through outputs",
+                "in fp16 the gradients of outputs are scaled, but gradients of a result of autograd.grad(..., create_graph=True) in this window do not pass through outputs",
                 where="loss.backward()",
                 fix="use engine.backward(loss), or engine.scale(loss).backward()",
             )
@@ -272,7 +272,7 @@ class BackwardPass:
             return found.get(self)
         if len(set(found.values())) > 1:
             raise BackwardError(
-                "gradients come to an engine from losses that several others have scaled",
+                "an engine got gradients of losses that several other engines have scaled",
                 where="loss.backward()",
                 fix="have one engine scale the sum of the losses: engine.backward(loss), or engine.scale(loss).backward()",
             )
@@ -294,8 +294,8 @@ class BackwardPass:
         if self._scaler is not None and not self._has_told_of_inputs and will_run(inputs):
             self._has_told_of_inputs = True
             logger.warning(
-                "rank %d: this backward pass goes on beyond the inputs of the engine. In fp16 gradients there are multiplied by loss scale / accumulation steps (%g now),"
-                " unless they are those of another engine's parameters; torch.autograd.grad(loss, inputs) gives them as they are",
+                "rank %d: this backward pass goes on beyond the inputs of the engine. In fp16 the gradients beyond them are multiplied by loss scale / accumulation steps (%g now),"
+                " unless they belong to another engine's parameters; torch.autograd.grad(loss, inputs) returns them unscaled",
                 self._mesh.comm.global_rank,
                 self._scale_of_pass(task) or self._output_factor,
             )

@@ -121,7 +121,8 @@ class LossShare:
             return 1.0 / self._mesh.size(SP)
         if self._labels is None:
             raise StateError(
-                "a mean over a rank's valid tokens is weighted by their number, and the forward was given no labels",
+                "the weight of the loss depends on the rank's number of valid tokens, and the forward was given no"
+                " labels",
                 where="engine.backward",
                 fix="pass shift_labels=... (or labels=...) to engine(...), or weight the losses yourself and set"
                 ' "sequence_parallel": {"loss": "part"}',
@@ -297,10 +298,10 @@ def _judge_one(ranks: Sequence[int], row: Sequence[_Guess], warnings: list[str])
     other = next(((rank, guess) for rank, guess in speaking if guess.way != first.way), None)
     if other is not None:
         raise RankMismatchError(
-            f"rank {first_rank} takes its loss for {first.way!r} and rank {other[0]} for {other[1].way!r}, and they hold"
+            f"rank {first_rank} treats its loss as {first.way!r} and rank {other[0]} as {other[1].way!r}, but they hold"
             " parts of the same sequences",
             where="engine.step",
-            fix='compute the loss in the same way on all ranks, or say what it is: "sequence_parallel": {"loss": "whole"},'
+            fix='compute the loss in the same way on all ranks, or declare it: "sequence_parallel": {"loss": "whole"},'
             ' "part" or "mean"',
         )
     losses = [guess.loss for guess in row if math.isfinite(guess.loss)]
@@ -309,28 +310,29 @@ def _judge_one(ranks: Sequence[int], row: Sequence[_Guess], warnings: list[str])
         spread = (max(losses) - min(losses)) / max(map(abs, losses))
         if spread > (_ROUNDING if first.is_wide else 10 * _ROUNDING):
             warnings.append(
-                f"a collective lies between the model and the loss, so it is counted as that of whole sequences, times 1/{n};"
-                f" but {who}, which hold parts of the same sequences, have {min(losses):g} to {max(losses):g}. If it is"
-                f' a term of a sum, gradients are {n} times too small: set "sequence_parallel": {{"loss": "part"}}. If'
-                ' it is right, set "sequence_parallel": {"loss": "whole"}'
+                "a collective lies between the model and the loss, so the loss counts as the loss of whole sequences,"
+                f" times 1/{n}; but {who}, which hold parts of the same sequences, have losses from {min(losses):g} to"
+                f" {max(losses):g}. If each is a term of a sum, gradients are {n} times too small: set"
+                ' "sequence_parallel": {"loss": "part"}. If each is the loss of whole sequences, set'
+                ' "sequence_parallel": {"loss": "whole"}'
             )
     elif is_equal and first.way == "part" and first.is_wide and first.n_items < 0:
         raise StateError(
-            f"{who}, which hold parts of the same sequences, have the same loss to the bit, {losses[0]:.9g}, and nobody"
-            f" has said what it is: as a term of a sum it counts {n} times",
+            f"{who}, which hold parts of the same sequences, have exactly the same loss, {losses[0]:.9g}, and its"
+            f" meaning is not configured: as a term of a sum it counts {n} times",
             where="engine.step",
-            fix='set "sequence_parallel": {"loss": "whole"} where it is the loss of whole sequences, by a gather whose'
-            ' backward adds up what all ranks ask for; {"loss": "part"} where that backward gives each rank only its own'
-            ' share, or where terms of a sum are equal by chance; {"loss": "mean"}, and pass labels to engine(...), where'
-            " it is a mean over a rank's own tokens. Ranks with the same tokens have equal losses too: each needs its"
-            " own part of the sequences",
+            fix='set "sequence_parallel": {"loss": "whole"} if it is the loss of whole sequences, from a gather whose'
+            ' backward sums the gradients of all ranks; {"loss": "part"} if that backward gives each rank only its own'
+            ' share, or if terms of a sum are equal by chance; {"loss": "mean"}, and pass labels to engine(...), if'
+            " it is a mean over a rank's own tokens. Ranks with the same tokens have equal losses too: each rank needs"
+            " its own part of the sequences",
         )
     elif is_equal and not first.has_collective:
         taken = "weighted by this rank's valid tokens" if first.way == "mean" else f"counted {n} times, once a rank"
         warnings.append(
             f"{who}, which hold parts of the same sequences, have the same loss, {losses[0]:.9g}; it is {taken}. If it is"
-            " that of whole sequences, by a gather whose backward adds up what all ranks ask for, set"
-            ' "sequence_parallel": {"loss": "whole"}; where that backward gives each rank only its own share, "part"'
+            " the loss of whole sequences, from a gather whose backward sums the gradients of all ranks, set"
+            ' "sequence_parallel": {"loss": "whole"}; if that backward gives each rank only its own share, set "part"'
         )
 
 

@@ -142,7 +142,7 @@ class Checkpoints:
             message = f"rank 0 saves {first_tag!r}, rank {other} {offers[other][0]!r}"
             if rule == "FAIL":
                 raise CheckpointError(message, where="save_checkpoint", fix="pass the same tag on all ranks")
-            logger.warning("save_checkpoint: %s; rank 0's is taken", message)
+            logger.warning("save_checkpoint: %s; rank 0's tag is used", message)
         is_node_local = self._state.config.checkpoint.use_node_local_storage
         return files.commit.check_tag(first_tag), save_dir if is_node_local else first_dir
 
@@ -300,7 +300,7 @@ class Checkpoints:
             verdicts = self._ranks.all_gather(str(error) if error else "")
             if any(verdicts):
                 raise error or StateError(
-                    f"the checkpoint does not fit on another rank: {next(v for v in verdicts if v)}", where=source.where
+                    f"the checkpoint does not fit the engine of another rank: {next(v for v in verdicts if v)}", where=source.where
                 )
         else:
             try:

@@ -320,9 +320,9 @@ class GradientReducer:
         for slot in self.slots:
             if GRAD.__get__(slot.param) is not None and slot not in self._views:
                 raise StateError(
-                    f"param.grad of {slot.name} was assigned; this engine holds its gradients as shards, or in another dtype, and would not see it",
+                    f"param.grad of {slot.name} was assigned; this engine holds its gradients as shards, or in another dtype, and would not notice the assignment",
                     where=where,
-                    fix="call deepspeed_c.utils.safe_set_full_grad(param, value) between backward and step in its place",
+                    fix="call deepspeed_c.utils.safe_set_full_grad(param, value) between backward and step instead",
                 )
 
     def take_edits(self) -> None:

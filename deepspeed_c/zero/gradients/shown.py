@@ -57,9 +57,9 @@ class ShownGradients:
                 continue
             if seen[i] & _C.GradientPath.SEEN_LATE:
                 raise BackwardError(
-                    f"param.grad of {slot.name} was changed while it lacked a gradient: another one came after its bucket had been summed",
+                    f"param.grad of {slot.name} was changed before it was complete: a further gradient arrived after its bucket had been reduced",
                     where="param.grad",
-                    fix="leave gradients alone in this step, or drop them with engine.zero_grad(): from the next step on the sums are whole",
+                    fix="do not change gradients in this step, or drop them with engine.zero_grad(): from the next step on the sums are complete",
                 )
             if grad is None:
                 view.zero_()

@@ -106,7 +106,7 @@ def _cut(name: str, shapes: Sequence[tuple[int, ...]], dim: int, stride: int, ra
         raise ModelError(
             f"is marked as cut along dimension {dim} in {stride} runs, and the ranks hold the shapes {list(shapes)}",
             where=name,
-            fix="set partition_dim and partition_stride to how it was cut",
+            fix="set partition_dim and partition_stride to the values that it was cut with",
         )
     runs = [shape[dim] // stride for shape in shapes]
     whole = torch.Size((*mine[:dim], sum(runs) * stride, *mine[dim + 1 :]))

@@ -119,7 +119,7 @@ def _write_local(handle: ParamHandle, piece: torch.Tensor | None, value: torch.T
         raise StateError(
             f"local {name} of {value.numel()} elements does not fit this rank's piece of {n}",
             where=handle.slot.name,
-            fix="pass what the matching safe_get_local function returned, edited",
+            fix="pass the edited result of the matching safe_get_local function",
         )
     if piece is not None:
         with torch.no_grad():

@@ -67,7 +67,7 @@ def check_fits(state: dict[str, Any], units: Sequence[Unit], world_size: int) ->
             f"the state was saved on {state['world_size']} ranks with shards of {state['shard_elems']} elements;"
             f" here are {world_size} ranks with {mine}",
             where="ZeroOptimizer.load_state_dict",
-            fix="load it on the arrangement that saved it",
+            fix="load it with the same number of ranks and the same shards as when it was saved",
         )
 
 

@@ -180,13 +180,13 @@ class Init:
             )
         if param_swapper is not None:
             raise FeatureError(
-                "the engine makes the files that weights live in by itself",
+                "the engine itself makes the files of offloaded weights",
                 where="zero.Init(param_swapper=...)",
                 fix='leave it out, and set "zero_optimization.offload_param" in the configuration',
             )
         if remote_device not in (None, "none", "cpu", "nvme"):
             raise ConfigError(
-                f"{remote_device!r} is no place for shards",
+                f"{remote_device!r} is not a place for shards",
                 where="zero.Init(remote_device=...)",
                 fix='use "none", "cpu" or "nvme"',
             )
@@ -246,7 +246,7 @@ class Init:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         if self.enabled:
             if not _open or _open[-1] is not self:
-                raise StateError("contexts were left in another order than entered", where="zero.Init", fix="nest them")
+                raise StateError("contexts were not left in the reverse order of their entry", where="zero.Init", fix="nest them")
             try:
                 self._shard_edited(keep=kind is None)
             finally:
@@ -336,7 +336,7 @@ def _local_of(keys: dict[str, Any]) -> LocalTransport:
     local = section.get("local", "auto") if isinstance(section, dict) else "auto"
     if local not in get_args(LocalTransport):
         raise ConfigError(
-            f"{local!r} is no way for ranks of one host to talk", where="comm.local", fix='write "auto", "shm" or "off"'
+            f"{local!r} is not a way of communication between ranks of one host", where="comm.local", fix='write "auto", "shm" or "off"'
         )
     return local
 
