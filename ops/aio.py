@@ -1,4 +1,4 @@
-"""Reads tensors from files and writes them, asynchronously: DeepSpeed's ``aio_handle`` over the engine of
+"""Reads tensors from files and writes tensors to files asynchronously: DeepSpeed's ``aio_handle`` over the engine of
 ``dsc/aio.h``, and a pool of locked buffers.
 """
 
@@ -280,13 +280,13 @@ class aio_handle:
     def read(
         self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool = False, file_offset: int = 0
     ) -> int:
-        """As `sync_pread`, and with ``validate`` compares with the result of a plain read."""
+        """Like `sync_pread`. With ``validate`` the tensor is also compared with the result of a plain read."""
         return self.pread(buffer, filename, validate, False, file_offset)
 
     def write(
         self, buffer: torch.Tensor, filename: str | os.PathLike[str], validate: bool = False, file_offset: int = 0
     ) -> int:
-        """As `sync_pwrite`, and with ``validate`` compares with the result of a plain read."""
+        """Like `sync_pwrite`. With ``validate`` the tensor is also compared with the result of a plain read."""
         return self.pwrite(buffer, filename, validate, False, file_offset)
 
     def pread(

@@ -195,7 +195,7 @@ class model_3d_desc:
         return not wrong, wrong
 
     def can_reshape(self, target_3d_desc: model_3d_desc) -> tuple[bool, list[str]]:
-        """(whether the target has no more ranks of any kind than this, the reasons if it has)."""
+        """(whether the target has at most as many ranks of each kind as this object, the reasons if not)."""
         target = target_3d_desc._degrees()
         wrong = [
             f"Expansion reshape not supported - {name}: {degree} ---> {target[name]}"

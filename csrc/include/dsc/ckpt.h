@@ -105,8 +105,8 @@ DSC_API dsc_status dsc_block_writer_write(dsc_block_writer *writer, const void *
 DSC_API int64_t dsc_block_writer_bytes(const dsc_block_writer *writer);
 
 /*
- * Writes the rest, syncs the file and closes it. *out_crcs is the checksum of each block in order, *out_n_blocks of
- * them; borrowed, until destroy. Fails as write does. Syncs the file, not its folder.
+ * Writes the rest, syncs the file and closes it. *out_crcs gets the checksums of all *out_n_blocks blocks, in order.
+ * They are borrowed until destroy. Fails as write does. Syncs the file, not its folder.
  */
 DSC_API dsc_status dsc_block_writer_finish(dsc_block_writer *writer, const uint32_t **out_crcs, int64_t *out_n_blocks);
 

@@ -143,7 +143,8 @@ enum dsc_bucket_due {
 };
 
 /*
- * Hands out the next bucket that due (enum dsc_bucket_due) admits and counts it as launched; -1 when there is none.
+ * Returns the next bucket that the argument due (enum dsc_bucket_due) admits, and counts it as launched; -1 if there is
+ * none.
  */
 DSC_API int64_t dsc_bucket_tracker_next(struct dsc_bucket_tracker *tracker, int32_t due);
 
