@@ -104,6 +104,10 @@ class TensorParallelLayer(torch.nn.Module):
         cut = cut_along(param.shape, dim, parts, 1, (0, 0), RankPlace(self.ranks.rank, self.ranks.n_ranks))
         keep_part(param, cut, dim)
 
+    def multiply_by(self, product: Product) -> None:
+        """From now on ``product`` is the layer's function of (x, weight [out, in], bias)."""
+        self.product = product
+
     @torch.no_grad()
     def gather_params(self, params_list: Iterable[torch.nn.Parameter | None]) -> None:
         """Make the cut parameters in ``params_list`` whole, on all ranks together, until ``_tp_partition``.
@@ -184,8 +188,7 @@ class LinearLayer(TensorParallelLayer):
         self.cut(self.bias, 0, sizes)
 
     def gather_columns(self, sizes: list[int] | None) -> None:
-        """Sets whether the columns of all ranks are gathered. sizes: number of columns of each rank; None: no gather.
-        """
+        """Sets whether the columns of all ranks are gathered. sizes: number of columns of each rank; None: no gather."""
         self.sizes = sizes
 
     def pick(self, picker: RowPicker) -> None:
@@ -374,8 +377,7 @@ class WordsEmbedding(torch.nn.Module):
         self.train(module.training)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Raises IndexError, on all ranks, for an id outside the vocabulary. On an accelerator, the device reports it.
-        """
+        """Raises IndexError, on all ranks, for an id outside the vocabulary. On an accelerator, the device reports it."""
         is_word = (ids >= 0) & (ids < self.num_embeddings)
         is_elsewhere = is_word & ((ids < self.begin) | (ids >= self.end))
         # No rank has a row for an id outside the vocabulary. torch's own look-up refuses such an id without reading
@@ -395,7 +397,9 @@ class WordsEmbedding(torch.nn.Module):
             wrong = ids[~is_word]
             if not wrong.numel():
                 raise
-            raise IndexError(f"{self.label}: id {int(wrong[0])} is not in the vocabulary of {self.num_embeddings}") from error
+            raise IndexError(
+                f"{self.label}: id {int(wrong[0])} is not in the vocabulary of {self.num_embeddings}"
+            ) from error
         found = found.masked_fill(is_elsewhere.unsqueeze(-1), 0)
         return self.ranks.leave(found, self.label)
 
