@@ -79,6 +79,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "utils",
         "threads",
     },
+    "inference": {
+        *("accelerator", "config", "logging", "comm", "checkpoint", "ops", "_C"),
+        *("zero", "offload", "inject", "engine"),
+    },
     "plan": {"config", "comm", "ops", "_C", "zero", "offload", "engine", "quantity", "inject", "recompute"},
     "io": {"config", "ops", "_C", "quantity"},
     "bench": {"config", "comm", "quantity"},
