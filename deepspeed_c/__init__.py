@@ -25,6 +25,7 @@ PUBLIC_NAMES: dict[str, str] = {
     "DeepSpeedTransformerConfig": "deepspeed_c.ops.transformer",
     "DeepSpeedTransformerLayer": "deepspeed_c.ops.transformer",
     "tp_model_init": "deepspeed_c.inject.model_init",
+    "default_inference_config": "deepspeed_c.config.inference",
     "install_as_deepspeed": "deepspeed_c.compat.alias.install",
     "AioError": "deepspeed_c.errors",
     "AliasError": "deepspeed_c.errors",

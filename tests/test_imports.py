@@ -33,8 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "alias": set(),
     "_C": set(),
     "ops": {"_C"},
-    "config": set(),
-    "logging": {"config"},
+    "config": {"logging"},
+    "logging": set(),
     "accelerator": {"config", "ops", "_C", "cgroups"},
     "comm": {"config", "logging", "accelerator", "ops", "_C"},
     "recompute": {

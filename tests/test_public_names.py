@@ -20,6 +20,7 @@ NAMES = {
     "get_accelerator",
     "install_as_deepspeed",
     "tp_model_init",
+    "default_inference_config",
     "DeepSpeedTransformerConfig",
     "DeepSpeedTransformerLayer",
 }

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from deepspeed_c.compat.config_model import DeepSpeedConfigModel, Field
 from deepspeed_c.config.aliases import stage_from_switch
 from deepspeed_c.config.checkpoint import ActivationCheckpointing, Nebula
 from deepspeed_c.config.compiler import Compile
-from deepspeed_c.config.model import WeightQuantization
+from deepspeed_c.config.config_model import DeepSpeedConfigModel, Field
 from deepspeed_c.config.monitor import (
     Comet,
     CommsLoggerSection,
@@ -58,7 +57,6 @@ __all__ = [
     "TPTrainingConfig",
     "TensorBoardConfig",
     "WandbConfig",
-    "WeightQuantConfig",
     "ZenFlowConfig",
     "get_bfloat16_config",
     "get_expert_parallel_config",
@@ -323,10 +321,6 @@ class DeepSpeedDataStatesConfig:
         section = param_dict.get("datastates_ckpt", False)
         self.enabled = section is not False
         self.config = copy.deepcopy(section) if self.enabled else None
-
-
-class WeightQuantConfig(DeepSpeedConfigModel, section=WeightQuantization):
-    """The section ``weight_quantization``."""
 
 
 class TPConfig(DeepSpeedConfigModel, section=TpGroup):

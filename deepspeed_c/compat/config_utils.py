@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from deepspeed_c.compat.config_model import DeepSpeedConfigModel, get_config_default
+from deepspeed_c.config.config_model import DeepSpeedConfigModel, get_config_default
 from deepspeed_c.errors import ConfigError
 
 __all__ = [

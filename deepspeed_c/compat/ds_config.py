@@ -25,7 +25,6 @@ from deepspeed_c.compat.config_sections import (
     DeepSpeedFlopsProfilerConfig,
     DeepSpeedNebulaConfig,
     HybridEngineConfig,
-    WeightQuantConfig,
     get_bfloat16_config,
     get_expert_parallel_config,
     get_float16_config,
@@ -39,6 +38,7 @@ from deepspeed_c.compat.runtime_constants import *
 from deepspeed_c.compat.runtime_constants import ValidationMode
 from deepspeed_c.compat.swap_constants import AIO
 from deepspeed_c.config.batch import resolve_batch
+from deepspeed_c.config.inference import WeightQuantConfig
 from deepspeed_c.config.keys import DTYPE_NAMES
 from deepspeed_c.config.load import load_with_problems
 from deepspeed_c.config.source import read_source

@@ -17,12 +17,10 @@ from .keys import FrozenDict, Section
 from .nearest import abbreviated, nearest
 from .optim import FILLED_PARAMS, Kind, OptimizerSection, find_torch_optimizer
 from .schema import Root, SectionField, fields_of, kinds_of, walk
-from .source import copy_plain, read_source
+from .source import PARKED, copy_plain, is_parked, read_source
 
 __all__ = ["load_config", "load_with_problems", "problems_of", "sequence_parallel_size", "tensor_parallel_size"]
 
-_PARKED = "x-"
-_COMMENT = re.compile(r"(_|//|#).*|comments?([ :].*|[_-]?\d+)?", re.IGNORECASE | re.DOTALL)
 _NAME = re.compile(r"[a-z][a-z0-9_-]*", re.IGNORECASE)
 # DeepSpeed ignores a key of these sections if its value is "auto".
 _DROP_AUTO = (
@@ -204,7 +202,7 @@ class _Reader:
     def undot(self, tree: dict[str, Any]) -> dict[str, Any]:
         """Move dotted top-level keys such as "zero_optimization.stage" into their sections. A dotted key wins over the
         same key in the section."""
-        result = {name: value for name, value in tree.items() if "." not in name or _is_parked(name)}
+        result = {name: value for name, value in tree.items() if "." not in name or is_parked(name)}
         for name, value in tree.items():
             if name in result:
                 continue
@@ -558,7 +556,7 @@ class _Reader:
 
     def is_parked(self, name: str, where: str) -> bool:
         """Whether a key is parked, that is, kept in the file and not read. A parked key gets a note."""
-        if not _is_parked(name):
+        if not is_parked(name):
             return False
         self.note(where, "is parked")
         return True
@@ -588,7 +586,7 @@ class _Reader:
             fix = f"did you mean {_either(near)}?"
         else:
             fix = f"the keys here are {', '.join(known)}" if path else "docs/config.md lists the keys"
-        self.fail("is not a known key", path + name, f"{fix} To park a key, put {_PARKED} in front of it.")
+        self.fail("is not a known key", path + name, f"{fix} To park a key, put {PARKED} in front of it.")
 
     def note(self, where: str, what: str) -> None:
         self.notes.append(_Note(where, what))
@@ -625,11 +623,6 @@ def _is_asking(section: Section, given: dict[str, Any]) -> bool:
     if "enabled" in given and hasattr(section, "enabled"):
         return section.enabled
     return not fields_of(type(section)).keys().isdisjoint(given)
-
-
-def _is_parked(name: str) -> bool:
-    """Whether the name marks a parked key or a comment."""
-    return name.startswith(_PARKED) or _COMMENT.fullmatch(name) is not None
 
 
 def _descend(tree: dict[str, Any], sections: list[str], *, make: bool = False) -> dict[str, Any] | None:

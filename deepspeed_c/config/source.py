@@ -10,7 +10,11 @@ from typing import Any
 
 from ..errors import ConfigError
 
-__all__ = ["copy_plain", "read_source"]
+__all__ = ["PARKED", "copy_plain", "is_parked", "read_source"]
+
+# Prefix of a key that is kept in the file and not read.
+PARKED = "x-"
+_COMMENT = re.compile(r"(_|//|#).*|comments?([ :].*|[_-]?\d+)?", re.IGNORECASE | re.DOTALL)
 
 _MAX_DEPTH = 64
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]+={0,2}\s*\Z")
@@ -37,6 +41,11 @@ def read_source(source: Any) -> tuple[dict[str, Any], str]:
             f"is a JSON {_json_kind(data)}, not an object", where=origin, fix="write the keys between { and }"
         )
     return copy_plain(data, origin), origin
+
+
+def is_parked(name: str) -> bool:
+    """Whether the name marks a parked key or a comment."""
+    return name.startswith(PARKED) or _COMMENT.fullmatch(name) is not None
 
 
 def copy_plain(value: Any, where: str, depth: int = 0) -> Any:

@@ -103,6 +103,7 @@ _CONFIG, _SECTIONS, _TIMING = (
     "deepspeed_c.compat.config_sections",
     "deepspeed_c.compat.timing",
 )
+_INFERENCE_CONFIG = "deepspeed_c.config.inference"
 _BUILDERS = "deepspeed_c.ops.op_builder"
 _OPTIMIZER_NAMES = {
     name: f"{_CONFIG}:{name}"
@@ -300,18 +301,29 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.compiler": {"is_compile_supported": "deepspeed_c.compat.torch_version:is_compile_supported"},
     "deepspeed.runtime.config": {
         "DeepSpeedConfigError": "deepspeed_c.errors:ConfigError",
-        "DeepSpeedConfigModel": "deepspeed_c.compat.config_model:DeepSpeedConfigModel",
+        "DeepSpeedConfigModel": "deepspeed_c.config.config_model:DeepSpeedConfigModel",
+        "WeightQuantConfig": f"{_INFERENCE_CONFIG}:WeightQuantConfig",
         **{
             name: f"{_SECTIONS}:{name}"
             for name in (
-                *("DeepSpeedAutotuningConfig", "DeepSpeedDataStatesConfig", "HybridEngineConfig", "WeightQuantConfig"),
+                *("DeepSpeedAutotuningConfig", "DeepSpeedDataStatesConfig", "HybridEngineConfig"),
                 *("get_expert_parallel_config", "get_tensor_parallel_config"),
             )
         },
     },
     "deepspeed.autotuning.config": {"DeepSpeedAutotuningConfig": f"{_SECTIONS}:DeepSpeedAutotuningConfig"},
     "deepspeed.datastates.config": {"DeepSpeedDataStatesConfig": f"{_SECTIONS}:DeepSpeedDataStatesConfig"},
-    "deepspeed.inference.config": {"WeightQuantConfig": f"{_SECTIONS}:WeightQuantConfig"},
+    "deepspeed.inference.config": {
+        "DtypeEnum": "deepspeed_c.compat.dtype_enum:DtypeEnum",
+        **{
+            name: f"{_INFERENCE_CONFIG}:{name}"
+            for name in (
+                *("ActivationQuantConfig", "BaseQuantConfig", "DeepSpeedInferenceConfig", "DeepSpeedMoEConfig"),
+                *("DeepSpeedTPConfig", "InferenceCheckpointConfig", "MoETypeEnum", "QKVQuantConfig", "QuantTypeEnum"),
+                *("QuantizationConfig", "WeightQuantConfig"),
+            )
+        },
+    },
     "deepspeed.runtime.tensor_parallel": _TENSOR_PARALLEL,
     "deepspeed.runtime.tensor_parallel.config": _TENSOR_PARALLEL,
     "deepspeed.runtime.precision_config": {
@@ -457,7 +469,6 @@ ABSENT: dict[str, str] = {
     "deepspeed.checkpointing": _CHECKPOINTING,
     "deepspeed.compile": "torch.compile by way of engine.compile()",
     "deepspeed.compression": _COMPRESSION,
-    "deepspeed.default_inference_config": _INFERENCE,
     "deepspeed.elasticity": "checkpoints load on any number of ranks; choose the batch by hand",
     "deepspeed.inference": _INFERENCE,
     "deepspeed.init_inference": _INFERENCE,

@@ -15,9 +15,9 @@ from torch import nn
 from deepspeed_c.checkpoint.checkpoint_engine import TorchCheckpointEngine
 from deepspeed_c.compat import ds_config, moe, torch_version
 from deepspeed_c.compat.checkpoint_folder import merge_state, partition_data
-from deepspeed_c.compat.config_model import DeepSpeedConfigModel, Field
 from deepspeed_c.compat.config_sections import DeepSpeedFP16Config, DeepSpeedZeroConfig
 from deepspeed_c.compat.timing import CudaEventTimer
+from deepspeed_c.config.config_model import DeepSpeedConfigModel, Field
 from deepspeed_c.errors import CheckpointError, ConfigError, FeatureError, ModelError, StateError
 from deepspeed_c.utils import gradients
 from deepspeed_c.utils.numa import parse_range

@@ -10,13 +10,13 @@ import enum
 import json
 import sys
 import typing
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import reduce
 from typing import Any
 
 from typing_extensions import Self
 
-from deepspeed_c.compat.convert import convert, kind_of, thaw, thawed_kind
+from deepspeed_c.config.convert import convert, kind_of, thaw, thawed_kind
 from deepspeed_c.config.keys import Section
 from deepspeed_c.config.nearest import nearest
 from deepspeed_c.config.schema import fields_of
@@ -167,14 +167,12 @@ class DeepSpeedConfigModel:
         if not strict:
             data = {key: value for key, value in data.items() if _is_not_auto(key, value)}
         fields = self.model_fields
-        by_key = {key: name for name, field in fields.items() for key in (name, field.alias) if key}
-        where = type(self).__name__
+        by_key = self._names_by_key()
         if unknown := sorted(data.keys() - by_key.keys()):
-            near = nearest(unknown[0], by_key)
             raise ConfigError(
                 f"{', '.join(unknown)}: no such key" + ("s" if len(unknown) > 1 else ""),
-                where=where,
-                fix=f"did you mean {' or '.join(near)}?" if near else f"the keys are {', '.join(by_key)}",
+                where=type(self).__name__,
+                fix=self._advice(unknown[0], by_key),
             )
         given: dict[str, Any] = {}
         for key, value in data.items():
@@ -184,7 +182,7 @@ class DeepSpeedConfigModel:
         object.__setattr__(self, "model_fields_set", set(given))
         for name, field in fields.items():
             if name not in given and field.is_required():
-                raise ConfigError("must be given", where=f"{where}.{field.alias or name}", fix="write the key")
+                raise ConfigError("must be given", where=self._where(name), fix="write the key")
             setattr_unchecked(self, name, self._checked(name, given[name] if name in given else field.get_default()))
         self._replace_old_keys()
         self._check()
@@ -192,9 +190,26 @@ class DeepSpeedConfigModel:
     def _check(self) -> None:
         """Check rules that involve several keys. A subclass may override this."""
 
-    def _checked(self, name: str, value: Any) -> Any:
-        field = self.model_fields[name]
-        return convert(value, field.annotation, f"{type(self).__name__}.{field.alias or name}", field.bounds)
+    @classmethod
+    def _names_by_key(cls) -> dict[str, str]:
+        """The name of an attribute by each key that is read as it: the name itself, and its alias."""
+        return {key: name for name, field in cls.model_fields.items() for key in (name, field.alias) if key}
+
+    @classmethod
+    def _advice(cls, unknown: str, known: Iterable[str]) -> str:
+        """The fix for an unknown key. A subclass may override this."""
+        near = nearest(unknown, known)
+        return f"did you mean {' or '.join(near)}?" if near else f"the keys are {', '.join(known)}"
+
+    @classmethod
+    def _where(cls, name: str) -> str:
+        """The place of a key in errors. A subclass may override this."""
+        return f"{cls.__name__}.{cls.model_fields[name].alias or name}"
+
+    @classmethod
+    def _checked(cls, name: str, value: Any) -> Any:
+        field = cls.model_fields[name]
+        return convert(value, field.annotation, cls._where(name), field.bounds)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.model_fields:
@@ -209,25 +224,31 @@ class DeepSpeedConfigModel:
             extra = field.json_schema_extra
             if not extra.get("deprecated") or name not in self.model_fields_set:
                 continue
-            new, message = extra.get("new_param", ""), extra.get("deprecated_msg", "")
-            logger.warning(
-                "%s.%s is an old key%s%s",
-                type(self).__name__,
-                name,
-                f", use {new} instead" if new else "",
-                f". {message}" if message else "",
-            )
+            new = extra.get("new_param", "")
+            self._report_old_key(name, new, extra.get("deprecated_msg", ""))
             if not new or not extra.get("set_new_param", True):
                 continue
             *path, last = new.split(".")
             owner = reduce(getattr, path, self)
-            if last in owner.model_fields_set:
-                raise ConfigError(
-                    f"{name} and {new} are both given", where=type(self).__name__, fix=f"keep {new}, remove {name}"
-                )
             value = extra.get("new_param_fn", lambda value: value)(getattr(self, name))
+            if last in owner.model_fields_set and getattr(owner, last) != value:
+                raise ConfigError(
+                    f"{name} and {new} are both given, with different values",
+                    where=type(self).__name__,
+                    fix=f"keep {new}, remove {name}",
+                )
             del self.__dict__[name]
             setattr(owner, last, value)
+
+    def _report_old_key(self, name: str, new: str, message: str) -> None:
+        """Report an old key that was given. A subclass may override this."""
+        logger.warning(
+            "%s.%s is an old key%s%s",
+            type(self).__name__,
+            name,
+            f", use {new} instead" if new else "",
+            f". {message}" if message else "",
+        )
 
     def model_dump(
         self,
