@@ -10,6 +10,7 @@ import msgspec
 from .aliases import OLD_KEYS, REMOVED_UPSTREAM
 from .coerce import describe, show
 from .features import FEATURES
+from .inference_docs import PAGE, render_inference
 from .keys import DTYPE_NAMES, Section
 from .optim import OPTIMIZERS, Kind
 from .schedule import SCHEDULES
@@ -97,8 +98,9 @@ def render() -> dict[str, str]:
     parts += [
         f"| [`{field.name}`]({_FOLDER}/{field.name}.md) | {_first_sentence(field.section)} |" for field in sections
     ]
-    parts += ["", *_old_keys(), *_features()]
-    pages = {"config.md": "\n".join(parts)}
+    parts += ["", "## Inference\n", f"[The keys of `init_inference`]({PAGE}) are a configuration of their own.\n"]
+    parts += [*_old_keys(), *_features()]
+    pages = {"config.md": "\n".join(parts), PAGE: render_inference(_WRITTEN)}
     for field in sections:
         lines = [f"# `{field.name}`\n", _WRITTEN + "\n", "[All sections, and the rules](../config.md)\n"]
         if field.name in REMOVED_UPSTREAM:

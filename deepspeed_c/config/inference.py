@@ -19,12 +19,14 @@ from deepspeed_c.config.source import is_parked, read_source
 from deepspeed_c.errors import ConfigError, FeatureError
 
 __all__ = [
+    "WITHOUT_EFFECT",
     "ActivationQuantConfig",
     "BaseQuantConfig",
     "DeepSpeedInferenceConfig",
     "DeepSpeedMoEConfig",
     "DeepSpeedTPConfig",
     "InferenceCheckpointConfig",
+    "InferenceSection",
     "MoETypeEnum",
     "QKVQuantConfig",
     "QuantTypeEnum",
@@ -53,7 +55,7 @@ _NAMES_ELSEWHERE = {
 }
 
 # A key -> why a value other than the default has no effect.
-_WITHOUT_EFFECT = {
+WITHOUT_EFFECT = {
     "enable_cuda_graph": "this version captures no CUDA graphs",
     "use_triton": "no kernel of this version is written in Triton",
     "triton_autotune": "no kernel of this version is written in Triton",
@@ -71,12 +73,12 @@ _WITHOUT_EFFECT = {
 }
 
 
-class _InferenceSection(DeepSpeedConfigModel):
+class InferenceSection(DeepSpeedConfigModel):
     """The base of the sections. Two spellings of a key may be given together if they have the same value. Keys that are
     parked are left out; ``null`` in place of a section means its defaults.
     """
 
-    _place: ClassVar[str] = ""
+    place: ClassVar[str] = ""
     """The path of the section in the configuration; empty for the top level."""
     _remarks: tuple[str, ...] = ()
     """Facts about keys that were given and are not among the values."""
@@ -91,7 +93,7 @@ class _InferenceSection(DeepSpeedConfigModel):
     @classmethod
     def _left_out(cls, data: Mapping[str, Any], strict: bool) -> Iterator[str]:
         for key, value in data.items():
-            path = f"{cls._place}.{key}" if cls._place else key
+            path = f"{cls.place}.{key}" if cls.place else key
             if is_parked(key):
                 yield f"{path} is parked"
             elif not strict and _is_auto(value) and key != "replace_method" and key in cls._names_by_key():
@@ -149,7 +151,7 @@ class _InferenceSection(DeepSpeedConfigModel):
 
     @classmethod
     def _checked(cls, name: str, value: Any) -> Any:
-        if name in cls._sections():
+        if name in cls.sections():
             value = {} if value is None else value
             if isinstance(value, Mapping):
                 _refuse_other_keys(value, cls._where(name))
@@ -160,23 +162,23 @@ class _InferenceSection(DeepSpeedConfigModel):
         return new.model_copy() if new is value and isinstance(new, DeepSpeedConfigModel) else new
 
     @classmethod
-    def _sections(cls) -> dict[str, type[_InferenceSection]]:
+    def sections(cls) -> dict[str, type[InferenceSection]]:
         """The sections within this section by their names."""
         return {
             name: field.annotation
             for name, field in cls.model_fields.items()
-            if isinstance(field.annotation, type) and issubclass(field.annotation, _InferenceSection)
+            if isinstance(field.annotation, type) and issubclass(field.annotation, InferenceSection)
         }
 
     @classmethod
     def _where(cls, name: str) -> str:
-        return f"{cls._place}.{name}" if cls._place else name
+        return f"{cls.place}.{name}" if cls.place else name
 
     @classmethod
     def _advice(cls, unknown: str, known: Iterable[str]) -> str:
-        if not cls._place and unknown in _NAMES_ELSEWHERE:
+        if not cls.place and unknown in _NAMES_ELSEWHERE:
             return f"did you mean {_NAMES_ELSEWHERE[unknown]}?"
-        below = [f"{name}.{unknown}" for name, section in cls._sections().items() if unknown in section.model_fields]
+        below = [f"{name}.{unknown}" for name, section in cls.sections().items() if unknown in section.model_fields]
         return f"did you mean {' or '.join(below)}?" if below else super()._advice(unknown, known)
 
     def _report_old_key(self, name: str, new: str, message: str) -> None:
@@ -184,14 +186,14 @@ class _InferenceSection(DeepSpeedConfigModel):
 
     def _all_remarks(self) -> Iterator[str]:
         yield from self._remarks
-        for name in self._sections():
+        for name in self.sections():
             yield from getattr(self, name)._all_remarks()
 
 
-class DeepSpeedTPConfig(_InferenceSection):
+class DeepSpeedTPConfig(InferenceSection):
     """The section ``tensor_parallel``: how layers are cut over ranks."""
 
-    _place = "tensor_parallel"
+    place = "tensor_parallel"
 
     enabled: bool = True
     """false: the model stays whole."""
@@ -212,10 +214,10 @@ class MoETypeEnum(str, enum.Enum):
     standard = "standard"
 
 
-class DeepSpeedMoEConfig(_InferenceSection):
+class DeepSpeedMoEConfig(InferenceSection):
     """The section ``moe``: layers with experts. ``true`` and ``false`` in its place set ``enabled``."""
 
-    _place = "moe"
+    place = "moe"
 
     enabled: bool = True
     """Whether the model may have experts."""
@@ -238,7 +240,7 @@ class QuantTypeEnum(str, enum.Enum):
     sym = "symmetric"
 
 
-class BaseQuantConfig(_InferenceSection):
+class BaseQuantConfig(InferenceSection):
     """Quantization of one kind of tensors."""
 
     enabled: bool = True
@@ -255,7 +257,7 @@ class WeightQuantConfig(BaseQuantConfig):
     """Quantization of weights: the section ``quant.weight`` of inference, and the section ``weight_quantization`` of a
     training configuration."""
 
-    _place = "quant.weight"
+    place = "quant.weight"
 
     quantized_initialization: dict[str, Any] = {}  # noqa: RUF012  (copied for each object)
     """How weights are quantized while a model is made."""
@@ -266,22 +268,22 @@ class WeightQuantConfig(BaseQuantConfig):
 class ActivationQuantConfig(BaseQuantConfig):
     """The section ``quant.activation``."""
 
-    _place = "quant.activation"
+    place = "quant.activation"
 
 
-class QKVQuantConfig(_InferenceSection):
+class QKVQuantConfig(InferenceSection):
     """The section ``quant.qkv``: the projections of attention."""
 
-    _place = "quant.qkv"
+    place = "quant.qkv"
 
     enabled: bool = True
     """Whether these projections are quantized."""
 
 
-class QuantizationConfig(_InferenceSection):
+class QuantizationConfig(InferenceSection):
     """The section ``quant``."""
 
-    _place = "quant"
+    place = "quant"
 
     enabled: bool = True
     """Switch of the section."""
@@ -293,10 +295,10 @@ class QuantizationConfig(_InferenceSection):
     """Quantization of the projections of attention."""
 
 
-class InferenceCheckpointConfig(_InferenceSection):
+class InferenceCheckpointConfig(InferenceSection):
     """The section ``checkpoint_config``. Its keys are second places for keys of the top level."""
 
-    _place = "checkpoint_config"
+    place = "checkpoint_config"
 
     checkpoint_dir: str | None = None
     """As ``checkpoint``."""
@@ -310,7 +312,7 @@ def _old(default: Any, new: str, **options: Any) -> Field:
     return Field(default, json_schema_extra={"deprecated": True, "new_param": new}, **options)
 
 
-class DeepSpeedInferenceConfig(_InferenceSection):
+class DeepSpeedInferenceConfig(InferenceSection):
     """The configuration of ``init_inference``. An old key that was given is no attribute: its value is in the new key.
 
     Raises ConfigError for unknown keys, and for values of a wrong type, out of range, or at odds with one another;
@@ -481,7 +483,7 @@ class DeepSpeedInferenceConfig(_InferenceSection):
             new = field.json_schema_extra.get("new_param")
             if new and name not in self.__dict__:
                 found.append(f"{name} is read as {new}")
-        for path, why in _WITHOUT_EFFECT.items():
+        for path, why in WITHOUT_EFFECT.items():
             owner: DeepSpeedConfigModel = self
             *sections, name = path.split(".")
             for section in sections:

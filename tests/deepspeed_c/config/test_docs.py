@@ -5,6 +5,8 @@ from pathlib import Path
 
 from deepspeed_c.config.docs import main, render
 from deepspeed_c.config.features import FEATURES
+from deepspeed_c.config.inference import WITHOUT_EFFECT, DeepSpeedInferenceConfig
+from deepspeed_c.config.inference_docs import PAGE
 from deepspeed_c.config.schema import walk
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -24,6 +26,20 @@ def test_every_key_is_on_the_page_of_its_section():
         assert f"| `{field.name}` |" in page, path
     for feature in FEATURES.values():
         assert feature.is_built or feature.title in pages["config.md"]
+
+
+def test_every_key_of_init_inference_is_on_its_page():
+    page = render()[PAGE]
+
+    def keys_of(section):
+        for name, field in section.model_fields.items():
+            yield name, field.alias
+        for below in section.sections().values():
+            yield from keys_of(below)
+
+    for name, alias in keys_of(DeepSpeedInferenceConfig):
+        assert f"| `{name}` | {f'`{alias}`' if alias else ''} |" in page, name
+    assert all(f"No effect: {why}." in page for why in WITHOUT_EFFECT.values())
 
 
 def test_every_section_is_linked():
