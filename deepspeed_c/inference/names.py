@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from deepspeed_c.checkpoint.formats.ranges import fill
-from deepspeed_c.checkpoint.source import PARAM, LogicalTensor, Read, Source
+from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, LogicalTensor, Read, Source
 from deepspeed_c.errors import CheckpointError
 
 __all__ = ["NamedSource", "named_as_in_model"]
 
+PARTS_SHOWN = 3
 # Formats that keep the names of the saved model's state dict.
 _OF_ENGINES = ("deepspeed_c", "deepspeed", "deepspeed-universal", "torch-dcp")
 
@@ -29,12 +30,23 @@ class _Joint:
         self.parts: list[tuple[str, LogicalTensor]] = []
         """(pattern of the converter that the name matches, tensor of the file)."""
 
-    def convert(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The model's tensors by name. ``tensors`` has the values of ``parts``, in their order."""
+    def convert(self, tensors: Sequence[torch.Tensor], where: str) -> dict[str, torch.Tensor]:
+        """The model's tensors by name. ``tensors`` has the values of ``parts``, in their order.
+
+        Raises CheckpointError where they do not fit together: one is missing, or has another shape.
+        """
         converter = copy.deepcopy(self.converter)
         for (pattern, part), tensor in zip(self.parts, tensors, strict=True):
             converter.add_tensor(self.first, part.name, pattern, tensor)
-        found = converter.convert(self.first, model=self.model, config=self.model.config)
+        try:
+            found = converter.convert(self.first, model=self.model, config=self.model.config)
+        except (RuntimeError, ValueError, LookupError) as error:
+            shapes = ", ".join(f"{part.name} {list(part.shape)}" for _, part in self.parts[:PARTS_SHOWN])
+            raise CheckpointError(
+                f"{self.first} cannot be made of {len(self.parts)} tensors ({shapes}, ...): {error}",
+                where=where,
+                fix="get the files anew; all tensors that transformers joins must be there, with the same shapes",
+            ) from error
         return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
 
 
@@ -66,7 +78,8 @@ class NamedSource(Source):
             self._stored[key] = tensor
             self.tensors[key] = LogicalTensor(name=key[1], kind=kind, shape=tensor.shape, dtype=tensor.dtype)
         for joint in joints:
-            shapes = joint.convert([torch.empty(p.shape, dtype=p.dtype, device="meta") for _, p in joint.parts])
+            empty = [torch.empty(part.shape, dtype=part.dtype, device="meta") for _, part in joint.parts]
+            shapes = joint.convert(empty, self.where)
             for name, made in shapes.items():
                 key = PARAM, name
                 self._joints[key] = joint
@@ -92,7 +105,7 @@ class NamedSource(Source):
             self._last = None
             parts = [torch.empty(part.shape, dtype=part.dtype) for _, part in joint.parts]
             self._source.read([Read(part, 0, into.view(-1)) for (_, part), into in zip(joint.parts, parts)])
-            made = joint.convert(parts)
+            made = joint.convert(parts, self.where)
             self._last = joint, {name: value.contiguous().view(-1) for name, value in made.items()}
         values = self._last[1][read.tensor.name]
 
@@ -116,16 +129,14 @@ def named_as_in_model(source: Source, model: torch.nn.Module, names: Sequence[st
         return source
     wanted = dict.fromkeys(names, True)
     prefix = model.base_model_prefix
-    renamings, converters = _rules_of(model)
+    renamings, converters = ([], []) if source.format in _OF_ENGINES else _rules_of(model)
     direct: dict[str, str] = {}
     joints: dict[str, _Joint] = {}
-    stored = {name: tensor for (_, name), tensor in source.tensors.items()}
-    for alias in source.aliases:
-        stored.setdefault(alias, stored[source.aliases[alias]])
+    stored = {name: tensor for (kind, name), tensor in source.tensors.items() if kind in (PARAM, MASTER, BUFFER)}
+    stored |= {name: tensor for (kind, name), tensor in source.tensors.items() if kind == PARAM}
+    # A tied weight may be known to the model by the name that the file lists as an alias.
+    stored |= {alias: stored[first] for alias, first in source.aliases.items() if first in stored}
     for name in sorted(stored, key=_natural):
-        if name in wanted and (source.format in _OF_ENGINES or not (renamings or converters)):
-            direct[name] = name
-            continue
         known, pattern = _rename(name, renamings, converters, prefix, wanted)
         if known not in wanted:
             known, pattern = _rename(name, [], [], prefix, wanted)

@@ -285,6 +285,36 @@ def test_what_does_not_fit_is_an_error_on_all_ranks_before_anything_is_made(tmp_
             assert re.search(expected, text), f"{checkpoint} on rank {rank}: {text!r} lacks {expected!r}"
 
 
+def load_bad_experts(rank: int, world: int, paths: list[str]) -> list[tuple[str, str]]:
+    found = []
+    for path in paths:
+        model = cut_on_meta("mixtral", world)
+        found.append(raised(load_checkpoint, model, path, mesh=mesh_of(world), dtype=None))
+        assert all(param.is_meta for param in model.parameters())
+    return found
+
+
+def test_experts_that_are_missing_or_of_other_shapes(tmp_path: Path) -> None:
+    make("mixtral").save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    experts = "model.layers.1.block_sparse_moe.experts"
+    assert f"{experts}.2.w1.weight" in state, list(state)
+    without = {n: t for n, t in state.items() if n != f"{experts}.2.w1.weight"}
+    without_all = {n: t for n, t in state.items() if not n.startswith(f"{experts}.2.")}
+    narrow = {**state, f"{experts}.0.w2.weight": torch.zeros(48, 80)}
+    cases = [
+        (without, r"layers\.1\.mlp\.experts\.gate_up_proj cannot be made of 5 tensors"),
+        (without_all, r"gate_up_proj has shape \(2, 176, 48\), the model's has \(3, 176, 48\)"),
+        (narrow, r"layers\.1\.mlp\.experts\.down_proj cannot be made of 3 tensors"),
+    ]
+    paths = [str(tmp_path / f"{i}.safetensors") for i in range(len(cases))]
+    for path, (weights, _) in zip(paths, cases):
+        save_file(weights, path)
+    for of_rank in run_ranks(2, load_bad_experts, paths, preload=PRELOAD):
+        for (kind, text), (_, expected) in zip(of_rank, cases, strict=True):
+            assert kind == "CheckpointError" and re.search(expected, text), f"{kind} {text!r} lacks {expected!r}"
+
+
 def load_more(rank: int, world: int, path: str) -> list[str]:
     found: list[str] = []
     handler = logging.Handler()
