@@ -80,14 +80,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         "threads",
     },
     "inference": {
-        *("accelerator", "config", "logging", "comm", "checkpoint", "ops", "_C"),
-        *("zero", "offload", "inject", "engine"),
+        *("config", "logging", "comm", "accelerator", "ops", "_C", "zero", "engine", "inject", "utils", "checkpoint"),
+        "offload",
     },
-    "plan": {"config", "comm", "ops", "_C", "zero", "offload", "engine", "quantity", "inject", "recompute"},
+    "plan": {
+        *("config", "comm", "ops", "_C", "zero", "offload", "engine", "quantity", "inject", "recompute", "inference"),
+    },
     "io": {"config", "ops", "_C", "quantity"},
     "bench": {"config", "comm", "quantity"},
     "launcher": {
         *("alias", "config", "logging", "plan", "checkpoint", "io", "bench", "inject", "sequence", "pipe", "threads"),
+        "inference",
     },
 }
 # The top modules put the parts together. Only they import one another.

@@ -28,7 +28,7 @@ from deepspeed_c.inject.layers import (
     product_of,
 )
 
-__all__ = ["Int8Linear", "Int8Product", "QuantReport", "quantize_weights"]
+__all__ = ["Int8Linear", "Int8Product", "QuantReport", "int8_weights", "quantize_weights"]
 
 LARGEST = 127  # values are symmetric: -128 is not used
 # Bytes of the weights that a product widens at a time. 4 MiB stay in a core's second-level cache or near it; blocks of
@@ -197,6 +197,13 @@ def quantize_weights(
         report.quantized.append(f"{layer.name}.weight")
     report.bytes_after = _n_bytes(model)
     return report
+
+
+def int8_weights(model: torch.nn.Module) -> dict[str, bool]:
+    """The names of the weights that ``quantize_weights`` would make int8, and whether each is [in, out]. The model's
+    tensors may be on the meta device.
+    """
+    return {f"{layer.name}.weight": _is_transposed(layer.module) for layer in _find_layers(model, (), QuantReport())}
 
 
 def _n_bytes(model: torch.nn.Module) -> int:

@@ -4,19 +4,17 @@ rank."""
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from deepspeed_c.command_line import command_parser
 from deepspeed_c.config import load_config
 from deepspeed_c.config.parallel import TensorParallel
-from deepspeed_c.errors import ConfigError, FeatureError, ModelError
+from deepspeed_c.errors import ConfigError
 from deepspeed_c.inject.cutting import CutReport, preview_cut
+from deepspeed_c.inject.folder import model_on_meta
 
 __all__ = ["main"]
 
@@ -49,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"--tp is {n_ranks}, autotp_size {section.autotp_size}", where=options.config, fix="ask for the same size"
         )
-    model = _build(Path(options.folder))
+    model = model_on_meta(Path(options.folder), "deepspeed_c inject")
     reports = [
         preview_cut(model, section, number, n_ranks) for number in ([rank] if rank is not None else range(n_ranks))
     ]
@@ -60,33 +58,6 @@ def main(argv: Sequence[str]) -> int:
 def _section(file: str) -> TensorParallel:
     # Batch sizes need the number of data-parallel ranks, which this command does not know.
     return load_config(file, world_size=1, batch="skip").tensor_parallel
-
-
-def _build(folder: Path) -> torch.nn.Module:
-    """The model whose configuration lies in ``folder``, on the meta device."""
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ConfigError("no config.json is there", where=str(folder), fix="name the folder of a Hugging Face model")
-    try:
-        transformers: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        raise FeatureError(
-            f"reads models with transformers, which cannot be imported: {error}",
-            where="deepspeed_c inject",
-            fix="pip install transformers",
-        ) from error
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        (architecture,) = (getattr(config, "architectures", None) or [None])[:1]
-        made = getattr(transformers, architecture or "", None)
-        with torch.device("meta"):
-            return transformers.AutoModel.from_config(config) if made is None else made._from_config(config)
-    except Exception as error:  # the model's own code, and its checks, may raise anything
-        raise ModelError(
-            f"transformers cannot build it: {error}",
-            where=str(file),
-            fix="a model of transformers' own is needed: what model_type and architectures name must be one",
-        ) from error
 
 
 def _as_text(reports: list[CutReport]) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from deepspeed_c.command_line import command_parser
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.plan.activations import ForwardShape
+from deepspeed_c.plan.inference import plan_inference
 from deepspeed_c.plan.memory import Activations
 from deepspeed_c.plan.picture import draw
 from deepspeed_c.plan.script import find_model
@@ -34,6 +36,7 @@ Bytes per rank, phase by phase, for each ZeRO stage and offload choice, without 
   deepspeed_c plan --config ds_config.json --ranks 64 train.py --lr 0.1     the model that train.py passes to initialize
   deepspeed_c plan --batch 8 --seq 4096 train.py                            with its activations, for each way to keep them
   deepspeed_c plan --config ds_config.json --ranks 64 --params 7e9          a stack of equal layers of that many parameters
+  deepspeed_c plan --inference MODEL_DIR --tp 2 --batch 8 --seq 4096        what generation takes: weights, cache, workspace
 """
 
 
@@ -44,6 +47,12 @@ def main(argv: Sequence[str]) -> int:
     n_own = _script_index(parser, argv)
     options = parser.parse_args(argv[:n_own])
     script, *arguments = [*argv[n_own:]] or [""]
+    if options.inference is not None:
+        return _plan_inference(options, parser, script)
+    if options.dtype is not None:
+        raise ConfigError(
+            "it is the dtype of weights for inference", where="--dtype", fix="give --inference MODEL_DIR, or --given"
+        )
     if bool(script) == (options.params is not None):
         raise ConfigError(
             "both a script and --params were given" if script else "neither a script nor --params was given",
@@ -86,6 +95,29 @@ def main(argv: Sequence[str]) -> int:
     if options.svg is not None:
         _write_svg(options.svg, table.options)
     print(json.dumps(as_json(table)) if options.json else as_text(table))
+    return 0
+
+
+def _plan_inference(options: argparse.Namespace, parser: argparse.ArgumentParser, script: str) -> int:
+    shared = ("inference", "tp", "batch", "seq", "dtype", "json")
+    other = next((n for n, v in vars(options).items() if n not in shared and v != parser.get_default(n)), None)
+    if script or other is not None:
+        raise ConfigError(
+            f"does not go with {script or '--' + other.replace('_', '-')}, which plans training",
+            where="--inference",
+            fix="give it --tp, --batch, --seq, --dtype and --json alone",
+        )
+    n_ranks = 1 if options.tp is None else options.tp
+    if n_ranks < 1:
+        raise ConfigError(f"{n_ranks} is not a number of ranks", where="--tp", fix="write an integer >= 1")
+    plan = plan_inference(
+        Path(options.inference),
+        n_ranks=n_ranks,
+        n_samples=1 if options.batch is None else _number(options.batch, "--batch"),
+        n_tokens=None if options.seq is None else _number(options.seq, "--seq"),
+        dtype=options.dtype,
+    )
+    print(json.dumps(plan.as_json()) if options.json else str(plan))
     return 0
 
 
@@ -229,6 +261,12 @@ def _parser() -> argparse.ArgumentParser:
         "--rates",
         metavar="DEVICE,HOST,LINK",
         help="GB/s that a rank has of device memory, host memory and the link between them, for the ratio that is suggested; default 2000,25,25",
+    )
+    parser.add_argument(
+        "--inference", metavar="MODEL_DIR", help="plan generation by the model of a Hugging Face folder, not training"
+    )
+    parser.add_argument(
+        "--dtype", choices=(*DTYPES, "int8"), help="of the weights (--inference); default: as config.json says"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     return parser

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["buffers_in_fp32", "keep_buffers_in_fp32"]
+__all__ = ["buffers_in_fp32", "keep_buffers_in_fp32", "names_in_fp32"]
 
 
 def buffers_in_fp32(model: torch.nn.Module, setting: str | Sequence[str], dtype: torch.dtype | None) -> set[int]:
@@ -32,6 +32,18 @@ def buffers_in_fp32(model: torch.nn.Module, setting: str | Sequence[str], dtype:
         for name, buffer in model.named_buffers(remove_duplicate=False)
         if buffer.is_floating_point() and wanted.search(name)
     }
+
+
+def names_in_fp32(model: torch.nn.Module, dtype: torch.dtype) -> set[str]:
+    """Names of the parameters and buffers of ``model.state_dict()`` that stay in fp32 where weights have ``dtype``,
+    according to the classes of the model's modules."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return set()
+    patterns = _patterns(model, dtype)
+    if not patterns:
+        return set()
+    wanted = re.compile("|".join(patterns))
+    return {name for name in model.state_dict(keep_vars=True) if wanted.search(name)}
 
 
 def keep_buffers_in_fp32(model: torch.nn.Module, setting: str | Sequence[str], dtype: torch.dtype | None) -> None:

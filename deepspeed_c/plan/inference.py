@@ -1,0 +1,225 @@
+"""The memory of generation, by rank: weights, cache and workspace, from a model's configuration alone.
+
+Weights are counted parameter by parameter, cut by the rules of the engine. The cache is read off the model: its forward
+runs on the meta device with the tokens that are asked for, and the tensors in its cache are counted. So sliding
+windows, shared key heads and latent attention are in the figure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed_c.config.parallel import TensorParallel
+from deepspeed_c.errors import ConfigError, ModelError
+from deepspeed_c.inference.int8 import int8_weights
+from deepspeed_c.inject.cutting import CutReport, preview_cut
+from deepspeed_c.inject.folder import model_on_meta
+from deepspeed_c.inject.layers import is_transposed, product_of
+from deepspeed_c.inject.plan import Attention, RankPlace, find_attentions
+from deepspeed_c.inject.rules import rule_sets
+from deepspeed_c.quantity import as_binary
+from deepspeed_c.zero.weights.fp32_buffers import names_in_fp32
+
+__all__ = ["InferencePlan", "RankBytes", "plan_inference"]
+
+_WHERE = "deepspeed_c plan --inference"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+_DEFAULT_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of one rank."""
+
+    rank: int
+    weights: int
+    buffers: int
+    cache: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.buffers + self.cache + self.workspace
+
+
+@dataclass(frozen=True)
+class InferencePlan:
+    """The bytes of all tensor-parallel ranks."""
+
+    model: str
+    n_params: int
+    dtype: str
+    n_samples: int
+    n_tokens: int
+    ranks: list[RankBytes]
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "ranks": [{**asdict(rank), "total": rank.total} for rank in self.ranks]}
+
+    def __str__(self) -> str:
+        names = ("weights", "buffers", "cache", "workspace", "total")
+        cells = [["rank", *names]]
+        cells += [[str(rank.rank), *(as_binary(getattr(rank, name)) for name in names)] for rank in self.ranks]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+        head = (
+            f"{self.model}: {self.n_params} parameters in {self.dtype}, {len(self.ranks)} tensor-parallel rank(s),"
+            f" {self.n_samples} sequence(s) of {self.n_tokens} tokens"
+        )
+        return "\n".join([head, "", *lines, "", *(f"note: {note}" for note in self.notes)]).rstrip()
+
+
+def plan_inference(
+    folder: Path, *, n_ranks: int = 1, n_samples: int = 1, n_tokens: int | None = None, dtype: str | None = None
+) -> InferencePlan:
+    """Plan generation by the model of ``folder``.
+
+    n_tokens: prompt and new tokens of a sequence; None: the model's positions, at most 2048. dtype: fp32, bf16, fp16 or
+    int8 (products are in bf16); None: as the configuration says, or fp32.
+
+    Raises ConfigError for a folder without a model and for more tokens than the model has positions, ModelError for a
+    model that cannot be built or cut, or whose forward does not run without data.
+    """
+    model = model_on_meta(folder, _WHERE).eval()
+    config: Any = model.config
+    notes: list[str] = []
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if n_tokens is None:
+        n_tokens = min(positions or _DEFAULT_TOKENS, _DEFAULT_TOKENS)
+    elif positions is not None and n_tokens > positions:
+        raise ConfigError(
+            f"{n_tokens} tokens are more than the {positions} positions of the model",
+            where="--seq",
+            fix=f"ask for {positions} or fewer",
+        )
+    if dtype is None:
+        name = {value: key for key, value in _DTYPES.items()}.get(config.dtype)
+        dtype = name or "fp32"
+    wide = torch.bfloat16 if dtype == "int8" else _DTYPES[dtype]
+    kept = names_in_fp32(model, wide)
+    quantized = int8_weights(model) if dtype == "int8" else {}
+    caches = list(_cache_of(model, n_samples, n_tokens, notes))
+    ranks = []
+    for rank in range(n_ranks):
+        report = preview_cut(model, TensorParallel(), rank, n_ranks) if n_ranks > 1 else None
+        shapes = _shapes(model, report)
+        attentions = _attentions(model, rank, n_ranks)
+        ranks.append(
+            RankBytes(
+                rank=rank,
+                weights=sum(_weight_bytes(name, shape, wide, kept, quantized) for name, shape in shapes.items()),
+                buffers=sum(_buffer_bytes(model, wide, kept)),
+                cache=sum(_own_elems(layer, shape, attentions) for layer, shape in caches) * wide.itemsize,
+                workspace=_workspace(model, shapes, n_samples, n_tokens, wide),
+            )
+        )
+    n_params = sum(param.numel() for param in model.parameters())
+    notes.append("workspace: the widest block's inputs and outputs over the whole prompt, or the last token's logits")
+    return InferencePlan(type(model).__name__, n_params, dtype, n_samples, n_tokens, ranks, notes)
+
+
+def _shapes(model: torch.nn.Module, report: CutReport | None) -> dict[str, torch.Size]:
+    """The shape of each parameter on the rank."""
+    if report is None:
+        return {name: param.shape for name, param in model.named_parameters()}
+    return {row.name: row.local_shape for row in report.rows}
+
+
+def _weight_bytes(name: str, shape: torch.Size, wide: torch.dtype, kept: set[str], quantized: dict[str, bool]) -> int:
+    if name in quantized:
+        n_rows = shape[1 if quantized[name] else 0]
+        return math.prod(shape) + n_rows * torch.float32.itemsize
+    return math.prod(shape) * (torch.float32 if name in kept else wide).itemsize
+
+
+def _buffer_bytes(model: torch.nn.Module, wide: torch.dtype, kept: set[str]) -> Iterator[int]:
+    """Persistent buffers have the weights' dtype; other buffers keep their own."""
+    saved = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        is_cast = name in saved and buffer.is_floating_point() and name not in kept
+        yield buffer.numel() * (wide if is_cast else buffer.dtype).itemsize
+
+
+def _cache_of(
+    model: torch.nn.Module, n_samples: int, n_tokens: int, notes: list[str]
+) -> Iterator[tuple[int, torch.Size]]:
+    """(layer, shape) of each tensor in the cache after a forward of ``n_tokens`` tokens, by the whole model."""
+    ids = torch.zeros(n_samples, n_tokens, dtype=torch.long, device="meta")
+    inputs = {"input_ids": ids}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+        notes.append("the encoder's input and the decoder's output have that many tokens each")
+    trial = model.to(torch.bfloat16)  # torch's grouped products of experts know this dtype alone on the meta device
+    try:
+        with torch.no_grad():
+            output = trial(**inputs, use_cache=True)
+    except Exception as error:  # the model's own code may raise anything
+        raise ModelError(
+            f"{type(model).__name__}'s forward of token ids does not run without data: {error}",
+            where=_WHERE,
+            fix="plan a model that generates text from token ids",
+        ) from error
+    cache = getattr(output, "past_key_values", None)
+    if cache is None:
+        notes.append("the model keeps no cache")
+        return
+    for part in ("self_attention_cache", "cross_attention_cache"):
+        for index, layer in enumerate(getattr(getattr(cache, part, None), "layers", ())):
+            yield from _tensors(index, layer)
+    if not hasattr(cache, "self_attention_cache"):
+        for index, layer in enumerate(cache.layers):
+            yield from _tensors(index, layer)
+
+
+def _tensors(index: int, layer: Any) -> Iterator[tuple[int, torch.Size]]:
+    leaves = torch.utils._pytree.tree_leaves(list(vars(layer).values()))
+    yield from ((index, each.shape) for each in leaves if isinstance(each, torch.Tensor) and each.dim() > 1)
+
+
+def _attentions(model: torch.nn.Module, rank: int, n_ranks: int) -> list[Attention]:
+    if n_ranks == 1:
+        return []
+    found = rule_sets(model, TensorParallel(), None)
+    return list(find_attentions(model, found.sets, RankPlace(rank, n_ranks)).values())
+
+
+def _own_elems(layer: int, shape: torch.Size, attentions: list[Attention]) -> int:
+    """Elements of a cache's tensor [batch, key heads, tokens, head size] that the rank holds."""
+    for attention in attentions:
+        index = getattr(attention.owner, "layer_idx", layer)
+        n_heads = attention.n_key_heads * attention.heads.stripes
+        if index == layer and len(shape) == 4 and shape[1] == n_heads and not attention.refusal:
+            n_own = (attention.keys[1] - attention.keys[0]) * attention.heads.stripes
+            return math.prod(shape) // n_heads * n_own
+    return math.prod(shape)
+
+
+def _workspace(
+    model: torch.nn.Module, shapes: dict[str, torch.Size], n_samples: int, n_tokens: int, wide: torch.dtype
+) -> int:
+    """The largest of two moments: a block of linear layers over the whole prompt, or the last token's logits, which
+    ``generate`` also holds in fp32.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    widths = [0]
+    for name, module in model.named_modules():
+        features = [
+            shapes[f"{name}.{child_name}.weight" if name else f"{child_name}.weight"][
+                :: -1 if is_transposed(child) else 1
+            ]
+            for child_name, child in module.named_children()
+            if child is not head and product_of(child) is not None
+        ]
+        if features:
+            widths.append(sum(n_out for n_out, _ in features) + max(n_in for _, n_in in features))
+    prompt = n_samples * n_tokens * max(widths) * wide.itemsize
+    # Logits are gathered: each rank has all columns.
+    n_words = 0 if head is None else head.weight.shape[0]
+    return max(prompt, n_samples * n_words * (wide.itemsize + torch.float32.itemsize))
