@@ -171,7 +171,7 @@ class DeepSpeedConfigModel:
         if unknown := sorted(data.keys() - by_key.keys()):
             raise ConfigError(
                 f"{', '.join(unknown)}: no such key" + ("s" if len(unknown) > 1 else ""),
-                where=type(self).__name__,
+                where=self._title(),
                 fix=self._advice(unknown[0], by_key),
             )
         given: dict[str, Any] = {}
@@ -200,6 +200,11 @@ class DeepSpeedConfigModel:
         """The fix for an unknown key. A subclass may override this."""
         near = nearest(unknown, known)
         return f"did you mean {' or '.join(near)}?" if near else f"the keys are {', '.join(known)}"
+
+    @classmethod
+    def _title(cls) -> str:
+        """The place of the whole model in errors. A subclass may override this."""
+        return cls.__name__
 
     @classmethod
     def _where(cls, name: str) -> str:

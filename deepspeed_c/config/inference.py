@@ -171,6 +171,10 @@ class InferenceSection(DeepSpeedConfigModel):
         }
 
     @classmethod
+    def _title(cls) -> str:
+        return cls.place or cls.__name__
+
+    @classmethod
     def _where(cls, name: str) -> str:
         return f"{cls.place}.{name}" if cls.place else name
 
@@ -424,7 +428,7 @@ class DeepSpeedInferenceConfig(InferenceSection):
             where = f"injection_policy[{getattr(layer, '__name__', layer)!r}]"
             if not isinstance(layer, (type, str)):
                 raise ConfigError(
-                    f"is a {type(layer).__name__}, not a class of layers",
+                    f"has the type {type(layer).__name__} and is no class of layers",
                     where=where,
                     fix="write the class of the model's layers, such as T5Block",
                 )
@@ -475,6 +479,11 @@ class DeepSpeedInferenceConfig(InferenceSection):
             if name in self.model_fields_set or value != self._checked(name, self.model_fields[name].get_default())
         }
 
+    def keep_notes(self, source: DeepSpeedInferenceConfig) -> None:
+        """Take over the notes about names in ``source``, an object that this configuration was made from."""
+        known = self.notes
+        self._remark([*(note for note in source.notes if note not in known), *self._remarks])
+
     @property
     def notes(self) -> list[str]:
         """Sentences for the user: keys that are parked or have no effect, and old names."""
@@ -518,7 +527,10 @@ def load_inference_config(config: Any, kwargs: Mapping[str, Any]) -> DeepSpeedIn
         given = config
     else:
         given, _ = read_source(config)
-    return DeepSpeedInferenceConfig.merged(given, kwargs)
+    merged = DeepSpeedInferenceConfig.merged(given, kwargs)
+    if isinstance(config, DeepSpeedInferenceConfig):
+        merged.keep_notes(config)
+    return merged
 
 
 def default_inference_config() -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ from deepspeed_c.config.inference import (
     dtype_of,
     load_inference_config,
 )
-from deepspeed_c.errors import ConfigError, FeatureError, UnsupportedConfigError
+from deepspeed_c.errors import ConfigError, DeepSpeedCError, FeatureError, UnsupportedConfigError
 
 PEER = os.environ.get("DSC_PEER_PYTHON", "")
 
@@ -284,6 +285,7 @@ def test_an_object_as_configuration_and_keywords_beside_it() -> None:
     assert (read.tensor_parallel.tp_size, read.tensor_parallel.tp_grain_size) == (2, 4)
     assert (read.dtype, read.max_out_tokens) == (torch.float32, 99)
     assert read is not given and given.dtype is torch.float16
+    assert read.notes == given.notes == ["mp_size is read as tensor_parallel.tp_size"]
     read.tensor_parallel.tp_size = 7
     assert given.tensor_parallel.tp_size == 2
     for kwargs, text in (
@@ -327,7 +329,7 @@ def test_sources_are_merged_and_compared_as_they_are_read(tmp_path: Path) -> Non
         ({"zero_optimization": {}}, r"did you mean zero\?"),
         ({"torch_dtype": "fp16"}, r"did you mean dtype\?"),
         ({"max_new_tokens": 4}, r"did you mean max_out_tokens\?"),
-        ({"tp": {"tp_sise": 4}}, r"tp_sise: no such key\nFix: did you mean tp_size\?"),
+        ({"tp": {"tp_sise": 4}}, r"^tensor_parallel .given as tp.: tp_sise: no such key\nFix: did you mean tp_size\?"),
         ({"strict": True}, r"strict: no such key"),
         ({"max_tokens": -3}, r"max_out_tokens \(given as max_tokens\): is -3\nFix: write a number >= 1"),
         ({"tp": {"tp_size": 0}}, r"tensor_parallel.tp_size \(given as tp\): is 0\nFix: write a number >= 1"),
@@ -341,7 +343,7 @@ def test_sources_are_merged_and_compared_as_they_are_read(tmp_path: Path) -> Non
         ({"zero": {"stge": 3}}, r"zero.stge: is not a known key\nFix: did you mean zero.stage\?"),
         ({"zero": {"stage": 9}}, r"zero.stage: 9 is not one of"),
         ({"zero": 3}, r"zero: 3 is not a section"),
-        ({"injection_policy": {3: "a"}}, r"injection_policy\[3\]: is a int, not a class of layers"),
+        ({"injection_policy": {3: "a"}}, r"injection_policy\[3\]: has the type int and is no class of layers"),
         ({"injection_policy": {torch.nn.Linear: ()}}, r"injection_policy\['Linear'\]: is \(\), neither names"),
         ({3: 4}, r"config: the key 3 is not a string"),
     ],
@@ -389,6 +391,39 @@ def test_policies_by_class_reach_the_engine_as_given() -> None:
     assert (
         load_inference_config({"injection_policy": policy}, {"injection_dict": dict(policy)}).injection_policy == policy
     )
+
+
+def test_any_input_is_read_or_refused_with_a_typed_error() -> None:
+    chance = random.Random(38)
+    keys = [key for name, field in DeepSpeedInferenceConfig.model_fields.items() for key in (name, field.alias) if key]
+    keys += ["strict", "foo", "x-1", "zero_optimization"]
+    values = [
+        *(None, 0, 1, -1, 2.5, 10**30, float("nan"), float("inf"), True, False, "", "x", "auto", b"x", [], [1], ("a",)),
+        *(
+            {},
+            {"a": 1},
+            {1: 2},
+            {"enabled": None},
+            {"tp_size": None},
+            {"strict": True},
+            {"weight": None},
+            int,
+            object(),
+        ),
+        *({"activation": []}, {"stage": float("nan")}, {"num_experts": ["a"]}, torch.int8, torch.ones(3), ValueError),
+    ]
+    n_read = 0
+    for _ in range(3000):
+        given = {key: chance.choice(values) for key in chance.sample(keys, chance.choice([1, 1, 2, 3]))}
+        kwargs = {key: chance.choice(values) for key in chance.sample(keys, chance.choice([0, 1]))}
+        try:
+            read = load_inference_config(given, kwargs)
+        except DeepSpeedCError:
+            continue
+        assert read.max_out_tokens >= read.min_out_tokens and read.tensor_parallel.tp_size >= 1, (given, kwargs)
+        assert isinstance(read.dtype, torch.dtype) and isinstance(read.notes, list), (given, kwargs)
+        n_read += 1
+    assert 100 < n_read < 2900, n_read
 
 
 def test_notes_tell_what_has_no_effect() -> None:
