@@ -131,6 +131,7 @@ class _LoadPlan:
         """Make and fill everything. Raises CheckpointError if a file cannot be read; the tensors before are filled
         then."""
         device = device_of(self.model)
+        compute_buffers(self.model, device)  # first, because it may fail, and then no memory has been taken
         holders = TensorHolders(self.model)
         with torch.no_grad():
             for tensor, found, cut, dtype in self.wanted:
@@ -141,7 +142,6 @@ class _LoadPlan:
                 _read_into(self.source, found, cut, values)
                 holders.replace(tensor, values)
         holders.finish()
-        compute_buffers(self.model, device)
 
 
 def _read_into(source: Source, found: LogicalTensor, cut: Cut | None, target: torch.Tensor) -> None:

@@ -68,6 +68,31 @@ def test_a_buffer_that_nothing_computes_is_refused_by_name() -> None:
         compute_buffers(on_meta(Forgotten), torch.device("cpu"))
 
 
+class Idle(Forgotten):
+    """A model whose method for first values leaves the buffer as it is."""
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        pass
+
+
+def load_unmade(rank: int, world: int, path: str) -> list[str]:
+    found = []
+    for kind in (Idle, Forgotten):
+        model = on_meta(kind)
+        try:
+            load_checkpoint(model, path, mesh=Mesh(Collectives()), dtype=None)
+        except ModelError as error:
+            found.append(error.what)
+        assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    return found
+
+
+def test_a_load_into_a_model_with_such_a_buffer_makes_nothing(tmp_path: Path) -> None:
+    torch.save(Scaled().state_dict(), tmp_path / "weights.pt")
+    for found in run_ranks(2, load_unmade, str(tmp_path / "weights.pt")):
+        assert len(found) == 2 and all("no method computes them: scale" in text for text in found), found
+
+
 def load_recurrent(rank: int, world: int, path: str) -> tuple[torch.Tensor, torch.Tensor]:
     plain = torch.load(path + ".whole", weights_only=False)
     model = on_meta(Recurrent)

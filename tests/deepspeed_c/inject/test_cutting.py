@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+import deepspeed_c
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError
@@ -217,3 +218,24 @@ def test_a_plan_of_words_alone_is_no_plan() -> None:
     llama.tp_plan = {"lm_head": "colwise_gather_output"}
     with pytest.raises(ModelError, match="no rule for model type"):
         preview_cut(llama, TensorParallel(), 0, 2)
+
+
+def cut_without_data(rank: int, world: int) -> list[tuple[str, Any, Any]]:
+    found = []
+    for family in ("llama_tied_shared", "gpt2", "mixtral"):
+        plain = make(family)
+        with deepspeed_c.OnDevice(dtype=torch.float32, device="meta"):
+            model = make(family)
+        for each in (plain, model):
+            cut_model(each, TensorParallel(), Collectives())
+        for (name, got), (_, wanted) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+            assert got.is_meta and got.shape == wanted.shape, f"{family} {name}: {got.shape} {wanted.shape}"
+            found.append((f"{family} {name}", getattr(got, "tp_cut", None), getattr(wanted, "tp_cut", None)))
+    return found
+
+
+def test_a_model_on_the_meta_device_is_cut_as_one_with_data() -> None:
+    for of_rank in run_ranks(3, cut_without_data, preload="tests.deepspeed_c.inject.preload"):
+        assert sum(wanted is not None for _, _, wanted in of_rank) > 20
+        for name, got, wanted in of_rank:
+            assert got == wanted, f"{name}: {got} {wanted}"
