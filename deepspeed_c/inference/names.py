@@ -1,5 +1,5 @@
-"""Finds the tensors of a file under a model's own names: a prefix that the file has or lacks, names of older versions of
-transformers, and tensors that a model holds joined and a file apart (experts)."""
+"""Finds the tensors of a file under a model's own names: a prefix that the file has or lacks, names of older versions
+of transformers, and tensors that a model holds joined and a file apart (experts)."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ class Weights(NamedTuple):
 
 
 class JoinedSource(Source):
-    """The tensors of several sources as one. If several sources have a tensor of one name, the last of them counts, as in
-    DeepSpeed, and a warning names the tensor."""
+    """The tensors of several sources as one. If several sources have a tensor of one name, the last of them counts, as
+    in DeepSpeed, and a warning names the tensor."""
 
     def __init__(self, where: str, sources: Sequence[Source]) -> None:
         first = sources[0]
