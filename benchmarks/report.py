@@ -287,7 +287,7 @@ FIGURES = [
         "<= 1.15",
         "offload_step",
         {"offload": "nvme"},
-        "ratio_to_bound",
+        "ratio_to_fio",
     ),
     Figure(
         "training 200M parameters with states on NVMe: states over the memory limit of the cgroup, with the losses of a run without a limit",

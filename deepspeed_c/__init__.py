@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # Name -> the module that defines it. A test compares this table, because a new public name is a deliberate decision.
 PUBLIC_NAMES: dict[str, str] = {
     "initialize": "deepspeed_c.initialize",
+    "init_inference": "deepspeed_c.inference.engine",
+    "InferenceEngine": "deepspeed_c.inference.engine",
     "DeepSpeedEngine": "deepspeed_c.engine.engine",
     "DeepSpeedOptimizer": "deepspeed_c.zero.states.optimizer",
     "init_distributed": "deepspeed_c.comm",
@@ -67,7 +69,7 @@ _SHARED_PATHS = frozenset(
     f"{__name__}.{path}"
     for path in (
         *("accelerator", "checkpoint", "comm", "comm.comm", "compat", "io", "launcher", "launcher.launch", "ops"),
-        *("monitor", "monitor.comet", "monitor.csv_monitor", "monitor.monitor"),
+        *("inference", "inference.engine", "monitor", "monitor.comet", "monitor.csv_monitor", "monitor.monitor"),
         *("monitor.tensorboard", "monitor.utils", "monitor.wandb"),
         *("ops.adagrad", "ops.adam", "ops.aio", "ops.lamb", "ops.lion", "ops.op_builder", "ops.transformer", "pipe"),
         *("sequence", "sequence.layer", "utils", "utils.groups", "utils.init_on_device", "utils.numa", "utils.nvtx"),

@@ -41,6 +41,15 @@ _ops = torch.ops.deepspeed_c
 _MAX_SEED = 2**63 - 1
 
 
+def _call(operator: Any, *args: Any) -> Any:
+    """Calls an operator. Without gradients the call skips autograd's layer, which is Python for an operator that is
+    registered from Python, and takes longer than a small tensor does."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return operator(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*args)
+
+
 def _has_kernels(x: Tensor) -> bool:
     """Whether a kernel computes rows like ``x``'s: kernels need rows with at least one element."""
     return has_kernels(x) and not (x.dim() and x.shape[-1] == 0)
@@ -84,7 +93,7 @@ def _norm(
     if not _has_kernels(x):
         y, total = reference.nn_norm(x, residual, weight, bias, eps, is_rms)
     else:
-        y, total = _ops.nn_norm(x, residual, weight, bias, eps, is_rms)[:2]
+        y, total = _call(_ops.nn_norm, x, residual, weight, bias, eps, is_rms)[:2]
     return y if residual is None else (y, total)
 
 
@@ -93,7 +102,7 @@ def bias_act(x: Tensor, bias: Tensor | None, act: Act) -> Tensor:
     bias = _columns(bias, "bias", x)
     if not _has_kernels(x):
         return reference.nn_bias_act(x, bias, act)
-    return _ops.nn_bias_act(x, bias, act)
+    return _call(_ops.nn_bias_act, x, bias, act)
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
@@ -115,7 +124,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Literal["none"
 def _gated(gate: Tensor, up: Tensor | None, act: Act) -> Tensor:
     if not _has_kernels(gate):
         return reference.nn_gated(gate, up, act)
-    return _ops.nn_gated(gate, up, act)
+    return _call(_ops.nn_gated, gate, up, act)
 
 
 def bias_dropout_residual(
@@ -151,7 +160,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False)
         return reference.nn_rotary(x, cos, sin, is_interleaved, False)
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         x = x.contiguous()
-    return _ops.nn_rotary(x, cos.contiguous(), sin.contiguous(), is_interleaved, False)
+    return _call(_ops.nn_rotary, x, cos.contiguous(), sin.contiguous(), is_interleaved, False)
 
 
 def masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, *, is_causal: bool = False) -> Tensor:
@@ -168,7 +177,7 @@ def masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, *,
             mask = mask.contiguous()
     if not _has_kernels(x):
         return reference.nn_softmax(x, mask, scale, is_causal)
-    return _ops.nn_softmax(x, mask, scale, is_causal)
+    return _call(_ops.nn_softmax, x, mask, scale, is_causal)
 
 
 def attention(

@@ -21,6 +21,8 @@ NAMES = {
     "install_as_deepspeed",
     "tp_model_init",
     "default_inference_config",
+    "init_inference",
+    "InferenceEngine",
     "DeepSpeedTransformerConfig",
     "DeepSpeedTransformerLayer",
 }

@@ -1,10 +1,9 @@
 """How close is engine.step() with masters and moments on NVMe to the disk, and with offload to the host to one pass over memory?
 
 One rank (where stage 3 would shard nothing), bf16, AdamW with clipping, stage 2, each step after a real backward pass.
-On NVMe a step reads and writes 12 bytes a parameter. The bound is the longer of two times. The first is that of 24
-bytes a parameter at fio's rate on the same device in the same round (reads and writes in equal parts, O_DIRECT, 1 MiB
-blocks; the best of two engines, 1 to 4 jobs and two depths). The second is that of a C pass over as many bytes of
-memory as the step moves. The NVMe case runs in a separate process in a memory cgroup, so that no cache hides the disk.
+On NVMe a step reads and writes 12 bytes a parameter. Its peer is fio, which moves 24 bytes a parameter on the same
+device in the same round (reads and writes in equal parts, O_DIRECT, 1 MiB blocks; the best of two engines, 1 to 4 jobs
+and two depths), or a C pass over as many bytes of memory as the step moves, if that takes longer. The NVMe case runs in a separate process in a memory cgroup, so that no cache hides the disk.
 The limit of the cgroup is half of the states' bytes (18 a parameter) and 1 GiB for the process itself. If no cgroup can
 be made, the case runs without a limit, and the row has a note. "cpu" is compared like ``engine_step``, over 34 bytes a
 parameter, because its gradients gather in fp32.
@@ -29,7 +28,7 @@ from benchmarks.deepspeed_c.engine_step import backward, make_engine, step_and_b
 from benchmarks.deepspeed_c.memory_limit import STATE_BYTES, join_cgroup, memory_cgroup
 from benchmarks.engines import require_fused, step_parts
 from benchmarks.fio import Disk
-from benchmarks.measure import bound, machine, median_spread, require
+from benchmarks.measure import bound, machine, median_spread, ratios, require
 from benchmarks.stream import Part, bytes_of, stream_step
 from deepspeed_c import _C
 
@@ -44,7 +43,7 @@ def make_offloaded(n_params: int, offload: dict):
     return make_engine(n_params, zero, n_layers=32, aio={"queue_depth": 32})
 
 
-def report(offload: str, n: int, times: list[float], bounds: list[float], **more) -> dict:
+def report(offload: str, n: int, times: list[float], **more) -> dict:
     return {
         "benchmark": "offload_step",
         "offload": offload,
@@ -53,8 +52,6 @@ def report(offload: str, n: int, times: list[float], bounds: list[float], **more
         "params": n,
         "seconds": round(median_spread(times)[0], 3),
         "ns_per_param": round(median_spread(times)[0] / n * 1e9, 3),
-        "bound_seconds": round(median_spread(bounds)[0], 3),
-        **bound("ratio_to_bound", times, bounds),
         **more,
         "threads": _C.pool_n_threads(),
         "machine": machine(),
@@ -67,7 +64,8 @@ def on_host(n_params: int, rounds: int) -> dict:
     n_bytes = bytes_of(step_parts(engine), with_norm=True)
     require(round(n_bytes / n, 1) == MEMORY_BYTES, f"{MEMORY_BYTES} bytes a parameter: {n_bytes / n}")
     engine.close()
-    return report("cpu", n, times, bounds)
+    seconds = round(median_spread(bounds)[0], 3)
+    return report("cpu", n, times, bound_seconds=seconds, **bound("ratio_to_bound", times, bounds))
 
 
 def moved_bytes() -> tuple[int, int]:
@@ -105,7 +103,7 @@ def on_nvme(n_params: int, rounds: int, folder: str) -> dict:
     arrays = [torch.full((BOUND_ELEMS,), 0.5) for _ in range(4)]
     stand_in = [Part(*arrays, torch.zeros(BOUND_ELEMS, dtype=torch.bfloat16))]
     stream_step(stand_in, with_norm=True)
-    times, bounds, rates = [], [], []
+    times, peers, rates = [], [], []
     for _ in range(rounds):
         rate = disk.rate()
         memory = stream_step(stand_in, with_norm=True)[0] / BOUND_ELEMS * n
@@ -117,11 +115,13 @@ def on_nvme(n_params: int, rounds: int, folder: str) -> dict:
             min(read, written) >= 0.95 * STORED_BYTES * n,
             f"a step reads and writes the states: {read} and {written} bytes of {n} parameters",
         )
-        bounds.append(max(2 * STORED_BYTES * n / rate, memory))
+        peers.append(max(2 * STORED_BYTES * n / rate, memory))
         rates.append(rate / 1e9)
     require(losses[-1] < losses[0], f"losses fall: {losses}")
     engine.close()
-    return report("nvme", n, times, bounds, disk_gb_per_s=round(median_spread(rates)[0], 2), fio=str(disk.best_setting))
+    fio_seconds, disk_gb_per_s = round(median_spread(peers)[0], 3), round(median_spread(rates)[0], 2)
+    peer = {"fio_seconds": fio_seconds, **ratios("ratio_to_fio", times, peers), "disk_gb_per_s": disk_gb_per_s}
+    return report("nvme", n, times, **peer, fio=str(disk.best_setting))
 
 
 def limited_on_nvme(n_params: int, rounds: int, parent: str) -> dict:

@@ -1,9 +1,9 @@
 """Weights of 8 bits for inference: one int8 value an element, and one fp32 scale a row of the weight [out, in].
 
-The scale of a row is its largest absolute value / 127, and a value is round(weight / scale), to nearest even. So a weight
-is off by at most half its row's scale. A product is y = (x @ values^T) * scale + bias: the values are exact in bf16 and
-fp32, so rows are scaled after the sum. Weights are never widened as a whole: a product widens them block by block, or
-torch's kernel reads the int8 values themselves.
+The scale of a row is its largest absolute value / 127, and a value is round(weight / scale), to nearest even. So a
+weight is off by at most half its row's scale. A product is y = (x @ values^T) * scale + bias: the values are exact in
+bf16 and fp32, so rows are scaled after the sum. Weights are never widened as a whole: a product widens them block by
+block, or torch's kernel reads the int8 values themselves.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Int8Product(torch.nn.Module):
 def _refuse_wide_weight(
     module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *lists: list[str]
 ) -> None:
-    """A hook before a state dict is loaded. Copied into int8 values, a weight of another dtype would be cut to integers."""
+    """A hook before a state dict is loaded. Weights of other dtypes would lose their fractions in int8 values."""
     weight = state_dict.get(f"{prefix}weight")
     if weight is not None and weight.dtype is not torch.int8:
         *_, errors = lists

@@ -188,7 +188,7 @@ class LinearLayer(TensorParallelLayer):
         self.cut(self.bias, 0, sizes)
 
     def gather_columns(self, sizes: list[int] | None) -> None:
-        """Sets whether the columns of all ranks are gathered. sizes: number of columns of each rank; None: no gather."""
+        """Sets whether the columns of all ranks are gathered. sizes: columns of each rank; None: no gather."""
         self.sizes = sizes
 
     def pick(self, picker: RowPicker) -> None:
@@ -377,7 +377,7 @@ class WordsEmbedding(torch.nn.Module):
         self.train(module.training)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Raises IndexError, on all ranks, for an id outside the vocabulary. On an accelerator, the device reports it."""
+        """Raises IndexError, on all ranks, for an id outside the vocabulary. An accelerator reports it by itself."""
         is_word = (ids >= 0) & (ids < self.num_embeddings)
         is_elsewhere = is_word & ((ids < self.begin) | (ids >= self.end))
         # No rank has a row for an id outside the vocabulary. torch's own look-up refuses such an id without reading

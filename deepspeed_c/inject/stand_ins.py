@@ -244,9 +244,14 @@ class SmallModel:
         image: dict[str, Any] = {}
         if "pixel_values" in takes and isinstance(size, int):
             image["pixel_values"] = torch.randn(_TOKENS[0], channels, size, size, generator=self.weights)
-        inputs += [found for found in (text, {**text, **image}, image) if found]
+        n_bands, n_positions = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
+        sound: dict[str, Any] = {}
+        if "input_features" in takes and isinstance(n_bands, int) and isinstance(n_positions, int):
+            # Whisper's encoder halves the number of frames, and wants one for each of its positions.
+            sound["input_features"] = torch.randn(_TOKENS[0], n_bands, 2 * n_positions, generator=self.weights)
+        inputs += [found for found in (text, {**text, **image}, image, {**text, **sound}) if found]
         if not inputs:
-            raise ValueError("its forward takes neither input_ids nor pixel_values")
+            raise ValueError("its forward takes none of input_ids, pixel_values and input_features")
         failure: Exception | None = None
         for found in inputs:
             found = {**found, **({"use_cache": False} if "use_cache" in takes else {})}

@@ -313,6 +313,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "deepspeed.autotuning.config": {"DeepSpeedAutotuningConfig": f"{_SECTIONS}:DeepSpeedAutotuningConfig"},
     "deepspeed.datastates.config": {"DeepSpeedDataStatesConfig": f"{_SECTIONS}:DeepSpeedDataStatesConfig"},
+    "deepspeed.inference.engine": {"InferenceEngine": "deepspeed_c.inference.engine:InferenceEngine"},
     "deepspeed.inference.config": {
         "DtypeEnum": "deepspeed_c.compat.dtype_enum:DtypeEnum",
         **{
@@ -471,7 +472,6 @@ ABSENT: dict[str, str] = {
     "deepspeed.compression": _COMPRESSION,
     "deepspeed.elasticity": "checkpoints load on any number of ranks; choose the batch by hand",
     "deepspeed.inference": _INFERENCE,
-    "deepspeed.init_inference": _INFERENCE,
     "deepspeed.io": "deepspeed_c.ops.aio.aio_handle writes and reads files; checkpoints use it by themselves",
     "deepspeed.launcher": "start processes with the command deepspeed_c, or python -m deepspeed_c",
     "deepspeed.linear": "use peft for LoRA; its frozen base may have another dtype",

@@ -1,7 +1,7 @@
 """Fills an engine from a checkpoint of any format and arrangement of ranks. Each rank reads the ranges that it holds
 straight into their places.
 
-First a plan is made, which finds everything that does not fit. Nothing is overwritten before.
+First a plan is made, which finds everything that does not fit. Nothing is overwritten before the plan is complete.
 """
 
 from __future__ import annotations

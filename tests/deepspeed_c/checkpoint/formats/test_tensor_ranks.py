@@ -229,7 +229,7 @@ def test_the_command_converts_with_rules(tmp_path: Path, capsys: pytest.CaptureF
     words = ["convert", str(tmp_path / "one"), str(tmp_path / "two"), "--to", "deepspeed"]
     assert cli.main([*words, "--tp", "2", "--tp-rules", str(rules), "--new-tag", "t"]) == 0
     content = materialize(read_file(tmp_path / "two" / "t" / "mp_rank_01_model_states.pt").content)
-    name = "layers.0.attention.query_key_value.weight"  # these rules take it for one matrix
+    name = "layers.0.attention.query_key_value.weight"  # the rules of the test take this weight for one matrix
     assert torch.equal(content["module"][name], source.data[PARAM, name][18:])
     assert cli.main(["convert", str(tmp_path / "two"), str(tmp_path / "back"), "--to", "deepspeed_c"]) == 0
     assert cli.main(["info", str(tmp_path / "two")]) == 0 and "10 tensors" not in capsys.readouterr().err

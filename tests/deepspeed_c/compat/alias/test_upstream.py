@@ -151,7 +151,7 @@ from deepspeed_c.moe.layer import MoE
 from deepspeed_c.compression.compress import init_compression
 from deepspeed_c.compat.alias.unbuilt import Unbuilt, unbuilt
 assert deepspeed_c.moe.layer.MoE is MoE is unbuilt("deepspeed.moe.layer", "MoE") is deepspeed_c.runtime.engine.MoE
-assert isinstance(deepspeed_c.init_inference, Unbuilt) and not hasattr(deepspeed_c, "nothing")
+assert isinstance(deepspeed_c.moe.layer.MoE, Unbuilt) and not hasattr(deepspeed_c, "nothing")
 assert deepspeed_c.PipelineModule is deepspeed_c.runtime.pipe.module.PipelineModule
 try: import deepspeed_c.moe.nothing
 except ModuleNotFoundError as error: print(error)

@@ -1,0 +1,264 @@
+"""The inference engine: any module, cast, cut over tensor-parallel ranks, with kernels where they fit."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from deepspeed_c.accelerator import get_accelerator
+from deepspeed_c.comm import init_distributed, is_initialized
+from deepspeed_c.comm.axes import DATA, TP
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.mesh import Mesh, mesh_of_mpu
+from deepspeed_c.config import load_config
+from deepspeed_c.config.inference import DeepSpeedInferenceConfig, load_inference_config
+from deepspeed_c.engine.consistency import check_same_model
+from deepspeed_c.engine.edits import EditContext, Edits
+from deepspeed_c.engine.host import ModelHost, take_from_others
+from deepspeed_c.engine.precision import Precision
+from deepspeed_c.engine.shard import lay_out_model
+from deepspeed_c.engine.whole import WholeModel
+from deepspeed_c.errors import CommError, ConfigError, FeatureError, ModelError, StateError
+from deepspeed_c.inference.int8 import quantize_weights
+from deepspeed_c.inference.limits import check_heads, check_prompt
+from deepspeed_c.inference.load import load_checkpoint, save_mp_checkpoint
+from deepspeed_c.inject import cut_model
+from deepspeed_c.inject.kernels import inject_kernels, revert_kernels
+from deepspeed_c.logging import log_dist
+from deepspeed_c.utils import groups
+from deepspeed_c.zero.layout.layout import Layout, gather_for_good
+from deepspeed_c.zero.layout.stages import STAGES
+from deepspeed_c.zero.weights.fp32_buffers import names_in_fp32
+
+__all__ = ["InferenceEngine", "init_inference"]
+
+_WHERE = "init_inference"
+
+
+def init_inference(model: torch.nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
+    """Makes an engine that runs ``model`` for inference.
+
+    Args:
+        model: any module. A model of transformers keeps its ``generate``. Parameters may be on the meta device if
+            ``checkpoint`` is given.
+        config: a dict, the path of a JSON file, or a ``DeepSpeedInferenceConfig``. Never modified.
+        **kwargs: further keys of the configuration (docs/concepts/inference.md lists them).
+
+    The module is changed in place: floating-point weights are cast to ``dtype`` (default: float16), layers are cut over
+    ``tensor_parallel.tp_size`` ranks, and the module is set to evaluation.
+
+    Raises ConfigError for a wrong configuration, ModelError for a model that cannot be cut or loaded, CommError where
+    the ranks cannot be divided so. The module's weights are unchanged then, but for their dtype.
+    """
+    return InferenceEngine(model, load_inference_config(config, kwargs))
+
+
+class InferenceEngine(WholeModel, ModelHost):
+    """A module that is ready to be run. Call the engine as the module, or ``generate``.
+
+    Attributes of the module can be read from the engine, so ``pipe.model = engine`` works for a pipeline of
+    transformers. On several tensor-parallel ranks every rank makes the same calls and gets the same results.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: DeepSpeedInferenceConfig | dict[str, Any] | str) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise ModelError(
+                f"model must be a torch.nn.Module, not {type(model).__name__}",
+                where=f"{_WHERE}(model=...)",
+                fix="pass the model; of a transformers.pipeline pass its attribute model",
+            )
+        config = load_inference_config(config, {})
+        if not is_initialized():
+            init_distributed()
+        mesh = _mesh_of(config)
+        settings = load_config(_engine_config(config), world_size=mesh.size(*DATA))
+        groups.set_mesh(mesh)
+        for note in config.notes:
+            log_dist(note, ranks=[0])
+        check_same_model(model, mesh.tensors)
+        take_from_others(model)
+        device = torch.device("cpu" if config.keep_module_on_host else get_accelerator().current_device_name())
+        edits = Edits(model)
+        with ExitStack() as undo:
+            undo.callback(edits.close)
+            gather_for_good(model)
+            _cast_weights(model, config.dtype)
+            if config.replace_with_kernel_inject:
+                _inject_kernels(model)
+                undo.callback(revert_kernels, model)
+            if mesh.size(TP) > 1:
+                check_heads(model, mesh.size(TP))
+                report = cut_model(model, settings.tensor_parallel, mesh.tensors, config.injection_policy)
+                log_dist(f"tensor parallelism: {report.summary}", ranks=[0])
+            edits.make(EditContext(settings, mesh))
+            if config.checkpoint:
+                dtype = config.dtype if config.dtype.is_floating_point else None  # None: the model's own
+                load_checkpoint(model, config.checkpoint, base_dir=config.base_dir, mesh=mesh, dtype=dtype)
+            _require_weights(model)
+            if config.dtype == torch.int8:
+                log_dist(str(quantize_weights(model)), ranks=[0])
+            precision = Precision(settings, model)
+            layout = Layout([], [], None)
+            if STAGES[settings.zero.stage].parameters:
+                layout = lay_out_model(model, None, settings, precision, mesh)
+            model.to(device)
+            model.eval()
+            super().__init__(model, settings, mesh, precision, device, edits)
+            self.inference_config = config
+            self._open(layout)
+            undo.pop_all()
+        if config.save_mp_checkpoint_path:
+            save_mp_checkpoint(model, config.save_mp_checkpoint_path, mesh=mesh)
+        self._times: _Times | None = None
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the module."""
+        self._require_open()
+        return self._run(inputs, kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module's ``generate`` with all its arguments.
+
+        Raises StateError if a prompt is longer than ``max_out_tokens`` or than the model's table of positions.
+        """
+        self._require_open()
+        if not callable(getattr(self.module, "generate", None)):
+            raise FeatureError(
+                f"{type(self.module).__name__} has no generate",
+                where="InferenceEngine.generate",
+                fix="call the engine itself, or pass a model that generates",
+            )
+        check_prompt(self.module, args, kwargs, self.inference_config.max_out_tokens)
+        return super().generate(*args, **kwargs)
+
+    def profile_model_time(self, use_cuda_events: bool = True) -> None:
+        """Begins to time the module's forwards, those within ``generate`` too (``model_times``).
+
+        ``use_cuda_events`` is accepted; the time ends when the device has ended its work.
+        """
+        self._require_open()
+        if self._times is None:
+            self._times = _Times(self.module)
+
+    def model_times(self) -> list[float]:
+        """The milliseconds of each forward since the last call. Raises StateError before ``profile_model_time``."""
+        if self._times is None:
+            raise StateError(
+                "forwards are not timed", where="InferenceEngine.model_times", fix="call profile_model_time() first"
+            )
+        return self._times.take()
+
+    def _end(self) -> None:
+        if self._times is not None:
+            self._times.close()
+        revert_kernels(self.module)
+        super()._end()
+
+
+class _Times:
+    """Times a module's forwards by hooks."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._begin, self._times = 0.0, list[float]()
+        self._hooks = [
+            module.register_forward_pre_hook(self._start, prepend=True),
+            module.register_forward_hook(self._stop, always_call=True),
+        ]
+
+    def _start(self, *_: Any) -> None:
+        get_accelerator().synchronize()
+        self._begin = time.perf_counter()
+
+    def _stop(self, *_: Any) -> None:
+        get_accelerator().synchronize()
+        self._times.append((time.perf_counter() - self._begin) * 1e3)
+
+    def take(self) -> list[float]:
+        found, self._times = self._times, []
+        return found
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _mesh_of(config: DeepSpeedInferenceConfig) -> Mesh:
+    """The ranks of the engine, divided into groups of neighbours that hold one model together."""
+    section = config.tensor_parallel
+    if section.mpu is not None:
+        mesh = mesh_of_mpu(section.mpu)
+        if section.tp_size not in (1, mesh.size(TP)):
+            raise ConfigError(
+                f"tp_size is {section.tp_size}; the mpu's tensor-parallel groups have {mesh.size(TP)} ranks",
+                where=f"{_WHERE}: tensor_parallel",
+                fix="leave tp_size out",
+            )
+        return mesh
+    try:
+        mesh = Mesh(Collectives()) if section.tp_size == 1 else Mesh(Collectives()).split_tensors(section.tp_size)
+    except CommError as error:
+        raise ConfigError(error.what, where=f"{_WHERE}: tensor_parallel.tp_size", fix=error.fix) from error
+    if section.tp_group is not None:
+        given = torch.distributed.get_process_group_ranks(section.tp_group)
+        if given != mesh.ranks(TP):
+            raise ConfigError(
+                f"tp_group has the ranks {given}; tp_size {section.tp_size} gives the ranks {mesh.ranks(TP)} here",
+                where=f"{_WHERE}: tensor_parallel.tp_group",
+                fix="pass a group of neighbouring ranks and its size as tp_size",
+            )
+    return mesh
+
+
+def _engine_config(config: DeepSpeedInferenceConfig) -> dict[str, Any]:
+    """The configuration of an engine that trains nothing."""
+    source: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "tensor_parallel": {"autotp_size": config.tensor_parallel.tp_size},
+    }
+    if config.zero:
+        source["zero_optimization"] = config.zero
+        for section, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+            if config.dtype == dtype:
+                source[section] = {"enabled": True}
+    return source
+
+
+def _cast_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Casts floating-point parameters and persistent buffers, but for tensors that the model's class keeps in float32.
+
+    Other buffers (tables of rotary frequencies) keep their dtype: rounded to 16 bits, they would turn far positions by
+    wrong angles.
+    """
+    if not dtype.is_floating_point:
+        return
+    kept = names_in_fp32(model, dtype)
+    with torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if torch.is_tensor(tensor) and tensor.is_floating_point():
+                wanted = torch.float32 if name in kept else dtype
+                if tensor.dtype != wanted:
+                    tensor.data = tensor.data.to(wanted)
+
+
+def _inject_kernels(model: torch.nn.Module) -> None:
+    """Swaps kernels in. A model without a module of a known kind stays as it is, and a line says so."""
+    try:
+        report = inject_kernels(model)
+    except ModelError as error:
+        log_dist(f"replace_with_kernel_inject: {type(model).__name__} runs as it is: {error.what}", ranks=[0])
+    else:
+        n, n_rest = len(report.swapped), len(report.remainder)
+        log_dist(f"kernels: {n} modules run them, {n_rest} keep their own forward", ranks=[0])
+
+
+def _require_weights(model: torch.nn.Module) -> None:
+    name = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if name is not None:
+        raise ModelError(
+            "is on the meta device: it has no values",
+            where=f"{_WHERE}: {name}",
+            fix="pass checkpoint=... (a folder of weights), or a model with its weights",
+        )

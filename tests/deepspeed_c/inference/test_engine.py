@@ -1,0 +1,310 @@
+"""``init_inference`` answers as the plain model does, in every dtype, on 1 and 2 ranks, with and without kernels."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import deepspeed_c
+from deepspeed_c.errors import ConfigError, FeatureError, ModelError, StateError
+from deepspeed_c.zero.weights.param import state_of
+from tests.deepspeed_c.inference.models import GENERATING, like_bart, padded_prompts, require_same_tokens, whisper
+from tests.deepspeed_c.inject import families
+from tests.ranks import run_ranks
+
+pytest.importorskip("transformers")
+
+GREEDY = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+BEAMS = {**GREEDY, "num_beams": 3}
+
+
+@pytest.fixture(autouse=True)
+def process_group_of_the_engine() -> Iterator[None]:
+    """Ends the process group that an engine of one process has started."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def answers_body(rank: int, world: int, family: str, uses_kernels: bool) -> None:
+    """Generates on ``world`` tensor-parallel ranks as one plain model does."""
+    plain = families.make(family).eval()
+    config = {"dtype": torch.float32, "tensor_parallel": {"tp_size": world}, "replace_with_kernel_inject": uses_kernels}
+    with deepspeed_c.init_inference(families.make(family), config) as engine:
+        for how in (GREEDY, BEAMS):
+            wanted = plain.generate(**padded_prompts(), **how)
+            require_same_tokens(engine.generate(**padded_prompts(), **how), wanted)
+
+
+@pytest.mark.parametrize("uses_kernels", [False, True], ids=["plain", "kernels"])
+@pytest.mark.parametrize("family", GENERATING)
+def test_generation_is_that_of_transformers(family, uses_kernels):
+    """Left padding, greedy and beams."""
+    answers_body(0, 1, family, uses_kernels)
+
+
+@pytest.mark.parametrize("family", GENERATING)
+def test_generation_on_two_ranks(family):
+    run_ranks(2, answers_body, family, True)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("family", ["bert", "distilbert", "clip"])
+def test_encoders(family, world):
+    run_ranks(world, encoder_body, family)
+
+
+def encoder_body(rank: int, world: int, family: str) -> None:
+    plain = families.make(family).eval()
+    given = {key: value for key, value in families.feed(family).items() if key not in ("labels", "return_loss")}
+    config = {"dtype": "fp32", "mp_size": world, "kernel_inject": True}
+    with deepspeed_c.init_inference(families.make(family), config) as engine, torch.no_grad():
+        ours, theirs = engine(**given).to_tuple(), plain(**given).to_tuple()
+        for mine, other in zip(ours, theirs, strict=True):
+            if torch.is_tensor(other):
+                assert torch.allclose(mine, other, atol=2e-5), float((mine - other).abs().max())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_whisper(world):
+    run_ranks(world, whisper_body)
+
+
+def whisper_body(rank: int, world: int) -> None:
+    features = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(0))
+    plain = whisper()
+    with deepspeed_c.init_inference(whisper(), dtype=torch.float32, tensor_parallel={"tp_size": world}) as engine:
+        for how in (GREEDY, BEAMS):
+            require_same_tokens(engine.generate(features, **how), plain.generate(features, **how))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("kind", ["bart", "mbart", "marian"])
+def test_models_with_layers_of_bart(kind, world):
+    run_ranks(world, bart_body, kind)
+
+
+def bart_body(rank: int, world: int, kind: str) -> None:
+    plain = like_bart(kind)
+    config = {"dtype": torch.float32, "tensor_parallel": {"tp_size": world}, "replace_with_kernel_inject": True}
+    with deepspeed_c.init_inference(like_bart(kind), config) as engine:
+        for how in (GREEDY, BEAMS):
+            wanted = plain.generate(**padded_prompts(), **how)
+            require_same_tokens(engine.generate(**padded_prompts(), **how), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "t5", "opt"])
+def test_16_bits_are_no_further_from_fp32_than_transformers_are(family, dtype, tmp_path):
+    model = families.make(family).eval()
+    model.save_pretrained(tmp_path)
+    given = {"input_ids": padded_prompts()["input_ids"]}
+    if family == "t5":
+        given["decoder_input_ids"] = given["input_ids"]
+    theirs = type(model).from_pretrained(tmp_path, dtype=dtype).eval()
+    with torch.no_grad():
+        exact = model(**given).logits
+        far = (theirs(**given).logits.float() - exact).abs().mean()
+        for uses_kernels in (False, True):
+            with deepspeed_c.init_inference(
+                copy.deepcopy(model), dtype=dtype, replace_with_kernel_inject=uses_kernels
+            ) as engine:
+                logits = engine(**given).logits
+                assert logits.dtype == dtype
+                mine = (logits.float() - exact).abs().mean()
+            assert mine <= 1.1 * far, f"{mine} and {far}"
+
+
+def test_a_module_that_no_policy_knows():
+    """Convolutions and a batch norm, in bf16, with kernels asked for."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Hardswish(), nn.Flatten(), nn.Linear(5 * 36, 7))
+    x = torch.randn(4, 3, 8, 8)
+    net.train()(x)  # running statistics of its own
+    exact = net.eval()(x)
+    engine = deepspeed_c.init_inference(net.train(), dtype=torch.bfloat16, replace_with_kernel_inject=True)
+    assert not engine.module.training
+    answer = engine(x.bfloat16())
+    assert answer.dtype == torch.bfloat16
+    assert torch.allclose(answer.float(), exact, atol=0.05), float((answer.float() - exact).abs().max())
+    engine.destroy()
+
+
+def test_rotary_frequencies_stay_exact_and_tied_weights_tied():
+    model = families.make("llama_tied_shared")
+    with deepspeed_c.init_inference(model) as engine:
+        assert {p.dtype for p in engine.module.parameters()} == {torch.float16}, "the default"
+        assert engine.module.model.rotary_emb.inv_freq.dtype == torch.float32
+        assert engine.module.lm_head.weight is engine.module.model.embed_tokens.weight
+
+
+def test_modules_that_their_class_keeps_in_float32():
+    with deepspeed_c.init_inference(families.make("t5"), dtype=torch.float16) as engine:
+        dtypes = {name.split(".")[-2]: p.dtype for name, p in engine.module.named_parameters()}
+    assert dtypes["wo"] == torch.float32
+    assert dtypes["wi"] == torch.float16
+
+
+def test_a_pipeline_of_transformers():
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {f"w{i}": i for i in range(families.VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w2")
+    model = families.make("llama").eval()
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=fast, device="cpu")
+    how = {"max_new_tokens": 4, "do_sample": False}
+    wanted = pipe("w5 w6 w7", **how)
+    pipe.model = deepspeed_c.init_inference(pipe.model, dtype=torch.float32, replace_with_kernel_inject=True)
+    assert pipe("w5 w6 w7", **how) == wanted
+    pipe.model.destroy()
+
+
+def test_forwards_are_timed_within_generate_too():
+    with deepspeed_c.init_inference(families.make("gpt2"), dtype="fp32") as engine:
+        with pytest.raises(StateError, match="profile_model_time"):
+            engine.model_times()
+        engine.profile_model_time()
+        engine(torch.tensor([[3, 4]]))
+        assert len(engine.model_times()) == 1
+        engine.generate(torch.tensor([[3, 4]]), max_new_tokens=3, min_new_tokens=3)
+        times = engine.model_times()
+        assert len(times) == 3 and min(times) > 0, times
+        assert engine.model_times() == []
+
+
+def test_compile():
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).eval()
+    with deepspeed_c.init_inference(copy.deepcopy(plain), dtype="fp32") as engine:
+        assert not engine.is_compiled
+        engine.compile(backend="eager")
+        assert engine.is_compiled
+        x = torch.randn(2, 6)
+        assert torch.equal(engine(x), plain(x))
+
+
+def test_a_prompt_that_is_too_long():
+    with deepspeed_c.init_inference(families.make("gpt2"), dtype="fp32", max_out_tokens=70) as engine:
+        with pytest.raises(StateError, match="prompt of 71 tokens.*max_out_tokens, which is 70"):
+            engine.generate(torch.full((1, 71), 3))
+        with pytest.raises(StateError, match="prompt of 66 tokens.*the model's 64 positions"):
+            engine.generate(input_ids=torch.full((1, 66), 3))
+
+
+def test_bad_input_changes_nothing():
+    with pytest.raises(ModelError, match="must be a torch.nn.Module, not str"):
+        deepspeed_c.init_inference("gpt2")
+    net = nn.Linear(3, 3)
+    with pytest.raises(ConfigError, match="tp_size"):
+        deepspeed_c.init_inference(net, tensor_parallel={"tp_size": 2})
+    assert net.weight.dtype == torch.float32
+    with pytest.raises(ModelError, match="meta"):
+        deepspeed_c.init_inference(nn.Linear(3, 3, device="meta"))
+    with deepspeed_c.init_inference(nn.Linear(3, 3)) as engine, pytest.raises(FeatureError, match="no generate"):
+        engine.generate(torch.ones(1, 1))
+    with pytest.raises(StateError, match="closed"):
+        engine(torch.ones(1, 3))
+
+
+def test_more_ranks_than_heads():
+    """One head a rank is the most; the message has both numbers."""
+    for text in run_ranks(4, few_heads_body):
+        assert "heads" in text and "4" in text, text
+
+
+def few_heads_body(rank: int, world: int) -> str:
+    import transformers as t
+
+    torch.manual_seed(0)
+    config = t.LlamaConfig(hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+                           num_key_value_heads=1, vocab_size=11)  # fmt: skip
+    model = t.LlamaForCausalLM(config)
+    before: dict[str, Any] = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises((ConfigError, ModelError)) as caught:
+        deepspeed_c.init_inference(model, dtype=torch.float32, tensor_parallel={"tp_size": world})
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    return str(caught.value)
+
+
+def data_parallel_body(rank: int, world: int) -> list[int]:
+    with deepspeed_c.init_inference(families.make("gpt2"), dtype="fp32") as engine:
+        return engine.generate(torch.tensor([[3 + rank, 4]]), max_new_tokens=3, do_sample=False)[0].tolist()
+
+
+def test_ranks_that_hold_a_model_each():
+    plain = families.make("gpt2").eval()
+    for rank, tokens in enumerate(run_ranks(2, data_parallel_body)):
+        assert tokens == plain.generate(torch.tensor([[3 + rank, 4]]), max_new_tokens=3, do_sample=False)[0].tolist()
+
+
+def folder_body(rank: int, world: int, folder: str, out: str) -> None:
+    """A model on the meta device is filled from a folder, cut, with kernels; and what it writes is read again."""
+    import transformers as t
+
+    plain = t.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    wanted = plain.generate(**padded_prompts(), **GREEDY)
+    for checkpoint, written in ((folder, out), (out, None)):
+        with deepspeed_c.OnDevice(dtype=torch.float32, device="meta"):
+            model = t.AutoModelForCausalLM.from_config(plain.config)
+        engine = deepspeed_c.init_inference(
+            model,
+            dtype=torch.float32,
+            tensor_parallel={"tp_size": world},
+            replace_with_kernel_inject=True,
+            checkpoint=checkpoint,
+            save_mp_checkpoint_path=written,
+        )
+        with engine:
+            require_same_tokens(engine.generate(**padded_prompts(), **GREEDY), wanted)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
+def test_weights_from_a_folder_into_a_meta_model(family, world, tmp_path):
+    families.make(family).save_pretrained(tmp_path / "model")
+    run_ranks(world, folder_body, str(tmp_path / "model"), str(tmp_path / "written"))
+
+
+def int8_body(rank: int, world: int) -> tuple[float, float]:
+    plain = families.make("llama").eval()
+    given = {"input_ids": padded_prompts()["input_ids"]}
+    exact = plain(**given).logits
+    with deepspeed_c.init_inference(
+        families.make("llama"), dtype=torch.int8, tensor_parallel={"tp_size": world}
+    ) as engine, torch.no_grad():
+        engine.generate(**padded_prompts(), max_new_tokens=2)
+        return float((engine(**given).logits - exact).abs().max()), float(exact.abs().max())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_int8_weights(world):
+    """One part in 127 of the largest weight of a row is the step of its codes."""
+    for far, largest in run_ranks(world, int8_body):
+        assert 0 < far < 0.05 * largest, (far, largest)
+
+
+def sharded_body(rank: int, world: int, offload: dict[str, Any], folder: str) -> None:
+    offload = {key: folder if value == "FOLDER" else value for key, value in offload.items()}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **({"offload_param": offload} if offload else {})}
+    plain = families.make("llama").eval()
+    with deepspeed_c.init_inference(families.make("llama"), dtype=torch.float32, zero=zero) as engine:
+        assert all(state_of(p) is not None for p in engine.module.model.layers[0].mlp.parameters())
+        wanted = plain.generate(**padded_prompts(), **GREEDY)
+        require_same_tokens(engine.generate(**padded_prompts(), **GREEDY), wanted)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    "offload", [{}, {"device": "cpu"}, {"device": "nvme", "nvme_path": "FOLDER"}], ids=["shards", "host", "nvme"]
+)
+def test_weights_that_are_sharded_or_offloaded(offload, world, tmp_path):
+    """ZeRO-Inference: a layer's weights are in memory while it runs."""
+    run_ranks(world, sharded_body, offload, str(tmp_path))
