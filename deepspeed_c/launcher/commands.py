@@ -15,6 +15,7 @@ COMMANDS: dict[str, str] = {
     "report": "deepspeed_c.launcher.report:main",
     "config": "deepspeed_c.config.cli:main",
     "plan": "deepspeed_c.plan.cli:main",
+    "generate": "deepspeed_c.inference.cli:main",
     "checkpoint": "deepspeed_c.checkpoint.tools.cli:main",
     "io": "deepspeed_c.io.cli:main",
     "bench": "deepspeed_c.bench.cli:main",

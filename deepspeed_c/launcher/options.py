@@ -253,6 +253,7 @@ Other commands:
   deepspeed_c config show FILE    every value of a configuration and where it comes from
   deepspeed_c config check FILE   what is wrong with a configuration
   deepspeed_c plan --help         the memory that each rank of a run will take, for each ZeRO stage; with --inference, of generation
+  deepspeed_c generate --help     text by the model of a Hugging Face folder, on one rank or on several
   deepspeed_c checkpoint --help   what is in a checkpoint, whether it is whole, and its weights or all of it in other formats
   deepspeed_c io --help           how fast the device of checkpoints and offloaded state is, and the settings that suit it
   deepspeed_c bench --help        how fast ranks of this host exchange data, over shared memory and over gloo
