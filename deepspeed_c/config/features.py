@@ -135,7 +135,7 @@ AREAS: dict[str, dict[str, Feature]] = {
         ),
         "expert_parallel": _later("expert parallelism", 'set "enabled": false'),
         "hybrid_engine": _later("the hybrid (train and generate) engine", 'set "enabled": false'),
-        "inference": _later("the inference engine", "remove the section"),
+        "inference": _later("the section inference of a training configuration", "pass its keys to init_inference"),
         "inference_quantization": _later("weight quantization for inference", "remove the section"),
     },
     "memory and compilation": {
