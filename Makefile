@@ -44,12 +44,13 @@ train: $(BUILT) ## set up what is missing, then train a GPT on the Python standa
 # Trains a new model at stage 2, resumes the run, and trains adapters for the model at stage 3: uses of DeepSpeed by
 # transformers and peft, on deepspeed_c.
 .PHONY: hf
-hf: $(BUILT) ## the same text with transformers.Trainer: train at stage 2, resume, add LoRA at stage 3
+hf: $(BUILT) ## the same text with transformers.Trainer: train at stage 2, resume, add LoRA at stage 3, generate
 	rm -rf out/hf out/hf_lora
 	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/hf_trainer.py --deepspeed examples/ds_hf_stage2.json $(HF_FLAGS)
 	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/hf_trainer.py --deepspeed examples/ds_hf_stage3.json --resume $(HF_FLAGS) --max_steps 150
 	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/hf_trainer.py --deepspeed examples/ds_hf_stage3.json $(HF_FLAGS) \
 		--model_path out/hf/model --lora 8 --output_dir out/hf_lora
+	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/hf_generate.py out/hf/model
 
 .PHONY: test
 test: $(BUILT) programs ## everything that CI runs

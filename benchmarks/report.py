@@ -360,6 +360,17 @@ FIGURES = [
         )
     ),
     *(
+        Figure(
+            f"`generate` of a 350M Llama in bf16, {rows} row{'s' * (rows > 1)}, through `init_inference` {how}: over transformers'",
+            goal,
+            "generate",
+            {"contender": contender, "rows": rows},
+            "ratio_to_transformers",
+        )
+        for contender, how, goal in (("engine", "without kernels", "<= 1.02"), ("kernels", "with kernels", "<= 1"))
+        for rows in (1, 8)
+    ),
+    *(
         Figure(f"{what}: over without tiles", goal, "tiled_loss", {"part": part}, key)
         for what, goal, part, key in (
             (

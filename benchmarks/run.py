@@ -213,6 +213,13 @@ BENCHMARKS = [
         240,
         "--rounds 1 --steps 2 --tokens 128",
     ),
+    _script(
+        "generate",
+        "benchmarks/hf/generate.py",
+        (*CORES, "csrc/nn", "ops", "deepspeed_c/inference", "deepspeed_c/inject/kernels.py"),
+        200,
+        "--rounds 1 --layers 2 --width 128",
+    ),
     _script("adam_step", "benchmarks/ops/adam_step.py", (*CORES, "ops"), 30, "--params 1e6 --tensors 100 --rounds 2"),
     _script(
         "nn_ops",

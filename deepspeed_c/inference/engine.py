@@ -108,6 +108,8 @@ class InferenceEngine(WholeModel, ModelHost):
             model.eval()
             super().__init__(model, settings, mesh, precision, device, edits)
             self.inference_config = config
+            # Pipelines of transformers read the configuration of their model here.
+            self.config = getattr(model, "config", None) if config.config is None else config.config
             self._open(layout)
             undo.pop_all()
         if config.save_mp_checkpoint_path:

@@ -1,5 +1,5 @@
 """examples/hf_trainer.py with the examples' configurations: it learns, continues from a checkpoint at another stage,
-and trains adapters for its saved model."""
+and trains adapters for its saved model; examples/hf_generate.py continues a text as transformers does."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.hf.stack import on_ranks
 
@@ -74,3 +75,22 @@ def test_train_resume_and_adapt(tmp_path):
 def test_resuming_without_a_checkpoint_says_so(tmp_path):
     with pytest.raises(AssertionError, match="there is no checkpoint in"):
         start(2, tmp_path / "none", "--resume", "--max_steps", "1")
+
+
+def generate(rank, world, folder):
+    import hf_generate
+
+    sys.argv = ["hf_generate.py", folder, "--prompt", "import ", "--bytes", "5"]
+    return hf_generate.main()
+
+
+def test_generates_on_two_ranks_as_in_one_process(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, bos_token_id=None, eos_token_id=None, **sizes)).eval()
+    model.save_pretrained(tmp_path)
+    ids = torch.tensor([list(b"import ")])
+    wanted = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)[0].tolist()
+    assert on_ranks(2, generate, str(tmp_path)) == [bytes(wanted).decode(errors="replace")] * 2

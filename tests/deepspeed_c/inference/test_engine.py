@@ -165,6 +165,7 @@ def test_a_pipeline_of_transformers():
     wanted = pipe("w5 w6 w7", **how)
     pipe.model = deepspeed_c.init_inference(pipe.model, dtype=torch.float32, replace_with_kernel_inject=True)
     assert pipe("w5 w6 w7", **how) == wanted
+    assert pipe.model.config is model.config
     pipe.model.destroy()
 
 
