@@ -29,6 +29,7 @@ from deepspeed_c.inject import cut_model
 from deepspeed_c.inject.kernels import inject_kernels, revert_kernels
 from deepspeed_c.logging import log_dist
 from deepspeed_c.utils import groups
+from deepspeed_c.zero.layout.cuts import cut_of
 from deepspeed_c.zero.layout.layout import Layout, gather_for_good
 from deepspeed_c.zero.layout.stages import STAGES
 from deepspeed_c.zero.weights.fp32_buffers import names_in_fp32
@@ -78,6 +79,10 @@ class InferenceEngine(WholeModel, ModelHost):
         groups.set_mesh(mesh)
         for note in config.notes:
             log_dist(note, ranks=[0])
+        n_ranks = mesh.size(TP)
+        check_heads(model, n_ranks)
+        if not config.checkpoint:
+            _require_weights(model)
         check_same_model(model, mesh.tensors)
         take_from_others(model)
         device = torch.device("cpu" if config.keep_module_on_host else get_accelerator().current_device_name())
@@ -89,15 +94,14 @@ class InferenceEngine(WholeModel, ModelHost):
             if config.replace_with_kernel_inject:
                 _inject_kernels(model)
                 undo.callback(revert_kernels, model)
-            if mesh.size(TP) > 1:
-                check_heads(model, mesh.size(TP))
+            # A model that an earlier engine has cut stays cut: the edits below find out whether over the same ranks.
+            if n_ranks > 1 and not any(cut_of(param) is not None for param in model.parameters()):
                 report = cut_model(model, settings.tensor_parallel, mesh.tensors, config.injection_policy)
                 log_dist(f"tensor parallelism: {report.summary}", ranks=[0])
             edits.make(EditContext(settings, mesh))
             if config.checkpoint:
                 dtype = config.dtype if config.dtype.is_floating_point else None  # None: the model's own
                 load_checkpoint(model, config.checkpoint, base_dir=config.base_dir, mesh=mesh, dtype=dtype)
-            _require_weights(model)
             if config.dtype == torch.int8:
                 log_dist(str(quantize_weights(model)), ranks=[0])
             precision = Precision(settings, model)
@@ -108,13 +112,13 @@ class InferenceEngine(WholeModel, ModelHost):
             model.eval()
             super().__init__(model, settings, mesh, precision, device, edits)
             self.inference_config = config
+            self._times: _Times | None = None
             # Pipelines of transformers read the configuration of their model here.
             self.config = getattr(model, "config", None) if config.config is None else config.config
             self._open(layout)
             undo.pop_all()
         if config.save_mp_checkpoint_path:
             save_mp_checkpoint(model, config.save_mp_checkpoint_path, mesh=mesh)
-        self._times: _Times | None = None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module."""
@@ -153,11 +157,22 @@ class InferenceEngine(WholeModel, ModelHost):
             )
         return self._times.take()
 
+    def _trained_params(self) -> list[torch.nn.Parameter]:
+        # None is trained, but an engine that gets one of them gets all: its host takes the model over.
+        return list(self.module.parameters())
+
+    def _hand_over(self) -> None:
+        self._undo_own()
+        super()._hand_over()
+
     def _end(self) -> None:
+        self._undo_own()
+        super()._end()
+
+    def _undo_own(self) -> None:
         if self._times is not None:
             self._times.close()
         revert_kernels(self.module)
-        super()._end()
 
 
 class _Times:

@@ -18,7 +18,8 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_atte
 
 
 def check_heads(model: torch.nn.Module, n_ranks: int) -> None:
-    """Raises ModelError if the model's configuration (of transformers) has fewer attention heads than ``n_ranks``."""
+    """Raises ModelError if the model's configuration (of transformers) has fewer attention heads than there are
+    tensor-parallel ranks."""
     config = getattr(model, "config", None)
     heads = next((n for key in _HEADS if isinstance(n := getattr(config, key, None), int)), None)
     if heads is not None and heads < n_ranks:

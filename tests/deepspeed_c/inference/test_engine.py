@@ -221,6 +221,24 @@ def test_more_ranks_than_heads():
         assert "heads" in text and "4" in text, text
 
 
+def twice_body(rank: int, world: int) -> None:
+    """As in a notebook, whose cell is run again."""
+    config = {"dtype": "fp32", "tensor_parallel": {"tp_size": world}, "replace_with_kernel_inject": True}
+    plain, model = families.make("llama").eval(), families.make("llama")
+    wanted = plain.generate(**padded_prompts(), **GREEDY)
+    first = deepspeed_c.init_inference(model, config)
+    second = deepspeed_c.init_inference(model, config)
+    for engine in (first, second):
+        require_same_tokens(engine.generate(**padded_prompts(), **GREEDY), wanted)
+    second.destroy()
+    first.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_second_engine_takes_the_model_over(world):
+    run_ranks(world, twice_body)
+
+
 def few_heads_body(rank: int, world: int) -> str:
     import transformers as t
 
