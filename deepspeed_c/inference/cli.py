@@ -16,6 +16,7 @@ from deepspeed_c.command_line import command_parser
 from deepspeed_c.env import read_env
 from deepspeed_c.errors import ConfigError, ModelError
 from deepspeed_c.inference.engine import init_inference
+from deepspeed_c.inference.limits import check_heads
 from deepspeed_c.inject.folder import config_of, model_on_meta, transformers_for
 
 __all__ = ["main"]
@@ -46,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
     _check(options, env.world_size)
     folder = Path(options.folder)
     config = config_of(folder, _WHERE)
+    check_heads(config, options.tp)
     tokenizer = None if options.ids is not None else _tokenizer_of(folder)
     ids = _ids(options.ids) if tokenizer is None else tokenizer(options.prompt)["input_ids"]
     n_new = _new_tokens(ids, config.get_text_config(decoder=True), options.max_new_tokens)
@@ -74,13 +76,10 @@ def main(argv: Sequence[str]) -> int:
     )
     with closing(_Printer(tokenizer, is_silent=env.rank != 0, streams=streams)) as printer:
         prompt = torch.tensor([ids], device=engine.device)
+        how = _generation_config(folder, model)
+        how.update(max_new_tokens=n_new, **_sampling(options))
         output = engine.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            generation_config=_generation_config(folder, model),
-            max_new_tokens=n_new,
-            streamer=printer,
-            **_sampling(options),
+            input_ids=prompt, attention_mask=torch.ones_like(prompt), generation_config=how, streamer=printer
         )
         n_skipped = 0 if config.is_encoder_decoder else len(ids)
         printer.finish(output[0, n_skipped:].tolist())

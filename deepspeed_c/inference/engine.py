@@ -80,7 +80,7 @@ class InferenceEngine(WholeModel, ModelHost):
         for note in config.notes:
             log_dist(note, ranks=[0])
         n_ranks = mesh.size(TP)
-        check_heads(model, n_ranks)
+        check_heads(getattr(model, "config", None), n_ranks)
         if not config.checkpoint:
             _require_weights(model)
         check_same_model(model, mesh.tensors)

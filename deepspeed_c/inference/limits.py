@@ -17,14 +17,13 @@ _TABLES = ("wpe", "position_embed", "embed_positions", "pos_embed")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
 
 
-def check_heads(model: torch.nn.Module, n_ranks: int) -> None:
-    """Raises ModelError if the model's configuration (of transformers) has fewer attention heads than there are
+def check_heads(config: Any, n_ranks: int) -> None:
+    """Raises ModelError if a model's configuration (of transformers, or None) has fewer attention heads than there are
     tensor-parallel ranks."""
-    config = getattr(model, "config", None)
     heads = next((n for key in _HEADS if isinstance(n := getattr(config, key, None), int)), None)
     if heads is not None and heads < n_ranks:
         raise ModelError(
-            f"{type(model).__name__} has {heads} attention heads, fewer than the {n_ranks} tensor-parallel ranks",
+            f"the model has {heads} attention heads, fewer than the {n_ranks} tensor-parallel ranks",
             where="init_inference: tensor_parallel.tp_size",
             fix=f"set tp_size to {heads} or less; more ranks may hold copies of the model",
         )

@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from deepspeed_c.errors import LaunchError
@@ -139,6 +139,12 @@ def _command(options: Options) -> tuple[str, ...]:
     return (sys.executable, "-u", options.script)
 
 
+def _found_by_others(name: str, path: Iterable[str] | None) -> ModuleSpec | None:
+    """The module as finders other than that of ``sys.path`` know it: builtin, frozen, or of an editable installation."""
+    finders = (finder for finder in sys.meta_path if finder is not PathFinder and hasattr(finder, "find_spec"))
+    return next((spec for finder in finders if (spec := finder.find_spec(name, path)) is not None), None)
+
+
 def _check_module(name: str) -> None:
     """Look for the module as ``python -m`` would, without importing its packages."""
     path: Iterable[str] | None = [os.getcwd(), *sys.path]
@@ -147,9 +153,7 @@ def _check_module(name: str) -> None:
     for i, part in enumerate(parts):
         full = ".".join(parts[: i + 1])
         # Only the last part of the name: for a dotted name the finder would need the imported package
-        spec = PathFinder.find_spec(part, path)
-        if i == 0:
-            spec = spec or FrozenImporter.find_spec(part) or BuiltinImporter.find_spec(part)
+        spec = PathFinder.find_spec(part, path) or _found_by_others(full, path if i else None)
         if not spec:
             raise LaunchError(
                 f"there is no module {full!r}", where=f"--module {name}", fix="check its name and PYTHONPATH"

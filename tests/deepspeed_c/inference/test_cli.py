@@ -106,9 +106,8 @@ def test_it_starts_its_own_ranks(tmp_path: Path) -> None:
         "--tp",
         "2",
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "deepspeed_c", *words], capture_output=True, text=True, check=False, timeout=200
-    )
+    command, elsewhere = [sys.executable, "-m", "deepspeed_c", *words], tmp_path
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, cwd=elsewhere)
     expected = as_ids(by_transformers(folder, max_new_tokens=5, do_sample=False))
     assert (done.returncode, done.stdout) == (0, expected), (done, expected)
 
@@ -139,6 +138,7 @@ def test_typed_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
         ([folder, "--ids", ",".join(["1"] * 64)], "64 token(s); with 1 new ones they exceed"),
         ([folder, "--ids", "1", "--max-new-tokens", "0"], "0 is no number of tokens"),
         ([folder, "--ids", "1", "--tp", "0"], "0 is no number of ranks"),
+        ([folder, "--ids", "1", "--tp", "7"], "the model has 6 attention heads, fewer than the 7"),
         ([folder, "--ids", "1", "--top-k", "5"], "no effect without --sample"),
         ([folder, "--ids", "1", "--sample", "--top-p", "1.5"], "1.5 is not in (0, 1]"),
     ):

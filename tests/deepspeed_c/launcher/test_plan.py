@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.machinery import ModuleSpec
 
 import pytest
 
@@ -124,6 +125,18 @@ def test_modules_are_found_and_not_imported(folder):
     (folder / "pkg" / "sub" / "train.py").write_text("")
     assert plan("--module", "pkg.sub.train").ranks[0].command[3] == "pkg.sub.train"
     assert plan("--module", "t").ranks[0].command[3] == "t"
+
+
+def test_modules_of_an_editable_installation_are_found(monkeypatch):
+    """They are on no path; a finder of their own knows them, as it does for ``python -m``."""
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            return ModuleSpec(name, None) if name == "far_away" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    assert plan("--module", "far_away").ranks[0].command[3] == "far_away"
 
 
 def test_folders_and_archives_are_scripts_too(folder):
