@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -335,9 +336,23 @@ def _find_rotary(module: torch.nn.Module, angles: set[str]) -> KernelMatch:
         if not all(_is_alike(a, b, tolerance) for a, b in zip(wanted, rotate(*given), strict=True)):
             return "turns other pairs"
     # A copy of the forward in which one name means our rotation; other models with the same class keep the original.
-    forward = types.FunctionType(code, {**names, _ROTARY: rotate}, own.__name__, own.__defaults__, own.__closure__)
+    forward = types.FunctionType(
+        code, _names_with(rotate, apply, names, layout), own.__name__, own.__defaults__, own.__closure__
+    )
     forward.__kwdefaults__ = own.__kwdefaults__
     return "rotary", forward
+
+
+def _names_with(rotate: Forward, apply: Forward, names: dict[str, Any], layout: str) -> dict[str, Any]:
+    """The global names of a forward, with ``rotate`` in place of the model's rotation ``apply``.
+
+    They are the dictionary of a module that can be imported: a compiler looks a function's names up in the module that
+    its ``__name__`` says, and would find the model's rotation there."""
+    module = types.ModuleType(f"{__name__}.{names['__name__']}.{layout}_{id(apply):x}")
+    if module.__name__ not in sys.modules:
+        vars(module).update({**names, "__name__": module.__name__, _ROTARY: rotate})
+        sys.modules[module.__name__] = module
+    return vars(sys.modules[module.__name__])
 
 
 def _rotation(apply: Forward, is_interleaved: bool) -> Forward:

@@ -140,7 +140,7 @@ def _command(options: Options) -> tuple[str, ...]:
 
 
 def _found_by_others(name: str, path: Iterable[str] | None) -> ModuleSpec | None:
-    """The module as finders other than that of ``sys.path`` know it: builtin, frozen, or of an editable installation."""
+    """The module as other finders than that of ``sys.path`` know it: builtin, frozen, or installed as editable."""
     finders = (finder for finder in sys.meta_path if finder is not PathFinder and hasattr(finder, "find_spec"))
     return next((spec for finder in finders if (spec := finder.find_spec(name, path)) is not None), None)
 

@@ -343,3 +343,16 @@ def test_an_engine_trains_with_them(stage: int, tp: int) -> None:
     expected = plain_losses()
     for losses in run_ranks(2, train, stage, tp, preload=PRELOAD):
         assert losses == pytest.approx(expected, abs=2e-5) and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gptj"])
+def test_a_model_with_kernels_compiles(family):
+    """Without a graph break in the forward that turns positions, and with the values of the model itself."""
+    given = {"input_ids": feed(family)["input_ids"]}
+    model = make(family).eval()
+    with torch.no_grad():
+        wanted = model(**given).logits
+        inject_kernels(model)
+        model.compile(backend="eager")
+        found = model(**given).logits
+    assert torch.allclose(found, wanted, atol=1e-5), float((found - wanted).abs().max())
