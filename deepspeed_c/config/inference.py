@@ -342,7 +342,7 @@ class DeepSpeedInferenceConfig(InferenceSection):
     moe: DeepSpeedMoEConfig = Field(default_factory=DeepSpeedMoEConfig)
     """Layers with experts."""
     keep_module_on_host: bool = False
-    """Leave the weights in host memory while they are loaded."""
+    """Leave the weights in host memory, and run there."""
     quant: QuantizationConfig = Field(default_factory=QuantizationConfig)
     """How int8 weights are made."""
     checkpoint: str | dict[str, Any] | None = None
@@ -352,7 +352,7 @@ class DeepSpeedInferenceConfig(InferenceSection):
     set_empty_params: bool = False
     """Whether the model was made without memory for its weights."""
     save_mp_checkpoint_path: str | None = None
-    """Folder to which each rank writes its part of the weights."""
+    """Folder to which the weights are written, for a later start on any number of ranks."""
     checkpoint_config: InferenceCheckpointConfig = Field(default_factory=InferenceCheckpointConfig, alias="ckpt_config")
     """Second places for the keys of checkpoints."""
     return_tuple: bool = True

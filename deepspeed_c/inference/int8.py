@@ -34,8 +34,8 @@ LARGEST = 127  # values are symmetric: -128 is not used
 # Bytes of the weights that a product widens at a time. 4 MiB stay in a core's second-level cache or near it; blocks of
 # 16 rows cost twice the time, a whole fp32 weight would be four times the memory of its int8 values.
 BLOCK_BYTES = 4 << 20
-# Up to this many rows of x, torch's kernel for int8 weights is faster than widening: 0.3x its time for 1 row, 0.6x for
-# 8, the same for 64. Beyond, the matrix product of wide weights uses the cache better.
+# Up to this many rows of x, torch's kernel for int8 weights is faster than widening them. Beyond, the matrix product of
+# wide weights uses the cache better.
 FEW_ROWS = 32
 # torch's kernel reads beyond the end of rows of other lengths, and has crashed on them.
 KERNEL_GRAIN = 64
