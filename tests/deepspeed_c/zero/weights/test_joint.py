@@ -120,10 +120,10 @@ def nothing_is_sent_body(rank, world):
         at_updates.append(engine._fetcher.stats.n_fences)
         return real(updates, *args)
 
-    real = Updates._update_bucket
+    real = Updates._shards  # the tensors of each update
     loss = engine(x.bfloat16(), y)
     engine.backward(loss)
-    with mock.patch.object(Updates, "_update_bucket", noting):
+    with mock.patch.object(Updates, "_shards", noting):
         engine.step()
     # All weights are written between the two fences.
     assert set(at_updates) == {before["n_fences"] + 1}
