@@ -39,15 +39,15 @@ _open_hosts: weakref.WeakSet[ModelHost] = weakref.WeakSet()
 
 def take_from_others(model: torch.nn.Module) -> None:
     """Detaches other hosts from a model that is about to get a new host. It detaches hosts that hold sharded parameters
-    of the model, and hosts whose trained parameters all belong to the model.
+    of the model, and hosts whose claimed parameters all belong to the model.
 
     A detached host that trains nothing can still be used: its forward runs the module with the new host's hooks.
     """
     params = set(model.parameters())
     fetchers = {id(state.fetcher) for p in params if isinstance(state := state_of(p), PlacedShard)}
     for host in list(_open_hosts):
-        trained = host._trained_params()
-        if id(host._fetcher) in fetchers or (trained and params.issuperset(trained)):
+        claimed = host._claimed_params()
+        if id(host._fetcher) in fetchers or (claimed and params.issuperset(claimed)):
             host._hand_over()
 
 
@@ -103,7 +103,9 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         self._blocks: Blocks = self._edits["recomputation"]
         _open_hosts.add(self)
 
-    def _trained_params(self) -> list[torch.nn.Parameter]:
+    def _claimed_params(self) -> list[torch.nn.Parameter]:
+        """The parameters that no other host may hold beside this one: another host that gets all of them takes the
+        model over."""
         return []
 
     def _stage_names(self) -> list[str]:

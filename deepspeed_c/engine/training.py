@@ -150,7 +150,7 @@ class TrainingHost(Reductions, ModelHost):
                 measure=self.phases.measure,
             )
 
-    def _trained_params(self) -> list[torch.nn.Parameter]:
+    def _claimed_params(self) -> list[torch.nn.Parameter]:
         return [slot.param for slot in self._optimizer.slots]
 
     def _hand_over(self) -> None:

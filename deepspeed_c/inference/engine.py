@@ -23,7 +23,7 @@ from deepspeed_c.engine.shard import lay_out_model
 from deepspeed_c.engine.whole import WholeModel
 from deepspeed_c.errors import CommError, ConfigError, FeatureError, ModelError, StateError
 from deepspeed_c.inference.int8 import quantize_weights
-from deepspeed_c.inference.limits import check_heads, check_prompt
+from deepspeed_c.inference.limits import check_heads, check_prompt, positions_of
 from deepspeed_c.inference.load import load_checkpoint, save_mp_checkpoint
 from deepspeed_c.inject import cut_model
 from deepspeed_c.inject.kernels import inject_kernels, revert_kernels
@@ -113,6 +113,7 @@ class InferenceEngine(WholeModel, ModelHost):
             super().__init__(model, settings, mesh, precision, device, edits)
             self.inference_config = config
             self._times: _Times | None = None
+            self._n_positions = positions_of(model)
             # Pipelines of transformers read the configuration of their model here.
             self.config = getattr(model, "config", None) if config.config is None else config.config
             self._open(layout)
@@ -137,7 +138,7 @@ class InferenceEngine(WholeModel, ModelHost):
                 where="InferenceEngine.generate",
                 fix="call the engine itself, or pass a model that generates",
             )
-        check_prompt(self.module, args, kwargs, self.inference_config.max_out_tokens)
+        check_prompt(args, kwargs, self.inference_config.max_out_tokens, self._n_positions)
         return super().generate(*args, **kwargs)
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
@@ -157,8 +158,7 @@ class InferenceEngine(WholeModel, ModelHost):
             )
         return self._times.take()
 
-    def _trained_params(self) -> list[torch.nn.Parameter]:
-        # None is trained, but an engine that gets one of them gets all: its host takes the model over.
+    def _claimed_params(self) -> list[torch.nn.Parameter]:
         return list(self.module.parameters())
 
     def _hand_over(self) -> None:

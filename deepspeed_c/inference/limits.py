@@ -8,7 +8,7 @@ import torch
 
 from deepspeed_c.errors import ModelError, StateError
 
-__all__ = ["check_heads", "check_prompt", "n_positions"]
+__all__ = ["check_heads", "check_prompt", "positions_of"]
 
 # Parts of the names of tables of learned positions in transformers' models.
 _TABLES = ("wpe", "position_embed", "embed_positions", "pos_embed")
@@ -29,9 +29,9 @@ def check_heads(config: Any, n_ranks: int) -> None:
         )
 
 
-def check_prompt(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any], max_out_tokens: int) -> None:
+def check_prompt(args: tuple, kwargs: dict[str, Any], max_out_tokens: int, n_positions: int | None) -> None:
     """Raises StateError if a prompt for ``generate`` is longer than ``max_out_tokens``, or than the model's table of
-    learned positions."""
+    learned positions (``positions_of``)."""
     ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
     if not torch.is_tensor(ids) or ids.dim() != 2 or ids.is_floating_point():
         return
@@ -42,16 +42,15 @@ def check_prompt(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any], ma
             where="InferenceEngine.generate",
             fix=f"call init_inference with max_out_tokens={n_tokens} or more, or cut the prompt",
         )
-    n = n_positions(model)
-    if n is not None and n_tokens > n:
+    if n_positions is not None and n_tokens > n_positions:
         raise StateError(
-            f"a prompt of {n_tokens} tokens is longer than the model's {n} positions",
+            f"a prompt of {n_tokens} tokens is longer than the model's {n_positions} positions",
             where="InferenceEngine.generate",
             fix="cut the prompt; the model has no position for further tokens",
         )
 
 
-def n_positions(model: torch.nn.Module) -> int | None:
+def positions_of(model: torch.nn.Module) -> int | None:
     """The number of tokens that the model's smallest table of learned positions has room for; None without a table."""
     sizes = [
         module.num_embeddings - int(getattr(module, "offset", 0) or 0)

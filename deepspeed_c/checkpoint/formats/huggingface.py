@@ -21,7 +21,16 @@ from deepspeed_c.checkpoint.formats.weight_file import (
 from deepspeed_c.checkpoint.source import PARAM, LogicalTensor, Read, Source, Topology
 from deepspeed_c.errors import CheckpointError
 
-__all__ = ["INDEX_FILE", "SINGLE_FILE", "Header", "HuggingFaceSource", "TensorPlace", "parse_json", "read_header"]
+__all__ = [
+    "INDEX_FILE",
+    "SINGLE_FILE",
+    "Header",
+    "HuggingFaceSource",
+    "TensorPlace",
+    "parse_json",
+    "read_header",
+    "shards_of_index",
+]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -125,6 +134,28 @@ def _are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < _ELEMS_LIMIT for item in value)
 
 
+def shards_of_index(index: str) -> dict[str, list[str]]:
+    """Path of each file that an index lists -> its tensors. Raises CheckpointError for an index that cannot be read."""
+    try:
+        with open(index, "rb") as file:
+            content = file.read(INDEX_LIMIT_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=index, fix="check the path") from error
+    if len(content) > INDEX_LIMIT_BYTES:
+        raise _malformed(index, f"is longer than {INDEX_LIMIT_BYTES} bytes")
+    found = parse_json(content, index)
+    weight_map = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(weight_map, dict):
+        raise _malformed(index, "has no weight_map")
+    shards: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        # A path could point anywhere on the reader's machine.
+        if not isinstance(file, str) or os.path.basename(file) != file or file in ("", ".", "..") or "\0" in file:
+            raise _malformed(index, f"{name} lies in {file!r}, which is no file of this folder")
+        shards.setdefault(os.path.join(os.path.dirname(index), file), []).append(name)
+    return shards
+
+
 def _malformed(where: str, what: str) -> CheckpointError:
     return CheckpointError(what, where=where, fix="the file is damaged or no safetensors file: get it anew")
 
@@ -181,24 +212,7 @@ class HuggingFaceSource(Source):
         index = self.where if self.where.endswith(".json") else os.path.join(self.where, INDEX_FILE)
         if not os.path.exists(index):
             return {os.path.join(self.where, SINGLE_FILE): None}
-        try:
-            with open(index, "rb") as file:
-                content = file.read(INDEX_LIMIT_BYTES + 1)
-        except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror}", where=index, fix="check the path") from error
-        if len(content) > INDEX_LIMIT_BYTES:
-            raise _malformed(index, f"is longer than {INDEX_LIMIT_BYTES} bytes")
-        found = parse_json(content, index)
-        weight_map = found.get("weight_map") if isinstance(found, dict) else None
-        if not isinstance(weight_map, dict):
-            raise _malformed(index, "has no weight_map")
-        shards: dict[str, list[str]] = {}
-        for name, file in weight_map.items():
-            # A path could point anywhere on the reader's machine.
-            if not isinstance(file, str) or os.path.basename(file) != file or file in ("", ".", "..") or "\0" in file:
-                raise _malformed(index, f"{name} lies in {file!r}, which is no file of this folder")
-            shards.setdefault(os.path.join(os.path.dirname(index), file), []).append(name)
-        return shards
+        return shards_of_index(index)
 
     def _add(self, path: str, names: list[str] | None) -> None:
         header = read_header(path)

@@ -12,7 +12,7 @@ import torch
 
 from deepspeed_c.checkpoint.formats import torch_file
 from deepspeed_c.checkpoint.formats.deepspeed.stand_ins import read_file
-from deepspeed_c.checkpoint.formats.huggingface import INDEX_LIMIT_BYTES, parse_json
+from deepspeed_c.checkpoint.formats.huggingface import shards_of_index
 from deepspeed_c.checkpoint.formats.ranges import fill, read_bytes
 from deepspeed_c.checkpoint.formats.torch_file import StoredTensor
 from deepspeed_c.checkpoint.source import PARAM, LogicalTensor, Read, Source, Topology
@@ -82,26 +82,7 @@ class TorchWeightsSource(Source):
             index = self.where
         else:
             return {self.where: None}
-        try:
-            with open(index, "rb") as file:
-                content = file.read(INDEX_LIMIT_BYTES + 1)
-        except OSError as error:
-            raise CheckpointError(f"cannot be read: {error.strerror}", where=index, fix="check the path") from error
-        if len(content) > INDEX_LIMIT_BYTES:
-            raise CheckpointError(f"is longer than {INDEX_LIMIT_BYTES} bytes", where=index, fix="get the file anew")
-        found = parse_json(content, index)
-        weight_map = found.get("weight_map") if isinstance(found, dict) else None
-        if not isinstance(weight_map, dict):
-            raise CheckpointError("has no weight_map", where=index, fix="get the file anew")
-        shards: dict[str, list[str] | None] = {}
-        for name, file in weight_map.items():
-            # A path could point anywhere on the reader's machine.
-            if not isinstance(file, str) or os.path.basename(file) != file or file in ("", ".", "..") or "\0" in file:
-                raise CheckpointError(
-                    f"{name} lies in {file!r}, which is no file of this folder", where=index, fix="get the file anew"
-                )
-            shards.setdefault(os.path.join(os.path.dirname(index), file), []).append(name)
-        return shards
+        return shards_of_index(index)
 
     def _add(self, path: str, names: list[str] | None) -> None:
         state = _state_dict_of(read_file(path).content, path)
