@@ -40,6 +40,7 @@ PUBLIC_NAMES: dict[str, str] = {
     "RankMismatchError": "deepspeed_c.errors",
     "BackwardError": "deepspeed_c.errors",
     "RecomputeError": "deepspeed_c.errors",
+    "RoutingError": "deepspeed_c.errors",
     "NonFiniteLossError": "deepspeed_c.errors",
     "OffloadError": "deepspeed_c.errors",
     "LossScaleError": "deepspeed_c.errors",

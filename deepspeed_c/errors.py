@@ -25,6 +25,7 @@ __all__ = [
     "OptimizerError",
     "RankMismatchError",
     "RecomputeError",
+    "RoutingError",
     "StateError",
     "UnsupportedConfigError",
 ]
@@ -101,6 +102,10 @@ class BackwardError(DeepSpeedCError, RuntimeError):
 
 class RecomputeError(DeepSpeedCError, RuntimeError):
     """A checkpointed layer cannot be recomputed as it ran in forward, or its recomputation differed from forward."""
+
+
+class RoutingError(DeepSpeedCError, ValueError):
+    """A router gave a logit for which no score exists (NaN or +inf), so its token cannot be sent to experts."""
 
 
 class NonFiniteLossError(DeepSpeedCError, ArithmeticError):

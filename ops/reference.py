@@ -258,9 +258,10 @@ def nn_gated(x: Tensor, up: Tensor | None, act: str) -> Tensor:
     return (_act(_wide(gate), act) * _wide(up)).to(x.dtype)
 
 
-def philox(seed: int, n: int, device: torch.device | None = None) -> Tensor:
-    """The first n words of Philox4x32-7 with this seed (Salmon et al., SC 2011): int64 [n], each below 2^32."""
-    counter = torch.arange((n + 3) // 4, dtype=torch.int64, device=device)
+def philox(seed: int, n: int, device: torch.device | None = None, *, first_counter: int = 0) -> Tensor:
+    """n words of Philox4x32-7 with this seed (Salmon et al., SC 2011) from ``first_counter`` on, four a counter: int64
+    [n], each below 2^32."""
+    counter = torch.arange(first_counter, first_counter + (n + 3) // 4, dtype=torch.int64, device=device)
     low = 2**32 - 1
     words = [counter & low, counter >> 32, torch.zeros_like(counter), torch.zeros_like(counter)]
     keys = [seed & low, seed >> 32 & low]
