@@ -30,6 +30,7 @@ from deepspeed_c.engine.shard import lay_out_model, shard_model
 from deepspeed_c.engine.training import Training
 from deepspeed_c.errors import CommError, ConfigError, ModelError
 from deepspeed_c.logging import log_dist, set_level
+from deepspeed_c.moe.connect import connect_experts
 from deepspeed_c.pipe import PipelineModule
 from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.layout import Layout, gather_for_good, mesh_of_config
@@ -114,6 +115,7 @@ def initialize(
         check_pipeline(pipeline, settings.pipeline, settings.zero, mesh)
     _check_data_parallel_size(settings.data_parallel_size, mesh)
     mesh = mesh_of_config(settings.zero, mesh)
+    mesh.place_experts(data_first=settings.use_data_before_expert_parallelism)
     groups.set_mesh(mesh)
     set_level(settings.log_level)
     watch(comm, settings.collective_timeout_s)
@@ -128,6 +130,7 @@ def initialize(
     if pipeline is not None:
         connect_pipeline(pipeline, mesh)
     check_same_model(model, mesh.stage)
+    connect_experts(model, mesh)
     take_from_others(model)
     device = torch.device(get_accelerator().current_device_name())
     sharding = STAGES[settings.zero.stage]

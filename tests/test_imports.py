@@ -79,6 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "utils",
         "threads",
     },
+    "moe": {"config", "logging", "comm", "ops", "_C", "zero", "recompute", "utils"},
     "inference": {
         *("config", "logging", "comm", "accelerator", "ops", "_C", "zero", "engine", "inject", "utils", "checkpoint"),
         "offload",

@@ -18,7 +18,7 @@ __all__ = [
     "DP_REPLICATE",
     "DP_SHARD",
     "EP",
-    "LATER",
+    "NEEDING_MODULE",
     "PP",
     "SAME_SAMPLES",
     "SHARDS",
@@ -29,7 +29,7 @@ __all__ = [
     "Axis",
     "Holds",
     "Sees",
-    "refuse_later_axes",
+    "refuse_axes_needing_module",
 ]
 
 PP, DP_REPLICATE, DP_SHARD, EP, SP, TP = "pp", "dp_replicate", "dp_shard", "ep", "sp", "tp"
@@ -63,7 +63,6 @@ class Axis:
     holds: Holds
     shards_states: bool
     """Whether ZeRO cuts states, gradients and weights over the axis; otherwise each rank along it has a copy."""
-    is_built: bool = True
     needs: str = ""
     """The class of module that is required for the axis; "" if every module can use it."""
     dim_names: tuple[str, ...] = ()
@@ -118,7 +117,6 @@ AXIS_ROWS = (
         sees=Sees.OTHER_SAMPLES,
         holds=Holds.PARTS,
         shards_states=True,
-        is_built=False,
         dim_names=("expert_parallel",),
         mpu_names=("expert_model_parallel", "expert_parallel"),
     ),
@@ -151,24 +149,24 @@ AXES = _names(lambda axis: True)
 # Ranks that hold the same layers, or parts of the same layers, differ along these axes only.
 WITHIN_STAGE = _names(lambda axis: axis.holds is not Holds.OTHER_LAYERS)
 # Gradients are averaged over the ranks along these axes: a batch has one micro-batch for each of these ranks.
-DATA = _names(lambda axis: axis.is_built and axis.sees is Sees.OTHER_SAMPLES)
+DATA = _names(lambda axis: axis.sees is Sees.OTHER_SAMPLES)
 # Gradients are summed over the ranks along these: they train the same parameters on different tokens.
-TOKENS = _names(lambda axis: axis.is_built and axis.sums_gradients)
+TOKENS = _names(lambda axis: axis.sums_gradients)
 # By default ZeRO cuts over these axes. Ranks along the other axes of TOKENS hold copies of the same shards.
-SHARDS = _names(lambda axis: axis.is_built and axis.shards_states)
+SHARDS = _names(lambda axis: axis.shards_states)
 COPIES = tuple(name for name in TOKENS if name not in SHARDS)
 # Ranks along these axes read the same samples: a saved run has one place in the data for all of them.
-SAME_SAMPLES = _names(lambda axis: axis.is_built and axis.sees is not Sees.OTHER_SAMPLES)
+SAME_SAMPLES = _names(lambda axis: axis.sees is not Sees.OTHER_SAMPLES)
 # Ranks of a plain module cannot lie along these.
-LATER = _names(lambda axis: not axis.is_built or bool(axis.needs))
+NEEDING_MODULE = _names(lambda axis: bool(axis.needs))
 
 
-def refuse_later_axes(sizes: Mapping[str, int], where: str) -> None:
-    """Raises FeatureError for an axis of ``LATER`` with more than one rank, and names the axis."""
+def refuse_axes_needing_module(sizes: Mapping[str, int], where: str) -> None:
+    """Raises FeatureError for an axis of ``NEEDING_MODULE`` with more than one rank, and names the axis."""
     for axis in AXIS_ROWS:
-        if axis.name in LATER and sizes.get(axis.name, 1) != 1:
+        if axis.name in NEEDING_MODULE and sizes.get(axis.name, 1) != 1:
             raise FeatureError(
-                f"axis {axis.name!r} has {sizes[axis.name]} ranks: {axis.what} is not part of this version",
+                f"axis {axis.name!r} has {sizes[axis.name]} ranks: {axis.what} is for a {axis.needs}",
                 where=where,
-                fix=f"use data parallelism only ({DP_SHARD}, {DP_REPLICATE})",
+                fix=f"pass a {axis.needs}, or give all ranks to the other axes",
             )

@@ -22,13 +22,14 @@ from deepspeed_c.comm.axes import (
     DATA,
     DP_REPLICATE,
     DP_SHARD,
-    LATER,
+    EP,
+    NEEDING_MODULE,
     PP,
     SP,
     TOKENS,
     TP,
     WITHIN_STAGE,
-    refuse_later_axes,
+    refuse_axes_needing_module,
 )
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.groups import timeout_of
@@ -92,6 +93,8 @@ class Mesh:
         self._place = dict(zip(AXES, places[0].tolist()))
         self._connect = connect
         self._groups: dict[tuple[int, ...], Collectives] = {}
+        self._with_experts: dict[int, Mesh] = {}
+        self._data_first = False
         self._forget_groups()
 
     @property
@@ -265,6 +268,42 @@ class Mesh:
         grid = grid.movedim(AXES.index(DP_SHARD) + 1, AXES.index(axis)).reshape(tuple(sizes.values()))
         return Mesh(self.comm, sizes, grid=grid, connect=self._connect)
 
+    def place_experts(self, *, data_first: bool) -> None:
+        """Sets which ranks share experts: the nearest neighbours hold different experts, or the same experts if
+        ``data_first`` (``use_data_before_expert_parallelism``). Call it before ``with_experts``."""
+        self._data_first = data_first
+
+    def with_experts(self, n_ranks: int) -> Mesh:
+        """The same ranks as experts see them that are spread over ``n_ranks`` ranks: these lie along ep, and the ranks
+        with the same experts along dp_shard. Both meshes use the same groups.
+
+        All ranks that see different tokens can hold different experts, so ep takes its ranks from sp as well as from
+        dp_shard. A mesh that has ``n_ranks`` along ep already stays as it is.
+
+        Raises CommError where the ranks cannot be divided so.
+        """
+        if n_ranks == self.axes[EP]:
+            return self
+        found = self._with_experts.get(n_ranks)
+        if found is None:
+            n_tokens = self.size(DP_SHARD, EP, SP)
+            if n_ranks < 1 or n_tokens % n_ranks:
+                raise CommError(
+                    f"experts cannot be spread over {n_ranks} of the {n_tokens} ranks that share one copy of the model:"
+                    f" the mesh has {self}",
+                    where="ep_size",
+                    fix=f"use a divisor of {n_tokens}",
+                )
+            at, n_same = AXES.index(DP_SHARD), n_tokens // n_ranks
+            grid = self._grid.flatten(at, at + 2)
+            if self._data_first:
+                grid = grid.unflatten(at, (n_ranks, n_same)).transpose(at, at + 1)
+            sizes = {**self.axes, DP_SHARD: n_same, EP: n_ranks, SP: 1}
+            found = Mesh(self.comm, sizes, grid=grid.reshape(tuple(sizes.values())), connect=self._connect)
+            found._groups = self._groups
+            self._with_experts[n_ranks] = found
+        return found
+
     def to_device_mesh(self, device_type: str = "cpu") -> Any:
         """The axes of more than one rank as a ``DeviceMesh``. If there are none, it has the single dimension dp_shard.
 
@@ -283,7 +322,8 @@ class Mesh:
         self._forget_groups()
 
     def _forget_groups(self) -> None:
-        self._groups = {tuple(range(self.comm.world_size)): self.comm}
+        self._groups.clear()  # in place: ``with_experts`` shares it
+        self._groups[tuple(range(self.comm.world_size))] = self.comm
 
     def __str__(self) -> str:
         """``dp_replicate 2 x dp_shard 4``; axes of one rank are left out."""
@@ -328,7 +368,7 @@ def mesh_of_device_mesh(device_mesh: Any) -> Mesh:
             fix=f"name each dimension for another axis: {', '.join(AXES)}",
         )
     grid = device_mesh.mesh.cpu()
-    refuse_later_axes(dict(zip(names, grid.shape)), _DEVICE_MESH)
+    refuse_axes_needing_module(dict(zip(names, grid.shape)), _DEVICE_MESH)
     ranks = sorted(grid.reshape(-1).tolist())
     is_world = len(ranks) == dist.get_world_size()
     group = None if is_world else _shared_group(tuple(ranks), None)
@@ -343,11 +383,10 @@ def mesh_of_pair(sizes: Any) -> Mesh:
     Raises CommError if ``sizes`` is not two sizes, or if the sizes do not fit the ranks.
     """
     if not isinstance(sizes, Sequence) or len(sizes) != 2 or not all(isinstance(size, Integral) for size in sizes):
-        lacking = ", ".join(f"{axis.name} ({axis.what})" for axis in AXIS_ROWS if not axis.is_built)
         raise CommError(
             f"{sizes!r} is not two numbers, the sizes of the axes {DP_SHARD} and {SP}",
             where="initialize(mesh_param=...)",
-            fix=f"pass two numbers, or name axes in mesh_device=...; {lacking} is not part of this version",
+            fix="pass two numbers, or name axes in mesh_device=...",
         )
     return Mesh(Collectives(), dict(zip((DP_SHARD, SP), sizes)))
 
@@ -359,7 +398,7 @@ def mesh_of_mpu(mpu: Any) -> Mesh:
     Collective where there are sequence-parallel or tensor-parallel ranks. Raises FeatureError where the mpu has ranks
     of another kind, and CommError where its methods do not say enough, or where its ranks do not make up the job.
     """
-    refuse_later_axes({axis: _size_by_mpu(mpu, axis) for axis in LATER}, _MPU)
+    refuse_axes_needing_module({axis: _size_by_mpu(mpu, axis) for axis in NEEDING_MODULE}, _MPU)
     n_seq, seq_rank = _ask(mpu, SP, default=1)
     # An mpu for sequence parallelism alone calls sequence parallelism "model parallel", too.
     n_tp, tp_rank = _ask(mpu, TP, default=1, names=_MPU_NAMES[TP][: 2 if n_seq > 1 else 3])

@@ -6,11 +6,12 @@ import hashlib
 
 import torch
 
-from deepspeed_c.comm.axes import PP, WITHIN_STAGE
+from deepspeed_c.comm.axes import EP, PP, WITHIN_STAGE
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import RankMismatchError
 from deepspeed_c.zero.layout.cuts import cut_of, tied_over
+from deepspeed_c.zero.layout.experts import ExpertNames
 from deepspeed_c.zero.weights.param import shape_of, state_of
 
 __all__ = ["broadcast_model", "check_same_model", "check_same_text"]
@@ -51,11 +52,15 @@ def check_same_model(model: torch.nn.Module, comm: Collectives) -> None:
     that hold the same layers. If a parameter was cut by hand (it has Megatron's marks), its shape may differ in the cut
     dimension."""
     lines = [
-        f"{name} {_shape_to_agree_on(p)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+        f"{name} {_shape_to_agree_on(p)} {p.dtype}{'' if p.requires_grad else ' frozen'}{_expert_group(p)}"
         for name, p in model.named_parameters()
     ]
     lines += [f"{name} {tuple(b.shape)} {b.dtype} buffer" for name, b in model.named_buffers()]
     check_same_text("the model", lines, comm, "build the same model on every rank, with the same parameters frozen")
+
+
+def _expert_group(param: torch.nn.Parameter) -> str:
+    return "" if getattr(param, "allreduce", True) else f" of an expert, {getattr(param, 'group_name', None)}"
 
 
 def _shape_to_agree_on(param: torch.nn.Parameter) -> str:
@@ -70,15 +75,18 @@ def _shape_to_agree_on(param: torch.nn.Parameter) -> str:
 
 def broadcast_model(model: torch.nn.Module, mesh: Mesh, device: torch.device) -> None:
     """Gives every rank the weights and buffers of the first rank with the same layers. They are sent through memory of
-    ``device``. The parts of a cut parameter are sent by the first data-parallel rank, and a parameter that stages share
-    is sent by the first of these stages."""
+    ``device``. The parts of a cut parameter are sent by the first data-parallel rank, a parameter that stages share by
+    the first of these stages, and an expert by the first of the ranks that hold it."""
     if mesh.comm.world_size == 1:
         return
+    numbered = ExpertNames(model)
     with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if state_of(tensor) is not None:
                 continue  # sharded under zero.Init, from rank 0's values
             comm = mesh.stage if cut_of(tensor) is None else mesh.tokens
+            if (n_ranks := numbered.n_ranks(name)) > 1:
+                comm = mesh.with_experts(n_ranks).along(*(axis for axis in WITHIN_STAGE if axis != EP))
             if tied := tied_over(tensor):
                 comm = mesh.among(tied, PP, *WITHIN_STAGE)
             data = tensor.data

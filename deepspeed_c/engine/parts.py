@@ -1,29 +1,53 @@
-"""Puts whole tensors together from the parts of tensor-parallel ranks, and takes parts from whole tensors."""
+"""Puts whole tensors together from the parts of tensor-parallel ranks, brings together the experts of all ranks, and
+takes a rank's own from them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.axes import EP
+from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.inject.cut import Cut
 from deepspeed_c.zero.layout.cuts import cut_of
+from deepspeed_c.zero.layout.experts import ExpertNames
 from deepspeed_c.zero.weights.param import shape_of
 
 __all__ = ["Parts", "take_parts"]
 
 
 class Parts:
-    """The cuts of ``tensors`` by name, on all ranks of ``tp``, which hold one model together. The constructor is
-    collective."""
+    """The parts that the ranks of ``mesh`` hold of the ``tensors`` of ``module``: cuts over tensor-parallel ranks, and
+    experts. The constructor is collective."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], tp: Collectives) -> None:
-        self._tp = tp
+    def __init__(self, module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> None:
+        self._mesh, self._tp = mesh, mesh.tensors
+        self._experts = ExpertNames(module)
+        tp = self._tp
         mine = {name: cut for name, tensor in tensors.items() if (cut := cut_of(tensor)) is not None}
         everyone = tp.gather_objects(mine, label="cuts of parameters")
         self._cuts: dict[str, list[Cut]] = {name: [cuts[name] for cuts in everyone] for name in mine}
+
+    def names(self, name: str) -> list[str]:
+        """The names of the tensors that ``everyone`` yields for ``name``: one for each rank that holds another expert
+        under this name."""
+        return self._experts.on_all_ranks(name)
+
+    def everyone(self, name: str, part: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor) for this rank's ``part`` of the tensor ``name``, and for the other experts that other
+        ranks call by this name. Collective over all ranks of the mesh: iterate to the end."""
+        whole = self.whole(name, part)
+        names = self.names(name)
+        if len(names) == 1:
+            yield name, whole
+            return
+        ep = self._mesh.with_experts(len(names)).along(EP)
+        for rank, logical in enumerate(names):
+            sent = whole.contiguous() if rank == ep.rank else torch.empty_like(whole, memory_format=torch.contiguous_format)
+            ep.broadcast(sent, rank, label=logical)
+            yield logical, sent
 
     def shape(self, name: str, tensor: torch.Tensor) -> torch.Size:
         """The shape of the whole tensor."""
@@ -45,8 +69,10 @@ class Parts:
 
 
 def take_parts(module: torch.nn.Module, whole: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A copy of the state dict ``whole``, in which this rank's part replaces each tensor that ``module`` holds only a
-    part of. A tensor that has the part's shape already stays as it is."""
+    """A copy of the state dict ``whole`` with what this rank holds. This rank's part replaces each tensor that
+    ``module`` holds only a part of; a tensor that has the part's shape already stays as it is. This rank's experts,
+    under its own names, replace the experts of all ranks."""
+    whole = _take_experts(module, whole)
     cuts = {
         name: cut for name, tensor in module.state_dict(keep_vars=True).items() if (cut := cut_of(tensor)) is not None
     }
@@ -58,3 +84,12 @@ def take_parts(module: torch.nn.Module, whole: Mapping[str, Any]) -> Mapping[str
         else value
         for name, value in whole.items()
     }
+
+
+def _take_experts(module: torch.nn.Module, whole: Mapping[str, Any]) -> Mapping[str, Any]:
+    numbered = ExpertNames(module)
+    if not numbered or not numbered.has_all(whole):
+        return whole
+    own = {numbered.logical(name): name for name in module.state_dict(keep_vars=True)}
+    others = {other for name in own.values() for other in numbered.on_all_ranks(name)} - own.keys()
+    return {own.get(name, name): value for name, value in whole.items() if name not in others}

@@ -65,25 +65,28 @@ def stream_order(tensors: Mapping[str, torch.Tensor]) -> tuple[list[str], dict[i
 def stream(
     tensors: Mapping[str, torch.Tensor], fetcher: Fetcher | None, parts: Parts
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields each different tensor in the order of ``stream_order`` while it is whole. Collective: iterate to the end.
-    """
+    """Yields each different tensor in the order of ``stream_order`` while it is whole, and the experts of all ranks
+    (``Parts.everyone``). Collective: iterate to the end."""
     whole, sharded = stream_order(tensors)
     for name in whole:
-        yield name, parts.whole(name, tensors[name].detach())
+        yield from parts.everyone(name, tensors[name].detach())
     for index, names in sharded.items():
         group = fetcher.groups[index]
         fetcher.pin([group])
         try:
             for name in names:
-                yield name, parts.whole(name, tensors[name].detach())
+                yield from parts.everyone(name, tensors[name].detach())
         finally:
             fetcher.unpin([group])
 
 
-def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Other names of tied weights: name -> first name."""
+def aliases_of(tensors: Mapping[str, torch.Tensor], parts: Parts) -> dict[str, str]:
+    """Other names of tied weights, of all ranks' experts too: name -> first name."""
     first: dict[int, str] = {}
-    return {name: first[id(t)] for name, t in tensors.items() if first.setdefault(id(t), name) != name}
+    own = {name: first[id(t)] for name, t in tensors.items() if first.setdefault(id(t), name) != name}
+    return {
+        other: known for name, first_name in own.items() for other, known in zip(parts.names(name), parts.names(first_name))
+    }
 
 
 def consolidate(
@@ -94,13 +97,14 @@ def consolidate(
     tensors = named_tensors(module, exclude_frozen)
     keeps = on_all_ranks or mesh.comm.rank == 0
     whole: dict[str, torch.Tensor] = {}
-    for name, tensor in stream(tensors, fetcher, Parts(tensors, mesh.tensors)):
+    parts = Parts(module, tensors, mesh)
+    for name, tensor in stream(tensors, fetcher, parts):
         if keeps:
             whole[name] = tensor.to("cpu", copy=True)
     if not keeps:
         return None
-    aliases = aliases_of(tensors)
-    return OrderedDict((name, whole[aliases.get(name, name)]) for name in tensors)
+    aliases = aliases_of(tensors, parts)
+    return OrderedDict((name, whole[aliases.get(name, name)]) for own in tensors for name in parts.names(own))
 
 
 def save_weights(
@@ -113,10 +117,15 @@ def save_weights(
     tensors = named_tensors(module, exclude_frozen)
     error: Exception | None = None
     writer: TensorFileWriter | None = None
-    parts, comm = Parts(tensors, mesh.tensors), mesh.comm
+    parts, comm = Parts(module, tensors, mesh), mesh.comm
     if comm.rank == 0:
-        aliases = aliases_of(tensors)
-        entries = {name: (parts.shape(name, t), t.dtype) for name, t in tensors.items() if name not in aliases}
+        aliases = aliases_of(tensors, parts)
+        entries = {
+            name: (parts.shape(own, t), t.dtype)
+            for own, t in tensors.items()
+            for name in parts.names(own)
+            if name not in aliases
+        }
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             writer = files.stream.TensorFileWriter(path, entries, aliases)

@@ -222,8 +222,8 @@ def save_mp_checkpoint(model: torch.nn.Module, folder: str | os.PathLike[str], *
     """
     folder = os.fspath(folder)
     tensors = named_tensors(model, exclude_frozen=False)
-    parts = Parts(tensors, mesh.tensors)
-    aliases = aliases_of(tensors)
+    parts = Parts(model, tensors, mesh)
+    aliases = aliases_of(tensors, parts)
     entries = [(name, parts.shape(name, t), t.dtype) for name, t in tensors.items() if name not in aliases]
     problem: DeepSpeedCError | None = None
     writer: ModelFolderWriter | None = None

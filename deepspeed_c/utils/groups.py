@@ -10,11 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed_c import comm
-from deepspeed_c.comm.axes import DATA, EP, SP, TOKENS, TP, refuse_later_axes
+from deepspeed_c.comm.axes import DATA, EP, SP, TOKENS, TP
+from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh, mesh_of_mpu
 from deepspeed_c.errors import StateError
+from deepspeed_c.zero.layout.experts import holders_of
 
 __all__ = [
+    "create_expert_groups",
     "get_data_parallel_group",
     "get_data_parallel_rank",
     "get_data_parallel_world_size",
@@ -32,21 +35,26 @@ __all__ = [
 
 # Other code (Megatron's, accelerate's) asks without an engine at hand.
 _told: list[Mesh] = []
+# Name of the groups of experts -> the number of ranks that these experts are spread over.
+_expert_sizes: dict[str, int] = {}
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     """Tells what to answer from: ``mpu`` is an object with ``get_data_parallel_group()`` and its kin, None for all
-    ranks.
+    ranks. With more than one rank in ``ep_size``, also makes the groups of experts that are spread over so many ranks.
 
-    Raises FeatureError unless ``ep_size`` is 1.
+    Raises CommError where ``ep_size`` does not divide the ranks.
     """
-    refuse_later_axes({EP: ep_size}, "groups.initialize(ep_size=...)")
     set_mesh(None if mpu is None else mesh_of_mpu(mpu))
+    if ep_size != 1:
+        create_expert_groups(ep_size)
 
 
 def set_mesh(mesh: Mesh | None) -> None:
-    """From now on answers come from ``mesh``; None: all ranks are data-parallel."""
+    """From now on answers come from ``mesh``; None: all ranks are data-parallel. No groups of experts are known yet.
+    """
     _told[:] = [] if mesh is None else [mesh]
+    _expert_sizes.clear()
 
 
 def _size(axis: str) -> int:
@@ -182,3 +190,115 @@ def _get_sequence_parallel_world_size() -> int:
 
 def _get_sequence_parallel_rank() -> int:
     return _rank(SP)
+
+
+def create_expert_groups(n_ranks: int, *, data_first: bool = False) -> None:
+    """Makes the groups of experts that are spread over ``n_ranks`` ranks, if they have not been made. ``data_first``
+    (``use_data_before_expert_parallelism``) counts where no engine and no earlier call has said it.
+
+    Collective. Raises CommError where the number does not divide the ranks.
+    """
+    if not _told:
+        mesh = Mesh(Collectives())
+        mesh.place_experts(data_first=data_first)
+        _told.append(mesh)
+    _told[0].with_experts(n_ranks).along(EP)
+    holders_of(_told[0], n_ranks)
+    _expert_sizes[f"ep_size_{n_ranks}"] = n_ranks
+
+
+def _create_expert_and_data_parallel(expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False) -> None:
+    create_expert_groups(expert_parallel_size_, data_first=use_data_before_expert_parallel_)
+
+
+def _expert_ranks(group_name: str) -> Collectives:
+    """The ranks that together hold the experts of the groups ``group_name``. Raises StateError where there are none of
+    that name."""
+    return _experts(group_name).along(EP)
+
+
+def _expert_data_ranks(group_name: str) -> Collectives:
+    """The ranks that hold the same experts as this rank."""
+    _experts(group_name)
+    return holders_of(_told[0], _expert_sizes[group_name])
+
+
+def _experts(group_name: str) -> Mesh:
+    if group_name not in _expert_sizes:
+        raise StateError(
+            f"there are no groups of experts named {group_name!r}; there are {sorted(_expert_sizes)}",
+            where="groups._get_expert_parallel_group",
+            fix="make an engine of the model with experts before, or call layer.set_deepspeed_parallelism()",
+        )
+    return _told[0].with_experts(_expert_sizes[group_name])
+
+
+def _get_expert_parallel_group(group_name: str) -> Any:
+    """The ranks that together hold the experts. ``group_name``: "ep_size_N" for experts spread over N ranks."""
+    return _experts(group_name).process_group(EP)
+
+
+def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
+    return list(_expert_ranks(group_name).global_ranks)
+
+
+def _get_expert_parallel_group_dict() -> dict[str, Any]:
+    return {name: _get_expert_parallel_group(name) for name in _expert_sizes}
+
+
+def _get_expert_parallel_world_size(group_name: str) -> int:
+    return _expert_ranks(group_name).world_size
+
+
+def _get_expert_parallel_rank(group_name: str) -> int:
+    return _expert_ranks(group_name).rank
+
+
+def _get_expert_parallel_src_rank(group_name: str) -> int:
+    """The global rank of the first of the ranks that together hold the experts."""
+    return _expert_ranks(group_name).global_ranks[0]
+
+
+def _get_expert_data_parallel_group(group_name: str) -> Any:
+    """The ranks that hold the same experts."""
+    axes = (axis for axis in TOKENS if axis != EP)
+    return _experts(group_name).process_group(*axes)
+
+
+def _get_expert_data_parallel_group_ranks(group_name: str) -> list[int]:
+    return list(_expert_data_ranks(group_name).global_ranks)
+
+
+def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
+    return {name: _get_expert_data_parallel_group(name) for name in _expert_sizes}
+
+
+def _get_expert_data_parallel_world_size(group_name: str) -> int:
+    return _expert_data_ranks(group_name).world_size
+
+
+def _get_expert_data_parallel_rank(group_name: str) -> int:
+    return _expert_data_ranks(group_name).rank
+
+
+def _get_expert_broadcast_src_rank(group_name: str) -> int:
+    """The global rank of the first of the ranks that hold the same experts."""
+    return _expert_data_ranks(group_name).global_ranks[0]
+
+
+def _get_max_expert_size() -> int | None:
+    """The largest number of ranks that experts are spread over; None where there are no groups of experts."""
+    return max(_expert_sizes.values(), default=None)
+
+
+def _get_max_expert_size_name() -> str:
+    return f"ep_size_{_get_max_expert_size()}"
+
+
+def _get_max_expert_parallel_group() -> Any:
+    return _get_expert_parallel_group(_get_max_expert_size_name())
+
+
+def _get_expert_model_parallel_world_size() -> int:
+    """1: no expert is cut over tensor-parallel ranks."""
+    return 1

@@ -13,6 +13,7 @@ import torch
 from deepspeed_c import checkpoint as files
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, ParamInfo
 from deepspeed_c.comm.axes import PP, TOKENS
+from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.engine.checkpoint.boxes import BoxPart, box_parts
 from deepspeed_c.engine.no_optimizer import NoOptimizer
@@ -20,6 +21,7 @@ from deepspeed_c.engine.trainable import KeptState
 from deepspeed_c.errors import CheckpointError
 from deepspeed_c.inject.cut import Cut
 from deepspeed_c.zero.layout.cuts import cut_of, tied_over
+from deepspeed_c.zero.layout.experts import ExpertNames, expert_ranks_of, holders_of
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.layout.unit import Fragment, Slot, Unit
 from deepspeed_c.zero.states.optimizer import ZeroOptimizer
@@ -46,6 +48,9 @@ class Named(NamedTuple):
     """First names, in the module's order."""
     others: dict[str, Any]
     """The entries of a module's state dict that are not tensors (``get_extra_state``)."""
+    expert_ranks: dict[str, int]
+    """The number of ranks that hold different experts, by the first name of an expert's tensor. Experts that are on all
+    ranks are left out."""
 
 
 def names_of_all(named: Named, mesh: Mesh) -> Named:
@@ -64,23 +69,31 @@ def names_of_all(named: Named, mesh: Mesh) -> Named:
         names.update(dict.fromkeys(of_stage[0]))
         aliases.update(of_stage[1])
         others.update(of_stage[2])
-    return Named(named.tensors, aliases, list(names), others)
+    return named._replace(names=list(names), aliases=aliases, others=others)
 
 
 def names_of(module: torch.nn.Module) -> Named:
-    """The tensors of a module under the names of its state dict. Tied tensors are listed once."""
+    """The tensors of a module under the names of its state dict, with experts numbered over all ranks. Tied tensors are
+    listed once. The names are those of all ranks' experts, the tensors this rank's only."""
+    numbered = ExpertNames(module)
     first: dict[int, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     others: dict[str, Any] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
+    names: dict[str, None] = {}
+    expert_ranks: dict[str, int] = {}
+    for own, value in module.state_dict(keep_vars=True).items():
+        name, everyone = numbered.logical(own), numbered.on_all_ranks(own)
         if not torch.is_tensor(value):
             others[name] = value
-        elif first.setdefault(id(value), name) == name:
+        elif first.setdefault(id(value), own) == own:
             tensors[name] = value
+            names.update(dict.fromkeys(everyone))
+            if len(everyone) > 1:
+                expert_ranks[name] = len(everyone)
         else:
-            aliases[name] = first[id(value)]
-    return Named(tensors, aliases, list(tensors), others)
+            aliases.update(zip(everyone, numbered.on_all_ranks(first[id(value)])))
+    return Named(tensors, aliases, list(names), others, expert_ranks)
 
 
 class _Whole(NamedTuple):
@@ -136,7 +149,8 @@ def owned_pieces(
     """The pieces that this rank writes: its shards, and its part of the tensors that are the same on all ranks. States
     in a file are read through ``reading``.
 
-    Buffers may differ between ranks (running means). Rank 0's buffers are saved, as other libraries do.
+    Buffers may differ between ranks (running means). The buffers of the first rank with the same layers and experts are
+    saved, as other libraries do.
     """
     pieces: list[OwnedPiece] = []
     copies: list[_Whole] = []
@@ -157,7 +171,9 @@ def owned_pieces(
         if id(tensor) in placed:
             continue
         cut = cut_of(tensor)
-        if not isinstance(tensor, torch.nn.Parameter):
+        if name in named.expert_ranks:
+            pieces += _expert_piece(name, tensor, i, holders_of(mesh, named.expert_ranks[name]), mesh, exclude_frozen)
+        elif not isinstance(tensor, torch.nn.Parameter):
             if mesh.stage.rank == 0 and _is_first_of_tied(tensor, mesh):
                 pieces.append(files.save.OwnedPiece(BUFFER, name, tuple(tensor.shape), 0, tensor.detach().reshape(-1)))
         elif exclude_frozen and not tensor.requires_grad:
@@ -169,6 +185,24 @@ def owned_pieces(
             pieces += _cut_pieces(PARAM, name, tensor.shape, 0, tensor.detach().reshape(-1), cut)
     pieces += _share_out(copies, mesh.stage.rank, mesh.stage.world_size)
     return pieces
+
+
+def _expert_piece(
+    name: str, tensor: torch.Tensor, index: int, holders: Collectives, mesh: Mesh, exclude_frozen: bool
+) -> Iterator[OwnedPiece]:
+    """The piece of an expert's tensor outside units, if this is the one of its holders that writes it. The first of
+    them writes buffers; they take turns with parameters that are not trained."""
+    is_param = isinstance(tensor, torch.nn.Parameter)
+    turn = index % holders.world_size if is_param else 0
+    is_left_out = is_param and exclude_frozen and not tensor.requires_grad
+    if holders.rank == turn and mesh.tensors.rank == 0 and not is_left_out:
+        kind = PARAM if is_param else BUFFER
+        yield files.save.OwnedPiece(kind, name, tuple(tensor.shape), 0, tensor.detach().reshape(-1))
+
+
+def _is_alike(unit: Unit, slot: Slot) -> bool:
+    """Whether all ranks with the same layers hold the whole parameter."""
+    return not unit.is_cut and slot.cut is None and expert_ranks_of(slot.param) == 1
 
 
 def _is_first_of_tied(tensor: torch.Tensor, mesh: Mesh) -> bool:
@@ -200,7 +234,7 @@ def _take(part: BoxPart, data: Deferred) -> torch.Tensor:
 def _add_unit_weights(unit: Unit, slot: Slot, reading: Reading, pieces: list[OwnedPiece], copies: list[_Whole]) -> None:
     fragment = unit.fragment_of.get(slot)
     is_stored = unit.weights.needs_open(slot.bucket)
-    if not unit.is_cut and not is_stored and slot.cut is None:
+    if _is_alike(unit, slot) and not is_stored:
         data = torch.empty(0, dtype=unit.dtype) if fragment is None else unit.weight_piece(fragment)
         copies.append(_Whole(PARAM, slot.name, data.view(slot.shape)))
         return
@@ -266,7 +300,7 @@ def _add_states(
             pieces += _cut_pieces(kind, slot.name, shape, fragment.begin, deferred, slot.cut)
             continue
         data = optimizer.pieces.local(slot, key)
-        if not unit.is_cut and slot.cut is None:
+        if _is_alike(unit, slot):
             copies.append(_Whole(kind, slot.name, data.view(shape)))
         elif _writes(unit, slot):
             pieces += _cut_pieces(kind, slot.name, shape, fragment.begin, data, slot.cut)
@@ -274,7 +308,10 @@ def _add_states(
         # A state whose shape differs from the parameter's (Adafactor's rows and columns) is saved whole if the unit is
         # not cut.
         if torch.is_tensor(value) and value.numel() != 1 and not unit.is_cut:
-            copies.append(_Whole(key, slot.name, value))
+            if _is_alike(unit, slot):
+                copies.append(_Whole(key, slot.name, value))
+            elif _writes(unit, slot):
+                pieces.append(files.save.OwnedPiece(key, slot.name, tuple(value.shape), 0, value.reshape(-1)))
 
 
 def _dormant_pieces(param: torch.nn.Parameter, state: KeptState) -> Iterator[OwnedPiece]:
@@ -314,7 +351,7 @@ def param_infos(
     layout: Layout, optimizer: ZeroOptimizer | NoOptimizer, dormant: Mapping[torch.nn.Parameter, KeptState], rank: int
 ) -> dict[str, ParamInfo]:
     """Groups and counts of the trained parameters with elements on this rank. On the first of the ranks with the same
-    layers, also the groups of all other parameters."""
+    layers and experts, also the groups of all other parameters."""
     infos: dict[str, ParamInfo] = {}
     for unit in layout.trained:
         for slot in unit.slots:
@@ -322,7 +359,7 @@ def param_infos(
                 counts = optimizer.pieces.kinds(slot)[1]
                 kept = {k: v for k, v in counts.items() if not torch.is_tensor(v) or v.numel() == 1 or unit.is_cut}
                 infos[slot.name] = ParamInfo(group=unit.group, counts=kept)
-            elif rank == 0:
+            elif rank == 0 or (expert_ranks_of(slot.param) > 1 and unit.comm.rank == unit.copy_index == 0):
                 infos[slot.name] = ParamInfo(group=unit.group)
     for state in dormant.values():
         if state.counts or rank == 0:

@@ -45,29 +45,36 @@ def save_model(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise StateError(f"{dtype!r} is no floating-point dtype", where="dtype", fix="pass torch.bfloat16, for example")
     tensors = named_tensors(module, exclude_frozen)
-    parts, comm = Parts(tensors, mesh.tensors), mesh.comm
+    parts, comm = Parts(module, tensors, mesh), mesh.comm
     params = {id(p) for p in module.parameters()}
-    dtypes = {
+    own_dtypes = {
         name: t.dtype if dtype is None or id(t) not in params or not t.is_floating_point() else dtype
         for name, t in tensors.items()
     }
-    has_master = {name for name, t in tensors.items() if dtypes[name] != t.dtype != torch.float32 and _is_trained(t)}
-    aliases = aliases_of(tensors)
-    masters = [name for name in tensors if name in has_master and name not in aliases]
+    has_master = {
+        name for name, t in tensors.items() if own_dtypes[name] != t.dtype != torch.float32 and _is_trained(t)
+    }
+    aliases = aliases_of(tensors, parts)
+    masters = [name for name in tensors if name in has_master and parts.names(name)[0] not in aliases]
     others = {name: t for name, t in tensors.items() if name not in has_master}
     whole, sharded = stream_order(others)
     order = [*masters, *whole, *(name for names in sharded.values() for name in names)]
+    dtypes = {name: own_dtypes[own] for own in tensors for name in parts.names(own)}
 
     def values() -> Iterator[tuple[str, torch.Tensor]]:
         for name in masters:
-            yield name, parts.whole(name, safe_get_full_fp32_param(tensors[name]))
+            yield from parts.everyone(name, safe_get_full_fp32_param(tensors[name]))
         yield from stream(others, fetcher, parts)
 
     error: CheckpointError | None = None
     writer: ModelFolderWriter | None = None
     if comm.rank == 0:
         try:
-            entries = [(name, tuple(parts.shape(name, tensors[name])), dtypes[name]) for name in order]
+            entries = [
+                (name, tuple(parts.shape(own, tensors[own])), dtypes[name])
+                for own in order
+                for name in parts.names(own)
+            ]
             writer = files.model_folder.ModelFolderWriter(
                 folder, entries, aliases, max_shard_size=max_shard_size
             ).__enter__()

@@ -24,6 +24,7 @@ from deepspeed_c.errors import CheckpointError, StateError
 from deepspeed_c.inject.cut import Cut
 from deepspeed_c.ops.scope import declaration
 from deepspeed_c.zero.layout.cuts import cut_of
+from deepspeed_c.zero.layout.experts import expert_ranks_of, holders_of
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.layout.unit import Fragment, Slot, Unit
 from deepspeed_c.zero.states.optimizer import ZeroOptimizer
@@ -194,7 +195,7 @@ def plan_restore(
         if found is not None and _fits(found, _logical_shape(tensor), name, problems):
             _plan_whole(plan, tensor, found)
     _plan_dormant(plan, finder, named, layout, mesh, options)
-    # Names of other pipeline stages are checked by the ranks of those stages.
+    # Other ranks check the names of other pipeline stages and of other experts.
     for name in named.names:
         finder.name_of(name)
     plan.unexpected = [name for name in finder.kinds if name not in finder.used]
@@ -428,7 +429,9 @@ def _plan_dormant(
         has_more = bool(states) or (MASTER, known) in finder.source.tensors
         if info is None or info.group is None or not has_more or finder.master(known) is None:
             continue
-        numel, cut, comm = shape_of(param).numel(), cut_of(param), mesh.tokens
+        n_expert_ranks = expert_ranks_of(param)
+        comm = mesh.tokens if n_expert_ranks == 1 else holders_of(mesh, n_expert_ranks)
+        numel, cut = shape_of(param).numel(), cut_of(param)
         spans = [_C.shard_range(numel, comm.world_size, rank) for rank in range(comm.world_size)]
         begin, end = spans[comm.rank]
         master = torch.empty(end - begin, dtype=torch.float32, device=param.device)

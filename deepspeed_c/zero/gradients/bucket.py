@@ -47,6 +47,11 @@ class Summing(NamedTuple):
     pre_factor: float  # of gradients, before they are summed
     post_factor: float = 1.0  # of sums
 
+    def is_in_place(self, unit: Unit) -> bool:
+        """Whether collected gradients of ``unit`` are their sum already. An expert that no other rank holds has nobody
+        to sum with, but the factors of a mean over all data-parallel ranks apply to it as well."""
+        return unit.sums_in_place and self.pre_factor == self.post_factor == 1.0
+
 
 class Bucket:
     """One bucket of one unit.
@@ -185,7 +190,7 @@ class Bucket:
         """Starts the sum of the gathered gradients over ranks. Every rank must call it for the same bucket at the same
         time."""
         staging = self._gathered()
-        if staging is self.whole and self.unit.sums_in_place:
+        if staging is self.whole and self._summing.is_in_place(self.unit):
             # There is nothing to sum: the collected gradients are the result, and later gradients are added to them in
             # place.
             self._path.fill(self._number)

@@ -196,9 +196,10 @@ class GradientReducer:
         shards: dict[Unit, torch.Tensor] = {}
         for unit in self.units:
             dtype = self.sum_dtype(unit)
-            if (self.sharding.gradients and not unit.sums_in_place) or unit.states.is_apart:
+            in_place = self._summing.is_in_place(unit)
+            if (self.sharding.gradients and not in_place) or unit.states.is_apart:
                 shards[unit] = unit.states.new_zeros(unit.shard_elems, dtype)
-            if not self.sharding.gradients or unit.sums_in_place:
+            if not self.sharding.gradients or in_place:
                 wholes[unit] = unit.new_zeros(unit.flat_elems, dtype)
             self.sum_bytes[unit] = sum(sums[unit].nbytes for sums in (shards, wholes) if unit in sums)
             self.results[unit] = [None] * unit.n_buckets  # type: ignore[list-item]

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from deepspeed_c.buffers import BufferPool
-from deepspeed_c.comm.axes import DP_SHARD, PP, SHARDS, TOKENS, TP
+from deepspeed_c.comm.axes import DP_SHARD, EP, PP, SHARDS, TOKENS, TP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
@@ -18,6 +18,7 @@ from deepspeed_c.config.zero import Zero
 from deepspeed_c.errors import CommError, ConfigError
 from deepspeed_c.logging import log_dist
 from deepspeed_c.zero.layout.cuts import cut_of, numel_alike, summed_over, tied_over
+from deepspeed_c.zero.layout.experts import ExpertNames, expert_ranks_of
 from deepspeed_c.zero.layout.leaf import (
     apply_zero_leaf_module_config,
     find_expert_blocks,
@@ -186,6 +187,9 @@ def lay_out(
 
     def unit_groups(param: torch.nn.Parameter, axes: Sequence[str]) -> UnitGroups:
         others = [axis for axis in TOKENS if axis not in axes]
+        n_expert_ranks = expert_ranks_of(param)
+        if n_expert_ranks > 1:
+            return expert_groups(mesh.with_experts(n_expert_ranks), axes, others)
         summed = summed_over(param, mesh.size(TP))
         tied = tied_over(param)
         if tied:
@@ -196,13 +200,21 @@ def lay_out(
         twins = alone if is_part or len(summed) > 1 else mesh.tensors
         return UnitGroups(mesh.along(*axes), replicas, twins, mesh.tensors if is_part else alone)
 
+    def expert_groups(mesh: Mesh, axes: Sequence[str], others: Sequence[str]) -> UnitGroups:
+        # Ranks along ep hold other experts: they share no shard, and their gradients belong to other parameters.
+        comm, replicas = (mesh.along(*(axis for axis in some if axis != EP)) for some in (axes, others))
+        return UnitGroups(comm, replicas, mesh.tensors, mesh.along())
+
     def groups_of(param: torch.nn.Parameter) -> UnitGroups:
         return unit_groups(param, shard_axes(param))
 
     def groups_of_trained(param: torch.nn.Parameter) -> UnitGroups:
         return unit_groups(param, shard_axes(param) if sharding.optimizer else ())
 
-    names: Mapping[int, tuple[str, int]] = {id(p): (name, i) for i, (name, p) in enumerate(model.named_parameters())}
+    numbered = ExpertNames(model)
+    names: Mapping[int, tuple[str, int]] = {
+        id(p): (numbered.logical(name), i) for i, (name, p) in enumerate(model.named_parameters())
+    }
     names_by_group = [[names[id(p)][0] for p in group] for group in groups]
     trained_ids = {id(p) for group in groups for p in group}
     # If a parameter requires a gradient and is in no group, it stays out of the layout: the caller handles it and its

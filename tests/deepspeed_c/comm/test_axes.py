@@ -1,5 +1,5 @@
 """The table of axes: the tuples that are computed from it, what each row claims against engines on real meshes, axes
-that are not built, and the number of lines elsewhere that write names of axes."""
+that need another module, and the number of lines elsewhere that write names of axes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import deepspeed_c
 from deepspeed_c.comm import axes
-from deepspeed_c.comm.axes import AXES, AXIS_ROWS, Axis, Holds, Sees, refuse_later_axes
+from deepspeed_c.comm.axes import AXES, AXIS_ROWS, Axis, Holds, Sees, refuse_axes_needing_module
+from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import mesh_of_device_mesh, mesh_of_pair
 from deepspeed_c.engine.checkpoint.contents import Reading, names_of, owned_pieces
 from deepspeed_c.errors import CommError, FeatureError
 from deepspeed_c.pipe import PipelineModule
-from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.cuts import cut_of
+from deepspeed_c.zero.layout.experts import ExpertNames
+from tests.deepspeed_c.moe.dense import Experts
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,12 +35,12 @@ def test_tuples_of_axes() -> None:
     want = {
         "AXES": ("pp", "dp_replicate", "dp_shard", "ep", "sp", "tp"),
         "WITHIN_STAGE": ("dp_replicate", "dp_shard", "ep", "sp", "tp"),
-        "DATA": ("dp_replicate", "dp_shard"),
-        "TOKENS": ("dp_replicate", "dp_shard", "sp"),
-        "SHARDS": ("dp_shard", "sp"),
+        "DATA": ("dp_replicate", "dp_shard", "ep"),
+        "TOKENS": ("dp_replicate", "dp_shard", "ep", "sp"),
+        "SHARDS": ("dp_shard", "ep", "sp"),
         "COPIES": ("dp_replicate",),
         "SAME_SAMPLES": ("pp", "sp", "tp"),
-        "LATER": ("pp", "ep"),
+        "NEEDING_MODULE": ("pp",),
     }
     got = {name: getattr(axes, name) for name in want}
     assert got == want, (got, want)
@@ -59,7 +61,7 @@ class Found(NamedTuple):
     """The samples of the rank's first micro-batch. None for a pipeline, whose loader belongs to the caller."""
     layers: tuple[str, ...]
     box: Any
-    """The rank's part of the cut parameter. None if the parameter is whole."""
+    """The rank's part of the cut parameter, None if the parameter is whole, and the number of its first expert."""
     shard: list[int]
     """The ranks with the shards of the whole parameter."""
     replicas: list[int]
@@ -75,17 +77,24 @@ class Found(NamedTuple):
 
 
 class Model(torch.nn.Module):
-    """Has a weight that is cut over tensor-parallel ranks and marked as in Megatron, and a whole weight."""
+    """Has a weight that is cut over tensor-parallel ranks and marked as in Megatron, a whole weight, and experts. It
+    exchanges no tokens, because the test is about groups."""
 
-    def __init__(self, n_tp: int) -> None:
+    def __init__(self, n_tp: int, n_ep: int) -> None:
         super().__init__()
+        self.ep_size = n_ep
+        self.experts = Experts(torch.nn.Linear(WIDTH, WIDTH), 2, f"ep_size_{n_ep}")
         self.cut = torch.nn.Linear(WIDTH, WIDTH // n_tp, bias=False)
         self.norm = torch.nn.LayerNorm(WIDTH)
         weight = self.cut.weight
         weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = n_tp > 1, 0, 1
 
+    def connect(self, ep: Collectives) -> None:
+        self.experts.first_expert = 2 * ep.rank
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.cut(x).sum() + self.norm(x).square().sum()
+        experts = sum(expert(x).sum() for expert in self.experts.deepspeed_experts)
+        return self.cut(x).sum() + self.norm(x).square().sum() + experts
 
 
 def engine_of(sizes: dict[str, int], stage: int):
@@ -101,7 +110,7 @@ def engine_of(sizes: dict[str, int], stage: int):
         return deepspeed_c.initialize(model=module, config=config)[0]
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     data = [torch.tensor(i) for i in range(N_SAMPLES)]
-    model = Model(sizes.get("tp", 1))
+    model = Model(sizes.get("tp", 1), sizes.get("ep", 1))
     return deepspeed_c.initialize(model=model, config=config, mesh_device=mesh, training_data=data)[0]
 
 
@@ -114,13 +123,14 @@ def look_body(rank: int, world: int, grids: list[tuple[dict[str, int], int]]) ->
                 engine.backward(engine(torch.arange(float(WIDTH))))
                 engine.step()
             named = dict(model.named_parameters())
-            whole = next(param for param in named.values() if cut_of(param) is None)
+            numbered = ExpertNames(model)
+            whole = next(p for p in named.values() if cut_of(p) is None and getattr(p, "allreduce", True))
             (unit,) = (unit for unit in layout.trained if any(slot.param is whole for slot in unit.slots))
             cut = next((cut_of(param) for param in named.values() if cut_of(param) is not None), None)
             args = (names_of(model), layout, engine._optimizer, {}, mesh)
             pieces = owned_pieces(*args, reading=Reading(), exclude_frozen=False)
             logical = {
-                name: (
+                numbered.logical(name): (
                     getattr(param, "ds_shape", param.shape) if cut_of(param) is None else cut_of(param).logical_shape
                 ).numel()
                 for name, param in named.items()
@@ -130,7 +140,7 @@ def look_body(rank: int, world: int, grids: list[tuple[dict[str, int], int]]) ->
                 Found(
                     samples=None if loader is None else tuple(next(iter(loader)).tolist()),
                     layers=tuple(named),
-                    box=None if cut is None else cut.boxes,
+                    box=(None if cut is None else cut.boxes, getattr(model, "ep_size", 1) > 1 and model.experts.first_expert),
                     shard=unit.comm.global_ranks,
                     replicas=unit.replicas.global_ranks,
                     twins=unit.twins.global_ranks,
@@ -206,6 +216,8 @@ GRIDS = {
         ({"dp_shard": 2, "sp": 2}, (1, 3)),
         ({"dp_shard": 2, "tp": 2}, (0, 3)),
         ({"sp": 2, "tp": 2}, (1,)),
+        ({"dp_shard": 2, "ep": 2}, (0, 2, 3)),
+        ({"ep": 2, "tp": 2}, (1,)),
         ({"dp_replicate": 2, "sp": 2}, (1,)),
         ({"pp": 2, "dp_shard": 2}, (0, 1)),
     ],
@@ -220,12 +232,11 @@ def test_claims_of_the_rows(world: int) -> None:
     for i, (sizes, stage) in enumerate(cells):
         check_rows(sizes, stage, [found[i] for found in results])
     tried = {name for grids in GRIDS.values() for sizes, _ in grids for name in sizes}
-    built = {row.name for row in AXIS_ROWS if row.is_built}
-    assert tried == built, f"axes without a grid: {built - tried}"
+    assert tried == set(AXES), f"axes without a grid: {set(AXES) - tried}"
 
 
-class ExpertMpu:
-    """An mpu of data-parallel ranks, of which some hold other experts."""
+class StageMpu:
+    """An mpu of data-parallel ranks, of which some hold other layers."""
 
     def __init__(self, name: str) -> None:
         setattr(self, f"get_{name}_world_size", lambda: 2)
@@ -234,26 +245,23 @@ class ExpertMpu:
         raise AssertionError("asked for before axes that cannot be used are refused")
 
 
-def later_body(rank: int, world: int) -> list[str]:
+def refused_body(rank: int, world: int) -> list[str]:
     said = []
     config, model = {"train_micro_batch_size_per_gpu": 1}, torch.nn.Linear(2, 2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    for later in ("ep", "expert_parallel"):
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", later))
-        with pytest.raises(FeatureError, match=r"(?s)axis 'ep' has 2 ranks: expert parallelism.*Fix") as caught:
+    for name in ("pp", "pipe"):
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", name))
+        with pytest.raises(FeatureError, match=r"(?s)axis 'pp' has 2 ranks: pipeline parallelism.*Fix") as caught:
             deepspeed_c.initialize(model=model, config=config, mesh_device=mesh)
         said.append(str(caught.value))
-        with pytest.raises(FeatureError, match="axis 'ep' has 2 ranks"):
+        with pytest.raises(FeatureError, match="axis 'pp' has 2 ranks"):
             mesh_of_device_mesh(mesh)
-    for name in ("expert_parallel", "expert_model_parallel"):
-        with pytest.raises(FeatureError, match="axis 'ep' has 2 ranks") as caught:
-            deepspeed_c.initialize(model=model, config=config, mpu=ExpertMpu(name))
+    for name in ("pipe_parallel", "pipeline_model_parallel"):
+        with pytest.raises(FeatureError, match="axis 'pp' has 2 ranks") as caught:
+            deepspeed_c.initialize(model=model, config=config, mpu=StageMpu(name))
         said.append(str(caught.value))
-    with pytest.raises(FeatureError, match="axis 'ep' has 2 ranks") as caught:
-        groups.initialize(ep_size=2)
-    said.append(str(caught.value))
-    for sizes in ((1, 2, 1), (2,), {"dp_shard": 1, "ep": 2}, "12", (1.0, 2), 2):
-        with pytest.raises(CommError, match=r"(?s)mesh_param.*two numbers.*ep \(expert parallelism\)") as caught:
+    for sizes in ((1, 2, 1), (2,), {"dp_shard": 1, "sp": 2}, "12", (1.0, 2), 2):
+        with pytest.raises(CommError, match=r"(?s)mesh_param.*two numbers.*mesh_device") as caught:
             deepspeed_c.initialize(model=model, config=config, mesh_param=sizes)
         said.append(str(caught.value))
     assert mesh_of_pair([1, 2]).wide_axes == {"sp": 2}
@@ -261,19 +269,19 @@ def later_body(rank: int, world: int) -> list[str]:
     return said
 
 
-def test_an_axis_that_is_not_built_is_refused_at_every_entrance() -> None:
-    first, second = run_ranks(2, later_body)
-    assert first == second and len(first) == 11, (first, second)
+def test_an_axis_that_needs_another_module_is_refused_at_every_entrance() -> None:
+    first, second = run_ranks(2, refused_body)
+    assert first == second and len(first) == 10, (first, second)
 
 
 @pytest.mark.parametrize("row", AXIS_ROWS, ids=lambda row: row.name)
 def test_refusal_follows_from_the_row(row: Axis) -> None:
-    refuse_later_axes({row.name: 1}, "here")
-    if row.is_built and not row.needs:
-        refuse_later_axes({row.name: 2}, "here")
+    refuse_axes_needing_module({row.name: 1}, "here")
+    if not row.needs:
+        refuse_axes_needing_module({row.name: 2}, "here")
         return
-    with pytest.raises(FeatureError, match=f"here: axis '{row.name}' has 2 ranks: {row.what} is not"):
-        refuse_later_axes({row.name: 2}, "here")
+    with pytest.raises(FeatureError, match=f"here: axis '{row.name}' has 2 ranks: {row.what} is for a {row.needs}"):
+        refuse_axes_needing_module({row.name: 2}, "here")
 
 
 def test_the_table_in_the_documentation_is_that_of_the_code() -> None:
@@ -283,7 +291,7 @@ def test_the_table_in_the_documentation_is_that_of_the_code() -> None:
     want = [
         [
             *(row.name, row.what, row.sees.value, row.holds.value, yes[row.sums_gradients], yes[row.shards_states]),
-            f"for a `{row.needs}`" if row.needs else yes[row.is_built],
+            f"a `{row.needs}`" if row.needs else "any",
         ]
         for row in AXIS_ROWS
     ]

@@ -51,7 +51,7 @@ def test_parallelism_of_other_kinds_is_of_one_rank() -> None:
     groups.set_tensor_model_parallel_world_size(1)
     groups.set_tensor_model_parallel_rank(0)
     for wrong in (
-        lambda: groups.initialize(ep_size=2),
+        lambda: groups._get_expert_parallel_group("ep_size_2"),
         lambda: groups.set_tensor_model_parallel_world_size(2),
         lambda: groups.set_tensor_model_parallel_rank(1),
     ):

@@ -1,0 +1,24 @@
+"""Gives layers with experts the ranks that their experts are spread over."""
+
+from __future__ import annotations
+
+import torch
+
+from deepspeed_c.comm.axes import EP
+from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.utils import groups
+from deepspeed_c.zero.layout.experts import check_experts
+
+__all__ = ["connect_experts"]
+
+
+def connect_experts(model: torch.nn.Module, mesh: Mesh) -> None:
+    """Makes the groups of ranks for the experts of ``model``, and connects its layers with them. Collective.
+
+    Raises ModelError where the experts of a layer cannot be spread over the ranks of ``mesh``.
+    """
+    for n_ranks in check_experts(model, mesh):
+        groups.create_expert_groups(n_ranks)
+    for module in model.modules():
+        if callable(getattr(module, "connect", None)) and hasattr(module, "ep_size"):
+            module.connect(mesh.with_experts(module.ep_size).along(EP))

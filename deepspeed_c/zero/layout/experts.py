@@ -1,0 +1,140 @@
+"""Experts that are spread over ranks along the axis ep: the number of ranks that their parameters differ over, and
+their names by global number.
+
+A rank numbers its own experts from 0, so one name stands for another expert on each rank along ep. Layouts and
+checkpoints use the expert's number among all experts instead. Such a name is the same for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from deepspeed_c.comm.axes import EP, TOKENS
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.errors import CommError, ModelError
+
+__all__ = ["ExpertNames", "check_experts", "expert_ranks_of", "holders_of"]
+
+# DeepSpeed's name for the list of a layer's experts on one rank.
+_LIST = "deepspeed_experts"
+_GROUP_NAME = re.compile(r"ep_size_([1-9]\d*)")
+
+
+def expert_ranks_of(param: torch.Tensor) -> int:
+    """The number of ranks that the experts of a layer are spread over, from the marks of one expert's parameter:
+    ``allreduce`` (False) and ``group_name`` ("ep_size_4"). 1 for a parameter that is no expert's.
+
+    Raises ModelError for marks that do not give the number.
+    """
+    if getattr(param, "allreduce", True):
+        return 1
+    name = getattr(param, "group_name", None)
+    found = _GROUP_NAME.fullmatch(str(name))
+    if found is None:
+        raise ModelError(
+            f"a parameter of shape {tuple(param.shape)} is marked as an expert's (allreduce = False), and its group_name"
+            f" is {name!r}",
+            where="expert parameters",
+            fix='set group_name to "ep_size_N", with the number N of ranks that the experts are spread over',
+        )
+    return int(found[1])
+
+
+def holders_of(mesh: Mesh, n_ranks: int) -> Collectives:
+    """The ranks that hold the same experts as this rank, if experts are spread over ``n_ranks`` ranks. They see
+    different tokens. Collective at the first call, as ``Mesh.along`` is."""
+    return mesh.with_experts(n_ranks).along(*(axis for axis in TOKENS if axis != EP))
+
+
+class _ExpertList(NamedTuple):
+    """The experts of one layer on this rank."""
+
+    first: int  # number of the first of them among the layer's experts
+    n_local: int
+    n_ranks: int
+
+
+class ExpertNames:
+    """The names of a module's tensors with experts numbered over all ranks."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._lists: dict[str, _ExpertList] = {}
+        for name, layer in module.named_modules(remove_duplicate=False):
+            experts = getattr(layer, _LIST, None)
+            if isinstance(experts, torch.nn.ModuleList):
+                n_ranks = max((expert_ranks_of(param) for param in experts.parameters()), default=1)
+                prefix = f"{name}.{_LIST}" if name else _LIST
+                self._lists[prefix] = _ExpertList(getattr(layer, "first_expert", 0), len(experts), n_ranks)
+
+    def __bool__(self) -> bool:
+        """Whether any experts are spread over ranks."""
+        return any(found.n_ranks > 1 for found in self._lists.values())
+
+    def n_ranks(self, name: str) -> int:
+        """The number of ranks that the tensor ``name`` differs over; 1 for a tensor that is no expert's."""
+        split = self._split(name)
+        return 1 if split is None else split[1].n_ranks
+
+    def logical(self, name: str) -> str:
+        """The name with the expert's number among all experts, for this rank's own ``name``."""
+        split = self._split(name)
+        if split is None:
+            return name
+        prefix, found, local, rest = split
+        return f"{prefix}.{found.first + local}{rest}"
+
+    def on_all_ranks(self, name: str) -> list[str]:
+        """The logical names of the tensor that each rank along ep calls ``name``, in the order of these ranks."""
+        split = self._split(name)
+        if split is None:
+            return [name]
+        prefix, found, local, rest = split
+        return [f"{prefix}.{rank * found.n_local + local}{rest}" for rank in range(found.n_ranks)]
+
+    def has_all(self, names: Iterable[str]) -> bool:
+        """Whether ``names``, of a state dict, are those of all experts, and not only of one rank's."""
+        return any(
+            int(number) >= found.n_local
+            for prefix, found in self._lists.items()
+            for name in names
+            if (number := _number_after(prefix, name)) is not None
+        )
+
+    def _split(self, name: str) -> tuple[str, _ExpertList, int, str] | None:
+        """(prefix of the list, the list, local number, rest of the name) of an expert's tensor."""
+        if f"{_LIST}." not in name:
+            return None
+        for prefix, found in self._lists.items():
+            number = _number_after(prefix, name)
+            if number is not None:
+                return prefix, found, int(number), name[len(prefix) + 1 + len(number) :]
+        return None
+
+
+def _number_after(prefix: str, name: str) -> str | None:
+    if not name.startswith(prefix + "."):
+        return None
+    number = name[len(prefix) + 1 :].partition(".")[0]
+    return number if number.isdigit() else None
+
+
+def check_experts(model: torch.nn.Module, mesh: Mesh) -> list[int]:
+    """The numbers of ranks that experts of ``model`` are spread over, in ascending order.
+
+    Raises ModelError where experts cannot be spread so over the ranks of ``mesh``.
+    """
+    found: set[int] = set()
+    for name, param in model.named_parameters():
+        if getattr(param, "allreduce", True):
+            continue
+        try:
+            found.add(expert_ranks_of(param))
+            mesh.with_experts(expert_ranks_of(param))
+        except CommError as error:
+            raise ModelError(error.what, where=f"{name}: ep_size", fix=error.fix) from error
+    return sorted(found)
