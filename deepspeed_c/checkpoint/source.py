@@ -80,6 +80,8 @@ class Topology:
     pipeline_parallel: int = 1
     axes: Mapping[str, int] = field(default_factory=dict)
     """Sizes of the mesh's axes of more than one rank, by name; empty where that is not known."""
+    expert_parallel: int = 1
+    """The largest number of ranks that experts of a layer were spread over."""
 
 
 class Source(ABC):

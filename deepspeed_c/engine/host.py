@@ -197,7 +197,7 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
                 fix="pass strict=False",
             )
         weights = checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
-        weights = take_parts(self.module, weights)
+        weights = take_parts(self.module, weights, strict=strict)
         if custom_load_fn is None and self._shards_parameters:
             check_weights(self.module, weights, strict)
         self._begin_load()

@@ -10,6 +10,7 @@ import torch
 
 from deepspeed_c.comm.axes import EP
 from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.errors import StateError
 from deepspeed_c.inject.cut import Cut
 from deepspeed_c.zero.layout.cuts import cut_of
 from deepspeed_c.zero.layout.experts import ExpertNames
@@ -68,11 +69,14 @@ class Parts:
         return whole
 
 
-def take_parts(module: torch.nn.Module, whole: Mapping[str, Any]) -> Mapping[str, Any]:
+def take_parts(module: torch.nn.Module, whole: Mapping[str, Any], *, strict: bool = False) -> Mapping[str, Any]:
     """A copy of the state dict ``whole`` with what this rank holds. This rank's part replaces each tensor that
     ``module`` holds only a part of; a tensor that has the part's shape already stays as it is. This rank's experts,
-    under its own names, replace the experts of all ranks."""
-    whole = _take_experts(module, whole)
+    under its own names, replace the experts of all ranks.
+
+    Raises StateError, if ``strict``, on all ranks alike where experts of any rank are missing.
+    """
+    whole = _take_experts(module, whole, strict)
     cuts = {
         name: cut for name, tensor in module.state_dict(keep_vars=True).items() if (cut := cut_of(tensor)) is not None
     }
@@ -86,10 +90,19 @@ def take_parts(module: torch.nn.Module, whole: Mapping[str, Any]) -> Mapping[str
     }
 
 
-def _take_experts(module: torch.nn.Module, whole: Mapping[str, Any]) -> Mapping[str, Any]:
+def _take_experts(module: torch.nn.Module, whole: Mapping[str, Any], strict: bool) -> Mapping[str, Any]:
     numbered = ExpertNames(module)
     if not numbered or not numbered.has_all(whole):
         return whole
     own = {numbered.logical(name): name for name in module.state_dict(keep_vars=True)}
-    others = {other for name in own.values() for other in numbered.on_all_ranks(name)} - own.keys()
+    everyone = {name: None for local in own.values() for name in numbered.on_all_ranks(local)}
+    missing = [name for name in everyone if name not in whole]
+    if strict and missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise StateError(
+            f"the state dict does not fit the model: missing: {', '.join(missing[:5])}{more}",
+            where="load_module_state_dict",
+            fix="load the state dict of all experts, or pass strict=False for what is missing",
+        )
+    others = everyone.keys() - own.keys()
     return {own.get(name, name): value for name, value in whole.items() if name not in others}

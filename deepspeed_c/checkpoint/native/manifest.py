@@ -149,6 +149,8 @@ class TopologyEntry(msgspec.Struct):
     pipeline_parallel: int = 1
     axes: dict[str, int] = {}
     """Sizes of the mesh's axes of more than one rank; none in checkpoints of before there was a mesh."""
+    expert_parallel: int = 1
+    """The largest number of ranks that experts of a layer were spread over."""
 
 
 class Manifest(msgspec.Struct):
@@ -245,7 +247,8 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         yield f"blocks of {manifest.block_bytes} bytes"
         return
     topology = manifest.topology
-    for count in (topology.world_size, topology.tensor_parallel, topology.pipeline_parallel, *topology.axes.values()):
+    of_kinds = (topology.tensor_parallel, topology.pipeline_parallel, topology.expert_parallel)
+    for count in (topology.world_size, *of_kinds, *topology.axes.values()):
         if not 0 < count <= RANKS_LIMIT:
             yield f"{count} ranks"
     if not 0 <= topology.stage <= 3:

@@ -95,6 +95,7 @@ class NativeSource(Source):
             tensor_parallel=topology.tensor_parallel,
             pipeline_parallel=topology.pipeline_parallel,
             axes=topology.axes,
+            expert_parallel=topology.expert_parallel,
         )
         common = self._state("state.pt") or {}
         for key, kind in _STATE_TYPES.items():

@@ -103,6 +103,8 @@ class Contents:
     stage: int
     axes: dict[str, int] = field(default_factory=dict)
     """Axes of the mesh that have more than one rank."""
+    expert_parallel: int = 1
+    """The largest number of ranks that experts of a layer are spread over."""
     params: dict[str, ParamInfo] = field(default_factory=dict)
     """Parameters that this rank owns a piece of, or all parameters."""
     names: list[str] = field(default_factory=list)
@@ -415,7 +417,13 @@ def _merge(gathered: Sequence[bytes], contents: Contents, tag: str, n_ranks: int
         version=VERSION,
         tag=tag,
         block_bytes=BLOCK_BYTES,
-        topology=TopologyEntry(n_ranks, contents.stage, contents.axes.get("tp", 1), axes=contents.axes),
+        topology=TopologyEntry(
+            n_ranks,
+            contents.stage,
+            contents.axes.get("tp", 1),
+            axes=contents.axes,
+            expert_parallel=contents.expert_parallel,
+        ),
         counters=dict(contents.counters),
         versions={"deepspeed_c": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         excludes_frozen=contents.excludes_frozen,
@@ -506,6 +514,7 @@ def write_native(source: Source, save_dir: str, tag: str) -> None:
             source.topology.tensor_parallel,
             source.topology.pipeline_parallel,
             dict(source.topology.axes),
+            source.topology.expert_parallel,
         )
         write_manifest(folder, msgspec.structs.replace(manifest, topology=topology), write_durably)
         _commit(folder, destination, ranks)

@@ -190,6 +190,7 @@ def _as_json(source: Source, problems: list[str] | None) -> dict[str, Any]:
             "tensor_parallel": topology.tensor_parallel,
             "pipeline_parallel": topology.pipeline_parallel,
             "axes": dict(topology.axes),
+            "expert_parallel": topology.expert_parallel,
         },
         "counters": dict(source.state.get("counters") or {}),
         "versions": dict(source.state.get("versions") or {}),
@@ -218,6 +219,8 @@ def _as_text(source: Source, problems: list[str] | None) -> str:
     ranks = f"{topology.world_size} rank{'s' if topology.world_size != 1 else ''}, stage {topology.stage}"
     if topology.tensor_parallel > 1 or topology.pipeline_parallel > 1:
         ranks += f", tensor parallel {topology.tensor_parallel}, pipeline parallel {topology.pipeline_parallel}"
+    if topology.expert_parallel > 1:
+        ranks += f", expert parallel {topology.expert_parallel}"
     if len(topology.axes) > 1:
         ranks += f", mesh {' x '.join(f'{axis} {size}' for axis, size in topology.axes.items())}"
     lines = [f"{source.where}", f"  format     {source.format}", f"  saved by   {ranks}"]

@@ -163,6 +163,7 @@ class Checkpoints:
             ),
             stage=state.config.zero.stage,
             axes=state.mesh.wide_axes,
+            expert_parallel=max(named.expert_ranks.values(), default=1),
             params=param_infos(layout, optimizer, state.dormant, state.mesh.stage.rank),
             names=named.names,
             aliases=named.aliases,
