@@ -133,7 +133,10 @@ AREAS: dict[str, dict[str, Feature]] = {
         "tensor_parallel_variants": _later(
             "cuts of embeddings by dimension, whole output layers, Liger's loss, models loaded to host memory", _REMOVE
         ),
-        "expert_parallel": _later("expert parallelism", 'set "enabled": false'),
+        "expert_parallel": _later(
+            "expert parallelism of models that were not written for it (AutoEP)",
+            'set "enabled": false, and use deepspeed_c.moe.layer.MoE',
+        ),
         "hybrid_engine": _later("the hybrid (train and generate) engine", 'set "enabled": false'),
         "inference": _later("the section inference of a training configuration", "pass its keys to init_inference"),
         "inference_quantization": _later("weight quantization for inference", "remove the section"),

@@ -143,7 +143,7 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     ] = None
     sequence_parallel: Annotated[SequenceParallel, acts("Sequences that are cut over ranks.")] = SequenceParallel()
     use_data_before_expert_parallelism: Annotated[
-        bool, tunes("Order of ranks in expert groups.", "expert_parallel")
+        bool, acts("Neighbouring ranks hold the same experts; false: different experts of one layer.")
     ] = False
     tensor_parallel: Annotated[TensorParallel, tunes("Tensor parallelism.", "tensor_parallel")] = TensorParallel()
     expert_parallel: Annotated[ExpertParallel, tunes("Expert parallelism.", "expert_parallel")] = ExpertParallel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -38,7 +39,9 @@ def whole_params(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def engine_run(world: int, rank: int, sizes: tuple[int, int], stage: int, k: int, gas: int, optimizer: str, extra: dict):
-    model = Model(N_EXPERTS, sizes, k)
+    extra = dict(extra)
+    with deepspeed_c.zero.Init() if extra.pop("init", False) else nullcontext():
+        model = Model(N_EXPERTS, sizes, k)
     engine, *_ = deepspeed_c.initialize(model=model, config=config_of(stage, gas, optimizer, extra))
     with engine:
         fill_engine(engine)
@@ -83,6 +86,8 @@ CELLS = {
         *(((2, 2), stage, 1, 1, "SGD", {}) for stage in range(4)),
         *(((1, 2), stage, 2, 2, "AdamW", {}) for stage in range(4)),
         ((2, 2), 2, 3, 1, "AdamW", {"zero": {"offload_optimizer": {"device": "cpu"}}}),
+        ((2, 1), 3, 2, 1, "SGD", {"init": True}),
+        ((2, 2), 1, 2, 1, "SGD", {"init": True}),
         ((2, 2), 0, 1, 1, "SGD", {"gradient_predivide_factor": 4.0}),
         ((2, 2), 2, 1, 1, "SGD", {"prescale_gradients": True}),
         ((2, 1), 3, 2, 1, "AdamW", {"zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}),

@@ -58,7 +58,8 @@ def test_info(saved, capsys):
     assert {(t["kind"], t["name"]): (t["shape"], t["dtype"], t["bytes"]) for t in found["tensors"]} == {
         key: (list(t.shape), str(t.dtype)[6:], t.nbytes) for key, t in source.values.items()
     }
-    assert found["topology"] == {"world_size": 2, "stage": 1, "tensor_parallel": 1, "pipeline_parallel": 1, "axes": {}}
+    alone = {"tensor_parallel": 1, "pipeline_parallel": 1, "expert_parallel": 1}
+    assert found["topology"] == {"world_size": 2, "stage": 1, **alone, "axes": {}}
     assert found["aliases"] == {"head.weight": "embed.weight"} and found["frozen"] == ["frozen.weight"]
     assert found["problems"] is None and found["counters"]["global_steps"] == 10
 
