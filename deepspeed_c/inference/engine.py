@@ -13,7 +13,7 @@ from deepspeed_c.comm import init_distributed, is_initialized
 from deepspeed_c.comm.axes import DATA, TP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh, mesh_of_mpu
-from deepspeed_c.config import load_config
+from deepspeed_c.config import Config, load_config
 from deepspeed_c.config.inference import DeepSpeedInferenceConfig, load_inference_config
 from deepspeed_c.engine.consistency import check_same_model
 from deepspeed_c.engine.edits import EditContext, Edits
@@ -24,7 +24,7 @@ from deepspeed_c.engine.whole import WholeModel
 from deepspeed_c.errors import CommError, ConfigError, FeatureError, ModelError, StateError
 from deepspeed_c.inference.int8 import quantize_weights
 from deepspeed_c.inference.limits import check_heads, check_prompt, positions_of
-from deepspeed_c.inference.load import load_checkpoint, save_mp_checkpoint
+from deepspeed_c.inference.load import load_checkpoint, save_mp_checkpoint, shards_from_files
 from deepspeed_c.inject import cut_model
 from deepspeed_c.inject.kernels import inject_kernels, revert_kernels
 from deepspeed_c.logging import log_dist
@@ -99,15 +99,7 @@ class InferenceEngine(WholeModel, ModelHost):
                 report = cut_model(model, settings.tensor_parallel, mesh.tensors, config.injection_policy)
                 log_dist(f"tensor parallelism: {report.summary}", ranks=[0])
             edits.make(EditContext(settings, mesh))
-            if config.checkpoint:
-                dtype = config.dtype if config.dtype.is_floating_point else None  # None: the model's own
-                load_checkpoint(model, config.checkpoint, base_dir=config.base_dir, mesh=mesh, dtype=dtype)
-            if config.dtype == torch.int8:
-                log_dist(str(quantize_weights(model)), ranks=[0])
-            precision = Precision(settings, model)
-            layout = Layout([], [], None)
-            if STAGES[settings.zero.stage].parameters:
-                layout = lay_out_model(model, None, settings, precision, mesh)
+            precision, layout = _load_and_lay_out(model, config, settings, mesh)
             model.to(device)
             model.eval()
             super().__init__(model, settings, mesh, precision, device, edits)
@@ -119,7 +111,7 @@ class InferenceEngine(WholeModel, ModelHost):
             self._open(layout)
             undo.pop_all()
         if config.save_mp_checkpoint_path:
-            save_mp_checkpoint(model, config.save_mp_checkpoint_path, mesh=mesh)
+            save_mp_checkpoint(model, config.save_mp_checkpoint_path, mesh=mesh, fetcher=self._fetcher)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module."""
@@ -236,10 +228,8 @@ def _engine_config(config: DeepSpeedInferenceConfig) -> dict[str, Any]:
         "tensor_parallel": {"autotp_size": config.tensor_parallel.tp_size},
     }
     if config.zero:
+        # Sections fp16 and bf16 stay out: each weight has its dtype already, and some stay in fp32.
         source["zero_optimization"] = config.zero
-        for section, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-            if config.dtype == dtype:
-                source[section] = {"enabled": True}
     return source
 
 
@@ -258,6 +248,40 @@ def _cast_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
                 wanted = torch.float32 if name in kept else dtype
                 if tensor.dtype != wanted:
                     tensor.data = tensor.data.to(wanted)
+
+
+def _load_and_lay_out(
+    model: torch.nn.Module, config: DeepSpeedInferenceConfig, settings: Config, mesh: Mesh
+) -> tuple[Precision, Layout]:
+    """Give ``model``, which has been cut, its weights and 8-bit values, and shard it if the configuration says so."""
+    is_sharded, is_int8 = STAGES[settings.zero.stage].parameters, config.dtype == torch.int8
+    how = {
+        "base_dir": config.base_dir,
+        "mesh": mesh,
+        "dtype": config.dtype if config.dtype.is_floating_point else None,  # None: the model's own
+    }
+    if config.checkpoint and is_sharded and not is_int8:
+        with ExitStack() as undo:
+            with shards_from_files(model, config.checkpoint, **how):
+                precision = Precision(settings, model)
+                layout = lay_out_model(model, None, settings, precision, mesh)
+                undo.callback(_drop, layout)
+            undo.pop_all()
+        return precision, layout
+    if config.checkpoint:
+        if is_sharded:
+            log_dist("dtype int8: weights are read whole before they are sharded, because scales are of whole rows", [0])
+        load_checkpoint(model, config.checkpoint, **how)
+    if is_int8:
+        log_dist(str(quantize_weights(model)), ranks=[0])
+    precision = Precision(settings, model)
+    return precision, lay_out_model(model, None, settings, precision, mesh) if is_sharded else Layout([], [], None)
+
+
+def _drop(layout: Layout) -> None:
+    """Close the files of a layout whose weights could not be read."""
+    for unit in layout.frozen:
+        unit.weights.end()
 
 
 def _inject_kernels(model: torch.nn.Module) -> None:

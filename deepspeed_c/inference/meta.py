@@ -37,15 +37,16 @@ class TensorHolders:
                     if tensor is not None:
                         self._of.setdefault(id(tensor), []).append((tensors, key))
 
-    def replace(self, old: torch.Tensor, values: torch.Tensor) -> None:
+    def replace(self, old: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Put ``values`` in the place of ``old`` in all modules, so that tied tensors stay tied. A parameter keeps its
-        attributes."""
+        attributes. Returns the tensor that the modules hold now."""
         new = values
         if isinstance(old, torch.nn.Parameter):
             new = torch.nn.Parameter(values, old.requires_grad)
             new.__dict__.update(old.__dict__)
         for tensors, key in self._of.pop(id(old)):
             tensors[key] = new
+        return new
 
     def finish(self) -> None:
         """Let modules with a list of their own weights make it anew."""

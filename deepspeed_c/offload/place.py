@@ -195,6 +195,8 @@ def store_weights(
     Raises ConfigError on all ranks if any rank cannot make its file.
     """
     groups = groups_in_file(offload, fetcher)
+    for group in fetcher.groups[: len(fetcher.groups) - len(groups)]:
+        group.unit.read_bucket(group.bucket)  # does nothing for weights that have been read
     if not groups:
         return
     sizes = [group.unit.slice_elems[group.bucket] * group.unit.dtype.itemsize for group in groups]

@@ -23,7 +23,8 @@ from deepspeed_c.inject.cut import Cut
 from deepspeed_c.ops import flat
 from deepspeed_c.zero.layout.cuts import cut_of
 from deepspeed_c.zero.states.home import ON_DEVICE, Home, Placement, Tagged
-from deepspeed_c.zero.weights.param import shape_of, take_over, whole_of
+from deepspeed_c.zero.weights.param import shape_of, state_of, take_over, whole_of
+from deepspeed_c.zero.weights.unread import ReadRange, UnreadShard
 
 __all__ = ["ALIGN_ELEMS", "Dtypes", "Fragment", "Slot", "Unit", "UnitGroups", "UnitKind", "build_units"]
 
@@ -180,6 +181,7 @@ class Unit:
         self.flat_param: torch.Tensor | None = None
         self.param_shard: torch.Tensor | None = None
         self.weight_slices: list[torch.Tensor] = []
+        self._unread: dict[int, list[tuple[Fragment, ReadRange]]] = {}  # by bucket: values that ``read_bucket`` reads
         self.joint: JointMemory | None = None
         if self.is_sharded and joins:
             self.joint = comm.join([self.bucket_bytes(b) for b in range(self.n_buckets)])
@@ -193,7 +195,13 @@ class Unit:
             if self.device.type == "cpu":
                 flat.zero_(self.weight_slices)  # by the threads that will update it: see ``Home.new_zeros``
         elif self.weights.has_slices:
-            self.weight_slices = [self.weights.new_zeros(n, self.dtype) for n in self.slice_elems]
+            # The slice of a bucket whose values are still in a file is made when the bucket is read.
+            unread = {slot.bucket for slot in self.slots if isinstance(state_of(slot.param), UnreadShard)}
+            self.weight_slices = [
+                self.weights.new_zeros(0 if bucket in unread else n, self.dtype)
+                for bucket, n in enumerate(self.slice_elems)
+            ]
+            self._unread = {bucket: [] for bucket in sorted(unread)}
         else:
             self.param_shard = self.weights.new_zeros(self.shard_elems, self.dtype)
             self.weight_slices = [self.shard_slice(self.param_shard, b) for b in range(self.n_buckets)]
@@ -219,8 +227,14 @@ class Unit:
                 self._master_flat = self.states.new_zeros(self.shard_elems, self.master_dtype)
                 self._master = [self.shard_slice(self._master_flat, b) for b in range(self.n_buckets)]
             for slot in self.slots:
-                whole = whole_of(slot.param)
                 fragment = self.fragment_of.get(slot)
+                state = state_of(slot.param)
+                if isinstance(state, UnreadShard):
+                    self._fill_from_source(slot, fragment, state.read)
+                    continue
+                if slot.bucket in self._unread:
+                    self._make_slice(slot.bucket)
+                whole = whole_of(slot.param)
                 if fragment is not None:
                     mine = whole.reshape(-1).narrow(0, fragment.begin, fragment.numel)
                     if not self.master_is_param:
@@ -239,10 +253,43 @@ class Unit:
             for bucket in range(self.n_buckets):
                 self._make_master(bucket)  # also for buckets that hold only padding
 
+    def _fill_from_source(self, slot: Slot, fragment: Fragment | None, read: ReadRange) -> None:
+        """Reads the weights of one member that is not trained: this rank's piece, or all of it if weights are whole. A
+        bucket that will live in a file is read when it moves there (``read_bucket``)."""
+        if self.flat_param is not None:
+            read(0, self.flat_param.narrow(0, slot.offset, slot.numel))
+            take_over(slot.param, slot.view(self.flat_param))
+            return
+        take_over(slot.param, torch.empty(0, dtype=self.dtype, device=self.device))
+        if fragment is None:
+            return
+        if slot.bucket in self._unread:
+            self._unread[slot.bucket].append((fragment, read))
+        else:
+            read(fragment.begin, self.piece(self.weight_slices, fragment))
+
+    def _make_slice(self, bucket: int) -> None:
+        """Makes this rank's slice of a bucket of sharded weights, if it has not been made."""
+        if self.weight_slices[bucket].numel() != self.slice_elems[bucket]:
+            self.weight_slices[bucket] = self.weights.new_zeros(self.slice_elems[bucket], self.dtype)
+            if self.master_is_param:
+                self._master[bucket] = self.weight_slices[bucket]
+
+    def read_bucket(self, bucket: int) -> None:
+        """Reads the weights of a bucket whose values are still in a file. Called just before the bucket moves into its
+        home, so that at most one bucket's weights are in memory."""
+        reads = self._unread.pop(bucket, None)
+        if reads is None:
+            return
+        self._make_slice(bucket)
+        with torch.no_grad():
+            for fragment, read in reads:
+                read(fragment.begin, self.piece(self.weight_slices, fragment))
+
     def _make_master(self, bucket: int) -> None:
         """Makes a bucket's masters if each bucket's masters have memory of their own. A bucket's masters are made just
         before they are filled, while the given weights are freed one by one."""
-        if self.master[bucket].numel() != self.slice_elems[bucket]:
+        if not self.master_is_param and self.master[bucket].numel() != self.slice_elems[bucket]:
             self.master[bucket] = self.states.new_zeros(self.slice_elems[bucket], self.master_dtype)
 
     def label(self, bucket: int) -> str:

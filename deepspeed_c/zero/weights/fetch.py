@@ -189,6 +189,7 @@ class Fetcher:
         ``n_ahead`` gather units in the plan's order."""
         self._n_read_ahead = n_ahead
         for group in groups:
+            group.unit.read_bucket(group.bucket)
             group.unit.weights.move_in(group.bucket)
         for group in groups:
             group.unit.weights.wait()

@@ -322,7 +322,7 @@ def sharded_body(rank: int, world: int, offload: dict[str, Any], folder: str) ->
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
-    "offload", [{}, {"device": "cpu"}, {"device": "nvme", "nvme_path": "FOLDER"}], ids=["shards", "host", "nvme"]
+    "offload", [{}, {"device": "cpu"}, {"device": "nvme", "nvme_path": "FOLDER", "max_in_cpu": 0}], ids=["shards", "host", "nvme"]
 )
 def test_weights_that_are_sharded_or_offloaded(offload, world, tmp_path):
     """ZeRO-Inference: a layer's weights are in memory while it runs."""
