@@ -72,6 +72,7 @@ _SHARED_PATHS = frozenset(
         *("accelerator", "checkpoint", "comm", "comm.comm", "compat", "io", "launcher", "launcher.launch", "ops"),
         *("inference", "inference.engine", "monitor", "monitor.comet", "monitor.csv_monitor", "monitor.monitor"),
         *("monitor.tensorboard", "monitor.utils", "monitor.wandb"),
+        *("moe", "moe.experts", "moe.layer", "moe.mappings", "moe.utils"),
         *("ops.adagrad", "ops.adam", "ops.aio", "ops.lamb", "ops.lion", "ops.op_builder", "ops.transformer", "pipe"),
         *("sequence", "sequence.layer", "utils", "utils.groups", "utils.init_on_device", "utils.numa", "utils.nvtx"),
         *("utils.zero_to_fp32", "zero"),

@@ -36,6 +36,14 @@ PERMITTED: dict[str, str] = {
     "checkpoint/native/ranks.py: options.rootRank": "torch's own: options of a collective have no constructor",
     "checkpoint/native/ranks.py: options.rootTensor": "torch's own: options of a collective have no constructor",
     "engine/boundary.py: ctx.on_enter": "torch's own: the context of an autograd function",
+    **dict.fromkeys(
+        ("moe/dispatch.py: ctx.is_return", "moe/dispatch.py: ctx.way", "moe/mappings.py: ctx.dim"),
+        "torch's own: the context of an autograd function",
+    ),
+    **dict.fromkeys(
+        ("moe/experts.py: param.allreduce", "moe/experts.py: param.group_name"),
+        "DeepSpeed's marks of an expert's parameter",
+    ),
     "sequence/exchange.py: ctx.comm": "torch's own: the context of an autograd function",
     "sequence/exchange.py: ctx.shapes": "torch's own: the context of an autograd function",
     "sequence/ring.py: ctx.call": "torch's own: the context of an autograd function",

@@ -27,7 +27,6 @@ from deepspeed_c.inject.layers import (
     is_transposed,
     product_of,
 )
-from deepspeed_c.zero.weights.fp32_buffers import names_in_fp32
 
 __all__ = ["Int8Linear", "Int8Product", "QuantReport", "int8_weights", "quantize_weights"]
 
@@ -218,7 +217,7 @@ def _find_layers(model: torch.nn.Module, keep: Sequence[str], report: QuantRepor
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
     heads = _output_layers(model)
-    in_fp32 = names_in_fp32(model, torch.float16)  # both lists: values of 8 bits are coarser than fp16
+    in_fp32 = _names_in_fp32(model)
     for param, (name, *others) in names.items():
         if param.dim() < 2 or not param.is_floating_point():
             continue
@@ -232,7 +231,7 @@ def _find_layers(model: torch.nn.Module, keep: Sequence[str], report: QuantRepor
             reason = f"{type(module).__name__} is no linear layer"
         elif module in heads or isinstance(module, LmHeadLinearAllreduce):
             reason = "the output layer"
-        elif name in in_fp32:
+        elif in_fp32 is not None and in_fp32.search(f".{name}."):
             reason = "transformers keeps it in fp32"
         elif any(f"{owner}.".startswith(f"{kept}.") for kept in keep):
             reason = "keep names it"
@@ -264,6 +263,15 @@ def _output_layers(model: torch.nn.Module) -> set[torch.nn.Module]:
         except (AttributeError, NotImplementedError):
             continue  # a model without an output layer
     return found
+
+
+def _names_in_fp32(model: torch.nn.Module) -> re.Pattern[str] | None:
+    """The parts of names that transformers keeps in fp32, as its own search for them reads a part."""
+    parts = set()
+    for module in model.modules():
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            parts.update(getattr(module, attribute, None) or ())
+    return re.compile(rf"\.({'|'.join(sorted(parts))})\.") if parts else None
 
 
 def _largest(model: torch.nn.Module, layers: list[_Layer]) -> list[torch.Tensor]:

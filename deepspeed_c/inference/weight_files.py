@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from deepspeed_c.checkpoint.formats.huggingface import HuggingFaceSource, read_json
+from deepspeed_c.checkpoint.formats.huggingface import HuggingFaceSource, parse_json
 from deepspeed_c.checkpoint.formats.tensor_ranks import MergedSource, TensorCut, megatron_cut
 from deepspeed_c.checkpoint.formats.torch_weights import TORCH_INDEX_FILE, TORCH_SINGLE_FILE, TorchWeightsSource
 from deepspeed_c.checkpoint.open import format_of, open_checkpoint
@@ -108,7 +108,14 @@ def _open_file(path: str) -> Source:
 
 
 def _read_list(path: str) -> Mapping[str, Any]:
-    found = read_json(path, _LIST_LIMIT_BYTES, fix=_FIX_LIST)
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_LIST_LIMIT_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=path, fix="check the path") from error
+    if len(content) > _LIST_LIMIT_BYTES:
+        raise CheckpointError(f"is longer than {_LIST_LIMIT_BYTES} bytes", where=path, fix=_FIX_LIST)
+    found = parse_json(content, path)
     if not isinstance(found, dict):
         raise CheckpointError(f"is a {type(found).__name__}, no object", where=path, fix=_FIX_LIST)
     return found

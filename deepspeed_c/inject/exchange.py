@@ -10,21 +10,19 @@ code that keeps a product for a recomputation or a backward must notice that a s
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch.autograd.graph import increment_version
 
 from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.numbered import collectives_of, number_of
 from deepspeed_c.comm.work import Work
 from deepspeed_c.errors import ModelError
 
 __all__ = [
     "gather_start",
     "gathered",
-    "number_of",
     "scatter_start",
     "settle",
     "sum_",
@@ -35,19 +33,8 @@ __all__ = [
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 
-_numbers: WeakKeyDictionary[Collectives, int] = WeakKeyDictionary()
-_comms: WeakValueDictionary[int, Collectives] = WeakValueDictionary()
-_next = itertools.count(1)
 # Collectives under way, by the address of their result. The tensor is kept, so that no other tensor gets the address.
 _under_way: dict[int, tuple[Work, torch.Tensor]] = {}
-
-
-def number_of(comm: Collectives) -> int:
-    """Return the number that stands for ``comm`` in calls of the operators."""
-    if comm not in _numbers:
-        _numbers[comm] = next(_next)
-        _comms[_numbers[comm]] = comm
-    return _numbers[comm]
 
 
 def token_sizes(n_tokens: int, n_ranks: int) -> list[int]:
@@ -73,23 +60,23 @@ def _begin(result: torch.Tensor, work: Work) -> torch.Tensor:
 def _sum(x: torch.Tensor, ranks: int, label: str) -> None:
     _check(x, label)
     increment_version(x)  # [Note: versions]
-    _comms[ranks].all_reduce(x.view(-1), label=label).wait()
+    collectives_of(ranks).all_reduce(x.view(-1), label=label).wait()
 
 
 def _sum_start(x: torch.Tensor, ranks: int, label: str) -> torch.Tensor:
     _check(x, label)
     total = x.clone(memory_format=torch.contiguous_format)
-    return _begin(total, _comms[ranks].all_reduce(total.view(-1), label=label))
+    return _begin(total, collectives_of(ranks).all_reduce(total.view(-1), label=label))
 
 
 def _sum_start_inplace(x: torch.Tensor, ranks: int, label: str) -> None:
     _check(x, label)
     increment_version(x)  # [Note: versions]
-    _begin(x, _comms[ranks].all_reduce(x.view(-1), label=label))
+    _begin(x, collectives_of(ranks).all_reduce(x.view(-1), label=label))
 
 
 def _gather(x: torch.Tensor, sizes: Sequence[int], dim: int, ranks: int, label: str) -> torch.Tensor:
-    comm = _comms[ranks]
+    comm = collectives_of(ranks)
     shape = (*x.shape[:dim], max(sizes), *x.shape[dim + 1 :])
     # Collectives carry equal sizes, so a shorter part is padded.
     of_ranks = x.new_empty((len(sizes), *shape))
@@ -107,7 +94,7 @@ def _scatter(x: torch.Tensor, sizes: Sequence[int], dim: int, ranks: int, label:
         own.narrow(dim, 0, part.shape[dim]).copy_(part)
         own.narrow(dim, part.shape[dim], shape[dim] - part.shape[dim]).zero_()
     total = x.new_empty(shape)
-    return _begin(total, _comms[ranks].reduce_scatter(of_ranks.view(-1), total.view(-1), label=label))
+    return _begin(total, collectives_of(ranks).reduce_scatter(of_ranks.view(-1), total.view(-1), label=label))
 
 
 def _wait(x: torch.Tensor) -> None:

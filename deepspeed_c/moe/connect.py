@@ -6,6 +6,7 @@ import torch
 
 from deepspeed_c.comm.axes import EP
 from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.moe.layer import MOELayer
 from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.experts import check_experts
 
@@ -19,6 +20,8 @@ def connect_experts(model: torch.nn.Module, mesh: Mesh) -> None:
     """
     for n_ranks in check_experts(model, mesh):
         groups.create_expert_groups(n_ranks)
-    for module in model.modules():
+    for name, module in model.named_modules():
+        if isinstance(module, MOELayer) and name:
+            module.rename(name)
         if callable(getattr(module, "connect", None)) and hasattr(module, "ep_size"):
             module.connect(mesh.with_experts(module.ep_size).along(EP))

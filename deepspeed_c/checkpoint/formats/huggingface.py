@@ -29,7 +29,6 @@ __all__ = [
     "TensorPlace",
     "parse_json",
     "read_header",
-    "read_json",
     "shards_of_index",
 ]
 
@@ -37,7 +36,6 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Limit on the size of an index. An index names each tensor once; for the largest models it has some megabytes.
 INDEX_LIMIT_BYTES = 256 << 20
-_FIX_MALFORMED = "the file is damaged or no safetensors file: get it anew"
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 # Larger numbers of elements do not fit the 64-bit offsets of the format.
 _ELEMS_LIMIT = 1 << 63
@@ -76,21 +74,6 @@ def parse_json(content: bytes, where: str) -> Any:
         return json.loads(content.decode(), object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
         raise _malformed(where, f"is no JSON: {error}") from error
-
-
-def read_json(path: str, limit_bytes: int, *, fix: str) -> Any:
-    """Reads and parses an untrusted JSON file (``parse_json``) of at most ``limit_bytes`` bytes.
-
-    Raises CheckpointError for a file that cannot be read, or is longer; ``fix`` says what to do about a longer one.
-    """
-    try:
-        with open(path, "rb") as file:
-            content = file.read(limit_bytes + 1)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", where=path, fix="check the path") from error
-    if len(content) > limit_bytes:
-        raise CheckpointError(f"is longer than {limit_bytes} bytes", where=path, fix=fix)
-    return parse_json(content, path)
 
 
 def read_header(path: str) -> Header:
@@ -153,7 +136,14 @@ def _are_sizes(value: Any) -> bool:
 
 def shards_of_index(index: str) -> dict[str, list[str]]:
     """Path of each file that an index lists -> its tensors. Raises CheckpointError for an index that cannot be read."""
-    found = read_json(index, INDEX_LIMIT_BYTES, fix=_FIX_MALFORMED)
+    try:
+        with open(index, "rb") as file:
+            content = file.read(INDEX_LIMIT_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=index, fix="check the path") from error
+    if len(content) > INDEX_LIMIT_BYTES:
+        raise _malformed(index, f"is longer than {INDEX_LIMIT_BYTES} bytes")
+    found = parse_json(content, index)
     weight_map = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(weight_map, dict):
         raise _malformed(index, "has no weight_map")
@@ -167,7 +157,7 @@ def shards_of_index(index: str) -> dict[str, list[str]]:
 
 
 def _malformed(where: str, what: str) -> CheckpointError:
-    return CheckpointError(what, where=where, fix=_FIX_MALFORMED)
+    return CheckpointError(what, where=where, fix="the file is damaged or no safetensors file: get it anew")
 
 
 class HuggingFaceSource(Source):

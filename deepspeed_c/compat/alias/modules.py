@@ -49,7 +49,11 @@ MODULES: dict[str, str] = {
     "deepspeed.module_inject.autotp_config": "deepspeed_c.inject.autotp_config",
     "deepspeed.module_inject.replace_module": "deepspeed_c.inject.replace",
     "deepspeed.compression.helper": "deepspeed_c.compat.dotted",
-    "deepspeed.moe.utils": "deepspeed_c.compat.moe",
+    "deepspeed.moe": "deepspeed_c.moe",
+    "deepspeed.moe.experts": "deepspeed_c.moe.experts",
+    "deepspeed.moe.layer": "deepspeed_c.moe.layer",
+    "deepspeed.moe.mappings": "deepspeed_c.moe.mappings",
+    "deepspeed.moe.utils": "deepspeed_c.moe.utils",
     "deepspeed.ops.transformer": "deepspeed_c.ops.transformer",
     "deepspeed.ops.transformer.transformer": "deepspeed_c.ops.transformer",
     "deepspeed.profiling.flops_profiler": "deepspeed_c.profile.flops",
@@ -192,6 +196,12 @@ _INJECTED_NAMES = {
 }
 _LAYER_POLICIES = {
     name: f"deepspeed_c.inject.layer_policies:{name}" for name in ("HFBertLayerPolicy", "HFDistilBertLayerPolicy")
+}
+
+_EXPERT_NAMES = {
+    "MOELayer": "deepspeed_c.moe.layer:MOELayer",
+    "MoE": "deepspeed_c.moe.layer:MoE",
+    **{name: f"deepspeed_c.moe.gate:{name}" for name in ("TopKGate", "top1gating", "top2gating", "topkgating")},
 }
 
 # DeepSpeed's module -> name -> "module:name" in this package; "module:" is a module itself.
@@ -364,7 +374,18 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.utils.config": {
         name: f"{_SECTIONS}:{name}" for name in ("DeepSpeedThroughputTimerConfig", "get_timers_config")
     },
+    "deepspeed.moe.sharded_moe": {
+        **_EXPERT_NAMES,
+        "Base": "torch.nn:Module",
+        "dist": "deepspeed_c.comm:",
+        "drop_tokens": "deepspeed_c.moe.mappings:drop_tokens",
+        "gather_tokens": "deepspeed_c.moe.mappings:gather_tokens",
+        "groups": "deepspeed_c.utils.groups:",
+        "logger": _LOGGING["logger"],
+    },
+    "deepspeed.profiling.flops_profiler.profiler": {"MoE": _EXPERT_NAMES["MoE"]},
     "deepspeed.runtime.engine": {
+        **{name: _EXPERT_NAMES[name] for name in ("MOELayer", "MoE", "TopKGate")},
         "PipelineModule": "deepspeed_c.pipe.module:PipelineModule",
         "DeepSpeedDataLoader": "deepspeed_c.data.loader:DeepSpeedDataLoader",
         "dist": "deepspeed_c.comm:",
@@ -435,7 +456,7 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.utils.timer": {"trim_mean": "deepspeed_c.comm.log:trim_mean", **_TIMER_NAMES},
 }
 
-_EXPERTS = "expert parallelism comes with a later version; mixtures of experts train with ZeRO stages 0 to 3, their blocks are found and made leaf modules"
+_EXPERTS = "deepspeed_c.moe.layer.MoE is the layer of experts (docs/concepts/moe.md); mixtures of other libraries train with ZeRO stages 0 to 3, their blocks are found and made leaf modules"
 _SEQUENCE = "docs/concepts/sequence.md says what there is for sequences that are cut over ranks"
 _TENSOR = "tensor parallelism is set in the configuration, tensor_parallel.autotp_size, or by tp_model_init; docs/concepts/tensor-parallel.md"
 _INFERENCE = "inference with paged caches and ragged batches comes with a later version; `deepspeed_c.init_inference` runs any module, with `generate`"
@@ -492,7 +513,6 @@ ABSENT: dict[str, str] = {
     "deepspeed.runtime.data_pipeline": _DATA,
     "deepspeed.runtime.engine.DeepSpeedOptimizerCallable": "any callable that takes the parameters and returns an optimizer will do",
     "deepspeed.runtime.engine.DeepSpeedSchedulerCallable": "any callable that takes the optimizer and returns a scheduler will do",
-    "deepspeed.runtime.engine.MoE": _EXPERTS,
     "deepspeed.runtime.fp16": f"{_ONE_OPTIMIZER}; {_ONE_BIT}",
     "deepspeed.runtime.fp16.fused_optimizer": _ONE_OPTIMIZER,
     "deepspeed.runtime.fp16.onebit": _ONE_BIT,

@@ -36,8 +36,7 @@ def buffers_in_fp32(model: torch.nn.Module, setting: str | Sequence[str], dtype:
 
 def names_in_fp32(model: torch.nn.Module, dtype: torch.dtype) -> set[str]:
     """Names of the parameters and buffers of ``model.state_dict()`` that stay in fp32 where weights have ``dtype``,
-    according to the classes of the model's modules. As in transformers 5, a listed name may match anywhere in a
-    tensor's name; only * is special."""
+    according to the classes of the model's modules."""
     if dtype not in (torch.bfloat16, torch.float16):
         return set()
     patterns = _patterns(model, dtype)

@@ -134,7 +134,7 @@ for stage in (0, 3):
     ds.comm.barrier()
 assert isinstance(engine, DeepSpeedEngine) and engine.global_steps == 2
 assert not read, "upstream.tsv was read"
-assert len(ds.moe.layer.MoE.__name__) == 3 and read == [1], read
+assert len(ds.moe.ep_router.TokenChoiceTopKRouter.__name__) == 21 and read == [1], read
 """
 
 
@@ -150,8 +150,12 @@ import deepspeed_c
 from deepspeed_c.moe.layer import MoE
 from deepspeed_c.compression.compress import init_compression
 from deepspeed_c.compat.alias.unbuilt import Unbuilt, unbuilt
-assert deepspeed_c.moe.layer.MoE is MoE is unbuilt("deepspeed.moe.layer", "MoE") is deepspeed_c.runtime.engine.MoE
-assert isinstance(deepspeed_c.moe.layer.MoE, Unbuilt) and not hasattr(deepspeed_c, "nothing")
+from deepspeed_c.moe.ep_router import TokenChoiceTopKRouter
+from deepspeed_c.moe.sharded_moe import MOELayer, TopKGate, drop_tokens, top2gating
+assert deepspeed_c.moe.layer.MoE is MoE is deepspeed_c.runtime.engine.MoE
+assert deepspeed_c.moe.layer.MOELayer is MOELayer and deepspeed_c.moe.layer.TopKGate is TopKGate
+assert TokenChoiceTopKRouter is unbuilt("deepspeed.moe.ep_router", "TokenChoiceTopKRouter")
+assert isinstance(deepspeed_c.moe.ep_router.TokenChoiceTopKRouter, Unbuilt) and not hasattr(deepspeed_c, "nothing")
 assert deepspeed_c.PipelineModule is deepspeed_c.runtime.pipe.module.PipelineModule
 try: import deepspeed_c.moe.nothing
 except ModuleNotFoundError as error: print(error)

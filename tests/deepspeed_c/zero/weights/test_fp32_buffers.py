@@ -11,7 +11,7 @@ from torch import nn
 
 import deepspeed_c
 from deepspeed_c.errors import ConfigError
-from deepspeed_c.zero.weights.fp32_buffers import buffers_in_fp32, keep_buffers_in_fp32, names_in_fp32
+from deepspeed_c.zero.weights.fp32_buffers import buffers_in_fp32, keep_buffers_in_fp32
 from tests.ranks import run_ranks
 
 N_EXPERTS, WIDTH, N_TOKENS, TOP_K = 256, 24, 33, 8
@@ -87,32 +87,6 @@ def test_names_of_buffers_that_stay_fp32(setting, bf16, fp16):
         kept = buffers_in_fp32(model, setting, dtype)
         names = {name for name, buffer in model.named_buffers() if id(buffer) in kept}
         assert names == expected and len(kept) == len(expected), (setting, dtype, names, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_names_of_weights_that_stay_fp32_are_those_of_transformers(dtype):
-    """Tensors are named by parts of names, by several parts, and by patterns; some of these names contain others."""
-    core = pytest.importorskip("transformers.core_model_loading")
-    from transformers import PretrainedConfig, PreTrainedModel
-
-    class Model(PreTrainedModel):
-        config_class = PretrainedConfig
-        _keep_in_fp32_modules = ("wo", "mlp.gate", "l*r.scale")
-        _keep_in_fp32_modules_strict = frozenset({"correction"})
-
-        def __init__(self) -> None:
-            super().__init__(PretrainedConfig())
-            names = ("wo", "words", "two", "wi", "gate")
-            self.mlp = nn.ModuleDict({name: nn.Linear(1, 1) for name in names})
-            self.layer = nn.ParameterDict({name: torch.ones(1) for name in ("scale", "scales", "up")})
-            self.register_buffer("e_score_correction_bias", torch.ones(1))
-            self.post_init()
-
-    model = Model()
-    plan = model._get_dtype_plan(dtype)
-    wanted = {name for name in model.state_dict() if plan and core.build_glob_alternation(list(plan))[0].search(name)}
-    assert bool(wanted) == (dtype is not torch.float32)
-    assert names_in_fp32(model, dtype) == wanted, (names_in_fp32(model, dtype), wanted)
 
 
 def test_fp32_data_is_given_in_place_and_to_a_buffer_of_two_modules_once():

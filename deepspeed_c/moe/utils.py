@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from deepspeed_c.errors import ModelError
+from deepspeed_c.moe.layer import MoE
 
 __all__ = [
     "configure_moe_param_groups",
@@ -29,11 +30,11 @@ _GROUP_ELEMS = 178956971
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Always (False, 0). In DeepSpeed this function looks for the layer ``MoE``, which this package does not have.
-
-    DeepSpeed does not count blocks of other libraries either.
+    """Whether the model has a layer ``MoE``, and the number of experts of the first one. Blocks of other libraries do
+    not count.
     """
-    return False, 0
+    found = next((module for module in m.modules() if isinstance(module, MoE)), None)
+    return (False, 0) if found is None else (True, found.num_experts)
 
 
 def is_moe_param(param: torch.Tensor) -> bool:

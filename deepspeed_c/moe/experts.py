@@ -1,0 +1,58 @@
+"""The experts of one layer that this rank holds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from deepspeed_c.errors import ModelError
+
+__all__ = ["Experts"]
+
+
+class Experts(nn.Module):
+    """``num_local_experts`` copies of ``expert``, with the same values at first.
+
+    Each parameter of an expert has DeepSpeed's marks: ``allreduce`` is False, and ``group_name`` is
+    ``expert_group_name``.
+    """
+
+    def __init__(self, expert: nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None) -> None:
+        super().__init__()
+        self.deepspeed_experts = nn.ModuleList(copy.deepcopy(expert) for _ in range(num_local_experts))
+        self.num_local_experts = num_local_experts
+        self.first_expert = 0
+        """Number of the first of these experts among all experts of the layer; 0 until the layer has ranks."""
+        for param in self.deepspeed_experts.parameters():
+            param.allreduce = False
+            param.group_name = expert_group_name
+
+    def number_from(self, first_expert: int) -> None:
+        """Number these experts from ``first_expert`` on."""
+        self.first_expert = first_expert
+
+    def forward(self, inputs: torch.Tensor, counts: Sequence[int] | None = None) -> torch.Tensor:
+        """Run each expert on its part of ``inputs``, also where the part is empty: so every parameter has a gradient,
+        and ranks with sharded weights gather in step.
+
+        counts: rows of each expert, for ``inputs`` [rows, hidden] in the order of experts. Without counts, ``inputs``
+        [ranks, experts * places, ..., hidden] are cut into equal parts along dimension 1, as in DeepSpeed.
+        """
+        dim = 1 if counts is None else 0
+        parts = inputs.tensor_split(self.num_local_experts, 1) if counts is None else inputs.split(list(counts))
+        outputs = []
+        for number, (part, expert) in enumerate(zip(parts, self.deepspeed_experts, strict=True), self.first_expert):
+            output = expert(part)
+            if isinstance(output, tuple):
+                output = output[0]
+            if output.shape[: dim + 1] != part.shape[: dim + 1]:
+                raise ModelError(
+                    f"expert {number} returned {tuple(output.shape)} for {tuple(part.shape)}",
+                    where="MoE",
+                    fix="use an expert that returns one row for each row, or a tuple that begins with such a tensor",
+                )
+            outputs.append(output)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim)
