@@ -7,6 +7,7 @@ windows, shared key heads and latent attention are in the figure.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -90,7 +91,8 @@ def plan_inference(
     model = model_on_meta(folder, _WHERE).eval()
     config: Any = model.config
     notes: list[str] = []
-    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    text = config.get_text_config(decoder=True)
+    positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
     if n_tokens is None:
         n_tokens = min(positions or _DEFAULT_TOKENS, _DEFAULT_TOKENS)
     elif positions is not None and n_tokens > positions:
@@ -105,7 +107,8 @@ def plan_inference(
     wide = torch.bfloat16 if dtype == "int8" else _DTYPES[dtype]
     kept = names_in_fp32(model, wide)
     quantized = int8_weights(model) if dtype == "int8" else {}
-    caches = list(_cache_of(model, n_samples, n_tokens, notes))
+    inputs, n_longest = _inputs_of(model, n_samples, n_tokens, notes)
+    caches = list(_cache_of(model, inputs, notes))
     ranks = []
     for rank in range(n_ranks):
         report = preview_cut(model, TensorParallel(), rank, n_ranks) if n_ranks > 1 else None
@@ -117,7 +120,7 @@ def plan_inference(
                 weights=sum(_weight_bytes(name, shape, wide, kept, quantized) for name, shape in shapes.items()),
                 buffers=sum(_buffer_bytes(model, wide, kept)),
                 cache=sum(_own_elems(layer, shape, attentions) for layer, shape in caches) * wide.itemsize,
-                workspace=_workspace(model, shapes, n_samples, n_tokens, wide),
+                workspace=_workspace(model, shapes, n_samples, n_longest, wide),
             )
         )
     n_params = sum(param.numel() for param in model.parameters())
@@ -147,19 +150,15 @@ def _buffer_bytes(model: torch.nn.Module, wide: torch.dtype, kept: set[str]) -> 
         yield buffer.numel() * (wide if is_cast else buffer.dtype).itemsize
 
 
-def _cache_of(
-    model: torch.nn.Module, n_samples: int, n_tokens: int, notes: list[str]
-) -> Iterator[tuple[int, torch.Size]]:
-    """(layer, shape) of each tensor in the cache after a forward of ``n_tokens`` tokens, by the whole model."""
-    ids = torch.zeros(n_samples, n_tokens, dtype=torch.long, device="meta")
-    inputs = {"input_ids": ids}
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = ids
-        notes.append("the encoder's input and the decoder's output have that many tokens each")
+def _cache_of(model: torch.nn.Module, inputs: dict[str, Any], notes: list[str]) -> Iterator[tuple[int, torch.Size]]:
+    """(layer, shape) of each tensor in the cache after a forward of ``inputs`` by the whole model."""
+    inputs = dict(inputs)
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        inputs["use_cache"] = True
     trial = model.to(torch.bfloat16)  # torch's grouped products of experts know this dtype alone on the meta device
     try:
         with torch.no_grad():
-            output = trial(**inputs, use_cache=True)
+            output = trial(**inputs)
     except Exception as error:  # the model's own code may raise anything
         raise ModelError(
             f"{type(model).__name__}'s forward of token ids does not run without data: {error}",
@@ -176,6 +175,34 @@ def _cache_of(
     if not hasattr(cache, "self_attention_cache"):
         for index, layer in enumerate(cache.layers):
             yield from _tensors(index, layer)
+
+
+def _inputs_of(
+    model: torch.nn.Module, n_samples: int, n_tokens: int, notes: list[str]
+) -> tuple[dict[str, Any], int]:
+    """(inputs of a forward of ``n_tokens`` tokens, positions of the longest sequence in it): token ids, and the sounds
+    or pictures that a model needs beside them."""
+    config = model.config
+    ids = torch.zeros(n_samples, n_tokens, dtype=torch.long, device="meta")
+    if config.is_encoder_decoder and model.main_input_name == "input_features" and hasattr(config, "num_mel_bins"):
+        # Whisper pads each sound to the length that its two convolutions shorten to the table of positions.
+        encoder = model.get_encoder()
+        n_frames = config.max_source_positions * encoder.conv1.stride[0] * encoder.conv2.stride[0]
+        notes.append(f"the encoder hears {n_frames} frames, the decoder writes that many tokens")
+        frames = torch.zeros(n_samples, config.num_mel_bins, n_frames, dtype=torch.bfloat16, device="meta")
+        return {"input_features": frames, "decoder_input_ids": ids}, max(n_tokens, config.max_source_positions)
+    if config.is_encoder_decoder:
+        notes.append("the encoder's input and the decoder's output have that many tokens each")
+        return {"input_ids": ids, "decoder_input_ids": ids}, n_tokens
+    vision = getattr(config, "vision_config", None)
+    if vision is not None and not model.can_generate() and "pixel_values" in inspect.signature(model.forward).parameters:
+        # A model of two towers (CLIP) compares texts with pictures, and needs both.
+        size = (n_samples, vision.num_channels, vision.image_size, vision.image_size)
+        notes.append(f"with each text comes a picture of {vision.image_size} x {vision.image_size} pixels")
+        pixels = torch.zeros(size, dtype=torch.bfloat16, device="meta")
+        n_patches = (vision.image_size // vision.patch_size) ** 2 + 1
+        return {"input_ids": ids, "pixel_values": pixels}, max(n_tokens, n_patches)
+    return {"input_ids": ids}, n_tokens
 
 
 def _tensors(index: int, layer: Any) -> Iterator[tuple[int, torch.Size]]:
@@ -202,7 +229,7 @@ def _own_elems(layer: int, shape: torch.Size, attentions: list[Attention]) -> in
 
 
 def _workspace(
-    model: torch.nn.Module, shapes: dict[str, torch.Size], n_samples: int, n_tokens: int, wide: torch.dtype
+    model: torch.nn.Module, shapes: dict[str, torch.Size], n_samples: int, n_longest: int, wide: torch.dtype
 ) -> int:
     """The largest of two moments: a block of linear layers over the whole prompt, or the last token's logits, which
     ``generate`` also holds in fp32.
@@ -219,7 +246,7 @@ def _workspace(
         ]
         if features:
             widths.append(sum(n_out for n_out, _ in features) + max(n_in for _, n_in in features))
-    prompt = n_samples * n_tokens * max(widths) * wide.itemsize
+    prompt = n_samples * n_longest * max(widths) * wide.itemsize
     # Logits are gathered: each rank has all columns.
     n_words = 0 if head is None else head.weight.shape[0]
     return max(prompt, n_samples * n_words * (wide.itemsize + torch.float32.itemsize))

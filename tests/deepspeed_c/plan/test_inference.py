@@ -14,7 +14,8 @@ from deepspeed_c.inference.int8 import quantize_weights
 from deepspeed_c.inject import cut_model
 from deepspeed_c.launcher.main import main
 from deepspeed_c.plan.inference import plan_inference
-from tests.deepspeed_c.inject.families import make
+from tests.deepspeed_c.inference.models import whisper
+from tests.deepspeed_c.inject.families import feed, make
 from tests.ranks import run_ranks
 
 PRELOAD = "tests.deepspeed_c.inject.preload"
@@ -127,3 +128,35 @@ def test_typed_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert main(["plan", *words]) == 2, words
         said = capsys.readouterr().err
         assert expected in said and "Fix: " in said, said
+
+
+def held_by_towers(rank: int, world: int) -> list[tuple[int, int]]:
+    """(bytes of weights, bytes of the cache) of Whisper after 24 tokens of 3 sounds, and of CLIP."""
+    found = []
+    for model in (whisper(), make("clip").eval()):
+        if world > 1:
+            cut_model(model, TensorParallel(), Collectives())
+        with torch.no_grad():
+            if model.config.is_encoder_decoder:
+                ids = torch.ones(3, 24, dtype=torch.long)
+                cache = model(input_features=torch.zeros(3, 8, 40), decoder_input_ids=ids, use_cache=True).past_key_values
+                layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
+            else:
+                model(**feed("clip"))
+                layers = []
+        n_cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+        found.append((sum(p.nbytes for p in model.parameters()), n_cache))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_models_that_hear_or_see(tmp_path: Path, world: int) -> None:
+    folders = [save(whisper(), tmp_path / "whisper"), save(make("clip"), tmp_path / "clip")]
+    plans = [plan_inference(folder, n_ranks=world, n_samples=3, dtype="fp32") for folder in folders]
+    for rank, of_rank in enumerate(run_ranks(world, held_by_towers, preload=PRELOAD)):
+        for plan, (weights, cache) in zip(plans, of_rank, strict=True):
+            planned = plan.ranks[rank]
+            assert (planned.weights, planned.cache) == (weights, cache), f"{planned}, held: {weights}, {cache}"
+    heard, seen = plans
+    assert heard.n_tokens == 24 and "the encoder hears 40 frames" in str(heard), str(heard)
+    assert "the model keeps no cache" in str(seen) and "a picture of 8 x 8 pixels" in str(seen), str(seen)
