@@ -1,8 +1,8 @@
 """Rows on their way to the ranks of their experts and back: counts first, then one message to each rank, of exactly the
 rows that it needs.
 
-The messages are operators (``deepspeed_c::moe_exchange_*``), so that a recomputation can have kept their results
-(``recompute/operators.py``). ``ranks`` is the number of a ``Collectives`` (``comm/numbered.py``). Counts and sizes of
+The messages are operators (``deepspeed_c::moe_exchange_*``). So a budget of activations knows that the layer sends, and
+lets all ranks run it again or none (``recompute/operators.py``). ``ranks`` is the number of a ``Collectives`` (``comm/numbered.py``). Counts and sizes of
 the forward serve the backward, which sends gradients along the same ways.
 """
 

@@ -25,7 +25,7 @@ __all__ = ["KeptOutputs", "MeasuredLayer", "MeasuredOperator", "Measurement", "M
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_scaled_mm", "_grouped_mm", "convolution", "_trilinear")
 _ATTENTION = "aten::_scaled_dot_product_"
 _COLLECTIVES = "_c10d_functional::"
-_SENT = ("c10d::", _COLLECTIVES)
+_SENT = ("c10d::", _COLLECTIVES, "deepspeed_c::moe_exchange_")
 _WAIT = "_c10d_functional::wait_tensor"
 _OWN_WAIT = "deepspeed_c::tp_wait_"
 # Tensor-parallel layers sum in place, so a copy of the sum is kept. ``tp_sum_start_`` has the sum only after its wait.

@@ -18,6 +18,7 @@ from deepspeed_c.compat import checkpointing
 from deepspeed_c.errors import BackwardError, ConfigError, DeepSpeedCError
 from deepspeed_c.moe.dispatch import _orders
 from deepspeed_c.moe.layer import MoE
+from deepspeed_c.recompute.operators import Measurement
 from tests.deepspeed_c.moe.test_layer import HIDDEN, make
 from tests.ranks import run_ranks
 
@@ -148,6 +149,22 @@ def test_recomputation_gives_the_same_bits():
     for rank, (plain, again) in enumerate(run_ranks(2, recomputed)):
         for name, value in plain.items():
             assert torch.equal(value, again[name]), f"rank {rank}, {name}: {value} without, {again[name]} with"
+
+
+def measured(rank: int, world: int) -> list[bool]:
+    found = []
+    for layer in (make(N_EXPERTS, 2), over_ranks(make(N_EXPERTS, 2), world, rank)):
+        x = torch.randn(8, HIDDEN, requires_grad=True)
+        measurement = Measurement("layer", layer, [x], set())
+        with measurement:
+            layer(x)
+        found.append(measurement.done().sends)
+    return found
+
+
+def test_a_budget_knows_that_the_layer_sends():
+    """A rank that kept the layer, while another runs it again, would leave the other waiting for an exchange."""
+    assert run_ranks(2, measured) == [[False, True]] * 2
 
 
 def failing(rank: int, world: int, trouble: str) -> str:
