@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["drawn_dropout", "drawn_dropout_backward"]
+__all__ = ["drawn_dropout", "drawn_dropout_backward", "moe_route", "moe_sort"]
 
 IN_PLACE = (
     "optim_step_",
@@ -24,6 +24,8 @@ IN_PLACE = (
     "cross_entropy_rows_",
     "cross_entropy_grad_",
     "attention_merge_",
+    "moe_route_",
+    "moe_uniform_",
 )
 
 
@@ -169,6 +171,55 @@ def _nn_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = q.new_empty(0 if sinks is None else q.shape[1], dtype=torch.float32)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsinks
+
+
+# Operators of dsc/moe.h.
+
+
+def moe_route(
+    logits: Tensor, k: int, is_sigmoid: bool, bias: Tensor | None, n_groups: int, n_limited_groups: int
+) -> Tensor:
+    return logits.new_empty((logits.shape[0], k), dtype=torch.int32)
+
+
+@torch.library.impl(_LIBRARY, "moe_place", "Meta")
+def _moe_place(
+    indices: Tensor, n_experts: int, capacity: int, order: str, priority: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    counts = indices.new_empty(n_experts, dtype=torch.int64)
+    return torch.empty_like(indices), torch.empty_like(indices), counts
+
+
+def moe_sort(indices: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    n_kept = torch.library.get_ctx().new_dynamic_size()
+    return (
+        indices.new_empty(n_kept, dtype=torch.int64),
+        indices.new_empty(indices.shape, dtype=torch.int64),
+        indices.new_empty(n_experts, dtype=torch.int64),
+    )
+
+
+@torch.library.impl(_LIBRARY, "moe_gather", "Meta")
+def _moe_gather(x: Tensor, order: Tensor, k: int, inverse: Tensor) -> Tensor:
+    return x.new_empty(order.shape[0], x.shape[1])
+
+
+@torch.library.impl(_LIBRARY, "moe_permute", "Meta")
+def _moe_permute(rows: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    return _dense_like(rows), torch.empty_like(order)
+
+
+@torch.library.impl(_LIBRARY, "moe_combine", "Meta")
+def _moe_combine(rows: Tensor, inverse: Tensor, weights: Tensor | None) -> Tensor:
+    return rows.new_empty(inverse.shape[0], rows.shape[1])
+
+
+@torch.library.impl(_LIBRARY, "moe_combine_backward", "Meta")
+def _moe_combine_backward(
+    dout: Tensor, rows: Tensor, inverse: Tensor, weights: Tensor | None, needs_weights: bool
+) -> tuple[Tensor, Tensor]:
+    n_tokens, k = inverse.shape
+    return _dense_like(rows), rows.new_empty((n_tokens if needs_weights else 0, k), dtype=torch.float32)
 
 
 def _dense_like(x: Tensor) -> Tensor:

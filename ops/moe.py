@@ -4,23 +4,39 @@ A *slot* is one choice of one token: slot ``t * k + j`` is choice j of token t. 
 -1.
 Results have the same bits for any number of threads and any instruction set. Rows are float32, bfloat16 or float16;
 sums of rows are computed in float32 in the order of j and rounded once, gradients too. On devices without kernels, and
-for float64 rows, the formulas of ``deepspeed_c.ops.moe_reference`` compute the operators.
+for float64 rows, the formulas of ``deepspeed_c.ops.moe_reference`` compute the operators. A second derivative of
+``combine_rows`` or ``gather_rows`` raises BackwardError where kernels compute them.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from deepspeed_c import _C  # noqa: F401  (registers the operators)
 from deepspeed_c.errors import RoutingError
+from deepspeed_c.ops import fake
 from deepspeed_c.ops import moe_reference as reference
+from deepspeed_c.ops.first_derivative import first_derivative_only
 
 __all__ = ["combine_rows", "gather_rows", "permute_rows", "place", "route", "sort_slots", "uniform"]
 
 Score = Literal["softmax", "sigmoid"]
 Order = Literal["choice", "token", "priority"]
+
+_ops = torch.ops.deepspeed_c
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type in ("cpu", "meta")
+
+
+def _has_kernels(rows: Tensor) -> bool:
+    """Whether kernels compute these rows: rows of the host with at least one element."""
+    return _is_on_host(rows) and rows.dtype in _KERNEL_DTYPES and rows.shape[1] > 0
 
 
 def _require(tensor: Tensor, name: str, dtype: torch.dtype | None, *dims: str) -> None:
@@ -70,10 +86,12 @@ def route(
         _require(bias, "bias", torch.float32, "experts")
         _require_shape(bias, "bias", (n_experts,), "the experts")
     logits, bias = logits.detach(), bias if bias is None else bias.detach()
-    place_of_bad = reference.first_not_usable(logits)
-    if place_of_bad is not None:
-        _refuse_logit(logits, *place_of_bad)
-    return reference.route(logits, k, score, bias, n_groups, n_limited_groups)
+    if not _is_on_host(logits):
+        bad = reference.first_not_usable(logits)
+        if bad is not None:
+            _refuse_logit(logits, *bad)
+        return reference.route(logits, k, score, bias, n_groups, n_limited_groups)
+    return _ops.moe_route(logits, k, score == "sigmoid", bias, n_groups, n_limited_groups)
 
 
 def _refuse_logit(logits: Tensor, token: int, expert: int) -> None:
@@ -103,14 +121,16 @@ def place(
         raise ValueError(f"capacity is {capacity}, must be -1 (nothing is dropped) or at least 0")
     if (priority is None) == (order == "priority"):
         raise ValueError(f"order is {order!r}, priority is {'missing' if priority is None else 'given'}")
-    _require_experts(indices, n_experts)
     if priority is not None:
         _require(priority, "priority", torch.float32, "tokens", "k")
         _require_shape(priority, "priority", tuple(indices.shape), "indices")
-        priority = priority.detach()
-        if priority.isnan().any():
-            token, j = priority.isnan().nonzero()[0].tolist()
-            raise ValueError(f"priority[{token}, {j}] is nan, which has no order")
+        priority = priority.detach().contiguous()
+    if _is_on_host(indices):
+        return _ops.moe_place(indices.contiguous(), n_experts, capacity, order, priority)
+    _require_experts(indices, n_experts)
+    if priority is not None and priority.isnan().any():
+        token, j = priority.isnan().nonzero()[0].tolist()
+        raise ValueError(f"priority[{token}, {j}] is nan, which has no order")
     return reference.place(indices, n_experts, capacity, order, priority)
 
 
@@ -130,7 +150,12 @@ def uniform(shape: tuple[int, ...], seed: int, offset: int = 0, device: torch.de
     """
     if offset < 0:
         raise ValueError(f"offset is {offset}, must not be negative")
-    return reference.uniform(tuple(shape), seed, offset, torch.device(device))
+    device = torch.device(device)
+    if device.type not in ("cpu", "meta"):
+        return reference.uniform(tuple(shape), seed, offset, device)
+    out = torch.empty(shape, dtype=torch.float32, device=device)
+    _ops.moe_uniform_(out.view(-1), seed, offset)
+    return out
 
 
 def sort_slots(indices: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,6 +165,8 @@ def sort_slots(indices: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]
     an expert; counts int64 [E]).
     """
     _require(indices, "indices", torch.int32, "tokens", "k")
+    if _is_on_host(indices):
+        return _ops.moe_sort(indices.contiguous(), n_experts)
     _require_experts(indices, n_experts)
     return reference.sort_slots(indices, n_experts)
 
@@ -153,6 +180,8 @@ def gather_rows(x: Tensor, order: Tensor, k: int, inverse: Tensor) -> Tensor:
     _require(order, "order", torch.int64, "slots")
     _require(inverse, "inverse", torch.int64, "tokens", "k")
     _require_shape(inverse, "inverse", (x.shape[0], k), "(tokens of x, k)")
+    if _has_kernels(x):
+        return _ops.moe_gather(x, order.contiguous(), k, inverse.contiguous())
     return reference.gather_rows(x, order, k)
 
 
@@ -166,12 +195,82 @@ def combine_rows(rows: Tensor, inverse: Tensor, weights: Tensor) -> Tensor:
     _require(inverse, "inverse", torch.int64, "tokens", "k")
     _require(weights, "weights", torch.float32, "tokens", "k")
     _require_shape(weights, "weights", tuple(inverse.shape), "inverse")
+    if _has_kernels(rows):
+        return _ops.moe_combine(rows, inverse.contiguous(), weights)
     return reference.combine_rows(rows, inverse, weights)
 
 
 def permute_rows(rows: Tensor, order: Tensor) -> Tensor:
-    """rows[order] for a permutation ``order``, int64 [M]."""
+    """rows[order] for a permutation ``order``, int64 [M]. ValueError if it is none."""
     _require(rows, "rows", None, "slots", "hidden")
     _require(order, "order", torch.int64, "slots")
     _require_shape(order, "order", (rows.shape[0],), "the first dimension of rows")
+    if _has_kernels(rows):
+        return _ops.moe_permute(rows, order.contiguous())[0]
     return reference.permute_rows(rows, order)
+
+
+def _route(
+    logits: Tensor, k: int, is_sigmoid: bool, bias: Tensor | None, n_groups: int, n_limited_groups: int
+) -> Tensor:
+    logits, bias = logits.contiguous(), bias if bias is None else bias.contiguous()
+    indices = logits.new_empty((logits.shape[0], k), dtype=torch.int32)
+    bad = torch.empty(1, dtype=torch.int64)
+    _ops.moe_route_(logits, bias, is_sigmoid, n_groups, n_limited_groups, indices, bad)
+    at = int(bad)
+    if at >= 0:
+        _refuse_logit(logits, *divmod(at, logits.shape[1]))
+    return indices
+
+
+# The operator in Python raises the typed error, and can be traced: a compiler cannot read the core's answer.
+_LIBRARY = torch.library.Library("deepspeed_c", "FRAGMENT")
+_LIBRARY.define(
+    "moe_route(Tensor logits, int k, bool is_sigmoid, Tensor? bias, int n_groups, int n_limited_groups) -> Tensor"
+)
+_LIBRARY.impl("moe_route", _route, "CompositeExplicitAutograd")
+_LIBRARY.impl("moe_route", fake.moe_route, "Meta")
+# The number of sorted slots depends on data, which only register_fake can express.
+torch.library.register_fake("deepspeed_c::moe_sort", fake.moe_sort, lib=_LIBRARY)
+
+
+def _gather_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, _, _, inverse = inputs
+    ctx.save_for_backward(inverse)
+
+
+@first_derivative_only("deepspeed_c.ops.moe.gather_rows")
+def _gather_backward(ctx: Any, drows: Tensor) -> tuple:
+    (inverse,) = ctx.saved_tensors
+    return _ops.moe_combine(drows, inverse, None), None, None, None
+
+
+def _combine_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+@first_derivative_only("deepspeed_c.ops.moe.combine_rows")
+def _combine_backward(ctx: Any, dout: Tensor) -> tuple:
+    rows, inverse, weights = ctx.saved_tensors
+    needs_weights = ctx.needs_input_grad[2]
+    drows, dweights = _ops.moe_combine_backward(dout, rows, inverse, weights, needs_weights)
+    return drows, None, dweights if needs_weights else None
+
+
+def _permute_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    _, inverse = output
+    ctx.mark_non_differentiable(inverse)
+    ctx.save_for_backward(inverse)
+
+
+def _permute_backward(ctx: Any, dout: Tensor, _: Any) -> tuple:
+    (inverse,) = ctx.saved_tensors
+    return _ops.moe_permute(dout, inverse)[0], None
+
+
+for _name, _backward, _context in (
+    ("moe_gather", _gather_backward, _gather_context),
+    ("moe_combine", _combine_backward, _combine_context),
+    ("moe_permute", _permute_backward, _permute_context),
+):
+    torch.library.register_autograd(f"deepspeed_c::{_name}", _backward, setup_context=_context)

@@ -30,6 +30,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "scale": ("scale/", "base/", "dsc/"),
     "optim": ("optim/", "cpu/", "base/", "dsc/"),
     "nn": ("nn/", "cpu/", "base/", "dsc/"),
+    "moe": ("nn/", "cpu/", "base/", "dsc/"),
     "accel": ("accel/", "base/", "dsc/"),
     "aio": ("aio/", "base/", "dsc/"),
     "ckpt": ("ckpt/", "base/", "dsc/"),

@@ -258,6 +258,12 @@ Tensor new_f32(const Tensor &like, const std::vector<int64_t> &sizes)
                                     torch::headeronly::ScalarType::Float);
 }
 
+Tensor new_i64(const Tensor &like, const std::vector<int64_t> &sizes)
+{
+    return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.data(), sizes.size()),
+                                    torch::headeronly::ScalarType::Long);
+}
+
 double *f64_data(const Tensor &tensor)
 {
     return static_cast<double *>(tensor.mutable_data_ptr());

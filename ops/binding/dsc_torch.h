@@ -95,9 +95,10 @@ class DeviceScope {
 Tensor new_f64(AtenTensorHandle like, std::initializer_list<int64_t> sizes, bool is_zeroed);
 double *f64_data(const Tensor &tensor);
 
-/* Uninitialised tensors on the device of `like`: of its dtype, or of f32. */
+/* Uninitialised tensors on the device of `like`: of its dtype, of f32 or of int64. */
 Tensor new_like(const Tensor &like, const std::vector<int64_t> &sizes);
 Tensor new_f32(const Tensor &like, const std::vector<int64_t> &sizes);
+Tensor new_i64(const Tensor &like, const std::vector<int64_t> &sizes);
 using torch::stable::contiguous;
 using torch::stable::empty_like;
 

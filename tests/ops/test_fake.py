@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed_c.ops import nn  # noqa: F401  (registers the operators, and gradients of some)
+from deepspeed_c.ops import moe, nn  # noqa: F401  (register operators, and gradients of some)
 from tests.ops.data import optimizer_kinds
 
 HYPER = (2, 0.01, 0.9, 0.999, 1e-8, 0.1, 0.9, 0.0, 0.0, 0.01, 10.0, 1.0, 1)
@@ -53,6 +53,25 @@ def cases():
     yield "cross_entropy_grad_", "cross_entropy_grad_", (logits, targets, log_sum, torch.ones(3), 0.1, 9)
     yield "attention_merge_", "attention_merge_", (torch.zeros(2, 5, 3), torch.zeros(2, 5), torch.ones(2, 2, 3).bfloat16(), torch.ones(2, 2), 2, 1)
     yield from nn_cases()
+    yield from moe_cases()
+
+
+def moe_cases():
+    logits, indices = torch.rand(5, 4), torch.tensor([[0, 3], [3, -1], [1, 0], [-1, -1], [3, 2]], dtype=torch.int32)
+    yield "moe_route", "moe_route", (logits, 2, True, torch.rand(4), 2, 1)
+    yield "moe_route_", "moe_route_", (logits, None, False, 1, 1, indices.clone(), torch.zeros(1).long())
+    yield "moe_uniform_", "moe_uniform_", (torch.zeros(9), 3, 5)
+    yield "moe_place", "moe_place", (indices, 4, 2, "choice", None)
+    yield "moe_place-priority", "moe_place", (indices, 4, 2, "priority", torch.rand(5, 2))
+    yield "moe_sort", "moe_sort", (indices, 4)
+    order, inverse, _ = torch.ops.deepspeed_c.moe_sort(indices, 4)
+    x, rows = torch.rand(5, 3).bfloat16(), torch.rand(7, 3).bfloat16()
+    weights, permutation = torch.rand(5, 2), torch.tensor([3, 1, 0, 2, 6, 5, 4])
+    yield "moe_gather", "moe_gather", (x.clone().requires_grad_(), order, 2, inverse)
+    yield "moe_permute", "moe_permute", (rows.clone().requires_grad_(), permutation)
+    yield "moe_combine", "moe_combine", (rows.clone().requires_grad_(), inverse, weights.clone().requires_grad_())
+    yield "moe_combine-plain", "moe_combine", (rows.clone().requires_grad_(), inverse, None)
+    yield "moe_combine_backward", "moe_combine_backward", (x, rows, inverse, weights, True)
 
 
 def nn_cases():

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from deepspeed_c.errors import RoutingError
-from deepspeed_c.ops import moe, reference
+from deepspeed_c.errors import BackwardError, RoutingError
+from deepspeed_c.ops import moe, moe_reference, reference
 from tests.ops.data import DTYPES, bits
 
 # Tokens, experts, choices: nothing, one of everything, primes, every expert chosen, and several chunks of threads.
@@ -348,3 +348,96 @@ def test_shapes_of_rows_that_do_not_fit_are_refused():
 
 def test_philox_from_a_later_counter_is_the_rest_of_the_words():
     assert torch.equal(reference.philox(3, 40)[8:], reference.philox(3, 32, first_counter=2))
+
+
+def test_orders_that_do_not_fit_their_rows_are_refused():
+    x, order, inverse = sorted_case((31, 8, 2), 5, torch.float32)
+    rows, weights = torch.randn(len(order), 5, requires_grad=True), torch.ones(31, 2)
+    double, far = inverse.clone(), inverse.clone()
+    slots = (inverse >= 0).nonzero().tolist()
+    double[tuple(slots[-1])] = inverse[tuple(slots[0])]
+    far[tuple(slots[0])] = len(order)
+    with pytest.raises(ValueError, match="but inverse has"):
+        moe.gather_rows(x, order.flip(0), 2, inverse)
+    with pytest.raises(ValueError, match=f"is {len(order)}, must be -1 or one of {len(order)} rows"):
+        moe.combine_rows(rows, far, weights)
+    with pytest.raises(ValueError, match="which another slot has too"):
+        moe.combine_rows(rows, double, weights).sum().backward()
+    with pytest.raises(ValueError, match="no permutation"):
+        moe.permute_rows(rows, torch.zeros(len(order), dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_have_the_bits_of_the_formulas(dtype):
+    """Where no logarithm or exponential is computed, C and PyTorch round the same numbers in the same order."""
+    x, order, inverse = sorted_case((1009, 64, 6), 33, dtype)
+    weights = torch.randn(inverse.shape, generator=random(2))
+    rows = moe.gather_rows(x, order, 6, inverse)
+    assert torch.equal(rows, moe_reference.gather_rows(x, order, 6))
+    assert torch.equal(moe.combine_rows(rows, inverse, weights), moe_reference.combine_rows(rows, inverse, weights))
+    assert torch.equal(moe.uniform((1009,), 3, 17), moe_reference.uniform((1009,), 3, 17, torch.device("cpu")))
+
+
+def test_operands_may_have_any_strides():
+    indices = some_indices(6, 31, 2).t().contiguous().t()
+    wide = torch.randn(17, 31, generator=random(1)).t()
+    assert not wide.is_contiguous() and torch.equal(moe.route(wide, 2), moe.route(wide.contiguous(), 2))
+    for mine, dense in zip(moe.place(indices, 31, 1), moe.place(indices.contiguous(), 31, 1)):
+        assert torch.equal(mine, dense)
+    x, order, inverse = sorted_case((31, 8, 2), 5, torch.float32)
+    turned = x.t().contiguous().t()
+    rows = moe.gather_rows(turned, order, 2, inverse.t().contiguous().t())
+    assert torch.equal(rows, moe.gather_rows(x, order, 2, inverse))
+    weights = torch.rand(2, 31, generator=random(2)).t()
+    out = moe.combine_rows(rows.t().contiguous().t(), inverse, weights)
+    assert torch.equal(out, moe.combine_rows(rows, inverse, weights.contiguous()))
+
+
+def test_a_second_derivative_raises_or_is_right():
+    x, order, inverse = sorted_case((31, 8, 2), 5, torch.float32)
+    x.requires_grad_()
+    rows = moe.gather_rows(x, order, 2, inverse)
+    (grad,) = torch.autograd.grad((rows**2).sum(), x, create_graph=True)
+    with pytest.raises(BackwardError, match=r"ops\.moe\.gather_rows"):
+        grad.sum().backward()
+    rows, weights = rows.detach().requires_grad_(), torch.ones(31, 2, requires_grad=True)
+    (grad,) = torch.autograd.grad((moe.combine_rows(rows, inverse, weights) ** 2).sum(), rows, create_graph=True)
+    with pytest.raises(BackwardError, match=r"ops\.moe\.combine_rows"):
+        grad.sum().backward()
+    permutation = torch.randperm(len(rows), generator=random(3))
+    (grad,) = torch.autograd.grad((moe.permute_rows(rows, permutation) ** 3).sum(), rows, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), rows)
+    torch.testing.assert_close(second, 6 * rows.detach())
+
+
+def test_compiled_whole_with_its_gradients():
+    x, order, inverse = sorted_case((31, 8, 2), 5, torch.float32)
+    x.requires_grad_()
+    logits = torch.randn(31, 8, generator=random(6))
+
+    def layer(x, logits):
+        indices = moe.route(logits, 2)
+        kept, _, counts = moe.place(indices, 8, 9)
+        weights = logits.softmax(-1).gather(1, indices.long()) * (kept >= 0)
+        rows = moe.gather_rows(x, order, 2, inverse)
+        return moe.combine_rows(rows.tanh(), inverse, weights), counts, moe.uniform((3,), 5, 1)
+
+    want, counts, numbers = layer(x, logits)
+    (grad,) = torch.autograd.grad(want.square().sum(), x)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    got, compiled_counts, compiled_numbers = compiled(x, logits)
+    (compiled_grad,) = torch.autograd.grad(got.square().sum(), x)
+    assert torch.equal(got, want) and torch.equal(compiled_grad, grad)
+    assert torch.equal(compiled_counts, counts) and torch.equal(compiled_numbers, numbers)
+
+
+def test_sorted_slots_compile_where_shapes_may_depend_on_data():
+    def sort(indices):
+        order, inverse, counts = moe.sort_slots(indices, 8)
+        return order + 1, inverse, counts
+
+    indices = some_indices(31, 8, 2)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        got = torch.compile(sort, backend="aot_eager", fullgraph=True)(indices)
+    for mine, expected in zip(got, sort(indices)):
+        assert torch.equal(mine, expected)

@@ -14,6 +14,7 @@
 #include "dsc/flat.h"
 #include "dsc/intake.h"
 #include "dsc/kernels.h"
+#include "dsc/moe.h"
 #include "dsc/nn.h"
 #include "dsc/optim.h"
 #include "dsc/pipe.h"

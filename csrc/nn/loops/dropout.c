@@ -134,3 +134,18 @@ void DSC_K(nn_drop)(int64_t n, uint64_t seed, uint64_t first, uint32_t threshold
         done += n_here;
     }
 }
+
+void DSC_K(nn_uniform)(int64_t n, uint64_t seed, uint64_t first, dsc_f32 *y)
+{
+    for (int64_t done = 0; done < n;) {
+        DSC_ALIGNED uint32_t drawn[DRAWN];
+        uint64_t at = first + (uint64_t)done;
+        int64_t n_skipped = (int64_t)(at % WORDS);
+        int64_t n_here = n - done < DRAWN - n_skipped ? n - done : DRAWN - n_skipped;
+
+        for (int64_t i = 0; i < n_skipped + n_here; i += GROUP_WORDS)
+            philox(seed, at / WORDS + (uint64_t)i / WORDS, drawn + i);
+        EACH for (int64_t i = 0; i < n_here; i++) y[done + i] = (float)(int32_t)(drawn[n_skipped + i] >> 8) * 0x1p-24f;
+        done += n_here;
+    }
+}
