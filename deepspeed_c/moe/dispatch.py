@@ -2,8 +2,8 @@
 rows that it needs.
 
 The messages are operators (``deepspeed_c::moe_exchange_*``). So a budget of activations knows that the layer sends, and
-lets all ranks run it again or none (``recompute/operators.py``). ``ranks`` is the number of a ``Collectives`` (``comm/numbered.py``). Counts and sizes of
-the forward serve the backward, which sends gradients along the same ways.
+lets all ranks run it again or none (``recompute/operators.py``). ``ranks`` is the number of a ``Collectives``
+(``comm/numbered.py``). Counts and sizes of the forward serve the backward, which sends gradients along the same ways.
 """
 
 from __future__ import annotations

@@ -455,7 +455,7 @@ class TopKGate(nn.Module):
         self.ep_group = ep_group
 
     def draw_as(self, data_rank: int) -> None:
-        """Draw the numbers of rank ``data_rank`` among the ranks that have other tokens. Ranks with the same tokens must
+        """Draw the numbers of rank ``data_rank`` among the ranks that have other tokens. Ranks with the same tokens
         have the same number.
         """
         self.data_rank = data_rank

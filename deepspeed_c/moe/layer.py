@@ -100,7 +100,11 @@ class MOELayer(nn.Module):
         self.connect(ep)
 
     def forward(
-        self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None, *, indices: torch.Tensor | None = None
+        self,
+        hidden_states: torch.Tensor,
+        used_token: torch.Tensor | None = None,
+        *,
+        indices: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Send each token of ``hidden_states`` [..., hidden] to its experts. For ``used_token`` and ``indices`` see
         ``top1gating``. A token without experts gives 0.
@@ -241,7 +245,11 @@ class MoE(nn.Module):
         self.deepspeed_moe.connect(_ranks_of_experts(self.ep_size, is_strided=use_data_before_expert_parallel_))
 
     def forward(
-        self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None, *, indices: torch.Tensor | None = None
+        self,
+        hidden_states: torch.Tensor,
+        used_token: torch.Tensor | None = None,
+        *,
+        indices: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (output [..., hidden], l_aux, tokens of each expert before any was dropped).
 
