@@ -78,6 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "observe",
         "utils",
         "threads",
+        "moe",
     },
     "moe": {"config", "logging", "comm", "ops", "_C", "zero", "recompute", "utils"},
     "inference": {

@@ -25,6 +25,7 @@ from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.weights import check_weights, consolidate, load_custom, load_weights
 from deepspeed_c.env import read_env
 from deepspeed_c.errors import FeatureError, MissingNameError, StateError
+from deepspeed_c.moe.load import ExpertLoad, expert_load
 from deepspeed_c.recompute.blocks import Blocks
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.weights.fetch import Fetcher
@@ -217,6 +218,12 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         """Called after other weights have been written to the module."""
         if self._fetcher is not None:
             self._fetcher.weights_changed()
+
+    def expert_load(self) -> dict[str, ExpertLoad]:
+        """How many tokens chose each expert in the last forward, over all ranks, and how many of them were dropped: by
+        the name of the layer (a ``MOELayer``). Empty for a model without such layers. Collective."""
+        self._require_open()
+        return expert_load(self.module, self._mesh.tokens)
 
     def empty_partition_cache(self) -> None:
         """Releases gathered weights that are kept for their next use, and returns the memory to the system. Do not call

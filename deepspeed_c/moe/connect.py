@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed_c.comm.axes import EP
+from deepspeed_c.comm.axes import EP, TOKENS
 from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.moe.gate import TopKGate
 from deepspeed_c.moe.layer import MOELayer
 from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.experts import check_experts
@@ -25,3 +26,5 @@ def connect_experts(model: torch.nn.Module, mesh: Mesh) -> None:
             module.rename(name)
         if callable(getattr(module, "connect", None)) and hasattr(module, "ep_size"):
             module.connect(mesh.with_experts(module.ep_size).along(EP))
+        if isinstance(module, TopKGate):
+            module.draw_as(mesh.index(*TOKENS))

@@ -26,7 +26,8 @@ __all__ = ["MOELayer", "MoE"]
 
 
 class MOELayer(nn.Module):
-    """A gate and this rank's experts. ``l_aux`` and ``exp_counts`` are those of the last forward.
+    """A gate and this rank's experts. Of the last forward: ``l_aux``, ``exp_counts`` (tokens of each expert before any
+    was dropped) and ``kept_counts`` (afterwards).
 
     Args:
         gate: chooses experts, with the arguments and results of ``TopKGate``.
@@ -59,10 +60,11 @@ class MOELayer(nn.Module):
         self._name = "MoE"
         self.l_aux: torch.Tensor | None = None
         self.exp_counts: torch.Tensor | None = None
+        self.kept_counts: torch.Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # The loss is a part of a graph, which cannot be copied or pickled; and ranks belong to this process.
-        return {**self.__dict__, "l_aux": None, "exp_counts": None, "_ranks": None, "ep_group": None}
+        return {**self.__dict__, "l_aux": None, "exp_counts": None, "kept_counts": None, "_ranks": None, "ep_group": None}
 
     @property
     def name(self) -> str:
@@ -141,6 +143,7 @@ class MOELayer(nn.Module):
             raise
         self.l_aux, _, n_experts, chosen, _, weights, self.exp_counts = found
         order, inverse, counts = ops.sort_slots(chosen.t().contiguous(), n_experts)
+        self.kept_counts = counts
         return order, inverse, counts, weights.t().contiguous()
 
 

@@ -7,7 +7,7 @@ import os
 import random
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -62,6 +62,8 @@ __all__ = [
     "get_grad_zeros",
     "get_inactive_params",
     "get_ma_status",
+    "get_norm_with_moe_layers",
+    "get_norm_with_moe_layers_fast",
     "get_only_unique_item",
     "get_tensor_bytes",
     "get_weight_norm",
@@ -197,6 +199,35 @@ def get_global_norm_of_tensors(
     """
     total = _norm(input_tensors, float(norm_type), _model_parallel(mpu))
     return total if moe_ep_group is None else _norm([total], float(norm_type), moe_ep_group)
+
+
+def get_norm_with_moe_layers(
+    non_expert_norm: float | torch.Tensor,
+    mpu: Any,
+    expert_tensors: Mapping[str, Sequence[torch.Tensor]],
+    norm_type: float = 2,
+) -> float:
+    """The norm of a model with experts: ``non_expert_norm`` and the norms of ``expert_tensors``, this rank's tensors by
+    the name of the groups of experts ("ep_size_2"), over the ranks that together hold the experts. -1 for inf and NaN.
+
+    Collective. Raises StateError for a name without groups.
+    """
+    norms = [float(non_expert_norm)]
+    for name, tensors in expert_tensors.items():
+        group = groups._get_expert_parallel_group(name)
+        norms.append(float(get_global_norm_of_tensors(tensors, norm_type, mpu, moe_ep_group=group)))
+    if -1 in norms:
+        return -1
+    total = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), float(norm_type)).item()
+    return total if math.isfinite(total) else -1
+
+
+def get_norm_with_moe_layers_fast(all_groups_norm: float | torch.Tensor, group: Any) -> float:
+    """The mean of the ranks' norms ``all_groups_norm``, which DeepSpeed takes for a norm that all ranks agree on.
+    Collective over ``group``."""
+    norm = torch.tensor(float(all_groups_norm), device=get_accelerator().current_device_name())
+    comm.all_reduce(norm, group=group)
+    return norm.item() / comm.get_world_size(group)
 
 
 def clip_tensors_by_global_norm(

@@ -522,8 +522,6 @@ ABSENT: dict[str, str] = {
     "deepspeed.runtime.swap_tensor": "offload is set in the configuration, zero_optimization.offload_optimizer; docs/concepts/offload.md",
     "deepspeed.runtime.tensor_parallel": _TENSOR,
     "deepspeed.runtime.utils": _HELPERS,
-    "deepspeed.runtime.utils.get_norm_with_moe_layers": _EXPERTS,
-    "deepspeed.runtime.utils.get_norm_with_moe_layers_fast": _EXPERTS,
     "deepspeed.runtime.zero.MiCS_Init": _MICS,
     "deepspeed.runtime.zero.TiledLinear": _TILED,
     "deepspeed.runtime.zero.TiledLinearReturnBias": _TILED,

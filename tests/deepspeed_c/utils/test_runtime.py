@@ -197,3 +197,18 @@ def test_small_ones(tmp_path, monkeypatch) -> None:
     assert (random.random(), torch.rand(1).item()) == first
     assert runtime.get_ma_status() > 0
     runtime.empty_cache()
+
+
+def expert_norm_body(rank: int, world: int) -> list[float]:
+    groups.create_expert_groups(2)
+    mine = {"ep_size_2": [torch.full((3,), 2.0 + rank), torch.ones(2)]}
+    found = [runtime.get_norm_with_moe_layers(3.0, None, mine), runtime.get_norm_with_moe_layers_fast(1.0 + rank, None)]
+    found.append(runtime.get_norm_with_moe_layers(3.0, None, mine, math.inf))
+    mine["ep_size_2"][0][rank] = math.nan
+    return [*found, runtime.get_norm_with_moe_layers(3.0, None, mine)]
+
+
+def test_norms_with_experts() -> None:
+    want = [math.sqrt(9 + 3 * 4 + 2 + 3 * 9 + 2), 1.5, 3.0, -1]
+    for rank, got in enumerate(run_ranks(2, expert_norm_body)):
+        assert got == pytest.approx(want, rel=1e-6), (rank, got, want)
