@@ -198,7 +198,9 @@ def get_global_norm_of_tensors(
     nothing.
     """
     total = _norm(input_tensors, float(norm_type), _model_parallel(mpu))
-    return total if moe_ep_group is None else _norm([total], float(norm_type), moe_ep_group)
+    if moe_ep_group is None:
+        return total
+    return _norm([torch.where(total < 0, math.nan, total)], float(norm_type), moe_ep_group)
 
 
 def get_norm_with_moe_layers(

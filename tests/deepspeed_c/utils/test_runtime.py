@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed_c import errors
-from deepspeed_c.utils import runtime
+from deepspeed_c.utils import groups, runtime
 from tests.ranks import run_ranks
 
 
