@@ -4,6 +4,7 @@ the ranks' batches one after the other."""
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -178,4 +179,4 @@ def diverging_body(rank: int, world: int, stage: int) -> float:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_rank_without_tokens_takes_part(stage: int) -> None:
     losses = run_ranks(2, diverging_body, stage)
-    assert all(loss == loss and abs(loss) < 1e3 for loss in losses), losses
+    assert all(math.isfinite(loss) and abs(loss) < 1e3 for loss in losses), losses
