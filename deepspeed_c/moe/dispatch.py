@@ -19,6 +19,7 @@ from deepspeed_c.comm.numbered import collectives_of, number_of
 from deepspeed_c.errors import RoutingError
 from deepspeed_c.ops import moe as ops
 from deepspeed_c.ops.first_derivative import first_derivative_only
+from deepspeed_c.recompute.once import once
 
 __all__ = ["Way", "find_way", "from_experts", "report_failure", "to_experts"]
 
@@ -86,7 +87,9 @@ def find_way(comm: Collectives, counts: Tensor, name: str) -> Way:
     of them has called ``report_failure``.
     """
     n_ranks = comm.world_size
-    table = _ops.moe_exchange_counts(counts, number_of(comm), f"counts of tokens to experts of {name}")
+    table = once(
+        lambda: _ops.moe_exchange_counts(counts, number_of(comm), f"counts of tokens to experts of {name}")
+    )
     rows = table.view(n_ranks, -1).tolist()
     for rank, row in enumerate(rows):
         if _FAILED in row:
@@ -130,7 +133,7 @@ class _Exchange(torch.autograd.Function):
         ctx.way, ctx.is_return = way, is_return
         sent, received = (way.received, way.sent) if is_return else (way.sent, way.received)
         label = f"tokens {'from' if is_return else 'to'} experts of {way.name}"
-        return _ops.moe_exchange_rows(rows, sent, received, number_of(way.comm), label)
+        return once(lambda: _ops.moe_exchange_rows(rows, sent, received, number_of(way.comm), label))
 
     @staticmethod
     @first_derivative_only("an exchange of tokens between ranks of experts")

@@ -20,6 +20,9 @@ class Experts(nn.Module):
     ``expert_group_name``.
     """
 
+    runs_every_expert = True
+    """So weights that are sharded are gathered one expert after the other, in the same order on all ranks."""
+
     def __init__(self, expert: nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None) -> None:
         super().__init__()
         self.deepspeed_experts = nn.ModuleList(copy.deepcopy(expert) for _ in range(num_local_experts))

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.comm.groups import get_rank, get_world_size, new_group
-from deepspeed_c.errors import ConfigError, DeepSpeedCError, StateError
+from deepspeed_c.errors import CommError, ConfigError, DeepSpeedCError, StateError
 from deepspeed_c.logging import warning_once
 from deepspeed_c.moe.dispatch import find_way, from_experts, report_failure, to_experts
 from deepspeed_c.moe.experts import Experts
 from deepspeed_c.moe.gate import TopKGate
 from deepspeed_c.ops import moe as ops
+from deepspeed_c.utils import groups
 
 __all__ = ["MOELayer", "MoE"]
 
@@ -93,8 +93,7 @@ class MOELayer(nn.Module):
         if isinstance(self.experts, Experts):
             self.experts.number_from(ep.rank * self.num_local_experts)
         if isinstance(self.gate, TopKGate):
-            # These ranks have other tokens, and so they draw other numbers.
-            self.gate.draw_as(ep.rank)
+            self.gate.draw_as(ep.rank)  # these ranks have other tokens, so they draw other numbers
 
     def _set_ep_group(self, ep_group: dist.ProcessGroup | None) -> None:
         ep = Collectives(ep_group)
@@ -236,16 +235,14 @@ class MoE(nn.Module):
         same order.
 
         use_data_before_expert_parallel_: ranks that hold the experts together are world / ``ep_size`` apart, instead of
-        next to each other. Raises ConfigError if the number of ranks is no multiple of ``ep_size``.
+        next to each other. The first call decides for all layers. Raises ConfigError if the number of ranks is no multiple of ``ep_size``.
         """
-        world = get_world_size()
-        if world % self.ep_size:
-            raise ConfigError(
-                f"{world} ranks cannot be divided into groups of ep_size = {self.ep_size}",
-                where=self.deepspeed_moe.name,
-                fix="start a multiple of ep_size ranks, or lower ep_size",
-            )
-        self.deepspeed_moe.connect(_ranks_of_experts(self.ep_size, is_strided=use_data_before_expert_parallel_))
+        try:
+            groups.create_expert_groups(self.ep_size, data_first=use_data_before_expert_parallel_)
+        except CommError as error:
+            raise ConfigError(error.what, where=self.deepspeed_moe.name, fix=error.fix) from error
+        self.deepspeed_moe.connect(groups.expert_ranks(self.expert_group_name))
+        self.deepspeed_moe.gate.draw_as(groups._get_sequence_data_parallel_rank())
 
     def forward(
         self,
@@ -267,22 +264,6 @@ class MoE(nn.Module):
         if self.shared_expert is not None:
             output = output + _first(self.shared_expert(hidden_states))
         return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
-
-
-def _ranks_of_experts(ep_size: int, *, is_strided: bool) -> Collectives:
-    """This rank's group of ``ep_size`` ranks. Collective over all ranks."""
-    world = get_world_size()
-    if ep_size == 1:
-        return Collectives(is_alone=True)
-    mine = None
-    for i in range(world // ep_size):
-        ranks = [*range(i, world, world // ep_size)] if is_strided else [*range(i * ep_size, (i + 1) * ep_size)]
-        group = new_group(ranks)
-        if get_rank() in ranks:
-            mine = group
-    ep = Collectives(mine)
-    ep.use_shared_memory("auto")
-    return ep
 
 
 def _first(output: Any) -> torch.Tensor:

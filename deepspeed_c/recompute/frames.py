@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from deepspeed_c.errors import DeepSpeedCError, RecomputeError
 from deepspeed_c.recompute.compare import Outputs, Trace, digest
 from deepspeed_c.recompute.conditions import Conditions
 from deepspeed_c.recompute.nests import Arguments
+from deepspeed_c.recompute.once import OnceResults
 from deepspeed_c.recompute.operators import KeptOutputs
 from deepspeed_c.saved_tensors import Packer, counts_all, hooks_around
 
@@ -135,10 +136,13 @@ class Frame:
         self._blanks: list[weakref.ref[_Blank]] = []
         self._seen: list[Any] = []
         self._lock = threading.RLock()  # autograd runs one thread per device
+        self._once = OnceResults(label)
 
-    def hooks(self) -> saved_tensors_hooks:
-        """The saved-tensor hooks that surround the forward."""
-        return saved_tensors_hooks(self.pack, give)
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """The context of the forward: saved-tensor hooks, and what is kept of it."""
+        with saved_tensors_hooks(self.pack, give), self._once.recording():
+            yield
 
     def pack(self, tensor: torch.Tensor) -> _Blank:
         if self._on_save is not None:
@@ -169,8 +173,9 @@ class Frame:
         again = _Again(self._blanks, self._seen, task, self._label, self._trace, ends_early=looked_at is None)
         args, kwargs = self._arguments.with_tensors(self._inputs.again())
         # The graph of the second run is not used: autograd ties the given tensors to the graph of the forward.
+        once = self._once.repeating()
         replaying = nullcontext() if self._outputs is None else self._outputs.replaying()
-        with self._conditions.replayed(), torch.enable_grad(), saved_tensors_hooks(again.pack, _same), replaying:
+        with self._conditions.replayed(), torch.enable_grad(), saved_tensors_hooks(again.pack, _same), replaying, once:
             try:
                 with nullcontext() if self._trace is None else self._trace.repeating():
                     found = self._function(*args, **kwargs)

@@ -15,6 +15,7 @@ from deepspeed_c.errors import BackwardError, RecomputeError
 from deepspeed_c.recompute.compare import Outputs, Trace
 from deepspeed_c.recompute.conditions import Conditions
 from deepspeed_c.recompute.nests import Arguments
+from deepspeed_c.recompute.once import OnceResults
 
 __all__ = ["ReentrantCall"]
 
@@ -34,6 +35,7 @@ class ReentrantCall:
         self._looked_at = looked_at
         self._function, self._arguments, self._conditions, self._label = function, arguments, conditions, label
         self._trace = trace
+        self._once = OnceResults(label)
         self._leaves: list[Any] = []
         self._places: list[tuple[int, int]] = []
         self._tree: Any = None
@@ -52,7 +54,7 @@ class ReentrantCall:
 
     def forward(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         args, kwargs = self._arguments.with_tensors(tensors)
-        with nullcontext() if self._trace is None else self._trace.recording():
+        with nullcontext() if self._trace is None else self._trace.recording(), self._once.recording():
             self._leaves, self._tree = tree_flatten(self._function(*args, **kwargs))
         outputs, self._places = _tensors_of(self._leaves)
         if self._looked_at is not None:
@@ -80,7 +82,8 @@ class ReentrantCall:
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in saved]
         args, kwargs = self._arguments.with_tensors(inputs)
         trace = nullcontext() if self._trace is None else self._trace.repeating()
-        with self._conditions.replayed(), torch.enable_grad(), saved_tensors_hooks(_hold, _give_back), trace:
+        once = self._once.repeating()
+        with self._conditions.replayed(), torch.enable_grad(), saved_tensors_hooks(_hold, _give_back), trace, once:
             outputs = _tensors_of(tree_flatten(self._function(*args, **kwargs))[0])[0]
         shapes = [(output.shape, output.dtype) for output in outputs]
         if shapes != self._shapes:

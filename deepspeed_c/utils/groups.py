@@ -18,6 +18,7 @@ from deepspeed_c.zero.layout.experts import holders_of
 
 __all__ = [
     "create_expert_groups",
+    "expert_ranks",
     "get_data_parallel_group",
     "get_data_parallel_rank",
     "get_data_parallel_world_size",
@@ -199,7 +200,9 @@ def create_expert_groups(n_ranks: int, *, data_first: bool = False) -> None:
     Collective. Raises CommError where the number does not divide the ranks.
     """
     if not _told:
-        mesh = Mesh(Collectives())
+        comm = Collectives()
+        comm.use_shared_memory("auto")
+        mesh = Mesh(comm)
         mesh.place_experts(data_first=data_first)
         _told.append(mesh)
     _told[0].with_experts(n_ranks).along(EP)
@@ -211,7 +214,7 @@ def _create_expert_and_data_parallel(expert_parallel_size_: int, use_data_before
     create_expert_groups(expert_parallel_size_, data_first=use_data_before_expert_parallel_)
 
 
-def _expert_ranks(group_name: str) -> Collectives:
+def expert_ranks(group_name: str) -> Collectives:
     """The ranks that together hold the experts of the groups ``group_name``. Raises StateError where there are none of
     that name."""
     return _experts(group_name).along(EP)
@@ -239,7 +242,7 @@ def _get_expert_parallel_group(group_name: str) -> Any:
 
 
 def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
-    return list(_expert_ranks(group_name).global_ranks)
+    return list(expert_ranks(group_name).global_ranks)
 
 
 def _get_expert_parallel_group_dict() -> dict[str, Any]:
@@ -247,16 +250,16 @@ def _get_expert_parallel_group_dict() -> dict[str, Any]:
 
 
 def _get_expert_parallel_world_size(group_name: str) -> int:
-    return _expert_ranks(group_name).world_size
+    return expert_ranks(group_name).world_size
 
 
 def _get_expert_parallel_rank(group_name: str) -> int:
-    return _expert_ranks(group_name).rank
+    return expert_ranks(group_name).rank
 
 
 def _get_expert_parallel_src_rank(group_name: str) -> int:
     """The global rank of the first of the ranks that together hold the experts."""
-    return _expert_ranks(group_name).global_ranks[0]
+    return expert_ranks(group_name).global_ranks[0]
 
 
 def _get_expert_data_parallel_group(group_name: str) -> Any:

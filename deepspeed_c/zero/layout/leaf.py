@@ -182,9 +182,12 @@ _EXPERTS = re.compile(r"experts?$")
 def find_expert_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Modules that hold a list of experts: a ModuleList or ModuleDict of at least two modules of one class, whose name
     ends in ``expert`` or ``experts``. The data decides which experts run, so ranks would gather different experts.
-    Therefore the module that holds the list becomes a leaf."""
+    Therefore the module that holds the list becomes a leaf, unless it says that it runs every expert each time
+    (``runs_every_expert``)."""
     found = []
     for module in model.modules():
+        if getattr(module, "runs_every_expert", False):
+            continue
         for name, child in module.named_children():
             if not isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict)) or not _EXPERTS.search(name):
                 continue

@@ -18,6 +18,7 @@ from deepspeed_c.compat import checkpointing
 from deepspeed_c.errors import BackwardError, ConfigError, DeepSpeedCError
 from deepspeed_c.moe.dispatch import _orders
 from deepspeed_c.moe.layer import MoE
+from deepspeed_c.utils import groups
 from deepspeed_c.recompute.operators import Measurement
 from tests.deepspeed_c.moe.test_layer import HIDDEN, make
 from tests.ranks import run_ranks
@@ -138,6 +139,22 @@ def test_ledger_has_each_way_with_exact_rows(k):
         assert {entry[0] for entry in entries} == {"all-to-all"} and n_out == 12 * k
 
 
+def sent_again(rank: int, world: int) -> list[list[tuple[str, int]]]:
+    found = []
+    for recomputes in (False, True):
+        layer = over_ranks(make(N_EXPERTS, 2, drop_tokens=False), world, rank)
+        ledger = layer.deepspeed_moe._ranks.ledger
+        begin = ledger.last
+        pass_of(layer, tokens_of("uneven", world, torch.float32)[rank], recomputes=recomputes)
+        found.append([(entry.label, entry.n_bytes) for entry in ledger.recent(ledger.last - begin)])
+    return found
+
+
+def test_recomputation_does_not_repeat_the_exchange():
+    for rank, (plain, again) in enumerate(run_ranks(2, sent_again)):
+        assert plain == again and len(plain) == 5, (rank, plain, again)
+
+
 def recomputed(rank: int, world: int) -> list[dict[str, Tensor]]:
     x = tokens_of("uneven", world, torch.float32)[rank]
     options = {"drop_tokens": True, "capacity_factor": 0.5, "use_rts": True, "noisy_gate_policy": "Jitter"}
@@ -195,6 +212,7 @@ def without_engine(rank: int, world: int) -> list[Any]:
     found = []
     for ep_size, is_strided in ((1, False), (2, False), (2, True), (4, False)):
         torch.manual_seed(0)
+        groups.set_mesh(None)
         layer = MoE(HIDDEN, torch.nn.Linear(HIDDEN, HIDDEN), 4, ep_size=ep_size, drop_tokens=False)
         layer.set_deepspeed_parallelism(is_strided)
         out, _, _ = layer(torch.randn(5, HIDDEN))
@@ -215,11 +233,11 @@ def test_layers_get_ranks_without_an_engine():
     found = run_ranks(4, without_engine)
     for rank in range(4):
         near, far = [0, 1] if rank < 2 else [2, 3], [0, 2] if rank % 2 == 0 else [1, 3]
-        wanted = [([rank], 0, 0)]
-        wanted += [(ranks, 2 * ranks.index(rank), ranks.index(rank)) for ranks in (near, far)]
+        wanted = [([rank], 0, rank)]
+        wanted += [(ranks, 2 * ranks.index(rank), rank) for ranks in (near, far)]
         wanted.append(([0, 1, 2, 3], rank, rank))
         assert found[rank][:4] == wanted, (rank, found[rank], wanted)
-        assert "4 ranks cannot be divided into groups of ep_size = 3" in found[rank][4]
+        assert "experts cannot be spread over 3 of the 4 ranks" in found[rank][4]
         assert "ep_size is 3, and there are 4 ranks" in found[rank][5]
 
 
