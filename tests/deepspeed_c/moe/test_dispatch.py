@@ -18,8 +18,8 @@ from deepspeed_c.compat import checkpointing
 from deepspeed_c.errors import BackwardError, ConfigError, DeepSpeedCError
 from deepspeed_c.moe.dispatch import _orders
 from deepspeed_c.moe.layer import MoE
-from deepspeed_c.utils import groups
 from deepspeed_c.recompute.operators import Measurement
+from deepspeed_c.utils import groups
 from tests.deepspeed_c.moe.test_layer import HIDDEN, make
 from tests.ranks import run_ranks
 

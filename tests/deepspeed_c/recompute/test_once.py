@@ -80,7 +80,8 @@ def test_layers_within_layers(outer: str, inner: str) -> None:
 
 
 def test_without_a_layer_that_is_run_again_nothing_is_kept() -> None:
-    assert [once(lambda: i) for i in range(3)] == [0, 1, 2]
+    numbers = iter(range(3))
+    assert [once(lambda: next(numbers)) for _ in range(3)] == [0, 1, 2]
 
 
 def test_an_overwritten_result_is_an_error() -> None:
