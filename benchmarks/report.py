@@ -371,6 +371,22 @@ FIGURES = [
         for rows in (1, 8)
     ),
     *(
+        Figure(f"a layer of 8 experts, top-2, 2,048 tokens of 512, forward and backward{what}", goal, "moe_layer", {}, key)
+        for what, goal, key in (
+            (": over a dense MLP on as many rows", "<= 1.3", "ratio_to_mlp"),
+            (": over DeepSpeed's layer", "<= 0.8", "ratio_to_deepspeed"),
+            (": over transformers' `grouped_mm` experts", "<= 0.9", "ratio_to_transformers"),
+            (", without its experts: part of the layer's time", "<= 0.05", "routing_part"),
+        )
+    ),
+    *(
+        Figure(f"that layer with its experts on 2 ranks{what}", goal, "moe_ranks", {}, key)
+        for what, goal, key in (
+            (": over a layer on each rank that sends nothing", "<= 1.15", "ratio_to_local"),
+            (", 9 of 10 tokens on one expert: over the busiest rank's own experts", "<= 1.1", "skewed_to_busiest"),
+        )
+    ),
+    *(
         Figure(f"{what}: over without tiles", goal, "tiled_loss", {"part": part}, key)
         for what, goal, part, key in (
             (

@@ -6,6 +6,7 @@ import torch
 
 from deepspeed_c.comm.axes import EP, TOKENS
 from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.moe.experts import Experts
 from deepspeed_c.moe.gate import TopKGate
 from deepspeed_c.moe.layer import MOELayer
 from deepspeed_c.utils import groups
@@ -19,6 +20,9 @@ def connect_experts(model: torch.nn.Module, mesh: Mesh) -> None:
 
     Raises ModelError where the experts of a layer cannot be spread over the ranks of ``mesh``.
     """
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.mark()
     for n_ranks in check_experts(model, mesh):
         groups.create_expert_groups(n_ranks)
     for name, module in model.named_modules():

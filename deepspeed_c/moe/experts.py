@@ -29,9 +29,14 @@ class Experts(nn.Module):
         self.num_local_experts = num_local_experts
         self.first_expert = 0
         """Number of the first of these experts among all experts of the layer; 0 until the layer has ranks."""
+        self._group_name = expert_group_name
+        self.mark()
+
+    def mark(self) -> None:
+        """Marks the parameters as experts'. Call it again for parameters that were added later, by LoRA say."""
         for param in self.deepspeed_experts.parameters():
             param.allreduce = False
-            param.group_name = expert_group_name
+            param.group_name = self._group_name
 
     def number_from(self, first_expert: int) -> None:
         """Number these experts from ``first_expert`` on."""

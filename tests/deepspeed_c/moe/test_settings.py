@@ -1,0 +1,170 @@
+"""Settings of a run with experts on two ranks against the same run with all experts on each rank: offload and files,
+Muon, frozen experts, LoRA on experts, recomputation, and a run that goes on from a checkpoint with noisy gates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed_c
+from deepspeed_c.utils import safe_get_full_fp32_param
+from deepspeed_c.zero.layout.experts import ExpertNames
+from tests.deepspeed_c.moe.test_oracle import ALL, DROP, ROWS, STEPS, Net, batch, config_of, fill
+from tests.ranks import run_ranks
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.02}}}
+MUON = {"optimizer": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 0.01}}}
+HOST = {"offload_optimizer": {"device": "cpu"}}
+
+
+class Lora(nn.Module):
+    """A linear layer with a trained product of two small matrices beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.linspace(-0.5, 0.5, 2 * base.in_features).view(2, -1))
+        self.b = nn.Parameter(torch.linspace(0.3, -0.2, 2 * base.out_features).view(-1, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.a.t() @ self.b.t()
+
+
+def freeze(model: Net) -> None:
+    for expert in model.first.deepspeed_moe.experts.deepspeed_experts:
+        expert[0].requires_grad_(False)
+
+
+def add_lora(model: Net) -> None:
+    for layer in (model.first, model.second):
+        for expert in layer.deepspeed_moe.experts.deepspeed_experts:
+            expert[2] = Lora(expert[2])
+
+
+CHANGES = {"": lambda model: None, "freeze": freeze, "lora": add_lora}
+# name -> (stage, change of the model, configuration)
+SETTINGS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "muon 1": (1, "", MUON),
+    "muon 3": (3, "", MUON),
+    "host 2": (2, "", {**ADAMW, "zero": HOST}),
+    "frozen 0": (0, "freeze", ADAMW),
+    "frozen 3": (3, "freeze", ADAMW),
+    "lora 2": (2, "lora", ADAMW),
+    "lora 3": (3, "lora", ADAMW),
+    "super offload 2": (2, "", {**ADAMW, "zero": {"offload_optimizer": {"device": "cpu", "super_offload": True}}}),
+    "mean of sums 1": (1, "", {**ADAMW, "gradient_allreduce_op": "sum"}),
+    "files 3": (3, "", {**ADAMW, "files": True}),
+    "8 bits 1": (1, "", {"optimizer": {"type": "AdamW", "params": {"lr": 0.02, "state_dtype": "int8"}}}),
+}
+
+
+def body(rank: int, world: int, ep: int, folder: str, names: list[str]) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for name in names:
+        stage, change, extra = SETTINGS[name]
+        extra = dict(extra)
+        model, whole = Net(ep, 2, **ALL), Net(1, 2, **ALL)
+        for each in (model, whole):
+            CHANGES[change](each)
+        zero = extra.pop("zero", {})
+        if extra.pop("files", False):
+            place = {"device": "nvme", "nvme_path": folder}
+            zero = {"offload_optimizer": place, "offload_param": {**place, "max_in_cpu": 0}}
+        config = config_of(stage, 1, extra)
+        config["zero_optimization"].update(zero)
+        with deepspeed_c.initialize(model=model, config=config)[0] as engine:
+            engine.load_module_state_dict(fill(whole))
+            for step in range(STEPS):
+                engine.backward(engine(*batch(step, 0, rank, ROWS)))
+                engine.step()
+            numbered = ExpertNames(model)
+            params = {}
+            for own, param in model.named_parameters():
+                value = safe_get_full_fp32_param(param)
+                if value is None:
+                    with deepspeed_c.zero.GatheredParameters(param):
+                        value = param.detach().clone()
+                params[numbered.logical(own)] = value.clone()
+            found.append(params)
+    return found
+
+
+def test_settings_on_two_ranks(tmp_path: Path) -> None:
+    names = list(SETTINGS)
+    whole = run_ranks(2, body, 1, str(tmp_path), names)[0]
+    spread = run_ranks(2, body, 2, str(tmp_path), names)
+    start = fill(Net(1, 2, **ALL))
+    for i, name in enumerate(names):
+        seen: set[str] = set()
+        close = {"rtol": 0.05, "atol": 0.02} if name.startswith("8 bits") else CLOSE
+        for rank in range(2):
+            for key, got in spread[rank][i].items():
+                seen.add(key)
+                want = whole[i][key]
+                worst = (got - want).abs().max()
+                assert torch.allclose(got, want, **close), f"{name}, rank {rank}: {key} is off by {worst:g}"
+                is_frozen = (name.startswith("frozen") and "first" in key and ".0.weight" in key and "experts" in key) or (
+                    ".base." in key
+                )
+                if key in start and is_frozen:
+                    assert torch.equal(got, start[key]), (name, key)
+        assert seen == whole[i].keys(), (name, seen ^ whole[i].keys())
+
+
+def noisy_body(rank: int, world: int, ep: int, folder: str, resumes: bool) -> list[float]:
+    """Losses of four steps. With ``resumes``, of the last two, after the checkpoint behind the second."""
+    options = {**DROP, "noisy_gate_policy": "RSample", "use_rts": True}
+    model = Net(ep, 1, **options)
+    torch.manual_seed(100 + rank if not resumes else 7)
+    losses = []
+    with deepspeed_c.initialize(model=model, config=config_of(1, 1, ADAMW))[0] as engine:
+        engine.load_module_state_dict(fill(Net(1, 1, **options)))
+        if resumes:
+            assert engine.load_checkpoint(folder, tag="two")[0] is not None
+        for step in range(2 if resumes else 0, 4):
+            loss = engine(*batch(step, 0, rank, ROWS))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            if step == 1:
+                engine.save_checkpoint(folder, tag="two")
+    return losses
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_a_resumed_run_draws_what_the_run_would_have_drawn(tmp_path: Path, ep: int) -> None:
+    want = run_ranks(2, noisy_body, ep, str(tmp_path), False)
+    got = run_ranks(2, noisy_body, ep, str(tmp_path), True)
+    for rank in range(2):
+        assert got[rank] == pytest.approx(want[rank][2:], rel=1e-6), (rank, got[rank], want[rank])
+
+
+def recomputing_body(rank: int, world: int, layers: str | None) -> tuple[list[float], int, int]:
+    model, gated = Net(2, 2, **DROP), []
+    model.first.deepspeed_moe.gate.register_forward_pre_hook(lambda module, args: gated.append(1))
+    extra = {**ADAMW, **({} if layers is None else {"activation_checkpointing": {"layers": layers}})}
+    with deepspeed_c.initialize(model=model, config=config_of(3, 1, extra))[0] as engine:
+        engine.load_module_state_dict(fill(Net(1, 2, **DROP)))
+        ledger = model.first.deepspeed_moe._ranks.ledger
+        losses, begin = [], ledger.last
+        for step in range(3):
+            loss = engine(*batch(step, 0, rank, ROWS))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        entries = ledger.recent(ledger.last - begin)
+        return losses, sum(1 for entry in entries if entry.label.startswith(("tokens ", "counts of tokens"))), len(gated)
+
+
+def test_recomputed_layers_of_experts_send_once() -> None:
+    plain = run_ranks(2, recomputing_body, None)
+    again = run_ranks(2, recomputing_body, r"(first|second)")
+    for (losses, n_sent, n_gated), (want, n_want, n_gated_once) in zip(again, plain):
+        assert losses == want, (losses, want)
+        assert n_sent == n_want == 3 * 2 * 3, (n_sent, n_want)
+        assert (n_gated, n_gated_once) == (6, 3), "the layers were run again"
