@@ -12,7 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from deepspeed_c.moe.gate import TopKGate
+from deepspeed_c.moe.layer import MoE, MOELayer
+from deepspeed_c.moe.utils import has_moe_layers
 from deepspeed_c.observe.phases import TIMER_NAMES
+from deepspeed_c.utils import groups
 
 __all__ = ["ATTRIBUTES", "OF_PIPELINES"]
 
@@ -23,6 +27,10 @@ def _names_of_sparse_tensors(engine: Any) -> set[str]:
         return set()
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     return {f"{name}.weight" for name, module in engine.module.named_modules() if isinstance(module, kinds)}
+
+
+def _modules(engine: Any, kind: type[torch.nn.Module]) -> list[Any]:
+    return [module for module in engine.module.modules() if isinstance(module, kind)]
 
 
 def _of_loader(attribute: str) -> Callable[[Any], Any]:
@@ -128,12 +136,12 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "gradient_average": _always(True),
     "dont_change_device": _always(False),
     "use_ds_comm": _always(False),
-    "has_moe_layers": _always(False),
-    "num_experts": lambda engine: [],
-    "gate_modules": lambda engine: [],
-    "moe_layers": lambda engine: [],
-    "expert_parallel_group": lambda engine: {},
-    "expert_data_parallel_group": lambda engine: {},
+    "has_moe_layers": lambda engine: has_moe_layers(engine.module)[0],
+    "num_experts": lambda engine: [layer.num_experts for layer in _modules(engine, MoE)],
+    "gate_modules": lambda engine: _modules(engine, TopKGate),
+    "moe_layers": lambda engine: _modules(engine, MOELayer),
+    "expert_parallel_group": lambda engine: groups._get_expert_parallel_group_dict(),
+    "expert_data_parallel_group": lambda engine: groups._get_expert_data_parallel_group_dict(),
     "all_to_all_group": _always(None),
     "local_all_to_all_group": _always(None),
     "engine_timers": _engine_timers,

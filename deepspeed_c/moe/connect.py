@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from deepspeed_c.comm.axes import EP, TOKENS
+from deepspeed_c.comm.axes import EP, PP, TOKENS
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.moe.experts import Experts
 from deepspeed_c.moe.gate import TopKGate
@@ -23,7 +23,10 @@ def connect_experts(model: torch.nn.Module, mesh: Mesh) -> None:
     for module in model.modules():
         if isinstance(module, Experts):
             module.mark()
-    for n_ranks in check_experts(model, mesh):
+    sizes = set(check_experts(model, mesh))
+    if mesh.size(PP) > 1:
+        sizes.update(*mesh.pipeline.gather_objects(sizes, label="experts of all stages"))
+    for n_ranks in sorted(sizes):
         groups.create_expert_groups(n_ranks)
     for name, module in model.named_modules():
         if isinstance(module, MOELayer) and name:

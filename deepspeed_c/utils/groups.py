@@ -14,7 +14,7 @@ from deepspeed_c.comm.axes import DATA, EP, SP, TOKENS, TP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh, mesh_of_mpu
 from deepspeed_c.errors import StateError
-from deepspeed_c.zero.layout.experts import holders_of
+from deepspeed_c.zero.layout.experts import connect_holders, holders_of
 
 __all__ = [
     "create_expert_groups",
@@ -205,8 +205,7 @@ def create_expert_groups(n_ranks: int, *, data_first: bool = False) -> None:
         mesh = Mesh(comm)
         mesh.place_experts(data_first=data_first)
         _told.append(mesh)
-    _told[0].with_experts(n_ranks).along(EP)
-    holders_of(_told[0], n_ranks)
+    connect_holders(_told[0], n_ranks)
     _expert_sizes[f"ep_size_{n_ranks}"] = n_ranks
 
 

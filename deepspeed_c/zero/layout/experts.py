@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import torch
 
-from deepspeed_c.comm.axes import EP, TOKENS
+from deepspeed_c.comm.axes import COPIES, EP, SHARDS, TOKENS, WITHIN_STAGE
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import CommError, ModelError
 
-__all__ = ["ExpertNames", "check_experts", "expert_ranks_of", "holders_of"]
+__all__ = ["ExpertNames", "check_experts", "connect_holders", "expert_ranks_of", "holders_of"]
 
 # DeepSpeed's name for the list of a layer's experts on one rank.
 _LIST = "deepspeed_experts"
@@ -49,6 +49,19 @@ def holders_of(mesh: Mesh, n_ranks: int) -> Collectives:
     """The ranks that hold the same experts as this rank, if experts are spread over ``n_ranks`` ranks. They see
     different tokens. Collective at the first call, as ``Mesh.along`` is."""
     return mesh.with_experts(n_ranks).along(*(axis for axis in TOKENS if axis != EP))
+
+
+def connect_holders(mesh: Mesh, n_ranks: int) -> None:
+    """Makes the groups for experts that are spread over ``n_ranks`` ranks: those that together hold the experts, and
+    those that hold the same experts, or the same shards of them. Collective over the mesh.
+
+    All stages of a pipeline make them, whether they have experts or not: torch names a group after the number of groups
+    that a rank has made.
+    """
+    view = mesh.with_experts(n_ranks)
+    view.along(EP)
+    for axes in (TOKENS, SHARDS, COPIES, WITHIN_STAGE):
+        view.along(*(axis for axis in axes if axis != EP))
 
 
 class _ExpertList(NamedTuple):

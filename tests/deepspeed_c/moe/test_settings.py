@@ -3,6 +3,7 @@ Muon, frozen experts, LoRA on experts, recomputation, and a run that goes on fro
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch
 from torch import nn
 
 import deepspeed_c
+from deepspeed_c.checkpoint.open import open_checkpoint
+from deepspeed_c.moe.layer import MoE
+from deepspeed_c.pipe import PipelineModule
 from deepspeed_c.utils import safe_get_full_fp32_param
 from deepspeed_c.zero.layout.experts import ExpertNames
-from tests.deepspeed_c.moe.test_oracle import ALL, DROP, ROWS, STEPS, Net, batch, config_of, fill
+from tests.deepspeed_c.moe.test_oracle import ALL, DROP, HIDDEN, ROWS, STEPS, Net, batch, config_of, fill
 from tests.ranks import run_ranks
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -168,3 +172,58 @@ def test_recomputed_layers_of_experts_send_once() -> None:
         assert losses == want, (losses, want)
         assert n_sent == n_want == 3 * 2 * 3, (n_sent, n_want)
         assert (n_gated, n_gated_once) == (6, 3), "the layers were run again"
+
+
+class Block(nn.Module):
+    """A mixture of experts as a layer of a pipeline."""
+
+    def __init__(self, ep: int) -> None:
+        super().__init__()
+        expert = nn.Sequential(nn.Linear(HIDDEN, 6), nn.GELU(), nn.Linear(6, HIDDEN))
+        self.moe = MoE(HIDDEN, expert, num_experts=4, ep_size=ep, k=1, drop_tokens=False, use_rts=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.moe(x)[0]
+
+
+def pipeline_body(rank: int, world: int, ep: int, experts_at: tuple[int, ...], folder: str) -> list[float]:
+    torch.manual_seed(5)
+    layers = [Block(ep) if i in experts_at else nn.Linear(HIDDEN, HIDDEN) for i in range(4)]
+    module = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+
+    def samples():
+        for i in itertools.count():
+            x = batch(i, 0, rank % 2, ROWS)[0]
+            yield x, x.roll(1, 1)
+
+    losses = []
+    config = {**config_of(1, 2, ADAMW), "train_micro_batch_size_per_gpu": ROWS}
+    with deepspeed_c.initialize(model=module, config=config)[0] as engine:
+        data = samples()
+        for step in range(4):
+            losses.append(float(engine.train_batch(data)))
+            if step == 1:
+                engine.save_checkpoint(folder, tag="one")
+    return losses
+
+
+@pytest.mark.parametrize("experts_at", [(1,), (1, 3)])
+def test_experts_in_stages_of_a_pipeline(tmp_path: Path, experts_at: tuple[int, ...]) -> None:
+    whole = run_ranks(4, pipeline_body, 1, experts_at, str(tmp_path))
+    spread = run_ranks(4, pipeline_body, 2, experts_at, str(tmp_path))
+    for rank in range(4):
+        assert spread[rank] == pytest.approx(whole[rank], rel=1e-5), (rank, spread[rank], whole[rank])
+    with open_checkpoint(str(tmp_path), "one") as source:
+        names = {name.partition("deepspeed_experts.")[2][:1] for _, name in source.tensors if "deepspeed_experts" in name}
+        assert names == set("0123"), names
+
+
+def attributes_body(rank: int, world: int) -> list[Any]:
+    with deepspeed_c.initialize(model=Net(2, 1, **ALL), config=config_of(1, 1, ADAMW))[0] as engine:
+        found = [engine.has_moe_layers, engine.num_experts, len(engine.gate_modules), len(engine.moe_layers)]
+        return [*found, sorted(engine.expert_parallel_group), sorted(engine.expert_data_parallel_group)]
+
+
+def test_attributes_of_an_engine_with_experts() -> None:
+    for got in run_ranks(2, attributes_body):
+        assert got == [True, [4, 4], 2, 2, ["ep_size_2"], ["ep_size_2"]], got
