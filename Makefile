@@ -8,11 +8,14 @@ BUDGET ?=
 STEPS ?=
 TP ?=
 PP ?=
+EXPERTS ?=
+EP ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 HF_FLAGS ?=
-TRAIN_FLAGS := $(if $(STAGE),--stage $(STAGE)) $(if $(STEPS),--steps $(STEPS)) $(if $(BUDGET),--budget $(BUDGET)) $(if $(TP),--tp $(TP)) $(if $(PP),--pp $(PP))
+TRAIN_FLAGS := $(if $(STAGE),--stage $(STAGE)) $(if $(STEPS),--steps $(STEPS)) $(if $(BUDGET),--budget $(BUDGET)) $(if $(TP),--tp $(TP)) $(if $(PP),--pp $(PP)) \
+	$(if $(EXPERTS),--experts $(EXPERTS)) $(if $(EP),--ep-size $(EP))
 
 # A stamp file records that one step of the set-up is done. The step is repeated when the stamp is older than its
 # sources. Stamps lie in the environment, so that deleting the environment deletes them.
@@ -34,7 +37,7 @@ unexport MAKEFLAGS
 .PHONY: help
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) NPROC=$(NPROC) STAGE=0|1|2|3 STEPS=n BUDGET=10MiB TP=n PP=n"
+	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) NPROC=$(NPROC) STAGE=0|1|2|3 STEPS=n BUDGET=10MiB TP=n PP=n EXPERTS=n EP=n"
 
 .PHONY: train
 train: $(BUILT) ## set up what is missing, then train a GPT on the Python standard library with ZeRO

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 import deepspeed_c
 from deepspeed_c import comm
+from deepspeed_c.moe.utils import is_moe_param
 from deepspeed_c.pipe import PipelineModule, TiedLayerSpec
 from deepspeed_c.utils import groups
 
@@ -34,8 +35,17 @@ def main() -> None:
     torch.manual_seed(args.seed)
 
     train_text, held_out_text = standard_library()
-    model = GPT(args.layers, args.width, args.heads, args.context)
-    n_parameters = sum(p.numel() for p in model.parameters())
+    model = GPT(
+        args.layers,
+        args.width,
+        args.heads,
+        args.context,
+        experts=args.experts,
+        ep_size=args.ep_size,
+        k=args.k,
+    )
+    # A rank holds 1/ep_size of the experts.
+    n_parameters = sum(p.numel() * (args.ep_size if is_moe_param(p) else 1) for p in model.parameters())
     if args.pp > 1:
         model = pipeline(model, args.pp)
 
@@ -104,7 +114,10 @@ class Run:
                 tokens_per_s=f"{step_bytes / (time.perf_counter() - begin):.0f}",
                 refresh=False,
             )
-            if step % max(1, steps // 5) == 0 and step < steps:
+            is_last = step == steps
+            if is_last or step % max(1, steps // 5) == 0:
+                self.report_load(step, with_charts=is_last)  # of the last micro-batch, before others run
+            if step % max(1, steps // 5) == 0 and not is_last:
                 self.held_out_losses.append((step, self.evaluate(n_windows=64)))
         self.held_out_losses.append((steps, self.evaluate(n_windows=256)))
 
@@ -130,6 +143,14 @@ class Run:
         losses = [self.engine(batch.to(self.engine.device)).item() * len(batch) for batch in mine.split(8)]
         self.engine.train()
         return self.mean_over_ranks(sum(losses) / len(mine))
+
+    def report_load(self, step: int, *, with_charts: bool) -> None:
+        """Print how many tokens chose each expert in the last forward, and how many of them were dropped."""
+        for name, load in self.engine.expert_load().items():
+            tokens, dropped = (" ".join(map(str, numbers)) for numbers in (load.tokens, load.dropped))
+            say(f"step {step}, {name}: tokens {tokens}, dropped {dropped}")
+            if with_charts:
+                say(load_chart(load.tokens, load.dropped))
 
     def mean_over_ranks(self, value: float) -> float:
         total = torch.tensor(value, device=self.engine.device)
@@ -183,6 +204,20 @@ class Run:
         figure.savefig(path, dpi=150)
 
 
+def load_chart(tokens: list[int], dropped: list[int], width: int = 50) -> str:
+    """Return one bar for each expert: # for the tokens that it took, x for those that it dropped, and a line | where an
+    even share of the tokens would end.
+    """
+    scale = width / max(*tokens, 1)
+    even = round(scale * sum(tokens) / len(tokens))
+    lines = []
+    for expert, (n, lost) in enumerate(zip(tokens, dropped)):
+        bar = list(("#" * round(scale * (n - lost))).ljust(round(scale * n), "x").ljust(width + 1))
+        bar[even] = "|" if bar[even] == " " else bar[even]
+        lines.append(f"  expert {expert:<3} {''.join(bar)} {n:6d} tokens, {lost} dropped")
+    return "\n".join(lines)
+
+
 def pair(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (every byte except the last, the byte after each of these)."""
     return tokens[:, :-1], tokens[:, 1:]
@@ -202,6 +237,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--budget", help='bytes that activations may take, such as 200MiB or "auto" (default: no limit)'
     )
+    parser.add_argument("--experts", type=int, default=0, help="experts in each second layer (default: none)")
+    parser.add_argument("--ep-size", type=int, default=1, help="ranks that hold the experts together (default: 1)")
+    parser.add_argument("--k", type=int, default=1, help="experts of each token (default: 1)")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=448)
     parser.add_argument("--heads", type=int, default=7)
@@ -214,6 +252,12 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.deepspeed_config is None:
         parser.error("--deepspeed_config FILE is needed, for example examples/ds_config.json")
+    if args.experts and args.tp * args.pp > 1:
+        parser.error("--experts does not go with --tp and --pp: here experts lie whole on ranks that have all layers")
+    if args.experts < 2 and (args.experts or args.ep_size > 1 or args.k > 1):
+        parser.error("--ep-size and --k are about experts: give --experts N, 2 or more")
+    if args.experts and args.layers < 2:
+        parser.error("--experts puts experts into each second layer: give --layers N, 2 or more")
     return args
 
 
