@@ -116,7 +116,7 @@ class Run:
             )
             is_last = step == steps
             if is_last or step % max(1, steps // 5) == 0:
-                self.report_load(step, with_charts=is_last)  # of the last micro-batch, before others run
+                self.report_load(step, with_charts=is_last)  # before an evaluation runs the experts
             if step % max(1, steps // 5) == 0 and not is_last:
                 self.held_out_losses.append((step, self.evaluate(n_windows=64)))
         self.held_out_losses.append((steps, self.evaluate(n_windows=256)))
@@ -205,8 +205,8 @@ class Run:
 
 
 def load_chart(tokens: list[int], dropped: list[int], width: int = 50) -> str:
-    """Return one bar for each expert: # for the tokens that it took, x for those that it dropped, and a line | where an
-    even share of the tokens would end.
+    """Return a bar for each expert. # are tokens that it took, x tokens that it dropped, and | is the end of an even
+    share of the tokens.
     """
     scale = width / max(*tokens, 1)
     even = round(scale * sum(tokens) / len(tokens))
@@ -225,7 +225,8 @@ def pair(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def say(text: str) -> None:
     if comm.get_rank() == 0:
-        print(text, flush=True)
+        tqdm.write(text)  # a line of its own, if a progress bar is there
+        sys.stdout.flush()
 
 
 def parse_arguments() -> argparse.Namespace:

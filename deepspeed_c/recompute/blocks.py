@@ -98,7 +98,7 @@ def _repeated_lists(name: str, module: torch.nn.Module) -> Iterator[dict[str, to
     """
     below = [(f"{name}.{part}" if name else part, child) for part, child in module.named_children()]
     if isinstance(module, torch.nn.ModuleList) and _are_repeated(list(module)):
-        inner = [found for each in below for found in _repeated_lists(*each) if any(map(_is_deep, found.values()))]
+        inner = [found for each in below for found in _repeated_lists(*each) if _are_blocks(list(found.values()))]
         # Blocks that all differ are stages, if they consist of blocks. Recomputed one at a time, a stage would be held
         # whole.
         if inner and len({_form(block) for block in module}) == len(module):
@@ -109,6 +109,14 @@ def _repeated_lists(name: str, module: torch.nn.Module) -> Iterator[dict[str, to
         return
     for each in below:
         yield from _repeated_lists(*each)
+
+
+def _are_blocks(modules: list[torch.nn.Module]) -> bool:
+    """Whether repeated modules can be the blocks of a stage. Experts of one layer cannot: layers that differ in their
+    numbers of experts are blocks, and no stages.
+    """
+    is_shared = all(getattr(param, "allreduce", True) for module in modules for param in module.parameters())
+    return is_shared and any(map(_is_deep, modules))
 
 
 def _are_repeated(blocks: list[torch.nn.Module]) -> bool:

@@ -1,4 +1,4 @@
-"""examples/gpt.py: causal, position-aware, tied, honest loss; the same numbers when products run in fp32."""
+"""examples/gpt.py: causal, position-aware, tied, honest loss; the same numbers when products run in fp32; experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import math
 import gpt
 import pytest
 import torch
+import torch.nn.functional as F
 from gpt import GPT, rotate
+
+from deepspeed_c.moe.layer import MoE
 
 
 def make(seed: int = 0, **sizes: int) -> GPT:
@@ -68,3 +71,38 @@ def test_samples_repeat_with_their_seed_and_outgrow_the_context():
     assert first == model.sample(b"def ", n_bytes=40, temperature=1.0, seed=3)
     assert first != model.sample(b"def ", n_bytes=40, temperature=1.0, seed=4)
     assert first.startswith(b"def ") and len(first) == 44
+
+
+def test_experts_begin_as_the_mlp_whose_place_they_take():
+    dense, sparse = make(layers=5), make(layers=5, experts=4, k=2)
+    mixtures = [name for name, module in sparse.named_modules() if isinstance(module, MoE)]
+    assert mixtures == ["blocks.1.mlp", "blocks.3.mlp"]
+    # With k = 2 the weights of a token's experts add up to 1, and twice the even share drops nothing in evaluation.
+    tokens = torch.randint(256, (3, 16))
+    torch.testing.assert_close(sparse.eval().logits(tokens), dense.logits(tokens), rtol=1e-5, atol=1e-6)
+    experts = sparse.blocks[3].mlp.deepspeed_moe.experts.deepspeed_experts
+    assert len(experts) == 4 and len({id(expert.up.weight) for expert in experts}) == 4
+
+
+def test_the_loss_of_the_gates_counts_in_training_only():
+    model = make(layers=4, experts=4, k=1)
+    tokens = torch.randint(256, (3, 17))
+    wanted = torch.zeros((), dtype=torch.float64)
+
+    def add(layer: MoE, inputs: tuple[torch.Tensor, ...]) -> None:
+        nonlocal wanted
+        logits = inputs[0].flatten(0, 1).double() @ layer.deepspeed_moe.gate.wg.weight.double().T
+        shares = F.one_hot(logits.argmax(1), 4).double().mean(0)
+        wanted = wanted + 4 * (logits.softmax(1).mean(0) * shares).sum()
+
+    for layer in (model.blocks[1].mlp, model.blocks[3].mlp):
+        # Nothing is dropped, in training either, so both losses are about the same outputs.
+        layer.deepspeed_moe.gate.capacity_factor = layer.deepspeed_moe.gate.eval_capacity_factor = 4.0
+        layer.register_forward_pre_hook(add)
+    plain = model.eval()(tokens).item()
+    wanted.zero_()
+    trained = model.train()(tokens)
+    assert trained.item() - plain == pytest.approx(0.01 * wanted.item(), rel=1e-3), (trained, plain, wanted)
+    trained.backward()
+    for layer in (model.blocks[1].mlp, model.blocks[3].mlp):
+        assert layer.deepspeed_moe.gate.wg.weight.grad.abs().sum() > 0

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from train_gpt import load_chart
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = [
@@ -148,3 +149,63 @@ def test_two_pipeline_stages_have_the_losses_of_one_process(tmp_path):
     assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], abs=1e-5)
     held_out = [number(r"held-out loss +([\d.]+) nats/byte", text) for text in (one, two)]
     assert held_out[1] == pytest.approx(held_out[0], abs=1.1e-3), held_out
+
+
+LOAD = r"step (\d+), (\S+): tokens ([\d ]+), dropped ([\d ]+)"
+
+
+def test_experts_on_two_ranks_learn_as_experts_that_each_rank_has(tmp_path):
+    """As `make train EXPERTS=4 EP=2`, in fp32: only the order of sums differs."""
+    config = json.loads((ROOT / "examples" / "ds_config.json").read_text())
+    config["bf16"]["enabled"] = False
+    (tmp_path / "fp32.json").write_text(json.dumps(config))
+    sizes = ["--layers", "2", "--width", "32", "--heads", "2", "--context", "32", "--sample-bytes", "20"]
+    given = [SCRIPT[0], "--deepspeed", "--deepspeed_config", "fp32.json", *sizes, "--steps", "6", "--experts", "4"]
+    together = train([*LAUNCH, *given, "--ep-size", "2", "--out", "together"], tmp_path)
+    apart = train([*LAUNCH, *given, "--out", "apart"], tmp_path)
+    losses = [json.loads((tmp_path / folder / "loss.json").read_text()) for folder in ("apart", "together")]
+    assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], abs=1e-5)
+    assert losses[0][-1] < losses[0][0] - 0.05, losses[0]
+    assert number(r"([\d.]+)M parameters", together) == number(r"([\d.]+)M parameters", apart)
+    loads = [re.findall(LOAD, text) for text in (apart, together)]
+    assert loads[0] == loads[1] and [int(step) for step, *_ in loads[0]] == [*range(1, 7)], loads
+    for _, name, tokens, dropped in loads[0]:
+        tokens, dropped = ([int(word) for word in words.split()] for words in (tokens, dropped))
+        # 2 ranks with 2 windows of 32 tokens each; a rank's expert has places for ceil(1.25 * 64 / 4) of them.
+        assert name == "blocks.1.mlp.deepspeed_moe" and sum(tokens) == 128, (name, tokens)
+        assert all(max(0, n - 40) <= lost <= max(0, n - 20) for n, lost in zip(tokens, dropped)), (tokens, dropped)
+
+
+def test_experts_and_recomputation_of_their_blocks_in_one_process(tmp_path):
+    more = ["--layers", "4", "--stage", "3", "--budget", "200KiB", "--experts", "3", "--k", "2"]
+    text = train([sys.executable, *SCRIPT, *TINY, *more, "--steps", "4"], tmp_path)
+    loads = re.findall(LOAD, text)
+    assert [(int(step), name) for step, name, *_ in loads] == [
+        (step, f"blocks.{i}.mlp.deepspeed_moe") for step in range(1, 5) for i in (1, 3)
+    ]
+    assert all(sum(map(int, tokens.split())) == 2 * 2 * 32 for *_, tokens, _ in loads), loads
+    assert re.search(r"blocks\.\d.*(recomputed|kept)", text), text
+
+
+def test_a_chart_of_loads():
+    lines = load_chart([2, 0, 6, 4], [0, 0, 3, 0], width=12).splitlines()
+    bars = [line[13:26] for line in lines]
+    assert bars == ["####  |      ", "      |      ", "######xxxxxx ", "########     "], bars
+    assert [line[26:].split() for line in lines][2] == ["6", "tokens,", "3", "dropped"]
+    assert load_chart([0, 0], [0, 0], width=3).splitlines()[0][13:17] == "|   "
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--experts", "4", "--pp", "2"], "does not go with --tp and --pp"),
+        (["--experts", "1"], "2 or more"),
+        (["--ep-size", "2"], "give --experts N"),
+        (["--experts", "2", "--layers", "1"], "give --layers N"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(tmp_path, given, said):
+    done = subprocess.run(
+        [sys.executable, *SCRIPT, *given], cwd=tmp_path, check=False, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr

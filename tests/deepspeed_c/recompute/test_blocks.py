@@ -24,6 +24,7 @@ from deepspeed_c import checkpointing
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.engine import training as engine_module
 from deepspeed_c.errors import ConfigError
+from deepspeed_c.moe.layer import MoE
 from deepspeed_c.recompute.blocks import Blocks, find_blocks
 from deepspeed_c.zero import GatheredParameters
 from tests.deepspeed_c.zero.megatron import Mpu
@@ -532,6 +533,9 @@ def lists(**of_name: list[nn.Module]) -> nn.Module:
         (lambda: lists(small=[nn.Linear(4, 4) for _ in range(4)], large=[nn.Linear(40, 40)] * 2), ["small", "large"]),
         (lambda: lists(levels=[Level(4, 2), Level(8, 1), Level(16, 3)]), ["levels.0.blocks", "levels.2.blocks"]),
         (lambda: lists(levels=[Level(4, 2), Level(4, 3), Level(4, 3)]), ["levels"]),
+        # No two layers are alike, and their lists of experts are still no blocks.
+        (lambda: lists(layers=[MoE(8, Mlp(8), n_experts) for n_experts in (2, 4, 8)]), ["layers"]),
+        (lambda: lists(layers=[MoE(8, Mlp(8), 4)]), ["layers.0.deepspeed_moe.experts.deepspeed_experts"]),
     ],
 )
 def test_auto_takes_all_outermost_blocks(model: Callable, wanted: list[str]) -> None:
