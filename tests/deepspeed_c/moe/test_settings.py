@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import deepspeed_c
 from deepspeed_c.checkpoint.open import open_checkpoint
 from deepspeed_c.moe.layer import MoE
 from deepspeed_c.pipe import PipelineModule
-from deepspeed_c.utils import safe_get_full_fp32_param
+from deepspeed_c.utils import groups, safe_get_full_fp32_param
 from deepspeed_c.zero.layout.experts import ExpertNames
 from tests.deepspeed_c.moe.test_oracle import ALL, DROP, HIDDEN, ROWS, STEPS, Net, batch, config_of, fill
 from tests.ranks import run_ranks
@@ -227,3 +228,45 @@ def attributes_body(rank: int, world: int) -> list[Any]:
 def test_attributes_of_an_engine_with_experts() -> None:
     for got in run_ranks(2, attributes_body):
         assert got == [True, [4, 4], 2, 2, ["ep_size_2"], ["ep_size_2"]], got
+
+
+def mesh_body(rank: int, world: int, sizes: dict[str, int], ep: int, stage: int) -> dict[str, torch.Tensor]:
+    model = Net(ep, 2, **ALL)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    extra = {**ADAMW, "sequence_parallel": {"loss": "part"}} if "sp" in sizes else ADAMW
+    with deepspeed_c.initialize(model=model, config=config_of(stage, 1, extra), mesh_device=mesh)[0] as engine:
+        engine.load_module_state_dict(fill(Net(1, 2, **ALL)))
+        place = rank // sizes["tp"] if "tp" in sizes else rank
+        for step in range(STEPS):
+            engine.backward(engine(*batch(step, 0, place, ROWS)))
+            engine.step()
+        numbered = ExpertNames(model)
+        return {numbered.logical(n): safe_get_full_fp32_param(p).clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "sp": 2}, {"dp_replicate": 2, "dp_shard": 2}])
+def test_experts_beside_other_axes(sizes: dict[str, int], stage: int) -> None:
+    whole = run_ranks(4, mesh_body, sizes, 1, stage)[0]
+    seen: set[str] = set()
+    for rank, params in enumerate(run_ranks(4, mesh_body, sizes, 2, stage)):
+        seen |= params.keys()
+        for name, got in params.items():
+            worst = (got - whole[name]).abs().max()
+            assert torch.allclose(got, whole[name], **CLOSE), f"{sizes}, stage {stage}, rank {rank}: {name} off by {worst:g}"
+    assert seen == whole.keys(), seen ^ whole.keys()
+
+
+def across_sequences_body(rank: int, world: int) -> tuple[list[int], list[int]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "sp"))
+    extra = {**ADAMW, "sequence_parallel": {"loss": "part"}}
+    with deepspeed_c.initialize(model=Net(4, 1, **ALL), config=config_of(1, 1, extra), mesh_device=mesh)[0] as engine:
+        engine.backward(engine(*batch(0, 0, rank, ROWS)))
+        engine.step()
+        return groups._get_expert_parallel_group_ranks("ep_size_4"), groups._get_expert_data_parallel_group_ranks("ep_size_4")
+
+
+def test_experts_are_spread_over_ranks_of_a_sequence_too() -> None:
+    """As in DeepSpeed (377a0d15b): all ranks that see different tokens can hold different experts."""
+    for rank, got in enumerate(run_ranks(4, across_sequences_body)):
+        assert got == ([0, 1, 2, 3], [rank]), (rank, got)
