@@ -24,6 +24,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError
 from deepspeed_c.inject.loss import CutLogits
+from deepspeed_c.moe.layer import MOELayer
 from deepspeed_c.recompute.blocks import find_blocks
 from deepspeed_c.recompute.nests import Arguments
 from deepspeed_c.recompute.operators import MeasuredLayer, Measurement, Meter
@@ -99,6 +100,7 @@ def trace_activations(
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # a large import
 
+    _refuse_experts(model)
     names, note = _layers_of(model, layers)
     problem: Exception | None = None
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
@@ -122,6 +124,17 @@ def trace_activations(
                     ) from problem
             else:
                 return Traced(tuple(trace.segments()), trace.wire_bytes, note)
+
+
+def _refuse_experts(model: torch.nn.Module) -> None:
+    """Raises ModelError for a mixture of experts: the rows of an expert are values that a forward computes."""
+    for name, module in model.named_modules():
+        if isinstance(module, MOELayer):
+            raise ModelError(
+                "how many tokens each expert gets is not known before a run, and activations depend on it",
+                where=f"deepspeed_c plan: {name}",
+                fix="leave out --batch, or measure a run and pass --activations",
+            )
 
 
 def _layers_of(model: torch.nn.Module, layers: str | None) -> tuple[list[str], str]:

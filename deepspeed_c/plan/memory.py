@@ -34,6 +34,7 @@ from deepspeed_c.plan.pretended import IN_PLACE, PretendedFile, PretendedRanks
 from deepspeed_c.plan.sizes import ModelSizes, OptimizerSizes, ParamSize
 from deepspeed_c.zero.gradients.bucket import Bucket, GradientPools
 from deepspeed_c.zero.gradients.reducer import GradientReducer
+from deepspeed_c.zero.layout.experts import check_experts
 from deepspeed_c.zero.layout.layout import lay_out, mesh_of_config
 from deepspeed_c.zero.layout.stages import STAGES
 from deepspeed_c.zero.layout.unit import Dtypes, Slot, Unit
@@ -261,8 +262,10 @@ class _Walk:
         self._comm = comm = PretendedRanks(n_ranks * sizes.n_tensor, scratch, _backend(config.comm, is_host=is_host))
         mesh = Mesh(comm, connect=comm.along)
         mesh = mesh_of_config(config.zero, mesh if sizes.n_tensor == 1 else mesh.split_tensors(sizes.n_tensor))
+        mesh.place_experts(data_first=config.use_data_before_expert_parallelism)
         self._at_end = at_end
         at_end.callback(mesh.close)
+        check_experts(self._model, mesh)
         layout = lay_out(
             self._model,
             groups if optimizer is not None else [],

@@ -15,6 +15,7 @@ from deepspeed_c.inject.cut import Cut, keep_part
 from deepspeed_c.ops import q8
 from deepspeed_c.ops.scope import declaration
 from deepspeed_c.zero.layout.cuts import cut_of
+from deepspeed_c.zero.layout.experts import expert_ranks_of
 from deepspeed_c.zero.layout.leaf import is_leaf
 from deepspeed_c.zero.states.entries import must_see_pieces
 from deepspeed_c.zero.weights.param import shape_of, state_of
@@ -46,6 +47,7 @@ class ParamSize(NamedTuple):
         None  # dtype in which its gradient is sent, if the configuration alone does not determine it
     )
     cut: Cut | None = None  # over tensor-parallel ranks; ``numel`` counts the part of one rank
+    n_expert_ranks: int = 1  # ranks that each hold such a parameter of other experts; 1: no expert's
 
     @property
     def module(self) -> str:
@@ -68,11 +70,17 @@ class ModelSizes(NamedTuple):
 
     @property
     def numel(self) -> int:
-        return sum(p.numel for p in self.params)
+        """Elements with the experts of all ranks."""
+        return sum(p.numel * p.n_expert_ranks for p in self.params)
 
     @property
     def n_trained(self) -> int:
-        return sum(p.numel for p in self.params if p.group is not None)
+        return sum(p.numel * p.n_expert_ranks for p in self.params if p.group is not None)
+
+    @property
+    def n_held(self) -> int:
+        """Elements without the experts of other ranks."""
+        return sum(p.numel for p in self.params)
 
 
 class StateSize(NamedTuple):
@@ -146,7 +154,15 @@ def sizes_of(
     """
     group_of = {id(p): i for i, group in enumerate(groups) for p in group}
     params = tuple(
-        ParamSize(name, shape_of(p).numel(), p.dtype, group_of.get(id(p)), comm_dtype_of(name, p), cut_of(p))
+        ParamSize(
+            name,
+            shape_of(p).numel(),
+            p.dtype,
+            group_of.get(id(p)),
+            comm_dtype_of(name, p),
+            cut_of(p),
+            expert_ranks_of(p),
+        )
         for name, p in model.named_parameters()
     )
     is_sharded = any(state_of(p) is not None for p in model.parameters())
@@ -174,6 +190,8 @@ def model_of(
         param = torch.nn.Parameter(data, requires_grad=size.group is not None)
         if size.cut is not None:
             keep_part(param, size.cut)
+        if size.n_expert_ranks > 1:
+            param.allreduce, param.group_name = False, f"ep_size_{size.n_expert_ranks}"
         module.register_parameter(last, param)
         if size.group is not None:
             groups[size.group].append(param)

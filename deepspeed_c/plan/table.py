@@ -122,6 +122,11 @@ def plan_table(
         mark_leaves(model, config.zero)
         precision = Precision(config, model)
         sizes = _sizes_of(model, base, precision, is_sharded)._replace(n_tensor=n_tensor)
+        if sizes.n_held < sizes.numel:
+            notes.append(
+                f"a rank holds {_count(sizes.n_held)} of the {_count(sizes.numel)} parameters: experts are spread over"
+                f" ranks (ep_size {', '.join(map(str, sorted({p.n_expert_ranks for p in sizes.params} - {1})))})"
+            )
     options: list[Option] = []
     asked_option = 0
     if batch is not None:
@@ -405,6 +410,7 @@ def as_json(table: Table) -> dict[str, Any]:
     return {
         "params": table.sizes.numel,
         "trained": table.sizes.n_trained,
+        "held": table.sizes.n_held,
         "tensors": len(table.sizes.params),
         "ranks": table.n_ranks,
         "precision": table.precision,

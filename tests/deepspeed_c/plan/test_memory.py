@@ -17,6 +17,8 @@ from deepspeed_c import buffers
 from deepspeed_c.config import load_config
 from deepspeed_c.engine.build import build_optimizer
 from deepspeed_c.errors import ModelError
+from deepspeed_c.moe.layer import MoE
+from deepspeed_c.plan.activations import ForwardShape
 from deepspeed_c.plan.memory import (
     COPIES,
     GATHERED,
@@ -442,3 +444,71 @@ def test_nested_modules_are_planned_as_they_run(run_ranks, name, under_init):
     print("\n".join(lines))
     worst = max(abs(nbytes / max(p[phase] for p in measured) - 1) for phase, nbytes in expected.items())
     assert worst <= TOLERANCE, "\n".join(lines)
+
+
+class WithExperts(torch.nn.Module):
+    """Dense layers and a mixture of experts, most of whose weights the experts have."""
+
+    def __init__(self, n_experts: int, ep_size: int, width: int = 512) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(width, width), torch.nn.Linear(width, width)
+        self.moe = MoE(width, torch.nn.Linear(width, 2 * width + 3), n_experts, ep_size, drop_tokens=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.moe(self.first(x))[0][..., :512] + self.last(x)
+
+
+def bytes_with_experts(rank: int, world: int, settings: dict, n_experts: int, ep_size: int) -> tuple[dict[str, int], int]:
+    """(peaks of the phases, bytes of states that the optimizer holds)."""
+    with LiveBytes() as live, mock.patch.object(fetch, "BufferPool", PatientPool):
+        with live.phase("initialize"):
+            engine, *_ = deepspeed_c.initialize(model=WithExperts(n_experts, ep_size), config=settings)
+        rows = torch.ones(3, 512, dtype=next(engine.module.parameters()).dtype)
+        for _ in range(N_STEPS):
+            with live.phase("forward"):
+                loss = engine(rows).float().square().mean()
+            with live.phase("backward"):
+                engine.backward(loss)
+            del loss
+            with live.phase("step"):
+                engine.step()
+        tensors = [t for s in engine.optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.dim()]
+        n_bytes = sum(t.nbytes for t in tensors)
+    return live.peaks, n_bytes
+
+
+WITH_EXPERTS = [(0, 4, 2), (1, 4, 2), (2, 6, 2), (3, 4, 2), (2, 3, 1)]
+
+
+@pytest.mark.parametrize(("stage", "n_experts", "ep_size"), WITH_EXPERTS)
+def test_experts_are_planned_as_a_rank_holds_them(run_ranks, stage, n_experts, ep_size):
+    settings = config(stage)
+    with torch.device("meta"):
+        model = WithExperts(n_experts, ep_size)
+    table = plan_table(settings, 2, model=model)
+    plan = table.rows[table.chosen].plan
+    width, wide = 512, 2 * 512 + 3
+    dense, expert = 2 * (width * width + width) + n_experts * width, width * wide + wide
+    held = dense + n_experts // ep_size * expert
+    assert (table.sizes.numel, table.sizes.n_held) == (dense + n_experts * expert, held), table.sizes
+    assert any("a rank holds" in note for note in table.notes) == (ep_size > 1), table.notes
+    measured = run_ranks(2, bytes_with_experts, settings, n_experts, ep_size)
+    lines = [f"stage {stage}, {n_experts} experts on {ep_size} ranks: MB planned, measured on each rank"]
+    for name, phase in plan.phases.items():
+        lines.append(f"  {name:10s} {phase.nbytes / 1e6:8.2f} {[round(p[name] / 1e6, 2) for p, _ in measured]}")
+    print("\n".join(lines))
+    # Two moments in fp32: of whole parameters, or of the part that a rank updates.
+    n_updated = held if stage == 0 else dense / 2 + n_experts // ep_size * expert / (2 // ep_size)
+    states = plan.phases["step"].kinds[STATE]
+    assert states == measured[0][1] == pytest.approx(8 * n_updated, rel=0.01), (states, measured[0][1], 8 * n_updated)
+    worst = max(abs(p.nbytes / max(peaks[n] for peaks, _ in measured) - 1) for n, p in plan.phases.items())
+    assert worst <= TOLERANCE, "\n".join(lines)
+
+
+def test_experts_that_fit_no_ranks_are_refused_as_initialize_does():
+    with torch.device("meta"):
+        model = WithExperts(6, 3)
+    for row in plan_table(config(1), 4, model=model).rows:
+        assert row.plan is None and "ep_size" in row.refusal and "3" in row.refusal, row
+    with pytest.raises(ModelError, match="before a run"):
+        plan_table(config(1), 3, model=model, batch=ForwardShape(2, sample=(512,)))
