@@ -14,6 +14,7 @@ import torch
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import RankMismatchError
 from deepspeed_c.inject.alike import describe_call, digest_of, first_difference
+from deepspeed_c.inject.decoding import CandidateDecoding
 
 __all__ = ["generate_alike", "random_state"]
 
@@ -26,7 +27,7 @@ def generate_alike(model: torch.nn.Module, comm: Collectives) -> None:
     for module in model.modules():
         # A wrapper that only passes the attribute through does not own a ``generate``.
         if callable(getattr(type(module), "generate", None)):
-            module.__dict__["generate"] = together.wrap(module.generate)
+            module.__dict__["generate"] = together.wrap(module.generate, CandidateDecoding(module, comm))
 
 
 class _AlikeGeneration:
@@ -36,16 +37,20 @@ class _AlikeGeneration:
         self._comm = comm
         self._is_generating = False
 
-    def wrap(self, generate: Any) -> Any:
+    def wrap(self, generate: Any, decoding: CandidateDecoding) -> Any:
+        def decode(args: Any, kwargs: Any) -> Any:
+            with decoding.watch(args, kwargs):
+                return generate(*args, **kwargs)
+
         @wraps(generate)
         def alike(*args: Any, **kwargs: Any) -> Any:
             if self._is_generating:  # a wrapper's generate calls the generate of its model
-                return generate(*args, **kwargs)
+                return decode(args, kwargs)
             self._compare(args, kwargs)
             draws = _SharedDraws(self._comm, _devices_in(generate, args, kwargs))
             self._is_generating = True
             try:
-                return generate(*args, **kwargs)
+                return decode(args, kwargs)
             finally:
                 self._is_generating = False
                 draws.end()

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from deepspeed_c import _C
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ModelError, StateError
+from deepspeed_c.inject.candidates import ColumnGather
 from deepspeed_c.inject.cut import keep_part
 from deepspeed_c.inject.overlap import Border
 from deepspeed_c.inject.plan import RankPlace, column_sizes, cut_along, part_sizes
@@ -165,6 +166,7 @@ class LinearLayer(TensorParallelLayer):
         self.picker: RowPicker | None = None
         self.region: DropoutRegion | None = None
         self.neighbours: tuple[LinearLayer, ...] = ()
+        self.candidates: ColumnGather | None = None
         self.border: Border | None = None
         if not skip_partition:
             n_columns = self.out_features
@@ -191,6 +193,11 @@ class LinearLayer(TensorParallelLayer):
         """Sets whether the columns of all ranks are gathered. sizes: columns of each rank; None: no gather."""
         self.sizes = sizes
 
+    def gather_by(self, candidates: ColumnGather | None) -> ColumnGather | None:
+        """From now on ``candidates`` gathers the columns; None: whole columns are gathered. Returns the one before."""
+        before, self.candidates = self.candidates, candidates
+        return before
+
     def pick(self, picker: RowPicker) -> None:
         """Keeps the weight whole. ``picker`` selects this rank's columns at each use."""
         self.picker = picker
@@ -215,6 +222,8 @@ class LinearLayer(TensorParallelLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self._columns(x)
         if self.sizes is not None:
+            if self.candidates is not None:
+                return self.candidates.gather(y, self.sizes, self.ranks, self.label)
             return self.ranks.gather(y, self.sizes, self.label)
         if self.region is not None and self.training:
             self.region.enter(y.device)
