@@ -366,7 +366,7 @@ def _complete_tags(save_dir: str, counts_deepspeed: bool) -> Iterator[_Tag]:
 
 def _step_of_deepspeed(path: str) -> int | None:
     """The step of a complete checkpoint in DeepSpeed's layout, whose tensors are not read; None for anything else."""
-    from deepspeed_c.checkpoint.formats.deepspeed.read import ModelStates, find_files
+    from deepspeed_c.checkpoint.formats.deepspeed.model_file import ModelStates, find_files
 
     files = find_files(path)
     if files is None or 0 not in files.models:
@@ -376,6 +376,8 @@ def _step_of_deepspeed(path: str) -> int | None:
     for by_rank in (files.optimizers, files.models if files.is_stage3 else {}):
         if by_rank and set(by_rank) != set(range(n_ranks)):
             return None
+    if model.missing_experts(files.experts):
+        return None
     step = model.content.get("global_steps")
     return step if isinstance(step, int) else None
 

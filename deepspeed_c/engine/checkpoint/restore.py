@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from deepspeed_c import _C
+from deepspeed_c.checkpoint.experts import join_expert_groups
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, LogicalTensor, Read, Source
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.engine.checkpoint.boxes import plan_reads
@@ -219,10 +220,11 @@ def plan_restore(
 
 def _name_groups(source: Source, named: Named, layout: Layout) -> list[str]:
     """Tells the source the names of the parameters in the optimizer's groups, because some formats store states without
-    names. Returns the mismatches."""
+    names, and some split groups. Returns the mismatches."""
     finder = _Finder(source, named)
     groups = [[finder.name_of(name) for name in of_group] for of_group in layout.groups]
     names = [[name for name in of_group if name is not None] for of_group in groups]
+    join_expert_groups(source, names)
     if names != groups:
         return []  # because of missing parameters, which are reported elsewhere
     try:

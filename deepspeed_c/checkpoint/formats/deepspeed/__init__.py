@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from deepspeed_c.checkpoint.formats.deepspeed.read import DeepSpeedSource, count_tensor_ranks, is_deepspeed
+from deepspeed_c.checkpoint.formats.deepspeed.model_file import count_tensor_ranks, is_deepspeed
+from deepspeed_c.checkpoint.formats.deepspeed.read import DeepSpeedSource
 from deepspeed_c.checkpoint.formats.deepspeed.universal import UniversalSource, is_universal
 from deepspeed_c.checkpoint.formats.deepspeed.write import write_deepspeed, write_rank_files, write_universal
 from deepspeed_c.checkpoint.formats.tensor_ranks import MergedSource, TensorRules

@@ -26,11 +26,12 @@ def match_names(
     candidates: Sequence[Candidate],
     shapes: Sequence[Sequence[tuple[int, ...] | None]],
     masters: Sequence[Sequence[StoredTensor | None]],
+    may_be_in: Callable[[int, str], bool] = lambda group, name: True,
 ) -> list[list[str]] | str:
     """Returns the name for each number of each group if exactly one assignment fits; otherwise the reason.
 
     candidates: weights in the module's order; any number of them may be frozen. shapes, masters: by group, in the
-    group's order; None where unknown. Assumes that a group lists its parameters in the module's order, as groups built
+    group's order; None where unknown. may_be_in: whether a group may have the parameter of a name. Assumes that a group lists its parameters in the module's order, as groups built
     from ``named_parameters()`` do, and that a master weight, rounded, is the weight.
     """
     if sum(map(len, shapes)) > len(candidates):
@@ -38,7 +39,8 @@ def match_names(
     by_shape = _match(
         candidates,
         list(map(len, shapes)),
-        lambda g, i, c: shapes[g][i] is None or shapes[g][i] == tuple(candidates[c][1].shape),
+        lambda g, i, c: may_be_in(g, candidates[c][0])
+        and (shapes[g][i] is None or shapes[g][i] == tuple(candidates[c][1].shape)),
     )
     if isinstance(by_shape, list) or not any(master is not None for of_group in masters for master in of_group):
         return by_shape
@@ -46,22 +48,28 @@ def match_names(
     return _match(
         candidates,
         list(map(len, shapes)),
-        lambda g, i, c: shapes[g][i] == tuple(candidates[c][1].shape) and compare(c, masters[g][i], 0),
+        lambda g, i, c: may_be_in(g, candidates[c][0])
+        and shapes[g][i] == tuple(candidates[c][1].shape)
+        and compare(c, masters[g][i], 0),
     )
 
 
-def match_flat(candidates: Sequence[Candidate], flats: Sequence[StoredTensor]) -> list[list[str]] | str:
+def match_flat(
+    candidates: Sequence[Candidate],
+    flats: Sequence[StoredTensor],
+    may_be_in: Callable[[int, str], bool] = lambda group, name: True,
+) -> list[list[str]] | str:
     """The same for groups whose master weights are laid end to end in one flat tensor each."""
     compare = Comparison(candidates)
     ways: dict[tuple[int, ...], tuple[int, tuple | None]] = {(0,) * len(flats): (1, None)}
     layers = []
-    for c, (_, stored) in enumerate(candidates):
+    for c, (name, stored) in enumerate(candidates):
         n = stored.n_elems
         following: dict[tuple[int, ...], tuple[int, tuple | None]] = {}
         for place, (count, _) in ways.items():
             _step(following, place, count, (place, None))
             for g, flat in enumerate(flats):
-                if place[g] + n <= flat.n_elems and compare(c, flat, place[g]):
+                if may_be_in(g, name) and place[g] + n <= flat.n_elems and compare(c, flat, place[g]):
                     _step(following, (*place[:g], place[g] + n, *place[g + 1 :]), count, (place, g))
         if len(following) > WAYS_LIMIT:
             return "its optimizer's states have no names, and too many parameters look alike to find them"

@@ -10,281 +10,46 @@ its files.
 * Stage 3: ``zero_pp_rank_R_mp_rank_00_model_states.pt`` has empty weights. Groups are cut into sub-groups, listed in
   ``param_shapes``. Rank R has elements [R * k, R * k + k) of each parameter, k = ceil(numel / n), padded; those pieces
   laid end to end are its shard of the sub-group.
+
+[Note: DeepSpeed's experts] A model with ``MoE`` layers has three differences, and no stage 3:
+
+* ``layer_L_expert_E_mp_rank_00_model_states.pt`` has the weights of expert E, numbered over all ranks, of the L-th such
+  layer. The model file has the other weights.
+* Stages 1 and 2: an optimizer group of experts (``moe``) is cut over the ranks that hold the same experts, and not over
+  all ranks. ``param_shapes`` has the names of rank 0's experts, numbered from 0, which stand for other experts in the
+  files of other ranks.
+* Stage 0: ``expp_rank_R_mp_rank_00_optim_states.pt`` has the optimizer of the R-th rank of those that hold the experts
+  together.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import math
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from deepspeed_c.checkpoint.formats.deepspeed.names import Comparison, match_flat, match_names
-from deepspeed_c.checkpoint.formats.deepspeed.pieces import (
-    PieceSource,
-    StoredPiece,
-    counters_of,
-    is_count,
-    scaler_state,
+from deepspeed_c.checkpoint.experts import ExpertName, Placement, expert_name
+from deepspeed_c.checkpoint.formats.deepspeed.model_file import (
+    FIX_CONVERT,
+    RANKS_SHOWN,
+    Files,
+    ModelStates,
+    find_files,
+    get_entry,
+    laid_out,
+    shapes_of,
+    stage_of,
 )
+from deepspeed_c.checkpoint.formats.deepspeed.pieces import PieceSource, StoredPiece, is_count, scaler_state
 from deepspeed_c.checkpoint.formats.deepspeed.stand_ins import read_file
+from deepspeed_c.checkpoint.formats.deepspeed.unnamed import Flat, Unnamed
 from deepspeed_c.checkpoint.formats.tensor_ranks import TensorRules, megatron_cut, rules_of_info
-from deepspeed_c.checkpoint.formats.torch_file import StoredTensor, TorchFile, materialize
-from deepspeed_c.checkpoint.formats.unpickle import UNREADABLE
+from deepspeed_c.checkpoint.formats.torch_file import StoredTensor, materialize
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, ParamInfo, Topology
-from deepspeed_c.errors import CheckpointError, DeepSpeedCError
+from deepspeed_c.errors import CheckpointError
 
-__all__ = [
-    "ENGINE_KEYS",
-    "DeepSpeedSource",
-    "ModelStates",
-    "count_tensor_ranks",
-    "find_files",
-    "is_deepspeed",
-    "laid_out",
-]
-
-MODEL_FILE = re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")
-STAGE3_MODEL_FILE = re.compile(r"zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
-# Old versions left the underscore before "optim_states" out.
-OPTIMIZER_FILE = re.compile(r"(?P<dtype>bf16_|fp16_|)zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")
-EXPERT_FILE = re.compile(
-    r"(layer_-?\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
-)
-PIPELINE_FILE = re.compile(r"layer_\d+-.*model_states\.pt")
-
-# Keys that the engine puts into its model file; the rest is the user's client_state.
-ENGINE_KEYS = frozenset(
-    [
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "sparse_tensor_module_names",
-        "csr_tensor_module_names",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "ds_config",
-        "ds_version",
-        "universal_checkpoint_info",
-        "num_experts",
-        "ds_autoep_layers",
-        "autoep_layers",
-        "folding",
-    ]
-)
-
-FIX_CONVERT = "save it with DeepSpeed without that kind of parallelism, or convert it with DeepSpeed's own tools to Hugging Face files and load those"
-
-FIX_ANOTHER = "take another checkpoint; this one was changed after it was written, or made by hand"
-
-# More than any job has. The limit is needed because a number in the file decides how often readers loop.
-MOST_RANKS = 1 << 20
-RANKS_SHOWN = 8
-
-FIX_ORDER = "build the optimizer with the groups it was saved with, in that order"
-
-
-class Files(NamedTuple):
-    """The files of a checkpoint by rank; ``models`` has one for all stages but 3."""
-
-    models: dict[int, str]
-    optimizers: dict[int, str]
-    is_stage3: bool
-
-
-def count_tensor_ranks(folder: str) -> int:
-    """The tensor-parallel ranks whose files are in the folder of a tag."""
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return 0
-    patterns = (MODEL_FILE, STAGE3_MODEL_FILE, OPTIMIZER_FILE)
-    ranks = {int(found["mp"]) for name in names for pattern in patterns if (found := pattern.fullmatch(name))}
-    if ranks and max(ranks) > MOST_RANKS:
-        raise CheckpointError(f"has a file of tensor-parallel rank {max(ranks)}", where=folder, fix=FIX_ANOTHER)
-    return max(ranks, default=-1) + 1
-
-
-def find_files(folder: str, tensor_rank: int = 0) -> Files | None:
-    """DeepSpeed's files for one tensor-parallel rank in a tag's folder; None if there are none.
-
-    Raises CheckpointError for arrangements that are not read.
-    """
-    models: dict[int, str] = {}
-    stage3_models: dict[int, str] = {}
-    optimizers: dict[str, dict[int, str]] = {}
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError:
-        return None
-    for name in names:
-        path = os.path.join(folder, name)
-        for pattern, what in ((EXPERT_FILE, "experts of a mixture"), (PIPELINE_FILE, "layers of a pipeline")):
-            if pattern.fullmatch(name):
-                raise CheckpointError(
-                    f"holds {what}, which cannot be read as whole tensors here", where=path, fix=FIX_CONVERT
-                )
-        found = MODEL_FILE.fullmatch(name) or STAGE3_MODEL_FILE.fullmatch(name) or OPTIMIZER_FILE.fullmatch(name)
-        if found is None:
-            continue
-        if int(found["mp"]) != tensor_rank:
-            continue
-        if found.re is MODEL_FILE:
-            models[0] = path
-        elif found.re is STAGE3_MODEL_FILE:
-            stage3_models[int(found["rank"])] = path
-        else:
-            optimizers.setdefault(found["dtype"], {})[int(found["rank"])] = path
-    if not models and not stage3_models:
-        return None
-    if len(optimizers) > 1:
-        raise CheckpointError(
-            f"holds the optimizer files of two runs, with the prefixes {sorted(optimizers)}",
-            where=folder,
-            fix="remove those of the older one",
-        )
-    of_dtype = next(iter(optimizers.values()), {})
-    is_stage3 = bool(stage3_models)
-    if models and stage3_models and 0 in of_dtype:
-        # The same tag was saved at two stages. The optimizer's files have the same names at both stages, so they are
-        # from the newer save.
-        is_stage3 = _stage_of(read_file(of_dtype[0])) == 3
-    return Files(stage3_models if is_stage3 else models, of_dtype, is_stage3)
-
-
-def is_deepspeed(folder: str) -> bool:
-    """Whether ``folder`` is a tag's folder of DeepSpeed."""
-    return find_files(folder) is not None
-
-
-def _stage_of(file: TorchFile) -> int | None:
-    """None if the optimizer's state does not say (bf16 with fp32 accumulation, laid out like stages 1 and 2)."""
-    saved = _get(file.content, "optimizer_state_dict", Mapping, file.path).get("zero_stage")
-    return None if saved is None else int(getattr(saved, "value", saved))
-
-
-def _get(content: Any, key: str, kind: type | tuple, where: str) -> Any:
-    value = content.get(key) if isinstance(content, Mapping) else None
-    if not isinstance(value, kind):
-        raise CheckpointError(
-            f"has no {key!r} as DeepSpeed writes it, but {type(value).__name__}",
-            where=where,
-            fix="take a checkpoint of DeepSpeed 0.16 to 0.19",
-        )
-    return value
-
-
-def _shapes(shapes: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...]]:
-    """Shapes by name as plain tuples: only checked numbers of elements may decide how far a loop goes."""
-    found = {name: tuple(shape) for name, shape in shapes.items()}
-    for name, shape in found.items():
-        if type(name) is not str or any(type(n) is not int or n < 0 for n in shape):
-            raise CheckpointError(f"has a parameter {name!r} of shape {shape}", where=where, fix=FIX_ANOTHER)
-    return found
-
-
-@contextlib.contextmanager
-def laid_out(where: str) -> Iterator[None]:
-    """Turns errors from plain data that is not laid out as DeepSpeed's into a CheckpointError: a stranger may have
-    chosen every type and number in it.
-    """
-    try:
-        yield
-    except DeepSpeedCError:
-        raise
-    except UNREADABLE as error:
-        what = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"is not laid out as DeepSpeed's checkpoints are ({type(error).__name__}: {what})",
-            where=where,
-            fix=FIX_ANOTHER,
-        ) from error
-
-
-class ModelStates:
-    """Contents of a model file: names, shapes, ties, and the state that is no tensor."""
-
-    def __init__(self, path: str, n_tensor_ranks: int = 1) -> None:
-        self.file = read_file(path)
-        self.path = path
-        content = self.content = self.file.content
-        self.module: Mapping[str, Any] = _get(content, "module", Mapping, path)
-        self.buffers = [name for name in content.get("buffer_names") or () if name in self.module]
-        self.config = content["ds_config"] if isinstance(content.get("ds_config"), Mapping) else {}
-        dims = content.get("checkpoint_parallel_dimensions") or {}
-        if isinstance(n := dims.get("pp_degree"), int) and n > 1:
-            raise CheckpointError(f"was saved by {n} pipeline-parallel ranks", where=path, fix=FIX_CONVERT)
-        for n in (content.get("mp_world_size"), dims.get("tp_degree")):
-            if isinstance(n, int) and n > 0 and n != n_tensor_ranks:
-                raise CheckpointError(
-                    f"was saved by {n} tensor-parallel ranks, and files of {n_tensor_ranks} are there",
-                    where=path,
-                    fix="copy the files of all ranks into one folder",
-                )
-        if content.get("ds_autoep_layers") or content.get("autoep_layers") or content.get("num_experts"):
-            raise CheckpointError("was saved with expert parallelism", where=path, fix=FIX_CONVERT)
-        shapes = content.get("param_shapes") or []
-        # One dictionary for each group (at stage 3: each sub-group). For a single group, old versions wrote only the
-        # dictionary, without a list.
-        self.param_shapes: list[dict[str, tuple[int, ...]]] = [
-            _shapes(group, path) for group in ([shapes] if isinstance(shapes, Mapping) else shapes)
-        ]
-        self.world_size = content.get("dp_world_size")
-        if isinstance(self.world_size, int) and not 0 < self.world_size <= MOST_RANKS:
-            raise CheckpointError(f"was saved by {self.world_size} ranks, it says", where=path, fix=FIX_ANOTHER)
-        fp16 = self.config.get("fp16")
-        self.is_fp16 = bool(isinstance(fp16, Mapping) and fp16.get("enabled"))
-
-    def tensor(self, name: str) -> StoredTensor:
-        return _get(self.module, name, StoredTensor, f"{self.path}, module")
-
-    def ties(self) -> dict[str, str]:
-        """Further names of weights that several names share: name -> first name with the same memory in the file."""
-        first: dict[tuple, str] = {}
-        ties: dict[str, str] = {}
-        buffers = set(self.buffers)
-        for name, stored in self.module.items():
-            # Empty tensors share only the null pointer, not memory.
-            if isinstance(stored, StoredTensor) and name not in buffers and stored.n_elems:
-                known = first.setdefault(stored.identity, name)
-                if known != name:
-                    ties[name] = known
-        return ties
-
-    def state(self) -> dict[str, Any]:
-        """``Source.state``, less the loss scaler."""
-        content = self.content
-        state: dict[str, Any] = {"counters": counters_of(content)}
-        for key in ("lr_scheduler", "data_sampler", "random_ltd"):
-            if content.get(key) is not None:
-                state[key] = materialize(content[key])
-        state["client_state"] = materialize({key: value for key, value in content.items() if key not in ENGINE_KEYS})
-        if self.config:
-            state["config"] = materialize(self.config)
-        if isinstance(content.get("ds_version"), str):
-            state["versions"] = {"deepspeed": content["ds_version"]}
-        return state
-
-
-class _Flat(NamedTuple):
-    """The flat tensor of a group (a sub-group at stage 3) on one rank, with the optimizer's states of it."""
-
-    master: StoredTensor
-    states: dict[str, Any]
+__all__ = ["DeepSpeedSource"]
 
 
 class DeepSpeedSource(PieceSource):
@@ -303,7 +68,8 @@ class DeepSpeedSource(PieceSource):
         """tensor_rank: the rank, among ``n_tensor_ranks``, whose files are read; tensors are that rank's parts."""
         super().__init__(os.fspath(folder))
         self._tensor_rank, self._n_tensor_ranks = tensor_rank, n_tensor_ranks
-        self._unnamed: _Unnamed | None = None
+        # Without ZeRO: the optimizer of each expert-parallel rank, and the numbers that its experts begin with.
+        self._unnamed: list[tuple[Unnamed, Mapping[str, int]]] = []
         with laid_out(self.where):
             self._open()
 
@@ -325,17 +91,29 @@ class DeepSpeedSource(PieceSource):
         if 0 not in files.models:
             raise CheckpointError("the model file of rank 0 is missing", where=self.where)
         model = self._model = ModelStates(files.models[0], self._n_tensor_ranks)
+        if model.num_experts:
+            model.add_experts(files.experts)
+        elif stray := [*files.experts.values(), *files.expert_optimizers.values()]:
+            raise CheckpointError(
+                f"holds files of experts ({os.path.basename(stray[0])}), and its model file knows of none",
+                where=self.where,
+                fix="remove the files that are left over from another run",
+            )
         self.state = model.state()
+        self._expert_parallel = 1
+        n_ranks = model.world_size if isinstance(model.world_size, int) else max(len(files.optimizers), 1)
+        self._placement = Placement(n_ranks, bool(model.config.get("use_data_before_expert_parallelism")))
         if files.is_stage3:
             stage = 3
+            if model.experts:
+                raise CheckpointError("has a mixture of experts at stage 3", where=self.where, fix=FIX_CONVERT)
             self._open_stage3(model, files)
         elif files.optimizers:
             stage = self._open_stages_1_and_2(model, files)
         else:
             stage = 0
-            self._open_stage0(model)
-        n_ranks = model.world_size if isinstance(model.world_size, int) else max(len(files.optimizers), 1)
-        self.topology = Topology(world_size=n_ranks, stage=stage)
+            self._open_stage0(model, files)
+        self.topology = Topology(world_size=n_ranks, stage=stage, expert_parallel=self._expert_parallel)
         self._order(list(model.module))
 
     def tensor_rules(self) -> TensorRules:
@@ -351,23 +129,72 @@ class DeepSpeedSource(PieceSource):
 
     def _open_stages_1_and_2(self, model: ModelStates, files: Files) -> int:
         self.aliases = model.ties()
-        self._add_module(model)
         saved = self._optimizer_files(model, files)
         first = saved[0]
         self._set_loss_scaler(model, first.get("loss_scaler"))
+        expert_ranks = self._expert_ranks(model, first, files.optimizers[0])
+        trained = {
+            self._on_expert_rank(model, name, rank, n)
+            for shapes, n in zip(model.param_shapes, expert_ranks, strict=True)
+            for name in shapes
+            for rank in range(n)
+        }
+        self._add_module(model, trained)
         flats = [self._flats(rank_state, "single_partition_of_fp32_groups", model) for rank_state in saved]
-        for g, shapes in enumerate(model.param_shapes):
-            of_group = [rank_flats[g] for rank_flats in flats]
-            # Only the last rank saves less than a full shard. With a single rank the full length does not matter.
-            shard_elems = of_group[0].master.n_elems
-            begin = 0
-            for name, shape in shapes.items():
-                n_elems = math.prod(shape)
-                self._add_trained(model, name, shape, of_group, _spread(begin, n_elems, shard_elems, len(flats)))
-                self.params[name] = ParamInfo(group=g, counts=self._counts(of_group[0].states, g))
-                begin += n_elems
-        stage = _stage_of(read_file(files.optimizers[0]))
+        for g, (shapes, n) in enumerate(zip(model.param_shapes, expert_ranks, strict=True)):
+            for expert_rank in range(n):
+                of_group = [flats[rank][g] for rank in self._placement.holders(expert_rank, n)]
+                names = {self._on_expert_rank(model, name, expert_rank, n): shape for name, shape in shapes.items()}
+                self._add_group(model, g, names, of_group)
+        stage = stage_of(read_file(files.optimizers[0]))
         return 1 if stage is None else stage
+
+    def _add_group(
+        self, model: ModelStates, group: int, shapes: Mapping[str, tuple[int, ...]], flats: Sequence[Flat]
+    ) -> None:
+        """Lists the parameters of a group that is cut over the ranks of ``flats``."""
+        # Only the last rank saves less than a full shard. With a single rank the full length does not matter.
+        shard_elems = flats[0].master.n_elems
+        begin = 0
+        for name, shape in shapes.items():
+            n_elems = math.prod(shape)
+            self._add_trained(model, name, shape, flats, _spread(begin, n_elems, shard_elems, len(flats)))
+            self.params[name] = ParamInfo(group=group, counts=self._counts(flats[0].states, group))
+            begin += n_elems
+
+    def _expert_ranks(self, model: ModelStates, saved: Mapping[str, Any], path: str) -> list[int]:
+        """The number of ranks that hold the experts of each group together; 1 for a group without experts."""
+        count = saved.get("partition_count", self._placement.world_size)
+        counts = count if isinstance(count, (list, tuple)) else [count] * len(model.param_shapes)
+        found = []
+        for g, shapes in enumerate(model.param_shapes):
+            n = counts[g] if g < len(counts) else 0
+            is_of_experts = any(expert_name(name) is not None for name in shapes)
+            n_ranks = self._placement.world_size
+            fits = type(n) is int and 0 < n <= n_ranks and n_ranks % n == 0
+            if not fits or (n != n_ranks and not all(expert_name(name) is not None for name in shapes)):
+                raise CheckpointError(
+                    f"cuts its groups into {list(counts)} shards, and {n_ranks} ranks saved it",
+                    where=path,
+                    fix="groups without experts that are sharded over a part of the ranks (MiCS) are not read",
+                )
+            found.append(n_ranks // n if is_of_experts else 1)
+        self._expert_parallel = max(found, default=1)
+        return found
+
+    def _on_expert_rank(self, model: ModelStates, name: str, expert_rank: int, n_ranks: int) -> str:
+        """The name, with an expert numbered over all ranks, of a tensor that an expert-parallel rank calls ``name``."""
+        split = expert_name(name)
+        if split is None:
+            return name
+        n_local, rest = divmod(model.experts.get(split.layer, 0), n_ranks)
+        if rest or split.number >= n_local:
+            raise CheckpointError(
+                f"has {model.experts.get(split.layer, 0)} experts, and {n_ranks} ranks hold them together",
+                where=f"{self.where}, {name}",
+                fix="the files are not of one checkpoint: take another",
+            )
+        return str(split._replace(number=split.number + expert_rank * n_local))
 
     # Stage 3
 
@@ -405,12 +232,12 @@ class DeepSpeedSource(PieceSource):
                     )
 
     def _add_frozen_stage3(self, model: ModelStates, files: Files) -> None:
-        shapes = _shapes(model.content.get("frozen_param_shapes") or {}, model.path)
+        shapes = shapes_of(model.content.get("frozen_param_shapes") or {}, model.path)
         if not shapes:
             return
         n_ranks = self._n_ranks(model, files.models, "model")
         fragments = [
-            _get(
+            get_entry(
                 (model.file if rank == 0 else read_file(files.models[rank])).content,
                 "frozen_param_fragments",
                 Mapping,
@@ -420,7 +247,7 @@ class DeepSpeedSource(PieceSource):
         ]
         for name, shape in shapes.items():
             stored = [
-                _get(of_rank, name, StoredTensor, f"{self.where}, frozen_param_fragments") for of_rank in fragments
+                get_entry(of_rank, name, StoredTensor, f"{self.where}, frozen_param_fragments") for of_rank in fragments
             ]
             n_elems = math.prod(shape)
             shard_elems = -(-n_elems // n_ranks)
@@ -433,22 +260,55 @@ class DeepSpeedSource(PieceSource):
 
     # Stage 0
 
-    def _open_stage0(self, model: ModelStates) -> None:
+    def _open_stage0(self, model: ModelStates, files: Files) -> None:
         self.aliases = model.ties()
-        self._add_module(model)
-        wrapped = model.content.get("optimizer")
-        if not isinstance(wrapped, Mapping):
+        self._add_module(model, set())
+        contents = [model.content]
+        if model.experts and files.expert_optimizers:
+            contents = self._expert_optimizers(files)
+        saved = [content.get("optimizer") for content in contents]
+        if not all(isinstance(wrapped, Mapping) for wrapped in saved):
             return
-        # fp16 and bf16 wrap the optimizer; fp32 saves its own state_dict.
-        optimizer = wrapped.get("optimizer_state_dict", wrapped)
         if model.is_fp16:
-            self._set_loss_scaler(model, wrapped)
-        self._unnamed = _Unnamed(self.where, model, wrapped, optimizer)
-        names = self._unnamed.find_names(self.aliases)
-        if isinstance(names, str):
-            self.problem = names
-        else:
-            self._add_named(self._unnamed, names)
+            self._set_loss_scaler(model, saved[0])
+        for rank, wrapped in enumerate(saved):
+            # fp16 and bf16 wrap the optimizer; fp32 saves its own state_dict.
+            optimizer = wrapped.get("optimizer_state_dict", wrapped)
+            firsts = {}
+            for layer, n_experts in model.experts.items():
+                if n_experts % len(saved):
+                    self.problem = f"{layer} has {n_experts} experts, and {len(saved)} ranks saved its optimizer states"
+                    return
+                firsts[layer] = rank * (n_experts // len(saved))
+            seen = model.seen_by(rank, len(saved)) if model.experts else model
+            self._unnamed.append((Unnamed(self.where, seen, wrapped, optimizer), firsts))
+        found = [unnamed.find_names(self.aliases) for unnamed, _ in self._unnamed]
+        self.problem = next((names for names in found if isinstance(names, str)), "")
+        if not self.problem:
+            self._add_named(found)
+
+    def _expert_optimizers(self, files: Files) -> list[Mapping[str, Any]]:
+        """The contents of the files of all expert-parallel ranks."""
+        first = read_file(files.expert_optimizers[min(files.expert_optimizers)]).content
+        wrapped = get_entry(first, "optimizer", Mapping, self.where)
+        groups = get_entry(wrapped.get("optimizer_state_dict", wrapped), "param_groups", (list, tuple), self.where)
+        self._expert_parallel = len(files.expert_optimizers)
+        sizes = {str(group.get("name")) for group in groups if group.get("moe")}
+        if len(sizes) > 1:
+            self.problem = f"its layers have experts on different numbers of ranks ({', '.join(sorted(sizes))}), and files without ZeRO do not say which layer has which"
+            return [{}]
+        # Files of further ranks are left over from another run that saved under the same tag.
+        n_ranks = len(files.expert_optimizers)
+        for size in sizes:
+            n_ranks = int(size.removeprefix("ep_size_"))
+        self._expert_parallel = n_ranks
+        if missing := [rank for rank in range(n_ranks) if rank not in files.expert_optimizers]:
+            raise CheckpointError(
+                f"was saved by {n_ranks} expert-parallel ranks, and the optimizer files of {len(missing)} of them are missing ({missing[:RANKS_SHOWN]})",
+                where=self.where,
+                fix="copy the folders of all nodes into one",
+            )
+        return [read_file(files.expert_optimizers[rank]).content for rank in range(n_ranks)]
 
     def name_groups(self, names: Sequence[Sequence[str]]) -> None:
         """Lists the states of a stage 0 checkpoint under ``names``, in place of the names found by shape and value.
@@ -457,43 +317,51 @@ class DeepSpeedSource(PieceSource):
         checkpoint itself has names, or if these do not fit and the found names are the only possible ones. Raises
         CheckpointError if these do not fit and no names were found.
         """
-        unnamed = self._unnamed
-        if unnamed is None or unnamed.has_names:
+        if self._model.experts:
+            # The names of a rank's own experts do not name those in the files of other ranks.
+            if self.problem:
+                raise CheckpointError(self.problem, where=self.where, fix="save it with ZeRO at stage 1 or 2")
+            return
+        if not self._unnamed or self._unnamed[0][0].has_names:
             return
         with laid_out(self.where):
             try:
-                unnamed.check(names)
+                self._unnamed[0][0].check(names)
             except CheckpointError:
                 if self.problem:
                     raise
                 return
-            self._add_named(unnamed, names)
+            self._add_named([names])
             self.problem = ""
             self._order(list(self._model.module))
 
-    def _add_named(self, unnamed: _Unnamed, names: Sequence[Sequence[str]]) -> None:
+    def _add_named(self, names_of_ranks: Sequence[Sequence[Sequence[str]]]) -> None:
+        """Lists the states of all expert-parallel ranks; a model without experts has one such rank."""
         for key in [key for key in self.tensors if key[0] not in (PARAM, BUFFER)]:
             del self.tensors[key], self._pieces[key]
         self.params.clear()
-        self._read_groups(unnamed.optimizer)
-        for g, of_group in enumerate(names):
-            for i, name in enumerate(of_group):
-                slot = unnamed.slots[g][i]
-                shape = unnamed.model.tensor(name).shape
-                if slot.master is not None and slot.master.stored.dtype != unnamed.model.tensor(name).dtype:
-                    self._add(MASTER, name, shape, slot.master.stored.dtype, [slot.master])
-                for state, piece in slot.states.items():
-                    self._add(state, name, shape, piece.stored.dtype, [piece])
-                self.params[name] = ParamInfo(group=g, counts=self._counts(slot.counts, g))
+        self._read_groups(self._unnamed[0][0].optimizer)
+        for (unnamed, firsts), names in zip(self._unnamed, names_of_ranks, strict=True):
+            for g, of_group in enumerate(names):
+                for i, own in enumerate(of_group):
+                    name = _numbered_from(own, firsts)
+                    if name in self.params:
+                        continue  # All ranks have the states of what is no expert.
+                    slot = unnamed.slots[g][i]
+                    weight = unnamed.model.tensor(own)
+                    if slot.master is not None and slot.master.stored.dtype != weight.dtype:
+                        self._add(MASTER, name, weight.shape, slot.master.stored.dtype, [slot.master])
+                    for state, piece in slot.states.items():
+                        self._add(state, name, weight.shape, piece.stored.dtype, [piece])
+                    self.params[name] = ParamInfo(group=g, counts=self._counts(slot.counts, g))
         for kind, name in list(self.tensors):
             if kind == PARAM and name not in self.params:
                 self.params[name] = ParamInfo()
 
     # Shared by the stages
 
-    def _add_module(self, model: ModelStates) -> None:
+    def _add_module(self, model: ModelStates, trained: set[str]) -> None:
         buffers = set(model.buffers)
-        trained = {name for shapes in model.param_shapes for name in shapes}
         for name in model.module:
             if name in self.aliases:
                 continue
@@ -514,23 +382,24 @@ class DeepSpeedSource(PieceSource):
 
     def _optimizer_files(self, model: ModelStates, files: Files) -> list[Mapping[str, Any]]:
         n_ranks = self._n_ranks(model, files.optimizers, "optimizer")
-        saved = []
+        saved, expert_ranks = [], []
         for rank in range(n_ranks):
             path = files.optimizers[rank]
-            content = _get(read_file(path).content, "optimizer_state_dict", Mapping, path)
-            count = content.get("partition_count", n_ranks)
-            counts = count if isinstance(count, (list, tuple)) else [count]
-            if any(n != n_ranks for n in counts):
+            content = get_entry(read_file(path).content, "optimizer_state_dict", Mapping, path)
+            if saved:
+                content = _in_order_of(content, saved[0])
+            if (found := self._expert_ranks(model, content, path)) != expert_ranks and rank > 0:
                 raise CheckpointError(
-                    f"cuts its groups into {counts} shards, and {n_ranks} ranks saved it",
+                    f"has groups of experts on {found} ranks, and rank 0's file on {expert_ranks}",
                     where=path,
-                    fix="groups that are sharded over a part of the ranks (experts, MiCS) are not read",
+                    fix="the files are not of one checkpoint: take another",
                 )
+            expert_ranks = found
             saved.append(content)
         return saved
 
-    def _flats(self, saved: Mapping[str, Any], masters_key: str, model: ModelStates) -> list[_Flat]:
-        masters = _get(saved, masters_key, (list, tuple), self.where)
+    def _flats(self, saved: Mapping[str, Any], masters_key: str, model: ModelStates) -> list[Flat]:
+        masters = get_entry(saved, masters_key, (list, tuple), self.where)
         optimizer = saved.get("base_optimizer_state", saved.get("optimizer_state_dict"))
         if len(masters) != len(model.param_shapes):
             raise CheckpointError(
@@ -542,21 +411,21 @@ class DeepSpeedSource(PieceSource):
             # zero_optimization.elastic_checkpoint: states by group, and nothing of the groups' options.
             states = list(optimizer)
         else:
-            states_by_id = _get(optimizer, "state", Mapping, self.where)
+            states_by_id = get_entry(optimizer, "state", Mapping, self.where)
             self._read_groups(optimizer)
-            ids = [i for of_group in self._ids for i in of_group]
+            ids = [i for group in optimizer["param_groups"] for i in group["params"]]
             if len(ids) != len(masters):
                 raise CheckpointError(
                     f"its optimizer knows {len(ids)} tensors where there are {len(masters)} groups", where=self.where
                 )
             states = [states_by_id.get(i, {}) for i in ids]
         return [
-            _Flat(_get({"": master}, "", StoredTensor, f"{self.where}, {masters_key}[{i}]"), of_group)
+            Flat(get_entry({"": master}, "", StoredTensor, f"{self.where}, {masters_key}[{i}]"), of_group)
             for i, (master, of_group) in enumerate(zip(masters, states, strict=True))
         ]
 
     def _read_groups(self, optimizer: Mapping[str, Any]) -> None:
-        groups = _get(optimizer, "param_groups", (list, tuple), self.where)
+        groups = get_entry(optimizer, "param_groups", (list, tuple), self.where)
         if not self.groups:
             self.groups = [
                 materialize({key: value for key, value in group.items() if key not in ("params", "param_names")})
@@ -576,7 +445,7 @@ class DeepSpeedSource(PieceSource):
         model: ModelStates,
         name: str,
         shape: tuple[int, ...],
-        flats: Sequence[_Flat],
+        flats: Sequence[Flat],
         spread: Sequence[tuple[int, int, int, int]],
     ) -> None:
         """Lists master weight and states of a parameter; ``spread`` has (rank, begin in the parameter, number of
@@ -616,6 +485,35 @@ class DeepSpeedSource(PieceSource):
             self.state["loss_scaler"] = state
 
 
+def _in_order_of(content: Mapping[str, Any], first: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state of a rank's optimizer with its groups in the order of rank 0's.
+
+    DeepSpeed's engine makes a group of experts for each of their numbers of ranks, in the order of a set of strings,
+    which each process has in an order of its own.
+    """
+    optimizers = [state.get("base_optimizer_state") for state in (first, content)]
+    if not all(isinstance(optimizer, Mapping) for optimizer in optimizers):
+        return content
+    wanted, own = ([_key(group) for group in optimizer["param_groups"]] for optimizer in optimizers)
+    if wanted == own or sorted(wanted) != sorted(own):
+        return content
+    left: dict[str, list[int]] = {}
+    for g, key in enumerate(own):
+        left.setdefault(key, []).append(g)
+    order = [left[key].pop(0) for key in wanted]
+    ordered = dict(content)
+    for key in ("single_partition_of_fp32_groups", "partition_count"):
+        if isinstance(ordered.get(key), (list, tuple)):
+            ordered[key] = [ordered[key][g] for g in order]
+    groups = [optimizers[1]["param_groups"][g] for g in order]
+    ordered["base_optimizer_state"] = {**optimizers[1], "param_groups": groups}
+    return ordered
+
+
+def _key(group: Mapping[str, Any]) -> str:
+    return str(group.get("name")) if group.get("moe") else ""
+
+
 def _spread(begin: int, n_elems: int, shard_elems: int, n_ranks: int) -> list[tuple[int, int, int, int]]:
     """Elements [begin, begin + n_elems) of a group that is cut into equal shards, as (rank, begin in the parameter,
     count, begin in the shard). Elements beyond the last shard are left out.
@@ -640,159 +538,7 @@ def _deal(n_elems: int, shard_elems: int, n_ranks: int, at: int) -> list[tuple[i
     ]
 
 
-class _Slot(NamedTuple):
-    """The optimizer's entry under one number."""
-
-    shape: tuple[int, ...] | None
-    """None if nothing tells the value: the optimizer has no states."""
-    master: StoredPiece | None
-    states: dict[str, StoredPiece]
-    counts: dict[str, Any]
-
-
-class _Unnamed:
-    """The optimizer of a stage 0 checkpoint, whose parameters have numbers."""
-
-    def __init__(
-        self, where: str, model: ModelStates, wrapped: Mapping[str, Any], optimizer: Mapping[str, Any]
-    ) -> None:
-        self.where, self.model, self.optimizer = where, model, optimizer
-        states = _get(optimizer, "state", Mapping, where)
-        groups = _get(optimizer, "param_groups", (list, tuple), where)
-        self.names_saved = [group.get("param_names") for group in groups]
-        self.has_names = all(isinstance(names, (list, tuple)) for names in self.names_saved)
-        # Fused fp16 has one flat tensor for each group. The file does not say how the tensor is composed, so this is
-        # found by trying.
-        self.flat_masters = wrapped.get("fp32_groups_flat")
-        self.slots: list[list[_Slot]] = []
-        if self.flat_masters is not None:
-            self.flats = [
-                _Flat(flat, states.get(group["params"][0] if group["params"] else -1, {}))
-                for flat, group in zip(self.flat_masters, groups, strict=True)
-            ]
-            return
-        masters = wrapped.get("fp32_groups") or [[None] * len(group["params"]) for group in groups]
-        for group, of_group in zip(groups, masters, strict=True):
-            if len(group["params"]) != len(of_group):
-                raise CheckpointError("its optimizer's groups and master weights differ in number", where=where)
-            self.slots.append(
-                [self._slot(states.get(i, {}), master) for i, master in zip(group["params"], of_group, strict=True)]
-            )
-
-    def _slot(self, states: Mapping[str, Any], master: StoredTensor | None) -> _Slot:
-        tensors = {key: value for key, value in states.items() if isinstance(value, StoredTensor) and key != "step"}
-        whole = {key: value for key, value in tensors.items() if value.shape != ()}
-        if not whole and (master is None or master.shape == ()):
-            # A weight without dimensions, whose states have no dimensions either.
-            whole = tensors
-        counts = {key: value for key, value in states.items() if key not in whole and is_count(value)}
-        shapes = {tuple(value.shape) for value in whole.values()} | (
-            {tuple(master.shape)} if master is not None else set()
-        )
-        if len(shapes) > 1:
-            raise CheckpointError(
-                f"an optimizer state has the shapes {sorted(shapes)} for one weight",
-                where=self.where,
-                fix="optimizers with factored states are not read; load the weights alone",
-            )
-        return _Slot(
-            next(iter(shapes), None),
-            None if master is None else StoredPiece(0, master.n_elems, master, 0),
-            {key: StoredPiece(0, value.n_elems, value, 0) for key, value in whole.items()},
-            counts,
-        )
-
-    def _candidates(self, aliases: Mapping[str, str]) -> list[tuple[str, StoredTensor]]:
-        buffers = set(self.model.buffers)
-        return [
-            (name, stored)
-            for name, stored in self.model.module.items()
-            if isinstance(stored, StoredTensor) and name not in buffers and name not in aliases
-        ]
-
-    def find_names(self, aliases: Mapping[str, str]) -> list[list[str]] | str:
-        """The names of each group's parameters in its order, or why they cannot be known."""
-        candidates = self._candidates(aliases)
-        if self.flat_masters is not None:
-            found = match_flat(candidates, [flat.master for flat in self.flats])
-            if isinstance(found, list):
-                self.slots = self._cut_flats(found)
-            return found
-        if self.has_names:
-            names = [list(of_group) for of_group in self.names_saved]
-            self.check(names)
-            return names
-        return match_names(
-            candidates,
-            [[slot.shape for slot in of_group] for of_group in self.slots],
-            [[slot.master.stored if slot.master else None for slot in of_group] for of_group in self.slots],
-        )
-
-    def _cut_flats(self, names: Sequence[Sequence[str]]) -> list[list[_Slot]]:
-        sizes = [sum(self.model.tensor(name).n_elems for name in of_group) for of_group in names]
-        wanted = [flat.master.n_elems for flat in self.flats]
-        if sizes != wanted:
-            raise CheckpointError(
-                f"its groups have {wanted} elements, and those named {sizes}", where=self.where, fix=FIX_ORDER
-            )
-        slots = []
-        for flat, of_group in zip(self.flats, names, strict=True):
-            at = 0
-            counts = {key: value for key, value in flat.states.items() if is_count(value)}
-            whole = {
-                key: value
-                for key, value in flat.states.items()
-                if isinstance(value, StoredTensor) and not is_count(value)
-            }
-            slots.append([])
-            for name in of_group:
-                stored = self.model.tensor(name)
-                n = stored.n_elems
-                pieces = {key: StoredPiece(0, n, value, at) for key, value in whole.items()}
-                slots[-1].append(_Slot(tuple(stored.shape), StoredPiece(0, n, flat.master, at), pieces, counts))
-                at += n
-        return slots
-
-    def check(self, names: Sequence[Sequence[str]]) -> None:
-        """Assigns ``names`` to the groups' parameters.
-
-        Raises CheckpointError if they do not fit in number, shape or value.
-        """
-        agree = Comparison([(name, self.model.tensor(name)) for of_group in names for name in of_group])
-        slots = self._cut_flats(names) if self.flat_masters is not None else self._without_frozen(names)
-        i = 0
-        for of_group, of_slots in zip(names, slots, strict=True):
-            for name, slot in zip(of_group, of_slots, strict=True):
-                shape = tuple(self.model.tensor(name).shape)
-                if slot.shape is not None and slot.shape != shape:
-                    raise CheckpointError(
-                        f"has shape {shape}, and the optimizer's state in its place {slot.shape}",
-                        where=f"{self.where}, {name}",
-                        fix=FIX_ORDER,
-                    )
-                if slot.master is not None and not agree(i, slot.master.stored, slot.master.first):
-                    raise CheckpointError(
-                        "is not what its master weight is when it is rounded",
-                        where=f"{self.where}, {name}",
-                        fix=FIX_ORDER,
-                    )
-                i += 1
-        self.slots = slots
-
-    def _without_frozen(self, names: Sequence[Sequence[str]]) -> list[list[_Slot]]:
-        """The groups' slots. A group with too many loses the slots of frozen parameters, which have a number and no
-        state.
-        """
-        kept = [
-            of_slots
-            if len(of_slots) == len(of_group)
-            else [slot for slot in of_slots if slot.shape is not None or slot.counts]
-            for of_slots, of_group in itertools.zip_longest(self.slots, names, fillvalue=())
-        ]
-        if [len(of_group) for of_group in names] != [len(of_slots) for of_slots in kept]:
-            raise CheckpointError(
-                f"its optimizer's groups have {[len(of_group) for of_group in self.slots]} parameters, and {[len(of_group) for of_group in names]} are named",
-                where=self.where,
-                fix=FIX_ORDER,
-            )
-        return kept
+def _numbered_from(name: str, firsts: Mapping[str, int]) -> str:
+    """``name`` with an expert numbered over all ranks, where a rank's own experts of a layer begin with ``firsts``."""
+    split = expert_name(name)
+    return name if split is None else str(ExpertName(split.layer, split.number + firsts[split.layer], split.rest))

@@ -12,8 +12,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from deepspeed_c.checkpoint.formats.deepspeed.model_file import ModelStates, find_files, laid_out
 from deepspeed_c.checkpoint.formats.deepspeed.pieces import PieceSource, StoredPiece, is_count, scaler_state
-from deepspeed_c.checkpoint.formats.deepspeed.read import ModelStates, find_files, laid_out
 from deepspeed_c.checkpoint.formats.deepspeed.stand_ins import read_file
 from deepspeed_c.checkpoint.formats.torch_file import StoredTensor, materialize
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, ParamInfo, Topology
@@ -95,6 +95,12 @@ class UniversalSource(PieceSource):
         if files is None or 0 not in files.models:
             raise CheckpointError("the model file of rank 0 is missing", where=self.where)
         model = ModelStates(files.models[0])
+        if model.num_experts:
+            raise CheckpointError(
+                "has a mixture of experts, whose parameters have no folders of their own in this format",
+                where=self.where,
+                fix="load the checkpoint of DeepSpeed's engine that it was made from",
+            )
         self.state = model.state()
         optimizer_path = os.path.join(self.where, STATES_FOLDER, OPTIMIZER_FILE)
         optimizer = read_file(optimizer_path).content

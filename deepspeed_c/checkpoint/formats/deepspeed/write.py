@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed_c.checkpoint.formats.deepspeed.read import ENGINE_KEYS
+from deepspeed_c.checkpoint.formats.deepspeed.model_file import ENGINE_KEYS
 from deepspeed_c.checkpoint.formats.deepspeed.stand_ins import UPSTREAM
 from deepspeed_c.checkpoint.formats.deepspeed.universal import (
     MASTER_FILE,

@@ -16,6 +16,7 @@ import torch
 from tests.ranks import free_port
 
 PEER = Path(__file__).with_name("peer.py")
+PEER_MOE = Path(__file__).with_name("peer_moe.py")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STATES = {"adamw": ["exp_avg", "exp_avg_sq"], "sgd": ["momentum_buffer"]}
 STEPS, MORE_STEPS = 3, 2
@@ -52,9 +53,14 @@ def run_peer(python: str, spec: dict[str, Any], folder: Path, world_size: int, t
 
 
 def run_peers(
-    python: str, specs: list[dict[str, Any]], folder: Path, world_size: int, timeout: float = 120
+    python: str,
+    specs: list[dict[str, Any]],
+    folder: Path,
+    world_size: int,
+    timeout: float = 120,
+    script: Path = PEER,
 ) -> list[dict[str, Any]]:
-    """Run peer.py on ``world_size`` ranks, one spec after the other, and return the reports of rank 0. Ranks that are
+    """Run ``script`` on ``world_size`` ranks, one spec after the other, and return the reports of rank 0. Ranks that are
     still alive at the end are killed."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
@@ -74,11 +80,13 @@ def run_peers(
                 "MASTER_PORT": str(port),
                 "DS_ACCELERATOR": "cpu",
                 "OMP_NUM_THREADS": "1",
+                # DeepSpeed puts names of groups of experts into a set; all ranks must have it in the same order.
+                "PYTHONHASHSEED": "0",
             }
             with open(folder / f"rank_{rank}.log", "w") as log:
                 ranks.append(
                     subprocess.Popen(
-                        [python, str(PEER), str(path)],
+                        [python, str(script), str(path)],
                         env=environment,
                         stdout=log,
                         stderr=subprocess.STDOUT,

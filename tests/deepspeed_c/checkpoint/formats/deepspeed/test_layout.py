@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_c.checkpoint.formats.deepspeed import open_deepspeed, read, universal
+from deepspeed_c.checkpoint.formats.deepspeed import model_file, open_deepspeed, read, universal
 from deepspeed_c.checkpoint.formats.torch_file import StoredTensor, TorchFile
 from deepspeed_c.errors import CheckpointError
 from tests.deepspeed_c.checkpoint.formats.deepspeed.memory_source import whole
@@ -89,7 +89,7 @@ def test_what_is_laid_out_otherwise_is_refused_or_read(name, tmp_path, monkeypat
     folder, _ = unpack(name, tmp_path)
     tags = [path for path in sorted(folder.iterdir()) if path.is_dir()]
     dice = random.Random(name)
-    original = read.read_file
+    original = model_file.read_file
     n_refused = 0
     for i in range(N_MUTATIONS):
         seed = dice.random()
@@ -105,6 +105,7 @@ def test_what_is_laid_out_otherwise_is_refused_or_read(name, tmp_path, monkeypat
                 file.content = mutated(of_file, file.content)
             return file
 
+        monkeypatch.setattr(model_file, "read_file", read_changed)
         monkeypatch.setattr(read, "read_file", read_changed)
         monkeypatch.setattr(universal, "read_file", read_changed)
         try:
