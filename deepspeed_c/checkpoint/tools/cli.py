@@ -143,6 +143,7 @@ def _convert(options: argparse.Namespace) -> int:
         dtype=DTYPES[options.dtype] if options.dtype else None,
         max_shard_size=options.max_shard_size,
         tensor_ranks=options.tp,
+        expert_ranks=options.expert_ranks,
         tensor_info=None if options.tp_rules is None or options.tp is None else _rules(options.tp_rules),
     )
     with _open_for_conversion(options) as source:
@@ -327,6 +328,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="JSON with the keys of DeepSpeed's universal_checkpoint_info: how tensors are cut over such ranks, in PATH"
         " and in OUT; default: as PATH says, or by Megatron's names",
+    )
+    other.add_argument(
+        "--expert-ranks",
+        type=int,
+        metavar="N",
+        help="ranks that will hold the experts of a layer together, its ep_size (deepspeed); default: as saved",
     )
     other.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file of safetensors; default 5GB")
     return parser

@@ -36,6 +36,8 @@ class Target:
     """Number of tensor-parallel ranks that will load it; 1 if not given."""
     tensor_info: Mapping[str, Any] | None = None
     """How tensors are cut over them, as DeepSpeed's ``universal_checkpoint_info``; by default by Megatron's names."""
+    expert_ranks: int | None = None
+    """Number of ranks that will hold the experts of a layer together."""
 
 
 def trained_dtype(source: Source) -> torch.dtype:
@@ -80,6 +82,7 @@ def _to_deepspeed(source: Source, folder: str, target: Target) -> str:
         dtype=target.dtype or trained_dtype(source),
         n_tensor_ranks=1 if target.tensor_ranks is None else target.tensor_ranks,
         tensor_info=target.tensor_info,
+        expert_ranks=target.expert_ranks,
     )
     write_script(folder)
     return path
@@ -110,7 +113,7 @@ TARGETS: dict[str, Callable[[Source, str, Target], str]] = {
 # Options that each format takes.
 TAKES = {
     "deepspeed_c": {"tag"},
-    "deepspeed": {"tag", "world_size", "stage", "dtype", "tensor_ranks", "tensor_info"},
+    "deepspeed": {"tag", "world_size", "stage", "dtype", "tensor_ranks", "tensor_info", "expert_ranks"},
     "deepspeed-universal": {"tag", "dtype"},
     "torch-dcp": set(),
     "safetensors": {"dtype", "max_shard_size"},
@@ -130,7 +133,7 @@ def convert(source: Source, folder: str | os.PathLike[str], to: str, target: Tar
     if write is None:
         raise CheckpointError(f"{to!r} is no format", where="to", fix=f"write one of {', '.join(TARGETS)}")
     default = Target()
-    for name in ("tag", "world_size", "stage", "dtype", "max_shard_size", "tensor_ranks", "tensor_info"):
+    for name in ("tag", "world_size", "stage", "dtype", "max_shard_size", "tensor_ranks", "tensor_info", "expert_ranks"):
         if getattr(target, name) != getattr(default, name) and name not in TAKES[to]:
             raise CheckpointError(f"the format {to} has no {name}", where=name, fix=f"leave {name} out")
     if source.problem and to != "safetensors":

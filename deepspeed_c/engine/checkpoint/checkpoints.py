@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deepspeed_c import checkpoint as files
+from deepspeed_c.checkpoint.experts import expert_name
 from deepspeed_c.checkpoint.native.background import BackgroundSave, Save, Snapshot
 from deepspeed_c.checkpoint.native.ranks import Ranks
 from deepspeed_c.checkpoint.source import PARAM, ParamInfo, Read, Source, Topology
@@ -65,10 +66,11 @@ class Checkpoints:
         state, config = self._state, self._state.config.checkpoint
         self.wait()
         tag = f"global_step{state.global_steps}" if tag is None else str(tag)
-        contents, error = None, None
+        contents, error, expert_ranks = None, None, {}
         try:
             state.optimizer.keep_edits()
             contents = self._contents(module, dict(client_state), exclude_frozen)
+            expert_ranks = self._expert_ranks(contents.names, names_of(module).expert_ranks)
         except DeepSpeedCError as raised:
             error = raised
         tag, save_dir = self._agree(tag, os.path.abspath(save_dir), error)
@@ -82,7 +84,7 @@ class Checkpoints:
             keep_last=config.keep_last,
             keep_every=config.keep_every,
             is_node_local=config.use_node_local_storage,
-            convert=self._converter() if config.format == "deepspeed" else None,
+            convert=self._converter(expert_ranks) if config.format == "deepspeed" else None,
             leads=leads,
         )
         self._ranks.connect()
@@ -102,7 +104,29 @@ class Checkpoints:
         self._pending = BackgroundSave(lambda: files.save.save(copied, destination, self._ranks), destination.path)
         return self._pending
 
-    def _converter(self) -> Callable[[str, str, int], None]:
+    def _expert_ranks(self, names: Iterable[str], of_names: Mapping[str, int]) -> dict[str, int]:
+        """The number of ranks that hold the experts of each layer together, for DeepSpeed's files.
+
+        Raises CheckpointError if these files cannot hold the model's experts.
+        """
+        if self._state.config.checkpoint.format != "deepspeed":
+            return {}
+        layers = {split.layer for name in names if (split := expert_name(name)) is not None}
+        if layers and self._state.config.zero.stage == 3:
+            raise CheckpointError(
+                "DeepSpeed does not train mixtures of experts at stage 3, and has no files for them",
+                where="checkpoint.format",
+                fix='save with "format": "deepspeed_c", and convert with `deepspeed_c checkpoint convert --stage 2`',
+            )
+        if odd := [name for name in of_names if expert_name(name) is None]:
+            raise CheckpointError(
+                "is spread over ranks, and DeepSpeed's files hold such experts in layers of the class MoE only",
+                where=odd[0],
+                fix='save with "format": "deepspeed_c"',
+            )
+        return {expert_name(name).layer: n for name, n in of_names.items()}
+
+    def _converter(self, expert_ranks: Mapping[str, int]) -> Callable[[str, str, int], None]:
         """Returns the function that writes this rank's files in DeepSpeed's layout. The function may run later on
         another thread, so it gets everything that it needs from the engine now."""
         state, n_ranks = self._state, self._ranks.world_size
@@ -115,7 +139,14 @@ class Checkpoints:
             with files.reader.NativeSource(native) as source:
                 source.put_first(order)
                 files.deepspeed.write_rank_files(
-                    source, folder, world_size=n_ranks, stage=stage, dtype=dtype, ranks=[rank], is_fused=is_fused
+                    source,
+                    folder,
+                    world_size=n_ranks,
+                    stage=stage,
+                    dtype=dtype,
+                    ranks=[rank],
+                    is_fused=is_fused,
+                    expert_ranks=expert_ranks,
                 )
 
         return convert
