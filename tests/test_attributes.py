@@ -41,7 +41,7 @@ PERMITTED: dict[str, str] = {
         "torch's own: the context of an autograd function",
     ),
     **dict.fromkeys(
-        ("moe/experts.py: param.allreduce", "moe/experts.py: param.group_name"),
+        (f"{file}: param.{mark}" for file in ("moe/experts.py", "plan/sizes.py") for mark in ("allreduce", "group_name")),
         "DeepSpeed's marks of an expert's parameter",
     ),
     "sequence/exchange.py: ctx.comm": "torch's own: the context of an autograd function",
