@@ -235,7 +235,8 @@ class MoE(nn.Module):
         same order.
 
         use_data_before_expert_parallel_: ranks that hold the experts together are world / ``ep_size`` apart, instead of
-        next to each other. The first call decides for all layers. Raises ConfigError if the number of ranks is no multiple of ``ep_size``.
+        next to each other. The first call decides for all layers. Raises ConfigError if the number of ranks is no
+        multiple of ``ep_size``.
         """
         try:
             groups.create_expert_groups(self.ep_size, data_first=use_data_before_expert_parallel_)
