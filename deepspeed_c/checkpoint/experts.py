@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from deepspeed_c.checkpoint.source import Source
 
-__all__ = ["EXPERT_LIST", "ExpertName", "Placement", "expert_name", "join_expert_groups"]
+__all__ = ["EXPERT_LIST", "ExpertName", "ExpertPlacement", "expert_name", "join_expert_groups"]
 
 # Path from a layer's ``deepspeed_moe`` to the list of its experts.
 EXPERT_LIST = "experts.deepspeed_experts"
@@ -36,7 +36,7 @@ def expert_name(name: str) -> ExpertName | None:
     return None if found is None else ExpertName(found[1], int(found[2]), found[3])
 
 
-class Placement(NamedTuple):
+class ExpertPlacement(NamedTuple):
     """How groups of ranks that hold a layer's experts together lie among the data-parallel ranks."""
 
     world_size: int
@@ -82,5 +82,4 @@ def join_expert_groups(source: Source, names: Sequence[Sequence[str]]) -> None:
         if group is None:
             return
         params[name] = replace(info, group=group)
-    source.params = params
-    source.groups = [source.groups[g] for g in shared]
+    source.regroup([source.groups[g] for g in shared], params)

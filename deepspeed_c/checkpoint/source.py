@@ -122,6 +122,10 @@ class Source(ABC):
         known = [name for name in names if name in self.params]
         self.params = {name: self.params[name] for name in (*known, *self.params)}
 
+    def regroup(self, groups: Sequence[dict[str, Any]], params: Mapping[str, ParamInfo]) -> None:
+        """Replaces the optimizer's groups, and the facts that say which parameter is in which of them."""
+        self.groups, self.params = list(groups), dict(params)
+
     @property
     def was_replaced(self) -> bool:
         """Whether the name under which the checkpoint was opened now belongs to another checkpoint or to none, so that

@@ -9,6 +9,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from deepspeed_c.checkpoint.formats.tensor_ranks import rules_of_info
 from deepspeed_c.checkpoint.native.reader import NativeSource
 from deepspeed_c.checkpoint.open import FORMATS, find_checkpoint, open_checkpoint
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, LogicalTensor, Source
-from deepspeed_c.checkpoint.tools.convert import TARGETS, Target, convert
+from deepspeed_c.checkpoint.tools.convert import TARGETS, Target, convert, tag_for
 from deepspeed_c.checkpoint.tools.export import Weight, export, stream_weights
+from deepspeed_c.checkpoint.tools.upcycle import ROUTER_STD, UpcycledSource
 from deepspeed_c.command_line import Actions, command_parser, run_action
 from deepspeed_c.errors import CheckpointError
 
@@ -146,9 +148,32 @@ def _convert(options: argparse.Namespace) -> int:
         expert_ranks=options.expert_ranks,
         tensor_info=None if options.tp_rules is None or options.tp is None else _rules(options.tp_rules),
     )
+    if options.upcycle is None and any((options.modules, options.hidden_size, options.seed)):
+        raise CheckpointError(
+            "--modules, --hidden-size and --seed belong to --upcycle", where="convert", fix="add --upcycle N"
+        )
+    if options.upcycle is not None and options.hidden_size is None:
+        raise CheckpointError(
+            "the width of the MLPs' input is not known", where="convert --upcycle", fix="add --hidden-size N"
+        )
     with _open_for_conversion(options) as source:
-        path = convert(source, options.out, options.to, target)
-        print(f"{path}: {options.to}, from {source.where} ({source.format})")
+        if options.upcycle is None:
+            path = convert(source, options.out, options.to, target)
+            print(f"{path}: {options.to}, from {source.where} ({source.format})")
+            return 0
+        made = UpcycledSource(
+            source,
+            options.upcycle,
+            [pattern for pattern in (options.modules or "").split(",") if pattern],
+            hidden_size=options.hidden_size,
+            router_std=options.router_std,
+            seed=options.seed,
+        )
+        tag = options.new_tag or (None if options.to in ("torch-dcp", "safetensors") else tag_for(source))
+        path = convert(made, options.out, options.to, replace(target, tag=tag))
+    print(f"{path}: {options.to}, from {source.where} ({source.format})")
+    print(f"  {len(made.layers)} MLPs became {options.upcycle} equal experts and a router each")
+    print("  optimizer states are left out: load it with load_module_only=True")
     return 0
 
 
@@ -335,5 +360,26 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="ranks that will hold the experts of a layer together, its ep_size (deepspeed); default: as saved",
     )
+    other.add_argument(
+        "--upcycle",
+        type=int,
+        metavar="N",
+        help="make a mixture of N equal experts of each MLP that --modules names (layers deepspeed_c.moe.layer.MoE)",
+    )
+    other.add_argument("--modules", metavar="PATTERNS", help="paths of MLPs, with commas between: 'layers.*.mlp'")
+    other.add_argument(
+        "--hidden-size",
+        type=int,
+        metavar="N",
+        help="width of the input of these MLPs",
+    )
+    other.add_argument(
+        "--router-std",
+        type=float,
+        default=ROUTER_STD,
+        metavar="X",
+        help=f"standard deviation of new routers; 0: zeros; default {ROUTER_STD}",
+    )
+    other.add_argument("--seed", type=int, default=0, help="seed of new routers; default 0")
     other.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file of safetensors; default 5GB")
     return parser

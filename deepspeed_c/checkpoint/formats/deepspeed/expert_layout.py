@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from deepspeed_c.checkpoint.experts import Placement, expert_name
+from deepspeed_c.checkpoint.experts import ExpertPlacement, expert_name
 from deepspeed_c.checkpoint.source import Source
 from deepspeed_c.errors import CheckpointError
 
@@ -26,7 +26,7 @@ class ExpertLayout:
     Raises CheckpointError for numbers of ranks that cannot hold them.
     """
 
-    def __init__(self, source: Source, placement: Placement, n_ranks: int | Mapping[str, int] | None) -> None:
+    def __init__(self, source: Source, placement: ExpertPlacement, n_ranks: int | Mapping[str, int] | None) -> None:
         """n_ranks: the number of ranks that hold the experts together, of all layers or by layer; by default as the
         optimizer's groups say, or as in the run that saved."""
         self.placement = placement

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed_c.checkpoint.experts import EXPERT_LIST, Placement, expert_name
+from deepspeed_c.checkpoint.experts import EXPERT_LIST, ExpertPlacement, expert_name
 from deepspeed_c.checkpoint.formats.deepspeed.expert_layout import ExpertLayout
 from deepspeed_c.checkpoint.formats.deepspeed.model_file import ENGINE_KEYS
 from deepspeed_c.checkpoint.formats.deepspeed.stand_ins import UPSTREAM
@@ -95,7 +95,7 @@ class FileLayout:
         config = source.state.get("config")
         self.config: dict[str, Any] = dict(config) if isinstance(config, Mapping) else {}
         self.is_fused = self._uses_own_adam() if is_fused is None else is_fused
-        placement = Placement(world_size, bool(self.config.get("use_data_before_expert_parallelism")))
+        placement = ExpertPlacement(world_size, bool(self.config.get("use_data_before_expert_parallelism")))
         self.experts = ExpertLayout(source, placement, expert_ranks)
         if self.experts and stage == 3:
             raise CheckpointError(

@@ -29,7 +29,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deepspeed_c.checkpoint.experts import ExpertName, Placement, expert_name
+from deepspeed_c.checkpoint.experts import ExpertName, ExpertPlacement, expert_name
 from deepspeed_c.checkpoint.formats.deepspeed.model_file import (
     FIX_CONVERT,
     RANKS_SHOWN,
@@ -102,7 +102,7 @@ class DeepSpeedSource(PieceSource):
         self.state = model.state()
         self._expert_parallel = 1
         n_ranks = model.world_size if isinstance(model.world_size, int) else max(len(files.optimizers), 1)
-        self._placement = Placement(n_ranks, bool(model.config.get("use_data_before_expert_parallelism")))
+        self._placement = ExpertPlacement(n_ranks, bool(model.config.get("use_data_before_expert_parallelism")))
         if files.is_stage3:
             stage = 3
             if model.experts:
