@@ -415,8 +415,8 @@ class FileLayout:
         return groups
 
     def optimizer_of_stage0(self, rank: int) -> dict[str, Any]:
-        """The state that the engine's optimizer saves on a rank without ZeRO: torch's own in fp32, a wrapper with master weights
-        around it in fp16 and bf16.
+        """The state that the engine's optimizer saves on a rank without ZeRO: torch's own in fp32, a wrapper with master
+        weights around it in fp16 and bf16.
         """
         reads: list[Read] = []
         is_flat = self.is_fused and self.dtype != torch.float32

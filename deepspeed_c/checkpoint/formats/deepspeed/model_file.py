@@ -1,5 +1,5 @@
-"""The files of DeepSpeed's engine in the folder of a tag, and the contents of a model file: names, shapes, ties, and the
-state that is no tensor.
+"""The files of DeepSpeed's engine in the folder of a tag, and the contents of a model file: names, shapes, ties, and
+the state that is no tensor.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ def match_names(
     """Returns the name for each number of each group if exactly one assignment fits; otherwise the reason.
 
     candidates: weights in the module's order; any number of them may be frozen. shapes, masters: by group, in the
-    group's order; None where unknown. may_be_in: whether a group may have the parameter of a name. Assumes that a group lists its parameters in the module's order, as groups built
+    group's order; None where unknown. may_be_in: whether a group may have the
+    parameter of a name. Assumes that a group lists its parameters in the module's order, as groups built
     from ``named_parameters()`` do, and that a master weight, rounded, is the weight.
     """
     if sum(map(len, shapes)) > len(candidates):
