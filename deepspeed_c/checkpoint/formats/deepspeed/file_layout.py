@@ -236,7 +236,9 @@ class FileLayout:
             "module": self._module(),
             "buffer_names": [own for name in self.buffers if (own := self.experts.own(name, 0)) is not None],
             # With experts, each expert-parallel rank's is in a file of its own.
-            "optimizer": self.optimizer_of_stage0(0) if self.stage == 0 and self.source.groups and not self.experts else None,
+            "optimizer": self.optimizer_of_stage0(0)
+            if self.stage == 0 and self.source.groups and not self.experts
+            else None,
             "param_shapes": self._param_shapes() if self.stage > 0 else None,
             "frozen_param_shapes": OrderedDict((name, torch.Size(self.weights[name].shape)) for name in self.frozen)
             if saves_frozen
@@ -362,7 +364,11 @@ class FileLayout:
             reads += [Read(cut.param.master, cut.begin, master[cut.at : cut.at + cut.n_elems]) for cut in cuts]
             masters.append(master)
             paddings.append(n_elems - sum(cut.n_elems for cut in cuts))
-            mappings.append(OrderedDict((self.experts.own(cut.param.name, rank), _fragment_address(cut.at, cut.n_elems)) for cut in cuts))
+            mappings.append(
+                OrderedDict(
+                    (self.experts.own(cut.param.name, rank), _fragment_address(cut.at, cut.n_elems)) for cut in cuts
+                )
+            )
             states[i] = dict(group.counts)
             for state in group.states:
                 states[i][state] = flat = torch.zeros(n_elems, dtype=torch.float32, device="cpu")
@@ -415,8 +421,8 @@ class FileLayout:
         return groups
 
     def optimizer_of_stage0(self, rank: int) -> dict[str, Any]:
-        """The state that the engine's optimizer saves on a rank without ZeRO: torch's own in fp32, a wrapper with master
-        weights around it in fp16 and bf16.
+        """The state that the engine's optimizer saves on a rank without ZeRO: torch's own in fp32, a wrapper with
+        master weights around it in fp16 and bf16.
         """
         reads: list[Read] = []
         is_flat = self.is_fused and self.dtype != torch.float32
