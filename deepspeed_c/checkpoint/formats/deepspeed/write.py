@@ -84,8 +84,8 @@ def write_deepspeed(
     are written in the order of ``source.params``, which must be the order in the optimizer's groups. n_tensor_ranks:
     number of tensor-parallel ranks; each gets files of its own with its part of every tensor. tensor_info: how tensors
     are cut over them, in the form of DeepSpeed's ``universal_checkpoint_info``; by default by Megatron's names.
-    expert_ranks: number of ranks that hold the experts of ``MoE`` layers together, of all layers or by the name of a layer's
-    ``deepspeed_moe``; by default as in the run that saved.
+    expert_ranks: number of ranks that hold the experts of ``MoE`` layers together, of all layers or by the name
+    of a layer's ``deepspeed_moe``; by default as in the run that saved.
 
     Memory: one rank's files; at stages 0 to 2 rank 0's file has the whole model in ``dtype``, as in DeepSpeed. Raises
     CheckpointError if DeepSpeed's layout cannot hold the source, or if files cannot be written.
