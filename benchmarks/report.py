@@ -371,6 +371,13 @@ FIGURES = [
         for rows in (1, 8)
     ),
     *(
+        Figure(f"loading a Llama of 1,000M parameters in bf16 on 2 ranks through `init_inference`: {what}", goal, "load", {}, key)
+        for what, goal, key in (
+            ("time over a read of the file into new memory", "<= 1.2", "ratio_to_read"),
+            ("peak of a rank over its part and the largest tensor", "<= 1.1", "peak_of_part_and_tensor"),
+        )
+    ),
+    *(
         Figure(f"a layer of 8 experts, top-2, 2,048 tokens of 512, forward and backward{what}", goal, "moe_layer", {}, key)
         for what, goal, key in (
             (": over a dense MLP on as many rows", "<= 1.3", "ratio_to_mlp"),

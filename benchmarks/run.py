@@ -220,6 +220,14 @@ BENCHMARKS = [
         200,
         "--rounds 1 --layers 2 --width 128",
     ),
+    _script(
+        "load",
+        "benchmarks/hf/load.py",
+        ("deepspeed_c/inference", "deepspeed_c/checkpoint", "deepspeed_c/inject"),
+        90,
+        "--rounds 1 --layers 8 --width 512",
+        n_ranks=2,
+    ),
     _script("adam_step", "benchmarks/ops/adam_step.py", (*CORES, "ops"), 30, "--params 1e6 --tensors 100 --rounds 2"),
     _script(
         "nn_ops",
