@@ -1,10 +1,11 @@
 """What do experts on two ranks cost above their own work?
 
 Two ranks with one thread each have a layer of 8 gated experts, top-2, without drops, on 2,048 tokens of 512 in fp32 a
-rank. "spread" has half of the experts on each rank and exchanges rows through shared memory. "local" has all experts on
-each rank, sends nothing and computes equally many rows. Then nine of ten tokens choose one expert first: "skewed" is
-the spread layer, and "busiest" are the experts of the busiest rank alone, on as many rows as they get. Forward and
-backward, in turns; the slower rank counts. The bytes in the ledger have to be those of the formula, 2 tokens k hidden (1 - 1/ep).
+rank. "spread" has half of the experts on each rank and exchanges rows through shared memory. "local" has all experts
+on each rank, sends nothing and computes equally many rows. Then nine of ten tokens choose one expert first: "skewed"
+is the spread layer, and "busiest" are the experts of the busiest rank alone, on as many rows as they get. Forward and
+backward, in turns; the slower rank counts. The bytes in the ledger have to be those of the formula, 2 tokens k hidden
+(1 - 1/ep).
 Run: torchrun --nproc-per-node 2 -m benchmarks.deepspeed_c.moe_ranks [--rounds 9]
 """
 

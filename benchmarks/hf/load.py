@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Self
 
 import deepspeed_c
 from benchmarks.measure import in_turn, machine, median_spread, ratios, require
@@ -67,7 +68,7 @@ def resident() -> int:
 class Peak:
     """The largest ``resident()`` within the context, looked at every 20 ms."""
 
-    def __enter__(self) -> Peak:
+    def __enter__(self) -> Self:
         self.before = self.peak = resident()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._look)
