@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed_c.comm.axes import SP
+from deepspeed_c.engine.checkpoint.experts import load_moe_state_dict
 from deepspeed_c.engine.inputs import count_tokens
 from deepspeed_c.engine.share import LossShare
 from deepspeed_c.engine.training import TrainingHost
@@ -32,6 +33,8 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
     At stages 1 to 3 ``param.grad`` is None after a backward pass, and ``deepspeed_c.utils.safe_get_full_grad`` reads
     the reduced gradient.
     """
+
+    load_moe_state_dict = staticmethod(load_moe_state_dict)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -143,7 +143,6 @@ ABSENT_METHODS: dict[str, str] = {
     "sparse_allreduce_bucket": _COMM,
     "sparse_allreduce": _COMM,
     "sparse_all_gather": _COMM,
-    "load_moe_state_dict": "engine.load_checkpoint loads experts, of folders of DeepSpeed too",
     "get_autosp_backend": _GRAPH_PASSES,
     "get_autotp_backend": _GRAPH_PASSES,
     "get_deepcompile_backend": _GRAPH_PASSES,

@@ -93,6 +93,10 @@ class ExpertNames:
         split = self._split(name)
         return 1 if split is None else split[1].n_ranks
 
+    def is_experts(self, name: str) -> bool:
+        """Whether ``name`` is the name of an expert's tensor."""
+        return self._split(name) is not None
+
     def logical(self, name: str) -> str:
         """The name with the expert's number among all experts, for this rank's own ``name``."""
         split = self._split(name)

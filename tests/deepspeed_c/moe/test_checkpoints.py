@@ -12,7 +12,7 @@ import torch
 import deepspeed_c
 from deepspeed_c.checkpoint.open import open_checkpoint
 from deepspeed_c.checkpoint.source import Read
-from deepspeed_c.errors import StateError
+from deepspeed_c.errors import FeatureError, ModelError, StateError
 from deepspeed_c.utils import safe_get_full_optimizer_state
 from deepspeed_c.zero.layout.experts import ExpertNames
 from tests.deepspeed_c.moe.dense import Model, batch, fill
@@ -143,3 +143,29 @@ def test_a_plain_state_dict_gives_each_rank_its_own_experts(stage: int) -> None:
         assert f"missing: {LACKING}" in said, (rank, said)
         for name, value in got.items():
             assert torch.equal(value, want[name]), (rank, name, value, want[name])
+
+
+def load_experts_body(rank: int, world: int, folder: str) -> dict[str, Any]:
+    model = Model(N_EXPERTS, (2, 1))
+    with deepspeed_c.initialize(model=model, config=config_of(1, 1, "AdamW", {}))[0] as engine:
+        state: dict[str, Any] = {"other": 1}
+        engine.load_moe_state_dict(folder, "saved", state, old_moe_load=False, model=model)
+        with pytest.raises(ModelError, match="a model is needed"):
+            engine.load_moe_state_dict(folder, "saved", state, False)
+        with pytest.raises(FeatureError, match="do not say which layer"):
+            engine.load_moe_state_dict(folder, "saved", state, True, model=model)
+        numbered = ExpertNames(model)
+        return {"keys": sorted(state), **{numbered.logical(name): value for name, value in state.items()}}
+
+
+def test_experts_are_added_to_a_state_dict(tmp_path: Path) -> None:
+    want: dict[str, torch.Tensor] = {}
+    for of_rank in run_ranks(2, save_body, str(tmp_path), (2, 2), 1, {}):
+        want.update(of_rank)
+    own = Model(N_EXPERTS, (2, 1)).state_dict()
+    for rank, got in enumerate(run_ranks(2, load_experts_body, str(tmp_path))):
+        keys = got.pop("keys")
+        assert keys == sorted(["other", *(name for name in own if "deepspeed_experts" in name)]), (rank, keys)
+        assert got.pop("other") == 1
+        for name, value in got.items():
+            assert torch.equal(value, want[f"{name}:master"]), (rank, name, value, want[f"{name}:master"])
