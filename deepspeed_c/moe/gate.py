@@ -12,6 +12,7 @@ numbers are the same on any device. Ranks with other tokens draw from other posi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,16 @@ from deepspeed_c.errors import ConfigError, ModelError, RoutingError
 from deepspeed_c.logging import warning_once
 from deepspeed_c.ops import moe as ops
 
-__all__ = ["Draws", "RouterLinear", "Routes", "TopKGate", "top1gating", "top2gating", "topkgating"]
+__all__ = [
+    "Draws",
+    "RouterLinear",
+    "Routes",
+    "TopKGate",
+    "gumbel_rsample",
+    "top1gating",
+    "top2gating",
+    "topkgating",
+]
 
 NOISE_POLICIES = (None, "None", "Jitter", "RSample")
 _JITTER = 1e-2
@@ -69,6 +79,11 @@ class Draws:
     def jitter(self, x: Tensor) -> Tensor:
         """Return ``x``, each element times a number within 1 +- 1e-2 (Switch Transformer, arXiv 2101.03961)."""
         return x * (1.0 - _JITTER + 2.0 * _JITTER * self.uniform(_OF_JITTER, tuple(x.shape), x.device))
+
+
+def gumbel_rsample(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Gumbel noise of ``shape`` in float32, from a seed of torch's default generator."""
+    return Draws().gumbel(tuple(shape), device)
 
 
 class _Choice(NamedTuple):

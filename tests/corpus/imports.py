@@ -17,7 +17,6 @@ class Import(NamedTuple):
     """Words of the error that a call raises if the name is not implemented; "" if it is implemented."""
 
 
-MOE = "expert parallelism comes with a later version"
 INFERENCE = "inference"
 
 IMPORTS = [
@@ -157,18 +156,18 @@ IMPORTS = [
     Import("from deepspeed.launcher.multinode_runner import PDSHRunner", "DeepSpeed-MII, accelerate", "start processes"),
     Import("from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile", "calflops, GPT-NeoX"),
     Import("from deepspeed.profiling.flops_profiler.profiler import get_model_profile", "ms-swift forks"),
+    Import("from deepspeed.moe.layer import MoE", "Megatron-DeepSpeed, DeepSpeedExamples"),
+    Import("from deepspeed.moe.sharded_moe import TopKGate, MOELayer", "MoE-LLaVA"),
+    Import("from deepspeed.moe.experts import Experts", "MoE-LLaVA"),
+    Import("from deepspeed.moe.sharded_moe import top1gating, top2gating, gumbel_rsample", "MoE-LLaVA"),
+    Import("from deepspeed.moe.mappings import drop_tokens, gather_tokens", "Megatron-DeepSpeed"),
     # -- missing here, with an error -----------------------------------------------------------------------------------
-    Import("from deepspeed.moe.layer import MoE", "Megatron-DeepSpeed, DeepSpeedExamples", MOE),
     Import("from deepspeed import init_inference", "DeepSpeed-MII, BLOOM inference"),
     Import("from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine", "DeepSpeed-Chat", INFERENCE),
     Import("from deepspeed.compression.compress import init_compression, redundancy_clean", "DeepSpeedExamples", "compression"),
     Import("from deepspeed.ops.sparse_attention import SparseSelfAttention", "GPT-NeoX, DALLE-pytorch", "flex_attention"),
     Import("from deepspeed.elasticity.elastic_agent import DSElasticAgent", "torchrun users", "any number of ranks"),
     Import("from deepspeed.runtime.fp16.onebit.adam import OnebitAdam", "DeepSpeedExamples", "1-bit optimizers"),
-    Import("from deepspeed.moe.sharded_moe import TopKGate, MOELayer", "MoE-LLaVA", MOE),
-    Import("from deepspeed.moe.experts import Experts", "MoE-LLaVA", MOE),
-    Import("from deepspeed.moe.sharded_moe import top1gating, top2gating, gumbel_rsample", "MoE-LLaVA", MOE),
-    Import("from deepspeed.moe.mappings import drop_tokens, gather_tokens", "Megatron-DeepSpeed", MOE),
     Import("from deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd", "Megatron-DeepSpeed training.py", "data efficiency"),
     Import("from deepspeed.runtime.data_pipeline.data_routing.basic_layer import RandomLayerTokenDrop", "Megatron-DeepSpeed", "data efficiency"),
     Import("from deepspeed.runtime.data_pipeline.data_sampling.data_analyzer import DataAnalyzer", "Megatron-DeepSpeed", "data efficiency"),

@@ -381,6 +381,7 @@ NAMES: dict[str, dict[str, str]] = {
         "drop_tokens": "deepspeed_c.moe.mappings:drop_tokens",
         "gather_tokens": "deepspeed_c.moe.mappings:gather_tokens",
         "groups": "deepspeed_c.utils.groups:",
+        "gumbel_rsample": "deepspeed_c.moe.gate:gumbel_rsample",
         "logger": _LOGGING["logger"],
     },
     "deepspeed.profiling.flops_profiler.profiler": {"MoE": _EXPERT_NAMES["MoE"]},

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_c.errors import ConfigError, ModelError, RoutingError
-from deepspeed_c.moe.gate import Draws, Routes, TopKGate, top1gating, top2gating, topkgating
+from deepspeed_c.moe.gate import Draws, Routes, TopKGate, gumbel_rsample, top1gating, top2gating, topkgating
 from tests.deepspeed_c.moe import moe_oracle as oracle
 
 PEER = os.environ.get("DSC_PEER_PYTHON", "")
@@ -330,3 +330,11 @@ def test_gates_are_those_of_deepspeed():
             if np.shape(a) != np.shape(b) or not np.allclose(a, b, rtol=1e-6, atol=1e-6):
                 wrong.append(f"{name}, result {i}: {a} in DeepSpeed, {b} here")
     assert not wrong, f"{len(wrong)} of {len(theirs)}:\n" + "\n".join(wrong[:5])
+
+
+def test_gumbel_noise_has_its_distribution():
+    torch.manual_seed(0)
+    noise = gumbel_rsample((400, 50), torch.device("cpu")).double()
+    # Mean: Euler's constant; variance: pi^2 / 6.
+    assert abs(float(noise.mean()) - 0.5772) < 0.03 and abs(float(noise.var()) - math.pi**2 / 6) < 0.06, noise
+    assert noise.isfinite().all() and not torch.equal(noise, gumbel_rsample((400, 50), torch.device("cpu")).double())
