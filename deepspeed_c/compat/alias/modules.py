@@ -376,7 +376,6 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "deepspeed.moe.sharded_moe": {
         **_EXPERT_NAMES,
-        "Base": "torch.nn:Module",
         "dist": "deepspeed_c.comm:",
         "drop_tokens": "deepspeed_c.moe.mappings:drop_tokens",
         "gather_tokens": "deepspeed_c.moe.mappings:gather_tokens",

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from deepspeed_c.checkpoint.checkpoint_engine import TorchCheckpointEngine
-from deepspeed_c.compat import ds_config, moe, torch_version
+from deepspeed_c.compat import ds_config, torch_version
 from deepspeed_c.compat.checkpoint_folder import merge_state, partition_data
 from deepspeed_c.compat.config_sections import DeepSpeedFP16Config, DeepSpeedZeroConfig
 from deepspeed_c.compat.timing import CudaEventTimer
 from deepspeed_c.config.config_model import DeepSpeedConfigModel, Field
 from deepspeed_c.errors import CheckpointError, ConfigError, FeatureError, ModelError, StateError
+from deepspeed_c.moe import utils as experts
 from deepspeed_c.utils import gradients
 from deepspeed_c.utils.numa import parse_range
 
@@ -48,8 +49,8 @@ from deepspeed_c.utils.numa import parse_range
             ConfigError,
             "elasticity",
         ),
-        (lambda: moe.configure_moe_param_groups([]), ModelError, "model_parameters"),
-        (lambda: moe.split_params_into_different_moe_groups_for_optimizer(1), ModelError, "param_groups"),
+        (lambda: experts.configure_moe_param_groups([]), ModelError, "model_parameters"),
+        (lambda: experts.split_params_into_different_moe_groups_for_optimizer(1), ModelError, "param_groups"),
         (lambda: partition_data([1, 2, 3], 2), CheckpointError, "3 entries"),
         (lambda: merge_state({"a": {"b": 1}}, {"a": {"b": "x"}}), CheckpointError, "a.b"),
         (lambda: parse_range("5-3"), ConfigError, "5-3"),
