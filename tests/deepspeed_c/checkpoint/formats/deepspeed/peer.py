@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -135,7 +136,8 @@ def run(spec: dict) -> None:
     engine.destroy()
 
 
-def main() -> None:
+def main(run: Callable[[dict], None]) -> None:
+    """Calls ``run`` with each object of SPECS, on the ranks of this job."""
     with open(sys.argv[1]) as file:
         specs = json.load(file)
     torch.set_num_threads(1)
@@ -150,4 +152,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(run)

@@ -4,17 +4,14 @@ tensor of every rank as DeepSpeed shows it. Started like peer.py, with the same 
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
-from peer import show
+from peer import main, show
 from tiny_moe import TinyMoE, train
 
 
@@ -82,17 +79,5 @@ def run(spec: dict) -> None:
     engine.destroy()
 
 
-def main() -> None:
-    with open(sys.argv[1]) as file:
-        specs = json.load(file)
-    torch.set_num_threads(1)
-    get_accelerator().is_fp16_supported = lambda: True
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="gloo")
-    for spec in specs:
-        run(spec)
-    torch.distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    main(run)
