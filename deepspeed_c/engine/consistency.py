@@ -6,12 +6,12 @@ import hashlib
 
 import torch
 
-from deepspeed_c.comm.axes import EP, PP, WITHIN_STAGE
+from deepspeed_c.comm.axes import PP, WITHIN_STAGE
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import RankMismatchError
 from deepspeed_c.zero.layout.cuts import cut_of, tied_over
-from deepspeed_c.zero.layout.experts import ExpertNames
+from deepspeed_c.zero.layout.experts import ExpertNames, holders_of
 from deepspeed_c.zero.weights.param import shape_of, state_of
 
 __all__ = ["broadcast_model", "check_same_model", "check_same_text"]
@@ -86,7 +86,7 @@ def broadcast_model(model: torch.nn.Module, mesh: Mesh, device: torch.device) ->
                 continue  # sharded under zero.Init, from rank 0's values
             comm = mesh.stage if cut_of(tensor) is None else mesh.tokens
             if (n_ranks := numbered.n_ranks(name)) > 1:
-                comm = mesh.with_experts(n_ranks).along(*(axis for axis in WITHIN_STAGE if axis != EP))
+                comm = holders_of(mesh, n_ranks, WITHIN_STAGE)
             if tied := tied_over(tensor):
                 comm = mesh.among(tied, PP, *WITHIN_STAGE)
             data = tensor.data

@@ -8,7 +8,7 @@ checkpoints use the expert's number among all experts instead. Such a name is th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ __all__ = ["ExpertNames", "check_experts", "connect_holders", "expert_ranks_of",
 
 # DeepSpeed's name for the list of a layer's experts on one rank.
 _LIST = "deepspeed_experts"
+_IN_LIST = re.compile(rf"{_LIST}\.(\d+)(?=\.)")
 _GROUP_NAME = re.compile(r"ep_size_([1-9]\d*)")
 
 
@@ -45,10 +46,10 @@ def expert_ranks_of(param: torch.Tensor) -> int:
     return int(found[1])
 
 
-def holders_of(mesh: Mesh, n_ranks: int) -> Collectives:
-    """The ranks that hold the same experts as this rank, if experts are spread over ``n_ranks`` ranks. They see
-    different tokens. Collective at the first call, as ``Mesh.along`` is."""
-    return mesh.with_experts(n_ranks).along(*(axis for axis in TOKENS if axis != EP))
+def holders_of(mesh: Mesh, n_ranks: int, axes: Sequence[str] = TOKENS) -> Collectives:
+    """The ranks along ``axes`` that hold the same experts as this rank, if experts are spread over ``n_ranks`` ranks.
+    By default they see different tokens. Collective at the first call, as ``Mesh.along`` is."""
+    return mesh.with_experts(n_ranks).along(*(axis for axis in axes if axis != EP))
 
 
 def connect_holders(mesh: Mesh, n_ranks: int) -> None:
@@ -58,10 +59,9 @@ def connect_holders(mesh: Mesh, n_ranks: int) -> None:
     All stages of a pipeline make them, whether they have experts or not: torch names a group after the number of groups
     that a rank has made.
     """
-    view = mesh.with_experts(n_ranks)
-    view.along(EP)
+    mesh.with_experts(n_ranks).along(EP)
     for axes in (TOKENS, SHARDS, COPIES, WITHIN_STAGE):
-        view.along(*(axis for axis in axes if axis != EP))
+        holders_of(mesh, n_ranks, axes)
 
 
 class _ExpertList(NamedTuple):
@@ -115,29 +115,15 @@ class ExpertNames:
 
     def has_all(self, names: Iterable[str]) -> bool:
         """Whether ``names``, of a state dict, are those of all experts, and not only of one rank's."""
-        return any(
-            int(number) >= found.n_local
-            for prefix, found in self._lists.items()
-            for name in names
-            if (number := _number_after(prefix, name)) is not None
-        )
+        return any(split is not None and split[2] >= split[1].n_local for split in map(self._split, names))
 
     def _split(self, name: str) -> tuple[str, _ExpertList, int, str] | None:
-        """(prefix of the list, the list, local number, rest of the name) of an expert's tensor."""
-        if f"{_LIST}." not in name:
-            return None
-        for prefix, found in self._lists.items():
-            number = _number_after(prefix, name)
-            if number is not None:
-                return prefix, found, int(number), name[len(prefix) + 1 + len(number) :]
+        """(prefix of the list, the list, number, rest of the name) of an expert's tensor."""
+        for found in _IN_LIST.finditer(name):
+            prefix = name[: found.start() + len(_LIST)]
+            if prefix in self._lists:
+                return prefix, self._lists[prefix], int(found[1]), name[found.end() :]
         return None
-
-
-def _number_after(prefix: str, name: str) -> str | None:
-    if not name.startswith(prefix + "."):
-        return None
-    number = name[len(prefix) + 1 :].partition(".")[0]
-    return number if number.isdigit() else None
 
 
 def check_experts(model: torch.nn.Module, mesh: Mesh) -> list[int]:
@@ -149,9 +135,10 @@ def check_experts(model: torch.nn.Module, mesh: Mesh) -> list[int]:
     for name, param in model.named_parameters():
         if getattr(param, "allreduce", True):
             continue
+        n_ranks = expert_ranks_of(param)
         try:
-            found.add(expert_ranks_of(param))
-            mesh.with_experts(expert_ranks_of(param))
+            mesh.with_experts(n_ranks)
         except CommError as error:
             raise ModelError(error.what, where=f"{name}: ep_size", fix=error.fix) from error
+        found.add(n_ranks)
     return sorted(found)

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from deepspeed_c.buffers import BufferPool
-from deepspeed_c.comm.axes import DP_SHARD, EP, PP, SHARDS, TOKENS, TP
+from deepspeed_c.comm.axes import DP_SHARD, PP, SHARDS, TOKENS, TP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
@@ -18,7 +18,7 @@ from deepspeed_c.config.zero import Zero
 from deepspeed_c.errors import CommError, ConfigError
 from deepspeed_c.logging import log_dist
 from deepspeed_c.zero.layout.cuts import cut_of, numel_alike, summed_over, tied_over
-from deepspeed_c.zero.layout.experts import ExpertNames, expert_ranks_of
+from deepspeed_c.zero.layout.experts import ExpertNames, expert_ranks_of, holders_of
 from deepspeed_c.zero.layout.leaf import (
     apply_zero_leaf_module_config,
     find_expert_blocks,
@@ -189,7 +189,9 @@ def lay_out(
         others = [axis for axis in TOKENS if axis not in axes]
         n_expert_ranks = expert_ranks_of(param)
         if n_expert_ranks > 1:
-            return expert_groups(mesh.with_experts(n_expert_ranks), axes, others)
+            # Ranks along ep hold other experts: they share no shard, and their gradients belong to other parameters.
+            comm, replicas = (holders_of(mesh, n_expert_ranks, some) for some in (axes, others))
+            return UnitGroups(comm, replicas, mesh.tensors, mesh.along())
         summed = summed_over(param, mesh.size(TP))
         tied = tied_over(param)
         if tied:
@@ -199,11 +201,6 @@ def lay_out(
         is_part, alone = cut_of(param) is not None, mesh.along()
         twins = alone if is_part or len(summed) > 1 else mesh.tensors
         return UnitGroups(mesh.along(*axes), replicas, twins, mesh.tensors if is_part else alone)
-
-    def expert_groups(mesh: Mesh, axes: Sequence[str], others: Sequence[str]) -> UnitGroups:
-        # Ranks along ep hold other experts: they share no shard, and their gradients belong to other parameters.
-        comm, replicas = (mesh.along(*(axis for axis in some if axis != EP)) for some in (axes, others))
-        return UnitGroups(comm, replicas, mesh.tensors, mesh.along())
 
     def groups_of(param: torch.nn.Parameter) -> UnitGroups:
         return unit_groups(param, shard_axes(param))
