@@ -3,9 +3,14 @@
 A *slot* is one choice of one token: slot ``t * k + j`` is choice j of token t. A slot without an expert has the index
 -1.
 Results have the same bits for any number of threads and any instruction set. Rows are float32, bfloat16 or float16;
-sums of rows are computed in float32 in the order of j and rounded once, gradients too. On devices without kernels, and
-for float64 rows, the formulas of ``deepspeed_c.ops.moe_reference`` compute the operators. A second derivative of
-``combine_rows`` or ``gather_rows`` raises BackwardError where kernels compute them.
+sums of rows are computed in float32 in the order of j and rounded once, gradients too. Kernels of a CUDA device compute
+the operators on rows (``gather_rows``, ``combine_rows``, ``permute_rows``), with the host's bits but for gradients of
+weights, whose sums have another order. The formulas of ``deepspeed_c.ops.moe_reference`` compute the other operators
+there, all operators on other devices, and float64 rows. A second derivative of ``combine_rows`` or ``gather_rows``
+raises BackwardError where kernels compute them.
+
+On the host, an order or inverse that does not fit its rows is a ValueError. A kernel of a device does not wait for the
+contents of a tensor: there, the rows and gradients that a wrong number concerns are NaN.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from deepspeed_c.errors import RoutingError
 from deepspeed_c.ops import fake
 from deepspeed_c.ops import moe_reference as reference
 from deepspeed_c.ops.first_derivative import first_derivative_only
+from deepspeed_c.ops.placement import has_kernels
 
 __all__ = ["combine_rows", "gather_rows", "permute_rows", "place", "route", "sort_slots", "uniform"]
 
@@ -35,8 +41,8 @@ def _is_on_host(tensor: Tensor) -> bool:
 
 
 def _has_kernels(rows: Tensor) -> bool:
-    """Whether kernels compute these rows: rows of the host with at least one element."""
-    return _is_on_host(rows) and rows.dtype in _KERNEL_DTYPES and rows.shape[1] > 0
+    """Whether kernels compute these rows: rows of the host or of CUDA, with at least one element."""
+    return has_kernels(rows) and rows.dtype in _KERNEL_DTYPES and rows.shape[1] > 0
 
 
 def _require(tensor: Tensor, name: str, dtype: torch.dtype | None, *dims: str) -> None:
@@ -201,7 +207,7 @@ def combine_rows(rows: Tensor, inverse: Tensor, weights: Tensor) -> Tensor:
 
 
 def permute_rows(rows: Tensor, order: Tensor) -> Tensor:
-    """rows[order] for a permutation ``order``, int64 [M]. ValueError if it is none."""
+    """rows[order] for a permutation ``order``, int64 [M]. ValueError on the host if it is none."""
     _require(rows, "rows", None, "slots", "hidden")
     _require(order, "order", torch.int64, "slots")
     _require_shape(order, "order", (rows.shape[0],), "the first dimension of rows")

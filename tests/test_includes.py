@@ -42,7 +42,16 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
 # headers.
 MAY_INCLUDE_TOO: dict[str, tuple[str, ...]] = {
     "cuda/nn_math.cuh": ("cpu/gelu.inc",),  # a table of numbers that device and host share
-    "include/dsc/accel.h": ("dsc/flat.h", "dsc/nn.h", "dsc/nn_calls.inc", "dsc/optim.h", "dsc/tp.h"),
+    "include/dsc/accel.h": (
+        "dsc/flat.h",
+        "dsc/moe.h",
+        "dsc/moe_calls.inc",
+        "dsc/nn.h",
+        "dsc/nn_calls.inc",
+        "dsc/optim.h",
+        "dsc/tp.h",
+    ),
+    "include/dsc/moe.h": ("dsc/moe_calls.inc",),
     "include/dsc/nn.h": ("dsc/activations.inc", "dsc/nn_calls.inc"),
     "include/dsc/intake.h": ("dsc/flat.h",),
     "include/dsc/dsc.h": ("dsc/",),

@@ -75,6 +75,10 @@ static const char *missing_hook(const struct dsc_accel *accel)
 #undef DSC_NN_CALL
     RETURN_IF_MISSING(cross_entropy_rows);
     RETURN_IF_MISSING(cross_entropy_grad);
+#define DSC_MOE_CALL(name) RETURN_IF_MISSING(moe_##name);
+#include "dsc/moe_calls.inc"
+#undef DSC_MOE_CALL
+    RETURN_IF_MISSING(moe_invert);
 #undef RETURN_IF_MISSING
     return NULL;
 }

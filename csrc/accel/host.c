@@ -134,6 +134,21 @@ static dsc_status cross_entropy_grad(void *logits, dsc_dtype dtype, const int64_
                                      full_vocab_size, NULL);
 }
 
+#define DSC_MOE_CALL(name)                                                        \
+    static dsc_status moe_##name(const struct dsc_moe_##name *call, void *stream) \
+    {                                                                             \
+        (void)stream;                                                             \
+        return dsc_moe_##name(call, NULL);                                        \
+    }
+#include "dsc/moe_calls.inc"
+#undef DSC_MOE_CALL
+
+static dsc_status moe_invert(const int64_t *order, int64_t n, int64_t *out_inverse, void *stream)
+{
+    (void)stream;
+    return dsc_moe_invert(order, n, out_inverse);
+}
+
 static const struct dsc_accel table = {
     .abi = DSC_ACCEL_ABI,
     .size = sizeof(struct dsc_accel),
@@ -153,6 +168,10 @@ static const struct dsc_accel table = {
 #undef DSC_NN_CALL
     .cross_entropy_rows = cross_entropy_rows,
     .cross_entropy_grad = cross_entropy_grad,
+#define DSC_MOE_CALL(name) .moe_##name = moe_##name,
+#include "dsc/moe_calls.inc"
+#undef DSC_MOE_CALL
+    .moe_invert = moe_invert,
 };
 
 const struct dsc_accel *dsc_accel_host_entry(dsc_accel_report *report)

@@ -245,6 +245,10 @@ static const struct dsc_accel table = {
 #undef DSC_NN_CALL
     cross_entropy_rows,
     cross_entropy_grad,
+#define DSC_MOE_CALL(name) moe_##name,
+#include "dsc/moe_calls.inc"
+#undef DSC_MOE_CALL
+    moe_invert,
 };
 
 }  // namespace dsc_cuda

@@ -2,6 +2,7 @@
 #ifndef DSC_CUDA_KINDS_H
 #define DSC_CUDA_KINDS_H
 
+#include "dsc/moe.h"
 #include "dsc/nn.h"
 #include "dsc/optim.h"
 #include "dsc/tp.h"
@@ -85,6 +86,10 @@ dsc_status cross_entropy_rows(const void *logits, dsc_dtype dtype, const int64_t
 dsc_status cross_entropy_grad(void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows, int64_t vocab_size,
                               const float *log_sum, const float *scale, double smoothing, int64_t full_vocab_size,
                               void *stream);
+#define DSC_MOE_CALL(name) dsc_status moe_##name(const struct dsc_moe_##name *call, void *stream);
+#include "dsc/moe_calls.inc"
+#undef DSC_MOE_CALL
+dsc_status moe_invert(const int64_t *order, int64_t n, int64_t *out_inverse, void *stream);
 
 }  // namespace dsc_cuda
 

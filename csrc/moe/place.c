@@ -89,12 +89,18 @@ dsc_status dsc_moe_sort(const int32_t *indices, int64_t n_tokens, int64_t k, int
     return DSC_OK;
 }
 
-dsc_status dsc_moe_invert(const int64_t *order, int64_t n, int64_t *out_inverse)
+dsc_status dsc_moe_invert_check(const int64_t *order, int64_t n, const int64_t *out_inverse)
 {
     if (n < 0)
         return dsc_fail(DSC_EINVAL, "n is %lld, must not be negative", (long long)n);
     DSC_TRY(check_present(order, "order", n));
     DSC_TRY(check_present(out_inverse, "out_inverse", n));
+    return DSC_OK;
+}
+
+dsc_status dsc_moe_invert(const int64_t *order, int64_t n, int64_t *out_inverse)
+{
+    DSC_TRY(dsc_moe_invert_check(order, n, out_inverse));
     for (int64_t i = 0; i < n; i++)
         out_inverse[i] = -1;
     for (int64_t i = 0; i < n; i++) {

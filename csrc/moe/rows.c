@@ -27,7 +27,6 @@ static dsc_status check_sizes(int64_t n_tokens, int64_t n_slots, int64_t k, int6
 
 static dsc_status check_inverse(const int64_t *inverse, int64_t n, int64_t k, int64_t n_slots)
 {
-    DSC_TRY(CHECK_PRESENT(n, {"inverse", inverse}));
     for (int64_t slot = 0; slot < n; slot++)
         if (inverse[slot] < -1 || inverse[slot] >= n_slots)
             return dsc_fail(DSC_EINVAL, "inverse[%lld, %lld] is %lld, must be -1 or one of %lld rows",
@@ -74,10 +73,19 @@ static dsc_status check_order(const struct dsc_moe_gather *call)
     return DSC_OK;
 }
 
-dsc_status dsc_moe_gather(const struct dsc_moe_gather *call, const struct dsc_par *par)
+dsc_status dsc_moe_gather_check(const struct dsc_moe_gather *call)
 {
     DSC_TRY(check_sizes(call->n_tokens, call->n_slots, call->k, call->n_cols, call->dtype));
+    if (call->k < 1 && call->n_slots > 0)
+        return dsc_fail(DSC_EINVAL, "k is %lld for %lld rows, must be positive", (long long)call->k,
+                        (long long)call->n_slots);
     DSC_TRY(CHECK_PRESENT(call->n_slots, NAMED(call, x), NAMED(call, order), NAMED(call, rows)));
+    return DSC_OK;
+}
+
+dsc_status dsc_moe_gather(const struct dsc_moe_gather *call, const struct dsc_par *par)
+{
+    DSC_TRY(dsc_moe_gather_check(call));
     DSC_TRY(check_order(call));
 
     struct dsc_rows rows = dsc_rows_of(call->n_slots, call->n_cols);
@@ -96,42 +104,26 @@ static void combine_row(const void *arg, int64_t token, float *const *sums)
 {
     const struct combine_job *job = arg;
     const struct dsc_moe_combine *call = job->call;
-    const struct dsc_rows *rows = &job->rows;
-    const int64_t *places = call->inverse + token * call->k;
-    DSC_ALIGNED dsc_f32 scratch[2][DSC_BLOCK_ELEMS];
+    int64_t slot = token * call->k;
 
     (void)sums;
-    for (int64_t begin = 0; begin < call->n_cols; begin += DSC_BLOCK_ELEMS) {
-        int64_t n = dsc_block_of(call->n_cols - begin);
-        void *out = dsc_at_out(call->out, call->dtype, token * call->n_cols + begin);
-        dsc_f32 *total = dsc_target(call->dtype, out, scratch[0]);
-        bool is_first = true;
+    job->rows.nn->weighted_sum(call->n_cols, call->dtype, call->rows, call->n_cols, call->k, call->inverse + slot,
+                               call->weights == NULL ? NULL : call->weights + slot,
+                               dsc_at_out(call->out, call->dtype, token * call->n_cols));
+}
 
-        for (int64_t j = 0; j < call->k; j++) {
-            if (places[j] < 0)
-                continue;
-
-            float weight = call->weights == NULL ? 1.0f : call->weights[token * call->k + j];
-            const dsc_f32 *row = dsc_load(
-                rows, call->dtype, dsc_at(call->rows, call->dtype, places[j] * call->n_cols + begin), n, scratch[1]);
-
-            if (is_first)
-                rows->nn->scaled(n, row, weight, DSC_DTYPE_F32, total);
-            else
-                rows->kernels->blend_f32(n, 1.0f, weight, row, total);
-            is_first = false;
-        }
-        if (is_first)
-            memset(total, 0, (size_t)n * sizeof *total);
-        dsc_store(rows, call->dtype, total, n, out);
-    }
+dsc_status dsc_moe_combine_check(const struct dsc_moe_combine *call)
+{
+    DSC_TRY(check_sizes(call->n_tokens, call->n_slots, call->k, call->n_cols, call->dtype));
+    DSC_TRY(CHECK_PRESENT(call->n_slots, NAMED(call, rows)));
+    DSC_TRY(CHECK_PRESENT(call->n_tokens * call->k, NAMED(call, inverse)));
+    DSC_TRY(CHECK_PRESENT(call->n_tokens, NAMED(call, out)));
+    return DSC_OK;
 }
 
 dsc_status dsc_moe_combine(const struct dsc_moe_combine *call, const struct dsc_par *par)
 {
-    DSC_TRY(check_sizes(call->n_tokens, call->n_slots, call->k, call->n_cols, call->dtype));
-    DSC_TRY(CHECK_PRESENT(call->n_slots, NAMED(call, rows)));
-    DSC_TRY(CHECK_PRESENT(call->n_tokens, NAMED(call, out)));
+    DSC_TRY(dsc_moe_combine_check(call));
     DSC_TRY(check_inverse(call->inverse, call->n_tokens * call->k, call->k, call->n_slots));
 
     struct combine_job job = {dsc_rows_of(call->n_tokens, call->n_cols), call};
@@ -175,31 +167,44 @@ static void combine_grad_row(const void *arg, int64_t token, float *const *sums)
     }
 }
 
-dsc_status dsc_moe_combine_grad(const struct dsc_moe_combine_grad *call, const struct dsc_par *par)
+dsc_status dsc_moe_combine_grad_check(const struct dsc_moe_combine_grad *call)
 {
-    int64_t n = 0;
-
     DSC_TRY(check_sizes(call->n_tokens, call->n_slots, call->k, call->n_cols, call->dtype));
     DSC_TRY(CHECK_PRESENT(call->n_slots, NAMED(call, rows), NAMED(call, drows), NAMED(call, scratch)));
+    DSC_TRY(CHECK_PRESENT(call->n_tokens * call->k, NAMED(call, inverse)));
     DSC_TRY(CHECK_PRESENT(call->n_tokens, NAMED(call, dout)));
-    n = call->n_tokens * call->k;
-    DSC_TRY(check_inverse(call->inverse, n, call->k, call->n_slots));
-    if (call->n_slots > 0)
-        memset(call->scratch, 0, (size_t)call->n_slots);
-    for (int64_t slot = 0; slot < n; slot++) {
-        if (call->inverse[slot] < 0)
+    return DSC_OK;
+}
+
+/* Writes the slot of each row to the scratch, -1 for a row without one. */
+static dsc_status find_slots(const struct dsc_moe_combine_grad *call)
+{
+    for (int64_t i = 0; i < call->n_slots; i++)
+        call->scratch[i] = -1;
+    for (int64_t slot = 0; slot < call->n_tokens * call->k; slot++) {
+        int64_t place = call->inverse[slot];
+
+        if (place < 0)
             continue;
-        if (call->scratch[call->inverse[slot]] != 0)
+        if (call->scratch[place] >= 0)
             return dsc_fail(DSC_EINVAL, "inverse[%lld, %lld] is row %lld, which another slot has too",
-                            (long long)(slot / call->k), (long long)(slot % call->k), (long long)call->inverse[slot]);
-        call->scratch[call->inverse[slot]] = 1;
+                            (long long)(slot / call->k), (long long)(slot % call->k), (long long)place);
+        call->scratch[place] = slot;
     }
+    return DSC_OK;
+}
+
+dsc_status dsc_moe_combine_grad(const struct dsc_moe_combine_grad *call, const struct dsc_par *par)
+{
+    DSC_TRY(dsc_moe_combine_grad_check(call));
+    DSC_TRY(check_inverse(call->inverse, call->n_tokens * call->k, call->k, call->n_slots));
+    DSC_TRY(find_slots(call));
 
     size_t n_bytes = row_bytes(call->n_cols, call->dtype);
     struct combine_grad_job job = {dsc_rows_of(call->n_tokens, call->n_cols), call};
 
     for (int64_t i = 0; i < call->n_slots; i++)
-        if (call->scratch[i] == 0)
+        if (call->scratch[i] < 0)
             memset((char *)call->drows + (size_t)i * n_bytes, 0, n_bytes);
     dsc_rows_run(&job.rows, NULL, combine_grad_row, &job, par);
     return DSC_OK;

@@ -75,6 +75,19 @@ class Operands {
         return static_cast<float *>(dense(view, name, n_elems));
     }
 
+    /* Reads a dense int64 tensor of n_dims dimensions. */
+    int64_t *read_i64(const Tensor &tensor, const char *name, size_t n_dims) const
+    {
+        const View view = view_of(tensor, name);
+
+        if (view.dtype != aoti_torch_dtype_int64())
+            fail(name, std::string("is of ") + dtype_name(view.dtype) + "; int64 is needed");
+        if (tensor.sizes().size() != n_dims)
+            fail(name,
+                 "has " + std::to_string(tensor.sizes().size()) + " dimensions, must have " + std::to_string(n_dims));
+        return static_cast<int64_t *>(dense(view, name, view.n_elems));
+    }
+
     /* Begins a call of a core on these rows; the other fields of the call are zero. */
     template <class Call>
     Call begin() const
@@ -101,15 +114,25 @@ class Operands {
     void run(dsc_status (*core)(const Call *, const struct dsc_par *), dsc_status (*check)(const Call *),
              dsc_status (*dsc_accel::*twin)(const Call *, void *), const Call &call) const
     {
+        run_at([&](const struct dsc_par *par) { return core(&call, par); }, [&] { return check(&call); },
+               [&](const struct dsc_accel &accel, void *stream) { return (accel.*twin)(&call, stream); });
+    }
+
+    /* The same for functions that take their arguments otherwise. All return a status. */
+    template <class Host, class Check, class Device>
+    void run_at(Host host, Check check, Device device) const
+    {
         if (is_cpu(device_type_)) {
-            run(core, call);
+            const struct dsc_par par = pool_par();
+
+            dsc::check(host(&par), op_);
             return;
         }
         const int32_t accelerator = accelerator_of(device_type_);
         const DeviceScope scope(accelerator, device_index_);
 
-        dsc::check(check(&call), op_);
-        dsc::check((open_accel(accelerator).*twin)(&call, scope.stream()), op_);
+        dsc::check(check(), op_);
+        dsc::check(device(open_accel(accelerator), scope.stream()), op_);
     }
 
     dsc_nn_act act_named(const std::string &name) const

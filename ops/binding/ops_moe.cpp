@@ -1,9 +1,11 @@
-/* The operators of dsc/moe.h, on tensors of the host. They are functional, and the gradient is a separate operator. */
+/*
+ * The operators of dsc/moe.h. They are functional, and the gradient is a separate operator. Those on rows run on
+ * accelerators too, the others on the host alone.
+ */
 #include "operands.h"
 
 #include <string>
 #include <tuple>
-#include <vector>
 
 namespace {
 
@@ -149,10 +151,9 @@ Tensor moe_gather(const Tensor &x_in, const Tensor &order, int64_t k, const Tens
     const Tensor x = dsc::contiguous(x_in);
     const Operands o(op, x, "x");
     struct dsc_moe_gather call = {};
-    const struct dsc_par par = dsc::pool_par();
 
-    call.order = read<const int64_t>(order, op, "order", "int64", 1);
-    call.inverse = read<const int64_t>(inverse, op, "inverse", "int64", 2);
+    call.order = o.read_i64(order, "order", 1);
+    call.inverse = o.read_i64(inverse, "inverse", 2);
     call.n_tokens = x.sizes()[0];
     call.n_slots = order.sizes()[0];
     call.k = k;
@@ -163,7 +164,7 @@ Tensor moe_gather(const Tensor &x_in, const Tensor &order, int64_t k, const Tens
     const Tensor rows = dsc::new_like(x, {call.n_slots, call.n_cols});
 
     call.rows = rows.mutable_data_ptr();
-    dsc::check(dsc_moe_gather(&call, &par), op);
+    o.run(dsc_moe_gather, dsc_moe_gather_check, &dsc_accel::moe_gather, call);
     return rows;
 }
 
@@ -173,9 +174,8 @@ std::tuple<Tensor, Tensor> moe_permute(const Tensor &rows_in, const Tensor &orde
     const Tensor rows = dsc::contiguous(rows_in);
     const Operands o(op, rows, "rows");
     struct dsc_moe_gather call = {};
-    const struct dsc_par par = dsc::pool_par();
 
-    call.order = read<const int64_t>(order, op, "order", "int64", 1);
+    call.order = o.read_i64(order, "order", 1);
     call.n_tokens = call.n_slots = rows.sizes()[0];
     call.k = 1;
     call.n_cols = o.n_cols;
@@ -184,73 +184,67 @@ std::tuple<Tensor, Tensor> moe_permute(const Tensor &rows_in, const Tensor &orde
     check_elems(order, op, "order", call.n_slots);
     const Tensor inverse = dsc::new_i64(order, {call.n_slots});
     const Tensor out = dsc::empty_like(rows);
+    auto *const out_inverse = data_of<int64_t>(inverse);
 
-    dsc::check(dsc_moe_invert(call.order, call.n_slots, data_of<int64_t>(inverse)), op);
+    call.inverse = out_inverse;
     call.rows = out.mutable_data_ptr();
-    dsc::check(dsc_moe_gather(&call, &par), op);
+    o.run_at([&](const struct dsc_par *) { return dsc_moe_invert(call.order, call.n_slots, out_inverse); },
+             [&] { return dsc_moe_invert_check(call.order, call.n_slots, out_inverse); },
+             [&](const struct dsc_accel &accel, void *stream) {
+                 return accel.moe_invert(call.order, call.n_slots, out_inverse, stream);
+             });
+    o.run(dsc_moe_gather, dsc_moe_gather_check, &dsc_accel::moe_gather, call);
     return {out, inverse};
 }
 
-const float *read_weights(const MaybeTensor &weights, const char *op, int64_t n_slots)
+/* Begins the call of combine or of its gradient: sizes, rows, inverse and weights, all of them dense. */
+template <class Call>
+Call begin_combine(const Operands &o, const Tensor &rows, const Tensor &inverse, const MaybeTensor &weights)
 {
-    if (!weights.has_value())
-        return nullptr;
-    check_elems(*weights, op, "weights", n_slots);
-    return read<const float>(*weights, op, "weights", "float32", 2);
-}
+    Call call = {};
 
-Tensor moe_combine(const Tensor &rows_in, const Tensor &inverse, const MaybeTensor &weights_in)
-{
-    const char *const op = "moe_combine";
-    const Tensor rows = dsc::contiguous(rows_in);
-    const MaybeTensor weights = dsc::dense_of(weights_in);
-    const Operands o(op, rows, "rows");
-    struct dsc_moe_combine call = {};
-    const struct dsc_par par = dsc::pool_par();
-
-    call.inverse = read<const int64_t>(inverse, op, "inverse", "int64", 2);
+    call.inverse = o.read_i64(inverse, "inverse", 2);
     call.n_tokens = inverse.sizes()[0];
     call.k = inverse.sizes()[1];
     call.n_slots = rows.sizes()[0];
     call.n_cols = o.n_cols;
     call.dtype = o.dtype;
     call.rows = o.read_all(rows, "rows");
-    call.weights = read_weights(weights, op, call.n_tokens * call.k);
+    call.weights = weights.has_value() ? o.read_f32(*weights, "weights", call.n_tokens * call.k) : nullptr;
+    return call;
+}
+
+Tensor moe_combine(const Tensor &rows_in, const Tensor &inverse, const MaybeTensor &weights_in)
+{
+    const Tensor rows = dsc::contiguous(rows_in);
+    const MaybeTensor weights = dsc::dense_of(weights_in);
+    const Operands o("moe_combine", rows, "rows");
+    auto call = begin_combine<struct dsc_moe_combine>(o, rows, inverse, weights);
     const Tensor out = dsc::new_like(rows, {call.n_tokens, call.n_cols});
 
     call.out = out.mutable_data_ptr();
-    dsc::check(dsc_moe_combine(&call, &par), op);
+    o.run(dsc_moe_combine, dsc_moe_combine_check, &dsc_accel::moe_combine, call);
     return out;
 }
 
 std::tuple<Tensor, Tensor> moe_combine_backward(const Tensor &dout_in, const Tensor &rows_in, const Tensor &inverse,
                                                 const MaybeTensor &weights_in, bool needs_weights)
 {
-    const char *const op = "moe_combine_backward";
     const Tensor dout = dsc::contiguous(dout_in);
     const Tensor rows = dsc::contiguous(rows_in);
     const MaybeTensor weights = dsc::dense_of(weights_in);
-    const Operands o(op, rows, "rows");
-    struct dsc_moe_combine_grad call = {};
-    const struct dsc_par par = dsc::pool_par();
+    const Operands o("moe_combine_backward", rows, "rows");
+    auto call = begin_combine<struct dsc_moe_combine_grad>(o, rows, inverse, weights);
 
-    call.inverse = read<const int64_t>(inverse, op, "inverse", "int64", 2);
-    call.n_tokens = inverse.sizes()[0];
-    call.k = inverse.sizes()[1];
-    call.n_slots = rows.sizes()[0];
-    call.n_cols = o.n_cols;
-    call.dtype = o.dtype;
-    call.rows = o.read_all(rows, "rows");
     call.dout = o.read(dout, "dout", call.n_tokens * call.n_cols);
-    call.weights = read_weights(weights, op, call.n_tokens * call.k);
     const Tensor drows = dsc::empty_like(rows);
     const Tensor dweights = dsc::new_f32(rows, {needs_weights ? call.n_tokens : 0, call.k});
-    std::vector<uint8_t> scratch(static_cast<size_t>(call.n_slots));
+    const Tensor scratch = dsc::new_i64(rows, {call.n_slots});
 
     call.drows = drows.mutable_data_ptr();
     call.dweights = needs_weights ? data_of<float>(dweights) : nullptr;
-    call.scratch = scratch.data();
-    dsc::check(dsc_moe_combine_grad(&call, &par), op);
+    call.scratch = data_of<int64_t>(scratch);
+    o.run(dsc_moe_combine_grad, dsc_moe_combine_grad_check, &dsc_accel::moe_combine_grad, call);
     return {drows, dweights};
 }
 
@@ -271,14 +265,28 @@ DSC_OPS(m)
         "moe_combine_backward(Tensor dout, Tensor rows, Tensor inverse, Tensor? weights, bool needs_weights) -> (Tensor drows, Tensor dweights)");
 }
 
+/* The operators on rows. */
+#define ROW_IMPLEMENTATIONS(m)                    \
+    m.impl("moe_gather", DSC_BOX(&moe_gather));   \
+    m.impl("moe_permute", DSC_BOX(&moe_permute)); \
+    m.impl("moe_combine", DSC_BOX(&moe_combine)); \
+    m.impl("moe_combine_backward", DSC_BOX(&moe_combine_backward))
+
 DSC_OPS_CPU(m)
 {
     m.impl("moe_route_", DSC_BOX(&moe_route));
     m.impl("moe_uniform_", DSC_BOX(&moe_uniform));
     m.impl("moe_place", DSC_BOX(&moe_place));
     m.impl("moe_sort", DSC_BOX(&moe_sort));
-    m.impl("moe_gather", DSC_BOX(&moe_gather));
-    m.impl("moe_permute", DSC_BOX(&moe_permute));
-    m.impl("moe_combine", DSC_BOX(&moe_combine));
-    m.impl("moe_combine_backward", DSC_BOX(&moe_combine_backward));
+    ROW_IMPLEMENTATIONS(m);
 }
+
+#define DSC_ACCEL_BUILTIN(name, entry)
+#define DSC_ACCEL_LIBRARY(name, file, key) \
+    DSC_OPS_ON(key, m)                     \
+    {                                      \
+        ROW_IMPLEMENTATIONS(m);            \
+    }
+#include "dsc/accelerators.inc"
+#undef DSC_ACCEL_BUILTIN
+#undef DSC_ACCEL_LIBRARY

@@ -19,7 +19,7 @@ import itertools
 import pytest
 import torch
 
-from deepspeed_c.ops import cross_entropy, flat, nn
+from deepspeed_c.ops import cross_entropy, flat, moe, nn
 from deepspeed_c.ops.optim import NESTEROV
 from tests.ops.data import DTYPES, SIZES, bits, normal
 from tests.ops.test_optim import HYPER, KINDS, MAKERS, SHAPES, call_step, hyper_args, make_operands
@@ -451,3 +451,70 @@ def test_cross_entropy_over_cut_words():
         log_sum, scale = (x.to(of_device.device) for x in (logits.logsumexp(1), torch.full((37,), 0.5)))
         cross_entropy.grad_(of_device, targets.to(of_device.device), log_sum, scale, 0.1, 300)
     assert_same(*found, "gradient")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "n_tokens, n_experts, k, width",
+    [(0, 3, 2, 5), (1, 1, 1, 1), (5, 3, 0, 3), (37, 5, 2, 17), (1009, 64, 6, 512), (127, 13, 3, 4099)],
+)
+def test_rows_of_experts(n_tokens, n_experts, k, width, dtype):
+    """Rows of mixtures of experts and their gradients have the host's bits; gradients of weights have another order of
+    their sums in float64."""
+    torch.manual_seed(0)
+    indices = torch.rand(n_tokens, n_experts).argsort(-1)[:, :k].int()
+    indices = indices.where((torch.rand(n_tokens, k) > 0.2) & (indices != 2), -1)  # expert 2 has no token
+    x, dout = torch.randn(2, n_tokens, width).to(dtype)
+    weights = torch.rand(n_tokens, k)
+
+    def run(device):
+        own_x, own_weights = (t.detach().clone().to(device).requires_grad_() for t in (x, weights))
+        order, inverse, _ = moe.sort_slots(indices.to(device), n_experts)
+        rows = moe.gather_rows(own_x, order, k, inverse)
+        turned = moe.permute_rows(rows, torch.arange(len(order) - 1, -1, -1, device=device))
+        flipped = inverse.where(inverse < 0, len(order) - 1 - inverse)
+        out = moe.combine_rows(turned, flipped, own_weights)
+        out.backward(dout.to(device))
+        return {"rows": rows, "turned": turned, "out": out, "x.grad": own_x.grad, "weights.grad": own_weights.grad}
+
+    wanted = run("cpu")
+    for name, got in run(DEVICE).items():
+        if name == "weights.grad":
+            torch.testing.assert_close(got.cpu(), wanted[name], rtol=2**-23, atol=1e-6)
+        else:
+            assert_same(got.detach(), wanted[name].detach(), name)
+
+
+def test_rows_of_experts_are_computed_by_kernels_on_the_current_stream():
+    """Neither a formula nor a copy to the host: a graph captures the calls, and a replay reads the new rows."""
+    x, weights = torch.randn(31, 64, device=DEVICE), torch.rand(31, 2, device=DEVICE)
+    indices = torch.rand(31, 8, device=DEVICE).argsort(-1)[:, :2].int()
+    order, inverse, _ = moe.sort_slots(indices, 8)
+
+    def layer():
+        rows = OPS.moe_gather(x, order, 2, inverse)
+        return OPS.moe_combine(rows, inverse, weights), *OPS.moe_combine_backward(x, rows, inverse, weights, True)
+
+    layer()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer()
+    x.copy_(torch.randn(31, 64))
+    graph.replay()
+    for got, want in zip(captured, layer()):
+        assert_same(got, want.cpu(), "replayed")
+
+
+def test_orders_of_experts_that_do_not_fit_are_nan():
+    """A launch cannot wait for the contents of a tensor, and reads and writes nothing outside of the rows."""
+    x, weights = torch.ones(3, 5, device=DEVICE), torch.ones(3, 1, device=DEVICE)
+    inverse = torch.tensor([[1], [0], [2]], device=DEVICE)
+    rows = moe.gather_rows(x, torch.tensor([1, 0, 2**40], device=DEVICE), 1, inverse)
+    assert rows.isnan().all(1).tolist() == [False, False, True]
+    out = moe.combine_rows(x, torch.tensor([[0], [2**40], [-1]], device=DEVICE), weights)
+    assert out.isnan().all(1).tolist() == [False, True, False] and not out[2].any()
+    x.requires_grad_()
+    moe.combine_rows(x, torch.tensor([[0], [1], [1]], device=DEVICE), weights).sum().backward()
+    assert x.grad.isnan().all(1).tolist() == [False, True, False] and not x.grad[2].any()
+    assert moe.permute_rows(x, torch.tensor([0, 0, 2], device=DEVICE)).isnan().any()

@@ -7,6 +7,7 @@
 #define DSC_ACCEL_H
 
 #include "dsc/flat.h"
+#include "dsc/moe.h"
 #include "dsc/nn.h"
 #include "dsc/optim.h"
 #include "dsc/status.h"
@@ -17,7 +18,7 @@
 extern "C" {
 #endif
 
-#define DSC_ACCEL_ABI 3u
+#define DSC_ACCEL_ABI 4u
 
 /* Number of f64 elements of scratch for hooks that sum over many thread blocks. */
 #define DSC_ACCEL_SCRATCH_ELEMS 16384
@@ -99,6 +100,18 @@ struct dsc_accel {
     dsc_status (*cross_entropy_grad)(void *logits, dsc_dtype dtype, const int64_t *targets, int64_t n_rows,
                                      int64_t vocab_size, const float *log_sum, const float *scale, double smoothing,
                                      int64_t full_vocab_size, void *stream);
+
+    /*
+     * The calls of dsc/moe_calls.inc, for arguments that have passed dsc_moe_<name>_check, and dsc_moe_invert after
+     * its check. All pointers, scratch too, are device pointers. A launch cannot wait for the contents of order and
+     * inverse, so wrong ones show as NaN, and nothing outside of the arrays is read or written: a row whose slot or
+     * token does not exist, the sum over rows with one of them that does not exist, and both gradients of slots that
+     * share a row. A number that order lacks has the inverse -1. Required.
+     */
+#define DSC_MOE_CALL(name) dsc_status (*moe_##name)(const struct dsc_moe_##name *call, void *stream);
+#include "dsc/moe_calls.inc"
+#undef DSC_MOE_CALL
+    dsc_status (*moe_invert)(const int64_t *order, int64_t n, int64_t *out_inverse, void *stream);
 };
 
 /* Keeps a sentence for dsc_last_error() of the calling thread. */

@@ -90,6 +90,7 @@ DSC_API dsc_status dsc_moe_sort(const int32_t *indices, int64_t n_tokens, int64_
 
 /* out_inverse[order[i]] = i. Fails, with out_inverse overwritten, unless order is a permutation of 0 .. n - 1. */
 DSC_API dsc_status dsc_moe_invert(const int64_t *order, int64_t n, int64_t *out_inverse);
+DSC_API dsc_status dsc_moe_invert_check(const int64_t *order, int64_t n, const int64_t *out_inverse);
 
 /*
  * rows[i] = x[order[i] / k]. With k = 1 it permutes rows. The gradient of x is dsc_moe_combine without weights; the
@@ -141,12 +142,20 @@ struct dsc_moe_combine_grad {
     const void *rows;       /* [n_slots, n_cols] */
     const int64_t *inverse; /* [n_tokens, k] */
     const float *weights;   /* [n_tokens, k]; NULL: all 1 */
-    uint8_t *scratch;       /* [n_slots] */
+    int64_t *scratch;       /* [n_slots] */
     void *drows;            /* [n_slots, n_cols] */
     float *dweights;        /* [n_tokens, k]; NULL: not wanted */
 };
 
 DSC_API dsc_status dsc_moe_combine_grad(const struct dsc_moe_combine_grad *call, const struct dsc_par *par);
+
+/*
+ * The checks of the calls above that read no array: sizes, dtypes and missing pointers. They serve callers that run
+ * the call on a device. The calls themselves check the contents of order and inverse too.
+ */
+#define DSC_MOE_CALL(name) DSC_API dsc_status dsc_moe_##name##_check(const struct dsc_moe_##name *call);
+#include "dsc/moe_calls.inc"
+#undef DSC_MOE_CALL
 
 #ifdef __cplusplus
 }

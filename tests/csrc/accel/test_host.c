@@ -133,6 +133,29 @@ static void test_flat(const struct dsc_accel *host)
     CHECK_BYTES(half, half_twin, sizeof half);
 }
 
+static void test_moe(const struct dsc_accel *host)
+{
+    static float x[6] = {1, 2, 3, 4, 5, 6}, rows[8], out[6], drows[8], dweights[4];
+    static const float weights[4] = {2, 3, 5, 7};
+    static const int64_t order[4] = {3, 0, 2, 1};
+    int64_t inverse[4], scratch[4];
+    const struct dsc_moe_gather gather = {2, 4, 2, 2, DSC_DTYPE_F32, x, order, inverse, rows};
+    const struct dsc_moe_combine combine = {2, 4, 2, 2, DSC_DTYPE_F32, rows, inverse, weights, out};
+    const struct dsc_moe_combine_grad grad = {2,       4,       2,       2,     DSC_DTYPE_F32, x,
+                                              rows, inverse, weights, scratch, drows,         dweights};
+
+    CHECK_STATUS(host->moe_invert(order, 4, inverse, NULL), DSC_OK);
+    CHECK(inverse[0] == 1 && inverse[1] == 3 && inverse[2] == 2 && inverse[3] == 0);
+    CHECK_STATUS(host->moe_gather(&gather, NULL), DSC_OK);
+    CHECK_BYTES(rows, ((const float[8]){3, 4, 1, 2, 3, 4, 1, 2}), sizeof rows);
+    CHECK_STATUS(host->moe_combine(&combine, NULL), DSC_OK);
+    CHECK_BYTES(out, ((const float[6]){5, 10, 36, 48}), sizeof out);
+    CHECK_STATUS(host->moe_combine_grad(&grad, NULL), DSC_OK);
+    CHECK_BYTES(drows, ((const float[8]){21, 28, 2, 4, 15, 20, 3, 6}), sizeof drows);
+    CHECK_BYTES(dweights, ((const float[4]){5, 5, 25, 25}), sizeof dweights);
+    CHECK_ERROR(host->moe_invert(NULL, 4, inverse, NULL), DSC_EINVAL, "order is NULL");
+}
+
 static void test_refusals(const struct dsc_accel *host)
 {
     struct dsc_optim_args args = DSC_OPTIM_ARGS_INIT;
@@ -158,6 +181,7 @@ int main(void)
     test_norms(host);
     test_muon(host);
     test_flat(host);
+    test_moe(host);
     test_refusals(host);
     return test_finish(__FILE__);
 }

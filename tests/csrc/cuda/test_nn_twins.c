@@ -3,80 +3,18 @@
  * one. Elementwise operators must give equal bits. Results that depend on sums may differ by a few units in the last
  * place. Nothing may be written outside the results.
  */
-#include "arrays.h"
-#include "device.h"
+#include "twins.h"
 
 #include "dsc/nn.h"
 #include "dsc/tp.h"
 
-#define MAX_OPERANDS 12
-
-/* One operand, once in host memory and once in device memory. Guards surround the host's copy. */
-struct twin {
-    struct array host;
-    void *device;
-};
-
-/* All operands of a case, so that they are uploaded, compared and freed together. */
-struct bench {
-    const struct device *device;
-    uint64_t random;
-    int n;
-    struct twin twins[MAX_OPERANDS];
-};
-
-static struct twin *add(struct bench *bench, dsc_dtype dtype, int64_t n, double scale)
-{
-    struct twin *twin = &bench->twins[bench->n++];
-
-    twin->host = array_create(dtype, n, 0);
-    array_fill(&twin->host, scale, false, &bench->random);
-    twin->device = device_alloc(bench->device, (size_t)(n + 1) * dsc_dtype_bytes(dtype));
-    device_upload(bench->device, twin->device, twin->host.data, (size_t)n * dsc_dtype_bytes(dtype));
-    return twin;
-}
-
-/* n_ulps 0: the same bits. */
-static void check(struct bench *bench, const struct twin *twin, double n_ulps, double floor, const char *what)
-{
-    static const double steps[] = {1, 65536, 8192};
-    struct array got = array_create(twin->host.dtype, twin->host.n, 0);
-
-    device_download(bench->device, got.data, twin->device, (size_t)got.n * dsc_dtype_bytes(got.dtype));
-    if (n_ulps == 0) {
-        check_same(&got, &twin->host, what, __FILE__, __LINE__);
-    } else {
-        for (int64_t i = 0; i < got.n; i++) {
-            float a = array_get(&got, i), b = array_get(&twin->host, i);
-
-            TEST_AT(i);
-            if (!(isnan(a) && isnan(b)) && a != b)
-                test_check_near(a, b, n_ulps * steps[got.dtype], floor, what, what, __FILE__, __LINE__);
-        }
-    }
-    array_destroy(&got);
-}
-
-static void clear(struct bench *bench)
-{
-    for (int i = 0; i < bench->n; i++) {
-        array_destroy(&bench->twins[i].host);
-        device_free(bench->device, bench->twins[i].device);
-    }
-    bench->n = 0;
-}
-
-/* The host (H) and device (D) pointers of an operand, or NULL. */
-#define H(twin) ((twin) == NULL ? NULL : (void *)(twin)->host.data)
-#define D(twin) ((twin) == NULL ? NULL : (twin)->device)
-
 static void test_norm(struct bench *b, dsc_dtype dtype, int64_t rows, int64_t cols, bool is_rms, bool is_full)
 {
-    struct twin *x = add(b, dtype, rows * cols, 3), *residual = is_full ? add(b, dtype, rows * cols, 2) : NULL;
-    struct twin *weight = is_full ? add(b, DSC_DTYPE_F32, cols, 2) : NULL, *bias = is_full && !is_rms ? add(b, DSC_DTYPE_F32, cols, 2) : NULL;
-    struct twin *sum = add(b, dtype, rows * cols, 0), *y = add(b, dtype, rows * cols, 0), *dy = add(b, dtype, rows * cols, 1);
-    struct twin *mean = add(b, DSC_DTYPE_F32, rows, 0), *rstd = add(b, DSC_DTYPE_F32, rows, 0), *dx = add(b, dtype, rows * cols, 0);
-    struct twin *dweight = is_full ? add(b, DSC_DTYPE_F32, cols, 0) : NULL, *dbias = is_full ? add(b, DSC_DTYPE_F32, cols, 0) : NULL;
+    struct twin *x = bench_add(b, dtype, rows * cols, 3), *residual = is_full ? bench_add(b, dtype, rows * cols, 2) : NULL;
+    struct twin *weight = is_full ? bench_add(b, DSC_DTYPE_F32, cols, 2) : NULL, *bias = is_full && !is_rms ? bench_add(b, DSC_DTYPE_F32, cols, 2) : NULL;
+    struct twin *sum = bench_add(b, dtype, rows * cols, 0), *y = bench_add(b, dtype, rows * cols, 0), *dy = bench_add(b, dtype, rows * cols, 1);
+    struct twin *mean = bench_add(b, DSC_DTYPE_F32, rows, 0), *rstd = bench_add(b, DSC_DTYPE_F32, rows, 0), *dx = bench_add(b, dtype, rows * cols, 0);
+    struct twin *dweight = is_full ? bench_add(b, DSC_DTYPE_F32, cols, 0) : NULL, *dbias = is_full ? bench_add(b, DSC_DTYPE_F32, cols, 0) : NULL;
     float *scratch = test_alloc((size_t)dsc_nn_scratch_elems(rows, cols, 2) * sizeof(float));
     struct twin *normed = residual != NULL ? sum : x;
 #define NORM(P)                                                                                                                                 \
@@ -92,23 +30,23 @@ static void test_norm(struct bench *b, dsc_dtype dtype, int64_t rows, int64_t co
     CHECK_STATUS(dsc_nn_norm_grad(&host_grad, NULL), DSC_OK);
     CHECK_STATUS(b->device->accel->nn_norm_grad(&device_grad, NULL), DSC_OK);
     if (residual != NULL)
-        check(b, sum, 0, 0, "sum");
-    check(b, rstd, 4, 1e-3, "rstd");
-    check(b, y, 8, 1, "y");
-    check(b, dx, 8, 1, "dx");
+        bench_check(b, sum, 0, 0, "sum");
+    bench_check(b, rstd, 4, 1e-3, "rstd");
+    bench_check(b, y, 8, 1, "y");
+    bench_check(b, dx, 8, 1, "dx");
     if (is_full) {
-        check(b, dweight, 64, (double)rows + 1, "dweight");
-        check(b, dbias, 64, (double)rows + 1, "dbias");
+        bench_check(b, dweight, 64, (double)rows + 1, "dweight");
+        bench_check(b, dbias, 64, (double)rows + 1, "dbias");
     }
     free(scratch);
-    clear(b);
+    bench_clear(b);
 }
 
 static void test_act(struct bench *b, dsc_dtype dtype, int64_t rows, int64_t cols, dsc_nn_act act)
 {
-    struct twin *x = add(b, dtype, rows * cols, 5), *bias = act % 2 == 0 ? add(b, dtype, cols, 1) : NULL, *dy = add(b, dtype, rows * cols, 1);
-    struct twin *y = add(b, dtype, rows * cols, 0), *dx = add(b, dtype, rows * cols, 0), *dbias = bias != NULL ? add(b, dtype, cols, 0) : NULL;
-    struct twin *both = add(b, dtype, rows * 2 * cols, 5), *dboth = add(b, dtype, rows * 2 * cols, 0), *gated = add(b, dtype, rows * cols, 0);
+    struct twin *x = bench_add(b, dtype, rows * cols, 5), *bias = act % 2 == 0 ? bench_add(b, dtype, cols, 1) : NULL, *dy = bench_add(b, dtype, rows * cols, 1);
+    struct twin *y = bench_add(b, dtype, rows * cols, 0), *dx = bench_add(b, dtype, rows * cols, 0), *dbias = bias != NULL ? bench_add(b, dtype, cols, 0) : NULL;
+    struct twin *both = bench_add(b, dtype, rows * 2 * cols, 5), *dboth = bench_add(b, dtype, rows * 2 * cols, 0), *gated = bench_add(b, dtype, rows * cols, 0);
     float *scratch = test_alloc((size_t)dsc_nn_scratch_elems(rows, cols, 1) * sizeof(float));
     size_t half = (size_t)cols * dsc_dtype_bytes(dtype);
 #define ACT(P) {rows, cols, dtype, act, P(x), P(bias), P(y)}
@@ -129,20 +67,20 @@ static void test_act(struct bench *b, dsc_dtype dtype, int64_t rows, int64_t col
     CHECK_STATUS(b->device->accel->nn_gated(&device_gated, NULL), DSC_OK);
     CHECK_STATUS(dsc_nn_gated_grad(&host_gates, NULL), DSC_OK);
     CHECK_STATUS(b->device->accel->nn_gated_grad(&device_gates, NULL), DSC_OK);
-    check(b, y, 0, 0, "y");
-    check(b, dx, 0, 0, "dx");
-    check(b, gated, 0, 0, "gated");
-    check(b, dboth, 0, 0, "dgate and dup");
+    bench_check(b, y, 0, 0, "y");
+    bench_check(b, dx, 0, 0, "dx");
+    bench_check(b, gated, 0, 0, "gated");
+    bench_check(b, dboth, 0, 0, "dgate and dup");
     if (dbias != NULL)
-        check(b, dbias, 64, (double)rows + 1, "dbias");
+        bench_check(b, dbias, 64, (double)rows + 1, "dbias");
     free(scratch);
-    clear(b);
+    bench_clear(b);
 }
 
 static void test_dropout(struct bench *b, dsc_dtype dtype, int64_t rows, int64_t cols, float p)
 {
-    struct twin *x = add(b, dtype, rows * cols, 2), *bias = add(b, dtype, cols, 1), *residual = add(b, dtype, rows * cols, 1);
-    struct twin *y = add(b, dtype, rows * cols, 0), *dx = add(b, dtype, rows * cols, 0), *dbias = add(b, dtype, cols, 0);
+    struct twin *x = bench_add(b, dtype, rows * cols, 2), *bias = bench_add(b, dtype, cols, 1), *residual = bench_add(b, dtype, rows * cols, 1);
+    struct twin *y = bench_add(b, dtype, rows * cols, 0), *dx = bench_add(b, dtype, rows * cols, 0), *dbias = bench_add(b, dtype, cols, 0);
     float *scratch = test_alloc((size_t)dsc_nn_scratch_elems(rows, cols, 1) * sizeof(float));
     uint64_t seed = 0x123456789abcdef0u;
 #define DROPOUT(P) {rows, cols, dtype, p, seed, P(x), P(bias), P(residual), P(y)}
@@ -155,18 +93,18 @@ static void test_dropout(struct bench *b, dsc_dtype dtype, int64_t rows, int64_t
     CHECK_STATUS(b->device->accel->nn_dropout(&device, NULL), DSC_OK);
     CHECK_STATUS(dsc_nn_dropout_grad(&host_grad, NULL), DSC_OK);
     CHECK_STATUS(b->device->accel->nn_dropout_grad(&device_grad, NULL), DSC_OK);
-    check(b, y, 0, 0, "y");
-    check(b, dx, 0, 0, "dx");
-    check(b, dbias, 64, (double)rows + 1, "dbias");
+    bench_check(b, y, 0, 0, "y");
+    bench_check(b, dx, 0, 0, "dx");
+    bench_check(b, dbias, 64, (double)rows + 1, "dbias");
     free(scratch);
-    clear(b);
+    bench_clear(b);
 }
 
 static void test_rotary(struct bench *b, dsc_dtype dtype, bool is_interleaved, int64_t head_dim, int64_t rotary_dim)
 {
     int64_t n_batch = 2, n_tokens = 7, n_heads = 3, n = n_batch * n_tokens * n_heads * head_dim;
-    struct twin *x = add(b, dtype, n, 2), *y = add(b, dtype, n, 0), *cos = add(b, DSC_DTYPE_F32, n_tokens * rotary_dim / 2, 1);
-    struct twin *sin = add(b, DSC_DTYPE_F32, n_tokens * rotary_dim / 2, 1);
+    struct twin *x = bench_add(b, dtype, n, 2), *y = bench_add(b, dtype, n, 0), *cos = bench_add(b, DSC_DTYPE_F32, n_tokens * rotary_dim / 2, 1);
+    struct twin *sin = bench_add(b, DSC_DTYPE_F32, n_tokens * rotary_dim / 2, 1);
 #define ROTARY(P)                                                                                                                                \
     {n_batch, n_tokens, n_heads, head_dim, rotary_dim, dtype, is_interleaved, is_interleaved, P(x), {n_tokens * n_heads * head_dim, n_heads * head_dim, head_dim}, \
      (float *)P(cos), (float *)P(sin), {0, rotary_dim / 2}, P(y), {n_tokens * n_heads * head_dim, head_dim, n_tokens * head_dim}}
@@ -175,14 +113,14 @@ static void test_rotary(struct bench *b, dsc_dtype dtype, bool is_interleaved, i
     TEST_CASE("%s: rotary of %d of %d %s", b->device->name, (int)rotary_dim, (int)head_dim, dtype_names[dtype]);
     CHECK_STATUS(dsc_nn_rotary(&host, NULL), DSC_OK);
     CHECK_STATUS(b->device->accel->nn_rotary(&device, NULL), DSC_OK);
-    check(b, y, 0, 0, "y");
-    clear(b);
+    bench_check(b, y, 0, 0, "y");
+    bench_clear(b);
 }
 
 static void test_softmax(struct bench *b, dsc_dtype dtype, int64_t queries, int64_t keys, dsc_nn_mask kind, bool is_causal)
 {
-    struct twin *x = add(b, dtype, 6 * queries * keys, 4), *y = add(b, dtype, 6 * queries * keys, 0), *dy = add(b, dtype, 6 * queries * keys, 1);
-    struct twin *mask = add(b, kind == DSC_NN_MASK_ADD ? dtype : DSC_DTYPE_F32, 3 * queries * keys, 1), *dx = add(b, dtype, 6 * queries * keys, 0);
+    struct twin *x = bench_add(b, dtype, 6 * queries * keys, 4), *y = bench_add(b, dtype, 6 * queries * keys, 0), *dy = bench_add(b, dtype, 6 * queries * keys, 1);
+    struct twin *mask = bench_add(b, kind == DSC_NN_MASK_ADD ? dtype : DSC_DTYPE_F32, 3 * queries * keys, 1), *dx = bench_add(b, dtype, 6 * queries * keys, 0);
 #define SOFTMAX(P) {2, 3, queries, keys, dtype, 0.5f, is_causal, kind, P(mask), {0, queries * keys, keys}, P(x), P(y)}
 #define SOFTMAX_GRAD(P) {6 * queries, keys, dtype, 0.5f, P(y), P(dy), P(dx)}
     struct dsc_nn_softmax host = SOFTMAX(H), device = SOFTMAX(D);
@@ -198,15 +136,15 @@ static void test_softmax(struct bench *b, dsc_dtype dtype, int64_t queries, int6
     CHECK_STATUS(b->device->accel->nn_softmax(&device, NULL), DSC_OK);
     CHECK_STATUS(dsc_nn_softmax_grad(&host_grad, NULL), DSC_OK);
     CHECK_STATUS(b->device->accel->nn_softmax_grad(&device_grad, NULL), DSC_OK);
-    check(b, y, 2, 1e-3, "y");
-    check(b, dx, 8, 1e-1, "dx");
-    clear(b);
+    bench_check(b, y, 2, 1e-3, "y");
+    bench_check(b, dx, 8, 1e-1, "dx");
+    bench_clear(b);
 }
 
 static void test_cross_entropy(struct bench *b, dsc_dtype dtype, int64_t rows, int64_t vocab_size)
 {
-    struct twin *logits = add(b, dtype, rows * vocab_size, 5), *log_sum = add(b, DSC_DTYPE_F32, rows, 0), *scale = add(b, DSC_DTYPE_F32, rows, 1);
-    struct twin *out = add(b, DSC_DTYPE_F32, 4 * rows, 0);
+    struct twin *logits = bench_add(b, dtype, rows * vocab_size, 5), *log_sum = bench_add(b, DSC_DTYPE_F32, rows, 0), *scale = bench_add(b, DSC_DTYPE_F32, rows, 1);
+    struct twin *out = bench_add(b, DSC_DTYPE_F32, 4 * rows, 0);
     int64_t *targets = test_alloc((size_t)rows * sizeof *targets), *on_device = device_alloc(b->device, (size_t)(rows + 1) * sizeof *targets);
 
     for (int64_t row = 0; row < rows; row++) {
@@ -221,13 +159,13 @@ static void test_cross_entropy(struct bench *b, dsc_dtype dtype, int64_t rows, i
     TEST_CASE("%s: cross-entropy of [%d, %d] %s", b->device->name, (int)rows, (int)vocab_size, dtype_names[dtype]);
     CHECK_STATUS(dsc_tp_cross_entropy_rows(H(logits), dtype, targets, rows, vocab_size, NULL, H(out)), DSC_OK);
     CHECK_STATUS(b->device->accel->cross_entropy_rows(D(logits), dtype, on_device, rows, vocab_size, D(out), NULL), DSC_OK);
-    check(b, out, 4, 1, "rows");
+    bench_check(b, out, 4, 1, "rows");
     CHECK_STATUS(dsc_tp_cross_entropy_grad(H(logits), dtype, targets, rows, vocab_size, H(log_sum), H(scale), 0.1, vocab_size + 3, NULL), DSC_OK);
     CHECK_STATUS(b->device->accel->cross_entropy_grad(D(logits), dtype, on_device, rows, vocab_size, D(log_sum), D(scale), 0.1, vocab_size + 3, NULL), DSC_OK);
-    check(b, logits, 0, 0, "gradient");
+    bench_check(b, logits, 0, 0, "gradient");
     device_free(b->device, on_device);
     free(targets);
-    clear(b);
+    bench_clear(b);
 }
 
 /* No rows, one element, odd numbers, and more columns and rows than a launch of the emulated device has threads. */

@@ -12,7 +12,7 @@ static int64_t inverse[MAX_SLOTS];
 static float weights[MAX_SLOTS];
 static float dweights[MAX_SLOTS];
 static float first_dweights[MAX_SLOTS];
-static uint8_t scratch[MAX_SLOTS];
+static int64_t scratch[MAX_SLOTS];
 
 /* One rounding to the dtype, and some in f32. */
 static void check_value(dsc_dtype dtype, double got, double wanted, double size, int64_t n_terms)
@@ -151,6 +151,18 @@ static void test_bad_input(void)
     combine.k = -1;
     CHECK_ERROR(dsc_moe_combine(&combine, NULL), DSC_EINVAL, "k is -1");
     combine.k = 2;
+    combine.inverse = NULL;
+    CHECK_ERROR(dsc_moe_combine_check(&combine), DSC_EINVAL, "inverse is NULL");
+    combine.inverse = of_slots;
+    CHECK_STATUS(dsc_moe_combine_check(&combine), DSC_OK);
+    grad.scratch = NULL;
+    CHECK_ERROR(dsc_moe_combine_grad_check(&grad), DSC_EINVAL, "scratch is NULL");
+    grad.scratch = scratch;
+    gather.k = 0;
+    CHECK_ERROR(dsc_moe_gather_check(&gather), DSC_EINVAL, "k is 0 for 2 rows");
+    gather.k = 2;
+    CHECK_STATUS(dsc_moe_gather_check(&gather), DSC_OK);
+    CHECK_ERROR(dsc_moe_invert_check(slots, -1, slots), DSC_EINVAL, "n is -1");
     combine.out = NULL;
     CHECK_ERROR(dsc_moe_combine(&combine, NULL), DSC_EINVAL, "out");
     CHECK(rows[0] == 9 && out[0] == 9);
