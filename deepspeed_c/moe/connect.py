@@ -6,7 +6,7 @@ import torch
 
 from deepspeed_c.comm.axes import EP, PP, TOKENS
 from deepspeed_c.comm.mesh import Mesh
-from deepspeed_c.moe.experts import Experts
+from deepspeed_c.moe.experts import Experts, SpreadLayer
 from deepspeed_c.moe.gate import TopKGate
 from deepspeed_c.moe.layer import MOELayer
 from deepspeed_c.utils import groups
@@ -31,7 +31,7 @@ def connect_experts(model: torch.nn.Module, mesh: Mesh) -> None:
     for name, module in model.named_modules():
         if isinstance(module, MOELayer) and name:
             module.rename(name)
-        if callable(getattr(module, "connect", None)) and hasattr(module, "ep_size"):
+        if isinstance(module, SpreadLayer):
             module.connect(mesh.with_experts(module.ep_size).along(EP))
         if isinstance(module, TopKGate):
             module.draw_as(mesh.index(*TOKENS))

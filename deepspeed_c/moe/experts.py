@@ -1,16 +1,34 @@
-"""The experts of one layer that this rank holds."""
+"""The experts of one layer that this rank holds, and the base of layers whose experts are spread over ranks."""
 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ModelError
 
-__all__ = ["Experts"]
+__all__ = ["Experts", "SpreadLayer"]
+
+
+class SpreadLayer(nn.Module, ABC):
+    """A layer whose experts are spread over ranks. ``connect_experts`` finds the layers of a model by this class.
+
+    Args:
+        ep_size: number of ranks that hold the experts together.
+    """
+
+    def __init__(self, ep_size: int) -> None:
+        super().__init__()
+        self.ep_size = ep_size
+
+    @abstractmethod
+    def connect(self, ep: Collectives) -> None:
+        """Take the ranks that hold the experts together, this rank among them: ``ep_size`` ranks."""
 
 
 class Experts(nn.Module):

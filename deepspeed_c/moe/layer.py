@@ -17,7 +17,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import CommError, ConfigError, DeepSpeedCError, StateError
 from deepspeed_c.logging import warning_once
 from deepspeed_c.moe.dispatch import find_way, from_experts, report_failure, to_experts
-from deepspeed_c.moe.experts import Experts
+from deepspeed_c.moe.experts import Experts, SpreadLayer
 from deepspeed_c.moe.gate import TopKGate
 from deepspeed_c.ops import moe as ops
 from deepspeed_c.utils import groups
@@ -25,7 +25,7 @@ from deepspeed_c.utils import groups
 __all__ = ["MOELayer", "MoE"]
 
 
-class MOELayer(nn.Module):
+class MOELayer(SpreadLayer):
     """A gate and this rank's experts. Of the last forward: ``l_aux``, ``exp_counts`` (tokens of each expert before any
     was dropped) and ``kept_counts`` (afterwards).
 
@@ -47,14 +47,13 @@ class MOELayer(nn.Module):
         num_local_experts: int,
         use_tutel: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(ep_size)
         if use_tutel:
             warning_once("use_tutel changes nothing: rows go to experts without padding in any case")
         self.gate = gate
         self.experts = experts
         self.ep_group: dist.ProcessGroup | None = None
         self.ep_group_name = ep_group_name
-        self.ep_size = ep_size
         self.num_local_experts = num_local_experts
         self._ranks: Collectives | None = None
         self._name = "MoE"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.moe.experts import SpreadLayer
 
 HIDDEN = 6
 
@@ -52,12 +53,12 @@ class Experts(nn.Module):
             param.allreduce, param.group_name = False, group_name
 
 
-class DenseMoE(nn.Module):
+class DenseMoE(SpreadLayer):
     """Top-k of ``n_experts`` experts, which are spread over ``ep_size`` ranks."""
 
     def __init__(self, n_experts: int, ep_size: int, k: int = 1, expert: nn.Module | None = None) -> None:
-        super().__init__()
-        self.ep_size, self.k = ep_size, k
+        super().__init__(ep_size)
+        self.k = k
         self.router = nn.Linear(HIDDEN, n_experts, bias=False)
         expert = nn.Sequential(nn.Linear(HIDDEN, 5), nn.Tanh(), nn.Linear(5, HIDDEN)) if expert is None else expert
         self.experts = Experts(expert, n_experts // ep_size, f"ep_size_{ep_size}")
