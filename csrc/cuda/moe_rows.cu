@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(N_THREADS) mark_slots_kernel(const __grid_cons
     });
 }
 
-/* Gives dweights of all slots but those that are alone with their row, which combine_grad_kernel overwrites. */
+/* Writes all dweights: 0, or NaN. combine_grad_kernel overwrites dweights of slots that are alone with their row. */
 __global__ void __launch_bounds__(N_THREADS) compare_slots_kernel(const __grid_constant__ combine_grad_params a)
 {
     each_element(a.grid, [&](int64_t slot) {

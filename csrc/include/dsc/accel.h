@@ -104,9 +104,9 @@ struct dsc_accel {
     /*
      * The calls of dsc/moe_calls.inc, for arguments that have passed dsc_moe_<name>_check, and dsc_moe_invert after
      * its check. All pointers, scratch too, are device pointers. A launch cannot wait for the contents of order and
-     * inverse, so wrong ones show as NaN, and nothing outside of the arrays is read or written: a row whose slot or
-     * token does not exist, the sum over rows with one of them that does not exist, and both gradients of slots that
-     * share a row. A number that order lacks has the inverse -1. Required.
+     * inverse. Wrong numbers in them read and write nothing outside of the arrays, and give NaN: in the gathered row of
+     * a missing slot, in a sum with a missing row, and in both gradients of slots with one row in common. Numbers
+     * missing in order have the inverse -1. Required.
      */
 #define DSC_MOE_CALL(name) dsc_status (*moe_##name)(const struct dsc_moe_##name *call, void *stream);
 #include "dsc/moe_calls.inc"
