@@ -2,18 +2,11 @@
 #include "dsc/ckpt.h"
 
 #include "base/fail.h"
+#include "ckpt/part.h"
 
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
-
-/* The numbers of the ABI under their names. */
-struct part {
-    const int64_t *start;
-    const int64_t *size;
-    int64_t begin;
-    int64_t end; /* begin + n_elems */
-};
 
 /*
  * The elements common to a piece and the wanted part, in row-major order: n_rows rows of row_elems elements, each
@@ -36,80 +29,23 @@ struct row {
     int64_t dst;
 };
 
-static struct part part_at(const int64_t *numbers, int32_t n_dims)
-{
-    return (struct part){numbers, numbers + n_dims, numbers[2 * n_dims], numbers[2 * n_dims] + numbers[2 * n_dims + 1]};
-}
-
-/* Elements of a box; 0 when a dimension is, however large the others are. */
-static bool elems_overflow(const int64_t *size, int32_t n_dims, int64_t *out_n_elems)
-{
-    int64_t n_elems = 1;
-
-    for (int32_t d = 0; d < n_dims; d++) {
-        if (size[d] == 0) {
-            *out_n_elems = 0;
-            return false;
-        }
-    }
-    for (int32_t d = 0; d < n_dims; d++)
-        if (__builtin_mul_overflow(n_elems, size[d], &n_elems))
-            return true;
-    *out_n_elems = n_elems;
-    return false;
-}
-
-/* index says which piece it is; the wanted part below 0. The shape has been checked. */
-static dsc_status check_part(const int64_t *shape, int32_t n_dims, const int64_t *numbers, int64_t index)
-{
-    const int64_t *start = numbers;
-    const int64_t *size = numbers + n_dims;
-    int64_t begin = numbers[2 * n_dims];
-    int64_t n_elems = numbers[2 * n_dims + 1];
-    int64_t box_elems = 0;
-    char name[40];
-
-    if (index < 0)
-        snprintf(name, sizeof name, "wanted");
-    else
-        snprintf(name, sizeof name, "pieces[%" PRId64 "]", index);
-    for (int32_t d = 0; d < n_dims; d++)
-        if (start[d] < 0 || size[d] < 0 || start[d] > shape[d] || size[d] > shape[d] - start[d])
-            return dsc_fail(DSC_EINVAL,
-                            "%s starts at %" PRId64 " with size %" PRId64
-                            " along dimension %d, the tensor's size there is %" PRId64,
-                            name, start[d], size[d], (int)d, shape[d]);
-    if (elems_overflow(size, n_dims, &box_elems)) /* cannot be: the shape's do not, and it is at least as large */
-        return dsc_fail(DSC_EOVERFLOW, "the elements of %s do not fit int64_t", name);
-    if (begin < 0 || n_elems < 0 || begin > box_elems || n_elems > box_elems - begin)
-        return dsc_fail(DSC_EINVAL, "%s is %" PRId64 " elements from %" PRId64 " of a box of %" PRId64, name, n_elems,
-                        begin, box_elems);
-    return DSC_OK;
-}
-
 static dsc_status check_arguments(const int64_t *shape, int32_t n_dims, const int64_t *pieces, int64_t n_pieces,
                                   const int64_t *wanted)
 {
     int64_t n_elems = 0;
 
-    if (n_dims < 0 || n_dims > DSC_RESHAPE_MAX_DIMS)
-        return dsc_fail(DSC_EINVAL, "n_dims is %d, must be 0 to %d", (int)n_dims, DSC_RESHAPE_MAX_DIMS);
+    DSC_TRY(dsc_shape_check(shape, n_dims, &n_elems));
     if (n_pieces < 0)
         return dsc_fail(DSC_EINVAL, "n_pieces is %" PRId64 ", must not be negative", n_pieces);
-    if ((shape == NULL && n_dims > 0) || (pieces == NULL && n_pieces > 0) || wanted == NULL)
-        return dsc_fail(DSC_EINVAL, "shape, pieces or wanted is NULL");
-    for (int32_t d = 0; d < n_dims; d++)
-        if (shape[d] < 0)
-            return dsc_fail(DSC_EINVAL, "shape[%d] is %" PRId64 ", must not be negative", (int)d, shape[d]);
-    if (elems_overflow(shape, n_dims, &n_elems))
-        return dsc_fail(DSC_EOVERFLOW, "the elements of the shape do not fit int64_t");
+    if ((pieces == NULL && n_pieces > 0) || wanted == NULL)
+        return dsc_fail(DSC_EINVAL, "pieces or wanted is NULL");
     for (int64_t i = 0; i < n_pieces; i++)
-        DSC_TRY(check_part(shape, n_dims, pieces + i * (2 * n_dims + 2), i));
-    return check_part(shape, n_dims, wanted, -1);
+        DSC_TRY(dsc_part_check(shape, n_dims, pieces + i * (2 * n_dims + 2), i));
+    return dsc_part_check(shape, n_dims, wanted, -1);
 }
 
 /* False when they have nothing in common. Both are not empty. */
-static bool find_overlap(struct part piece, struct part wanted, int32_t n_dims, struct overlap *out)
+static bool find_overlap(struct dsc_part piece, struct dsc_part wanted, int32_t n_dims, struct overlap *out)
 {
     int64_t src_stride = 1; /* the current dimension's, in the piece's box */
     int64_t dst_stride = 1;
@@ -197,7 +133,8 @@ static int64_t first_row_from(const struct overlap *overlap, int64_t src, int64_
 }
 
 /* The rows [*out_first, returned end) that lie, at least in part, within both ranges. */
-static int64_t rows_between(const struct overlap *overlap, struct part piece, struct part wanted, int64_t *out_first)
+static int64_t rows_between(const struct overlap *overlap, struct dsc_part piece, struct dsc_part wanted,
+                            int64_t *out_first)
 {
     int64_t end = first_row_from(overlap, piece.end, wanted.end);
     int64_t first = first_row_behind(overlap, piece.begin, wanted.begin);
@@ -207,7 +144,7 @@ static int64_t rows_between(const struct overlap *overlap, struct part piece, st
 }
 
 /* Positions count from the ranges' beginnings. *out is untouched when nothing of the row is in both ranges. */
-static bool clip_row(struct row row, int64_t n_elems, struct part piece, struct part wanted,
+static bool clip_row(struct row row, int64_t n_elems, struct dsc_part piece, struct dsc_part wanted,
                      struct dsc_reshape_run *out)
 {
     int64_t src = row.src - piece.begin;
@@ -237,7 +174,7 @@ static bool clip_row(struct row row, int64_t n_elems, struct part piece, struct 
  * Lists the runs that each piece could give, by piece and then by position, pieces that overlap included, and returns
  * their number. With out_runs NULL it counts rows only: a few more, in no time.
  */
-static int64_t list_candidates(int32_t n_dims, const int64_t *pieces, int64_t n_pieces, struct part wanted,
+static int64_t list_candidates(int32_t n_dims, const int64_t *pieces, int64_t n_pieces, struct dsc_part wanted,
                                struct dsc_reshape_run *out_runs)
 {
     int64_t n_runs = 0;
@@ -245,7 +182,7 @@ static int64_t list_candidates(int32_t n_dims, const int64_t *pieces, int64_t n_
     if (wanted.begin == wanted.end)
         return 0;
     for (int64_t i = 0; i < n_pieces; i++) {
-        struct part piece = part_at(pieces + i * (2 * n_dims + 2), n_dims);
+        struct dsc_part piece = dsc_part_at(pieces + i * (2 * n_dims + 2), n_dims);
         struct overlap overlap;
         int64_t row;
 
@@ -419,7 +356,7 @@ static int64_t merge(struct dsc_reshape_run *runs, int64_t n_runs)
 }
 
 /* "[3, 0, 7]": where an element of the wanted range lies in the tensor. */
-static void write_index(char *text, size_t text_bytes, struct part wanted, int32_t n_dims, int64_t element)
+static void write_index(char *text, size_t text_bytes, struct dsc_part wanted, int32_t n_dims, int64_t element)
 {
     int64_t index[DSC_RESHAPE_MAX_DIMS];
     size_t used = 0;
@@ -442,7 +379,7 @@ dsc_status dsc_reshape_plan(const int64_t *shape, int32_t n_dims, const int64_t 
     if (out_n_runs == NULL)
         return dsc_fail(DSC_EINVAL, "out_n_runs is NULL");
 
-    struct part part = part_at(wanted, n_dims);
+    struct dsc_part part = dsc_part_at(wanted, n_dims);
     int64_t n_rows = list_candidates(n_dims, pieces, n_pieces, part, NULL);
     int64_t n_needed;
 

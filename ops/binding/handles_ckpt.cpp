@@ -153,6 +153,32 @@ py::object reshape_plan(const std::vector<int64_t> &shape, const py::buffer &pie
     return py::module_::import("array").attr("array")("q", packed);
 }
 
+py::object read_part(int fd, int64_t offset, int64_t elem_bytes, const std::vector<int64_t> &shape,
+                     const std::vector<int64_t> &wanted, uintptr_t address)
+{
+    const char *const op = "read_part";
+    struct dsc_read_failure failure {};
+    dsc_status status = DSC_OK;
+
+    if (shape.size() > DSC_RESHAPE_MAX_DIMS)
+        dsc::fail(DSC_EINVAL, std::string(op) + ": shape has " + std::to_string(shape.size()) +
+                                  " dimensions, at most " + std::to_string(DSC_RESHAPE_MAX_DIMS) + " are possible");
+    if (wanted.size() != 2 * shape.size() + 2)
+        dsc::fail(DSC_EINVAL, std::string(op) + ": wanted has " + std::to_string(wanted.size()) + " numbers, " +
+                                  std::to_string(2 * shape.size() + 2) + " belong to " + std::to_string(shape.size()) +
+                                  " dimensions");
+    {
+        const py::gil_scoped_release release;
+
+        status = dsc_part_read(fd, offset, elem_bytes, shape.data(), static_cast<int32_t>(shape.size()), wanted.data(),
+                               reinterpret_cast<void *>(address), &failure);
+    }
+    if (status == DSC_EIO || status == DSC_ECORRUPT)
+        return py::make_tuple(failure.begin, failure.end, failure.at, failure.err);
+    dsc::check(status, op);
+    return py::none();
+}
+
 bool exchange_paths(py::object a, py::object b)
 {
     const Path path_a(std::move(a));
@@ -397,6 +423,12 @@ void dsc::bind_ckpt(py::module_ &m)
         "them in one buffer; wanted: one. Returns array('q') of four numbers a run: piece, first element in what the piece stores, first element in "
         "what is wanted, number of elements; by piece and then by position. Lower pieces come first where pieces overlap. ValueError names a part "
         "that does not fit, or the first element that no piece holds.");
+    m.def(
+        "read_part", &read_part, py::arg("fd"), py::arg("offset"), py::arg("elem_bytes"), py::arg("shape"),
+        py::arg("wanted"), py::arg("address"),
+        "Reads a part of a tensor of that shape from an open file that has the whole tensor from byte offset on (dsc/ckpt.h) to memory at an address. "
+        "wanted: a part, as in reshape_plan. Returns None, or (begin, end, at, errno) of the read that failed: bytes begin to end of the file, the "
+        "first byte that could not be read, and errno 0 if the file ends there. ValueError for a part that does not lie in the shape.");
     m.def(
         "exchange_paths", &exchange_paths, py::arg("a"), py::arg("b"),
         "Swaps what two names stand for, atomically. False, and nothing done, where the kernel or file system cannot do it (or one lies inside "

@@ -1,6 +1,7 @@
 /*
- * The layer below the checkpoint format: checksums, plans that put together parts of a tensor from saved pieces, an
- * atomic swap of names, and files with a checksum for each block that are written and read at the disk's speed.
+ * The layer below the checkpoint format: checksums, plans that put together parts of a tensor from saved pieces, parts
+ * of a tensor in a file, an atomic swap of names, and files with a checksum for each block that are written and read at
+ * the disk's speed.
  */
 #ifndef DSC_CKPT_H
 #define DSC_CKPT_H
@@ -56,6 +57,26 @@ struct dsc_reshape_run {
 DSC_API dsc_status dsc_reshape_plan(const int64_t *shape, int32_t n_dims, const int64_t *pieces, int64_t n_pieces,
                                     const int64_t *wanted, int64_t capacity, struct dsc_reshape_run *out_runs,
                                     int64_t *out_n_runs);
+
+/* A read of a file that failed: bytes [begin, end) were to be read. */
+struct dsc_read_failure {
+    int64_t begin;
+    int64_t end;
+    int64_t at; /* the first byte that could not be read, or the end of the file */
+    int err;    /* errno; 0 if the file ends before */
+};
+
+/*
+ * Reads a part of a tensor of shape[n_dims] from a file that has the whole tensor from byte offset on: row-major,
+ * elem_bytes (> 0) an element. wanted is a part as in dsc_reshape_plan; its elements are put one after another into
+ * `into`. Runs that lie near one another are read at once and copied from there (64 KiB on the stack), others are read
+ * in place. An interrupted read goes on.
+ *
+ * DSC_EINVAL and DSC_EOVERFLOW as dsc_reshape_plan; DSC_ECORRUPT if the file ends before the part does; DSC_EIO if it
+ * cannot be read. *out_failure (may be NULL) is set for the last two. A part of `into` may have been written then.
+ */
+DSC_API dsc_status dsc_part_read(int fd, int64_t offset, int64_t elem_bytes, const int64_t *shape, int32_t n_dims,
+                                 const int64_t *wanted, void *into, struct dsc_read_failure *out_failure);
 
 /*
  * Swaps the files or folders of two names, atomically: any process sees both before or both after. Returns 0 or -errno.

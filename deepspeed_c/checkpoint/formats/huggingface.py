@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed_c.checkpoint.formats.ranges import fill, read_bytes
+from deepspeed_c.checkpoint.formats.ranges import fill_from_file
 from deepspeed_c.checkpoint.formats.weight_file import (
     SAFETENSORS_DTYPES,
     SAFETENSORS_HEADER_LIMIT_BYTES,
@@ -192,14 +192,7 @@ class HuggingFaceSource(Source):
                     fix="read what is listed",
                 )
             path, stored = place
-            file = self._open(path)
-
-            def fetch(
-                first: int, into: torch.Tensor, file: int = file, stored: TensorPlace = stored, path: str = path
-            ) -> None:
-                read_bytes(file, stored.offset + first * stored.dtype.itemsize, into, path)
-
-            fill(read, fetch, path)
+            fill_from_file(read, self._open(path), stored.offset, path)
 
     def close(self) -> None:
         while self._files:

@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 from collections.abc import Callable, Iterator
 
 import torch
 
+from deepspeed_c import _C
 from deepspeed_c.checkpoint.source import Box, Read
 from deepspeed_c.errors import CheckpointError
 
-__all__ = ["fill", "read_bytes", "runs"]
+__all__ = ["fill", "fill_from_file", "read_bytes", "runs"]
 
-# Size of the pieces in which elements are read if they must be converted or copied to another device.
+# Size of the pieces in which elements are read to be converted or copied to another device.
 STAGING_BYTES = 8 << 20
 
 
@@ -52,15 +52,8 @@ def fill(read: Read, fetch: Callable[[int, torch.Tensor], None], where: str) -> 
     Memory: that of ``fetch``, and 8 MiB if dtype or device differ. Raises CheckpointError for a range that the tensor
     does not have.
     """
+    _check(read, where)
     tensor, into = read.tensor, read.into
-    size = tensor.shape if read.box is None else read.box.size
-    if read.box is not None and not _is_within(read.box, tensor.shape):
-        raise CheckpointError(f"{read.box} is no part of shape {tensor.shape}", where=f"{where}, {tensor.name}")
-    if read.begin < 0 or read.begin + into.numel() > math.prod(size):
-        raise CheckpointError(
-            f"elements {read.begin} to {read.begin + into.numel()} are asked of {math.prod(size)}",
-            where=f"{where}, {tensor.name}",
-        )
     is_direct = into.device.type == "cpu" and into.dtype == tensor.dtype
     step = STAGING_BYTES // tensor.dtype.itemsize
     at = 0
@@ -77,6 +70,47 @@ def fill(read: Read, fetch: Callable[[int, torch.Tensor], None], where: str) -> 
                 at += piece.numel()
 
 
+def fill_from_file(read: Read, file: int, offset: int, where: str) -> None:
+    """Fills ``read.into`` from an open file that has the whole tensor, in row-major order, from byte ``offset`` on.
+
+    Memory: 8 MiB if dtype or device differ. Raises CheckpointError as ``fill`` and ``read_bytes`` do.
+    """
+    _check(read, where)
+    into, dtype = read.into, read.tensor.dtype
+    shape, box = list(read.tensor.shape), read.box
+    if box is None:
+        shape = [math.prod(shape)]
+        box = Box((0,), (shape[0],))
+
+    def fetch(begin: int, piece: torch.Tensor) -> None:
+        wanted = [*box.start, *box.size, begin, piece.numel()]
+        _raise_failure(_C.read_part(file, offset, dtype.itemsize, shape, wanted, piece.data_ptr()), where)
+
+    if into.device.type == "cpu" and into.dtype == dtype:
+        fetch(read.begin, into)
+        return
+    step = STAGING_BYTES // dtype.itemsize
+    staging = torch.empty(min(step, into.numel()), dtype=dtype)
+    with torch.no_grad():
+        for at in range(0, into.numel(), step):
+            piece = staging[: into.numel() - at]
+            fetch(read.begin + at, piece)
+            into[at : at + piece.numel()].copy_(piece)
+
+
+def _check(read: Read, where: str) -> None:
+    """Raises CheckpointError if the tensor does not have the elements that are to be read."""
+    tensor, n_elems = read.tensor, read.into.numel()
+    size = tensor.shape if read.box is None else read.box.size
+    if read.box is not None and not _is_within(read.box, tensor.shape):
+        raise CheckpointError(f"{read.box} is no part of shape {tensor.shape}", where=f"{where}, {tensor.name}")
+    if read.begin < 0 or read.begin + n_elems > math.prod(size):
+        raise CheckpointError(
+            f"elements {read.begin} to {read.begin + n_elems} are asked of {math.prod(size)}",
+            where=f"{where}, {tensor.name}",
+        )
+
+
 def _is_within(box: Box, shape: tuple[int, ...]) -> bool:
     return len(box.start) == len(box.size) == len(shape) and all(
         start >= 0 and size >= 0 and start + size <= whole
@@ -90,24 +124,21 @@ def read_bytes(file: int, offset: int, into: torch.Tensor, where: str) -> None:
     Raises CheckpointError when the file ends before or cannot be read.
     """
     n_bytes = into.numel() * into.dtype.itemsize
-    if n_bytes == 0:
+    _raise_failure(_C.read_part(file, offset, 1, [n_bytes], [0, n_bytes, 0, n_bytes], into.data_ptr()), where)
+
+
+def _raise_failure(failure: tuple[int, int, int, int] | None, where: str) -> None:
+    if failure is None:
         return
-    # The tensor's own memory: a buffer of Python would have to be copied, and numpy knows no bfloat16.
-    view = memoryview((ctypes.c_char * n_bytes).from_address(into.data_ptr())).cast("B")
-    done = 0
-    while done < n_bytes:
-        try:
-            n = os.preadv(file, [view[done:]], offset + done)
-        except OSError as error:
-            raise CheckpointError(
-                f"bytes {offset} to {offset + n_bytes} cannot be read: {error.strerror}",
-                where=where,
-                fix="look at the file system there",
-            ) from error
-        if n == 0:
-            raise CheckpointError(
-                f"the file ends at byte {offset + done}, and {offset + n_bytes} are needed",
-                where=where,
-                fix="the file was cut short: copy it again",
-            )
-        done += n
+    begin, end, at, error = failure
+    if error:
+        raise CheckpointError(
+            f"bytes {begin} to {end} cannot be read: {os.strerror(error)}",
+            where=where,
+            fix="look at the file system there",
+        )
+    raise CheckpointError(
+        f"the file ends at byte {at}, and {end} are needed",
+        where=where,
+        fix="the file was cut short: copy it again",
+    )

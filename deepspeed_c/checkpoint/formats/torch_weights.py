@@ -13,7 +13,7 @@ import torch
 from deepspeed_c.checkpoint.formats import torch_file
 from deepspeed_c.checkpoint.formats.deepspeed.stand_ins import read_file
 from deepspeed_c.checkpoint.formats.huggingface import shards_of_index
-from deepspeed_c.checkpoint.formats.ranges import fill, read_bytes
+from deepspeed_c.checkpoint.formats.ranges import fill, fill_from_file
 from deepspeed_c.checkpoint.formats.torch_file import StoredTensor
 from deepspeed_c.checkpoint.source import PARAM, LogicalTensor, Read, Source, Topology
 from deepspeed_c.errors import CheckpointError
@@ -57,16 +57,16 @@ class TorchWeightsSource(Source):
                     where=self.where,
                     fix="read what is listed",
                 )
+            path = stored.file.path
+            if stored.is_contiguous:
+                offset = stored.file.byte_range(stored)[0] if stored.n_elems else 0
+                fill_from_file(read, self._open(path), offset, path)
+                continue
 
             def fetch(first: int, into: torch.Tensor, stored: StoredTensor = stored) -> None:
-                if not stored.is_contiguous:
-                    torch_file.fill([(stored, first, into)])
-                    return
-                begin, _ = stored.file.byte_range(stored)
-                path = stored.file.path
-                read_bytes(self._open(path), begin + first * stored.dtype.itemsize, into, path)
+                torch_file.fill([(stored, first, into)])
 
-            fill(read, fetch, stored.file.path)
+            fill(read, fetch, path)
 
     def close(self) -> None:
         while self._descriptors:

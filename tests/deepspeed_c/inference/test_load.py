@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import deepspeed_c
 from deepspeed_c.checkpoint.formats import huggingface
+from deepspeed_c.checkpoint.source import Read
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import CheckpointError, ModelError
@@ -184,20 +185,20 @@ def peak_and_bytes(rank: int, world: int, folder: str) -> dict[str, int]:
     deepspeed_c.tp_model_init(model, world, None)
     mesh = mesh_of(world)
     shard = sum(param.numel() * 4 for param in model.parameters())
-    n_read, read = [0], huggingface.read_bytes
+    n_read, read = [0], huggingface.fill_from_file
 
-    def count(file: int, offset: int, into: torch.Tensor, where: str) -> None:
-        n_read[0] += into.numel() * into.dtype.itemsize
-        read(file, offset, into, where)
+    def count(wanted: Read, file: int, offset: int, where: str) -> None:
+        n_read[0] += wanted.into.nbytes
+        read(wanted, file, offset, where)
 
-    huggingface.read_bytes = count
+    huggingface.fill_from_file = count
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         before = _resident("VmRSS")
         load_checkpoint(model, folder, mesh=mesh, dtype=None)
         return {"peak": _resident("VmHWM") - before, "shard": shard, "read": n_read[0]}
     finally:
-        huggingface.read_bytes = read
+        huggingface.fill_from_file = read
 
 
 def _resident(key: str) -> int:

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 import deepspeed_c
 from deepspeed_c.checkpoint.formats import huggingface
+from deepspeed_c.checkpoint.source import Read
 from deepspeed_c.errors import CheckpointError, ConfigError, StateError
 from deepspeed_c.zero.weights.param import state_of
 from tests.deepspeed_c.inference.models import padded_prompts, require_same_tokens
@@ -93,21 +94,21 @@ def peak_of_stream(rank: int, world: int, kind: str, folder: str) -> dict[str, A
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
     zero = zero_of(kind, folder, reduce_bucket_size=200_000)
     zero.get("offload_param", {}).update(buffer_count=3)
-    n_read, longest, read = 0, 0, huggingface.read_bytes
+    n_read, longest, read = 0, 0, huggingface.fill_from_file
 
-    def count(file: int, offset: int, into: torch.Tensor, where: str) -> None:
+    def count(wanted: Read, file: int, offset: int, where: str) -> None:
         nonlocal n_read, longest
-        n_read, longest = n_read + into.nbytes, max(longest, into.nbytes)
-        read(file, offset, into, where)
+        n_read, longest = n_read + wanted.into.nbytes, max(longest, wanted.into.nbytes)
+        read(wanted, file, offset, where)
 
-    huggingface.read_bytes = count
+    huggingface.fill_from_file = count
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         before = _resident("VmRSS")
         engine = deepspeed_c.init_inference(model, checkpoint=folder, dtype=torch.float32, zero=zero)
         peak, after = _resident("VmHWM") - before, _resident("VmRSS") - before
     finally:
-        huggingface.read_bytes = read
+        huggingface.fill_from_file = read
     with engine, torch.no_grad():
         logits = engine(torch.arange(7)[None]).logits
         whole = sum(state_of(p).persists * p.numel() * 4 for p in model.parameters() if state_of(p) is not None)
@@ -235,22 +236,22 @@ def test_modules_with_buffers_and_with_lists_of_weights(tmp_path: Path, kind: st
 
 
 def fail_on_rank_1(rank: int, world: int, kind: str, folder: str) -> tuple[str, str]:
-    read, n_left = huggingface.read_bytes, 5
+    read, n_left = huggingface.fill_from_file, 5
 
-    def fail(file: int, offset: int, into: torch.Tensor, where: str) -> None:
+    def fail(wanted: Read, file: int, offset: int, where: str) -> None:
         nonlocal n_left
         n_left -= 1
         if rank == 1 and n_left < 0:
             raise CheckpointError("the disk is gone", where=where, fix="buy another")
-        read(file, offset, into, where)
+        read(wanted, file, offset, where)
 
     model = on_meta("gpt2")
-    huggingface.read_bytes = fail
+    huggingface.fill_from_file = fail
     try:
         with pytest.raises(CheckpointError) as raised:
             deepspeed_c.init_inference(model, checkpoint=f"{folder}/gpt2", zero=zero_of(kind, folder))
     finally:
-        huggingface.read_bytes = read
+        huggingface.fill_from_file = read
     # The ranks are still in step: a second load of another model works.
     with deepspeed_c.init_inference(
         on_meta("gpt2"), checkpoint=f"{folder}/gpt2", dtype=torch.float32, zero=zero_of(kind, folder)

@@ -140,6 +140,27 @@ def test_reshape_between_cuts_along_all_axes(shape, n_ranks):
                 np.testing.assert_array_equal(assemble(tensor, cut(axis, 3), wanted), stored(tensor, wanted))
 
 
+def test_a_part_of_a_file(tmp_path):
+    tensor = np.arange(4 * 900, dtype=np.int16).reshape(4, 900)
+    (tmp_path / "f").write_bytes(b"abc" + tensor.tobytes())
+    wanted = part([1, 300], [3, 500], 100, 1200)
+    into = np.full(1200, -1, dtype=np.int16)
+    with open(tmp_path / "f", "rb") as file:
+        assert _C.read_part(file.fileno(), 3, 2, [4, 900], wanted, into.ctypes.data) is None
+        np.testing.assert_array_equal(into, stored(tensor, wanted))
+        assert _C.read_part(file.fileno(), 3, 2, [4, 900], part([0, 0], [4, 900], 3600, 0), 0) is None
+        end = 3 + tensor.nbytes
+        found = _C.read_part(file.fileno(), end - 6, 1, [8], part([0], [8]), into.ctypes.data)
+        assert found == (end - 6, end + 2, end, 0)
+        with pytest.raises(ValueError, match="read_part: wanted starts at 300 with size 601 along dimension 1"):
+            _C.read_part(file.fileno(), 3, 2, [4, 900], part([1, 300], [3, 601]), into.ctypes.data)
+        with pytest.raises(ValueError, match="wanted has 5 numbers, 6 belong to 2 dimensions"):
+            _C.read_part(file.fileno(), 3, 2, [4, 900], wanted[:-1], into.ctypes.data)
+        with pytest.raises(ValueError, match="shape has 65 dimensions"):
+            _C.read_part(file.fileno(), 3, 2, [1] * 65, part([0] * 65, [1] * 65), into.ctypes.data)
+    assert _C.read_part(10**6, 0, 1, [4], part([0], [4]), into.ctypes.data) == (0, 4, 0, errno.EBADF)
+
+
 def test_reshape_of_scalars_and_nothing():
     np.testing.assert_array_equal(assemble(np.array(7), [part([], [])], part([], [])), [7])
     assert _C.reshape_plan([3, 0], b"", 0, array.array("q", part([0, 0], [3, 0]))).tolist() == []
