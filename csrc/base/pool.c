@@ -1,10 +1,14 @@
 /*
  * The pool. Each worker has a mailbox, at which it spins for a moment and then sleeps.
  *
- * [Note: mailboxes] The caller opens the mailbox of each worker that has a share. Then worker and caller race to change
- * OPEN to IDLE, and the winner does the share. A worker reads the job only after it has won. The job cannot end, and
- * the next job cannot be written, before that share is done. So a worker that comes late, after its share was taken,
- * can at worst win a share of a later job, and then it reads that later job.
+ * [Note: mailboxes] The caller opens the mailbox of each worker that has a share. A worker joins the job by changing
+ * OPEN to IDLE. When no chunk is left, the caller closes the mailboxes of workers that have not joined, by the same
+ * change. A worker reads the job, and the cursors of shares, only after it has joined. The job cannot end, and the next
+ * job cannot be written, before that worker has left. So a worker that comes too late can at worst join a later job,
+ * and then it reads that later job.
+ *
+ * A share is taken in pieces, from its cursor. A thread takes the pieces of its own share first, and then pieces of
+ * other shares. So a thread that wakes late, or that loses its processor for a moment, delays the job by a piece.
  */
 #include "dsc/pool.h"
 
@@ -26,10 +30,16 @@
 #define MIN_CHUNKS                                                                                                    \
     4 /* fewer are done sooner (some 10 us each) than a sleeping thread has woken and fetched its part into its cache \
        */
-#define SPIN_NS                                                                                                     \
-    50000 /* about the time to wake up one thread: a step calls the pool once a bucket, and little lies between the \
-             calls */
-#define PAUSES_A_LOOK 32 /* between two looks at the clock */
+#define PIECES 32 /* of a share: a piece of a millisecond's work takes some 30 us, and taking it less than 1 */
+/*
+ * A thread that waits spins for so long: a woken thread starts 60 us late and often on the caller's processor, and
+ * little lies between the calls, since a step calls the pool once a bucket or a layer. The thread sleeps as soon as it
+ * sees that another thread has used its processor. (sched_yield would offer the processor, but then the kernel puts the thread behind all
+ * others even while it has work.)
+ */
+#define SPIN_NS 1000000
+#define PREEMPTED_NS 100000 /* longer between two looks at the clock: another thread has run */
+#define PAUSES_A_LOOK 32
 #define CACHE_LINE_BYTES 64
 
 enum mailbox_state { IDLE = 0, OPEN, ASLEEP, QUIT };
@@ -38,11 +48,17 @@ struct mailbox {
     _Alignas(CACHE_LINE_BYTES) _Atomic uint32_t state;
 };
 
+/* The part of a share that nobody has taken yet: from next to end, which lies below next if all is taken. */
+struct cursor {
+    _Alignas(CACHE_LINE_BYTES) _Atomic int64_t next;
+    int64_t end;
+};
+
 struct job {
     dsc_par_body body;
     void *arg;
     int64_t first; /* of its chunks */
-    int64_t n_chunks;
+    int64_t piece; /* chunks that a thread takes at once */
     int64_t n_shares;
     fenv_t environment; /* modes for rounding and subnormals of the calling thread, so that the bits are the same for
                            any number of threads */
@@ -61,8 +77,9 @@ static int fork_error; /* written once under fork_once */
 
 static struct mailbox mailboxes[MAX_WORKERS];
 static struct job job;
-static _Alignas(CACHE_LINE_BYTES) _Atomic uint32_t n_left; /* unfinished shares of workers */
-static _Atomic int64_t spin_ns;
+static struct cursor cursors[DSC_POOL_MAX_THREADS]; /* of the job's shares */
+static _Alignas(CACHE_LINE_BYTES) _Atomic uint32_t n_left; /* workers that have joined or may still join */
+static _Atomic bool may_spin;
 
 static void futex_wait(_Atomic uint32_t *word, uint32_t value)
 {
@@ -92,32 +109,63 @@ static int64_t now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Waits up to spin_ns until *word is zero (is_wanted_zero) or nonzero (otherwise); returns the last value read. */
+static bool is_reached(_Atomic uint32_t *word, bool is_wanted_zero, uint32_t *out_seen)
+{
+    *out_seen = atomic_load_explicit(word, memory_order_acquire);
+    return (*out_seen == 0) == is_wanted_zero;
+}
+
+/*
+ * Waits a while, without sleep, until *word is zero (is_wanted_zero) or nonzero (otherwise); returns the last value
+ * read.
+ */
 static uint32_t spin(_Atomic uint32_t *word, bool is_wanted_zero)
 {
-    int64_t limit_ns = atomic_load_explicit(&spin_ns, memory_order_relaxed);
-    int64_t begin_ns = limit_ns > 0 ? now_ns() : 0;
+    uint32_t seen;
+
+    if (is_reached(word, is_wanted_zero, &seen) || !atomic_load_explicit(&may_spin, memory_order_relaxed))
+        return seen;
+
+    int64_t begin_ns = now_ns();
+    int64_t look_ns = begin_ns;
 
     for (int32_t i = 1;; i++) {
-        uint32_t seen = atomic_load_explicit(word, memory_order_acquire);
-
-        if ((seen == 0) == is_wanted_zero || limit_ns == 0 ||
-            (i % PAUSES_A_LOOK == 0 && now_ns() - begin_ns >= limit_ns))
-            return seen;
         pause_briefly();
+        if (is_reached(word, is_wanted_zero, &seen))
+            return seen;
+        if (i % PAUSES_A_LOOK == 0) {
+            int64_t last_ns = look_ns;
+
+            look_ns = now_ns();
+            if (look_ns - begin_ns >= SPIN_NS || look_ns - last_ns >= PREEMPTED_NS)
+                return seen;
+        }
     }
 }
 
 /*
- * Runs the chunks of share number `share`. They depend only on the numbers of chunks and shares; the sizes of shares
- * differ by at most one chunk.
+ * Runs the chunks of share number `share` that nobody has taken yet. The chunks of a share depend only on the numbers
+ * of chunks and shares; the sizes of shares differ by at most one chunk.
  */
 static void run_share(int64_t share)
 {
-    int64_t first = share * job.n_chunks / job.n_shares;
-    int64_t last = (share + 1) * job.n_chunks / job.n_shares;
+    struct cursor *cursor = &cursors[share];
 
-    job.body(job.arg, job.first + first, job.first + last);
+    while (atomic_load_explicit(&cursor->next, memory_order_relaxed) < cursor->end) {
+        int64_t first = atomic_fetch_add_explicit(&cursor->next, job.piece, memory_order_relaxed);
+        int64_t last = first + job.piece < cursor->end ? first + job.piece : cursor->end;
+
+        if (first < last)
+            job.body(job.arg, job.first + first, job.first + last);
+    }
+}
+
+/* Runs the own share, then the rest of the others, in reverse order, because the last worker is woken last. */
+static void run_shares(int64_t own)
+{
+    run_share(own);
+    for (int64_t i = 1; i < job.n_shares; i++)
+        run_share((own + job.n_shares - i) % job.n_shares);
 }
 
 static bool claim(struct mailbox *mailbox)
@@ -140,7 +188,7 @@ static uint32_t wait_for_mail(struct mailbox *mailbox)
             futex_wait(&mailbox->state, ASLEEP);
             state = atomic_load_explicit(&mailbox->state, memory_order_acquire);
         }
-        if (state != IDLE) /* IDLE: the caller did the share while this thread woke */
+        if (state != IDLE) /* IDLE: others did the share while this thread woke */
             return state;
     }
 }
@@ -154,7 +202,7 @@ static void *work(void *arg)
         if (!claim(mailbox))
             continue;
         fesetenv(&job.environment);
-        run_share(share);
+        run_shares(share);
         if (atomic_fetch_sub(&n_left, 1) == (N_LEFT_SLEEPS | 1))
             futex_wake(&n_left);
     }
@@ -213,10 +261,9 @@ static void start_workers(void)
     sigset_t before;
 
     dsc_cores_of(getpid(), &cores);
-    atomic_store(&spin_ns, n_wanted < dsc_cores_count(&cores)
-                               ? SPIN_NS
-                               : 0); /* if there are more threads than processors, a spinning thread blocks others */
-    sigfillset(&all);                /* signals are for the program's own threads */
+    /* If there are more threads than processors, a spinning thread blocks others. */
+    atomic_store(&may_spin, n_wanted < dsc_cores_count(&cores));
+    sigfillset(&all); /* signals are for the program's own threads */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     for (; n < n_wanted; n++) {
         struct dsc_cores near;
@@ -267,6 +314,7 @@ static void wait_for_workers(void)
 /* With the mutex. */
 static void share_out(int64_t first, int64_t last, dsc_par_body body, void *arg)
 {
+    int64_t n_chunks;
     int64_t n_shares;
 
     if (atomic_load(&n_workers) == 0)
@@ -274,19 +322,26 @@ static void share_out(int64_t first, int64_t last, dsc_par_body body, void *arg)
     n_shares = atomic_load(&n_workers) + 1;
     if (n_shares > last - first)
         n_shares = last - first;
-    job = (struct job){.body = body, .arg = arg, .first = first, .n_chunks = last - first, .n_shares = n_shares};
+    n_chunks = last - first;
+    job = (struct job){
+        .body = body,
+        .arg = arg,
+        .first = first,
+        .piece = n_chunks / n_shares / PIECES > 0 ? n_chunks / n_shares / PIECES : 1,
+        .n_shares = n_shares,
+    };
+    for (int64_t share = 0; share < n_shares; share++) {
+        atomic_store_explicit(&cursors[share].next, share * n_chunks / n_shares, memory_order_relaxed);
+        cursors[share].end = (share + 1) * n_chunks / n_shares;
+    }
     fegetenv(&job.environment);
     atomic_store(&n_left, (uint32_t)(n_shares - 1));
     for (int64_t share = 1; share < n_shares; share++)
         post(&mailboxes[share - 1], OPEN);
-    run_share(0);
-    for (int64_t share = n_shares - 1; share > 0; share--) { /* in reverse order, because the last worker was woken
-                                                                last */
-        if (claim(&mailboxes[share - 1])) {
-            run_share(share);
+    run_shares(0);
+    for (int64_t share = 1; share < n_shares; share++)
+        if (claim(&mailboxes[share - 1]))
             atomic_fetch_sub(&n_left, 1);
-        }
-    }
     wait_for_workers();
 }
 

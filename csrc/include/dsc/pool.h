@@ -7,9 +7,11 @@
  * decides how many threads there are (deepspeed_c/threads.py).
  *
  * Work is cut into one share for each thread, always the same way. So the thread that touched an element first
- * (dsc_flat_zero) also updates it in each step, and its page lies in that thread's NUMA node. When the caller has
- * finished its own share, it takes over each share that its thread has not begun. So a processor that is busy with
+ * (dsc_flat_zero) also updates it in each step, and its page lies in that thread's NUMA node. A thread that has
+ * finished its own share takes over unbegun pieces of other shares, one at a time. So a processor that is busy with
  * something else does not delay the rest.
+ *
+ * A thread without work spins for 1 ms before it sleeps, or until another thread has used its processor.
  *
  * Any number of threads may call. While one caller has the pool, another caller processes its chunks alone, one after
  * the other, and shares the rest as soon as the pool is free. So a short job does not wait behind a long job, and a

@@ -1,6 +1,6 @@
 /*
- * base/pool.c: every chunk runs once, and the same thread runs the same chunk each time. Covers several callers, nested
- * calls, fork and sizes. Also meant for the thread sanitizer.
+ * base/pool.c: every chunk runs once, each share begins with the same thread each time, and threads take over the rest
+ * of a slow thread's share. Covers several callers, nested calls, fork and sizes. Also meant for the thread sanitizer.
  */
 #include "test.h"
 
@@ -71,30 +71,29 @@ static void test_every_chunk_once(void)
 }
 
 /*
- * Each share waits until all shares have started. No thread can then take over another thread's share, which fixes each
- * share's thread.
+ * Each thread waits in the first piece of its share until all threads are there. No thread can then take over that
+ * piece of another thread's share, which fixes its thread.
  */
 struct meeting {
     int64_t n_shares;
     _Atomic int64_t n_there;
     pthread_t of_chunk[MAX_CHUNKS];
-    int64_t first_of_chunk[MAX_CHUNKS]; /* begin of the range that contained the chunk */
 };
 
 static void meet(void *arg, int64_t first, int64_t last)
 {
     struct meeting *meeting = arg;
 
-    atomic_fetch_add(&meeting->n_there, 1);
-    while (atomic_load(&meeting->n_there) < meeting->n_shares)
-        sched_yield();
-    for (int64_t i = first; i < last; i++) {
-        meeting->of_chunk[i] = pthread_self();
-        meeting->first_of_chunk[i] = first;
+    if (atomic_load(&meeting->n_there) < meeting->n_shares) {
+        atomic_fetch_add(&meeting->n_there, 1);
+        while (atomic_load(&meeting->n_there) < meeting->n_shares)
+            sched_yield();
     }
+    for (int64_t i = first; i < last; i++)
+        meeting->of_chunk[i] = pthread_self();
 }
 
-static void test_shares_stay_with_their_threads(void)
+static void test_shares_begin_with_their_threads(void)
 {
     static const int64_t n_chunks[] = {64, 5, 4, 7, 257}; /* with 5 threads and 4 chunks, one thread has no chunk */
     static struct meeting first_time;
@@ -103,32 +102,79 @@ static void test_shares_stay_with_their_threads(void)
 
     for (size_t c = 0; c < sizeof n_chunks / sizeof n_chunks[0]; c++) {
         int64_t n_shares = n_chunks[c] < 5 ? n_chunks[c] : 5;
-        int64_t n_ranges = 0;
 
         memset(&first_time, 0, sizeof first_time);
         first_time.n_shares = n_shares;
         par.run(par.ctx, n_chunks[c], meet, &first_time);
         CHECK(pthread_equal(first_time.of_chunk[0], pthread_self()));
-        for (int64_t i = 0; i < n_chunks[c]; i++) {
-            TEST_CASE("%d chunks, chunk %d", (int)n_chunks[c], (int)i);
-            if (first_time.first_of_chunk[i] == i) {
-                n_ranges++;
-                CHECK(i == 0 || !pthread_equal(first_time.of_chunk[i], first_time.of_chunk[i - 1]));
-            } else {
-                CHECK(pthread_equal(first_time.of_chunk[i], first_time.of_chunk[i - 1]));
+        CHECK_EQ(first_time.n_there, n_shares);
+        for (int64_t a = 0; a < n_shares; a++) {
+            for (int64_t b = 0; b < a; b++) {
+                TEST_CASE("%d chunks, shares %d and %d", (int)n_chunks[c], (int)a, (int)b);
+                CHECK(!pthread_equal(first_time.of_chunk[a * n_chunks[c] / n_shares],
+                                     first_time.of_chunk[b * n_chunks[c] / n_shares]));
             }
         }
-        CHECK_EQ(n_ranges, n_shares);
         for (int repeat = 0; repeat < 5; repeat++) {
             if (repeat == 2)
-                usleep(2000); /* the workers sleep */
+                usleep(5000); /* the workers sleep */
             memset(&again, 0, sizeof again);
             again.n_shares = n_shares;
             par.run(par.ctx, n_chunks[c], meet, &again);
-            for (int64_t i = 0; i < n_chunks[c]; i++) {
-                TEST_CASE("%d chunks, chunk %d, repeat %d", (int)n_chunks[c], (int)i, repeat);
+            for (int64_t share = 0; share < n_shares; share++) {
+                int64_t i = share * n_chunks[c] / n_shares;
+
+                TEST_CASE("%d chunks, share %d, repeat %d", (int)n_chunks[c], (int)share, repeat);
                 CHECK(pthread_equal(again.of_chunk[i], first_time.of_chunk[i]));
             }
+        }
+    }
+}
+
+/* One thread of two stays in its first piece until the other has run every other chunk. */
+struct slow_thread {
+    struct counts counts;
+    int64_t n_chunks;
+    pthread_t caller;
+    bool is_caller_slow;
+    _Atomic bool is_held; /* the slow thread is in its piece */
+    _Atomic int64_t n_quick; /* chunks that the other thread has run */
+    int64_t n_held;
+};
+
+static void run_beside_a_slow_thread(void *arg, int64_t first, int64_t last)
+{
+    struct slow_thread *slow = arg;
+
+    count_chunks(&slow->counts, first, last);
+    if ((pthread_equal(pthread_self(), slow->caller) != 0) != slow->is_caller_slow) {
+        while (!atomic_load(&slow->is_held)) /* so that no thread runs everything before the other has come */
+            sched_yield();
+        atomic_fetch_add(&slow->n_quick, last - first);
+        return;
+    }
+    slow->n_held += last - first;
+    atomic_store(&slow->is_held, true);
+    while (atomic_load(&slow->n_quick) < slow->n_chunks - (last - first))
+        sched_yield();
+}
+
+static void test_a_slow_thread_is_relieved(void)
+{
+    static const int64_t n_chunks[] = {4, 5, 63, 257};
+    struct dsc_par par = pool_of(2);
+
+    for (size_t c = 0; c < sizeof n_chunks / sizeof n_chunks[0]; c++) {
+        for (int is_caller = 0; is_caller < 2; is_caller++) {
+            struct slow_thread slow = {
+                .n_chunks = n_chunks[c], .caller = pthread_self(), .is_caller_slow = is_caller != 0};
+
+            TEST_CASE("%d chunks, slow %s", (int)n_chunks[c], is_caller ? "caller" : "worker");
+            par.run(par.ctx, n_chunks[c], run_beside_a_slow_thread, &slow);
+            for (int64_t i = 0; i < n_chunks[c]; i++)
+                CHECK_EQ(slow.counts.of_chunk[i], 1);
+            CHECK(slow.n_held > 0 && slow.n_held <= n_chunks[c] / 32 + 1);
+            CHECK_EQ(slow.n_quick, n_chunks[c] - slow.n_held);
         }
     }
 }
@@ -377,7 +423,8 @@ int main(void)
     alarm(280); /* a pool that hangs is a failed test */
     test_no_size();
     test_every_chunk_once();
-    test_shares_stay_with_their_threads();
+    test_shares_begin_with_their_threads();
+    test_a_slow_thread_is_relieved();
     test_several_callers();
     test_a_second_caller_does_not_wait();
     test_nested();
