@@ -6,6 +6,7 @@ has the same bits in every run, and 16-bit gradients lose no precision on the wa
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ __all__ = ["Collectives"]
 # Arguments: sources of one dtype and length, scale, accumulate, out. Effect: out = (out if accumulate else 0) + scale *
 # (sum of sources in order).
 ReduceKernel = Callable[[Sequence[torch.Tensor], float, bool, torch.Tensor], Any]
+
+_LENGTH_BYTES = 8  # of the int64 before a pickled object
 
 
 class Collectives:
@@ -328,6 +331,27 @@ class Collectives:
         with self.ledger.enter("all-gather", 0, label or "gather_objects", path=self._object_path):
             dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def gather_small_objects(self, value: Any, usual_bytes: int, *, label: str = "") -> list[Any]:
+        """Every rank's ``value`` by rank, as ``gather_objects``, in one exchange if every rank's value pickles to
+        ``usual_bytes`` or less. All ranks must give the same ``usual_bytes``.
+
+        ``gather_objects`` has two exchanges over torch's backend, which take several times as long as one through
+        shared memory.
+        """
+        if self.world_size == 1:
+            return [value]
+        pickled = pickle.dumps(value)
+        block = torch.zeros(_LENGTH_BYTES + usual_bytes, dtype=torch.uint8)
+        block[:_LENGTH_BYTES].view(torch.int64).fill_(len(pickled))
+        if len(pickled) <= usual_bytes:
+            block[_LENGTH_BYTES : _LENGTH_BYTES + len(pickled)] = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+        blocks = self._all_gather_list("all-gather", block.to(self._number_device), label or "gather_small_objects")
+        blocks = [each.cpu() for each in blocks]
+        lengths = [int(each[:_LENGTH_BYTES].clone().view(torch.int64)) for each in blocks]
+        if max(lengths) > usual_bytes:
+            return self.gather_objects(value, label=label)
+        return [pickle.loads(bytes(each.numpy())[_LENGTH_BYTES:]) for each in blocks]
 
     def barrier(self, *, label: str = "") -> None:
         """Returns when every rank has come here."""

@@ -19,6 +19,8 @@ from deepspeed_c.sequence.plans import SequenceCut
 __all__ = ["UlyssesSPDataLoaderAdapter"]
 
 IGNORED = -100
+# The description of a batch of some ten tensors takes a tenth of this.
+_USUAL_HEADER_BYTES = 4088
 # Values for added tokens, if the number of ranks does not divide the length.
 _FILL = {"labels": IGNORED, "shift_labels": IGNORED}
 
@@ -121,8 +123,8 @@ class UlyssesSPDataLoaderAdapter:
         except (ModelError, StateError) as error:
             problem = error
         header = None if batch is None else {key: _describe(value) for key, value in batch.items()}
-        everyone = self._comm.gather_objects(
-            (header, str(problem or ""), order), label="batches of the ranks of a sequence"
+        everyone = self._comm.gather_small_objects(
+            (header, str(problem or ""), order), _USUAL_HEADER_BYTES, label="batches of the ranks of a sequence"
         )
         if problem is not None:
             raise problem

@@ -4,6 +4,8 @@ use a backend.
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -252,6 +254,16 @@ def numbers_body(rank, world):
     assert sums == [world, world * (world - 1) / 2, world * 1e300, float("inf")], sums
     assert comm.sum_numbers([]) == []
     assert comm.gather_objects({"rank": rank}) == [{"rank": r} for r in range(world)]
+    # An object at the limit crosses in one exchange; a byte more on one rank alone takes the way of large objects.
+    limit = len(pickle.dumps(b"x" * 90))
+    for n_bytes, n_exchanges in ((0, 1), (90, 1), (91, 2), (100_000, 2)):
+        mine = b"x" * (n_bytes if rank == world - 1 else 3)
+        before = comm.ledger.last
+        found = comm.gather_small_objects(mine, limit)
+        wanted = [b"xxx"] * (world - 1) + [b"x" * n_bytes]
+        assert found == wanted, f"{n_bytes} bytes: found {[len(each) for each in found]}, wanted {[len(w) for w in wanted]}"
+        done = comm.ledger.last - before
+        assert done == (n_exchanges if world > 1 else 0), f"{n_bytes} bytes: {done} exchanges, wanted {n_exchanges}"
     tensor = torch.full((2, 3), float(rank), dtype=torch.bfloat16)
     assert [t.tolist() for t in comm.all_gather_list(tensor)] == [[[float(r)] * 3] * 2 for r in range(world)]
     sent = torch.full((2, 2), rank, dtype=torch.int32)
