@@ -34,8 +34,8 @@
 /*
  * A thread that waits spins for so long: a woken thread starts 60 us late and often on the caller's processor, and
  * little lies between the calls, since a step calls the pool once a bucket or a layer. The thread sleeps as soon as it
- * sees that another thread has used its processor. (sched_yield would offer the processor, but then the kernel puts the thread behind all
- * others even while it has work.)
+ * sees that another thread has used its processor. (sched_yield would offer the processor, but the kernel then puts
+ * the thread behind all others, even while it has work.)
  */
 #define SPIN_NS 1000000
 #define PREEMPTED_NS 100000 /* longer between two looks at the clock: another thread has run */
@@ -77,7 +77,7 @@ static int fork_error; /* written once under fork_once */
 
 static struct mailbox mailboxes[MAX_WORKERS];
 static struct job job;
-static struct cursor cursors[DSC_POOL_MAX_THREADS]; /* of the job's shares */
+static struct cursor cursors[DSC_POOL_MAX_THREADS];        /* of the job's shares */
 static _Alignas(CACHE_LINE_BYTES) _Atomic uint32_t n_left; /* workers that have joined or may still join */
 static _Atomic bool may_spin;
 

@@ -137,7 +137,7 @@ struct slow_thread {
     int64_t n_chunks;
     pthread_t caller;
     bool is_caller_slow;
-    _Atomic bool is_held; /* the slow thread is in its piece */
+    _Atomic bool is_held;    /* the slow thread is in its piece */
     _Atomic int64_t n_quick; /* chunks that the other thread has run */
     int64_t n_held;
 };
