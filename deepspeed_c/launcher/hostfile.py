@@ -1,91 +1,107 @@
-"""Select the slots of this host for a launch, by DeepSpeed's hostfiles and its --include / --exclude grammar, for one
-host.
-"""
+"""The hosts of a launch and their slots, by DeepSpeed's hostfiles and its --include / --exclude grammar."""
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from deepspeed_c.errors import LaunchError
-from deepspeed_c.launcher.options import DEFAULT_HOSTFILE, Options
+from deepspeed_c.launcher.options import DEFAULT_HOSTFILES, Options
 
-__all__ = ["is_this_host", "parse_filter", "read_hostfile", "select_slots"]
+__all__ = ["hostfile_of", "is_this_host", "parse_filter", "read_hostfile", "select_hosts"]
 
-SEVERAL_HOSTS_FIX = (
-    "leave one host (--include HOST or --num_nodes 1), or start the script on every host with torchrun or, under "
-    "Slurm, `srun python SCRIPT ...`"
-)
+THIS_HOST = "localhost"
 
 
-def select_slots(options: Options, devices: Sequence[int] | None) -> list[int]:
-    """The slots to start one process each on, in order.
+def select_hosts(options: Options, devices: Sequence[int] | None) -> dict[str, list[int]]:
+    """Host -> the slots to start one process each on. Hosts have the order of the hostfile, slots are sorted.
 
     ``devices`` are the numbers of this host's slots. None means a host without accelerators. There a slot is just a
-    process, and the user may ask for any number of slots. Raises ``LaunchError`` if the request includes other hosts,
-    or slots that this host does not have.
+    process, and the user may ask for any number of slots. The slots of other hosts are those of the hostfile; the
+    host itself compares them with its devices. Raises ``LaunchError`` for a host or a slot that is not in the pool.
     """
-    pool = _pool(options, devices)
+    path = hostfile_of(options)
+    pool = _pool(options, path, devices)
     wanted = parse_filter(options.include or options.exclude, "--include" if options.include else "--exclude")
     if options.include:
-        if devices is None and options.hostfile is None and "localhost" in pool:
-            pool["localhost"] = sorted({*pool["localhost"], *(wanted.get("localhost") or [])})
+        if devices is None and path is None and THIS_HOST in pool:
+            pool[THIS_HOST] = sorted({*pool[THIS_HOST], *(wanted.get(THIS_HOST) or [])})
         chosen = {host: _known_slots(pool, host, slots) for host, slots in wanted.items()}
         chosen = {host: chosen[host] for host in pool if host in chosen}
     elif options.exclude:
         without = {host: set(_known_slots(pool, host, slots)) for host, slots in wanted.items()}
         chosen = {host: [s for s in slots if s not in without.get(host, ())] for host, slots in pool.items()}
     else:
-        chosen = dict(pool)
-        if options.num_nodes is not None:
-            chosen = dict(list(chosen.items())[: options.num_nodes])
+        chosen = _first(pool, options.num_nodes, path)
     chosen = {host: slots for host, slots in chosen.items() if slots}
     if not chosen:
         raise LaunchError("nothing is left to run on", where=f"--exclude {options.exclude}", fix="exclude less")
-    if len(chosen) > 1:
-        raise LaunchError(
-            f"this version launches one host, and {len(chosen)} are asked for: {', '.join(chosen)}",
-            fix=SEVERAL_HOSTS_FIX,
-        )
-    (host, slots), *_ = chosen.items()
-    if not is_this_host(host):
-        raise LaunchError(
-            f"the host {host!r} is not this one", fix="run deepspeed_c there, or with torchrun on every host"
-        )
-    if options.num_procs is not None and options.num_procs != len(slots):
-        if options.num_procs > len(slots):
-            raise LaunchError(
-                f"{options.num_procs} processes are asked for, and there are {len(slots)} slots ({_listed(slots)})",
-                where="--num_procs",
-                fix=f"ask for at most {len(slots)}; or hide the devices (CUDA_VISIBLE_DEVICES=) to train on the CPU",
-            )
-        slots = slots[: options.num_procs]
-    return slots
+    if options.num_procs is not None:
+        chosen = {host: _first_slots(host, slots, options.num_procs) for host, slots in chosen.items()}
+    return chosen
 
 
-def _pool(options: Options, devices: Sequence[int] | None) -> dict[str, list[int]]:
-    """Host -> its slots, from the hostfile; without a hostfile, this host only."""
-    path = options.hostfile or (DEFAULT_HOSTFILE if os.path.isfile(DEFAULT_HOSTFILE) else None)
+def hostfile_of(options: Options) -> str | None:
+    """The path of the hostfile, or None."""
+    return options.hostfile or next(filter(os.path.isfile, DEFAULT_HOSTFILES), None)
+
+
+def _pool(options: Options, path: str | None, devices: Sequence[int] | None) -> dict[str, list[int]]:
+    """Host -> its slots, from the hostfile. Without a hostfile: this host, or with --no_ssh hosts that are as many as
+    --num_nodes and have as many slots as this one.
+    """
     if path is None:
-        return {"localhost": list(range(options.num_procs or 1) if devices is None else devices)}
+        slots = list(range(options.num_procs or 1) if devices is None else devices)
+        if options.no_ssh and options.num_nodes is not None:
+            return {f"host-{i}": slots for i in range(options.num_nodes)}
+        return {THIS_HOST: slots}
     pool = {host: list(range(n)) for host, n in read_hostfile(path).items()}
     for host, slots in pool.items():
-        if devices is not None and is_this_host(host) and len(slots) > len(devices):
+        if devices is None or not is_this_host(host):
+            continue
+        if len(slots) > len(devices):
             raise LaunchError(
                 f"{host} has {len(slots)} slots there, and this host has {len(devices)} devices",
                 where=path,
                 fix="correct it",
             )
-        if devices is not None and is_this_host(host):
-            pool[host] = list(devices[: len(slots)])
+        pool[host] = list(devices[: len(slots)])
     return pool
+
+
+def _first(pool: Mapping[str, list[int]], n_hosts: int | None, path: str | None) -> dict[str, list[int]]:
+    if n_hosts is None:
+        return dict(pool)
+    if n_hosts > len(pool):
+        raise LaunchError(
+            f"{n_hosts} hosts are asked for, and {path or 'without a hostfile there'} "
+            + (f"names {len(pool)}" if path else "is one"),
+            where="--num_nodes",
+            fix="name the hosts in a --hostfile (lines of `HOST slots=N`), or start the same command on each host with "
+            "--no_ssh --node_rank I --master_addr ADDR",
+        )
+    return dict(list(pool.items())[:n_hosts])
+
+
+def _first_slots(host: str, slots: list[int], n: int) -> list[int]:
+    if n > len(slots):
+        raise LaunchError(
+            f"{n} processes are asked for, and there are {len(slots)} slots ({_listed(slots)})"
+            + ("" if host == THIS_HOST else f" on {host}"),
+            where="--num_procs",
+            fix=f"ask for at most {len(slots)}; or hide the devices (CUDA_VISIBLE_DEVICES=) to train on the CPU",
+        )
+    return slots[:n]
 
 
 def _known_slots(pool: Mapping[str, list[int]], host: str, slots: list[int] | None) -> list[int]:
     if host not in pool:
-        raise LaunchError(f"there is no host {host!r}; known: {', '.join(pool)}", where="--include/--exclude")
+        raise LaunchError(
+            f"there is no host {host!r}{_near(host, pool)}; known: {', '.join(pool)}", where="--include/--exclude"
+        )
     if slots is None:
         return pool[host]
     for slot in slots:
@@ -96,6 +112,11 @@ def _known_slots(pool: Mapping[str, list[int]], host: str, slots: list[int] | No
                 fix="name one of those",
             )
     return slots
+
+
+def _near(word: str, names: Iterable[str]) -> str:
+    found = difflib.get_close_matches(word, list(names), n=1)
+    return f" (did you mean {found[0]!r}?)" if found else ""
 
 
 def _listed(slots: Sequence[int]) -> str:
@@ -122,7 +143,9 @@ def parse_filter(text: str, where: str = "filter") -> dict[str, list[int] | None
 
 
 def read_hostfile(path: str) -> dict[str, int]:
-    """Host -> number of slots, in the order of the file: lines of ``HOST slots=N``, ``#`` begins a comment."""
+    """Host -> number of slots, in the order of the file: lines of ``HOST slots=N`` or, as MPICH writes them, ``HOST:N``;
+    ``#`` begins a comment.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             lines = file.read().splitlines()
@@ -133,7 +156,7 @@ def read_hostfile(path: str) -> dict[str, int]:
         text = line.split("#", 1)[0].strip()
         if not text:
             continue
-        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", text)
+        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", text) or re.fullmatch(r"([^\s:]+):(\d+)", text)
         if match is None:
             raise LaunchError(f"{line.strip()!r} is not of the form HOST slots=N", where=f"{path}, line {number}")
         host, slots = match.group(1), int(match.group(2))

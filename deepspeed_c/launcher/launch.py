@@ -4,15 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deepspeed_c.launcher.options import parse_options
-from deepspeed_c.launcher.plan import make_plan
+from deepspeed_c.launcher.hostfile import hostfile_of, is_this_host, select_hosts
+from deepspeed_c.launcher.options import Options, parse_options
+from deepspeed_c.launcher.plan import find_devices, make_plan
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str]) -> int:
     """Start the ranks and wait for them. Returns their exit code. Raises LaunchError if nothing can be started."""
-    plan = make_plan(parse_options(argv))
-    from deepspeed_c.launcher.run import launch  # imports torch, so help and errors must not need it
+    options = parse_options(argv)
+    # The modules that start ranks import torch, so help and errors must not need them.
+    if options.no_ssh:
+        from deepspeed_c.launcher.cluster import launch_without_runner
+
+        return launch_without_runner(options, _hosts(options))
+    if hostfile_of(options) is not None or options.force_multi:
+        hosts = _hosts(options)
+        if options.force_multi or len(hosts) > 1 or not all(map(is_this_host, hosts)):
+            from deepspeed_c.launcher.cluster import launch_on_hosts
+
+            return launch_on_hosts(options, hosts)
+    plan = make_plan(options)
+    from deepspeed_c.launcher.run import launch
 
     return launch(plan)
+
+
+def _hosts(options: Options) -> dict[str, list[int]]:
+    """The hosts of a launch and their slots. Devices are looked for only where no hostfile says how many there are:
+    the agents compare a hostfile with the devices of their hosts.
+    """
+    devices = None if hostfile_of(options) is not None else find_devices()
+    return select_hosts(options, None if devices is None else devices.slots)

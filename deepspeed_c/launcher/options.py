@@ -9,10 +9,13 @@ from dataclasses import dataclass
 
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.commands import COMMANDS
+from deepspeed_c.launcher.runners import RUNNERS
 
-__all__ = ["DEFAULT_HOSTFILE", "Options", "parse_options"]
+__all__ = ["DEFAULT_HOSTFILES", "Options", "parse_options"]
 
-DEFAULT_HOSTFILE = "/job/hostfile"  # DeepSpeed's default path; the file need not exist
+DEFAULT_RUNNER = "pdsh"
+# The first of them that exists is taken. DeepSpeed's default path, and the path of Kubernetes' MPI operator.
+DEFAULT_HOSTFILES = ("/job/hostfile", "/etc/mpi/hostfile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +34,24 @@ class Options:
     include: str
     exclude: str
     hostfile: str | None
-    """None: ``DEFAULT_HOSTFILE`` if it exists."""
+    """None: the first of ``DEFAULT_HOSTFILES`` that exists."""
+    launcher: str
+    """A name of ``RUNNERS``."""
+    launcher_args: str
+    """Words for the runner's program, as in a shell."""
+    force_multi: bool
+    """Start the agent of a single host by the runner too."""
+    no_ssh: bool
+    """Start the ranks of this host alone, and meet those of the other hosts at the master address."""
+    node_rank: int | None
+    no_ssh_check: bool
+    ssh_port: int | None
+    venv_script: str | None
+    """Shell script to source on each host before its agent starts."""
+    gather_logs: bool
+    """Write the logs of all ranks on the launching host."""
     master_addr: str | None
+    """An address of the host of rank 0."""
     master_port: int | None
     """None: any free port."""
     bind_cores_to_rank: bool
@@ -60,7 +79,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     for names, what in _ELSEWHERE:
         for name in names:
             if values.pop(name):
-                raise LaunchError(f"{what}", where=f"--{name}", fix=_INSTEAD.get(name, _INSTEAD_OF_HOSTS))
+                raise LaunchError(f"{what}", where=f"--{name}", fix=_INSTEAD[name])
     if values.pop("quiet"):
         values["log_level"] = "error"
     if values["enable_each_rank_log"] == "None":  # DeepSpeed's word for "no"
@@ -82,12 +101,23 @@ def _check(options: Options) -> None:
         )
     if options.num_procs is not None and options.num_procs < 1:
         raise LaunchError(f"is {options.num_procs}", where="--num_procs", fix="start at least one process")
-    if options.num_nodes is not None and options.num_nodes != 1:
+    if options.num_nodes is not None and options.num_nodes < 1:
+        raise LaunchError(f"is {options.num_nodes}", where="--num_nodes", fix="use at least one host")
+    for name, port in (("--master_port", options.master_port), ("--ssh_port", options.ssh_port)):
+        if port is not None and not 0 < port < 1 << 16:
+            raise LaunchError(f"is {port}", where=name, fix="ports run from 1 to 65535")
+    if options.no_ssh and options.node_rank is None:
         raise LaunchError(
-            f"is {options.num_nodes}: this version launches one host", where="--num_nodes", fix=_INSTEAD_OF_HOSTS
+            "is given without --node_rank", where="--no_ssh", fix="add the number of this host, 0 on the host of rank 0"
         )
-    if options.master_port is not None and not 0 < options.master_port < 1 << 16:
-        raise LaunchError(f"is {options.master_port}", where="--master_port", fix="ports run from 1 to 65535")
+    if options.node_rank is not None and not options.no_ssh:
+        raise LaunchError("is given without --no_ssh", where="--node_rank", fix="add --no_ssh, or drop it")
+    if options.no_ssh and options.force_multi:
+        raise LaunchError("--no_ssh and --force_multi exclude each other", fix="drop one of them")
+    if options.gather_logs and options.enable_each_rank_log is None:
+        raise LaunchError(
+            "is given without --enable_each_rank_log DIR", where="--gather_logs", fix="name the folder of the logs"
+        )
     if options.bind_core_list is not None and not options.bind_cores_to_rank:
         raise LaunchError(
             "is given without --bind_cores_to_rank", where="--bind_core_list", fix="add --bind_cores_to_rank"
@@ -96,26 +126,16 @@ def _check(options: Options) -> None:
         raise LaunchError(f"is {options.grace:g}", where="--grace", fix="give a number of seconds, 0 or more")
 
 
-_INSTEAD_OF_HOSTS = (
-    "start the script on every host with `torchrun --nnodes N --nproc-per-node M --rdzv-backend c10d "
-    "--rdzv-endpoint HOST0:29500 SCRIPT ...` or, under Slurm, with `srun python SCRIPT ...`; it needs no change"
-)
+_ELASTIC = "start the script with `torchrun --nnodes MIN:MAX --max-restarts R SCRIPT ...`"
 _INSTEAD = {
     "autotuning": "choose the micro-batch size and the ZeRO stage in the configuration file",
-    "elastic_training": "start the script with `torchrun --nnodes MIN:MAX --max-restarts R SCRIPT ...`",
+    **dict.fromkeys(("elastic_training", "min_elastic_nodes", "max_elastic_nodes"), _ELASTIC),
 }
 
 # Options of DeepSpeed for features that this version lacks.
 _ELSEWHERE: tuple[tuple[tuple[str, ...], str], ...] = (
     (("autotuning",), "there is no autotuner in this version"),
     (("elastic_training", "min_elastic_nodes", "max_elastic_nodes"), "there is no elastic agent in this version"),
-    (
-        (
-            *("launcher", "launcher_args", "no_ssh", "no_ssh_check", "force_multi", "ssh_port", "venv_script"),
-            "node_rank",
-        ),
-        "this version launches one host, and this option is for several",
-    ),
 )
 
 # Sections of the help text: (title, ((flags, argparse keywords), ...)). An option takes a value unless it is a flag.
@@ -146,10 +166,33 @@ _OPTIONS = (
                 ("-H", "--hostfile"),
                 {
                     "metavar": "FILE",
-                    "help": f"lines of `HOST slots=N` (default: {DEFAULT_HOSTFILE} if there); one host only",
+                    "help": f"lines of `HOST slots=N` (default: {' or '.join(DEFAULT_HOSTFILES)}, if there)",
                 },
             ),
-            (("--num_nodes",), {"type": int, "metavar": "1", "help": "hosts to use: this version launches one"}),
+            (("--num_nodes",), {"type": int, "metavar": "N", "help": "use the first N hosts of the file"}),
+        ),
+    ),
+    (
+        "Several hosts",
+        (
+            (
+                ("--launcher",),
+                {
+                    "default": DEFAULT_RUNNER,
+                    "type": str.lower,
+                    "choices": tuple(RUNNERS),
+                    "help": f"what starts the other hosts' agents (default: {DEFAULT_RUNNER})",
+                },
+            ),
+            (("--launcher_args",), {"default": "", "metavar": "WORDS", "help": "more words for its program, as one argument"}),
+            (("--ssh_port",), {"type": int, "metavar": "PORT", "help": "port of the hosts' ssh servers"}),
+            (("--venv_script",), {"metavar": "FILE", "help": "shell script to source on each host first"}),
+            (("--force_multi",), dict(_FLAG, help="start a single host through the launcher too")),
+            (
+                ("--no_ssh",),
+                dict(_FLAG, help="start this host only; the same command runs on each host, with its --node_rank"),
+            ),
+            (("--node_rank",), {"type": int, "metavar": "I", "help": "number of this host, with --no_ssh"}),
         ),
     ),
     (
@@ -157,7 +200,10 @@ _OPTIONS = (
         (
             (
                 ("--master_addr",),
-                {"metavar": "ADDR", "help": "the one address of this host to listen at (default: 127.0.0.1)"},
+                {
+                    "metavar": "ADDR",
+                    "help": "address of the host of rank 0 (default: 127.0.0.1; with several hosts, one that they reach)",
+                },
             ),
             (("--master_port",), {"type": int, "metavar": "PORT", "help": "default: a port that is free"}),
         ),
@@ -190,6 +236,10 @@ _OPTIONS = (
                 ("--enable_each_rank_log",),
                 {"metavar": "DIR", "help": "write what rank N prints to DIR/TIME_rankN.log, not to the terminal"},
             ),
+            (
+                ("--gather_logs",),
+                dict(_FLAG, help="... on the launching host, also for ranks of other hosts"),
+            ),
             (("--tag_output",), dict(_FLAG, help="begin each line with the rank it comes from, and show whole lines only")),
             (
                 ("--grace",),
@@ -218,14 +268,7 @@ _OPTIONS = (
     (
         None,
         (
-            (("--launcher",), _HIDDEN),
-            (("--launcher_args",), _HIDDEN),
-            (("--no_ssh",), dict(_FLAG, **_HIDDEN)),
             (("--no_ssh_check",), dict(_FLAG, **_HIDDEN)),
-            (("--force_multi",), dict(_FLAG, **_HIDDEN)),
-            (("--ssh_port",), _HIDDEN),
-            (("--venv_script",), _HIDDEN),
-            (("--node_rank",), _HIDDEN),
             (("--autotuning",), _HIDDEN),
             (("--elastic_training",), dict(_FLAG, **_HIDDEN)),
             (("--min_elastic_nodes",), _HIDDEN),
@@ -239,12 +282,13 @@ _TAKES_VALUE = {
 }
 
 _DESCRIPTION = """\
-Trains on the devices of this host: starts SCRIPT once a device (or --num_procs times), with RANK, LOCAL_RANK,
-WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, and stops all when one fails.
+Trains on the devices of this host, or of all hosts of a hostfile: starts SCRIPT once a device (or --num_procs times a
+host), with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, and stops all when one fails.
 
   deepspeed_c train.py --deepspeed --deepspeed_config ds_config.json
   deepspeed_c --num_procs 2 --bind_cores_to_rank train.py --lr 0.1
   deepspeed_c --include localhost:0,2 --module package.train
+  deepspeed_c --hostfile hosts --exclude worker-1:0 train.py --deepspeed_config ds_config.json
 
 Other commands:
   deepspeed_c run COMMAND ...     run a command whose processes all see deepspeed_c as `deepspeed` (Hugging Face, Lightning)

@@ -8,6 +8,7 @@ import selectors
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import BinaryIO, final
@@ -15,7 +16,7 @@ from typing import BinaryIO, final
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.logging import write_line
 
-__all__ = ["Output"]
+__all__ = ["Output", "label_of", "log_name", "log_stamp"]
 
 # Time to wait for the rest of an unfinished line (a prompt, a progress bar) before the first part is shown. During this
 # time no line of another rank is printed in between.
@@ -26,10 +27,27 @@ READ_BYTES = 64 << 10
 DRAIN_READS = 32  # limit for each pipe at the end: enough to empty a pipe
 
 
+def label_of(rank: int, host: str = "") -> bytes:
+    """The label of a rank's lines; host: its name, if the launch has several."""
+    return f"[{host}:rank{rank}]: ".encode() if host else f"[rank{rank}]: ".encode()
+
+
+def log_stamp() -> str:
+    """The time in the names of log files."""
+    return time.strftime("%Y%m%d%H%M%S")
+
+
+def log_name(stamp: str, rank: int) -> str:
+    """The name of a rank's log file."""
+    return f"{stamp}_rank{rank}.log"
+
+
 @dataclass(slots=True, eq=False)
 class _Stream:
     """One pipe from one rank, and the target of its bytes."""
 
+    index: int
+    """Which rank of this host."""
     rank: int
     read_fd: int
     target: int
@@ -55,7 +73,11 @@ class Output:
     exit, the output of ended ranks has been written, and all descriptors are closed.
     """
 
-    def __init__(self, n_ranks: int, *, log_dir: str | None = None, has_labels: bool = False) -> None:
+    def __init__(
+        self, ranks: Sequence[int], *, host: str = "", log_dir: str | None = None, has_labels: bool = False
+    ) -> None:
+        """ranks: the numbers of the ranks. host: its name for the labels, if the launch has several."""
+        n_ranks = len(ranks)
         self._streams: list[_Stream] = []
         self._paths: list[tuple[str, str]] = []
         self._write_fds: list[int] = []
@@ -65,19 +87,19 @@ class Output:
         self._selector = selectors.DefaultSelector()
         self._thread: threading.Thread | None = None
         self._wake_read, self._wake_write = os.pipe()
-        stamp = time.strftime("%Y%m%d%H%M%S")
+        stamp = log_stamp()
         try:
-            for rank in range(n_ranks):
-                label = f"[rank{rank}]: ".encode() if has_labels else b""
+            for i, rank in enumerate(ranks):
+                label = label_of(rank, host) if has_labels else b""
                 if log_dir is not None:
-                    path = os.path.join(log_dir, f"{stamp}_rank{rank}.log")
+                    path = os.path.join(log_dir, log_name(stamp, rank))
                     self._logs.append(open(path, "wb", buffering=0))  # noqa: SIM115  closed by close()
                     self.log_paths.append(path)
-                    both = self._pipe(_Stream(rank, -1, self._logs[-1].fileno(), label))
+                    both = self._pipe(_Stream(i, rank, -1, self._logs[-1].fileno(), label))
                     self._paths.append((both, both))
                 else:
-                    out = self._pipe(_Stream(rank, -1, 1, label, is_remembered=False)) if has_labels else ""
-                    self._paths.append((out, self._pipe(_Stream(rank, -1, 2, label, is_shared=n_ranks > 1))))
+                    out = self._pipe(_Stream(i, rank, -1, 1, label, is_remembered=False)) if has_labels else ""
+                    self._paths.append((out, self._pipe(_Stream(i, rank, -1, 2, label, is_shared=n_ranks > 1))))
         except OSError as error:
             self.close()
             raise LaunchError(f"the ranks' output cannot be set up: {error}", where=log_dir or "pipes") from error
@@ -91,9 +113,9 @@ class Output:
         self._selector.register(stream.read_fd, selectors.EVENT_READ, stream)
         return f"/dev/fd/{write_fd}"
 
-    def paths(self, rank: int) -> tuple[str, str]:
-        """Return the paths to open as the rank's stdout and stderr; "" stands for the launcher's own stream."""
-        return self._paths[rank]
+    def paths(self, i: int) -> tuple[str, str]:
+        """The paths to open as stdout and stderr of the ``i``-th rank; "" stands for the launcher's own stream."""
+        return self._paths[i]
 
     def __enter__(self) -> Output:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
@@ -125,11 +147,11 @@ class Output:
             log.close()
         self._write_fds, self._streams, self._logs = [], [], []
 
-    def tail(self, rank: int) -> str:
-        """The last lines of the rank's stderr, or of both streams if they go to one log file. Call this after
-        ``finish``."""
-        lines = self._tails[rank].decode(errors="replace").splitlines()
-        if len(self._tails[rank]) >= TAIL_BYTES:
+    def tail(self, i: int) -> str:
+        """The last lines of stderr of the ``i``-th rank, or of both streams if they go to one log file. Call this
+        after ``finish``."""
+        lines = self._tails[i].decode(errors="replace").splitlines()
+        if len(self._tails[i]) >= TAIL_BYTES:
             lines = lines[1:] or lines  # the first line is incomplete
         return "\n".join(lines[-TAIL_LINES:])
 
@@ -173,7 +195,7 @@ class Output:
         except BlockingIOError:
             return False
         if stream.is_remembered:
-            tail = self._tails[stream.rank]
+            tail = self._tails[stream.index]
             tail += data
             del tail[:-TAIL_BYTES]
         if not stream.label and not stream.is_shared:

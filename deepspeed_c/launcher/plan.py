@@ -1,4 +1,5 @@
-"""Turn the user's options into a plan: one command and one environment for each rank, checked before anything runs.
+"""Turn the user's options into a plan for one host: one command and one environment for each of its ranks, checked
+before anything runs.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from pathlib import Path
 
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.cores import split_cores, threads_per_rank
-from deepspeed_c.launcher.hostfile import is_this_host, select_slots
+from deepspeed_c.launcher.hostfile import is_this_host, select_hosts
+from deepspeed_c.launcher.job import HostPlace
 from deepspeed_c.launcher.options import Options
 
 __all__ = ["Devices", "Plan", "RankPlan", "find_devices", "make_plan"]
 
 LOOPBACK = "127.0.0.1"
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-BIND = str(Path(__file__).with_name("bind.py"))
+CHILD = str(Path(__file__).with_name("child.py"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,14 @@ class Plan:
     """The input of ``run.launch``."""
 
     ranks: tuple[RankPlan, ...]
+    """The ranks of this host."""
+    first_rank: int = 0
+    host: str = ""
+    """Name of this host in the hostfile, if the launch has several."""
+    token: str = ""
+    """The secret of the run; "": a new one."""
+    opens_store: bool = True
+    """Whether the ranks' store is on this host: that of rank 0."""
     master_addr: str
     master_port: int | None
     """None: any free port."""
@@ -63,43 +73,84 @@ class Plan:
     log_level: str
 
 
-def make_plan(options: Options, devices: Devices | str | None = "find") -> Plan:
-    """Decide what to start. ``devices`` is for tests: None stands for a host without accelerators.
+def make_plan(
+    options: Options,
+    devices: Devices | str | None = "find",
+    *,
+    place: HostPlace | None = None,
+    environment: Mapping[str, str] = {},
+    token: str = "",
+) -> Plan:
+    """Decide what to start on this host. ``devices`` is for tests: None stands for a host without accelerators.
 
-    Raises ``LaunchError`` for every error that the launcher can detect: a missing script, an unknown host or slot, too
-    few cores, an address of another host, a log folder that cannot be made.
+    place: of this host among several; None: it is the only one. environment: more variables for every rank. token: the
+    secret of the run. Raises ``LaunchError`` for every error that the launcher can detect: a missing script, an unknown
+    host or slot, too few cores, an address of another host, a log folder that cannot be made.
     """
     command = _command(options)
-    if options.master_addr is not None and not is_this_host(options.master_addr):
+    is_first = place is None or place.first_rank == 0
+    if is_first and options.master_addr is not None and not is_this_host(options.master_addr):
         raise LaunchError(
             "is not an address of this host", where=f"--master_addr {options.master_addr}", fix="leave it out"
         )
     if devices == "find":
         devices = find_devices()
-    slots = select_slots(options, None if devices is None else devices.slots)
-    shared = _shared_environment(devices, slots)
-    n_ranks = len(slots)
+    if place is None:
+        slots = _slots_of_this_host(options, devices)
+        place = HostPlace("", 0, slots, 0, 1, len(slots))
+    elif devices is None:
+        slots = place.slots
+    else:
+        slots = _slots_by_position(place, devices)
+    shared = {**environment, **_shared_environment(devices, slots)}
+    n_ranks = len(place.slots)
     cores = split_cores(n_ranks, options.bind_core_list) if options.bind_cores_to_rank else None
     n_threads = len(cores[0]) if cores else threads_per_rank(n_ranks)
-    if not os.environ.get("OMP_NUM_THREADS"):
+    if not (environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")):
         # torchrun sets 1, so that every CPU operator of torch uses only one core
         shared["OMP_NUM_THREADS"] = str(n_threads)
     ranks = []
-    for rank in range(n_ranks):
-        words = command if options.no_local_rank else (*command, f"--local_rank={rank}")
-        if cores:
-            words = (sys.executable, "-I", "-S", BIND, ",".join(map(str, cores[rank])), *words)
-        ranks.append(RankPlan((*words, *options.script_args), {**shared, **_rank_environment(rank, n_ranks)}))
+    for i in range(n_ranks):
+        words = command if options.no_local_rank else (*command, f"--local_rank={i}")
+        bound = ",".join(map(str, cores[i])) if cores else ""
+        words = (sys.executable, "-I", "-S", CHILD, bound, *words)
+        ranks.append(RankPlan((*words, *options.script_args), {**shared, **_rank_environment(i, place)}))
     return Plan(
         ranks=tuple(ranks),
+        first_rank=place.first_rank,
+        host=place.name,
+        token=token,
+        opens_store=is_first,
         master_addr=options.master_addr or LOOPBACK,
         master_port=options.master_port,
-        log_dir=_log_dir(options.enable_each_rank_log),
-        tag_output=options.tag_output,
+        log_dir=None if options.gather_logs and place.name else _log_dir(options.enable_each_rank_log),
+        tag_output=options.tag_output or (options.gather_logs and bool(place.name)),
         grace=options.grace,
         save_pid=options.save_pid,
         log_level=options.log_level,
     )
+
+
+def _slots_by_position(place: HostPlace, devices: Devices) -> list[int]:
+    """The slots of a hostfile, which counts the devices that the host shows, as the host itself numbers them."""
+    if place.slots[-1] >= len(devices.slots):
+        raise LaunchError(
+            f"{place.name} has {place.slots[-1] + 1} slots there, and the host has {len(devices.slots)} devices",
+            where="--hostfile",
+            fix="correct it",
+        )
+    return [devices.slots[slot] for slot in place.slots]
+
+
+def _slots_of_this_host(options: Options, devices: Devices | None) -> list[int]:
+    """The slots of a launch on this host alone."""
+    (host, slots), *others = select_hosts(options, None if devices is None else devices.slots).items()
+    if others or not is_this_host(host):
+        raise LaunchError(
+            f"the host {host!r} is not this one" if not others else "several hosts are asked for",
+            fix="leave one host, this one",
+        )
+    return slots
 
 
 def find_devices() -> Devices | None:
@@ -178,22 +229,22 @@ def _shared_environment(devices: Devices | None, slots: Sequence[int]) -> dict[s
     return {}
 
 
-def _rank_environment(rank: int, n_ranks: int) -> dict[str, str]:
+def _rank_environment(local_rank: int, place: HostPlace) -> dict[str, str]:
     """The variables that torch's launcher sets, and the variables that only DeepSpeed's launcher sets. ``run.launch``
     adds address and port."""
-    number, count = str(rank), str(n_ranks)
+    rank, world_size = str(place.first_rank + local_rank), str(place.world_size)
     return {
-        "RANK": number,
-        "LOCAL_RANK": number,
-        "ROLE_RANK": number,
-        "WORLD_SIZE": count,
-        "LOCAL_WORLD_SIZE": count,
-        "ROLE_WORLD_SIZE": count,
-        "LOCAL_SIZE": count,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "CROSS_RANK": "0",
-        "CROSS_SIZE": "1",
+        "RANK": rank,
+        "LOCAL_RANK": str(local_rank),
+        "ROLE_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": str(len(place.slots)),
+        "ROLE_WORLD_SIZE": world_size,
+        "LOCAL_SIZE": str(len(place.slots)),
+        "GROUP_RANK": str(place.index),
+        "GROUP_WORLD_SIZE": str(place.n_hosts),
+        "CROSS_RANK": str(place.index),
+        "CROSS_SIZE": str(place.n_hosts),
         "ROLE_NAME": "default",
     }
 

@@ -2,8 +2,8 @@
 
 torchelastic (``torch.distributed.elastic``) starts the processes and their groups, and ends them after a failure or a
 signal, as ``torch.distributed.run`` does. The ranks meet at its store at MASTER_PORT. The launcher opens this store, so
-no other program can take the port between its choice and its use. No rendezvous of agents is needed, because there is
-one host and no restart.
+no other program can take the port between its choice and its use. With several hosts, ``Meeting`` says when to start
+the ranks, and what happened on the other hosts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import socket
 import stat
 import sys
 import tempfile
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from torch.distributed import DistNetworkError, TCPStore
@@ -30,14 +31,16 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import get_sub
 
 from deepspeed_c.env import RUN_TOKEN
 from deepspeed_c.errors import LaunchError
+from deepspeed_c.launcher.meeting import Failure, Meeting
 from deepspeed_c.launcher.output import Output
 from deepspeed_c.launcher.plan import Plan
 from deepspeed_c.listening import is_loopback, listening_socket
 from deepspeed_c.logging import write_line
 
-__all__ = ["launch"]
+__all__ = ["EXIT_LOST", "explain", "launch", "network_environment", "open_store", "set_up_logging"]
 
 POLL_SECONDS = 0.02
+EXIT_LOST = 1  # the launching command is lost, so its exit code is not known
 FAILURE_GRACE_SECONDS = 5  # short, because the other ranks most likely wait for the failed rank
 TOKEN_BYTES = 32
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # torchelastic's default
@@ -45,23 +48,34 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # torc
 logger = logging.getLogger("deepspeed_c.launcher")
 
 
-def launch(plan: Plan) -> int:
+def launch(plan: Plan, meeting: Meeting | None = None) -> int:
     """Run the plan to its end and return the exit code (see ``main.main``).
 
-    On return all ranks have ended and are reaped. After a failure or a signal, the processes that ranks had started
-    have ended too. Raises ``LaunchError`` if the ranks could not be started; then no rank is left running.
+    meeting: with the agents of the other hosts; None for a launch on this host alone. On return all ranks of this host
+    have ended and are reaped. After a failure or a signal, the processes that ranks had started have ended too. Raises
+    ``LaunchError`` if the ranks could not be started; then no rank is left running.
     """
-    _set_up_logging(plan.log_level)
-    store = _open_store(plan)
+    set_up_logging(plan.log_level)
+    store = open_store(plan.master_addr, plan.master_port) if plan.opens_store else None
+    master = (plan.master_addr, store.port) if store is not None else None
+    if meeting is not None:
+        master = meeting.begin(master)
+        if master is None:
+            return meeting.end(has_all_zeros=False) or 0
     with (
         _pid_file(plan.save_pid),
-        Output(len(plan.ranks), log_dir=plan.log_dir, has_labels=plan.tag_output) as output,
+        Output(
+            range(plan.first_rank, plan.first_rank + len(plan.ranks)),
+            host=plan.host,
+            log_dir=plan.log_dir,
+            has_labels=plan.tag_output,
+        ) as output,
         tempfile.TemporaryDirectory(prefix="deepspeed_c_") as folder,
     ):
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
-        ranks = _RankProcesses(plan, store.port, output, folder)
+        ranks = _RankProcesses(plan, master, output, folder, meeting)
         try:
-            code = _supervise(ranks, plan, output)
+            code = _supervise(ranks, plan, output, meeting)
         finally:
             ranks.abandon()
             for number, handler in handlers.items():
@@ -71,62 +85,91 @@ def launch(plan: Plan) -> int:
         return code
 
 
-def _supervise(ranks: _RankProcesses, plan: Plan, output: Output) -> int:
+def _supervise(ranks: _RankProcesses, plan: Plan, output: Output, meeting: Meeting | None) -> int:
     try:
         ranks.start()
         for rank, pid in ranks.pids().items():
-            logger.info("rank %d is process %d: %s", rank, pid, shlex.join(plan.ranks[rank].command))
-        result = ranks.wait(period=POLL_SECONDS)
+            logger.info(
+                "rank %d is process %d: %s", plan.first_rank + rank, pid, shlex.join(plan.ranks[rank].command)
+            )
+        while (result := ranks.wait(timeout=0)) is None:
+            if meeting is not None and _ends_by_order(ranks, plan, output, meeting):
+                return _end(ranks, meeting)
+            time.sleep(POLL_SECONDS)
         _ignore_signals()  # all ranks have ended: there is no process to pass a signal to
     except SignalException as stop:
         write_line(f"deepspeed_c: {stop.sigval.name}: passed on to the ranks, which have {plan.grace:g} s", sys.stderr)
         ranks.stop(stop.sigval, plan.grace)
         output.finish()
-        if all(code == 0 for code in ranks.exit_codes()):
+        if meeting is not None:
+            return _end(ranks, meeting, 128 + stop.sigval)
+        if ranks.have_all_zeros():
             write_line("deepspeed_c: all ranks ended by themselves, with exit code 0", sys.stderr)
             return 0
         return 128 + stop.sigval
     if not result.failures:
-        return 0
-    # The first failure in order of detection; the other ranks failed or were stopped later. Time stamps are whole
-    # seconds, too coarse for an order
-    rank, failure = next(iter(result.failures.items()))
+        return 0 if meeting is None else _end(ranks, meeting)
     ranks.kill_groups()
     output.finish()
-    _explain(rank, failure.pid, failure.exitcode, len(plan.ranks), output)
-    return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+    # The first failure in order of detection; the other ranks failed or were stopped later. Time stamps are whole
+    # seconds, too coarse for an order
+    failure = ranks.failure(next(iter(result.failures)))
+    if meeting is None:
+        explain(failure, len(plan.ranks))
+        return failure.code
+    meeting.fail(failure)
+    return _end(ranks, meeting, failure.code)
 
 
-def _explain(rank: int, pid: int, exitcode: int, n_ranks: int, output: Output) -> None:
-    if exitcode >= 0:
-        how = f"failed with exit code {exitcode}"
-    else:
-        how = f"was ended by {signal.Signals(-exitcode).name}"
-        if exitcode == -signal.SIGKILL:
-            how += " (the kernel does that when memory runs out)"
+def _ends_by_order(ranks: _RankProcesses, plan: Plan, output: Output, meeting: Meeting) -> bool:
+    """Whether the launching command ended the ranks of this host: by a signal, after a failure elsewhere, or because
+    it is lost.
+    """
+    orders, problem = meeting.orders, meeting.lost()
+    if problem:
+        write_line(f"deepspeed_c: host {meeting.name}: {problem}; its ranks are stopped", sys.stderr)
+    if not (problem or orders.stop or orders.signal):
+        return False
+    number = orders.signal if orders.signal and not orders.stop else signal.SIGTERM
+    grace = plan.grace if orders.signal and not problem else FAILURE_GRACE_SECONDS
+    ranks.stop(signal.Signals(number), grace, is_hurried=lambda: meeting.orders.kill)
+    output.finish()
+    return True
+
+
+def _end(ranks: _RankProcesses, meeting: Meeting, code: int = EXIT_LOST) -> int:
+    """Report that the ranks of this host have ended. Returns the exit code of the launch; ``code`` if nobody says."""
+    _ignore_signals()
+    said = meeting.end(has_all_zeros=ranks.have_all_zeros())
+    return code if said is None else said
+
+
+def explain(failure: Failure, n_ranks: int) -> None:
+    """Print how the launch failed, with the last lines of the rank."""
     others = (
         "" if n_ranks == 1 else "; the other rank was stopped" if n_ranks == 2 else "; the other ranks were stopped"
     )
-    lines = [f"deepspeed_c: rank {rank} (process {pid}) {how}{others}"]
-    if output.log_paths:
-        lines.append(f"Its log is {output.log_paths[rank]}")
-    if tail := output.tail(rank):
-        lines += [
-            f"Last lines of {'its log' if output.log_paths else 'its stderr'}:",
-            *(f"  {t}" for t in tail.splitlines()),
-        ]
+    lines = [f"deepspeed_c: {failure.how}{others}"]
+    if failure.log:
+        lines.append(f"Its log is {failure.log}")
+    if failure.tail:
+        lines += [f"Last lines of {'its log' if failure.log else 'its stderr'}:"]
+        lines += [f"  {line}" for line in failure.tail.splitlines()]
     write_line("\n".join(lines), sys.stderr)
 
 
 class _RankProcesses(SubprocessContext):
     """torchelastic's group of processes, with a start and an end that leave no process behind."""
 
-    def __init__(self, plan: Plan, port: int, output: Output, folder: str) -> None:
+    def __init__(
+        self, plan: Plan, master: tuple[str, int], output: Output, folder: str, meeting: Meeting | None
+    ) -> None:
+        self._plan, self._output, self._meeting = plan, output, meeting
         # nohup, and a shell that starts a command with &, ignore signals: these stay ignored, here and in the ranks
         self._ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
         shared = {
-            "MASTER_ADDR": plan.master_addr,
-            "MASTER_PORT": str(port),
+            "MASTER_ADDR": master[0],
+            "MASTER_PORT": str(master[1]),
             # With this variable, torch's env:// rendezvous joins the launcher's store instead of opening another at the
             # port
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -134,8 +177,8 @@ class _RankProcesses(SubprocessContext):
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": str(uuid.uuid4()),
             # Passed in the environment, which only this user can read. Every user can read a command line.
-            RUN_TOKEN: secrets.token_hex(TOKEN_BYTES),
-            **_network_environment(plan.master_addr),
+            RUN_TOKEN: plan.token or secrets.token_hex(TOKEN_BYTES),
+            **network_environment(master[0]),
             **_terminal_size(),
         }
         super().__init__(
@@ -170,22 +213,57 @@ class _RankProcesses(SubprocessContext):
     def close(self, death_sig: signal.Signals | None = None, timeout: int = FAILURE_GRACE_SECONDS) -> None:
         """Close as torchelastic does. torchelastic calls this after a rank has failed; the default timeout is for this
         case."""
+        if self._meeting is not None:
+            failed = [rank for rank, code in enumerate(self.exit_codes()) if code]
+            if failed and death_sig is None:
+                self._meeting.fail(self.failure(failed[0], has_tail=False))  # before the other ranks have ended
         super().close(death_sig, timeout)
 
-    def stop(self, death_sig: signal.Signals, grace: float) -> None:
-        """Pass the signal on to the ranks. Kill them after ``grace`` seconds, or at once on a second signal. No process
-        is left."""
+    def stop(self, death_sig: signal.Signals, grace: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Pass the signal on to the ranks. Kill them after ``grace`` seconds, or at once on a second signal or when
+        ``is_hurried()``. No process is left."""
+        end = time.monotonic() + grace
         try:
-            self.close(death_sig, grace)
+            self._pass_on(death_sig)
+            while None in self.exit_codes() and time.monotonic() < end and not is_hurried():
+                time.sleep(POLL_SECONDS)
         except SignalException as again:
             write_line(f"deepspeed_c: {again.sigval.name} once more: killing the ranks", sys.stderr)
         _ignore_signals()
         self.close(signal.SIGKILL)
         self.kill_groups()
 
+    def _pass_on(self, number: signal.Signals) -> None:
+        for handler in self.subprocess_handlers.values():
+            if handler.proc.poll() is None:
+                handler.close(death_sig=number)
+
     def exit_codes(self) -> list[int | None]:
         """The exit code of each rank, in the form of ``Popen.returncode``."""
         return [handler.proc.poll() for handler in self.subprocess_handlers.values()]
+
+    def have_all_zeros(self) -> bool:
+        """Whether all ranks have ended with exit code 0."""
+        return all(code == 0 for code in self.exit_codes())
+
+    def failure(self, i: int, *, has_tail: bool = True) -> Failure:
+        """How the ``i``-th rank of this host failed."""
+        process = self.subprocess_handlers[i].proc
+        code = process.returncode
+        if code >= 0:
+            how = f"failed with exit code {code}"
+        else:
+            how = f"was ended by {signal.Signals(-code).name}"
+            if code == -signal.SIGKILL:
+                how += " (the kernel does that when memory runs out)"
+        on = f" on {self._plan.host}" if self._plan.host else ""
+        return Failure(
+            self._plan.host,
+            code if code >= 0 else 128 - code,
+            f"rank {self._plan.first_rank + i} (process {process.pid}{on}) {how}",
+            tail=self._output.tail(i) if has_tail else "",
+            log=self._output.log_paths[i] if self._output.log_paths else "",
+        )
 
     def kill_groups(self) -> None:
         """Kill the processes that ended ranks have left behind (each rank is the leader of a process group)."""
@@ -242,33 +320,29 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _open_store(plan: Plan) -> TCPStore:
-    """Listen at the master address alone.
+def open_store(address: str, port: int | None) -> TCPStore:
+    """A store that listens at this address alone, at any free port without one.
 
     By default torch listens at every address of the host, without authentication.
     """
     try:
-        listening = listening_socket(plan.master_addr, plan.master_port or 0)
-        port = listening.getsockname()[1]
-        return TCPStore(
-            plan.master_addr, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
+        listening = listening_socket(address, port or 0)
+        chosen = listening.getsockname()[1]
+        return TCPStore(address, chosen, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
     except (DistNetworkError, OSError) as error:
         if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
             raise LaunchError(
-                f"is not an address of this host: {error}",
-                where=f"--master_addr {plan.master_addr}",
-                fix="leave it out",
+                f"is not an address of this host: {error}", where=f"--master_addr {address}", fix="leave it out"
             ) from error
         reason = str(error).splitlines()[0]
         raise LaunchError(
             f"cannot be used: {reason}",
-            where=f"port {plan.master_port or ''} of {plan.master_addr}",
+            where=f"port {port or ''} of {address}",
             fix="leave out --master_port, and a free one is chosen",
         ) from error
 
 
-def _network_environment(master_addr: str) -> dict[str, str]:
+def network_environment(master_addr: str) -> dict[str, str]:
     """Ranks that meet at a loopback address have no peers on other hosts. gloo then also listens at the loopback
     address, not at the address of the host's name.
     """
@@ -324,7 +398,7 @@ def _new_pid_file(path: str) -> TextIO:
         ) from error
 
 
-def _set_up_logging(level: str) -> None:
+def set_up_logging(level: str) -> None:
     logger.setLevel(level.upper())
     if not logger.handlers:
         handler = logging.StreamHandler()

@@ -1,4 +1,4 @@
-"""Hostfiles and --include / --exclude give slots of this host, or an error that names the wrong word."""
+"""Hostfiles and --include / --exclude give hosts and slots, or an error that names the wrong word."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import socket
 import pytest
 
 from deepspeed_c.errors import LaunchError
-from deepspeed_c.launcher.hostfile import is_this_host, parse_filter, read_hostfile, select_slots
+from deepspeed_c.launcher.hostfile import is_this_host, parse_filter, read_hostfile, select_hosts
 from deepspeed_c.launcher.options import parse_options
 
 
 def select(*argv, devices=None):
-    return select_slots(parse_options([*argv, "t.py"]), devices)
+    """Of the only host."""
+    (slots,) = hosts(*argv, devices=devices).values()
+    return slots
+
+
+def hosts(*argv, devices=None):
+    return select_hosts(parse_options([*argv, "t.py"]), devices)
 
 
 @pytest.mark.parametrize(
@@ -130,13 +136,58 @@ def test_hostfile_of_this_host_alone(tmp_path):
         select("-H", str(path), "--num_gpus", "4")
 
 
-def test_hostfile_with_more_hosts(tmp_path):
+@pytest.fixture
+def three(tmp_path):
+    """A hostfile: b with 4 slots, a with 2, c with 1."""
     path = tmp_path / "hosts"
-    path.write_text("localhost slots=2\n192.0.2.1 slots=2\n")
-    with pytest.raises(LaunchError, match=r"localhost, 192\.0\.2\.1") as caught:
-        select("-H", str(path))
-    assert "torchrun" in caught.value.fix and "srun" in caught.value.fix
-    assert select("-H", str(path), "--num_nodes", "1") == [0, 1]
-    assert select("-H", str(path), "-e", "192.0.2.1@localhost:0") == [1]
-    with pytest.raises(LaunchError, match="not this one"):
-        select("-H", str(path), "-i", "192.0.2.1:0")
+    path.write_text("b slots=4\na slots=2\nc:1\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("argv", "chosen"),
+    [
+        ([], {"b": [0, 1, 2, 3], "a": [0, 1], "c": [0]}),
+        (["--num_nodes", "2"], {"b": [0, 1, 2, 3], "a": [0, 1]}),
+        (["--num_gpus", "1"], {"b": [0], "a": [0], "c": [0]}),
+        (["--num_nodes", "2", "--num_gpus", "2"], {"b": [0, 1], "a": [0, 1]}),
+        (["-i", "a@b:3,1"], {"b": [1, 3], "a": [0, 1]}),
+        (["-i", "c"], {"c": [0]}),
+        (["-e", "b:0,2@c"], {"b": [1, 3], "a": [0, 1]}),
+        (["-e", "b@a:0"], {"a": [1], "c": [0]}),
+    ],
+)
+def test_several_hosts_in_the_order_of_the_file(three, argv, chosen):
+    got = hosts("-H", three, *argv)
+    assert list(got.items()) == list(chosen.items())
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--num_nodes", "4"], "4 hosts are asked for"),
+        (["--num_gpus", "2"], "1 slots (0) on c"),
+        (["-i", "d"], "no host 'd'"),
+        (["-i", "a:2"], "a has no slot 2; it has 0, 1"),
+        (["-e", "a@b@c"], "nothing is left"),
+    ],
+)
+def test_several_hosts_that_are_not_there(three, argv, text):
+    with pytest.raises(LaunchError) as caught:
+        hosts("-H", three, *argv)
+    assert text in str(caught.value), caught.value
+
+
+def test_the_nearest_name_is_told(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("worker-0 slots=1\nworker-1 slots=1\n")
+    with pytest.raises(LaunchError, match="did you mean 'worker-1'"):
+        hosts("-H", str(path), "-i", "worker1")
+
+
+def test_without_a_hostfile_several_hosts_start_themselves():
+    with pytest.raises(LaunchError, match="2 hosts are asked for") as caught:
+        hosts("--num_nodes", "2")
+    assert "--hostfile" in caught.value.fix and "--no_ssh" in caught.value.fix
+    alike = hosts("--no_ssh", "--node_rank", "1", "--num_nodes", "2", "--num_gpus", "3")
+    assert list(alike.values()) == [[0, 1, 2]] * 2

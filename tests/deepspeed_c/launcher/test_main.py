@@ -141,7 +141,7 @@ def test_no_script(capsys):
     ("argv", "text"),
     [
         (["no_such.py"], "deepspeed_c: no_such.py: there is no such script"),
-        (["--num_nodes", "2", __file__], "torchrun"),
+        (["--num_nodes", "2", __file__], "--no_ssh --node_rank I"),
         (["--include", "localhost:x", __file__], "is not of the form"),
         (["--hostfile", "none", __file__], "--hostfile none: cannot be read"),
     ],

@@ -67,7 +67,7 @@ def test_no_abbreviations(capsys):
         (["-e", "localhost", "--num_nodes", "1"], "drop one"),
         (["--num_gpus", "0"], "at least one"),
         (["--num_gpus", "-1"], "at least one"),
-        (["--num_nodes", "2"], "one host"),
+        (["--num_nodes", "0"], "at least one"),
         (["--master_port", "0"], "65535"),
         (["--master_port", "65536"], "65535"),
         (["--bind_core_list", "0"], "--bind_cores_to_rank"),
@@ -76,14 +76,11 @@ def test_no_abbreviations(capsys):
         (["--autotuning", "tune"], "no autotuner"),
         (["--elastic_training"], "torchrun --nnodes MIN:MAX"),
         (["--min_elastic_nodes", "1"], "no elastic agent"),
-        (["--launcher", "pdsh"], "torchrun --nnodes N"),
-        (["--launcher_args=-x"], "torchrun"),
-        (["--no_ssh"], "srun python"),
-        (["--no_ssh_check"], "one host"),
-        (["--force_multi"], "one host"),
-        (["--ssh_port", "22"], "one host"),
-        (["--venv_script", "x"], "one host"),
-        (["--node_rank", "0"], "one host"),
+        (["--no_ssh"], "--node_rank"),
+        (["--node_rank", "0"], "--no_ssh"),
+        (["--no_ssh", "--node_rank", "0", "--force_multi"], "exclude each other"),
+        (["--ssh_port", "0"], "--ssh_port"),
+        (["--gather_logs"], "--enable_each_rank_log"),
     ],
 )
 def test_typed_errors(argv, text):
@@ -93,12 +90,21 @@ def test_typed_errors(argv, text):
     assert caught.value.fix
 
 
+def test_options_for_several_hosts():
+    words = ["--launcher", "PDSH", "--launcher_args", "-x 'a b'", "--ssh_port", "2222", "--venv_script", "v", "--no_ssh_check"]
+    options = parse_options([*words, "--force_multi", "--num_nodes", "3", "t.py"])
+    assert (options.launcher, options.launcher_args, options.ssh_port) == ("pdsh", "-x 'a b'", 2222)
+    assert (options.venv_script, options.force_multi, options.num_nodes) == ("v", True, 3)
+    options = parse_options(["--no_ssh", "--node_rank", "1", "t.py"])
+    assert (options.no_ssh, options.node_rank) == (True, 1)
+
+
 def test_help_is_complete(capsys):
     with pytest.raises(SystemExit) as stop:
         parse_options(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    for word in ("--num_gpus", "--include", "--bind_cores_to_rank", "--enable_each_rank_log", "deepspeed_c report"):
+    for word in ("--num_gpus", "--include", "--bind_cores_to_rank", "--enable_each_rank_log", "--no_ssh", "deepspeed_c report"):
         assert word in text, word
-    assert "--no_ssh" not in text
+    assert "--no_ssh_check" not in text  # accepted, and needless
     assert max(map(len, text.splitlines())) <= 132, [line for line in text.splitlines() if len(line) > 132]

@@ -25,7 +25,7 @@ def write(path, data):
 
 
 def test_stderr_arrives_and_is_remembered(capfd):
-    with Output(2) as output:
+    with Output(range(2)) as output:
         assert [output.paths(rank)[0] for rank in (0, 1)] == ["", ""]
         write(output.paths(1)[1], b"one\nno end")
         output.finish()
@@ -34,7 +34,7 @@ def test_stderr_arrives_and_is_remembered(capfd):
 
 
 def test_output_comes_while_the_rank_runs(tmp_path):
-    with Output(1, log_dir=str(tmp_path)) as output:
+    with Output(range(1), log_dir=str(tmp_path)) as output:
         write(output.paths(0)[1], b"now")
         end = time.monotonic() + 200
         while not (text := Path(output.log_paths[0]).read_bytes()) and time.monotonic() < end:
@@ -55,7 +55,7 @@ def write_and_wait(output, stream, data):
 def test_lines_of_two_ranks_do_not_mix_on_the_terminal(capfd, monkeypatch):
     """Each line comes in two writes, the words and the end of the line, as from ``print`` without a buffer."""
     monkeypatch.setattr(output_module, "HOLD_SECONDS", 1000.0)
-    with Output(2) as output:
+    with Output(range(2)) as output:
         write_and_wait(output, 0, b"took")
         write_and_wait(output, 1, b"to")
         write_and_wait(output, 0, b" 4")
@@ -69,7 +69,7 @@ def test_lines_of_two_ranks_do_not_mix_on_the_terminal(capfd, monkeypatch):
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
 def test_a_prompt_without_the_end_of_its_line_is_shown(capfd, n_ranks):
-    with Output(n_ranks) as output:
+    with Output(range(n_ranks)) as output:
         write(output.paths(0)[1], b"10%\r20%")
         end, seen = time.monotonic() + 200, ""
         while "20%" not in seen:
@@ -81,14 +81,14 @@ def test_a_prompt_without_the_end_of_its_line_is_shown(capfd, n_ranks):
 
 def test_much_more_than_a_pipe_holds(tmp_path):
     data = os.urandom(3 << 20) + b"end"
-    with Output(1, log_dir=str(tmp_path)) as output:
+    with Output(range(1), log_dir=str(tmp_path)) as output:
         write(output.paths(0)[0], data)
         output.finish()
         assert Path(output.log_paths[0]).read_bytes() == data
 
 
 def test_log_has_both_streams_in_order(tmp_path, capfd):
-    with Output(2, log_dir=str(tmp_path)) as output:
+    with Output(range(2), log_dir=str(tmp_path)) as output:
         out, err = output.paths(1)
         with open(out, "wb", buffering=0) as o, open(err, "wb", buffering=0) as e:
             for i in range(100):
@@ -100,7 +100,7 @@ def test_log_has_both_streams_in_order(tmp_path, capfd):
 
 
 def test_labels(capfd):
-    with Output(2, has_labels=True) as output:
+    with Output(range(2), has_labels=True) as output:
         write(output.paths(0)[0], b"a\nb")
         write(output.paths(1)[1], b"10%\r20%\r")
         output.finish()
@@ -110,7 +110,7 @@ def test_labels(capfd):
 
 
 def test_tail_is_bounded_and_of_whole_lines():
-    with Output(1) as output:
+    with Output(range(1)) as output:
         # Write 4,000 lines of 16 bytes to a target that accepts nothing. Only the tail is checked.
         output._streams[0].target = -1
         write(output.paths(0)[1], b"".join(b"line %010d\n" % i for i in range(4000)))
@@ -121,7 +121,7 @@ def test_tail_is_bounded_and_of_whole_lines():
 
 
 def test_tail_of_one_endless_line_and_of_bytes_that_are_no_text():
-    with Output(1) as output:
+    with Output(range(1)) as output:
         output._streams[0].target = -1
         write(output.paths(0)[1], b"\xff\xfe bad\nend")
         output.finish()
@@ -129,7 +129,7 @@ def test_tail_of_one_endless_line_and_of_bytes_that_are_no_text():
 
 
 def test_broken_log_does_not_block_the_rank(tmp_path, capfd):
-    with Output(1, log_dir=str(tmp_path)) as output:
+    with Output(range(1), log_dir=str(tmp_path)) as output:
         with open("/dev/full", "wb") as full:
             os.dup2(full.fileno(), output._streams[0].target)
         write(output.paths(0)[1], b"x" * (1 << 20))  # returns only if the thread reads
@@ -141,13 +141,13 @@ def test_broken_log_does_not_block_the_rank(tmp_path, capfd):
 def test_no_descriptor_is_left(tmp_path):
     before = open_files()
     for _ in range(3):
-        with Output(4, log_dir=str(tmp_path)) as output:
+        with Output(range(4), log_dir=str(tmp_path)) as output:
             write(output.paths(3)[1], b"x")
     assert open_files() == before
 
 
 def test_end_does_not_wait_for_a_process_that_was_left_behind():
-    with Output(1) as output:
+    with Output(range(1)) as output:
         output._streams[0].target = -1
         with open(output.paths(0)[1], "wb"):  # the pipe is still open, as by a daemon that the rank started
             output.finish()  # returns
@@ -155,4 +155,4 @@ def test_end_does_not_wait_for_a_process_that_was_left_behind():
 
 def test_log_folder_that_is_gone(tmp_path):
     with pytest.raises(LaunchError, match="cannot be set up"):
-        Output(1, log_dir=str(tmp_path / "none"))
+        Output(range(1), log_dir=str(tmp_path / "none"))

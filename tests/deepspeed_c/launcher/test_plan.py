@@ -11,6 +11,7 @@ import pytest
 
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher import plan as plan_module
+from deepspeed_c.launcher.job import HostPlace
 from deepspeed_c.launcher.options import parse_options
 from deepspeed_c.launcher.plan import Devices, make_plan
 
@@ -24,8 +25,16 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def plan(*argv, devices=None):
-    return make_plan(parse_options(argv), devices)
+def plan(*argv, devices=None, **options):
+    return make_plan(parse_options(argv), devices, **options)
+
+
+def command(*argv, rank=0, **options):
+    """The command of a rank, behind the words of child.py."""
+    words = plan(*argv, **options).ranks[rank].command
+    python, isolated, no_site, child, cores = words[:5]
+    assert (python, isolated, no_site, os.path.basename(child), cores) == (sys.executable, "-I", "-S", "child.py", "")
+    return words[5:]
 
 
 def cuda(*names):
@@ -33,13 +42,12 @@ def cuda(*names):
 
 
 def test_commands():
-    ranks = plan("--num_procs", "2", "t.py", "--x", "a b").ranks
-    assert [r.command for r in ranks] == [
-        (sys.executable, "-u", "t.py", f"--local_rank={i}", "--x", "a b") for i in (0, 1)
-    ]
-    assert plan("--no_local_rank", "t.py", "--x").ranks[0].command == (sys.executable, "-u", "t.py", "--x")
-    assert plan("--module", "json.tool", "f").ranks[0].command[1:] == ("-u", "-m", "json.tool", "--local_rank=0", "f")
-    program, *rest = plan("--no_python", "--no_local_rank", "sh", "-c", ":").ranks[0].command
+    for i in (0, 1):
+        words = command("--num_procs", "2", "t.py", "--x", "a b", rank=i)
+        assert words == (sys.executable, "-u", "t.py", f"--local_rank={i}", "--x", "a b")
+    assert command("--no_local_rank", "t.py", "--x") == (sys.executable, "-u", "t.py", "--x")
+    assert command("--module", "json.tool", "f")[1:] == ("-u", "-m", "json.tool", "--local_rank=0", "f")
+    program, *rest = command("--no_python", "--no_local_rank", "sh", "-c", ":")
     assert os.path.isabs(program) and rest == ["-c", ":"]
 
 
@@ -92,9 +100,36 @@ def test_bound_cores(monkeypatch):
     ranks = plan("--num_procs", "2", "--bind_cores_to_rank", "--bind_core_list", "0-2,5-7", "t.py").ranks
     for rank, cores in enumerate(("0,1,2", "5,6,7")):
         python, _, _, shim, bound, again = ranks[rank].command[:6]
-        assert (python, os.path.basename(shim), bound, again) == (sys.executable, "bind.py", cores, sys.executable)
+        assert (python, os.path.basename(shim), bound, again) == (sys.executable, "child.py", cores, sys.executable)
         assert ranks[rank].command[6:] == ("-u", "t.py", f"--local_rank={rank}")
         assert ranks[rank].environment["OMP_NUM_THREADS"] == "3"
+
+
+def test_a_host_among_several():
+    place = HostPlace("b", 1, [1, 2], 3, 2, 5)
+    made = plan("--tag_output", "t.py", place=place, token="secret", environment={"OMP_NUM_THREADS": "3", "A": "b"})
+    assert (made.first_rank, made.host, made.token, made.opens_store) == (3, "b", "secret", False)
+    for i, rank in enumerate(made.ranks):
+        env = rank.environment
+        assert [env[k] for k in ("RANK", "LOCAL_RANK", "GROUP_RANK", "CROSS_RANK")] == [str(3 + i), str(i), "1", "1"]
+        assert [env[k] for k in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_SIZE")] == ["5", "2", "2", "2"]
+        assert (env["OMP_NUM_THREADS"], env["A"]) == ("3", "b")
+        assert f"--local_rank={i}" in rank.command
+
+
+def test_slots_of_a_hostfile_are_positions():
+    place = HostPlace("b", 1, [0, 2], 2, 2, 4)
+    made = plan("t.py", devices=cuda("4", "5", "7"), place=place)
+    assert [rank.environment["CUDA_VISIBLE_DEVICES"] for rank in made.ranks] == ["4,7", "4,7"]
+    with pytest.raises(LaunchError, match="b has 3 slots there, and the host has 2 devices"):
+        plan("t.py", devices=cuda("4", "5"), place=place)
+
+
+def test_master_address_is_of_the_host_of_rank_0_alone():
+    other = HostPlace("b", 1, [0], 1, 2, 2)
+    assert plan("--master_addr", "192.0.2.1", "t.py", place=other).ranks
+    with pytest.raises(LaunchError, match="not an address of this host"):
+        plan("--master_addr", "192.0.2.1", "t.py", place=HostPlace("a", 0, [0], 0, 2, 2))
 
 
 @pytest.mark.parametrize(
@@ -123,8 +158,8 @@ def test_modules_are_found_and_not_imported(folder):
     (folder / "pkg" / "sub").mkdir(parents=True)
     (folder / "pkg" / "__init__.py").write_text("raise RuntimeError('imported')")
     (folder / "pkg" / "sub" / "train.py").write_text("")
-    assert plan("--module", "pkg.sub.train").ranks[0].command[3] == "pkg.sub.train"
-    assert plan("--module", "t").ranks[0].command[3] == "t"
+    assert command("--module", "pkg.sub.train")[3] == "pkg.sub.train"
+    assert command("--module", "t")[3] == "t"
 
 
 def test_modules_of_an_editable_installation_are_found(monkeypatch):
@@ -136,13 +171,13 @@ def test_modules_of_an_editable_installation_are_found(monkeypatch):
             return ModuleSpec(name, None) if name == "far_away" else None
 
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
-    assert plan("--module", "far_away").ranks[0].command[3] == "far_away"
+    assert command("--module", "far_away")[3] == "far_away"
 
 
 def test_folders_and_archives_are_scripts_too(folder):
     (folder / "app").mkdir()
     (folder / "app" / "__main__.py").write_text("")
-    assert plan("app").ranks[0].command[2] == "app"
+    assert command("app")[2] == "app"
 
 
 def test_log_folder_is_made(folder):

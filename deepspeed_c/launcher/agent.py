@@ -1,0 +1,99 @@
+"""``python -m deepspeed_c.launcher.agent``: the process that starts, binds, labels and ends the ranks of its host, for a
+launch on several hosts. A runner (``launcher/runners``) starts one on each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from deepspeed_c.errors import DeepSpeedCError, LaunchError
+from deepspeed_c.launcher.addresses import interface_of, own_address
+from deepspeed_c.launcher.hostfile import is_this_host
+from deepspeed_c.launcher.job import JOB_VARIABLE, HostPlace, Job
+from deepspeed_c.launcher.main import report_errors
+from deepspeed_c.launcher.plan import make_plan
+
+__all__ = ["main", "run_host"]
+
+# A rank under an agent is no process of MPI: with these, mpi4py in a rank would take it for the agent.
+_MPI_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PMI2_", "PRTE_", "HYDI_", "HYDRA_", "MPIR_", "MPI_LOCAL", "MV2_COMM_WORLD_")
+_RANKS = ("SLURM_NODEID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the agent of this host. Returns the exit code of the launch."""
+    parser = argparse.ArgumentParser(prog=f"python -m {__name__}")
+    parser.add_argument("--host", help="name of this host; the job comes over stdin")
+    options = parser.parse_args(argv)
+    return report_errors(lambda: _main(options.host))
+
+
+def _main(name: str | None) -> int:
+    job = Job.from_json(sys.stdin.readline() if name else os.environ.get(JOB_VARIABLE, ""))
+    # Ranks find no job, and nothing to read, as with the launching command under a batch system.
+    os.environ.pop(JOB_VARIABLE, None)
+    index = _index(job, name, os.environ)
+    for variable in [v for v in os.environ if v.startswith(_MPI_VARIABLES)]:
+        del os.environ[variable]
+    try:
+        os.chdir(job.folder)
+    except OSError as error:
+        raise LaunchError(
+            f"the working directory cannot be entered: {error}",
+            where=f"host {list(job.hosts)[index]}",
+            fix="start from a folder that all hosts have",
+        ) from error
+    return run_host(job, job.place(index))
+
+
+def run_host(job: Job, place: HostPlace) -> int:
+    """Run the ranks of the host in their place, together with the other hosts. Returns the exit code of the launch."""
+    from deepspeed_c.launcher.meeting import Failure, Meeting, connect
+    from deepspeed_c.launcher.run import launch
+
+    meeting = Meeting(connect(job.store), job.token, place.name, place.index, place.n_hosts)
+    try:
+        options = job.options
+        address = own_address(job.store[0])
+        if options.master_addr is None:
+            options = replace(options, master_addr=address)
+        environment = dict(job.environment)
+        interface = interface_of(address)
+        if interface and not os.environ.get("GLOO_SOCKET_IFNAME"):
+            # gloo would take the address of the host's name, which on many systems is a loopback address.
+            environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+        plan = make_plan(options, place=place, environment=environment, token=job.token)
+        return launch(plan, meeting)
+    except DeepSpeedCError as error:
+        if meeting.lost():
+            raise
+        meeting.fail(Failure(place.name, 2, f"host {place.name}: {error}"))
+        return meeting.end(has_all_zeros=False) or 2
+    finally:
+        meeting.close()
+
+
+def _index(job: Job, name: str | None, environ: Mapping[str, str]) -> int:
+    """The number of this host among those of the job."""
+    names = list(job.hosts)
+    name = name or environ.get("SLURMD_NODENAME")
+    if name in job.hosts:
+        return names.index(name)
+    own = [i for i, host in enumerate(names) if is_this_host(host)]
+    if len(own) == 1:
+        return own[0]
+    for variable in _RANKS:
+        if environ.get(variable, "").isdecimal() and int(environ[variable]) < len(names):
+            return int(environ[variable])
+    raise LaunchError(
+        f"is none of {', '.join(names)}", where=f"host {socket.gethostname()}", fix="name the hosts as they name themselves"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""What the launching command tells the agent of each host: the user's options, the hosts, and the variables for ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+
+from deepspeed_c.errors import LaunchError
+from deepspeed_c.launcher.options import Options
+
+__all__ = ["JOB_VARIABLE", "HostPlace", "Job"]
+
+JOB_VARIABLE = "DSC_LAUNCH_JOB"
+"""The job as JSON, for agents that MPI or Slurm starts. It holds the run's secret: it is passed in the environment, never
+on a command line."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlace:
+    """One host among the hosts of a launch."""
+
+    name: str
+    """As in the hostfile; "" if the launch has one host."""
+    index: int
+    slots: list[int]
+    first_rank: int
+    n_hosts: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A launch on several hosts. Nothing in it is run by a shell."""
+
+    options: Options
+    hosts: dict[str, list[int]]
+    """Host -> its slots; ranks follow this order."""
+    environment: dict[str, str]
+    """Variables for every rank, besides those that its host has."""
+    folder: str
+    """Working directory of the ranks."""
+    token: str
+    """The secret of the run (DSC_RUN_TOKEN)."""
+    store: tuple[str, int]
+    """Address and port of the agents' store."""
+
+    @property
+    def world_size(self) -> int:
+        return sum(map(len, self.hosts.values()))
+
+    def place(self, index: int) -> HostPlace:
+        """The place of the host with that number."""
+        names, slots = list(self.hosts), list(self.hosts.values())
+        first = sum(map(len, slots[:index]))
+        return HostPlace(names[index], index, slots[index], first, len(names), self.world_size)
+
+    def without_environment(self) -> Job:
+        """The job for runners that pass variables on themselves."""
+        return replace(self, environment={})
+
+    def to_json(self) -> str:
+        """The job as one line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """The job of that JSON. Raises LaunchError if it is none."""
+        try:
+            values = json.loads(text)
+            options = values.pop("options")
+            options["script_args"] = tuple(options["script_args"])
+            address, port = values.pop("store")
+            return cls(options=Options(**options), store=(address, port), **values)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise LaunchError(
+                f"the job that came is not that of this version: {error}",
+                where="host agent",
+                fix="install the same version of deepspeed_c on all hosts",
+            ) from error

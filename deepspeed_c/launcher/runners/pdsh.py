@@ -1,0 +1,59 @@
+"""pdsh over ssh: needs nothing on the hosts but an ssh server that takes this user's key."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+
+from deepspeed_c.launcher.job import Job
+from deepspeed_c.launcher.runners.runner import Runner, Start, which
+
+__all__ = ["PdshRunner", "ssh_command"]
+
+FAN_OUT = 1024  # hosts at once; pdsh's default of 32 would leave the others waiting
+CONNECT_SECONDS = 30
+ALIVE_SECONDS = 5
+HOST = "\0host\0"  # stands for the host's name until the words are in pdsh's notation
+
+
+class PdshRunner(Runner):
+    """Runs ``ssh`` for each host. The job comes over its stdin, which is encrypted and which ``ps`` does not show.
+
+    pdsh's own ssh module closes stdin, so its exec module runs ssh here.
+    """
+
+    name = "pdsh"
+    package = "pdsh and an ssh client (Debian: apt-get install pdsh openssh-client)"
+
+    def program(self) -> str | None:
+        return shutil.which("pdsh") if shutil.which("ssh") else None
+
+    def labels_hosts(self) -> bool:
+        return True
+
+    def start(self, job: Job, job_file: str) -> Start:
+        # sh opens the file for each host anew, at its beginning.
+        script = f'exec "$@" < {shlex.quote(job_file)}'
+        remote = f"cd {shlex.quote(job.folder)} && exec {shlex.join(self.agent(job, '--host'))} {HOST}"
+        if path := job.environment.get("PYTHONPATH"):
+            remote = f"export PYTHONPATH={shlex.quote(path)}; {remote}"
+        # The user's shell on the host may be of any kind, so it only starts sh.
+        words = ["sh", "-c", script, "sh", *ssh_command(job.options.ssh_port), HOST, f"exec sh -c {shlex.quote(remote)}"]
+        pdsh = [self.program() or "pdsh", "-S", "-f", str(FAN_OUT), "-R", "exec", "-w", ",".join(job.hosts)]
+        # In pdsh's notation, where % is written twice.
+        return Start([*pdsh, *self.more_words(job), *(word.replace("%", "%%").replace(HOST, "%h") for word in words)])
+
+
+def ssh_command(port: int | None) -> list[str]:
+    """ssh without questions. Its connection ends soon after its link does."""
+    options = {
+        "BatchMode": "yes",
+        "ConnectTimeout": CONNECT_SECONDS,
+        "ServerAliveInterval": ALIVE_SECONDS,
+        "ServerAliveCountMax": 2,
+        "LogLevel": "ERROR",
+    }
+    words = [word for key, value in options.items() for word in ("-o", f"{key}={value}")]
+    more = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))  # pdsh's own variable
+    return [which(["ssh"]) or "ssh", "-x", *words, *(["-p", str(port)] if port else []), *more]
