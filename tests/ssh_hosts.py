@@ -23,8 +23,10 @@ from typing_extensions import Self
 
 from tests.hosts import Hosts, why_no_hosts
 
-__all__ = ["SshHosts", "why_no_ssh"]
+__all__ = ["ABSENT", "SshHosts", "why_no_ssh"]
 
+ABSENT = "absent-host"
+"""A host that all know, and whose address nobody has."""
 START_SECONDS = 200
 
 
@@ -46,11 +48,11 @@ class SshHosts:
 
     def _make_files(self) -> None:
         for name in ("host_key", "user_key"):
-            subprocess.run(
-                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)], check=True, stdin=subprocess.DEVNULL
-            )
+            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)]
+            subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
         names = [f"{host.address} {host.name}\n" for host in self._hosts]
-        (self.folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(names))
+        absent = f"{self._hosts[0].address.rpartition('.')[0]}.250 {ABSENT}\n"
+        (self.folder / "hosts").write_text("127.0.0.1 localhost\n" + absent + "".join(names))
         (self.folder / "ssh_config").write_text(
             f"IdentityFile {self.folder}/user_key\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\n"
         )
@@ -80,20 +82,31 @@ class SshHosts:
         path.write_text("".join(f"{name} slots={n}\n" for name, n in named.items()))
         return str(path)
 
-    def start(self, i: int, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> Any:
+    def start(
+        self, i: int, command: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Any = ".", **options: Any
+    ) -> Any:
         """Starts a process on host ``i``, from which ssh reaches all hosts."""
-        shown = {"PDSH_SSH_ARGS_APPEND": f"-F {self.folder}/ssh_config", "GLOO_SOCKET_IFNAME": "", **(env or {})}
-        return self._hosts[i].start(command, env=shown, **options)
+        shown = {"PDSH_SSH_ARGS_APPEND": f"-F {self.folder}/ssh_config", **(env or {})}
+        # Entering a mount namespace leads to its root.
+        return self._hosts[i].start(["env", "-u", "GLOO_SOCKET_IFNAME", "-C", os.path.abspath(cwd), *command], env=shown, **options)
 
     def launch(self, i: int, words: Sequence[str], **options: Any) -> Any:
         """Starts ``deepspeed_c`` with ``words`` on host ``i``, with its output in pipes."""
         command = [sys.executable, "-m", "deepspeed_c", *words]
         return self.start(i, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
-    def processes(self, i: int, text: str) -> list[str]:
-        """The command lines of host ``i`` that contain ``text``."""
+    def processes(self, i: int, text: str = "") -> dict[int, str]:
+        """Process id on host ``i`` -> command line, of those that contain ``text``."""
         lines = self._hosts[i].run(["ps", "-eo", "pid=,args=", "-ww"]).splitlines()
-        return [line for line in lines if text in line and "ps -eo" not in line]
+        pairs = (line.split(maxsplit=1) for line in lines)
+        return {int(pid): line for pid, line in pairs if text in line and not line.startswith("ps -eo")}
+
+    def signal(self, i: int, text: str, number: int) -> list[int]:
+        """Send a signal to the processes of host ``i`` whose command lines contain ``text``. Returns their ids."""
+        pids = list(self.processes(i, text))
+        if pids:
+            self._hosts[i].run(["kill", f"-{int(number)}", *map(str, pids)])
+        return pids
 
     def __getitem__(self, i: int) -> Any:
         return self._hosts[i]
@@ -103,9 +116,7 @@ class SshHosts:
 
     def stop(self) -> None:
         """Ends all processes of all hosts."""
-        for i in range(len(self._hosts)):
-            self._hosts[i].kill()
-        self._hosts.stop()
+        self._hosts.stop()  # with the first process of a process namespace the kernel ends all others
         for server in self._servers:
             server.wait()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,5 +1,5 @@
-"""``python -m deepspeed_c.launcher.agent``: the process that starts, binds, labels and ends the ranks of its host, for a
-launch on several hosts. A runner (``launcher/runners``) starts one on each.
+"""``python -m deepspeed_c.launcher.agent``: the process that starts, binds, labels and ends the ranks of its host, in a
+launch on several hosts. A runner (``launcher/runners``) starts one agent on each host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from deepspeed_c.launcher.plan import make_plan
 __all__ = ["main", "run_host"]
 
 # A rank under an agent is no process of MPI: with these, mpi4py in a rank would take it for the agent.
-_MPI_VARIABLES = ("OMPI_", "PMIX_", "PMI_", "PMI2_", "PRTE_", "HYDI_", "HYDRA_", "MPIR_", "MPI_LOCAL", "MV2_COMM_WORLD_")
+_MPI_VARIABLES = (
+    *("OMPI_", "PMIX_", "PMI_", "PMI2_", "PRTE_", "HYDI_", "HYDRA_", "MPIR_", "MPI_LOCAL", "MV2_COMM_WORLD_"),
+)
 _RANKS = ("SLURM_NODEID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
 
 
@@ -64,9 +66,9 @@ def run_host(job: Job, place: HostPlace) -> int:
             options = replace(options, master_addr=address)
         environment = dict(job.environment)
         interface = interface_of(address)
-        if interface and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        if interface and not (environment.get("GLOO_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME")):
             # gloo would take the address of the host's name, which on many systems is a loopback address.
-            environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+            environment["GLOO_SOCKET_IFNAME"] = interface
         plan = make_plan(options, place=place, environment=environment, token=job.token)
         return launch(plan, meeting)
     except DeepSpeedCError as error:
@@ -91,7 +93,9 @@ def _index(job: Job, name: str | None, environ: Mapping[str, str]) -> int:
         if environ.get(variable, "").isdecimal() and int(environ[variable]) < len(names):
             return int(environ[variable])
     raise LaunchError(
-        f"is none of {', '.join(names)}", where=f"host {socket.gethostname()}", fix="name the hosts as they name themselves"
+        f"is none of {', '.join(names)}",
+        where=f"host {socket.gethostname()}",
+        fix="name the hosts as they name themselves",
     )
 
 

@@ -1,7 +1,7 @@
 """A launch on several hosts: starts the host agents by a runner, waits for them, and says how the launch ended.
 
-The launching command holds the agents' store, and need not be one of the hosts. Everything that a rank prints reaches it
-through the runner's program.
+The launching command holds the agents' store, and need not run on one of the hosts. Everything that a rank prints
+reaches it through the runner's program.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from deepspeed_c.launcher.hostfile import is_this_host
 from deepspeed_c.launcher.job import Job
 from deepspeed_c.launcher.options import Options
 from deepspeed_c.launcher.output import log_name, log_stamp
-from deepspeed_c.launcher.runners import find_runner
-from deepspeed_c.launcher.runners.runner import Runner, python_path
+from deepspeed_c.launcher.runners.runner import HostRunner, python_path
 from deepspeed_c.listening import listening_socket
 from deepspeed_c.logging import write_line
 
@@ -46,15 +45,15 @@ FAREWELL_STEPS = 5
 END_SECONDS = 10  # for the runner's program, after all agents have ended
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 SAID_LINES = 20
+PDSH_END = re.compile(rb"pdsh@[^:]*: ([^:]*): .* exited with exit code (\d+)")
 LABEL = re.compile(rb"\[([^\[\]\s:]+):rank(\d+)\]: ")
 
 
-def launch_on_hosts(options: Options, hosts: Mapping[str, list[int]]) -> int:
-    """Start the ranks of all hosts by the runner of ``options``, and wait for their end. Returns the exit code.
+def launch_on_hosts(options: Options, hosts: Mapping[str, list[int]], runner: HostRunner) -> int:
+    """Start the ranks of all hosts by the runner, and wait for their end. Returns the exit code.
 
     Raises LaunchError if the runner is not installed, or cannot do what is asked.
     """
-    runner = find_runner(options.launcher)
     runner.check()
     address = own_address(next((host for host in hosts if not is_this_host(host)), ""))
     listening = listening_socket(address, 0)
@@ -80,8 +79,10 @@ def launch_on_hosts(options: Options, hosts: Mapping[str, list[int]]) -> int:
         finally:
             process.kill()
         if chair.failure is not None:
-            explain(chair.failure, job.world_size)
-        del store
+            explain(chair.failure, job.world_size if chair.has_begun else 0)
+        elif signals.n_taken and chair.code == 0:
+            write_line("deepspeed_c: all ranks ended by themselves, with exit code 0", sys.stderr)
+        del store  # the agents have read the exit code
     return chair.code
 
 
@@ -98,6 +99,8 @@ def _preside(chair: Chair, process: _RunnerProcess, signals: _Signals) -> None:
         for number in signals.take():
             chair.signal(number)
         chair.step()
+        for host, code in process.take_ends():
+            chair.end_of_agent(host, code)
         if ended_at is None and process.has_ended():
             ended_at = time.monotonic()
         # The agents end a moment before their runner. If they do not report it, they are lost with it.
@@ -155,7 +158,7 @@ def launch_without_runner(options: Options, hosts: Mapping[str, list[int]]) -> i
     code = run_host(job, job.place(0))
     thread.join()
     if chair.failure is not None:
-        explain(chair.failure, job.world_size)
+        explain(chair.failure, job.world_size if chair.has_begun else 0)
     return code
 
 
@@ -174,6 +177,7 @@ class _Signals:
 
     def __init__(self) -> None:
         self._pending: list[int] = []
+        self.n_taken = 0
         self._handlers = {number: signal.getsignal(number) for number in SIGNALS}
 
     def __enter__(self) -> _Signals:
@@ -194,6 +198,7 @@ class _Signals:
     def take(self) -> list[int]:
         """The signals since the last call."""
         taken, self._pending = self._pending, []
+        self.n_taken += len(taken)
         return taken
 
 
@@ -201,12 +206,13 @@ class _Signals:
 class _RunnerProcess:
     """The runner's program, with threads that pass on what it prints."""
 
-    def __init__(self, runner: Runner, job: Job) -> None:
+    def __init__(self, runner: HostRunner, job: Job) -> None:
         self.name = runner.name
         self._hosts = [host.encode() for host in job.hosts] if runner.labels_hosts() else []
         self._strips_labels = job.options.tag_output or job.options.gather_logs
         self._logs = _Logs(job) if job.options.gather_logs else None
         self._said: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=SAID_LINES))
+        self._ends: list[tuple[str, int]] = []
         self._threads: list[threading.Thread] = []
         self._folder = tempfile.TemporaryDirectory(prefix="deepspeed_c_")  # only this user may enter it
         job_file = os.path.join(self._folder.name, "job")
@@ -243,7 +249,14 @@ class _RunnerProcess:
 
     def said(self, host: str) -> str:
         """The last lines about ``host``; about all, if the runner does not say which host a line is from."""
-        return "\n".join(self._said[host] if self._hosts and host else [t for lines in self._said.values() for t in lines])
+        lines = self._said[host] if self._hosts and host else (t for said in self._said.values() for t in said)
+        return "\n".join(lines)
+
+    def take_ends(self) -> list[tuple[str, int]]:
+        """(host, exit code) of the agents that have ended since the last call with another code than 0, as far as the
+        runner says so."""
+        taken, self._ends = self._ends, []
+        return taken
 
     def has_ended(self) -> bool:
         return self._process.poll() is not None
@@ -271,7 +284,8 @@ class _RunnerProcess:
                 self._logs.write(int(match[2]), rest[match.end() :])
                 continue
             if target is sys.stderr.buffer:
-                if line.startswith(b"pdsh@"):  # "pdsh@HERE: HOST: sh exited with exit code 1": the message tells more
+                if end := PDSH_END.match(line):  # the launching command's message tells more
+                    self._ends.append((end[1].decode(), int(end[2])))
                     continue
                 self._said[host].append(rest.decode(errors="replace").rstrip())
             with contextlib.suppress(OSError):  # the terminal was closed: go on reading, or the ranks would block

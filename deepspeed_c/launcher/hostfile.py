@@ -143,8 +143,9 @@ def parse_filter(text: str, where: str = "filter") -> dict[str, list[int] | None
 
 
 def read_hostfile(path: str) -> dict[str, int]:
-    """Host -> number of slots, in the order of the file: lines of ``HOST slots=N`` or, as MPICH writes them, ``HOST:N``;
-    ``#`` begins a comment.
+    """Host -> number of slots, in the order of the file.
+
+    Its lines are ``HOST slots=N`` or, as MPICH writes them, ``HOST:N``; ``#`` begins a comment.
     """
     try:
         with open(path, encoding="utf-8") as file:

@@ -12,8 +12,8 @@ from deepspeed_c.launcher.options import Options
 __all__ = ["JOB_VARIABLE", "HostPlace", "Job"]
 
 JOB_VARIABLE = "DSC_LAUNCH_JOB"
-"""The job as JSON, for agents that MPI or Slurm starts. It holds the run's secret: it is passed in the environment, never
-on a command line."""
+"""The job as JSON, for agents that MPI or Slurm starts. The job holds the run's secret, so it is passed in the
+environment, never on a command line."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from deepspeed_c.launcher.hostfile import hostfile_of, is_this_host, select_hosts
 from deepspeed_c.launcher.options import Options, parse_options
 from deepspeed_c.launcher.plan import find_devices, make_plan
+from deepspeed_c.launcher.runners import find_runner
 
 __all__ = ["main"]
 
@@ -14,6 +15,7 @@ __all__ = ["main"]
 def main(argv: Sequence[str]) -> int:
     """Start the ranks and wait for them. Returns their exit code. Raises LaunchError if nothing can be started."""
     options = parse_options(argv)
+    runner = find_runner(options.launcher)
     # The modules that start ranks import torch, so help and errors must not need them.
     if options.no_ssh:
         from deepspeed_c.launcher.cluster import launch_without_runner
@@ -24,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
         if options.force_multi or len(hosts) > 1 or not all(map(is_this_host, hosts)):
             from deepspeed_c.launcher.cluster import launch_on_hosts
 
-            return launch_on_hosts(options, hosts)
+            return launch_on_hosts(options, hosts, runner)
     plan = make_plan(options)
     from deepspeed_c.launcher.run import launch
 

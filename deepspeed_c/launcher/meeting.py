@@ -1,10 +1,10 @@
 """How the agents of several hosts meet: each writes a report into one store, and one chair writes orders for all.
 
-[Note: reports and orders] The chair runs where the store is: in the launching command, or with --no_ssh beside the agent
-of host 0. Every agent rewrites its report, and the chair its orders, each time with the next number. A number that does
-not change for LOST_SECONDS means a lost link or a dead process, on both sides. Orders hold states only ("begin", "pass on
-signal 15", "end"), no commands: a process without the run's secret can write neither, and with --no_ssh, where no secret
-can be shared, the worst that a stranger can do is to end the run.
+[Note: reports and orders] The chair runs where the store is: in the launching command, or with --no_ssh beside the
+agent of host 0. Every agent rewrites its report, and the chair its orders, each time with the next number. A number
+that does not change for LOST_SECONDS means a lost link or a dead process, on both sides. Orders hold states only ("begin",
+"pass on signal 15", "end"), no commands. A process without the run's secret can write neither. With --no_ssh no secret
+can be shared; then the worst that a stranger can do is to end the run.
 """
 
 from __future__ import annotations
@@ -269,6 +269,19 @@ class Chair:
         if self.failure is None:
             self.failure = failure
             self._change(stop=True)
+
+    def end_of_agent(self, name: str, code: int) -> None:
+        """End the launch, if an agent has ended and has not said how."""
+        self.step()  # its last report may be there
+        i = self._names.index(name) if name in self._names else -1
+        if i < 0 or self._is_out(i) or self.failure is not None:
+            return
+        if self._reports[i] is None:
+            self.fail(self.absent([name], f"did not come: its start ended with exit code {code}"))
+        else:
+            how = f"the agent of host {name} was lost (exit code {code}): it was killed, or its connection broke"
+            self.fail(Failure(name, 1, how))
+            self._reports[i] = msgspec.structs.replace(self._reports[i], state="ended")
 
     def step(self) -> None:
         """Read the reports, and write orders."""

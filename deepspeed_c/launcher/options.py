@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.commands import COMMANDS
-from deepspeed_c.launcher.runners import RUNNERS
 
 __all__ = ["DEFAULT_HOSTFILES", "Options", "parse_options"]
 
@@ -36,7 +35,7 @@ class Options:
     hostfile: str | None
     """None: the first of ``DEFAULT_HOSTFILES`` that exists."""
     launcher: str
-    """A name of ``RUNNERS``."""
+    """A name of ``runners.RUNNERS``."""
     launcher_args: str
     """Words for the runner's program, as in a shell."""
     force_multi: bool
@@ -180,11 +179,14 @@ _OPTIONS = (
                 {
                     "default": DEFAULT_RUNNER,
                     "type": str.lower,
-                    "choices": tuple(RUNNERS),
-                    "help": f"what starts the other hosts' agents (default: {DEFAULT_RUNNER})",
+                    "metavar": "NAME",
+                    "help": "what starts the hosts' agents: pdsh (default), openmpi, mpich, impi, mvapich or slurm",
                 },
             ),
-            (("--launcher_args",), {"default": "", "metavar": "WORDS", "help": "more words for its program, as one argument"}),
+            (
+                ("--launcher_args",),
+                {"default": "", "metavar": "WORDS", "help": "more words for its program, as one argument"},
+            ),
             (("--ssh_port",), {"type": int, "metavar": "PORT", "help": "port of the hosts' ssh servers"}),
             (("--venv_script",), {"metavar": "FILE", "help": "shell script to source on each host first"}),
             (("--force_multi",), dict(_FLAG, help="start a single host through the launcher too")),

@@ -22,7 +22,7 @@ __all__ = ["Devices", "Plan", "RankPlan", "find_devices", "make_plan"]
 
 LOOPBACK = "127.0.0.1"
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-CHILD = str(Path(__file__).with_name("child.py"))
+BIND = str(Path(__file__).with_name("bind.py"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +112,8 @@ def make_plan(
     ranks = []
     for i in range(n_ranks):
         words = command if options.no_local_rank else (*command, f"--local_rank={i}")
-        bound = ",".join(map(str, cores[i])) if cores else ""
-        words = (sys.executable, "-I", "-S", CHILD, bound, *words)
+        if cores:
+            words = (sys.executable, "-I", "-S", BIND, ",".join(map(str, cores[i])), *words)
         ranks.append(RankPlan((*words, *options.script_args), {**shared, **_rank_environment(i, place)}))
     return Plan(
         ranks=tuple(ranks),

@@ -18,11 +18,13 @@ import shutil
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TextIO
 
 from torch.distributed import DistNetworkError, TCPStore
@@ -40,6 +42,7 @@ from deepspeed_c.logging import write_line
 __all__ = ["EXIT_LOST", "explain", "launch", "network_environment", "open_store", "set_up_logging"]
 
 POLL_SECONDS = 0.02
+GUARD = str(Path(__file__).with_name("guard.py"))
 EXIT_LOST = 1  # the launching command is lost, so its exit code is not known
 FAILURE_GRACE_SECONDS = 5  # short, because the other ranks most likely wait for the failed rank
 TOKEN_BYTES = 32
@@ -145,10 +148,8 @@ def _end(ranks: _RankProcesses, meeting: Meeting, code: int = EXIT_LOST) -> int:
 
 
 def explain(failure: Failure, n_ranks: int) -> None:
-    """Print how the launch failed, with the last lines of the rank."""
-    others = (
-        "" if n_ranks == 1 else "; the other rank was stopped" if n_ranks == 2 else "; the other ranks were stopped"
-    )
+    """Print how the launch failed, with the last lines of the rank. n_ranks: how many had been started."""
+    others = "" if n_ranks < 2 else "; the other rank was stopped" if n_ranks == 2 else "; the other ranks were stopped"
     lines = [f"deepspeed_c: {failure.how}{others}"]
     if failure.log:
         lines.append(f"Its log is {failure.log}")
@@ -165,6 +166,7 @@ class _RankProcesses(SubprocessContext):
         self, plan: Plan, master: tuple[str, int], output: Output, folder: str, meeting: Meeting | None
     ) -> None:
         self._plan, self._output, self._meeting = plan, output, meeting
+        self._guard: subprocess.Popen[str] | None = None
         # nohup, and a shell that starts a command with &, ignore signals: these stay ignored, here and in the ranks
         self._ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
         shared = {
@@ -194,6 +196,10 @@ class _RankProcesses(SubprocessContext):
             signal.signal(number, signal.SIG_IGN)
         try:
             with _deferred_signals():
+                # Before the ranks, so that none of them inherits its pipe: the pipe ends with this process.
+                self._guard = subprocess.Popen(
+                    [sys.executable, "-I", "-S", GUARD], stdin=subprocess.PIPE, text=True, start_new_session=True
+                )
                 # Each handler is put into the list at once, so that the started processes are known if a later process
                 # cannot be started. torchelastic's own _start does not do this. (/proc cannot replace the list: the
                 # environment of a process that has just started its program is empty there for a moment.)
@@ -206,6 +212,7 @@ class _RankProcesses(SubprocessContext):
                         stderr=self.stderrs[rank],
                         local_rank_id=rank,
                     )
+                    self._tell_guard(str(self.subprocess_handlers[rank].proc.pid))
         except (OSError, ValueError) as error:
             self.abandon()
             raise LaunchError(f"a rank cannot be started: {error}", where=self.entrypoint) from error
@@ -271,11 +278,20 @@ class _RankProcesses(SubprocessContext):
             _kill_group(pid)
 
     def abandon(self) -> None:
-        """Kill all ranks after an error of the launcher itself. Otherwise do nothing."""
+        """Kill all ranks after an error of the launcher itself. Otherwise only end the guard."""
         for handler in self.subprocess_handlers.values():
             if handler.proc.poll() is None:
                 _kill_group(handler.proc.pid)
                 handler.proc.wait()
+        if self._guard is not None:
+            self._tell_guard("end")
+            self._guard.communicate()
+            self._guard = None
+
+    def _tell_guard(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it was killed: the ranks do not need it
+            self._guard.stdin.write(line + "\n")
+            self._guard.stdin.flush()
 
 
 class _LogsSpecs(DefaultLogsSpecs):

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING
+import difflib
 
-if TYPE_CHECKING:
-    from deepspeed_c.launcher.runners.runner import Runner
+from deepspeed_c.errors import LaunchError
+from deepspeed_c.launcher.runners.pdsh import PdshRunner
+from deepspeed_c.launcher.runners.runner import HostRunner
 
 __all__ = ["RUNNERS", "find_runner"]
 
-# Name -> "module:class", a subclass of ``runner.Runner``. The module is imported when its runner is asked for.
-RUNNERS: dict[str, str] = {
-    "pdsh": "deepspeed_c.launcher.runners.pdsh:PdshRunner",
+RUNNERS: dict[str, type[HostRunner]] = {
+    "pdsh": PdshRunner,
 }
 
 
-def find_runner(name: str) -> Runner:
-    """A new runner of that name in ``RUNNERS``."""
-    module, _, kind = RUNNERS[name].partition(":")
-    return getattr(importlib.import_module(module), kind)()
+def find_runner(name: str) -> HostRunner:
+    """A new runner of that name. Raises LaunchError for an unknown one."""
+    if name not in RUNNERS:
+        near = difflib.get_close_matches(name, RUNNERS, n=1)
+        raise LaunchError(
+            "is no launcher" + (f" (did you mean {near[0]!r}?)" if near else ""),
+            where=f"--launcher {name}",
+            fix=f"name one of {', '.join(RUNNERS)}",
+        )
+    return RUNNERS[name]()

@@ -7,7 +7,7 @@ import shlex
 import shutil
 
 from deepspeed_c.launcher.job import Job
-from deepspeed_c.launcher.runners.runner import Runner, Start, which
+from deepspeed_c.launcher.runners.runner import HostRunner, Start, which
 
 __all__ = ["PdshRunner", "ssh_command"]
 
@@ -17,7 +17,7 @@ ALIVE_SECONDS = 5
 HOST = "\0host\0"  # stands for the host's name until the words are in pdsh's notation
 
 
-class PdshRunner(Runner):
+class PdshRunner(HostRunner):
     """Runs ``ssh`` for each host. The job comes over its stdin, which is encrypted and which ``ps`` does not show.
 
     pdsh's own ssh module closes stdin, so its exec module runs ssh here.
@@ -39,7 +39,8 @@ class PdshRunner(Runner):
         if path := job.environment.get("PYTHONPATH"):
             remote = f"export PYTHONPATH={shlex.quote(path)}; {remote}"
         # The user's shell on the host may be of any kind, so it only starts sh.
-        words = ["sh", "-c", script, "sh", *ssh_command(job.options.ssh_port), HOST, f"exec sh -c {shlex.quote(remote)}"]
+        ssh = [*ssh_command(job.options.ssh_port), HOST, f"exec sh -c {shlex.quote(remote)}"]
+        words = ["sh", "-c", script, "sh", *ssh]
         pdsh = [self.program() or "pdsh", "-S", "-f", str(FAN_OUT), "-R", "exec", "-w", ",".join(job.hosts)]
         # In pdsh's notation, where % is written twice.
         return Start([*pdsh, *self.more_words(job), *(word.replace("%", "%%").replace(HOST, "%h") for word in words)])

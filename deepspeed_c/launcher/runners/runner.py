@@ -14,7 +14,7 @@ from typing import ClassVar
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.job import JOB_VARIABLE, Job
 
-__all__ = ["Runner", "Start"]
+__all__ = ["HostRunner", "Start"]
 
 AGENT = "deepspeed_c.launcher.agent"
 
@@ -28,7 +28,7 @@ class Start:
     """Variables besides those of the launching command."""
 
 
-class Runner(ABC):
+class HostRunner(ABC):
     """One way to start the agents. Its program passes on their output and, where it can, their exit codes.
 
     Secrets must not be on a command line, which every user of a host can read: the job goes over stdin (pdsh) or in
@@ -93,5 +93,5 @@ def which(names: Sequence[str]) -> str | None:
 
 
 def python_path() -> str:
-    """PYTHONPATH for agents and ranks: the launching command's, with its working directory first, as DeepSpeed has it."""
+    """PYTHONPATH for agents and ranks: the working directory, as DeepSpeed has it, then the launching command's."""
     return os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH", ""))))
