@@ -44,6 +44,7 @@ WAYS = (
         "make test, on one that has the instructions (avx512: x86-64-v4); make -C csrc neon-check for neon, with an emulator",
     ),
     Way("to make network namespaces", r"no network namespace can be made", "make test, as root, with CAP_SYS_ADMIN (it installs iproute2)"),
+    Way("an MPI", r"no MPI can be run here", "apt-get install openmpi-bin mpich (make test does so as root)"),
     Way("two processor cores", r"one core cannot be divided", "make test, where the process may use two"),
     Way(
         "addresses that the thread sanitizer can follow",

@@ -70,9 +70,9 @@ def init_distributed(
     """Starts ``torch.distributed`` unless it runs already; every process of the job calls it.
 
     The place of this process comes from ``rank`` and ``world_size`` if given, otherwise from the environment of
-    torchrun, the deepspeed_c launcher, Open MPI, MVAPICH2, PMI (MPICH, Intel MPI) or Slurm. With none of them, it is
-    the only process, and takes no port. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set in the
-    environment where they were missing, because other libraries read them.
+    torchrun, the deepspeed_c launcher, Open MPI, MVAPICH2, PMI (MPICH, Intel MPI), Slurm or Kubernetes (PyTorchJob,
+    Trainer, indexed Jobs). With none of them, it is the only process, and takes no port. RANK, WORLD_SIZE, LOCAL_RANK,
+    MASTER_ADDR and MASTER_PORT are set in the environment where they were missing, because other libraries read them.
 
     dist_backend: a ``torch.distributed`` backend. The default is gloo, and with an accelerator ``cpu:gloo,cuda:nccl``
     (or the accelerator's own backend).

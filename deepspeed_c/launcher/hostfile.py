@@ -11,7 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.options import DEFAULT_HOSTFILES, Options
 
-__all__ = ["hostfile_of", "is_this_host", "parse_filter", "read_hostfile", "select_hosts"]
+__all__ = [
+    "filter_hosts",
+    "hostfile_of",
+    "hosts_of",
+    "is_this_host",
+    "parse_filter",
+    "parse_hostfile",
+    "read_hostfile",
+    "select_hosts",
+]
 
 THIS_HOST = "localhost"
 
@@ -25,15 +34,11 @@ def select_hosts(options: Options, devices: Sequence[int] | None) -> dict[str, l
     """
     path = hostfile_of(options)
     pool = _pool(options, path, devices)
-    wanted = parse_filter(options.include or options.exclude, "--include" if options.include else "--exclude")
-    if options.include:
-        if devices is None and path is None and THIS_HOST in pool:
-            pool[THIS_HOST] = sorted({*pool[THIS_HOST], *(wanted.get(THIS_HOST) or [])})
-        chosen = {host: _known_slots(pool, host, slots) for host, slots in wanted.items()}
-        chosen = {host: chosen[host] for host in pool if host in chosen}
-    elif options.exclude:
-        without = {host: set(_known_slots(pool, host, slots)) for host, slots in wanted.items()}
-        chosen = {host: [s for s in slots if s not in without.get(host, ())] for host, slots in pool.items()}
+    if options.include and devices is None and path is None and THIS_HOST in pool:
+        wanted = parse_filter(options.include, "--include")
+        pool[THIS_HOST] = sorted({*pool[THIS_HOST], *(wanted.get(THIS_HOST) or [])})
+    if options.include or options.exclude:
+        chosen = filter_hosts(pool, options.include, options.exclude)
     else:
         chosen = _first(pool, options.num_nodes, path)
     chosen = {host: slots for host, slots in chosen.items() if slots}
@@ -42,6 +47,19 @@ def select_hosts(options: Options, devices: Sequence[int] | None) -> dict[str, l
     if options.num_procs is not None:
         chosen = {host: _first_slots(host, slots, options.num_procs) for host, slots in chosen.items()}
     return chosen
+
+
+def filter_hosts(pool: Mapping[str, list[int]], include: str, exclude: str) -> dict[str, list[int]]:
+    """The hosts and slots of ``pool`` that ``include`` names, or that ``exclude`` does not, in the pool's order. A host
+    may be left without slots. Raises LaunchError for hosts and slots that the pool lacks.
+    """
+    if include:
+        wanted = parse_filter(include, "--include")
+        chosen = {host: _known_slots(pool, host, slots) for host, slots in wanted.items()}
+        return {host: chosen[host] for host in pool if host in chosen}
+    wanted = parse_filter(exclude, "--exclude")
+    without = {host: set(_known_slots(pool, host, slots)) for host, slots in wanted.items()}
+    return {host: [s for s in slots if s not in without.get(host, ())] for host, slots in pool.items()}
 
 
 def hostfile_of(options: Options) -> str | None:
@@ -142,24 +160,46 @@ def parse_filter(text: str, where: str = "filter") -> dict[str, list[int] | None
     return wanted
 
 
-def read_hostfile(path: str) -> dict[str, int]:
-    """Host -> number of slots, in the order of the file.
+def hosts_of(path: str | None) -> list[str]:
+    """The hosts of a hostfile, or of the default hostfile. Raises LaunchError if it is not there, or bad."""
+    path = path or next(filter(os.path.isfile, DEFAULT_HOSTFILES), None)
+    if path is None:
+        raise LaunchError(
+            f"is not given, and there is no {' or '.join(DEFAULT_HOSTFILES)}",
+            where="--hostfile",
+            fix="name a file with lines of `HOST slots=N`",
+        )
+    return list(read_hostfile(path))
 
-    Its lines are ``HOST slots=N`` or, as MPICH writes them, ``HOST:N``; ``#`` begins a comment.
-    """
+
+def read_hostfile(path: str) -> dict[str, int]:
+    """Host -> number of slots, in the order of the file. Raises LaunchError for a file that is not there or bad."""
     try:
         with open(path, encoding="utf-8") as file:
             lines = file.read().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(f"cannot be read: {error}", where=f"--hostfile {path}") from error
+        raise LaunchError(
+            f"cannot be read: {error}", where=f"--hostfile {path}", fix="name a file with lines of `HOST slots=N`"
+        ) from error
+    return parse_hostfile(lines, path)
+
+
+def parse_hostfile(lines: Iterable[str], path: str) -> dict[str, int]:
+    """Host -> number of slots, from lines of ``HOST slots=N`` or, as MPICH writes them, ``HOST:N``; ``#`` begins a
+    comment. Further words of Open MPI's, such as ``max_slots=N``, are skipped.
+
+    path: for messages.
+    """
     hosts: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         text = line.split("#", 1)[0].strip()
         if not text:
             continue
-        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", text) or re.fullmatch(r"([^\s:]+):(\d+)", text)
+        match = re.fullmatch(r"(\S+)\s+slots=(\d+)(?:\s+[\w-]+=\S+)*", text) or re.fullmatch(r"([^\s:]+):(\d+)", text)
         if match is None:
-            raise LaunchError(f"{line.strip()!r} is not of the form HOST slots=N", where=f"{path}, line {number}")
+            raise LaunchError(
+                f"{line.strip()!r} is not of the form HOST slots=N", where=f"{path}, line {number}", fix="correct it"
+            )
         host, slots = match.group(1), int(match.group(2))
         if host in hosts:
             raise LaunchError(

@@ -4,13 +4,16 @@ script."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.commands import COMMANDS
+from deepspeed_c.scheduled import host_of_slurm_step, pod_of
 
-__all__ = ["DEFAULT_HOSTFILES", "Options", "parse_options"]
+__all__ = ["DEFAULT_HOSTFILES", "Options", "parse_options", "script_index"]
 
 DEFAULT_RUNNER = "pdsh"
 # The first of them that exists is taken. DeepSpeed's default path, and the path of Kubernetes' MPI operator.
@@ -41,7 +44,8 @@ class Options:
     force_multi: bool
     """Start the agent of a single host by the runner too."""
     no_ssh: bool
-    """Start the ranks of this host alone, and meet those of the other hosts at the master address."""
+    """Start the ranks of this host alone, and meet those of the other hosts at the master address. In pods of
+    Kubernetes and in Slurm steps the numbers and the address may be left out."""
     node_rank: int | None
     no_ssh_check: bool
     ssh_port: int | None
@@ -71,7 +75,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     2 on unknown words, and with code 0 for help, like any argparse program.
     """
     parser = _parser()
-    end = _script_index(argv)
+    end = script_index(argv, _TAKES_VALUE)
     values = vars(parser.parse_args([word for word in argv[:end] if word != "--"]))
     if end == len(argv):
         parser.error("which script? (deepspeed_c --help shows how to call it)")
@@ -84,8 +88,27 @@ def parse_options(argv: Sequence[str]) -> Options:
     if values["enable_each_rank_log"] == "None":  # DeepSpeed's word for "no"
         values["enable_each_rank_log"] = None
     options = Options(script=argv[end], script_args=tuple(argv[end + 1 :]), **values)
+    if options.no_ssh:
+        options = _scheduled(options, os.environ)
     _check(options)
     return options
+
+
+def _scheduled(options: Options, environ: Mapping[str, str]) -> Options:
+    """The options, with values from Kubernetes or Slurm for those that are not given. Raises CommError for variables
+    that are incomplete or malformed.
+    """
+    has_hosts = options.hostfile is not None or any(map(os.path.isfile, DEFAULT_HOSTFILES))
+    is_counted = has_hosts or options.num_nodes is not None
+    if is_counted and options.node_rank is not None and options.master_addr is not None:
+        return options  # nothing is missing, so the variables may be of any form
+    host = pod_of(environ) or host_of_slurm_step(environ)
+    if host is None:
+        return options
+    found: dict[str, Any] = {"node_rank": host.index, "master_addr": host.master_addr, "master_port": host.master_port}
+    if not (has_hosts or options.include or options.exclude):
+        found |= {"num_nodes": host.n_hosts, "num_procs": host.n_ranks}
+    return replace(options, **{name: value for name, value in found.items() if getattr(options, name) is None})
 
 
 def _check(options: Options) -> None:
@@ -107,7 +130,9 @@ def _check(options: Options) -> None:
             raise LaunchError(f"is {port}", where=name, fix="ports run from 1 to 65535")
     if options.no_ssh and options.node_rank is None:
         raise LaunchError(
-            "is given without --node_rank", where="--no_ssh", fix="add the number of this host, 0 on the host of rank 0"
+            "is given without --node_rank, and neither Kubernetes nor Slurm has set this host's number",
+            where="--no_ssh",
+            fix="add the number of this host, 0 on the host of rank 0",
         )
     if options.node_rank is not None and not options.no_ssh:
         raise LaunchError("is given without --no_ssh", where="--node_rank", fix="add --no_ssh, or drop it")
@@ -194,7 +219,14 @@ _OPTIONS = (
                 ("--no_ssh",),
                 dict(_FLAG, help="start this host only; the same command runs on each host, with its --node_rank"),
             ),
-            (("--node_rank",), {"type": int, "metavar": "I", "help": "number of this host, with --no_ssh"}),
+            (
+                ("--node_rank",),
+                {
+                    "type": int,
+                    "metavar": "I",
+                    "help": "number of this host, with --no_ssh (default: Kubernetes' or Slurm's)",
+                },
+            ),
         ),
     ),
     (
@@ -295,7 +327,8 @@ host), with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MAST
 Other commands:
   deepspeed_c run COMMAND ...     run a command whose processes all see deepspeed_c as `deepspeed` (Hugging Face, Lightning)
   eval "$(deepspeed_c env)"       the same for a shell
-  deepspeed_c report              what was built, what was found on this machine, versions
+  deepspeed_c report              what was built, what was found on this machine, versions; with --hostfile on all hosts
+  deepspeed_c ssh -f FILE CMD     a command on all hosts of a hostfile
   deepspeed_c config show FILE    every value of a configuration and where it comes from
   deepspeed_c config check FILE   what is wrong with a configuration
   deepspeed_c plan --help         the memory that each rank of a run will take, for each ZeRO stage; with --inference, of generation
@@ -321,7 +354,7 @@ def _parser() -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=_HelpFormatter,
-        # argparse would accept a prefix of an option, but _script_index would not
+        # argparse would accept a prefix of an option, but script_index would not
         allow_abbrev=False,
         add_help=False,
     )
@@ -344,8 +377,10 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return names if action.nargs == 0 else f"{names} {action.metavar or '{' + ','.join(action.choices) + '}'}"
 
 
-def _script_index(argv: Sequence[str]) -> int:
+def script_index(argv: Sequence[str], takes_value: Collection[str]) -> int:
     """Return the script's index: the first word that is neither an option nor the value of an option.
+
+    takes_value: the options that take a value.
 
     argparse cannot find the script: it drops a ``--`` among the script's arguments, and reads the script's options as
     its own.
@@ -354,5 +389,5 @@ def _script_index(argv: Sequence[str]) -> int:
     while i < len(argv) and argv[i].startswith("-") and argv[i] != "-":
         if argv[i] == "--":
             return min(i + 1, len(argv))
-        i += 2 if argv[i] in _TAKES_VALUE else 1
+        i += 2 if argv[i] in takes_value else 1
     return min(i, len(argv))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
 import types
 
 import pytest
 
-from deepspeed_c.comm.discover import DEFAULT_PORT, LaunchPlace, discover, first_host, local_rank_of
+from deepspeed_c.comm.discover import DEFAULT_PORT, LaunchPlace, discover, local_rank_of
 from deepspeed_c.errors import CommError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
@@ -113,25 +116,182 @@ def test_mpi_is_asked_where_mpi4py_is(monkeypatch):
     assert discover(OPEN_MPI).master_addr == "host-of-0"
 
 
-@pytest.mark.parametrize(
-    ("nodelist", "host"),
-    [
-        ("a", "a"),
-        ("a,b", "a"),
-        ("gpu[07-09,12],login", "gpu07"),
-        ("gpu[12,07]", "gpu12"),
-        ("rack[1-2]node[03-04]", "rack1node03"),
-        ("rack[1-2]node[03-04].example.org,z", "rack1node03.example.org"),
-        ("login-1,gpu[1-2]", "login-1"),
-    ],
-)
-def test_first_host(nodelist, host):
-    assert first_host(nodelist) == host
-
-
 def test_local_rank_of():
     assert local_rank_of({}) == 0
     assert local_rank_of({"LOCAL_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}) == 2
     assert local_rank_of(SLURM) == 1
     with pytest.raises(CommError, match="LOCAL_RANK is 'x'"):
         local_rank_of({"LOCAL_RANK": "x"})
+
+
+# What the launchers of Debian 12 leave in the environment of a process (`env | grep MPI`), without the variables that
+# differ from run to run.
+OPEN_MPI_4 = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "0",
+    "OMPI_UNIVERSE_SIZE": "4",
+    "OMPI_MCA_orte_hnp_uri": "1676541952.0;tcp://192.0.2.2:53343",
+    "PMIX_HOSTNAME": "host-1",
+    "PMIX_NAMESPACE": "1676541953",
+    "PMIX_RANK": "2",
+    "PMIX_SERVER_URI2": "1676541952.0;tcp4://127.0.0.1:43809",
+}
+OPEN_MPI_5 = {
+    **{name: value for name, value in OPEN_MPI_4.items() if not name.startswith("OMPI_MCA_orte")},
+    "PMIX_NAMESPACE": "prterun-host-0-3856@1",
+    "PMIX_SERVER_URI41": "prterun-host-0-3856@0.1;tcp4://127.0.0.1:43809",
+}
+HYDRA = {
+    "HYDI_CONTROL_FD": "7",
+    "MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "host-0",
+    "MPI_LOCALNRANKS": "2",
+    "MPI_LOCALRANKID": "1",
+    "PMI_FD": "8",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+}
+SLURM_PMIX = {
+    **SLURM,
+    "PMIX_RANK": "5",
+    "PMIX_NAMESPACE": "slurm.pmix.4711.0",
+    "PMIX_HOSTNAME": "gpu08",
+    "SLURM_PMIXP_ABORT_AGENT_PORT": "40001",
+}
+SLURM_PMI2 = {**SLURM, "PMI_FD": "8", "PMI_JOBID": "4711.0", "PMI_RANK": "5", "PMI_SIZE": "8"}
+PYTORCHJOB = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "RANK": "2",
+    "WORLD_SIZE": "3",
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+}
+TRAINER = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "JOB_COMPLETION_INDEX": "2",
+    "PET_NODE_RANK": "2",
+    "PET_NNODES": "4",
+    "PET_NPROC_PER_NODE": "auto",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({**OPEN_MPI_4, "MASTER_ADDR": "a"}, (2, 4, 0, "a", DEFAULT_PORT, "Open MPI")),
+        ({**OPEN_MPI_5, "MASTER_ADDR": "a"}, (2, 4, 0, "a", DEFAULT_PORT, "Open MPI")),
+        (HYDRA, (1, 2, 1, "127.0.0.1", DEFAULT_PORT, "PMI")),
+        (SLURM_PMIX, (5, 8, 1, "gpu07", 16711, "Slurm")),
+        (SLURM_PMI2, (5, 8, 1, "gpu07", 16711, "Slurm")),
+        # Hydra starts its proxies by srun, one a host; the ranks are Hydra's
+        (
+            {**HYDRA, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "a[1-2]"},
+            (1, 2, 1, "127.0.0.1", DEFAULT_PORT, "PMI"),
+        ),
+        ({**OPEN_MPI_4, **SLURM, "MASTER_ADDR": "a"}, (2, 4, 0, "a", DEFAULT_PORT, "Open MPI")),
+        (PYTORCHJOB, (2, 3, None, "job-master-0", 23456, "environment")),
+        (
+            {**PYTORCHJOB, "PET_NODE_RANK": "2", "PET_NNODES": "3", "PET_NPROC_PER_NODE": "1"},
+            (2, 3, 0, "job-master-0", 23456, "environment"),
+        ),
+        (TRAINER, (2, 4, 0, "job-node-0-0.job", 29400, "Kubernetes (PET_*)")),
+        # torchrun and our launcher in such pods
+        (
+            {**TRAINER, "PET_NPROC_PER_NODE": "2", **TORCHRUN},
+            (3, 8, 1, "node7", 1234, "environment"),
+        ),
+        ({**TRAINER, "PET_NNODES": "1", "PET_NODE_RANK": "0"}, (0, 1, 0, None, None, "Kubernetes (PET_*)")),
+        (
+            {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7"},
+            (1, 2, 0, "a", 7, "Kubernetes (JOB_COMPLETION_INDEX)"),
+        ),
+    ],
+    ids=range(13),
+)
+def test_environments_of_clusters(environ, expected, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    found = discover(environ)
+    print(found, expected)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (OPEN_MPI_4, "4 processes were started by Open MPI, and MASTER_ADDR"),
+        ({**HYDRA, "PMI_SIZE": "3"}, "3 processes were started by PMI, and MASTER_ADDR"),
+        # prterun says no number
+        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-host-0-3856@1"}, r"PMIX_RANK is set \(1\)"),
+        ({**TRAINER, "PET_NPROC_PER_NODE": "2"}, "asks for 2 processes a pod"),
+        (
+            {**PYTORCHJOB, "PET_NODE_RANK": "2", "PET_NNODES": "3", "PET_NPROC_PER_NODE": "2"},
+            "asks for 2 processes a pod",
+        ),
+        ({**TRAINER, "RANK": "1"}, r"RANK is set \(1\) and WORLD_SIZE is not"),
+    ],
+    ids=range(6),
+)
+def test_what_a_cluster_leaves_out_is_an_error(environ, message, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(CommError, match=message) as caught:
+        discover(environ)
+    assert caught.value.fix
+
+
+LEFT_OVER = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "names"),
+    [
+        ({**OPEN_MPI_4, **LEFT_OVER}, ("RANK=1", "WORLD_SIZE=4", "OMPI_COMM_WORLD_RANK=2", "OMPI_COMM_WORLD_SIZE=4")),
+        ({**HYDRA, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, ("RANK=0", "PMI_RANK=1")),
+        ({**SLURM, "RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "a"}, ("RANK=0", "SLURM_PROCID=5")),
+    ],
+    ids=range(3),
+)
+def test_two_launchers_that_contradict_are_both_named(environ, names):
+    with pytest.raises(CommError) as caught:
+        discover(environ)
+    print(caught.value)
+    assert all(name in str(caught.value) for name in names)
+    # what torchrun or our launcher has set inside a step or under mpirun, or what is not read, contradicts nothing
+    for name in ("TORCHELASTIC_RUN_ID", "DSC_RUN_TOKEN"):
+        assert discover({**environ, name: "x"})[0] == int(environ["RANK"])
+    assert discover(environ, auto_mpi_discovery=False)[0] == int(environ["RANK"])
+
+
+def test_launchers_of_two_levels_agree():
+    # `export RANK=$OMPI_COMM_WORLD_RANK`, and ranks of another world than the step's tasks
+    assert discover({**OPEN_MPI_4, **LEFT_OVER, "RANK": "2"})[:2] == (2, 4)
+    assert discover({**SLURM, **LEFT_OVER})[:2] == (1, 4)
+    assert discover({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", **LEFT_OVER})[:2] == (1, 4)
+
+
+def test_pods_are_not_read_without_discovery():
+    assert discover(TRAINER, auto_mpi_discovery=False)[:2] == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "package"),
+    [("mpirun.openmpi", ["--oversubscribe"], "openmpi-bin"), ("mpirun.mpich", [], "mpich")],
+    ids=["openmpi", "mpich"],
+)
+def test_an_mpirun_that_is_installed(program, words, package, tmp_path):
+    """Ranks of one host, from the variables that they find."""
+    if shutil.which(program) is None:
+        pytest.skip(f"no MPI can be run here: {package} is not installed")
+    strangers = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "MPI", "SLURM_", "MV2_", "PET_", "JOB_")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(strangers)}
+    variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = [program, *words, "-n", "3", "sh", "-c", f"env -0 > {tmp_path}/$$"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    environs = [dict(line.split("=", 1) for line in file.read_text().split("\0")[:-1]) for file in tmp_path.iterdir()]
+    places = sorted(discover(environ)[:5] for environ in environs)
+    print(places)
+    assert places == [(rank, 3, rank, "127.0.0.1", DEFAULT_PORT) for rank in range(3)]

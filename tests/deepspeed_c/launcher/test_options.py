@@ -99,6 +99,41 @@ def test_options_for_several_hosts():
     assert (options.no_ssh, options.node_rank) == (True, 1)
 
 
+POD = {"PET_NODE_RANK": "1", "PET_NNODES": "3", "PET_NPROC_PER_NODE": "2"}
+POD |= {"PET_MASTER_ADDR": "pod-0", "PET_MASTER_PORT": "29400"}
+STEP = {"SLURM_NODEID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[07-08]"}
+COMPLETION = {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "train-0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "words", "expected"),
+    [
+        (POD, [], (1, 3, 2, "pod-0", 29400)),
+        (STEP, [], (1, 2, None, "gpu07", None)),
+        (COMPLETION, [], (2, 4, None, "train-0", None)),
+        ({**STEP, **POD}, [], (1, 3, 2, "pod-0", 29400)),
+        # options win
+        (POD, ["--node_rank=0", "--num_procs=1", "--num_nodes=2", "--master_port=7"], (0, 2, 1, "pod-0", 7)),
+        (POD, ["--master_addr", "a"], (1, 3, 2, "a", 29400)),
+        (POD, ["--node_rank", "0", "--num_nodes", "2", "--master_addr", "a"], (0, 2, None, "a", None)),
+        # a hostfile counts hosts and slots
+        (POD, ["--hostfile", "h"], (1, None, None, "pod-0", 29400)),
+        (POD, ["--include", "h"], (1, None, None, "pod-0", 29400)),
+    ],
+    ids=range(9),
+)
+def test_without_ssh_a_scheduler_says_which_host_this_is(environ, words, expected, monkeypatch):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    found = parse_options(["--no_ssh", *words, "t.py"])
+    shown = (found.node_rank, found.num_nodes, found.num_procs, found.master_addr, found.master_port)
+    print(shown, expected)
+    assert shown == expected
+    # only --no_ssh asks
+    other = parse_options(["t.py"])
+    assert (other.node_rank, other.num_nodes, other.master_addr, other.master_port) == (None,) * 4
+
+
 def test_help_is_complete(capsys):
     with pytest.raises(SystemExit) as stop:
         parse_options(["--help"])
