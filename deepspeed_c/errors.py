@@ -166,8 +166,8 @@ class CommError(DeepSpeedCError, RuntimeError):
     """Communication between ranks could not be set up, or failed."""
 
 
-class LaunchError(DeepSpeedCError, RuntimeError):
-    """The launcher could not start the processes as asked."""
+class LaunchError(DeepSpeedCError, RuntimeError, ValueError):
+    """The launcher could not start the processes as asked. DeepSpeed raises RuntimeError or ValueError here."""
 
 
 class BuildError(DeepSpeedCError, RuntimeError):

@@ -13,6 +13,7 @@ COMMANDS: dict[str, str] = {
     "run": "deepspeed_c.compat.alias.cli:run",
     "env": "deepspeed_c.compat.alias.cli:env",
     "report": "deepspeed_c.launcher.report:main",
+    "ssh": "deepspeed_c.launcher.ssh:main",
     "config": "deepspeed_c.config.cli:main",
     "plan": "deepspeed_c.plan.cli:main",
     "generate": "deepspeed_c.inference.cli:main",

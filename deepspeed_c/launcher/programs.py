@@ -65,7 +65,7 @@ PROGRAMS: dict[str, Callable[[list[str]], int]] = {
     "dsr": _command("report"),
     "ds_io": _ds_io,
     "ds_nvme_tune": _ds_nvme_tune,
-    "ds_ssh": _absent("ds_ssh", "run the command on each host with pdsh or ssh"),
+    "ds_ssh": _command("ssh"),
     "ds_bench": _absent("ds_bench", "`deepspeed_c bench comm` measures ranks of one host"),
     "ds_elastic": _absent(
         "ds_elastic", "choose the batch sizes by hand: train_batch_size = micro-batch x accumulation x ranks"

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from typing import Any
 
 from deepspeed_c._version import __version__
 from deepspeed_c.command_line import command_parser
+from deepspeed_c.launcher.compare import CLOCK, SECONDS, report_of_hosts
 from deepspeed_c.launcher.cores import allowed_cpus, as_ranges, threads_per_rank
 
 __all__ = ["gather", "main"]
@@ -35,12 +37,23 @@ IO_BACKENDS = ("uring", "libaio", "threads", "sync")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report. Return 0, or 1 if a module is missing or the compiled module does not load."""
+    """Print the report. Return 0, or 1 if a module is missing or the compiled module does not load; with --hostfile
+    also if a host does not answer."""
     parser = command_parser("report", "Says what was built, what was found on this machine, and versions.")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument("-H", "--hostfile", metavar="FILE", help="of all hosts of this file, over ssh, side by side")
+    parser.add_argument("--ssh_port", type=int, metavar="PORT", help="port of the hosts' ssh servers")
     options = parser.parse_args(argv)
+    if options.hostfile is not None:
+        return report_of_hosts(options.hostfile, options.ssh_port, options.json)
+    if options.ssh_port is not None:
+        parser.error("--ssh_port is for the hosts of a --hostfile")
     report, is_whole = gather()
-    print(json.dumps(report, indent=2) if options.json else _as_text(report))
+    if options.json:
+        # Flushed at once: the other end compares the time with its own when the text arrives
+        print(json.dumps({**report, CLOCK: {SECONDS: time.time()}}, indent=2), flush=True)
+    else:
+        print(_as_text(report))
     return 0 if is_whole else EXIT_NOT_WHOLE
 
 

@@ -26,6 +26,7 @@ MODULES: dict[str, str] = {
     "deepspeed.comm": "deepspeed_c.comm",
     "deepspeed.comm.constants": "deepspeed_c.compat.comm_constants",
     "deepspeed.comm.comm": "deepspeed_c.comm.comm",
+    "deepspeed.launcher.constants": "deepspeed_c.compat.launcher_constants",
     "deepspeed.monitor": "deepspeed_c.monitor",
     "deepspeed.monitor.comet": "deepspeed_c.monitor.comet",
     "deepspeed.monitor.csv_monitor": "deepspeed_c.monitor.csv_monitor",
@@ -269,9 +270,19 @@ NAMES: dict[str, dict[str, str]] = {
         "torch_info": "deepspeed_c.compat.torch_version:torch_info",
         "version": "deepspeed_c.compat.alias.version:API_VERSION",
     },
+    # A gathering module, because our own module of that path is another one
+    "deepspeed.launcher.launch": {"main": "deepspeed_c.compat.launcher_launch:main"},
     "deepspeed.launcher.runner": {
         "DEEPSPEED_ENVIRONMENT_NAME": f"{_CONSTANTS}:DEEPSPEED_ENVIRONMENT_NAME",
         "main": "deepspeed_c.launcher.main:main",
+        **{
+            name: f"deepspeed_c.compat.launcher_runner:{name}"
+            for name in (
+                *("DEEPSPEED_ENVIRONMENT_PATHS", "DLTS_HOSTFILE", "EXCLUDE_ENVS", "EXPORT_ENVS", "_parse_hostfile"),
+                *("encode_world_info", "fetch_hostfile", "parse_args", "parse_inclusion_exclusion"),
+                *("parse_node_config_list", "parse_resource_filter"),
+            )
+        },
     },
     "deepspeed.module_inject": {**_LAYER_NAMES, **_INJECTED_NAMES},
     "deepspeed.module_inject.containers": _LAYER_POLICIES,

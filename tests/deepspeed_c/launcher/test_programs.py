@@ -83,7 +83,7 @@ def test_report_and_weights(tmp_path):
     assert done.returncode == 1 and "nothing" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["ds_ssh", "ds_bench", "ds_elastic"])
+@pytest.mark.parametrize("name", ["ds_bench", "ds_elastic"])
 def test_what_is_not_there_says_so(name, capsys):
     assert main([name, "-x"]) == 2
     out, err = capsys.readouterr()

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import sys
+import time
 import types
 from typing import ClassVar
 
@@ -95,6 +96,9 @@ def test_json(extension, capsys):
     assert values["package"]["extension"] == extension.__file__
     assert values["cuda library"] == {"built": True, "file": "not there"}
     assert values["cpu"]["cores"].startswith(f"{os.cpu_count()}, ")
+    assert abs(values["clock"]["seconds"] - time.time()) < 200
+    with pytest.raises(SystemExit):
+        report.main(["--ssh_port", "22"])
 
 
 def test_io_backends_are_those_that_a_handle_has():

@@ -165,6 +165,7 @@ def test_shell_takes_over_the_variables(monkeypatch, capsys, tmp_path):
         ("utils.zero_to_fp32", "checkpoint_dir"),
         ("env_report", "--json"),
         ("launcher.runner", "usage: deepspeed_c"),
+        ("launcher.launch", "--world_info"),
         ("utils.groups", ""),  # the module only has definitions
     ],
 )
