@@ -76,7 +76,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     """
     parser = _parser()
     end = script_index(argv, _TAKES_VALUE)
-    values = vars(parser.parse_args([word for word in argv[:end] if word != "--"]))
+    values = vars(parser.parse_args(_joined([word for word in argv[:end] if word != "--"])))
     if end == len(argv):
         parser.error("which script? (deepspeed_c --help shows how to call it)")
     for names, what in _ELSEWHERE:
@@ -109,6 +109,19 @@ def _scheduled(options: Options, environ: Mapping[str, str]) -> Options:
     if not (has_hosts or options.include or options.exclude):
         found |= {"num_nodes": host.n_hosts, "num_procs": host.n_ranks}
     return replace(options, **{name: value for name, value in found.items() if getattr(options, name) is None})
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """The words with ``--launcher_args WORDS`` as ``--launcher_args=WORDS``. WORDS mostly begin with a dash, and
+    argparse would take them for an option.
+    """
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1] == "--launcher_args":
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _check(options: Options) -> None:

@@ -37,6 +37,14 @@ def test_defaults():
     assert (options.enable_each_rank_log, options.log_level, options.grace) == (None, "warning", 30.0)
 
 
+@pytest.mark.parametrize("words", ["-iface eth0", "--oversubscribe", "-v", "--include x", "a b", "", "--launcher_args"])
+def test_launcher_args_may_begin_with_a_dash(words):
+    options = parse_options(["--launcher_args", words, "--num_gpus", "2", "t.py", "--launcher_args", "x"])
+    assert (options.launcher_args, options.num_procs) == (words, 2)
+    assert options.script_args == ("--launcher_args", "x")
+    assert parse_options([f"--launcher_args={words}", "t.py"]).launcher_args == words
+
+
 def test_deepspeeds_none_is_no_log():
     assert parse_options(["--enable_each_rank_log", "None", "t.py"]).enable_each_rank_log is None
 
