@@ -50,11 +50,15 @@ def _main(name: str | None) -> int:
             where=f"host {list(job.hosts)[index]}",
             fix="start from a folder that all hosts have",
         ) from error
-    return run_host(job, job.place(index))
+    # mpirun and srun would end the other agents after a failure, and print a message beside that of the launch.
+    return run_host(job, job.place(index), hides_code=name is None)
 
 
-def run_host(job: Job, place: HostPlace) -> int:
-    """Run the ranks of the host in their place, together with the other hosts. Returns the exit code of the launch."""
+def run_host(job: Job, place: HostPlace, *, hides_code: bool = False) -> int:
+    """Run the ranks of the host in their place, together with the other hosts. Returns the exit code of the launch.
+
+    hides_code: return 0 if the launching command knows the exit code from the agents' reports.
+    """
     from deepspeed_c.launcher.meeting import Failure, Meeting, connect
     from deepspeed_c.launcher.run import launch
 
@@ -70,14 +74,15 @@ def run_host(job: Job, place: HostPlace) -> int:
             # gloo would take the address of the host's name, which on many systems is a loopback address.
             environment["GLOO_SOCKET_IFNAME"] = interface
         plan = make_plan(options, place=place, environment=environment, token=job.token)
-        return launch(plan, meeting)
+        code = launch(plan, meeting)
     except DeepSpeedCError as error:
         if meeting.lost():
             raise
         meeting.fail(Failure(place.name, 2, f"host {place.name}: {error}"))
-        return meeting.end(has_all_zeros=False) or 2
+        code = meeting.end(has_all_zeros=False) or 2
     finally:
         meeting.close()
+    return 0 if hides_code and meeting.orders.code is not None else code
 
 
 def _index(job: Job, name: str | None, environ: Mapping[str, str]) -> int:
