@@ -95,6 +95,12 @@ class SshHosts:
         command = [sys.executable, "-m", "deepspeed_c", *words]
         return self.start(i, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
+    def run(self, i: int, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run a command on host ``i`` as ``start`` does, to its end."""
+        process = self.start(i, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+        out, err = process.communicate(timeout=START_SECONDS)
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
     def processes(self, i: int, text: str = "") -> dict[int, str]:
         """Process id on host ``i`` -> command line, of those that contain ``text``."""
         lines = self._hosts[i].run(["ps", "-eo", "pid=,args=", "-ww"]).splitlines()

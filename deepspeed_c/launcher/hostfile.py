@@ -10,8 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.options import DEFAULT_HOSTFILES, Options
+from deepspeed_c.launcher.runners import find_runner
 
 __all__ = [
+    "allocated_hosts",
     "filter_hosts",
     "hostfile_of",
     "hosts_of",
@@ -67,10 +69,19 @@ def hostfile_of(options: Options) -> str | None:
     return options.hostfile or next(filter(os.path.isfile, DEFAULT_HOSTFILES), None)
 
 
+def allocated_hosts(options: Options) -> dict[str, int] | None:
+    """Host -> its number of slots, in the allocation of a batch system that --launcher names; None without one."""
+    return None if options.no_ssh else find_runner(options.launcher).allocated(options)
+
+
 def _pool(options: Options, path: str | None, devices: Sequence[int] | None) -> dict[str, list[int]]:
-    """Host -> its slots, from the hostfile. Without a hostfile: this host, or with --no_ssh hosts that are as many as
-    --num_nodes and have as many slots as this one.
+    """Host -> its slots, from the hostfile. Without a hostfile: the hosts of the batch system's allocation, if
+    --launcher knows one; else this host, or with --no_ssh hosts that are as many as --num_nodes and have as many slots
+    as this one.
     """
+    allocated = allocated_hosts(options) if path is None else None
+    if allocated is not None:
+        return {host: list(range(n)) for host, n in allocated.items()}
     if path is None:
         slots = list(range(options.num_procs or 1) if devices is None else devices)
         if options.no_ssh and options.num_nodes is not None:

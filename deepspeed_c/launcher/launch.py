@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deepspeed_c.launcher.hostfile import hostfile_of, is_this_host, select_hosts
+from deepspeed_c.launcher.hostfile import allocated_hosts, hostfile_of, is_this_host, select_hosts
 from deepspeed_c.launcher.options import Options, parse_options
 from deepspeed_c.launcher.plan import find_devices, make_plan
 from deepspeed_c.launcher.runners import find_runner
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
         from deepspeed_c.launcher.cluster import launch_without_runner
 
         return launch_without_runner(options, _hosts(options))
-    if hostfile_of(options) is not None or options.force_multi:
+    if _names_hosts(options) or options.force_multi:
         hosts = _hosts(options)
         if options.force_multi or len(hosts) > 1 or not all(map(is_this_host, hosts)):
             from deepspeed_c.launcher.cluster import launch_on_hosts
@@ -33,9 +33,13 @@ def main(argv: Sequence[str]) -> int:
     return launch(plan)
 
 
+def _names_hosts(options: Options) -> bool:
+    return hostfile_of(options) is not None or allocated_hosts(options) is not None
+
+
 def _hosts(options: Options) -> dict[str, list[int]]:
-    """The hosts of a launch and their slots. Devices are looked for only where no hostfile says how many there are:
-    the agents compare a hostfile with the devices of their hosts.
+    """The hosts of a launch and their slots. Devices are looked for only where neither a hostfile nor a batch system says
+    how many there are: the agents compare their number with the devices of their hosts.
     """
-    devices = None if hostfile_of(options) is not None else find_devices()
+    devices = None if _names_hosts(options) else find_devices()
     return select_hosts(options, None if devices is None else devices.slots)

@@ -5,13 +5,23 @@ from __future__ import annotations
 import difflib
 
 from deepspeed_c.errors import LaunchError
+from deepspeed_c.launcher.runners.impi import IntelMpiRunner
+from deepspeed_c.launcher.runners.mpich import MpichRunner
+from deepspeed_c.launcher.runners.mvapich import MvapichRunner
+from deepspeed_c.launcher.runners.openmpi import OpenMpiRunner
 from deepspeed_c.launcher.runners.pdsh import PdshRunner
 from deepspeed_c.launcher.runners.runner import HostRunner
+from deepspeed_c.launcher.runners.slurm import SrunRunner
 
 __all__ = ["RUNNERS", "find_runner"]
 
 RUNNERS: dict[str, type[HostRunner]] = {
     "pdsh": PdshRunner,
+    "openmpi": OpenMpiRunner,
+    "mpich": MpichRunner,
+    "impi": IntelMpiRunner,
+    "mvapich": MvapichRunner,
+    "slurm": SrunRunner,
 }
 
 

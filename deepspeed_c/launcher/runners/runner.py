@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.job import JOB_VARIABLE, Job
+from deepspeed_c.launcher.options import Options
 
 __all__ = ["HostRunner", "Start"]
 
@@ -47,6 +48,12 @@ class HostRunner(ABC):
     def start(self, job: Job, job_file: str) -> Start:
         """How to start the agents of ``job``, which ``job_file`` holds as JSON. Raises LaunchError where the program
         cannot do what the job asks."""
+
+    def allocated(self, options: Options) -> dict[str, int] | None:
+        """Host -> its number of slots, in the allocation of the batch system that the launching command is in. None if
+        it is in no allocation. Raises LaunchError if the allocation does not say the number of slots.
+        """
+        return None
 
     def labels_hosts(self) -> bool:
         """Whether the program begins every line of output with ``HOST: ``."""
