@@ -11,7 +11,15 @@ from pathlib import Path
 
 from deepspeed_c.errors import LaunchError
 
-__all__ = ["ENVIRONMENT_FILE", "EXCLUDED", "PREFIXES", "environment_file_paths", "exports", "parse_environment_file"]
+__all__ = [
+    "ENVIRONMENT_FILE",
+    "EXCLUDED",
+    "EXPORT_VARIABLE",
+    "PREFIXES",
+    "environment_file_paths",
+    "exports",
+    "parse_environment_file",
+]
 
 # DeepSpeed's prefixes, also those of its accelerators and of its services in the cloud; then the prefixes of variables
 # that torch and other parts of a rank read.
@@ -23,6 +31,8 @@ PREFIXES = (
 ENVIRONMENT_FILE = ".deepspeed_env"
 # A variable of the launching command -> variables that each host has set for itself.
 EXCLUDED = {"AISC_JOB_NAME": ("NCCL_IB_HCA", "UCX_NET_DEVICES")}
+EXPORT_VARIABLE = "DSC_EXPORT"
+"""Names of more variables, with commas between them."""
 
 # They belong to one run, or to the launcher of one rank.
 _OF_ONE_RUN = ("DSC_LAUNCH", "DSC_RUN", "TORCHELASTIC_")
@@ -38,10 +48,11 @@ def exports(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """
     environ = os.environ if environ is None else environ
     excluded = {name for sign, names in EXCLUDED.items() if sign in environ for name in names}
+    more = {name.strip() for name in environ.get(EXPORT_VARIABLE, "").split(",")}
     found = {
         name: value
         for name, value in environ.items()
-        if name.startswith(PREFIXES) and not name.startswith(_OF_ONE_RUN) and name not in excluded
+        if (name.startswith(PREFIXES) or name in more) and not name.startswith(_OF_ONE_RUN) and name not in excluded
     }
     for path in environment_file_paths(environ):
         found.update(parse_environment_file(path))

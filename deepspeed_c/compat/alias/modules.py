@@ -27,6 +27,7 @@ MODULES: dict[str, str] = {
     "deepspeed.comm.constants": "deepspeed_c.compat.comm_constants",
     "deepspeed.comm.comm": "deepspeed_c.comm.comm",
     "deepspeed.launcher.constants": "deepspeed_c.compat.launcher_constants",
+    "deepspeed.launcher.multinode_runner": "deepspeed_c.compat.multinode_runner",
     "deepspeed.monitor": "deepspeed_c.monitor",
     "deepspeed.monitor.comet": "deepspeed_c.monitor.comet",
     "deepspeed.monitor.csv_monitor": "deepspeed_c.monitor.csv_monitor",
@@ -108,6 +109,7 @@ _CONFIG, _SECTIONS, _TIMING = (
     "deepspeed_c.compat.config_sections",
     "deepspeed_c.compat.timing",
 )
+_RUNNERS = ("PDSHRunner", "OpenMPIRunner", "MPICHRunner", "IMPIRunner", "SlurmRunner", "MVAPICHRunner")
 _INFERENCE_CONFIG = "deepspeed_c.config.inference"
 _BUILDERS = "deepspeed_c.ops.op_builder"
 _OPTIMIZER_NAMES = {
@@ -273,6 +275,7 @@ NAMES: dict[str, dict[str, str]] = {
     # A gathering module, because our own module of that path is another one
     "deepspeed.launcher.launch": {"main": "deepspeed_c.compat.launcher_launch:main"},
     "deepspeed.launcher.runner": {
+        **{name: f"deepspeed_c.compat.multinode_runner:{name}" for name in _RUNNERS},
         "DEEPSPEED_ENVIRONMENT_NAME": f"{_CONSTANTS}:DEEPSPEED_ENVIRONMENT_NAME",
         "main": "deepspeed_c.launcher.main:main",
         **{
