@@ -18,12 +18,18 @@ if [ "${1:-}" = --tests ]; then
         command -v "${pair%%:*}" >/dev/null || needed="$needed ${pair##*:}"
     done
     if [ -n "$needed" ] && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
-        # shellcheck disable=SC2086  # one word a package
         install() { DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null; }
-        # RUNLEVEL: the packages' scripts start no service (a machine's own setting wins)
-        { apt-get update -qq && RUNLEVEL=1 install $needed; } ||
-            # One that the mirror lacks must not keep the others out.
-            for package in $needed; do RUNLEVEL=1 install "$package" || echo "$package could not be installed: its tests skip" >&2; done
+        policy=/usr/sbin/policy-rc.d
+        if ! [ -e $policy ]; then # without it the packages would start sshd and munged
+            trap 'rm -f $policy' EXIT
+            printf '#!/bin/sh\nexit 101\n' >$policy && chmod +x $policy
+        fi
+        # shellcheck disable=SC2086  # one word a package
+        if ! { apt-get update -qq && install $needed; }; then
+            for package in $needed; do # the mirror may lack some
+                install "$package" || echo "$package could not be installed: its tests skip" >&2
+            done
+        fi
     fi
     exit 0
 fi
