@@ -91,17 +91,25 @@ def check_failure(hosts: SshHosts, words: Sequence[str], folder: Path, env: Mapp
     _check_nothing_left(hosts, before)
 
 
-def check_sigterm(hosts: SshHosts, words: Sequence[str], folder: Path, env: Mapping[str, str] = {}) -> None:
-    """SIGTERM for the launching command ends the ranks of both hosts, and their children."""
+def check_sigterm(
+    hosts: SshHosts, words: Sequence[str], folder: Path, cancel: Callable[[], object] | None = None
+) -> None:
+    """SIGTERM for the launching command ends the ranks of both hosts, and their children.
+
+    cancel: call this instead, which sends SIGTERM to the agents.
+    """
     before = _processes(hosts)
-    launch = _launch(hosts, words, _WAITS, folder, ["wait"], env)
+    launch = _launch(hosts, words, _WAITS, folder, ["wait"], {})
     _wait(launch, lambda: all((folder / f"waits{rank}").exists() for rank in range(4)))
     running = [len([line for line in lines if "sleep 1000" in line]) for lines in _processes(hosts)]
     assert running == [2, 2], running
-    hosts.signal(0, "-m deepspeed_c --grace", SIGTERM)
+    if cancel is not None:
+        cancel()
+    else:
+        hosts.signal(0, "-m deepspeed_c --grace", SIGTERM)
     out, err = launch.communicate(timeout=SECONDS)
     assert launch.returncode == 128 + SIGTERM, f"exit code {launch.returncode}: {out}{err}"
-    assert "SIGTERM: passed on to the ranks of all hosts" in err, err
+    assert ("its agent was ended by SIGTERM" if cancel else "SIGTERM: passed on to the ranks of all hosts") in err, err
     _check_nothing_left(hosts, before)
 
 
@@ -125,7 +133,8 @@ def _launch(
 
 
 def _processes(hosts: SshHosts) -> list[set[str]]:
-    return [{f"{pid} {line}" for pid, line in hosts.processes(i).items() if "<defunct>" not in line} for i in range(len(hosts))]
+    found = [hosts.processes(i).items() for i in range(len(hosts))]
+    return [{f"{pid} {line}" for pid, line in lines if "<defunct>" not in line} for lines in found]
 
 
 def _wait(launch: Any, is_so: Callable[[], bool]) -> None:

@@ -105,6 +105,9 @@ def _supervise(ranks: _RankProcesses, plan: Plan, output: Output, meeting: Meeti
         ranks.stop(stop.sigval, plan.grace)
         output.finish()
         if meeting is not None:
+            if not ranks.have_all_zeros():  # not by an order, so nobody else knows (scancel, or kill on one host)
+                how = f"host {meeting.name}: its agent was ended by {stop.sigval.name}"
+                meeting.fail(Failure(meeting.name, 128 + stop.sigval, how))
             return _end(ranks, meeting, 128 + stop.sigval)
         if ranks.have_all_zeros():
             write_line("deepspeed_c: all ranks ended by themselves, with exit code 0", sys.stderr)

@@ -44,6 +44,10 @@ def test_sigterm(hosts, words, tmp_path):
     check_sigterm(hosts, words, tmp_path)
 
 
+def test_scancel_is_no_success(hosts, words, tmp_path):
+    check_sigterm(hosts, words, tmp_path, lambda: hosts.run(0, ["scancel", "--user", "root"]))
+
+
 SEES = """
 import os
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURMD_NODENAME", "SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES")
