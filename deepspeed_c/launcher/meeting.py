@@ -2,9 +2,9 @@
 
 [Note: reports and orders] The chair runs where the store is: in the launching command, or with --no_ssh beside the
 agent of host 0. Every agent rewrites its report, and the chair its orders, each time with the next number. A number
-that does not change for LOST_SECONDS means a lost link or a dead process, on both sides. Orders hold states only ("begin",
-"pass on signal 15", "end"), no commands. A process without the run's secret can write neither. With --no_ssh no secret
-can be shared; then the worst that a stranger can do is to end the run.
+that does not change for LOST_SECONDS means a lost link or a dead process, on both sides. Orders hold states only
+("begin", "pass on signal 15", "end"), no commands. A process without the run's secret can write neither. With --no_ssh
+no secret can be shared; then the worst that a stranger can do is to end the run.
 """
 
 from __future__ import annotations
