@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -80,15 +81,21 @@ def reasons_in_the_tree() -> set[tuple[str, str]]:
     """(file, reason) of the skips whose reason is a string in the source."""
     found = set()
     for path in (ROOT / "tests").rglob("*.py"):
-        if path.name not in ("test_skips.py", "skips.py"):
-            text = path.read_text()
-            for pattern in (
-                r'pytest\.skip\(\s*f?"([^"]+)"',
-                r'skipif\((?:[^"]|"[^"]*"[^"]*?)*?reason="([^"]+)"',
-                r'mark\.skip\(reason=f?"([^"]+)"',
-            ):
-                found |= {(path.name, reason) for reason in re.findall(pattern, text)}
+        if path.name in ("test_skips.py", "skips.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("skip", "skipif"):
+                given = [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
+                given += node.args[:1] if node.func.attr == "skip" else []
+                found |= {(path.name, text) for value in given if (text := text_of(value))}
     return found
+
+
+def text_of(value: ast.expr) -> str:
+    """A string of the source, with the fields of an f-string as they stand there; "" for another expression."""
+    if isinstance(value, ast.JoinedStr):
+        return ast.unparse(value)[2:-1]
+    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else ""
 
 
 def test_every_skip_of_this_tree_has_its_way():
