@@ -38,8 +38,8 @@ def _names_hosts(options: Options) -> bool:
 
 
 def _hosts(options: Options) -> dict[str, list[int]]:
-    """The hosts of a launch and their slots. Devices are looked for only where neither a hostfile nor a batch system says
-    how many there are: the agents compare their number with the devices of their hosts.
+    """The hosts of a launch and their slots. Devices are looked for only where neither a hostfile nor a batch system
+    says how many there are: the agents compare their number with the devices of their hosts.
     """
     devices = None if _names_hosts(options) else find_devices()
     return select_hosts(options, None if devices is None else devices.slots)
