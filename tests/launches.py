@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +23,22 @@ SECRET = "se cret, x=y  'z\" $HOME %h"
 ARGUMENTS = ["a b", 'q"x', "$HOME", "%h", ""]
 SIGTERM = 15
 
+GPT = Path(__file__).parent / "deepspeed_c" / "launcher" / "gpt_steps.py"
+
 _RANKS = """
 import json, os, socket, sys, time
 import torch
 import torch.distributed as dist
 
 folder, *arguments = sys.argv[1:]
-dist.init_process_group("gloo")
+sys.path.insert(0, GPT_FOLDER)
+import gpt_steps
+losses = gpt_steps.train()
 total = torch.tensor([2.0 ** dist.get_rank()])
 dist.all_reduce(total)
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 seen = dict(numbers=[int(os.environ[name]) for name in names], host=socket.gethostname(), folder=os.getcwd(),
-            total=total.item(), arguments=arguments, value=os.environ.get("DSC_TEST_SECRET"), job=os.environ.get("DSC_LAUNCH_JOB"),
+            total=total.item(), losses=losses, arguments=arguments, value=os.environ.get("DSC_TEST_SECRET"), job=os.environ.get("DSC_LAUNCH_JOB"),
             mpi=[name for name in os.environ if name.startswith(("OMPI_COMM", "PMI", "HYDI"))])
 path = f"{folder}/rank{dist.get_rank()}"
 with open(path + ".new", "w") as file:
@@ -58,7 +65,9 @@ time.sleep(1000)
 
 
 def check_ranks(hosts: SshHosts, words: Sequence[str], folder: Path, env: Mapping[str, str] = {}) -> None:
-    """Ranks find their places, arguments and variables, and one another. ``ps`` shows no value on any host."""
+    """Ranks find their places, arguments and variables, and one another, and train as one process does. ``ps`` shows no
+    value on any host.
+    """
     before = _processes(hosts)
     launch = _launch(hosts, words, _RANKS, folder, ARGUMENTS, env)
     paths = [folder / f"rank{rank}" for rank in range(4)]
@@ -71,6 +80,7 @@ def check_ranks(hosts: SshHosts, words: Sequence[str], folder: Path, env: Mappin
     assert here == [f"rank {i} is here" for i in range(4)], out
     for rank, path in enumerate(paths):
         seen = json.loads(path.read_text())
+        assert seen.pop("losses") == pytest.approx(losses_of_one_process(), rel=1e-5)
         place = {"numbers": [rank, rank % 2, 4, 2], "host": f"host-{rank // 2}", "folder": str(folder)}
         wanted = {**place, "total": 15.0, "arguments": ARGUMENTS, "value": SECRET, "job": None, "mpi": []}
         assert seen == wanted, f"rank {rank}: {seen} instead of {wanted}"
@@ -113,6 +123,13 @@ def check_sigterm(
     _check_nothing_left(hosts, before)
 
 
+@cache
+def losses_of_one_process() -> list[float]:
+    """The losses of tests/deepspeed_c/launcher/gpt_steps.py without other ranks."""
+    done = subprocess.run([sys.executable, str(GPT)], capture_output=True, text=True, check=True, timeout=SECONDS)
+    return json.loads(done.stdout.split("losses ")[1])
+
+
 def mpi_hosts(program: str, package: str) -> SshHosts:
     """Two hosts for a runner that starts ``program`` over ssh. Skips the test where they cannot be made."""
     reason = why_no_ssh()
@@ -126,7 +143,7 @@ def mpi_hosts(program: str, package: str) -> SshHosts:
 def _launch(
     hosts: SshHosts, words: Sequence[str], script: str, folder: Path, arguments: Sequence[str], env: Mapping[str, str]
 ) -> Any:
-    (folder / "script.py").write_text(script)
+    (folder / "script.py").write_text(script.replace("GPT_FOLDER", repr(str(GPT.parent))))
     root = str(Path(__file__).resolve().parents[1])
     launched = ["--grace", "20", "--no_local_rank", *words, str(folder / "script.py"), str(folder), *arguments]
     return hosts.launch(0, launched, cwd=folder, env={"DSC_TEST_SECRET": SECRET, "PYTHONPATH": root, **env})

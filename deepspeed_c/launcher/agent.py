@@ -87,9 +87,9 @@ def run_host(job: Job, place: HostPlace, *, hides_code: bool = False) -> int:
 
 def _index(job: Job, name: str | None, environ: Mapping[str, str]) -> int:
     """The number of this host among those of the job."""
-    names = list(job.hosts)
+    names = [host.rpartition("@")[2] for host in job.hosts]  # of USER@HOST
     name = name or environ.get("SLURMD_NODENAME")
-    if name in job.hosts:
+    if name in names:
         return names.index(name)
     own = [i for i, host in enumerate(names) if is_this_host(host)]
     if len(own) == 1:

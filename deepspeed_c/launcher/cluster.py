@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -55,7 +56,7 @@ def launch_on_hosts(options: Options, hosts: Mapping[str, list[int]], runner: Ho
     Raises LaunchError if the runner is not installed, or cannot do what is asked.
     """
     runner.check()
-    address = own_address(next((host for host in hosts if not is_this_host(host)), ""))
+    address = own_address(next((host for host in hosts if not is_this_host(host)), "").rpartition("@")[2])
     listening = listening_socket(address, 0)
     job = Job(
         options=options,
@@ -151,6 +152,7 @@ def launch_without_runner(options: Options, hosts: Mapping[str, list[int]]) -> i
     from deepspeed_c.launcher.meeting import Chair
     from deepspeed_c.launcher.run import explain, open_store
 
+    _wait_for_name(address)
     store = open_store(address, port)
     chair = Chair(store, job.token, list(hosts), lambda _: "")
     thread = threading.Thread(target=_preside_alone, args=(chair,), name="dsc_chair", daemon=True)
@@ -160,6 +162,20 @@ def launch_without_runner(options: Options, hosts: Mapping[str, list[int]]) -> i
     if chair.failure is not None:
         explain(chair.failure, job.world_size if chair.has_begun else 0)
     return code
+
+
+def _wait_for_name(address: str) -> None:
+    """Wait until the name of this host is known: a new pod's name may take a while."""
+    from deepspeed_c.launcher.meeting import COME_SECONDS
+
+    end = time.monotonic() + COME_SECONDS
+    while time.monotonic() < end:
+        try:
+            socket.getaddrinfo(address, None)
+        except OSError:
+            time.sleep(1)
+            continue
+        return
 
 
 def _preside_alone(chair: Chair) -> None:
@@ -208,7 +224,8 @@ class _RunnerProcess:
 
     def __init__(self, runner: HostRunner, job: Job) -> None:
         self.name = runner.name
-        self._hosts = [host.encode() for host in job.hosts] if runner.labels_hosts() else []
+        # Label -> host; pdsh's labels lack the user of USER@HOST.
+        self._hosts = {host.rpartition("@")[2]: host for host in job.hosts} if runner.labels_hosts() else {}
         self._strips_labels = job.options.tag_output or job.options.gather_logs
         self._logs = _Logs(job) if job.options.gather_logs else None
         self._said: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=SAID_LINES))
@@ -285,7 +302,7 @@ class _RunnerProcess:
                 continue
             if target is sys.stderr.buffer:
                 if end := PDSH_END.match(line):  # the launching command's message tells more
-                    self._ends.append((end[1].decode(), int(end[2])))
+                    self._ends.append((self._hosts.get(end[1].decode(), ""), int(end[2])))
                     continue
                 self._said[host].append(rest.decode(errors="replace").rstrip())
             with contextlib.suppress(OSError):  # the terminal was closed: go on reading, or the ranks would block
@@ -295,7 +312,8 @@ class _RunnerProcess:
     def _split(self, line: bytes) -> tuple[str, bytes]:
         """(host, rest) of a line that the runner's program has labelled."""
         label, colon, rest = line.partition(b": ")
-        return (label.decode(), rest) if colon and label in self._hosts else ("", line)
+        host = self._hosts.get(label.decode(errors="replace"), "") if colon else ""
+        return (host, rest) if host else ("", line)
 
 
 @final

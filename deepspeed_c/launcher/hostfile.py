@@ -228,6 +228,7 @@ def parse_hostfile(lines: Iterable[str], path: str) -> dict[str, int]:
 
 def is_this_host(name: str) -> bool:
     """Whether the name or address leads to an interface of this machine."""
+    name = name.rpartition("@")[2]  # of USER@HOST
     if name in ("localhost", socket.gethostname(), socket.gethostname().split(".")[0]):
         return True
     try:

@@ -30,6 +30,7 @@ LOST_SECONDS = 8.0
 """Without news for so long, the other side is lost."""
 STORE_SECONDS = 5
 _PERIOD_SECONDS = 0.1
+_RETRY_SECONDS = 0.5
 _HOSTS_PER_SECOND = 2000  # limit for the chair's reads
 _PREFIX = "deepspeed_c/launch/"
 _ORDERS, _FAILURES = _PREFIX + "orders", _PREFIX + "failures"
@@ -83,14 +84,24 @@ class Orders(msgspec.Struct, frozen=True):
 
 def connect(address: tuple[str, int], seconds: float = COME_SECONDS) -> TCPStore:
     """The agents' store. Raises LaunchError if it does not answer in time."""
-    try:
-        return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
-    except DistError as error:
-        raise LaunchError(
-            f"the launching host does not answer: {str(error).splitlines()[0]}",
-            where=f"host {socket.gethostname()}, {address[0]}:{address[1]}",
-            fix="open its ports to the hosts, or give an address that they reach",
-        ) from error
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+        except DistError as error:
+            # torch waits for an address that does not answer, but not for a name that is not known yet (of a new pod).
+            if time.monotonic() < end:
+                time.sleep(_RETRY_SECONDS)
+                continue
+            raise _no_answer(address, error) from error
+
+
+def _no_answer(address: tuple[str, int], error: DistError) -> LaunchError:
+    return LaunchError(
+        f"the launching host does not answer: {str(error).splitlines()[0]}",
+        where=f"host {socket.gethostname()}, {address[0]}:{address[1]}",
+        fix="open its ports to the hosts, or give an address that they reach",
+    )
 
 
 class _Signed:

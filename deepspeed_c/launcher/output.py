@@ -74,9 +74,17 @@ class Output:
     """
 
     def __init__(
-        self, ranks: Sequence[int], *, host: str = "", log_dir: str | None = None, has_labels: bool = False
+        self,
+        ranks: Sequence[int],
+        *,
+        host: str = "",
+        log_dir: str | None = None,
+        has_labels: bool = False,
+        is_merged: bool = False,
     ) -> None:
-        """ranks: the numbers of the ranks. host: its name for the labels, if the launch has several."""
+        """ranks: the numbers of the ranks. host: its name for the labels, if the launch has several. is_merged: both
+        streams of a rank go to stdout, with labels and in the order of the rank's writes.
+        """
         n_ranks = len(ranks)
         self._streams: list[_Stream] = []
         self._paths: list[tuple[str, str]] = []
@@ -96,6 +104,9 @@ class Output:
                     self._logs.append(open(path, "wb", buffering=0))  # noqa: SIM115  closed by close()
                     self.log_paths.append(path)
                     both = self._pipe(_Stream(i, rank, -1, self._logs[-1].fileno(), label))
+                    self._paths.append((both, both))
+                elif is_merged:
+                    both = self._pipe(_Stream(i, rank, -1, 1, label_of(rank, host)))
                     self._paths.append((both, both))
                 else:
                     out = self._pipe(_Stream(i, rank, -1, 1, label, is_remembered=False)) if has_labels else ""

@@ -67,6 +67,8 @@ class Plan:
     """None: any free port."""
     log_dir: str | None
     tag_output: bool
+    gathers_logs: bool = False
+    """Whether the launching host writes the logs, from labelled lines."""
     grace: float
     """Seconds between passing on a signal and SIGKILL."""
     save_pid: bool
@@ -115,6 +117,7 @@ def make_plan(
         if cores:
             words = (sys.executable, "-I", "-S", BIND, ",".join(map(str, cores[i])), *words)
         ranks.append(RankPlan((*words, *options.script_args), {**shared, **_rank_environment(i, place)}))
+    gathers_logs = options.gather_logs and bool(place.name)
     return Plan(
         ranks=tuple(ranks),
         first_rank=place.first_rank,
@@ -123,8 +126,9 @@ def make_plan(
         opens_store=is_first,
         master_addr=options.master_addr or LOOPBACK,
         master_port=options.master_port,
-        log_dir=None if options.gather_logs and place.name else _log_dir(options.enable_each_rank_log),
-        tag_output=options.tag_output or (options.gather_logs and bool(place.name)),
+        log_dir=None if gathers_logs else _log_dir(options.enable_each_rank_log),
+        tag_output=options.tag_output,
+        gathers_logs=gathers_logs,
         grace=options.grace,
         save_pid=options.save_pid,
         log_level=options.log_level,

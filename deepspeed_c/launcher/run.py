@@ -72,6 +72,7 @@ def launch(plan: Plan, meeting: Meeting | None = None) -> int:
             host=plan.host,
             log_dir=plan.log_dir,
             has_labels=plan.tag_output,
+            is_merged=plan.gathers_logs,
         ) as output,
         tempfile.TemporaryDirectory(prefix="deepspeed_c_") as folder,
     ):

@@ -14,7 +14,8 @@ __all__ = ["PdshRunner", "ssh_command"]
 FAN_OUT = 1024  # hosts at once; pdsh's default of 32 would leave the others waiting
 CONNECT_SECONDS = 30
 ALIVE_SECONDS = 5
-HOST = "\0host\0"  # stands for the host's name until the words are in pdsh's notation
+# They stand for what pdsh fills in, until the words are in its notation, in which % is written twice.
+HOST, USER = "\0host\0", "\0user\0"
 
 
 class PdshRunner(HostRunner):
@@ -40,10 +41,15 @@ class PdshRunner(HostRunner):
             remote = f"export PYTHONPATH={shlex.quote(path)}; {remote}"
         # The user's shell on the host may be of any kind, so it only starts sh.
         ssh = [*ssh_command(job.options.ssh_port), HOST, f"exec sh -c {shlex.quote(remote)}"]
+        if any("@" in host for host in job.hosts):
+            ssh[1:1] = ["-l", USER]  # otherwise the user is that of ssh's own configuration
         words = ["sh", "-c", script, "sh", *ssh]
         pdsh = [self.program() or "pdsh", "-S", "-f", str(FAN_OUT), "-R", "exec", "-w", ",".join(job.hosts)]
-        # In pdsh's notation, where % is written twice.
-        return Start([*pdsh, *self.more_words(job), *(word.replace("%", "%%").replace(HOST, "%h") for word in words)])
+        return Start([*pdsh, *self.more_words(job), *map(_in_pdsh_notation, words)])
+
+
+def _in_pdsh_notation(word: str) -> str:
+    return word.replace("%", "%%").replace(HOST, "%h").replace(USER, "%u")
 
 
 def ssh_command(port: int | None) -> list[str]:

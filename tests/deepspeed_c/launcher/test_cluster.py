@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.launches import losses_of_one_process
 from tests.ssh_hosts import ABSENT, SshHosts, why_no_ssh
 
 FOLDER = Path(__file__).parent
@@ -88,8 +87,7 @@ def test_a_run_over_two_hosts_trains_as_one_process(hosts, tmp_path):
     (tmp_path / ".deepspeed_env").write_text('# comment\n\nexport A_VALUE="x = 1 \'y\'"\n')
     launch = Launch(hosts, "--tag_output", GPT, *words, cwd=tmp_path, env={"NCCL_MINE": "a b", "OTHER": "c"})
     assert launch.end() == 0, launch.err
-    alone = subprocess.run([sys.executable, GPT], capture_output=True, text=True, check=True, timeout=SECONDS)
-    want = json.loads(alone.stdout.split("losses ")[1])
+    want = losses_of_one_process()
     (line,) = [line for line in launch.out if "losses" in line]
     assert line.startswith("[host-0:rank0]: ")
     got = json.loads(line.split("losses ")[1])
@@ -115,9 +113,9 @@ def test_a_run_over_two_hosts_trains_as_one_process(hosts, tmp_path):
 def test_the_first_failing_rank_ends_all(hosts, tmp_path):
     logs = tmp_path / "logs"
     words = ["--enable_each_rank_log", str(logs), "--gather_logs", SLEEPER, "--fail", "3", "7"]
-    launch = Launch(hosts, *words, slots={"host-1": 1, "host-0": 3}, host=1)
+    launch = Launch(hosts, *words, slots={"root@host-1": 1, "root@host-0": 3}, host=1)
     assert launch.end() == 7
-    assert "rank 3 (process " in launch.message and "on host-0) failed with exit code 7" in launch.message
+    assert "rank 3 (process " in launch.message and "on root@host-0) failed with exit code 7" in launch.message
     assert "bad luck" in launch.message
     written = sorted(logs.iterdir())
     assert [path.read_text().splitlines()[0] for path in written] == [f"up {i}" for i in range(4)]

@@ -6,7 +6,7 @@ import time
 from datetime import timedelta
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import DistError, TCPStore
 
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher import meeting as module
@@ -170,6 +170,21 @@ def test_orders_without_the_secret_are_not_read(store, agents):
     assert agent.orders.signal == 0
     until(lambda: agent.orders.number > 0, chair)
     assert agent.orders.signal == 0
+
+
+def test_a_name_that_is_not_known_is_asked_for_again(monkeypatch, store):
+    asked = []
+
+    def later(name, port, **options):
+        asked.append(name)
+        if len(asked) < 3:
+            raise DistError("the name is not known")
+        return TCPStore("127.0.0.1", store.port, **options)
+
+    monkeypatch.setattr(module, "TCPStore", later)
+    monkeypatch.setattr(module, "_RETRY_SECONDS", 0.01)
+    assert connect(("pod-0", 1)).port == store.port
+    assert asked == ["pod-0"] * 3
 
 
 def test_a_store_that_does_not_answer():

@@ -46,6 +46,13 @@ def test_words():
     assert not [word for word in command if "hunter2" in word or "secret" in word or "KEY" in word]
 
 
+def test_a_user_of_a_host():
+    assert "%u" not in PdshRunner().start(job(), "/tmp/j").command
+    command = PdshRunner().start(job(hosts={"a": [0], "me@b": [0]}), "/tmp/j").command
+    assert command[command.index("-w") + 1] == "a,me@b"
+    assert command[command.index("-l") + 1] == "%u"
+
+
 def test_the_shells_on_the_way_take_nothing_away(tmp_path):
     """What sh would run on the host: pdsh's notation undone, the folder and PYTHONPATH as they were."""
     folder = tmp_path / "it's here, 50%"
