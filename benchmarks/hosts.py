@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,25 +16,27 @@ import torch.distributed as dist
 import deepspeed_c
 from benchmarks.measure import machine
 from benchmarks.run import SKIPPED
-from tests.hosts import Hosts, why_no_hosts
-from tests.ranks import free_port
+from tests.ssh_hosts import SshHosts, why_no_ssh
 
 __all__ = ["run_on_hosts"]
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def run_on_hosts(name: str, hosts: Sequence[int], rate: str, measure: Callable[[], Iterable[dict[str, Any]]]) -> int:
-    """Start the calling script again, with its arguments, as one rank for each entry of ``hosts`` (numbers from 0),
-    over links of ``rate`` (in tc's units). In a rank this function prints the rows of ``measure`` and exits. ``name``
-    is the name of the benchmark and of its module. Returns the first exit code that is not 0, or SKIPPED with the
-    reason on stderr.
+    """Start the calling script again by the launcher, with its arguments, as one rank for each entry of ``hosts``
+    (numbers that rise from 0), over links of ``rate`` (in tc's units). In a rank this function prints the rows of
+    ``measure`` and exits. ``name`` is the name of the benchmark and of its module. Returns the exit code of the launch,
+    or SKIPPED with the reason on stderr.
     """
     if "RANK" in os.environ:
         _run_rank(name, len(set(hosts)), rate, measure)
-    if why_no_hosts():
-        print(why_no_hosts(), file=sys.stderr)
+    if why_no_ssh():
+        print(why_no_ssh(), file=sys.stderr)
         return SKIPPED
-    with Hosts(len(set(hosts)), rate=rate) as made:
-        return _wait_for(made, hosts, f"benchmarks.deepspeed_c.{name}")
+    slots = [hosts.count(i) for i in range(len(set(hosts)))]
+    with SshHosts(len(slots), rate=rate) as made:
+        return _launch(made, slots, f"benchmarks.deepspeed_c.{name}")
 
 
 def _run_rank(name: str, n_hosts: int, rate: str, measure: Callable[[], Iterable[dict[str, Any]]]) -> None:
@@ -49,24 +52,12 @@ def _run_rank(name: str, n_hosts: int, rate: str, measure: Callable[[], Iterable
     os._exit(0)
 
 
-def _wait_for(hosts: Hosts, numbers: Sequence[int], module: str) -> int:
-    """Run a module as one rank for each entry of ``numbers``, on the host with this number.
-
-    Return the first exit code that is not 0.
-    """
-    port, started = str(free_port()), []
-    try:
-        for rank in range(len(numbers)):
-            place = hosts.place(rank, numbers)
-            env = {**place.environment, "RANK": str(rank), "WORLD_SIZE": str(len(numbers)), "MASTER_PORT": port}
-            command = [sys.executable, "-m", module, *sys.argv[1:]]
-            started.append(hosts[numbers[rank]].start(command, env={**env, "OMP_NUM_THREADS": "1"}))
-        while all(process.poll() in (None, 0) for process in started):
-            if all(process.poll() == 0 for process in started):
-                return 0
-            time.sleep(0.1)
-        return next(process.returncode for process in started if process.poll())
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+def _launch(hosts: SshHosts, slots: Sequence[int], module: str) -> int:
+    """Run a module as ``slots[i]`` ranks of host ``i``, by deepspeed_c. Returns the exit code."""
+    words = ["--hostfile", hosts.hostfile(slots), "--no_local_rank", "--module", module, *sys.argv[1:]]
+    command = [sys.executable, "-m", "deepspeed_c", *words]
+    env = {"OMP_NUM_THREADS": "1"}
+    process = hosts.start(0, command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:  # pdsh begins each with its host
+        print(line.partition(": ")[2], end="", flush=True)
+    return process.wait()

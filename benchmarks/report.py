@@ -565,6 +565,13 @@ FIGURES = [
         {"contender": "deepspeed_c"},
         "ratio_to_torchrun",
     ),
+    Figure(
+        "launching a no-op on 2 x 2 processes of two hosts through pdsh: over `torchrun` by hand on both",
+        "<= 1.25",
+        "launch_on_hosts",
+        {"contender": "deepspeed_c"},
+        "ratio_to_torchrun",
+    ),
     *(
         Figure(what, goal, "alias_start", {"what": row}, "added_ms")
         for row, what, goal in (

@@ -302,6 +302,7 @@ BENCHMARKS = [
     _script("start_time", f"{OURS}/start_time.py", ("deepspeed_c", "ops"), 200, "--rounds 1"),
     _script("alias_start", f"{OURS}/alias_start.py", ("deepspeed_c/compat/alias", *STARTING), 15, "--rounds 2"),
     _script("launch", "benchmarks/launcher/noop.py", STARTING, 110, "--rounds 1"),
+    _script("launch_on_hosts", "benchmarks/launcher/two_hosts.py", STARTING, 120, "--rounds 1"),
 ]
 
 
