@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from deepspeed_c.errors import CommError
@@ -15,6 +15,7 @@ __all__ = [
     "ScheduledHost",
     "environ_integer",
     "environ_port",
+    "expand_nodelist",
     "first_host",
     "host_of_slurm_step",
     "pod_of",
@@ -28,6 +29,9 @@ SLURM = "Slurm"
 # Slurm jobs that share a node must not share a port. So the port is computed from the job's id, below Linux's ephemeral
 # range (32768...).
 SLURM_PORT_BEGIN, SLURM_PORT_END = 12000, 32000
+
+# A name in a Slurm node list, with numbers in brackets.
+_NODES = r"(?:[^,\[\]\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 
 
 class ScheduledHost(NamedTuple):
@@ -149,14 +153,33 @@ def port_of_slurm_job(environ: Mapping[str, str]) -> int:
 
 
 def first_host(nodelist: str) -> str:
-    """The first name of a Slurm node list: ``gpu[07-09,12],login`` gives ``gpu07``."""
-    depth, end = 0, len(nodelist)
-    for i, c in enumerate(nodelist):
-        depth += (c == "[") - (c == "]")
-        if c == "," and depth == 0:
-            end = i
-            break
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", nodelist[:end])
+    """The first name of a Slurm node list."""
+    return expand_nodelist(nodelist)[0]
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """The names of a Slurm node list.
+
+    >>> expand_nodelist("gpu[07-09,12],login")
+    ['gpu07', 'gpu08', 'gpu09', 'gpu12', 'login']
+    """
+    if not re.fullmatch(rf"{_NODES}(,{_NODES})*", text):
+        raise CommError(
+            f"{text!r} is no list of nodes", where="environment", fix="correct Slurm's variables, or unset them"
+        )
+    return [name for pattern in re.finditer(_NODES, text) for name in _expand(pattern[0])]
+
+
+def _expand(pattern: str) -> Iterator[str]:
+    match = re.fullmatch(r"([^\[\]]*)\[([\d,-]+)\](.*)", pattern)
+    if match is None:
+        yield pattern
+        return
+    for part in match[2].split(","):
+        first, _, last = part.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            for rest in _expand(match[3]):
+                yield f"{match[1]}{number:0{len(first)}}{rest}"
 
 
 def environ_integer(environ: Mapping[str, str], name: str, minimum: int) -> int:

@@ -66,7 +66,11 @@ def filter_hosts(pool: Mapping[str, list[int]], include: str, exclude: str) -> d
 
 def hostfile_of(options: Options) -> str | None:
     """The path of the hostfile, or None."""
-    return options.hostfile or next(filter(os.path.isfile, DEFAULT_HOSTFILES), None)
+    return options.hostfile or _default_hostfile()
+
+
+def _default_hostfile() -> str | None:
+    return next(filter(os.path.isfile, DEFAULT_HOSTFILES), None)
 
 
 def allocated_hosts(options: Options) -> dict[str, int] | None:
@@ -173,7 +177,7 @@ def parse_filter(text: str, where: str = "filter") -> dict[str, list[int] | None
 
 def hosts_of(path: str | None) -> list[str]:
     """The hosts of a hostfile, or of the default hostfile. Raises LaunchError if it is not there, or bad."""
-    path = path or next(filter(os.path.isfile, DEFAULT_HOSTFILES), None)
+    path = path or _default_hostfile()
     if path is None:
         raise LaunchError(
             f"is not given, and there is no {' or '.join(DEFAULT_HOSTFILES)}",

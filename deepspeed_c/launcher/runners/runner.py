@@ -89,10 +89,6 @@ class HostRunner(ABC):
                 fix="quote it as for a shell",
             ) from error
 
-    def slots_per_host(self, job: Job) -> list[int]:
-        """The number of ranks of each host."""
-        return [len(slots) for slots in job.hosts.values()]
-
 
 def which(names: Sequence[str]) -> str | None:
     """The path of the first of these programs that is installed."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.job import Job
 from deepspeed_c.launcher.options import Options
 from deepspeed_c.launcher.runners.runner import HostRunner, Start
+from deepspeed_c.scheduled import expand_nodelist
 
-__all__ = ["SrunRunner", "expand_nodelist"]
+__all__ = ["SrunRunner"]
 
 # Options of the job that srun reads from the environment. With one task a host, the step would have only a part of the
 # devices and cores.
@@ -22,8 +22,6 @@ _PER_TASK = (
     *("SRUN_CPUS_PER_TASK", "SLURM_NTASKS_PER_CORE", "SLURM_NTASKS_PER_SOCKET", "SLURM_DISTRIBUTION", "SLURM_EXACT"),
     *("SLURM_THREADS_PER_CORE", "SLURM_HINT"),
 )
-
-_PATTERN = r"(?:[^,\[\]\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 
 
 class SrunRunner(HostRunner):
@@ -69,26 +67,3 @@ def _slots(environ: Mapping[str, str]) -> int:
         where=f"Slurm job {environ['SLURM_JOB_ID']}",
         fix="ask for devices (sbatch --gpus-per-node N) or tasks (sbatch --ntasks-per-node N), or give --num_gpus N",
     )
-
-
-def expand_nodelist(text: str) -> list[str]:
-    """The names of a Slurm node list.
-
-    >>> expand_nodelist("gpu[07-09,12],login")
-    ['gpu07', 'gpu08', 'gpu09', 'gpu12', 'login']
-    """
-    if not re.fullmatch(rf"{_PATTERN}(,{_PATTERN})*", text):
-        raise LaunchError("is no list of nodes", where=f"SLURM_JOB_NODELIST={text}")
-    return [name for pattern in re.finditer(_PATTERN, text) for name in _expand(pattern[0])]
-
-
-def _expand(pattern: str) -> Iterator[str]:
-    match = re.fullmatch(r"([^\[\]]*)\[([\d,-]+)\](.*)", pattern)
-    if match is None:
-        yield pattern
-        return
-    for part in match[2].split(","):
-        first, _, last = part.partition("-")
-        for number in range(int(first), int(last or first) + 1):
-            for rest in _expand(match[3]):
-                yield f"{match[1]}{number:0{len(first)}}{rest}"

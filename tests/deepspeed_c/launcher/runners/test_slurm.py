@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_c.errors import LaunchError
+from deepspeed_c.errors import CommError, LaunchError
 from deepspeed_c.launcher.hostfile import select_hosts
 from deepspeed_c.launcher.options import parse_options
 from deepspeed_c.launcher.runners import find_runner
-from deepspeed_c.launcher.runners.slurm import expand_nodelist
+from deepspeed_c.scheduled import expand_nodelist
 from tests.launcher_jobs import install, job, words_after
 from tests.launches import check_failure, check_ranks, check_sigterm
 from tests.slurm_hosts import SlurmHosts, why_no_slurm
@@ -76,7 +76,7 @@ def test_nodelists_as_slurm_expands_them(hosts):
 
 @pytest.mark.parametrize("text", ["", "a[", "a[1-", "a[]", "a[x]", "a b", "a,", "a[1--2]", "a]b["])
 def test_no_nodelist(text):
-    with pytest.raises(LaunchError, match="SLURM_JOB_NODELIST"):
+    with pytest.raises(CommError, match="SLURM_JOB_NODELIST"):
         expand_nodelist(text)
 
 
