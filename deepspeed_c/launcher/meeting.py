@@ -121,6 +121,32 @@ class _Signed:
             return None  # of another version: the same as no news
 
 
+@final
+class _Silence:
+    """Time without news from the other side, while this process was running.
+
+    A process that stood still (a stopped job, a machine that was moved or slept) has heard nothing either, and must not
+    take the other side for lost when it wakes.
+    """
+
+    def __init__(self, period: float) -> None:
+        """period: how often ``seconds`` is asked for at least."""
+        self._stall = 3 * period
+        self._heard = self._asked = time.monotonic()
+
+    def hear(self) -> None:
+        """There is news."""
+        self._heard = time.monotonic()
+
+    def seconds(self) -> float:
+        """Seconds since the last news."""
+        now = time.monotonic()
+        if now - self._asked > self._stall:
+            self._heard += now - self._asked
+        self._asked = now
+        return max(0.0, now - self._heard)
+
+
 def _report_key(index: int) -> str:
     return f"{_PREFIX}host{index}"
 
@@ -141,7 +167,7 @@ class Meeting:
         self._lock, self._news = threading.Lock(), threading.Condition()
         self._report = Report(0, "came")
         self._orders = Orders(0)
-        self._heard = time.monotonic()
+        self._silence = _Silence(self._period)
         self._problem = ""
         self._is_over = False
         store.set_timeout(timedelta(seconds=STORE_SECONDS))
@@ -175,7 +201,7 @@ class Meeting:
         """Why nothing is heard from the launching command; "" if it is heard."""
         if self._problem:
             return f"the launching command is lost: {self._problem}"
-        silent = time.monotonic() - self._heard
+        silent = self._silence.seconds()
         return f"nothing was heard from the launching command for {silent:.0f} s" if silent > LOST_SECONDS else ""
 
     def fail(self, failure: Failure) -> None:
@@ -232,7 +258,7 @@ class Meeting:
                 self._wake()
                 return
             if orders is not None and orders.number != self._orders.number:
-                self._heard = time.monotonic()
+                self._silence.hear()
                 is_new = msgspec.structs.replace(orders, number=0) != msgspec.structs.replace(self._orders, number=0)
                 self._orders = orders
                 if is_new:
@@ -248,10 +274,10 @@ class Chair:
         """said: the last lines that the runner has printed about a host, for the message if it does not come."""
         self._signed, self._names, self._said = _Signed(store, secret), list(names), said
         self._reports: list[Report | None] = [None] * len(names)
-        self._heard = [time.monotonic()] * len(names)
         self._began = time.monotonic()
         self._orders = Orders(0)
         self.period = _period(len(names))
+        self._silences = [_Silence(self.period) for _ in names]
         self.failure: Failure | None = None
         """The failure that ended the launch."""
         self._write()
@@ -300,8 +326,10 @@ class Chair:
         for i, before in enumerate(self._reports):
             report = self._signed.read(_report_key(i), Report)
             if report is not None and (before is None or report.number != before.number):
-                self._reports[i], self._heard[i] = report, now
-        silent = [i for i, at in enumerate(self._heard) if self._is_out(i) is False and now - at > LOST_SECONDS]
+                self._reports[i] = report
+                self._silences[i].hear()
+        seconds = [silence.seconds() for silence in self._silences]
+        silent = [i for i, n in enumerate(seconds) if self._is_out(i) is False and n > LOST_SECONDS]
         failures = [r.failure for r in self._reports if r is not None and r.failure is not None]
         if failures and (self.failure is None or self.failure.order):
             self.failure = min(failures, key=lambda failure: failure.order)
@@ -334,7 +362,6 @@ class Chair:
     def _begin_when_all_came(self, now: float) -> None:
         first = self._reports[0]
         if all(self._reports) and first is not None and first.master is not None:
-            self._heard = [now] * len(self._names)
             self._change(master=first.master)
         elif now - self._began > COME_SECONDS and self.failure is None:
             missing = [name for name, report in zip(self._names, self._reports, strict=True) if report is None]

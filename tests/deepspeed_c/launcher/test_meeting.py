@@ -98,10 +98,22 @@ def test_a_signal_reaches_all(store, agents, zeros, code):
     assert chair.code == code
 
 
-def test_a_silent_agent_is_lost(store, agents, monkeypatch):
-    monkeypatch.setattr(module, "LOST_SECONDS", 0.5)
+def test_a_chair_that_stood_still_takes_nobody_for_lost(store, agents, monkeypatch):
     chair = chair_of(store)
     made = begun(agents, chair)
+    monkeypatch.setattr(module, "LOST_SECONDS", 0.5)
+    for agent in made:
+        agent.close()
+    time.sleep(1.5)  # as after SIGSTOP and SIGCONT: neither side has said anything
+    chair.step()
+    assert chair.failure is None and made[0].lost() == ""
+    until(lambda: chair.failure is not None, chair)  # but now they are silent while the chair is awake
+
+
+def test_a_silent_agent_is_lost(store, agents, monkeypatch):
+    chair = chair_of(store)
+    made = begun(agents, chair)
+    monkeypatch.setattr(module, "LOST_SECONDS", 2.0)
     made[1].close()  # writes no more
     until(lambda: chair.failure is not None, chair)
     assert chair.failure.how.startswith("host b: no sign for") and chair.code == 0
@@ -113,9 +125,9 @@ def test_a_silent_agent_is_lost(store, agents, monkeypatch):
 
 
 def test_a_silent_chair_is_lost(store, agents, monkeypatch):
-    monkeypatch.setattr(module, "LOST_SECONDS", 0.5)
     chair = chair_of(store)
     (agent, *_) = begun(agents, chair)
+    monkeypatch.setattr(module, "LOST_SECONDS", 0.5)
     deadline = time.monotonic() + SECONDS
     while not agent.lost() and time.monotonic() < deadline:
         time.sleep(0.01)
