@@ -188,6 +188,8 @@ def measure(tokens: int, threads: int, rounds: int) -> dict[str, Any]:
         line[f"{name}_ms"] = round(1e3 * median_spread(spent)[0], 2)
         if name not in ("ours", "routing"):
             line |= ratios(f"ratio_to_{name}", seconds["ours"], spent)
+    if peer:  # what no layer of these experts can be faster than
+        line |= ratios("mlp_to_deepspeed", seconds["mlp"], seconds["deepspeed"])
     return line | ratios("routing_part", seconds["routing"], seconds["ours"])
 
 
