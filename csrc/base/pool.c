@@ -32,12 +32,11 @@
        */
 #define PIECES 32 /* of a share: a piece of a millisecond's work takes some 30 us, and taking it less than 1 */
 /*
- * A thread that waits spins for so long: a woken thread starts 60 us late and often on the caller's processor, and
- * little lies between the calls, since a step calls the pool once a bucket or a layer. The thread sleeps as soon as it
- * sees that another thread has used its processor. (sched_yield would offer the processor, but the kernel then puts
- * the thread behind all others, even while it has work.)
+ * A thread that waits spins for so long, about as long as a sleeping thread takes to start. (A longer spin would take
+ * the processor from torch's own threads, which run between our calls.) The thread sleeps at once if it sees that
+ * another thread has used its processor.
  */
-#define SPIN_NS 1000000
+#define SPIN_NS 50000
 #define PREEMPTED_NS 100000 /* longer between two looks at the clock: another thread has run */
 #define PAUSES_A_LOOK 32
 #define CACHE_LINE_BYTES 64

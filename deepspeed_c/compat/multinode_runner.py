@@ -33,8 +33,8 @@ _VALUES = ("ssh_port", "venv_script", "master_addr", "master_port", "enable_each
 class MultiNodeRunner(ABC):
     """Makes the command line of a launch on several hosts.
 
-    args: the parsed options of DeepSpeed's launcher. world_info_base64: kept for callers that read it; ``get_cmd`` takes
-    the hosts.
+    args: the parsed options of DeepSpeed's launcher. world_info_base64: kept for callers that read it; ``get_cmd``
+    takes the hosts.
     """
 
     _launcher = ""

@@ -11,7 +11,7 @@
  * finished its own share takes over unbegun pieces of other shares, one at a time. So a processor that is busy with
  * something else does not delay the rest.
  *
- * A thread without work spins for 1 ms before it sleeps, or until another thread has used its processor.
+ * A thread without work spins for 50 us before it sleeps, or until another thread has used its processor.
  *
  * Any number of threads may call. While one caller has the pool, another caller processes its chunks alone, one after
  * the other, and shares the rest as soon as the pool is free. So a short job does not wait behind a long job, and a

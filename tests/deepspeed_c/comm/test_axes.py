@@ -20,6 +20,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import mesh_of_device_mesh, mesh_of_pair
 from deepspeed_c.engine.checkpoint.contents import Reading, names_of, owned_pieces
 from deepspeed_c.errors import CommError, FeatureError
+from deepspeed_c.moe.experts import SpreadLayer
 from deepspeed_c.pipe import PipelineModule
 from deepspeed_c.zero.layout.cuts import cut_of
 from deepspeed_c.zero.layout.experts import ExpertNames
@@ -76,13 +77,12 @@ class Found(NamedTuple):
     """The number of elements of each logical parameter of which the rank has a part."""
 
 
-class Model(torch.nn.Module):
+class Model(SpreadLayer):
     """Has a weight that is cut over tensor-parallel ranks and marked as in Megatron, a whole weight, and experts. It
     exchanges no tokens, because the test is about groups."""
 
     def __init__(self, n_tp: int, n_ep: int) -> None:
-        super().__init__()
-        self.ep_size = n_ep
+        super().__init__(n_ep)
         self.experts = Experts(torch.nn.Linear(WIDTH, WIDTH), 2, f"ep_size_{n_ep}")
         self.cut = torch.nn.Linear(WIDTH, WIDTH // n_tp, bias=False)
         self.norm = torch.nn.LayerNorm(WIDTH)
