@@ -12,6 +12,7 @@ from typing import NamedTuple
 from deepspeed_c.errors import CommError
 
 __all__ = [
+    "DEFAULT_PORT",
     "ScheduledHost",
     "environ_integer",
     "environ_port",
@@ -22,6 +23,7 @@ __all__ = [
     "port_of_slurm_job",
 ]
 
+DEFAULT_PORT = 29500  # as in torch.distributed and DeepSpeed
 PET = "Kubernetes (PET_*)"
 INDEXED_JOB = "Kubernetes (JOB_COMPLETION_INDEX)"
 SLURM = "Slurm"

@@ -10,11 +10,9 @@ from typing import NamedTuple
 
 from deepspeed_c.env import RUN_TOKEN
 from deepspeed_c.errors import CommError
-from deepspeed_c.scheduled import environ_integer, environ_port, first_host, pod_of, port_of_slurm_job
+from deepspeed_c.scheduled import DEFAULT_PORT, environ_integer, environ_port, first_host, pod_of, port_of_slurm_job
 
 __all__ = ["DEFAULT_PORT", "LAUNCHERS", "LaunchPlace", "Launcher", "discover", "local_rank_of"]
-
-DEFAULT_PORT = 29500  # as in torch.distributed and DeepSpeed
 
 
 class LaunchPlace(NamedTuple):

@@ -14,7 +14,7 @@ from dataclasses import replace
 from deepspeed_c.errors import DeepSpeedCError, LaunchError
 from deepspeed_c.launcher.addresses import interface_of, own_address
 from deepspeed_c.launcher.hostfile import is_this_host
-from deepspeed_c.launcher.job import JOB_VARIABLE, HostPlace, Job
+from deepspeed_c.launcher.job import JOB_VARIABLE, HostPlace, Job, name_of
 from deepspeed_c.launcher.main import report_errors
 from deepspeed_c.launcher.plan import make_plan
 
@@ -87,7 +87,7 @@ def run_host(job: Job, place: HostPlace, *, hides_code: bool = False) -> int:
 
 def _index(job: Job, name: str | None, environ: Mapping[str, str]) -> int:
     """The number of this host among those of the job."""
-    names = [host.rpartition("@")[2] for host in job.hosts]  # of USER@HOST
+    names = [name_of(host) for host in job.hosts]
     name = name or environ.get("SLURMD_NODENAME")
     if name in names:
         return names.index(name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import signal
 import socket
 import subprocess
@@ -28,23 +27,21 @@ from deepspeed_c.launcher.addresses import own_address
 from deepspeed_c.launcher.agent import run_host
 from deepspeed_c.launcher.exports import exports
 from deepspeed_c.launcher.hostfile import is_this_host
-from deepspeed_c.launcher.job import Job
+from deepspeed_c.launcher.job import SIGNALS, Job, name_of, new_token
 from deepspeed_c.launcher.options import Options
 from deepspeed_c.launcher.output import log_name, log_stamp
 from deepspeed_c.launcher.runners.runner import HostRunner, python_path
 from deepspeed_c.listening import listening_socket
 from deepspeed_c.logging import write_line
+from deepspeed_c.scheduled import DEFAULT_PORT
 
 if TYPE_CHECKING:
     from deepspeed_c.launcher.meeting import Chair
 
 __all__ = ["launch_on_hosts", "launch_without_runner"]
 
-TOKEN_BYTES = 32
-DEFAULT_PORT = 29500  # as in torch; with --no_ssh all hosts must know it
 FAREWELL_STEPS = 5
 END_SECONDS = 10  # for the runner's program, after all agents have ended
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 SAID_LINES = 20
 PDSH_END = re.compile(rb"pdsh@[^:]*: ([^:]*): .* exited with exit code (\d+)")
 LABEL = re.compile(rb"\[([^\[\]\s:]+):rank(\d+)\]: ")
@@ -56,14 +53,14 @@ def launch_on_hosts(options: Options, hosts: Mapping[str, list[int]], runner: Ho
     Raises LaunchError if the runner is not installed, or cannot do what is asked.
     """
     runner.check()
-    address = own_address(next((host for host in hosts if not is_this_host(host)), "").rpartition("@")[2])
+    address = own_address(name_of(next((host for host in hosts if not is_this_host(host)), "")))
     listening = listening_socket(address, 0)
     job = Job(
         options=options,
         hosts=dict(hosts),
         environment={**exports(), "PYTHONPATH": python_path()},
         folder=os.getcwd(),
-        token=secrets.token_hex(TOKEN_BYTES),
+        token=new_token(),
         store=(address, listening.getsockname()[1]),
     )
     with _Signals() as signals, _RunnerProcess(runner, job) as process:
@@ -207,14 +204,16 @@ class _Signals:
             signal.signal(number, handler)
 
     def _keep(self, number: int, _: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        write_line(f"deepspeed_c: {name}: passed on to the ranks of all hosts; a second signal kills them", sys.stderr)
-        self._pending.append(number)
+        self._pending.append(number)  # nothing else: a second signal may come within this call
 
     def take(self) -> list[int]:
         """The signals since the last call."""
         taken, self._pending = self._pending, []
         self.n_taken += len(taken)
+        for number in taken:
+            name = signal.Signals(number).name
+            how = "passed on to the ranks of all hosts; a second signal kills them"
+            write_line(f"deepspeed_c: {name}: {how}", sys.stderr)
         return taken
 
 
@@ -225,7 +224,7 @@ class _RunnerProcess:
     def __init__(self, runner: HostRunner, job: Job) -> None:
         self.name = runner.name
         # Label -> host; pdsh's labels lack the user of USER@HOST.
-        self._hosts = {host.rpartition("@")[2]: host for host in job.hosts} if runner.labels_hosts() else {}
+        self._hosts = {name_of(host): host for host in job.hosts} if runner.labels_hosts() else {}
         self._strips_labels = job.options.tag_output or job.options.gather_logs
         self._logs = _Logs(job) if job.options.gather_logs else None
         self._said: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=SAID_LINES))

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 
 from deepspeed_c.errors import LaunchError
+from deepspeed_c.launcher.job import name_of
 from deepspeed_c.launcher.options import DEFAULT_HOSTFILES, Options
 from deepspeed_c.launcher.runners import find_runner
 
@@ -231,8 +232,8 @@ def parse_hostfile(lines: Iterable[str], path: str) -> dict[str, int]:
 
 
 def is_this_host(name: str) -> bool:
-    """Whether the name or address leads to an interface of this machine."""
-    name = name.rpartition("@")[2]  # of USER@HOST
+    """Whether the name or address (``HOST`` or ``USER@HOST``) leads to an interface of this machine."""
+    name = name_of(name)
     if name in ("localhost", socket.gethostname(), socket.gethostname().split(".")[0]):
         return True
     try:

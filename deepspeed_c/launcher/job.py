@@ -4,16 +4,31 @@
 from __future__ import annotations
 
 import json
+import secrets
+import signal
 from dataclasses import asdict, dataclass, replace
 
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.options import Options
 
-__all__ = ["JOB_VARIABLE", "HostPlace", "Job"]
+__all__ = ["JOB_VARIABLE", "SIGNALS", "HostPlace", "Job", "name_of", "new_token"]
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""The signals that are passed on to ranks; torchelastic's default."""
+TOKEN_BYTES = 32
 JOB_VARIABLE = "DSC_LAUNCH_JOB"
 """The job as JSON, for agents that MPI or Slurm starts. The job holds the run's secret, so it is passed in the
 environment, never on a command line."""
+
+
+def new_token() -> str:
+    """A secret for one run (DSC_RUN_TOKEN)."""
+    return secrets.token_hex(TOKEN_BYTES)
+
+
+def name_of(host: str) -> str:
+    """The name or address in ``HOST`` or ``USER@HOST``."""
+    return host.rpartition("@")[2]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import logging
 import os
-import secrets
 import shlex
 import shutil
 import signal
@@ -33,20 +32,19 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import get_sub
 
 from deepspeed_c.env import RUN_TOKEN
 from deepspeed_c.errors import LaunchError
+from deepspeed_c.launcher.job import SIGNALS, new_token
 from deepspeed_c.launcher.meeting import Failure, Meeting
 from deepspeed_c.launcher.output import Output
 from deepspeed_c.launcher.plan import Plan
 from deepspeed_c.listening import is_loopback, listening_socket
 from deepspeed_c.logging import write_line
 
-__all__ = ["EXIT_LOST", "explain", "launch", "network_environment", "open_store", "set_up_logging"]
+__all__ = ["explain", "launch", "open_store", "set_up_logging"]
 
 POLL_SECONDS = 0.02
 GUARD = str(Path(__file__).with_name("guard.py"))
 EXIT_LOST = 1  # the launching command is lost, so its exit code is not known
 FAILURE_GRACE_SECONDS = 5  # short, because the other ranks most likely wait for the failed rank
-TOKEN_BYTES = 32
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # torchelastic's default
 
 logger = logging.getLogger("deepspeed_c.launcher")
 
@@ -183,8 +181,8 @@ class _RankProcesses(SubprocessContext):
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": str(uuid.uuid4()),
             # Passed in the environment, which only this user can read. Every user can read a command line.
-            RUN_TOKEN: plan.token or secrets.token_hex(TOKEN_BYTES),
-            **network_environment(master[0]),
+            RUN_TOKEN: plan.token or new_token(),
+            **_network_environment(master[0]),
             **_terminal_size(),
         }
         super().__init__(
@@ -362,7 +360,7 @@ def open_store(address: str, port: int | None) -> TCPStore:
         ) from error
 
 
-def network_environment(master_addr: str) -> dict[str, str]:
+def _network_environment(master_addr: str) -> dict[str, str]:
     """Ranks that meet at a loopback address have no peers on other hosts. gloo then also listens at the loopback
     address, not at the address of the host's name.
     """

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from deepspeed_c.command_line import command_parser
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.hostfile import hosts_of
-from deepspeed_c.launcher.runners.pdsh import FAN_OUT, PdshRunner, ssh_command
+from deepspeed_c.launcher.runners.pdsh import PdshRunner, pdsh_command
 
 __all__ = ["main"]
 
@@ -39,10 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.ssh_port is not None and not 0 < options.ssh_port < 1 << 16:
         raise LaunchError(f"is {options.ssh_port}", where="--ssh_port", fix="ports run from 1 to 65535")
     hosts = hosts_of(options.hostfile)
-    runner = PdshRunner()
-    runner.check()
+    PdshRunner().check()
     line = words[0] if len(words) == 1 else shlex.join(words)
-    # pdsh replaces %h by the name of the host, and needs every other % twice
-    each = [*(word.replace("%", "%%") for word in ssh_command(options.ssh_port)), "%h", line.replace("%", "%%")]
-    pdsh = [runner.program() or "pdsh", "-S", "-b", "-f", str(FAN_OUT), "-R", "exec", "-w", ",".join(hosts)]
-    return subprocess.run([*pdsh, *each], stdin=subprocess.DEVNULL, check=False).returncode
+    command = pdsh_command(hosts, options.ssh_port, line, "-b")
+    return subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+from collections.abc import Iterable
 
 from deepspeed_c.launcher.job import Job
 from deepspeed_c.launcher.runners.runner import HostRunner, Start, which
 
-__all__ = ["PdshRunner", "ssh_command"]
+__all__ = ["PdshRunner", "pdsh_command", "ssh_command"]
 
 FAN_OUT = 1024  # hosts at once; pdsh's default of 32 would leave the others waiting
 CONNECT_SECONDS = 30
@@ -34,18 +35,31 @@ class PdshRunner(HostRunner):
         return True
 
     def start(self, job: Job, job_file: str) -> Start:
-        # sh opens the file for each host anew, at its beginning.
-        script = f'exec "$@" < {shlex.quote(job_file)}'
         remote = f"cd {shlex.quote(job.folder)} && exec {shlex.join(self.agent(job, '--host'))} {HOST}"
         if path := job.environment.get("PYTHONPATH"):
             remote = f"export PYTHONPATH={shlex.quote(path)}; {remote}"
         # The user's shell on the host may be of any kind, so it only starts sh.
-        ssh = [*ssh_command(job.options.ssh_port), HOST, f"exec sh -c {shlex.quote(remote)}"]
-        if any("@" in host for host in job.hosts):
-            ssh[1:1] = ["-l", USER]  # otherwise the user is that of ssh's own configuration
-        words = ["sh", "-c", script, "sh", *ssh]
-        pdsh = [self.program() or "pdsh", "-S", "-f", str(FAN_OUT), "-R", "exec", "-w", ",".join(job.hosts)]
-        return Start([*pdsh, *self.more_words(job), *map(_in_pdsh_notation, words)])
+        remote = f"exec sh -c {shlex.quote(remote)}"
+        return Start(pdsh_command(job.hosts, job.options.ssh_port, remote, *self.more_words(job), stdin=job_file))
+
+
+def pdsh_command(
+    hosts: Iterable[str], port: int | None, line: str, *options: str, stdin: str | None = None
+) -> list[str]:
+    """The command that runs a line of shell on all hosts (``HOST`` or ``USER@HOST``) at once, over ssh. In the line,
+    HOST stands for the name of each host.
+
+    options: more words for pdsh. stdin: path of a file that each host gets as stdin.
+    """
+    hosts = list(hosts)
+    words = [*ssh_command(port), HOST, line]
+    if any("@" in host for host in hosts):
+        words[1:1] = ["-l", USER]  # otherwise the user is that of ssh's own configuration
+    if stdin is not None:
+        # sh opens the file for each host anew, at its beginning.
+        words = ["sh", "-c", f'exec "$@" < {shlex.quote(stdin)}', "sh", *words]
+    pdsh = [which(["pdsh"]) or "pdsh", "-S", "-f", str(FAN_OUT), "-R", "exec", "-w", ",".join(hosts), *options]
+    return [*pdsh, *map(_in_pdsh_notation, words)]
 
 
 def _in_pdsh_notation(word: str) -> str:

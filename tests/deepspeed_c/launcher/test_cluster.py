@@ -112,7 +112,7 @@ def test_a_run_over_two_hosts_trains_as_one_process(hosts, tmp_path):
 
 def test_the_first_failing_rank_ends_all(hosts, tmp_path):
     logs = tmp_path / "logs"
-    words = ["--enable_each_rank_log", str(logs), "--gather_logs", SLEEPER, "--fail", "3", "7"]
+    words = ["--enable_each_rank_log", str(logs), "--gather_logs", SLEEPER, "--fail", "3", "7", str(tmp_path)]
     launch = Launch(hosts, *words, slots={"root@host-1": 1, "root@host-0": 3}, host=1)
     assert launch.end() == 7
     assert "rank 3 (process " in launch.message and "on root@host-0) failed with exit code 7" in launch.message
@@ -203,10 +203,10 @@ def test_a_host_that_cannot_be_reached(hosts):
     nothing_is_left(hosts, 0, 1)
 
 
-def test_the_same_command_on_each_host(hosts):
+def test_the_same_command_on_each_host(hosts, tmp_path):
     path = hosts.hostfile([1, 1])
     words = ["--hostfile", path, "--no_ssh", "--master_addr", hosts[0].address]
-    processes = [hosts.launch(i, [*words, "--node_rank", str(i), SLEEPER, "--fail", "1", "9"]) for i in (1, 0)]
+    processes = [hosts.launch(i, [*words, "--node_rank", str(i), SLEEPER, "--fail", "1", "9", str(tmp_path)]) for i in (1, 0)]
     outputs = [process.communicate(timeout=SECONDS) for process in processes]
     assert [process.returncode for process in processes] == [9, 9], outputs
     assert "rank 1 (process " in outputs[1][1]

@@ -44,6 +44,14 @@ def test_the_words_of_pdsh(words, line, programs, capfd):
     assert "-p" not in shown
 
 
+def test_a_user_of_a_host(programs, capfd):
+    (programs / "hosts").write_text("b slots=1\nme@a slots=1\n")
+    assert main(["ssh", "-f", str(programs / "hosts"), "ls"]) == 3
+    shown = capfd.readouterr().out.splitlines()
+    assert shown[shown.index("-w") + 1] == "b,me@a"
+    assert shown[shown.index("-l") + 1] == "%u"
+
+
 def test_another_port(programs, capfd):
     assert main(["ssh", "--ssh_port", "2222", "--hostfile", str(programs / "hosts"), "ls"]) == 3
     shown = capfd.readouterr().out.splitlines()
