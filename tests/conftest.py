@@ -5,6 +5,7 @@ the end of a run.
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -63,11 +64,11 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Ends the ranks with the session, also when a test imported ``run_ranks`` instead of using the fixture.
 
-    Fails the session if a skip has no known way to run the test.
+    Fails the session if a skip has no known way to run the test, or hides a test that continuous integration must run.
     """
     ranks.stop_ranks()
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None and skips.summary(_skip_reasons(reporter))[1] and session.exitstatus == pytest.ExitCode.OK:
+    if reporter is not None and _summary(reporter)[1] and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -76,12 +77,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
     With several test processes, the parent process prints the list.
     """
-    lines, _ = skips.summary(_skip_reasons(terminalreporter))
+    lines, _ = _summary(terminalreporter)
     if lines:
         terminalreporter.section("skipped tests, and how to run them")
         for line in lines:
             terminalreporter.line(line)
 
 
-def _skip_reasons(reporter: pytest.TerminalReporter) -> list[str]:
-    return [report.longrepr[2] for report in reporter.stats.get("skipped", ())]
+def _summary(reporter: pytest.TerminalReporter) -> tuple[list[str], list[str]]:
+    reasons = [report.longrepr[2] for report in reporter.stats.get("skipped", ())]
+    return skips.summary(reasons, ci=bool(os.environ.get("CI")))

@@ -1,6 +1,7 @@
 """Requirements of skipped tests, and how to meet them.
 
-The end of a test run lists both. A skip that is not in this table fails the run.
+The end of a test run lists both. A skip that is not in this table fails the run. So does, with ``CI`` set in the
+environment, a skip for want of what every machine of continuous integration has (``Way.ci_has_it``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ class Way(NamedTuple):
     pattern: str
     """A regular expression that matches the reasons of this kind of skip."""
     how: str
+    ci_has_it: bool = False
+    """Continuous integration can run the tests, so a skip there hides a fault of its set-up."""
 
 
 WAYS = (
@@ -43,7 +46,12 @@ WAYS = (
         r"processor does not run|processor cannot flush",
         "make test, on one that has the instructions (avx512: x86-64-v4); make -C csrc neon-check for neon, with an emulator",
     ),
-    Way("to make network namespaces", r"no network namespace can be made", "make test, as root, with CAP_SYS_ADMIN (it installs iproute2)"),
+    Way(
+        "to make network namespaces",
+        r"no network namespace can be made",
+        "make test, as root, with CAP_SYS_ADMIN (it installs iproute2)",
+        ci_has_it=True,
+    ),
     Way("an MPI", r"no MPI can be run here", "apt-get install openmpi-bin mpich (make test does so as root)"),
     Way("two processor cores", r"one core cannot be divided", "make test, where the process may use two"),
     Way(
@@ -93,8 +101,11 @@ def way_of(reason: str) -> Way | None:
     return next((way for way in WAYS if re.search(way.pattern, reason)), None)
 
 
-def summary(reasons: Iterable[str]) -> tuple[list[str], list[str]]:
-    """(lines to print about the skips with these reasons, reasons without a way to run them)"""
+def summary(reasons: Iterable[str], ci: bool = False) -> tuple[list[str], list[str]]:
+    """(lines to print about the skips with these reasons, reasons that fail the run)
+
+    ci: the run is one of continuous integration.
+    """
     counts = Counter(reason.removeprefix("Skipped: ") for reason in reasons)
     by_way: dict[Way, Counter[str]] = {}
     for reason, n in counts.items():
@@ -107,4 +118,6 @@ def summary(reasons: Iterable[str]) -> tuple[list[str], list[str]]:
         lines += [f"      {n:5} {reason}" for reason, n in found.most_common()]
     unknown = sorted(reason for reason in counts if way_of(reason) is None)
     lines += [f"{counts[reason]:5} with no way to run them in tests/skips.py: {reason}" for reason in unknown]
-    return lines, unknown
+    hidden = sorted(reason for way, found in by_way.items() if ci and way.ci_has_it for reason in found)
+    lines += [f"{counts[reason]:5} that continuous integration must run, so this run failed: {reason}" for reason in hidden]
+    return lines, unknown + hidden

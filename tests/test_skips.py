@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def test_runs(): ...
 """
 
 
-def run(tmp_path: Path, reason: str, *options: str) -> tuple[int, list[str]]:
+def run(tmp_path: Path, reason: str, *options: str, ci: str = "") -> tuple[int, list[str]]:
     (tmp_path / "test_session.py").write_text(SESSION.format(reason=reason))
     done = subprocess.run(
         [
@@ -48,6 +49,7 @@ def run(tmp_path: Path, reason: str, *options: str) -> tuple[int, list[str]]:
         ]
         + ["-p", "tests.conftest", *options, str(tmp_path / "test_session.py")],
         cwd=ROOT,
+        env=os.environ | {"CI": ci},
         capture_output=True,
         text=True,
         timeout=300,
@@ -74,6 +76,16 @@ def test_a_skip_that_nobody_can_undo_fails_the_run(tmp_path):
     code, lines = run(tmp_path, "I do not feel like it", "-n", "0")
     assert code == pytest.ExitCode.TESTS_FAILED, lines
     assert "    1 with no way to run them in tests/skips.py: I do not feel like it" in lines, lines
+    assert "5 skipped" in lines[-1]
+
+
+def test_continuous_integration_may_not_skip_the_tests_of_several_hosts(tmp_path):
+    reason = "no network namespace can be made here: unshare: Operation not permitted"
+    code, lines = run(tmp_path, reason, "-n", "0")
+    assert code == 0, lines
+    code, lines = run(tmp_path, reason, "-n", "0", ci="true")
+    assert code == pytest.ExitCode.TESTS_FAILED, lines
+    assert f"    1 that continuous integration must run, so this run failed: {reason}" in lines, lines
     assert "5 skipped" in lines[-1]
 
 
