@@ -10,6 +10,7 @@ import contextlib
 import copy
 import inspect
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -121,13 +122,21 @@ class Skeleton:
 
 
 def _handles(model: torch.nn.Module) -> dict[int, Any]:
-    """A memo for ``copy.deepcopy`` with which copies share the handles of hooks. Copying a copied handle can fail."""
+    """A memo for ``copy.deepcopy`` with which copies share the handles of hooks. Copying a copied handle can fail.
+
+    Empty ordered dictionaries are in it too, with their copies: a module has eight for hooks, and ``deepcopy`` takes
+    longer to find out how they are copied than for all the rest of the module.
+    """
     found: dict[int, Any] = {}
     for module in model.modules():
         for value in vars(module).values():
-            for item in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(item, RemovableHandle):
-                    found[id(item)] = item
+            kind = type(value)
+            if kind is OrderedDict and not value:
+                found[id(value)] = OrderedDict()
+            elif kind in (list, tuple):
+                found.update((id(item), item) for item in value if isinstance(item, RemovableHandle))
+            elif isinstance(value, RemovableHandle):
+                found[id(value)] = value
     return found
 
 

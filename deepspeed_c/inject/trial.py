@@ -100,12 +100,13 @@ def _compare(
         if step.rule.style == "row":
             whole.model.get_submodule(step.name).mark_row()
     together = TrialRanks(len(plans))
+    factors = _Factors()
     runs: list[_TrialRun] = []
     for rank, found in enumerate(plans):
         copied = whole.on_rank(found, TrialRank(together, rank))
-        runs.append(_TrialRun(copied, [step.name for step in found.planned]))
+        runs.append(_TrialRun(copied, [step.name for step in found.planned], factors))
     # This comes after the copies were made, because copies of a model have its hooks.
-    expected = _TrialRun(whole.model, [step.name for step in plans[0].planned])
+    expected = _TrialRun(whole.model, [step.name for step in plans[0].planned], factors)
     expected(inputs)
     together.run([lambda run=run: run(inputs) for run in runs])
     for number, error in enumerate(together.errors):
@@ -229,11 +230,25 @@ class _OwnRandomness:
         torch.set_rng_state(self._state)
 
 
+class _Factors:
+    """Random factors of a model's outputs in the sum that a trial derives. All runs have the same."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, torch.Size], torch.Tensor] = {}
+
+    def of(self, number: int, shape: torch.Size) -> torch.Tensor:
+        """The factors of output ``number``, which has ``shape``."""
+        key = number, shape
+        if key not in self._made:
+            self._made[key] = torch.randn(shape, generator=torch.Generator().manual_seed(11 + number))
+        return self._made[key]
+
+
 class _TrialRun:
     """One forward and backward. It records everything that is compared."""
 
-    def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
-        self.model = model
+    def __init__(self, model: torch.nn.Module, names: Sequence[str], factors: _Factors) -> None:
+        self.model, self._factors = model, factors
         self.rows: dict[str, torch.Tensor | None] = {}
         self.outputs: list[torch.Tensor] = []
         self.grads: dict[str, torch.Tensor] = {}
@@ -264,9 +279,10 @@ class _TrialRun:
     def __call__(self, inputs: dict[str, Any]) -> None:
         outputs = list(tensors_of(self.model(**inputs)))
         self.outputs = [value.detach() for value in outputs]
-        signs = torch.Generator().manual_seed(11)
         loss = sum(
-            (value * torch.randn(value.shape, generator=signs)).sum() for value in outputs if value.requires_grad
+            (value * self._factors.of(number, value.shape)).sum()
+            for number, value in enumerate(outputs)
+            if value.requires_grad
         )
         if isinstance(loss, torch.Tensor):
             loss.backward()
