@@ -100,7 +100,7 @@ def _compare(
         if step.rule.style == "row":
             whole.model.get_submodule(step.name).mark_row()
     together = TrialRanks(len(plans))
-    factors = _Factors()
+    factors = _OutputFactors()
     runs: list[_TrialRun] = []
     for rank, found in enumerate(plans):
         copied = whole.on_rank(found, TrialRank(together, rank))
@@ -230,7 +230,7 @@ class _OwnRandomness:
         torch.set_rng_state(self._state)
 
 
-class _Factors:
+class _OutputFactors:
     """Random factors of a model's outputs in the sum that a trial derives. All runs have the same."""
 
     def __init__(self) -> None:
@@ -247,7 +247,7 @@ class _Factors:
 class _TrialRun:
     """One forward and backward. It records everything that is compared."""
 
-    def __init__(self, model: torch.nn.Module, names: Sequence[str], factors: _Factors) -> None:
+    def __init__(self, model: torch.nn.Module, names: Sequence[str], factors: _OutputFactors) -> None:
         self.model, self._factors = model, factors
         self.rows: dict[str, torch.Tensor | None] = {}
         self.outputs: list[torch.Tensor] = []
