@@ -114,6 +114,7 @@ class DeepSpeedConfigModel:
 
     model_fields = _Fields()
     _own_fields: typing.ClassVar = {}
+    _all_fields: typing.ClassVar = {}
     _names: typing.ClassVar = {}
 
     def __init_subclass__(
@@ -153,6 +154,8 @@ class DeepSpeedConfigModel:
 
     @classmethod
     def _resolved_fields(cls) -> dict[str, Field]:
+        if "_all_fields" in vars(cls):
+            return cls._all_fields
         found: dict[str, Field] = {}
         for base in reversed(cls.__mro__):
             own = vars(base).get("_own_fields", {})
@@ -161,6 +164,7 @@ class DeepSpeedConfigModel:
                 for name, field in own.items():
                     field.annotation = hints[name] if field.annotation is None else field.annotation
             found.update(own)
+        cls._all_fields = found
         return found
 
     def __init__(self, strict: bool = False, **data: Any) -> None:

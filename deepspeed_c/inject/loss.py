@@ -205,6 +205,13 @@ def cut_loss(model: torch.nn.Module, head: LinearLayer, ranks: TensorRanks, size
     loss = CutCausalLoss(head, sizes, ranks, owner.loss_function)
     swap_loss(owner, loss)
     # Includes wrappers: some of them call the forward of the wrapped model directly, without its hooks.
-    for module in [module for module in model.modules() if any(part is owner for part in module.modules())]:
+    for module in _holders(model, owner):
         module.register_forward_pre_hook(loss.before, with_kwargs=True)
         module.register_forward_hook(loss.after, always_call=False)
+
+
+def _holders(model: torch.nn.Module, part: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules of ``model`` that ``part`` lies in, and ``part``."""
+    places = [name.split(".") for name, module in model.named_modules(remove_duplicate=False) if module is part]
+    above = dict.fromkeys(".".join(place[:n]) for place in places for n in range(len(place) + 1))
+    return list(dict.fromkeys(model.get_submodule(name) for name in above))
