@@ -83,7 +83,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "utils",
         "threads",
         "moe",
+        "compile",
     },
+    "compile": {"config"},
     "moe": {"config", "logging", "comm", "ops", "_C", "zero", "recompute", "utils"},
     "inference": {
         *("config", "logging", "comm", "accelerator", "ops", "_C", "zero", "engine", "inject", "utils", "checkpoint"),

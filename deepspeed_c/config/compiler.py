@@ -1,4 +1,4 @@
-"""Section compile: the graph-pass compiler."""
+"""Section compile: graphs of torch.compile with ZeRO's operators in them."""
 
 from typing import Annotated, Literal
 
@@ -10,9 +10,9 @@ _C = "compile"
 
 
 class Compile(Section, kw_only=True):
-    """Passes over the captured graph."""
+    """Compiled graphs that gather weights and reduce gradients by themselves."""
 
-    deepcompile: Annotated[bool, asks("Switch of the section.", _C)] = False
+    deepcompile: Annotated[bool, asks("Let engine.compile put gathers and reductions into the graphs, at stages 1 to 3.", "deepcompile")] = False
     autoep_non_moe: Annotated[bool, asks("Compile all but the experts of AutoEP.", _C)] = False
     free_activation: Annotated[bool, tunes("Free activations early.", _C)] = False
     free_activation_threshold: Annotated[NonNeg, tunes("Bytes an activation must have for that.", _C, floor=True)] = (

@@ -148,9 +148,13 @@ AREAS: dict[str, dict[str, Feature]] = {
             'set "device" to "none"',
             is_on=lambda root: root.activation_checkpointing.offload.device != "none",
         ),
-        "compile": _later(
-            "the graph-pass compiler", "set deepcompile to false; torch.compile works on the model itself"
+        "deepcompile": Feature(
+            "operators of ZeRO inside compiled graphs",
+            True,
+            "set deepcompile to false; torch.compile works on the model itself",
+            is_on=lambda root: root.compile.deepcompile,
         ),
+        "compile": _later("passes that reorder compiled graphs", _REMOVE),
         "graph_harvesting": _later("CUDA graph capture", "set it to false"),
     },
     "checkpoints and elasticity": {

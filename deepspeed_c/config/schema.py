@@ -150,7 +150,7 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     pipeline: Annotated[Pipeline, acts("Pipeline parallelism.")] = Pipeline()
     inference: Annotated[Inference, tunes("Generation.", "inference")] = Inference()
     hybrid_engine: Annotated[HybridEngine, tunes("Train and generate.", "hybrid_engine")] = HybridEngine()
-    compile: Annotated[Compile, tunes("Graph passes.", "compile")] = Compile()
+    compile: Annotated[Compile, tunes("Compiled graphs.", "deepcompile")] = Compile()
     activation_checkpointing: Annotated[ActivationCheckpointing, acts("Activations that are computed again.")] = (
         ActivationCheckpointing()
     )

@@ -264,8 +264,8 @@ class ConfigGetters:
         return self.compile_autosp() or self.compile_autotp()
 
     def is_deepcompile_active(self) -> bool:
-        """False: a configuration that asks for DeepCompile is refused."""
-        return False
+        """Whether the module runs as graphs that gather weights and reduce gradients by themselves."""
+        return self._compiled is not None
 
     def autotuning_profile_model_info(self) -> bool:
         autotuning = self._config.autotuning

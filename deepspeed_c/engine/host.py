@@ -8,7 +8,7 @@ import gc
 import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import Self
@@ -27,10 +27,14 @@ from deepspeed_c.env import read_env
 from deepspeed_c.errors import FeatureError, MissingNameError, StateError
 from deepspeed_c.moe.load import ExpertLoad, expert_load
 from deepspeed_c.recompute.blocks import Blocks
+from deepspeed_c.zero.gradients.reducer import GradientReducer
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.weights.fetch import Fetcher
 from deepspeed_c.zero.weights.gather_unit import PlacedShard
 from deepspeed_c.zero.weights.param import state_of
+
+if TYPE_CHECKING:
+    from deepspeed_c.engine.compiled import CompiledModel
 
 __all__ = ["ModelHost", "take_from_others"]
 
@@ -80,6 +84,7 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         self.local_rank = read_env().local_rank
         self._layout = Layout([], [], None)
         self._is_compiled = False
+        self._compiled: CompiledModel | None = None
         self._is_closed = False
         self._is_generating = False
         self._edits = edits
@@ -115,6 +120,7 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
 
     def _hand_over(self) -> None:
         """Called when the model gets another host. This host can still run the module."""
+        self._uncompile()
         self._edits.close()
         self._release()
 
@@ -247,8 +253,15 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compiles the module in place with ``torch.compile``. Raises FeatureError for DeepCompile's schedule and for
-        compiled autograd."""
+        """Compiles the module in place with ``torch.compile``.
+
+        With ``"compile": {"deepcompile": true}`` at stages 1 to 3, gathers of weights and reductions of gradients become
+        operators inside the compiled graphs. backend: "inductor", or "aot_eager" and "eager", which run each operator of
+        a graph as it is. compile_kwargs: further arguments of ``torch.compile``.
+
+        Raises FeatureError for DeepCompile's schedule and for compiled autograd, and ConfigError for a backend that
+        cannot take edited graphs.
+        """
         unsupported = {"schedule": schedule, "compiled_autograd_enabled": compiled_autograd_enabled}
         wanted = [name for name, value in unsupported.items() if value]
         if wanted:
@@ -257,8 +270,26 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
                 where="compile",
                 fix="pass backend and compile_kwargs",
             )
-        self.module.compile(backend=backend, **(compile_kwargs or {}))
+        if self._config.compile.deepcompile and self._config.zero.stage > 0:
+            # Importing torch's compiler takes seconds.
+            from deepspeed_c.engine.compiled import CompiledModel
+
+            self._compiled = CompiledModel(
+                self.module, self._fetcher, self._graph_reducer(), backend, compile_kwargs or {}
+            )
+        else:
+            self.module.compile(backend=backend, **(compile_kwargs or {}))
         self._is_compiled = True
+
+    def _graph_reducer(self) -> GradientReducer | None:
+        """The reducer that takes gradients from compiled graphs; None for a model that is not trained."""
+        return None
+
+    def _uncompile(self) -> None:
+        """Gives the module its own forward back, before its edits are undone."""
+        if self._compiled is not None:
+            self._compiled.close()
+            self._compiled = None
 
     @property
     def is_compiled(self) -> bool:
@@ -317,6 +348,7 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         return gc.collect()
 
     def _end(self) -> None:
+        self._uncompile()
         self._edits.close()
         self._release()
         self._mesh.close()

@@ -43,6 +43,7 @@ from deepspeed_c.profile.timers import (
     see_memory_usage,
 )
 from deepspeed_c.zero.gradients.drift import DriftFound
+from deepspeed_c.zero.gradients.reducer import GradientReducer
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.states.access import attach, detach
 from deepspeed_c.zero.states.optimizer import DeepSpeedOptimizer, ZeroOptimizer
@@ -124,6 +125,9 @@ class TrainingHost(Reductions, ModelHost):
         except BaseException:
             self._stop_watching()
             raise
+
+    def _graph_reducer(self) -> GradientReducer | None:
+        return self._optimizer.reducer if self._trains else None
 
     def _stop_watching(self) -> None:
         """Stops listeners and background work that run beside the training."""
@@ -609,6 +613,7 @@ class TrainingHost(Reductions, ModelHost):
             self._end_training()
 
     def _end_training(self) -> None:
+        self._uncompile()
         self._edits.close()
         try:
             self._offloaded.close()

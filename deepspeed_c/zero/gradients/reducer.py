@@ -160,7 +160,10 @@ class GradientReducer:
         self._path.connect(lock=self._lock, add=self._add, open=self._open, start=self._start)
         for slot in self.slots:
             GRAD.__set__(slot.param, None)  # the engine's first window begins without gradients
-        self._hooks = [slot.param.register_post_accumulate_grad_hook(self._hook(slot)) for slot in self.slots]
+        self._path_hooks = [self._hook(slot) for slot in self.slots]
+        self._hooks = [
+            slot.param.register_post_accumulate_grad_hook(hook) for slot, hook in zip(self.slots, self._path_hooks)
+        ]
         self._early = EarlyHooks(self._begin_before)
         self._early.watch(slot for slot in self.slots if slot in self._views)
         self._shown = ShownGradients(self._path, self._views, self._open_for_caller)
@@ -372,6 +375,20 @@ class GradientReducer:
         ratio = self._early_ratio if slot in self._early else self._ratio
         bucket.add(slot, grad, ratio, will_reduce=self._reduces_this_backward)
         self._path.mark(i)
+
+    def number_of(self, tensor: Any) -> int | None:
+        """The number of a parameter whose gradients a graph may hand to ``take``. None for another tensor, and for a
+        parameter whose gradients are shown to callers or to their hooks."""
+        slot = self._slot_of.get(id(tensor))
+        if slot is None or slot in self._views or tensor._backward_hooks or slot in self._early:
+            return None
+        return slot.tracker_index
+
+    def take(self, i: int, gradient: torch.Tensor) -> None:
+        """Takes the gradient of parameter ``i`` from a compiled backward, in place of autograd's hook."""
+        param = self.slots[i].param
+        GRAD.__set__(param, gradient)
+        self._path_hooks[i](param)
 
     def end_backward(self) -> None:
         """Called when a backward pass has ended: reduces the buckets that are due."""

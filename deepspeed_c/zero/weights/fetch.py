@@ -174,6 +174,9 @@ class Fetcher:
         self._is_synced = False
         self._keeps_all = False  # nothing is released during a pass
         self._is_closed = False
+        self._has_graphs = False  # the model is compiled, and its graphs gather by themselves
+        self.is_in_graph = False
+        self._held_by_graphs: list[GatherUnit] = []
         self._n_read_ahead = 0
         self._used_last: GatherUnit | None = None  # the last unit that the running pass has used
         self._no_plan = self._make_plan([])
@@ -242,7 +245,10 @@ class Fetcher:
 
     def _rest(self) -> None:
         """Ends the pass. Between passes there is no plan, so a unit is gathered when it is used."""
+        was_running = self.runs_graphs
         self._pass = None
+        if was_running:
+            self._show_released()
         self._run.abort()
         self._run.begin(self._no_plan, self._live())
         self._used_last = None
@@ -278,6 +284,8 @@ class Fetcher:
 
     def _begin(self, beginning: _Pass) -> None:
         self._pass, mode = beginning, beginning.mode
+        if self._has_graphs:
+            self._show_released()
         # A unit that is still gathered stays if the new pass begins with it.
         keep = mode.steps[0] if mode.steps else -1
         self._let_all_go(self._expects_grads, keep)
@@ -472,6 +480,7 @@ class Fetcher:
         with self.lock:
             was_in_backward = self.is_in_backward
             self._let_held_go()
+            self._let_graphs_go()
             self._drop_pass()
             self._in_flight.forget()
             self._let_all_go(expects_grads=False)
@@ -496,6 +505,60 @@ class Fetcher:
         return self._pass is not None
 
     @property
+    def runs_graphs(self) -> bool:
+        """Whether a pass of a compiled model is running. Released parameters are hollow then (``hollow_out``)."""
+        return self._has_graphs and self._pass is not None
+
+    def compile(self, has_graphs: bool) -> None:
+        """Sets whether graphs of the compiled model gather by themselves, beside the hooks. Call it between passes."""
+        self._has_graphs = has_graphs
+
+    @contextmanager
+    def in_graph(self) -> Iterator[None]:
+        """Context for a run of a forward graph. Within it autograd saves parameters as they are, and backward graphs
+        gather them again."""
+        before, self.is_in_graph = self.is_in_graph, True
+        try:
+            yield
+        except BaseException:
+            self._let_graphs_go()
+            raise
+        finally:
+            self.is_in_graph = before
+
+    def start_in_graph(self, index: int) -> None:
+        """Called by a graph before its reads of a gather unit. Starts the gathers that are due."""
+        group = self.groups[index]
+        with self.lock:
+            if not self.is_in_use(group):
+                self._start_use(group)
+            group.hold()
+            self._held_by_graphs.append(group)
+
+    def finish_in_graph(self, index: int) -> None:
+        """Called by a graph before its reads of a gather unit, after ``start_in_graph``. Makes the unit available."""
+        group = self.groups[index]
+        if not group.is_ready:
+            with self.lock:
+                group.finish()
+
+    def release_in_graph(self, index: int) -> None:
+        """Called by a graph after its reads of a gather unit."""
+        group = self.groups[index]
+        if group in self._held_by_graphs:
+            self._held_by_graphs.remove(group)
+            self.unhold(group)
+
+    def _let_graphs_go(self) -> None:
+        """Called when a graph has raised between its gathers and releases."""
+        while self._held_by_graphs:
+            self.unhold(self._held_by_graphs.pop())
+
+    def _show_released(self) -> None:
+        for group in self.groups:
+            group.show_released()
+
+    @property
     def is_in_backward(self) -> bool:
         """Whether a backward pass is running, or a pass that only reads weights."""
         return type(self._pass) is _BackwardPass
@@ -518,14 +581,17 @@ class Fetcher:
         if self.is_in_use(group):
             return
         with self.lock:
-            self._used_last = group
-            actions = self._run.use(index)
-            if actions:
-                if self._is_closed:
-                    raise self._closed_error()
-                self._apply(actions)
+            self._start_use(group)
             if not group.is_ready:
                 group.finish()
+
+    def _start_use(self, group: GatherUnit) -> None:
+        self._used_last = group
+        actions = self._run.use(group.index)
+        if actions:
+            if self._is_closed:
+                raise self._closed_error()
+            self._apply(actions)
 
     @staticmethod
     def _closed_error() -> StateError:

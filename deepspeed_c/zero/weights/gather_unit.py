@@ -17,6 +17,7 @@ from deepspeed_c.zero.weights.param import (
     ShardState,
     ZeroParamStatus,
     adopt_shape,
+    hollow_out,
     point_at,
     point_at_nothing,
     state_of,
@@ -178,10 +179,17 @@ class GatherUnit:
         if self.buffer is None and self._expects_grads != expects:
             self._release(expects)
 
+    def show_released(self) -> None:
+        """Gives released parameters the form that they have now: called when a pass with graphs begins or ends."""
+        if self.buffer is None:
+            self._release(self._expects_grads)
+
     def _release(self, expects_grads: bool) -> None:
         self._expects_grads = expects_grads
         for slot in self.slots:
-            if expects_grads and slot.param.requires_grad:
+            if self._fetcher.runs_graphs:
+                hollow_out(slot.param)
+            elif expects_grads and slot.param.requires_grad:
                 adopt_shape(slot.param)
             else:
                 point_at_nothing(slot.param)

@@ -19,7 +19,7 @@ from deepspeed_c.zero.weights.forwards import Forward
 from deepspeed_c.zero.weights.gather_unit import GatherUnit, PlacedShard
 from deepspeed_c.zero.weights.param import is_released, state_of
 
-__all__ = ["ModuleHooks", "ParamCoordinator", "external_parameters"]
+__all__ = ["OUTSIDE_OF_GRAPHS", "ModuleHooks", "ParamCoordinator", "external_parameters"]
 
 _EXTERNAL = "_dsc_external_parameters"
 _DS_EXTERNAL = "ds_external_parameters"
@@ -50,6 +50,17 @@ def _outside_of_graphs(hook: Callable) -> Callable:
     return hook if dynamo is None else dynamo.disable(hook)
 
 
+def _only_outside_of_graphs(hook: Callable) -> Callable:
+    """A hook that does nothing while ``torch.compile`` traces it: the graph gathers by itself."""
+    hook = _outside_of_graphs(hook)
+
+    def outside(*args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            hook(*args)
+
+    return outside
+
+
 class _Parameters(dict):
     """Replaces a module's ``_parameters`` and gathers a released parameter when it is read while the engine runs. This
     serves reads that no hook announces: tied weights, a parent that uses its child's weight, a functional call.
@@ -58,17 +69,23 @@ class _Parameters(dict):
     def __init__(self, params: Mapping[str, Any], fetcher: Fetcher) -> None:
         super().__init__(params)
         self.fetcher = fetcher
+        self.use = _outside_of_graphs(fetcher.use)
 
     def __getitem__(self, name: str) -> Any:
         param = dict.__getitem__(self, name)
-        if is_released(param):
+        if is_released(param) or (self.fetcher.runs_graphs and not torch.compiler.is_compiling()):
             state = state_of(param)
             if type(state) is PlacedShard and self.fetcher.is_active:
-                self.fetcher.use(state.group.index)
+                self.use(state.group.index)
         return param
 
     def __reduce_ex__(self, protocol: int) -> Any:
         return dict, (dict(self),)
+
+
+OUTSIDE_OF_GRAPHS = (_only_outside_of_graphs(print).__code__, _Parameters.__getitem__.__code__)
+"""Code that ``torch.compile`` may trace as a part of a graph, and must not compile by itself: it would take itself for a
+part of a graph then."""
 
 
 class ParamCoordinator:
@@ -108,6 +125,7 @@ class ModuleHooks:
         self._saving: Any = None
         self._failing: BaseException | None = None
         self._counters: list[Any] = []
+        self._is_compiled = False
         fetcher.connect_hooks(self)
         self.install()
 
@@ -183,6 +201,9 @@ class ModuleHooks:
             if torch.compiler.is_dynamo_compiling() or not fetcher.is_in_use(group):
                 use()
 
+        if self._is_compiled:
+            enter = _only_outside_of_graphs(enter)
+
         self.forward_hooks.append(module.register_forward_pre_hook(enter, prepend=True))
 
     def _hook_holding(self, module: torch.nn.Module, groups: Sequence[GatherUnit], leaf: bool) -> None:
@@ -199,9 +220,10 @@ class ModuleHooks:
             if leaf:
                 fetcher.hold_in_backward(groups, _in_graph(args), _in_graph(output))
 
+        keep_out = _only_outside_of_graphs if self._is_compiled else _outside_of_graphs
         self.forward_hooks += [
-            module.register_forward_pre_hook(_outside_of_graphs(enter), prepend=True),
-            module.register_forward_hook(_outside_of_graphs(leave), always_call=True),
+            module.register_forward_pre_hook(keep_out(enter), prepend=True),
+            module.register_forward_hook(keep_out(leave), always_call=True),
         ]
 
     def _hook_root(self, i: int, root: torch.nn.Module) -> None:
@@ -246,6 +268,14 @@ class ModuleHooks:
         else:
             self._fetcher.end_forward(_in_graph(output))
         self._failing = None
+
+    def compile(self, is_compiled: bool) -> None:
+        """Sets whether graphs of ``torch.compile`` gather by themselves. Then hooks gather only for modules that run
+        outside of a graph."""
+        self.remove()
+        self._is_compiled = is_compiled
+        self._fetcher.compile(is_compiled)
+        self.install()
 
     def remove(self) -> None:
         """Removes all hooks and gives modules their ordinary dictionaries back."""

@@ -35,6 +35,7 @@ __all__ = [
     "adopt_shape",
     "check_edit",
     "gradient_edge",
+    "hollow_out",
     "is_data_held",
     "is_released",
     "join_pieces",
@@ -95,6 +96,7 @@ class ShardState:
         self.active_modules: set[Any] = set()  # DeepSpeed's attribute: callers clear it; we do not read it
         self.empty = torch.empty(0, dtype=self.dtype, device=self.device)
         self._stand_in: torch.Tensor | None = None
+        self._hollow: torch.Tensor | None = None
 
     piece: torch.Tensor
     begins: Sequence[int]
@@ -129,6 +131,16 @@ class ShardState:
             one = torch.full((), float("nan"), dtype=self.dtype, device=self.device)
             self._stand_in = one.expand(self.shape) if self.numel else one.new_empty(self.shape)
         return self._stand_in
+
+    @property
+    def hollow(self) -> torch.Tensor:
+        """A tensor with the parameter's whole shape and strides whose storage has no memory. Operators that read it
+        raise torch's error that its data is not allocated."""
+        if self._hollow is None:
+            with torch.inference_mode(False):
+                self._hollow = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            self._hollow.untyped_storage().resize_(0)
+        return self._hollow
 
     def own_part(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's elements of the whole parameter, given flat."""
@@ -241,7 +253,7 @@ class StandaloneShard(ShardState):
 
     def change_dtype(self, dtype: torch.dtype) -> None:
         self.piece, self.empty, self.dtype = self.piece.to(dtype), self.empty.to(dtype), dtype
-        self._stand_in = None
+        self._stand_in = self._hollow = None
 
 
 def join_pieces(
@@ -679,6 +691,8 @@ class _Available(_Face):
 
     def detach(self) -> torch.Tensor:
         plain = super().detach()
+        if torch.compiler.is_compiling():
+            return plain
         if sys._getframe(1).f_code is not _MAKE_PARAMETER:
             return plain
         # ``Parameter(weight)`` calls this, for instance in torch's parametrizations. It needs an object of the same
@@ -801,6 +815,13 @@ def point_at_nothing(param: torch.nn.Parameter) -> None:
 def adopt_shape(param: torch.nn.Parameter) -> None:
     """As ``point_at_nothing``, but the parameter has its whole shape. Used while a gradient may arrive."""
     _release(param, param._dsc_shard.stand_in)
+
+
+def hollow_out(param: torch.nn.Parameter) -> None:
+    """As ``adopt_shape``, but the parameter has the class, shape and strides of an available one. The guards of
+    ``torch.compile`` compare these, so a graph does not depend on what is gathered."""
+    param.__class__ = param._dsc_available
+    _DATA.__set__(param, param._dsc_shard.hollow)
 
 
 def _release(param: torch.nn.Parameter, data: torch.Tensor) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepspeed_c.zero.weights.gather_unit import GatherUnit
+from deepspeed_c.zero.weights.gather_unit import GatherUnit, PlacedShard
+from deepspeed_c.zero.weights.param import state_of
 
 if TYPE_CHECKING:
     from deepspeed_c.zero.weights.fetch import Fetcher
@@ -31,7 +32,11 @@ class WeightPacker:
     def __init__(self, fetcher: Fetcher) -> None:
         self._fetcher = fetcher
 
-    def pack(self, tensor: torch.Tensor) -> _Reference | None:
+    def pack(self, tensor: torch.Tensor) -> _Reference | torch.Tensor | None:
+        if self._fetcher.is_in_graph:
+            # A backward graph gathers the parameter itself, just before it reads it.
+            state = state_of(tensor)
+            return tensor if type(state) is PlacedShard and state.fetcher is self._fetcher else None
         try:
             # A tensor without elements has no data address, but it keeps its storage alive, so the storage's address is
             # used.
@@ -42,7 +47,9 @@ class WeightPacker:
             return None
         return _Reference(group, tensor)
 
-    def unpack(self, packed: _Reference) -> torch.Tensor:
+    def unpack(self, packed: _Reference | torch.Tensor) -> torch.Tensor:
+        if not isinstance(packed, _Reference):
+            return packed
         group = packed.group
         if not self._fetcher.is_in_use(group):
             self._fetcher.use(group.index)

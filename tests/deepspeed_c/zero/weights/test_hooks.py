@@ -39,21 +39,25 @@ LIMITS = {
 }
 
 
-def config_of(limits: str | dict = "frugal", gas: int = 1, optimizer: bool = True) -> dict:
+def config_of(
+    limits: str | dict = "frugal", gas: int = 1, optimizer: bool = True, compiled: bool = False
+) -> dict:
     zero = LIMITS[limits] if isinstance(limits, str) else limits
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": gas,
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
+        "compile": {"deepcompile": compiled},
     }
     if optimizer:
         config["optimizer"] = {"type": "AdamW", "params": LR}
     return config
 
 
-def make_engine(model: nn.Module, limits: str | dict = "frugal", gas: int = 1) -> Any:
-    return deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config_of(limits, gas))[0]
+def make_engine(model: nn.Module, limits: str | dict = "frugal", gas: int = 1, compiled: bool = False) -> Any:
+    config = config_of(limits, gas, compiled=compiled)
+    return deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
 def data_of(step: int, rank: int, micro: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -595,13 +599,18 @@ def check_rest(engine: Any) -> None:
         assert p.untyped_storage().nbytes() == 0, (name, p.untyped_storage().nbytes())
 
 
-def compare(rank: int, world: int, kind: type[nn.Module], micro: Micro, limits: str, note: str = "") -> None:
-    """Runs a scenario on the engine of this rank, and in plain torch over the data of all ranks."""
+def compare(
+    rank: int, world: int, kind: type[nn.Module], micro: Micro, limits: str, note: str = "", backend: str = ""
+) -> None:
+    """Runs a scenario on the engine of this rank, and in plain torch over the data of all ranks. backend: the engine is
+    compiled with it."""
     plain_module = make(kind)
     plain = Plain(plain_module, world)
     optimizer = AdamW(plain_module.parameters())
-    with make_engine(make(kind), limits) as engine:
+    with make_engine(make(kind), limits, compiled=bool(backend)) as engine:
         assert len(engine._fetcher.groups) > 1
+        if backend:
+            engine.compile(backend=backend)
         run = Sharded(engine, world)
         for step in range(STEPS):
             where = f"{note or kind.__name__} {micro.__name__} {limits} world {world} rank {rank} step {step}"

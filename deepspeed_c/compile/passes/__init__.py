@@ -1,0 +1,1 @@
+"""Passes over traced graphs, one file a pass."""
