@@ -17,10 +17,10 @@ from deepspeed_c.compile.passes.zero3 import add_gathers, add_reductions
 from deepspeed_c.config.nearest import nearest
 from deepspeed_c.errors import ConfigError
 
-__all__ = ["Backend", "Weights"]
+__all__ = ["GraphBackend", "GraphWeights"]
 
 
-class Weights(Protocol):
+class GraphWeights(Protocol):
     """What the backend asks about the inputs of a graph, and where its graphs run."""
 
     number: int
@@ -41,11 +41,11 @@ class _Compiled(NamedTuple):
     slots: list[int | None]  # by input, the parameter whose gradient the graph reduces
 
 
-class Backend:
+class GraphBackend:
     """A backend of ``torch.compile``. ``name``: the compiler of the edited graphs. Raises ConfigError if it cannot take
     edited graphs."""
 
-    def __init__(self, name: str, weights: Weights, options: dict[str, Any] | None = None) -> None:
+    def __init__(self, name: str, weights: GraphWeights, options: dict[str, Any] | None = None) -> None:
         if name not in torch_internals.BACKENDS:
             raise ConfigError(
                 f"the backend {name!r} cannot take graphs with gathers and reductions in them",
@@ -79,7 +79,7 @@ class Backend:
 class _Frame:
     """One traced frame: its inputs, and what its backward computes again."""
 
-    def __init__(self, weights: Weights, inputs: Sequence[Any]) -> None:
+    def __init__(self, weights: GraphWeights, inputs: Sequence[Any]) -> None:
         self._weights = weights
         self._places = [weights.place_of(tensor) for tensor in inputs]
         self.slots = [weights.slot_of(tensor) for tensor in inputs]
@@ -112,8 +112,8 @@ class _Frame:
         return units
 
     def _save_no_copies(self, graph: torch.fx.Graph, weights: set[Node]) -> None:
-        """Lets the forward save the weight itself wherever it would save a view or a cast of it. A cast would be a whole
-        weight that stays in memory until the backward."""
+        """Lets the forward save the weight itself wherever it would save a view or a cast of it. A cast would be a
+        whole weight that stays in memory until the backward."""
         output = graph.output_node()
         values = list(output.args[0])
         described = output.meta.get("desc", ())
@@ -125,7 +125,7 @@ class _Frame:
             if chain is not None:
                 self._recipes[value.name] = _recipe_of(chain)
                 values[i] = chain[0].all_input_nodes[0]
-        output.args = (tuple(values),)
+        output.update_arg(0, tuple(values))
         graph.eliminate_dead_code()
 
     def _compute_again(self, graph: torch.fx.Graph) -> None:

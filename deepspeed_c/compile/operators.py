@@ -1,13 +1,14 @@
 """Operators of compiled graphs: ``zero_gather``, ``zero_wait``, ``zero_release`` and ``zero_reduce``.
 
 A weight is an input of its graph, and stays the same tensor. ``zero_gather`` begins to gather, ``zero_wait`` puts the
-whole weight's memory behind the tensor, and ``zero_release`` takes the memory away. They are declared to write to the weights, so a compiler keeps each read of a
-weight in its place. ``zero_release`` also takes the results of these reads: Inductor may otherwise compute an
-elementwise read later than the write that follows it. All operators of a graph write to one small tensor, ``order``, so
-a compiler keeps their order too. Otherwise it may gather everything first and release everything last.
+whole weight's memory behind the tensor, and ``zero_release`` takes the memory away. They are declared to write to the
+weights, so a compiler keeps each read of a weight in its place. ``zero_release`` also takes the results of these reads:
+Inductor may otherwise compute an elementwise read later than the write that follows it. All operators of a graph write
+to one small tensor, ``order``, so a compiler keeps their order too. Otherwise it may gather everything first and
+release everything last.
 
-The operators only pass their call on to the graphs' *host*, by a number, because an operator's arguments are tensors and
-numbers. The host acts through the engine's own fetcher and reducer.
+The operators only pass their call on to the graphs' *host*, by a number, because an operator's arguments are tensors
+and numbers. The host acts through the engine's own fetcher and reducer.
 """
 
 from __future__ import annotations

@@ -78,5 +78,5 @@ BACKENDS: dict[str, Callable[..., Any]] = {
     "aot_eager": _run_operators,
     "eager": _run_operators,
 }
-"""How the graph of a frame is split into a forward and a backward, edited and compiled: by the name of the backend. With
-"eager" each operator of the graph runs as it is, in its order."""
+"""How the graph of a frame is split into a forward and a backward, edited and compiled: by the name of the backend.
+With "eager" each operator of the graph runs as it is, in its order."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_c.compile.backend import Backend
+from deepspeed_c.compile.backend import GraphBackend
 from deepspeed_c.compile.operators import register_host
 from deepspeed_c.compile.torch_internals import leave_alone
 from deepspeed_c.inject.swap import swap_forward
@@ -38,7 +38,7 @@ class CompiledModel:
         self._fetcher, self._reducer = fetcher, reducer
         self.number = register_host(self)
         options = dict(compile_kwargs)
-        self.backend = Backend(backend, self, options.pop("options", None))  # raises before anything is changed
+        self.backend = GraphBackend(backend, self, options.pop("options", None))  # raises before anything is changed
         self._hooks = None if fetcher is None else fetcher.hooks
         if self._hooks is not None:
             for code in OUTSIDE_OF_GRAPHS:

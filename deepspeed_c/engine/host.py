@@ -255,9 +255,9 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
     ) -> None:
         """Compiles the module in place with ``torch.compile``.
 
-        With ``"compile": {"deepcompile": true}`` at stages 1 to 3, gathers of weights and reductions of gradients become
-        operators inside the compiled graphs. backend: "inductor", or "aot_eager" and "eager", which run each operator of
-        a graph as it is. compile_kwargs: further arguments of ``torch.compile``.
+        With ``"compile": {"deepcompile": true}`` at stages 1 to 3, gathers of weights and reductions of gradients
+        become operators inside the compiled graphs. backend: "inductor", or "aot_eager" and "eager", which run each
+        operator of a graph as it is. compile_kwargs: further arguments of ``torch.compile``.
 
         Raises FeatureError for DeepCompile's schedule and for compiled autograd, and ConfigError for a backend that
         cannot take edited graphs.

@@ -1,5 +1,5 @@
-"""``zero3_compile``: each gather unit is gathered before the first read of its weights in a graph and released after the
-last one, and each gradient is reduced as soon as it is computed.
+"""``zero3_compile``: each gather unit is gathered before reads of its weights in a graph and released after them, and
+each gradient is reduced as soon as it is computed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def add_gathers(graph: Graph, units: Mapping[int, Mapping[Node, int]], token: No
 
 
 def _uses(graph: Graph, units: Mapping[int, Mapping[Node, int]]) -> list[tuple[int, set[Node]]]:
-    """(gather unit, the nodes that read it) of each use, by the first reader. Two uses of a unit are two if other units
-    are read between them, as by the hooks of modules: an embedding that is the head too is gathered twice."""
+    """(gather unit, the nodes that read it) of each use, in the order of the first readers. Reads of a unit are
+    several uses if other units are read between them. So an embedding that is the head too is gathered twice, as by the
+    hooks of modules."""
     units_of: dict[Node, set[int]] = {}
     views: dict[int, list[set[Node]]] = {}
     for unit, weights in units.items():
@@ -70,4 +71,4 @@ def add_reductions(graph: Graph, slots: Sequence[int | None], token: Node, host:
             with graph.inserting_after(values[i]):
                 graph.call_function(torch.ops.deepspeed_c.zero_reduce.default, (values[i], token, host, slot))
             values[i] = None
-    output.args = (tuple(values),)
+    output.update_arg(0, tuple(values))

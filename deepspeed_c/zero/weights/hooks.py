@@ -84,8 +84,8 @@ class _Parameters(dict):
 
 
 OUTSIDE_OF_GRAPHS = (_only_outside_of_graphs(print).__code__, _Parameters.__getitem__.__code__)
-"""Code that ``torch.compile`` may trace as a part of a graph, and must not compile by itself: it would take itself for a
-part of a graph then."""
+"""Code that ``torch.compile`` may trace as a part of a graph, and must not compile by itself: it would take itself for
+a part of a graph then."""
 
 
 class ParamCoordinator:
