@@ -40,13 +40,30 @@ static inline void dsc_wide_store(wide x, dsc_f32 *dst, int64_t n)
     memcpy(dst, &x, n == WIDE_LANES ? sizeof x : (size_t)n * sizeof *dst);
 }
 
+#if defined(__AVX512F__)
+/* Places word i of a register in the upper half of lane i, if the lower halves are then masked. */
+static inline __m512i dsc_words_apart(void)
+{
+    return _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2,
+                            2, 1, 1, 0, 0);
+}
+
+/* Places the upper half of lane i in word i. */
+static inline __m512i dsc_upper_words(void)
+{
+    return _mm512_set_epi16(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1, 31, 29, 27, 25, 23, 21, 19, 17,
+                            15, 13, 11, 9, 7, 5, 3, 1);
+}
+#endif
+
 /* bf16 and f16 as base/half.h has them, NaN included. */
 static inline wide dsc_wide_of_bf16(const dsc_half half[WIDE_LANES])
 {
 #if defined(__AVX512F__)
-    __m256i halves = _mm256_loadu_si256((const __m256i *)(const void *)half);
+    /* One permutation, because a widening and a shift occupy the units of permutations twice. */
+    __m512i halves = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)(const void *)half));
 
-    return (wide)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
+    return (wide)_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, dsc_words_apart(), halves);
 #elif defined(__AVX2__)
     __m128i halves = _mm_loadu_si128((const __m128i *)(const void *)half);
 
@@ -80,14 +97,15 @@ static inline void dsc_wide_to_bf16(wide x, dsc_half half[WIDE_LANES])
 #if defined(__AVX2__)
     wide_bits bits = (wide_bits)x;
     wide_bits rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-    wide_bits quiet = bits | 0x400000u;
 #endif
 #if defined(__AVX512F__)
     __mmask16 is_nan = _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
-    __m512i chosen = _mm512_mask_blend_epi32(is_nan, (__m512i)rounded, (__m512i)quiet);
+    __m512i chosen = _mm512_mask_or_epi32((__m512i)rounded, is_nan, (__m512i)x, _mm512_set1_epi32(0x400000));
 
-    _mm256_storeu_si256((__m256i *)(void *)half, _mm512_cvtepi32_epi16(_mm512_srli_epi32(chosen, 16)));
+    _mm256_storeu_si256((__m256i *)(void *)half,
+                        _mm512_castsi512_si256(_mm512_permutexvar_epi16(dsc_upper_words(), chosen)));
 #elif defined(__AVX2__)
+    wide_bits quiet = bits | 0x400000u;
     __m256 is_nan = _mm256_cmp_ps((__m256)x, (__m256)x, _CMP_UNORD_Q);
     __m256i chosen = _mm256_srli_epi32((__m256i)_mm256_blendv_ps((__m256)rounded, (__m256)quiet, is_nan), 16);
     __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(chosen, chosen), 0x08);

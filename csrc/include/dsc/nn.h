@@ -2,10 +2,11 @@
  * Operators of neural networks on rows of elements, forward and backward: norms with residual, activations with bias,
  * gated activations, dropout with bias and residual, rotary positions, softmax with a mask, attention.
  *
- * Elements are f32, bf16 or f16; each is computed in f32 and rounded once. Sums over a row are held in f64; softmax
- * first sums groups of four elements in f32. Sums over rows (gradients of weights) are held in f32 within a chunk of
- * rows and in f64 over chunks. Results have the same bits for any thread count and any instruction set. Inputs and
- * outputs of a call must not overlap unless the call allows it. Rows are dense: row i begins at element i * n_cols.
+ * Elements are f32, bf16 or f16; each is computed in f32 and rounded once. Sums over a row are held in f64; softmax and
+ * the gradients of norms first sum groups of four elements in f32. Sums over rows (gradients of weights) are held in
+ * f32 within a chunk of rows and in f64 over chunks. Results have the same bits for any thread count and any
+ * instruction set. Inputs and outputs of a call must not overlap unless the call allows it. Rows are dense: row i
+ * begins at element i * n_cols.
  */
 #ifndef DSC_NN_H
 #define DSC_NN_H

@@ -2,9 +2,7 @@
  * Compiled once per instruction set: the steps of a softmax over one row, and its gradient. The maximum ignores a NaN,
  * but the sum then is NaN.
  */
-#include "cpu/lanes.h"
-#include "cpu/math.h"
-#include "cpu/wide.h"
+#include "nn/loops/sums.h"
 #include "nn/table.h"
 
 #define INLINE static inline __attribute__((always_inline))
@@ -77,21 +75,6 @@ void DSC_K(nn_scores_kept)(int64_t n, dsc_dtype dtype, const void *x, float scal
     WITH_DTYPE(dtype, SCORE, NULL, keep);
 }
 
-/*
- * This many elements of a lane are summed in f32 before the sum is widened: a widening costs as much as four additions.
- */
-#define SUMMED 4
-#define SUM_REGISTERS (LANES / WIDE_LANES)
-
-INLINE void add_totals(const wide totals[SUM_REGISTERS], doubles sums[REGISTERS])
-{
-    floats halves[REGISTERS];
-
-    memcpy(halves, totals, sizeof halves);
-    for (int r = 0; r < REGISTERS; r++)
-        sums[r] += dsc_widen(halves[r]);
-}
-
 void DSC_K(nn_exps)(int64_t n, const dsc_f32 *x, float max, dsc_f32 *y, double *sum)
 {
     double lanes[LANES];
@@ -99,10 +82,8 @@ void DSC_K(nn_exps)(int64_t n, const dsc_f32 *x, float max, dsc_f32 *y, double *
     int64_t i = 0;
 
     for (; i + SUMMED * LANES <= n; i += SUMMED * LANES) {
-        wide totals[SUM_REGISTERS];
-
 #pragma GCC unroll 4
-        for (int r = 0; r < SUM_REGISTERS; r++) {
+        for (int r = 0; r < LANE_REGISTERS; r++) {
             wide found[SUMMED];
 
 #pragma GCC unroll 4
@@ -112,9 +93,8 @@ void DSC_K(nn_exps)(int64_t n, const dsc_f32 *x, float max, dsc_f32 *y, double *
                 found[k] = dsc_wide_exp_nonpositive(dsc_wide_load(x + at, WIDE_LANES) - max);
                 dsc_wide_store(found[k], y + at, WIDE_LANES);
             }
-            totals[r] = (found[0] + found[1]) + (found[2] + found[3]);
+            dsc_add_lanes((found[0] + found[1]) + (found[2] + found[3]), r, sums);
         }
-        add_totals(totals, sums);
     }
     memcpy(lanes, sums, sizeof lanes);
     for (; i < n; i += WIDE_LANES) {
@@ -145,10 +125,8 @@ INLINE void dot_row(dsc_dtype dtype, int64_t n, const void *y, const void *dy, d
     int64_t i = 0;
 
     for (; i + SUMMED * LANES <= n; i += SUMMED * LANES) {
-        wide totals[SUM_REGISTERS];
-
 #pragma GCC unroll 4
-        for (int r = 0; r < SUM_REGISTERS; r++) {
+        for (int r = 0; r < LANE_REGISTERS; r++) {
             wide found[SUMMED];
 
 #pragma GCC unroll 4
@@ -157,9 +135,8 @@ INLINE void dot_row(dsc_dtype dtype, int64_t n, const void *y, const void *dy, d
 
                 found[k] = dsc_wide_load_as(dtype, y, at, WIDE_LANES) * dsc_wide_load_as(dtype, dy, at, WIDE_LANES);
             }
-            totals[r] = (found[0] + found[1]) + (found[2] + found[3]);
+            dsc_add_lanes((found[0] + found[1]) + (found[2] + found[3]), r, sums);
         }
-        add_totals(totals, sums);
     }
     memcpy(lanes, sums, sizeof lanes);
     for (; i < n; i += WIDE_LANES) {
