@@ -92,19 +92,24 @@ static inline wide dsc_wide_of_f16(const dsc_half half[WIDE_LANES])
 #endif
 }
 
+/* For _mm512_fixupimm_ps: either kind of NaN becomes the quiet NaN of the source, all else stays. */
+#define QUIET_NAN 0x22
+
 static inline void dsc_wide_to_bf16(wide x, dsc_half half[WIDE_LANES])
 {
-#if defined(__AVX2__)
-    wide_bits bits = (wide_bits)x;
-    wide_bits rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-#endif
 #if defined(__AVX512F__)
-    __mmask16 is_nan = _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
-    __m512i chosen = _mm512_mask_or_epi32((__m512i)rounded, is_nan, (__m512i)x, _mm512_set1_epi32(0x400000));
+    /* Adds 0x7fff, or 0x8000 if the lowest bit that stays is set; a NaN is taken from x instead, and made quiet. */
+    __m512i bits = (__m512i)x;
+    __mmask16 is_odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+    __m512i down = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+    __m512i rounded = _mm512_mask_add_epi32(down, is_odd, bits, _mm512_set1_epi32(0x8000));
+    __m512i chosen = (__m512i)_mm512_fixupimm_ps((__m512)rounded, (__m512)x, _mm512_set1_epi32(QUIET_NAN), 0);
 
     _mm256_storeu_si256((__m256i *)(void *)half,
                         _mm512_castsi512_si256(_mm512_permutexvar_epi16(dsc_upper_words(), chosen)));
 #elif defined(__AVX2__)
+    wide_bits bits = (wide_bits)x;
+    wide_bits rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
     wide_bits quiet = bits | 0x400000u;
     __m256 is_nan = _mm256_cmp_ps((__m256)x, (__m256)x, _CMP_UNORD_Q);
     __m256i chosen = _mm256_srli_epi32((__m256i)_mm256_blendv_ps((__m256)rounded, (__m256)quiet, is_nan), 16);
@@ -166,6 +171,17 @@ static inline __attribute__((always_inline)) void dsc_wide_store_as(dsc_dtype dt
             dsc_wide_to_f16(x, padded);
         memcpy(halves, padded, (size_t)n * sizeof *halves);
     }
+}
+
+/*
+ * Brings the line of element i of a result into the cache. For a loop that only reads, before another loop that would
+ * wait for the lines that it writes.
+ */
+static inline __attribute__((always_inline)) void dsc_wide_expect_store(dsc_dtype dtype, const void *dst, int64_t i)
+{
+    size_t bytes = dtype == DSC_DTYPE_F32 ? sizeof(float) : sizeof(dsc_half);
+
+    __builtin_prefetch((const char *)dst + (size_t)i * bytes, 1);
 }
 
 /* Runs step(..., i, n_lanes) over n elements, a register at a time; the last register may be partly filled. */

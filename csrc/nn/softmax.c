@@ -82,7 +82,7 @@ static void softmax_row(const void *arg, int64_t row_index, float *const *sums)
 
         if (!is_short)
             load_scores(job, &row, begin, n, block, &ignored_max);
-        rows->nn->exps(n, block, max, block, &sum);
+        rows->nn->exps(n, block, max, block, call->dtype, dsc_at_out(row.y, call->dtype, begin), &sum);
     }
 
     float factor = sum == 0.0 ? 0.0f : (float)(1.0 / sum);
@@ -93,7 +93,7 @@ static void softmax_row(const void *arg, int64_t row_index, float *const *sums)
 
         if (!is_short) {
             load_scores(job, &row, begin, n, block, &ignored_max);
-            rows->nn->exps(n, block, max, block, &ignored_sum);
+            rows->nn->exps(n, block, max, block, call->dtype, dsc_at_out(row.y, call->dtype, begin), &ignored_sum);
         }
         rows->nn->scaled(n, block, factor, call->dtype, dsc_at_out(row.y, call->dtype, begin));
     }

@@ -7,15 +7,6 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/*
- * Brings the line of element i of a result into the cache. The first pass over a row only reads, and the second would
- * wait for the lines that it writes.
- */
-INLINE void expect_store(dsc_dtype dtype, const void *dst, int64_t i)
-{
-    __builtin_prefetch((const char *)dst + (size_t)i * (dtype == DSC_DTYPE_F32 ? sizeof(float) : sizeof(dsc_half)), 1);
-}
-
 /* Returns n elements of x + residual from element i on, after they are rounded and written to total. */
 INLINE wide enter(dsc_dtype dtype, const void *x, const void *residual, void *total, int64_t i, int64_t n)
 {
@@ -31,7 +22,7 @@ INLINE wide enter(dsc_dtype dtype, const void *x, const void *residual, void *to
 INLINE void moments_step(dsc_dtype dtype, const void *x, const void *residual, void *total, const void *y,
                          doubles sums[REGISTERS], doubles squares[REGISTERS], int64_t i, int64_t n)
 {
-    expect_store(dtype, y, i);
+    dsc_wide_expect_store(dtype, y, i);
 #pragma GCC unroll 4
     for (int r = 0; r < LANE_REGISTERS; r++) {
         doubles halves[2];
@@ -172,7 +163,7 @@ INLINE void sums_step(const struct terms *from, int n_summed, float *dweight, fl
             struct term found = term_of(from, i + offset, n_here);
 
             if (r == 0)
-                expect_store(from->dtype, dx, i + offset);
+                dsc_wide_expect_store(from->dtype, dx, i + offset);
             g[k] = found.g;
             gh[k] = found.g * found.h;
             if (dweight != NULL)

@@ -75,7 +75,7 @@ void DSC_K(nn_scores_kept)(int64_t n, dsc_dtype dtype, const void *x, float scal
     WITH_DTYPE(dtype, SCORE, NULL, keep);
 }
 
-void DSC_K(nn_exps)(int64_t n, const dsc_f32 *x, float max, dsc_f32 *y, double *sum)
+void DSC_K(nn_exps)(int64_t n, const dsc_f32 *x, float max, dsc_f32 *y, dsc_dtype dtype, const void *out, double *sum)
 {
     double lanes[LANES];
     doubles sums[REGISTERS] = {0};
@@ -90,6 +90,8 @@ void DSC_K(nn_exps)(int64_t n, const dsc_f32 *x, float max, dsc_f32 *y, double *
             for (int k = 0; k < SUMMED; k++) {
                 int64_t at = i + k * LANES + r * WIDE_LANES;
 
+                if (r == 0)
+                    dsc_wide_expect_store(dtype, out, at);
                 found[k] = dsc_wide_exp_nonpositive(dsc_wide_load(x + at, WIDE_LANES) - max);
                 dsc_wide_store(found[k], y + at, WIDE_LANES);
             }
