@@ -22,7 +22,8 @@ INLINE wide enter(dsc_dtype dtype, const void *x, const void *residual, void *to
 INLINE void moments_step(dsc_dtype dtype, const void *x, const void *residual, void *total, const void *y,
                          doubles sums[REGISTERS], doubles squares[REGISTERS], int64_t i, int64_t n)
 {
-    dsc_wide_expect_store(dtype, y, i);
+    if (residual == NULL) /* otherwise this pass writes, too, and has enough lines to wait for */
+        dsc_wide_expect_store(dtype, y, i);
 #pragma GCC unroll 4
     for (int r = 0; r < LANE_REGISTERS; r++) {
         doubles halves[2];
