@@ -16,6 +16,7 @@ import torch
 from deepspeed_c.config import load_config
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.config.offload import Aio
+from deepspeed_c.config.parallel import Comm
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.recompute import nests, packers, rng
 from deepspeed_c.recompute.configured import checkpoint, configured, non_reentrant_checkpoint
@@ -75,18 +76,20 @@ def configure(
     """Set how ``checkpoint`` keeps the inputs of layers. Arguments given here win over ``deepspeed_config``.
 
     mpu_: an object with ``get_tensor_model_parallel_group()`` or ``get_model_parallel_group()``, or None: activations
-        are cut over the ranks of that group.
-    deepspeed_config: a configuration (a dict, or a path). Its section ``activation_checkpointing`` is read.
+        are cut over the ranks of that group. All of them call ``configure``, together.
+    deepspeed_config: a configuration (a dict, or a path). Its sections ``activation_checkpointing`` and ``aio`` and its
+        key ``comm.local`` are read.
 
     profile: count times and bytes of each layer, for ``profile_of_layers``.
 
-    Raises ConfigError where ``contiguous_checkpointing`` lacks a setting that it needs, or a file cannot be made.
+    Raises ConfigError where ``contiguous_checkpointing`` lacks a setting that it needs, or a file cannot be made; CommError
+    where ``comm.local`` is "shm" and the ranks cannot share memory.
     """
     given = locals()
-    section, aio = ActivationCheckpointing(), Aio()
+    section, aio, local = ActivationCheckpointing(), Aio(), Comm().local
     if deepspeed_config is not None:
         config = load_config(deepspeed_config, world_size=1, batch="skip")
-        section, aio = config.activation_checkpointing, config.aio
+        section, aio, local = config.activation_checkpointing, config.aio, config.comm.local
     wanted = {key: given[argument] for argument, key in _KEYS.items() if given[argument] is not None}
     section = msgspec.structs.replace(section, **wanted)
     if section.budget is not None:
@@ -95,7 +98,7 @@ def configure(
             where="checkpointing.configure(deepspeed_config=...): activation_checkpointing.budget",
             fix="give the section to initialize, whose engine's calls of checkpoint() then follow it",
         )
-    configured.set_up(section, mpu_, aio)
+    configured.set_up(section, mpu_, aio, local)
 
 
 def is_configured() -> bool:

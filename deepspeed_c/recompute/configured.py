@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.shm import LocalTransport
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.config.offload import Aio
 from deepspeed_c.recompute.active import current
@@ -31,9 +32,9 @@ class Configured:
         self.aio = Aio()
         self.recomputer = Recomputer(ActivationCheckpointing())
 
-    def set_up(self, section: ActivationCheckpointing, mpu: Any, aio: Aio) -> None:
+    def set_up(self, section: ActivationCheckpointing, mpu: Any, aio: Aio, local: LocalTransport) -> None:
         check_section(section, self.n_layers, "checkpointing.configure")
-        comm = tensor_parallel_ranks(mpu)
+        comm = tensor_parallel_ranks(mpu, local)
         recomputer = Recomputer(section, comm, aio)
         self.recomputer.close()
         self.comm, self.mpu, self.is_done, self.aio, self.recomputer = comm, mpu, True, aio, recomputer

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.shm import LocalTransport
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.config.offload import Aio
 from deepspeed_c.errors import ConfigError
@@ -317,12 +318,19 @@ class Recomputer:
             self.stash.close()
 
 
-def tensor_parallel_ranks(mpu: Any) -> Collectives | None:
-    """The ranks that activations are cut over. None without an ``mpu``, and for an ``mpu`` without such a group."""
+def tensor_parallel_ranks(mpu: Any, local: LocalTransport = "auto") -> Collectives | None:
+    """The ranks that activations are cut over. None without an ``mpu``, and for an ``mpu`` without such a group.
+
+    local: the key ``comm.local``: whether ranks of one host exchange activations through shared memory.
+
+    Collective over the group. Raises CommError where ``local`` is "shm" and the ranks cannot share memory.
+    """
     for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
         group = getattr(mpu, name, lambda: None)()
         if group is not None:
-            return Collectives(group)
+            ranks = Collectives(group)
+            ranks.use_shared_memory(local)
+            return ranks
     return None
 
 

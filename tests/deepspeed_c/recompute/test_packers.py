@@ -310,6 +310,20 @@ def test_what_is_cut_is_no_longer_resident(run_ranks: Callable) -> None:
         assert resident < 3.2 * live, (live >> 20, resident >> 20)
 
 
+def way_body(rank: int, world: int) -> list[str]:
+    """The way of parts between ranks: by default, and as a configuration says."""
+    ways = []
+    for config in (None, {"comm": {"local": "shm"}}, {"comm": {"local": "off"}}):
+        checkpointing.configure(Mpu(), config, partition_activations=True)
+        ways.append(configured.comm.backend_of(torch.zeros(1)).name)
+    configured.clear()
+    return ways
+
+
+def test_parts_travel_through_shared_memory_unless_it_is_off(run_ranks: Callable) -> None:
+    assert run_ranks(2, way_body) == [["shm", "shm", "gloo"]] * 2
+
+
 def wrong_body(rank: int, world: int) -> str:
     checkpointing.configure(Mpu(), partition_activations=True)
     try:
