@@ -82,8 +82,8 @@ def configure(
 
     profile: count times and bytes of each layer, for ``profile_of_layers``.
 
-    Raises ConfigError where ``contiguous_checkpointing`` lacks a setting that it needs, or a file cannot be made; CommError
-    where ``comm.local`` is "shm" and the ranks cannot share memory.
+    Raises ConfigError where ``contiguous_checkpointing`` lacks a setting that it needs, or a file cannot be made.
+    Raises CommError where ``comm.local`` is "shm" and the ranks cannot share memory.
     """
     given = locals()
     section, aio, local = ActivationCheckpointing(), Aio(), Comm().local
