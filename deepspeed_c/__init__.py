@@ -69,7 +69,8 @@ _UPSTREAM_PATHS = tuple(f"{__name__}.{name}" for name in _UPSTREAM_PACKAGES)
 _SHARED_PATHS = frozenset(
     f"{__name__}.{path}"
     for path in (
-        *("accelerator", "checkpoint", "comm", "comm.comm", "compat", "io", "launcher", "launcher.launch", "ops"),
+        *("accelerator", "checkpoint", "comm", "comm.comm", "compat", "compile", "compile.backend", "compile.passes"),
+        *("io", "launcher", "launcher.launch", "ops"),
         *("inference", "inference.engine", "monitor", "monitor.comet", "monitor.csv_monitor", "monitor.monitor"),
         *("monitor.tensorboard", "monitor.utils", "monitor.wandb"),
         *("moe", "moe.experts", "moe.layer", "moe.mappings", "moe.utils"),
