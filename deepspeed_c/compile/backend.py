@@ -116,9 +116,8 @@ class _Frame:
         whole weight that stays in memory until the backward."""
         output = graph.output_node()
         values = list(output.args[0])
-        described = output.meta.get("desc", ())
-        for i, value in enumerate(values):
-            is_saved = i < len(described) and type(described[i]).__name__ == "SavedForBackwardsAOTOutput"
+        for i, is_saved in enumerate(torch_internals.is_saved(graph)):
+            value = values[i]
             if not is_saved or not isinstance(value, Node) or value in weights:
                 continue
             chain = derived_from(value, weights)

@@ -16,7 +16,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import default_partition
 from torch._guards import detect_fake_mode
 
-__all__ = ["BACKENDS", "add_small_tensor", "gradient_of", "input_index", "leave_alone"]
+__all__ = ["BACKENDS", "add_small_tensor", "gradient_of", "input_index", "is_saved", "leave_alone"]
 
 Edit = Callable[[torch.fx.GraphModule, bool], torch.fx.GraphModule]
 """(graph, whether it is a backward) -> the graph to compile."""
@@ -26,6 +26,12 @@ def input_index(placeholder: torch.fx.Node) -> int | None:
     """The number of the traced graph's input that ``placeholder`` is; None for a value that a forward has saved."""
     index = getattr(placeholder.meta.get("desc"), "idx", None)
     return index if type(placeholder.meta.get("desc")).__name__ == "PlainAOTInput" else None
+
+
+def is_saved(graph: torch.fx.Graph) -> list[bool]:
+    """For each output of a forward graph, whether it is saved for the backward."""
+    descriptions = graph.output_node().meta.get("desc", ())
+    return [type(description).__name__ == "SavedForBackwardsAOTOutput" for description in descriptions]
 
 
 def gradient_of(graph: torch.fx.Graph) -> list[int | None]:
