@@ -121,9 +121,12 @@ def require_equal(what: str, values: dict[str, float], relative: float) -> None:
 
 
 def in_turn(names: Sequence[Any], round_: int) -> list[Any]:
-    """Return the order of the contenders in a round. Over all rounds each contender is first equally often."""
+    """Return the order of the contenders in a round. Over all rounds each contender is first equally often. Every second
+    round runs backwards, so that no contender always comes after the same other one.
+    """
     start = round_ % len(names)
-    return [*names[start:], *names[:start]]
+    order = [*names[start:], *names[:start]]
+    return order[::-1] if round_ // len(names) % 2 else order
 
 
 def time_alternately(

@@ -39,6 +39,7 @@ WHY_NOT = {
     ("swiglu", "backward"): _ACTIVATION,
     ("bias_dropout_residual", "backward"): "half of its time in cache is drawing the numbers again, so that no mask is kept",
 }
+_HALVES = "two processes that share no token, each with half of them, take themselves `ratio_to_one_process` of one process"
 # If the rounds differ by more than this factor, the measurement does not count.
 MAX_SPREAD = 2.0
 
@@ -540,6 +541,7 @@ FIGURES = [
             "ulysses_step",
             {"contender": contender},
             column,
+            why_not=_HALVES if column == "ratio_to_one_process" else "",
         )
         for what, contender, goal, column in (
             ("time over DeepSpeed's", "deepspeed_c", "<= 0.9", "ratio_to_deepspeed"),

@@ -4,7 +4,7 @@ One layer of 8 gated experts, top-2, without drops, forward and backward, on 2,0
 take turns: a dense MLP on as many rows as the experts get, transformers' experts with `grouped_mm`, and DeepSpeed's
 layer (in its own environment, DSC_PEER_PYTHON). All but the MLP have the same weights, and their outputs have to be
 equal. "routing" is the same layer without its experts: gate, sorting, gathering, combining, and their gradients.
-Run: python -m benchmarks.deepspeed_c.moe_layer [--rounds 9]
+Run: python -m benchmarks.deepspeed_c.moe_layer [--rounds 20]
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def measure(tokens: int, threads: int, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time a layer of experts and other layers in turns.")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--serve", action="store_true", help="(internal) measure DeepSpeed's layer on request")

@@ -4,7 +4,7 @@ A Llama of 350M parameters in bf16, on all processors of one process, greedy; pr
 copies of one model take turns. Tokens without kernels must equal those of transformers. The logits of the engine with
 kernels may differ from them by no more than the logits of transformers in bf16 differ from those in fp32. The bound is
 one pass over the weights for each token: they do not fit the caches.
-Run: python -m benchmarks.hf.generate [--rounds 5] [--layers 16] [--width 1152]
+Run: python -m benchmarks.hf.generate [--rounds 12] [--layers 16] [--width 1152]
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def measure(rows: int, rounds: int, contenders: dict[str, Any], exact: torch.nn.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=1152)
     args = parser.parse_args()

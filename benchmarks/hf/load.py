@@ -6,7 +6,7 @@ half each, into new memory ("read"). They take turns, and the slower rank counts
 the page cache, so the disk does not decide. Bytes that a rank has read, and its live bytes of weights, have to be those
 of its part. The peak is the largest resident memory in the first load, above that before, over the part and the largest
 tensor.
-Run: torchrun --nproc-per-node 2 -m benchmarks.hf.load [--rounds 5] [--layers 16] [--width 2176]
+Run: torchrun --nproc-per-node 2 -m benchmarks.hf.load [--rounds 16] [--layers 16] [--width 2176]
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def measure(folder: str, config: Any, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=2176)
     args = parser.parse_args()

@@ -3,7 +3,8 @@
 A Llama of 4 layers and 8 heads, one sequence of 1,024 tokens, stage 1, fp32, AdamW. Heads are exchanged for tokens
 around sdpa. Losses cover whole sequences and have to be the same on all sides. DSC_PEER_PYTHON names the interpreter of
 an environment with DeepSpeed, and with torch and transformers in the same versions. Without this variable DeepSpeed is
-left out. The runs of the contenders take turns, and ratios compare two runs of the same round. Seconds are the median
+left out. The bound is a step of data parallelism: each rank runs the model on its half of the tokens alone, so that no
+head travels and attention reads half as far. The runs of the contenders take turns, and ratios compare two runs of the same round. Seconds are the median
 over the steps of a run on rank 0. The row also has the time that the adapter of the loader takes for a batch.
 Run: python -m benchmarks.hf.ulysses_step [--rounds 4] [--steps 12] [--tokens 1024]
 """
@@ -26,6 +27,7 @@ WORLD, WARMUP, VOCAB = 2, 3, 256
 TIMEOUT_SECONDS = 600
 LOSS_TOLERANCE = 2e-3
 OURS, OVER_GLOO, THEIRS, ALONE = "deepspeed_c", "deepspeed_c over gloo", "deepspeed", "one process"
+HALVES = "deepspeed_c, two halves apart"
 
 
 def train(contender: str, steps: int, tokens: int) -> None:
@@ -33,7 +35,7 @@ def train(contender: str, steps: int, tokens: int) -> None:
 
     The peer's environment runs this function too, so it uses nothing of ours except the alias.
     """
-    is_ours, is_alone = contender in (OURS, OVER_GLOO), contender == ALONE
+    is_ours, is_alone = contender in (OURS, OVER_GLOO, HALVES), contender == ALONE
     if is_ours:
         import deepspeed_c
 
@@ -71,7 +73,8 @@ def train(contender: str, steps: int, tokens: int) -> None:
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
         deepspeed.init_distributed(dist_backend="gloo")
-        mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", WORLD, 1)
+        is_cut = contender != HALVES
+        mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", WORLD, 1) if is_cut else None
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01, "torch_adam": True}},
@@ -79,13 +82,14 @@ def train(contender: str, steps: int, tokens: int) -> None:
             "gradient_clipping": 0.0,
         }
         if is_ours:
-            config["comm"] = {"local": "auto" if contender == OURS else "off"}
+            config["comm"] = {"local": "off" if contender == OVER_GLOO else "auto"}
             config["optimizer"]["params"].pop("torch_adam")
         engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, mpu=mpu)[0]
-        group = mpu.get_sequence_parallel_group()
-        rank = mpu.get_sequence_parallel_rank()
+        group = mpu.get_sequence_parallel_group() if mpu else torch.distributed.group.WORLD
+        rank = torch.distributed.get_rank(group)
         # DeepSpeed's adapter gathers lengths in a way that gloo refuses, so batches are cut by hand for DeepSpeed.
-        adapter = UlyssesSPDataLoaderAdapter(batches, rank, group, WORLD, torch.device("cpu")) if is_ours else None
+        has_adapter = is_ours and is_cut
+        adapter = UlyssesSPDataLoaderAdapter(batches, rank, group, WORLD, torch.device("cpu")) if has_adapter else None
         waits = []
         for whole in batches:
             begin = time.perf_counter()
@@ -108,7 +112,7 @@ def train(contender: str, steps: int, tokens: int) -> None:
             losses.append(loss.item())
             seconds.append(time.perf_counter() - begin)
         result["engine"] = type(engine).__module__
-        if is_ours:
+        if has_adapter:
             result["adapter_ms"] = statistics.median(waits[WARMUP:]) * 1e3 / 2
     if int(os.environ.get("RANK", "0")) == 0:
         result |= {"seconds": statistics.median(seconds[WARMUP:]), "loss": statistics.fmean(losses)}
@@ -126,7 +130,7 @@ def measure(python: str, contender: str, options: argparse.Namespace, extensions
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TRANSFORMERS_VERBOSITY": "error"}
     environment |= {"OMP_NUM_THREADS": str(WORLD if contender == ALONE else 1), "TORCH_EXTENSIONS_DIR": extensions}
     environment.pop("PYTHONPATH", None)
-    if contender in (OURS, OVER_GLOO):
+    if contender in (OURS, OVER_GLOO, HALVES):
         environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(
         command, env=environment, check=False, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
@@ -140,7 +144,7 @@ def measure(python: str, contender: str, options: argparse.Namespace, extensions
 def compare(options: argparse.Namespace) -> None:
     from benchmarks.measure import in_turn, machine, median_spread, peer_extensions, ratios, require, require_equal
 
-    contenders = {OURS: sys.executable, OVER_GLOO: sys.executable, ALONE: sys.executable}
+    contenders = dict.fromkeys((OURS, OVER_GLOO, HALVES, ALONE), sys.executable)
     if peer := os.environ.get("DSC_PEER_PYTHON"):
         contenders[THEIRS] = peer
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
@@ -148,13 +152,14 @@ def compare(options: argparse.Namespace) -> None:
     for round_ in range(options.rounds):
         for name in in_turn(list(contenders), round_):
             results[name].append(measure(contenders[name], name, options, extensions))
-    engines = {OURS: "deepspeed_c", OVER_GLOO: "deepspeed_c", THEIRS: "deepspeed", ALONE: "torch"}
+    engines = dict.fromkeys((OURS, OVER_GLOO, HALVES), "deepspeed_c") | {THEIRS: "deepspeed", ALONE: "torch"}
     for name, runs in results.items():
         for run in runs:
             require(run["engine"].split(".")[0] == engines[name], f"the engine of {name} is its own: {run['engine']}")
     versions = [run["versions"] for runs in results.values() for run in runs]
     require(all(found == versions[0] for found in versions), f"all environments have the same versions: {versions}")
-    require_equal("mean losses", {name: runs[-1]["loss"] for name, runs in results.items()}, LOSS_TOLERANCE)
+    last = {name: runs[-1]["loss"] for name, runs in results.items()}
+    require_equal("mean losses", {name: loss for name, loss in last.items() if name != HALVES}, LOSS_TOLERANCE)
     for name, runs in results.items():
         seconds, least, most = median_spread([run["seconds"] for run in runs])
         line = {
@@ -172,8 +177,12 @@ def compare(options: argparse.Namespace) -> None:
         }
         if "adapter_ms" in runs[0]:
             line["adapter_ms"] = round(median_spread([run["adapter_ms"] for run in runs])[0], 3)
-        for other, key in ((THEIRS, "ratio_to_deepspeed"), (ALONE, "ratio_to_one_process")):
-            if other in results and name in (OURS, OVER_GLOO):
+        for other, key in (
+            (THEIRS, "ratio_to_deepspeed"),
+            (ALONE, "ratio_to_one_process"),
+            (HALVES, "ratio_to_halves"),
+        ):
+            if other in results and other != name and name in (OURS, OVER_GLOO, HALVES):
                 theirs = [run["seconds"] for run in results[other]]
                 line |= ratios(key, [run["seconds"] for run in runs], theirs)
         print(json.dumps(line), flush=True)
@@ -184,7 +193,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=12, help="that count, of each run")
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--rank-of", choices=(OURS, OVER_GLOO, THEIRS, ALONE), help=argparse.SUPPRESS)
+    parser.add_argument("--rank-of", choices=(OURS, OVER_GLOO, HALVES, THEIRS, ALONE), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
         train(options.rank_of, options.steps, options.tokens)

@@ -42,6 +42,8 @@ def test_each_contender_is_first_equally_often():
     firsts = Counter(in_turn(names, round_)[0] for round_ in range(9))
     assert firsts == {"a": 3, "b": 3, "c": 3}
     assert all(sorted(in_turn(names, round_)) == names for round_ in range(5))
+    behind_a = Counter(order[order.index("a") + 1] for r in range(6) if (order := in_turn(names, r))[-1] != "a")
+    assert behind_a == {"b": 2, "c": 2}
 
 
 def test_a_benchmark_that_does_not_measure_what_it_says_ends():
