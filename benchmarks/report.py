@@ -34,12 +34,13 @@ class Figure(NamedTuple):
 # operator's loop alone in the first-level cache.
 _ACTIVATION = "most of its time in cache is a division and an exponential an element, which keep the same bits on any processor"
 WHY_NOT = {
+    ("gelu", "forward"): "most of its time in cache is the error function, which keeps the same bits on any processor",
     ("rms_norm + residual", "forward"): "in float32 two thirds of its time are memory: two tensors are read and two written",
     ("swiglu", "forward"): _ACTIVATION,
     ("swiglu", "backward"): _ACTIVATION,
     ("bias_dropout_residual", "backward"): "half of its time in cache is drawing the numbers again, so that no mask is kept",
 }
-_HALVES = "two processes that share no token, each with half of them, take themselves `ratio_to_one_process` of one process"
+_HALVES = "most of it is not exchange: it takes `ratio_to_halves` of two processes of half the tokens each that share none"
 # If the rounds differ by more than this factor, the measurement does not count.
 MAX_SPREAD = 2.0
 
@@ -395,7 +396,12 @@ FIGURES = [
                 "ratio_to_deepspeed",
                 "the dense MLP on as many rows, without gate and routing, takes itself `mlp_to_deepspeed` of DeepSpeed's layer",
             ),
-            (": over transformers' `grouped_mm` experts", "<= 0.9", "ratio_to_transformers", ""),
+            (
+                ": over transformers' `grouped_mm` experts",
+                "<= 0.9",
+                "ratio_to_transformers",
+                "the dense MLP on as many rows, without gate and routing, takes itself `mlp_to_transformers` of these experts",
+            ),
             (", without its experts: part of the layer's time", "<= 0.05", "routing_part", ""),
         )
     ),

@@ -190,6 +190,7 @@ def measure(tokens: int, threads: int, rounds: int) -> dict[str, Any]:
             line |= ratios(f"ratio_to_{name}", seconds["ours"], spent)
     if peer:  # what no layer of these experts can be faster than
         line |= ratios("mlp_to_deepspeed", seconds["mlp"], seconds["deepspeed"])
+    line |= ratios("mlp_to_transformers", seconds["mlp"], seconds["transformers"])
     return line | ratios("routing_part", seconds["routing"], seconds["ours"])
 
 
