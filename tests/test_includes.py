@@ -24,6 +24,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "cpu": ("cpu/", "base/", "dsc/"),
     "zero": ("zero/", "base/", "dsc/"),
     "recompute": ("recompute/", "base/", "dsc/"),
+    "compile": ("base/", "dsc/"),
     "tp": ("tp/", "cpu/", "base/", "dsc/"),
     "pipe": ("pipe/", "base/", "dsc/"),
     "seq": ("seq/", "cpu/", "base/", "dsc/"),

@@ -14,6 +14,7 @@ PYBIND11_MODULE(_C, m)
     dsc::bind_tier(m);
     dsc::bind_pipe(m);
     dsc::bind_recompute(m);
+    dsc::bind_compile(m);
     dsc::bind_fetch(m);
     dsc::bind_scaler(m);
     dsc::bind_ckpt(m);

@@ -10,6 +10,7 @@
 #include "dsc/aio.h"
 #include "dsc/ckpt.h"
 #include "dsc/comm.h"
+#include "dsc/compile.h"
 #include "dsc/fetch.h"
 #include "dsc/flat.h"
 #include "dsc/intake.h"
