@@ -70,6 +70,7 @@ _SHARED_PATHS = frozenset(
     f"{__name__}.{path}"
     for path in (
         *("accelerator", "checkpoint", "comm", "comm.comm", "compat", "compile", "compile.backend", "compile.passes"),
+        "compile.passes.contract",
         *("io", "launcher", "launcher.launch", "ops"),
         *("inference", "inference.engine", "monitor", "monitor.comet", "monitor.csv_monitor", "monitor.monitor"),
         *("monitor.tensorboard", "monitor.utils", "monitor.wandb"),

@@ -26,14 +26,6 @@ KEPT = {
     "_SeqAllToAll": "programs for DeepSpeed exchange tensors of their own with it",
     "dsc_pipe_parse": "tests and fuzz targets write tables with it, as dsc_pipe_format does for people",
     "q8_dequantize": "ops/reference.py says what an operator computes, for tests to compare with",
-    "COMPILE_PLAIN": "the compile backend proves its graphs with it, once it does",
-    "COMPILE_GATHER": "the compile backend proves its graphs with it, once it does",
-    "COMPILE_WAIT": "the compile backend proves its graphs with it, once it does",
-    "COMPILE_RELEASE": "the compile backend proves its graphs with it, once it does",
-    "COMPILE_REDUCE": "the compile backend proves its graphs with it, once it does",
-    "COMPILE_OUTPUT": "the compile backend proves its graphs with it, once it does",
-    "compile_verify": "the compile backend proves its graphs with it, once it does",
-    "compile_format": "the compile backend proves its graphs with it, once it does",
     "compile_same_order": "the compile backend proves its graphs with it, once it does",
 }
 

@@ -85,7 +85,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "moe",
         "compile",
     },
-    "compile": {"config"},
+    "compile": {"config", "logging", "_C"},
     "moe": {"config", "logging", "comm", "ops", "_C", "zero", "recompute", "utils"},
     "inference": {
         *("config", "logging", "comm", "accelerator", "ops", "_C", "zero", "engine", "inject", "utils", "checkpoint"),

@@ -1,23 +1,29 @@
-"""The backend that an engine gives to ``torch.compile``: it edits the forward and the backward graph of each frame, and
-hands them to the compiler that the user has named.
+"""The backend that an engine gives to ``torch.compile``: passes edit the forward and the backward graph of each frame,
+and the compiler that the user has named gets the edited graphs.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.fx import GraphModule, Node
 
 from deepspeed_c.compile import torch_internals
-from deepspeed_c.compile.graph import derived_from
+from deepspeed_c.compile.graph import copy_of, derived_from
 from deepspeed_c.compile.passes.zero3 import add_gathers, add_reductions
+from deepspeed_c.compile.profile import GraphParameters, GraphProfile
+from deepspeed_c.compile.schedule import CompilePass, Schedule, register_compile_pass
+from deepspeed_c.compile.verify import broken_rule
 from deepspeed_c.config.nearest import nearest
-from deepspeed_c.errors import ConfigError
+from deepspeed_c.errors import ConfigError, StateError
+from deepspeed_c.logging import logger
 
-__all__ = ["GraphBackend", "GraphWeights"]
+__all__ = ["GraphBackend", "GraphWeights", "register_compile_pass"]
 
 
 class GraphWeights(Protocol):
@@ -25,6 +31,9 @@ class GraphWeights(Protocol):
 
     number: int
     """By which operators find the engine."""
+
+    def step(self) -> int:
+        """The number of steps of the optimizer so far, by which the schedule chooses passes."""
 
     def place_of(self, tensor: Any) -> tuple[int, int] | None:
         """(gather unit, place in it) of a sharded parameter; None for another input."""
@@ -39,13 +48,22 @@ class GraphWeights(Protocol):
 class _Compiled(NamedTuple):
     run: Callable[..., Any]
     slots: list[int | None]  # by input, the parameter whose gradient the graph reduces
+    passes: Sequence[CompilePass]
 
 
 class GraphBackend:
-    """A backend of ``torch.compile``. ``name``: the compiler of the edited graphs. Raises ConfigError if it cannot take
-    edited graphs."""
+    """A backend of ``torch.compile``. ``name``: the compiler of the edited graphs. ``log``: the folder for the text of
+    each graph after each pass; None writes nothing. Raises ConfigError if the compiler cannot take edited graphs.
+    """
 
-    def __init__(self, name: str, weights: GraphWeights, options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        weights: GraphWeights,
+        schedule: Schedule,
+        options: dict[str, Any] | None = None,
+        log: Path | None = None,
+    ) -> None:
         if name not in torch_internals.BACKENDS:
             raise ConfigError(
                 f"the backend {name!r} cannot take graphs with gathers and reductions in them",
@@ -54,53 +72,76 @@ class GraphBackend:
                 ' or set "compile": {"deepcompile": false}',
             )
         self._compile = torch_internals.BACKENDS[name]
-        self._weights, self._options = weights, options or {}
+        self._weights, self._schedule, self._options = weights, schedule, options or {}
         self.n_frames = 0
+        self.log = log
+        self.profiles: dict[int, GraphProfile] = {}
+        self.parameters: dict[int, GraphParameters] = {}
+        self.times: list[tuple[str, int, int, float]] = []
+        """("fwd" or "bwd", number among all edited graphs, number of the frame, seconds of its passes)"""
 
     def __call__(self, traced: GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        number = self.n_frames
         self.n_frames += 1
-        compiled = self._compile_frame(traced, inputs)
+        compiled = self._compile_frame(number, traced, inputs)
 
         def run_graph(*args: Any) -> Any:
             nonlocal compiled
-            if [self._weights.slot_of(tensor) for tensor in args] != compiled.slots:
-                # The user has hooked a parameter, or taken a hook away.
-                compiled = self._compile_frame(traced, args)
+            slots, passes = [self._weights.slot_of(tensor) for tensor in args], self._schedule.at(self._weights.step())
+            if slots != compiled.slots or passes is not compiled.passes:
+                # The user has hooked a parameter or taken a hook away, or the schedule has come to other passes.
+                compiled = self._compile_frame(number, traced, args)
             with self._weights.running_graph():
                 return compiled.run(*args)
 
         return run_graph
 
-    def _compile_frame(self, traced: GraphModule, inputs: Sequence[Any]) -> _Compiled:
-        frame = _Frame(self._weights, inputs)
-        return _Compiled(self._compile(traced, inputs, frame.edit, **self._options), frame.slots)
+    def _compile_frame(self, number: int, traced: GraphModule, inputs: Sequence[Any]) -> _Compiled:
+        passes = self._schedule.at(self._weights.step())
+        frame = _Frame(self, number, self._weights, inputs, passes)
+        return _Compiled(self._compile(traced, inputs, frame.edit, **self._options), frame.slots, passes)
 
 
 class _Frame:
-    """One traced frame: its inputs, and what its backward computes again."""
+    """One traced frame: its inputs, the passes that edit its graphs, and what its backward computes again."""
 
-    def __init__(self, weights: GraphWeights, inputs: Sequence[Any]) -> None:
-        self._weights = weights
+    def __init__(
+        self,
+        backend: GraphBackend,
+        number: int,
+        weights: GraphWeights,
+        inputs: Sequence[Any],
+        passes: Sequence[CompilePass],
+    ) -> None:
+        self._backend, self._number, self._weights, self._passes = backend, number, weights, passes
         self._places = [weights.place_of(tensor) for tensor in inputs]
         self.slots = [weights.slot_of(tensor) for tensor in inputs]
+        self._params = {i: tensor for i, tensor in enumerate(inputs) if isinstance(tensor, torch.nn.Parameter)}
         self._recipes: dict[str, torch.fx.Graph] = {}  # by the name of the value that backward would be given
 
     def edit(self, graph: GraphModule, is_backward: bool) -> GraphModule:
-        """Adds the operators to a forward or a backward graph."""
+        """Runs the passes over a forward or a backward graph."""
+        begin = time.perf_counter()
         if is_backward:
             self._compute_again(graph.graph)
-        units = self._placeholders(graph.graph)
-        if not is_backward:
-            self._save_no_copies(graph.graph, {node for nodes in units.values() for node in nodes})
+        else:
+            self._save_no_copies(graph.graph)
         slots = [None if i is None else self.slots[i] for i in torch_internals.gradient_of(graph.graph)]
-        if units or any(slot is not None for slot in slots):
-            token = torch_internals.add_small_tensor(graph.graph)
-            add_reductions(graph.graph, slots, token, self._weights.number)
-            add_gathers(graph.graph, units, token, self._weights.number)
-        graph.graph.lint()
-        graph.recompile()
+        wanted: list[int] | None = None  # what the graph has to reduce; None while nothing was put into it
+        for i, pass_ in enumerate(self._passes):
+            if pass_.edit is None:
+                outputs = graph.graph.output_node().args[0]
+                wanted = [slot for slot, value in zip(slots, outputs) if slot is not None and value is not None]
+                self._add_operators(graph.graph, slots)
+                self._require_right(graph, wanted, pass_)
+            else:
+                graph = self._run_pass(graph, pass_, is_backward, wanted)
+            graph.graph.lint()
+            graph.recompile()
+            self._write(graph, is_backward, f"{i}_{pass_.name}")
+        phase = "bwd" if is_backward else "fwd"
+        self._backend.times.append((phase, len(self._backend.times), self._number, time.perf_counter() - begin))
         return graph
-
     def _placeholders(self, graph: torch.fx.Graph) -> dict[int, dict[Node, int]]:
         """The placeholders of sharded weights and their places in the unit, by gather unit."""
         units: dict[int, dict[Node, int]] = {}
@@ -111,9 +152,83 @@ class _Frame:
                 units.setdefault(place[0], {})[node] = place[1]
         return units
 
-    def _save_no_copies(self, graph: torch.fx.Graph, weights: set[Node]) -> None:
+    def _add_operators(self, graph: torch.fx.Graph, slots: Sequence[int | None]) -> None:
+        units = self._placeholders(graph)
+        if units or any(slot is not None for slot in slots):
+            token = torch_internals.add_small_tensor(graph)
+            add_reductions(graph, slots, token, self._weights.number)
+            add_gathers(graph, units, token, self._weights.number)
+
+    def _run_pass(
+        self, graph: GraphModule, pass_: CompilePass, is_backward: bool, wanted: Sequence[int] | None
+    ) -> GraphModule:
+        """A pass of the user. If it raises, or if its graph breaks a rule, the graph before it is returned."""
+        before = copy_of(graph.graph)
+        backend = self._backend
+        backend.profiles.setdefault(self._number, GraphProfile()).look(graph.graph, is_backward)
+        places = graph.graph.find_nodes(op="placeholder")
+        index_of = {node.name: torch_internals.input_index(node) for node in places}
+        backend.parameters[self._number] = GraphParameters(
+            {name: self._params[i] for name, i in index_of.items() if i in self._params}
+        )
+        order = [(number, profile.needs_backward) for number, profile in backend.profiles.items()]
+        fakes = tuple(node.meta.get("val") for node in places)
+        arguments = (lambda: fakes, 0.0, backend.parameters, is_backward)
+        try:
+            edited = pass_.edit(graph, self._number, order, backend.profiles, *arguments)
+            edited = graph if edited is None else edited
+            problem = self._problem_of(edited.graph, before, wanted)
+        except Exception as error:  # noqa: BLE001  (whatever a pass of the user raises)
+            problem = f"{type(error).__name__}: {error}"
+        if problem is None:
+            return edited
+        logger.warning(
+            "the pass %r does not edit the %s graph of frame %d, which runs as it was before: %s",
+            pass_.name,
+            "backward" if is_backward else "forward",
+            self._number,
+            problem,
+        )
+        return GraphModule(graph, before)
+
+    def _problem_of(self, graph: torch.fx.Graph, before: torch.fx.Graph, wanted: Sequence[int] | None) -> str | None:
+        """What a pass has done to a graph that it may not do."""
+        graph.lint()
+        if [node.name for node in graph.find_nodes(op="placeholder")] != [
+            node.name for node in before.find_nodes(op="placeholder")
+        ]:
+            return "its inputs are no longer those of the frame"
+        if len(graph.output_node().args[0]) != len(before.output_node().args[0]):
+            return "it has another number of outputs"
+        if wanted is None:
+            return None
+        names = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        units = {
+            unit: {names[node.name]: place for node, place in weights.items()}
+            for unit, weights in self._placeholders(before).items()
+        }
+        return broken_rule(graph, units, wanted)
+
+    def _require_right(self, graph: GraphModule, wanted: Sequence[int], pass_: CompilePass) -> None:
+        problem = broken_rule(graph.graph, self._placeholders(graph.graph), wanted)
+        if problem is not None:
+            raise StateError(
+                f"the pass {pass_.name!r} has made a graph that would not run right: {problem}",
+                where="engine.compile",
+                fix='report it with the model, and set "compile": {"deepcompile": false}',
+            )
+
+    def _write(self, graph: GraphModule, is_backward: bool, name: str) -> None:
+        if self._backend.log is not None:
+            self._backend.log.mkdir(parents=True, exist_ok=True)
+            phase = "backward" if is_backward else "forward"
+            text = graph.print_readable(print_output=False)
+            (self._backend.log / f"frame{self._number}_{phase}_{name}.txt").write_text(text)
+
+    def _save_no_copies(self, graph: torch.fx.Graph) -> None:
         """Lets the forward save the weight itself wherever it would save a view or a cast of it. A cast would be a
         whole weight that stays in memory until the backward."""
+        weights = {node for nodes in self._placeholders(graph).values() for node in nodes}
         output = graph.output_node()
         values = list(output.args[0])
         for i, is_saved in enumerate(torch_internals.is_saved(graph)):

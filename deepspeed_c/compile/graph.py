@@ -8,7 +8,16 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["derived_from", "is_view", "readers_of", "results_of"]
+__all__ = ["copy_of", "derived_from", "is_view", "readers_of", "results_of"]
+
+
+def copy_of(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """A graph of the same nodes with the same names and notes (``meta``)."""
+    found = torch.fx.Graph()
+    copies: dict[Node, Node] = {}
+    for node in graph.nodes:
+        copies[node] = found.node_copy(node, copies.__getitem__)
+    return found
 
 
 def is_view(node: Node) -> bool:

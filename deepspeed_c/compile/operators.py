@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["GraphHost", "register_host"]
+__all__ = ["ZERO_GATHER", "ZERO_REDUCE", "ZERO_RELEASE", "ZERO_WAIT", "GraphHost", "register_host"]
 
 
 class GraphHost(Protocol):
@@ -88,3 +88,8 @@ for _name, _kernel in (
 ):
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     _library.impl(_name, _nothing, "Meta")
+
+ZERO_GATHER = torch.ops.deepspeed_c.zero_gather.default
+ZERO_WAIT = torch.ops.deepspeed_c.zero_wait.default
+ZERO_RELEASE = torch.ops.deepspeed_c.zero_release.default
+ZERO_REDUCE = torch.ops.deepspeed_c.zero_reduce.default

@@ -16,7 +16,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import default_partition
 from torch._guards import detect_fake_mode
 
-__all__ = ["BACKENDS", "add_small_tensor", "gradient_of", "input_index", "is_saved", "leave_alone"]
+__all__ = ["BACKENDS", "add_small_tensor", "gradient_of", "input_index", "is_saved", "leave_alone", "size_hint"]
 
 Edit = Callable[[torch.fx.GraphModule, bool], torch.fx.GraphModule]
 """(graph, whether it is a backward) -> the graph to compile."""
@@ -38,6 +38,11 @@ def gradient_of(graph: torch.fx.Graph) -> list[int | None]:
     """For each output of a backward graph, the number of the traced graph's input whose gradient it is."""
     descriptions = graph.output_node().meta.get("desc", ())
     return [getattr(getattr(d, "grad_of", None), "idx", None) for d in descriptions]
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size for the inputs that a graph is compiled for. (``int(size)`` would bind the graph to this size.)"""
+    return size if isinstance(size, int) else int(size.node.hint or 0)
 
 
 def leave_alone(code: CodeType) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from deepspeed_c.compile.backend import GraphBackend
 from deepspeed_c.compile.operators import register_host
+from deepspeed_c.compile.schedule import Schedule
 from deepspeed_c.compile.torch_internals import leave_alone
 from deepspeed_c.inject.swap import swap_forward
 from deepspeed_c.zero.gradients.reducer import GradientReducer
@@ -32,13 +34,18 @@ class CompiledModel:
         module: torch.nn.Module,
         fetcher: Fetcher | None,
         reducer: GradientReducer | None,
+        step: Callable[[], int],
         backend: str,
         compile_kwargs: dict[str, Any],
+        schedule: Schedule,
+        log: Path | None,
     ) -> None:
         self._fetcher, self._reducer = fetcher, reducer
+        self.step = step
         self.number = register_host(self)
         options = dict(compile_kwargs)
-        self.backend = GraphBackend(backend, self, options.pop("options", None))  # raises before anything is changed
+        # Raises before anything is changed.
+        self.backend = GraphBackend(backend, self, schedule, options.pop("options", None), log)
         self._hooks = None if fetcher is None else fetcher.hooks
         if self._hooks is not None:
             for code in OUTSIDE_OF_GRAPHS:

@@ -147,8 +147,6 @@ ABSENT_METHODS: dict[str, str] = {
     "get_autotp_backend": _GRAPH_PASSES,
     "get_deepcompile_backend": _GRAPH_PASSES,
     "get_deepspeed_compile_backend": _GRAPH_PASSES,
-    "get_compile_time": _GRAPH_PASSES,
-    "register_compile_pass": _GRAPH_PASSES,
 }
 
 

@@ -8,6 +8,7 @@ import gc
 import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,9 @@ from typing_extensions import Self
 
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm.axes import DATA, TP
+from deepspeed_c.comm.groups import get_rank
 from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.compile.schedule import Schedule, register_compile_pass
 from deepspeed_c.config import Config
 from deepspeed_c.engine.attributes import ATTRIBUTES
 from deepspeed_c.engine.edits import EditContext, Edits
@@ -25,6 +28,7 @@ from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.weights import check_weights, consolidate, load_custom, load_weights
 from deepspeed_c.env import read_env
 from deepspeed_c.errors import FeatureError, MissingNameError, StateError
+from deepspeed_c.logging import logger
 from deepspeed_c.moe.load import ExpertLoad, expert_load
 from deepspeed_c.recompute.blocks import Blocks
 from deepspeed_c.zero.gradients.reducer import GradientReducer
@@ -34,6 +38,7 @@ from deepspeed_c.zero.weights.gather_unit import PlacedShard
 from deepspeed_c.zero.weights.param import state_of
 
 if TYPE_CHECKING:
+    from deepspeed_c.compile.passes.contract import PassContract
     from deepspeed_c.engine.compiled import CompiledModel
 
 __all__ = ["ModelHost", "take_from_others"]
@@ -259,27 +264,65 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         become operators inside the compiled graphs. backend: "inductor", or "aot_eager" and "eager", which run each
         operator of a graph as it is. compile_kwargs: further arguments of ``torch.compile``.
 
-        Raises FeatureError for DeepCompile's schedule and for compiled autograd, and ConfigError for a backend that
-        cannot take edited graphs.
+        schedule: which passes edit the graphs from which step on, as ``[(0, ["zero3_compile"]), (5, [...])]``; None for
+        the stage's own pass. Without deepcompile it is not used. A second call changes nothing.
+
+        Raises FeatureError for compiled autograd, ConfigError for a backend that cannot take edited graphs and for a
+        malformed schedule, and PassContractError for a schedule that breaks the contract of a pass. Nothing is changed
+        then.
         """
-        unsupported = {"schedule": schedule, "compiled_autograd_enabled": compiled_autograd_enabled}
-        wanted = [name for name, value in unsupported.items() if value]
-        if wanted:
+        if self._is_compiled:
+            logger.info("engine.compile: the module is compiled already, and stays as it is")
+            return
+        stage = self._config.zero.stage
+        is_deep = self._config.compile.deepcompile and stage > 0
+        if compiled_autograd_enabled and is_deep:
+            logger.warning("compiled_autograd_enabled is not used: with deepcompile the backward is compiled already")
+        elif compiled_autograd_enabled:
             raise FeatureError(
-                f"engine.compile does not take {', '.join(wanted)} yet",
+                "engine.compile does not take compiled_autograd_enabled without deepcompile yet",
                 where="compile",
-                fix="pass backend and compile_kwargs",
+                fix='set "compile": {"deepcompile": true}, or leave it out',
             )
-        if self._config.compile.deepcompile and self._config.zero.stage > 0:
+        if is_deep:
             # Importing torch's compiler takes seconds.
             from deepspeed_c.engine.compiled import CompiledModel
 
+            log = Path(f"compiled_graphs/rank{get_rank()}") if self._config.compile.debug_log else None
             self._compiled = CompiledModel(
-                self.module, self._fetcher, self._graph_reducer(), backend, compile_kwargs or {}
+                self.module,
+                self._fetcher,
+                self._graph_reducer(),
+                self._graph_step,
+                backend,
+                compile_kwargs or {},
+                Schedule(schedule, stage),
+                log,
             )
         else:
+            if schedule:
+                logger.warning('schedule is not used: it needs "compile": {"deepcompile": true} and ZeRO from stage 1 on')
             self.module.compile(backend=backend, **(compile_kwargs or {}))
         self._is_compiled = True
+
+    def register_compile_pass(
+        self, pass_name: str, pass_fn: Callable[..., Any], contract: PassContract | None = None
+    ) -> None:
+        """Makes a pass known by a name, for the schedule of ``compile``. See docs/adding/compile-pass.md.
+
+        Raises ConfigError if ``pass_fn`` cannot be called, or if the name is that of a pass of ZeRO.
+        """
+        register_compile_pass(pass_name, pass_fn, contract)
+
+    def get_compile_time(self) -> list[tuple[str, int, int, float]]:
+        """What the passes over compiled graphs took so far: ("fwd" or "bwd", number among all edited graphs, number of
+        the frame, seconds). Empty without deepcompile.
+        """
+        return [] if self._compiled is None else list(self._compiled.backend.times)
+
+    def _graph_step(self) -> int:
+        """The step by which the schedule of passes goes; always 0 for a model that is not trained."""
+        return 0
 
     def _graph_reducer(self) -> GradientReducer | None:
         """The reducer that takes gradients from compiled graphs; None for a model that is not trained."""
@@ -290,6 +333,7 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         if self._compiled is not None:
             self._compiled.close()
             self._compiled = None
+            self._is_compiled = False
 
     @property
     def is_compiled(self) -> bool:

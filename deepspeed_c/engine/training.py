@@ -129,6 +129,9 @@ class TrainingHost(Reductions, ModelHost):
     def _graph_reducer(self) -> GradientReducer | None:
         return self._optimizer.reducer if self._trains else None
 
+    def _graph_step(self) -> int:
+        return self.global_steps
+
     def _stop_watching(self) -> None:
         """Stops listeners and background work that run beside the training."""
         self._preemption.close()

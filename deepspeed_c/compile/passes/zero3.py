@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch.fx import Graph, Node
 
 from deepspeed_c.compile.graph import is_view, readers_of, results_of
+from deepspeed_c.compile.operators import ZERO_GATHER, ZERO_REDUCE, ZERO_RELEASE, ZERO_WAIT
 
 __all__ = ["add_gathers", "add_reductions"]
 
@@ -21,11 +21,11 @@ def add_gathers(graph: Graph, units: Mapping[int, Mapping[Node, int]], token: No
         order = {node: i for i, node in enumerate(graph.nodes)}
         nodes, places = list(units[unit]), list(units[unit].values())
         with graph.inserting_before(min(readers, key=order.__getitem__)):
-            graph.call_function(torch.ops.deepspeed_c.zero_gather.default, (nodes, token, host, unit, places))
-            graph.call_function(torch.ops.deepspeed_c.zero_wait.default, (nodes, token, host, unit, places))
+            graph.call_function(ZERO_GATHER, (nodes, token, host, unit, places))
+            graph.call_function(ZERO_WAIT, (nodes, token, host, unit, places))
         results = list(results_of(readers))
         with graph.inserting_after(max((*readers, *results), key=order.__getitem__)):
-            graph.call_function(torch.ops.deepspeed_c.zero_release.default, (nodes, results, token, host, unit, places))
+            graph.call_function(ZERO_RELEASE, (nodes, results, token, host, unit, places))
 
 
 def _uses(graph: Graph, units: Mapping[int, Mapping[Node, int]]) -> list[tuple[int, set[Node]]]:
@@ -69,6 +69,6 @@ def add_reductions(graph: Graph, slots: Sequence[int | None], token: Node, host:
     for i, slot in enumerate(slots):
         if slot is not None and values[i] is not None:
             with graph.inserting_after(values[i]):
-                graph.call_function(torch.ops.deepspeed_c.zero_reduce.default, (values[i], token, host, slot))
+                graph.call_function(ZERO_REDUCE, (values[i], token, host, slot))
             values[i] = None
     output.update_arg(0, tuple(values))

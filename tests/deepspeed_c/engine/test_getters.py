@@ -125,8 +125,8 @@ def engine_body(rank: int, world: int) -> None:
             assert torch.equal(value, doubled[name]), name
         with pytest.raises(FeatureError, match="strict=False"):
             engine.load_module_state_dict(doubled, allowed_missing_keys={"gain"})
-        with pytest.raises(FeatureError, match="does not take schedule yet"):
-            engine.compile(schedule=[(0, [])])
+        with pytest.raises(FeatureError, match="compiled_autograd_enabled"):
+            engine.compile(compiled_autograd_enabled=True)
 
 
 def test_engine_answers_for_itself() -> None:
