@@ -26,7 +26,6 @@ KEPT = {
     "_SeqAllToAll": "programs for DeepSpeed exchange tensors of their own with it",
     "dsc_pipe_parse": "tests and fuzz targets write tables with it, as dsc_pipe_format does for people",
     "q8_dequantize": "ops/reference.py says what an operator computes, for tests to compare with",
-    "compile_same_order": "the compile backend proves its graphs with it, once it does",
 }
 
 C_SUFFIXES = {".c", ".cu", ".cuh", ".cpp", ".h", ".inc"}

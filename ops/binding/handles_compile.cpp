@@ -8,7 +8,6 @@
 #include <limits>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 namespace py = pybind11;
@@ -73,26 +72,6 @@ std::string compile_format(const Fault &fault)
     return text;
 }
 
-std::pair<int64_t, int64_t> compile_same_order(const Numbers &kinds_before, const Numbers &units_before,
-                                               const Numbers &kinds_after, const Numbers &units_after)
-{
-    const char *const op = "compile_same_order";
-    struct dsc_compile_graph before {};
-    struct dsc_compile_graph after {};
-    std::pair<int64_t, int64_t> nodes;
-
-    check_length(op, "units_before", units_before.size(), kinds_before.size());
-    check_length(op, "units_after", units_after.size(), kinds_after.size());
-    before.n_nodes = static_cast<int64_t>(kinds_before.size());
-    before.kinds = kinds_before.data();
-    before.units = units_before.data();
-    after.n_nodes = static_cast<int64_t>(kinds_after.size());
-    after.kinds = kinds_after.data();
-    after.units = units_after.data();
-    dsc::check(dsc_compile_same_order(&before, &after, &nodes.first, &nodes.second), op);
-    return nodes;
-}
-
 }  // namespace
 
 void dsc::bind_compile(py::module_ &m)
@@ -110,9 +89,4 @@ void dsc::bind_compile(py::module_ &m)
         "Raises ValueError naming the bad entry.");
     m.def("compile_format", &compile_format, py::arg("fault"),
           "The sentence of a fault that compile_verify found, with its node and its unit or slot; \"\" for no fault.");
-    m.def(
-        "compile_same_order", &compile_same_order, py::arg("kinds_before"), py::arg("units_before"),
-        py::arg("kinds_after"), py::arg("units_after"),
-        "(-1, -1) if two graphs gather the same units in the same order. Otherwise the first two nodes that differ; the number of nodes for a "
-        "graph that has no more gathers.");
 }

@@ -100,14 +100,6 @@ DSC_API const char *dsc_compile_rule_name(int32_t rule);
  */
 DSC_API dsc_status dsc_compile_format(const struct dsc_compile_fault *fault, size_t n_bytes, char *out);
 
-/*
- * Compares the units of the GATHERs, in order, of a graph before and after a pass over it. Reads n_nodes, kinds and
- * units. *out_before and *out_after are the first nodes that differ, n_nodes for a graph that has no more GATHERs; both
- * are -1 if the order is the same. DSC_EINVAL: an array is missing.
- */
-DSC_API dsc_status dsc_compile_same_order(const struct dsc_compile_graph *before, const struct dsc_compile_graph *after,
-                                          int64_t *out_before, int64_t *out_after);
-
 #ifdef __cplusplus
 }
 #endif

@@ -485,59 +485,11 @@ static void test_bad_input(void)
     CHECK_ERROR(dsc_compile_format(NULL, sizeof text, text), DSC_EINVAL, "NULL");
 }
 
-/* The order of gathers by lists of units, which are written out first. */
-static void test_same_order(void)
-{
-    static int32_t other_kinds[64];
-    static int32_t other_units[64];
-    struct dsc_compile_graph other = {.kinds = other_kinds, .units = other_units};
-    uint64_t random = 2;
-
-    for (int trial = 0; trial < 2000; trial++) {
-        int64_t at[2][65];
-        int64_t n[2] = {0, 0};
-        int64_t same = 0;
-        int64_t before = -7;
-        int64_t after = -7;
-
-        TEST_CASE("order, trial %d", trial);
-        begin_graph(2, 0);
-        other.n_nodes = test_below(&random, 12);
-        for (int64_t i = test_below(&random, 12); i > 0; i--)
-            add((int32_t)test_below(&random, 3), trial % 3 == 0 ? 0 : (int32_t)test_below(&random, 2), -1);
-        for (int64_t i = 0; i < other.n_nodes; i++) {
-            other_kinds[i] = (int32_t)test_below(&random, 3);
-            other_units[i] = trial % 3 == 0 ? 0 : (int32_t)test_below(&random, 2);
-        }
-        for (int64_t i = 0; i < graph.n_nodes; i++)
-            if (kinds[i] == DSC_COMPILE_GATHER)
-                at[0][n[0]++] = i;
-        for (int64_t i = 0; i < other.n_nodes; i++)
-            if (other_kinds[i] == DSC_COMPILE_GATHER)
-                at[1][n[1]++] = i;
-        at[0][n[0]] = graph.n_nodes;
-        at[1][n[1]] = other.n_nodes;
-        while (same < n[0] && same < n[1] && units[at[0][same]] == other_units[at[1][same]])
-            same++;
-        CHECK_STATUS(dsc_compile_same_order(&graph, &other, &before, &after), DSC_OK);
-        CHECK_EQ(before, same == n[0] && same == n[1] ? -1 : at[0][same]);
-        CHECK_EQ(after, same == n[0] && same == n[1] ? -1 : at[1][same]);
-        CHECK_ERROR(dsc_compile_same_order(&graph, NULL, &before, &after), DSC_EINVAL, "after is NULL");
-        CHECK_ERROR(dsc_compile_same_order(&graph, &other, &before, NULL), DSC_EINVAL, "out_after is NULL");
-    }
-    other = (struct dsc_compile_graph){.n_nodes = 1};
-    int64_t nodes[2];
-    CHECK_ERROR(dsc_compile_same_order(&other, &graph, &nodes[0], &nodes[1]), DSC_EINVAL, "kinds is NULL");
-    other.kinds = other_kinds;
-    CHECK_ERROR(dsc_compile_same_order(&graph, &other, &nodes[0], &nodes[1]), DSC_EINVAL, "units is NULL");
-}
-
 int main(void)
 {
     test_each_rule();
     test_small_sizes();
     test_many_graphs();
     test_bad_input();
-    test_same_order();
     return test_finish("compile/test_verify");
 }

@@ -119,14 +119,3 @@ def test_what_is_no_list_of_numbers(bad):
 def test_what_is_no_fault():
     with pytest.raises(ValueError, match="compile_format: rule is"):
         _C.compile_format(("no such rule", 0, 0))
-
-
-def test_the_order_of_gathers():
-    kinds, units = [PLAIN, GATHER, WAIT, GATHER], [-1, 1, 1, 0]
-    assert _C.compile_same_order(kinds, units, [GATHER, GATHER], [1, 0]) == (-1, -1)
-    assert _C.compile_same_order(kinds, units, [GATHER, GATHER], [1, 2]) == (3, 1)
-    assert _C.compile_same_order(kinds, units, [GATHER], [1]) == (3, 1)
-    assert _C.compile_same_order([], [], kinds, units) == (0, 1)
-    assert _C.compile_same_order(kinds_before=[], units_before=[], kinds_after=[WAIT], units_after=[0]) == (-1, -1)
-    with pytest.raises(ValueError, match="compile_same_order: units_after has 1 entries, must have 2"):
-        _C.compile_same_order(kinds, units, [GATHER, GATHER], [1])
