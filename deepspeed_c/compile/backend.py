@@ -142,6 +142,7 @@ class _Frame:
         phase = "bwd" if is_backward else "fwd"
         self._backend.times.append((phase, len(self._backend.times), self._number, time.perf_counter() - begin))
         return graph
+
     def _placeholders(self, graph: torch.fx.Graph) -> dict[int, dict[Node, int]]:
         """The placeholders of sharded weights and their places in the unit, by gather unit."""
         units: dict[int, dict[Node, int]] = {}

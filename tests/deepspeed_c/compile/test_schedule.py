@@ -135,10 +135,12 @@ def test_a_schedule_edits_graphs_anew_at_its_steps(run_ranks, stage: int) -> Non
 
 def log_body(rank: int, world: int, folder: str) -> None:
     torch._dynamo.reset()
+    before = os.getcwd()
     os.chdir(folder)
     with make_engine(3, debug_log=True) as engine:
         engine.compile(backend="eager")
         train(engine, rank)
+    os.chdir(before)
 
 
 def test_graphs_are_written_down_if_asked(run_ranks, tmp_path: Path) -> None:
@@ -163,6 +165,7 @@ def failing_body(rank: int, world: int, stage: int, which: str) -> None:
         edits = [getattr(passes, which)] if rank == 0 else []
         engine.compile(backend="eager", schedule=[(0, [f"zero{stage}_compile", *edits])])
         same(train(engine, rank), want)
+    logging.getLogger("deepspeed_c").removeHandler(handler)
     if rank == 0:
         found = [m for m in passes.messages if f"the pass '{which}' does not edit" in m]
         assert found and all("runs as it was before" in m for m in found), passes.messages
