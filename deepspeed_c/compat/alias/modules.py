@@ -60,6 +60,7 @@ MODULES: dict[str, str] = {
     "deepspeed.ops.transformer.transformer": "deepspeed_c.ops.transformer",
     "deepspeed.profiling.flops_profiler": "deepspeed_c.profile.flops",
     "deepspeed.profiling.flops_profiler.profiler": "deepspeed_c.profile.flops",
+    "deepspeed.runtime.compiler": "deepspeed_c.compat.compiler",
     "deepspeed.runtime.config": "deepspeed_c.compat.ds_config",
     "deepspeed.runtime.config_utils": "deepspeed_c.compat.config_utils",
     "deepspeed.runtime.constants": "deepspeed_c.compat.runtime_constants",
@@ -322,7 +323,6 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.fp16.unfused_optimizer": {
         "FP16_UnfusedOptimizer": "deepspeed_c.zero.states.kinds:FP16_UnfusedOptimizer"
     },
-    "deepspeed.runtime.compiler": {"is_compile_supported": "deepspeed_c.compat.torch_version:is_compile_supported"},
     "deepspeed.runtime.config": {
         "DeepSpeedConfigError": "deepspeed_c.errors:ConfigError",
         "DeepSpeedConfigModel": "deepspeed_c.config.config_model:DeepSpeedConfigModel",
