@@ -27,8 +27,8 @@ def disable(func: Function) -> Function:
 
 
 def enable(min_version: str | Callable[..., Any] | None = None) -> Any:
-    """A decorator that lets a compiler trace a function only from torch ``min_version`` on ("2.7.0"). Without a version,
-    as ``@enable`` or ``@enable()``, it changes nothing.
+    """A decorator that lets a compiler trace a function only from torch ``min_version`` on ("2.7.0"). Without a
+    version, as ``@enable`` or ``@enable()``, it changes nothing.
     """
     if callable(min_version):
         return min_version
