@@ -48,9 +48,9 @@ def compiled_autograd(enabled: bool, kwargs: dict[str, Any]) -> Iterator[None]:
     if not enabled or is_compiling():
         yield
         return
-    from torch._dynamo.compiled_autograd import _enable  # importing torch's compiler takes seconds
+    from deepspeed_c.compile.torch_internals import compiling_backward  # importing torch's compiler takes seconds
 
-    with _enable(torch.compile(backend=get_accelerator().get_compile_backend(), **kwargs)):
+    with compiling_backward(torch.compile(backend=get_accelerator().get_compile_backend(), **kwargs)):
         yield
 
 

@@ -5,7 +5,7 @@ and the compiler that the user has named gets the edited graphs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +18,7 @@ from deepspeed_c.compile.graph import copy_of, derived_from
 from deepspeed_c.compile.passes.zero3 import add_gathers, add_reductions
 from deepspeed_c.compile.profile import GraphParameters, GraphProfile
 from deepspeed_c.compile.schedule import CompilePass, Schedule, register_compile_pass
-from deepspeed_c.compile.verify import broken_rule
+from deepspeed_c.compile.verify import broken_rule, writers_of
 from deepspeed_c.config.nearest import nearest
 from deepspeed_c.errors import ConfigError, StateError
 from deepspeed_c.logging import logger
@@ -127,15 +127,16 @@ class _Frame:
         else:
             self._save_no_copies(graph.graph)
         slots = [None if i is None else self.slots[i] for i in torch_internals.gradient_of(graph.graph)]
+        may_write = writers_of(self._placeholders(graph.graph))
         wanted: list[int] | None = None  # what the graph has to reduce; None while nothing was put into it
         for i, pass_ in enumerate(self._passes):
             if pass_.edit is None:
                 outputs = graph.graph.output_node().args[0]
                 wanted = [slot for slot, value in zip(slots, outputs) if slot is not None and value is not None]
                 self._add_operators(graph.graph, slots)
-                self._require_right(graph, wanted, pass_)
+                self._require_right(graph, wanted, may_write, pass_)
             else:
-                graph = self._run_pass(graph, pass_, is_backward, wanted)
+                graph = self._run_pass(graph, pass_, is_backward, wanted, may_write)
             graph.graph.lint()
             graph.recompile()
             self._write(graph, is_backward, f"{i}_{pass_.name}")
@@ -161,7 +162,12 @@ class _Frame:
             add_gathers(graph, units, token, self._weights.number)
 
     def _run_pass(
-        self, graph: GraphModule, pass_: CompilePass, is_backward: bool, wanted: Sequence[int] | None
+        self,
+        graph: GraphModule,
+        pass_: CompilePass,
+        is_backward: bool,
+        wanted: Sequence[int] | None,
+        may_write: Collection[str],
     ) -> GraphModule:
         """A pass of the user. If it raises, or if its graph breaks a rule, the graph before it is returned."""
         before = copy_of(graph.graph)
@@ -178,7 +184,7 @@ class _Frame:
         try:
             edited = pass_.edit(graph, self._number, order, backend.profiles, *arguments)
             edited = graph if edited is None else edited
-            problem = self._problem_of(edited.graph, before, wanted)
+            problem = self._problem_of(edited.graph, before, wanted, may_write)
         except Exception as error:  # noqa: BLE001  (whatever a pass of the user raises)
             problem = f"{type(error).__name__}: {error}"
         if problem is None:
@@ -192,26 +198,29 @@ class _Frame:
         )
         return GraphModule(graph, before)
 
-    def _problem_of(self, graph: torch.fx.Graph, before: torch.fx.Graph, wanted: Sequence[int] | None) -> str | None:
+    def _problem_of(
+        self, graph: torch.fx.Graph, before: torch.fx.Graph, wanted: Sequence[int] | None, may_write: Collection[str]
+    ) -> str | None:
         """What a pass has done to a graph that it may not do."""
         graph.lint()
-        if [node.name for node in graph.find_nodes(op="placeholder")] != [
-            node.name for node in before.find_nodes(op="placeholder")
-        ]:
+        inputs, inputs_before = (g.find_nodes(op="placeholder") for g in (graph, before))
+        if [node.name for node in inputs] != [node.name for node in inputs_before]:
             return "its inputs are no longer those of the frame"
         if len(graph.output_node().args[0]) != len(before.output_node().args[0]):
             return "it has another number of outputs"
         if wanted is None:
             return None
-        names = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        now = dict(zip(inputs_before, inputs))
         units = {
-            unit: {names[node.name]: place for node, place in weights.items()}
+            unit: {now[node]: place for node, place in weights.items()}
             for unit, weights in self._placeholders(before).items()
         }
-        return broken_rule(graph, units, wanted)
+        return broken_rule(graph, units, wanted, may_write)
 
-    def _require_right(self, graph: GraphModule, wanted: Sequence[int], pass_: CompilePass) -> None:
-        problem = broken_rule(graph.graph, self._placeholders(graph.graph), wanted)
+    def _require_right(
+        self, graph: GraphModule, wanted: Sequence[int], may_write: Collection[str], pass_: CompilePass
+    ) -> None:
+        problem = broken_rule(graph.graph, self._placeholders(graph.graph), wanted, may_write)
         if problem is not None:
             raise StateError(
                 f"the pass {pass_.name!r} has made a graph that would not run right: {problem}",

@@ -5,18 +5,20 @@ setting of torch is changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.compiled_autograd import _enable
 from torch._dynamo.eval_frame import skip_code
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import default_partition
 from torch._guards import detect_fake_mode
 
-__all__ = ["BACKENDS", "add_small_tensor", "gradient_of", "input_index", "is_saved", "leave_alone", "size_hint"]
+__all__ = ["BACKENDS", "add_small_tensor", "compiling_backward", "gradient_of", "input_index", "is_saved", "leave_alone", "size_hint"]
 
 Edit = Callable[[torch.fx.GraphModule, bool], torch.fx.GraphModule]
 """(graph, whether it is a backward) -> the graph to compile."""
@@ -43,6 +45,11 @@ def gradient_of(graph: torch.fx.Graph) -> list[int | None]:
 def size_hint(size: int | torch.SymInt) -> int:
     """A size for the inputs that a graph is compiled for. (``int(size)`` would bind the graph to this size.)"""
     return size if isinstance(size, int) else int(size.node.hint or 0)
+
+
+def compiling_backward(compiler: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Within it, ``compiler`` gets the graph of each backward pass as it runs."""
+    return _enable(compiler)
 
 
 def leave_alone(code: CodeType) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
@@ -11,7 +11,7 @@ from deepspeed_c import _C
 from deepspeed_c.compile.graph import is_view, readers_of
 from deepspeed_c.compile.operators import ZERO_GATHER, ZERO_REDUCE, ZERO_RELEASE, ZERO_WAIT
 
-__all__ = ["broken_rule"]
+__all__ = ["broken_rule", "writers_of"]
 
 _OF_UNITS = (_C.COMPILE_GATHER, _C.COMPILE_WAIT, _C.COMPILE_RELEASE)
 _KINDS = {
@@ -22,12 +22,20 @@ _KINDS = {
 }
 
 
-def broken_rule(graph: Graph, units: Mapping[int, Mapping[Node, int]], slots: Sequence[int]) -> str | None:
+def writers_of(units: Mapping[int, Mapping[Node, int]]) -> set[str]:
+    """The names of the nodes that write to a weight, as a model does that changes one in its forward."""
+    return {node.name for weights in units.values() for node in _writers(weights)}
+
+
+def broken_rule(
+    graph: Graph, units: Mapping[int, Mapping[Node, int]], slots: Sequence[int], may_write: Collection[str]
+) -> str | None:
     """The first rule that ``graph`` breaks, with the node that breaks it; None if the graph is right.
 
     units: by gather unit, the placeholders of its weights. slots: the parameters whose gradients the graph has to
-    reduce. Each read of a weight has to lie between the wait for its unit and the unit's release, each gather needs a
-    release, each gradient is reduced once, and no node may write to a weight.
+    reduce. may_write: ``writers_of`` the graph as it was traced. Each read of a weight has to lie between the wait for
+    its unit and the unit's release, each gather needs a release, each gradient is reduced once, and no other node may
+    write to a weight.
     """
     nodes = list(graph.nodes)
     unit_numbers, slot_numbers = sorted(units), sorted(set(slots))
@@ -36,14 +44,12 @@ def broken_rule(graph: Graph, units: Mapping[int, Mapping[Node, int]], slots: Se
     reads: dict[Node, set[int]] = {}
     writes: dict[Node, set[int]] = {}
     for unit, weights in units.items():
-        memory = set(weights)
-        readers = readers_of(weights)
-        memory |= {node for node in readers if is_view(node)}
-        for node in readers:
+        for node in readers_of(weights):
             if node.target not in _KINDS:
                 reads.setdefault(node, set()).add(unit_index[unit])
-                if memory.intersection(_written_by(node)):
-                    writes.setdefault(node, set()).add(unit_index[unit])
+        for node in _writers(weights):
+            if node.name not in may_write:
+                writes.setdefault(node, set()).add(unit_index[unit])
     kinds, unit_of, slot_of = [], [], []
     for node in nodes:
         kind = _KINDS.get(node.target, _C.COMPILE_OUTPUT if node.op == "output" else _C.COMPILE_PLAIN)
@@ -60,6 +66,13 @@ def broken_rule(graph: Graph, units: Mapping[int, Mapping[Node, int]], slots: Se
         return None
     number = slot_numbers[i] if "reduce" in rule else unit_numbers[i]
     return f"{_C.compile_format((rule, at, number))} ({nodes[at].name})"
+
+
+def _writers(weights: Iterable[Node]) -> list[Node]:
+    """The nodes, other than our operators, that write to the memory of ``weights``."""
+    readers = readers_of(weights)
+    memory = {*weights, *filter(is_view, readers)}
+    return [node for node in readers if node.target not in _KINDS and memory.intersection(_written_by(node))]
 
 
 def _written_by(node: Node) -> list[Node]:

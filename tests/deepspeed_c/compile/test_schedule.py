@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import deepspeed_c
 from deepspeed_c.compile.passes.contract import CAP_Z3_GATHER_RELEASE, PassContract, PassContractError
 from deepspeed_c.compile.schedule import Schedule, register_compile_pass
 from deepspeed_c.errors import ConfigError, FeatureError
@@ -194,3 +195,50 @@ def refused_body(rank: int, world: int) -> None:
 
 def test_a_refused_schedule_leaves_the_engine_as_it_was(run_ranks) -> None:
     run_ranks(2, refused_body, preload="torch._dynamo")
+
+
+class Clamped(torch.nn.Module):
+    """A model that writes to a weight in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(7, 4)
+        self.head = torch.nn.Linear(4, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.words(x)
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.3, 0.3)
+        return torch.nn.functional.cross_entropy(self.head(h), x)
+
+
+def writing_body(rank: int, world: int) -> None:
+    torch._dynamo.reset()
+    found = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        module = Clamped()
+        config = {
+            "train_micro_batch_size_per_gpu": 7,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "compile": {"deepcompile": is_compiled},
+        }
+        engine, *_ = deepspeed_c.initialize(model=module, model_parameters=module.parameters(), config=config)
+        if is_compiled:
+            engine.compile(backend="inductor", schedule=[(0, ["zero3_compile", lambda *_: None])])
+        losses = []
+        for _ in range(3):
+            loss = engine(torch.arange(7))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        with torch.no_grad():  # with Inductor, a graph without a backward writes itself
+            losses.append(engine.eval()(torch.arange(7)).item())
+        engine.close()
+        found.append(losses)
+    assert found[0] == pytest.approx(found[1], rel=1e-5), found
+
+
+def test_a_model_that_writes_to_a_weight_runs(run_ranks) -> None:
+    run_ranks(2, writing_body, preload="torch._dynamo")
