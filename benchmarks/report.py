@@ -213,6 +213,31 @@ FIGURES = [
     ),
     *(
         Figure(
+            f"compiled training step, {what}, fp32, 2 ranks, stage {stage}: over {peer_name}",
+            goal,
+            f"compiled_step_{model}",
+            {"contender": f"stage{stage}_compiled"},
+            f"ratio_to_{peer}",
+        )
+        for model, what, stage, peer, peer_name, goal in (
+            ("gpt", "29M GPT", 3, "better", "the better of the same without a compiler and FSDP2 with compiled blocks", "<= 1"),
+            ("gpt", "29M GPT", 2, "better", "the better of the same without a compiler and a compiled model in DDP", "<= 1"),
+            ("swiglu", "narrow SwiGLU blocks", 3, "uncompiled", "the same without a compiler", "<= 0.9"),
+            ("swiglu", "narrow SwiGLU blocks", 2, "uncompiled", "the same without a compiler", "<= 0.9"),
+        )
+    ),
+    *(
+        Figure(
+            f"first step with the compiler, 29M GPT, stage {stage}: over the bare model with `torch.compile`",
+            "<= 1.3",
+            "compile_time",
+            {"contender": f"stage{stage}"},
+            "ratio_to_bare",
+        )
+        for stage in (2, 3)
+    ),
+    *(
+        Figure(
             f"training step at stage 3 with `zero_copy_gather`, {what}, fp32, 2 ranks: over stage 3 with gathers",
             "<= 1",
             f"stage3_step_{model}",

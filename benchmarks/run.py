@@ -129,6 +129,25 @@ BENCHMARKS = [
         )
         for model, seconds in (("gpt", 90), ("mlp", 90), ("small", 40))
     ),
+    *(
+        _script(
+            f"compiled_step_{model}",
+            f"{OURS}/compiled_step.py",
+            (*ENGINE, "deepspeed_c/compile", "csrc/compile"),
+            seconds,
+            "--rounds 2",
+            n_ranks=2,
+            args=f"--model {model}",
+        )
+        for model, seconds in (("gpt", 300), ("swiglu", 120))
+    ),
+    _script(
+        "compile_time",
+        f"{OURS}/compile_time.py",
+        (*ENGINE, "deepspeed_c/compile", "csrc/compile"),
+        400,
+        "--rounds 1 --layers 1",
+    ),
     _script("init_memory", f"{OURS}/init_memory.py", ("deepspeed_c/zero",), 30, "--layers 8 --width 1024", n_ranks=4),
     _script("comm_ops", f"{OURS}/comm_ops.py", ("csrc/comm", "ops/binding"), 60, "--rounds 2 --kib 4 1024", n_ranks=2),
     _script(

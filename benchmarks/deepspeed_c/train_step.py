@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(VOCAB, WIDTH), nn.Embedding(LENGTH, WIDTH)
         # The standard deviation of GPT-2. With torch's standard deviation of 1 the tied head gives logits of hundreds.
@@ -49,7 +49,7 @@ class Gpt(nn.Module):
         # the processor many times as long.
         for table in (self.embed, self.place):
             nn.init.normal_(table.weight, std=0.02)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embed.weight
 
@@ -96,9 +96,18 @@ def ddp(model) -> Contender:
     return plain(nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), model)
 
 
-def ours(model, stage: int, dtype: torch.dtype = torch.float32, *, comm: dict | None = None, **zero) -> Contender:
+def ours(
+    model,
+    stage: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    comm: dict | None = None,
+    compile: dict | None = None,
+    **zero,
+) -> Contender:
     config = {
         "comm": comm or {},
+        "compile": compile or {},
         "train_micro_batch_size_per_gpu": BATCH,
         "bf16": {"enabled": dtype == torch.bfloat16},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
