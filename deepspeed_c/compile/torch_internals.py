@@ -16,7 +16,7 @@ from torch._dynamo.compiled_autograd import _enable
 from torch._dynamo.eval_frame import skip_code
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import default_partition
-from torch._guards import detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode
 
 __all__ = ["BACKENDS", "add_small_tensor", "compiling_backward", "gradient_of", "input_index", "is_saved", "leave_alone", "size_hint"]
 
@@ -83,7 +83,14 @@ def _compile_with_inductor(traced: torch.fx.GraphModule, inputs: Sequence[Any], 
 
 def _run_operators(traced: torch.fx.GraphModule, inputs: Sequence[Any], edit: Edit, **_: Any) -> Any:
     def compiler(is_backward: bool) -> Callable[..., Any]:
-        return lambda graph, given: make_boxed_func(edit(graph, is_backward))
+        def compile_graph(graph: torch.fx.GraphModule, given: Sequence[Any]) -> Any:
+            if is_backward:
+                # Torch refuses a second backward (``retain_graph``) of a graph that may overwrite what its forward has
+                # saved. Operators that run as they are never do.
+                TracingContext.get().fw_metadata.bw_donated_idxs = []
+            return make_boxed_func(edit(graph, is_backward))
+
+        return compile_graph
 
     compile_ = aot_autograd(
         fw_compiler=compiler(False), bw_compiler=compiler(True), partition_fn=default_partition

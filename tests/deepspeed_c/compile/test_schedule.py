@@ -14,7 +14,7 @@ import deepspeed_c
 from deepspeed_c.compile.passes.contract import CAP_Z3_GATHER_RELEASE, PassContract, PassContractError
 from deepspeed_c.compile.schedule import Schedule, register_compile_pass
 from deepspeed_c.errors import ConfigError, FeatureError
-from tests.deepspeed_c.compile.test_engine import make_engine, same, train
+from tests.deepspeed_c.compile.models import make_engine, same, train
 
 
 def nothing(graph: Any, *_: Any) -> None:

@@ -67,13 +67,16 @@ def make_config(stage: int, dtype: str, gas: int, extra: dict) -> dict:
 def engine_run(
     rank: int, world: int, trait_name: str, stage: int, dtype: str, gas: int, extra: dict, planted: str = ""
 ) -> Run:
+    """``extra``: keys of the configuration; with deepcompile among them the engine is compiled."""
     trait = TRAITS[trait_name]
     model = make_model(trait)
     config = make_config(stage, dtype, gas, {**trait.config, **extra})
     engine, *_ = deepspeed_c.initialize(model=model, model_parameters=make_groups(model, trait.groups), config=config)
+    if engine.is_deepcompile_enabled():
+        engine.compile(backend="eager")
     to = next(model.parameters()).dtype
     losses, norms = [], []
-    with engine, PLANTED[planted](engine) if planted else nullcontext(), recorded(engine) as order:
+    with engine, (PLANTED | PLANTED_IN_GRAPHS)[planted](engine) if planted else nullcontext(), recorded(engine) as order:
         for step in range(STEPS):
             for micro in range(gas):
                 for part in range(trait.n_backwards):
@@ -246,6 +249,48 @@ def test_the_half_that_is_run_holds_any_four_axes_in_full() -> None:
         assert not missing, f"without axis {axis}: {sorted(missing, key=str)[:3]}"
 
 
+# ---- compiled engines ------------------------------------------------------------------------------------------------
+
+DEEP = {"compile": {"deepcompile": True}}
+# These traits change the graphs, or which gradients come when.
+COMPILED = ("used_twice", "two_backwards", "checkpoint_reentrant", "zero_size", "unused")
+
+
+def compiled_runs(rank: int, world: int, trait: str, cells: list[tuple[int, int]]) -> list[Run]:
+    torch._dynamo.reset()
+    return engine_runs(rank, world, trait, "fp32", cells, DEEP)
+
+
+@pytest.mark.parametrize("trait", COMPILED)
+def test_parity_of_compiled_engines(trait: str) -> None:
+    cells = [(stage, 3) for stage in (1, 2, 3)]
+    results = run_ranks(2, compiled_runs, trait, cells, preload="torch._dynamo")
+    check_runs(trait, "fp32", cells, DEEP, results)
+
+
+def compiled_planted_runs(rank: int, world: int) -> dict[str, Run]:
+    runs = {}
+    stage, gas = PLANTED_CELL
+    for planted in ("", *PLANTED_IN_GRAPHS):
+        torch._dynamo.reset()
+        runs[planted] = engine_run(rank, world, "plain", stage, "fp32", gas, DEEP, planted)
+    return runs
+
+
+def test_a_wrong_compiled_engine_is_caught() -> None:
+    """The comparison must fail for each compiled engine with one planted bug."""
+    results = run_ranks(2, compiled_planted_runs, preload="torch._dynamo")
+    passed = []
+    for planted in ("", *PLANTED_IN_GRAPHS):
+        try:
+            check_runs("plain", "fp32", [PLANTED_CELL], DEEP, [[of_rank[planted]] for of_rank in results])
+        except AssertionError:
+            assert planted, "a compiled engine that is right does not pass"
+        else:
+            passed.append(planted)
+    assert passed == [""], f"these pass: {passed[1:]}"
+
+
 # ---- the comparison notices wrong optimizers -------------------------------------------------------------------------
 
 
@@ -315,6 +360,33 @@ PLANTED = {
     "one parameter without gradient": without_gradient_of("out.bias", lambda n: True),
     "one gradient lost": without_gradient_of("out.bias", lambda n: n == 4),
     "moments of 16 bits": nullcontext,  # the configuration plants it
+}
+
+
+
+@contextmanager
+def graphs_that_lose_a_gradient(engine) -> Iterator[None]:
+    numbers, reduce = itertools.count(), engine._compiled.reduce
+
+    def losing(gradient: torch.Tensor, slot: int) -> None:
+        reduce(torch.zeros_like(gradient) if next(numbers) == 4 else gradient, slot)
+
+    with mock.patch.object(engine._compiled, "reduce", losing):
+        yield
+
+
+@contextmanager
+def graphs_that_turn_gradients(engine) -> Iterator[None]:
+    """Each gradient is reduced with the opposite sign on rank 0."""
+    reduce, sign = engine._compiled.reduce, -1.0 if engine.global_rank == 0 else 1.0
+    with mock.patch.object(engine._compiled, "reduce", lambda gradient, slot: reduce(gradient * sign, slot)):
+        yield
+
+
+PLANTED_IN_GRAPHS = {
+    **{name: PLANTED[name] for name in ("averaged wrongly", "learning rate 1 % lower")},
+    "one gradient lost in a graph": graphs_that_lose_a_gradient,
+    "signs turned in graphs": graphs_that_turn_gradients,
 }
 
 # The kinds of run in which bugs are planted, by precision and home of the states -> (dtype, configuration, whether
