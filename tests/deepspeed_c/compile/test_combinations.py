@@ -210,3 +210,81 @@ def case_body(rank: int, world: int, name: str, folder: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_the_bits_are_those_without_a_compiler(tmp_path, name: str) -> None:
     run_ranks(CASES[name].world, case_body, name, str(tmp_path), preload="torch._dynamo")
+
+
+class Raising(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, model: Any) -> torch.Tensor:
+        ctx.model = model
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.model.fails_backward:
+            raise ValueError("a backward that fails")
+        return grad, None
+
+
+class FailsInBackward(Model):
+    """Between its two graphs runs a function whose backward may raise."""
+
+    fails_backward = False
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.blocks[0](self.words(x))
+        torch._dynamo.graph_break()
+        h = torch._dynamo.disable(Raising.apply)(h, self)
+        # No weight is read by both graphs: each would reduce its part of the gradient, and the sums of several
+        # micro-batches would be added in another order.
+        return F.cross_entropy(self.blocks[2](self.blocks[1](h)).flatten(0, 1), y.flatten() % WIDTH)
+
+
+def failing_train(engine: Any, rank: int) -> list[Any]:
+    engine.module.fails_backward = True
+    with pytest.raises(ValueError, match="a backward that fails"):
+        engine.backward(engine(*batch_of(rank, 77)))
+    engine.module.fails_backward = False
+    return train(engine, rank)
+
+
+def failing_body(rank: int, world: int) -> None:
+    for stage in (2, 3):
+        torch._dynamo.reset()
+        with make_engine(stage, compiled=False, make=FailsInBackward) as engine:
+            want = failing_train(engine, rank)
+        with make_engine(stage, make=FailsInBackward) as engine:
+            engine.compile(backend="eager")
+            got = failing_train(engine, rank)
+            assert engine._fetcher is None or engine._fetcher.live_elems == 0
+        same(got, want)
+
+
+def test_an_exception_in_backward_is_followed_by_the_same_steps() -> None:
+    run_ranks(2, failing_body, preload="torch._dynamo")
+
+
+def turns_body(rank: int, world: int, folder: str) -> None:
+    """Two compiled engines take turns. A third one goes on from a checkpoint of the first."""
+    torch._dynamo.reset()
+    wants = []
+    for stage in (3, 2):
+        with make_engine(stage, compiled=False) as engine:
+            wants.append([train(engine, rank), train(engine, rank)])
+    with make_engine(3) as first, make_engine(2) as second:
+        first.compile(backend="eager")
+        second.compile(backend="eager")
+        for turn in range(2):
+            same(train(first, rank), wants[0][turn])
+            same(train(second, rank), wants[1][turn])
+            if turn == 0:
+                first.save_checkpoint(folder, "t")
+    third = make_engine(3)
+    third.compile(backend="eager")
+    third.load_checkpoint(folder, "t")
+    same(train(third, rank), wants[0][1])
+    third.destroy()
+    assert not third.is_deepcompile_active() and "forward" not in vars(third.module)
+
+
+def test_engines_that_take_turns_and_one_from_a_checkpoint(tmp_path) -> None:
+    run_ranks(2, turns_body, str(tmp_path), preload="torch._dynamo")
