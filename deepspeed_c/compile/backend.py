@@ -19,8 +19,7 @@ from deepspeed_c.compile.passes.zero3 import add_gathers, add_reductions
 from deepspeed_c.compile.profile import GraphParameters, GraphProfile
 from deepspeed_c.compile.schedule import CompilePass, Schedule, register_compile_pass
 from deepspeed_c.compile.verify import broken_rule, writers_of
-from deepspeed_c.config.nearest import nearest
-from deepspeed_c.errors import ConfigError, StateError
+from deepspeed_c.errors import StateError
 from deepspeed_c.logging import logger
 
 __all__ = ["GraphBackend", "GraphWeights", "register_compile_pass"]
@@ -52,8 +51,8 @@ class _Compiled(NamedTuple):
 
 
 class GraphBackend:
-    """A backend of ``torch.compile``. ``name``: the compiler of the edited graphs. ``log``: the folder for the text of
-    each graph after each pass; None writes nothing. Raises ConfigError if the compiler cannot take edited graphs.
+    """A backend of ``torch.compile``. ``name``: the compiler of the edited graphs, one of ``torch_internals.BACKENDS``.
+    ``log``: the folder for the text of each graph after each pass; None writes nothing.
     """
 
     def __init__(
@@ -64,13 +63,6 @@ class GraphBackend:
         options: dict[str, Any] | None = None,
         log: Path | None = None,
     ) -> None:
-        if name not in torch_internals.BACKENDS:
-            raise ConfigError(
-                f"the backend {name!r} cannot take graphs with gathers and reductions in them",
-                where="engine.compile(backend=...)",
-                fix=f"pass {' or '.join(map(repr, nearest(str(name), torch_internals.BACKENDS) or torch_internals.BACKENDS))},"
-                ' or set "compile": {"deepcompile": false}',
-            )
         self._compile = torch_internals.BACKENDS[name]
         self._weights, self._schedule, self._options = weights, schedule, options or {}
         self.n_frames = 0

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.compiled_autograd import _enable
 from torch._dynamo.eval_frame import skip_code
-from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, detect_fake_mode
 
-__all__ = ["BACKENDS", "add_small_tensor", "compiling_backward", "gradient_of", "input_index", "is_saved", "leave_alone", "size_hint"]
+__all__ = ["BACKENDS", "add_small_tensor", "compiling_backward", "gradient_of", "has_compiler", "input_index", "is_saved", "leave_alone", "size_hint"]
 
 Edit = Callable[[torch.fx.GraphModule, bool], torch.fx.GraphModule]
 """(graph, whether it is a backward) -> the graph to compile."""
@@ -50,6 +50,20 @@ def size_hint(size: int | torch.SymInt) -> int:
 def compiling_backward(compiler: Callable[..., Any]) -> AbstractContextManager[None]:
     """Within it, ``compiler`` gets the graph of each backward pass as it runs."""
     return _enable(compiler)
+
+
+def has_compiler(backend: Any) -> bool:
+    """Whether the compiler of C++ that ``backend`` runs is there. Only Inductor runs one."""
+    if backend != "inductor":
+        return True
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True
 
 
 def leave_alone(code: CodeType) -> None:
@@ -87,8 +101,9 @@ def _run_operators(traced: torch.fx.GraphModule, inputs: Sequence[Any], edit: Ed
             if is_backward:
                 # Torch refuses a second backward (``retain_graph``) of a graph that may overwrite what its forward has
                 # saved. Operators that run as they are never do.
-                TracingContext.get().fw_metadata.bw_donated_idxs = []
-            return make_boxed_func(edit(graph, is_backward))
+                TracingContext.get().fw_metadata.bw_donated_idxs.clear()
+            # Boxed: the graph takes its inputs out of a list, so a saved activation is freed after its last use.
+            return boxed_nop(edit(graph, is_backward), given)
 
         return compile_graph
 

@@ -154,7 +154,23 @@ AREAS: dict[str, dict[str, Feature]] = {
             "set deepcompile to false; torch.compile works on the model itself",
             is_on=lambda root: root.compile.deepcompile,
         ),
-        "compile": _later("passes that reorder compiled graphs", _REMOVE),
+        "graph_activation_offload": _later(
+            "activations that compiled graphs move to the host",
+            'set it to false; "activation_checkpointing": {"offload": {"device": "cpu"}} moves inputs of recomputed layers',
+        ),
+        "graph_state_offload": _later(
+            "optimizer states that compiled graphs move to the host and back",
+            'set it to false; "zero_optimization": {"offload_optimizer": {"device": "cpu"}} keeps them there',
+        ),
+        "graph_parameter_offload": _later(
+            "parameters that compiled graphs move to the host and back",
+            'set it to false; "zero_optimization": {"offload_param": {"device": "cpu"}} keeps them there',
+        ),
+        "symmetric_memory": _later("gathers through symmetric memory", "set it to false"),
+        "graph_parallelism": _later(
+            "parallelism that passes add to compiled graphs (autosp, autotp)",
+            "remove the key; sequence_parallel and tensor_parallel cut a model that is then compiled",
+        ),
         "graph_harvesting": _later("CUDA graph capture", "set it to false"),
     },
     "checkpoints and elasticity": {

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import Variable
@@ -34,6 +34,16 @@ NO_PASS = -2
 
 # All engines' passes, because one pass of autograd may go through the outputs of several engines.
 _all: weakref.WeakSet[BackwardPass] = weakref.WeakSet()
+
+
+class PassCompiler(Protocol):
+    """Traces and compiles backward passes as they run."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Surrounds a backward pass."""
+
+    def outside(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """``hook``, which the compiler does not trace."""
 
 
 class BackwardPass:
@@ -62,7 +72,15 @@ class BackwardPass:
         self._scaled_pass = NO_PASS, 1.0  # the last pass whose loss this engine has scaled, and the factor
         self._has_told_of_inputs = False
         self._needs_weights, self._weighed_pass = needs_weights, NO_PASS
+        self._compiler: PassCompiler | None = None
         self.begin_window()
+
+    def compile_by(self, compiler: PassCompiler | None) -> None:
+        """From now on ``compiler`` compiles the passes that ``run`` begins."""
+        self._compiler = compiler
+
+    def _outside(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        return hook if self._compiler is None else self._compiler.outside(hook)
 
     def drive(self, reducer: GradientReducer, fetcher: Fetcher | None) -> None:
         """Sets the reducer that takes the gradients of passes, and the fetcher that gathers weights for them."""
@@ -137,7 +155,11 @@ class BackwardPass:
         try:
             scaled = self.scale(loss, factor)
             has_sharded = self._fetcher is not None and bool(self._fetcher.groups)
-            with saved_parameters_answer() if has_sharded else nullcontext():
+            with ExitStack() as around:
+                if has_sharded:
+                    around.enter_context(saved_parameters_answer())
+                if self._compiler is not None:
+                    around.enter_context(self._compiler.running())
                 scaled.backward(retain_graph=retain_graph)
             self._end()
         except BaseException:
@@ -171,7 +193,7 @@ class BackwardPass:
 
         scaled = loss * total
         if scaled.requires_grad:
-            scaled.register_hook(note)
+            scaled.register_hook(self._outside(note))
         return scaled
 
     def weigh(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
@@ -182,7 +204,7 @@ class BackwardPass:
 
         weighed = loss * weight
         if weighed.requires_grad:
-            weighed.register_hook(note)
+            weighed.register_hook(self._outside(note))
         return weighed
 
     def _check_weighed(self, task: int) -> None:
@@ -219,7 +241,8 @@ class BackwardPass:
             # Within torch.func.grad and similar transforms, which do not compute gradients of parameters.
             self._has_gradient_graph = True
             return outputs
-        enters = partial(self._enter, nodes_of(tree_flatten(inputs)[0]), torch._C._current_graph_task_id())
+        enter = partial(self._enter, nodes_of(tree_flatten(inputs)[0]), torch._C._current_graph_task_id())
+        enters = self._outside(enter)
         if self._scaler is not None:
             return scale_outputs(outputs, enters)
         watch_outputs(outputs, enters)

@@ -1,26 +1,31 @@
-"""The compiled model of an engine: what its graphs' operators act on, and how it is undone."""
+"""The compiled model of an engine: what its graphs' operators act on, and how it is undone. The compiled backward, for
+a model that ``torch.compile`` compiles without operators of ZeRO."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.compile.backend import GraphBackend
-from deepspeed_c.compile.operators import register_host
+from deepspeed_c.compile.operators import ZERO_REDUCE, register_host
 from deepspeed_c.compile.schedule import Schedule
-from deepspeed_c.compile.torch_internals import leave_alone
+from deepspeed_c.compile.torch_internals import compiling_backward, leave_alone
+from deepspeed_c.config.compiler import Compile
+from deepspeed_c.engine.backward import BackwardPass
 from deepspeed_c.inject.swap import swap_forward
 from deepspeed_c.zero.gradients.reducer import GradientReducer
 from deepspeed_c.zero.weights.fetch import Fetcher
 from deepspeed_c.zero.weights.gather_unit import PlacedShard
+from deepspeed_c.zero.weights.grad_face import GradFace, notice_cleared, stop_noticing
 from deepspeed_c.zero.weights.hooks import OUTSIDE_OF_GRAPHS
 from deepspeed_c.zero.weights.param import state_of
 
-__all__ = ["CompiledModel"]
+__all__ = ["CompiledBackward", "CompiledModel"]
 
 
 class CompiledModel:
@@ -35,27 +40,34 @@ class CompiledModel:
         fetcher: Fetcher | None,
         reducer: GradientReducer | None,
         step: Callable[[], int],
+        config: Compile,
         backend: str,
-        compile_kwargs: dict[str, Any],
+        options: dict[str, Any] | None,
         schedule: Schedule,
         log: Path | None,
     ) -> None:
-        self._fetcher, self._reducer = fetcher, reducer
+        self._module, self._fetcher, self._reducer = module, fetcher, reducer
+        self._config = config
         self.step = step
         self.number = register_host(self)
-        options = dict(compile_kwargs)
         # Raises before anything is changed.
-        self.backend = GraphBackend(backend, self, schedule, options.pop("options", None), log)
+        self.backend = GraphBackend(backend, self, schedule, options, log)
+        self._undo: Callable[[], None] | None = None
         self._hooks = None if fetcher is None else fetcher.hooks
         if self._hooks is not None:
             for code in OUTSIDE_OF_GRAPHS:
                 leave_alone(code)
             self._hooks.compile(True)
-        self._undo = swap_forward(module, torch.compile(module.forward, backend=self.backend, **options))
+
+    def compile(self, **options: Any) -> None:
+        """Has the module run as graphs. options: further arguments of ``torch.compile``."""
+        forward = torch.compile(self._module.forward, backend=self.backend, **options)
+        self._undo = swap_forward(self._module, forward)
 
     def close(self) -> None:
         """The module runs its own forward again, under the ordinary hooks."""
-        self._undo()
+        if self._undo is not None:
+            self._undo()
         if self._hooks is not None:
             self._hooks.compile(False)
 
@@ -72,7 +84,12 @@ class CompiledModel:
         return nullcontext() if self._fetcher is None else self._fetcher.in_graph()
 
     def gather(self, unit: int) -> None:
+        if self._config.sync_before_allgather:
+            get_accelerator().synchronize()
         self._fetcher.start_in_graph(unit)
+        if self._config.sync_after_allgather:
+            self._fetcher.finish_in_graph(unit)
+            get_accelerator().synchronize()
 
     def wait(self, unit: int, weights: Sequence[torch.Tensor], places: Sequence[int]) -> None:
         self._fetcher.finish_in_graph(unit)
@@ -91,5 +108,62 @@ class CompiledModel:
 
     def reduce(self, gradient: torch.Tensor, slot: int) -> None:
         # A pass of ``autograd.grad`` runs the whole backward graph too, but adds to no parameter's gradient.
-        if self._reducer.is_in_backward:
-            self._reducer.take(slot, gradient)
+        if not self._reducer.is_in_backward:
+            return
+        if self._config.sync_before_reduce:
+            get_accelerator().synchronize()
+        self._reducer.take(slot, gradient)
+        if self._config.sync_after_reduce:
+            self._reducer.wait()
+            get_accelerator().synchronize()
+
+
+class CompiledBackward:
+    """Has torch trace and compile the backward passes of ``engine.backward`` as they run (compiled autograd). Each
+    gradient is handed to the reducer by the operator ``zero_reduce``, so the traced pass is not broken at a hook.
+
+    options: arguments of ``torch.compile`` for the traced passes.
+    """
+
+    def __init__(self, reducer: GradientReducer, passes: BackwardPass, **options: Any) -> None:
+        self._reducer, self._passes = reducer, passes
+        # The hooks that notice how a pass begins are never traced, so a traced pass has breaks at its beginning.
+        options.pop("fullgraph", None)
+        self._compiler = torch.compile(**options)
+        self._order = torch.empty(1, dtype=torch.uint8)
+        self._number = register_host(self)
+        reducer.wrap_hooks(lambda i, _: self._hook(i))
+        passes.compile_by(self)
+
+    def _hook(self, i: int) -> Callable[[torch.Tensor], None]:
+        order, number = self._order, self._number
+
+        def hook(param: torch.Tensor) -> None:
+            ZERO_REDUCE(param.grad, order, number, i)
+            param.grad = None
+
+        return hook
+
+    def reduce(self, gradient: torch.Tensor, slot: int) -> None:
+        self._reducer.take(slot, gradient)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        # Dynamo cannot trace an assignment to ``param.grad`` of these classes.
+        noticed = [slot.param for slot in self._reducer.slots if isinstance(slot.param, GradFace)]
+        for param in noticed:
+            stop_noticing(param)
+        try:
+            with compiling_backward(self._compiler):
+                yield
+        finally:
+            for param in noticed:
+                notice_cleared(param)
+
+    def outside(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compiler.disable(hook)
+
+    def close(self) -> None:
+        """Passes run as they are again."""
+        self._passes.compile_by(None)
+        self._reducer.wrap_hooks(lambda _, hook: hook)

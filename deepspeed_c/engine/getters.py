@@ -145,8 +145,6 @@ ABSENT_METHODS: dict[str, str] = {
     "sparse_all_gather": _COMM,
     "get_autosp_backend": _GRAPH_PASSES,
     "get_autotp_backend": _GRAPH_PASSES,
-    "get_deepcompile_backend": _GRAPH_PASSES,
-    "get_deepspeed_compile_backend": _GRAPH_PASSES,
 }
 
 

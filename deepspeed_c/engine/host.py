@@ -8,19 +8,17 @@ import gc
 import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from typing_extensions import Self
 
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm.axes import DATA, TP
-from deepspeed_c.comm.groups import get_rank
 from deepspeed_c.comm.mesh import Mesh
-from deepspeed_c.compile.schedule import Schedule, register_compile_pass
 from deepspeed_c.config import Config
 from deepspeed_c.engine.attributes import ATTRIBUTES
+from deepspeed_c.engine.compiling import Compiling
 from deepspeed_c.engine.edits import EditContext, Edits
 from deepspeed_c.engine.getters import ABSENT_METHODS, ConfigGetters
 from deepspeed_c.engine.parts import take_parts
@@ -28,18 +26,12 @@ from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.weights import check_weights, consolidate, load_custom, load_weights
 from deepspeed_c.env import read_env
 from deepspeed_c.errors import FeatureError, MissingNameError, StateError
-from deepspeed_c.logging import logger
 from deepspeed_c.moe.load import ExpertLoad, expert_load
 from deepspeed_c.recompute.blocks import Blocks
-from deepspeed_c.zero.gradients.reducer import GradientReducer
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.weights.fetch import Fetcher
 from deepspeed_c.zero.weights.gather_unit import PlacedShard
 from deepspeed_c.zero.weights.param import state_of
-
-if TYPE_CHECKING:
-    from deepspeed_c.compile.passes.contract import PassContract
-    from deepspeed_c.engine.compiled import CompiledModel
 
 __all__ = ["ModelHost", "take_from_others"]
 
@@ -61,7 +53,7 @@ def take_from_others(model: torch.nn.Module) -> None:
             host._hand_over()
 
 
-class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
+class ModelHost(Compiling, ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
     """A model on its ranks, ready to run. ``module`` is the model; its parameters stay the same objects.
 
     Attributes of the module can be read from the host too. The constructor of a subclass must end with a call of
@@ -88,8 +80,6 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         self.dp_world_size, self.mp_world_size = mesh.size(*DATA), mesh.size(TP)
         self.local_rank = read_env().local_rank
         self._layout = Layout([], [], None)
-        self._is_compiled = False
-        self._compiled: CompiledModel | None = None
         self._is_closed = False
         self._is_generating = False
         self._edits = edits
@@ -250,94 +240,6 @@ class ModelHost(ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
             self._fetcher.abort()
             self._fetcher.pool.clear()
         get_accelerator().empty_cache()
-
-    def compile(
-        self,
-        backend: str = "inductor",
-        compile_kwargs: dict[str, Any] | None = None,
-        schedule: Any = None,
-        compiled_autograd_enabled: bool = False,
-    ) -> None:
-        """Compiles the module in place with ``torch.compile``.
-
-        With ``"compile": {"deepcompile": true}`` at stages 1 to 3, gathers of weights and reductions of gradients
-        become operators inside the compiled graphs. backend: "inductor", or "aot_eager" and "eager", which run each
-        operator of a graph as it is. compile_kwargs: further arguments of ``torch.compile``.
-
-        schedule: which passes edit the graphs from which step on, as ``[(0, ["zero3_compile"]), (5, [...])]``; None for
-        the stage's own pass. Without deepcompile it is not used. A second call changes nothing.
-
-        Raises FeatureError for compiled autograd, ConfigError for a backend that cannot take edited graphs and for a
-        malformed schedule, and PassContractError for a schedule that breaks the contract of a pass. Nothing is changed
-        then.
-        """
-        if self._is_compiled:
-            logger.info("engine.compile: the module is compiled already, and stays as it is")
-            return
-        stage = self._config.zero.stage
-        is_deep = self._config.compile.deepcompile and stage > 0
-        if compiled_autograd_enabled and is_deep:
-            logger.warning("compiled_autograd_enabled is not used: with deepcompile the backward is compiled already")
-        elif compiled_autograd_enabled:
-            raise FeatureError(
-                "engine.compile does not take compiled_autograd_enabled without deepcompile yet",
-                where="compile",
-                fix='set "compile": {"deepcompile": true}, or leave it out',
-            )
-        if is_deep:
-            # Importing torch's compiler takes seconds.
-            from deepspeed_c.engine.compiled import CompiledModel
-
-            log = Path(f"compiled_graphs/rank{get_rank()}") if self._config.compile.debug_log else None
-            self._compiled = CompiledModel(
-                self.module,
-                self._fetcher,
-                self._graph_reducer(),
-                self._graph_step,
-                backend,
-                compile_kwargs or {},
-                Schedule(schedule, stage),
-                log,
-            )
-        else:
-            if schedule:
-                logger.warning('schedule is not used: it needs "compile": {"deepcompile": true} and ZeRO from stage 1 on')
-            self.module.compile(backend=backend, **(compile_kwargs or {}))
-        self._is_compiled = True
-
-    def register_compile_pass(
-        self, pass_name: str, pass_fn: Callable[..., Any], contract: PassContract | None = None
-    ) -> None:
-        """Makes a pass known by a name, for the schedule of ``compile``. See docs/adding/compile-pass.md.
-
-        Raises ConfigError if ``pass_fn`` cannot be called, or if the name is that of a pass of ZeRO.
-        """
-        register_compile_pass(pass_name, pass_fn, contract)
-
-    def get_compile_time(self) -> list[tuple[str, int, int, float]]:
-        """What the passes over compiled graphs took so far: ("fwd" or "bwd", number among all edited graphs, number of
-        the frame, seconds). Empty without deepcompile.
-        """
-        return [] if self._compiled is None else list(self._compiled.backend.times)
-
-    def _graph_step(self) -> int:
-        """The step by which the schedule of passes goes; always 0 for a model that is not trained."""
-        return 0
-
-    def _graph_reducer(self) -> GradientReducer | None:
-        """The reducer that takes gradients from compiled graphs; None for a model that is not trained."""
-        return None
-
-    def _uncompile(self) -> None:
-        """Gives the module its own forward back, before its edits are undone."""
-        if self._compiled is not None:
-            self._compiled.close()
-            self._compiled = None
-            self._is_compiled = False
-
-    @property
-    def is_compiled(self) -> bool:
-        return self._is_compiled
 
     def __getattr__(self, name: str) -> Any:
         try:

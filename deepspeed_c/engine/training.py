@@ -16,6 +16,7 @@ from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.comm.observed import listen, stop_listening
 from deepspeed_c.config import Config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
+from deepspeed_c.engine.backward import BackwardPass
 from deepspeed_c.engine.checkpoint.checkpoints import Checkpoints
 from deepspeed_c.engine.edits import Edits
 from deepspeed_c.engine.host import ModelHost
@@ -128,6 +129,9 @@ class TrainingHost(Reductions, ModelHost):
 
     def _graph_reducer(self) -> GradientReducer | None:
         return self._optimizer.reducer if self._trains else None
+
+    def _graph_passes(self) -> BackwardPass:
+        return self._passes
 
     def _graph_step(self) -> int:
         return self.global_steps

@@ -390,6 +390,15 @@ class GradientReducer:
         GRAD.__set__(param, gradient)
         self._path_hooks[i](param)
 
+    def wrap_hooks(self, wrap: Callable[[int, Callable[[torch.Tensor], None]], Callable[[torch.Tensor], None]]) -> None:
+        """From now on autograd calls ``wrap(i, hook)`` in place of the hook of each parameter ``i``."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks = [
+            slot.param.register_post_accumulate_grad_hook(wrap(slot.tracker_index, hook))
+            for slot, hook in zip(self.slots, self._path_hooks)
+        ]
+
     def end_backward(self) -> None:
         """Called when a backward pass has ended: reduces the buckets that are due."""
         with self._lock:
@@ -403,7 +412,7 @@ class GradientReducer:
                 self._has_passed = True
                 self._has_unreduced = False
                 if self._reduces_each_pass:
-                    self._wait()  # gives the staging buffers back
+                    self.wait()  # gives the staging buffers back
                 if self.sharding.gradients:
                     for bucket in self.buckets:
                         bucket.is_launched = False
@@ -440,7 +449,7 @@ class GradientReducer:
         bucket = self.buckets[i]
         self._works.append(bucket.reduce().then(lambda: self._note_sums(bucket)))
         if self._depth == 0:
-            self._wait()
+            self.wait()
 
     def _note_sums(self, bucket: Bucket) -> None:
         if self.is_in_backward and self._is_boundary:
@@ -452,7 +461,8 @@ class GradientReducer:
         if self._reduces_this_backward and self._path.pass_turn(i):
             self._start(i)
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Waits for the reductions that have been started."""
         while self._works:
             self._works.popleft().wait()
 
@@ -509,7 +519,7 @@ class GradientReducer:
             self._launch(_C.GradientPath.ALL)
             self._has_unreduced = False
         self._has_passed = True
-        self._wait()
+        self.wait()
         facts = self._exchange(notes, hash_of_inputs)
         if self._reduce_late(facts[_N_NUMBERS : _N_NUMBERS + len(self._in_order)]):
             facts = self._exchange(notes, hash_of_inputs)

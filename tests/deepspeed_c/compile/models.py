@@ -59,11 +59,12 @@ def make_engine(
     compiled: bool = True,
     debug_log: bool = False,
     zero: dict[str, Any] | None = None,
+    graphs: dict[str, Any] | None = None,
     make: Callable[..., nn.Module] = Model,
     gas: int = 2,
     **model: Any,
 ) -> Any:
-    """zero: further keys of zero_optimization. make: makes the model. model: its arguments."""
+    """zero: further keys of zero_optimization. graphs: of compile. make: makes the model. model: its arguments."""
     torch.manual_seed(0)
     module = make(**model)
     config: dict[str, Any] = {
@@ -79,7 +80,7 @@ def make_engine(
             "stage3_max_live_parameters": 2000,
             **(zero or {}),
         },
-        "compile": {"deepcompile": compiled, "debug_log": debug_log},
+        "compile": {"deepcompile": compiled, "debug_log": debug_log, **(graphs or {})},
     }
     if precision in ("bf16", "fp16"):
         config[precision] = {"enabled": True}

@@ -40,7 +40,8 @@ def other_values(field):
         elif kind is str:
             yield "text"
         elif typing.get_origin(kind) is tuple:
-            yield [typing.get_args(bare(typing.get_args(kind)[0]))[0]]
+            words = typing.get_args(bare(typing.get_args(kind)[0]))
+            yield next([word] for word in words if (word,) not in field.info.off)
         elif kind is int:
             yield 8
         elif kind is float:
