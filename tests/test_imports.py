@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "arguments": set(),
     "command_line": set(),
     "quantity": set(),
+    "script": set(),
     "cgroups": set(),
     "threads": {"_C", "cgroups"},
     "alias": set(),
@@ -85,7 +86,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "moe",
         "compile",
     },
-    "compile": {"config", "logging", "_C"},
+    "compile": {"config", "logging", "_C", "script"},
     "moe": {"config", "logging", "comm", "ops", "_C", "zero", "recompute", "utils"},
     "inference": {
         *("config", "logging", "comm", "accelerator", "ops", "_C", "zero", "engine", "inject", "utils", "checkpoint"),
@@ -93,7 +94,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "plan": {
         *("config", "comm", "ops", "_C", "zero", "offload", "engine", "quantity", "inject", "recompute", "inference"),
-        "moe",
+        *("moe", "script"),
     },
     "io": {"config", "ops", "_C", "quantity"},
     "bench": {"config", "comm", "quantity"},

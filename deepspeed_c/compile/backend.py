@@ -17,6 +17,7 @@ from deepspeed_c.compile import torch_internals
 from deepspeed_c.compile.graph import copy_of, derived_from
 from deepspeed_c.compile.passes.zero3 import add_gathers, add_reductions
 from deepspeed_c.compile.profile import GraphParameters, GraphProfile
+from deepspeed_c.compile.report import CompileReport, GraphEdits, operators_of
 from deepspeed_c.compile.schedule import CompilePass, Schedule, register_compile_pass
 from deepspeed_c.compile.verify import broken_rule, writers_of
 from deepspeed_c.errors import StateError
@@ -65,16 +66,24 @@ class GraphBackend:
     ) -> None:
         self._compile = torch_internals.BACKENDS[name]
         self._weights, self._schedule, self._options = weights, schedule, options or {}
-        self.n_frames = 0
+        self.report = CompileReport()
         self.log = log
         self.profiles: dict[int, GraphProfile] = {}
         self.parameters: dict[int, GraphParameters] = {}
-        self.times: list[tuple[str, int, int, float]] = []
+
+    @property
+    def n_frames(self) -> int:
+        return len(self.report.frames)
+
+    @property
+    def times(self) -> list[tuple[str, int, int, float]]:
         """("fwd" or "bwd", number among all edited graphs, number of the frame, seconds of its passes)"""
+        names = {"forward": "fwd", "backward": "bwd"}
+        graphs = enumerate(self.report.graphs)
+        return [(names[graph.phase], i, graph.frame, graph.seconds) for i, graph in graphs]
 
     def __call__(self, traced: GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        number = self.n_frames
-        self.n_frames += 1
+        number = self.report.add_frame()
         compiled = self._compile_frame(number, traced, inputs)
 
         def run_graph(*args: Any) -> Any:
@@ -114,6 +123,8 @@ class _Frame:
     def edit(self, graph: GraphModule, is_backward: bool) -> GraphModule:
         """Runs the passes over a forward or a backward graph."""
         begin = time.perf_counter()
+        before = operators_of(graph.graph)
+        edits = GraphEdits(self._number, "backward" if is_backward else "forward", len(before))
         if is_backward:
             self._compute_again(graph.graph)
         else:
@@ -122,18 +133,21 @@ class _Frame:
         may_write = writers_of(self._placeholders(graph.graph))
         wanted: list[int] | None = None  # what the graph has to reduce; None while nothing was put into it
         for i, pass_ in enumerate(self._passes):
+            problem = None
             if pass_.edit is None:
                 outputs = graph.graph.output_node().args[0]
                 wanted = [slot for slot, value in zip(slots, outputs) if slot is not None and value is not None]
                 self._add_operators(graph.graph, slots)
                 self._require_right(graph, wanted, may_write, pass_)
             else:
-                graph = self._run_pass(graph, pass_, is_backward, wanted, may_write)
+                graph, problem = self._run_pass(graph, pass_, is_backward, wanted, may_write)
             graph.graph.lint()
             graph.recompile()
             self._write(graph, is_backward, f"{i}_{pass_.name}")
-        phase = "bwd" if is_backward else "fwd"
-        self._backend.times.append((phase, len(self._backend.times), self._number, time.perf_counter() - begin))
+            after, now = operators_of(graph.graph), time.perf_counter()
+            edits.note(pass_.name, before, after, now - begin, problem)
+            before, begin = after, now
+        self._backend.report.graphs.append(edits)
         return graph
 
     def _placeholders(self, graph: torch.fx.Graph) -> dict[int, dict[Node, int]]:
@@ -160,8 +174,9 @@ class _Frame:
         is_backward: bool,
         wanted: Sequence[int] | None,
         may_write: Collection[str],
-    ) -> GraphModule:
-        """A pass of the user. If it raises, or if its graph breaks a rule, the graph before it is returned."""
+    ) -> tuple[GraphModule, str | None]:
+        """A pass of the user. If it raises, or if its graph breaks a rule, the graph before it is returned, with what
+        is wrong."""
         before = copy_of(graph.graph)
         backend = self._backend
         backend.profiles.setdefault(self._number, GraphProfile()).look(graph.graph, is_backward)
@@ -180,7 +195,7 @@ class _Frame:
         except Exception as error:  # noqa: BLE001  (whatever a pass of the user raises)
             problem = f"{type(error).__name__}: {error}"
         if problem is None:
-            return edited
+            return edited, None
         logger.warning(
             "the pass %r does not edit the %s graph of frame %d, which runs as it was before: %s",
             pass_.name,
@@ -188,7 +203,7 @@ class _Frame:
             self._number,
             problem,
         )
-        return GraphModule(graph, before)
+        return GraphModule(graph, before), problem
 
     def _problem_of(
         self, graph: torch.fx.Graph, before: torch.fx.Graph, wanted: Sequence[int] | None, may_write: Collection[str]

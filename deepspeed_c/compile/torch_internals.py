@@ -4,10 +4,11 @@ setting of torch is changed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config as functorch_config
@@ -15,10 +16,30 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.compiled_autograd import _enable
 from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 from torch._functorch.partitioners import default_partition
-from torch._guards import TracingContext, detect_fake_mode
+from torch._guards import CompileContext, TracingContext, detect_fake_mode
 
-__all__ = ["BACKENDS", "add_small_tensor", "compiling_backward", "gradient_of", "has_compiler", "input_index", "is_saved", "leave_alone", "size_hint"]
+__all__ = [
+    "BACKENDS",
+    "Compilation",
+    "CompilerError",
+    "GraphBreak",
+    "add_small_tensor",
+    "compiled_frame",
+    "compiling_backward",
+    "gradient_of",
+    "has_compiler",
+    "input_index",
+    "is_saved",
+    "leave_alone",
+    "new_notes",
+    "size_hint",
+]
+
+CompilerError = TorchDynamoException
+"""What ``torch.compile`` raises about a model that it does not compile, as with ``fullgraph=True``."""
 
 Edit = Callable[[torch.fx.GraphModule, bool], torch.fx.GraphModule]
 """(graph, whether it is a backward) -> the graph to compile."""
@@ -69,6 +90,85 @@ def has_compiler(backend: Any) -> bool:
 def leave_alone(code: CodeType) -> None:
     """From now on ``torch.compile`` compiles no frame of ``code``. It still traces calls of it within other frames."""
     skip_code(code)
+
+
+class GraphBreak(NamedTuple):
+    """A line between two graphs, with torch's reason, which has several lines."""
+
+    reason: str
+    function: str
+    file: str
+    line: int
+
+
+class Compilation(NamedTuple):
+    """One attempt to compile a frame. id: the number of the code and of the attempt, as "0/1". function, file, line: of
+    the code; None where torch has given up before it looked at it. failure: why it runs eagerly. guard: the check that
+    the graph of an earlier attempt, whose id it begins with, did not pass."""
+
+    id: str
+    function: str | None
+    file: str | None
+    line: int | None
+    has_graph: bool
+    failure: str | None
+    failed_at: tuple[str, int] | None
+    guard: str | None
+
+
+def compiled_frame() -> str:
+    """The ``Compilation.id`` of the frame that is being compiled."""
+    return str(CompileContext.current_compile_id())
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+class _Notes:
+    """What Dynamo notes about all frames of the process. It keeps the notes in two lists and drops the oldest of the
+    second, so the place of the last look is remembered."""
+
+    def __init__(self) -> None:
+        self._n_breaks = 0
+        self._last: Any = None
+
+    def new(self) -> tuple[list[GraphBreak], list[Compilation]]:
+        breaks = graph_break_reasons[min(self._n_breaks, len(graph_break_reasons)) :]
+        self._n_breaks = len(graph_break_reasons)
+        noted = get_compilation_metrics()
+        old = next((i for i in reversed(range(len(noted))) if noted[i] is self._last), -1)
+        self._last = noted[-1] if noted else None
+        # Graphs of a backward, which is compiled when it first runs, have notes too.
+        frames = [note for note in noted[old + 1 :] if note.is_forward is not False]
+        return [_break_of(each) for each in breaks], [_compilation_of(each) for each in frames]
+
+
+def _break_of(note: Any) -> GraphBreak:
+    if not note.user_stack:
+        return GraphBreak(note.reason, "a frame", "", 0)
+    # A break within a hook or a call of a module is in the user's line that has led there.
+    users = [place for place in note.user_stack if not place.filename.startswith(_TORCH)]
+    place = (users or note.user_stack)[-1]
+    return GraphBreak(note.reason, place.name, place.filename, place.lineno)
+
+
+def _compilation_of(note: Any) -> Compilation:
+    failure = note.fail_reason or note.fail_type
+    failed_at = (note.fail_user_frame_filename, note.fail_user_frame_lineno)
+    return Compilation(
+        str(note.compile_id),
+        note.co_name,
+        note.co_filename,
+        note.co_firstlineno,
+        bool(note.has_guarded_code),
+        failure,
+        failed_at if None not in failed_at else None,
+        note.recompile_reason,
+    )
+
+
+new_notes = _Notes().new
+"""() -> the graph breaks and the compiled frames of the process since the last call."""
 
 
 def add_small_tensor(graph: torch.fx.Graph) -> torch.fx.Node:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,18 @@ class CompiledModel:
     def compile(self, **options: Any) -> None:
         """Has the module run as graphs. options: further arguments of ``torch.compile``."""
         forward = torch.compile(self._module.forward, backend=self.backend, **options)
-        self._undo = swap_forward(self._module, forward)
+        self._undo = swap_forward(self._module, self._noting(forward))
+
+    def _noting(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled forward, which reports what it compiles and what runs eagerly."""
+        report = self.backend.report
+
+        @wraps(compiled)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with report:
+                return compiled(*args, **kwargs)
+
+        return forward
 
     def close(self) -> None:
         """The module runs its own forward again, under the ordinary hooks."""

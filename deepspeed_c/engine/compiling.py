@@ -21,6 +21,7 @@ from deepspeed_c.zero.weights.fetch import Fetcher
 if TYPE_CHECKING:
     from deepspeed_c.compile.backend import GraphBackend
     from deepspeed_c.compile.passes.contract import PassContract
+    from deepspeed_c.compile.report import CompileReport
     from deepspeed_c.engine.backward import BackwardPass
     from deepspeed_c.engine.compiled import CompiledBackward, CompiledModel
 
@@ -154,7 +155,14 @@ class Compiling:
         """What the passes over compiled graphs took so far: ("fwd" or "bwd", number among all edited graphs, number of
         the frame, seconds). Empty without deepcompile.
         """
-        return [] if self._compiled is None else list(self._compiled.backend.times)
+        return [] if self._compiled is None else self._compiled.backend.times
+
+    def get_compile_report(self) -> CompileReport | None:
+        """What became of the compiled model so far, on this rank: its frames, what each pass has changed in their
+        graphs, what stays eager and why, and what was compiled again. As text, it is what ``deepspeed_c compile show``
+        prints. None without deepcompile.
+        """
+        return None if self._compiled is None else self._compiled.backend.report
 
     @property
     def is_compiled(self) -> bool:

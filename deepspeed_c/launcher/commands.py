@@ -16,6 +16,7 @@ COMMANDS: dict[str, str] = {
     "ssh": "deepspeed_c.launcher.ssh:main",
     "config": "deepspeed_c.config.cli:main",
     "plan": "deepspeed_c.plan.cli:main",
+    "compile": "deepspeed_c.compile.cli:main",
     "generate": "deepspeed_c.inference.cli:main",
     "checkpoint": "deepspeed_c.checkpoint.tools.cli:main",
     "io": "deepspeed_c.io.cli:main",

@@ -345,6 +345,7 @@ Other commands:
   deepspeed_c config show FILE    every value of a configuration and where it comes from
   deepspeed_c config check FILE   what is wrong with a configuration
   deepspeed_c plan --help         the memory that each rank of a run will take, for each ZeRO stage; with --inference, of generation
+  deepspeed_c compile show SCRIPT what engine.compile makes of its model: graphs, passes, what stays eager and why
   deepspeed_c generate --help     text by the model of a Hugging Face folder, on one rank or on several
   deepspeed_c checkpoint --help   what is in a checkpoint, whether it is whole, and its weights or all of it in other formats
   deepspeed_c io --help           how fast the device of checkpoints and offloaded state is, and the settings that suit it
@@ -363,7 +364,7 @@ n ended it, and when signal n ended the launcher), 2 when nothing could be start
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="deepspeed_c",
-        usage="deepspeed_c [OPTIONS] SCRIPT [ARGS ...]\n       deepspeed_c " + " | ".join(COMMANDS),
+        usage="deepspeed_c [OPTIONS] SCRIPT [ARGS ...]\n       deepspeed_c {" + "|".join(COMMANDS) + "} ...",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=_HelpFormatter,

@@ -21,6 +21,7 @@ from deepspeed_c.plan.table import as_json, as_text, plan_table
 from deepspeed_c.plan.tiers import Budgets, Rates
 from deepspeed_c.plan.timeline import Option
 from deepspeed_c.quantity import parse_bytes, parse_count
+from deepspeed_c.script import script_index
 
 __all__ = ["main"]
 
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs ``deepspeed_c plan`` with these arguments. Returns 0 if a plan was printed. Raises ConfigError, ModelError,
     OptimizerError."""
     parser = _parser()
-    n_own = _script_index(parser, argv)
+    n_own = script_index(parser, argv)
     options = parser.parse_args(argv[:n_own])
     script, *arguments = [*argv[n_own:]] or [""]
     if options.inference is not None:
@@ -270,13 +271,3 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     return parser
-
-
-def _script_index(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
-    """The index of the script: the first word that is neither an option nor the value of an option. All later words are
-    arguments of the script."""
-    takes_value = {flag for action in parser._actions if action.nargs != 0 for flag in action.option_strings}
-    i = 0
-    while i < len(argv) and argv[i].startswith("-"):
-        i += 2 if argv[i] in takes_value else 1
-    return min(i, len(argv))

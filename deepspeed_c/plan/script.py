@@ -3,11 +3,7 @@ call."""
 
 from __future__ import annotations
 
-import inspect
-import os
-import runpy
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -18,6 +14,7 @@ import torch.distributed as dist
 from typing_extensions import Self
 
 from deepspeed_c.errors import ModelError
+from deepspeed_c.script import StopScript, config_among, line_of, run_script
 from deepspeed_c.zero.weights import init as partition_parameters
 
 __all__ = ["Found", "find_model"]
@@ -38,9 +35,8 @@ class Found(NamedTuple):
     is_sharded: bool  # the model was built under ``zero.Init``
 
 
-class _Reached(BaseException):
-    """Raised by the stand-in for ``initialize``. It is a BaseException, so that the script's ``except Exception`` does
-    not catch it."""
+class _Reached(StopScript):
+    """Raised by the stand-in for ``initialize``."""
 
     def __init__(self, found: Found) -> None:
         super().__init__("initialize was reached")
@@ -55,13 +51,10 @@ def find_model(script: str, arguments: Sequence[str], n_ranks: int) -> Found:
     Raises ModelError if there is no such file, or if the script ends before it calls initialize, or fails on tensors
     without data.
     """
-    if not os.path.isfile(script):
-        raise ModelError(
-            "there is no such script", where=script, fix="give the path of a Python file, after all options"
-        )
+    notes = {"is_sharded": False}
     try:
-        with _stand_ins(script, arguments, n_ranks):
-            runpy.run_path(script, run_name="__main__")
+        with _stand_ins(notes, n_ranks):
+            run_script(script, arguments, n_ranks, 29500, _stopping(notes))
     except _Reached as reached:
         return reached.found
     except SystemExit as stop:
@@ -75,34 +68,17 @@ def find_model(script: str, arguments: Sequence[str], n_ranks: int) -> Found:
             raise  # errors of this package need no further explanation
         raise ModelError(
             f"the script failed before it called deepspeed_c.initialize: {type(error).__name__}: {error}",
-            where=_line_of(error, script),
+            where=line_of(error, script),
             fix=ADVICE,
         ) from error
     raise ModelError("the script ended and did not call deepspeed_c.initialize", where=script, fix=ADVICE)
 
 
-def _line_of(error: BaseException, script: str) -> str:
-    """The innermost line of the script in the error's traceback."""
-    path = os.path.abspath(script)
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if os.path.abspath(f.filename) == path]
-    return f"{script}:{lines[-1]}" if lines else script
-
-
 @contextmanager
-def _stand_ins(script: str, arguments: Sequence[str], n_ranks: int) -> Iterator[None]:
+def _stand_ins(notes: dict[str, bool], n_ranks: int) -> Iterator[None]:
     """While the script runs, replaces the functions that allocate memory or communicate with other ranks."""
     package = sys.modules[__name__.partition(".")[0]]  # the script looks up public names in this module
-    folder = os.path.dirname(os.path.abspath(script))
-    notes = {"is_sharded": False}
-    stop = _stopping(package.initialize, notes)
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(n_ranks), "LOCAL_WORLD_SIZE": str(n_ranks)}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(sys, "argv", [script, *arguments]))
-        stack.enter_context(mock.patch.object(sys, "path", [folder, *sys.path]))
-        stack.enter_context(mock.patch.dict(os.environ, place))
-        stack.enter_context(mock.patch.object(package, "initialize", stop))
-        stack.enter_context(mock.patch.object(sys.modules[f"{package.__name__}.initialize"], "initialize", stop))
         init = _stand_in_for_init(notes)
         for owner in (package.zero, partition_parameters):
             stack.enter_context(mock.patch.object(owner, "Init", init))
@@ -113,11 +89,8 @@ def _stand_ins(script: str, arguments: Sequence[str], n_ranks: int) -> Iterator[
         yield
 
 
-def _stopping(initialize: Callable, notes: dict[str, bool]) -> Callable:
-    signature = inspect.signature(initialize)
-
-    def stop(*args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs).arguments
+def _stopping(notes: dict[str, bool]) -> Callable:
+    def stop(_: Callable[..., Any], given: dict[str, Any]) -> None:
         model = given.get("model")
         if not isinstance(model, torch.nn.Module):
             raise ModelError(
@@ -125,13 +98,8 @@ def _stopping(initialize: Callable, notes: dict[str, bool]) -> Callable:
                 where="initialize(model=...)",
                 fix="pass the model",
             )
-        configs = (
-            given.get("config"),
-            given.get("config_params"),
-            getattr(given.get("args"), "deepspeed_config", None),
-        )
-        config = next((c for c in configs if c is not None), None)
-        raise _Reached(Found(model, given.get("optimizer"), given.get("model_parameters"), config, notes["is_sharded"]))
+        found = (model, given.get("optimizer"), given.get("model_parameters"), config_among(given))
+        raise _Reached(Found(*found, notes["is_sharded"]))
 
     return stop
 
