@@ -140,3 +140,32 @@ def bad_body(rank: int, world: int) -> None:
 
 def test_a_refused_backend_leaves_the_engine_as_it_was(run_ranks) -> None:
     run_ranks(2, bad_body, preload="torch._dynamo")
+
+
+def saved_body(rank: int, world: int, precision: str) -> None:
+    """What autograd has saved after a forward: weights as references that hold no memory, except for those of a unit
+    that stays gathered, and no copy of a weight in another dtype."""
+    torch._dynamo.reset()
+    with make_engine(3, precision) as engine:
+        engine.compile(backend="eager", compile_kwargs={"fullgraph": True})
+        shapes = {tuple(p.ds_shape) for p in engine.module.parameters() if p.ndim == 2}
+        loss = engine(*batch_of(rank, 0))
+        nodes, todo = set(), [loss.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is not None and node not in nodes:
+                nodes.add(node)
+                todo += [following for following, _ in node.next_functions]
+        (compiled,) = (node for node in nodes if "CompiledFunction" in type(node).__name__)
+        saved = [t for t in compiled.saved_tensors if {tuple(t.shape), tuple(t.shape[::-1])} & shapes]
+        whole = sum(t.untyped_storage().nbytes() >= t.nbytes for t in saved)
+        ready = sum(len(group.slots) for group in engine._fetcher.groups if group.is_ready)
+        assert len(saved) == 7, f"{len(saved)} of 7 matrices are saved"
+        assert whole <= ready < len(saved), f"{whole} saved weights have memory; {ready} parameters are gathered"
+        assert {t.dtype for t in saved} == {torch.float32}, "a cast is computed again in the backward"
+        engine.backward(loss)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "autocast"])
+def test_gathered_weights_are_not_saved_for_the_backward(run_ranks, precision: str) -> None:
+    run_ranks(2, saved_body, precision, preload="torch._dynamo")
