@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 from torch._functorch.partitioners import default_partition
-from torch._guards import CompileContext, TracingContext, detect_fake_mode
+from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
 
 __all__ = [
     "BACKENDS",
@@ -210,7 +210,9 @@ def _run_operators(traced: torch.fx.GraphModule, inputs: Sequence[Any], edit: Ed
     compile_ = aot_autograd(
         fw_compiler=compiler(False), bw_compiler=compiler(True), partition_fn=default_partition
     )
-    return compile_(traced, inputs)
+    # A frame that is compiled anew is compiled outside of Dynamo, which has no context then.
+    with nullcontext() if TracingContext.try_get() else tracing(TracingContext(None)):
+        return compile_(traced, inputs)
 
 
 BACKENDS: dict[str, Callable[..., Any]] = {
