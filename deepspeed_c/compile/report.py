@@ -117,7 +117,7 @@ class Recompile:
     guard: str
 
 
-@dataclass
+@dataclass(eq=False)
 class CompileReport:
     """All that is known of one engine's compiled model. As a context manager, it surrounds each run of the forward."""
 
