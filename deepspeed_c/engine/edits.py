@@ -15,6 +15,7 @@ from deepspeed_c.comm.axes import SP, TP, WITHIN_STAGE
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
+from deepspeed_c.engine.generate import Generation
 from deepspeed_c.engine.python_gc import CollectorPause
 from deepspeed_c.env import read_env
 from deepspeed_c.inject import cut_model
@@ -44,6 +45,8 @@ class EditContext:
     """Names of the parts of the model that a rank runs separately; a single empty name stands for the whole model."""
     name_of_pass: Callable[[], str] = lambda: "train"
     """Returns "train", "eval" or "generate". Gathers have one plan for each."""
+    generation: Generation | None = None
+    """The generation of the engine that gets the model; None where no engine is made."""
 
 
 class Made(Protocol):
@@ -141,6 +144,10 @@ def _gather(model: torch.nn.Module, context: EditContext) -> Made:
     return _Undo(hooks.remove)
 
 
+def _watch_generation(model: torch.nn.Module, context: EditContext) -> Made:
+    return _Undo(context.generation.watch(model))
+
+
 EDITS: tuple[ModelEdit, ...] = (
     ModelEdit(
         "kernels",
@@ -163,6 +170,12 @@ EDITS: tuple[ModelEdit, ...] = (
     ),
     ModelEdit("recomputation", wanted=lambda context: True, apply=_recompute, after=("attention", "tiles")),
     ModelEdit("gathering", wanted=_has_fetcher, apply=_gather, after=("recomputation",)),
+    ModelEdit(
+        "generation",
+        wanted=lambda context: context.generation is not None,
+        apply=_watch_generation,
+        after=("tensor cut", "attention"),
+    ),
     ModelEdit(
         "collector pause",
         wanted=lambda context: context.config.disable_python_gc,

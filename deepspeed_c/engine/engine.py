@@ -131,6 +131,7 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
         """
         optimizer = self._require_optimizer("step")
         self._require_states("step")
+        self._generation.end("step")
         if self._passes.is_inside_no_sync:
             raise BackwardError(
                 "step() was called within no_sync()", where="engine.step", fix="leave the context before the step"

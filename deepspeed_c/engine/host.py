@@ -20,6 +20,7 @@ from deepspeed_c.config import Config
 from deepspeed_c.engine.attributes import ATTRIBUTES
 from deepspeed_c.engine.compiling import Compiling
 from deepspeed_c.engine.edits import EditContext, Edits
+from deepspeed_c.engine.generate import Generation
 from deepspeed_c.engine.getters import ABSENT_METHODS, ConfigGetters
 from deepspeed_c.engine.parts import take_parts
 from deepspeed_c.engine.precision import Precision
@@ -81,7 +82,9 @@ class ModelHost(Compiling, ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         self.local_rank = read_env().local_rank
         self._layout = Layout([], [], None)
         self._is_closed = False
-        self._is_generating = False
+        self._generation = Generation(
+            model, fetcher=lambda: self._fetcher, require_ready=self._require_generation, trains=lambda: self._trains
+        )
         self._edits = edits
 
     def _open(self, layout: Layout) -> None:
@@ -99,7 +102,14 @@ class ModelHost(Compiling, ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         """Connects the units of a layout, and the hooks that gather their weights, to this host."""
         self._layout = layout
         self._edits.make(
-            EditContext(self._config, self._mesh, layout, stages=self._stage_names(), name_of_pass=self._name_of_pass)
+            EditContext(
+                self._config,
+                self._mesh,
+                layout,
+                stages=self._stage_names(),
+                name_of_pass=self._name_of_pass,
+                generation=self._generation,
+            )
         )
         self._blocks: Blocks = self._edits["recomputation"]
         _open_hosts.add(self)
@@ -145,10 +155,29 @@ class ModelHost(Compiling, ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
     def _shards_parameters(self) -> bool:
         return self._fetcher is not None and bool(self._fetcher.groups)
 
+    @property
+    def _trains(self) -> bool:
+        """Whether there is an optimizer."""
+        return False
+
+    def _require_generation(self) -> None:
+        self._require_open()
+        self._require_states("generate")
+
     def _name_of_pass(self) -> str:
         if torch.is_grad_enabled():
             return "train"
-        return "generate" if self._is_generating else "eval"
+        return "generate" if self._generation.is_running else "eval"
+
+    def train(self, mode: bool = True) -> Self:
+        """As of any module. ``train()`` ends the lease of a generation: see ``generate``.
+
+        Raises StateError while another thread generates, and on a rank that has written to sharded weights since the
+        generation began (they are as before then, and ``train()`` may be called again).
+        """
+        if mode:
+            self._generation.end("train")
+        return super().train(mode)
 
     def module_state_dict(
         self, destination=None, prefix: str = "", keep_vars: bool = False, exclude_frozen_parameters: bool = False
@@ -231,6 +260,7 @@ class ModelHost(Compiling, ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         it during a forward or backward pass."""
         self._require_open()
         if self._fetcher is not None:
+            self._generation.end("empty_partition_cache")
             if self._fetcher.is_active:
                 raise StateError(
                     "called within a forward or backward pass",

@@ -85,16 +85,24 @@ class WholeModel:
         )
 
     def generate(self, *args: Any, synced: bool = False, **kwargs: Any) -> Any:
-        """Calls the module's ``generate``. ``synced``: ranks may stop after different numbers of forwards (see
-        ``synced_generation``)."""
-        self._require_open()
-        generate = self.module.generate
-        with self.synced_generation() if synced else nullcontext():
-            before, self._is_generating = self._is_generating, True
-            try:
-                return generate(*args, **kwargs)
-            finally:
-                self._is_generating = before
+        """Calls the module's ``generate``, with weights that are gathered once for all tokens.
+
+        ``engine.module.generate`` does the same where the module is a model of transformers: a *lease* makes all
+        weights available, and no rank waits for another one until it ends. If all weights lie in joint memory
+        (``comm.zero_copy_gather``), or on each rank (stages 0 to 2), the call is not collective. Otherwise the first
+        call is collective; in evaluation mode the lease lasts until ``train()``, ``step``, a training forward or a
+        load, and further calls are not collective. A rank without prompts passes prompts of zero rows.
+
+        ``synced``: for models of more elements than ``stage3_max_live_parameters``, which are gathered for each token:
+        ranks may stop after different numbers of forwards (see ``synced_generation``).
+
+        Raises StateError, before a collective, in training mode with gradients enabled.
+        """
+        with (
+            self._generation.run() as is_leased,
+            self.synced_generation() if synced and not is_leased else nullcontext(),
+        ):
+            return self.module.generate(*args, **kwargs)
 
     @contextmanager
     def synced_generation(self) -> Iterator[None]:
@@ -104,9 +112,5 @@ class WholeModel:
         Collective to enter. One forward in evaluation or training mode should have run before, so that the order of use
         is known. Otherwise all gathered weights stay in memory until the forward ends.
         """
-        before, self._is_generating = self._is_generating, True
-        try:
-            with self._fetcher.synced() if self._shards_parameters else nullcontext():
-                yield
-        finally:
-            self._is_generating = before
+        with self._generation.running(), self._fetcher.synced() if self._shards_parameters else nullcontext():
+            yield

@@ -30,9 +30,10 @@ from deepspeed_c.buffers import Allocate, BufferPool
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.joint import JointMemory
 from deepspeed_c.errors import StateError
-from deepspeed_c.logging import logger
+from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.saved_tensors import SavedTensors
 from deepspeed_c.zero.layout.unit import Unit
+from deepspeed_c.zero.weights.fingerprint import fingerprint_of
 from deepspeed_c.zero.weights.forwards import Forward, ForwardsInFlight, Route, reversed_steps
 from deepspeed_c.zero.weights.gather_unit import GatherUnit, PlacedShard, Places, WholeShard
 from deepspeed_c.zero.weights.param import (
@@ -119,6 +120,21 @@ class _BackwardPass(_Pass):
         self.last_use = {unit: i for i, unit in enumerate(mode.steps)}
 
 
+class _Lease:
+    """All units of a fetcher, held gathered, and the content that they had at the beginning."""
+
+    def __init__(self, groups: Sequence[GatherUnit]) -> None:
+        self.groups = groups
+        self._before = [fingerprint_of(group.buffer) for group in groups]
+
+    def find_written(self) -> GatherUnit | None:
+        """The first unit that somebody has written to, or one of whose parameters got other data."""
+        for group, before in zip(self.groups, self._before):
+            if not group.is_in_place or fingerprint_of(group.buffer) != before:
+                return group
+        return None
+
+
 def _forward_key(name: str, root: int) -> Any:
     return name if root == 0 else (name, root)
 
@@ -171,6 +187,8 @@ class Fetcher:
         self._reducer: GradientReducer | None = None
         self._bucket_of: dict[int, int] = {}
         self._held: dict[object, Sequence[GatherUnit]] = {}
+        self._lease: _Lease | None = None
+        self._was_leased = False
         self._is_synced = False
         self._keeps_all = False  # nothing is released during a pass
         self._is_closed = False
@@ -275,6 +293,61 @@ class Fetcher:
             if group.buffer is not None and group.index != keep and not group.pins:
                 group.let_go(expects_grads=expects_grads)
 
+    @property
+    def is_joint(self) -> bool:
+        """Whether all weights lie in joint memory, so that no gather is a collective."""
+        return all(group.is_joint for group in self.groups)
+
+    @property
+    def is_leased(self) -> bool:
+        return self._lease is not None
+
+    def lease(self) -> bool:
+        """Makes all weights available until the lease ends. Meanwhile forwards without gradients gather nothing, and
+        each rank runs as many as it likes. Returns whether there is a lease.
+
+        Collective, unless there is a lease already or all weights lie in joint memory. There is no lease, on any rank
+        alike, where the whole model has more elements than ``FetchLimits.max_live``, within a pass or ``synced``, and
+        where graphs of ``torch.compile`` gather by themselves.
+        """
+        with self.lock:
+            if self._lease is not None:
+                return True
+            is_too_large = not self.is_joint and sum(self._elems) > self.limits.max_live
+            if is_too_large or self.is_active or self._is_synced or self._has_graphs:
+                return False
+            if not self.is_joint and not self._was_leased:
+                self._was_leased = True
+                n_bytes = sum(group.numel * group.unit.dtype.itemsize for group in self.groups)
+                log_dist(f"generation gathers all weights once: {n_bytes / 2**20:.1f} MiB on each rank", ranks=[0])
+            self.pin(self.groups)
+            self._lease = _Lease(self.groups)
+            return True
+
+    def end_lease(self) -> None:
+        """Releases the weights of the lease, if there is one. Each rank does so by itself.
+
+        Raises StateError on a rank that has written to weights during the lease. The weights are as before then.
+        """
+        with self.lock:
+            written = None if self._lease is None else self._lease.find_written()
+            self._drop_lease()
+            if written is None:
+                return
+            # The writes are only in this rank's view of the weights.
+            self._forget_writes()
+        raise StateError(
+            "its weights were written to during generation; the edit was not kept",
+            where=written.label,
+            fix="edit weights within GatheredParameters(..., modifier_rank=0), before or after generation",
+        )
+
+    def _drop_lease(self) -> None:
+        """Ends the lease without a look at the weights."""
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            self.unpin(lease.groups)
+
     def _mode_of(self, key: Any, first_steps: Callable[[], list[int]]) -> _Mode:
         mode = self._modes.get(key)
         if mode is None:
@@ -283,6 +356,7 @@ class Fetcher:
         return mode
 
     def _begin(self, beginning: _Pass) -> None:
+        self.end_lease()
         self._pass, mode = beginning, beginning.mode
         if self._has_graphs:
             self._show_released()
@@ -339,6 +413,8 @@ class Fetcher:
         the units that hold parameters of the root; default: all units.
         """
         self._drop_pass()
+        if self._lease is not None and name != "train":
+            return None
         forward = Forward() if name == "train" else None
         with self.lock:
             if self._is_synced:
@@ -671,7 +747,7 @@ class Fetcher:
         """Called when shards have been written to: gathered weights are out of date and are released or gathered again.
         Collective if units are pinned or lie in joint memory."""
         with self.lock:
-            self.end_writes()
+            self.end_writes()  # has ended the lease, so no unit is held for it
             for g in self.groups if group is None else [group]:
                 if g.buffer is None:
                     continue
@@ -687,12 +763,18 @@ class Fetcher:
         """Call it before weights are written. If weights lie in joint memory it is collective, and no rank reads them
         any more when it returns. Otherwise there is nothing to wait for, because no rank reads another rank's shards.
         """
+        self.end_lease()
         self._fence("weights about to be written")
 
     def end_writes(self) -> None:
         """Call it when weights have been written. When it returns, the writes of all ranks are visible. Collective in
         the same cases as ``begin_writes``."""
+        self._drop_lease()
         self._fence("weights written")
+        self._forget_writes()
+
+    def _forget_writes(self) -> None:
+        """Drops this rank's own writes to gathered weights in joint memory."""
         for joints in self._joints.values():
             for joint in joints:
                 joint.forget()
@@ -740,6 +822,7 @@ class Fetcher:
         if self._is_closed:
             return
         self._pass = None
+        self._drop_lease()
         self._is_closed = True
         for group in self.groups:
             group.close()

@@ -92,6 +92,15 @@ class GatherUnit:
             return ZeroParamStatus.AVAILABLE
         return ZeroParamStatus.NOT_AVAILABLE if self.buffer is None else ZeroParamStatus.INFLIGHT
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the parameters of this gathered unit are still its views."""
+        views = self._views or self._views_of(self.buffer)
+        return all(
+            slot.param.data_ptr() == view.data_ptr() and slot.param.shape == view.shape and slot.param.dtype == view.dtype
+            for slot, view in zip(self.slots, views)
+        )
+
     def start(self) -> None:
         """Starts the gather. If the unit is gathered already (its weights were updated, or a plan asks for it again),
         the same buffer is filled again."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from deepspeed_c.errors import StateError
+from deepspeed_c.zero.weights.fingerprint import fingerprint_of
 from deepspeed_c.zero.weights.gather_unit import PlacedShard, WholeShard
 from deepspeed_c.zero.weights.hooks import external_parameters
 from deepspeed_c.zero.weights.param import check_edit, point_at, state_of
@@ -19,28 +20,6 @@ __all__ = [
     "unregister_external_parameter",
     "unwrap_model_for_generation",
 ]
-
-
-def _fingerprint(param: torch.nn.Parameter) -> tuple[int, ...]:
-    """Position-dependent sums of a tensor's bits. They change if somebody writes to the tensor, except with a
-    probability of about 2^-64."""
-    data = param.data
-    if data.numel() == 0:
-        return (data.data_ptr(),)
-    bits = data.detach().contiguous().view(-1)
-    bits = bits.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()])
-    width = min(bits.numel(), 4099)  # prime: rows of periodic data begin at different offsets
-    n_rows = bits.numel() // width
-    rows = bits.narrow(0, 0, n_rows * width).view(n_rows, width)
-    by_column, by_row = rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64)
-    rest = bits.narrow(0, n_rows * width, bits.numel() - n_rows * width).to(torch.int64)
-
-    def weigh(sums: torch.Tensor) -> torch.Tensor:
-        # Odd weights, so that no change of one sum is lost modulo 2^64.
-        weights = torch.arange(sums.numel(), device=sums.device, dtype=torch.int64)
-        return (sums * (weights * 0x1E3779B97F4A7C15 + 1)).sum() if sums.numel() else sums.new_zeros(())
-
-    return tuple(torch.stack([weigh(by_column), weigh(by_row), weigh(rest)]).tolist())
 
 
 class GatheredParameters:
@@ -83,7 +62,7 @@ class GatheredParameters:
         # A parameter that stays whole has no shards to restore it from, so it is copied. Such parameters are small.
         self._copies = [p.data.clone() if isinstance(state_of(p), WholeShard) else None for p in self._params]
         if self._modifier_rank is None:
-            self._before = [None if c is not None else _fingerprint(p) for p, c in zip(self._params, self._copies)]
+            self._before = [None if c is not None else fingerprint_of(p.data) for p, c in zip(self._params, self._copies)]
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         if not self._params:
@@ -162,7 +141,7 @@ class GatheredParameters:
     def _is_written(self, param: torch.nn.Parameter, before: Any, copy: torch.Tensor | None) -> bool:
         if copy is not None:
             return param.data.shape != copy.shape or not torch.equal(_bits(param.data), _bits(copy))
-        return _fingerprint(param) != before
+        return fingerprint_of(param.data) != before
 
     def _forbid_edits(self, raises: bool) -> None:
         looked_at = enumerate(zip(self._params, self._before, self._copies))

@@ -1,5 +1,5 @@
-"""Generation at stage 3, before and after the order of gathers is learnt: ranks may stop after different numbers of
-forwards."""
+"""Generation at stage 3 with a model that exceeds ``stage3_max_live_parameters``, before and after the order of gathers
+is learnt: ranks may stop after different numbers of forwards. ``test_generate.py`` has models that are gathered once."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def make() -> Writer:
 
 
 def body(rank: int, world: int, is_learnt: bool, is_synced: bool) -> list[list[int]]:
-    zero = {"reduce_bucket_size": 60, "stage3_prefetch_bucket_size": 100}
+    zero = {"reduce_bucket_size": 60, "stage3_prefetch_bucket_size": 100, "stage3_max_live_parameters": 300}
     engine = deepspeed_c.initialize(model=make(), config=make_config(3, "fp32", 1, {"zero_optimization": zero}))[0]
     start = torch.tensor([rank + 1, 3])
     results = []
     with engine:
+        engine.eval()
         if is_learnt:
-            engine.eval()
             with torch.no_grad():
                 engine(start)
         for turn in range(3):
@@ -57,6 +57,7 @@ def body(rank: int, world: int, is_learnt: bool, is_synced: bool) -> list[list[i
             results.append(engine.generate(start, n, synced=is_synced).tolist())
         assert engine._fetcher.live_elems == 0
         # Training goes on as if nothing had been generated.
+        engine.train()
         loss = engine(start).square().mean()
         engine.backward(loss)
         engine.step()

@@ -1,0 +1,164 @@
+"""Generation with the weights of an engine in training: they are made whole once for all tokens.
+
+A *lease* makes all sharded weights available while a model generates (``Fetcher.lease``). No forward gathers anything
+then, so each rank ends when it has all of its tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import update_wrapper
+from types import MethodType
+from typing import Any
+
+import torch
+
+from deepspeed_c.errors import StateError
+from deepspeed_c.zero.weights.fetch import Fetcher
+
+__all__ = ["Generation"]
+
+
+class Generation:
+    """Which threads generate with the model of one engine, and how long its weights stay whole.
+
+    fetcher: returns the engine's fetcher, or None if no weights are sharded. require_ready: raises if the engine cannot
+    run. trains: returns whether the engine has an optimizer.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        fetcher: Callable[[], Fetcher | None],
+        require_ready: Callable[[], None],
+        trains: Callable[[], bool],
+    ) -> None:
+        self._module, self._fetcher, self._require_ready, self._trains = module, fetcher, require_ready, trains
+        self._threads: Counter[int] = Counter()  # calls that have not returned, by thread
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._threads)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context of code that generates, with a lease or without."""
+        thread = threading.get_ident()
+        self._threads[thread] += 1
+        try:
+            yield
+        finally:
+            self._threads[thread] -= 1
+            if not self._threads[thread]:
+                del self._threads[thread]
+
+    @contextmanager
+    def run(self) -> Iterator[bool]:
+        """Context of one call of ``generate``. Yields whether no forward within it is collective. It may be nested.
+
+        Raises StateError in training mode with gradients enabled, before a collective.
+        """
+        self._require_ready()
+        if self._module.training and torch.is_grad_enabled():
+            raise StateError(
+                "the model is in training mode, and gradients are enabled",
+                where="generate",
+                fix="call engine.eval() before and engine.train() afterwards; to generate with dropout: torch.no_grad()",
+            )
+        fetcher = self._fetcher()
+        try:
+            with self.running():
+                yield fetcher is None or fetcher.lease()
+        except BaseException:
+            with suppress(StateError):  # of written weights; the exception itself says more
+                self._end_call(fetcher)
+            raise
+        self._end_call(fetcher)
+
+    def _end_call(self, fetcher: Fetcher | None) -> None:
+        """Ends the lease with the outermost call, or leaves it until training goes on.
+
+        In joint memory a lease costs nothing, and as nobody sees it begin, other ranks may not know of it: it must be
+        over before the next forward of all ranks. A lease that has gathered is known to all ranks, and it stays, also
+        after an exception: otherwise a rank that catches its exception would be alone in the next gather.
+        """
+        if fetcher is None or self.is_running:
+            return
+        if fetcher.is_joint or self._module.training or not self._trains():
+            fetcher.end_lease()
+
+    def end(self, what: str) -> None:
+        """Ends the lease, if there is one, because weights are about to change. ``what``: the engine's method.
+
+        Raises StateError if another thread generates, and on a rank that has written to leased weights.
+        """
+        if any(thread != threading.get_ident() for thread in list(self._threads)):
+            raise StateError(
+                "another thread generates with the engine's weights",
+                where=f"engine.{what}",
+                fix="wait until its generate has returned",
+            )
+        if (fetcher := self._fetcher()) is not None:
+            fetcher.end_lease()
+
+    def watch(self, model: torch.nn.Module) -> Callable[[], None]:
+        """From now on each ``generate`` of a model of transformers, and of its wrappers, runs within ``run``. Returns
+        the function that undoes it."""
+        # A model of transformers prepares inputs; ``generate`` of other modules may mean anything.
+        models = [
+            module
+            for module in model.modules()
+            if callable(getattr(type(module), "generate", None))
+            and hasattr(type(module), "prepare_inputs_for_generation")
+        ]
+        before = [(vars(module), vars(module).get("generate")) for module in models]
+        for module in models:
+            vars(module)["generate"] = _LeasedGenerate(self, module, module.generate)
+
+        def undo() -> None:
+            for attributes, generate in before:
+                if generate is None:
+                    attributes.pop("generate", None)
+                else:
+                    attributes["generate"] = generate
+
+        return undo
+
+
+class _LeasedGenerate:
+    """``generate`` of one model, with a lease. A copy of the model gets the ``generate`` of its class."""
+
+    def __init__(self, generation: Generation, model: torch.nn.Module, generate: Callable[..., Any]) -> None:
+        update_wrapper(self, generate)
+        self._generation, self._model, self._generate = generation, model, generate
+        names = list(inspect.signature(generate).parameters)
+        self._place_of_sync = names.index("synced_gpus") if "synced_gpus" in names else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._generation.run() as is_alone:
+            prompts = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+            if torch.is_tensor(prompts) and prompts.ndim and len(prompts) == 0:
+                return prompts  # of a rank without prompts, with which models cannot run
+            if is_alone and self._place_of_sync is not None:
+                # Transformers would have the ranks wait for one another at each token.
+                place = self._place_of_sync
+                if place < len(args):
+                    args = (*args[:place], False, *args[place + 1 :])
+                else:
+                    kwargs["synced_gpus"] = False
+            return self._generate(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _own_generate(memo.get(id(self._model), self._model))
+
+    def __reduce__(self) -> Any:
+        return _own_generate, (self._model,)
+
+
+def _own_generate(model: torch.nn.Module) -> Callable[..., Any]:
+    return MethodType(type(model).generate, model)
