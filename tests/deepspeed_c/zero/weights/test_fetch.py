@@ -184,7 +184,8 @@ class Modal(Stack):
 
 def modes_body(rank: int, world: int) -> None:
     model = Modal()
-    with make_engine(model) as engine:
+    # One element less than the model has: generation is gathered for each forward.
+    with make_engine(model, stage3_max_live_parameters=LAYERS * LAYER_ELEMS - 1) as engine:
 
         def a_round(step: int) -> None:
             train(engine, step, rank)
@@ -192,7 +193,8 @@ def modes_body(rank: int, world: int) -> None:
             with torch.no_grad():
                 engine(batch(step, rank))
             model.train()
-            engine.generate(batch(step, rank))
+            with torch.no_grad():
+                engine.generate(batch(step, rank))
 
         for step in range(9):
             a_round(step)
