@@ -217,6 +217,8 @@ def ends_body(rank: int, world: int, stage: int, joint: bool) -> None:
             assert fetcher is None or fetcher.is_leased is not joint
             if step == 1:
                 engine.module.train()  # the engine is not told: the next training forward ends the lease
+                engine.module(input_ids=prompt_of(rank))
+                assert fetcher is None or not fetcher.is_leased
             elif step == 2:
                 engine.empty_partition_cache()
                 assert fetcher is None or not fetcher.is_leased
