@@ -23,7 +23,18 @@ from deepspeed_c.compile.verify import broken_rule, writers_of
 from deepspeed_c.errors import StateError
 from deepspeed_c.logging import logger
 
-__all__ = ["GraphBackend", "GraphWeights", "register_compile_pass"]
+__all__ = ["GraphBackend", "GraphWeights", "Roles", "register_compile_pass"]
+
+
+class Roles(NamedTuple):
+    """What the inputs of a graph are to the engine. Frames of a layer's code run for all layers, so a frame may be run
+    with inputs of other roles than those it was traced with.
+    """
+
+    places: tuple[tuple[int, int] | None, ...]
+    """By input: (gather unit, place in it) of a sharded parameter; None for another input."""
+    slots: tuple[int | None, ...]
+    """By input: the number of a parameter whose gradient the graph reduces; None for another input."""
 
 
 class GraphWeights(Protocol):
@@ -35,20 +46,11 @@ class GraphWeights(Protocol):
     def step(self) -> int:
         """The number of steps of the optimizer so far, by which the schedule chooses passes."""
 
-    def place_of(self, tensor: Any) -> tuple[int, int] | None:
-        """(gather unit, place in it) of a sharded parameter; None for another input."""
-
-    def slot_of(self, tensor: Any) -> int | None:
-        """The number of a parameter whose gradients the graph reduces; None for another input."""
+    def roles_of(self, tensors: Sequence[Any], runs: bool) -> Roles:
+        """The roles of a frame's inputs. ``runs``: the frame runs next; otherwise it is compiled."""
 
     def running_graph(self) -> AbstractContextManager[None]:
         """Surrounds each run of a forward graph."""
-
-
-class _Compiled(NamedTuple):
-    run: Callable[..., Any]
-    slots: list[int | None]  # by input, the parameter whose gradient the graph reduces
-    passes: Sequence[CompilePass]
 
 
 class GraphBackend:
@@ -83,24 +85,45 @@ class GraphBackend:
         return [(names[graph.phase], i, graph.frame, graph.seconds) for i, graph in graphs]
 
     def __call__(self, traced: GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        number = self.report.add_frame()
-        compiled = self._compile_frame(number, traced, inputs)
+        values = torch_internals.traced_inputs(traced)
+        passes = self._schedule.at(self._weights.step())
+        roles = self._weights.roles_of(inputs, runs=False)
+        first = self.report.add_frame()
+        numbers = {roles: first}
+        found = {roles: self._compile_frame(first, traced, inputs, inputs, roles, passes)}
 
         def run_graph(*args: Any) -> Any:
-            nonlocal compiled
-            slots, passes = [self._weights.slot_of(tensor) for tensor in args], self._schedule.at(self._weights.step())
-            if slots != compiled.slots or passes is not compiled.passes:
-                # The user has hooked a parameter or taken a hook away, or the schedule has come to other passes.
-                compiled = self._compile_frame(number, traced, args)
+            nonlocal passes
+            due, roles = self._schedule.at(self._weights.step()), self._weights.roles_of(args, runs=True)
+            if due is not passes:
+                passes = due
+                found.clear()
+            run = found.get(roles)
+            if run is None:
+                # Another layer runs the frame, a parameter's gradient has to leave the graph from now on or no longer
+                # has to, or the schedule has come to other passes.
+                if roles not in numbers:
+                    numbers[roles] = self.report.add_frame(like=first)
+                with torch_internals.tracing_again(values):
+                    run = self._compile_frame(numbers[roles], traced, values, args, roles, passes)
+                found[roles] = run
             with self._weights.running_graph():
-                return compiled.run(*args)
+                return run(*args)
 
         return run_graph
 
-    def _compile_frame(self, number: int, traced: GraphModule, inputs: Sequence[Any]) -> _Compiled:
-        passes = self._schedule.at(self._weights.step())
-        frame = _Frame(self, number, self._weights, inputs, passes)
-        return _Compiled(self._compile(traced, inputs, frame.edit, **self._options), frame.slots, passes)
+    def _compile_frame(
+        self,
+        number: int,
+        traced: GraphModule,
+        values: Sequence[Any],
+        inputs: Sequence[Any],
+        roles: Roles,
+        passes: Sequence[CompilePass],
+    ) -> Callable[..., Any]:
+        """values: what the frame is traced with in place of ``inputs``."""
+        frame = _Frame(self, number, self._weights, inputs, roles, passes)
+        return self._compile(traced, values, frame.edit, **self._options)
 
 
 class _Frame:
@@ -112,11 +135,11 @@ class _Frame:
         number: int,
         weights: GraphWeights,
         inputs: Sequence[Any],
+        roles: Roles,
         passes: Sequence[CompilePass],
     ) -> None:
         self._backend, self._number, self._weights, self._passes = backend, number, weights, passes
-        self._places = [weights.place_of(tensor) for tensor in inputs]
-        self.slots = [weights.slot_of(tensor) for tensor in inputs]
+        self._places, self._slots = roles
         self._params = {i: tensor for i, tensor in enumerate(inputs) if isinstance(tensor, torch.nn.Parameter)}
         self._recipes: dict[str, torch.fx.Graph] = {}  # by the name of the value that backward would be given
 
@@ -129,7 +152,7 @@ class _Frame:
             self._compute_again(graph.graph)
         else:
             self._save_no_copies(graph.graph)
-        slots = [None if i is None else self.slots[i] for i in torch_internals.gradient_of(graph.graph)]
+        slots = [None if i is None else self._slots[i] for i in torch_internals.gradient_of(graph.graph)]
         may_write = writers_of(self._placeholders(graph.graph))
         wanted: list[int] | None = None  # what the graph has to reduce; None while nothing was put into it
         for i, pass_ in enumerate(self._passes):

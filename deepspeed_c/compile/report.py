@@ -145,9 +145,14 @@ class CompileReport:
             compilations.pop()  # the user gets this error, so nothing runs eagerly
         self._take(breaks, compilations)
 
-    def add_frame(self) -> int:
-        """Returns the number of the frame that is being compiled."""
-        self.frames.append(CompiledFrame(len(self.frames), torch_internals.compiled_frame(), SourceLine("a frame", "", 0)))
+    def add_frame(self, like: int | None = None) -> int:
+        """Returns the number of the frame that is being compiled. like: the number of a frame with the same code, which
+        was traced for another layer."""
+        if like is None:
+            id_, place = torch_internals.compiled_frame(), SourceLine("a frame", "", 0)
+        else:
+            id_, place = self.frames[like].id, self.frames[like].place
+        self.frames.append(CompiledFrame(len(self.frames), id_, place))
         return len(self.frames) - 1
 
     def as_dict(self) -> dict[str, Any]:

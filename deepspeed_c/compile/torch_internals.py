@@ -5,8 +5,8 @@ setting of torch is changed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.compiled_autograd import _enable
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.trace_rules import add as add_untraced
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 from torch._functorch.partitioners import default_partition
 from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
@@ -34,8 +35,11 @@ __all__ = [
     "input_index",
     "is_saved",
     "leave_alone",
+    "leave_modules_alone",
     "new_notes",
     "size_hint",
+    "traced_inputs",
+    "tracing_again",
 ]
 
 CompilerError = TorchDynamoException
@@ -90,6 +94,24 @@ def has_compiler(backend: Any) -> bool:
 def leave_alone(code: CodeType) -> None:
     """From now on ``torch.compile`` compiles no frame of ``code``. It still traces calls of it within other frames."""
     skip_code(code)
+
+
+def leave_modules_alone(*names: str) -> None:
+    """From now on ``torch.compile`` traces no code of these modules. A call of it ends a graph."""
+    for name in names:
+        add_untraced(name)
+
+
+def traced_inputs(traced: torch.fx.GraphModule) -> list[Any]:
+    """What stands for the inputs of a traced frame: of any size that the frame takes, and without memory."""
+    return [node.meta["example_value"] for node in traced.graph.find_nodes(op="placeholder")]
+
+
+@contextmanager
+def tracing_again(values: Sequence[Any]) -> Iterator[None]:
+    """Within it, a frame may be compiled again from its ``traced_inputs``, for all sizes that it takes."""
+    with tracing(TracingContext(detect_fake_mode(values))):
+        yield
 
 
 class GraphBreak(NamedTuple):
@@ -210,9 +232,7 @@ def _run_operators(traced: torch.fx.GraphModule, inputs: Sequence[Any], edit: Ed
     compile_ = aot_autograd(
         fw_compiler=compiler(False), bw_compiler=compiler(True), partition_fn=default_partition
     )
-    # A frame that is compiled anew is compiled outside of Dynamo, which has no context then.
-    with nullcontext() if TracingContext.try_get() else tracing(TracingContext(None)):
-        return compile_(traced, inputs)
+    return compile_(traced, inputs)
 
 
 BACKENDS: dict[str, Callable[..., Any]] = {

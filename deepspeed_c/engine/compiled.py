@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed_c.accelerator import get_accelerator
-from deepspeed_c.compile.backend import GraphBackend
+from deepspeed_c.compile.backend import GraphBackend, Roles
 from deepspeed_c.compile.operators import ZERO_REDUCE, register_host
 from deepspeed_c.compile.schedule import Schedule
 from deepspeed_c.compile.torch_internals import compiling_backward, leave_alone
@@ -53,6 +53,11 @@ class CompiledModel:
         self.number = register_host(self)
         # Raises before anything is changed.
         self.backend = GraphBackend(backend, self, schedule, options, log)
+        # Parameters that frames of the running forward have read, and those that two runs of frames have read in one
+        # forward. Autograd adds the parts of such a parameter's gradient before its hook gets the sum. Parts that
+        # graphs put into the bucket one by one would be rounded otherwise, so they leave the graphs.
+        self._read: set[int] = set()
+        self._shared: set[int] = set()
         self._undo: Callable[[], None] | None = None
         self._hooks = None if fetcher is None else fetcher.hooks
         if self._hooks is not None:
@@ -83,14 +88,29 @@ class CompiledModel:
         if self._hooks is not None:
             self._hooks.compile(False)
 
-    def place_of(self, tensor: Any) -> tuple[int, int] | None:
+    def roles_of(self, tensors: Sequence[Any], runs: bool) -> Roles:
+        return Roles(tuple(map(self._place_of, tensors)), self._slots_of(tensors, runs))
+
+    def _place_of(self, tensor: Any) -> tuple[int, int] | None:
         state = state_of(tensor)
         if type(state) is not PlacedShard or state.fetcher is not self._fetcher:
             return None
         return state.group.index, state.group.slots.index(state.slot)
 
-    def slot_of(self, tensor: Any) -> int | None:
-        return None if self._reducer is None else self._reducer.number_of(tensor)
+    def _slots_of(self, tensors: Sequence[Any], runs: bool) -> tuple[int | None, ...]:
+        if self._reducer is None:
+            return (None,) * len(tensors)
+        slots = [self._reducer.number_of(tensor) for tensor in tensors]
+        if torch.is_grad_enabled() and not self._reducer.is_in_backward:
+            reads = {slot for slot in slots if slot is not None}
+            self._shared |= reads & self._read
+            if runs:
+                self._read |= reads
+        return tuple(None if slot in self._shared else slot for slot in slots)
+
+    def begin_forward(self) -> None:
+        """Called when a forward of the engine begins."""
+        self._read.clear()
 
     def running_graph(self) -> AbstractContextManager[None]:
         return nullcontext() if self._fetcher is None else self._fetcher.in_graph()
@@ -124,7 +144,11 @@ class CompiledModel:
             return
         if self._config.sync_before_reduce:
             get_accelerator().synchronize()
-        self._reducer.take(slot, gradient)
+        if slot in self._shared:
+            # The graph was chosen before another frame of its forward has read the parameter.
+            self._reducer.take_part(slot, gradient)
+        else:
+            self._reducer.take(slot, gradient)
         if self._config.sync_after_reduce:
             self._reducer.wait()
             get_accelerator().synchronize()

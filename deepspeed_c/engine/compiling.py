@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from deepspeed_c.engine.compiled import CompiledBackward, CompiledModel
 
 __all__ = ["Compiling"]
+
+# Collectives are written down before they run, and ``inject.ranks`` finds an input that it has seen by its identity.
+_UNTRACED = ("deepspeed_c.comm", "deepspeed_c.inject.ranks", "deepspeed_c.inject.overlap")
 
 
 class Compiling:
@@ -63,12 +67,14 @@ class Compiling:
         Raises ConfigError for a backend that is not known or cannot take edited graphs, for a C++ compiler that is
         missing, for arguments that ``torch.compile`` does not have and for a malformed schedule; PassContractError for
         a schedule that breaks the contract of a pass; FeatureError for compiled autograd at stage 3 without
-        deepcompile. Nothing is changed then.
+        deepcompile, and for tensor parallelism with ``tp_overlap_comm`` or ``sequence_parallel_norms``. Nothing is
+        changed then.
         """
         if self._is_compiled:
             logger.info("engine.compile: the module is compiled already, and stays as it is")
             return
         options = _checked_options(compile_kwargs or {})
+        self._prepare_compiler()
         is_deep = self._config.compile.deepcompile and self._config.zero.stage > 0
         passes = self._backward_passes(is_deep) if compiled_autograd_enabled else None
         if is_deep:
@@ -89,6 +95,19 @@ class Compiling:
 
             self._compiled_backward = CompiledBackward(self._graph_reducer(), passes, backend=backend, **options)
         self._is_compiled = True
+
+    def _prepare_compiler(self) -> None:
+        """Raises FeatureError for settings with which graphs would be wrong."""
+        section = self._config.tensor_parallel
+        for key in ("tp_overlap_comm", "sequence_parallel_norms"):
+            if max(section.autotp_size, section.tp.tp_size) > 1 and getattr(section, key):
+                raise FeatureError(
+                    "layers that are cut this way hand on what they have begun by the identity of tensors, which a"
+                    " compiler does not keep",
+                    where=f"engine.compile with tensor_parallel.{key}",
+                    fix=f"set tensor_parallel.{key} to false, or do not compile",
+                )
+        _leave_collectives_alone()
 
     def _backward_passes(self, is_deep: bool) -> BackwardPass | None:
         """The passes to compile. None if compiled autograd has nothing to do, which is logged. Raises FeatureError."""
@@ -122,6 +141,7 @@ class Compiling:
             from deepspeed_c.engine.compiled import CompiledModel
 
             _check_backend(backend, BACKENDS, "cannot take graphs with gathers and reductions in them")
+            self._prepare_compiler()
             log = Path(f"compiled_graphs/rank{get_rank()}") if self._config.compile.debug_log else None
             self._compiled = CompiledModel(
                 self.module,
@@ -164,6 +184,11 @@ class Compiling:
         """
         return None if self._compiled is None else self._compiled.backend.report
 
+    def _begin_graphs(self) -> None:
+        """Called before the module runs forward."""
+        if self._compiled is not None:
+            self._compiled.begin_forward()
+
     @property
     def is_compiled(self) -> bool:
         return self._is_compiled
@@ -187,6 +212,13 @@ class Compiling:
                 compiled.close()
                 self._is_compiled = False
         self._compiled = self._compiled_backward = None
+
+
+@lru_cache(maxsize=1)
+def _leave_collectives_alone() -> None:
+    from deepspeed_c.compile.torch_internals import leave_modules_alone
+
+    leave_modules_alone(*_UNTRACED)
 
 
 def _checked_options(compile_kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
         if self._tput_timer is not None and self.training:
             self._tput_timer.start()
         self._mesh.enter_phase("forward")
+        self._begin_graphs()
         with self.phases.measure("forward"), self._sequence_stream(), self._flops.forward():
             outputs = self._run(inputs, kwargs)
         if not self._trains or not torch.is_grad_enabled():

@@ -180,6 +180,7 @@ class GradientReducer:
         self._fetcher: Fetcher | None = None
         self._on_summed: Callable[[Bucket], None] = lambda bucket: None
         self._on_change: Callable[[], None] = lambda: None
+        self._parts: set[int] = set()  # parameters of which ``param.grad`` holds a part of this pass's gradient
         self._waiting: set[int] = set()  # buckets that are launched after all others; alike on all ranks
         self._has_told_of_late = False
         self._reset_window()
@@ -390,6 +391,15 @@ class GradientReducer:
         GRAD.__set__(param, gradient)
         self._path_hooks[i](param)
 
+    def take_part(self, i: int, gradient: torch.Tensor) -> None:
+        """Takes a part of the gradient of parameter ``i`` from a compiled backward. Autograd adds the other parts, if
+        there are any, and calls its hook with the sum."""
+        param = self.slots[i].param
+        before = GRAD.__get__(param)
+        # Other parameters may have the same tensor as their gradient, and autograd adds in place.
+        GRAD.__set__(param, gradient.clone() if before is None else before + gradient)
+        self._parts.add(i)
+
     def wrap_hooks(self, wrap: Callable[[int, Callable[[torch.Tensor], None]], Callable[[torch.Tensor], None]]) -> None:
         """From now on autograd calls ``wrap(i, hook)`` in place of the hook of each parameter ``i``."""
         for handle in self._hooks:
@@ -402,6 +412,9 @@ class GradientReducer:
     def end_backward(self) -> None:
         """Called when a backward pass has ended: reduces the buckets that are due."""
         with self._lock:
+            for i in sorted(self._parts):
+                self._path_hooks[i](self.slots[i].param)
+            self._parts.clear()
             if self._fetcher is not None:
                 self._fetcher.end_backward()
             self.is_in_backward = self._early.is_in_backward = False
@@ -648,6 +661,7 @@ class GradientReducer:
         self._shown.hide()
         for slot in self.slots:
             GRAD.__set__(slot.param, None)
+        self._parts.clear()
         self._reset_window()
 
     def shows(self, slot: Slot) -> bool:
