@@ -124,7 +124,8 @@ def eager_body(rank: int, world: int) -> None:
         assert "\n" not in breaks[line_with(word)].reason
         assert breaks[line_with(word)].count == 2, "once for each shape"
     skipped = [part for part in report.eager if part.kind == "skipped frame"]
-    assert {part.place.function for part in skipped} >= {"twice"}, report.eager
+    # Torch 2.10 names the line, and later versions skip the function as a whole.
+    assert "twice" in {part.place.function for part in report.eager}, report.eager
     assert all(part.count == 1 for part in skipped), "Dynamo remembers what it skips"
 
     warnings = [text for level, text in messages.said if level == logging.WARNING]
