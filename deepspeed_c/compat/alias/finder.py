@@ -186,6 +186,12 @@ class _Loader:
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
         ours = MODULES.get(_upstream_path(spec.name)) if spec.name.startswith(f"{OURS}.") else _our_module(spec.name)
+        if ours == spec.name:  # no other finder has found its file
+            error = MissingModuleError(
+                "is a module of this package, but its file is not there", where=ours, fix="install deepspeed_c again"
+            )
+            error.name = ours
+            raise error
         module = importlib.import_module(ours) if ours else AliasedModule(spec.name)
         self._spec = module.__spec__ if ours else spec
         return module

@@ -275,3 +275,14 @@ def test_paths_of_runtime_answer_under_our_own_name():
         [sys.executable, "-c", WITHOUT_ALIAS], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0 and int(done.stdout) > 50, done.stderr
+
+
+def test_a_module_whose_file_is_not_there_is_named() -> None:
+    """A broken installation. The import of a module of ours must not lead to itself for ever."""
+    from deepspeed_c.compat.alias.finder import spec_of_ours
+    from deepspeed_c.errors import MissingModuleError
+
+    spec = spec_of_ours("deepspeed_c.ops")
+    with pytest.raises(MissingModuleError, match="deepspeed_c.ops.*its file is not there") as raised:
+        spec.loader.create_module(spec)
+    assert raised.value.name == "deepspeed_c.ops"
