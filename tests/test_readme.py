@@ -75,6 +75,7 @@ SAYS = {
     "config check": "zero_optimization.stage 2",
     "--params 7e9": "GiB per rank",
     "--seq 4096": "sent along tp",
+    "compile show": "zero2_compile",
     "deepspeed_c report": "torch",
 }
 
