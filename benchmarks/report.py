@@ -228,7 +228,7 @@ FIGURES = [
     ),
     *(
         Figure(
-            f"first step with the compiler, 29M GPT, stage {stage}: over the bare model with `torch.compile`",
+            f"first step with the compiler, GPT of 2 layers, stage {stage}: over the bare model with `torch.compile`",
             "<= 1.3",
             "compile_time",
             {"contender": f"stage{stage}"},

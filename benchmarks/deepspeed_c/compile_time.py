@@ -1,6 +1,6 @@
 """How long does the first step of a compiled engine take, against that of the bare model under ``torch.compile``?
 
-The model is the 29M-parameter GPT of ``train_step``, and Inductor compiles it. Each measurement is a job of its own
+The model is the GPT of ``train_step`` with 2 layers, and Inductor compiles it. Each measurement is a job of its own
 with 2 gloo ranks, in which each rank has an empty cache of compiled code. The contenders take turns. The time, the
 longest of the ranks, begins with the call of ``compile`` and ends with the first step of the optimizer; the compiler is
 imported before. "again" is the time of a later step, in which nothing is compiled.
@@ -78,7 +78,7 @@ def first_step(contender: str, layers: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.contender:
