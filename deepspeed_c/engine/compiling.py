@@ -74,7 +74,6 @@ class Compiling:
             logger.info("engine.compile: the module is compiled already, and stays as it is")
             return
         options = _checked_options(compile_kwargs or {})
-        self._prepare_compiler()
         is_deep = self._config.compile.deepcompile and self._config.zero.stage > 0
         passes = self._backward_passes(is_deep) if compiled_autograd_enabled else None
         if is_deep:
@@ -89,6 +88,7 @@ class Compiling:
             if schedule:
                 logger.warning('schedule is not used: it needs "compile": {"deepcompile": true} and ZeRO from stage 1 on')
             _check_backend(backend, torch.compiler.list_backends(exclude_tags=()))
+            self._prepare_compiler()
             self.module.compile(backend=backend, **options)
         if passes is not None:
             from deepspeed_c.engine.compiled import CompiledBackward
@@ -119,10 +119,10 @@ class Compiling:
                 where="engine.compile(compiled_autograd_enabled=True)",
                 fix='set "compile": {"deepcompile": true}, which compiles the backward with its gathers',
             )
-        elif self._graph_reducer() is None:
+        elif (passes := self._graph_passes()) is None:
             logger.warning("compiled_autograd_enabled is not used: the model is not trained")
         else:
-            return self._graph_passes()
+            return passes
         return None
 
     def get_deepcompile_backend(
@@ -201,9 +201,9 @@ class Compiling:
         """The reducer that takes gradients from compiled graphs; None for a model that is not trained."""
         return None
 
-    def _graph_passes(self) -> BackwardPass:
-        """The backward passes of a model that is trained."""
-        raise NotImplementedError
+    def _graph_passes(self) -> BackwardPass | None:
+        """The backward passes that may be compiled; None for a model that is not trained."""
+        return None
 
     def _uncompile(self) -> None:
         """Gives the module its own forward back, before its edits are undone."""

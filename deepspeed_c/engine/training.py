@@ -130,8 +130,8 @@ class TrainingHost(Reductions, ModelHost):
     def _graph_reducer(self) -> GradientReducer | None:
         return self._optimizer.reducer if self._trains else None
 
-    def _graph_passes(self) -> BackwardPass:
-        return self._passes
+    def _graph_passes(self) -> BackwardPass | None:
+        return self._passes if self._trains else None
 
     def _graph_step(self) -> int:
         return self.global_steps
