@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_c.comm.discover import DEFAULT_PORT, LaunchPlace, discover, local_rank_of
+from deepspeed_c.comm.leaving import wait_at_exit
 from deepspeed_c.env import read_env
 from deepspeed_c.errors import CommError
 from deepspeed_c.listening import is_loopback, listening_socket
@@ -90,6 +91,7 @@ def init_distributed(
         from deepspeed_c.comm.comm import configure  # comm.py stands on this module
 
         configure(deepspeed_config=config)
+    wait_at_exit()
     if dist.is_initialized():
         _check_same_place(rank, world_size)
         set_rank(dist.get_rank())
