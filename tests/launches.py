@@ -126,7 +126,7 @@ def check_sigterm(
 @cache
 def losses_of_one_process() -> list[float]:
     """The losses of tests/deepspeed_c/launcher/gpt_steps.py without other ranks."""
-    done = subprocess.run([sys.executable, str(GPT)], capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run([sys.executable, str(GPT)], check=False, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, f"exit code {done.returncode}: {done.stdout}{done.stderr}"
     return json.loads(done.stdout.split("losses ")[1])
 

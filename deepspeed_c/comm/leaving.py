@@ -1,8 +1,8 @@
 """The end of a process waits until gloo's threads rest.
 
-A thread of gloo takes Python's lock to give up a tensor. Where the interpreter has begun to end, Python before 3.14 ends
-that thread inside C++ instead, and the process aborts: a job that trained to its end leaves with SIGABRT. Torch's own
-groups do so when a process ends right after a collective.
+A thread of gloo takes Python's lock to give up a tensor. Where the interpreter has begun to end, Python before 3.14
+ends that thread inside C++ instead, and the process aborts: a job that trained to its end leaves with SIGABRT. Torch's
+own groups do so when a process ends right after a collective.
 """
 
 from __future__ import annotations
