@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config as functorch_config
+import torch.compiler.config as compiler_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.compiled_autograd import _enable
@@ -203,14 +204,27 @@ def add_small_tensor(graph: torch.fx.Graph) -> torch.fx.Node:
     return node
 
 
+def _keep_saved() -> None:
+    """The backward about to be compiled overwrites nothing that its forward has saved. Torch lets no other run twice
+    (``retain_graph``).
+    """
+    TracingContext.get().fw_metadata.bw_donated_idxs.clear()
+
+
 def _compile_with_inductor(traced: torch.fx.GraphModule, inputs: Sequence[Any], edit: Edit, **options: Any) -> Any:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def inner(graph: torch.fx.GraphModule, given: Sequence[Any], **kwargs: Any) -> Any:
-        edited = edit(graph, bool(kwargs.get("is_backward")))
+        is_backward = bool(kwargs.get("is_backward"))
+        if is_backward:
+            _keep_saved()
+        edited = edit(graph, is_backward)
         placeholders = edited.graph.find_nodes(op="placeholder")
         inputs = [n.meta["val"] if n.meta.get("is_swapped") else value for n, value in zip(placeholders, given)]
-        return compile_fx_inner(edited, inputs, **kwargs)
+        # Torch keeps kernels on disk under a key that does not know which inputs they may overwrite.
+        tag = f"{compiler_config.cache_key_tag} saved values are kept"
+        with compiler_config.patch(cache_key_tag=tag):
+            return compile_fx_inner(edited, inputs, **kwargs)
 
     # Torch keeps compiled frames on disk under a key that does not know of our edits.
     with functorch_config.patch(enable_autograd_cache=False):
@@ -221,9 +235,7 @@ def _run_operators(traced: torch.fx.GraphModule, inputs: Sequence[Any], edit: Ed
     def compiler(is_backward: bool) -> Callable[..., Any]:
         def compile_graph(graph: torch.fx.GraphModule, given: Sequence[Any]) -> Any:
             if is_backward:
-                # Torch refuses a second backward (``retain_graph``) of a graph that may overwrite what its forward has
-                # saved. Operators that run as they are never do.
-                TracingContext.get().fw_metadata.bw_donated_idxs.clear()
+                _keep_saved()
             # Boxed: the graph takes its inputs out of a list, so a saved activation is freed after its last use.
             return boxed_nop(edit(graph, is_backward), given)
 

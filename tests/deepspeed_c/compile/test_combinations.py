@@ -107,6 +107,18 @@ class Tied(Model):
         return F.cross_entropy(scores.flatten(0, 1), y.flatten())
 
 
+class HalfTied(Model):
+    """A graph reads the tied weight, and then a function that is not compiled."""
+
+    @torch.compiler.disable
+    def score(self, h: torch.Tensor) -> torch.Tensor:
+        return F.linear(h, self.words.weight)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.blocks[1](self.blocks[0](self.words(x)))
+        return F.cross_entropy(self.score(h).flatten(0, 1), y.flatten())
+
+
 class Odd(Model):
     """One block is called twice, and one only in some steps; one parameter is never used, and one is empty."""
 
@@ -135,6 +147,15 @@ def odd_train(engine: Any, rank: int, parts: bool = False) -> list[Any]:
         engine.step()
         found += [loss.item(), engine.get_global_grad_norm()]
     return found + weights_of(engine)
+
+
+def close(got: list[Any], want: list[Any], tolerance: float) -> None:
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        if a is None or b is None:
+            assert a is b, f"{i}: {a} instead of {b}"
+            continue
+        a, b = torch.as_tensor(a), torch.as_tensor(b)
+        assert torch.allclose(a, b, rtol=tolerance, atol=tolerance), f"{i}: {a} instead of {b}, {(a - b).abs().max()}"
 
 
 class Case(NamedTuple):
@@ -183,6 +204,8 @@ CASES = {
     ),
     "tied over graphs": Case(make=Tied, gas=3),
     "tied over graphs, bf16": Case((2, 3), make=Tied, precision="bf16"),
+    "tied to what is not compiled": Case((2, 3), make=HalfTied, gas=3),
+    "tied to what is not compiled, bf16": Case((3,), make=HalfTied, precision="bf16"),
     "tied over graphs, fp16": Case((3,), make=Tied, precision="fp16"),
     "recomputed": Case((2,), make=kept),
     # With one micro-batch. ``test_recomputed_over_micro_batches`` compares several.
@@ -202,41 +225,57 @@ CASES = {
 }
 
 
-def case_body(rank: int, world: int, name: str, folder: str) -> None:
+def case_body(rank: int, world: int, name: str, folder: str, backend: str) -> None:
     case = CASES[name]
     zero = {k: {**v, "nvme_path": folder} if v is NVME else v for k, v in case.zero.items()}
-    for stage in case.stages:
+    for stage in case.stages if backend == "eager" else case.stages[-1:]:  # Inductor is slow
         torch._dynamo.reset()
         options = {"zero": zero, "gas": case.gas}
         with make_engine(stage, case.precision, compiled=False, make=case.plain or case.make, **options) as engine:
             want = case.train(engine, rank)
         with make_engine(stage, case.precision, make=case.make, **options) as engine:
-            engine.compile(backend="eager", compile_kwargs=dict(case.compile_kwargs))
+            engine.compile(backend=backend, compile_kwargs=dict(case.compile_kwargs))
             got = case.train(engine, rank)
             assert engine._compiled.backend.n_frames > 0
-        same(got, want)
+        if backend == "eager":
+            same(got, want)
+        else:
+            # Of 16 bits, a fused kernel rounds only its results; the operators of the other engine round each of theirs.
+            close(got, want, 1e-5 if case.precision == "fp32" else 0.02)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_bits_are_those_without_a_compiler(tmp_path, name: str) -> None:
-    run_ranks(CASES[name].world, case_body, name, str(tmp_path), preload="torch._dynamo")
+    run_ranks(CASES[name].world, case_body, name, str(tmp_path), "eager", preload="torch._dynamo")
 
 
-def recomputed_body(rank: int, world: int) -> None:
-    """The bits differ in the order in which sums of two micro-batches are added. Probably the graph drops a layer's last
-    operator, which the engine without a compiler runs again in the backward. So the last use of a unit, after which its
-    bucket is sent, comes at another time."""
+@pytest.mark.parametrize("name", CASES)
+def test_inductor(tmp_path, name: str) -> None:
+    run_ranks(CASES[name].world, case_body, name, str(tmp_path), "inductor", preload="torch._dynamo", fresh=True)
+
+
+def in_another_order_body(rank: int, world: int, stage: int, make: Callable[..., nn.Module], gas: int) -> None:
     torch._dynamo.reset()
-    with make_engine(3, compiled=False, make=kept) as engine:
+    with make_engine(stage, compiled=False, make=make, gas=gas) as engine:
         want = train(engine, rank)
-    with make_engine(3, make=kept) as engine:
+    with make_engine(stage, make=make, gas=gas) as engine:
         engine.compile(backend="eager")
-        for a, b in zip(train(engine, rank), want, strict=True):
-            torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=1e-6, atol=1e-6)
+        close(train(engine, rank), want, 1e-6)
 
 
 def test_recomputed_over_micro_batches() -> None:
-    run_ranks(2, recomputed_body, preload="torch._dynamo")
+    """The bits differ in the order in which sums of two micro-batches are added. Probably the graph drops a layer's last
+    operator, which the engine without a compiler runs again in the backward. So the last use of a unit, after which its
+    bucket is sent, comes at another time.
+    """
+    run_ranks(2, in_another_order_body, 3, kept, 2, preload="torch._dynamo")
+
+
+def test_tied_to_what_is_not_compiled_at_stage_1() -> None:
+    """The graph adds its part of the gradient to the sum of micro-batches, and so does autograd the other part. Without
+    a compiler autograd adds both parts first.
+    """
+    run_ranks(2, in_another_order_body, 1, HalfTied, 3, preload="torch._dynamo")
 
 
 class Raising(torch.autograd.Function):
