@@ -15,7 +15,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.comm import configure
 from deepspeed_c.comm.mesh import Mesh, mesh_of_device_mesh, mesh_of_mpu, mesh_of_pair
 from deepspeed_c.comm.watchdog import watch
-from deepspeed_c.config import load_config, sequence_parallel_size, tensor_parallel_size
+from deepspeed_c.config import Config, load_config, sequence_parallel_size, tensor_parallel_size
 from deepspeed_c.config.offload import OffloadParam
 from deepspeed_c.config.schedule import Scheduler
 from deepspeed_c.data.loader import DeepSpeedDataLoader
@@ -24,11 +24,12 @@ from deepspeed_c.engine.consistency import broadcast_model, check_same_model, ch
 from deepspeed_c.engine.edits import EditContext, Edits
 from deepspeed_c.engine.engine import DeepSpeedEngine
 from deepspeed_c.engine.host import take_from_others
+from deepspeed_c.engine.hybrid import DeepSpeedHybridEngine
 from deepspeed_c.engine.pipeline import PipelineEngine, check_pipeline, connect_pipeline
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.shard import lay_out_model, shard_model
-from deepspeed_c.engine.training import Training
-from deepspeed_c.errors import CommError, ConfigError, ModelError
+from deepspeed_c.engine.training import Training, TrainingHost
+from deepspeed_c.errors import CommError, ConfigError, FeatureError, ModelError
 from deepspeed_c.logging import log_dist, set_level
 from deepspeed_c.moe.connect import connect_experts
 from deepspeed_c.pipe import PipelineModule
@@ -113,6 +114,7 @@ def initialize(
     settings = load_config(source, world_size=mesh.size(*DATA))
     if pipeline is not None:
         check_pipeline(pipeline, settings.pipeline, settings.zero, mesh)
+    engine_class = _engine_class(settings, is_pipeline=pipeline is not None)
     _check_data_parallel_size(settings.data_parallel_size, mesh)
     mesh = mesh_of_config(settings.zero, mesh)
     mesh.place_experts(data_first=settings.use_data_before_expert_parallelism)
@@ -161,7 +163,7 @@ def initialize(
         get_accelerator().empty_cache()
 
         scheduler = _build_scheduler(settings.scheduler, lr_scheduler, base)
-        engine = (DeepSpeedEngine if pipeline is None else PipelineEngine)(
+        engine = engine_class(
             model,
             settings,
             mesh,
@@ -173,6 +175,19 @@ def initialize(
         )
     face = None if zero_optimizer is None else zero_optimizer.face
     return engine, face, engine.training_dataloader, scheduler
+
+
+def _engine_class(settings: Config, *, is_pipeline: bool) -> type[TrainingHost]:
+    """Raises FeatureError for a pipeline that is to generate."""
+    if not settings.hybrid_engine.enabled:
+        return PipelineEngine if is_pipeline else DeepSpeedEngine
+    if is_pipeline:
+        raise FeatureError(
+            "a PipelineModule does not generate",
+            where="hybrid_engine.enabled",
+            fix='set "enabled": false, or train the layers as a plain module, without a PipelineModule',
+        )
+    return DeepSpeedHybridEngine
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:

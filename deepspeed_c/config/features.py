@@ -137,7 +137,16 @@ AREAS: dict[str, dict[str, Feature]] = {
             "expert parallelism of models that were not written for it (AutoEP)",
             'set "enabled": false, and use deepspeed_c.moe.layer.MoE',
         ),
-        "hybrid_engine": _later("the hybrid (train and generate) engine", 'set "enabled": false'),
+        "hybrid_engine": Feature(
+            "the hybrid (train and generate) engine",
+            True,
+            'set "enabled": false',
+            is_on=lambda root: root.hybrid_engine.enabled,
+        ),
+        "generation_over_ranks": _later(
+            "generation by several ranks together in the hybrid engine",
+            'set it to 1; "tensor_parallel": {"autotp_size": ...} cuts the model for training and generation',
+        ),
         "inference": _later("the section inference of a training configuration", "pass its keys to init_inference"),
         "inference_quantization": _later("weight quantization for inference", "remove the section"),
     },

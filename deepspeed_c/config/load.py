@@ -333,7 +333,7 @@ class _Reader:
         section = self.section(field.section, given, where + ".")
         self.missing = outer
         switch = fields_of(field.section).get("enabled")
-        if switch is not None and not switch.info.is_built and "enabled" in given and not section.enabled:
+        if switch is not None and "enabled" in given and not section.enabled:
             beside = {f"{where}.{name}" for name in given}
             self.problems[n_problems:] = [
                 problem

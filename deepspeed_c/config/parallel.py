@@ -132,12 +132,28 @@ class HybridEngine(Section, kw_only=True):
     """One engine that trains and generates."""
 
     enabled: Annotated[bool, asks("Switch of the section.", "hybrid_engine")] = False
-    max_out_tokens: Annotated[Positive, tunes("Tokens the cache holds.", "hybrid_engine")] = 512
-    inference_tp_size: Annotated[Positive, tunes("Ranks that generate together.", "hybrid_engine")] = 1
-    release_inference_cache: Annotated[bool, tunes("Free the cache after generation.", "hybrid_engine")] = False
-    pin_parameters: Annotated[bool, tunes("Keep the copies for generation.", "hybrid_engine")] = True
-    tp_gather_partition_size: Annotated[Positive, tunes("Ranks of one gather.", "hybrid_engine")] = 8
-    enable_cuda_graph: Annotated[bool, tunes("Capture generation in CUDA graphs.", "hybrid_engine")] = False
+    max_out_tokens: Annotated[
+        Positive,
+        tunes(
+            "Most tokens of a prompt; a longer one is an error. The cache grows with the tokens that are made.",
+            "hybrid_engine",
+        ),
+    ] = 512
+    inference_tp_size: Annotated[Positive, asks("Ranks that generate together.", "generation_over_ranks")] = 1
+    release_inference_cache: Annotated[
+        bool, inherent("Free the cache after generation.", "a cache is one generate's own, and is freed with it")
+    ] = False
+    pin_parameters: Annotated[
+        bool,
+        inherent(
+            "Gather all weights once for all tokens.",
+            "they are, at stage 3 if stage3_max_live_parameters has room for them",
+        ),
+    ] = True
+    tp_gather_partition_size: Annotated[
+        Positive, tunes("Layers that are gathered together to be cut.", "generation_over_ranks")
+    ] = 8
+    enable_cuda_graph: Annotated[bool, asks("Capture generation in CUDA graphs.", "graph_harvesting")] = False
 
 
 class Pipeline(Section, kw_only=True):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_c.engine.prompts import prompts_of
 from deepspeed_c.errors import StateError
 from deepspeed_c.zero.weights.fetch import Fetcher
 
@@ -27,7 +28,8 @@ class Generation:
     """Which threads generate with the model of one engine, and how long its weights stay whole.
 
     fetcher: returns the engine's fetcher, or None if no weights are sharded. require_ready: raises if the engine cannot
-    run. trains: returns whether the engine has an optimizer.
+    run. check_prompts: raises if the model cannot go on from the arguments of a ``generate``. trains: returns whether
+    the engine has an optimizer.
     """
 
     def __init__(
@@ -36,9 +38,11 @@ class Generation:
         *,
         fetcher: Callable[[], Fetcher | None],
         require_ready: Callable[[], None],
+        check_prompts: Callable[[tuple, dict[str, Any]], None],
         trains: Callable[[], bool],
     ) -> None:
-        self._module, self._fetcher, self._require_ready, self._trains = module, fetcher, require_ready, trains
+        self._module, self._fetcher, self._trains = module, fetcher, trains
+        self._require_ready, self._check_prompts = require_ready, check_prompts
         self._threads: Counter[int] = Counter()  # calls that have not returned, by thread
 
     @property
@@ -58,10 +62,12 @@ class Generation:
                 del self._threads[thread]
 
     @contextmanager
-    def run(self) -> Iterator[bool]:
-        """Context of one call of ``generate``. Yields whether no forward within it is collective. It may be nested.
+    def run(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[bool]:
+        """Context of one call of ``generate`` with these arguments. Yields whether no forward within it is collective.
+        It may be nested; prompts are checked in the outermost call.
 
-        Raises StateError in training mode with gradients enabled, before a collective.
+        Raises StateError in training mode with gradients enabled, and for prompts that the engine refuses, before a
+        collective.
         """
         self._require_ready()
         if self._module.training and torch.is_grad_enabled():
@@ -70,6 +76,8 @@ class Generation:
                 where="generate",
                 fix="call engine.eval() before and engine.train() afterwards; to generate with dropout: torch.no_grad()",
             )
+        if threading.get_ident() not in self._threads:
+            self._check_prompts(args, kwargs)
         fetcher = self._fetcher()
         try:
             with self.running():
@@ -140,8 +148,8 @@ class _LeasedGenerate:
         self._place_of_sync = names.index("synced_gpus") if "synced_gpus" in names else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._generation.run() as is_alone:
-            prompts = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        with self._generation.run(args, kwargs) as is_alone:
+            prompts = prompts_of(args, kwargs)
             if torch.is_tensor(prompts) and prompts.ndim and len(prompts) == 0:
                 return prompts  # of a rank without prompts, with which models cannot run
             if is_alone and self._place_of_sync is not None:

@@ -83,7 +83,11 @@ class ModelHost(Compiling, ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         self._layout = Layout([], [], None)
         self._is_closed = False
         self._generation = Generation(
-            model, fetcher=lambda: self._fetcher, require_ready=self._require_generation, trains=lambda: self._trains
+            model,
+            fetcher=lambda: self._fetcher,
+            require_ready=self._require_generation,
+            check_prompts=self._check_prompts,
+            trains=lambda: self._trains,
         )
         self._edits = edits
 
@@ -163,6 +167,9 @@ class ModelHost(Compiling, ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
     def _require_generation(self) -> None:
         self._require_open()
         self._require_states("generate")
+
+    def _check_prompts(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Raises if the model cannot go on from the prompts of a ``generate`` with these arguments."""
 
     def _name_of_pass(self) -> str:
         if torch.is_grad_enabled():

@@ -99,7 +99,7 @@ class WholeModel:
         Raises StateError, before a collective, in training mode with gradients enabled.
         """
         with (
-            self._generation.run() as is_leased,
+            self._generation.run(args, kwargs) as is_leased,
             self.synced_generation() if synced and not is_leased else nullcontext(),
         ):
             return self.module.generate(*args, **kwargs)

@@ -19,11 +19,12 @@ from deepspeed_c.engine.consistency import check_same_model
 from deepspeed_c.engine.edits import EditContext, Edits
 from deepspeed_c.engine.host import ModelHost, take_from_others
 from deepspeed_c.engine.precision import Precision
+from deepspeed_c.engine.prompts import check_length, prompts_of
 from deepspeed_c.engine.shard import lay_out_model
 from deepspeed_c.engine.whole import WholeModel
 from deepspeed_c.errors import CommError, ConfigError, FeatureError, ModelError, StateError
 from deepspeed_c.inference.int8 import quantize_weights
-from deepspeed_c.inference.limits import check_heads, check_prompt, positions_of
+from deepspeed_c.inference.limits import check_heads, positions_of
 from deepspeed_c.inference.load import load_checkpoint, save_mp_checkpoint, shards_from_files
 from deepspeed_c.inject import cut_model
 from deepspeed_c.inject.kernels import inject_kernels, revert_kernels
@@ -130,8 +131,22 @@ class InferenceEngine(WholeModel, ModelHost):
                 where="InferenceEngine.generate",
                 fix="call the engine itself, or pass a model that generates",
             )
-        check_prompt(args, kwargs, self.inference_config.max_out_tokens, self._n_positions)
         return super().generate(*args, **kwargs)
+
+    def _check_prompts(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        prompts, limit = prompts_of(args, kwargs), self.inference_config.max_out_tokens
+        check_length(
+            prompts,
+            limit,
+            f"max_out_tokens, which is {limit}",
+            "call init_inference with that number of max_out_tokens or more, or cut the prompt",
+        )
+        check_length(
+            prompts,
+            self._n_positions,
+            f"the model's {self._n_positions} positions",
+            "cut the prompt; the model has no position for further tokens",
+        )
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
         """Begins to time the module's forwards, those within ``generate`` too (``model_times``).

@@ -1,4 +1,4 @@
-"""What a model has room for: the tokens of a prompt, and ranks that share its heads."""
+"""What a model has room for: tokens by its table of positions, and ranks that share its heads."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from deepspeed_c.errors import ModelError, StateError
+from deepspeed_c.errors import ModelError
 
-__all__ = ["check_heads", "check_prompt", "positions_of"]
+__all__ = ["check_heads", "positions_of"]
 
 # Parts of the names of tables of learned positions in transformers' models.
 _TABLES = ("wpe", "position_embed", "embed_positions", "pos_embed")
@@ -26,27 +26,6 @@ def check_heads(config: Any, n_ranks: int) -> None:
             f"the model has {heads} attention heads, fewer than the {n_ranks} tensor-parallel ranks",
             where="init_inference: tensor_parallel.tp_size",
             fix=f"set tp_size to {heads} or less; more ranks may hold copies of the model",
-        )
-
-
-def check_prompt(args: tuple, kwargs: dict[str, Any], max_out_tokens: int, n_positions: int | None) -> None:
-    """Raises StateError if a prompt for ``generate`` is longer than ``max_out_tokens``, or than the model's table of
-    learned positions (``positions_of``)."""
-    ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
-    if not torch.is_tensor(ids) or ids.dim() != 2 or ids.is_floating_point():
-        return
-    n_tokens = ids.shape[-1]
-    if n_tokens > max_out_tokens:
-        raise StateError(
-            f"a prompt of {n_tokens} tokens is longer than max_out_tokens, which is {max_out_tokens}",
-            where="InferenceEngine.generate",
-            fix=f"call init_inference with max_out_tokens={n_tokens} or more, or cut the prompt",
-        )
-    if n_positions is not None and n_tokens > n_positions:
-        raise StateError(
-            f"a prompt of {n_tokens} tokens is longer than the model's {n_positions} positions",
-            where="InferenceEngine.generate",
-            fix="cut the prompt; the model has no position for further tokens",
         )
 
 

@@ -163,7 +163,7 @@ IMPORTS = [
     Import("from deepspeed.moe.mappings import drop_tokens, gather_tokens", "Megatron-DeepSpeed"),
     # -- missing here, with an error -----------------------------------------------------------------------------------
     Import("from deepspeed import init_inference", "DeepSpeed-MII, BLOOM inference"),
-    Import("from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine", "DeepSpeed-Chat", INFERENCE),
+    Import("from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine", "DeepSpeed-Chat"),
     Import("from deepspeed.compression.compress import init_compression, redundancy_clean", "DeepSpeedExamples", "compression"),
     Import("from deepspeed.ops.sparse_attention import SparseSelfAttention", "GPT-NeoX, DALLE-pytorch", "flex_attention"),
     Import("from deepspeed.elasticity.elastic_agent import DSElasticAgent", "torchrun users", "any number of ranks"),

@@ -36,7 +36,7 @@ def test_show(file, capsys):
     rows = [line.split() for line in out.splitlines()]
     assert ["zero_optimization.stage", "2", "user"] in rows
     assert ["train_micro_batch_size_per_gpu", "4", "derived"] in rows
-    assert not any(row[0].startswith("hybrid_engine") for row in rows)
+    assert not any(row[0].startswith("nebula") for row in rows)
     assert err == ""
 
 

@@ -485,7 +485,7 @@ def test_all_problems_are_reported_in_one_error():
 
 def test_type_of_the_error_is_kept_when_all_problems_share_it():
     with pytest.raises(UnsupportedConfigError):
-        load_config({"hybrid_engine": {"enabled": True}, "amp": {"enabled": True}}, world_size=1, batch="skip")
+        load_config({"nebula": {"enabled": True}, "amp": {"enabled": True}}, world_size=1, batch="skip")
     with pytest.raises(BatchSizeError):
         load_config({}, world_size=1)
 

@@ -1,0 +1,76 @@
+"""Checks of the prompts of a ``generate``, before any rank sends anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deepspeed_c.errors import StateError
+
+__all__ = ["check_length", "check_padding", "prompts_of"]
+
+
+def prompts_of(args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The prompts among the arguments of ``generate``, as transformers orders and names them."""
+    return args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+
+
+def check_length(prompts: Any, limit: int | None, what: str, fix: str) -> None:
+    """Raises StateError if rows of token numbers are longer than ``limit``. ``what``: the limit, for the message.
+
+    ``prompts``: integers [batch, tokens]; anything else (embeddings, features of sound) is not checked.
+    """
+    if limit is not None and _are_tokens(prompts) and prompts.shape[1] > limit:
+        raise StateError(f"a prompt of {prompts.shape[1]} tokens is longer than {what}", where="generate", fix=fix)
+
+
+def check_padding(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raises StateError if padding stands after or within a prompt: new tokens would follow the padding.
+
+    ``attention_mask`` [batch, tokens] is 0 where there is padding. Without a mask, pad tokens at the end are padding,
+    unless the pad token also ends sequences; transformers infers its mask in the same way. Token 0 is a pad token like
+    any other. Prompts of a model with an encoder may be padded anywhere.
+    """
+    is_token = _mask_of(model, args, kwargs)
+    if is_token is None:
+        return
+    ends = (is_token[:, :-1] & ~is_token[:, 1:]).nonzero()
+    if not len(ends):
+        return
+    row, place = ends[0].tolist()
+    n_places = is_token.shape[1]
+    what = f"the mask of prompt {row} has a hole after place {place} of {n_places}"
+    if not is_token[row, -1]:
+        what = f"prompt {row} is padded on the right, after place {place} of {n_places}"
+    raise StateError(
+        what,
+        where="generate",
+        fix='pad prompts on the left (tokenizer.padding_side = "left"), so that each row of attention_mask is 0 and then 1',
+    )
+
+
+def _mask_of(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Where prompts have tokens, as bool [batch, tokens]. None if nothing says so."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None
+    mask = kwargs.get("attention_mask")
+    if mask is not None:
+        return mask != 0 if torch.is_tensor(mask) and mask.ndim == 2 else None
+    prompts, pad = prompts_of(args, kwargs), _setting(model, kwargs, "pad_token_id")
+    ends = _setting(model, kwargs, "eos_token_id")
+    if not _are_tokens(prompts) or pad is None or pad in (ends if isinstance(ends, (list, tuple)) else [ends]):
+        return None
+    return (prompts == pad).long().flip(1).cumprod(1).flip(1) == 0
+
+
+def _setting(model: torch.nn.Module, kwargs: dict[str, Any], name: str) -> Any:
+    """A setting of one ``generate``: of its arguments, of its generation_config, else of the model."""
+    if name in kwargs:
+        return kwargs[name]
+    own = getattr(kwargs.get("generation_config"), name, None)
+    return own if own is not None else getattr(getattr(model, "generation_config", None), name, None)
+
+
+def _are_tokens(prompts: Any) -> bool:
+    return torch.is_tensor(prompts) and prompts.ndim == 2 and not prompts.is_floating_point()
