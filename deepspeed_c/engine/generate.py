@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import update_wrapper
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +22,23 @@ from deepspeed_c.engine.prompts import prompts_of
 from deepspeed_c.errors import StateError
 from deepspeed_c.zero.weights.fetch import Fetcher
 
-__all__ = ["Generation"]
+__all__ = ["Generation", "GenerationCost"]
+
+
+class GenerationCost(NamedTuple):
+    """What calls of ``generate`` took on this rank. A call with an exception is not counted."""
+
+    n_prompts: int = 0
+    lease_s: float = 0.0
+    """Seconds until weights were whole, as far as one gather made them so."""
+    total_s: float = 0.0
+    """Seconds of the calls, with ``lease_s``."""
+
+    def plus(self, other: GenerationCost) -> GenerationCost:
+        return GenerationCost(*map(sum, zip(self, other, strict=True)))
+
+    def minus(self, other: GenerationCost) -> GenerationCost:
+        return GenerationCost(*(mine - theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 class Generation:
@@ -44,6 +61,8 @@ class Generation:
         self._module, self._fetcher, self._trains = module, fetcher, trains
         self._require_ready, self._check_prompts = require_ready, check_prompts
         self._threads: Counter[int] = Counter()  # calls that have not returned, by thread
+        self.cost = GenerationCost()
+        """Of all calls so far."""
 
     @property
     def is_running(self) -> bool:
@@ -76,17 +95,25 @@ class Generation:
                 where="generate",
                 fix="call engine.eval() before and engine.train() afterwards; to generate with dropout: torch.no_grad()",
             )
-        if threading.get_ident() not in self._threads:
+        is_outermost = threading.get_ident() not in self._threads
+        if is_outermost:
             self._check_prompts(args, kwargs)
         fetcher = self._fetcher()
+        began = time.perf_counter()
         try:
             with self.running():
-                yield fetcher is None or fetcher.lease()
+                is_alone = fetcher is None or fetcher.lease()
+                lease_s = time.perf_counter() - began
+                yield is_alone
         except BaseException:
             with suppress(StateError):  # of written weights; the exception itself says more
                 self._end_call(fetcher)
             raise
         self._end_call(fetcher)
+        if is_outermost:
+            prompts = prompts_of(args, kwargs)
+            n_prompts = len(prompts) if torch.is_tensor(prompts) and prompts.ndim else 0
+            self.cost = self.cost.plus(GenerationCost(n_prompts, lease_s, time.perf_counter() - began))
 
     def _end_call(self, fetcher: Fetcher | None) -> None:
         """Ends the lease with the outermost call, or leaves it until training goes on.

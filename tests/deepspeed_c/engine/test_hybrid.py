@@ -3,13 +3,16 @@ plain model, and prompts that are refused before any collective."""
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import Any
 
 import pytest
 import torch
 
 import deepspeed_c
-from deepspeed_c.engine.hybrid import DeepSpeedHybridEngine
+from deepspeed_c.engine.generate import GenerationCost
+from deepspeed_c.engine.hybrid import DeepSpeedHybridEngine, RoundTimes
 from deepspeed_c.engine.prompts import check_padding
 from deepspeed_c.errors import ConfigError, FeatureError, StateError
 from deepspeed_c.pipe import LayerSpec, PipelineModule
@@ -86,7 +89,7 @@ def prompts_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def write(model: Any, prompts: torch.Tensor, mask: torch.Tensor | None, **more: Any) -> torch.Tensor:
-    return model.generate(prompts, attention_mask=mask, max_length=LENGTH, min_length=LENGTH, do_sample=False, **more)
+    return model.generate(input_ids=prompts, attention_mask=mask, max_length=LENGTH, min_length=LENGTH, do_sample=False, **more)
 
 
 def log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -214,6 +217,137 @@ def test_which_padding_is_refused() -> None:
     check_padding(model, (ended,), {"attention_mask": torch.ones(1, 3)})
     model.config.is_encoder_decoder = True
     check_padding(model, (ended,), {"attention_mask": torch.tensor([[1, 0, 0]])})
+
+
+# -- where the time goes -------------------------------------------------------------------------------------------------------
+
+
+class Story:
+    """A clock and a cost of generation that a test moves on."""
+
+    def __init__(self) -> None:
+        self.now, self.cost = 100.0, GenerationCost()
+        self.times = RoundTimes(lambda: self.cost, 3, lambda: self.now)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    def generate(self, n_prompts: int, lease_s: float, total_s: float) -> None:
+        self.now += total_s
+        self.cost = self.cost.plus(GenerationCost(n_prompts, lease_s, total_s))
+
+
+def test_times_of_rounds() -> None:
+    story = Story()
+    times = story.times
+    times.switch(is_training=True)  # before the first round: neither it nor this generation counts
+    story.generate(9, 1.0, 2.0)
+    times.end_step()
+    assert times.lines() == []
+
+    times.switch(is_training=False)
+    story.generate(4, 1.0, 3.0)
+    story.wait(1.0)
+    times.switch(is_training=True)
+    story.wait(2.0)
+    times.end_step()
+    story.wait(1.0)
+    [line] = times.lines()
+    assert line == (
+        "E2E latency=7.00 s, gather=1.00 s (14.3 %), generate=2.00 s (28.6 %), training=3.00 s (42.9 %),"
+        " other=1.00 s (14.3 %), samples/s=1.714 (mean 1.714)"
+    )
+    story.wait(1.0)
+    times.end_step()
+    assert times.lines() == []  # nothing was generated; the time goes on
+
+    story.generate(2, 0.0, 4.0)  # within training, as without gradients
+    story.wait(1.0)
+    times.end_step()
+    story.wait(2.0)  # after the last step
+    times.switch(is_training=False)
+    story.generate(2, 0.0, 2.0)
+    [line] = times.lines()
+    assert line == (
+        "E2E latency=10.00 s, gather=0.00 s (0.0 %), generate=6.00 s (60.0 %), training=2.00 s (20.0 %),"
+        " other=2.00 s (20.0 %), samples/s=1.2 (mean 1.412)"
+    )
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def said_body(rank: int, world: int) -> list[str]:
+    handler = Lines()
+    logging.getLogger("deepspeed_c").addHandler(handler)
+    try:
+        with make_actor(3, steps_per_print=2, gradient_accumulation_steps=2) as actor:
+            for _ in range(4):
+                for _ in range(2):
+                    actor.eval()
+                    with torch.no_grad():
+                        tokens = write(actor.module, *prompts_of(rank))
+                    actor.train()
+                    actor.backward(actor(input_ids=tokens, labels=tokens).loss)
+                    actor.step()
+            assert actor._generation.cost.n_prompts == 16
+    finally:
+        logging.getLogger("deepspeed_c").removeHandler(handler)
+    return [line for line in handler.lines if line.startswith(("step=", "E2E"))]
+
+
+def test_a_line_of_latencies_follows_the_line_of_a_step() -> None:
+    first, second = run_ranks(2, said_body)
+    assert [line.split("=")[0] for line in first] == ["step", "E2E latency"] * 2 and second == [], (first, second)
+    for line in first[1::2]:
+        shares = [float(share) for share in re.findall(r"\(([\d.-]+) %\)", line)]
+        assert len(shares) == 4 and sum(shares) == pytest.approx(100, abs=0.3) and min(shares[1:3]) > 0, line
+
+
+# -- LoRA ----------------------------------------------------------------------------------------------------------------------
+
+
+def lora_body(rank: int, world: int, stage: int) -> None:
+    import peft
+
+    def adapted() -> Any:
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "fc1"], init_lora_weights=False, task_type="CAUSAL_LM")
+        torch.manual_seed(4)
+        return peft.get_peft_model(opt(1).to(torch.bfloat16), config, autocast_adapter_dtype=False)
+
+    hybrid = {"max_out_tokens": LENGTH}
+    config = settings(stage, hybrid=hybrid, bf16={"enabled": True})
+    with deepspeed_c.initialize(model=adapted(), config=config)[0] as actor:
+        base = {name: value.clone() for name, value in actor.module_state_dict().items() if "lora_" not in name}
+        twin, prompts, mask = adapted().eval(), *prompts_of(rank)
+        for _ in range(3):
+            twin.load_state_dict({name: value.clone() for name, value in actor.module_state_dict().items()})
+            want = write(twin, prompts, mask)
+            actor.eval()
+            actor.fuse_lora_weight()
+            assert not actor.is_lora_fused
+            actor.retake_inference_cache()
+            for unfuse in (actor.unfuse_lora_weight, actor.unfuse_lora_weight_non_pinned):
+                got = write(actor.module, prompts, mask)
+                assert torch.equal(got, want)
+                unfuse()
+            actor.train()
+            actor.backward(actor(input_ids=got, labels=got).loss)
+            actor.step()
+            assert actor.was_step_applied()
+        after = actor.module_state_dict()
+        assert all(torch.equal(after[name], value) for name, value in base.items()) and len(base) > 30
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_switches_leave_the_weights_below_lora_as_they_are(stage: int) -> None:
+    run_ranks(2, lora_body, stage)
 
 
 # -- what a configuration may ask for ------------------------------------------------------------------------------------------
