@@ -55,6 +55,10 @@ hf: $(BUILT) ## the same text with transformers.Trainer: train at stage 2, resum
 		--model_path out/hf/model --lora 8 --output_dir out/hf_lora
 	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/hf_generate.py out/hf/model
 
+.PHONY: rl
+rl: $(BUILT) ## an actor that trains and generates in turn: policy optimization of a small OPT at stage 3
+	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/ppo_tiny.py --stage $(or $(STAGE),3)
+
 .PHONY: test
 test: $(BUILT) programs ## everything that CI runs
 	scripts/system_packages.sh --tests

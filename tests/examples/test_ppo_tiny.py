@@ -1,0 +1,51 @@
+"""examples/ppo_tiny.py as a user starts it, on two ranks: the reward rises, in the same way at each stage."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from ppo_tiny import FLOOR, GAMMA, LAMBDA, advantages_of, likelihoods  # it needs transformers
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "ppo_tiny.py"
+LAUNCH = [sys.executable, "-m", "deepspeed_c", "--num_procs", "2", str(SCRIPT)]
+
+
+def test_the_reward_rises_in_the_same_way_at_each_stage(tmp_path):
+    found = {}
+    for stage in (0, 2, 3):
+        output = tmp_path / f"{stage}.json"
+        command = [*LAUNCH, "--stage", str(stage), "--rounds", "40", "--output", str(output)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found[stage] = json.loads(output.read_text())
+        assert len(found[stage]) == 40 and "E2E latency=" in done.stderr + done.stdout
+    print(found)
+    # Bytes at random have about the floor of 12 bits.
+    assert found[0][0] < -11 and found[0][-1] > -6, found[0]
+    for stage in (2, 3):
+        # Sums of gradients may be in another order. Later, a byte that is drawn otherwise changes all that follow.
+        assert found[stage][:5] == pytest.approx(found[0][:5], abs=1e-3)
+        assert found[stage][-1] > -6, found[stage]
+
+
+def test_advantages_are_the_discounted_sums_of_their_definition():
+    random = torch.Generator().manual_seed(0)
+    rewards, values = (torch.randn(3, 7, generator=random, dtype=torch.float64) for _ in range(2))
+    after = torch.cat([values, torch.zeros(3, 1, dtype=torch.float64)], 1)
+    deltas = [rewards[:, i] + GAMMA * after[:, i + 1] - values[:, i] for i in range(7)]
+    want = [sum((GAMMA * LAMBDA) ** k * deltas[i + k] for k in range(7 - i)) for i in range(7)]
+    torch.testing.assert_close(advantages_of(rewards, values), torch.stack(want, 1))
+    assert advantages_of(rewards[:, :0], values[:, :0]).shape == (3, 0)
+
+
+def test_likelihoods_are_those_of_pairs():
+    found = likelihoods(torch.tensor([1, 2, 1, 2, 1, 3]))
+    assert found.shape == (256, 256) and found[2, 1] == 0 and abs(found[1, 3].item() + 1.58496) < 1e-4
+    assert found[9, 9] == FLOOR and found[3, 1] == FLOOR
