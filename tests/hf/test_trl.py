@@ -225,3 +225,47 @@ def test_a_teacher_without_an_optimizer_generates():
         assert losses == pytest.approx([expected] * 2, rel=1e-6)
         for found, plain in written:
             assert found == plain
+
+
+def online(rank, world, folder, deepspeed, how, gathers):
+    """Steps of training on text that the model has just written, and that a function rewards."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    forget()
+    writer = tokenizer()
+    made = {
+        "args": {"per_device_train_batch_size": 4, "learning_rate": 3e-3, "ds3_gather_for_generation": gathers},
+        "reward_funcs": lambda completions, **_: [text.count("a") / 8 for text in completions],
+        "train_dataset": Dataset.from_dict({"prompt": [text[:3] for text in rows()]}),
+        "processing_class": writer,
+    }
+    small = {"vocab_size": len(writer)}
+    if how == "grpo":
+        if rank == 0:
+            llama(**small).save_pretrained(folder / "model")  # the trainer reads the reference from there
+        torch.distributed.barrier()
+        sizes = {"num_generations": 4, "max_completion_length": 8, "beta": 0.1, "model_init_kwargs": {"dtype": "float32"}}
+        args = settings(GRPOConfig, folder, deepspeed, **made.pop("args"), **sizes)
+        trainer = GRPOTrainer(model=str(folder / "model"), args=args, **made)
+    else:
+        from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+        sizes = {"max_new_tokens": 8, "max_length": 16, "missing_eos_penalty": None}
+        args = settings(OnlineDPOConfig, folder, deepspeed, **made.pop("args"), **sizes)
+        trainer = OnlineDPOTrainer(model=llama(**small), ref_model=llama(seed=9, **small), args=args, **made)
+    trainer.train()
+    name = "reward" if how == "grpo" else "objective/scores"
+    return numbers(trainer)["loss"], [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+@pytest.mark.parametrize("how", ["grpo", "online dpo"])
+def test_training_on_text_of_the_model_itself(tmp_path, how):
+    expected = on_ranks(2, online, tmp_path / "plain", None, how, True)[0]
+    assert len(set(expected[1])) > 1, "rewards change"
+    for stage, gathers in ((2, True), (3, True), (3, False)):
+        config = ds_config(stage, scheduler=False)
+        found = on_ranks(2, online, tmp_path / f"{stage}{gathers}", config, how, gathers)[0]
+        print(how, stage, gathers, found, expected)
+        assert found[1] == pytest.approx(expected[1], abs=1e-6), "the same text"
+        assert found[0] == pytest.approx(expected[0], rel=1e-4, abs=1e-5)
