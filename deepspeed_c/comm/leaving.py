@@ -15,6 +15,7 @@ __all__ = ["wait_at_exit"]
 
 _THREAD = "pt_gloo_runloop"
 _STEP_S = 1e-3
+_N_AT_REST = 5  # looks in a row: a thread may rest for a moment, until another one has done its part
 _MAX_STEPS = 2000  # a thread that waits for another rank rests too, so only a very loaded machine comes near
 
 
@@ -25,11 +26,12 @@ def wait_at_exit() -> None:
 
 
 def _wait() -> None:
-    before = None
+    before, n_equal = None, 0
     for _ in range(_MAX_STEPS):
         time.sleep(_STEP_S)  # without Python's lock, which a thread may be waiting for
         now = _at_rest()
-        if now is not None and now == before:
+        n_equal = n_equal + 1 if now is not None and now == before else 0
+        if n_equal == _N_AT_REST or now == {}:
             return
         before = now
 
