@@ -26,7 +26,7 @@ __all__ = ["Generation", "GenerationCost"]
 
 
 class GenerationCost(NamedTuple):
-    """What calls of ``generate`` took on this rank. A call with an exception is not counted."""
+    """The time that calls of ``generate`` took on this rank. A call with an exception is not counted."""
 
     n_prompts: int = 0
     lease_s: float = 0.0

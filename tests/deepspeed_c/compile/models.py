@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import deepspeed_c
 from deepspeed_c.utils import safe_get_full_fp32_param
 
-__all__ = ["STEPS", "WIDTH", "WORDS", "Block", "Model", "batch_of", "make_engine", "peak_of", "same", "train"]
+__all__ = ["STEPS", "WIDTH", "WORDS", "Block", "Model", "batch_of", "close", "make_engine", "peak_of", "same", "train"]
 
 WIDTH, WORDS, STEPS = 12, 23, 3
 
@@ -115,6 +115,16 @@ def same(got: list[Any], want: list[Any]) -> None:
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         equal = torch.equal(a, b) if torch.is_tensor(a) else a == b
         assert equal, f"{i}: {a} instead of {b}"
+
+
+def close(got: list[Any], want: list[Any], tolerance: float) -> None:
+    """``tolerance`` is relative and absolute."""
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        if a is None or b is None:
+            assert a is b, f"{i}: {a} instead of {b}"
+            continue
+        a, b = torch.as_tensor(a), torch.as_tensor(b)
+        assert torch.allclose(a, b, rtol=tolerance, atol=tolerance), f"{i}: {a} instead of {b}, {(a - b).abs().max()}"
 
 
 def peak_of(engine: Any) -> int:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed_c
 from deepspeed_c.utils import safe_get_full_fp32_param
-from tests.deepspeed_c.compile.models import STEPS, WIDTH, Block, Model, batch_of, make_engine, same, train
+from tests.deepspeed_c.compile.models import STEPS, WIDTH, Block, Model, batch_of, close, make_engine, same, train
 from tests.ranks import run_ranks
 
 
@@ -147,15 +147,6 @@ def odd_train(engine: Any, rank: int, parts: bool = False) -> list[Any]:
         engine.step()
         found += [loss.item(), engine.get_global_grad_norm()]
     return found + weights_of(engine)
-
-
-def close(got: list[Any], want: list[Any], tolerance: float) -> None:
-    for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        if a is None or b is None:
-            assert a is b, f"{i}: {a} instead of {b}"
-            continue
-        a, b = torch.as_tensor(a), torch.as_tensor(b)
-        assert torch.allclose(a, b, rtol=tolerance, atol=tolerance), f"{i}: {a} instead of {b}, {(a - b).abs().max()}"
 
 
 class Case(NamedTuple):

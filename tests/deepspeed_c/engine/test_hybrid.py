@@ -3,7 +3,6 @@ plain model, and prompts that are refused before any collective."""
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any
 
@@ -16,6 +15,7 @@ from deepspeed_c.engine.hybrid import DeepSpeedHybridEngine, RoundTimes
 from deepspeed_c.engine.prompts import check_padding
 from deepspeed_c.errors import ConfigError, FeatureError, StateError
 from deepspeed_c.pipe import LayerSpec, PipelineModule
+from tests.log_lines import LogLines
 from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -274,32 +274,18 @@ def test_times_of_rounds() -> None:
     )
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def said_body(rank: int, world: int) -> list[str]:
-    handler = Lines()
-    logging.getLogger("deepspeed_c").addHandler(handler)
-    try:
-        with make_actor(3, steps_per_print=2, gradient_accumulation_steps=2) as actor:
-            for _ in range(4):
-                for _ in range(2):
-                    actor.eval()
-                    with torch.no_grad():
-                        tokens = write(actor.module, *prompts_of(rank))
-                    actor.train()
-                    actor.backward(actor(input_ids=tokens, labels=tokens).loss)
-                    actor.step()
-            assert actor._generation.cost.n_prompts == 16
-    finally:
-        logging.getLogger("deepspeed_c").removeHandler(handler)
-    return [line for line in handler.lines if line.startswith(("step=", "E2E"))]
+    with LogLines() as log, make_actor(3, steps_per_print=2, gradient_accumulation_steps=2) as actor:
+        for _ in range(4):
+            for _ in range(2):
+                actor.eval()
+                with torch.no_grad():
+                    tokens = write(actor.module, *prompts_of(rank))
+                actor.train()
+                actor.backward(actor(input_ids=tokens, labels=tokens).loss)
+                actor.step()
+        assert actor._generation.cost.n_prompts == 16
+    return [line for line in log.lines if line.startswith(("step=", "E2E"))]
 
 
 def test_a_line_of_latencies_follows_the_line_of_a_step() -> None:

@@ -4,7 +4,6 @@ part of the window. This holds at every stage and in every precision."""
 from __future__ import annotations
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from deepspeed_c import errors
 from deepspeed_c.utils import safe_get_full_grad, set_z3_leaf_modules
 from deepspeed_c.zero import GatheredParameters
 from tests.deepspeed_c.zero.traits import whole_params
+from tests.log_lines import LogLines
 from tests.ranks import run_ranks
 
 WIDTH, GAS, SCALE = 13, 2, 2.0**10
@@ -410,36 +410,21 @@ def test_gradients_of_parameters_that_are_asked_for(stage):
 # -- passes to an input and to parameters ------------------------------------------------------------------------------
 
 
-class Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def both_body(rank: int, world: int, precision: str, backward: str) -> list[str]:
-    records = Records()
-    log = logging.getLogger("deepspeed_c")
-    log.addHandler(records)
-    try:
-        with make(2, precision) as engine:
-            want = make_input(None, rank, 0)
-            loss_of(make_net()(want)).backward()
-            for micro in range(GAS):
-                x = make_input(engine, rank, 0)
-                loss = loss_of(engine(x))
-                engine.backward(loss) if backward == "engine" else loss.backward()
-                # Only fp16 scales the caller's own loss, at the outputs.
-                factor = (1.0 if precision == "bf16" and backward == "user" else 1.0 / GAS) * (
-                    SCALE if precision == "fp16" else 1.0
-                )
-                assert off_by(x.grad / factor, want.grad) < TOLERANCE[precision], off_by(x.grad / factor, want.grad)
-                engine.step()
-    finally:
-        log.removeHandler(records)
-    return [text for text in records.texts if "beyond the inputs" in text]
+    with LogLines() as log, make(2, precision) as engine:
+        want = make_input(None, rank, 0)
+        loss_of(make_net()(want)).backward()
+        for micro in range(GAS):
+            x = make_input(engine, rank, 0)
+            loss = loss_of(engine(x))
+            engine.backward(loss) if backward == "engine" else loss.backward()
+            # Only fp16 scales the caller's own loss, at the outputs.
+            factor = (1.0 if precision == "bf16" and backward == "user" else 1.0 / GAS) * (
+                SCALE if precision == "fp16" else 1.0
+            )
+            assert off_by(x.grad / factor, want.grad) < TOLERANCE[precision], off_by(x.grad / factor, want.grad)
+            engine.step()
+    return [text for text in log.lines if "beyond the inputs" in text]
 
 
 @pytest.mark.parametrize("backward", ["engine", "user"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import operator
 
 import pytest
@@ -11,22 +10,12 @@ import torch
 
 import deepspeed_c
 from tests.deepspeed_c.zero.traits import Mlp, batch
+from tests.log_lines import LogLines
 from tests.ranks import run_ranks
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def said_body(rank: int, world: int, extra: dict, steps: int) -> list[str]:
-    handler = Lines()
-    logging.getLogger("deepspeed_c").addHandler(handler)
-    try:
+    with LogLines() as log:
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
@@ -37,9 +26,7 @@ def said_body(rank: int, world: int, extra: dict, steps: int) -> list[str]:
             for step in range(steps):
                 engine.backward(engine(*batch(step, 0, rank, 0)))
                 engine.step()
-    finally:
-        logging.getLogger("deepspeed_c").removeHandler(handler)
-    return handler.lines
+    return log.lines
 
 
 def said(extra: dict, steps: int = 4, world: int = 1) -> list[list[str]]:
@@ -90,8 +77,6 @@ def test_an_overflow_names_the_first_bad_parameter() -> None:
 
 
 def overflow_body(rank: int, world: int) -> list[str]:
-    handler = Lines()
-    logging.getLogger("deepspeed_c").addHandler(handler)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -100,7 +85,7 @@ def overflow_body(rank: int, world: int) -> list[str]:
     }
     torch.manual_seed(0)
     model = Mlp()
-    with deepspeed_c.initialize(model=model, config=config)[0] as engine:
+    with LogLines() as log, deepspeed_c.initialize(model=model, config=config)[0] as engine:
 
         def spoil(grad: torch.Tensor) -> torch.Tensor:
             grad = grad.clone()
@@ -112,5 +97,4 @@ def overflow_body(rank: int, world: int) -> list[str]:
         engine.backward(engine(x.bfloat16(), y))
         engine.step()
         assert not engine.was_step_applied()
-    logging.getLogger("deepspeed_c").removeHandler(handler)
-    return handler.lines
+    return log.lines

@@ -12,6 +12,7 @@ from torch import nn
 import deepspeed_c
 from deepspeed_c.errors import StateError
 from tests.deepspeed_c.zero.traits import whole_params
+from tests.log_lines import LogLines
 from tests.ranks import run_ranks
 
 WIDTH, RATE = 7, 0.1
@@ -40,20 +41,9 @@ def wrapped(net: nn.Module) -> nn.Module:
     return outer.requires_grad_(True)
 
 
-class Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def made_twice(rank: int, world: int, stage: int, kind: str) -> tuple[float, list[str]]:
     net, want = make_net(), make_net()
-    warnings = Warnings()
-    logging.getLogger("deepspeed_c").addHandler(warnings)
-    try:
+    with LogLines(logging.WARNING) as warnings:
         optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
         first = deepspeed_c.initialize(model=net, optimizer=optimizer, config=config_of(stage))[0]
         first.backward(first(batch(0, rank)).square().sum())
@@ -69,8 +59,6 @@ def made_twice(rank: int, world: int, stage: int, kind: str) -> tuple[float, lis
         second.step()
         got = whole_params(net)
         second.close()
-    finally:
-        logging.getLogger("deepspeed_c").removeHandler(warnings)
     for step in range(2):
         for r in range(world):
             (want(batch(step, r)).square().sum() / world).backward()
@@ -79,7 +67,7 @@ def made_twice(rank: int, world: int, stage: int, kind: str) -> tuple[float, lis
                 p -= RATE * p.grad
                 p.grad = None
     worst = max((got[name] - p.detach()).abs().max().item() for name, p in want.named_parameters())
-    return worst, [text for text in warnings.texts if "given to another" in text]
+    return worst, [text for text in warnings.lines if "given to another" in text]
 
 
 @pytest.mark.parametrize("kind", ["again", "same optimizer", "wrapped"])
@@ -111,9 +99,7 @@ def test_engines_that_share_a_part_are_refused(stage: int) -> None:
 def by_the_callers_optimizer(rank: int, world: int, stage: int) -> list[str]:
     """Returns the warnings. ``zero_grad`` of the caller's optimizer still takes effect."""
     net, want = make_net(), make_net()
-    warnings = Warnings()
-    logging.getLogger("deepspeed_c").addHandler(warnings)
-    try:
+    with LogLines(logging.WARNING) as warnings:
         optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
         engine = deepspeed_c.initialize(model=net, optimizer=optimizer, config=config_of(stage))[0]
         engine.backward(engine(batch(5, rank)).square().sum())
@@ -125,13 +111,11 @@ def by_the_callers_optimizer(rank: int, world: int, stage: int) -> list[str]:
         engine.step()
         got = whole_params(net)
         engine.close()
-    finally:
-        logging.getLogger("deepspeed_c").removeHandler(warnings)
     want(batch(0, rank)).square().sum().backward()
     for name, p in want.named_parameters():
         assert torch.allclose(got[name], p.detach() - RATE * p.grad, atol=1e-6), name
     assert "step" not in optimizer.__dict__ and "zero_grad" not in optimizer.__dict__
-    return [text for text in warnings.texts if "does nothing" in text]
+    return [text for text in warnings.lines if "does nothing" in text]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

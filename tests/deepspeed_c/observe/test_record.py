@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import deepspeed_c
 from deepspeed_c.engine.inputs import count_tokens
 from deepspeed_c.observe.record import Event, SampleRate, StepRecord
 from deepspeed_c.pipe.module import LayerSpec, PipelineModule
-from tests.deepspeed_c.engine.test_reports import Lines
+from tests.log_lines import LogLines
 from tests.ranks import run_ranks
 
 KNOWN = StepRecord(step=3, samples=24, skipped_steps=1, lr=[0.1, 0.2], momentum=[(0.9, 0.999), 0.5])
@@ -167,8 +166,6 @@ def test_a_loss_that_the_engine_never_saw_is_unknown() -> None:
 
 
 def pipeline_body(rank: int, world: int) -> list[str]:
-    lines = Lines()
-    logging.getLogger("deepspeed_c").addHandler(lines)
     torch.manual_seed(0)
     layers = [LayerSpec(torch.nn.Embedding, 13, 8), LayerSpec(torch.nn.Linear, 8, 1)]
     module = PipelineModule(layers, num_stages=2, loss_fn=lambda outputs, labels: outputs.square().mean())
@@ -178,8 +175,7 @@ def pipeline_body(rank: int, world: int) -> list[str]:
         "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
         "wall_clock_breakdown": True,
     }
-    engine = deepspeed_c.initialize(model=module, config=config)[0]
-    with engine:
+    with LogLines() as log, deepspeed_c.initialize(model=module, config=config)[0] as engine:
         batches = [(ids(0, micro, 0), torch.zeros(1)) for micro in range(MICRO)]
         loss = engine.train_batch(iter(batches))
         record, found = engine._record(), engine.get_wall_clock_timers()
@@ -187,8 +183,7 @@ def pipeline_body(rank: int, world: int) -> list[str]:
         assert record.n_tokens == 3 * 7 * MICRO
         for phase in ("data", "forward", "backward", "messages", "step"):
             assert found[phase] > 0, (phase, found)
-    logging.getLogger("deepspeed_c").removeHandler(lines)
-    return [line for line in lines.lines if line.startswith("stage ")]
+    return [line for line in log.lines if line.startswith("stage ")]
 
 
 def test_a_pipelines_numbers_are_known_on_all_ranks() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as collectives
-from typing_extensions import Self
 
 import deepspeed_c
 from deepspeed_c.errors import StateError
@@ -29,6 +28,7 @@ from tests.deepspeed_c.sequence.test_engine import (
     plain,
     weights_of,
 )
+from tests.log_lines import LogLines
 from tests.ranks import run_ranks
 
 
@@ -113,22 +113,6 @@ def own_term(mine: torch.Tensor) -> torch.Tensor:
     return torch.stack([mine if r == dist.get_rank(group) else 0 * mine for r in range(dist.get_world_size(group))])
 
 
-class Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-    def __enter__(self) -> Self:
-        logging.getLogger("deepspeed_c").addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("deepspeed_c").removeHandler(self)
-
-
 def engine_of(model: torch.nn.Module, sp: int, way: str | None = None, **config: Any) -> Any:
     section = {} if way is None else {"sequence_parallel": {"loss": way}}
     engine, *_ = deepspeed_c.initialize(
@@ -142,7 +126,7 @@ def outside_body(rank: int, world: int, sp: int, kind: str, way: str | None) -> 
     """The loss is computed outside of a model that gets no labels. Returns (weights, warnings, (error, how far weights
     moved))."""
     start = {name: p.detach().clone() for name, p in Unlabelled().named_parameters()}
-    with Records() as records, engine_of(Unlabelled(), sp, way) as engine:
+    with LogLines(logging.WARNING) as records, engine_of(Unlabelled(), sp, way) as engine:
         gathers = engine._comm.gather_objects
         n_gathers = 0
 
@@ -159,9 +143,9 @@ def outside_body(rank: int, world: int, sp: int, kind: str, way: str | None) -> 
                 engine.step()
             except StateError as error:
                 moved = {name: float((value - start[name]).norm()) for name, value in weights_of(engine).items()}
-                return None, records.texts, (str(error), max(moved.values()))
+                return None, records.lines, (str(error), max(moved.values()))
         assert n_gathers == (1 if way is None else 0), n_gathers  # only the first step gathers
-        return weights_of(engine), records.texts, None
+        return weights_of(engine), records.lines, None
 
 
 def check_weights(got: dict[str, torch.Tensor], model: type[Toy] = Toy, n_data: int = 1) -> None:
@@ -215,7 +199,7 @@ def test_a_mean_that_nobody_has_named_is_a_warning_with_the_factor() -> None:
 def own_body(rank: int, world: int, kind: str) -> tuple[dict[str, torch.Tensor], list[str]]:
     """A model computes its own loss, which is weighted by the labels that its forward got."""
     model = {"scalar": Scalar, "placed": Toy, "gathering": Gathering, "retained": Toy}[kind]()
-    with Records() as records, engine_of(model, world) as engine:
+    with LogLines(logging.WARNING) as records, engine_of(model, world) as engine:
         for step in range(STEPS):
             x, labels = part(engine, batch(step, 0, 0))
             if kind == "scalar":
@@ -231,7 +215,7 @@ def own_body(rank: int, world: int, kind: str) -> tuple[dict[str, torch.Tensor],
                 for group in engine.optimizer.param_groups:
                     group["lr"] = RATE / 2
             engine.step()
-        return weights_of(engine), records.texts
+        return weights_of(engine), records.lines
 
 
 @pytest.mark.parametrize("kind", ["scalar", "placed", "gathering", "retained"])
@@ -264,7 +248,7 @@ def some_body(rank: int, world: int, case: str) -> tuple[str, list[str]]:
     engine, *_ = deepspeed_c.initialize(model=model, config=config_of(1, sequence_parallel_size=2))
     before = model.weight.detach().clone()
     group = engine.get_sequence_parallel_group()
-    with Records() as records, engine:
+    with LogLines(logging.WARNING) as records, engine:
         for step in range(2):
             x, labels = part(engine, batch(step, 0, 0))
             loss = mean_of(engine(x), labels)
@@ -280,8 +264,8 @@ def some_body(rank: int, world: int, case: str) -> tuple[str, list[str]]:
                 engine.step()
             except StateError as error:
                 moved = float((model.weight - before).norm())
-                return f"step {step}: {type(error).__name__} {error} moved {moved}", records.texts
-        return "trained", records.texts
+                return f"step {step}: {type(error).__name__} {error} moved {moved}", records.lines
+        return "trained", records.lines
 
 
 @pytest.mark.parametrize("case, world, at", [("one of two sequences", 4, 0), ("later", 2, 1)])
@@ -307,14 +291,14 @@ class Divided(Toy):
 
 
 def items_body(rank: int, world: int, counts_all: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
-    with Records() as records, engine_of(Divided(), world) as engine:
+    with LogLines(logging.WARNING) as records, engine_of(Divided(), world) as engine:
         for step in range(STEPS):
             whole = batch(step, 0, 0)
             x, labels = part(engine, whole)
             n_items = int(((whole[1] if counts_all else labels) != -100).sum())
             engine.backward(engine(x, labels=labels, num_items_in_batch=n_items)["loss"])
             engine.step()
-        return weights_of(engine), records.texts
+        return weights_of(engine), records.lines
 
 
 def test_num_items_in_batch_that_counts_one_rank_is_a_warning() -> None:
