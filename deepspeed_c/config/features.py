@@ -143,10 +143,6 @@ AREAS: dict[str, dict[str, Feature]] = {
             'set "enabled": false',
             is_on=lambda root: root.hybrid_engine.enabled,
         ),
-        "generation_over_ranks": _later(
-            "generation by several ranks together in the hybrid engine",
-            'set it to 1; "tensor_parallel": {"autotp_size": ...} cuts the model for training and generation',
-        ),
         "inference": _later("the section inference of a training configuration", "pass its keys to init_inference"),
         "inference_quantization": _later("weight quantization for inference", "remove the section"),
     },

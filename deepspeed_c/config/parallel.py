@@ -139,7 +139,13 @@ class HybridEngine(Section, kw_only=True):
             "hybrid_engine",
         ),
     ] = 512
-    inference_tp_size: Annotated[Positive, asks("Ranks that generate together.", "generation_over_ranks")] = 1
+    inference_tp_size: Annotated[
+        Positive,
+        tunes(
+            "Neighbouring ranks that generate together: each computes a part of the layers, for the prompts of all.",
+            "hybrid_engine",
+        ),
+    ] = 1
     release_inference_cache: Annotated[
         bool, inherent("Free the cache after generation.", "a cache is one generate's own, and is freed with it")
     ] = False
@@ -151,7 +157,8 @@ class HybridEngine(Section, kw_only=True):
         ),
     ] = True
     tp_gather_partition_size: Annotated[
-        Positive, tunes("Layers that are gathered together to be cut.", "generation_over_ranks")
+        Positive,
+        tunes("Gather units that are whole together while inference_tp_size reads parts of shards.", "hybrid_engine"),
     ] = 8
     enable_cuda_graph: Annotated[bool, asks("Capture generation in CUDA graphs.", "graph_harvesting")] = False
 

@@ -16,6 +16,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.engine.generate import Generation
+from deepspeed_c.engine.group_generation import GroupGeneration
 from deepspeed_c.engine.python_gc import CollectorPause
 from deepspeed_c.env import read_env
 from deepspeed_c.inject import cut_model
@@ -77,6 +78,11 @@ class _Undo:
 
     def close(self) -> None:
         self._undo()
+
+
+def _group_generation(model: torch.nn.Module, context: EditContext) -> GroupGeneration:
+    section = context.config.hybrid_engine
+    return GroupGeneration(model, context.mesh, section.inference_tp_size, section.tp_gather_partition_size)
 
 
 def _inject_kernels(model: torch.nn.Module, context: EditContext) -> Made:
@@ -150,9 +156,16 @@ def _watch_generation(model: torch.nn.Module, context: EditContext) -> Made:
 
 EDITS: tuple[ModelEdit, ...] = (
     ModelEdit(
+        "group generation",
+        wanted=lambda context: context.config.hybrid_engine.enabled and context.config.hybrid_engine.inference_tp_size > 1,
+        apply=_group_generation,
+        needs_layout=False,
+    ),
+    ModelEdit(
         "kernels",
         wanted=lambda context: context.config.tensor_parallel.replace_with_kernel_inject,
         apply=_inject_kernels,
+        after=("group generation",),
         needs_layout=False,
     ),
     ModelEdit("tensor cut", wanted=lambda context: True, apply=_cut_tensors, after=("kernels",), needs_layout=False),
@@ -182,9 +195,10 @@ EDITS: tuple[ModelEdit, ...] = (
         apply=lambda model, context: CollectorPause(),
     ),
 )
-"""Kernels are injected before weights are cut, because they compare a module's own forward with theirs. Recomputation
-comes after tiles and shared attention, because it runs everything within a layer again. Gathers are outermost: they
-happen once for each run of a layer."""
+"""The copy for group generation is made first, because an edited forward refers to the model that was edited. Kernels
+are injected before weights are cut, because they compare a module's own forward with theirs. Recomputation comes after
+tiles and shared attention, because it runs everything within a layer again. Gathers are outermost: they happen once for
+each run of a layer."""
 
 
 class Edits:
@@ -208,6 +222,10 @@ class Edits:
 
     def __getitem__(self, name: str) -> Any:
         return self._made[name]
+
+    def get(self, name: str) -> Any:
+        """The edit, or None if it is not made."""
+        return self._made.get(name)
 
     def undo(self, name: str) -> None:
         """Undoes one edit, if it is made."""

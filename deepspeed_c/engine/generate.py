@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed_c.engine.group_generation import GroupGeneration, generates
 from deepspeed_c.engine.prompts import prompts_of
-from deepspeed_c.errors import StateError
+from deepspeed_c.errors import DeepSpeedCError, StateError
 from deepspeed_c.zero.weights.fetch import Fetcher
 
 __all__ = ["Generation", "GenerationCost"]
@@ -46,7 +47,7 @@ class Generation:
 
     fetcher: returns the engine's fetcher, or None if no weights are sharded. require_ready: raises if the engine cannot
     run. check_prompts: raises if the model cannot go on from the arguments of a ``generate``. trains: returns whether
-    the engine has an optimizer.
+    the engine has an optimizer. group: returns the ranks that generate together; None if each rank generates alone.
     """
 
     def __init__(
@@ -57,12 +58,23 @@ class Generation:
         require_ready: Callable[[], None],
         check_prompts: Callable[[tuple, dict[str, Any]], None],
         trains: Callable[[], bool],
+        group: Callable[[], GroupGeneration | None],
     ) -> None:
-        self._module, self._fetcher, self._trains = module, fetcher, trains
+        self._module, self._fetcher, self._trains, self._group = module, fetcher, trains, group
         self._require_ready, self._check_prompts = require_ready, check_prompts
         self._threads: Counter[int] = Counter()  # calls that have not returned, by thread
         self.cost = GenerationCost()
         """Of all calls so far."""
+
+    @property
+    def group(self) -> GroupGeneration | None:
+        """The ranks that generate together with this rank; None if it generates alone."""
+        return self._group()
+
+    @property
+    def fetcher(self) -> Fetcher | None:
+        """Of the engine's shards; None if no weights are sharded."""
+        return self._fetcher()
 
     @property
     def is_running(self) -> bool:
@@ -88,23 +100,23 @@ class Generation:
         Raises StateError in training mode with gradients enabled, and for prompts that the engine refuses, before a
         collective.
         """
-        self._require_ready()
-        if self._module.training and torch.is_grad_enabled():
-            raise StateError(
-                "the model is in training mode, and gradients are enabled",
-                where="generate",
-                fix="call engine.eval() before and engine.train() afterwards; to generate with dropout: torch.no_grad()",
-            )
         is_outermost = threading.get_ident() not in self._threads
-        if is_outermost:
-            self._check_prompts(args, kwargs)
-        fetcher = self._fetcher()
+        fetcher, group = self._fetcher(), self._group()
+        try:
+            self._check(args, kwargs, is_outermost)
+        except DeepSpeedCError as error:
+            if is_outermost and group is not None:
+                group.refuse(error, fetcher)
+            raise
         began = time.perf_counter()
         try:
             with self.running():
-                is_alone = fetcher is None or fetcher.lease()
+                taken_s = 0.0 if group is None else group.taken_s
+                is_alone = group is not None or fetcher is None or fetcher.lease()
                 lease_s = time.perf_counter() - began
                 yield is_alone
+                if group is not None:
+                    lease_s = group.taken_s - taken_s
         except BaseException:
             with suppress(StateError):  # of written weights; the exception itself says more
                 self._end_call(fetcher)
@@ -115,6 +127,17 @@ class Generation:
             n_prompts = len(prompts) if torch.is_tensor(prompts) and prompts.ndim else 0
             self.cost = self.cost.plus(GenerationCost(n_prompts, lease_s, time.perf_counter() - began))
 
+    def _check(self, args: tuple, kwargs: dict[str, Any], is_outermost: bool) -> None:
+        self._require_ready()
+        if self._module.training and torch.is_grad_enabled():
+            raise StateError(
+                "the model is in training mode, and gradients are enabled",
+                where="generate",
+                fix="call engine.eval() before and engine.train() afterwards; to generate with dropout: torch.no_grad()",
+            )
+        if is_outermost:
+            self._check_prompts(args, kwargs)
+
     def _end_call(self, fetcher: Fetcher | None) -> None:
         """Ends the lease with the outermost call, or leaves it until training goes on.
 
@@ -122,9 +145,15 @@ class Generation:
         over before the next forward of all ranks. A lease that has gathered is known to all ranks, and it stays, also
         after an exception: otherwise a rank that catches its exception would be alone in the next gather.
         """
-        if fetcher is None or self.is_running:
+        if self.is_running:
             return
-        if fetcher.is_joint or self._module.training or not self._trains():
+        if fetcher is None or fetcher.is_joint or self._module.training or not self._trains():
+            self._let_weights_go()
+
+    def _let_weights_go(self) -> None:
+        if (group := self._group()) is not None:
+            group.drop()
+        if (fetcher := self._fetcher()) is not None:
             fetcher.end_lease()
 
     def end(self, what: str) -> None:
@@ -138,19 +167,12 @@ class Generation:
                 where=f"engine.{what}",
                 fix="wait until its generate has returned",
             )
-        if (fetcher := self._fetcher()) is not None:
-            fetcher.end_lease()
+        self._let_weights_go()
 
     def watch(self, model: torch.nn.Module) -> Callable[[], None]:
         """From now on each ``generate`` of a model of transformers, and of its wrappers, runs within ``run``. Returns
         the function that undoes it."""
-        # A model of transformers prepares inputs; ``generate`` of other modules may mean anything.
-        models = [
-            module
-            for module in model.modules()
-            if callable(getattr(type(module), "generate", None))
-            and hasattr(type(module), "prepare_inputs_for_generation")
-        ]
+        models = [module for module in model.modules() if generates(module)]
         before = [(vars(module), vars(module).get("generate")) for module in models]
         for module in models:
             vars(module)["generate"] = _LeasedGenerate(self, module, module.generate)
@@ -176,6 +198,8 @@ class _LeasedGenerate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._generation.run(args, kwargs) as is_alone:
+            if (group := self._generation.group) is not None:
+                return group.generate(self._model, args, kwargs, self._generation.fetcher)
             prompts = prompts_of(args, kwargs)
             if torch.is_tensor(prompts) and prompts.ndim and len(prompts) == 0:
                 return prompts  # of a rank without prompts, with which models cannot run

@@ -88,6 +88,7 @@ class ModelHost(Compiling, ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
             require_ready=self._require_generation,
             check_prompts=self._check_prompts,
             trains=lambda: self._trains,
+            group=lambda: self._edits.get("group generation"),
         )
         self._edits = edits
 

@@ -8,7 +8,7 @@ import torch
 
 from deepspeed_c.errors import StateError
 
-__all__ = ["check_length", "check_padding", "prompts_of"]
+__all__ = ["are_tokens", "check_length", "check_padding", "find_tokens", "prompts_of", "setting_of"]
 
 
 def prompts_of(args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -21,7 +21,7 @@ def check_length(prompts: Any, limit: int | None, what: str, fix: str) -> None:
 
     ``prompts``: integers [batch, tokens]; anything else (embeddings, features of sound) is not checked.
     """
-    if limit is not None and _are_tokens(prompts) and prompts.shape[1] > limit:
+    if limit is not None and are_tokens(prompts) and prompts.shape[1] > limit:
         raise StateError(f"a prompt of {prompts.shape[1]} tokens is longer than {what}", where="generate", fix=fix)
 
 
@@ -57,14 +57,32 @@ def _mask_of(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tor
     mask = kwargs.get("attention_mask")
     if mask is not None:
         return mask != 0 if torch.is_tensor(mask) and mask.ndim == 2 else None
-    prompts, pad = prompts_of(args, kwargs), _setting(model, kwargs, "pad_token_id")
-    ends = _setting(model, kwargs, "eos_token_id")
-    if not _are_tokens(prompts) or pad is None or pad in (ends if isinstance(ends, (list, tuple)) else [ends]):
+    prompts, pad = prompts_of(args, kwargs), _pad_token(model, kwargs)
+    if not are_tokens(prompts) or pad is None:
         return None
     return (prompts == pad).long().flip(1).cumprod(1).flip(1) == 0
 
 
-def _setting(model: torch.nn.Module, kwargs: dict[str, Any], name: str) -> Any:
+def find_tokens(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+    """Where prompts [batch, tokens] have tokens, as bool [batch, tokens].
+
+    The mask says so. Without a mask, pad tokens are padding, unless they also end sequences. Transformers infers its
+    mask in the same way.
+    """
+    mask, prompts = kwargs.get("attention_mask"), prompts_of(args, kwargs)
+    if mask is not None:
+        return mask != 0
+    pad = _pad_token(model, kwargs)
+    return torch.ones_like(prompts, dtype=torch.bool) if pad is None else prompts != pad
+
+
+def _pad_token(model: torch.nn.Module, kwargs: dict[str, Any]) -> int | None:
+    """The token that is nothing but padding; None if there is no such token."""
+    pad, ends = setting_of(model, kwargs, "pad_token_id"), setting_of(model, kwargs, "eos_token_id")
+    return None if pad in (ends if isinstance(ends, (list, tuple)) else [ends]) else pad
+
+
+def setting_of(model: torch.nn.Module, kwargs: dict[str, Any], name: str) -> Any:
     """A setting of one ``generate``: of its arguments, of its generation_config, else of the model."""
     if name in kwargs:
         return kwargs[name]
@@ -72,5 +90,6 @@ def _setting(model: torch.nn.Module, kwargs: dict[str, Any], name: str) -> Any:
     return own if own is not None else getattr(getattr(model, "generation_config", None), name, None)
 
 
-def _are_tokens(prompts: Any) -> bool:
+def are_tokens(prompts: Any) -> bool:
+    """Whether they are token numbers [batch, tokens]."""
     return torch.is_tensor(prompts) and prompts.ndim == 2 and not prompts.is_floating_point()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Cut", "CutBox", "keep_part"]
+__all__ = ["Cut", "CutBox", "keep_part", "view_part"]
 
 
 class CutBox(NamedTuple):
@@ -92,6 +92,22 @@ def keep_part(param: torch.nn.Parameter, cut: Cut | None, dim: int = -1) -> None
             param.data = cut.take(param.data)
         param.tp_cut = cut
     param.tensor_model_parallel, param.partition_dim, param.partition_stride = cut is not None, dim, 1
+
+
+def view_part(part: torch.nn.Parameter, whole: torch.Tensor, *, copies: bool) -> torch.nn.Parameter:
+    """A parameter with the marks of ``part``, which may be on the meta device, and with this rank's elements of
+    ``whole``. It needs no gradient. It is a view of ``whole``, unless ``copies`` or the elements lie in several blocks.
+    """
+    cut: Cut | None = getattr(part, "tp_cut", None)
+    if cut is None:
+        values = whole.clone() if copies else whole
+    elif copies or len(cut.boxes) > 1:
+        values = cut.take(whole)
+    else:
+        values = whole[cut.boxes[0].of_logical()]
+    made = torch.nn.Parameter(values, requires_grad=False)
+    vars(made).update(vars(part))
+    return made
 
 
 def _index(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:

@@ -24,7 +24,7 @@ from deepspeed_c.inject.layers import RowPicker, is_transposed, product_of
 from deepspeed_c.inject.own_heads import SharedKey, count_own_heads
 from deepspeed_c.inject.plan import Attention, Planned
 
-__all__ = ["RAISED", "CutPlan", "Skeleton", "SmallModel", "TrialRank", "TrialRanks", "TrialTooLong", "tensors_of"]
+__all__ = ["RAISED", "CutPlan", "Skeleton", "SmallModel", "TrialRank", "TrialRanks", "TrialTooLong", "shared_handles", "tensors_of"]
 
 _THIN = 7  # inner dimension of the product of two factors that stands for a weight
 _TABLE_ROWS = 61
@@ -92,7 +92,7 @@ class Skeleton:
             )
         for buffer in model.buffers():
             memo[id(buffer)] = buffer.detach()
-        memo |= _handles(model)
+        memo |= shared_handles(model)
         if shortens:
             for name, layers in _layer_lists(model, names):
                 kept: dict[Any, int] = {}
@@ -121,7 +121,7 @@ class Skeleton:
         return name
 
 
-def _handles(model: torch.nn.Module) -> dict[int, Any]:
+def shared_handles(model: torch.nn.Module) -> dict[int, Any]:
     """A memo for ``copy.deepcopy`` with which copies share the handles of hooks. Copying a copied handle can fail.
 
     Empty ordered dictionaries are in it too, with their copies: a module has eight for hooks, and ``deepcopy`` takes
@@ -141,8 +141,8 @@ def _handles(model: torch.nn.Module) -> dict[int, Any]:
 
 
 def _shared_parts(model: torch.nn.Module) -> dict[int, Any]:
-    """A memo as in ``_handles`` with which copies also share buffers."""
-    return {id(buffer): buffer for buffer in model.buffers()} | _handles(model)
+    """A memo as in ``shared_handles`` with which copies also share buffers."""
+    return {id(buffer): buffer for buffer in model.buffers()} | shared_handles(model)
 
 
 def _layer_lists(model: torch.nn.Module, names: Sequence[str]) -> Iterator[tuple[str, torch.nn.ModuleList]]:

@@ -250,8 +250,7 @@ CONFIGURATIONS = [
     Configuration("DeepSpeed-Chat, with mixed precision LoRA", {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}, "fp16": {"enabled": True, "loss_scale_window": 100}},
         "error", ("zero_quantized_nontrainable_weights",), why=NOT_HERE),
     Configuration("DeepSpeed-Chat, with the hybrid engine", {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}, "hybrid_engine": {"enabled": True, "max_out_tokens": 256}}),
-    Configuration("DeepSpeed-Chat, the hybrid engine over two ranks", {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}, "hybrid_engine": {"enabled": True, "inference_tp_size": 2}},
-        "error", ("inference_tp_size",), world=2, why=NOT_HERE),
+    Configuration("DeepSpeed-Chat, the hybrid engine over two ranks", {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}, "hybrid_engine": {"enabled": True, "inference_tp_size": 2}}, world=2),
     Configuration(
         "DeepSpeedExamples, CIFAR-10",
         {"train_batch_size": 16, "steps_per_print": 2000, "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},

@@ -187,6 +187,8 @@ class Fetcher:
         self._reducer: GradientReducer | None = None
         self._bucket_of: dict[int, int] = {}
         self._held: dict[object, Sequence[GatherUnit]] = {}
+        self.n_writes = 0
+        """How many times weights have been written."""
         self._lease: _Lease | None = None
         self._was_leased = False
         self._is_synced = False
@@ -323,6 +325,25 @@ class Fetcher:
             self.pin(self.groups)
             self._lease = _Lease(self.groups)
             return True
+
+    def read_in_turns(self, n_units: int, read: Callable[[list[torch.nn.Parameter]], None]) -> None:
+        """Calls ``read`` with the parameters of some gather units, which are whole meanwhile, until it has got all
+        units: at most ``n_units`` at a time, and of more than one no more elements than ``FetchLimits.max_live``.
+
+        Collective, unless all weights lie in joint memory.
+        """
+        waiting = list(self.groups)
+        while waiting:
+            n, n_elems = 1, waiting[0].numel
+            while n < min(n_units, len(waiting)) and n_elems + waiting[n].numel <= self.limits.max_live:
+                n_elems += waiting[n].numel
+                n += 1
+            turn, waiting = waiting[:n], waiting[n:]
+            self.pin(turn)
+            try:
+                read([slot.param for group in turn for slot in group.slots])
+            finally:
+                self.unpin(turn)
 
     def end_lease(self) -> None:
         """Releases the weights of the lease, if there is one. Each rank does so by itself.
@@ -770,6 +791,7 @@ class Fetcher:
         """Call it when weights have been written. When it returns, the writes of all ranks are visible. Collective in
         the same cases as ``begin_writes``."""
         self._drop_lease()
+        self.n_writes += 1
         self._fence("weights written")
         self._forget_writes()
 
