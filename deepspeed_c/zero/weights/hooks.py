@@ -24,14 +24,17 @@ __all__ = ["OUTSIDE_OF_GRAPHS", "ModuleHooks", "ParamCoordinator", "external_par
 _EXTERNAL = "_dsc_external_parameters"
 _DS_EXTERNAL = "ds_external_parameters"
 
-# Number of registrations of modules and parameters in this process. When it has changed, the hooks look for new
-# modules.
+# Number of registrations of modules and parameters in modules that have an engine. When it has changed, the hooks look
+# for new modules.
 _n_registrations = 0
 
 
-def _count_registration(*_: Any) -> None:
+def _count_registration(module: torch.nn.Module, *_: Any) -> None:
+    # Registrations elsewhere add nothing to a model yet. Models of transformers make them in each forward, which runs
+    # through a slice of the list of layers: a slice is a new list, in which the layers are registered.
     global _n_registrations
-    _n_registrations += 1
+    if _DS_EXTERNAL in module.__dict__:
+        _n_registrations += 1
 
 
 def external_parameters(module: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
@@ -135,8 +138,8 @@ class ModuleHooks:
 
         Without sharded parameters (one rank, or only small parameters) no hooks are needed.
         """
-        for module in self.module.modules():  # DeepSpeed's name: trl looks for it
-            module.__dict__[_DS_EXTERNAL] = partial(_named_external_parameters, module)
+        for module in self.module.modules():
+            self._mark(module)
         if not self._fetcher.groups:
             return
         for counter in self._counters:
@@ -151,6 +154,11 @@ class ModuleHooks:
             self._hook_root(i, root)
         self._scan()
 
+    @staticmethod
+    def _mark(module: torch.nn.Module) -> None:
+        """Marks a module of the engine with a function of DeepSpeed's name, for which trl looks."""
+        module.__dict__[_DS_EXTERNAL] = partial(_named_external_parameters, module)
+
     _register_deepspeed_module = lambda self, module, *_: self.install() if not self.forward_hooks else self._scan()
 
     def _scan(self) -> None:
@@ -158,6 +166,7 @@ class ModuleHooks:
         self._n_registrations = _n_registrations
         skipped: set[torch.nn.Module] = set()
         for module in self.module.modules():
+            self._mark(module)
             if module in skipped:
                 continue
             if is_leaf(module):
@@ -265,7 +274,7 @@ class ModuleHooks:
         # The hook is called even if forward has raised.
         if sys.exc_info()[1] is not self._failing:
             self._fetcher.abort()
-        else:
+        elif self._fetcher.is_active:  # not so in a forward within a lease
             self._fetcher.end_forward(_in_graph(output))
         self._failing = None
 

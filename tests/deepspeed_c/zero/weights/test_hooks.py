@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed_c
 from deepspeed_c.errors import StateError
 from deepspeed_c.utils import safe_get_full_fp32_param, safe_get_full_grad
+from deepspeed_c.zero.weights.hooks import ModuleHooks
 from deepspeed_c.zero.weights.param import state_of
 
 WIDTH = 13  # prime, so that nothing divides evenly
@@ -499,6 +501,19 @@ def late_head(run: Plain) -> None:
     once(run)
 
 
+def late_in_late(run: Plain) -> None:
+    """Adds a container in one step, and in the next a module within the container, which reads an old weight."""
+    if run.step == 0 and "late" not in run.module._modules:
+        run.module.late = nn.Sequential()
+        body = run.module.body
+        run.module.body = lambda x: body(run.module.late(x))
+    if run.step == 1 and not len(run.module.late):
+        late = nn.Linear(WIDTH, WIDTH, bias=False)
+        late.weight = run.module.b.weight
+        run.module.late.append(late)
+    once(run)
+
+
 def user_backward(run: Plain) -> None:
     loss = run.loss(run.model(run.x))
     run.losses.append(loss.item())
@@ -564,6 +579,7 @@ SCENARIOS: dict[str, tuple[type[nn.Module], Micro]] = {
     "direct_graph": (Net, direct_graph),
     "late_module": (Net, late_module),
     "late_head": (Net, late_head),
+    "late_in_late": (Net, late_in_late),
     "partial_graph": (Net, partial_graph),
     "gradients_of_inputs": (Net, gradients_of_inputs),
 }
@@ -667,6 +683,33 @@ def train_and_compare(rank: int, world: int, engine: Any, plain: nn.Module, opti
 def pair(kind: type[nn.Module], limits: str) -> tuple[Any, nn.Module, AdamW]:
     plain = make(kind)
     return make_engine(make(kind), limits), plain, AdamW(plain.parameters())
+
+
+class Sliced(Net):
+    """Runs through a slice of a list in the manner of transformers. A slice is a new list of the same modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def body(self, x):
+        for layer in self.layers[:2]:
+            x = torch.tanh(layer(x))
+        return self.b(self.a(x))
+
+
+def sliced_body(rank: int, world: int) -> None:
+    engine, plain, optimizer = pair(Sliced, "frugal")
+    with engine:
+        train_and_compare(rank, world, engine, plain, optimizer, 0)
+        with mock.patch.object(ModuleHooks, "_scan", autospec=True) as scan:
+            for step in range(1, STEPS):
+                train_and_compare(rank, world, engine, plain, optimizer, step)
+        assert scan.call_count == 0
+
+
+def test_a_list_that_a_forward_makes_of_old_modules_is_no_new_part_of_the_model(run_ranks) -> None:
+    run_ranks(2, sliced_body)
 
 
 class Raises(Net):
