@@ -45,7 +45,7 @@ class EditContext:
     stages: Sequence[str] = ("",)
     """Names of the parts of the model that a rank runs separately; a single empty name stands for the whole model."""
     name_of_pass: Callable[[], str] = lambda: "train"
-    """Returns "train", "eval" or "generate". Gathers have one plan for each."""
+    """Returns "train" or "eval". Gathers have one plan for each."""
     generation: Generation | None = None
     """The generation of the engine that gets the model; None where no engine is made."""
 

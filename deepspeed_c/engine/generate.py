@@ -1,7 +1,8 @@
 """Generation with the weights of an engine in training: they are made whole once for all tokens.
 
 A *lease* makes all sharded weights available while a model generates (``Fetcher.lease``). No forward gathers anything
-then, so each rank ends when it has all of its tokens.
+then, so each rank ends when it has all of its tokens. A model that is too large for it is gathered for each token, in
+join mode (``Fetcher.joined``): a rank that has all of its tokens serves the others.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import update_wrapper
 from types import MethodType
 from typing import Any, NamedTuple
@@ -94,27 +95,30 @@ class Generation:
 
     @contextmanager
     def run(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[bool]:
-        """Context of one call of ``generate`` with these arguments. Yields whether no forward within it is collective.
-        It may be nested; prompts are checked in the outermost call.
+        """Context of one call of ``generate`` with these arguments. Yields whether ranks may run different numbers of
+        forwards within it. It may be nested; prompts are checked in the outermost call.
 
         Raises StateError in training mode with gradients enabled, and for prompts that the engine refuses, before a
-        collective.
+        collective. In join mode a rank that refuses its prompts serves the other ranks before it raises.
         """
         is_outermost = threading.get_ident() not in self._threads
         fetcher, group = self._fetcher(), self._group()
+        joins = group is None and fetcher is not None and not fetcher.can_lease
         try:
-            self._check(args, kwargs, is_outermost)
+            self._check(args, kwargs, is_outermost and not joins)
         except DeepSpeedCError as error:
             if is_outermost and group is not None:
                 group.refuse(error, fetcher)
             raise
         began = time.perf_counter()
         try:
-            with self.running():
+            with self.running(), fetcher.joined() if joins else nullcontext():
+                if joins and is_outermost:
+                    self._check_prompts(args, kwargs)
                 taken_s = 0.0 if group is None else group.taken_s
-                is_alone = group is not None or fetcher is None or fetcher.lease()
+                may_differ = group is not None or fetcher is None or fetcher.lease() or fetcher.is_joined
                 lease_s = time.perf_counter() - began
-                yield is_alone
+                yield may_differ
                 if group is not None:
                     lease_s = group.taken_s - taken_s
         except BaseException:
@@ -127,7 +131,7 @@ class Generation:
             n_prompts = len(prompts) if torch.is_tensor(prompts) and prompts.ndim else 0
             self.cost = self.cost.plus(GenerationCost(n_prompts, lease_s, time.perf_counter() - began))
 
-    def _check(self, args: tuple, kwargs: dict[str, Any], is_outermost: bool) -> None:
+    def _check(self, args: tuple, kwargs: dict[str, Any], checks_prompts: bool) -> None:
         self._require_ready()
         if self._module.training and torch.is_grad_enabled():
             raise StateError(
@@ -135,7 +139,7 @@ class Generation:
                 where="generate",
                 fix="call engine.eval() before and engine.train() afterwards; to generate with dropout: torch.no_grad()",
             )
-        if is_outermost:
+        if checks_prompts:
             self._check_prompts(args, kwargs)
 
     def _end_call(self, fetcher: Fetcher | None) -> None:
@@ -197,13 +201,13 @@ class _LeasedGenerate:
         self._place_of_sync = names.index("synced_gpus") if "synced_gpus" in names else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._generation.run(args, kwargs) as is_alone:
+        with self._generation.run(args, kwargs) as may_differ:
             if (group := self._generation.group) is not None:
                 return group.generate(self._model, args, kwargs, self._generation.fetcher)
             prompts = prompts_of(args, kwargs)
             if torch.is_tensor(prompts) and prompts.ndim and len(prompts) == 0:
                 return prompts  # of a rank without prompts, with which models cannot run
-            if is_alone and self._place_of_sync is not None:
+            if may_differ and self._place_of_sync is not None:
                 # Transformers would have the ranks wait for one another at each token.
                 place = self._place_of_sync
                 if place < len(args):

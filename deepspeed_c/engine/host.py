@@ -173,9 +173,7 @@ class ModelHost(Compiling, ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         """Raises if the model cannot go on from the prompts of a ``generate`` with these arguments."""
 
     def _name_of_pass(self) -> str:
-        if torch.is_grad_enabled():
-            return "train"
-        return "generate" if self._generation.is_running else "eval"
+        return "train" if torch.is_grad_enabled() else "eval"
 
     def train(self, mode: bool = True) -> Self:
         """As of any module. ``train()`` ends the lease of a generation: see ``generate``.

@@ -85,7 +85,7 @@ class WholeModel:
         )
 
     def generate(self, *args: Any, synced: bool = False, **kwargs: Any) -> Any:
-        """Calls the module's ``generate``, with weights that are gathered once for all tokens.
+        """Calls the module's ``generate``, with weights that are gathered once for all tokens if there is room.
 
         ``engine.module.generate`` does the same where the module is a model of transformers: a *lease* makes all
         weights available, and no rank waits for another one until it ends. If all weights lie in joint memory
@@ -93,24 +93,20 @@ class WholeModel:
         call is collective; in evaluation mode the lease lasts until ``train()``, ``step``, a training forward or a
         load, and further calls are not collective. A rank without prompts passes prompts of zero rows.
 
-        ``synced``: for models of more elements than ``stage3_max_live_parameters``, which are gathered for each token:
-        ranks may stop after different numbers of forwards (see ``synced_generation``).
+        A model of more elements than ``stage3_max_live_parameters`` is gathered for each token. Each call is collective
+        then, and ranks may make different numbers of tokens, as in ``synced_generation``. ``synced``: has no effect,
+        because all calls are.
 
         Raises StateError, before a collective, in training mode with gradients enabled.
         """
-        with (
-            self._generation.run(args, kwargs) as is_leased,
-            self.synced_generation() if synced and not is_leased else nullcontext(),
-        ):
+        with self._generation.run(args, kwargs):
             return self.module.generate(*args, **kwargs)
 
     @contextmanager
     def synced_generation(self) -> Iterator[None]:
-        """Context for ranks with different numbers of forwards. A rank that has finished takes part in the gathers of
-        the other ranks until all have finished.
-
-        Collective to enter. One forward in evaluation or training mode should have run before, so that the order of use
-        is known. Otherwise all gathered weights stay in memory until the forward ends.
+        """Context for ranks with different numbers of forwards, and of calls of ``generate``. A rank that has finished
+        takes part in the gathers of the other ranks until all have finished, also if it raises. Forwards within it have
+        no backward. Its end is collective.
         """
-        with self._generation.running(), self._fetcher.synced() if self._shards_parameters else nullcontext():
+        with self._generation.running(), self._fetcher.joined() if self._shards_parameters else nullcontext():
             yield

@@ -36,6 +36,7 @@ from deepspeed_c.zero.layout.unit import Unit
 from deepspeed_c.zero.weights.fingerprint import fingerprint_of
 from deepspeed_c.zero.weights.forwards import Forward, ForwardsInFlight, Route, reversed_steps
 from deepspeed_c.zero.weights.gather_unit import GatherUnit, PlacedShard, Places, WholeShard
+from deepspeed_c.zero.weights.join import DONE, FORWARD, Join, Round
 from deepspeed_c.zero.weights.param import (
     StandaloneShard,
     make_sharded,
@@ -108,6 +109,7 @@ class _Pass:
         self.expects_grads = expects_grads  # gradients may arrive at released parameters
         self.forward = forward  # set for a forward with gradients
         self.position = 0  # step of the plan that was gathered last
+        self.is_on_demand = False  # in join mode: each unit is announced before it is gathered
 
 
 class _BackwardPass(_Pass):
@@ -191,8 +193,10 @@ class Fetcher:
         """How many times weights have been written."""
         self._lease: _Lease | None = None
         self._was_leased = False
-        self._is_synced = False
-        self._keeps_all = False  # nothing is released during a pass
+        self._join = Join(comm, len(self.groups))
+        self._is_joined = False
+        self._was_joined = False
+        self._kept_on_demand: list[GatherUnit] = []
         self._is_closed = False
         self._has_graphs = False  # the model is compiled, and its graphs gather by themselves
         self.is_in_graph = False
@@ -200,6 +204,7 @@ class Fetcher:
         self._n_read_ahead = 0
         self._used_last: GatherUnit | None = None  # the last unit that the running pass has used
         self._no_plan = self._make_plan([])
+        self._joined_mode = _Mode([], self._no_plan)
         self._joints: dict[Collectives, list[JointMemory]] = {}  # by the ranks that share it
         for unit in units:
             if unit.joint is not None:
@@ -281,13 +286,17 @@ class Fetcher:
                 continue
             group = self.groups[index]
             if kind == _C.Fetch.GATHER:
-                if not (self._keeps_all and group.buffer is not None):
+                if self._is_on_demand and not group.is_joint:
+                    self._meet(index, group)
+                else:
                     self._read_ahead(index)
                     group.start()
                     self.stats.n_gathers += 1
+                    if group.is_ready:  # it is held, and gathered again for the other ranks
+                        group.wait()
                 group.stay()
             else:
-                group.leave(expects_grads=self._expects_grads, later=self._keeps_all)
+                group.leave(expects_grads=self._expects_grads)
 
     def _let_all_go(self, expects_grads: bool, keep: int = -1) -> None:
         """Releases all gathered units except held units and unit ``keep``."""
@@ -304,20 +313,33 @@ class Fetcher:
     def is_leased(self) -> bool:
         return self._lease is not None
 
-    def lease(self) -> bool:
-        """Makes all weights available until the lease ends. Meanwhile forwards without gradients gather nothing, and
-        each rank runs as many as it likes. Returns whether there is a lease.
+    @property
+    def is_joined(self) -> bool:
+        return self._is_joined
 
-        Collective, unless there is a lease already or all weights lie in joint memory. There is no lease, on any rank
-        alike, where the whole model has more elements than ``FetchLimits.max_live``, within a pass or ``synced``, and
-        where graphs of ``torch.compile`` gather by themselves.
+    @property
+    def _is_too_large(self) -> bool:
+        return not self.is_joint and sum(self._elems) > self.limits.max_live
+
+    @property
+    def can_lease(self) -> bool:
+        """Whether ``lease`` makes all weights available, or has done so; the same on all ranks.
+
+        There is no lease where the whole model has more elements than ``FetchLimits.max_live``, within a pass or
+        ``joined``, and where graphs of ``torch.compile`` gather by themselves.
+        """
+        is_hindered = self._is_too_large or self.is_active or self._is_joined or self._has_graphs
+        return self._lease is not None or not is_hindered
+
+    def lease(self) -> bool:
+        """Makes all weights available until the lease ends, if ``can_lease``. Meanwhile forwards without gradients
+        gather nothing, and each rank runs as many as it likes. Returns whether there is a lease.
+
+        Collective, unless there is a lease already or all weights lie in joint memory.
         """
         with self.lock:
-            if self._lease is not None:
-                return True
-            is_too_large = not self.is_joint and sum(self._elems) > self.limits.max_live
-            if is_too_large or self.is_active or self._is_synced or self._has_graphs:
-                return False
+            if self._lease is not None or not self.can_lease:
+                return self._lease is not None
             if not self.is_joint and not self._was_leased:
                 self._was_leased = True
                 n_bytes = sum(group.numel * group.unit.dtype.itemsize for group in self.groups)
@@ -376,7 +398,8 @@ class Fetcher:
             mode = self._modes[key] = _Mode(steps, self._make_plan(steps))
         return mode
 
-    def _begin(self, beginning: _Pass) -> None:
+    def _begin(self, beginning: _Pass, live: Sequence[int] | None = None) -> None:
+        """``live``: the units that are gathered already, the same on all ranks; default: all that are gathered."""
         self.end_lease()
         self._pass, mode = beginning, beginning.mode
         if self._has_graphs:
@@ -385,7 +408,7 @@ class Fetcher:
         keep = mode.steps[0] if mode.steps else -1
         self._let_all_go(self._expects_grads, keep)
         self._run.abort()
-        self._run.begin(mode.plan, self._live())
+        self._run.begin(mode.plan, self._live() if live is None else live)
         self._used_last = None
         self.stats.n_passes += 1
 
@@ -430,17 +453,18 @@ class Fetcher:
         """Called when a forward of a root module begins. Returns an object that must live as long as the forward's
         graph, or None for a forward without gradients.
 
-        name: train, eval or generate. root: number of the root module; each root has plans of its own. units: returns
+        name: train or eval. root: number of the root module; each root has plans of its own. units: returns
         the units that hold parameters of the root; default: all units.
         """
         self._drop_pass()
         if self._lease is not None and name != "train":
             return None
+        if self._is_joined:
+            with self.lock:
+                self._announce_forward()
+            return None
         forward = Forward() if name == "train" else None
         with self.lock:
-            if self._is_synced:
-                self.comm.sum_numbers([1.0], label="ranks that go on generating")
-                name, root = "generate", 0
             mode = self._mode_of(_forward_key(name, root), lambda: self._first_forward(root, units))
             self._begin(_Pass(mode, expects_grads=forward is not None, forward=forward))
         return forward
@@ -448,7 +472,7 @@ class Fetcher:
     def _first_forward(self, root: int = 0, units: Callable[[], list[int]] | None = None) -> list[int]:
         """The expected order of units in a forward of a kind that has not run yet: the order of another kind of
         forward, or all units in order of registration."""
-        for name in ("generate", "eval", "train"):
+        for name in ("eval", "train"):
             if (mode := self._modes.get(_forward_key(name, root))) is not None:
                 return list(mode.steps)
         return list(range(len(self.groups))) if units is None else units()
@@ -460,8 +484,8 @@ class Fetcher:
         if running is None or self.is_in_backward:
             return
         with self.lock:
-            if self._is_synced:
-                self._end_synced()
+            if self._is_joined:
+                self._end_joined()
                 return
             is_train, mode = running.forward is not None, running.mode
             # Backward begins with the last units of forward.
@@ -477,30 +501,92 @@ class Fetcher:
             self._rest()
 
     @contextmanager
-    def synced(self) -> Iterator[None]:
-        """Context within which ranks may run different numbers of forwards. A rank that has finished takes part in the
-        gathers of the other ranks until all have finished."""
-        if self._is_synced:
+    def joined(self) -> Iterator[None]:
+        """Context of join mode (``join.py``): within it ranks may run different numbers of forwards, all without a
+        backward. Its end is collective: a rank that has finished takes part in the gathers of the other ranks until all
+        have finished, also if it has raised. Does nothing within a pass, and within another one."""
+        if self._is_joined or self.is_active or not self.groups:
             yield
             return
-        learnt = any(self._modes[name].n_passes for name in ("generate", "eval", "train") if name in self._modes)
-        # Ranks that have finished know only the plan, so it must contain every gather. A plan that is still a guess may
-        # lack the second use of a unit. With such a plan units stay gathered until the forward ends.
-        self._is_synced, self._keeps_all = True, not learnt
+        if self._is_too_large and not self._was_joined:
+            self._was_joined = True
+            n = sum(self._elems)
+            log_dist(
+                f"generation gathers each unit for each token: {n} elements are more than stage3_max_live_parameters"
+                f" ({self.limits.max_live}); set it to {n} to gather them once",
+                ranks=[0],
+            )
+        self._is_joined = True
         try:
-            yield
-            while self.comm.sum_numbers([0.0], label="ranks that go on generating")[0]:
-                with self.lock:
-                    self._begin(_Pass(self._mode_of("generate", self._first_forward), expects_grads=False))
-                    self._end_synced()
+            try:
+                yield
+            except Exception:
+                self._serve()
+                raise
+            self._serve()
         finally:
-            self._is_synced = self._keeps_all = False
+            self._is_joined = False
 
-    def _end_synced(self) -> None:
-        """Ends a forward within ``synced``. Its record may differ between ranks, so plans are not changed by it."""
+    def _serve(self) -> None:
+        while not (met := self._meet(DONE)).is_over:
+            if met.runs_plan:
+                with self.lock:
+                    self._begin_joined()
+                    self._end_joined()
+
+    @property
+    def _is_on_demand(self) -> bool:
+        return self._is_joined and (self._pass is None or self._pass.is_on_demand)
+
+    def _meet(self, event: int, mine: GatherUnit | None = None) -> Round:
+        """One round of join mode. Gathers the units that ranks have announced, and keeps ``mine`` of them."""
+        met = self._join.meet(event)
+        for group in map(self.groups.__getitem__, met.wanted):
+            was_gathered, was_leaving = group.buffer is not None, group.is_leaving
+            group.start()
+            self.stats.n_gathers += 1
+            if group is mine:
+                continue
+            group.wait()
+            if was_leaving or not was_gathered:
+                group.leave(expects_grads=False)
+        return met
+
+    def _announce_forward(self) -> None:
+        """Begins a forward in join mode: along the plan of all ranks, or on demand while there is no plan."""
+        while not self._meet(FORWARD).runs_plan:
+            if self._join.steps is None:
+                break
+        self._begin_joined()
+
+    def _begin_joined(self) -> None:
+        steps = self._join.steps
+        if self._joined_mode.steps != (steps or []):
+            self._joined_mode = _Mode(list(steps or []), self._make_plan(steps or []))
+        self._let_all_go(expects_grads=False)
+        # Each rank may hold other units now, and all ranks have to gather the same ones.
+        self._begin(_Pass(self._joined_mode, expects_grads=False), live=[])
+        self._pass.is_on_demand = steps is None
+
+    def _end_joined(self) -> None:
+        """Ends a forward in join mode. A rank that has raised within it still takes part in the rest of the plan."""
         self._apply(self._run.end(-1))
+        while self._kept_on_demand:
+            self.unhold(self._kept_on_demand.pop())
         self._let_all_go(expects_grads=False)
         self._rest()
+
+    def _leave_plan(self, group: GatherUnit, running: GatherUnit | None) -> None:
+        """Called in join mode when a forward uses a unit that the plan lacks. The rest of the plan is run for the other
+        ranks, and this forward goes on on demand. ``running``: the unit of the module that runs now."""
+        if running is not None and running.is_ready:
+            running.hold()
+            self._kept_on_demand.append(running)
+        self._apply(self._run.end(-1))
+        self._pass.is_on_demand = True
+        self._run.begin(self._no_plan, self._live())
+        self._run.use(group.index)
+        self._meet(self._join.missing(group.index), group)
 
     def begin_backward(self, starts: Sequence[Any] | None = None) -> None:
         """Called when a backward pass begins. Released parameters get their whole shape, because gradients may arrive
@@ -578,6 +664,9 @@ class Fetcher:
             was_in_backward = self.is_in_backward
             self._let_held_go()
             self._let_graphs_go()
+            if self._is_joined and self.is_active:
+                self._end_joined()
+                return
             self._drop_pass()
             self._in_flight.forget()
             self._let_all_go(expects_grads=False)
@@ -683,12 +772,15 @@ class Fetcher:
                 group.finish()
 
     def _start_use(self, group: GatherUnit) -> None:
-        self._used_last = group
+        running, self._used_last = self._used_last, group
         actions = self._run.use(group.index)
         if actions:
             if self._is_closed:
                 raise self._closed_error()
-            self._apply(actions)
+            if self._is_joined and self._run.n_unexpected and not (self._is_on_demand or group.is_joint):
+                self._leave_plan(group, running)
+            else:
+                self._apply(actions)
 
     @staticmethod
     def _closed_error() -> StateError:

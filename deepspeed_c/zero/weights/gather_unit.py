@@ -151,10 +151,10 @@ class GatherUnit:
         self.pins -= 1
         return self.pins == 0
 
-    def leave(self, *, expects_grads: bool, later: bool) -> None:
-        """Called when a plan releases the unit. The unit is released now, unless it is held or ``later`` is True. In
-        these cases it is only marked, and another call releases it."""
-        if self.pins or later:
+    def leave(self, *, expects_grads: bool) -> None:
+        """Called when a plan releases the unit. The unit is released now, unless it is held. In this case it is only
+        marked, and the last ``unhold`` releases it."""
+        if self.pins:
             self.is_leaving = True
         elif self.buffer is not None:
             self.let_go(expects_grads=expects_grads)

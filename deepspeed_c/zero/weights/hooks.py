@@ -150,9 +150,11 @@ class ModuleHooks:
             torch.nn.modules.module.register_module_module_registration_hook(_count_registration),
             torch.nn.modules.module.register_module_parameter_registration_hook(_count_registration),
         ]
+        self._scan()
+        # A root's own parameters are a part of its pass: the hook that begins it comes before those that ``_scan`` has
+        # put on the root.
         for i, root in enumerate(self._roots):
             self._hook_root(i, root)
-        self._scan()
 
     @staticmethod
     def _mark(module: torch.nn.Module) -> None:
