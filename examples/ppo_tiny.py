@@ -81,6 +81,17 @@ def opt(args: argparse.Namespace) -> OPTForCausalLM:
     )
 
 
+def with_lora(model: OPTForCausalLM, rank: int) -> nn.Module:
+    """The model with factors of ``rank`` beside the matrices of its layers, which are not trained. All else is."""
+    import peft
+
+    config = peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj", "fc1", "fc2"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, config)
+    for name, param in adapted.named_parameters():
+        param.requires_grad_(not name.endswith("base_layer.weight"))
+    return adapted
+
+
 class Critic(nn.Module):
     """Estimates at each place [batch, tokens] the rewards to come."""
 
@@ -116,7 +127,13 @@ class Trainer:
         self.args, self.likelihoods = args, likelihoods
         actor, reference, critic = opt(args), opt(args), Critic(args)
         reference.load_state_dict(actor.state_dict())
-        hybrid = {"enabled": True, "max_out_tokens": args.prompt_bytes + args.new_bytes}
+        if args.lora:
+            actor = with_lora(actor, args.lora)
+        hybrid = {
+            "enabled": True,
+            "max_out_tokens": args.prompt_bytes + args.new_bytes,
+            "inference_tp_size": args.inference_tp_size,
+        }
         self.actor, *_ = deepspeed.initialize(model=actor, config=self.config(lr=args.lr, hybrid_engine=hybrid))
         self.critic, *_ = deepspeed.initialize(model=critic, config=self.config(lr=args.lr))
         self.reference, *_ = deepspeed.initialize(model=reference, config=self.config(lr=None))
@@ -132,6 +149,8 @@ class Trainer:
             "gradient_clipping": 1.0,
             **more,
         }
+        if self.args.offload:
+            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         if lr is not None:
             config["optimizer"] = {"type": "Adam", "params": {"lr": lr}}
             config["steps_per_print"] = 2 * self.args.epochs * 10
@@ -219,6 +238,9 @@ def advantages_of(rewards: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage of all engines")
+    parser.add_argument("--offload", action="store_true", help="optimizer states in host memory")
+    parser.add_argument("--inference_tp_size", type=int, default=1, help="ranks that generate in one batch")
+    parser.add_argument("--lora", type=int, default=0, help="rank of LoRA factors in the actor; 0: none")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--epochs", type=int, default=2, help="steps with the text of one round")
     parser.add_argument("--batch", type=int, default=16, help="prompts of a rank in one round")

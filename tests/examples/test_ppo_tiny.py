@@ -17,15 +17,19 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "ppo_tiny.py"
 LAUNCH = [sys.executable, "-m", "deepspeed_c", "--num_procs", "2", str(SCRIPT)]
 
 
+def rewards_of(tmp_path: Path, stage: int, n_rounds: int, *more: str) -> list[float]:
+    output = tmp_path / "rewards.json"
+    command = [*LAUNCH, "--stage", str(stage), "--rounds", str(n_rounds), "--output", str(output), *more]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "E2E latency=" in done.stderr + done.stdout or n_rounds < 20
+    found = json.loads(output.read_text())
+    assert len(found) == n_rounds
+    return found
+
+
 def test_the_reward_rises_in_the_same_way_at_each_stage(tmp_path):
-    found = {}
-    for stage in (0, 2, 3):
-        output = tmp_path / f"{stage}.json"
-        command = [*LAUNCH, "--stage", str(stage), "--rounds", "40", "--output", str(output)]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stdout + done.stderr
-        found[stage] = json.loads(output.read_text())
-        assert len(found[stage]) == 40 and "E2E latency=" in done.stderr + done.stdout
+    found = {stage: rewards_of(tmp_path, stage, 40) for stage in (0, 2, 3)}
     print(found)
     # Bytes at random have about the floor of 12 bits.
     assert found[0][0] < -11 and found[0][-1] > -6, found[0]
@@ -33,6 +37,20 @@ def test_the_reward_rises_in_the_same_way_at_each_stage(tmp_path):
         # Sums of gradients may be in another order. Later, a byte that is drawn otherwise changes all that follow.
         assert found[stage][:5] == pytest.approx(found[0][:5], abs=1e-3)
         assert found[stage][-1] > -6, found[stage]
+
+
+def test_with_lora_on_ranks_that_generate_together_and_states_on_the_host(tmp_path):
+    pytest.importorskip("peft")
+    together = ("--lora", "8", "--inference_tp_size", "2")
+    found = {
+        0: rewards_of(tmp_path, 0, 5, *together),
+        2: rewards_of(tmp_path, 2, 5, *together, "--offload"),
+        3: rewards_of(tmp_path, 3, 40, *together, "--offload"),
+    }
+    print(found)
+    for stage in (2, 3):
+        assert found[stage][:5] == pytest.approx(found[0], abs=1e-3)
+    assert found[3][0] < -11 and found[3][-1] > -6, found[3]
 
 
 def test_advantages_are_the_discounted_sums_of_their_definition():
