@@ -398,6 +398,30 @@ FIGURES = [
         for rows in (1, 8)
     ),
     *(
+        Figure(f"`generate` of a 100M Llama between training steps, 2 ranks, 8 prompts each: {what}", goal, "generate_in_training", {"contender": "stage3"}, key)
+        for what, goal, key in (
+            ("stage 3 in joint memory over stage 0", "<= 1.05", "ratio_to_stage0"),
+            ("stage 3 in joint memory over the model without an engine", "<= 1.02", "ratio_to_plain"),
+            ("stage 3 in joint memory over DeepSpeed", "<= 1", "ratio_to_deepspeed"),
+            ("milliseconds of a lease and its end, with `eval()` and `train()`", "<= 20", "switch_ms"),
+            ("8 tokens of a rank while the other one makes 64, over its time alone", "<= 1.1", "first_over_alone"),
+            ("the same over two processes without an engine", "<= 1.1", "first_to_plain"),
+        )
+    ),
+    *(
+        Figure(
+            f"a step of PPO with four OPTs of 23M parameters, stage 3, 2 ranks: {what} over DeepSpeed's without its hybrid engine",
+            goal,
+            "ppo_step",
+            {"contender": "deepspeed_c"},
+            key,
+        )
+        for what, goal, key in (
+            ("time", "<= 0.6", "ratio_to_deepspeed"),
+            ("peak memory of a rank", "<= 0.8", "memory_to_deepspeed"),
+        )
+    ),
+    *(
         Figure(f"loading a Llama of 1,000M parameters in bf16 on 2 ranks through `init_inference`: {what}", goal, "load", {}, key)
         for what, goal, key in (
             ("time over a read of the file into new memory", "<= 1.2", "ratio_to_read"),

@@ -240,6 +240,20 @@ BENCHMARKS = [
         "--rounds 1 --layers 2 --width 128",
     ),
     _script(
+        "generate_in_training",
+        "benchmarks/hf/generate_in_training.py",
+        ENGINE,
+        360,
+        "--rounds 1 --layers 1 --width 192 --prompt 16",
+    ),
+    _script(
+        "ppo_step",
+        "benchmarks/hf/ppo_step.py",
+        ENGINE,
+        240,
+        "--rounds 1 --layers 1 --width 64 --new 8",
+    ),
+    _script(
         "load",
         "benchmarks/hf/load.py",
         ("deepspeed_c/inference", "deepspeed_c/checkpoint", "deepspeed_c/inject"),

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["Served", "say"]
+__all__ = ["Served", "ServedRanks", "say"]
 
 _HEAD = "answer "
 
@@ -37,6 +37,34 @@ class Served:
     def close(self) -> None:
         self._process.stdin.close()
         self._process.wait()
+
+
+class ServedRanks:
+    """Such processes as the ranks of one group. All are asked the same question.
+
+    port: of the group's store, on this machine.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], n_ranks: int, port: int) -> None:
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        group |= {"WORLD_SIZE": str(n_ranks), "LOCAL_WORLD_SIZE": str(n_ranks)}
+        self._ranks = [
+            Served(command, {**environment, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(n_ranks)
+        ]
+
+    def ask(self, question: str = "") -> list[dict[str, Any]]:
+        """Return the answers of all ranks."""
+        for rank in self._ranks:
+            rank.ask(question)
+        return self.answers()
+
+    def answers(self) -> list[dict[str, Any]]:
+        return [rank.answer() for rank in self._ranks]
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.close()
 
 
 def say(values: Mapping[str, Any]) -> None:

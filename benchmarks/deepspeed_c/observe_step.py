@@ -29,7 +29,7 @@ import torch.distributed as dist
 import deepspeed_c
 from benchmarks.deepspeed_c.train_step import BATCH, LENGTH, VOCAB, Gpt, seeded
 from benchmarks.measure import in_turn, machine, ratios, require, require_equal
-from benchmarks.served import Served, say
+from benchmarks.served import ServedRanks, say
 from tests.ranks import free_port
 
 RANKS, WARMUP = 2, 3
@@ -127,39 +127,28 @@ def require_written(folder: Path, proof: dict[str, Any], rank: int) -> None:
         require(found == expected, f"{backend} has the loss of each of {steps} steps: {found}")
 
 
-def start(side: str, stage: int, folder: str) -> list[Served]:
-    """Start the ranks of one side and return them when they are ready."""
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    environment |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+def start(side: str, stage: int, folder: str) -> ServedRanks:
     command = [sys.executable, "-m", "benchmarks.deepspeed_c.observe_step", "--serve", side]
     command += ["--stages", str(stage), "--folder", folder, "--port", str(free_port())]
-    return [Served(command, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(RANKS)]
-
-
-def ask(side: list[Served], question: str = "") -> list[dict[str, Any]]:
-    for rank in side:
-        rank.ask(question)
-    return [rank.answer() for rank in side]
+    return ServedRanks(command, {**os.environ, "OMP_NUM_THREADS": "1"}, RANKS, free_port())
 
 
 def compare(stage: int, rounds: int) -> dict[str, Any]:
     found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-    running: dict[str, list[Served]] = {}
+    running: dict[str, ServedRanks] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
             for side in SIDES:
                 running[side] = start(side, stage, folder)
-                for rank in running[side]:
-                    rank.answer()
+                running[side].answers()
             for round_ in range(rounds):
                 for side in in_turn(SIDES, round_):
-                    found[side].append(ask(running[side])[0])
+                    found[side].append(running[side].ask()[0])
                 require_equal("losses", {side: each[-1]["loss"] for side, each in found.items()}, 1e-6)
-            proved = {side: ask(running[side], "proofs") for side in SIDES}
+            proved = {side: running[side].ask("proofs") for side in SIDES}
         finally:
             for side in running.values():
-                for rank in side:
-                    rank.close()
+                side.close()
         for rank, proof in enumerate(proved["on"]):
             require_written(Path(folder), proof, rank)
     for proof in proved["off"]:

@@ -17,17 +17,16 @@ import json
 import os
 import shutil
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from typing_extensions import Self
 
 import deepspeed_c
 from benchmarks.measure import in_turn, machine, median_spread, ratios, require
+from benchmarks.resident import Peak, anonymous_bytes
 
 WARMUP = 1
 
@@ -58,36 +57,6 @@ def write(folder: str, config: Any) -> None:
     model.save_pretrained(folder, max_shard_size="100GB")
 
 
-def resident() -> int:
-    """Bytes of this process in memory that it does not share with files."""
-    with open("/proc/self/smaps_rollup") as file:
-        fields = {line.split(":")[0]: line.split()[1] for line in file if ":" in line}
-    return 1024 * (int(fields["Anonymous"]))
-
-
-class Peak:
-    """The largest ``resident()`` within the context, looked at every 20 ms."""
-
-    def __enter__(self) -> Self:
-        self.before = self.peak = resident()
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._look)
-        self._thread.start()
-        return self
-
-    def _look(self) -> None:
-        while not self._is_over.wait(0.02):
-            self.peak = max(self.peak, resident())
-
-    def __exit__(self, *error: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    @property
-    def above(self) -> int:
-        return self.peak - self.before
-
-
 def load(folder: str, config: Any) -> torch.nn.Module:
     import transformers
 
@@ -111,7 +80,7 @@ def measure(folder: str, config: Any, rounds: int) -> dict[str, Any]:
                 require(bool(n), "the file has its size")
                 done += n
 
-    with Peak() as peak:
+    with Peak(anonymous_bytes) as peak:
         engine = load(folder, config)
     held = sum(param.nbytes for param in engine.module.parameters())
     largest = max(param.nbytes for param in engine.module.parameters()) * world

@@ -52,6 +52,7 @@ def test_no_script_is_left_out_of_the_list():
         "live_bytes.py",
         "measure.py",
         "report.py",
+        "resident.py",
         "results.py",
         "run.py",
         "served.py",

@@ -706,9 +706,15 @@ def sliced_body(rank: int, world: int) -> None:
             for step in range(1, STEPS):
                 train_and_compare(rank, world, engine, plain, optimizer, step)
         assert scan.call_count == 0
+        engine.module.late = nn.Sequential()
+        train_and_compare(rank, world, engine, plain, optimizer, STEPS)  # looks for new modules, and finds ``late``
+        with mock.patch.object(ModuleHooks, "_scan", autospec=True) as scan:
+            engine.module.late.append(nn.Tanh())
+            train_and_compare(rank, world, engine, plain, optimizer, STEPS + 1)
+        assert scan.called
 
 
-def test_a_list_that_a_forward_makes_of_old_modules_is_no_new_part_of_the_model(run_ranks) -> None:
+def test_hooks_look_for_new_modules_after_a_registration_within_the_model_alone(run_ranks) -> None:
     run_ranks(2, sliced_body)
 
 
