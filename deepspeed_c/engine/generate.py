@@ -99,7 +99,7 @@ class Generation:
         forwards within it. It may be nested; prompts are checked in the outermost call.
 
         Raises StateError in training mode with gradients enabled, and for prompts that the engine refuses, before a
-        collective. In join mode a rank that refuses its prompts serves the other ranks before it raises.
+        gather. Ranks that would wait for a rank that has raised get a StateError; in join mode it serves them first.
         """
         is_outermost = threading.get_ident() not in self._threads
         fetcher, group = self._fetcher(), self._group()
@@ -107,8 +107,8 @@ class Generation:
         try:
             self._check(args, kwargs, is_outermost and not joins)
         except DeepSpeedCError as error:
-            if is_outermost and group is not None:
-                group.refuse(error, fetcher)
+            if is_outermost:
+                self._refuse(error, fetcher, group)
             raise
         began = time.perf_counter()
         try:
@@ -130,6 +130,14 @@ class Generation:
             prompts = prompts_of(args, kwargs)
             n_prompts = len(prompts) if torch.is_tensor(prompts) and prompts.ndim else 0
             self.cost = self.cost.plus(GenerationCost(n_prompts, lease_s, time.perf_counter() - began))
+
+    @staticmethod
+    def _refuse(error: DeepSpeedCError, fetcher: Fetcher | None, group: GroupGeneration | None) -> None:
+        """Tells the ranks that wait for this rank that it does not generate."""
+        if group is not None:
+            group.refuse(error, fetcher)
+        elif fetcher is not None:
+            fetcher.refuse_lease()
 
     def _check(self, args: tuple, kwargs: dict[str, Any], checks_prompts: bool) -> None:
         self._require_ready()

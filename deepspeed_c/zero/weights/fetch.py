@@ -335,11 +335,13 @@ class Fetcher:
         """Makes all weights available until the lease ends, if ``can_lease``. Meanwhile forwards without gradients
         gather nothing, and each rank runs as many as it likes. Returns whether there is a lease.
 
-        Collective, unless there is a lease already or all weights lie in joint memory.
+        Collective, unless there is a lease already or all weights lie in joint memory. Raises StateError if another
+        rank has called ``refuse_lease``.
         """
         with self.lock:
             if self._lease is not None or not self.can_lease:
                 return self._lease is not None
+            self._agree_to_lease(refuses=False)
             if not self.is_joint and not self._was_leased:
                 self._was_leased = True
                 n_bytes = sum(group.numel * group.unit.dtype.itemsize for group in self.groups)
@@ -347,6 +349,24 @@ class Fetcher:
             self.pin(self.groups)
             self._lease = _Lease(self.groups)
             return True
+
+    def refuse_lease(self) -> None:
+        """Takes the place of ``lease`` on a rank that cannot generate, so that no rank waits for its part of a gather.
+        """
+        with self.lock:
+            if self._lease is None and self.can_lease:
+                self._agree_to_lease(refuses=True)
+
+    def _agree_to_lease(self, *, refuses: bool) -> None:
+        if self.is_joint:
+            return
+        n_refusals = int(self.comm.sum_numbers([float(refuses)], label="agree to generate")[0])
+        if n_refusals and not refuses:
+            raise StateError(
+                f"{n_refusals} of {self.comm.world_size} ranks have refused to generate",
+                where="generate",
+                fix="their own errors say why",
+            )
 
     def read_in_turns(self, n_units: int, read: Callable[[list[torch.nn.Parameter]], None]) -> None:
         """Calls ``read`` with the parameters of some gather units, which are whole meanwhile, until it has got all

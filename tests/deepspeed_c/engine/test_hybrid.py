@@ -170,7 +170,7 @@ def refused_body(rank: int, world: int, stage: int) -> None:
     with make_actor(stage) as actor:
         twin = twin_of(actor)
         actor.eval()
-        n_collectives = actor._comm.ledger.last
+        n_collectives, n_refusals = actor._comm.ledger.last, 8
         prompts, mask = prompts_of(rank)
         hole = mask.clone()
         hole[1, 2] = 0
@@ -184,7 +184,11 @@ def refused_body(rank: int, world: int, stage: int) -> None:
                 write(model, prompts.flip(1), None)
             with pytest.raises(StateError, match="prompt 1 has a hole after place 1 of 5"):
                 model.generate(inputs=prompts, attention_mask=hole)
-        assert actor._comm.ledger.last == n_collectives
+        # Where a lease would gather, ranks tell each other that they have refused.
+        assert actor._comm.ledger.last == n_collectives + (n_refusals if stage == 3 else 0)
+        if stage == 3:
+            with pytest.raises(StateError, match="longer" if rank == 0 else "1 of 2 ranks have refused to generate"):
+                actor.module.generate(too_long if rank == 0 else prompts, max_new_tokens=1)
         want = write(twin, prompts, mask)
         assert torch.equal(write(actor.module, prompts, mask), want)
         assert torch.equal(write(actor, prompts, None), want)  # the padding of token 0 is inferred
