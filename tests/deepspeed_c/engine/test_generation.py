@@ -70,3 +70,57 @@ def test_ranks_stop_after_different_numbers_of_forwards(world: int, is_learnt: b
     for rank, got in enumerate(run_ranks(world, body, is_learnt, synced)):
         want = [plain.generate(torch.tensor([rank + 1, 3]), FORWARDS[(rank + t) % 3]).tolist() for t in range(3)]
         assert got == want, f"rank {rank}: {got} is not {want}"
+
+
+def graphs_body(rank: int, world: int) -> None:
+    torch._dynamo.reset()
+    plain, start = make(), torch.tensor([rank + 1, 3])
+    zero = {"reduce_bucket_size": 60, "stage3_prefetch_bucket_size": 100, "stage3_max_live_parameters": 300}
+    config = make_config(3, "fp32", 1, {"zero_optimization": zero, "compile": {"deepcompile": True}})
+    with deepspeed_c.initialize(model=make(), config=config)[0] as engine:
+        engine.compile(backend="eager")
+        engine.eval()
+        for turn in range(4):
+            n = FORWARDS[(rank + turn) % 3]
+            assert engine.generate(start, n).tolist() == plain.generate(start, n).tolist(), turn
+            assert engine._fetcher.live_elems == 0
+        assert engine.is_compiled and engine._fetcher.stats.max_live_elems <= 300
+
+
+def test_graphs_that_gather_by_themselves() -> None:
+    run_ranks(2, graphs_body, preload="torch._dynamo")
+
+
+class Judge(nn.Module):
+    """Generates within its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writer = make()
+        self.value = nn.Linear(WIDTH, 1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.value(self.writer.embed(self.generate(tokens, 2)).mean(0))
+
+    def generate(self, tokens: torch.Tensor, n: int) -> torch.Tensor:
+        return self.writer.generate(tokens, n)
+
+
+def within_body(rank: int, world: int) -> None:
+    zero = {"reduce_bucket_size": 60, "stage3_max_live_parameters": 300}
+    torch.manual_seed(1)
+    plain = Judge()
+    torch.manual_seed(1)
+    start = torch.tensor([rank + 1, 3])
+    with deepspeed_c.initialize(model=Judge(), config=make_config(3, "fp32", 1, {"zero_optimization": zero}))[0] as engine:
+        assert torch.equal(engine(start), plain(start))  # in training: one pass, in which all ranks do the same
+        engine.eval()
+        with engine.synced_generation(), torch.no_grad():
+            for _ in range(FORWARDS[rank]):
+                assert torch.equal(engine(start), plain(start))
+        # Parts of the model are called without a forward of the whole.
+        assert engine.generate(start, FORWARDS[rank]).tolist() == plain.generate(start, FORWARDS[rank]).tolist()
+
+
+def test_a_forward_that_generates() -> None:
+    run_ranks(3, within_body)
