@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 import deepspeed_c
-from benchmarks.live_bytes import LiveBytes
 from benchmarks.measure import in_turn, keep_freed_memory, machine, median_spread, require
 from deepspeed_c import _C
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
+from deepspeed_c.plan.live_bytes import LiveBytes
 from deepspeed_c.recompute.budget import KEEP, Budget
 from deepspeed_c.recompute.recomputer import Recomputer
 

@@ -2,7 +2,7 @@
 cut over ranks?
 
 Twelve layers keep 96 MiB each, or an input of 16 MiB if they are recomputed. The contenders take turns in one process
-with one step of forward and backward each. Peaks are live bytes (`benchmarks/live_bytes.py`) of a separate step. Two
+with one step of forward and backward each. Peaks are live bytes (`deepspeed_c/plan/live_bytes.py`) of a separate step. Two
 ranks compare inputs that are cut over the ranks with inputs that are not, and also measure the peak of resident memory
 of one more step. The cost of the wrapper is measured by calls without a graph, which recompute nothing.
 Run: python -m benchmarks.deepspeed_c.activation_checkpointing [--folder DIR]
@@ -25,10 +25,10 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
 
-from benchmarks.live_bytes import LiveBytes
 from benchmarks.measure import in_turn, machine, median_spread, ratios, require
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.config.checkpoint import ActivationCheckpointing, ActivationOffload
+from deepspeed_c.plan.live_bytes import LiveBytes
 from deepspeed_c.recompute.recomputer import Recomputer, tensor_parallel_ranks
 
 LAYERS, WIDTH, ROWS = 12, 256, 16384  # an input of 16 MiB

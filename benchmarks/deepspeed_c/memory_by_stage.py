@@ -50,7 +50,7 @@ def rank_main(n_params: int) -> None:
 
     import deepspeed_c
     from benchmarks.engines import sharded_elems
-    from benchmarks.live_bytes import LiveBytes
+    from deepspeed_c.plan.live_bytes import LiveBytes
 
     torch.set_num_threads(1)
     deepspeed_c.init_distributed(verbose=False)

@@ -2,7 +2,7 @@
 and in tiles.
 
 The contenders take turns in one process with one forward and backward each. Peaks are live bytes
-(`benchmarks/live_bytes.py`) of a separate pass, above the bytes that live before the pass. `peak_between` leaves out
+(`deepspeed_c/plan/live_bytes.py`) of a separate pass, above the bytes that live before the pass. `peak_between` leaves out
 the output of an MLP and the gradient of its input, which both contenders need. Three losses are compared: torch's
 cross-entropy of whole logits, the same cross-entropy a tile at a time (`TiledFusedLogitsLoss`), and our loss, as
 `"tiles": "auto"` computes it.
@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.live_bytes import LiveBytes
 from benchmarks.measure import in_turn, machine, median_spread, ratios, require, require_equal
+from deepspeed_c.plan.live_bytes import LiveBytes
 from deepspeed_c.sequence.loss import tiled_cross_entropy
 from deepspeed_c.sequence.tiles import TiledFusedLogitsLoss, TiledMLP
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.live_bytes import LiveBytes
 from benchmarks.measure import machine, median_spread, ratios, require, require_equal, time_alternately
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.inject.loss import vocab_parallel_cross_entropy
 from deepspeed_c.inject.ranks import TensorRanks
+from deepspeed_c.plan.live_bytes import LiveBytes
 
 WARMUP = 2
 

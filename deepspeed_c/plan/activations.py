@@ -29,14 +29,23 @@ from deepspeed_c.recompute.blocks import find_blocks
 from deepspeed_c.recompute.nests import Arguments
 from deepspeed_c.recompute.operators import MeasuredLayer, Measurement, Meter
 
-__all__ = ["ForwardShape", "Segment", "Traced", "trace_activations"]
+__all__ = [
+    "MODELS_OWN",
+    "ForwardShape",
+    "Segment",
+    "Traced",
+    "refuse_experts",
+    "running_without_data",
+    "trace_activations",
+    "twin_without_data",
+]
 
 # Operations that an accelerator and a CPU compute in the time in which they move one byte. A plan depends only on the
 # ratios between the times of operators.
 _FLOPS_PER_BYTE = {"cuda": 200.0, "cpu": 10.0}
 _BYTES_PER_NS = {"cuda": 2000.0, "cpu": 10.0}
 # Errors that a model's own code raises on wrong inputs, or when it reads values of tensors.
-_MODELS_OWN = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
+MODELS_OWN = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 _ADVICE = (
     "name what the model is given (--batch, --seq, --sample), leave out what reads values of tensors in forward, or"
     " measure a run and pass --activations"
@@ -100,11 +109,11 @@ def trace_activations(
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # a large import
 
-    _refuse_experts(model)
+    refuse_experts(model, "--batch")
     names, note = _layers_of(model, layers)
     problem: Exception | None = None
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        twin = _faked(model, precision.dtype, fake, ranks)
+        twin = twin_without_data(model, precision.dtype, fake, ranks)
         ways = list(_inputs_for(twin, batch, precision.dtype or torch.float32))
         while True:
             trace = _Trace(twin, names, device_type, ranks)
@@ -114,7 +123,7 @@ def trace_activations(
                 trace.run(ways.pop(0), precision)
             except DeepSpeedCError:
                 raise
-            except _MODELS_OWN as error:
+            except MODELS_OWN as error:
                 problem = problem or error
                 if not ways:
                     raise ModelError(
@@ -126,14 +135,29 @@ def trace_activations(
                 return Traced(tuple(trace.segments()), trace.wire_bytes, note)
 
 
-def _refuse_experts(model: torch.nn.Module) -> None:
-    """Raises ModelError for a mixture of experts: the rows of an expert are values that a forward computes."""
+@contextmanager
+def running_without_data(precision: Precision, device_type: str, ranks: Collectives | None) -> Iterator[None]:
+    """Context of a forward of a ``twin_without_data`` with the operators of this type of device."""
+    with ExitStack() as stack:
+        if device_type != "cpu":
+            stack.enter_context(_Attention())
+        stack.enter_context(_Values(ranks))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # Cut logits are a tensor subclass that gathers itself when it is read. Fake tensors cannot have that class.
+        stack.enter_context(mock.patch.object(CutLogits, "of", lambda logits, sizes, ranks: logits))
+        stack.enter_context(precision.autocast(torch.device("cpu")))
+        yield
+
+
+def refuse_experts(model: torch.nn.Module, flag: str) -> None:
+    """Raises ModelError for a mixture of experts: the rows of an expert are values that a forward computes. ``flag``:
+    the option that asks for such a forward."""
     for name, module in model.named_modules():
         if isinstance(module, MOELayer):
             raise ModelError(
                 "how many tokens each expert gets is not known before a run, and activations depend on it",
                 where=f"deepspeed_c plan: {name}",
-                fix="leave out --batch, or measure a run and pass --activations",
+                fix=f"leave out {flag}, and measure a run (--activations)",
             )
 
 
@@ -146,9 +170,9 @@ def _layers_of(model: torch.nn.Module, layers: str | None) -> tuple[list[str], s
         return [], "no repeated blocks were found that could be recomputed (activation_checkpointing.layers)"
 
 
-def _faked(model: torch.nn.Module, dtype: torch.dtype | None, fake: Any, ranks: Any) -> torch.nn.Module:
-    """A copy whose tensors have no data and report the host as their device. dtype: the dtype of floating-point
-    parameters."""
+def twin_without_data(model: torch.nn.Module, dtype: torch.dtype | None, fake: Any, ranks: Any) -> torch.nn.Module:
+    """Within the mode ``fake``: a copy whose tensors have no data and report the host as their device. dtype: the dtype
+    of floating-point parameters."""
     known: dict[int, Any] = {}
 
     def made_for(tensor: torch.Tensor, as_dtype: torch.dtype) -> torch.Tensor:
@@ -255,13 +279,7 @@ class _Trace:
                 undo.append(self._wrap(name, self._model.get_submodule(name)))
             for each in undo:
                 stack.callback(each)
-            if self._device_type != "cpu":
-                stack.enter_context(_Attention())
-            stack.enter_context(_Values(self._ranks))
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            # Cut logits are a tensor subclass that gathers itself when it is read. Fake tensors cannot have that class.
-            stack.enter_context(mock.patch.object(CutLogits, "of", lambda logits, sizes, ranks: logits))
-            stack.enter_context(precision.autocast(torch.device("cpu")))
+            stack.enter_context(running_without_data(precision, self._device_type, self._ranks))
             stack.enter_context(saved_tensors_hooks(self._save, _same))
             stack.enter_context(torch.enable_grad())
             found = self._model(**inputs) if isinstance(inputs, dict) else self._model(*inputs)

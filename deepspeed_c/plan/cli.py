@@ -12,6 +12,7 @@ import torch
 from deepspeed_c.command_line import command_parser
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.plan.activations import ForwardShape
+from deepspeed_c.plan.generation import GenerationShape
 from deepspeed_c.plan.inference import plan_inference
 from deepspeed_c.plan.memory import Activations
 from deepspeed_c.plan.picture import draw
@@ -36,6 +37,7 @@ Bytes per rank, phase by phase, for each ZeRO stage and offload choice, without 
 
   deepspeed_c plan --config ds_config.json --ranks 64 train.py --lr 0.1     the model that train.py passes to initialize
   deepspeed_c plan --batch 8 --seq 4096 train.py                            with its activations, for each way to keep them
+  deepspeed_c plan --generate 8x512x128 train.py                            with generation between steps: 8 prompts of 512 tokens, 128 new ones
   deepspeed_c plan --config ds_config.json --ranks 64 --params 7e9          a stack of equal layers of that many parameters
   deepspeed_c plan --inference MODEL_DIR --tp 2 --batch 8 --seq 4096        what generation takes: weights, cache, workspace
 """
@@ -64,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
     if n_ranks < 1:
         raise ConfigError(f"{n_ranks} is not a number of ranks", where="--ranks", fix="write an integer >= 1")
     batch = _batch(options, has_script=bool(script))
+    generates = _generates(options.generate, has_script=bool(script))
     n_bytes = parse_bytes(options.activations, "--activations")
     shared = {
         "device_type": options.device,
@@ -84,6 +87,7 @@ def main(argv: Sequence[str]) -> int:
             model_parameters=found.model_parameters,
             is_sharded=found.is_sharded,
             batch=batch,
+            generates=generates,
             **shared,
         )
     else:
@@ -136,6 +140,26 @@ def _batch(options: argparse.Namespace, *, has_script: bool) -> ForwardShape | N
     sample = None if options.sample is None else tuple(_number(word, "--sample") for word in options.sample.split("x"))
     n_tokens = None if options.seq is None else _number(options.seq, "--seq")
     return ForwardShape(_number(options.batch, "--batch"), n_tokens, sample)
+
+
+def _generates(text: str | None, *, has_script: bool) -> GenerationShape | None:
+    """The shape of a call of ``generate``; None if the option is not given."""
+    if text is None:
+        return None
+    words = text.split("x")
+    if len(words) != len(GenerationShape._fields):
+        raise ConfigError(
+            f"{text!r} is not understood",
+            where="--generate",
+            fix="write samples, tokens of a prompt and new tokens, such as 8x512x128",
+        )
+    if not has_script:
+        raise ConfigError(
+            "sizes alone do not say what a model keeps of its tokens",
+            where="--generate",
+            fix="give a script in place of --params",
+        )
+    return GenerationShape(*(_number(word, "--generate") for word in words))
 
 
 def _number(word: str, where: str) -> int:
@@ -214,6 +238,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seq", metavar="N", help="tokens of a sample (--batch)")
     parser.add_argument(
         "--sample", metavar="SHAPE", help="shape of a sample that is not made of tokens, such as 3x224x224 (--batch)"
+    )
+    parser.add_argument(
+        "--generate",
+        metavar="SHAPE",
+        help="have the model generate between steps: samples, tokens of a prompt and new tokens, such as 8x512x128",
     )
     parser.add_argument(
         "--svg", metavar="FILE", help="a picture of activations over a step, for each way to keep them (--batch)"

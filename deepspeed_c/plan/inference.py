@@ -27,7 +27,7 @@ from deepspeed_c.inject.rules import rule_sets
 from deepspeed_c.quantity import as_binary
 from deepspeed_c.zero.weights.fp32_buffers import names_in_fp32
 
-__all__ = ["InferencePlan", "RankBytes", "plan_inference"]
+__all__ = ["InferencePlan", "RankBytes", "layers_of_cache", "plan_inference", "positions_of"]
 
 _WHERE = "deepspeed_c plan --inference"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
@@ -91,8 +91,7 @@ def plan_inference(
     model = model_on_meta(folder, _WHERE).eval()
     config: Any = model.config
     notes: list[str] = []
-    text = config.get_text_config(decoder=True)
-    positions = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
+    positions = positions_of(config)
     if n_tokens is None:
         n_tokens = min(positions or _DEFAULT_TOKENS, _DEFAULT_TOKENS)
     elif positions is not None and n_tokens > positions:
@@ -126,6 +125,12 @@ def plan_inference(
     n_params = sum(param.numel() for param in model.parameters())
     notes.append("workspace: the widest block's inputs and outputs over the whole prompt, or the last token's logits")
     return InferencePlan(type(model).__name__, n_params, dtype, n_samples, n_tokens, ranks, notes)
+
+
+def positions_of(config: Any) -> int | None:
+    """The most tokens of a sequence that the decoder of a model of transformers has positions for; None: any number."""
+    text = config.get_text_config(decoder=True)
+    return getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
 
 
 def _shapes(model: torch.nn.Module, report: CutReport | None) -> dict[str, torch.Size]:
@@ -169,12 +174,16 @@ def _cache_of(model: torch.nn.Module, inputs: dict[str, Any], notes: list[str]) 
     if cache is None:
         notes.append("the model keeps no cache")
         return
-    for part in ("self_attention_cache", "cross_attention_cache"):
-        for index, layer in enumerate(getattr(getattr(cache, part, None), "layers", ())):
-            yield from _tensors(index, layer)
-    if not hasattr(cache, "self_attention_cache"):
-        for index, layer in enumerate(cache.layers):
-            yield from _tensors(index, layer)
+    for index, layer in layers_of_cache(cache):
+        yield from _tensors(index, layer)
+
+
+def layers_of_cache(cache: Any) -> Iterator[tuple[int, Any]]:
+    """(index, layer) of the layers of a cache of transformers; those of both caches of a model with an encoder; nothing
+    for None."""
+    names = ("self_attention_cache", "cross_attention_cache")
+    for part in [getattr(cache, name) for name in names] if hasattr(cache, names[0]) else [cache]:
+        yield from enumerate(getattr(part, "layers", ()))
 
 
 def _inputs_of(

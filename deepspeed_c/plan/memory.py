@@ -29,6 +29,7 @@ from deepspeed_c.offload.place import groups_in_file, placement_of, store_states
 from deepspeed_c.offload.swap import Swapper, SwapSettings
 from deepspeed_c.ops.q8 import BLOCK_ELEMS
 from deepspeed_c.plan.book import Book, Phase
+from deepspeed_c.plan.generation import GenerationMoment
 from deepspeed_c.plan.outline import outline_of
 from deepspeed_c.plan.pretended import IN_PLACE, PretendedFile, PretendedRanks
 from deepspeed_c.plan.sizes import ModelSizes, OptimizerSizes, ParamSize
@@ -42,9 +43,9 @@ from deepspeed_c.zero.states.home import MakeZeros, Tagged
 from deepspeed_c.zero.weights.fetch import keeps_gathered
 from deepspeed_c.zero.weights.hooks import ModuleHooks
 
-__all__ = ["KINDS", "PHASES", "Activations", "MemoryPlan", "Offload", "plan_memory"]
+__all__ = ["KINDS", "PHASES", "Activations", "Lease", "MemoryPlan", "Offload", "plan_memory"]
 
-PHASES = ("initialize", "forward", "backward", "step")
+PHASES = ("initialize", "forward", "backward", "step", "generate")
 
 WEIGHTS = "weights"
 MASTERS = "master weights"
@@ -63,6 +64,8 @@ BUFFERS = "module buffers"
 ACTIVATIONS = "activations"
 HOST_ACTIVATIONS = "activations that wait on the host"
 NVME_ACTIVATIONS = "activations that wait on NVMe"
+CACHE = "keys and values"
+WORKSPACE = "workspace of a forward"
 
 # The kinds of bytes with their meanings, in the order of the printed table.
 KINDS: dict[str, str] = {
@@ -83,6 +86,8 @@ KINDS: dict[str, str] = {
     ACTIVATIONS: "what layers keep for the backward, and one of them computes again",
     HOST_ACTIVATIONS: "inputs of recomputed layers (cpu_checkpointing)",
     NVME_ACTIVATIONS: "inputs of recomputed layers (activation_checkpointing.offload)",
+    CACHE: "of all tokens so far, for the next one (generate)",
+    WORKSPACE: "what a forward of generate computes, and the logits from which a token is drawn",
 }
 
 # Number of accumulation windows to run. The first window makes the buffers that later windows take from the pools.
@@ -144,6 +149,16 @@ class Offload(NamedTuple):
         return ", ".join(f"{' and '.join(names)} on {place}" for place, names in places.items()) or "none"
 
 
+class Lease(NamedTuple):
+    """What a lease on whole weights (``Fetcher.lease``) is in this layout."""
+
+    is_taken: bool
+    is_joint: bool  # weights lie in joint memory, and nothing is gathered
+    elems: int  # elements of all gather units
+    nbytes: int  # their bytes
+    max_elems: int  # stage3_max_live_parameters
+
+
 class MemoryPlan(NamedTuple):
     """The memory of one rank at one stage."""
 
@@ -154,7 +169,8 @@ class MemoryPlan(NamedTuple):
     n_buckets: int
     largest_unit: str  # first parameter of the largest gather unit, or of the largest bucket
     largest_unit_bytes: int
-    window_elems: int  # most elements that are gathered at the same time; 0 below stage 3
+    window_elems: int  # most elements that training gathers at the same time; 0 below stage 3
+    lease: Lease | None = None  # None if no weights are sharded
 
     @property
     def peak(self) -> Phase:
@@ -192,13 +208,14 @@ def plan_memory(
     *,
     device_type: str = "cpu",
     activations: Activations = Activations(),  # noqa: B008  (immutable)
+    generation: GenerationMoment | None = None,
 ) -> MemoryPlan:
     """The memory of one of ``n_ranks`` ranks at the peak of each phase, for the stage of ``config``.
 
     ``optimizer`` None plans an engine that only evaluates. ``device_type`` determines the backend of collectives
     ("cpu": gloo, unless "comm.local" is "shm"; other devices: like NCCL) and whether gathered buffers are kept.
-    ``activations`` are added to forward and backward. Nothing is allocated. Raises ModelError if ``initialize`` would
-    raise it for the same layout.
+    ``activations`` are added to forward and backward. With ``generation``, the rank generates between steps. Nothing is
+    allocated. Raises ModelError if ``initialize`` would raise it for the same layout.
     """
     offload = Offload.of(config.zero)
     with ExitStack() as at_end:
@@ -206,6 +223,11 @@ def plan_memory(
         walk.initialize()
         for _ in range(N_WINDOWS):
             walk.window(activations)
+        window_elems = 0 if walk.fetcher is None else walk.fetcher.stats.max_live_elems
+        if generation is not None:
+            walk.generate(generation)
+            walk.window(activations)  # beside the buffers that the lease leaves in the pool
+            walk.generate(generation)
         walk.book.end()
         if walk.fetcher is not None and walk.fetcher.groups:
             pieces = [(group.unit, group.bucket) for group in walk.fetcher.groups]
@@ -220,7 +242,8 @@ def plan_memory(
             len(walk.buckets),
             "" if unit is None else _label(unit.bucket_slots[index]),
             0 if unit is None else unit.bucket_bytes(index),
-            0 if walk.fetcher is None else walk.fetcher.stats.max_live_elems,
+            window_elems,
+            walk.lease,
         )
 
 
@@ -460,6 +483,30 @@ class _Walk:
         if self._reducer is not None:
             self.book.begin("step")
             self.step()
+
+    @property
+    def lease(self) -> Lease | None:
+        """None if no weights are sharded."""
+        fetcher = self.fetcher
+        if fetcher is None or not fetcher.groups:
+            return None
+        elems = sum(group.numel for group in fetcher.groups)
+        n_bytes = sum(group.numel * group.unit.dtype.itemsize for group in fetcher.groups)
+        return Lease(fetcher.can_lease, fetcher.is_joint, elems, n_bytes, fetcher.limits.max_live)
+
+    def generate(self, moment: GenerationMoment) -> None:
+        """Run one call of ``generate``: with a lease, or else one of its forwards."""
+        self.book.begin("generate", {CACHE: moment.cache, WORKSPACE: moment.workspace})
+        lease = self.lease
+        if lease is None:
+            return
+        if lease.is_taken:
+            # Without the lease's checksums of weights, which have no values here.
+            self.fetcher.pin(self.fetcher.groups)
+            self.fetcher.unpin(self.fetcher.groups)
+        else:
+            with torch.no_grad():
+                self._model(torch.zeros(1, device="cpu"))
 
     def step(self) -> None:
         self._reducer.discard()  # waits for pending reductions

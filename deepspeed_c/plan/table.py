@@ -18,7 +18,8 @@ from deepspeed_c.inject import cut_model
 from deepspeed_c.offload.place import place
 from deepspeed_c.ops.scope import declaration
 from deepspeed_c.plan.activations import ForwardShape, trace_activations
-from deepspeed_c.plan.memory import KINDS, PHASES, Activations, MemoryPlan, Offload, plan_memory
+from deepspeed_c.plan.generation import GenerationMoment, GenerationShape, trace_generation
+from deepspeed_c.plan.memory import KINDS, PHASES, Activations, Lease, MemoryPlan, Offload, plan_memory
 from deepspeed_c.plan.pretended import IN_PLACE, PretendedRanks
 from deepspeed_c.plan.sizes import ModelSizes, group_sizes, model_of, sizes_of
 from deepspeed_c.plan.tiers import NVME_PATH, Budgets, Placed, Rates, offload_section, place_states, suggest_ratio
@@ -71,6 +72,8 @@ class Table(NamedTuple):
     batch: ForwardShape | None = None
     options: Sequence[Option] = ()  # ways to keep activations, if the batch is known
     asked: int = 0  # index of the option for the configuration
+    generates: GenerationShape | None = None
+    generation: Sequence[GenerationMoment] = ()  # forwards of ``generate``, if it was asked for
 
 
 def plan_table(
@@ -88,14 +91,16 @@ def plan_table(
     rates: Rates = Rates(),  # noqa: B008
     n_tensor: int | None = None,
     batch: ForwardShape | None = None,
+    generates: GenerationShape | None = None,
 ) -> Table:
     """Plans ``sizes``, or ``model`` (on the meta device) with the other arguments of ``initialize``, for every stage
     under the configuration ``source``.
 
     With ``budgets`` it also places the states of each stage, and suggests the host's part of the update for the given
     ``rates``. ``n_tensor`` is the number of tensor-parallel ranks (default: from the configuration). With ``batch``, a
-    traced forward of ``model`` gives the bytes of activations, instead of ``activations``. Raises ConfigError for the
-    configuration, OptimizerError and ModelError for optimizer and model.
+    traced forward of ``model`` gives the bytes of activations, instead of ``activations``. With ``generates``, the rank
+    generates between steps, and traced forwards of ``model`` give the bytes of keys, values and workspace. Raises
+    ConfigError for the configuration, OptimizerError and ModelError for optimizer and model.
     """
     notes: list[str] = []
     overrides: dict[str, Any] = {}
@@ -136,9 +141,14 @@ def plan_table(
         notes += [traced.note] if traced.note else []
         activations = _activations_of(options[asked_option])
 
+    generation: list[GenerationMoment] = []
+    if generates is not None:
+        generation = trace_generation(model, generates, Precision(config, model), device_type, ranks)
+    largest = max(generation, key=lambda moment: moment.nbytes, default=None)
+
     @cache
     def row_of(stage: int, offload: Offload) -> Row:
-        return _row(stage, offload, source, overrides, sizes, n_ranks, base, device_type, activations)
+        return _row(stage, offload, source, overrides, sizes, n_ranks, base, device_type, activations, largest)
 
     def plan_of(stage: int, offload: Offload) -> MemoryPlan | str:
         row = row_of(stage, offload)
@@ -181,6 +191,8 @@ def plan_table(
         batch,
         options,
         asked_option,
+        generates,
+        generation,
     )
 
 
@@ -243,6 +255,7 @@ def _row(
     base: torch.optim.Optimizer | None,
     device_type: str,
     activations: Activations,
+    generation: GenerationMoment | None,
 ) -> Row:
     choice = {
         "zero_optimization.stage": stage,
@@ -267,6 +280,7 @@ def _row(
             optimizer,
             device_type=device_type,
             activations=activations,
+            generation=generation,
         )
     except DeepSpeedCError as error:
         return Row(stage, offload, None, f"{error.where}: {error.what}" if error.where else error.what)
@@ -296,12 +310,13 @@ def as_text(table: Table) -> str:
         activations = f"{table.activations.backward / scale:.2f} of activations are in forward and backward"
     else:
         activations = "activations are not known here and not in it (--batch and --seq, or --activations)"
+    phase_names = [name for name in PHASES if name != "generate" or table.generation]
     lines = [
         what,
         f"{unit} per rank at the peak of each phase; {activations}",
         "",
         f"    {'stage':7}{'offload':40}"
-        + "".join(f"{name:>12}" for name in (*PHASES, "peak", "on the host", "on NVMe")),
+        + "".join(f"{name:>12}" for name in (*phase_names, "peak", "on the host", "on NVMe")),
     ]
     for i, row in enumerate(table.rows):
         mark = "  * " if i == table.chosen else "    "
@@ -310,7 +325,7 @@ def as_text(table: Table) -> str:
             lines.append(f"{head}  refused: {row.refusal}")
             continue
         phases = row.plan.phases
-        cells = [phases[name].nbytes / scale if name in phases else None for name in PHASES]
+        cells = [phases[name].nbytes / scale if name in phases else None for name in phase_names]
         host = max(phase.host_nbytes for phase in phases.values())
         nvme = max(phase.nvme_nbytes for phase in phases.values())
         cells += [row.plan.peak.nbytes / scale, host / scale, nvme / scale]
@@ -318,6 +333,7 @@ def as_text(table: Table) -> str:
     lines += [
         "",
         *_peak_lines(table, unit, scale),
+        *_generation_lines(table, unit, scale),
         *_option_lines(table, unit, scale),
         *_placed_lines(table, unit, scale),
         *(f"note: {note}" for note in table.notes),
@@ -336,7 +352,7 @@ def _peak_lines(table: Table, unit: str, scale: int) -> list[str]:
     steady = max(
         (p for name, p in plan.phases.items() if name != "initialize"), key=lambda p: p.nbytes, default=plan.peak
     )
-    for phase in dict.fromkeys((steady.name, plan.peak.name)):
+    for phase in dict.fromkeys((steady.name, plan.peak.name, *(["generate"] if table.generation else []))):
         at = plan.phases[phase]
         lines.append(f"stage {plan.stage} (*), {phase}: {at.nbytes / scale:.2f} {unit}")
         for kind, nbytes in sorted(at.kinds.items(), key=lambda item: -item[1]):
@@ -347,6 +363,40 @@ def _peak_lines(table: Table, unit: str, scale: int) -> list[str]:
         + (f"; at most {_count(plan.window_elems)} elements are gathered at once" if plan.window_elems else "")
     )
     return lines
+
+
+def _generation_lines(table: Table, unit: str, scale: int) -> list[str]:
+    """The forwards of ``generate``, and what a lease takes in the row of the configuration."""
+    if table.generates is None:
+        return []
+    n_samples, n_prompt, n_new = table.generates
+    lines = [
+        "",
+        f"generate with {n_samples} prompts of {n_prompt} tokens, {n_new} new tokens each; {unit} of a rank:",
+        f"    {'a forward of':26}{'cache':>12}{'workspace':>12}",
+    ]
+    lines += [f"    {one.name:26}{one.cache / scale:12.2f}{one.workspace / scale:12.2f}" for one in table.generation]
+    plan = table.rows[table.chosen].plan
+    if plan is not None:
+        lines.append(f"stage {plan.stage} (*): {_lease_line(plan.lease, unit, scale)}")
+    return lines
+
+
+def _lease_line(lease: Lease | None, unit: str, scale: int) -> str:
+    if lease is None:
+        return "weights are whole, nothing is gathered"
+    if lease.is_joint:
+        return "weights lie in joint memory, a lease takes nothing"
+    n_bytes = f"{lease.nbytes / scale:.2f} {unit}"
+    if lease.is_taken:
+        return (
+            f"a lease gathers all weights once, {n_bytes}; with stage3_max_live_parameters < {lease.elems} each forward"
+            " gathers"
+        )
+    return (
+        f"no lease, each forward gathers (join mode): {lease.elems} elements are more than stage3_max_live_parameters ="
+        f" {lease.max_elems}; with {lease.elems}, one gather of {n_bytes} is enough for all tokens"
+    )
 
 
 def _option_lines(table: Table, unit: str, scale: int) -> list[str]:
@@ -419,12 +469,17 @@ def as_json(table: Table) -> dict[str, Any]:
         "tensor_parallel_ranks": table.n_tensor,
         "activation_bytes": max(table.activations.forward, table.activations.backward),
         "activations": [_option_json(option, i == table.asked) for i, option in enumerate(table.options)],
+        "generation": None if table.generates is None else _generation_json(table.generates, table.generation),
         "notes": table.notes,
         "rows": [_row_json(row, i == table.chosen) for i, row in enumerate(table.rows)],
         "budgets": None if table.budgets is None else table.budgets._asdict(),
         "rates": table.rates._asdict(),
         "placements": [_placed_json(placed, table.nvme_path) for placed in table.placed],
     }
+
+
+def _generation_json(shape: GenerationShape, moments: Sequence[GenerationMoment]) -> dict[str, Any]:
+    return {**shape._asdict(), "forwards": [moment._asdict() for moment in moments]}
 
 
 def _option_json(option: Option, is_asked: bool) -> dict[str, Any]:
@@ -471,6 +526,7 @@ def _row_json(row: Row, is_chosen: bool) -> dict[str, Any]:
         "nvme_bytes": max(phase.nvme_nbytes for phase in row.plan.phases.values()),
         "gradient_buckets": row.plan.n_buckets,
         "gathered_elems": row.plan.window_elems,
+        "lease": None if row.plan.lease is None else row.plan.lease._asdict(),
         "phases": {
             name: {
                 "bytes": phase.nbytes,

@@ -49,7 +49,6 @@ def test_no_script_is_left_out_of_the_list():
         "engines.py",
         "fio.py",
         "hosts.py",
-        "live_bytes.py",
         "measure.py",
         "report.py",
         "resident.py",

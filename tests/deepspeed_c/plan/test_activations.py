@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import deepspeed_c
-from benchmarks.live_bytes import LiveBytes
 from deepspeed_c.comm.ledger import all_ledgers
 from deepspeed_c.config import load_config
 from deepspeed_c.config.checkpoint import ActivationCheckpointing, ActivationOffload
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.errors import ModelError
 from deepspeed_c.plan.activations import ForwardShape, Traced, trace_activations
+from deepspeed_c.plan.live_bytes import LiveBytes
 from deepspeed_c.plan.memory import MASTERS, STATE, WEIGHTS
 from deepspeed_c.plan.table import plan_table
 from deepspeed_c.plan.timeline import options_of

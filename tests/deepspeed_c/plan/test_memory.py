@@ -12,13 +12,13 @@ import torch
 from torch.distributed.distributed_c10d import _world
 
 import deepspeed_c
-from benchmarks.live_bytes import LiveBytes
 from deepspeed_c import buffers
 from deepspeed_c.config import load_config
 from deepspeed_c.engine.build import build_optimizer
 from deepspeed_c.errors import ModelError
 from deepspeed_c.moe.layer import MoE
 from deepspeed_c.plan.activations import ForwardShape
+from deepspeed_c.plan.live_bytes import LiveBytes
 from deepspeed_c.plan.memory import (
     COPIES,
     GATHERED,

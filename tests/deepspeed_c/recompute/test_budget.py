@@ -20,12 +20,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import deepspeed_c
-from benchmarks.live_bytes import LiveBytes
 from deepspeed_c import accelerator, checkpointing
 from deepspeed_c.cgroups import memory_left
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.errors import ConfigError, OffloadError, RankMismatchError
 from deepspeed_c.logging import logger
+from deepspeed_c.plan.live_bytes import LiveBytes
 from deepspeed_c.recompute.budget import (
     KEEP,
     RECOMPUTE,

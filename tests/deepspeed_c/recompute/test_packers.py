@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.live_bytes import LiveBytes
 from deepspeed_c import checkpointing
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.config.checkpoint import ActivationCheckpointing, ActivationOffload
 from deepspeed_c.config.offload import Aio
 from deepspeed_c.errors import RankMismatchError
 from deepspeed_c.offload.swap import SwapSettings
+from deepspeed_c.plan.live_bytes import LiveBytes
 from deepspeed_c.recompute import packers
 from deepspeed_c.recompute.configured import configured
 from deepspeed_c.recompute.counters import LayerCalls

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,13 +20,17 @@ class LiveBytes(TorchDispatchMode):
     """Tracks every storage that an operator has returned since entry, by weak references, and their live bytes.
 
     Exact and repeatable, unlike the resident set. Memory that a kernel allocates and frees within one call is not seen.
+    ``without``: tensors whose storages are not counted.
     The memory events of torch's profiler are no alternative: they miss releases in gloo's threads, which often drop the
     last reference to a sent tensor.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, without: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+        for tensor in without:
+            storage = tensor.untyped_storage()
+            self._known[storage._cdata] = StorageWeakRef(storage), 0
         self._phase: str | None = None
         self.peaks: dict[str, int] = {}
 
