@@ -304,7 +304,10 @@ def compare(options: argparse.Namespace) -> None:
                     running[name].generate(FEW, other)
         checksums = {name: each.checksums() for name, each in running.items()}
         require(len(set.union(*checksums.values())) == 1, f"all tokens are the same: {checksums}")
-        peaks = {name: each.peaks() for name, each in running.items()}
+        peaks = {}
+        for name, each in running.items():
+            peaks[name] = each.peaks()
+            each.ranks.close()  # which leaves room for the next peak
     finally:
         for each in running.values():
             each.ranks.close()
