@@ -29,6 +29,11 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor. Backends move some dtypes only (gloo neither int16 nor float8, for example)."""
+    return tensor.view(-1).view(torch.uint8)
+
+
 def _exchange_then_reduce(
     comm: Collectives, flat: torch.Tensor, out: torch.Tensor, scale: float, accumulate: bool
 ) -> Work:
@@ -72,7 +77,7 @@ def broadcast_slices(comm: Collectives, flat: torch.Tensor) -> Work:
 
 
 def _all_gather_by_backend(comm: Collectives, flat: torch.Tensor) -> Work:
-    handle = all_gather_single(flat, comm.own_slice(flat), group=comm.group, async_op=True)
+    handle = all_gather_single(_bytes(flat), _bytes(comm.own_slice(flat)), group=comm.group, async_op=True)
     return Work([handle], kept=[flat], what=f"all_gather of {flat.numel()} {flat.dtype}")
 
 
@@ -114,7 +119,7 @@ def _all_reduce_gloo(comm: Collectives, flat: torch.Tensor, scale: float) -> Wor
 
 
 def _broadcast_by_backend(comm: Collectives, tensor: torch.Tensor, src: int) -> Handle:
-    return dist.broadcast(tensor, comm.global_ranks[src], group=comm.group, async_op=True)
+    return dist.broadcast(_bytes(tensor), comm.global_ranks[src], group=comm.group, async_op=True)
 
 
 def _add_up_by_backend(comm: Collectives, tensor: torch.Tensor) -> Handle:
@@ -128,7 +133,7 @@ def _shift_by_backend(
     ways = [(dist.isend, sent, to), (dist.irecv, received, source)]
     # One call for both messages: a backend with one stream would wait for the first message before it starts the other.
     messages = [
-        dist.P2POp(way, tensor, comm.global_ranks[peer], group=comm.group)
+        dist.P2POp(way, _bytes(tensor), comm.global_ranks[peer], group=comm.group)
         for way, tensor, peer in ways
         if tensor.numel()
     ]
@@ -139,7 +144,8 @@ def all_to_all_by_backend(
     comm: Collectives, flat: torch.Tensor, out: torch.Tensor, in_splits: Sequence[int], out_splits: Sequence[int]
 ) -> Handle:
     """The all-to-all of the backend itself."""
-    return dist.all_to_all_single(out, flat, list(out_splits), list(in_splits), group=comm.group, async_op=True)
+    sizes = [[n * flat.element_size() for n in splits] for splits in (out_splits, in_splits)]
+    return dist.all_to_all_single(_bytes(out), _bytes(flat), *sizes, group=comm.group, async_op=True)
 
 
 class Backend(NamedTuple):
