@@ -12,7 +12,7 @@ Every contender has two processes, which live through the whole run, and the con
 have the same tokens and losses in all contenders; from then on rounding may change which token is drawn, and mean log
 probabilities have to be the same within 2 %. The slower rank counts. Peaks are proportional set sizes (PSS) of the larger
 rank, in one more step.
-Run: python -m benchmarks.hf.ppo_step [--rounds 6] [--layers 6] [--width 512] [--new 64]
+Run: python -m benchmarks.hf.ppo_step [--rounds 4] [--layers 6] [--width 512] [--new 64]
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ def compare(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time steps of proximal policy optimization.")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=512, help="of the models; a multiple of 64")
     parser.add_argument("--new", type=int, default=64, help="tokens that a row gets")
