@@ -94,6 +94,7 @@ def request_of(
         least = max((setting_of(model, kwargs, "min_length") or 0) - n_tokens, 0)
     is_token = find_tokens(model, args, kwargs)
     plain = {name: _text(value) for name, value in shared.items()}
+    plain["the model's generation_config"] = _text(getattr(model, "generation_config", None))
     return Request(prompts.cpu(), is_token.cpu(), most, least, plain), shared
 
 

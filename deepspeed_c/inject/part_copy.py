@@ -22,8 +22,8 @@ _SETTINGS = ("config", "generation_config")
 class PartCopy:
     """The copy has no weights until ``take``, and again after ``drop``. The model itself is not changed.
 
-    Buffers and the objects that hold settings (``config``, ``generation_config``) are the model's own. So later changes
-    of them count; later changes of modules (new hooks, new layers) do not.
+    Buffers and the objects that hold settings (``config``, ``generation_config``) are the model's own. ``follow`` takes
+    over what has changed in the model's modules since, but for new layers and hooks.
     """
 
     def __init__(
@@ -52,6 +52,12 @@ class PartCopy:
         self.module: torch.nn.Module = copy.deepcopy(model, memo)
         """The cut copy. Its modules have the names that they have in the model."""
         self.report: CutReport = cut_model(self.module, TensorParallel(autotp_size=comm.world_size), comm, blocks)
+        copied = dict(self.module.named_modules())
+        self._pairs: list[tuple[torch.nn.Module, torch.nn.Module, dict[str, Any]]] = [
+            (module, other, _plain_values(module))
+            for name, module in model.named_modules()
+            if type(other := copied.get(name)) is type(module)
+        ]
         self._empty: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # by the model's parameter
         self._places: dict[torch.nn.Parameter, list[tuple[torch.nn.Module, str]]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
@@ -72,12 +78,18 @@ class PartCopy:
                 holder.register_parameter(name, part)
 
     def follow(self) -> None:
-        """Takes over what the model's modules have got since: buffers, and whether they are in training."""
+        """Takes over buffers, and attributes of modules that are plain values and have changed: training or evaluation,
+        peft's active adapters."""
         for name, buffer in self._model.named_buffers(remove_duplicate=False):
             holder, last = self._find(name)
             if holder._buffers[last] is not None and holder._buffers[last].shape == buffer.shape:
                 holder._buffers[last] = buffer
         self.module.train(self._model.training)
+        for module, other, seen in self._pairs:
+            for name, value in _plain_values(module).items():
+                if name not in seen or seen[name] != value:
+                    seen[name] = value
+                    vars(other)[name] = copy.deepcopy(value)
 
     def drop(self) -> None:
         """Lets go of all weights."""
@@ -88,3 +100,16 @@ class PartCopy:
     def _find(self, name: str) -> tuple[torch.nn.Module, str]:
         parent, _, last = name.rpartition(".")
         return self.module.get_submodule(parent), last
+
+
+def _plain_values(module: torch.nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are numbers, texts, or collections of such."""
+    return {name: copy.copy(value) for name, value in vars(module).items() if name[:2] != "__" and _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple, set):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return value is None or type(value) in (bool, int, float, str)

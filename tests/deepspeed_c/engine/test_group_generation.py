@@ -10,7 +10,7 @@ import torch
 
 import deepspeed_c
 from deepspeed_c.engine.hybrid import DeepSpeedHybridEngine
-from deepspeed_c.errors import ConfigError, DeepSpeedCError, FeatureError, ModelError, StateError
+from deepspeed_c.errors import ConfigError, DeepSpeedCError, FeatureError, ModelError, RankMismatchError, StateError
 from deepspeed_c.moe.layer import MoE
 from deepspeed_c.zero import GatheredParameters
 from tests.ranks import run_ranks
@@ -184,6 +184,50 @@ def sampled_body(rank: int, world: int) -> Any:
 def test_sampled_rows_of_equal_prompts_differ() -> None:
     first, second = run_ranks(2, sampled_body)
     assert first != second and len(first[0]) == len(second[0]) == 11, (first, second)
+
+
+def adapters_body(rank: int, world: int) -> None:
+    """What a program changes in the model between two generations."""
+    import peft
+
+    def adapted() -> Any:
+        torch.manual_seed(8)
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        made = peft.get_peft_model(llama(), lora)
+        made.add_adapter("other", lora)
+        return made
+
+    with deepspeed_c.initialize(model=adapted(), config=configuration(2))[0] as engine:
+        twin = adapted().eval()
+        twin.load_state_dict({name: value.clone() for name, value in engine.module_state_dict().items()})
+        engine.eval()
+        found, end = [], torch.tensor(0)
+        for change in (
+            lambda model: None,
+            lambda model: model.set_adapter("other"),
+            lambda model: model.base_model.disable_adapter_layers(),
+            lambda model: model.base_model.enable_adapter_layers(),
+            lambda model: model.merge_adapter(),
+            lambda model: model.unmerge_adapter(),
+            lambda model: setattr(model.generation_config, "eos_token_id", end.item()),
+        ):
+            end.fill_(found[-1][0][8] if found else 0)
+            torch.distributed.broadcast(end, 0)
+            change(engine.module)
+            change(twin)
+            got, want = (write(model, prompt_of(rank), 9) for model in (engine.module, twin))
+            assert torch.equal(got, want), (len(found), got, want)
+            found.append(got.tolist())
+        # Either adapter, none, and the end of sequences, which rank 0 has met.
+        assert len(set(map(str, found))) == 4 or rank == 1, found
+        engine.module.generation_config.eos_token_id = 3 + rank
+        with pytest.raises(RankMismatchError, match="eos_token_id"):
+            write(engine.module, prompt_of(rank), 3)
+
+
+def test_adapters_that_are_chosen_later_and_merged_ones_are_generated_with() -> None:
+    pytest.importorskip("peft")
+    run_ranks(2, adapters_body)
 
 
 # -- errors --------------------------------------------------------------------------------------------------------------------
