@@ -151,31 +151,71 @@ dsc_status dsc_comm_joint_discard(dsc_comm_joint *joint, int64_t offset, int64_t
     return DSC_OK;
 }
 
-/* Whether any page of the view is private to this process; true if the kernel does not tell. */
-static bool has_own_pages(const dsc_comm_joint *joint)
+/*
+ * Finds up to max runs of pages of the view from begin to end that are private to this process. Returns their number;
+ * *out_next: where the search goes on, end if it is over. If the kernel does not tell, all pages count as private.
+ */
+static int find_own_pages(const char *begin, const char *end, struct scanned *out_runs, int max, const char **out_next)
 {
-    struct scanned found;
     struct scan scan = {
         .size = sizeof scan,
-        .start = (uint64_t)(uintptr_t)joint->view,
-        .end = (uint64_t)(uintptr_t)joint->view + (uint64_t)joint->n_bytes,
-        .vec = (uint64_t)(uintptr_t)&found,
-        .vec_len = 1,
-        .max_pages = 1,
+        .start = (uint64_t)(uintptr_t)begin,
+        .end = (uint64_t)(uintptr_t)end,
+        .vec = (uint64_t)(uintptr_t)out_runs,
+        .vec_len = (uint64_t)max,
         .category_inverted = IS_FILE,
         .category_mask = IS_FILE,
         .category_anyof_mask = IS_PRESENT | IS_SWAPPED,
         .return_mask = IS_PRESENT,
     };
     int fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+    int n = fd < 0 ? -1 : ioctl(fd, SCAN, &scan);
 
-    if (fd < 0)
-        return true;
+    if (fd >= 0)
+        close(fd);
+    if (n < 0) {
+        *out_runs = (struct scanned){(uint64_t)(uintptr_t)begin, (uint64_t)(uintptr_t)end, 0};
+        *out_next = end;
+        return 1;
+    }
+    *out_next = n < max ? end : begin + (scan.walk_end - scan.start);
+    return n;
+}
 
-    int n = ioctl(fd, SCAN, &scan);
+dsc_status dsc_comm_joint_find_write(const dsc_comm_joint *joint, int64_t *out_at)
+{
+    DSC_TRY(dsc_process_check(&joint->process, "this joint memory"));
 
-    close(fd);
-    return n != 0;
+    const char *data = joint->segment->base + DSC_COMM_AT_ARENA;
+    const char *end = joint->view + joint->n_bytes;
+
+    for (const char *next = joint->view; next < end;) {
+        struct scanned runs[64];
+        int n = find_own_pages(next, end, runs, 64, &next);
+
+        for (int i = 0; i < n; i++) {
+            int64_t begin = (int64_t)(runs[i].start - (uint64_t)(uintptr_t)joint->view);
+            int64_t n_bytes = (int64_t)(runs[i].end - runs[i].start);
+
+            if (memcmp(joint->view + begin, data + begin, (size_t)n_bytes) == 0)
+                continue;
+            while (joint->view[begin] == data[begin])
+                begin++;
+            *out_at = begin;
+            return DSC_OK;
+        }
+    }
+    *out_at = -1;
+    return DSC_OK;
+}
+
+/* Whether any page of the view is private to this process; true if the kernel does not tell. */
+static bool has_own_pages(const dsc_comm_joint *joint)
+{
+    struct scanned run;
+    const char *next = NULL;
+
+    return find_own_pages(joint->view, joint->view + joint->n_bytes, &run, 1, &next) > 0;
 }
 
 dsc_status dsc_comm_joint_forget(dsc_comm_joint *joint)

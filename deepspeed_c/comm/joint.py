@@ -9,6 +9,7 @@ waits.
 from __future__ import annotations
 
 import mmap
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -53,6 +54,12 @@ class JointMemory:
     def forget(self) -> None:
         """Drops this rank's own writes to ``whole``, which shows the slices of all ranks afterwards."""
         self._memory.forget()
+
+    def find_write(self) -> int | None:
+        """The first part whose ``whole`` this rank has changed; None if there is none. Looks at page tables, and at no
+        bytes but those of pages that have been written."""
+        at = self._memory.find_write()
+        return None if at is None else bisect_right(self._begins, at) - 1
 
     def commit(self) -> None:
         """Takes memory from the system for this rank's slices. Raises MemoryError with both numbers of bytes."""

@@ -346,6 +346,18 @@ class ShmJoint {
         dsc::check(status, "ShmJoint.forget");
     }
 
+    std::optional<int64_t> find_write() const
+    {
+        int64_t at = -1;
+        dsc_status status = DSC_OK;
+        {
+            py::gil_scoped_release release;
+            status = dsc_comm_joint_find_write(joint_->get(), &at);
+        }
+        dsc::check(status, "ShmJoint.find_write");
+        return at < 0 ? std::nullopt : std::optional<int64_t>(at);
+    }
+
   private:
     std::shared_ptr<Joint> joint_;
 };
@@ -575,7 +587,10 @@ void dsc::bind_comm(py::module_ &m)
         .def("view", &ShmJoint::view, py::arg("offset"), py::arg("n_bytes"),
              "Shows the same bytes; what is written there stays this process's own until forget().")
         .def("commit", &ShmJoint::commit, py::arg("offset"), py::arg("n_bytes"), "MemoryError has both numbers.")
-        .def("forget", &ShmJoint::forget, "Views show what all processes have written.");
+        .def("forget", &ShmJoint::forget, "Views show what all processes have written.")
+        .def(
+            "find_write", &ShmJoint::find_write,
+            "Offset of the first byte that this process has written to a view, and that differs there; None: no such byte.");
     py::class_<ShmGroup>(
         m, "ShmGroup",
         "This rank's end of collectives between the processes of one host (dsc/comm.h). Any thread may call it.")

@@ -127,12 +127,22 @@ class _Lease:
 
     def __init__(self, groups: Sequence[GatherUnit]) -> None:
         self.groups = groups
-        self._before = [fingerprint_of(group.buffer) for group in groups]
+        # Joint memory tells what this rank has written to it. A checksum is for other memory, and for joint memory with
+        # a write from before the lease.
+        joints = {group.unit.joint for group in groups if group.is_joint}
+        self._joints = {joint for joint in joints if joint.find_write() is None}
+        self._before = {group: fingerprint_of(group.buffer) for group in groups if group.unit.joint not in self._joints}
 
     def find_written(self) -> GatherUnit | None:
         """The first unit that somebody has written to, or one of whose parameters got other data."""
-        for group, before in zip(self.groups, self._before):
-            if not group.is_in_place or fingerprint_of(group.buffer) != before:
+        written = {joint: joint.find_write() for joint in self._joints}
+        for group in self.groups:
+            before = self._before.get(group)
+            if before is None:
+                is_written = written[group.unit.joint] == group.bucket
+            else:
+                is_written = fingerprint_of(group.buffer) != before
+            if is_written or not group.is_in_place:
                 return group
         return None
 

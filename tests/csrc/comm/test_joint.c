@@ -29,6 +29,44 @@ static unsigned char *view_of(const dsc_comm_joint *joint)
     return dsc_comm_joint_view(joint);
 }
 
+static int64_t first_write(const dsc_comm_joint *joint)
+{
+    int64_t at = -2;
+
+    CHECK_STATUS(dsc_comm_joint_find_write(joint, &at), DSC_OK);
+    return at;
+}
+
+/* Writes to a view are found at their first byte, in any order, and in more pages than one look at the table shows. */
+static void test_find_write(void)
+{
+    enum { N_MANY = 301 };
+
+    dsc_comm_joint *joint = make_joint((int64_t)N_MANY * PAGE);
+
+    TEST_CASE("find_write");
+    CHECK_STATUS(dsc_comm_joint_commit(joint, 0, (int64_t)N_MANY * PAGE), DSC_OK);
+    CHECK_EQ(first_write(joint), -1); /* no page of the view is there */
+    memset(data_of(joint), 3, (size_t)N_MANY * PAGE);
+    for (int64_t page = 0; page < N_MANY; page++)
+        CHECK_EQ(view_of(joint)[page * PAGE], 3);
+    CHECK_EQ(first_write(joint), -1); /* read, and not written */
+    for (int64_t page = 0; page < N_MANY; page += 2)
+        view_of(joint)[page * PAGE + 5] = 3;
+    CHECK_EQ(first_write(joint), -1); /* written with what was there */
+    for (int64_t page = N_MANY - 1; page >= 0; page -= 3) {
+        view_of(joint)[page * PAGE + page] = 4;
+        CHECK_EQ(first_write(joint), page * PAGE + page);
+    }
+    CHECK_STATUS(dsc_comm_joint_forget(joint), DSC_OK);
+    CHECK_EQ(first_write(joint), -1);
+    view_of(joint)[(int64_t)N_MANY * PAGE - 1] = 9;
+    CHECK_EQ(first_write(joint), (int64_t)N_MANY * PAGE - 1);
+    data_of(joint)[(int64_t)N_MANY * PAGE - 1] = 9; /* now there is no difference */
+    CHECK_EQ(first_write(joint), -1);
+    dsc_comm_joint_destroy(joint);
+}
+
 /* In one process, a second opening shows the same memory and has a separate view. */
 static void test_views(void)
 {
@@ -203,7 +241,9 @@ static void test_fork(void)
     pid_t pid = fork();
 
     if (pid == 0) {
+        int64_t at = 0;
         bool is_right = view_of(joint)[5] == 3 && dsc_comm_joint_forget(joint) == DSC_ESTATE &&
+                        dsc_comm_joint_find_write(joint, &at) == DSC_ESTATE &&
                         dsc_comm_joint_commit(joint, 0, 1) == DSC_ESTATE;
 
         view_of(joint)[5] = 9;
@@ -221,6 +261,7 @@ int main(void)
     test_fork();
     test_processes();
     test_views();
+    test_find_write();
     test_discard();
     test_bad_input();
     return test_finish(__FILE__);
