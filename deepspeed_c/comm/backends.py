@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
+from deepspeed_c.comm.described import all_to_all_described, as_bytes, message_described, shift_described
 from deepspeed_c.comm.work import Handle, Work, wait_all
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ __all__ = [
     "GLOO",
     "Backend",
     "all_gather_single",
-    "all_to_all_by_backend",
     "backend_named",
     "broadcast_slices",
     "reduce_scatter_single",
@@ -27,11 +27,6 @@ __all__ = [
 # torch 2.13 renamed these two functions and warns about the old names; torch 2.10 has only the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor. Backends move some dtypes only (gloo neither int16 nor float8, for example)."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _exchange_then_reduce(
@@ -77,7 +72,7 @@ def broadcast_slices(comm: Collectives, flat: torch.Tensor) -> Work:
 
 
 def _all_gather_by_backend(comm: Collectives, flat: torch.Tensor) -> Work:
-    handle = all_gather_single(_bytes(flat), _bytes(comm.own_slice(flat)), group=comm.group, async_op=True)
+    handle = all_gather_single(as_bytes(flat), as_bytes(comm.own_slice(flat)), group=comm.group, async_op=True)
     return Work([handle], kept=[flat], what=f"all_gather of {flat.numel()} {flat.dtype}")
 
 
@@ -119,7 +114,7 @@ def _all_reduce_gloo(comm: Collectives, flat: torch.Tensor, scale: float) -> Wor
 
 
 def _broadcast_by_backend(comm: Collectives, tensor: torch.Tensor, src: int) -> Handle:
-    return dist.broadcast(_bytes(tensor), comm.global_ranks[src], group=comm.group, async_op=True)
+    return dist.broadcast(as_bytes(tensor), comm.global_ranks[src], group=comm.group, async_op=True)
 
 
 def _add_up_by_backend(comm: Collectives, tensor: torch.Tensor) -> Handle:
@@ -127,25 +122,39 @@ def _add_up_by_backend(comm: Collectives, tensor: torch.Tensor) -> Handle:
 
 
 def _shift_by_backend(
-    comm: Collectives, sent: torch.Tensor, to: int, received: torch.Tensor, source: int
+    comm: Collectives, sent: torch.Tensor, to: int, received: torch.Tensor, source: int, label: str
 ) -> list[Handle]:
     """Messages between two ranks, in both directions at once. A message without elements is not sent."""
     ways = [(dist.isend, sent, to), (dist.irecv, received, source)]
     # One call for both messages: a backend with one stream would wait for the first message before it starts the other.
     messages = [
-        dist.P2POp(way, _bytes(tensor), comm.global_ranks[peer], group=comm.group)
+        dist.P2POp(way, as_bytes(tensor), comm.global_ranks[peer], group=comm.group)
         for way, tensor, peer in ways
         if tensor.numel()
     ]
     return list(dist.batch_isend_irecv(messages)) if messages else []
 
 
-def all_to_all_by_backend(
-    comm: Collectives, flat: torch.Tensor, out: torch.Tensor, in_splits: Sequence[int], out_splits: Sequence[int]
+def _message_by_backend(
+    comm: Collectives, tensor: torch.Tensor, src: int, dst: int, tag: int, label: str
+) -> Handle | None:
+    if not tensor.numel():
+        return None
+    way, peer = (dist.isend, dst) if src == comm.rank else (dist.irecv, src)
+    return way(as_bytes(tensor), comm.global_ranks[peer], group=comm.group, tag=tag)
+
+
+def _all_to_all_by_backend(
+    comm: Collectives,
+    flat: torch.Tensor,
+    out: torch.Tensor,
+    in_splits: Sequence[int],
+    out_splits: Sequence[int],
+    label: str,
 ) -> Handle:
     """The all-to-all of the backend itself."""
     sizes = [[n * flat.element_size() for n in splits] for splits in (out_splits, in_splits)]
-    return dist.all_to_all_single(_bytes(out), _bytes(flat), *sizes, group=comm.group, async_op=True)
+    return dist.all_to_all_single(as_bytes(out), as_bytes(flat), *sizes, group=comm.group, async_op=True)
 
 
 class Backend(NamedTuple):
@@ -164,11 +173,15 @@ class Backend(NamedTuple):
     """The last argument is the rank within the group that sends."""
     add_up: Callable[[Collectives, torch.Tensor], Handle]
     """The sum over ranks, in place, of a few numbers: f64 or integers."""
-    all_to_all: Callable[[Collectives, torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], Handle]
-    """Takes flat tensors. The last two arguments are the numbers of elements to each rank and from each rank."""
-    shift: Callable[[Collectives, torch.Tensor, int, torch.Tensor, int], list[Handle]] = _shift_by_backend
+    all_to_all: Callable[[Collectives, torch.Tensor, torch.Tensor, Sequence[int], Sequence[int], str], Handle]
+    """Takes flat tensors. Arguments after them: the numbers of elements to each rank and from each rank, the label."""
+    shift: Callable[[Collectives, torch.Tensor, int, torch.Tensor, int, str], list[Handle]] = shift_described
     """Sends a message to one rank and receives a message from another. Arguments: the sent tensor, its receiver, the
-    received tensor, its sender; ranks are numbered within the group. Either tensor may have length 0.
+    received tensor, its sender, the label; ranks are numbered within the group. Either tensor may have length 0.
+    """
+    message: Callable[[Collectives, torch.Tensor, int, int, int, str], Handle | None] = message_described
+    """Sends a tensor, or receives it. Arguments: the tensor, its sender, its receiver (ranks are numbered within the
+    group), the tag, the label. The tensor may have length 0; None: nothing is sent then.
     """
 
 
@@ -183,7 +196,7 @@ GLOO = Backend(
     _all_reduce_gloo,
     _broadcast_by_backend,
     _add_up_by_backend,
-    all_to_all_by_backend,
+    all_to_all_described,
 )
 # A backend made for large machines does these collectives best itself.
 GENERIC = Backend(
@@ -193,10 +206,15 @@ GENERIC = Backend(
     _all_reduce_by_backend,
     _broadcast_by_backend,
     _add_up_by_backend,
-    all_to_all_by_backend,
+    _all_to_all_by_backend,
+    _shift_by_backend,
+    _message_by_backend,
 )
 
 
-def backend_named(name: str) -> Backend:
-    """Collectives for the backend of ``torch.distributed`` of that name."""
-    return GLOO if name == "gloo" else GENERIC._replace(name=name)
+def backend_named(name: str, device: str) -> Backend:
+    """Collectives for the backend of ``torch.distributed`` of that name, for tensors of ``device`` ("cpu", "cuda")."""
+    if name != "gloo":
+        return GENERIC._replace(name=name)
+    # gloo has collectives for tensors of accelerators, but no messages.
+    return GLOO if device == "cpu" else GLOO._replace(all_to_all=_all_to_all_by_backend)

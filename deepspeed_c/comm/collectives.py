@@ -78,7 +78,7 @@ class Collectives:
             else {}
         )
         self._names = names
-        self._backends = {device: backend_named(name) for device, name in names.items()}
+        self._backends = {device: backend_named(name, device) for device, name in names.items()}
         # Numbers are sent from the CPU if the group has a backend for it, otherwise from the accelerator.
         self._number_device = torch.device("cpu" if "cpu" in names or not names else next(iter(names)))
         self._object_path = names.get(self._number_device.type, "")
@@ -204,6 +204,8 @@ class Collectives:
         """Each rank sends ``sent`` to the rank ``distance`` above it, around the group, and receives ``received`` from
         the rank ``distance`` below it. Any dtype. Lengths may differ over ranks, but a message has the same length at
         both ends; a message of length 0 is not sent. distance: not a multiple of the number of ranks.
+
+        Over gloo both ends raise ``CommError`` where dtype, length or label differ.
         """
         _check_flat(sent)
         _check_flat(received)
@@ -214,7 +216,7 @@ class Collectives:
         entry = self.ledger.enter("shift", sent.nbytes, label, sent.device, self._names[sent.device.type])
         what = f"shift of {sent.numel()} {sent.dtype} by {distance}"
         return _started(
-            entry, lambda: Work(backend.shift(self, sent, to, received, source), kept=[sent, received], what=what)
+            entry, lambda: Work(backend.shift(self, sent, to, received, source, label), kept=[sent, received], what=what)
         )
 
     def all_to_all(
@@ -228,7 +230,7 @@ class Collectives:
     ) -> Work:
         """Sends block i of ``flat`` (``in_splits[i]`` elements) to rank i, and receives block i of ``out``
         (``out_splits[i]`` elements) from rank i. Any dtype; blocks may be empty. The splits of two ranks must fit: each
-        rank expects as many elements as the other sends.
+        rank expects as many elements as the other sends. On the CPU all ranks raise ``CommError`` where they do not.
         """
         _check_flat(flat)
         _check_flat(out)
@@ -246,7 +248,9 @@ class Collectives:
         what = f"all_to_all of {flat.numel()} {flat.dtype}"
         return _started(
             entry,
-            lambda: Work([backend.all_to_all(self, flat, out, in_splits, out_splits)], kept=[flat, out], what=what),
+            lambda: Work(
+                [backend.all_to_all(self, flat, out, in_splits, out_splits, label)], kept=[flat, out], what=what
+            ),
         )
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> None:
@@ -262,18 +266,19 @@ class Collectives:
 
         Messages of one ``tag`` from one rank to another arrive in the order of sending. Both ranks enter their messages
         in a ledger for the pair, with the same labels.
+
+        Over gloo both ends raise ``CommError`` where dtype, shape or label differ.
         """
-        if tensor.numel() == 0:
-            return Work.done()
-        sends = src == self.rank
+        backend = self.backend_of(tensor)
         ledger = ledger_of_pair(self.ledger, self.group, self.global_ranks[src], self.global_ranks[dst], tag)
-        entry = ledger.enter("message", tensor.nbytes, label, tensor.device, self._object_path)
-        way, peer = (dist.isend, dst) if sends else (dist.irecv, src)
+        entry = ledger.enter("message", tensor.nbytes, label, tensor.device, self._names[tensor.device.type])
         what = f"message of {tensor.nbytes} bytes"
-        return _started(
-            entry,
-            lambda: Work([way(tensor, self.global_ranks[peer], group=self.group, tag=tag)], kept=[tensor], what=what),
-        )
+
+        def send() -> Work:
+            handle = backend.message(self, tensor, src, dst, tag, label)
+            return Work([] if handle is None else [handle], kept=[tensor], what=what)
+
+        return _started(entry, send)
 
     def all_gather_list(self, tensor: torch.Tensor, *, label: str = "") -> list[torch.Tensor]:
         """Every rank's ``tensor`` (any shape, the same everywhere), by rank."""

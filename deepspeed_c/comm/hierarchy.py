@@ -39,7 +39,8 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_c.buffers import ordinary_memory
-from deepspeed_c.comm.backends import Backend, all_to_all_by_backend
+from deepspeed_c.comm.backends import Backend
+from deepspeed_c.comm.described import all_to_all_described
 from deepspeed_c.comm.ledger import SHM_AND_GLOO
 from deepspeed_c.comm.work import Handle, Work
 
@@ -329,7 +330,7 @@ class Hierarchy:
             all_reduce=self._all_reduce,
             broadcast=self._broadcast,
             add_up=self._add_up,
-            all_to_all=all_to_all_by_backend,
+            all_to_all=all_to_all_described,
         )
 
     def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:

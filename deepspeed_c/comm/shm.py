@@ -158,6 +158,7 @@ class Connection:
         out: torch.Tensor,
         in_splits: Sequence[int],
         out_splits: Sequence[int],
+        label: str,
     ) -> Handle:
         return self.start("all_to_all", flat, out, list(in_splits), list(out_splits))
 

@@ -154,14 +154,23 @@ def planted_body(rank: int, world: int, folder: str, what: str) -> str:
     return "nothing was noticed"
 
 
-@pytest.mark.parametrize(
-    ("what", "text"), [("shape", f"a message of bytes 64 {CAME} "), ("number", f"value 5 {CAME} 4")]
-)
-def test_a_message_that_is_not_the_expected_one(tmp_path, what, text):
+def planted(tmp_path, what: str) -> tuple[str, str]:
+    """What the receiver and the sender of a message that is not the expected one say."""
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, planted_body, str(tmp_path), what, fresh=True, timeout=LIMIT_S, grace=LIMIT_S)
     assert [outcome.kind for outcome in failed.value.outcomes] == ["died", "died"], str(failed.value)
-    receiver, sender = (tmp_path / "1").read_text(), (tmp_path / "0").read_text()
-    assert "RankMismatchError" in receiver and text in receiver, receiver
+    return (tmp_path / "1").read_text(), (tmp_path / "0").read_text()
+
+
+def test_a_message_that_is_not_the_expected_one(tmp_path):
+    receiver, sender = planted(tmp_path, "number")
+    assert "RankMismatchError" in receiver and f"value 5 {CAME} 4" in receiver, receiver
     assert "rank 1, output of stage 0, micro-batch 0" in receiver, receiver
     assert "message #" in sender and "rank 1 has ended" in sender, sender
+
+
+def test_a_message_of_another_length(tmp_path):
+    label = "'output of stage 0, micro-batch 0'"
+    for text in planted(tmp_path, "shape"):
+        assert "CommError" in text and "message #" in text, text
+        assert f"rank 0 sends uint8 [64] of {label}" in text and "rank 1 expects uint8 [704]" in text, text

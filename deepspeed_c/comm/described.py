@@ -1,0 +1,264 @@
+"""Messages over gloo that carry descriptions, so that a rank never takes a message for another one.
+
+[Note: descriptions] gloo ends a process that receives a longer message than it expects, and leaves old values behind a
+shorter one. So a *description* of each message (dtype, shape, bytes, label) travels in a message of its own, whose
+length is fixed. Data and description are under way at the same time. The tag of the data has a hash of the description,
+so data of another description does not match (but for one in ``1 << _HASH_BITS``): it stays with its sender, while the
+receiver reads the description and finds the difference.
+
+[Note: closing] gloo cannot refuse a message. A rank that finds a difference writes it into the store of the default
+group, and closes its connections of the process group. Ranks that wait for it notice at once, read the difference in
+the store, and close their connections, too. So all ranks of the group end with the same error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_c.comm.signed_store import SignedStore
+from deepspeed_c.comm.work import Handle
+from deepspeed_c.env import read_env
+
+if TYPE_CHECKING:
+    from deepspeed_c.comm.collectives import Collectives
+
+__all__ = ["all_to_all_described", "as_bytes", "message_described", "shift_described"]
+
+# Tags of gloo's messages are positive and have 31 bits. From the lowest bit: the purpose, the caller's tag, the hash.
+_PURPOSE_BITS, _TAG_BITS, _HASH_BITS = 3, 12, 16
+_MESSAGE, _SHIFT, _ALL_TO_ALL, _NEVER = range(0, 8, 2)  # the description; the data has the number above it
+_DESCRIPTION_HASH = 0xD5C0  # in tags of descriptions: other users of the group have small tags
+# Bytes of a description: text, and a hash of the text that was cut off.
+_TEXT_BYTES, _HEAD_BYTES = 120, 128
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor. Backends move some dtypes only (gloo neither int16 nor float8, for example)."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _tag(purpose: int, tag: int, hashed: int) -> int:
+    return (
+        (hashed % (1 << _HASH_BITS)) << (_PURPOSE_BITS + _TAG_BITS) | tag % (1 << _TAG_BITS) << _PURPOSE_BITS | purpose
+    )
+
+
+def _head_of(text: str) -> bytes:
+    """A text as ``_HEAD_BYTES`` bytes."""
+    encoded = text.encode()
+    rest = zlib.crc32(encoded[_TEXT_BYTES:]).to_bytes(_HEAD_BYTES - _TEXT_BYTES, "little")
+    return encoded[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0") + rest
+
+
+def _text_of(head: bytes) -> str:
+    return head[:_TEXT_BYTES].rstrip(b"\0").decode(errors="replace")
+
+
+def _describe(tensor: torch.Tensor, label: str) -> str:
+    of = f" of {label!r}" if label else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{of} ({tensor.nbytes} bytes)"
+
+
+class _Described:
+    """Messages with descriptions, between this rank and others of the group of ``comm``, as one handle. Post receives
+    before sends: a rank that receives a description has already sent its own.
+    """
+
+    def __init__(self, comm: Collectives, purpose: int, tag: int) -> None:
+        self._group = dist.group.WORLD if comm.group is None else comm.group
+        self._names, self._rank = comm.global_ranks, comm.rank
+        self._purpose, self._tag = purpose, tag
+        self._heads: dict[int, torch.Tensor] = {}
+        self._descriptions: list[Handle] = []
+        self._handles: list[Handle] = []
+        self._posts_failed = ""
+
+    def receive(self, tensor: torch.Tensor, rank: int, hashed: int, n_head_bytes: int = _HEAD_BYTES) -> None:
+        head = torch.empty(n_head_bytes, dtype=torch.uint8)
+        self._heads[rank] = head
+        self._post(self._descriptions, "recv", head, rank, self._purpose, _DESCRIPTION_HASH)
+        if tensor.numel():
+            self._post(self._handles, "recv", tensor, rank, self._purpose + 1, hashed)
+
+    def send(self, tensor: torch.Tensor, rank: int, hashed: int, head: torch.Tensor) -> None:
+        self._post(self._handles, "send", head, rank, self._purpose, _DESCRIPTION_HASH)
+        if tensor.numel():
+            self._post(self._handles, "send", tensor, rank, self._purpose + 1, hashed)
+
+    def _post(
+        self, handles: list[Handle], way: str, tensor: torch.Tensor, rank: int, purpose: int, hashed: int
+    ) -> None:
+        if self._posts_failed:
+            return
+        try:
+            handles.append(getattr(self._group, way)([tensor], rank, _tag(purpose, self._tag, hashed)))
+        except RuntimeError as error:  # the connections are closed already; ``wait`` raises it, as for other failures
+            self._posts_failed = str(error)
+
+    def wait(self) -> None:
+        """Waits until all messages are over. Raises RuntimeError with both values where descriptions differ, and where
+        another rank has found a difference.
+        """
+        difference = ""
+        try:
+            if self._posts_failed:
+                raise RuntimeError(self._posts_failed)
+            self._wait_for(self._descriptions)
+            difference = self._difference({rank: head.numpy().tobytes() for rank, head in self._heads.items()})
+            if difference:
+                raise RuntimeError(difference)
+            self._wait_for(self._handles)
+        except RuntimeError as error:
+            raise RuntimeError(self._close(difference) or str(error).splitlines()[0]) from None
+
+    @staticmethod
+    def _wait_for(handles: list[Handle]) -> None:
+        """Takes the handles out one by one: a second wait for a message of gloo would never end."""
+        while handles:
+            handles.pop(0).wait()
+
+    def _difference(self, heads: dict[int, bytes]) -> str:
+        """What is wrong with the descriptions that have come, by their senders; "" where all is well."""
+        raise NotImplementedError
+
+    def _name(self, rank: int) -> int:
+        return self._names[rank]
+
+    def _close(self, difference: str) -> str:
+        """Closes the connections of the group for this rank. ``difference``: what this rank has found, or "". Returns
+        what some rank has found.
+        """
+        store = SignedStore(
+            dist.PrefixStore("deepspeed_c/described", dist.distributed_c10d._get_default_store()),
+            read_env().run_token or "",
+        )
+        with contextlib.suppress(RuntimeError):  # the store has gone with rank 0
+            if difference:
+                store.claim(self._group.group_name, difference)
+            else:
+                difference = store.read(self._group.group_name) or ""
+        other = (self._rank + 1) % len(self._names)
+        with contextlib.suppress(RuntimeError):  # a wait that ends by its own time limit closes all connections
+            unsent = torch.empty(1, dtype=torch.uint8)
+            self._group.recv([unsent], other, _tag(_NEVER, 0, 0)).wait(timedelta(milliseconds=1))
+        for handles in (self._descriptions, self._handles):
+            while handles:  # no transfer may use a tensor any more
+                with contextlib.suppress(RuntimeError):
+                    self._wait_for(handles)
+        return difference
+
+
+class _OneWay(_Described):
+    """At most one message that arrives here, and at most one that leaves."""
+
+    def __init__(self, comm: Collectives, purpose: int, tag: int, label: str) -> None:
+        super().__init__(comm, purpose, tag)
+        self._label = label
+        self._expected = ""
+
+    def expect(self, tensor: torch.Tensor, rank: int) -> None:
+        self._expected = _describe(tensor, self._label)
+        self.receive(as_bytes(tensor), rank, zlib.crc32(self._expected.encode()))
+
+    def give(self, tensor: torch.Tensor, rank: int) -> None:
+        text = _describe(tensor, self._label)
+        head = torch.frombuffer(bytearray(_head_of(text)), dtype=torch.uint8)
+        self.send(as_bytes(tensor), rank, zlib.crc32(text.encode()), head)
+
+    def _difference(self, heads: dict[int, bytes]) -> str:
+        for rank, head in heads.items():
+            if head != _head_of(self._expected):
+                return (
+                    f"rank {self._name(rank)} sends {_text_of(head)}, rank {self._name(self._rank)} expects"
+                    f" {self._expected}"
+                )
+        return ""
+
+
+def message_described(comm: Collectives, tensor: torch.Tensor, src: int, dst: int, tag: int, label: str) -> Handle:
+    """The message of ``Backend.message``."""
+    message = _OneWay(comm, _MESSAGE, tag, label)
+    if src == comm.rank:
+        message.give(tensor, dst)
+    else:
+        message.expect(tensor, src)
+    return message
+
+
+def shift_described(
+    comm: Collectives, sent: torch.Tensor, to: int, received: torch.Tensor, source: int, label: str
+) -> list[Handle]:
+    """The messages of ``Backend.shift``. Of a message without elements only the description is sent."""
+    messages = _OneWay(comm, _SHIFT, 0, label)
+    messages.expect(received, source)
+    messages.give(sent, to)
+    return [messages]
+
+
+class _AllToAll(_Described):
+    """Blocks between all ranks. Every description has all lengths, so that every rank finds the same difference."""
+
+    def __init__(
+        self,
+        comm: Collectives,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        in_splits: Sequence[int],
+        out_splits: Sequence[int],
+        label: str,
+    ) -> None:
+        super().__init__(comm, _ALL_TO_ALL, 0)
+        n, rank = comm.world_size, comm.rank
+        of = f" of {label!r}" if label else ""
+        text = f"{str(flat.dtype).removeprefix('torch.')}{of}"
+        splits = torch.tensor([in_splits, out_splits], dtype=torch.int64)
+        self._head = _head_of(text) + splits.numpy().tobytes()
+        head = torch.frombuffer(bytearray(self._head), dtype=torch.uint8)
+        size = flat.element_size()
+        begun = zlib.crc32(text.encode())
+        sent = as_bytes(flat).split([length * size for length in in_splits])
+        received = as_bytes(out).split([length * size for length in out_splits])
+        others = [(rank + i) % n for i in range(1, n)]
+        for other in others:
+            self.receive(received[other], other, begun + out_splits[other] * 0x9E3779B1, len(self._head))
+        for other in others:
+            self.send(sent[other], other, begun + in_splits[other] * 0x9E3779B1, head)
+        if in_splits[rank] == out_splits[rank]:
+            received[rank].copy_(sent[rank])
+
+    def _difference(self, heads: dict[int, bytes]) -> str:
+        rows = [heads.get(rank, self._head) for rank in range(len(self._names))]
+        for rank, row in enumerate(rows):
+            if row[:_HEAD_BYTES] != rows[0][:_HEAD_BYTES]:
+                return (
+                    f"rank {self._name(rank)} has blocks of {_text_of(row)}, rank {self._name(0)} of {_text_of(rows[0])}"
+                )
+        splits = torch.frombuffer(bytearray(b"".join(row[_HEAD_BYTES:] for row in rows)), dtype=torch.int64)
+        to, of = splits.view(len(rows), 2, len(rows)).unbind(1)
+        wrong = (to != of.T).nonzero()
+        if not len(wrong):
+            return ""
+        src, dst = wrong[0].tolist()
+        return (
+            f"rank {self._name(src)} sends {int(to[src, dst])} elements to rank {self._name(dst)}, which expects"
+            f" {int(of[dst, src])}"
+        )
+
+
+def all_to_all_described(
+    comm: Collectives,
+    flat: torch.Tensor,
+    out: torch.Tensor,
+    in_splits: Sequence[int],
+    out_splits: Sequence[int],
+    label: str,
+) -> Handle:
+    """The all-to-all of ``Backend.all_to_all``, in messages: gloo's own ends the process where splits do not fit."""
+    return _AllToAll(comm, flat, out, in_splits, out_splits, label)
