@@ -125,10 +125,15 @@ void dsc_comm_block_destroy(dsc_comm_block *block)
     if (block == NULL || !dsc_process_is_this(&block->arena->process))
         return;
 
+    /* The pages are returned first: once the block is unlinked, another block may take its place. */
+    (void)madvise(dsc_comm_block_data(block), (size_t)block->n_bytes, MADV_REMOVE);
+    dsc_comm_block_abandon(block);
+}
+
+void dsc_comm_block_abandon(dsc_comm_block *block)
+{
     struct dsc_comm_arena *arena = block->arena;
 
-    /* The pages are returned first: once the block is unlinked, another block may take its place. */
-    (void)madvise(arena->segment->base + block->offset, (size_t)block->n_bytes, MADV_REMOVE);
     pthread_mutex_lock(&arena->mutex);
     for (struct dsc_comm_block **at = &arena->first; *at != NULL; at = &(*at)->next)
         if (*at == block) {
@@ -143,4 +148,9 @@ void dsc_comm_block_destroy(dsc_comm_block *block)
 void *dsc_comm_block_data(const dsc_comm_block *block)
 {
     return block->arena->segment->base + block->offset;
+}
+
+int64_t dsc_comm_block_bytes(const dsc_comm_block *block)
+{
+    return block->n_bytes;
 }

@@ -22,6 +22,12 @@ dsc_status dsc_comm_arena_create(struct dsc_comm_segment *segment, struct dsc_co
 void dsc_comm_arena_hold(struct dsc_comm_arena *arena);
 void dsc_comm_arena_drop(struct dsc_comm_arena *arena);
 
+/* Frees a block that other ranks may still read: its pages stay as long as a process maps the segment. */
+void dsc_comm_block_abandon(dsc_comm_block *block);
+
+/* Whole pages. */
+int64_t dsc_comm_block_bytes(const dsc_comm_block *block);
+
 dsc_status dsc_comm_arena_take(struct dsc_comm_arena *arena, int64_t n_bytes, dsc_comm_block **out_block);
 
 #endif

@@ -40,6 +40,8 @@ static void init_fields(struct dsc_comm *comm, const struct dsc_comm_config *con
     for (int32_t rank = 0; rank < DSC_COMM_MAX_RANKS; rank++)
         comm->peers[rank].pidfd = -1;
     pthread_mutex_init(&comm->mutex, NULL); /* these cannot fail on Linux */
+    pthread_mutex_init(&comm->failure_mutex, NULL);
+    dsc_comm_mail_init(&comm->mail);
     pthread_cond_init(&comm->has_work, NULL);
     pthread_condattr_init(&clock);
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
@@ -131,6 +133,7 @@ static dsc_status attach(struct dsc_comm *comm, const char *const *addresses)
         }
     }
     comm->spin_ns = choose_spin(comm);
+    dsc_comm_mail_open(comm);
     comm->is_attached = true;
     return DSC_OK;
 }
@@ -158,6 +161,7 @@ dsc_status dsc_comm_close(dsc_comm *comm)
         return DSC_OK;
     dsc_comm_stop(comm);
     dsc_comm_say_closed(comm);
+    dsc_comm_mail_stop(comm);
     detach(comm);
     dsc_comm_arena_drop(comm->arena);
     dsc_comm_segment_drop(comm->segment);
@@ -172,6 +176,8 @@ void dsc_comm_destroy(dsc_comm *comm)
     (void)dsc_comm_close(comm);
     pthread_cond_destroy(&comm->has_done);
     pthread_cond_destroy(&comm->has_work);
+    dsc_comm_mail_destroy(&comm->mail);
+    pthread_mutex_destroy(&comm->failure_mutex);
     pthread_mutex_destroy(&comm->mutex);
     free(comm);
 }

@@ -3,6 +3,7 @@
 #define DSC_COMM_END_H
 
 #include "comm/arena.h"
+#include "comm/message.h"
 #include "comm/segment.h"
 
 #include <pthread.h>
@@ -21,7 +22,8 @@ struct dsc_comm_request {
     dsc_status status;   /* before is_done */
     int64_t deadline_ns; /* 0: nobody has run it */
     _Atomic bool is_done;
-    bool is_begun; /* by whoever runs */
+    bool is_begun;   /* by whoever runs */
+    bool is_message; /* the first member of a struct of message.c */
 };
 
 struct dsc_comm {
@@ -48,7 +50,8 @@ struct dsc_comm {
     bool (*stops)(void *context);        /* whether to leave the call to somebody else; NULL: not now */
     void *stops_context;
 
-    _Atomic int32_t failure; /* a dsc_status; if it is not DSC_OK, why is set and no request runs */
+    pthread_mutex_t failure_mutex; /* held to set a failure */
+    _Atomic int32_t failure;       /* a dsc_status; if it is not DSC_OK, why is set and no request runs */
     char why[DSC_COMM_WHY_BYTES];
     _Atomic bool is_closing;
 
@@ -69,6 +72,8 @@ struct dsc_comm {
     bool has_worker;
     bool is_closed;
     pthread_t worker;
+
+    struct dsc_comm_mail mail;
 };
 
 static inline struct dsc_comm_control *dsc_comm_control_at(const struct dsc_comm *comm, int32_t rank)
@@ -101,9 +106,21 @@ void dsc_comm_publish(struct dsc_comm *comm, uint32_t tick);
 /* Returns when rank has reached tick. DSC_EAGAIN, with nothing changed, if the running thread is to stop. */
 dsc_status dsc_comm_await(struct dsc_comm *comm, int32_t rank, uint32_t tick);
 
-/* Breaks the end: later calls fail the same way, and the other ranks are told why. Only the first reason is kept. */
+/*
+ * Breaks the end: later calls fail the same way, and the other ranks are told why. Only the first reason is kept. For
+ * the thread that runs a call, which the sentence names.
+ */
 dsc_status dsc_comm_break(struct dsc_comm *comm, dsc_status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
+
+/* The same, for any thread. text is the whole sentence. */
+dsc_status dsc_comm_break_with(struct dsc_comm *comm, dsc_status status, const char *text);
+
+/* Whether the process of a rank has ended. Asks the kernel. */
+bool dsc_comm_has_ended(const struct dsc_comm *comm, int32_t rank);
+
+/* Between two looks at memory that another thread writes. */
+void dsc_comm_relax(void);
 
 /* Returns DSC_OK, or the failure that broke the end, with its sentence. */
 dsc_status dsc_comm_check(const struct dsc_comm *comm);

@@ -189,7 +189,10 @@ dsc_status dsc_comm_wait(dsc_comm_request *request, bool (*stops)(void *), void 
     struct dsc_comm *comm = request->comm;
 
     DSC_TRY(dsc_process_check(&comm->process, "this end of shared memory"));
-    if (!atomic_load_explicit(&request->is_done, memory_order_acquire)) {
+    if (request->is_message) {
+        if (!dsc_comm_message_finish(request, stops, context))
+            return dsc_fail(DSC_EAGAIN, "the wait was stopped");
+    } else if (!atomic_load_explicit(&request->is_done, memory_order_acquire)) {
         bool goes_on = true;
 
         pthread_mutex_lock(&comm->mutex);
@@ -213,6 +216,8 @@ bool dsc_comm_is_done(dsc_comm_request *request)
         return false;
     if (atomic_load_explicit(&request->is_done, memory_order_acquire))
         return true;
+    if (request->is_message)
+        return dsc_comm_message_advance(request);
     /*
      * Without the worker, a small call that nobody waits for would stay in the queue for ever. If the worker cannot
      * start, the call stays until somebody waits.

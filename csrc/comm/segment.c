@@ -23,7 +23,9 @@
 #endif
 
 #define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
-#define LAYOUT ((uint32_t)(DSC_COMM_SMALL_BYTES ^ (DSC_COMM_LANE_BYTES << 1) ^ sizeof(struct dsc_comm_control)))
+#define LAYOUT                                                                                        \
+    ((uint32_t)(DSC_COMM_SMALL_BYTES ^ (DSC_COMM_LANE_BYTES << 1) ^ sizeof(struct dsc_comm_control) ^ \
+                (sizeof(struct dsc_comm_mailbox) << 2)))
 
 /* The parts of an address. */
 struct place {
@@ -59,7 +61,7 @@ static void handle_forks(void)
     handler_error = pthread_atfork(take_lock, give_lock, give_lock);
 }
 
-static uint64_t hash_of(const char *text)
+uint64_t dsc_comm_hash_of(const char *text)
 {
     uint64_t hash = UINT64_C(0xcbf29ce484222325); /* FNV-1a */
 
@@ -84,7 +86,7 @@ static dsc_status find_host(uint64_t *out_host, uint64_t *out_namespace)
         return dsc_fail(DSC_ENOTSUP,
                         "/proc/self/ns/pid cannot be read (%s): /proc is needed for memory between processes",
                         strerror(errno));
-    *out_host = hash_of(text);
+    *out_host = dsc_comm_hash_of(text);
     *out_namespace = (uint64_t)about.st_ino;
     return DSC_OK;
 }

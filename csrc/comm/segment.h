@@ -31,9 +31,8 @@ enum {
 #define DSC_COMM_AT_CONTROL ((int64_t)DSC_COMM_PAGE)
 #define DSC_COMM_AT_SMALL ((int64_t)2 * DSC_COMM_PAGE)
 #define DSC_COMM_AT_LANES (DSC_COMM_AT_SMALL + 2 * DSC_COMM_SMALL_BYTES)
+#define DSC_COMM_AT_MAILBOXES (DSC_COMM_AT_LANES + DSC_COMM_N_LANES * DSC_COMM_LANE_BYTES)
 #define DSC_COMM_AT_ARENA ((int64_t)8 << 20)
-
-_Static_assert(DSC_COMM_AT_LANES + DSC_COMM_N_LANES * DSC_COMM_LANE_BYTES <= DSC_COMM_AT_ARENA, "the lanes end there");
 
 /* Never written after the segment has been made. */
 struct dsc_comm_header {
@@ -68,9 +67,54 @@ struct dsc_comm_control {
     _Alignas(DSC_COMM_LINE) _Atomic int32_t awaited;       /* 1 + the rank whose tick this rank sleeps for; 0: awake */
     _Alignas(DSC_COMM_LINE) struct dsc_comm_post posts[2]; /* by the parity of the call's number */
     char why[DSC_COMM_WHY_BYTES];
+    /* Of messages between two ranks, by the other rank. message.c explains them. */
+    _Alignas(DSC_COMM_LINE) _Atomic uint32_t bells[DSC_COMM_MAX_RANKS];    /* change when this rank has news for it */
+    _Atomic int32_t sleepers[DSC_COMM_MAX_RANKS];                          /* threads that sleep until it has news */
+    _Alignas(DSC_COMM_LINE) _Atomic uint64_t n_posted[DSC_COMM_MAX_RANKS]; /* notices to it */
+    _Alignas(DSC_COMM_LINE) _Atomic uint64_t n_read[DSC_COMM_MAX_RANKS];   /* notices from it */
 };
 
 _Static_assert(sizeof(struct dsc_comm_control) <= DSC_COMM_PAGE, "the control words have a page");
+
+enum {
+    DSC_COMM_N_NOTICES = 16,
+    DSC_COMM_N_PLACES = 512,
+    DSC_COMM_LABEL_BYTES = 192,
+    DSC_COMM_NOTICE_BYTES = 8192,
+    DSC_COMM_NOTE_BYTES = 512, /* a notice's bytes before its data */
+    DSC_COMM_INLINE_BYTES = DSC_COMM_NOTICE_BYTES - DSC_COMM_NOTE_BYTES,
+};
+
+/* A message, as its sender describes it. */
+struct dsc_comm_note {
+    uint64_t number; /* counts the messages of the two ranks in this direction, from 1 */
+    uint64_t label_hash;
+    int64_t offset; /* the data's, in the sender's segment; -1: the data is in the notice */
+    int32_t place;  /* where the receiver writes the number when it has taken the data; only with an offset */
+    int32_t tag;
+    int32_t type;
+    int32_t n_dims;
+    int32_t is_kept; /* the sender writes the data no more, even if its end fails */
+    int64_t shape[DSC_COMM_MAX_DIMS];
+    char label[DSC_COMM_LABEL_BYTES]; /* the begin of it, in ASCII, for sentences */
+};
+
+struct dsc_comm_notice {
+    _Alignas(DSC_COMM_NOTE_BYTES) struct dsc_comm_note note;
+    _Alignas(DSC_COMM_NOTE_BYTES) char data[DSC_COMM_INLINE_BYTES];
+};
+
+/* Memory that the owner of a segment writes for one other rank. */
+struct dsc_comm_mailbox {
+    _Alignas(DSC_COMM_PAGE) struct dsc_comm_notice notices[DSC_COMM_N_NOTICES]; /* by their number */
+    _Atomic uint64_t taken[DSC_COMM_N_PLACES]; /* numbers of messages from the other rank, by their places */
+};
+
+_Static_assert(sizeof(struct dsc_comm_notice) == DSC_COMM_NOTICE_BYTES, "a notice ends there");
+_Static_assert(DSC_COMM_AT_MAILBOXES % DSC_COMM_PAGE == 0, "mailboxes are aligned");
+_Static_assert(DSC_COMM_AT_MAILBOXES + DSC_COMM_MAX_RANKS * (int64_t)sizeof(struct dsc_comm_mailbox) <=
+                   DSC_COMM_AT_ARENA,
+               "the mailboxes end there");
 
 struct dsc_comm_segment {
     char *base;
@@ -99,6 +143,9 @@ void dsc_comm_segment_hold(struct dsc_comm_segment *segment);
 
 /* Removes a user; the last one unmaps the segment. NULL is fine. */
 void dsc_comm_segment_drop(struct dsc_comm_segment *segment);
+
+/* A hash of a text, the same in every process. */
+uint64_t dsc_comm_hash_of(const char *text);
 
 /* Commits pages, so that the system cannot refuse them later. what names them in the error. */
 dsc_status dsc_comm_segment_commit(const struct dsc_comm_segment *segment, int64_t offset, int64_t n_bytes,

@@ -23,7 +23,7 @@ int64_t dsc_comm_now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-static void relax(void)
+void dsc_comm_relax(void)
 {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -70,22 +70,33 @@ dsc_status dsc_comm_check(const struct dsc_comm *comm)
 
 dsc_status dsc_comm_break(struct dsc_comm *comm, dsc_status status, const char *format, ...)
 {
-    struct dsc_comm_control *control = dsc_comm_control_of(comm->segment);
+    char text[DSC_COMM_WHY_BYTES];
     va_list args;
     int n = 0;
 
-    if (dsc_comm_check(comm) != DSC_OK)
-        return dsc_comm_check(comm);
     if (comm->running != NULL)
-        n = snprintf(comm->why, sizeof comm->why, "%s number %llu: ", dsc_comm_op_text(comm->running->op),
+        n = snprintf(text, sizeof text, "%s number %llu: ", dsc_comm_op_text(comm->running->op),
                      (unsigned long long)comm->n_calls);
     va_start(args, format);
-    (void)vsnprintf(comm->why + n, sizeof comm->why - (size_t)n, format, args);
+    (void)vsnprintf(text + n, sizeof text - (size_t)n, format, args);
     va_end(args);
-    (void)snprintf(control->why, sizeof control->why, "%s", comm->why);
-    atomic_store_explicit(&comm->failure, (int32_t)status, memory_order_release);
-    atomic_store(&control->state, DSC_COMM_FAILED);
-    wake(comm);
+    return dsc_comm_break_with(comm, status, text);
+}
+
+dsc_status dsc_comm_break_with(struct dsc_comm *comm, dsc_status status, const char *text)
+{
+    struct dsc_comm_control *control = dsc_comm_control_of(comm->segment);
+
+    pthread_mutex_lock(&comm->failure_mutex);
+    if (atomic_load_explicit(&comm->failure, memory_order_relaxed) == DSC_OK) {
+        (void)snprintf(comm->why, sizeof comm->why, "%s", text);
+        (void)snprintf(control->why, sizeof control->why, "%s", text);
+        atomic_store_explicit(&comm->failure, (int32_t)status, memory_order_release);
+        atomic_store(&control->state, DSC_COMM_FAILED);
+        wake(comm);
+        dsc_comm_ring_all(comm);
+    }
+    pthread_mutex_unlock(&comm->failure_mutex);
     return dsc_comm_check(comm);
 }
 
@@ -96,13 +107,14 @@ void dsc_comm_say_closed(struct dsc_comm *comm)
     /* An earlier state (failed) stays. */
     (void)atomic_compare_exchange_strong(&dsc_comm_control_of(comm->segment)->state, &open, DSC_COMM_CLOSED);
     wake(comm);
+    dsc_comm_ring_all(comm);
 }
 
-static bool has_ended(const struct dsc_comm_peer *peer)
+bool dsc_comm_has_ended(const struct dsc_comm *comm, int32_t rank)
 {
-    struct pollfd look = {.fd = peer->pidfd, .events = POLLIN};
+    struct pollfd look = {.fd = comm->peers[rank].pidfd, .events = POLLIN};
 
-    return peer->pidfd >= 0 && poll(&look, 1, 0) > 0;
+    return look.fd >= 0 && poll(&look, 1, 0) > 0;
 }
 
 /* Breaks the end if rank has not finished this call and never will. */
@@ -129,7 +141,7 @@ static dsc_status look_around(struct dsc_comm *comm, int32_t awaited, bool asks_
 
     /* A dead rank is reported first: other ranks may have failed because of it, and may have ended since. */
     for (int32_t rank = 0; rank < comm->n_ranks; rank++) {
-        is_dead[rank] = asks_kernel && has_ended(&comm->peers[rank]);
+        is_dead[rank] = asks_kernel && dsc_comm_has_ended(comm, rank);
         if (is_dead[rank] && atomic_load(&dsc_comm_control_at(comm, rank)->state) == DSC_COMM_OPEN)
             DSC_TRY(look_at(comm, rank, true));
     }
@@ -169,7 +181,7 @@ dsc_status dsc_comm_await(struct dsc_comm *comm, int32_t rank, uint32_t tick)
         for (int32_t i = 0; i < 16; i++) {
             if (has_reached(comm, rank, tick))
                 return DSC_OK;
-            relax();
+            dsc_comm_relax();
         }
     for (bool is_first = true; !has_reached(comm, rank, tick); is_first = false) {
         DSC_TRY(look_around(comm, rank, !is_first));

@@ -11,6 +11,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <memory>
@@ -466,6 +467,16 @@ class ShmGroup {
         return submit(call, "ShmGroup.broadcast", std::move(flat), py::object());
     }
 
+    std::unique_ptr<ShmWork> send(py::object tensor, int32_t dst, int32_t tag, const std::string &label)
+    {
+        return message(dsc_comm_send, "ShmGroup.send", "send", std::move(tensor), dst, tag, label);
+    }
+
+    std::unique_ptr<ShmWork> receive(py::object tensor, int32_t src, int32_t tag, const std::string &label)
+    {
+        return message(dsc_comm_receive, "ShmGroup.receive", "receive", std::move(tensor), src, tag, label);
+    }
+
     void barrier()
     {
         submit(call_of(DSC_COMM_BARRIER, Flat{}), "ShmGroup.barrier", py::object(), py::object())->wait();
@@ -550,6 +561,43 @@ class ShmGroup {
         return std::make_unique<ShmWork>(end_, op, std::move(sent));
     }
 
+    std::unique_ptr<ShmWork> message(decltype(dsc_comm_send) *start, const char *op, const char *name,
+                                     py::object tensor, int32_t peer, int32_t tag, const std::string &label)
+    {
+        static PyObject *const SHAPE = name_of("shape");
+        const Flat flat = read(tensor, name, "tensor");
+        const auto shape = py::reinterpret_borrow<py::tuple>(get_attr(tensor, SHAPE));
+        const bool is_long = flat.n_elems * static_cast<int64_t>(dsc_comm_type_bytes(flat.type)) > MAX_HELD_BYTES;
+        struct dsc_comm_message message = {};
+        Sent sent{nullptr, std::move(tensor), py::object()};
+        dsc_status status = DSC_OK;
+
+        message.tag = tag;
+        message.type = flat.type;
+        message.data = flat.data;
+        message.label = label.c_str();
+        /* The first of more dimensions than the core compares are compared as one. */
+        for (const py::handle size : shape) {
+            if (message.n_dims == DSC_COMM_MAX_DIMS) {
+                message.shape[0] *= message.shape[1];
+                std::copy(message.shape + 2, message.shape + DSC_COMM_MAX_DIMS, message.shape + 1);
+                message.n_dims--;
+            }
+            message.shape[message.n_dims++] = size.cast<int64_t>();
+        }
+        if (end_->has_left())
+            end_->reap();
+        if (is_long) { /* it may be copied */
+            py::gil_scoped_release release;
+            status = start(end_->get(), peer, &message, &sent.request);
+        } else
+            status = start(end_->get(), peer, &message, &sent.request);
+        dsc::check(status, op);
+        return std::make_unique<ShmWork>(end_, op, std::move(sent));
+    }
+
+    static constexpr int64_t MAX_HELD_BYTES = 64 << 10; /* of a copy that keeps the interpreter's lock */
+
     int32_t n_ranks_;
     std::shared_ptr<End> end_;
 };
@@ -558,7 +606,8 @@ class ShmGroup {
 
 void dsc::bind_comm(py::module_ &m)
 {
-    py::class_<ShmWork>(m, "ShmWork", "A collective of a ShmGroup. Its tensors are referenced until it is done.")
+    py::class_<ShmWork>(m, "ShmWork",
+                        "A collective or message of a ShmGroup. Its tensors are referenced until it is done.")
         .def("wait", &ShmWork::wait,
              "Returns when it is done; RuntimeError says which rank has died, failed, closed or called something else. "
              "Other threads run meanwhile. Where a signal's handler raises (KeyboardInterrupt), so does this; the "
@@ -613,6 +662,12 @@ void dsc::bind_comm(py::module_ &m)
         .def("all_to_all", &ShmGroup::all_to_all, py::arg("flat"), py::arg("out"), py::arg("in_splits"),
              py::arg("out_splits"), "Splits are numbers of elements by rank.")
         .def("broadcast", &ShmGroup::broadcast, py::arg("flat"), py::arg("src"), py::arg("is_waited") = false)
+        .def(
+            "send", &ShmGroup::send, py::arg("tensor"), py::arg("dst"), py::arg("tag") = 0, py::arg("label") = "",
+            "A message to rank dst, of any contiguous tensor. Messages of one tag arrive in order. The receiver compares "
+            "dtype, shape and label before data moves.")
+        .def("receive", &ShmGroup::receive, py::arg("tensor"), py::arg("src"), py::arg("tag") = 0,
+             py::arg("label") = "", "The next message of a tag from rank src, into tensor.")
         .def("barrier", &ShmGroup::barrier)
         .def_property_readonly("counts", &ShmGroup::counts,
                                "What this rank has done, by operation: calls, bytes, and how many calls showed their "

@@ -20,8 +20,8 @@
 #define TEST_SKIPPED 77
 #define TEST_MAX_SHOWN 20 /* failures that are printed; the rest is counted */
 
-static long test_n_checks;
-static long test_n_failures;
+static _Atomic long test_n_checks;
+static _Atomic long test_n_failures;
 
 /*
  * The state of the loops around a check, printed with each failure. TEST_AT records the innermost loop at no cost.
@@ -168,7 +168,7 @@ static inline void *test_alloc(size_t n_bytes)
 static inline int test_finish(const char *file)
 {
     if (test_n_failures > 0)
-        fprintf(stderr, "%s: %ld of %ld checks failed\n", file, test_n_failures, test_n_checks);
+        fprintf(stderr, "%s: %ld of %ld checks failed\n", file, (long)test_n_failures, (long)test_n_checks);
     else
         printf("%s: %ld checks\n", file, test_n_checks);
     return test_n_failures > 0 ? 1 : 0;

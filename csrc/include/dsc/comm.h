@@ -1,5 +1,5 @@
 /*
- * Collectives between processes of one host, through shared memory.
+ * Collectives and messages between processes of one host, through shared memory.
  *
  * Each rank makes an *end*. An end owns one segment of shared memory that has no name: control words, a staging area
  * and an arena. Only its owner writes to it; the other ranks map it read-only. The segment is freed when the last
@@ -8,13 +8,15 @@
  *   dsc_comm_create -> end, address       the caller sends the addresses to all ranks
  *   dsc_comm_attach(end, all addresses)
  *   dsc_comm_submit(end, call) -> request ... dsc_comm_wait(request), dsc_comm_release(request)
+ *   dsc_comm_send(end, dst, message) -> request, dsc_comm_receive(end, src, message) -> request
  *   dsc_comm_close, dsc_comm_destroy
  *
  * All ranks submit the same calls in the same order. Before anything is moved, the ranks compare their calls: a
  * difference in operation, element type or length is DSC_EPEER, which names the rank and both values.
  *
  * Where the data lies. A call works on any memory. The other ranks read memory of the arena (dsc_comm_block_create) in
- * place, without a copy; all other memory goes through the staging area, chunk by chunk. The bits of a result do not
+ * place, without a copy; all other memory goes through the staging area, chunk by chunk, or is copied once for a
+ * message. The bits of a result do not
  * depend on the kind of memory, on timing or on threads: sums run in rank order.
  *
  * Failures. A wait for a peer ends when the peer makes progress, has failed, has closed its end or has died, or after
@@ -36,6 +38,7 @@ extern "C" {
 #endif
 
 #define DSC_COMM_MAX_RANKS 16
+#define DSC_COMM_MAX_DIMS 8        /* of a message */
 #define DSC_COMM_ADDRESS_BYTES 192 /* with the zero at the end */
 
 typedef struct dsc_comm dsc_comm;
@@ -194,6 +197,40 @@ struct dsc_comm_call {
 DSC_API dsc_status dsc_comm_submit(dsc_comm *comm, const struct dsc_comm_call *call, dsc_comm_request **out_request);
 
 /*
+ * One message from one rank to another. Rank src sends it, rank dst receives it into memory of its own. The messages
+ * of one tag from one rank to another arrive in the order of sending, and are received in the order of submission; the
+ * order of messages of several tags is free. Messages take no part in the order of collectives.
+ *
+ * The receiver compares element type, shape and label with its own before data moves. A difference is
+ * DSC_EPEER with both values: it breaks the receiver's end, and thereby the sender's.
+ *
+ * A submission never waits for the other rank. Up to 7680 bytes go through the mailbox, and longer data of memory
+ * outside the arena is copied into the arena by the submission: such a send is done at once. Longer data of the arena
+ * is read there, and the send is done when the receiver has it. Messages stay with the sender while 16 of them have not
+ * been noticed by the receiver, or 512 longer ones not been received; later calls for any message send them on.
+ * Messages that a closed or dead rank has sent still arrive.
+ */
+struct dsc_comm_message {
+    int32_t tag; /* any number */
+    dsc_comm_type type;
+    void
+        *data; /* borrowed until the request is done; NULL only without elements. Any alignment. A send only reads it */
+    int32_t n_dims;
+    int64_t shape[DSC_COMM_MAX_DIMS]; /* no dimension: one element */
+    const char *label;                /* names the data in errors; copied. NULL is as "" */
+};
+
+/*
+ * Submit a message; *out_request is to be waited for and released as that of a collective. DSC_EINVAL names the field;
+ * DSC_ENOMEM, DSC_ENOSPC: the data cannot be kept. Then nothing has been submitted. A broken or closed end returns its
+ * failure. The data of a received message is copied by a thread that waits for a message, or asks whether it is done.
+ */
+DSC_API dsc_status dsc_comm_send(dsc_comm *comm, int32_t dst, const struct dsc_comm_message *message,
+                                 dsc_comm_request **out_request);
+DSC_API dsc_status dsc_comm_receive(dsc_comm *comm, int32_t src, const struct dsc_comm_message *message,
+                                    dsc_comm_request **out_request);
+
+/*
  * Returns when the request is done, with its outcome: DSC_OK, DSC_EPEER, DSC_ETIMEDOUT, DSC_ENOMEM or DSC_ESTATE. May
  * be called again. stops (may be NULL) is called in this thread, about ten times a second and after a signal, while
  * another thread runs the request or other ranks have not reached it. If stops returns true, the wait returns
@@ -202,8 +239,8 @@ DSC_API dsc_status dsc_comm_submit(dsc_comm *comm, const struct dsc_comm_call *c
 DSC_API dsc_status dsc_comm_wait(dsc_comm_request *request, bool (*stops)(void *context), void *context);
 
 /*
- * Whether dsc_comm_wait would return at once. A request makes progress without calls to this function. False in a child
- * of fork().
+ * Whether dsc_comm_wait would return at once. A request makes progress without calls to this function, except for a
+ * message. False in a child of fork().
  */
 DSC_API bool dsc_comm_is_done(dsc_comm_request *request);
 

@@ -87,16 +87,78 @@ static int reduce_again_and_again(struct meeting *meeting, int32_t rank, int32_t
     return 0;
 }
 
-static void start_all(pid_t *pids, struct meeting *meeting, int32_t n_ranks, struct plan *plan)
+/*
+ * Sends messages around the ranks, short and long, inside and outside the arena, until one fails. The exit code says
+ * how it failed. A neighbour of the victim names it; the others name a rank that has failed, or the victim.
+ */
+static int pass_on(struct meeting *meeting, int32_t rank, int32_t n_ranks, void *arg)
+{
+    const struct plan *plan = arg;
+    dsc_comm *comm = meet(meeting, rank, n_ranks, (int64_t)100 * 1000000000);
+    static const int64_t LENGTHS[] = {0, 1, 1000, 3000, N_ELEMS};
+    uint64_t random = 5;
+    dsc_comm_block *block = NULL;
+    int32_t *plain = test_alloc(N_ELEMS * sizeof *plain);
+    int32_t *got = test_alloc(N_ELEMS * sizeof *got);
+    char words[64];
+
+    if (dsc_comm_block_create(comm, N_ELEMS * (int64_t)sizeof(int32_t), &block) != DSC_OK)
+        return BROKEN;
+    snprintf(words, sizeof words, "rank %d (process", (int)plan->victim);
+    meeting->words[rank] = 1;
+    for (int32_t i = 0; plan->n_calls == 0 || i < plan->n_calls; i++) {
+        struct dsc_comm_message sent = {.type = DSC_COMM_I32, .n_dims = 1, .shape = {LENGTHS[test_below(&random, 5)]}};
+        struct dsc_comm_message expected = sent;
+        dsc_comm_request *requests[2] = {NULL, NULL};
+        int32_t *data = test_below(&random, 2) == 0 ? dsc_comm_block_data(block) : plain;
+        int32_t src = (rank + n_ranks - 1) % n_ranks;
+
+        for (int32_t k = 0; k < (int32_t)sent.shape[0]; k++)
+            data[k] = rank + i * 7 + k % 5;
+        sent.data = data;
+        expected.data = got;
+
+        dsc_status status = dsc_comm_send(comm, (rank + 1) % n_ranks, &sent, &requests[0]);
+
+        if (status == DSC_OK)
+            status = dsc_comm_receive(comm, src, &expected, &requests[1]);
+        for (int32_t k = 1; k >= 0 && status == DSC_OK; k--)
+            status = dsc_comm_wait(requests[k], NULL, NULL);
+        if (status != DSC_OK) {
+            int64_t late = now_ns() - meeting->words[DSC_COMM_MAX_RANKS - 1];
+
+            if (strstr(dsc_last_error(), words) == NULL || strstr(dsc_last_error(), "has ended") == NULL) {
+                fprintf(stderr, "rank %d: %s\n", (int)rank, dsc_last_error());
+                return NOT_NAMED;
+            }
+            return late > NOTICED_NS ? LATE : NAMED;
+        }
+        for (int32_t k = 0; k < (int32_t)expected.shape[0]; k++)
+            if (got[k] != src + i * 7 + k % 5)
+                return WRONG;
+        for (int32_t k = 0; k < 2; k++)
+            if (dsc_comm_release(requests[k]) != DSC_OK)
+                return BROKEN;
+    }
+    dsc_comm_destroy(comm);
+    dsc_comm_block_destroy(block);
+    free(plain);
+    free(got);
+    return 0;
+}
+
+typedef int (*traffic)(struct meeting *, int32_t, int32_t, void *);
+
+static void start_all(traffic body, pid_t *pids, struct meeting *meeting, int32_t n_ranks, struct plan *plan)
 {
     for (int32_t rank = 0; rank < n_ranks; rank++)
-        pids[rank] = fork_rank(reduce_again_and_again, meeting, rank, n_ranks, plan);
+        pids[rank] = fork_rank(body, meeting, rank, n_ranks, plan);
     for (int32_t rank = 0; rank < n_ranks; rank++)
         while (meeting->words[rank] == 0)
             usleep(500);
 }
 
-static void test_killed(void)
+static void test_killed(traffic body)
 {
     uint64_t random = (uint64_t)now_ns(); /* no fixed seed: it would not fix the moment */
 
@@ -106,7 +168,7 @@ static void test_killed(void)
         int32_t n_ranks = 2 + i % 3;
         struct plan plan = {.victim = i % n_ranks};
 
-        start_all(pids, meeting, n_ranks, &plan);
+        start_all(body, pids, meeting, n_ranks, &plan);
         usleep((useconds_t)test_below(&random, 30000));
         meeting->words[DSC_COMM_MAX_RANKS - 1] = now_ns();
         kill(pids[plan.victim], SIGKILL);
@@ -118,14 +180,14 @@ static void test_killed(void)
     }
 }
 
-static void test_stopped(void)
+static void test_stopped(traffic body)
 {
     struct meeting *meeting = new_meeting();
     pid_t pids[3];
     struct plan plan = {.n_calls = 8000};
     uint64_t random = 3;
 
-    start_all(pids, meeting, 3, &plan);
+    start_all(body, pids, meeting, 3, &plan);
     for (int32_t i = 0; i < 12; i++) {
         pid_t pid = pids[test_below(&random, 3)];
 
@@ -142,7 +204,7 @@ static void test_stopped(void)
 }
 
 /* Uses everything inherited from the parent. Returns 0 or the number of the failed step. */
-static int child_of_fork(dsc_comm *comm, dsc_comm_request *request, dsc_comm_block *block)
+static int child_of_fork(dsc_comm *comm, dsc_comm_request *request, dsc_comm_request *receive, dsc_comm_block *block)
 {
     struct dsc_comm_call call = {.op = DSC_COMM_BARRIER};
     dsc_comm_request *other = NULL;
@@ -156,6 +218,10 @@ static int child_of_fork(dsc_comm *comm, dsc_comm_request *request, dsc_comm_blo
         return 1;
     if (dsc_comm_wait(request, NULL, NULL) != DSC_ESTATE || dsc_comm_is_done(request))
         return 2;
+    if (dsc_comm_wait(receive, NULL, NULL) != DSC_ESTATE || dsc_comm_is_done(receive) || dsc_comm_release(receive) != DSC_OK)
+        return 7;
+    if (dsc_comm_send(comm, 1, &(struct dsc_comm_message){.n_dims = 1}, &other) != DSC_ESTATE)
+        return 8;
     if (dsc_comm_block_create(comm, 1, &taken) != DSC_ESTATE || dsc_comm_attach(comm, &address) != DSC_ESTATE)
         return 3;
     ((volatile char *)dsc_comm_block_data(block))[1] = 'c'; /* memory stays shared with the parent */
@@ -177,6 +243,11 @@ static void test_forked(void)
     dsc_comm *ends[2];
     dsc_comm_block *block = NULL;
     dsc_comm_request *request = NULL;
+    dsc_comm_request *receive = NULL;
+    dsc_comm_request *send = NULL;
+    int32_t got = 0;
+    int32_t sent = 9;
+    struct dsc_comm_message message = {.type = DSC_COMM_I32, .data = &got};
     struct dsc_comm_call call = {.op = DSC_COMM_ALL_REDUCE, .scale = 1.0, .n_elems = N_ELEMS};
     float *other = test_alloc(N_ELEMS * sizeof *other);
 
@@ -186,13 +257,20 @@ static void test_forked(void)
     memset(other, 0, N_ELEMS * sizeof *other);
     call.data = dsc_comm_block_data(block);
     CHECK_STATUS(dsc_comm_submit(ends[0], &call, &request), DSC_OK); /* a worker is at it */
+    CHECK_STATUS(dsc_comm_receive(ends[0], 1, &message, &receive), DSC_OK);
 
     pid_t child = fork();
 
     if (child == 0)
-        _exit(child_of_fork(ends[0], request, block));
+        _exit(child_of_fork(ends[0], request, receive, block));
     CHECK_EQ(ending_of(child), 0);
     CHECK_EQ(((char *)dsc_comm_block_data(block))[1], 'c');
+    message.data = &sent;
+    CHECK_STATUS(dsc_comm_send(ends[1], 0, &message, &send), DSC_OK);
+    CHECK_STATUS(dsc_comm_release(send), DSC_OK);
+    CHECK_STATUS(dsc_comm_wait(receive, NULL, NULL), DSC_OK);
+    CHECK_STATUS(dsc_comm_release(receive), DSC_OK);
+    CHECK_EQ(got, 9);
     call.data = other;
     CHECK_STATUS(run_call(ends[1], &call), DSC_OK);
     CHECK_STATUS(dsc_comm_wait(request, NULL, NULL), DSC_OK);
@@ -266,8 +344,10 @@ int main(void)
 {
     alarm(LIMIT_SECONDS);
     test_forked(); /* first, before other tests leave threads behind */
-    test_killed();
-    test_stopped();
+    test_killed(reduce_again_and_again);
+    test_killed(pass_on);
+    test_stopped(reduce_again_and_again);
+    test_stopped(pass_on);
     test_nothing_stays();
     return test_finish(__FILE__);
 }

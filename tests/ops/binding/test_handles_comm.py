@@ -1,4 +1,4 @@
-"""Collectives through shared memory: the same results as ``torch.distributed`` over gloo for random operations, types,
+"""Collectives and messages through shared memory: the same results as ``torch.distributed`` over gloo for random operations, types,
 lengths, splits and places; objects kept alive by a work; messages of failures. The C tests of the core are in
 tests/csrc/comm.
 """
@@ -295,6 +295,80 @@ def test_a_difference_is_named_on_all_ranks():
     texts = run_ranks(3, call_differently)
     assert re.search(r"rank [12] \(process \d+\) passes float32, rank 0 float64", texts[0])
     assert re.search(r"rank 0 \(process \d+\) passes float64, rank 1 float32", texts[1])
+
+
+SHAPES = ((), (0,), (1,), (7, 3), (2, 0, 5), (1, 2, 1, 3, 1, 2, 1, 2, 1, 5), (7679,), (7681,), (1021, 17), (300_007,))
+
+
+def random_messages(rank: int, world: int, n_messages: int, seed: int) -> int:
+    """Messages between random pairs, each with a tag. All ranks draw the same messages; the receiver of a tag keeps
+    their order, and starts and waits in an order of its own.
+    """
+    common, own = random.Random(seed), random.Random(seed * 17 + rank)
+    group = group_of(rank, world)
+    started, received = [], 0
+    for i in range(n_messages):
+        src, dst = common.sample(range(world), 2)
+        tag, dtype, shape = common.randrange(-1, 2), common.choice(MOVED), common.choice(SHAPES)
+        sent = values(torch.Size(shape).numel(), dtype, torch.Generator().manual_seed(seed * 1000 + i))
+        if rank == src:
+            tensor = place(group, sent, own.random() < 0.5).view(shape)
+            started.append((group.send(tensor, dst, tag, f"message {i}"), None, sent))
+        elif rank == dst:
+            tensor = place(group, torch.zeros_like(sent), own.random() < 0.5).view(shape)
+            started.append((group.receive(tensor, src, tag, f"message {i}"), tensor, sent))
+    own.shuffle(started)
+    for work, tensor, sent in started:
+        work.wait()
+        assert work.is_done()
+        if tensor is not None:
+            assert torch.equal(as_bytes(tensor.reshape(-1)), as_bytes(sent))
+            received += 1
+    group.barrier()
+    group.close()
+    return received
+
+
+@pytest.mark.parametrize(("world", "seed"), [(2, 1), (3, 2), (4, 3)])
+def test_messages_arrive_with_their_bits(world, seed):
+    assert sum(run_ranks(world, random_messages, 120, seed)) == 120
+
+
+def send_something_else(rank: int, world: int, sent: torch.Tensor, expected: torch.Tensor, labels: list[str]) -> str:
+    group = group_of(rank, world)
+    if rank == 1:
+        group.send(sent, 0, 5, labels[0]).wait()
+        text = ""
+        while not text:  # it learns of the failure as soon as the receiver has found it
+            try:
+                group.send(sent, 0, 5, labels[0])
+            except RuntimeError as error:
+                text = str(error)
+    else:
+        before = expected.clone()
+        with pytest.raises(RuntimeError) as caught:
+            group.receive(expected, 1, 5, labels[1]).wait()
+        text = str(caught.value)
+        assert torch.equal(expected, before)
+    group.close()
+    return text
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected", "labels", "words"),
+    [
+        (torch.ones(5), torch.ones(4), ["a", "a"], [r"sends shape \[5\], rank 0 expects \[4\]"]),
+        (torch.ones(3), torch.ones(9000), ["a", "a"], [r"sends shape \[3\], rank 0 expects \[9000\]"]),
+        (torch.ones(2, 6), torch.ones(3, 4), ["a", "a"], [r"sends shape \[2, 6\], rank 0 expects \[3, 4\]"]),
+        (torch.ones(4), torch.ones(4).bfloat16(), ["a", "a"], ["sends float32, rank 0 expects bfloat16"]),
+        (torch.ones(4), torch.ones(4), ["keys", "values"], ['sends "keys", rank 0 expects "values"']),
+    ],
+    ids=["longer", "shorter", "shape", "dtype", "label"],
+)
+def test_a_message_that_differs_is_refused_on_both_ranks(sent, expected, labels, words):
+    for text in run_ranks(2, send_something_else, sent, expected, labels):
+        for word in [r"rank 1 \(process \d+\)", *words]:
+            assert re.search(word, text), text
 
 
 def keep_and_drop(rank: int, world: int) -> None:
