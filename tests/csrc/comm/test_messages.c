@@ -1,6 +1,6 @@
 /*
- * Messages between ranks, which are threads: all lengths and element types, random traffic, more messages than notices
- * and places, differences between what is sent and what is expected, closed and stopped ends.
+ * Ranks are threads, and send messages of all lengths and element types, at random, and more than notices and places.
+ * Other tests: two ends that differ, closed ends, stopped waits.
  */
 #include "comm/ranks.h"
 
@@ -120,8 +120,8 @@ static void test_types(void)
 }
 
 /*
- * Random traffic: each rank sends messages of random lengths and tags to random ranks. Receivers know from the seed
- * what will come, and receive each tag in order, but tags and ranks in an order of their own.
+ * Random traffic: each rank sends messages of random lengths and tags to random ranks. The seed tells receivers
+ * all messages. Each tag is received in order, tags and ranks are mixed.
  */
 enum { N_TRAFFIC = 150, N_TAGS = 3, MAX_TRAFFIC_BYTES = 40000 };
 
@@ -210,7 +210,7 @@ static void talk(dsc_comm *comm, int32_t rank, int32_t n_ranks, void *arg)
                 message = bytes(receive->data, receive->n_bytes, tag);
                 receive->request = start(comm, src, false, &message);
                 ++*i;
-                /* Waits only for what may have been sent: no rank waits while it has messages to send. */
+                /* No rank waits while it has messages to send. */
                 if (n_sends == N_TRAFFIC && test_below(&random, 2) == 0) {
                     finish(receive->request);
                     receive->request = NULL;
@@ -255,7 +255,7 @@ static void test_traffic(void)
     }
 }
 
-/* More messages than notices and places, none of which is expected yet; the last one is received first. */
+/* Sends more messages than notices and places before the first reception, which is of the last message. */
 static void test_many(void)
 {
     enum { N = 3 * DSC_COMM_N_NOTICES, N_LONG = DSC_COMM_N_PLACES + 40 };
@@ -375,7 +375,7 @@ static void test_differences(void)
         }
 }
 
-/* What a rank has sent before it closed arrives; what it has not sent ends the wait. */
+/* A rank's messages from before its close arrive. A wait for another message ends. */
 static void test_closed(void)
 {
     static const int64_t SIZES[] = {100, 8000, 1 << 20};
