@@ -249,6 +249,8 @@ void dsc_comm_begin(struct dsc_comm *comm, struct dsc_comm_request *request)
     else if (is_shown)
         post->offset = offset_of(comm, call);
     post->is_in_place = post->offset >= 0;
+    post->label_hash = request->label_hash;
+    memcpy(post->label, request->label, sizeof post->label);
     if (call->op == DSC_COMM_ALL_TO_ALL)
         memcpy(post->in_splits, request->in_splits, (size_t)comm->n_ranks * sizeof *post->in_splits);
     request->is_begun = true;
@@ -284,6 +286,21 @@ static dsc_status compare_lengths(struct dsc_comm *comm, const struct dsc_comm_p
     return DSC_OK;
 }
 
+/* Calls of one length in another order are told apart by their labels alone. */
+static dsc_status compare_labels(struct dsc_comm *comm, const struct dsc_comm_post *own,
+                                 const struct dsc_comm_post *other, int32_t rank)
+{
+    char theirs[DSC_COMM_SHOWN_BYTES];
+
+    if (own->label_hash == other->label_hash)
+        return DSC_OK;
+    memcpy(theirs, other->label, sizeof theirs);
+    theirs[sizeof theirs - 1] = '\0';
+    return BREAK_BY(comm, rank, "calls %s of \"%s\", rank %d of \"%s\"%s", dsc_comm_op_text((dsc_comm_op)own->op),
+                    theirs, (int)comm->rank, own->label,
+                    strcmp(theirs, own->label) == 0 ? ", which differ further on" : "");
+}
+
 static dsc_status compare(struct dsc_comm *comm, int32_t rank, const struct dsc_comm_call *call)
 {
     const struct dsc_comm_post *own = dsc_comm_post_of(comm, comm->rank);
@@ -307,6 +324,7 @@ static dsc_status compare(struct dsc_comm *comm, int32_t rank, const struct dsc_
     if (own->op == DSC_COMM_ALL_REDUCE && own->scale != other->scale)
         return BREAK_BY(comm, rank, "scales by %.17g, rank %d by %.17g", other->scale, (int)comm->rank, own->scale);
     DSC_TRY(compare_lengths(comm, own, other, rank, call));
+    DSC_TRY(compare_labels(comm, own, other, rank));
 
     int64_t room = comm->peers[rank].segment->n_bytes - other->offset;
 

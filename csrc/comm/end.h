@@ -18,6 +18,8 @@ struct dsc_comm_request {
     struct dsc_comm_call call;
     int64_t in_splits[DSC_COMM_MAX_RANKS];
     int64_t out_splits[DSC_COMM_MAX_RANKS];
+    uint64_t label_hash;
+    char label[DSC_COMM_SHOWN_BYTES]; /* as in a post */
     struct dsc_comm_request *next;
     dsc_status status;   /* before is_done */
     int64_t deadline_ns; /* 0: nobody has run it */

@@ -96,6 +96,18 @@ static dsc_status ask_worker(struct dsc_comm *comm)
     return DSC_OK;
 }
 
+/* Keeps the begin of a label and a hash of all of it. */
+static void keep_label(struct dsc_comm_request *request, const char *label)
+{
+    size_t n = 0;
+
+    request->call.label = NULL;
+    request->label_hash = label != NULL && *label != '\0' ? dsc_comm_hash_of(label) : 0;
+    for (; label != NULL && label[n] != '\0' && n < sizeof request->label - 1; n++)
+        request->label[n] = (char)(label[n] >= ' ' && label[n] <= '~' ? label[n] : '?');
+    request->label[n] = '\0';
+}
+
 /* Copies the call. Fields that the operation does not name get a neutral value. */
 static void keep_call(struct dsc_comm_request *request, const struct dsc_comm *comm, const struct dsc_comm_call *given)
 {
@@ -103,6 +115,7 @@ static void keep_call(struct dsc_comm_request *request, const struct dsc_comm *c
     size_t n_bytes = (size_t)comm->n_ranks * sizeof *given->in_splits;
 
     *call = *given;
+    keep_label(request, given->label);
     if (call->op != DSC_COMM_ALL_REDUCE)
         call->combine = DSC_COMM_SUM;
     if (call->op != DSC_COMM_REDUCE_SCATTER) {

@@ -25,6 +25,7 @@ enum {
     DSC_COMM_LINE = 64,
     DSC_COMM_N_LANES = 4, /* two for inputs, two for reduced data */
     DSC_COMM_WHY_BYTES = 320,
+    DSC_COMM_SHOWN_BYTES = 64,
 };
 
 /* Where each part begins. The arena begins where a huge page can. */
@@ -56,6 +57,8 @@ struct dsc_comm_post {
     int64_t offset; /* the data's, in the segment, when is_in_place */
     int32_t is_in_place;
     int64_t in_splits[DSC_COMM_MAX_RANKS];
+    uint64_t label_hash;
+    char label[DSC_COMM_SHOWN_BYTES]; /* the begin of it, in ASCII, for sentences */
 };
 
 enum dsc_comm_state { DSC_COMM_OPEN, DSC_COMM_FAILED, DSC_COMM_CLOSED };

@@ -30,7 +30,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def _exchange_then_reduce(
-    comm: Collectives, flat: torch.Tensor, out: torch.Tensor, scale: float, accumulate: bool
+    comm: Collectives, flat: torch.Tensor, out: torch.Tensor, scale: float, accumulate: bool, label: str
 ) -> Work:
     """Each rank receives its slice from all ranks and adds the slices up itself."""
     received = comm.scratch.take(flat.numel(), flat.dtype, flat.device)
@@ -44,7 +44,7 @@ def _exchange_then_reduce(
 
 
 def _reduce_scatter_by_backend(
-    comm: Collectives, flat: torch.Tensor, out: torch.Tensor, scale: float, accumulate: bool
+    comm: Collectives, flat: torch.Tensor, out: torch.Tensor, scale: float, accumulate: bool, label: str
 ) -> Work:
     """The backend computes the sum, in the dtype of ``flat``. Scaling and accumulating into ``out`` happen here."""
     what = f"reduce_scatter of {flat.numel()} {flat.dtype}"
@@ -61,28 +61,28 @@ def _reduce_scatter_by_backend(
     return Work([handle], finish=finish, kept=[flat, out], what=what)
 
 
-def broadcast_slices(comm: Collectives, flat: torch.Tensor) -> Work:
+def broadcast_slices(comm: Collectives, flat: torch.Tensor, label: str) -> Work:
     """An all-gather made of one broadcast for each slice, all of them at once, on any backend.
 
     Over gloo this is 3 to 5 times as fast as gloo's all_gather, which copies into lists.
     """
     broadcast = comm.backend_of(flat).broadcast
-    handles = [broadcast(comm, part, r) for r, part in enumerate(flat.view(comm.world_size, -1))]
+    handles = [broadcast(comm, part, r, label) for r, part in enumerate(flat.view(comm.world_size, -1))]
     return Work(handles, kept=[flat], what=f"all_gather of {flat.numel()} {flat.dtype}")
 
 
-def _all_gather_by_backend(comm: Collectives, flat: torch.Tensor) -> Work:
+def _all_gather_by_backend(comm: Collectives, flat: torch.Tensor, label: str) -> Work:
     handle = all_gather_single(as_bytes(flat), as_bytes(comm.own_slice(flat)), group=comm.group, async_op=True)
     return Work([handle], kept=[flat], what=f"all_gather of {flat.numel()} {flat.dtype}")
 
 
-def _all_reduce_by_backend(comm: Collectives, flat: torch.Tensor, scale: float) -> Work:
+def _all_reduce_by_backend(comm: Collectives, flat: torch.Tensor, scale: float, label: str) -> Work:
     handle = dist.all_reduce(flat, group=comm.group, async_op=True)
     finish = None if scale == 1.0 else lambda: comm.reduce([flat], scale, False, flat)
     return Work([handle], finish=finish, kept=[flat], what=f"all_reduce of {flat.numel()} {flat.dtype}")
 
 
-def _exchange_reduce_broadcast(comm: Collectives, flat: torch.Tensor, scale: float) -> Work:
+def _exchange_reduce_broadcast(comm: Collectives, flat: torch.Tensor, scale: float, label: str) -> Work:
     """Each rank sums one piece, as ``_exchange_then_reduce`` does, and sends the sum to all ranks. Lengths of pieces
     differ by at most 1.
     """
@@ -98,26 +98,26 @@ def _exchange_reduce_broadcast(comm: Collectives, flat: torch.Tensor, scale: flo
             comm.reduce(list(received.view(n, -1)), scale, False, pieces[rank])
         comm.scratch.give(received)
         wait_all(
-            [_broadcast_by_backend(comm, piece, r) for r, piece in enumerate(pieces) if piece.numel()],
+            [_broadcast_by_backend(comm, piece, r, label) for r, piece in enumerate(pieces) if piece.numel()],
             what,
         )
 
     return Work([handle], finish=finish, kept=[flat], what=what)
 
 
-def _all_reduce_gloo(comm: Collectives, flat: torch.Tensor, scale: float) -> Work:
+def _all_reduce_gloo(comm: Collectives, flat: torch.Tensor, scale: float, label: str) -> Work:
     """f32 takes gloo's ring, which is fast and needs no scratch memory. 16-bit numbers do not: the ring adds them one
     by one and rounds at each rank.
     """
     way = _all_reduce_by_backend if flat.dtype == torch.float32 else _exchange_reduce_broadcast
-    return way(comm, flat, scale)
+    return way(comm, flat, scale, label)
 
 
-def _broadcast_by_backend(comm: Collectives, tensor: torch.Tensor, src: int) -> Handle:
+def _broadcast_by_backend(comm: Collectives, tensor: torch.Tensor, src: int, label: str) -> Handle:
     return dist.broadcast(as_bytes(tensor), comm.global_ranks[src], group=comm.group, async_op=True)
 
 
-def _add_up_by_backend(comm: Collectives, tensor: torch.Tensor) -> Handle:
+def _add_up_by_backend(comm: Collectives, tensor: torch.Tensor, label: str) -> Handle:
     return dist.all_reduce(tensor, group=comm.group, async_op=True)
 
 
@@ -161,27 +161,27 @@ class Backend(NamedTuple):
     """The collectives over one backend. ``Collectives`` sends tensors by these functions only.
 
     Lengths are above 0, and there are at least 2 ranks. The first three functions take flat tensors, the others any
-    contiguous tensors.
+    contiguous tensors. The last argument of each is the label, which ranks compare where it costs no further message.
     """
 
     name: str
     """Name of the path that a collective took, in ledgers."""
-    reduce_scatter: Callable[[Collectives, torch.Tensor, torch.Tensor, float, bool], Work]
-    all_gather: Callable[[Collectives, torch.Tensor], Work]
-    all_reduce: Callable[[Collectives, torch.Tensor, float], Work]
-    broadcast: Callable[[Collectives, torch.Tensor, int], Handle]
-    """The last argument is the rank within the group that sends."""
-    add_up: Callable[[Collectives, torch.Tensor], Handle]
+    reduce_scatter: Callable[[Collectives, torch.Tensor, torch.Tensor, float, bool, str], Work]
+    all_gather: Callable[[Collectives, torch.Tensor, str], Work]
+    all_reduce: Callable[[Collectives, torch.Tensor, float, str], Work]
+    broadcast: Callable[[Collectives, torch.Tensor, int, str], Handle]
+    """The number is the rank within the group that sends."""
+    add_up: Callable[[Collectives, torch.Tensor, str], Handle]
     """The sum over ranks, in place, of a few numbers: f64 or integers."""
     all_to_all: Callable[[Collectives, torch.Tensor, torch.Tensor, Sequence[int], Sequence[int], str], Handle]
-    """Takes flat tensors. Arguments after them: the numbers of elements to each rank and from each rank, the label."""
+    """Takes flat tensors. The sequences are the numbers of elements to each rank and from each rank."""
     shift: Callable[[Collectives, torch.Tensor, int, torch.Tensor, int, str], list[Handle]] = shift_described
     """Sends a message to one rank and receives a message from another. Arguments: the sent tensor, its receiver, the
-    received tensor, its sender, the label; ranks are numbered within the group. Either tensor may have length 0.
+    received tensor, its sender; ranks are numbered within the group. Either tensor may have length 0.
     """
     message: Callable[[Collectives, torch.Tensor, int, int, int, str], Handle | None] = message_described
     """Sends a tensor, or receives it. Arguments: the tensor, its sender, its receiver (ranks are numbered within the
-    group), the tag, the label. The tensor may have length 0; None: nothing is sent then.
+    group), the tag. The tensor may have length 0; None: nothing is sent then.
     """
 
 

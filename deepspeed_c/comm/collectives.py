@@ -39,8 +39,8 @@ class Collectives:
     until it has been waited for.
 
     Every collective that sends something is entered in ``ledger``, with the ``label`` that its caller gives it. A label
-    is a short text, the same on all ranks, that names the data (by parameter names, say). Labels are read when a rank
-    hangs.
+    is a short text, the same on all ranks, that names the data (by parameter names, say). Labels are compared over
+    shared memory, and in messages over gloo; elsewhere when a rank hangs.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Collectives:
                 self.reduce([flat], scale, accumulate, out)
             return Work.done()
         return self._start(
-            "reduce-scatter", flat, label, lambda by: by.reduce_scatter(self, flat, out, scale, accumulate)
+            "reduce-scatter", flat, label, lambda by: by.reduce_scatter(self, flat, out, scale, accumulate, label)
         )
 
     def all_gather(self, flat: torch.Tensor, *, use_broadcast: bool = False, label: str = "") -> Work:
@@ -183,8 +183,8 @@ class Collectives:
         if flat.numel() == 0 or self.world_size == 1:
             return Work.done()
         if use_broadcast:
-            return self._start(op, flat, label, lambda by: broadcast_slices(self, flat))
-        return self._start(op, flat, label, lambda by: by.all_gather(self, flat))
+            return self._start(op, flat, label, lambda by: broadcast_slices(self, flat, label))
+        return self._start(op, flat, label, lambda by: by.all_gather(self, flat, label))
 
     def all_reduce(self, flat: torch.Tensor, *, scale: float = 1.0, label: str = "") -> Work:
         """flat = scale * (sum of every rank's ``flat``), in place. The result has the same bits on every rank.
@@ -198,7 +198,7 @@ class Collectives:
             if scale != 1.0:
                 self.reduce([flat], scale, False, flat)
             return Work.done()
-        return self._start("all-reduce", flat, label, lambda by: by.all_reduce(self, flat, scale))
+        return self._start("all-reduce", flat, label, lambda by: by.all_reduce(self, flat, scale, label))
 
     def shift(self, sent: torch.Tensor, received: torch.Tensor, distance: int, *, label: str = "") -> Work:
         """Each rank sends ``sent`` to the rank ``distance`` above it, around the group, and receives ``received`` from
@@ -258,7 +258,7 @@ class Collectives:
         if self.world_size > 1 and tensor.numel():
             backend = self.backend_of(tensor)
             with self.ledger.enter("broadcast", tensor.nbytes, label, tensor.device, backend.name) as entry:
-                wait_all([backend.broadcast(self, tensor, src)], "broadcast", entry)
+                wait_all([backend.broadcast(self, tensor, src, label)], "broadcast", entry)
 
     def message(self, tensor: torch.Tensor, src: int, dst: int, *, tag: int = 0, label: str = "") -> Work:
         """Rank ``src`` of the group sends its contiguous ``tensor`` (any shape and dtype) to rank ``dst``. This rank is
@@ -307,7 +307,7 @@ class Collectives:
     def _all_reduce_now(self, tensor: torch.Tensor, label: str) -> None:
         backend = self.backend_of(tensor)
         with self.ledger.enter("all-reduce", tensor.nbytes, label, tensor.device, backend.name) as entry:
-            wait_all([backend.add_up(self, tensor)], "all_reduce", entry)
+            wait_all([backend.add_up(self, tensor, label)], "all_reduce", entry)
 
     def gather_numbers(self, number: float, *, label: str = "") -> list[Any]:
         """Every rank's ``number`` by rank: all int (64 bit) or all float on all ranks."""

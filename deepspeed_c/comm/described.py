@@ -29,7 +29,7 @@ from deepspeed_c.env import read_env
 if TYPE_CHECKING:
     from deepspeed_c.comm.collectives import Collectives
 
-__all__ = ["all_to_all_described", "as_bytes", "message_described", "shift_described"]
+__all__ = ["all_to_all_described", "as_bytes", "head_of", "message_described", "shift_described", "text_of"]
 
 # Tags of gloo's messages are positive and have 31 bits. From the lowest bit: the purpose, the caller's tag, the hash.
 _PURPOSE_BITS, _TAG_BITS, _HASH_BITS = 3, 12, 16
@@ -50,14 +50,15 @@ def _tag(purpose: int, tag: int, hashed: int) -> int:
     )
 
 
-def _head_of(text: str) -> bytes:
-    """A text as ``_HEAD_BYTES`` bytes."""
+def head_of(text: str) -> bytes:
+    """A text as bytes of a fixed number: its begin, and a hash of the rest."""
     encoded = text.encode()
     rest = zlib.crc32(encoded[_TEXT_BYTES:]).to_bytes(_HEAD_BYTES - _TEXT_BYTES, "little")
     return encoded[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0") + rest
 
 
-def _text_of(head: bytes) -> str:
+def text_of(head: bytes) -> str:
+    """The begin of the text that ``head_of`` was given."""
     return head[:_TEXT_BYTES].rstrip(b"\0").decode(errors="replace")
 
 
@@ -169,14 +170,14 @@ class _OneWay(_Described):
 
     def give(self, tensor: torch.Tensor, rank: int) -> None:
         text = _describe(tensor, self._label)
-        head = torch.frombuffer(bytearray(_head_of(text)), dtype=torch.uint8)
+        head = torch.frombuffer(bytearray(head_of(text)), dtype=torch.uint8)
         self.send(as_bytes(tensor), rank, zlib.crc32(text.encode()), head)
 
     def _difference(self, heads: dict[int, bytes]) -> str:
         for rank, head in heads.items():
-            if head != _head_of(self._expected):
+            if head != head_of(self._expected):
                 return (
-                    f"rank {self._name(rank)} sends {_text_of(head)}, rank {self._name(self._rank)} expects"
+                    f"rank {self._name(rank)} sends {text_of(head)}, rank {self._name(self._rank)} expects"
                     f" {self._expected}"
                 )
         return ""
@@ -219,7 +220,7 @@ class _AllToAll(_Described):
         of = f" of {label!r}" if label else ""
         text = f"{str(flat.dtype).removeprefix('torch.')}{of}"
         splits = torch.tensor([in_splits, out_splits], dtype=torch.int64)
-        self._head = _head_of(text) + splits.numpy().tobytes()
+        self._head = head_of(text) + splits.numpy().tobytes()
         head = torch.frombuffer(bytearray(self._head), dtype=torch.uint8)
         size = flat.element_size()
         begun = zlib.crc32(text.encode())
@@ -238,7 +239,7 @@ class _AllToAll(_Described):
         for rank, row in enumerate(rows):
             if row[:_HEAD_BYTES] != rows[0][:_HEAD_BYTES]:
                 return (
-                    f"rank {self._name(rank)} has blocks of {_text_of(row)}, rank {self._name(0)} of {_text_of(rows[0])}"
+                    f"rank {self._name(rank)} has blocks of {text_of(row)}, rank {self._name(0)} of {text_of(rows[0])}"
                 )
         splits = torch.frombuffer(bytearray(b"".join(row[_HEAD_BYTES:] for row in rows)), dtype=torch.int64)
         to, of = splits.view(len(rows), 2, len(rows)).unbind(1)

@@ -40,7 +40,7 @@ import torch.distributed as dist
 
 from deepspeed_c.buffers import ordinary_memory
 from deepspeed_c.comm.backends import Backend
-from deepspeed_c.comm.described import all_to_all_described
+from deepspeed_c.comm.described import all_to_all_described, head_of, text_of
 from deepspeed_c.comm.ledger import SHM_AND_GLOO
 from deepspeed_c.comm.work import Handle, Work
 
@@ -56,8 +56,6 @@ _FLOATS = (torch.float32, *_HALVES)
 _TAGS_A_CALL = 3
 _CALL_BITS = 19
 _LENGTH_BITS = 12
-# Bytes of a call's description as text.
-_TOLD_BYTES = 96
 # Time for the thread to let go of a failed call at the end of the process. A thread that waits for another host does
 # not end in that time, but does not keep the process alive.
 _LAST_SECONDS = 1.0
@@ -194,7 +192,8 @@ class _Agreement:
         """Sends this rank's description, and receives one from a rank of each other host."""
         self._owner, self._what = owner, what
         places, messages = owner.places, owner.messages
-        mine = _as_bytes(what)
+        self._head = head_of(what)
+        mine = torch.frombuffer(bytearray(self._head), dtype=torch.uint8)
         self._told: list[tuple[int, torch.Tensor, Handle]] = []
         self._sent: list[Handle] = []
         for host in places.others:  # receive before send: a rank that receives a description has already sent its own
@@ -215,20 +214,15 @@ class _Agreement:
                 handle.wait()
             except RuntimeError:
                 continue
-            other = bytes(theirs.tolist()).rstrip(b"\0").decode()
-            if other != self._what:
+            if (other := theirs.numpy().tobytes()) != self._head:
                 raise RuntimeError(
-                    f"{self._owner.messages.name(rank)}, has started {other}, this one {self._what}; all ranks have to"
-                    " start the same, of the same size and dtype"
+                    f"{self._owner.messages.name(rank)}, has started {text_of(other)}, this one {self._what}; all ranks"
+                    " have to start the same, of the same size, dtype and label"
                 )
 
     def end(self) -> None:
         for handle in self._sent:
             handle.wait()
-
-
-def _as_bytes(text: str) -> torch.Tensor:
-    return torch.tensor(list(text.encode()[:_TOLD_BYTES].ljust(_TOLD_BYTES, b"\0")), dtype=torch.uint8)
 
 
 class _Call:
@@ -373,7 +367,7 @@ class Hierarchy:
         return self._second.start("all_gather", flat)
 
     def _reduce_scatter(
-        self, comm: Collectives, flat: torch.Tensor, out: torch.Tensor, scale: float, accumulate: bool
+        self, comm: Collectives, flat: torch.Tensor, out: torch.Tensor, scale: float, accumulate: bool, label: str
     ) -> Work:
         def steps(tag: int) -> Generator[None, None, None]:
             sums = _Sums(self, comm, flat, tag)
@@ -383,9 +377,9 @@ class Hierarchy:
             sums.end()
 
         what = f"reduce_scatter of {flat.numel()} {flat.dtype}"
-        return Work([self._start(what, steps)], kept=[flat, out], what=what)
+        return Work([self._start(what, label, steps)], kept=[flat, out], what=what)
 
-    def _all_gather(self, comm: Collectives, flat: torch.Tensor) -> Work:
+    def _all_gather(self, comm: Collectives, flat: torch.Tensor, label: str) -> Work:
         def steps(tag: int) -> Generator[None, None, None]:
             gather = _HostGather(self, comm, flat, tag)
             gather.post()
@@ -395,16 +389,16 @@ class Hierarchy:
             gather.end()
 
         what = f"all_gather of {flat.numel()} {flat.dtype}"
-        return Work([self._start(what, steps)], kept=[flat], what=what)
+        return Work([self._start(what, label, steps)], kept=[flat], what=what)
 
-    def _all_reduce(self, comm: Collectives, flat: torch.Tensor, scale: float) -> Work:
+    def _all_reduce(self, comm: Collectives, flat: torch.Tensor, scale: float, label: str) -> Work:
         what = f"all_reduce of {flat.numel()} {flat.dtype}"
-        handle = self._start(what, lambda tag: self._add(comm, flat, scale, tag))
+        handle = self._start(what, label, lambda tag: self._add(comm, flat, scale, tag))
         return Work([handle], kept=[flat], what=what)
 
-    def _add_up(self, comm: Collectives, tensor: torch.Tensor) -> Handle:
+    def _add_up(self, comm: Collectives, tensor: torch.Tensor, label: str) -> Handle:
         what = f"all_reduce of {tensor.numel()} {tensor.dtype}"
-        return self._start(what, lambda tag: self._add(comm, tensor.view(-1), 1.0, tag))
+        return self._start(what, label, lambda tag: self._add(comm, tensor.view(-1), 1.0, tag))
 
     def _add(self, comm: Collectives, flat: torch.Tensor, scale: float, tag: int) -> Generator[None, None, None]:
         """A reduce-scatter, then an all-gather of the sums."""
@@ -427,7 +421,7 @@ class Hierarchy:
             flat.copy_(whole[: flat.numel()])
             comm.scratch.give(whole)
 
-    def _broadcast(self, comm: Collectives, tensor: torch.Tensor, src: int) -> Handle:
+    def _broadcast(self, comm: Collectives, tensor: torch.Tensor, src: int, label: str) -> Handle:
         """``src`` sends to the first rank of each other host, and that rank sends to its host."""
         places, flat = self.places, tensor.view(-1)
         home = next(i for i, ranks in enumerate(places.hosts) if src in ranks)
@@ -450,17 +444,17 @@ class Hierarchy:
             for handle in (*spread, *sent):
                 handle.wait()
 
-        return self._start(f"broadcast of {flat.numel()} {flat.dtype} by rank {src} of the group", steps)
+        return self._start(f"broadcast of {flat.numel()} {flat.dtype} by rank {src} of the group", label, steps)
 
-    def _start(self, what: str, make: Callable[[int], Generator[None, None, None]]) -> Handle:
-        """Starts a call. what: its description, for comparison over all ranks. make: a function from the first of the
-        call's tags to its steps.
+    def _start(self, what: str, label: str, make: Callable[[int], Generator[None, None, None]]) -> Handle:
+        """Starts a call. what and label: its description, for comparison over all ranks. make: a function from the first
+        of the call's tags to its steps.
         """
         if os.getpid() != self._pid:
             raise RuntimeError("this process was forked: only its parent can talk to the other ranks")
         tag = _TAGS_A_CALL * self._n_calls
         self._n_calls += 1
-        call = _Call(self, what, tag, make(tag))
+        call = _Call(self, f"{what}, {label!r}" if label else what, tag, make(tag))
         self._calls.add(call)
         if self.failure:
             call.fail(self.failure)

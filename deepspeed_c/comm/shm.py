@@ -133,23 +133,24 @@ class Connection:
         return _OfPart(work, self._ranks) if self._is_part else work
 
     def _reduce_scatter(
-        self, comm: Collectives, flat: torch.Tensor, out: torch.Tensor, scale: float, accumulate: bool
+        self, comm: Collectives, flat: torch.Tensor, out: torch.Tensor, scale: float, accumulate: bool, label: str
     ) -> Work:
-        handle = self.start("reduce_scatter", flat, out, scale, accumulate)
+        handle = self.start("reduce_scatter", flat, out, scale, accumulate, label)
         return Work([handle], kept=[flat, out], what=f"reduce_scatter of {flat.numel()} {flat.dtype}")
 
-    def _all_gather(self, comm: Collectives, flat: torch.Tensor) -> Work:
-        return Work([self.start("all_gather", flat)], kept=[flat], what=f"all_gather of {flat.numel()} {flat.dtype}")
+    def _all_gather(self, comm: Collectives, flat: torch.Tensor, label: str) -> Work:
+        handle = self.start("all_gather", flat, label)
+        return Work([handle], kept=[flat], what=f"all_gather of {flat.numel()} {flat.dtype}")
 
-    def _all_reduce(self, comm: Collectives, flat: torch.Tensor, scale: float) -> Work:
-        handle = self.start("all_reduce", flat, "sum", scale)
+    def _all_reduce(self, comm: Collectives, flat: torch.Tensor, scale: float, label: str) -> Work:
+        handle = self.start("all_reduce", flat, "sum", scale, False, label)
         return Work([handle], kept=[flat], what=f"all_reduce of {flat.numel()} {flat.dtype}")
 
-    def _broadcast(self, comm: Collectives, tensor: torch.Tensor, src: int) -> Handle:
-        return self.start("broadcast", tensor.view(-1), src, True)
+    def _broadcast(self, comm: Collectives, tensor: torch.Tensor, src: int, label: str) -> Handle:
+        return self.start("broadcast", tensor.view(-1), src, True, label)
 
-    def _add_up(self, comm: Collectives, tensor: torch.Tensor) -> Handle:
-        return self.start("all_reduce", tensor.view(-1), "sum", 1.0, True)
+    def _add_up(self, comm: Collectives, tensor: torch.Tensor, label: str) -> Handle:
+        return self.start("all_reduce", tensor.view(-1), "sum", 1.0, True, label)
 
     def _all_to_all(
         self,
@@ -160,7 +161,7 @@ class Connection:
         out_splits: Sequence[int],
         label: str,
     ) -> Handle:
-        return self.start("all_to_all", flat, out, list(in_splits), list(out_splits))
+        return self.start("all_to_all", flat, out, list(in_splits), list(out_splits), label)
 
 
 # The memory of all connections by its address.

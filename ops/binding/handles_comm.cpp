@@ -408,7 +408,8 @@ class ShmGroup {
                              flat.n_elems * static_cast<int64_t>(dsc_comm_type_bytes(flat.type)));
     }
 
-    std::unique_ptr<ShmWork> reduce_scatter(py::object flat, py::object out, double scale, bool accumulate)
+    std::unique_ptr<ShmWork> reduce_scatter(py::object flat, py::object out, double scale, bool accumulate,
+                                            const std::string &label)
     {
         struct dsc_comm_call call = call_of(DSC_COMM_REDUCE_SCATTER, read(flat, "reduce_scatter", "flat"));
         const Flat to = read(out, "reduce_scatter", "out");
@@ -421,28 +422,32 @@ class ShmGroup {
         call.accumulates = accumulate;
         call.out = to.data;
         call.out_type = to.type;
+        call.label = label.c_str();
         return submit(call, "ShmGroup.reduce_scatter", std::move(flat), std::move(out));
     }
 
-    std::unique_ptr<ShmWork> all_gather(py::object flat)
+    std::unique_ptr<ShmWork> all_gather(py::object flat, const std::string &label)
     {
-        const struct dsc_comm_call call = call_of(DSC_COMM_ALL_GATHER, read(flat, "all_gather", "flat"));
+        struct dsc_comm_call call = call_of(DSC_COMM_ALL_GATHER, read(flat, "all_gather", "flat"));
 
+        call.label = label.c_str();
         return submit(call, "ShmGroup.all_gather", std::move(flat), py::object());
     }
 
-    std::unique_ptr<ShmWork> all_reduce(py::object flat, const std::string &op, double scale, bool is_waited)
+    std::unique_ptr<ShmWork> all_reduce(py::object flat, const std::string &op, double scale, bool is_waited,
+                                        const std::string &label)
     {
         struct dsc_comm_call call = call_of(DSC_COMM_ALL_REDUCE, read(flat, "all_reduce", "flat"));
 
         call.combine = combine_of(op);
         call.scale = scale;
         call.is_waited = is_waited;
+        call.label = label.c_str();
         return submit(call, "ShmGroup.all_reduce", std::move(flat), py::object());
     }
 
     std::unique_ptr<ShmWork> all_to_all(py::object flat, py::object out, const std::vector<int64_t> &in_splits,
-                                        const std::vector<int64_t> &out_splits)
+                                        const std::vector<int64_t> &out_splits, const std::string &label)
     {
         struct dsc_comm_call call = call_of(DSC_COMM_ALL_TO_ALL, read(flat, "all_to_all", "flat"));
         const Flat to = read(out, "all_to_all", "out");
@@ -455,15 +460,17 @@ class ShmGroup {
         call.out = to.data;
         call.in_splits = in_splits.data();
         call.out_splits = out_splits.data();
+        call.label = label.c_str();
         return submit(call, "ShmGroup.all_to_all", std::move(flat), std::move(out));
     }
 
-    std::unique_ptr<ShmWork> broadcast(py::object flat, int32_t src, bool is_waited)
+    std::unique_ptr<ShmWork> broadcast(py::object flat, int32_t src, bool is_waited, const std::string &label)
     {
         struct dsc_comm_call call = call_of(DSC_COMM_BROADCAST, read(flat, "broadcast", "flat"));
 
         call.src = src;
         call.is_waited = is_waited;
+        call.label = label.c_str();
         return submit(call, "ShmGroup.broadcast", std::move(flat), py::object());
     }
 
@@ -653,15 +660,17 @@ void dsc::bind_comm(py::module_ &m)
              "Memory that other ranks read without a copy, page-aligned and zero. MemoryError has both numbers.")
         .def("owns", &ShmGroup::owns, py::arg("tensor"), "Whether a tensor lies in such memory of this group.")
         .def("reduce_scatter", &ShmGroup::reduce_scatter, py::arg("flat"), py::arg("out"), py::arg("scale"),
-             py::arg("accumulate"))
-        .def("all_gather", &ShmGroup::all_gather, py::arg("flat"), "In place; slice i comes from rank i.")
+             py::arg("accumulate"), py::arg("label") = "")
+        .def("all_gather", &ShmGroup::all_gather, py::arg("flat"), py::arg("label") = "",
+             "In place; slice i comes from rank i.")
         .def(
             "all_reduce", &ShmGroup::all_reduce, py::arg("flat"), py::arg("op") = "sum", py::arg("scale") = 1.0,
-            py::arg("is_waited") = false,
+            py::arg("is_waited") = false, py::arg("label") = "",
             "In place; op: \"sum\", \"max\", \"min\" or \"prod\". is_waited: the caller waits at once, so that no thread is woken for it.")
         .def("all_to_all", &ShmGroup::all_to_all, py::arg("flat"), py::arg("out"), py::arg("in_splits"),
-             py::arg("out_splits"), "Splits are numbers of elements by rank.")
-        .def("broadcast", &ShmGroup::broadcast, py::arg("flat"), py::arg("src"), py::arg("is_waited") = false)
+             py::arg("out_splits"), py::arg("label") = "", "Splits are numbers of elements by rank.")
+        .def("broadcast", &ShmGroup::broadcast, py::arg("flat"), py::arg("src"), py::arg("is_waited") = false,
+             py::arg("label") = "")
         .def(
             "send", &ShmGroup::send, py::arg("tensor"), py::arg("dst"), py::arg("tag") = 0, py::arg("label") = "",
             "A message to rank dst, of any contiguous tensor. Messages of one tag arrive in order. The receiver compares "

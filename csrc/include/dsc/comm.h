@@ -12,7 +12,7 @@
  *   dsc_comm_close, dsc_comm_destroy
  *
  * All ranks submit the same calls in the same order. Before anything is moved, the ranks compare their calls: a
- * difference in operation, element type or length is DSC_EPEER, which names the rank and both values.
+ * difference in operation, element type, length or label is DSC_EPEER, which names the rank and both values.
  *
  * Where the data lies. A call works on any memory. The other ranks read memory of the arena (dsc_comm_block_create) in
  * place, without a copy; all other memory goes through the staging area, chunk by chunk, or is copied once for a
@@ -188,6 +188,7 @@ struct dsc_comm_call {
     void *out; /* as data */
     const int64_t *in_splits;
     const int64_t *out_splits;
+    const char *label; /* names the data in errors, the same on all ranks; copied. NULL is as "" */
 };
 
 /*

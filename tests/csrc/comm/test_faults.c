@@ -27,6 +27,10 @@ static const int64_t EXPECTS[2][2] = {{10, 31}, {20, 10}};
 
 #define REDUCE .op = DSC_COMM_ALL_REDUCE, .scale = 1.0
 
+/* 63 bytes of a label are shown. */
+#define LONG_SHOWN "0123456789abcde0123456789abcdef0123456789abcdef0123456789abcdef"
+#define LONG LONG_SHOWN "0123456789abcdef"
+
 static const struct mismatch MISMATCHES[] = {
     {"operation", {{REDUCE, .n_elems = 6}, {.op = DSC_COMM_ALL_GATHER, .n_elems = 6}}, {"rank 1", "all_gather", "all_reduce"}},
     {"barrier", {{REDUCE, .n_elems = 8}, {.op = DSC_COMM_BARRIER}}, {"rank 1", "barrier", "all_reduce"}},
@@ -38,6 +42,10 @@ static const struct mismatch MISMATCHES[] = {
     {"combine", {{REDUCE, .n_elems = 8}, {REDUCE, .n_elems = 8, .combine = DSC_COMM_MAX}}, {"rank 1", "max", "sum"}},
     {"scale", {{REDUCE, .n_elems = 8}, {.op = DSC_COMM_ALL_REDUCE, .n_elems = 8, .scale = 0.5}}, {"rank 1", "by 0.5", "by 1"}},
     {"source", {{.op = DSC_COMM_BROADCAST, .n_elems = 8}, {.op = DSC_COMM_BROADCAST, .n_elems = 8, .src = 1}}, {"rank 1", "takes rank 1", "rank 0 rank 0"}},
+    {"label", {{REDUCE, .n_elems = 8, .label = "a"}, {REDUCE, .n_elems = 8, .label = "b"}}, {"rank 1", "all_reduce of \"b\"", "rank 0 of \"a\""}},
+    {"large label", {{REDUCE, .n_elems = N_ELEMS, .label = ""}, {REDUCE, .n_elems = N_ELEMS, .label = "\xc3\xa9\n%s"}}, {"rank 1", "of \"???%s\"", "rank 0 of \"\""}},
+    {"no label", {{REDUCE, .n_elems = 8}, {REDUCE, .n_elems = 8, .label = "b"}}, {"rank 1", "of \"b\"", "rank 0 of \"\""}},
+    {"end of a label", {{REDUCE, .n_elems = 8, .label = LONG "0"}, {REDUCE, .n_elems = 8, .label = LONG "1"}}, {"rank 1", "differ further on", LONG_SHOWN}},
     {"splits",
      {{.op = DSC_COMM_ALL_TO_ALL, .in_splits = SENDS[0], .out_splits = EXPECTS[0]}, {.op = DSC_COMM_ALL_TO_ALL, .in_splits = SENDS[1], .out_splits = EXPECTS[1]}},
      {"rank 1", "sends 30", "expects 31"}},
