@@ -183,6 +183,8 @@ class Backend(NamedTuple):
     """Sends a tensor, or receives it. Arguments: the tensor, its sender, its receiver (ranks are numbered within the
     group), the tag. The tensor may have length 0; None: nothing is sent then.
     """
+    message_path: str = ""
+    """Name of the path of shifts and messages, if it is not ``name``."""
 
 
 # Measured over gloo with 48 MiB and 2 / 3 ranks on 2 cores. reduce_scatter: 38 / 51 ms by all_to_all (gloo's own

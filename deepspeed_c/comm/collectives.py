@@ -77,7 +77,6 @@ class Collectives:
             if self.world_size > 1
             else {}
         )
-        self._names = names
         self._backends = {device: backend_named(name, device) for device, name in names.items()}
         # Numbers are sent from the CPU if the group has a backend for it, otherwise from the accelerator.
         self._number_device = torch.device("cpu" if "cpu" in names or not names else next(iter(names)))
@@ -203,9 +202,9 @@ class Collectives:
     def shift(self, sent: torch.Tensor, received: torch.Tensor, distance: int, *, label: str = "") -> Work:
         """Each rank sends ``sent`` to the rank ``distance`` above it, around the group, and receives ``received`` from
         the rank ``distance`` below it. Any dtype. Lengths may differ over ranks, but a message has the same length at
-        both ends; a message of length 0 is not sent. distance: not a multiple of the number of ranks.
+        both ends. distance: not a multiple of the number of ranks.
 
-        Over gloo both ends raise ``CommError`` where dtype, length or label differ.
+        On the CPU both ends raise ``CommError`` where dtype, length or label differ.
         """
         _check_flat(sent)
         _check_flat(received)
@@ -213,7 +212,7 @@ class Collectives:
             raise ValueError(f"a shift by {distance} among {self.world_size} ranks goes nowhere")
         to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
         backend = self.backend_of(sent)
-        entry = self.ledger.enter("shift", sent.nbytes, label, sent.device, self._names[sent.device.type])
+        entry = self.ledger.enter("shift", sent.nbytes, label, sent.device, backend.message_path or backend.name)
         what = f"shift of {sent.numel()} {sent.dtype} by {distance}"
         return _started(
             entry, lambda: Work(backend.shift(self, sent, to, received, source, label), kept=[sent, received], what=what)
@@ -267,11 +266,11 @@ class Collectives:
         Messages of one ``tag`` from one rank to another arrive in the order of sending. Both ranks enter their messages
         in a ledger for the pair, with the same labels.
 
-        Over gloo both ends raise ``CommError`` where dtype, shape or label differ.
+        On the CPU both ends raise ``CommError`` where dtype, shape or label differ.
         """
         backend = self.backend_of(tensor)
         ledger = ledger_of_pair(self.ledger, self.group, self.global_ranks[src], self.global_ranks[dst], tag)
-        entry = ledger.enter("message", tensor.nbytes, label, tensor.device, self._names[tensor.device.type])
+        entry = ledger.enter("message", tensor.nbytes, label, tensor.device, backend.message_path or backend.name)
         what = f"message of {tensor.nbytes} bytes"
 
         def send() -> Work:

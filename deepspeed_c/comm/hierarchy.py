@@ -325,6 +325,7 @@ class Hierarchy:
             broadcast=self._broadcast,
             add_up=self._add_up,
             all_to_all=all_to_all_described,
+            message_path="gloo",
         )
 
     def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:

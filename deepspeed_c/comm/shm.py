@@ -46,6 +46,9 @@ LocalTransport = Literal["auto", "shm", "off"]
 REFUSALS = (MemoryError, OSError, ValueError, RuntimeError)
 
 
+_SHIFT_TAG = -1  # callers' tags are not negative
+
+
 class _Failed:
     """A collective that could not be started: ``wait`` raises the error, as for a started collective that fails."""
 
@@ -97,6 +100,8 @@ class Connection:
             broadcast=self._broadcast,
             add_up=self._add_up,
             all_to_all=self._all_to_all,
+            shift=self._shift,
+            message=self._message,
         )
 
     def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
@@ -162,6 +167,19 @@ class Connection:
         label: str,
     ) -> Handle:
         return self.start("all_to_all", flat, out, list(in_splits), list(out_splits), label)
+
+    def _shift(
+        self, comm: Collectives, sent: torch.Tensor, to: int, received: torch.Tensor, source: int, label: str
+    ) -> list[Handle]:
+        # Messages without elements are sent too, so that lengths are compared.
+        return [
+            self.start("send", sent, to, _SHIFT_TAG, label),
+            self.start("receive", received, source, _SHIFT_TAG, label),
+        ]
+
+    def _message(self, comm: Collectives, tensor: torch.Tensor, src: int, dst: int, tag: int, label: str) -> Handle:
+        way, peer = ("send", dst) if src == comm.rank else ("receive", src)
+        return self.start(way, tensor, peer, tag, label)
 
 
 # The memory of all connections by its address.

@@ -79,7 +79,7 @@ def message_body(rank: int, world: int, case, local: str, late: int) -> list[str
 
 
 @pytest.mark.parametrize("name", [*DIFFERENT, "shape"])
-@pytest.mark.parametrize(("world", "local", "late"), [(2, "off", 0), (2, "shm", 1), (3, "off", 2)])
+@pytest.mark.parametrize(("world", "local", "late"), [(2, "off", 0), (2, "off", 1), (3, "off", 2)])
 def test_both_ends_of_a_message_that_differs_name_both_values(run_ranks, name, world, local, late) -> None:
     case = {**DIFFERENT, "shape": SHAPES}[name]
     found = run_ranks(world, message_body, case, local, late)
@@ -106,7 +106,7 @@ def shift_body(rank: int, world: int, case, distance: int, local: str) -> list[s
 
 
 @pytest.mark.parametrize("name", [name for name in DIFFERENT if "label" not in name])
-@pytest.mark.parametrize(("world", "distance", "local"), [(2, 1, "off"), (2, 1, "shm"), (3, 1, "off"), (3, -1, "off")])
+@pytest.mark.parametrize(("world", "distance", "local"), [(2, 1, "off"), (3, 1, "off"), (3, -1, "off")])
 def test_ranks_of_a_shift_that_differs_name_both_values(run_ranks, name, world, distance, local) -> None:
     case = DIFFERENT[name]
     found = run_ranks(world, shift_body, case, distance, local)
