@@ -83,7 +83,7 @@ def test_a_stage_that_is_stopped(tmp_path, world):
 
 
 LATE = (
-    r"rank 0 waits in message #\d+ of gradient of the input of stage 1, micro-batch \d+ for \d+ s\s+"
+    r"rank 0 waits in message #\d+ of gradient of the input of stage 1, micro-batch \d+ \(shm\) for \d+ s\s+"
     r"rank 1 is at \S*test_hangs.py:\d+ in wait_for_the_warning"
 )
 
