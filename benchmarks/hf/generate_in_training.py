@@ -268,7 +268,7 @@ class Contender:
         return [max(rank["seconds"] for rank in answers) for answers in self.calls[NEW, NEW]]
 
     def first_seconds(self, other: int) -> list[float]:
-        """Of the first rank, which makes ``FEW`` tokens while the other one makes ``other``."""
+        """Seconds of the first rank, which makes ``FEW`` tokens while the other one makes ``other``."""
         return [answers[0]["seconds"] for answers in self.calls[FEW, other]]
 
     def checksums(self) -> set[tuple[int, ...]]:
@@ -307,7 +307,7 @@ def compare(options: argparse.Namespace) -> None:
         peaks = {}
         for name, each in running.items():
             peaks[name] = each.peaks()
-            each.ranks.close()  # which leaves room for the next peak
+            each.ranks.close()  # to leave room for the next peak
     finally:
         for each in running.values():
             each.ranks.close()

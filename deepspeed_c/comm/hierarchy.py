@@ -448,8 +448,8 @@ class Hierarchy:
         return self._start(f"broadcast of {flat.numel()} {flat.dtype} by rank {src} of the group", label, steps)
 
     def _start(self, what: str, label: str, make: Callable[[int], Generator[None, None, None]]) -> Handle:
-        """Starts a call. what and label: its description, for comparison over all ranks. make: a function from the first
-        of the call's tags to its steps.
+        """Starts a call. what and label: its description, for comparison over all ranks. make: a function from the
+        first of the call's tags to its steps.
         """
         if os.getpid() != self._pid:
             raise RuntimeError("this process was forked: only its parent can talk to the other ranks")

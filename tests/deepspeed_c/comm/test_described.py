@@ -51,7 +51,7 @@ def failure(call) -> str:
 
 
 def collectives(local: str) -> Collectives:
-    """Of a group for one test: a failure ends its connections."""
+    """The collectives of a new group: a failure ends the connections of a group."""
     comm = Collectives(dist.new_group())
     comm.use_shared_memory(local)
     assert isinstance(comm._connection, Hierarchy) or local != "auto" or dist.get_world_size() == 2
@@ -73,7 +73,7 @@ def message_body(rank: int, world: int, case, local: str, late: int) -> list[str
         assert is_untouched(tensor)
     else:
         return []
-    # What comes later fails at once, with the same reason.
+    # Later messages fail at once, with the same reason.
     texts.append(failure(lambda: comm.message(made((2,), F32, 0.0), dst, src, tag=6).wait()))
     return texts
 

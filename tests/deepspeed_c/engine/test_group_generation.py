@@ -187,7 +187,7 @@ def test_sampled_rows_of_equal_prompts_differ() -> None:
 
 
 def adapters_body(rank: int, world: int) -> None:
-    """What a program changes in the model between two generations."""
+    """A program changes the model between two generations."""
     import peft
 
     def adapted() -> Any:

@@ -155,7 +155,7 @@ def planted_body(rank: int, world: int, folder: str, what: str) -> str:
 
 
 def planted(tmp_path, what: str) -> tuple[str, str]:
-    """What the receiver and the sender of a message that is not the expected one say."""
+    """The words of receiver and sender about a message that is not the expected one."""
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, planted_body, str(tmp_path), what, fresh=True, timeout=LIMIT_S, grace=LIMIT_S)
     assert [outcome.kind for outcome in failed.value.outcomes] == ["died", "died"], str(failed.value)
