@@ -14,6 +14,7 @@ from deepspeed_c.comm.axes import DATA
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.engine.group_batch import GroupBatch, request_of
+from deepspeed_c.engine.prompts import prompts_of
 from deepspeed_c.errors import CommError, ConfigError, DeepSpeedCError, FeatureError, ModelError, StateError
 from deepspeed_c.inject.part_copy import PartCopy
 from deepspeed_c.logging import log_dist
@@ -76,9 +77,10 @@ class GroupGeneration:
         began = time.perf_counter()
         self._take(fetcher)
         self.taken_s += time.perf_counter() - began
+        own = prompts_of(args, kwargs)
         if not batch.n_rows:
-            return request.prompts
-        prompts, mask = batch.prompts(next(model.buffers(), request.prompts).device)
+            return own
+        prompts, mask = batch.prompts(own.device)
         return batch.own_part(part.generate(inputs=prompts, attention_mask=mask, **batch.kwargs))
 
     def refuse(self, error: DeepSpeedCError, fetcher: Fetcher | None) -> None:
