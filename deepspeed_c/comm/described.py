@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -67,7 +68,7 @@ def _describe(tensor: torch.Tensor, label: str) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{of} ({tensor.nbytes} bytes)"
 
 
-class _Described:
+class _Described(ABC):
     """Messages with descriptions, between this rank and others of the group of ``comm``, as one handle. Post receives
     before sends: a rank that receives a description has already sent its own.
     """
@@ -125,9 +126,9 @@ class _Described:
         while handles:
             handles.pop(0).wait()
 
+    @abstractmethod
     def _difference(self, heads: dict[int, bytes]) -> str:
-        """What is wrong with the descriptions that have come, by their senders; "" where all is well."""
-        raise NotImplementedError
+        """The first difference in the descriptions that have come, by their senders; "" if there is none."""
 
     def _name(self, rank: int) -> int:
         return self._names[rank]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,14 +26,9 @@ class PartCopy:
     over what has changed in the model's modules since, but for new layers and hooks.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        comm: Collectives,
-        blocks: Mapping[type, Sequence[str]] | None = None,
-    ) -> None:
-        """comm: the tensor-parallel ranks. blocks: as of ``cut_model``. Parameters of ``model`` may be released shards;
-        they must know their whole shape (``ds_shape``).
+    def __init__(self, model: torch.nn.Module, comm: Collectives) -> None:
+        """comm: the tensor-parallel ranks. Parameters of ``model`` may be released shards; they must know their whole
+        shape (``ds_shape``).
 
         Collective. Raises ModelError for a model that cannot be cut.
         """
@@ -51,7 +46,7 @@ class PartCopy:
                     memo[id(setting)] = setting
         self.module: torch.nn.Module = copy.deepcopy(model, memo)
         """The cut copy. Its modules have the names that they have in the model."""
-        self.report: CutReport = cut_model(self.module, TensorParallel(autotp_size=comm.world_size), comm, blocks)
+        self.report: CutReport = cut_model(self.module, TensorParallel(autotp_size=comm.world_size), comm)
         copied = dict(self.module.named_modules())
         self._pairs: list[tuple[torch.nn.Module, torch.nn.Module, dict[str, Any]]] = [
             (module, other, _plain_values(module))
