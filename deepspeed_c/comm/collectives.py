@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -102,6 +103,14 @@ class Collectives:
             return ordinary_memory(n_bytes, device)
         return self._connection.allocate(n_bytes, device)
 
+    @cached_property
+    def outgoing(self) -> BufferPool:
+        """Buffers for messages, in the memory of ``allocate``. A new block of that memory costs more than a copy, so
+        blocks are lent repeatedly. Give a buffer back when its messages have been waited for.
+        """
+        source = ordinary_memory if self._connection is None else self._connection.allocate
+        return BufferPool(keeps=lambda device: device.type == "cpu", allocate=source)
+
     def why_not_joint(self, device: torch.device) -> str:
         """Why these ranks cannot hold the memory of ``device`` together (``join``); "" where they can."""
         if device.type != "cpu":
@@ -140,6 +149,7 @@ class Collectives:
     def close(self) -> None:
         """Frees the scratch buffers and ends the watchdog. The process group stays: it belongs to the caller."""
         self.scratch.clear()
+        self.outgoing.clear()
         while self._on_close:
             self._on_close.pop()()
 

@@ -146,7 +146,8 @@ class RemoteLink:
         self._form = _NOTHING
         self._n_begun = 0
         """Number of values that were sent or taken here."""
-        self._sent: deque[Work] = deque()
+        self._sent: deque[tuple[Work, torch.Tensor | None]] = deque()
+        """Messages under way, and their buffers of ``Collectives.outgoing``."""
         self._posted: deque[tuple[torch.Tensor, Work, str]] = deque()
         self._opened: deque[Any] = deque()
 
@@ -164,17 +165,24 @@ class RemoteLink:
             notice = self._empty(self._form.n_bytes)
             _write_head(notice, header.numel(), self._n_begun)
             # The receiver cannot distinguish a notice from a value before it arrives, so both have the same label.
-            self._sent += [self._message(notice, label), self._message(header, f"{label}, form")]
+            self._sent += [(self._message(notice, label), None), (self._message(header, f"{label}, form"), None)]
             self._form = form
-        data = self._empty(form.n_bytes)
+        # The receiver copies a message out of this memory, so nothing is gained where it has some of the same kind.
+        data = self._comm.outgoing.take(form.n_bytes, torch.uint8, self._device)
         _write_head(data, 0, self._n_begun)
         self._n_begun += 1
         for known, leaf in zip(form.leaves, leaves, strict=True):
             if isinstance(known, _Packed):
                 _view(data, known).copy_(leaf.detach())
-        self._sent.append(self._message(data, label))
+        self._sent.append((self._message(data, label), data))
         while len(self._sent) > 4:  # two values under way, and two messages about a new form
-            self._sent.popleft().wait()
+            self._end_first()
+
+    def _end_first(self) -> None:
+        work, buffer = self._sent.popleft()
+        work.wait()
+        if buffer is not None:
+            self._comm.outgoing.give(buffer)
 
     def post(self, label: str) -> None:
         # The length of this message equals the length of the previous message, whose form has to be known first.
@@ -221,7 +229,7 @@ class RemoteLink:
 
     def flush(self) -> None:
         while self._sent:
-            self._sent.popleft().wait()
+            self._end_first()
 
     def clear(self) -> None:
         self._sent.clear()

@@ -98,7 +98,7 @@ class _RingCall:
         comm, n, last = self.comm, self.comm.world_size, max(self.travel)
         shapes = [(*own.shape[:3], tokens, own.shape[4]) for tokens in self.tokens]
         largest = max((_numel(shape) for shape, hops in zip(shapes, self.travel, strict=True) if hops), default=0)
-        buffers = [own.new_empty(largest) for _ in range(min(last, 2))]
+        buffers = [comm.outgoing.take(largest, own.dtype, own.device) for _ in range(min(last, 2))]
         held = own.view(-1)
         for hop in range(last + 1):
             part, coming = (comm.rank - hop) % n, (comm.rank - hop - 1) % n
@@ -110,6 +110,13 @@ class _RingCall:
             yield hop, part, held.view(shapes[part]) if self.travel[part] >= hop else None
             work.wait()
             held = incoming
+        for buffer in buffers:
+            comm.outgoing.give(buffer)
+
+    def stacked(self, k: Tensor, v: Tensor) -> Tensor:
+        """This rank's keys and values as ``keys`` takes them, lent by ``Collectives.outgoing``."""
+        lent = self.comm.outgoing.take(2 * k.numel(), k.dtype, k.device).view(2, *k.shape)
+        return torch.stack([k, v], out=lent)
 
 
 class _Gradients:
@@ -121,40 +128,57 @@ class _Gradients:
         """home: gradient of this rank's own keys and values, contiguous. The returned sums are added to it."""
         self._call, self._home = call, home
         self._empty = home.new_empty(0)
-        self._onward, self._so_far = Work.done(), self._empty
-        self._homeward: list[Work] = []
+        self._onward, self._gone, self._so_far = Work.done(), self._empty, self._empty
+        self._homeward: list[tuple[Work, Tensor]] = []
         self._returned = self._empty
+
+    def take(self, numel: int) -> Tensor:
+        """A buffer for ``numel`` elements, uninitialised. The object gives it back to ``Collectives.outgoing``."""
+        if not numel:
+            return self._empty
+        return self._call.comm.outgoing.take(numel, self._home.dtype, self._home.device)
+
+    def _give(self, buffer: Tensor) -> None:
+        if buffer.numel():
+            self._call.comm.outgoing.give(buffer)
 
     def pass_on(self, hop: int, part: int, sums: Tensor | None) -> None:
         """Add the sums of the previous ranks for ``part`` to ``sums``. Send the result to the next rank, or to the
         part's own rank.
 
-        hop: at least 1. sums: this rank's sums; None if the part does not go as far as this rank.
+        hop: at least 1. sums: this rank's sums, in a buffer of ``take``; None if the part does not go as far as this
+        rank.
         """
         comm, travel = self._call.comm, self._call.travel
         self._onward.wait()
+        self._give(self._gone)
         flat = self._empty if sums is None else sums.view(-1)
         if sums is not None and self._so_far.numel():
             flat += self._so_far
+        self._give(self._so_far)
+        self._gone = self._so_far = self._empty
         if max(travel) > hop:
             coming = (comm.rank - hop - 1) % comm.world_size
             shape = (*self._home.shape[:3], self._call.tokens[coming], self._home.shape[4])
-            self._so_far = self._home.new_empty(_numel(shape) if travel[coming] > hop else 0)
-            sent = flat if travel[part] > hop else self._empty
-            self._onward = comm.shift(sent, self._so_far, 1, label="gradients of a ring")
+            self._so_far = self.take(_numel(shape) if travel[coming] > hop else 0)
+            self._gone = flat if travel[part] > hop else self._empty
+            self._onward = comm.shift(self._gone, self._so_far, 1, label="gradients of a ring")
         if hop in travel:
             is_back = travel[comm.rank] == hop
-            received = self._home.new_empty(self._home.numel()) if is_back else self._empty
+            received = self.take(self._home.numel()) if is_back else self._empty
             sent = flat if travel[part] == hop else self._empty
-            self._homeward.append(comm.shift(sent, received, -hop, label="gradients of a ring, to their rank"))
+            work = comm.shift(sent, received, -hop, label="gradients of a ring, to their rank")
+            self._homeward.append((work, sent))
             self._returned = received if is_back else self._returned
 
     def finish(self) -> None:
         """Add the gradients that have returned to this rank."""
-        for work in self._homeward:
+        for work, sent in self._homeward:
             work.wait()
+            self._give(sent)
         if self._returned.numel():
             self._home.view(-1).add_(self._returned)
+        self._give(self._returned)
 
 
 class _Ring(torch.autograd.Function):
@@ -163,7 +187,7 @@ class _Ring(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros(q.shape, dtype=wide, device=q.device)
         log_sum = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-        own = torch.stack([k, v])
+        own = call.stacked(k, v)
         q = q if q.stride(-1) == 1 else q.contiguous()
         for _, source, held in call.keys(own):
             for rows, block, plan in call.blocks(source) if held is not None else ():
@@ -177,20 +201,22 @@ class _Ring(torch.autograd.Function):
                 )
                 whole = out[rows].flatten(0, 1), log_sum[rows].flatten(0, 1)
                 merge_(*whole, part.flatten(0, 1), part_log_sum.flatten(0, 1), block.query_begin)
+        call.comm.outgoing.give(own)
         if sinks is not None:
             with_sinks = torch.logaddexp(log_sum, sinks.to(wide)[:, None])
             out *= torch.exp(log_sum - with_sinks).unsqueeze(-1)
             log_sum = with_sinks
         out = out.to(q.dtype)
         ctx.call = call
-        ctx.save_for_backward(q, own, sinks, out, log_sum)
+        ctx.save_for_backward(q, k, v, sinks, out, log_sum)
         return out
 
     @staticmethod
     @first_derivative_only("ring attention")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _RingCall = ctx.call
-        q, own, sinks, out, log_sum = ctx.saved_tensors
+        q, k, v, sinks, out, log_sum = ctx.saved_tensors
+        own = call.stacked(k, v)
         grad = grad.contiguous()
         grad_q = torch.zeros(q.shape, dtype=log_sum.dtype, device=q.device)
         home = torch.zeros(own.shape, dtype=log_sum.dtype, device=q.device)
@@ -222,11 +248,12 @@ class _Ring(torch.autograd.Function):
                 continue
             sums = None
             if held is not None:
-                sums = torch.zeros(held.shape, dtype=home.dtype, device=q.device)
+                sums = gradients.take(held.numel()).view(held.shape).zero_()
                 compute(source, held, sums, every)
             gradients.pass_on(hop, source, sums)
         if at_last is not None:
             compute(call.comm.rank, own, home, at_last)
+        call.comm.outgoing.give(own)
         gradients.finish()
         grad_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:

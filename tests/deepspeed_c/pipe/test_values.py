@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 import deepspeed_c
+from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ConfigError, FeatureError, ModelError, StateError
 from deepspeed_c.pipe import LayerSpec, PipelineModule
-from deepspeed_c.pipe.link import _Form, _pickle_form
+from deepspeed_c.pipe.link import RemoteLink, _Form, _pickle_form
 from tests.deepspeed_c.pipe.models import WIDTH, Block, Plain, loss_fn, micro_batches, module_of
 from tests.deepspeed_c.pipe.test_engine import config_of
 from tests.ranks import run_ranks
@@ -293,3 +294,47 @@ def test_refusals_come_on_all_ranks(what, words):
     for text in run_ranks(2, wrong, what):
         for word in words:
             assert word in text, text
+
+
+N_VALUES, N_BATCHES = 5, 4
+
+
+def reuse_buffers(rank: int, world: int, wish: str, numel: int) -> list[int]:
+    """Batches of values, more under way than the sender waits for. The receiver keeps the tensors of all batches while
+    the sender uses its buffers again. Returns the bytes of the sender's buffers after each batch.
+    """
+    comm = Collectives()
+    comm.use_shared_memory(wish)
+    link = RemoteLink(comm, 0, 1, 7, torch.device("cpu"))
+    sizes, received = [], []
+    for batch in range(N_BATCHES):
+        if rank == 0:
+            comm.barrier()
+        for i in range(N_VALUES):
+            number = N_VALUES * batch + i
+            if rank == 0:
+                value = torch.full((numel,), float(number))
+                link.send([value, number], f"value {number}")
+                value.fill_(-1.0)  # a sent tensor may be overwritten at once
+        if rank == 1:
+            comm.barrier()
+            for i in range(N_VALUES):
+                link.post(f"value {N_VALUES * batch + i}")
+            received += [link.take() for _ in range(N_VALUES)]
+        link.flush()
+        sizes.append(comm.outgoing.n_bytes)
+    for number, (value, told) in enumerate(received):
+        assert told == number
+        assert torch.equal(value, torch.full((numel,), float(number)))
+    assert len(received) == (N_BATCHES * N_VALUES if rank else 0)
+    comm.close()
+    assert comm.outgoing.n_bytes == 0
+    return sizes
+
+
+@pytest.mark.parametrize("wish", ["shm", "off"])
+@pytest.mark.parametrize("numel", [0, 1021, 300_007])
+def test_buffers_of_sent_values_are_used_again_only_when_the_values_have_been_taken(wish, numel):
+    sent, received = run_ranks(2, reuse_buffers, wish, numel)
+    assert len(set(sent)) == 1 and sent[0] >= 4 * numel
+    assert set(received) == {0}

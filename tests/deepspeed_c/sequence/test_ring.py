@@ -226,3 +226,39 @@ def test_bad_input_is_refused_before_anything_is_sent() -> None:
 def test_a_row_of_ranks_is_one_rank_of_the_ring() -> None:
     with pytest.raises(ConfigError, match=r"rows of 2 ranks[^.]*\n.*parts\(\)"):
         plan_ring(SequenceCut(64, 4, n_inner=2))
+
+
+def keep_several_calls(rank: int, world: int, wish: str) -> None:
+    """Two calls are alive at once, and their backwards run twice. Buffers are used again meanwhile, and the results
+    stay those of each call alone, over gloo, with new buffers.
+    """
+    n, n_keys = 1021, 3
+    cut = SequenceCut(n, world)
+    random = torch.Generator().manual_seed(rank)
+
+    def tensors() -> list[torch.Tensor]:
+        return [torch.randn(1, n_keys, cut.tokens[rank], 16, generator=random).requires_grad_() for _ in range(3)]
+
+    calls = [tensors(), tensors()]
+    grad = torch.randn(calls[0][0].shape, generator=random)
+    expected = []
+    for inputs in calls:
+        out = ring_attention(*inputs, Collectives(), cut)
+        expected.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
+    comm = Collectives()
+    comm.use_shared_memory(wish)
+    sizes = []
+    for _ in range(3):
+        outs = [ring_attention(*inputs, comm, cut) for inputs in calls]
+        for i in (1, 0, 0, 1):
+            found = torch.autograd.grad(outs[i], calls[i], grad, retain_graph=True)
+            for got, want in zip([outs[i].detach(), *found], expected[i], strict=True):
+                assert torch.equal(got, want)
+        sizes.append(comm.outgoing.n_bytes)
+    assert len(set(sizes)) == 1 and sizes[0] > 0
+
+
+@pytest.mark.parametrize("wish", ["shm", "off"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_buffers_of_a_ring_are_used_again_only_when_nobody_reads_them(world: int, wish: str) -> None:
+    run_ranks(world, keep_several_calls, wish)
