@@ -19,7 +19,7 @@ from deepspeed_c.comm import joint, shm
 from deepspeed_c.comm.backends import Backend, backend_named, broadcast_slices
 from deepspeed_c.comm.groups import get_all_ranks_from_group, get_rank, get_world_size
 from deepspeed_c.comm.hierarchy import Hierarchy
-from deepspeed_c.comm.ledger import LedgerEntry, ledger_of, ledger_of_pair
+from deepspeed_c.comm.ledger import Ledger, LedgerEntry, ledger_of, ledger_of_pair
 from deepspeed_c.comm.work import Work, wait_all
 from deepspeed_c.errors import CommError
 
@@ -69,6 +69,7 @@ class Collectives:
         self.global_ranks = [get_rank()] if is_alone else get_all_ranks_from_group(group)
         self.global_rank = self.global_ranks[self.rank]
         self.ledger = ledger_of(group)
+        self._pair_ledgers: dict[tuple[int, int, int], Ledger] = {}
         self._on_close: list[Callable[[], None]] = []
         self.scratch = BufferPool() if scratch is None else scratch
         self.reduce: ReduceKernel = _kernel() if reduce is None else reduce
@@ -222,11 +223,14 @@ class Collectives:
             raise ValueError(f"a shift by {distance} among {self.world_size} ranks goes nowhere")
         to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
         backend = self.backend_of(sent)
-        entry = self.ledger.enter("shift", sent.nbytes, label, sent.device, backend.message_path or backend.name)
-        what = f"shift of {sent.numel()} {sent.dtype} by {distance}"
-        return _started(
-            entry, lambda: Work(backend.shift(self, sent, to, received, source, label), kept=[sent, received], what=what)
-        )
+        device = None if sent.is_cpu else sent.device
+        entry = self.ledger.enter("shift", sent.nbytes, label, device, backend.message_path or backend.name)
+        try:
+            handles = backend.shift(self, sent, to, received, source, label)
+        except BaseException:
+            entry.end()
+            raise
+        return Work(handles, kept=(sent, received), what="shift").note_in(entry)
 
     def all_to_all(
         self,
@@ -279,15 +283,18 @@ class Collectives:
         On the CPU both ends raise ``CommError`` where dtype, shape or label differ.
         """
         backend = self.backend_of(tensor)
-        ledger = ledger_of_pair(self.ledger, self.group, self.global_ranks[src], self.global_ranks[dst], tag)
-        entry = ledger.enter("message", tensor.nbytes, label, tensor.device, backend.message_path or backend.name)
-        what = f"message of {tensor.nbytes} bytes"
-
-        def send() -> Work:
+        ledger = self._pair_ledgers.get((src, dst, tag))
+        if ledger is None:
+            ledger = ledger_of_pair(self.ledger, self.group, self.global_ranks[src], self.global_ranks[dst], tag)
+            self._pair_ledgers[src, dst, tag] = ledger
+        device = None if tensor.is_cpu else tensor.device
+        entry = ledger.enter("message", tensor.nbytes, label, device, backend.message_path or backend.name)
+        try:
             handle = backend.message(self, tensor, src, dst, tag, label)
-            return Work([] if handle is None else [handle], kept=[tensor], what=what)
-
-        return _started(entry, send)
+        except BaseException:
+            entry.end()
+            raise
+        return Work(() if handle is None else (handle,), kept=(tensor,), what="message").note_in(entry)
 
     def all_gather_list(self, tensor: torch.Tensor, *, label: str = "") -> list[torch.Tensor]:
         """Every rank's ``tensor`` (any shape, the same everywhere), by rank."""
@@ -379,7 +386,7 @@ class Collectives:
 
     def backend_of(self, tensor: torch.Tensor) -> Backend:
         """The backend for ``tensor``. Raises ``CommError`` where the group has none for its device."""
-        backend = self._backends.get(tensor.device.type)
+        backend = self._backends.get("cpu" if tensor.is_cpu else tensor.device.type)
         if backend is None:
             raise CommError(
                 f"the group has no backend for {tensor.device.type} tensors"
