@@ -18,6 +18,9 @@ GRANULE_BYTES = 4096
 # Time to wait for gloo's threads, which hold a buffer for some microseconds after they have reported the end of a
 # transfer.
 PATIENCE_SECONDS = 0.002
+# Attribute of a lent tensor: the tensor of the whole buffer. Making this tensor again from the loan's storage would take
+# longer than all else that a loan needs.
+_WHOLE = "_dsc_whole"
 
 
 def ordinary_memory(n_bytes: int, device: torch.device) -> torch.Tensor:
@@ -63,18 +66,24 @@ class BufferPool:
         return sum(map(len, self._free.values()))
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An uninitialised tensor [numel]; ``give`` takes it back."""
+        """An uninitialised tensor [numel]; ``give`` takes back this object."""
         n_bytes = numel * dtype.itemsize
         size = -(-max(n_bytes, 1) // GRANULE_BYTES) * GRANULE_BYTES
         buffer = self._find_exact(size, device)
         if buffer is None:
             buffer = self._find(n_bytes, device)
-        if buffer is None:
-            buffer = self._allocate(size, device)
-            self._grow(size)
+        if buffer is None or buffer.dtype != dtype:
+            # The next borrower may record a graph, even if this borrower is in inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                if buffer is None:
+                    buffer = self._allocate(size, device)
+                    self._grow(size)
+                buffer = buffer.view(dtype)
         if self._poison:
-            buffer.fill_(0xFF)  # all bits 1 is a NaN in every floating-point dtype
-        return buffer[:n_bytes].view(dtype)
+            buffer.view(torch.uint8).fill_(0xFF)  # all bits 1 is a NaN in every floating-point dtype
+        lent = buffer.as_strided((numel,), (1,))
+        lent.__dict__[_WHOLE] = buffer
+        return lent
 
     def _find_exact(self, size: int, device: torch.device) -> torch.Tensor | None:
         """The first free buffer of exactly this length that no view holds."""
@@ -88,18 +97,18 @@ class BufferPool:
     def _find(self, n_bytes: int, device: torch.device) -> torch.Tensor | None:
         mine = [buffer for (where, _), free in self._free.items() if where == device for buffer in free]
         fitting = sorted(
-            (buffer for buffer in mine if buffer.numel() >= n_bytes),
-            key=lambda buffer: (self._is_held(buffer), buffer.numel()),
+            (buffer for buffer in mine if buffer.nbytes >= n_bytes),
+            key=lambda buffer: (self._is_held(buffer), buffer.nbytes),
         )
         for buffer in fitting:
             self._remove(buffer)
             if self._becomes_free(buffer):
                 return buffer
-            self._grow(-buffer.numel())
+            self._grow(-buffer.nbytes)
         if mine and not fitting:
-            largest = max(mine, key=torch.Tensor.numel)
+            largest = max(mine, key=lambda buffer: buffer.nbytes)
             self._remove(largest)
-            self._grow(-largest.numel())
+            self._grow(-largest.nbytes)
         return None
 
     def _is_held(self, buffer: torch.Tensor) -> bool:
@@ -112,7 +121,7 @@ class BufferPool:
         return not is_held
 
     def _remove(self, buffer: torch.Tensor) -> None:
-        key = buffer.device, buffer.numel()
+        key = buffer.device, buffer.nbytes
         self._free[key] = deque(other for other in self._free[key] if other is not buffer)
 
     def _grow(self, n_bytes: int) -> None:
@@ -122,22 +131,15 @@ class BufferPool:
 
     def give(self, tensor: torch.Tensor) -> None:
         """Takes back a tensor that ``take`` has lent."""
-        n_bytes, device = tensor.untyped_storage().nbytes(), tensor.device
+        whole: torch.Tensor = tensor.__dict__[_WHOLE]
+        n_bytes, device = whole.nbytes, whole.device
         if not self._keeps(device) or (self._waits and self._alone is None):
             self._grow(-n_bytes)
             return
-        whole = tensor._base  # ``take`` has made the tensor a view of it
-        if whole is None or whole.numel() != n_bytes:
-            whole = self._whole_of(tensor)
-        self._free.setdefault((device, n_bytes), deque()).append(whole)
-
-    @staticmethod
-    def _whole_of(tensor: torch.Tensor) -> torch.Tensor:
-        """The bytes of a tensor's memory."""
-        storage = tensor.untyped_storage()
-        # The next borrower may record a graph, even if this borrower returns the buffer under inference_mode.
-        with torch.inference_mode(False):
-            return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),))
+        free = self._free.get((device, n_bytes))
+        if free is None:
+            free = self._free[device, n_bytes] = deque()
+        free.append(whole)
 
     def clear(self) -> None:
         """Frees the buffers that are not lent."""

@@ -2,10 +2,11 @@
 
 200 layers of 64 x 64 on 2 ranks, at stages 1, 2 and 3, and at stage 3 with ``comm.zero_copy_gather``. Each layer is a
 separate bucket, and at stage 3 a separate gather unit. The calls behind the hooks of autograd and of modules are timed
-one by one in real steps: handing over a gradient, starting a bucket, waiting for a bucket, starting a unit, waiting for
-a unit and pointing parameters at it, and releasing a unit. The time of a call excludes timed calls within it. Waits
-include time of the other rank; all other figures are this rank's own. Buckets hold 4160 elements, so that copies take
-little time.
+one by one in real steps: handing over a gradient (in C), and the two calls of Python a bucket that follow from it:
+opening the bucket at its first gradient, and launching it; starting a bucket's sum, waiting for a sum, starting a unit,
+waiting for a unit and pointing parameters at it, and releasing a unit. The time of a call excludes timed calls within
+it. Waits include time of the other rank; all other figures are this rank's own. Buckets hold 4160 elements, so that
+copies take little time.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.launch_overhead
 """
 
@@ -37,6 +38,8 @@ WARMUP = 5
 # Name of a figure -> the timed method. For gradients this is the hook that autograd calls.
 GRADIENT = "gradient"
 TIMED: dict[str, tuple[type, str]] = {
+    "bucket_open": (GradientReducer, "_open"),
+    "bucket_launch": (GradientReducer, "_start"),
     "bucket_start": (Bucket, "reduce"),
     "wait": (Work, "wait"),
     "unit_start": (GatherUnit, "start"),

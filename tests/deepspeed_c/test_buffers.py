@@ -112,3 +112,18 @@ def test_what_is_given_back_in_inference_mode_can_be_trained_with():
     x = torch.ones(4, requires_grad=True)
     (x * lent).sum().backward()
     assert x.grad.tolist() == [2.0] * 4
+
+
+def test_a_loan_of_another_dtype_in_inference_mode_leaves_an_ordinary_buffer():
+    pool = BufferPool()
+    pool.give(pool.take(1031, torch.float32, CPU))
+    with torch.inference_mode():
+        inside = pool.take(1031, torch.bfloat16, CPU).fill_(3.0)
+        assert not inside.is_inference()
+        pool.give(inside)
+    lent = pool.take(1031, torch.bfloat16, CPU)
+    assert lent.data_ptr() == inside.data_ptr() and not lent.is_inference() and lent.eq(3.0).all()
+    lent.mul_(2.0)
+    x = torch.ones(1031, dtype=torch.bfloat16, requires_grad=True)
+    (x * lent).sum().backward()
+    assert x.grad.eq(6.0).all()

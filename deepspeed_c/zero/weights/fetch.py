@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -249,13 +249,13 @@ class Fetcher:
             group = self.groups[follower]
             group.unit.weights.read_ahead(group.bucket)
 
-    @contextmanager
-    def on_gather_stream(self, device: torch.device) -> Iterator[None]:
+    def on_gather_stream(self, device: torch.device) -> AbstractContextManager:
         """Context for issuing gathers on a separate stream. They run beside the computation, after earlier writes to
         the shards."""
-        if not has_streams(device):
-            yield
-            return
+        return self._on_stream(device) if has_streams(device) else nullcontext()
+
+    @contextmanager
+    def _on_stream(self, device: torch.device) -> Iterator[None]:
         if self._stream is None:
             self._stream = torch.Stream(device)
         self._stream.wait_stream(torch.accelerator.current_stream(device))

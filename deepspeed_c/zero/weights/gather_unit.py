@@ -4,8 +4,9 @@ in the buffer.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,16 @@ if TYPE_CHECKING:
 __all__ = ["GatherUnit", "PlacedShard", "Places", "WholeShard"]
 
 
+_AS_IT_IS = nullcontext()
+
+
+def _lasting() -> AbstractContextManager:
+    """Context for tensors that must outlive inference mode. Outside of that mode, where passes of training are, nothing
+    is entered: weights require no gradient in their buffers, and a context of torch takes as long as a view.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
+
+
 class Places:
     """The gathered units, sorted by address, so that the unit at an address can be found."""
 
@@ -48,7 +59,7 @@ class Places:
         self._units.insert(i, unit)
 
     def remove(self, unit: GatherUnit) -> None:
-        i = self._units.index(unit)
+        i = self._units.index(unit, bisect_left(self._begins, unit.buffer.data_ptr()))
         del self._begins[i], self._ends[i], self._units[i]
 
     def find(self, address: int) -> GatherUnit | None:
@@ -78,7 +89,7 @@ class GatherUnit:
         self._views = [] if self._whole is None else self._views_of(self._whole)
 
     def _views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        with torch.inference_mode(False), torch.no_grad():
+        with _lasting():
             return [slot.view(buffer, self._begin) for slot in self.slots]
 
     @property
@@ -116,8 +127,7 @@ class GatherUnit:
         with (
             self.unit.weights.open(self.bucket, writes=False),
             fetcher.on_gather_stream(self.unit.device),
-            torch.inference_mode(False),
-            torch.no_grad(),
+            _lasting(),
         ):
             if self.buffer is None:
                 self.buffer = fetcher.pool.take(self.numel, self.unit.dtype, self.unit.device)
@@ -130,7 +140,7 @@ class GatherUnit:
     def wait(self) -> None:
         if self._work is not None:
             work, self._work = self._work, None
-            with torch.inference_mode(False), torch.no_grad():
+            with _lasting():
                 work.wait()
                 self._fetcher.after_gather(self.buffer)
 
@@ -195,13 +205,12 @@ class GatherUnit:
 
     def _release(self, expects_grads: bool) -> None:
         self._expects_grads = expects_grads
+        if self._fetcher.runs_graphs:
+            release = hollow_out
+        else:
+            release = adopt_shape if expects_grads else point_at_nothing
         for slot in self.slots:
-            if self._fetcher.runs_graphs:
-                hollow_out(slot.param)
-            elif expects_grads and slot.param.requires_grad:
-                adopt_shape(slot.param)
-            else:
-                point_at_nothing(slot.param)
+            release(slot.param)
 
 
 class PlacedShard(ShardState):

@@ -809,12 +809,19 @@ def point_at(param: torch.nn.Parameter, whole: torch.Tensor) -> None:
 
 def point_at_nothing(param: torch.nn.Parameter) -> None:
     """Releases a sharded parameter. Afterwards it takes no memory, and reading it raises."""
-    _release(param, param._dsc_shard.empty)
+    # The data is set while the parameter has the class of an available parameter, because every access to a released
+    # one goes through Python.
+    param.__class__ = param._dsc_available
+    _DATA.__set__(param, param._dsc_shard.empty)
+    param.__class__ = param._dsc_released
 
 
 def adopt_shape(param: torch.nn.Parameter) -> None:
-    """As ``point_at_nothing``, but the parameter has its whole shape. Used while a gradient may arrive."""
-    _release(param, param._dsc_shard.stand_in)
+    """As ``point_at_nothing``, but a trained parameter has its whole shape. Used while a gradient may arrive."""
+    param.__class__ = param._dsc_available
+    state = param._dsc_shard
+    _DATA.__set__(param, state.stand_in if param.requires_grad else state.empty)
+    param.__class__ = param._dsc_released
 
 
 def hollow_out(param: torch.nn.Parameter) -> None:
@@ -822,14 +829,6 @@ def hollow_out(param: torch.nn.Parameter) -> None:
     ``torch.compile`` compare these, so a graph does not depend on what is gathered."""
     param.__class__ = param._dsc_available
     _DATA.__set__(param, param._dsc_shard.hollow)
-
-
-def _release(param: torch.nn.Parameter, data: torch.Tensor) -> None:
-    # The data is set while the parameter has the class of an available parameter, because every access to a released
-    # one goes through Python.
-    param.__class__ = param._dsc_available
-    _DATA.__set__(param, data)
-    param.__class__ = param._dsc_released
 
 
 def is_released(param: Any) -> bool:
