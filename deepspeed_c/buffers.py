@@ -18,8 +18,8 @@ GRANULE_BYTES = 4096
 # Time to wait for gloo's threads, which hold a buffer for some microseconds after they have reported the end of a
 # transfer.
 PATIENCE_SECONDS = 0.002
-# Attribute of a lent tensor: the tensor of the whole buffer. Making this tensor again from the loan's storage would take
-# longer than all else that a loan needs.
+# Attribute of a lent tensor: the tensor of the whole buffer. Making it again from the storage would take longer than
+# all else that a loan needs.
 _WHOLE = "_dsc_whole"
 
 
