@@ -114,9 +114,10 @@ class _RingCall:
             comm.outgoing.give(buffer)
 
     def stacked(self, k: Tensor, v: Tensor) -> Tensor:
-        """This rank's keys and values as ``keys`` takes them, lent by ``Collectives.outgoing``."""
-        lent = self.comm.outgoing.take(2 * k.numel(), k.dtype, k.device).view(2, *k.shape)
-        return torch.stack([k, v], out=lent)
+        """This rank's keys and then its values, one-dimensional, in a buffer of ``Collectives.outgoing``."""
+        lent = self.comm.outgoing.take(2 * k.numel(), k.dtype, k.device)
+        torch.stack([k, v], out=lent.view(2, *k.shape))
+        return lent
 
 
 class _Gradients:
@@ -146,13 +147,13 @@ class _Gradients:
         """Add the sums of the previous ranks for ``part`` to ``sums``. Send the result to the next rank, or to the
         part's own rank.
 
-        hop: at least 1. sums: this rank's sums, in a buffer of ``take``; None if the part does not go as far as this
+        hop: at least 1. sums: a tensor of ``take`` with this rank's sums; None if the part does not go as far as this
         rank.
         """
         comm, travel = self._call.comm, self._call.travel
         self._onward.wait()
         self._give(self._gone)
-        flat = self._empty if sums is None else sums.view(-1)
+        flat = self._empty if sums is None else sums
         if sums is not None and self._so_far.numel():
             flat += self._so_far
         self._give(self._so_far)
@@ -187,7 +188,8 @@ class _Ring(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros(q.shape, dtype=wide, device=q.device)
         log_sum = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
-        own = call.stacked(k, v)
+        lent = call.stacked(k, v)
+        own = lent.view(2, *k.shape)
         q = q if q.stride(-1) == 1 else q.contiguous()
         for _, source, held in call.keys(own):
             for rows, block, plan in call.blocks(source) if held is not None else ():
@@ -201,7 +203,7 @@ class _Ring(torch.autograd.Function):
                 )
                 whole = out[rows].flatten(0, 1), log_sum[rows].flatten(0, 1)
                 merge_(*whole, part.flatten(0, 1), part_log_sum.flatten(0, 1), block.query_begin)
-        call.comm.outgoing.give(own)
+        call.comm.outgoing.give(lent)
         if sinks is not None:
             with_sinks = torch.logaddexp(log_sum, sinks.to(wide)[:, None])
             out *= torch.exp(log_sum - with_sinks).unsqueeze(-1)
@@ -216,7 +218,8 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _RingCall = ctx.call
         q, k, v, sinks, out, log_sum = ctx.saved_tensors
-        own = call.stacked(k, v)
+        lent = call.stacked(k, v)
+        own = lent.view(2, *k.shape)
         grad = grad.contiguous()
         grad_q = torch.zeros(q.shape, dtype=log_sum.dtype, device=q.device)
         home = torch.zeros(own.shape, dtype=log_sum.dtype, device=q.device)
@@ -248,12 +251,12 @@ class _Ring(torch.autograd.Function):
                 continue
             sums = None
             if held is not None:
-                sums = gradients.take(held.numel()).view(held.shape).zero_()
-                compute(source, held, sums, every)
+                sums = gradients.take(held.numel()).zero_()
+                compute(source, held, sums.view(held.shape), every)
             gradients.pass_on(hop, source, sums)
         if at_last is not None:
             compute(call.comm.rank, own, home, at_last)
-        call.comm.outgoing.give(own)
+        call.comm.outgoing.give(lent)
         gradients.finish()
         grad_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
