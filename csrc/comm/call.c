@@ -83,9 +83,8 @@ static dsc_status check_scale(const struct dsc_comm_call *call)
 {
     bool is_float = is_small_float(call->type) || call->type == DSC_COMM_F64;
 
-    if (call->type >= DSC_COMM_BYTES_1)
-        return dsc_fail(DSC_EINVAL, "elements of %s cannot be reduced: their type is not known",
-                        dsc_comm_type_text(call->type));
+    if (call->type > DSC_COMM_U8)
+        return dsc_fail(DSC_EINVAL, "elements of %s can be moved, not reduced", dsc_comm_type_text(call->type));
     if (!is_float && call->scale != 1.0)
         return dsc_fail(DSC_EINVAL, "scale is %g for %s, must be 1 for integers", call->scale,
                         dsc_comm_type_text(call->type));

@@ -1,4 +1,7 @@
-/* Messages from one rank to another. They have no thread: each call for one message advances all of them. */
+/*
+ * Messages from one rank to another. They have no thread: each call for one message and each collective that sleeps
+ * advances all of them.
+ */
 #include "comm/message.h"
 
 #include "base/fail.h"
@@ -76,6 +79,11 @@ static void ring(struct dsc_comm *comm, int32_t rank)
     atomic_fetch_add(bell, 1);
     if (atomic_load(&dsc_comm_control_at(comm, rank)->sleepers[comm->rank]) > 0)
         (void)syscall(SYS_futex, bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+    /* The rank may sleep in a collective, and looks at its messages when it wakes: if it misses this, a slice later. */
+    int32_t awaited = atomic_load_explicit(&dsc_comm_control_at(comm, rank)->awaited, memory_order_relaxed);
+
+    if (awaited > 0 && awaited <= comm->n_ranks)
+        (void)syscall(SYS_futex, &dsc_comm_control_at(comm, awaited - 1)->tick, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
 void dsc_comm_ring_all(struct dsc_comm *comm)
@@ -512,21 +520,31 @@ static struct dsc_comm_transfer *find_arrived(const struct dsc_comm *comm)
 }
 
 /*
- * Makes all progress that needs no wait, then returns whether the transfer is done. Data of other requests is copied
- * too: their senders may wait for that before they do their part of this transfer.
+ * Makes all progress that needs no wait. Data of all requests is copied: their senders may wait for that before they do
+ * what the caller waits for.
  */
-static bool settle(struct dsc_comm_transfer *transfer)
+static void move_on(struct dsc_comm *comm)
 {
-    struct dsc_comm *comm = transfer->request.comm;
-
-    if (atomic_load_explicit(&transfer->request.is_done, memory_order_relaxed))
-        return true;
-    if (!comm->mail.is_open)
-        return false;
-    advance(comm);
+    if (comm->mail.is_open)
+        advance(comm);
     for (struct dsc_comm_transfer *arrived; comm->mail.is_open && (arrived = find_arrived(comm)) != NULL;)
         take(arrived);
+}
+
+/* Moves on, then returns whether the transfer is done. */
+static bool settle(struct dsc_comm_transfer *transfer)
+{
+    if (!atomic_load_explicit(&transfer->request.is_done, memory_order_relaxed))
+        move_on(transfer->request.comm);
     return atomic_load_explicit(&transfer->request.is_done, memory_order_relaxed);
+}
+
+dsc_status dsc_comm_mail_advance(struct dsc_comm *comm)
+{
+    pthread_mutex_lock(&comm->mail.mutex);
+    move_on(comm);
+    pthread_mutex_unlock(&comm->mail.mutex);
+    return dsc_comm_check(comm);
 }
 
 static void break_by(struct dsc_comm_transfer *transfer, int32_t rank, dsc_status status, const char *what)

@@ -42,6 +42,12 @@ void dsc_comm_mail_destroy(struct dsc_comm_mail *mail);
 /* Wakes all threads of other ranks that sleep until this rank has news. */
 void dsc_comm_ring_all(dsc_comm *comm);
 
+/*
+ * Makes all progress of messages that needs no wait. A collective that waits calls this, because another rank may come
+ * to it only when this rank has taken its message. Returns the failure that broke the end.
+ */
+dsc_status dsc_comm_mail_advance(dsc_comm *comm);
+
 /* Returns when the request is done; false if stops returned true. */
 bool dsc_comm_message_finish(dsc_comm_request *request, bool (*stops)(void *), void *context);
 

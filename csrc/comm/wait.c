@@ -185,6 +185,7 @@ dsc_status dsc_comm_await(struct dsc_comm *comm, int32_t rank, uint32_t tick)
         }
     for (bool is_first = true; !has_reached(comm, rank, tick); is_first = false) {
         DSC_TRY(look_around(comm, rank, !is_first));
+        DSC_TRY(dsc_comm_mail_advance(comm));
         if (!is_first && comm->stops != NULL && comm->stops(comm->stops_context))
             return dsc_fail(DSC_EAGAIN, "the wait was stopped");
         sleep_for(comm, rank, tick);

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from deepspeed_c.buffers import BufferPool, ordinary_memory
 from deepspeed_c.comm import joint, shm
 from deepspeed_c.comm.backends import Backend, backend_named, broadcast_slices
+from deepspeed_c.comm.described import N_TAGS
 from deepspeed_c.comm.groups import get_all_ranks_from_group, get_rank, get_world_size
 from deepspeed_c.comm.hierarchy import Hierarchy
 from deepspeed_c.comm.ledger import Ledger, LedgerEntry, ledger_of, ledger_of_pair
@@ -277,11 +278,13 @@ class Collectives:
         """Rank ``src`` of the group sends its contiguous ``tensor`` (any shape and dtype) to rank ``dst``. This rank is
         one of them.
 
-        Messages of one ``tag`` from one rank to another arrive in the order of sending. Both ranks enter their messages
-        in a ledger for the pair, with the same labels.
+        Messages of one ``tag`` (0 to 4095) from one rank to another arrive in the order of sending. Both ranks enter
+        their messages in a ledger for the pair, with the same labels.
 
         On the CPU both ends raise ``CommError`` where dtype, shape or label differ.
         """
+        if not 0 <= tag < N_TAGS:
+            raise ValueError(f"tag is {tag}, must be 0 to {N_TAGS - 1}")
         backend = self.backend_of(tensor)
         ledger = self._pair_ledgers.get((src, dst, tag))
         if ledger is None:

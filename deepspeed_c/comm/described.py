@@ -35,10 +35,12 @@ from deepspeed_c.env import read_env
 if TYPE_CHECKING:
     from deepspeed_c.comm.collectives import Collectives
 
-__all__ = ["all_to_all_described", "as_bytes", "head_of", "message_described", "shift_described", "text_of"]
+__all__ = ["N_TAGS", "all_to_all_described", "as_bytes", "head_of", "message_described", "shift_described", "text_of"]
 
 # Tags of gloo's messages are positive and have 31 bits. From the lowest bit: the purpose, the caller's tag, the hash.
 _PURPOSE_BITS, _TAG_BITS, _HASH_BITS = 3, 12, 16
+N_TAGS = 1 << _TAG_BITS
+"""Callers' tags are below it."""
 _MESSAGE, _SHIFT, _ALL_TO_ALL, _NEVER = range(0, 8, 2)  # the description; the data has the number above it
 _DESCRIPTION_HASH = 0xD5C0  # in tags of descriptions: other users of the group have small tags
 # Bytes of a description: text, and a hash of the text that was cut off.
@@ -51,9 +53,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tag(purpose: int, tag: int, hashed: int) -> int:
-    return (
-        (hashed % (1 << _HASH_BITS)) << (_PURPOSE_BITS + _TAG_BITS) | tag % (1 << _TAG_BITS) << _PURPOSE_BITS | purpose
-    )
+    return (hashed % (1 << _HASH_BITS)) << (_PURPOSE_BITS + _TAG_BITS) | tag << _PURPOSE_BITS | purpose
 
 
 def head_of(text: str) -> bytes:
@@ -92,8 +92,10 @@ def _as_tensor(buffer: bytearray) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
+# The other rank of a message, and the handle.
+_Started = tuple[int, Handle]
 # The handles that it joins, the call of the group, and the arguments of the call.
-_Post = tuple[list[Handle], Callable[[list[torch.Tensor], int, int], Handle], list[torch.Tensor], int, int]
+_Post = tuple[list[_Started], Callable[[list[torch.Tensor], int, int], Handle], list[torch.Tensor], int, int]
 
 
 class _Described(ABC):
@@ -107,8 +109,8 @@ class _Described(ABC):
         self._names, self._rank = comm.global_ranks, comm.rank
         self._purpose, self._tag = purpose, tag
         self._heads: dict[int, bytearray] = {}
-        self._descriptions: list[Handle] = []
-        self._handles: list[Handle] = []
+        self._descriptions: list[_Started] = []
+        self._handles: list[_Started] = []
         self._posts: list[_Post] = []
         self._posts_failed = ""
 
@@ -129,9 +131,9 @@ class _Described(ABC):
         posts, self._posts = self._posts, []
         try:
             for handles, way, tensors, rank, tag in posts:
-                handles.append(way(tensors, rank, tag))
+                handles.append((rank, way(tensors, rank, tag)))
         except RuntimeError as error:  # the connections are closed already; ``wait`` raises it, as for other failures
-            self._posts_failed = str(error)
+            self._posts_failed = f"rank {self._name(rank)}: {error}"
 
     def wait(self) -> None:
         """Waits until all messages are over. Raises RuntimeError with both values where descriptions differ, and where
@@ -149,11 +151,14 @@ class _Described(ABC):
         except RuntimeError as error:
             raise RuntimeError(self._close(difference) or str(error).splitlines()[0]) from None
 
-    @staticmethod
-    def _wait_for(handles: list[Handle]) -> None:
+    def _wait_for(self, handles: list[_Started]) -> None:
         """Takes the handles out one by one: a second wait for a message of gloo would never end."""
         while handles:
-            handles.pop(0).wait()
+            rank, handle = handles.pop(0)
+            try:
+                handle.wait()
+            except RuntimeError as error:  # gloo says the other rank's address only
+                raise RuntimeError(f"rank {self._name(rank)}: {error}") from None
 
     @abstractmethod
     def _difference(self, heads: dict[int, bytearray]) -> str:

@@ -60,10 +60,12 @@ dsc_comm_type type_of(const py::handle &dtype)
         const py::module_ torch = py::module_::import("torch");
         std::vector<std::pair<PyObject *, dsc_comm_type>> types;
 
-        for (int32_t i = DSC_COMM_F32; i <= DSC_COMM_U8; i++) {
+        for (int32_t i = DSC_COMM_F32; i < DSC_COMM_BYTES_1; i++) {
             const auto type = static_cast<dsc_comm_type>(i);
+            const char *name = dsc_comm_type_text(type);
 
-            types.emplace_back(torch.attr(dsc_comm_type_text(type)).ptr(), type);
+            if (py::hasattr(torch, name)) /* each version of torch has added some */
+                types.emplace_back(torch.attr(name).ptr(), type);
         }
         return types;
     }();

@@ -61,21 +61,37 @@ typedef enum dsc_comm_op {
         DSC_COMM_N_OPS
 } dsc_comm_op;
 
-/* Element types: name, text, bytes. BYTES_n are elements without a known meaning; they can be moved, not reduced. */
-#define DSC_COMM_TYPES(X)    \
-    X(F32, "float32", 4)     \
-    X(BF16, "bfloat16", 2)   \
-    X(F16, "float16", 2)     \
-    X(F64, "float64", 8)     \
-    X(I8, "int8", 1)         \
-    X(I16, "int16", 2)       \
-    X(I32, "int32", 4)       \
-    X(I64, "int64", 8)       \
-    X(U8, "uint8", 1)        \
-    X(BYTES_1, "1 byte", 1)  \
-    X(BYTES_2, "2 bytes", 2) \
-    X(BYTES_4, "4 bytes", 4) \
-    X(BYTES_8, "8 bytes", 8) \
+/*
+ * Element types: name, text, bytes. The types after U8 can be moved, not reduced. BYTES_n are elements without a known
+ * meaning.
+ */
+#define DSC_COMM_TYPES(X)                  \
+    X(F32, "float32", 4)                   \
+    X(BF16, "bfloat16", 2)                 \
+    X(F16, "float16", 2)                   \
+    X(F64, "float64", 8)                   \
+    X(I8, "int8", 1)                       \
+    X(I16, "int16", 2)                     \
+    X(I32, "int32", 4)                     \
+    X(I64, "int64", 8)                     \
+    X(U8, "uint8", 1)                      \
+    X(BOOL, "bool", 1)                     \
+    X(U16, "uint16", 2)                    \
+    X(U32, "uint32", 4)                    \
+    X(U64, "uint64", 8)                    \
+    X(C32, "complex32", 4)                 \
+    X(C64, "complex64", 8)                 \
+    X(C128, "complex128", 16)              \
+    X(F8_E4M3FN, "float8_e4m3fn", 1)       \
+    X(F8_E4M3FNUZ, "float8_e4m3fnuz", 1)   \
+    X(F8_E5M2, "float8_e5m2", 1)           \
+    X(F8_E5M2FNUZ, "float8_e5m2fnuz", 1)   \
+    X(F8_E8M0FNU, "float8_e8m0fnu", 1)     \
+    X(F4_E2M1FN_X2, "float4_e2m1fn_x2", 1) \
+    X(BYTES_1, "1 byte", 1)                \
+    X(BYTES_2, "2 bytes", 2)               \
+    X(BYTES_4, "4 bytes", 4)               \
+    X(BYTES_8, "8 bytes", 8)               \
     X(BYTES_16, "16 bytes", 16)
 
 typedef enum dsc_comm_type {
@@ -224,7 +240,8 @@ struct dsc_comm_message {
 /*
  * Submit a message; *out_request is to be waited for and released as that of a collective. DSC_EINVAL names the field;
  * DSC_ENOMEM, DSC_ENOSPC: the data cannot be kept. Then nothing has been submitted. A broken or closed end returns its
- * failure. The data of a received message is copied by a thread that waits for a message, or asks whether it is done.
+ * failure. The data of a received message is copied by a thread that waits for a message or in a collective, or asks
+ * whether a message is done.
  */
 DSC_API dsc_status dsc_comm_send(dsc_comm *comm, int32_t dst, const struct dsc_comm_message *message,
                                  dsc_comm_request **out_request);

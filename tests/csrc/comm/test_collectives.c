@@ -31,7 +31,7 @@ static void must(dsc_status status)
 
 static size_t bytes_of(dsc_comm_type type)
 {
-    static const size_t BYTES[] = {4, 2, 2, 8, 1, 2, 4, 8, 1, 1, 2, 4, 8, 16};
+    static const size_t BYTES[] = {4, 2, 2, 8, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 16, 1, 1, 1, 1, 1, 1, 1, 2, 4, 8, 16};
 
     return BYTES[type];
 }

@@ -406,7 +406,7 @@ static void test_bad_calls(void)
         {"more than memory", {REDUCE, .n_elems = INT64_MAX, .data = data[0]}},
         {"finite", {.op = DSC_COMM_ALL_REDUCE, .scale = 1e300, .data = data[0]}},
         {"must be 1", {.op = DSC_COMM_ALL_REDUCE, .scale = 2.0, .type = DSC_COMM_I32, .data = data[0]}},
-        {"not known", {REDUCE, .type = DSC_COMM_BYTES_4, .data = data[0]}},
+        {"not reduced", {REDUCE, .type = DSC_COMM_BYTES_4, .data = data[0]}},
         {"no multiple", {.op = DSC_COMM_ALL_GATHER, .n_elems = 3, .data = data[0]}},
         {"no multiple", {.op = DSC_COMM_REDUCE_SCATTER, .scale = 1.0, .n_elems = 3, .data = data[0], .out = out[0]}},
         {"overlaps", {.op = DSC_COMM_REDUCE_SCATTER, .scale = 1.0, .n_elems = 4, .data = data[0], .out = data[0] + 1}},

@@ -604,6 +604,91 @@ static void test_threads(void)
     run_threads(2, run_beside, NULL);
 }
 
+/*
+ * Each rank sends from its arena and waits for that before it comes to the collective, in which the next rank waits
+ * already with its reception started.
+ */
+static void meet_after_send(dsc_comm *comm, int32_t rank, int32_t n_ranks, void *arg)
+{
+    int32_t next = (rank + 1) % n_ranks;
+    int32_t last = (rank + n_ranks - 1) % n_ranks;
+    int64_t n_bytes = *(int64_t *)arg;
+    unsigned char *got = test_alloc(LONG_BYTES);
+    unsigned char *wanted = test_alloc(LONG_BYTES);
+    float sums[3] = {1.0f, 2.0f, 3.0f};
+    struct dsc_comm_call sum = {.op = DSC_COMM_ALL_REDUCE, .scale = 1.0, .data = sums, .n_elems = 3, .is_waited = true};
+    dsc_comm_block *block = NULL;
+
+    CHECK_STATUS(dsc_comm_block_create(comm, LONG_BYTES, &block), DSC_OK);
+    for (int32_t sender = 0; sender < n_ranks; sender++) {
+        struct dsc_comm_message sent = bytes(dsc_comm_block_data(block), n_bytes, sender);
+        struct dsc_comm_message expected = bytes(got, n_bytes, sender);
+        dsc_comm_request *receive = last == sender ? start(comm, last, false, &expected) : NULL;
+
+        if (rank == sender) {
+            fill(sent.data, n_bytes, (uint64_t)(7 + sender));
+            usleep(20000); /* the others sleep in the collective */
+            finish(start(comm, next, true, &sent));
+        }
+        CHECK_STATUS(sender % 2 == 0 ? barrier(comm) : run_call(comm, &sum), DSC_OK);
+        if (receive == NULL)
+            continue;
+        CHECK(dsc_comm_is_done(receive));
+        finish(receive);
+        fill(wanted, n_bytes, (uint64_t)(7 + sender));
+        CHECK_BYTES(got, wanted, (size_t)n_bytes);
+    }
+    dsc_comm_block_destroy(block);
+    free(got);
+    free(wanted);
+}
+
+static void test_messages_in_collectives(void)
+{
+    static const int64_t SIZES[] = {DSC_COMM_INLINE_BYTES + 1, LONG_BYTES};
+
+    for (int32_t n_ranks = 2; n_ranks <= 5; n_ranks++)
+        for (size_t i = 0; i < sizeof SIZES / sizeof *SIZES; i++) {
+            int64_t n_bytes = SIZES[i];
+
+            TEST_CASE("messages in collectives, %d ranks, %d bytes", (int)n_ranks, (int)n_bytes);
+            run_threads(n_ranks, meet_after_send, &n_bytes);
+        }
+}
+
+/* A rank finds a difference while it waits in a collective: that ends, with both values, and no other rank comes. */
+static void *wait_in_collective(void *opaque)
+{
+    CHECK_ERROR(barrier(opaque), DSC_EPEER, "sends float8_e4m3fn, rank 1 expects float8_e5m2");
+    return NULL;
+}
+
+static void test_difference_in_collective(void)
+{
+    unsigned char data[16] = {0};
+    unsigned char got[16] = {0};
+    struct dsc_comm_message sent = {.type = DSC_COMM_F8_E4M3FN, .data = data, .n_dims = 1, .shape = {16}};
+    struct dsc_comm_message expected = {.type = DSC_COMM_F8_E5M2, .data = got, .n_dims = 1, .shape = {16}};
+    dsc_comm_request *next = NULL;
+    dsc_comm *ends[2];
+    pthread_t thread;
+
+    TEST_CASE("difference in a collective");
+    open_ends(ends, 2);
+
+    dsc_comm_request *receive = start(ends[1], 0, false, &expected);
+
+    if (pthread_create(&thread, NULL, wait_in_collective, ends[1]) != 0)
+        exit(1);
+    usleep(20000);
+    finish(start(ends[0], 1, true, &sent));
+    pthread_join(thread, NULL);
+    CHECK_ERROR(dsc_comm_send(ends[0], 1, &sent, &next), DSC_EPEER, "sends float8_e4m3fn, rank 1 expects float8_e5m2");
+    CHECK_STATUS(dsc_comm_wait(receive, NULL, NULL), DSC_EPEER);
+    CHECK_STATUS(dsc_comm_release(receive), DSC_OK);
+    close_ends(ends, 2);
+}
+
 /* Impossible notices are refused, and nothing outside of the sender's segment is read. */
 static void test_lies(void)
 {
@@ -693,6 +778,8 @@ int main(void)
     test_close_ends_requests();
     test_stopped_and_timeout();
     test_threads();
+    test_messages_in_collectives();
+    test_difference_in_collective();
     test_lies();
     test_bad_messages();
     return test_finish(__FILE__);
