@@ -200,6 +200,39 @@ FIGURES = [
     ),
     *(
         Figure(
+            f"a message between 2 ranks of one host, from {memory}: {what}",
+            goal,
+            "messages",
+            {"contender": contender, "kib": kib},
+            key,
+        )
+        for contender, memory in (("arena", "the arena"), ("ordinary", "ordinary memory"))
+        for what, goal, kib, key in (
+            ("one way of 4 KiB, microseconds", "<= 5", 4, "us"),
+            ("1 MiB over gloo's `isend` and `irecv`", "<= 0.2", 1024, "ratio_to_gloo"),
+        )
+    ),
+    Figure(
+        'a batch of the example GPT in a pipeline of 2 stages, fp32: over the same with `"comm": {"local": "off"}`',
+        "<= 0.9",
+        "messages",
+        {"contender": "pipeline of the example GPT"},
+        "ratio_to_gloo",
+        why_not="nearly all of the batch is computation: the row has the time of its messages alone over gloo",
+    ),
+    *(
+        Figure(
+            f"attention of {tokens} tokens around a ring of 2 ranks of one host, forward and backward: over the same through gloo",
+            "<= 0.9",
+            "messages",
+            {"contender": "attention around a ring", "tokens": tokens},
+            "ratio_to_gloo",
+            why_not="the row has the time of ranks that send nothing, which no transport can undercut",
+        )
+        for tokens in (512, 2048)
+    ),
+    *(
+        Figure(
             f"attention around a ring of 4 hosts, a hop takes 0.8 of a block, forward and backward: {what}",
             goal,
             "ring_attention",

@@ -149,6 +149,14 @@ BENCHMARKS = [
         "--rounds 1 --layers 1",
     ),
     _script("init_memory", f"{OURS}/init_memory.py", ("deepspeed_c/zero",), 30, "--layers 8 --width 1024", n_ranks=4),
+    _script(
+        "messages",
+        f"{OURS}/messages.py",
+        (*ENGINE, "csrc/comm", "deepspeed_c/pipe", "deepspeed_c/sequence", "examples/gpt.py"),
+        150,
+        "--rounds 1 --layers 2 --width 64 --context 16 --tokens 64",
+        n_ranks=2,
+    ),
     _script("comm_ops", f"{OURS}/comm_ops.py", ("csrc/comm", "ops/binding"), 60, "--rounds 2 --kib 4 1024", n_ranks=2),
     _script(
         "hosts_step",
