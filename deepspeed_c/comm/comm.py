@@ -14,7 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from inspect import Parameter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,8 +82,6 @@ __all__ = [
 comms_logger = CommsLogger()
 comms_logger.on_switch = EngineCollectives(comms_logger).switch
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
 # Names of the parameter that holds the data to send, in the order of preference.
 _PAYLOADS = ("tensor", "tensors", "input_list", "input_tensor_list", "input_tensors", "object_list")
 
@@ -91,25 +90,47 @@ _PAYLOADS = ("tensor", "tensors", "input_list", "input_tensor_list", "input_tens
 _OF_PIECES = frozenset({"all_gather", "all_gather_coalesced", "all_gather_into_tensor", "gather", "scatter"})
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv"})
 
+# The parameters for the log, which come after an operation's own.
+_OF_LOG = (
+    Parameter("prof", Parameter.POSITIONAL_OR_KEYWORD, default=False, annotation="bool"),
+    Parameter("log_name", Parameter.POSITIONAL_OR_KEYWORD, annotation="str"),
+    Parameter("debug", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation="str | None"),
+)
 
-def _operation(function: _F) -> _F:
+
+def _operation(log_name: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Wraps an operation. The wrapper checks that there is a group, enters the call in the group's ledger, records the
-    call if the log wants it, and turns errors into ``CommError``.
+    call if the log wants it, and turns errors into ``CommError``. It takes the operation's own parameters, and those
+    for the log after them.
+
+    log_name: the default of the parameter of that name; "": the operation has no parameters for the log.
     """
+    return functools.partial(_wrapped, log_name)
+
+
+def _wrapped(default_name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
     names = list(signature.parameters)
+    n_own = len(names)
     payload = next((name for name in _PAYLOADS if name in names), None)
     payload_at = names.index(payload) if payload else 0
     group_at = names.index("group")
-    default_name = function.__name__
-    if "log_name" in signature.parameters:
-        default_name = signature.parameters["log_name"].default
+    of_log = [each.replace(default=default_name) if each.name == "log_name" else each for each in _OF_LOG]
+    if not default_name:
+        default_name, of_log = function.__name__, []
+    signature = signature.replace(parameters=[*signature.parameters.values(), *of_log])
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         require_initialized(function.__name__)
-        log_name = kwargs.get("log_name", default_name)
-        is_logged = comms_logger.wants(log_name, bool(kwargs.get("prof", False)))
+        log_name, prof = default_name, False
+        if of_log:
+            if len(args) > n_own:  # parameters for the log by position
+                args, kwargs = (), signature.bind(*args, **kwargs).arguments
+            if kwargs:
+                log_name, prof = kwargs.pop("log_name", default_name), kwargs.pop("prof", False)
+                kwargs.pop("debug", None)
+        is_logged = comms_logger.wants(log_name, bool(prof))
         begin = time.perf_counter() if is_logged else 0.0
         sent = (args[payload_at] if len(args) > payload_at else kwargs.get(payload)) if payload else None
         group = args[group_at] if len(args) > group_at else kwargs.get("group")
@@ -145,7 +166,9 @@ def _operation(function: _F) -> _F:
         record()
         return result
 
-    return call  # type: ignore[return-value]
+    vars(call).update(__signature__=signature)
+    call.__annotations__.update({each.name: each.annotation for each in of_log})
+    return call
 
 
 def _enter(name: str, sent: Any, group: Any, line: str) -> LedgerEntry:
@@ -264,21 +287,13 @@ def get_logged_comm_ops() -> list[str]:
     return comms_logger.get_operation_names()
 
 
-@_operation
-def broadcast(
-    tensor: torch.Tensor,
-    src: int,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "broadcast",
-    debug: str | None = None,
-) -> Any:
+@_operation("broadcast")
+def broadcast(tensor: torch.Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
     """Global rank ``src`` sends ``tensor`` to the group."""
     return dist.broadcast(tensor, src, group=group, async_op=async_op)
 
 
-@_operation
+@_operation()
 def broadcast_object_list(
     object_list: list[Any], src: int, group: ProcessGroup | None = None, device: torch.device | None = None
 ) -> None:
@@ -288,116 +303,73 @@ def broadcast_object_list(
     return dist.broadcast_object_list(object_list, src, group=group, device=device)
 
 
-@_operation
+@_operation("reduce")
 def reduce(
-    tensor: torch.Tensor,
-    dst: int,
-    op: Any = ReduceOp.SUM,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "reduce",
-    debug: str | None = None,
+    tensor: torch.Tensor, dst: int, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """Global rank ``dst``'s ``tensor`` becomes the reduction of all ranks'."""
     return dist.reduce(tensor, dst, op=op, group=group, async_op=async_op)
 
 
-@_operation
+@_operation("gather")
 def gather(
     tensor: torch.Tensor,
     gather_list: list[torch.Tensor] | None = None,
     dst: int = 0,
     group: ProcessGroup | None = None,
     async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "gather",
-    debug: str | None = None,
 ) -> Any:
     """Global rank ``dst`` gets every rank's ``tensor`` in ``gather_list``; the other ranks pass no list."""
     return dist.gather(tensor, gather_list, dst, group=group, async_op=async_op)
 
 
-@_operation
+@_operation("scatter")
 def scatter(
     tensor: torch.Tensor,
     scatter_list: list[torch.Tensor] | None = None,
     src: int = 0,
     group: ProcessGroup | None = None,
     async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "scatter",
-    debug: str | None = None,
 ) -> Any:
     """Global rank ``src`` sends each rank its entry of ``scatter_list``; the other ranks pass no list."""
     return dist.scatter(tensor, scatter_list, src, group=group, async_op=async_op)
 
 
-@_operation
+@_operation("all_reduce")
 def all_reduce(
-    tensor: torch.Tensor,
-    op: Any = ReduceOp.SUM,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "all_reduce",
-    debug: str | None = None,
+    tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """Every rank's ``tensor`` becomes the reduction of all."""
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
-@_operation
+@_operation("all_reduce")
 def inference_all_reduce(
-    tensor: torch.Tensor,
-    op: Any = ReduceOp.SUM,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "all_reduce",
-    debug: str | None = None,
+    tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """``all_reduce``, by the name that inference calls it."""
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
-@_operation
+@_operation("all_reduce")
 def all_reduce_coalesced(
-    tensors: list[torch.Tensor],
-    op: Any = ReduceOp.SUM,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "all_reduce",
-    debug: str | None = None,
+    tensors: list[torch.Tensor], op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """``all_reduce`` of several tensors."""
     return _together([dist.all_reduce(t, op=op, group=group, async_op=True) for t in tensors], async_op)
 
 
-@_operation
+@_operation("all_gather")
 def all_gather(
-    tensor_list: list[torch.Tensor],
-    tensor: torch.Tensor,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "all_gather",
-    debug: str | None = None,
+    tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """Every rank gets all ranks' ``tensor`` in ``tensor_list``."""
     return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
 
 
-@_operation
+@_operation("all_gather_into_tensor")
 def all_gather_into_tensor(
-    output_tensor: torch.Tensor,
-    tensor: torch.Tensor,
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "all_gather_into_tensor",
-    debug: str | None = None,
+    output_tensor: torch.Tensor, tensor: torch.Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """Every rank gets all ranks' ``tensor``, one after another, in ``output_tensor``."""
     return backends.all_gather_single(output_tensor, tensor, group=group, async_op=async_op)
@@ -414,7 +386,7 @@ def allgather_fn(
     return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-@_operation
+@_operation()
 def all_gather_coalesced(
     output_tensors: list[torch.Tensor],
     input_tensors: list[torch.Tensor],
@@ -431,44 +403,31 @@ def all_gather_coalesced(
     return _together(handles, async_op)
 
 
-@_operation
-def all_gather_object(
-    object_list: list[Any],
-    obj: Any,
-    group: ProcessGroup | None = None,
-    prof: bool = False,
-    log_name: str = "all_gather_object",
-    debug: str | None = None,
-) -> None:
+@_operation("all_gather_object")
+def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
     """Every rank gets all ranks' ``obj`` (anything that pickles) in ``object_list``."""
     return dist.all_gather_object(object_list, obj, group=group)
 
 
-@_operation
+@_operation("reduce_scatter")
 def reduce_scatter(
     output: torch.Tensor,
     input_list: list[torch.Tensor],
     op: Any = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "reduce_scatter",
-    debug: str | None = None,
 ) -> Any:
     """Rank r's ``output`` becomes the reduction of all ranks' ``input_list[r]``."""
     return dist.reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
 
 
-@_operation
+@_operation("reduce_scatter_tensor")
 def reduce_scatter_tensor(
     output_tensor: torch.Tensor,
     tensor: torch.Tensor,
     op: Any = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "reduce_scatter_tensor",
-    debug: str | None = None,
 ) -> Any:
     """Rank r's ``output_tensor`` becomes the reduction of slice r of all ranks' ``tensor``."""
     return backends.reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
@@ -487,7 +446,7 @@ def reduce_scatter_fn(
     return reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op, prof=prof)
 
 
-@_operation
+@_operation("all_to_all_single")
 def all_to_all_single(
     output: torch.Tensor,
     tensor: torch.Tensor,
@@ -495,16 +454,13 @@ def all_to_all_single(
     input_split_sizes: list[int] | None = None,
     group: ProcessGroup | None = None,
     async_op: bool = False,
-    prof: bool = False,
-    log_name: str = "all_to_all_single",
-    debug: str | None = None,
 ) -> Any:
     """Piece j of rank i's ``tensor`` becomes piece i of rank j's ``output``. Pieces are equal unless sizes are given.
     """
     return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
 
 
-@_operation
+@_operation()
 def all_to_all(
     output_tensor_list: list[torch.Tensor],
     input_tensor_list: list[torch.Tensor],
@@ -546,83 +502,39 @@ def _together(handles: Sequence[Any], async_op: bool) -> _Together | None:
     return None
 
 
-@_operation
-def send(
-    tensor: torch.Tensor,
-    dst: int,
-    group: ProcessGroup | None = None,
-    tag: int = 0,
-    prof: bool = False,
-    log_name: str = "send",
-    debug: str | None = None,
-) -> None:
+@_operation("send")
+def send(tensor: torch.Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
     """Sends ``tensor`` to global rank ``dst``."""
     return dist.send(tensor, dst, group=group, tag=tag)
 
 
-@_operation
-def recv(
-    tensor: torch.Tensor,
-    src: int | None = None,
-    group: ProcessGroup | None = None,
-    tag: int = 0,
-    prof: bool = False,
-    log_name: str = "recv",
-    debug: str | None = None,
-) -> int:
+@_operation("recv")
+def recv(tensor: torch.Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> int:
     """Receives into ``tensor`` from global rank ``src``, or from any; returns the sender."""
     return dist.recv(tensor, src, group=group, tag=tag)
 
 
-@_operation
-def isend(
-    tensor: torch.Tensor,
-    dst: int,
-    group: ProcessGroup | None = None,
-    tag: int = 0,
-    prof: bool = False,
-    log_name: str = "isend",
-    debug: str | None = None,
-) -> Any:
+@_operation("isend")
+def isend(tensor: torch.Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> Any:
     """``send`` that returns a handle to wait for."""
     return dist.isend(tensor, dst, group=group, tag=tag)
 
 
-@_operation
-def irecv(
-    tensor: torch.Tensor,
-    src: int | None = None,
-    group: ProcessGroup | None = None,
-    tag: int = 0,
-    prof: bool = False,
-    log_name: str = "irecv",
-    debug: str | None = None,
-) -> Any:
+@_operation("irecv")
+def irecv(tensor: torch.Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> Any:
     """``recv`` that returns a handle to wait for."""
     return dist.irecv(tensor, src, group=group, tag=tag)
 
 
-@_operation
-def barrier(
-    group: ProcessGroup | None = None,
-    async_op: bool = False,
-    device_ids: list[int] | None = None,
-    prof: bool = False,
-    log_name: str = "barrier",
-    debug: str | None = None,
-) -> Any:
+@_operation("barrier")
+def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
     """Returns when every rank of the group has come here."""
     return dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
 
 
-@_operation
+@_operation("monitored_barrier")
 def monitored_barrier(
-    group: ProcessGroup | None = None,
-    timeout: timedelta | None = None,
-    wait_all_ranks: bool = False,
-    prof: bool = False,
-    log_name: str = "monitored_barrier",
-    debug: str | None = None,
+    group: ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
     """``barrier`` over gloo. Its error names the ranks that did not come within ``timeout``."""
     return dist.monitored_barrier(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)
