@@ -41,6 +41,7 @@ PUBLIC_NAMES: dict[str, str] = {
     "BackwardError": "deepspeed_c.errors",
     "RecomputeError": "deepspeed_c.errors",
     "RoutingError": "deepspeed_c.errors",
+    "StageError": "deepspeed_c.errors",
     "NonFiniteLossError": "deepspeed_c.errors",
     "OffloadError": "deepspeed_c.errors",
     "LossScaleError": "deepspeed_c.errors",

@@ -26,6 +26,7 @@ __all__ = [
     "RankMismatchError",
     "RecomputeError",
     "RoutingError",
+    "StageError",
     "StateError",
     "UnsupportedConfigError",
 ]
@@ -98,6 +99,11 @@ class RankMismatchError(DeepSpeedCError, RuntimeError):
 
 class BackwardError(DeepSpeedCError, RuntimeError):
     """A backward pass was aborted, or called when it is not allowed."""
+
+
+class StageError(BackwardError):
+    """A layer or the loss function of a pipeline raised an exception on some rank. All ranks raise this error, and its
+    message names the rank, the stage and the exception. On that rank ``__cause__`` is the exception."""
 
 
 class RecomputeError(DeepSpeedCError, RuntimeError):

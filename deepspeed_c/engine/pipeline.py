@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from deepspeed_c import _C
 from deepspeed_c.comm.axes import COPIES, DATA, PP, SP, WITHIN_STAGE
@@ -19,15 +19,28 @@ from deepspeed_c.engine.attributes import ATTRIBUTES, OF_PIPELINES
 from deepspeed_c.engine.engine import DeepSpeedEngine
 from deepspeed_c.engine.inputs import count_tokens
 from deepspeed_c.engine.training import TrainingHost
-from deepspeed_c.errors import BackwardError, ConfigError, FeatureError, ModelError, RankMismatchError, StateError
+from deepspeed_c.errors import (
+    BackwardError,
+    BatchSizeError,
+    ConfigError,
+    DeepSpeedCError,
+    FeatureError,
+    ModelError,
+    RankMismatchError,
+    StageError,
+    StateError,
+)
 from deepspeed_c.observe.record import Event, StepRecord, phases_text
 from deepspeed_c.pipe import PipelineModule
 from deepspeed_c.pipe.link import Link, LocalLink, RemoteLink
-from deepspeed_c.pipe.runner import Lent, Runner, Stage
+from deepspeed_c.pipe.runner import Lent, Runner, Stage, Stopped
 from deepspeed_c.pipe.schedule import Cost, choose, make_table, traits_of
 from deepspeed_c.zero.layout.stages import STAGES
 
 __all__ = ["PipelineEngine", "check_pipeline", "connect_pipeline"]
+
+# Ranks tell each other these in place of the number of their micro-batches.
+_NO_DATA, _OTHER_SIZE = -1, -2
 
 
 def check_pipeline(module: PipelineModule, section: Pipeline, zero: Zero, mesh: Mesh) -> None:
@@ -199,14 +212,21 @@ class PipelineEngine(TrainingHost):
         """Trains on one batch; returns its mean loss on all ranks.
 
         data_iter: yields micro-batches; default: the iterator of ``set_dataiterator``, or the loader of
-        ``training_data``. If it ends early on one rank, StateError is raised on all ranks before anything is trained.
+        ``training_data``.
+
+        Raises on all ranks before anything is trained: StateError if the data end early on one rank or cannot be read,
+        and BatchSizeError if a micro-batch does not have ``train_micro_batch_size_per_gpu`` samples. That is the first
+        dimension of the first tensor of its inputs; inputs without a tensor are not checked. Raises StageError on all
+        ranks if a layer or the loss function raises an exception on one of them: the weights do not change, and the
+        engine can train the next batch.
         """
         self._require_optimizer("train_batch")
         self._require_states("train_batch")
         n = self.gradient_accumulation_steps()
         table = self._table(n, trains=True)
         with self.phases.measure("data"):
-            batches = self._fetch(data_iter, n, "train_batch", needs_labels=True)
+            size = self.train_micro_batch_size_per_gpu()
+            batches = self._fetch(data_iter, n, "train_batch", needs_labels=True, size=size)
         self.module.train()
         self._passes.recover()
         self._blocks.expect(_most_in_flight(table.actions(self.stage_id)))
@@ -229,7 +249,7 @@ class PipelineEngine(TrainingHost):
         )
         try:
             with self._passes.no_sync(), self._flops.forward():
-                self._runner.run(table.actions(self.stage_id), lent, has_backward=True)
+                self._run(table, lent, "train_batch", has_backward=True)
         except BaseException:
             self._state.begin_window()
             raise
@@ -237,6 +257,27 @@ class PipelineEngine(TrainingHost):
         # The exchange that decides about overflow has brought the losses of the last stage to all ranks.
         self.loss = torch.tensor(self._optimizer.last_facts.loss, dtype=torch.float32, device=self.device)
         return self.loss
+
+    def _run(self, table: _C.PipeTable, lent: Lent, what: str, *, has_backward: bool) -> dict[int, Any]:
+        """The results of the last stage by micro-batch. Collective: if a stage raises an exception on one rank, all
+        ranks raise StageError. Ranks of other pipelines, and stages that only send, learn of it here."""
+        results: dict[int, Any] = {}
+        text, fix, cause = "", "", None
+        try:
+            results = self._runner.run(table.actions(self.stage_id), lent, has_backward=has_backward)
+        except Stopped as stopped:
+            text, cause = stopped.text, stopped.cause
+            fix = cause.fix if isinstance(cause, DeepSpeedCError) else ""
+        found = self._comm.gather_numbers(int(bool(text)), label=f"{what}: exceptions of stages")
+        if any(found):
+            rank = found.index(1)
+            text, fix = self._comm.gather_objects((text, fix), label=f"{what}: exceptions of stages")[rank]
+            raise StageError(
+                f"rank {self._comm.global_ranks[rank]}: {text}",
+                where=f"engine.{what}",
+                fix=fix or "correct the layers, the loss function or the data; the engine can run the next batch",
+            ) from cause
+        return results
 
     def _lines(self, record: StepRecord) -> list[str]:
         """The log of a step. It also has the phases of each stage's rank in the pipeline of rank 0."""
@@ -276,7 +317,7 @@ class PipelineEngine(TrainingHost):
             )
         n = num_micro_batches or self.gradient_accumulation_steps()
         table = self._table(n, trains=False)
-        batches = self._fetch(data_iter, n, "eval_batch", needs_labels=compute_loss)
+        batches = self._fetch(data_iter, n, "eval_batch", needs_labels=compute_loss, size=None)
         outputs: dict[int, Any] = {}
 
         def result_of(value: Any, k: int) -> Any:
@@ -289,7 +330,7 @@ class PipelineEngine(TrainingHost):
         self.module.eval()
         try:
             with torch.no_grad():
-                losses = self._runner.run(table.actions(self.stage_id), lent, has_backward=False)
+                losses = self._run(table, lent, "eval_batch", has_backward=False)
         finally:
             self.module.train(was_training)
         logits = [outputs[k] for k in sorted(outputs)] if self.is_last_stage() else None
@@ -318,11 +359,12 @@ class PipelineEngine(TrainingHost):
         return loss.reshape(())
 
     def _fetch(
-        self, data_iter: Iterator[Any] | None, n: int, what: str, *, needs_labels: bool
+        self, data_iter: Iterator[Any] | None, n: int, what: str, *, needs_labels: bool, size: int | None
     ) -> list[tuple[Any, Any]]:
         """The micro-batches of a batch as (inputs, labels), if this rank needs them. Collective: if a micro-batch is
-        missing on any rank, all ranks raise."""
-        problem, batches = "", []
+        missing on any rank, or inputs do not have ``size`` samples, all ranks raise."""
+        problem, kind, cause = "", _NO_DATA, None
+        batches: list[tuple[Any, Any]] = []
         if self.is_first_stage() or (self.is_last_stage() and needs_labels):
             try:
                 source = self._source_of(data_iter)
@@ -332,16 +374,28 @@ class PipelineEngine(TrainingHost):
                 problem = f"its data ended after {len(batches)} of {n} micro-batches"
             except (ModelError, StateError) as error:
                 problem = error.what
-        found = self._comm.gather_numbers(-1 if problem else n, label=f"{what}: micro-batches")
+            except Exception as error:  # noqa: BLE001  data sets raise anything, and all ranks have to learn of it
+                cause = error
+                problem = f"micro-batch {len(batches)} of its data raised {type(error).__name__}: {error}"
+            if not problem and size is not None and self.is_first_stage():
+                problem, kind = _problem_of_sizes(batches, size), _OTHER_SIZE
+        found = self._comm.gather_numbers(kind if problem else n, label=f"{what}: micro-batches")
         if min(found) < 0:
-            text = next(t for t in self._comm.gather_objects(problem, label=what) if t)
-            rank = found.index(-1)
+            rank = next(rank for rank, number in enumerate(found) if number < 0)
+            text = f"rank {self._comm.global_ranks[rank]}: {self._comm.gather_objects(problem, label=what)[rank]}"
+            if found[rank] == _OTHER_SIZE:
+                raise BatchSizeError(
+                    text,
+                    where=f"engine.{what}",
+                    fix="set train_micro_batch_size_per_gpu to the number of samples in each micro-batch, and leave out"
+                    " a last smaller one (drop_last=True)",
+                )
             raise StateError(
-                f"rank {self._comm.global_ranks[rank]}: {text}",
+                text,
                 where=f"engine.{what}",
                 fix="give the first and the last stage of each pipeline the same micro-batches, as many as"
                 " gradient_accumulation_steps",
-            )
+            ) from cause
         if len(set(found)) > 1:
             by_number = {
                 n: [r for r, m in zip(self._comm.global_ranks, found, strict=True) if m == n]
@@ -428,6 +482,15 @@ class PipelineEngine(TrainingHost):
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("step")
+
+
+def _problem_of_sizes(batches: list[tuple[Any, Any]], size: int) -> str:
+    """Words about the first micro-batch whose inputs do not have ``size`` samples; empty if there is none."""
+    for k, (inputs, _) in enumerate(batches):
+        first = next((leaf for leaf in tree_leaves(inputs) if torch.is_tensor(leaf)), None)
+        if first is not None and first.ndim > 0 and len(first) != size:
+            return f"micro-batch {k} has {len(first)} samples, and train_micro_batch_size_per_gpu is {size}"
+    return ""
 
 
 # In DeepSpeed the pipeline engine is a subclass of DeepSpeedEngine, and callers check for it with isinstance.

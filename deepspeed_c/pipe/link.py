@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.work import Work
-from deepspeed_c.errors import RankMismatchError
+from deepspeed_c.errors import ModelError, RankMismatchError
 
 __all__ = ["Link", "LocalLink", "RemoteLink"]
 
@@ -32,7 +32,9 @@ class Link(Protocol):
     """One direction between two neighbouring stages. Values arrive in the order of ``send``."""
 
     def send(self, value: Any, label: str) -> None:
-        """Start to send. The tensors may be freed at once."""
+        """Start to send. The tensors may be freed at once. Raises ModelError, before anything is sent, for a value that
+        does not pickle.
+        """
         ...
 
     def post(self, label: str) -> None:
@@ -107,11 +109,22 @@ class _Form(NamedTuple):
         end = HEAD_BYTES
         for leaf in leaves:
             if not torch.is_tensor(leaf):
-                known.append(pickle.dumps(leaf))
+                known.append(_pickle_leaf(leaf))
                 continue
             known.append(_Packed(leaf.dtype, tuple(leaf.shape), leaf.requires_grad, end))
             end += -(-known[-1].n_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         return cls(spec, tuple(known), end)
+
+
+def _pickle_leaf(leaf: Any) -> bytes:
+    try:
+        return pickle.dumps(leaf)
+    except Exception as error:
+        raise ModelError(
+            f"a {type(leaf).__name__} cannot be sent to another stage: {error}",
+            where="PipelineModule",
+            fix="have layers pass on tensors, and objects that pickle",
+        ) from error
 
 
 class _FormPickler(pickle.Pickler):

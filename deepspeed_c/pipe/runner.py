@@ -11,10 +11,32 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten
 
 from deepspeed_c import _C
+from deepspeed_c.errors import CommError, DeepSpeedCError, ModelError, RankMismatchError
 from deepspeed_c.pipe.link import Link, LocalLink
 from deepspeed_c.pipe.split import SplitBackward
 
-__all__ = ["Lent", "Runner", "Stage"]
+__all__ = ["Lent", "Runner", "Stage", "Stopped"]
+
+_WHAT = {
+    _C.PIPE_FORWARD: "the forward",
+    _C.PIPE_BACKWARD: "the backward",
+    _C.PIPE_INPUT: "the backward",
+    _C.PIPE_WEIGHT: "the backward",
+}
+
+
+class Stopped(Exception):
+    """A run ended without results, because a stage of the pipeline raised an exception. All messages of the run have
+    been exchanged, so the links can be used again. ``text`` says where, and ``cause`` is what the stage of this rank
+    raised. They are empty and None on ranks whose stages did not raise."""
+
+    def __init__(self, text: str = "", cause: Exception | None = None) -> None:
+        super().__init__(text)
+        self.text, self.cause = text, cause
+
+
+class _StageFailed(NamedTuple):
+    """Goes through the links in place of values after a stage has raised an exception."""
 
 
 class Stage(NamedTuple):
@@ -66,11 +88,13 @@ class Runner:
 
     def __init__(self, stages: Mapping[int, Stage]) -> None:
         self._stages = dict(stages)
-        self._do: dict[int, Callable[[int, int], None]] = {
+        self._compute: dict[int, Callable[[int, int, Any], None]] = {
             _C.PIPE_FORWARD: self._forward,
             _C.PIPE_BACKWARD: self._backward,
             _C.PIPE_INPUT: self._input,
             _C.PIPE_WEIGHT: self._weight,
+        }
+        self._move: dict[int, Callable[[int, int], None]] = {
             _C.PIPE_SEND_F: self._send_output,
             _C.PIPE_RECV_F: self._post_input,
             _C.PIPE_SEND_B: self._send_gradients,
@@ -86,12 +110,21 @@ class Runner:
 
     def run(self, actions: Sequence[tuple[int, int, int]], lent: Lent, *, has_backward: bool) -> dict[int, Any]:
         """Run a list of (kind, stage, micro-batch). Returns the last stage's results by micro-batch; they are empty on
-        other ranks. After an exception no state of the run is left."""
+        other ranks. After an exception no state of the run is left.
+
+        Raises Stopped if a stage of the pipeline raises an exception, after all messages of the run: the rank computes
+        no more, and sends ``_StageFailed`` in place of each further value. A rank that receives it does the same. Errors of
+        messages are raised at once, and after them ranks can no longer exchange values.
+        """
         self._lent, self._has_backward = lent, has_backward
         self._results: dict[int, Any] = {}
+        self._stopped: Stopped | None = None
         try:
             for kind, stage, micro_batch in actions:
-                self._do[kind](stage, micro_batch)
+                if kind in self._move:
+                    self._move[kind](stage, micro_batch)
+                else:
+                    self._step(kind, stage, micro_batch)
             with lent.measure("messages"):
                 for link in self._links():
                     link.flush()
@@ -101,7 +134,40 @@ class Runner:
             raise
         finally:
             self._forget()
+        if self._stopped is not None:
+            for link in self._links():
+                link.clear()  # values between two stages of this rank may be left
+            raise self._stopped
         return self._results
+
+    def _step(self, kind: int, s: int, k: int) -> None:
+        """Receive the value that a computation needs, and compute, unless a stage has failed."""
+        link = self._source(kind, s)
+        value = None
+        if link is not None and not (self._stopped and isinstance(link, LocalLink)):
+            with self._lent.measure("messages"):
+                value = link.take()
+        if isinstance(value, _StageFailed):
+            self._stopped = self._stopped or Stopped()
+        if self._stopped is not None:
+            return
+        try:
+            self._compute[kind](s, k, value)
+        except (CommError, RankMismatchError):
+            raise
+        except Exception as error:  # noqa: BLE001  layers raise anything, and all ranks have to learn of it
+            self._stop(kind, s, k, error)
+
+    def _source(self, kind: int, s: int) -> Link | None:
+        """The link that brings the value that a computation needs."""
+        if kind == _C.PIPE_FORWARD:
+            return self._stages[s].inputs
+        return None if kind == _C.PIPE_WEIGHT else self._stages[s].output_grads
+
+    def _stop(self, kind: int, s: int, k: int, error: Exception) -> None:
+        text = error.what if isinstance(error, DeepSpeedCError) else str(error)
+        where = f"{_WHAT[kind]} of stage {s}, micro-batch {k}"
+        self._stopped = Stopped(f"{where}, raised {type(error).__name__}: {text}", error)
 
     def _links(self) -> list[Link]:
         return [
@@ -111,9 +177,9 @@ class Runner:
             if link is not None
         ]
 
-    def _forward(self, s: int, k: int) -> None:
+    def _forward(self, s: int, k: int, value: Any) -> None:
         stage = self._stages[s]
-        inputs = self._lent.first_inputs(k) if stage.inputs is None else self._take(stage.inputs)
+        inputs = self._lent.first_inputs(k) if stage.inputs is None else value
         with self._lent.measure("forward"):
             outputs = stage.run(inputs)
             if stage.outputs is None:
@@ -128,57 +194,61 @@ class Runner:
         if isinstance(stage.outputs, LocalLink):
             self._send_output(s, k)
 
-    def _take(self, link: Link) -> Any:
-        """The value of the oldest message on ``link``, after waiting for it."""
-        with self._lent.measure("messages"):
-            return link.take()
-
     def _send(self, link: Link, value: Any, label: str) -> None:
         with self._lent.measure("messages"):
-            link.send(value, label)
+            if self._stopped is None:
+                try:
+                    link.send(value, label)
+                    return
+                except ModelError as error:  # nothing has been sent
+                    self._stopped = Stopped(f"{label} raised {type(error).__name__}: {error.what}", error)
+            link.send(_StageFailed(), label)
 
     def _send_output(self, s: int, k: int) -> None:
-        self._send(self._stages[s].outputs, self._outputs.pop((s, k)), _label("output", s, k))
+        self._send(self._stages[s].outputs, self._outputs.pop((s, k), None), _label("output", s, k))
 
     def _post_input(self, s: int, k: int) -> None:
         self._stages[s].inputs.post(_label("output", s - 1, k))
 
     def _send_gradients(self, s: int, k: int) -> None:
-        self._send(self._stages[s].input_grads, self._gradients.pop((s, k)), _label("gradient of the input", s, k))
+        value = self._gradients.pop((s, k), None)
+        self._send(self._stages[s].input_grads, value, _label("gradient of the input", s, k))
 
     def _post_gradients(self, s: int, k: int) -> None:
         self._stages[s].output_grads.post(_label("gradient of the input", s + 1, k))
 
-    def _roots(self, s: int, k: int) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+    def _roots(
+        self, s: int, k: int, received: list[torch.Tensor | None] | None
+    ) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """The edges where the backward starts, and their gradients. There are no edges if no later stage has used the
         output.
         """
         stage, roots = self._stages[s], self._flights[s, k].roots
         if stage.output_grads is None:
             return roots, [torch.ones_like(self._results[k]) for _ in roots]
-        pairs = [(root, grad) for root, grad in zip(roots, self._take(stage.output_grads), strict=True) if grad is not None]
+        pairs = [(root, grad) for root, grad in zip(roots, received, strict=True) if grad is not None]
         return [root for root, _ in pairs], [grad for _, grad in pairs]
 
-    def _backward(self, s: int, k: int) -> None:
-        roots, grads = self._roots(s, k)
+    def _backward(self, s: int, k: int, value: Any) -> None:
+        roots, grads = self._roots(s, k, value)
         flight = self._flights.pop((s, k))
         with self._lent.measure("backward"), self._lent.backward():
             if roots:
                 torch.autograd.backward(roots, grads)
         self._give_back(s, k, [leaf.grad for leaf in flight.inputs])
 
-    def _input(self, s: int, k: int) -> None:
+    def _input(self, s: int, k: int, value: Any) -> None:
         if not self._stages[s].splits:
-            self._backward(s, k)
+            self._backward(s, k, value)
             return
-        roots, grads = self._roots(s, k)
+        roots, grads = self._roots(s, k, value)
         flight = self._flights[s, k]
         flight.half = SplitBackward(roots, grads, flight.inputs)
         with self._lent.measure("backward"), self._lent.backward():
             given = flight.half.input_half()
         self._give_back(s, k, given)
 
-    def _weight(self, s: int, k: int) -> None:
+    def _weight(self, s: int, k: int, value: None) -> None:
         flight = self._flights.pop((s, k), None)
         if flight is not None and flight.half is not None:
             with self._lent.measure("backward"), self._lent.backward():

@@ -112,7 +112,7 @@ def squares(outputs, labels):
     return (outputs.float() - labels).square().mean()
 
 
-SHAPES = [(2, 3), (2, 3), (1, 7), (4, 1), (2, 3)]
+SHAPES = [(2, 3), (2, 3), (2, 7), (2, 1), (2, 3)]
 
 
 def float_batches(step: int) -> list[tuple[Any, Any]]:
