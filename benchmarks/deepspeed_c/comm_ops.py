@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from benchmarks.measure import bound, in_turn, machine, median_spread, ratios, require
 from deepspeed_c import _C
-from deepspeed_c.comm.backends import all_gather_single, reduce_scatter_single
+from deepspeed_c.comm.transports.torch_backend import all_gather_single, reduce_scatter_single
 
 KIB = (4, 64, 1024, 65536)
 

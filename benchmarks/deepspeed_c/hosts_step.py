@@ -87,7 +87,7 @@ def measure_ops(mib: int, rounds: int) -> list[dict[str, Any]]:
         calls: dict[str, Callable[[], Any]] = {}
         for name, comm in comms.items():
             flat = comm.allocate(4 * n, torch.device("cpu")).view(torch.float32).fill_(rank + 1.0)
-            require(comm.backend_of(flat).name == name, f"CPU tensors take {name}: {comm.backend_of(flat).name}")
+            require(comm.transport_of(flat).name == name, f"CPU tensors take {name}: {comm.transport_of(flat).name}")
             out = torch.zeros(n // world)
             call = {
                 "reduce_scatter": lambda c=comm, f=flat, o=out: c.reduce_scatter(f, o).wait(),

@@ -731,12 +731,18 @@ void dsc_comm_mail_stop(struct dsc_comm *comm)
 
 /* Submission. */
 
-static dsc_status check_message(const struct dsc_comm *comm, int32_t peer, const char *name,
-                                const struct dsc_comm_message *message)
+static dsc_status check_peer(const struct dsc_comm *comm, int32_t peer, const char *name)
 {
     if (peer < 0 || peer >= comm->n_ranks || peer == comm->rank)
         return dsc_fail(DSC_EINVAL, "%s is %d, must be another one of %d ranks than %d", name, (int)peer,
                         (int)comm->n_ranks, (int)comm->rank);
+    return DSC_OK;
+}
+
+static dsc_status check_message(const struct dsc_comm *comm, int32_t peer, const char *name,
+                                const struct dsc_comm_message *message)
+{
+    DSC_TRY(check_peer(comm, peer, name));
     if (dsc_comm_type_bytes(message->type) == 0)
         return dsc_fail(DSC_EINVAL, "type is %d, which is no element type", (int)message->type);
     if (message->n_dims < 0 || message->n_dims > DSC_COMM_MAX_DIMS)
@@ -824,14 +830,21 @@ static void deliver_arrival(struct dsc_comm *comm, struct dsc_comm_transfer *rec
 }
 
 /* With the mutex. */
-static dsc_status enqueue(struct dsc_comm *comm, struct dsc_comm_transfer *transfer)
+static dsc_status check_open(const struct dsc_comm *comm)
 {
-    struct dsc_comm_pair *pair = &comm->mail.pairs[transfer->peer];
-
     if (atomic_load_explicit(&comm->is_closing, memory_order_acquire))
         return dsc_fail(DSC_ESTATE, "the end has been closed");
     if (!comm->mail.is_open)
         return dsc_fail(DSC_ESTATE, "the end is not attached to the other ranks");
+    return DSC_OK;
+}
+
+/* With the mutex. */
+static dsc_status enqueue(struct dsc_comm *comm, struct dsc_comm_transfer *transfer)
+{
+    struct dsc_comm_pair *pair = &comm->mail.pairs[transfer->peer];
+
+    DSC_TRY(check_open(comm));
     if (transfer->sends) /* it may be done at once, and then nobody waits for it */
         break_if_failed(transfer);
     DSC_TRY(dsc_comm_check(comm));
@@ -841,6 +854,31 @@ static dsc_status enqueue(struct dsc_comm *comm, struct dsc_comm_transfer *trans
         deliver_arrival(comm, transfer);
     advance(comm);
     return DSC_OK;
+}
+
+dsc_status dsc_comm_has_message(dsc_comm *comm, int32_t src, int32_t tag, bool *out_has)
+{
+    if (comm == NULL || out_has == NULL)
+        return dsc_fail(DSC_EINVAL, "%s is NULL", comm == NULL ? "comm" : "out_has");
+    DSC_TRY(dsc_process_check(&comm->process, "this end of shared memory"));
+    DSC_TRY(check_peer(comm, src, "src"));
+    pthread_mutex_lock(&comm->mail.mutex);
+
+    dsc_status status = check_open(comm);
+    const struct dsc_comm_arrival *arrival = NULL;
+
+    if (status == DSC_OK) {
+        advance(comm);
+        arrival = comm->mail.pairs[src].arrivals;
+    }
+    while (arrival != NULL && arrival->note.tag != tag)
+        arrival = arrival->next;
+    /* A message may have come before its sender broke. */
+    if (status == DSC_OK && arrival == NULL)
+        status = dsc_comm_check(comm);
+    pthread_mutex_unlock(&comm->mail.mutex);
+    *out_has = arrival != NULL;
+    return status;
 }
 
 static dsc_status submit(struct dsc_comm *comm, int32_t peer, bool sends, const struct dsc_comm_message *message,

@@ -1,4 +1,4 @@
-"""The few collectives that the engine uses. Each takes the fastest way that a backend has (``backends.py``).
+"""The few collectives that the engine uses. Tensors travel by a transport (``transports/``).
 
 Gradients are sent before they are summed, and our own kernel adds them: in rank order, in f32, rounded once. So a sum
 has the same bits in every run, and 16-bit gradients lose no precision on the way. With one rank nothing is sent.
@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_c.buffers import BufferPool, ordinary_memory
-from deepspeed_c.comm import joint, shm
-from deepspeed_c.comm.backends import Backend, backend_named, broadcast_slices
-from deepspeed_c.comm.described import N_TAGS
 from deepspeed_c.comm.groups import get_all_ranks_from_group, get_rank, get_world_size
-from deepspeed_c.comm.hierarchy import Hierarchy
 from deepspeed_c.comm.ledger import Ledger, LedgerEntry, ledger_of, ledger_of_pair
+from deepspeed_c.comm.transports import joint_memory, table
+from deepspeed_c.comm.transports.described import N_TAGS
+from deepspeed_c.comm.transports.transport import Transport
 from deepspeed_c.comm.work import Work, wait_all
+from deepspeed_c.config.parallel import LocalTransport
 from deepspeed_c.errors import CommError
 
 __all__ = ["Collectives"]
@@ -57,8 +57,7 @@ class Collectives:
         place of ours. is_alone: only this rank, even if the group has more ranks.
         """
         self.group = group
-        self._local: shm.LocalTransport = "off"
-        self._connection: shm.Connection | Hierarchy | None = None
+        self._local: LocalTransport = "off"
         self.world_size = 1 if is_alone else get_world_size(group)
         self.rank = 0 if is_alone else get_rank(group)
         if self.rank < 0:
@@ -80,54 +79,49 @@ class Collectives:
             if self.world_size > 1
             else {}
         )
-        self._backends = {device: backend_named(name, device) for device, name in names.items()}
+        self._transports = {device: table.of_backend(name, device) for device, name in names.items()}
         # Numbers are sent from the CPU if the group has a backend for it, otherwise from the accelerator.
         self._number_device = torch.device("cpu" if "cpu" in names or not names else next(iter(names)))
-        self._object_path = names.get(self._number_device.type, "")
 
-    def use_shared_memory(self, wish: shm.LocalTransport) -> None:
-        """Sends CPU tensors through memory that all ranks share, or that the ranks of each host share. ``wish`` (the
-        configuration key ``comm.local``) has to allow it, and the ranks have to be able to. Every later ``part`` does
-        the same.
+    def use_shared_memory(self, wish: LocalTransport) -> None:
+        """Sends CPU tensors through memory that all ranks share, or that the ranks of each host share. ``wish`` has to
+        allow it, and the ranks have to be able to. Every later ``part`` does the same.
 
         Collective. Raises ``CommError`` if ``wish`` is "shm" and the ranks cannot share memory.
         """
         self._local = wish
-        if wish == "off" or self.world_size == 1:
-            return
-        self._connection = shm.connect(self, wish)
-        if self._connection is not None:
-            self._backends["cpu"] = self._connection.backend
+        transport = None if self.world_size == 1 else table.connect(self, wish)
+        if transport is not None:
+            self._transports["cpu"] = transport
 
     def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
         """Uninitialised bytes for tensors to send among these ranks, in the memory from which sending is fastest."""
-        if self._connection is None:
-            return ordinary_memory(n_bytes, device)
-        return self._connection.allocate(n_bytes, device)
+        transport = self._transports.get(device.type)
+        return ordinary_memory(n_bytes, device) if transport is None else transport.allocate(n_bytes, device)
 
     @cached_property
     def outgoing(self) -> BufferPool:
         """Buffers for messages, in the memory of ``allocate``. A new block of that memory costs more than a copy, so
         blocks are lent repeatedly. Give a buffer back when its messages have been waited for.
         """
-        source = ordinary_memory if self._connection is None else self._connection.allocate
+        transport = self._transports.get("cpu")
+        source = ordinary_memory if transport is None else transport.allocate
         return BufferPool(keeps=lambda device: device.type == "cpu", allocate=source)
 
     def why_not_joint(self, device: torch.device) -> str:
         """Why these ranks cannot hold the memory of ``device`` together (``join``); "" where they can."""
         if device.type != "cpu":
             return f"weights lie in the memory of {device.type}"
-        if self._connection is None:
-            return '"comm": {"local": "off"}' if self._local == "off" else "the ranks share no memory"
-        if not isinstance(self._connection, shm.Connection):
-            return "the ranks are on several hosts"
-        return ""
+        if self._local == "off":
+            return '"comm": {"local": "off"}'
+        transport = self._transports.get("cpu")
+        return "there is one rank" if transport is None else transport.why_not_joint()
 
-    def join(self, sizes: Sequence[int]) -> joint.JointMemory | None:
+    def join(self, sizes: Sequence[int]) -> joint_memory.JointMemory | None:
         """CPU memory that these ranks hold together: parts of ``sizes`` bytes, multiples of the number of ranks. The
         ranks must be able to (``why_not_joint``). Collective; None on all ranks where there is no room for the memory.
         """
-        return joint.join(self, sizes)
+        return joint_memory.join(self, sizes)
 
     def alone(self) -> Collectives:
         """This rank by itself: nothing is sent."""
@@ -194,7 +188,7 @@ class Collectives:
         if flat.numel() == 0 or self.world_size == 1:
             return Work.done()
         if use_broadcast:
-            return self._start(op, flat, label, lambda by: broadcast_slices(self, flat, label))
+            return self._start(op, flat, label, lambda by: by.broadcast_slices(self, flat, label))
         return self._start(op, flat, label, lambda by: by.all_gather(self, flat, label))
 
     def all_reduce(self, flat: torch.Tensor, *, scale: float = 1.0, label: str = "") -> Work:
@@ -223,11 +217,11 @@ class Collectives:
         if distance % self.world_size == 0:
             raise ValueError(f"a shift by {distance} among {self.world_size} ranks goes nowhere")
         to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
-        backend = self.backend_of(sent)
+        transport = self.transport_of(sent)
         device = None if sent.is_cpu else sent.device
-        entry = self.ledger.enter("shift", sent.nbytes, label, device, backend.message_path or backend.name)
+        entry = self.ledger.enter("shift", sent.nbytes, label, device, transport.shift_name())
         try:
-            handles = backend.shift(self, sent, to, received, source, label)
+            handles = transport.shift(self, sent, to, received, source, label)
         except BaseException:
             entry.end()
             raise
@@ -257,22 +251,22 @@ class Collectives:
         if self.world_size == 1:
             out.copy_(flat)
             return Work.done()
-        backend = self.backend_of(flat)
-        entry = self.ledger.enter("all-to-all", flat.nbytes, label, flat.device, backend.name)
+        transport = self.transport_of(flat)
+        entry = self.ledger.enter("all-to-all", flat.nbytes, label, flat.device, transport.name)
         what = f"all_to_all of {flat.numel()} {flat.dtype}"
         return _started(
             entry,
             lambda: Work(
-                [backend.all_to_all(self, flat, out, in_splits, out_splits, label)], kept=[flat, out], what=what
+                [transport.all_to_all(self, flat, out, in_splits, out_splits, label)], kept=[flat, out], what=what
             ),
         )
 
     def broadcast(self, tensor: torch.Tensor, src: int, *, label: str = "") -> None:
         """Rank ``src`` of the group sends its contiguous ``tensor`` (any shape and dtype) to all ranks."""
         if self.world_size > 1 and tensor.numel():
-            backend = self.backend_of(tensor)
-            with self.ledger.enter("broadcast", tensor.nbytes, label, tensor.device, backend.name) as entry:
-                wait_all([backend.broadcast(self, tensor, src, label)], "broadcast", entry)
+            transport = self.transport_of(tensor)
+            with self.ledger.enter("broadcast", tensor.nbytes, label, tensor.device, transport.name) as entry:
+                wait_all([transport.broadcast(self, tensor, src, label)], "broadcast", entry)
 
     def message(self, tensor: torch.Tensor, src: int, dst: int, *, tag: int = 0, label: str = "") -> Work:
         """Rank ``src`` of the group sends its contiguous ``tensor`` (any shape and dtype) to rank ``dst``. This rank is
@@ -285,15 +279,16 @@ class Collectives:
         """
         if not 0 <= tag < N_TAGS:
             raise ValueError(f"tag is {tag}, must be 0 to {N_TAGS - 1}")
-        backend = self.backend_of(tensor)
+        transport = self.transport_of(tensor)
         ledger = self._pair_ledgers.get((src, dst, tag))
         if ledger is None:
             ledger = ledger_of_pair(self.ledger, self.group, self.global_ranks[src], self.global_ranks[dst], tag)
             self._pair_ledgers[src, dst, tag] = ledger
         device = None if tensor.is_cpu else tensor.device
-        entry = ledger.enter("message", tensor.nbytes, label, device, backend.message_path or backend.name)
+        path = transport.message_name(dst if src == self.rank else src)
+        entry = ledger.enter("message", tensor.nbytes, label, device, path)
         try:
-            handle = backend.message(self, tensor, src, dst, tag, label)
+            handle = transport.message(self, tensor, src, dst, tag, label)
         except BaseException:
             entry.end()
             raise
@@ -324,9 +319,9 @@ class Collectives:
         self._all_reduce_now(bits, label or "sum_disjoint_bits")
 
     def _all_reduce_now(self, tensor: torch.Tensor, label: str) -> None:
-        backend = self.backend_of(tensor)
-        with self.ledger.enter("all-reduce", tensor.nbytes, label, tensor.device, backend.name) as entry:
-            wait_all([backend.add_up(self, tensor, label)], "all_reduce", entry)
+        transport = self.transport_of(tensor)
+        with self.ledger.enter("all-reduce", tensor.nbytes, label, tensor.device, transport.name) as entry:
+            wait_all([transport.add_up(self, tensor, label)], "all_reduce", entry)
 
     def gather_numbers(self, number: float, *, label: str = "") -> list[Any]:
         """Every rank's ``number`` by rank: all int (64 bit) or all float on all ranks."""
@@ -343,25 +338,28 @@ class Collectives:
         """Sums lists of equal length over ranks, element by element, in f64; the same bits on every rank."""
         if self.world_size == 1 or not numbers:
             return [float(number) for number in numbers]
-        table = torch.tensor(numbers, dtype=torch.float64, device=self._number_device)
-        self._all_reduce_now(table, label or "sum_numbers")
-        return table.tolist()
+        sums = torch.tensor(numbers, dtype=torch.float64, device=self._number_device)
+        self._all_reduce_now(sums, label or "sum_numbers")
+        return sums.tolist()
 
     def gather_objects(self, value: Any, *, label: str = "") -> list[Any]:
         """Every rank's ``value`` (anything that pickles) by rank."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        with self.ledger.enter("all-gather", 0, label or "gather_objects", path=self._object_path):
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+        pickled, label = pickle.dumps(value), label or "gather_objects"
+        return self._gather_pickled(pickled, self._gather_numbers("all-gather", len(pickled), label), label)
+
+    def _gather_pickled(self, pickled: bytes, lengths: Sequence[int], label: str) -> list[Any]:
+        block = torch.zeros(max(lengths), dtype=torch.uint8)
+        block[: len(pickled)] = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+        blocks = self._all_gather_list("all-gather", block.to(self._number_device), label)
+        return [pickle.loads(each[:n].cpu().numpy().tobytes()) for each, n in zip(blocks, lengths, strict=True)]
 
     def gather_small_objects(self, value: Any, usual_bytes: int, *, label: str = "") -> list[Any]:
         """Every rank's ``value`` by rank, as ``gather_objects``, in one exchange if every rank's value pickles to
         ``usual_bytes`` or less. All ranks must give the same ``usual_bytes``.
 
-        ``gather_objects`` has two exchanges over torch's backend, which take several times as long as one through
-        shared memory.
+        ``gather_objects`` has two exchanges.
         """
         if self.world_size == 1:
             return [value]
@@ -374,30 +372,30 @@ class Collectives:
         blocks = [each.cpu() for each in blocks]
         lengths = [int(each[:_LENGTH_BYTES].clone().view(torch.int64)) for each in blocks]
         if max(lengths) > usual_bytes:
-            return self.gather_objects(value, label=label)
+            return self._gather_pickled(pickled, lengths, label or "gather_small_objects")
         return [pickle.loads(bytes(each.numpy())[_LENGTH_BYTES:]) for each in blocks]
 
     def barrier(self, *, label: str = "") -> None:
         """Returns when every rank has come here."""
         self._gather_numbers("barrier", 0, label)
 
-    def _start(self, op: str, flat: torch.Tensor, label: str, send: Callable[[Backend], Work]) -> Work:
-        """Enters ``op`` on ``flat`` in the ledger and starts it on the backend for ``flat``."""
-        backend = self.backend_of(flat)
-        entry = self.ledger.enter(op, flat.nbytes, label, flat.device, backend.name)
-        return _started(entry, lambda: send(backend))
+    def _start(self, op: str, flat: torch.Tensor, label: str, send: Callable[[Transport], Work]) -> Work:
+        """Enters ``op`` on ``flat`` in the ledger and starts it on the transport for ``flat``."""
+        transport = self.transport_of(flat)
+        entry = self.ledger.enter(op, flat.nbytes, label, flat.device, transport.name)
+        return _started(entry, lambda: send(transport))
 
-    def backend_of(self, tensor: torch.Tensor) -> Backend:
-        """The backend for ``tensor``. Raises ``CommError`` where the group has none for its device."""
-        backend = self._backends.get("cpu" if tensor.is_cpu else tensor.device.type)
-        if backend is None:
+    def transport_of(self, tensor: torch.Tensor) -> Transport:
+        """The transport for ``tensor``. Raises ``CommError`` where the group has none for its device."""
+        transport = self._transports.get("cpu" if tensor.is_cpu else tensor.device.type)
+        if transport is None:
             raise CommError(
                 f"the group has no backend for {tensor.device.type} tensors"
                 f" (it has {dist.get_backend_config(self.group)})",
                 where=f"rank {self.rank}",
                 fix="leave dist_backend unset in init_distributed, or name one backend for each device",
             )
-        return backend
+        return transport
 
     def own_slice(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's slice [s] of ``flat`` [n * s]."""

@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket, ProcessGroup, ReduceOp
 
-from deepspeed_c.comm import backends
+from deepspeed_c.comm import point_to_point
 from deepspeed_c.comm.discover import DEFAULT_PORT, discover
 from deepspeed_c.comm.groups import is_initialized, require_initialized
 from deepspeed_c.comm.ledger import Ledger, LedgerEntry, ledger_of
 from deepspeed_c.comm.log import CommsLogger, EngineCollectives, shared_calls_of
+from deepspeed_c.comm.transports import torch_backend
 from deepspeed_c.errors import CommError
 from deepspeed_c.logging import logger
 
@@ -372,7 +373,7 @@ def all_gather_into_tensor(
     output_tensor: torch.Tensor, tensor: torch.Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """Every rank gets all ranks' ``tensor``, one after another, in ``output_tensor``."""
-    return backends.all_gather_single(output_tensor, tensor, group=group, async_op=async_op)
+    return torch_backend.all_gather_single(output_tensor, tensor, group=group, async_op=async_op)
 
 
 def allgather_fn(
@@ -397,7 +398,7 @@ def all_gather_coalesced(
     if len(output_tensors) != len(input_tensors):
         raise ValueError(f"{len(output_tensors)} output tensors for {len(input_tensors)} input tensors")
     handles = [
-        backends.all_gather_single(out, tensor, group=group, async_op=True)
+        torch_backend.all_gather_single(out, tensor, group=group, async_op=True)
         for out, tensor in zip(output_tensors, input_tensors)
     ]
     return _together(handles, async_op)
@@ -430,7 +431,7 @@ def reduce_scatter_tensor(
     async_op: bool = False,
 ) -> Any:
     """Rank r's ``output_tensor`` becomes the reduction of slice r of all ranks' ``tensor``."""
-    return backends.reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
+    return torch_backend.reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
 
 def reduce_scatter_fn(
@@ -505,25 +506,25 @@ def _together(handles: Sequence[Any], async_op: bool) -> _Together | None:
 @_operation("send")
 def send(tensor: torch.Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
     """Sends ``tensor`` to global rank ``dst``."""
-    return dist.send(tensor, dst, group=group, tag=tag)
+    return point_to_point.send(tensor, dst, group=group, tag=tag)
 
 
 @_operation("recv")
 def recv(tensor: torch.Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> int:
     """Receives into ``tensor`` from global rank ``src``, or from any; returns the sender."""
-    return dist.recv(tensor, src, group=group, tag=tag)
+    return point_to_point.recv(tensor, src, group=group, tag=tag)
 
 
 @_operation("isend")
 def isend(tensor: torch.Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> Any:
     """``send`` that returns a handle to wait for."""
-    return dist.isend(tensor, dst, group=group, tag=tag)
+    return point_to_point.isend(tensor, dst, group=group, tag=tag)
 
 
 @_operation("irecv")
 def irecv(tensor: torch.Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> Any:
     """``recv`` that returns a handle to wait for."""
-    return dist.irecv(tensor, src, group=group, tag=tag)
+    return point_to_point.irecv(tensor, src, group=group, tag=tag)
 
 
 @_operation("barrier")

@@ -29,8 +29,6 @@ from deepspeed_c.comm.groups import get_all_ranks_from_group
 __all__ = [
     "DONE",
     "ENTERED",
-    "SHM",
-    "SHM_AND_GLOO",
     "STARTING",
     "WAITING",
     "Ledger",
@@ -47,12 +45,6 @@ __all__ = [
 # The states of an entry, in their order. Starting a collective may itself block: NCCL connects the ranks at the first
 # collective.
 STARTING, ENTERED, WAITING, DONE = "starting", "entered", "waiting", "done"
-
-SHM = "shm"
-"""The path of collectives through memory that ranks share."""
-
-SHM_AND_GLOO = "shm+gloo"
-"""The path of collectives through shared memory inside a host and over gloo between hosts."""
 
 # Ranges of ranks that a sentence names.
 _MAX_NAMED = 16
@@ -201,7 +193,7 @@ def describe(op: str, seq: int, label: str, phase: str, module: str, path: str =
     """
     number = f" #{seq}" if seq > 0 else ""
     of = f" of {label}" if label else ""
-    at = ", ".join(part for part in (phase, module, path if path in (SHM, SHM_AND_GLOO) else "") if part)
+    at = ", ".join(part for part in (phase, module, "" if path in dist.Backend.backend_list else path) if part)
     return f"{op}{number}{of}{f' ({at})' if at else ''}"
 
 

@@ -7,7 +7,10 @@ from typing import Annotated, Any, Literal
 
 from .keys import DType, NonNeg, Positive, Section, acts, asks, inherent, tunes
 
-__all__ = ["Comm", "ExpertParallel", "HybridEngine", "Inference", "Pipeline", "TensorParallel"]
+__all__ = ["Comm", "ExpertParallel", "HybridEngine", "Inference", "LocalTransport", "Pipeline", "TensorParallel"]
+
+LocalTransport = Literal["auto", "shm", "off"]
+"""The key ``comm.local``: whether ranks of one host share memory."""
 
 _TP = "tensor_parallel"
 _TP_VARIANTS = "tensor_parallel_variants"
@@ -18,7 +21,7 @@ class Comm(Section, kw_only=True):
     """Transport between ranks."""
 
     local: Annotated[
-        Literal["auto", "shm", "off"],
+        LocalTransport,
         acts(
             "CPU tensors among the ranks of a group that share a host. auto: through shared memory where the group's"
             " backend for the CPU is gloo and all its ranks can map one another's memory; where they are on several"

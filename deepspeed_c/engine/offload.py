@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.comm.shm import discard
+from deepspeed_c.comm.transports.blocks import discard
 from deepspeed_c.config.offload import Aio
 from deepspeed_c.config.zero import Zero
 from deepspeed_c.engine.no_optimizer import NoOptimizer
@@ -95,15 +95,6 @@ class _Moved(NamedTuple):
     copy: _Copy
 
 
-def _give_up(storage: torch.UntypedStorage) -> None:
-    """Frees the memory of a storage; views of the storage stay. Shared memory of ranks cannot be resized: only its
-    pages are freed, and its addresses stay."""
-    if storage.resizable():
-        storage.resize_(0)
-    else:
-        discard(storage)
-
-
 def _take_back(storage: torch.UntypedStorage, n_bytes: int) -> None:
     """Gives new memory to a storage whose memory was freed. The caller then writes to it."""
     if storage.resizable():
@@ -171,7 +162,7 @@ class OffloadedStates:
                 _Moved(storage, storage.nbytes(), copy) for (storage, _), copy in zip(storages, copies[kind])
             ]
             for storage, _ in storages:
-                _give_up(storage)
+                discard(storage)
         if OffloadStateTypeEnum.contiguous_grad_buffer in wanted:
             self._optimizer.drop_spare_buffers()
 
@@ -212,7 +203,7 @@ class OffloadedStates:
                 try:
                     copy.read_into(_bytes_of(storage), non_blocking)
                 except BaseException:
-                    _give_up(storage)
+                    discard(storage)
                     raise
                 moved.pop()
             del self._away[kind]

@@ -18,8 +18,10 @@ import torch
 
 from deepspeed_c import _C
 from deepspeed_c.buffers import BufferPool
-from deepspeed_c.comm.backends import GENERIC, GLOO, Backend
 from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.comm.transports.gloo import Gloo
+from deepspeed_c.comm.transports.torch_backend import TorchBackend
+from deepspeed_c.comm.transports.transport import Transport
 from deepspeed_c.config import Config
 from deepspeed_c.config.parallel import Comm
 from deepspeed_c.config.zero import Zero
@@ -31,7 +33,7 @@ from deepspeed_c.ops.q8 import BLOCK_ELEMS
 from deepspeed_c.plan.book import Book, Phase
 from deepspeed_c.plan.generation import GenerationMoment
 from deepspeed_c.plan.outline import outline_of
-from deepspeed_c.plan.pretended import IN_PLACE, PretendedFile, PretendedRanks
+from deepspeed_c.plan.pretended import PretendedFile, PretendedRanks, PretendedSharedMemory
 from deepspeed_c.plan.sizes import ModelSizes, OptimizerSizes, ParamSize
 from deepspeed_c.zero.gradients.bucket import Bucket, GradientPools
 from deepspeed_c.zero.gradients.reducer import GradientReducer
@@ -192,12 +194,12 @@ class _Policy:
         return dtypes if comm_dtype is None else dtypes._replace(comm=comm_dtype)
 
 
-def _backend(section: Comm, *, is_host: bool) -> Backend:
+def _transport(section: Comm, *, is_host: bool) -> Transport:
     """How ranks exchange tensors. It is not known yet which ranks share a host. If ranks may share a host, the larger
     of both memory needs is planned."""
     if not is_host:
-        return GENERIC
-    return IN_PLACE if section.local == "shm" else GLOO
+        return TorchBackend("nccl")
+    return PretendedSharedMemory() if section.local == "shm" else Gloo()
 
 
 def plan_memory(
@@ -282,7 +284,7 @@ class _Walk:
             buffer_elems=config.zero.offload_param.buffer_size,
         )
         scratch = BufferPool(count=book.counter(SCRATCH))
-        self._comm = comm = PretendedRanks(n_ranks * sizes.n_tensor, scratch, _backend(config.comm, is_host=is_host))
+        self._comm = comm = PretendedRanks(n_ranks * sizes.n_tensor, scratch, _transport(config.comm, is_host=is_host))
         mesh = Mesh(comm, connect=comm.along)
         mesh = mesh_of_config(config.zero, mesh if sizes.n_tensor == 1 else mesh.split_tensors(sizes.n_tensor))
         mesh.place_experts(data_first=config.use_data_before_expert_parallelism)

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import _world
 
-from deepspeed_c.buffers import BufferPool
-from deepspeed_c.comm.backends import Backend
+from deepspeed_c.buffers import BufferPool, ordinary_memory
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.ledger import Ledger
+from deepspeed_c.comm.transports.shared_memory import SharedMemory
+from deepspeed_c.comm.transports.transport import Transport
 from deepspeed_c.comm.work import Work
 from deepspeed_c.offload.swap import SwapFile, SwapSettings
 
-__all__ = ["IN_PLACE", "PretendedFile", "PretendedRanks"]
+__all__ = ["PretendedFile", "PretendedRanks", "PretendedSharedMemory"]
 
 
 class _NoGroup:
@@ -34,18 +35,24 @@ class _NoGroup:
         """Returns at once, because there is no transfer."""
 
 
-def _lie(*_: Any) -> Work:
+def _done(*_: Any) -> Work:
     return Work([_NoGroup()])
 
 
-# Collectives over memory that ranks share: until the wait, other ranks read the sent bytes in place.
-IN_PLACE = Backend(
-    "shm", reduce_scatter=_lie, all_gather=_lie, all_reduce=_lie, broadcast=_lie, add_up=_lie, all_to_all=_lie
-)
+class PretendedSharedMemory(SharedMemory):
+    """Memory that ranks share: until the wait, other ranks read the sent bytes in place."""
+
+    def __init__(self) -> None:
+        """There is no process group."""
+
+    reduce_scatter = all_gather = all_reduce = broadcast = add_up = all_to_all = _done
+
+    def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
+        return ordinary_memory(n_bytes, device)
 
 
 class PretendedJoint:
-    """Joint memory (``comm/joint.py``): the unit counts the slices of a rank; whole tensors take no further memory."""
+    """Joint memory (``comm/transports/joint_memory.py``): the unit counts the slices of a rank; whole tensors take no further memory."""
 
     def __init__(self, sizes: Sequence[int], n_ranks: int) -> None:
         self._sizes, self._n_ranks = sizes, n_ranks
@@ -63,10 +70,10 @@ class PretendedJoint:
 class PretendedRanks(Collectives):
     """Rank 0 of ``world_size`` ranks, for objects of the engine with tensors on the meta device.
 
-    backend: how ranks exchange tensors. scratch: the pool of the buffers that collectives receive into.
+    transport: how ranks exchange tensors. scratch: the pool of the buffers that collectives receive into.
     """
 
-    def __init__(self, world_size: int, scratch: BufferPool, backend: Backend) -> None:
+    def __init__(self, world_size: int, scratch: BufferPool, transport: Transport) -> None:
         self.group: Any = _NoGroup()
         self.world_size, self.rank, self.global_rank = world_size, 0, 0
         self.global_ranks = list(range(world_size))
@@ -75,13 +82,12 @@ class PretendedRanks(Collectives):
         _world.pg_group_ranks[self.group] = range(world_size)  # torch looks up the source of a broadcast here
         self.scratch = scratch
         self.reduce = lambda sources, scale, accumulate, out: None
-        self._connection = None
         # Fake tensors of a traced model report the host as their device.
-        self._backends = {"meta": backend, "cpu": IN_PLACE}
+        self._transports = {"meta": transport, "cpu": PretendedSharedMemory()}
 
     def along(self, ranks: Sequence[int], axes: Sequence[str]) -> PretendedRanks:
         """The ranks along an axis of a mesh. They share the buffers of these ranks."""
-        return PretendedRanks(len(ranks), self.scratch, self._backends["meta"])
+        return PretendedRanks(len(ranks), self.scratch, self._transports["meta"])
 
     def all_gather(self, flat: torch.Tensor, *, use_broadcast: bool = False, label: str = "") -> Work:
         """Returns at once: a gather takes no further memory on any backend. Some backends would start one transfer for
@@ -89,7 +95,7 @@ class PretendedRanks(Collectives):
         return Work.done()
 
     def why_not_joint(self, device: torch.device) -> str:
-        return "" if self._backends["meta"] is IN_PLACE else "nobody knows yet which ranks will share memory"
+        return "" if isinstance(self._transports["meta"], SharedMemory) else "nobody knows yet which ranks will share memory"
 
     def join(self, sizes: Sequence[int]) -> Any:
         return PretendedJoint(sizes, self.world_size)

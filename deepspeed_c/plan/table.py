@@ -20,7 +20,7 @@ from deepspeed_c.ops.scope import declaration
 from deepspeed_c.plan.activations import ForwardShape, trace_activations
 from deepspeed_c.plan.generation import GenerationMoment, GenerationShape, trace_generation
 from deepspeed_c.plan.memory import KINDS, PHASES, Activations, Lease, MemoryPlan, Offload, plan_memory
-from deepspeed_c.plan.pretended import IN_PLACE, PretendedRanks
+from deepspeed_c.plan.pretended import PretendedRanks, PretendedSharedMemory
 from deepspeed_c.plan.sizes import ModelSizes, group_sizes, model_of, sizes_of
 from deepspeed_c.plan.tiers import NVME_PATH, Budgets, Placed, Rates, offload_section, place_states, suggest_ratio
 from deepspeed_c.plan.timeline import Option, options_of
@@ -119,7 +119,7 @@ def plan_table(
     is_given_sizes = model is None
     if is_given_sizes:
         model, _ = model_of(sizes)
-    ranks = PretendedRanks(n_tensor, BufferPool(), IN_PLACE)
+    ranks = PretendedRanks(n_tensor, BufferPool(), PretendedSharedMemory())
     if n_tensor > 1:
         notes.append(cut_model(model, config.tensor_parallel, ranks).summary)
     base = build_optimizer(config.optimizer, config.bf16, model, optimizer, model_parameters)

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.comm.shm import LocalTransport
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.config.offload import Aio
+from deepspeed_c.config.parallel import LocalTransport
 from deepspeed_c.recompute.active import current
 from deepspeed_c.recompute.recomputer import Recomputer, check_section, tensor_parallel_ranks
 

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.comm.shm import LocalTransport
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.config.offload import Aio
+from deepspeed_c.config.parallel import LocalTransport
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.offload.swap import SwapSettings
 from deepspeed_c.quantity import parse_bytes

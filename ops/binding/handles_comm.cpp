@@ -486,6 +486,14 @@ class ShmGroup {
         return message(dsc_comm_receive, "ShmGroup.receive", "receive", std::move(tensor), src, tag, label);
     }
 
+    bool has_message(int32_t src, int32_t tag) const
+    {
+        bool has = false;
+
+        dsc::check(dsc_comm_has_message(end_->get(), src, tag, &has), "ShmGroup.has_message");
+        return has;
+    }
+
     void barrier()
     {
         submit(call_of(DSC_COMM_BARRIER, Flat{}), "ShmGroup.barrier", py::object(), py::object())->wait();
@@ -679,6 +687,8 @@ void dsc::bind_comm(py::module_ &m)
             "dtype, shape and label before data moves.")
         .def("receive", &ShmGroup::receive, py::arg("tensor"), py::arg("src"), py::arg("tag") = 0,
              py::arg("label") = "", "The next message of a tag from rank src, into tensor.")
+        .def("has_message", &ShmGroup::has_message, py::arg("src"), py::arg("tag") = 0,
+             "Whether a message of a tag from rank src has arrived that nobody has received. Never waits.")
         .def("barrier", &ShmGroup::barrier)
         .def_property_readonly("counts", &ShmGroup::counts,
                                "What this rank has done, by operation: calls, bytes, and how many calls showed their "

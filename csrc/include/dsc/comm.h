@@ -249,6 +249,12 @@ DSC_API dsc_status dsc_comm_receive(dsc_comm *comm, int32_t src, const struct ds
                                     dsc_comm_request **out_request);
 
 /*
+ * Whether a message of this tag from rank src has arrived that no request has received. Never waits. A broken or closed
+ * end returns its failure.
+ */
+DSC_API dsc_status dsc_comm_has_message(dsc_comm *comm, int32_t src, int32_t tag, bool *out_has);
+
+/*
  * Returns when the request is done, with its outcome: DSC_OK, DSC_EPEER, DSC_ETIMEDOUT, DSC_ENOMEM or DSC_ESTATE. May
  * be called again. stops (may be NULL) is called in this thread, about ten times a second and after a signal, while
  * another thread runs the request or other ranks have not reached it. If stops returns true, the wait returns

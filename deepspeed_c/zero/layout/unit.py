@@ -16,7 +16,7 @@ import torch
 
 from deepspeed_c import _C
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.comm.joint import JointMemory
+from deepspeed_c.comm.transports.joint_memory import JointMemory
 from deepspeed_c.comm.work import Work
 from deepspeed_c.errors import ModelError
 from deepspeed_c.inject.cut import Cut

@@ -28,7 +28,7 @@ from deepspeed_c import _C
 from deepspeed_c.accelerator import has_streams
 from deepspeed_c.buffers import Allocate, BufferPool
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.comm.joint import JointMemory
+from deepspeed_c.comm.transports.joint_memory import JointMemory
 from deepspeed_c.errors import StateError
 from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.saved_tensors import SavedTensors

@@ -20,7 +20,7 @@ from typing_extensions import Self
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm import get_world_group, init_distributed, is_initialized
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.comm.shm import LocalTransport
+from deepspeed_c.config.parallel import LocalTransport
 from deepspeed_c.config.source import read_source
 from deepspeed_c.errors import ConfigError, FeatureError, ModelError, StateError
 from deepspeed_c.logging import logger

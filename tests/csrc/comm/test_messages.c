@@ -765,6 +765,43 @@ static void test_bad_messages(void)
     close_ends(ends, 2);
 }
 
+/* A rank that looks for messages of anyone. */
+static void test_has_message(void)
+{
+    unsigned char data[2] = {7, 8};
+    unsigned char got[2] = {0, 0};
+    struct dsc_comm_message sent = bytes(data, 2, 5);
+    struct dsc_comm_message expected = bytes(got, 2, 5);
+    dsc_comm *ends[2];
+    dsc_comm_request *receive;
+    bool has = true;
+
+    TEST_CASE("has message");
+    open_ends(ends, 2);
+    CHECK_STATUS(dsc_comm_has_message(ends[1], 0, 5, &has), DSC_OK);
+    CHECK_EQ(has, false);
+    finish(start(ends[0], 1, true, &sent));
+    CHECK_STATUS(dsc_comm_has_message(ends[1], 0, 4, &has), DSC_OK);
+    CHECK_EQ(has, false);
+    for (int32_t i = 0; i < 2; i++) {
+        CHECK_STATUS(dsc_comm_has_message(ends[1], 0, 5, &has), DSC_OK);
+        CHECK_EQ(has, true);
+    }
+    receive = start(ends[1], 0, false, &expected);
+    CHECK_STATUS(dsc_comm_has_message(ends[1], 0, 5, &has), DSC_OK);
+    CHECK_EQ(has, false);
+    finish(receive);
+    CHECK_BYTES(got, data, 2);
+    CHECK_ERROR(dsc_comm_has_message(ends[1], 1, 5, &has), DSC_EINVAL, "src is 1, must be another");
+    CHECK_ERROR(dsc_comm_has_message(ends[1], 2, 5, &has), DSC_EINVAL, "src is 2, must be another");
+    CHECK_ERROR(dsc_comm_has_message(NULL, 0, 5, &has), DSC_EINVAL, "comm is NULL");
+    CHECK_ERROR(dsc_comm_has_message(ends[1], 0, 5, NULL), DSC_EINVAL, "out_has is NULL");
+    finish(start(ends[0], 1, true, &sent));
+    dsc_comm_close(ends[1]);
+    CHECK_ERROR(dsc_comm_has_message(ends[1], 0, 5, &has), DSC_ESTATE, "has been closed");
+    close_ends(ends, 2);
+}
+
 int main(void)
 {
     alarm(LIMIT_SECONDS);
@@ -782,5 +819,6 @@ int main(void)
     test_difference_in_collective();
     test_lies();
     test_bad_messages();
+    test_has_message();
     return test_finish(__FILE__);
 }

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_c.buffers import BufferPool
-from deepspeed_c.comm import backends
-from deepspeed_c.comm.backends import GENERIC, GLOO
 from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.transports import torch_backend
+from deepspeed_c.comm.transports.gloo import Gloo
+from deepspeed_c.comm.transports.torch_backend import TorchBackend
 from deepspeed_c.comm.work import Work
 from deepspeed_c.errors import CommError
 from tests.ranks import RanksFailed
@@ -21,7 +22,7 @@ from tests.ranks import RanksFailed
 WORLDS = [1, 2, 3]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SLICES = [0, 1, 7, 16, 257, 4099]
-WAYS = {"gloo": GLOO, "generic": GENERIC}
+WAYS = {"gloo": Gloo(), "generic": TorchBackend("gloo")}
 
 
 def plain_reduce(srcs, scale, accumulate, out):
@@ -55,7 +56,7 @@ def data(rank, numel, dtype, seed=0):
 def make(kernel, way=None):
     comm = Collectives(scratch=BufferPool(poison=True), reduce=kernel_of(kernel))
     if way is not None:
-        comm._backends = {"cpu": WAYS[way]}
+        comm._transports = {"cpu": WAYS[way]}
     return comm
 
 
@@ -421,10 +422,10 @@ def test_work_waits_once_and_for_every_handle():
 
 def test_new_names_are_used_where_torch_has_them():
     if hasattr(dist, "all_gather_single"):
-        assert backends.all_gather_single is dist.all_gather_single
-        assert backends.reduce_scatter_single is dist.reduce_scatter_single
+        assert torch_backend.all_gather_single is dist.all_gather_single
+        assert torch_backend.reduce_scatter_single is dist.reduce_scatter_single
     else:
-        assert backends.all_gather_single is dist.all_gather_into_tensor
+        assert torch_backend.all_gather_single is dist.all_gather_into_tensor
 
 
 def test_without_a_group_the_error_says_what_to_call():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 
@@ -11,9 +12,10 @@ import torch.distributed as dist
 
 from deepspeed_c import comm as ds_comm
 from deepspeed_c.comm import ledger as ledger_module
-from deepspeed_c.comm.backends import GENERIC, GLOO
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.ledger import DONE, ENTERED, STARTING, WAITING, Ledger, Total, all_ledgers, describe, ledger_of
+from deepspeed_c.comm.transports.gloo import Gloo
+from deepspeed_c.comm.transports.torch_backend import TorchBackend
 from deepspeed_c.errors import CommError
 
 
@@ -171,7 +173,7 @@ def test_totals(world):
 def sharded_step_body(rank, world, way):
     """Two all-gathers and a reduce-scatter of 16-bit data send 3 x 2 bytes x parameters x (N-1)/N (ZeRO, section 7)."""
     comm = Collectives(reduce=reduce)
-    comm._backends = {"cpu": {"gloo": GLOO, "generic": GENERIC}[way]}
+    comm._transports = {"cpu": {"gloo": Gloo(), "generic": TorchBackend("torch")}[way]}
     n_params = 1000 * world
     comm.barrier()
     comm.ledger.reset_totals()
@@ -224,7 +226,6 @@ def every_method_body(rank, world):
         (lambda **k: comm.sum_disjoint_bits(torch.zeros(4), **k), "all-reduce", 16, "sum_disjoint_bits"),
         (lambda **k: comm.gather_numbers(3, **k), "all-gather", 8 * world, "gather_numbers"),
         (lambda **k: comm.sum_numbers([1.0, 2.0], **k), "all-reduce", 16, "sum_numbers"),
-        (lambda **k: comm.gather_objects("x", **k), "all-gather", 0, "gather_objects"),
         (lambda **k: comm.barrier(**k), "barrier", 8 * world, ""),
     ]
     for call, op, n_bytes, label in calls:
@@ -234,13 +235,17 @@ def every_method_body(rank, world):
             want = (op, n_bytes, given.get("label", label), DONE)
             assert (entry.op, entry.n_bytes, entry.label, entry.state) == want, (entry.op, entry.n_bytes, entry.label)
     assert ledger.last == first + 2 * len(calls), "one call is one entry"
+    comm.gather_objects("x")
+    told = [(entry.op, entry.n_bytes, entry.label, entry.state) for entry in ledger.recent(2)]
+    n_bytes = len(pickle.dumps("x"))
+    assert told == [("all-gather", n * world, "gather_objects", DONE) for n in (8, n_bytes)], "lengths, then objects"
     # Calls that send nothing make no entry.
     comm.broadcast(torch.empty(0), 0)
     comm.all_reduce(torch.empty(0)).wait()
     comm.sum_numbers([])
     with pytest.raises(CommError):
         comm.all_reduce(torch.ones(4, device="meta"))
-    assert ledger.last == first + 2 * len(calls) and ledger.blocking() == []
+    assert ledger.last == first + 2 * len(calls) + 2 and ledger.blocking() == []
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -254,7 +259,9 @@ def failing_body(rank, world):
     def refuse(*args):
         raise ZeroDivisionError
 
-    comm._backends = {"cpu": GLOO._replace(all_reduce=refuse)}
+    gloo = Gloo()
+    gloo.all_reduce = refuse
+    comm._transports = {"cpu": gloo}
     with pytest.raises(ZeroDivisionError):
         comm.all_reduce(torch.ones(4))
     assert comm.ledger.recent(1)[0].state == DONE and comm.ledger.blocking() == []

@@ -112,7 +112,7 @@ def test_groups_of_a_mesh_share_memory_too(run_ranks):
 def place_body(rank, world, stage):
     with start(config("auto", stage)) as engine:
         optimizer = engine._optimizer
-        owns = optimizer.comm._connection.owns
+        owns = optimizer.comm.transport_of(torch.empty(1)).owns
         seen = set()
         reduce = optimizer.comm.reduce_scatter if stage else optimizer.comm.all_reduce
 
@@ -188,13 +188,17 @@ def test_loaders_that_fork_and_checkpoints(run_ranks, tmp_path, stage):
     run_ranks(2, loader_body, stage, str(tmp_path))
 
 
+def transport(comm):
+    return comm.transport_of(torch.empty(1))
+
+
 def shared_body(rank, world):
     """Engines, one beside the other and one after the other, on one connection; ``zero.Init`` before them."""
     with deepspeed_c.zero.Init(config_dict_or_path=config("auto", 3)) as init:
         torch.manual_seed(0)
         model = Model()
-    connection = init.comm._connection
-    assert connection is not None
+    connection = transport(init.comm)
+    assert connection.name == "shm"
     one = deepspeed_c.initialize(model=model, config=config("auto", 3))[0]
     two = start(config("shm", 1))
     off = start(config("off", 1))
@@ -202,7 +206,7 @@ def shared_body(rank, world):
         step(one, rank, i)
         step(two, rank, i)
         step(off, rank, i)
-    assert one._comm._connection is two._comm._connection is connection and off._comm._connection is None
+    assert transport(one._comm) is transport(two._comm) is connection and transport(off._comm).name == "gloo"
     assert all(map(torch.equal, weights(two), weights(off)))
     one.close()
     two.close()
@@ -210,7 +214,7 @@ def shared_body(rank, world):
     off.close()
     with start(config("auto", 2)) as later:
         step(later, rank, 0)
-        assert later._comm._connection is connection
+        assert transport(later._comm) is connection
     with pytest.raises(ConfigError, match="'both'"):
         deepspeed_c.zero.Init(config_dict_or_path={"comm": {"local": "both"}})
     dist.barrier()

@@ -315,7 +315,7 @@ def way_body(rank: int, world: int) -> list[str]:
     ways = []
     for config in (None, {"comm": {"local": "shm"}}, {"comm": {"local": "off"}}):
         checkpointing.configure(Mpu(), config, partition_activations=True)
-        ways.append(configured.comm.backend_of(torch.zeros(1)).name)
+        ways.append(configured.comm.transport_of(torch.zeros(1)).name)
     configured.clear()
     return ways
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import deepspeed_c
 from deepspeed_c import _C
-from deepspeed_c.comm import joint
+from deepspeed_c.comm.transports import joint_memory
 from deepspeed_c.errors import CommError, StateError
 from deepspeed_c.utils import safe_get_full_fp32_param, safe_set_full_fp32_param, safe_set_local_fp32_param
 from deepspeed_c.zero import GatheredParameters
@@ -392,11 +392,11 @@ def no_room_body(rank, world):
     class Log:
         warning = staticmethod(lambda text, *args: said.append(text % args))
 
-    joint._C.ShmJoint, logger, joint.logger = Full, joint.logger, Log
+    joint_memory._C.ShmJoint, logger, joint_memory.logger = Full, joint_memory.logger, Log
     try:
         _, engine = make()
     finally:
-        joint._C.ShmJoint, joint.logger = real, logger
+        joint_memory._C.ShmJoint, joint_memory.logger = real, logger
     assert not any(group.is_joint for group in engine._fetcher.groups)
     assert len(set(said)) == (rank == 0) and all("rank 1: 4096 bytes" in text for text in said), said
     train(engine, rank, 1)

@@ -1,4 +1,4 @@
-"""comm/shm.py: the collectives of ranks that share memory, compared with gloo's and with sums in rank order; the
+"""comm/transports/shared_memory.py: the collectives of ranks that share memory, compared with gloo's and with sums in rank order; the
 release of the memory; and the errors if ranks cannot share memory.
 """
 
@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from deepspeed_c import _C
 from deepspeed_c.buffers import BufferPool
-from deepspeed_c.comm import shm
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.ledger import ENTERED
+from deepspeed_c.comm.transports import shared_memory
 from deepspeed_c.errors import CommError
 from tests.ranks import RanksFailed
 
@@ -39,6 +39,10 @@ def both():
     local, plain = Collectives(), Collectives()
     local.use_shared_memory("shm")
     return local, plain
+
+
+def transport(comm):
+    return comm.transport_of(torch.empty(1))
 
 
 def bits(tensor):
@@ -236,10 +240,10 @@ def test_many_in_flight_beside_those_of_gloo(run_ranks, world):
 def no_copy_body(rank, world):
     """Tensors in shared memory are not copied into a staging buffer."""
     local, _ = both()
-    assert local._connection.owns(local.allocate(100, CPU)) and not local._connection.owns(torch.empty(100))
+    assert transport(local).owns(local.allocate(100, CPU)) and not transport(local).owns(torch.empty(100))
     pool = BufferPool(allocate=local.allocate)
     buffer = pool.take(1 << 18, torch.float32, CPU)
-    assert local._connection.owns(buffer) and buffer.numel() == 1 << 18
+    assert transport(local).owns(buffer) and buffer.numel() == 1 << 18
     buffer.fill_(rank)
     local.all_reduce(buffer).wait()
     assert buffer.unique().tolist() == [world * (world - 1) / 2]
@@ -250,7 +254,7 @@ def no_copy_body(rank, world):
     # A tensor keeps its memory after everything else is released.
     kept = local.allocate(1 << 20, CPU).fill_(rank + 1)
     alone = local.alone()
-    assert alone.allocate(8, CPU).numel() == 8 and not local._connection.owns(alone.allocate(8, CPU))
+    assert alone.allocate(8, CPU).numel() == 8 and not transport(local).owns(alone.allocate(8, CPU))
     gc.collect()
     assert kept.unique().tolist() == [rank + 1]
 
@@ -273,16 +277,16 @@ def ends_body(rank, world):
     before = held()
     one.use_shared_memory("auto")
     two.use_shared_memory("auto")
-    assert one._connection is two._connection is not None, "engines share a connection"
+    assert transport(one) is transport(two) and transport(one).name == "shm", "engines share a connection"
     part = one.part(group, "dp_shard")
-    assert part._connection is one._connection
+    assert transport(part) is transport(one)
     block = one.allocate(1 << 20, CPU)
     works = [one.all_reduce(block.view(torch.float32)) for _ in range(3)]
     for work in works:
         work.wait()
     one.barrier()
     assert held()[2] > before[2]
-    kept, connection = one.allocate(1 << 12, CPU).fill_(3), one._connection
+    kept, connection = one.allocate(1 << 12, CPU).fill_(3), transport(one)
     one.close()
     two.close()
     dist.barrier()
@@ -317,7 +321,7 @@ def copies_body(rank, world):
     loaded.append(torch.load(file)["w"])
     loaded.append(torch.from_numpy(param.detach().numpy().copy()))
     for other in loaded:
-        assert torch.equal(other, param) and not local._connection.owns(other)
+        assert torch.equal(other, param) and not transport(local).owns(other)
     shared = torch.nn.Parameter(local.allocate(64, CPU).view(torch.float32).fill_(3.0))
     shared.share_memory_()  # torch moves the tensor to torch's own shared memory
     assert shared.is_shared() and shared.unique().tolist() == [3.0]
@@ -340,10 +344,10 @@ def fork_body(rank, world):
     if child == 0:
         seen = flat.sum().item()
         fresh = local.allocate(100, CPU).fill_(7)
-        assert not local._connection.owns(fresh) and fresh.unique().tolist() == [7]
+        assert not transport(local).owns(fresh) and fresh.unique().tolist() == [7]
         del flat
         gc.collect()
-        local._connection._group.close()
+        transport(local)._group.close()
         fails = False
         try:
             local.barrier()
@@ -433,7 +437,7 @@ def two_hosts_body(rank, world, wish):
         assert '"comm": {"local": "shm"}' in str(caught.value) and '"auto"' in str(caught.value)
     else:
         comm.use_shared_memory(wish)
-    assert comm._connection is None and comm.allocate(8, CPU).numel() == 8
+    assert transport(comm).name == "gloo" and comm.allocate(8, CPU).numel() == 8
     flat = torch.ones(1000)
     comm.all_reduce(flat).wait()
     assert flat.unique().tolist() == [2.0] and comm.ledger.recent(1)[0].path == "gloo"
@@ -463,16 +467,16 @@ def refused_body(rank, world, where):
                 raise NotImplementedError("rank 0 belongs to another user")
             self._real.attach(addresses)
 
-    shm._C.ShmGroup = Refusing
+    shared_memory._C.ShmGroup = Refusing
     try:
         comm = Collectives()
         with pytest.raises(CommError, match="rank 1: (1 GiB was asked for|rank 0 belongs)"):
             comm.use_shared_memory("shm")
         comm.use_shared_memory("auto")
     finally:
-        shm._C.ShmGroup = real
+        shared_memory._C.ShmGroup = real
     comm.barrier()
-    assert comm._connection is None and comm.ledger.carried.keys() == {"gloo"}
+    assert transport(comm).name == "gloo" and comm.ledger.carried.keys() == {"gloo"}
 
 
 @pytest.mark.parametrize("where", ["made", "attached"])
@@ -484,8 +488,8 @@ def off_body(rank, world):
     comm = Collectives()
     comm.use_shared_memory("off")
     comm.barrier()
-    assert comm._connection is None and comm.ledger.carried.keys() == {"gloo"}
-    assert comm.part(dist.group.WORLD, "dp_shard")._connection is None
+    assert transport(comm).name == "gloo" and comm.ledger.carried.keys() == {"gloo"}
+    assert comm.part(dist.group.WORLD, "dp_shard").transport_of(torch.empty(1)).name == "gloo"
 
 
 def test_off_is_gloo(run_ranks):
@@ -495,16 +499,16 @@ def test_off_is_gloo(run_ranks):
 def full_body(rank, world):
     """If there is no room for shared memory, buffers lie in ordinary memory and results are the same."""
     local, _ = both()
-    real = local._connection._group
+    real = transport(local)._group
 
     class Full:
         def empty(self, n_bytes):
             raise MemoryError(f"{n_bytes} bytes were asked for, 0 are there")
 
-    local._connection._group = Full()
+    transport(local)._group = Full()
     buffer = local.allocate(4096, CPU)
-    local._connection._group = real
-    assert not local._connection.owns(buffer)
+    transport(local)._group = real
+    assert not transport(local).owns(buffer)
     flat = buffer.view(torch.float32).fill_(1.0)
     local.all_reduce(flat).wait()
     assert flat.unique().tolist() == [float(world)]

@@ -31,23 +31,32 @@ import contextlib
 import os
 import queue
 import threading
+import uuid
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from deepspeed_c.buffers import ordinary_memory
-from deepspeed_c.comm.backends import Backend
-from deepspeed_c.comm.described import all_to_all_described, head_of, text_of
-from deepspeed_c.comm.ledger import SHM_AND_GLOO
+from deepspeed_c.comm.groups import timeout_of
+from deepspeed_c.comm.transports.described import (
+    all_to_all_described,
+    head_of,
+    message_described,
+    shift_described,
+    text_of,
+)
+from deepspeed_c.comm.transports.meeting import Meeting, NotConnectedError
+from deepspeed_c.comm.transports.shared_memory import SHIFT_TAG, SharedMemory, engine_tag, open_ends
+from deepspeed_c.comm.transports.transport import Transport
 from deepspeed_c.comm.work import Handle, Work
 
 if TYPE_CHECKING:
     from deepspeed_c.comm.collectives import Collectives
 
-__all__ = ["Hierarchy", "LocalEnd"]
+__all__ = ["TwoLevels", "connect"]
 
 _HALVES = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, *_HALVES)
@@ -59,22 +68,6 @@ _LENGTH_BITS = 12
 # Time for the thread to let go of a failed call at the end of the process. A thread that waits for another host does
 # not end in that time, but does not keep the process alive.
 _LAST_SECONDS = 1.0
-
-
-class LocalEnd(Protocol):
-    """Connects the ranks of one host (``shm.Connection``)."""
-
-    def start(self, name: str, *args: object) -> Handle:
-        """Starts the collective ``name`` of ``_C.ShmGroup``."""
-        ...
-
-    def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
-        """Memory that the other ranks of the host read in place."""
-        ...
-
-    def close(self) -> None:
-        """Ends the connection, and tells the other ranks."""
-        ...
 
 
 class _Overlap(NamedTuple):
@@ -188,7 +181,7 @@ def _tag_of(tensor: torch.Tensor, tag: int) -> int:
 class _Agreement:
     """Compares the descriptions of a call across hosts."""
 
-    def __init__(self, owner: Hierarchy, what: str, tag: int) -> None:
+    def __init__(self, owner: TwoLevels, what: str, tag: int) -> None:
         """Sends this rank's description, and receives one from a rank of each other host."""
         self._owner, self._what = owner, what
         places, messages = owner.places, owner.messages
@@ -228,7 +221,7 @@ class _Agreement:
 class _Call:
     """One collective under way. Its generator ``steps`` has run to its first yield."""
 
-    def __init__(self, owner: Hierarchy, what: str, tag: int, steps: Generator[None, None, None]) -> None:
+    def __init__(self, owner: TwoLevels, what: str, tag: int, steps: Generator[None, None, None]) -> None:
         self._owner, self._what, self._tag, self._steps = owner, what, tag, steps
         self._agreement: _Agreement | None = None
         self._is_ready = threading.Event()
@@ -284,15 +277,17 @@ class _Call:
         self._is_over = True
 
 
-class Hierarchy:
-    """The two levels of one process group, as its ranks use them. It ends with the group."""
+class TwoLevels(Transport):
+    """The two levels of one process group, as its ranks use them. They end with the group."""
+
+    name = "shm+gloo"
 
     def __init__(
         self,
         process_group: dist.ProcessGroup,
         hosts: Sequence[Sequence[int]],
         rank: int,
-        ends: tuple[LocalEnd, LocalEnd] | None,
+        ends: tuple[SharedMemory, SharedMemory] | None,
         between: dist.ProcessGroup,
         names: Sequence[int],
     ) -> None:
@@ -308,7 +303,7 @@ class Hierarchy:
         self._first, self._second = ends or (None, None)
         self.messages = _Messages(between, names)
         self.failure = ""
-        """Why the hierarchy has ended; "" while it works."""
+        """Why the two levels have ended; "" while they work."""
         self._n_calls = 0
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
         self._pid = os.getpid()
@@ -317,20 +312,14 @@ class Hierarchy:
         self._lock = threading.Lock()
         self._end = weakref.ref(process_group, lambda _: self.close())
         _open.add(self)
-        self.backend = Backend(
-            SHM_AND_GLOO,
-            reduce_scatter=self._reduce_scatter,
-            all_gather=self._all_gather,
-            all_reduce=self._all_reduce,
-            broadcast=self._broadcast,
-            add_up=self._add_up,
-            all_to_all=all_to_all_described,
-            message_path="gloo",
-        )
 
     def allocate(self, n_bytes: int, device: torch.device) -> torch.Tensor:
-        """As ``Connection.allocate``. Sums inside a host copy data out of this memory, gathers do not."""
+        """As ``SharedMemory.allocate``. Sums inside a host copy data out of this memory, gathers do not."""
         return ordinary_memory(n_bytes, device) if self._second is None else self._second.allocate(n_bytes, device)
+
+    def in_words(self) -> str:
+        counts = ", ".join(str(len(ranks)) for ranks in self.places.hosts)
+        return f"hosts have {counts} ranks, which talk through shared memory inside each, over gloo between"
 
     def close(self) -> None:
         """Ends the thread and the connections."""
@@ -367,7 +356,7 @@ class Hierarchy:
         """Starts a gather for the thread: each rank's m elements of ``flat`` [k * m] go to all ranks of this host."""
         return self._second.start("all_gather", flat)
 
-    def _reduce_scatter(
+    def reduce_scatter(
         self, comm: Collectives, flat: torch.Tensor, out: torch.Tensor, scale: float, accumulate: bool, label: str
     ) -> Work:
         def steps(tag: int) -> Generator[None, None, None]:
@@ -380,7 +369,7 @@ class Hierarchy:
         what = f"reduce_scatter of {flat.numel()} {flat.dtype}"
         return Work([self._start(what, label, steps)], kept=[flat, out], what=what)
 
-    def _all_gather(self, comm: Collectives, flat: torch.Tensor, label: str) -> Work:
+    def all_gather(self, comm: Collectives, flat: torch.Tensor, label: str) -> Work:
         def steps(tag: int) -> Generator[None, None, None]:
             gather = _HostGather(self, comm, flat, tag)
             gather.post()
@@ -392,12 +381,12 @@ class Hierarchy:
         what = f"all_gather of {flat.numel()} {flat.dtype}"
         return Work([self._start(what, label, steps)], kept=[flat], what=what)
 
-    def _all_reduce(self, comm: Collectives, flat: torch.Tensor, scale: float, label: str) -> Work:
+    def all_reduce(self, comm: Collectives, flat: torch.Tensor, scale: float, label: str) -> Work:
         what = f"all_reduce of {flat.numel()} {flat.dtype}"
         handle = self._start(what, label, lambda tag: self._add(comm, flat, scale, tag))
         return Work([handle], kept=[flat], what=what)
 
-    def _add_up(self, comm: Collectives, tensor: torch.Tensor, label: str) -> Handle:
+    def add_up(self, comm: Collectives, tensor: torch.Tensor, label: str) -> Handle:
         what = f"all_reduce of {tensor.numel()} {tensor.dtype}"
         return self._start(what, label, lambda tag: self._add(comm, tensor.view(-1), 1.0, tag))
 
@@ -422,7 +411,7 @@ class Hierarchy:
             flat.copy_(whole[: flat.numel()])
             comm.scratch.give(whole)
 
-    def _broadcast(self, comm: Collectives, tensor: torch.Tensor, src: int, label: str) -> Handle:
+    def broadcast(self, comm: Collectives, tensor: torch.Tensor, src: int, label: str) -> Handle:
         """``src`` sends to the first rank of each other host, and that rank sends to its host."""
         places, flat = self.places, tensor.view(-1)
         home = next(i for i, ranks in enumerate(places.hosts) if src in ranks)
@@ -446,6 +435,49 @@ class Hierarchy:
                 handle.wait()
 
         return self._start(f"broadcast of {flat.numel()} {flat.dtype} by rank {src} of the group", label, steps)
+
+    def all_to_all(
+        self,
+        comm: Collectives,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        in_splits: Sequence[int],
+        out_splits: Sequence[int],
+        label: str,
+    ) -> Handle:
+        return all_to_all_described(comm, flat, out, in_splits, out_splits, label)
+
+    def shift(
+        self, comm: Collectives, sent: torch.Tensor, to: int, received: torch.Tensor, source: int, label: str
+    ) -> list[Handle]:
+        """Each of the two messages takes the way between its ranks: one may stay on the host while the other leaves."""
+        to_near, from_near = self.mail(to), self.mail(source)
+        handles: list[Handle] = []
+        if to_near is None or from_near is None:
+            handles += shift_described(
+                comm, sent, to if to_near is None else None, received, source if from_near is None else None, label
+            )
+        if to_near is not None:
+            handles.append(_Near(self, to_near[0].send(sent, to_near[1], SHIFT_TAG, label)))
+        if from_near is not None:
+            handles.append(_Near(self, from_near[0].receive(received, from_near[1], SHIFT_TAG, label)))
+        return handles
+
+    def message(self, comm: Collectives, tensor: torch.Tensor, src: int, dst: int, tag: int, label: str) -> Handle:
+        near = self.mail(dst if src == comm.rank else src)
+        if near is None:
+            return message_described(comm, tensor, src, dst, tag, label)
+        memory, peer = near
+        start = memory.send if src == comm.rank else memory.receive
+        return _Near(self, start(tensor, peer, engine_tag(tag), label))
+
+    def mail(self, peer: int) -> tuple[SharedMemory, int] | None:
+        mine = self.places.mine
+        return (self._second, mine.index(peer)) if peer in mine else None
+
+    def message_name(self, peer: int) -> str:
+        near = self.mail(peer)
+        return "gloo" if near is None else near[0].name
 
     def _start(self, what: str, label: str, make: Callable[[int], Generator[None, None, None]]) -> Handle:
         """Starts a call. what and label: its description, for comparison over all ranks. make: a function from the
@@ -473,17 +505,31 @@ class Hierarchy:
         return call
 
 
-_open: weakref.WeakSet[Hierarchy] = weakref.WeakSet()
+class _Near:
+    """A message inside a host. Its failure ends the two levels, so that the ranks of other hosts learn of it."""
+
+    def __init__(self, owner: TwoLevels, handle: Handle) -> None:
+        self._owner, self._handle = owner, handle
+
+    def wait(self) -> None:
+        try:
+            self._handle.wait()
+        except RuntimeError as error:
+            self._owner.fail(str(error))
+            raise
+
+
+_open: weakref.WeakSet[TwoLevels] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    for hierarchy in list(_open):
-        hierarchy.close_at_exit()
+    for levels in list(_open):
+        levels.close_at_exit()
 
 
 def _run(calls: queue.SimpleQueue[_Call | None]) -> None:
-    """The loop of a hierarchy's thread. The thread does not keep the hierarchy alive."""
+    """The loop of the thread of ``TwoLevels``, which it does not keep alive."""
     with torch.no_grad():
         while (call := calls.get()) is not None:
             call.go_on()
@@ -536,7 +582,7 @@ class _Block:
 class _Sums:
     """Sums of this rank's slice over all ranks."""
 
-    def __init__(self, owner: Hierarchy, comm: Collectives, flat: torch.Tensor, tag: int) -> None:
+    def __init__(self, owner: TwoLevels, comm: Collectives, flat: torch.Tensor, tag: int) -> None:
         """Starts the sums inside this host, and starts to receive the sums of the other hosts."""
         places = owner.places
         self._owner, self._comm, self._tag = owner, comm, tag
@@ -607,7 +653,7 @@ class _Sums:
 class _HostGather:
     """Sends every rank's slice to all ranks."""
 
-    def __init__(self, owner: Hierarchy, comm: Collectives, flat: torch.Tensor, tag: int) -> None:
+    def __init__(self, owner: TwoLevels, comm: Collectives, flat: torch.Tensor, tag: int) -> None:
         places = owner.places
         self._owner, self._tag = owner, tag
         self._own = comm.own_slice(flat)
@@ -668,3 +714,32 @@ class _HostGather:
 def _travels_as(dtype: torch.dtype, n_summed: int) -> torch.dtype:
     """The dtype in which a sum of ``n_summed`` numbers of ``dtype`` is sent, before it is rounded."""
     return torch.float32 if dtype in _HALVES and n_summed > 1 else dtype
+
+
+def connect(meeting: Meeting) -> TwoLevels:
+    """The two levels of ranks on several hosts, one of which has several ranks. Collective. Raises NotConnectedError.
+    """
+    comm, hosts = meeting.comm, meeting.hosts
+    if len(hosts) == 1 or max(map(len, hosts)) == 1:
+        raise NotConnectedError("")
+    # The first end is for callers, the second for the thread.
+    ends = open_ends(meeting, 2)
+    between: list[dist.ProcessGroup] = []
+    try:
+        name = meeting.agree(lambda: uuid.uuid4().hex, "hosts")[0]
+        meeting.agree(lambda: between.append(_between(meeting, name)), "hosts")
+    except NotConnectedError:
+        for end in ends:
+            end.close()
+        raise
+    return TwoLevels(meeting.group, hosts, comm.rank, (ends[0], ends[1]) if ends else None, between[0], comm.global_ranks)
+
+
+def _between(meeting: Meeting, name: str) -> dist.ProcessGroup:
+    """A gloo group of the same ranks that no other code uses. It ends with its last reference. ``name`` must be unique.
+    """
+    store = dist.PrefixStore(f"deepspeed_c/hosts/{name}", dist.distributed_c10d._get_default_store())
+    try:
+        return dist.ProcessGroupGloo(store, meeting.comm.rank, meeting.comm.world_size, timeout_of(meeting.group))
+    except RuntimeError as error:
+        raise RuntimeError(f"no connection between the hosts: {error}") from error

@@ -1,4 +1,4 @@
-"""comm/hierarchy.py: collectives of ranks on several hosts (network namespaces). They are compared with sums in the
+"""comm/transports/two_levels.py: collectives of ranks on several hosts (network namespaces). They are compared with sums in the
 documented order, with fp64, with gloo and with plain training. The bytes that leave a host, and the errors when a rank
 dies, are tested too.
 """
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import deepspeed_c
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.comm.hierarchy import Hierarchy, _overlaps, _piece_numel
+from deepspeed_c.comm.transports.two_levels import TwoLevels, _overlaps, _piece_numel
 from deepspeed_c.errors import CommError
 from tests.hosts import why_no_hosts
 from tests.ranks import RanksFailed
@@ -40,7 +40,7 @@ def both():
     """(collectives by host, collectives over gloo)"""
     tall, plain = Collectives(), Collectives()
     tall.use_shared_memory("auto")
-    assert isinstance(tall._connection, Hierarchy) and tall.backend_of(torch.empty(1)).name == "shm+gloo"
+    assert isinstance(tall.transport_of(torch.empty(1)), TwoLevels)
     return tall, plain
 
 
@@ -238,18 +238,18 @@ def groups_body(rank, world):
         comm.use_shared_memory("shm")
     assert '"auto"' in str(told.value)
     one, two = both()[0], both()[0]
-    assert one._connection is two._connection
+    assert one.transport_of(torch.empty(1)) is two.transport_of(torch.empty(1))
     cross, inside = (
         [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])],
         [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])],
     )
     part = one.part(cross[rank % 2], "dp_replicate")
-    assert part._connection is None and part.backend_of(torch.empty(1)).name == "gloo"
-    assert one.part(inside[rank // 2], "dp_shard").backend_of(torch.empty(1)).name == "shm"
+    assert part.transport_of(torch.empty(1)).name == "gloo"
+    assert one.part(inside[rank // 2], "dp_shard").transport_of(torch.empty(1)).name == "shm"
     three = dist.new_group([3, 0, 1])
     if rank != 2:
         part = one.part(three, "ep")
-        assert part.backend_of(torch.empty(1)).name == "shm+gloo"
+        assert part.transport_of(torch.empty(1)).name == "shm+gloo"
         assert part.gather_numbers(rank) == dist.get_process_group_ranks(three)
     dist.barrier()
     n_threads, n_files = threading.active_count(), len(os.listdir("/proc/self/fd"))

@@ -11,32 +11,22 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
 from deepspeed_c import _C
 from deepspeed_c.buffers import ordinary_memory
-from deepspeed_c.comm.shm import REFUSALS, as_tensor, first_refusal
+from deepspeed_c.comm.transports.blocks import as_tensor
+from deepspeed_c.comm.transports.meeting import NotConnectedError, Ranks, agree
 from deepspeed_c.logging import logger
 
 __all__ = ["JointMemory", "join"]
 
 
-class _Members(Protocol):
-    """The members of ``Collectives`` that joint memory needs."""
-
-    rank: int
-    world_size: int
-    global_ranks: Sequence[int]
-
-    def gather_objects(self, value: object, *, label: str = "") -> list: ...
-
-
 class JointMemory:
     """Parts of memory with the given numbers of bytes, each cut into equal slices, one for each rank."""
 
-    def __init__(self, memory: _C.ShmJoint, begins: Sequence[int], sizes: Sequence[int], ranks: _Members) -> None:
+    def __init__(self, memory: _C.ShmJoint, begins: Sequence[int], sizes: Sequence[int], ranks: Ranks) -> None:
         self._memory, self._begins, self._sizes, self._ranks = memory, begins, sizes, ranks
 
     def slice(self, part: int) -> torch.Tensor:
@@ -71,7 +61,7 @@ class JointMemory:
         return self._begins[part] + self._ranks.rank * n_bytes, n_bytes
 
 
-def join(ranks: _Members, sizes: Sequence[int]) -> JointMemory | None:
+def join(ranks: Ranks, sizes: Sequence[int]) -> JointMemory | None:
     """Zeroed memory with parts of ``sizes`` bytes, multiples of the number of ranks. The ranks must have been found to
     share memory. Collective. None on all ranks where the memory cannot be had; rank 0 then logs the reason.
     """
@@ -80,25 +70,25 @@ def join(ranks: _Members, sizes: Sequence[int]) -> JointMemory | None:
     for size in sizes:
         begins.append(n_bytes)
         n_bytes += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE  # so that ``forget`` of one part spares the other parts
-    made, refusal, address = None, "", ""
-    if ranks.rank == 0:
-        try:
-            made = _C.ShmJoint(max(n_bytes, 1))
-            address = made.address
-        except REFUSALS as error:
-            refusal = str(error)
-    refusal, address = ranks.gather_objects((refusal, address), label="joint memory")[0]
-    joint, mine = None, ""
-    if not refusal:
-        try:
-            joint = JointMemory(made or _C.ShmJoint(0, address), begins, sizes, ranks)
-            joint.commit()
-        except REFUSALS as error:
-            mine = str(error)
-        # Rank 0 keeps the memory until all ranks have opened it.
-        refusal = first_refusal(ranks.gather_objects(mine, label="joint memory"), ranks.global_ranks)
-    if refusal:
+    opened: list[_C.ShmJoint] = []
+    joint: list[JointMemory] = []
+
+    def make() -> str:
         if ranks.rank == 0:
-            logger.warning("gathers copy the weights: ranks have no joint memory: %s", refusal)
+            opened.append(_C.ShmJoint(max(n_bytes, 1)))
+        return opened[0].address if opened else ""
+
+    try:
+        address = agree(ranks, make, "joint memory")[0]
+
+        def open_() -> None:
+            joint.append(JointMemory(opened[0] if opened else _C.ShmJoint(0, address), begins, sizes, ranks))
+            joint[0].commit()
+
+        # Rank 0 keeps the memory until all ranks have opened it.
+        agree(ranks, open_, "joint memory")
+    except NotConnectedError as error:
+        if ranks.rank == 0:
+            logger.warning("gathers copy the weights: ranks have no joint memory: %s", error.reason)
         return None
-    return joint
+    return joint[0]

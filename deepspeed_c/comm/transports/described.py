@@ -218,7 +218,7 @@ class _OneWay(_Described):
 
 
 def message_described(comm: Collectives, tensor: torch.Tensor, src: int, dst: int, tag: int, label: str) -> Handle:
-    """The message of ``Backend.message``."""
+    """The message of ``Transport.message``."""
     message = _OneWay(comm, _MESSAGE, tag, label)
     if src == comm.rank:
         message.give(tensor, dst)
@@ -229,12 +229,16 @@ def message_described(comm: Collectives, tensor: torch.Tensor, src: int, dst: in
 
 
 def shift_described(
-    comm: Collectives, sent: torch.Tensor, to: int, received: torch.Tensor, source: int, label: str
+    comm: Collectives, sent: torch.Tensor, to: int | None, received: torch.Tensor, source: int | None, label: str
 ) -> list[Handle]:
-    """The messages of ``Backend.shift``. Of a message without elements only the description is sent."""
+    """The messages of ``Transport.shift``; None: that one takes another way. Of a message without elements only the
+    description is sent.
+    """
     messages = _OneWay(comm, _SHIFT, 0, label)
-    messages.expect(received, source)
-    messages.give(sent, to)
+    if source is not None:
+        messages.expect(received, source)
+    if to is not None:
+        messages.give(sent, to)
     messages.start()
     return [messages]
 
@@ -298,5 +302,5 @@ def all_to_all_described(
     out_splits: Sequence[int],
     label: str,
 ) -> Handle:
-    """The all-to-all of ``Backend.all_to_all``, in messages: gloo's own ends the process where splits do not fit."""
+    """The all-to-all of ``Transport.all_to_all``, in messages: gloo's own ends the process where splits do not fit."""
     return _AllToAll(comm, flat, out, in_splits, out_splits, label)
