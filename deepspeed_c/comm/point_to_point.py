@@ -22,7 +22,7 @@ __all__ = ["irecv", "isend", "recv", "send"]
 _POLL_S = (20e-6, 1e-3)  # the first and the longest time between two looks for a message from anyone
 
 
-class _Message:
+class _SharedMessage:
     """A message in shared memory, with the methods of a handle of ``torch.distributed``."""
 
     def __init__(self, handle: Any, tensor: torch.Tensor, src: int) -> None:
@@ -47,15 +47,15 @@ class _FromAnyone:
         self._limit_s = timeout_of(group).total_seconds()
         me = dist.get_rank(group)
         self._others = [rank for rank in range(dist.get_world_size(group)) if rank != me]
-        self._message: _Message | None = None
+        self._message: _SharedMessage | None = None
 
-    def _look(self) -> _Message | None:
+    def _look(self) -> _SharedMessage | None:
         """Starts to receive a message that has come, if there is one."""
         if self._message is None:
             src = next((rank for rank in self._others if self._memory.has_message(rank, self._tag)), None)
             if src is not None:
                 handle = self._memory.receive(self._tensor, src, self._tag, "")
-                self._message = _Message(handle, self._tensor, src)
+                self._message = _SharedMessage(handle, self._tensor, src)
         return self._message
 
     def wait(self, timeout: Any = None) -> bool:
@@ -89,7 +89,7 @@ def isend(tensor: torch.Tensor, dst: int, group: dist.ProcessGroup | None = None
     if memory is None or dst == dist.get_rank():
         return dist.isend(tensor, dst, group=group, tag=tag)
     flat = tensor.detach().view(-1)
-    return _Message(memory.send(flat, _in_group(dst, group), tag, ""), flat, dist.get_rank(group))
+    return _SharedMessage(memory.send(flat, _in_group(dst, group), tag, ""), flat, dist.get_rank(group))
 
 
 def irecv(tensor: torch.Tensor, src: int | None = None, group: dist.ProcessGroup | None = None, tag: int = 0) -> Any:
@@ -100,7 +100,7 @@ def irecv(tensor: torch.Tensor, src: int | None = None, group: dist.ProcessGroup
     if src is None:
         return _FromAnyone(memory, flat, group, tag)
     peer = _in_group(src, group)
-    return _Message(memory.receive(flat, peer, tag, ""), flat, peer)
+    return _SharedMessage(memory.receive(flat, peer, tag, ""), flat, peer)
 
 
 def send(tensor: torch.Tensor, dst: int, group: dist.ProcessGroup | None = None, tag: int = 0) -> None:

@@ -52,7 +52,9 @@ class PretendedSharedMemory(SharedMemory):
 
 
 class PretendedJoint:
-    """Joint memory (``comm/transports/joint_memory.py``): the unit counts the slices of a rank; whole tensors take no further memory."""
+    """Joint memory (``comm/transports/joint_memory.py``): the unit counts the slices of a rank; whole tensors take no
+    further memory.
+    """
 
     def __init__(self, sizes: Sequence[int], n_ranks: int) -> None:
         self._sizes, self._n_ranks = sizes, n_ranks

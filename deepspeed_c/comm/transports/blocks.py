@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 
+from deepspeed_c import _C
+
 __all__ = ["as_tensor", "discard"]
 
 # The memory of all transports by its address.
 _blocks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def as_tensor(block: Any) -> torch.Tensor:
-    """The bytes of an object of the binding (``_C.ShmBuffer``, ``_C.ShmPart``), uint8. The tensor keeps the object
-    alive; the memory is returned when nobody holds the object.
+def as_tensor(block: _C.ShmBuffer | _C.ShmPart) -> torch.Tensor:
+    """The bytes of an object of the binding, uint8. The tensor keeps the object alive; the memory is returned when nobody
+    holds the object.
     """
     tensor = torch.frombuffer(block, dtype=torch.uint8)
     _blocks[tensor.data_ptr()] = block

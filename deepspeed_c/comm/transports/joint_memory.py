@@ -17,7 +17,7 @@ import torch
 from deepspeed_c import _C
 from deepspeed_c.buffers import ordinary_memory
 from deepspeed_c.comm.transports.blocks import as_tensor
-from deepspeed_c.comm.transports.meeting import NotConnectedError, Ranks, agree
+from deepspeed_c.comm.transports.hosts import GroupRanks, NotConnectedError, agree
 from deepspeed_c.logging import logger
 
 __all__ = ["JointMemory", "join"]
@@ -26,7 +26,7 @@ __all__ = ["JointMemory", "join"]
 class JointMemory:
     """Parts of memory with the given numbers of bytes, each cut into equal slices, one for each rank."""
 
-    def __init__(self, memory: _C.ShmJoint, begins: Sequence[int], sizes: Sequence[int], ranks: Ranks) -> None:
+    def __init__(self, memory: _C.ShmJoint, begins: Sequence[int], sizes: Sequence[int], ranks: GroupRanks) -> None:
         self._memory, self._begins, self._sizes, self._ranks = memory, begins, sizes, ranks
 
     def slice(self, part: int) -> torch.Tensor:
@@ -61,7 +61,7 @@ class JointMemory:
         return self._begins[part] + self._ranks.rank * n_bytes, n_bytes
 
 
-def join(ranks: Ranks, sizes: Sequence[int]) -> JointMemory | None:
+def join(ranks: GroupRanks, sizes: Sequence[int]) -> JointMemory | None:
     """Zeroed memory with parts of ``sizes`` bytes, multiples of the number of ranks. The ranks must have been found to
     share memory. Collective. None on all ranks where the memory cannot be had; rank 0 then logs the reason.
     """

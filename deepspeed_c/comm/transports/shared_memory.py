@@ -14,7 +14,7 @@ from deepspeed_c import _C
 from deepspeed_c.buffers import ordinary_memory
 from deepspeed_c.comm.groups import timeout_of
 from deepspeed_c.comm.transports.blocks import as_tensor
-from deepspeed_c.comm.transports.meeting import Meeting, NotConnectedError
+from deepspeed_c.comm.transports.hosts import Hosts, NotConnectedError
 from deepspeed_c.comm.transports.transport import Transport
 from deepspeed_c.comm.work import Handle, Work
 from deepspeed_c.logging import logger
@@ -181,13 +181,13 @@ class SharedMemory(Transport):
         return self._group.has_message(rank, tag)
 
 
-def open_ends(meeting: Meeting, n_ends: int) -> list[SharedMemory]:
+def open_ends(hosts: Hosts, n_ends: int) -> list[SharedMemory]:
     """Connects the ranks of each host through shared memory, ``n_ends`` times. [] where a rank is alone on its host.
 
-    Collective over all ranks of the meeting. Raises NotConnectedError.
+    Collective over all ranks of the group. Raises NotConnectedError.
     """
-    comm, mine = meeting.comm, meeting.mine
-    seconds = timeout_of(meeting.group).total_seconds()
+    comm, mine = hosts.comm, hosts.mine
+    seconds = timeout_of(hosts.group).total_seconds()
     made: list[Any] = []
 
     def make() -> list[str]:
@@ -197,7 +197,7 @@ def open_ends(meeting: Meeting, n_ends: int) -> list[SharedMemory]:
 
     names = [comm.global_ranks[rank] for rank in mine]
     try:
-        addresses = meeting.agree(make, "shared memory")
+        addresses = hosts.agree(make, "shared memory")
 
         def attach() -> None:
             for i, end in enumerate(made):
@@ -207,16 +207,16 @@ def open_ends(meeting: Meeting, n_ends: int) -> list[SharedMemory]:
                     raise RuntimeError(_in_world(str(error), names)) from error
 
         # No rank closes before all ranks have attached.
-        meeting.agree(attach, "shared memory")
+        hosts.agree(attach, "shared memory")
     except NotConnectedError:
         for end in made:
             end.close()
         raise
-    return [SharedMemory(end, meeting.group, names) for end in made]
+    return [SharedMemory(end, hosts.group, names) for end in made]
 
 
-def connect(meeting: Meeting) -> SharedMemory:
+def connect(hosts: Hosts) -> SharedMemory:
     """The shared memory of ranks that are all on one host. Collective. Raises NotConnectedError."""
-    if meeting.apart:
-        raise NotConnectedError(meeting.apart)
-    return open_ends(meeting, 1)[0]
+    if hosts.apart:
+        raise NotConnectedError(hosts.apart)
+    return open_ends(hosts, 1)[0]

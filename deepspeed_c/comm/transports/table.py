@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from deepspeed_c.comm.transports import shared_memory, two_levels
 from deepspeed_c.comm.transports.gloo import Gloo
-from deepspeed_c.comm.transports.meeting import Meeting, NotConnectedError
+from deepspeed_c.comm.transports.hosts import Hosts, NotConnectedError
 from deepspeed_c.comm.transports.torch_backend import TorchBackend
 from deepspeed_c.comm.transports.transport import Transport
 from deepspeed_c.errors import CommError
@@ -31,7 +31,7 @@ __all__ = ["connect", "connected", "of_backend"]
 
 # Transports of CPU tensors that the ranks of a group connect by themselves, the best first: the functions connect them,
 # or raise NotConnectedError.
-_CONNECTED: tuple[Callable[[Meeting], Transport], ...] = (shared_memory.connect, two_levels.connect)
+_CONNECTED: tuple[Callable[[Hosts], Transport], ...] = (shared_memory.connect, two_levels.connect)
 
 # Transports by a backend of ``torch.distributed``, by its name and the type of the device. Others are ``TorchBackend``.
 _BACKENDS: dict[str, Callable[[str], Transport]] = {"gloo": Gloo}
@@ -93,11 +93,11 @@ def _try(comm: Collectives, group: dist.ProcessGroup) -> _Outcome:
     backend = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",")).get("cpu")
     if backend != "gloo":
         return _Outcome(None, f"the group's backend for CPU tensors is {backend or 'none'}, not gloo")
-    meeting = Meeting(comm, group)
+    hosts = Hosts(comm, group)
     reasons: list[str] = []
     for make in _CONNECTED:
         try:
-            return _Outcome(make(meeting), reasons[0] if reasons else "")
+            return _Outcome(make(hosts), reasons[0] if reasons else "")
         except NotConnectedError as error:
             reasons += [error.reason] if error.reason else []
     return _Outcome(None, reasons[-1])

@@ -13,13 +13,13 @@ host.
 
 [Note: three steps] A call has three steps, as the generators below show. The caller starts the first transfers; a
 thread waits for them and starts the next ones; the caller finishes the call when it waits. The thread takes one call
-after the other, so that no rank has to wait for its calls in a certain order. Ranks have to start all calls on shared
+after the other, so that no rank has to wait for its calls in a certain order. GroupRanks have to start all calls on shared
 memory in one order. So each host has two ends of shared memory: the first for callers, the second for the thread. Data
 goes over gloo in messages, which carry the number of their call.
 
 [Note: agreement] gloo ends a process that receives a message of another length than it expects. So messages match only
 if lengths are equal (``_tag_of``). With each call every rank also sends a description of the call to one rank of each
-other host. Where descriptions differ, the call fails on both ranks, and the error has both descriptions. Ranks of one
+other host. Where descriptions differ, the call fails on both ranks, and the error has both descriptions. GroupRanks of one
 host compare their calls without such messages. Descriptions travel together with the data, which does not wait for
 them.
 """
@@ -48,7 +48,7 @@ from deepspeed_c.comm.transports.described import (
     shift_described,
     text_of,
 )
-from deepspeed_c.comm.transports.meeting import Meeting, NotConnectedError
+from deepspeed_c.comm.transports.hosts import Hosts, NotConnectedError
 from deepspeed_c.comm.transports.shared_memory import SHIFT_TAG, SharedMemory, engine_tag, open_ends
 from deepspeed_c.comm.transports.transport import Transport
 from deepspeed_c.comm.work import Handle, Work
@@ -119,7 +119,7 @@ class _Places(NamedTuple):
 
 
 class _Messages:
-    """Messages over gloo, between ranks of several hosts. Ranks are numbered within the group."""
+    """Messages over gloo, between ranks of several hosts. GroupRanks are numbered within the group."""
 
     def __init__(self, group: dist.ProcessGroup, names: Sequence[int]) -> None:
         """names: the ranks' numbers in the world."""
@@ -334,7 +334,7 @@ class TwoLevels(Transport):
             self._thread.join(_LAST_SECONDS)
 
     def fail(self, why: str) -> None:
-        """Ends the connections, so that the other ranks learn of the failure. Ranks of this host learn of it at once,
+        """Ends the connections, so that the other ranks learn of the failure. GroupRanks of this host learn of it at once,
         other ranks when they wait for this rank.
         """
         with self._lock:
@@ -716,30 +716,31 @@ def _travels_as(dtype: torch.dtype, n_summed: int) -> torch.dtype:
     return torch.float32 if dtype in _HALVES and n_summed > 1 else dtype
 
 
-def connect(meeting: Meeting) -> TwoLevels:
+def connect(hosts: Hosts) -> TwoLevels:
     """The two levels of ranks on several hosts, one of which has several ranks. Collective. Raises NotConnectedError.
     """
-    comm, hosts = meeting.comm, meeting.hosts
-    if len(hosts) == 1 or max(map(len, hosts)) == 1:
+    comm, by_host = hosts.comm, hosts.by_host
+    if len(by_host) == 1 or max(map(len, by_host)) == 1:
         raise NotConnectedError("")
     # The first end is for callers, the second for the thread.
-    ends = open_ends(meeting, 2)
+    ends = open_ends(hosts, 2)
     between: list[dist.ProcessGroup] = []
     try:
-        name = meeting.agree(lambda: uuid.uuid4().hex, "hosts")[0]
-        meeting.agree(lambda: between.append(_between(meeting, name)), "hosts")
+        name = hosts.agree(lambda: uuid.uuid4().hex, "hosts")[0]
+        hosts.agree(lambda: between.append(_between(hosts, name)), "hosts")
     except NotConnectedError:
         for end in ends:
             end.close()
         raise
-    return TwoLevels(meeting.group, hosts, comm.rank, (ends[0], ends[1]) if ends else None, between[0], comm.global_ranks)
+    both = (ends[0], ends[1]) if ends else None
+    return TwoLevels(hosts.group, by_host, comm.rank, both, between[0], comm.global_ranks)
 
 
-def _between(meeting: Meeting, name: str) -> dist.ProcessGroup:
+def _between(hosts: Hosts, name: str) -> dist.ProcessGroup:
     """A gloo group of the same ranks that no other code uses. It ends with its last reference. ``name`` must be unique.
     """
     store = dist.PrefixStore(f"deepspeed_c/hosts/{name}", dist.distributed_c10d._get_default_store())
     try:
-        return dist.ProcessGroupGloo(store, meeting.comm.rank, meeting.comm.world_size, timeout_of(meeting.group))
+        return dist.ProcessGroupGloo(store, hosts.comm.rank, hosts.comm.world_size, timeout_of(hosts.group))
     except RuntimeError as error:
         raise RuntimeError(f"no connection between the hosts: {error}") from error

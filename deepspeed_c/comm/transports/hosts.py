@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from deepspeed_c.comm.ledger import ranks_in_words
 
-__all__ = ["Meeting", "NotConnectedError", "Ranks"]
+__all__ = ["GroupRanks", "Hosts", "NotConnectedError"]
 
 # Errors of an attempt to share memory, or to connect: the system lacks a feature, no memory is left, another user owns
 # the memory.
@@ -29,8 +29,8 @@ class NotConnectedError(Exception):
         self.reason = reason
 
 
-class Ranks(Protocol):
-    """The members of ``Collectives`` that a meeting needs."""
+class GroupRanks(Protocol):
+    """The members of ``Collectives`` that this needs."""
 
     rank: int
     world_size: int
@@ -49,18 +49,18 @@ class HostMarks(NamedTuple):
     """The network namespace."""
 
 
-class Meeting:
-    """The ranks of ``group``, all of them here. Methods are collective where they say so."""
+class Hosts:
+    """The ranks of ``group`` by host, while they connect."""
 
-    def __init__(self, comm: Ranks, group: dist.ProcessGroup) -> None:
+    def __init__(self, comm: GroupRanks, group: dist.ProcessGroup) -> None:
         """Collective: the ranks tell one another of their hosts."""
         self.comm, self.group = comm, group
         marks = comm.gather_objects(_this_host(), label="host")
         self.apart = _apart(marks)
         """Why the ranks are not all on one host; "" if they are."""
-        self.hosts = _by_host(marks)
+        self.by_host = _by_host(marks)
         """The ranks of each host, ascending; hosts by their lowest ranks."""
-        self.mine = next(ranks for ranks in self.hosts if comm.rank in ranks)
+        self.mine = next(ranks for ranks in self.by_host if comm.rank in ranks)
         """The ranks of this host."""
 
     def agree(self, attempt: Callable[[], Any], label: str) -> list[Any]:
@@ -71,8 +71,8 @@ class Meeting:
         return agree(self.comm, attempt, label)
 
 
-def agree(comm: Ranks, attempt: Callable[[], Any], label: str) -> list[Any]:
-    """``Meeting.agree``, for ranks that are known to share a host."""
+def agree(comm: GroupRanks, attempt: Callable[[], Any], label: str) -> list[Any]:
+    """``Hosts.agree``, for ranks that are known to share a host."""
     value, refusal = None, ""
     try:
         value = attempt()
