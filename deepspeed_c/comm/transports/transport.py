@@ -22,7 +22,7 @@ class Transport(ABC):
     """How the tensors of one kind of device travel among the ranks of one process group.
 
     ``Collectives`` sends tensors by these functions only. Lengths are above 0 unless a function says otherwise, and
-    there are at least 2 ranks. GroupRanks are numbered within the group. ``label`` names the data; ranks compare it where
+    there are at least 2 ranks. Ranks are numbered within the group. ``label`` names the data; ranks compare it where
     that costs no further message. Work and handles leave their tensors in use until they have been waited for.
     """
 

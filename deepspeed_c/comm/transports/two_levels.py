@@ -13,13 +13,13 @@ host.
 
 [Note: three steps] A call has three steps, as the generators below show. The caller starts the first transfers; a
 thread waits for them and starts the next ones; the caller finishes the call when it waits. The thread takes one call
-after the other, so that no rank has to wait for its calls in a certain order. GroupRanks have to start all calls on shared
+after the other, so that no rank has to wait for its calls in a certain order. Ranks have to start all calls on shared
 memory in one order. So each host has two ends of shared memory: the first for callers, the second for the thread. Data
 goes over gloo in messages, which carry the number of their call.
 
 [Note: agreement] gloo ends a process that receives a message of another length than it expects. So messages match only
 if lengths are equal (``_tag_of``). With each call every rank also sends a description of the call to one rank of each
-other host. Where descriptions differ, the call fails on both ranks, and the error has both descriptions. GroupRanks of one
+other host. Where descriptions differ, the call fails on both ranks, and the error has both descriptions. Ranks of one
 host compare their calls without such messages. Descriptions travel together with the data, which does not wait for
 them.
 """
@@ -119,7 +119,7 @@ class _Places(NamedTuple):
 
 
 class _Messages:
-    """Messages over gloo, between ranks of several hosts. GroupRanks are numbered within the group."""
+    """Messages over gloo, between ranks of several hosts. Ranks are numbered within the group."""
 
     def __init__(self, group: dist.ProcessGroup, names: Sequence[int]) -> None:
         """names: the ranks' numbers in the world."""
@@ -334,7 +334,7 @@ class TwoLevels(Transport):
             self._thread.join(_LAST_SECONDS)
 
     def fail(self, why: str) -> None:
-        """Ends the connections, so that the other ranks learn of the failure. GroupRanks of this host learn of it at once,
+        """Ends the connections, so that the other ranks learn of the failure. Ranks of this host learn of it at once,
         other ranks when they wait for this rank.
         """
         with self._lock:
