@@ -200,6 +200,17 @@ FIGURES = [
     ),
     *(
         Figure(
+            f"all-reduce of 64 MiB {dtype} between 2 ranks of one host, {memory}: DeepSpeed's time through shared memory over ours",
+            ">= 2",
+            "all_reduce_to_deepspeed",
+            {"contender": contender, "mib": 64, "dtype": dtype},
+            "deepspeed_over_it",
+        )
+        for contender, memory in (("ours", "buffers of an engine"), ("ours, of other memory", "other memory"))
+        for dtype in ("float32", "bfloat16")
+    ),
+    *(
+        Figure(
             f"a message between 2 ranks of one host, from {memory}: {what}",
             goal,
             "messages",

@@ -157,6 +157,13 @@ BENCHMARKS = [
         "--rounds 1 --layers 2 --width 64 --context 16 --tokens 64",
         n_ranks=2,
     ),
+    _script(
+        "all_reduce_to_deepspeed",
+        f"{OURS}/all_reduce_to_deepspeed.py",
+        ("csrc/comm", "ops/binding", "deepspeed_c/comm/transports"),
+        60,
+        "--rounds 1 --mib 1 --dtype float32",
+    ),
     _script("comm_ops", f"{OURS}/comm_ops.py", ("csrc/comm", "ops/binding"), 60, "--rounds 2 --kib 4 1024", n_ranks=2),
     _script(
         "hosts_step",

@@ -89,6 +89,10 @@ def isend(tensor: torch.Tensor, dst: int, group: dist.ProcessGroup | None = None
     if memory is None or dst == dist.get_rank():
         return dist.isend(tensor, dst, group=group, tag=tag)
     flat = tensor.detach().view(-1)
+    if memory.owns(flat):
+        # It would be read where it lies when the receiver waits. With torch a receiver may wait for something else
+        # first, and the sender for its message.
+        flat = flat.clone()
     return _SharedMessage(memory.send(flat, _in_group(dst, group), tag, ""), flat, dist.get_rank(group))
 
 

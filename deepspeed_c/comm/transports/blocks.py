@@ -16,8 +16,8 @@ _blocks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def as_tensor(block: _C.ShmBuffer | _C.ShmPart) -> torch.Tensor:
-    """The bytes of an object of the binding, uint8. The tensor keeps the object alive; the memory is returned when nobody
-    holds the object.
+    """The bytes of an object of the binding, uint8. The tensor keeps the object alive. The memory is returned when
+    nobody holds the object.
     """
     tensor = torch.frombuffer(block, dtype=torch.uint8)
     _blocks[tensor.data_ptr()] = block

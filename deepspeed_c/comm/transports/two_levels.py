@@ -472,8 +472,10 @@ class TwoLevels(Transport):
         return _Near(self, start(tensor, peer, engine_tag(tag), label))
 
     def mail(self, peer: int) -> tuple[SharedMemory, int] | None:
+        # The end whose arena nobody allocates from: every message is copied, so no sender waits for a receiver that
+        # waits for a message of gloo meanwhile.
         mine = self.places.mine
-        return (self._second, mine.index(peer)) if peer in mine else None
+        return (self._first, mine.index(peer)) if peer in mine else None
 
     def message_name(self, peer: int) -> str:
         near = self.mail(peer)
@@ -516,7 +518,7 @@ class _Near:
             self._handle.wait()
         except RuntimeError as error:
             self._owner.fail(str(error))
-            raise
+            raise RuntimeError(self._owner.failure) from error
 
 
 _open: weakref.WeakSet[TwoLevels] = weakref.WeakSet()
