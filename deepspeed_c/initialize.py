@@ -114,6 +114,7 @@ def initialize(
     settings = load_config(source, world_size=mesh.size(*DATA))
     if pipeline is not None:
         check_pipeline(pipeline, settings.pipeline, settings.zero, mesh)
+        pipeline.lie_on(mesh)
     engine_class = _engine_class(settings, is_pipeline=pipeline is not None)
     _check_data_parallel_size(settings.data_parallel_size, mesh)
     mesh = mesh_of_config(settings.zero, mesh)

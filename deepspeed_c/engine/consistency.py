@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from deepspeed_c.comm.axes import PP, WITHIN_STAGE
+from deepspeed_c.comm.axes import PP, TOKENS, WITHIN_STAGE
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import RankMismatchError
@@ -88,7 +88,7 @@ def broadcast_model(model: torch.nn.Module, mesh: Mesh, device: torch.device) ->
             if (n_ranks := numbered.n_ranks(name)) > 1:
                 comm = holders_of(mesh, n_ranks, WITHIN_STAGE)
             if tied := tied_over(tensor):
-                comm = mesh.among(tied, PP, *WITHIN_STAGE)
+                comm = mesh.among(tied, PP, *(WITHIN_STAGE if cut_of(tensor) is None else TOKENS))
             data = tensor.data
             if data.numel() == 0:
                 continue

@@ -20,6 +20,7 @@ from deepspeed_c.engine.group_generation import GroupGeneration
 from deepspeed_c.engine.python_gc import CollectorPause
 from deepspeed_c.env import read_env
 from deepspeed_c.inject import cut_model
+from deepspeed_c.inject.alike import raised_on_all
 from deepspeed_c.inject.kernels import inject_as_asked, revert_kernels
 from deepspeed_c.logging import log_dist
 from deepspeed_c.recompute.blocks import Blocks
@@ -94,14 +95,17 @@ def _inject_kernels(model: torch.nn.Module, context: EditContext) -> Made:
 def _cut_tensors(model: torch.nn.Module, context: EditContext) -> None:
     """Cuts a whole model over the tensor-parallel ranks if the configuration asks for it. If the model has been cut
     already, finds out how."""
-    section, tp = context.config.tensor_parallel, context.mesh.tensors
-    check_cuts(model, tp)
-    is_cut = any(cut_of(param) is not None for param in model.parameters())
+    section, tp, stages = context.config.tensor_parallel, context.mesh.tensors, context.mesh.pipeline
+    with raised_on_all(stages, "cuts of parameters"):
+        check_cuts(model, tp)
+    # A model may be cut by hand in some pipeline stages only.
+    is_cut = any(stages.gather_objects(any(cut_of(param) is not None for param in model.parameters())))
     if max(section.autotp_size, section.tp.tp_size) > 1 and not is_cut:
         gather_for_good(model)  # rules need whole weights; the stage shards their parts later
-        log_dist(f"tensor parallelism:\n{cut_model(model, section, tp)}", ranks=[0])
+        log_dist(f"tensor parallelism:\n{cut_model(model, section, tp, stages=stages)}", ranks=[0])
     take_sums_over(model)
-    read_marks(model, tp)
+    with raised_on_all(stages, "marks of parameters"):
+        read_marks(model, tp)
 
 
 def _share_attention(model: torch.nn.Module, context: EditContext) -> SharedAttention | None:

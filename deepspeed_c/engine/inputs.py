@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_c.comm.axes import TOKENS, TP
+from deepspeed_c.comm.axes import AXES, TP
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import RankMismatchError
 from deepspeed_c.inject.alike import describe_call, digest_of, first_difference
@@ -20,6 +20,8 @@ __all__ = ["InputCheck", "count_tokens"]
 
 # Number of windows from one check to the next.
 EVERY = 100
+# Ranks with the same place along these axes hold the same layers together.
+_OTHERS = tuple(axis for axis in AXES if axis != TP)
 
 
 class InputCheck:
@@ -46,7 +48,7 @@ class InputCheck:
         self._last = step
         lines = describe_call(inputs, kwargs)
         digest = digest_of(lines)
-        comm, mine = self._mesh.comm, self._mesh.index(*TOKENS)
+        comm, mine = self._mesh.comm, self._mesh.index(*_OTHERS)
         everyone = comm.gather_objects((mine, digest), label="inputs of tensor-parallel ranks")
         firsts: dict[int, int] = {}
         pairs = ((firsts.setdefault(group, rank), rank) for rank, (group, _) in enumerate(everyone))
@@ -82,7 +84,7 @@ class InputCheck:
     def cause_of(self, drift: DriftFound) -> RankMismatchError:
         """The error that names the cause of different values on twins: different data, different random numbers, an
         edit, or a parameter for which each rank has only a part of the gradient. Collective over all ranks."""
-        comm, group = self._mesh.comm, self._mesh.index(*TOKENS)
+        comm, group = self._mesh.comm, self._mesh.index(*_OTHERS)
         hashes = [(path, tuple(value.tolist())) for path, value in self._hashes]
         everyone = comm.gather_objects((group, hashes, self._states, self._random_states()), label="causes of drift")
         found, why = f"{drift.found or 'parameters differ'}, which hold it whole", ""

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from deepspeed_c import _C
-from deepspeed_c.comm.axes import COPIES, DATA, PP, SP, WITHIN_STAGE
+from deepspeed_c.comm.axes import COPIES, DATA, PP, SP, TOKENS, TP, WITHIN_STAGE
 from deepspeed_c.comm.ledger import ranks_in_words
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config.parallel import Pipeline
@@ -114,7 +114,9 @@ def connect_pipeline(module: PipelineModule, mesh: Mesh) -> None:
     mesh.along(PP)
     mesh.along(*WITHIN_STAGE)
     tied = sorted({ranks for ranks in module.tied_ranks().values() if len(ranks) > 1})
-    for axes in (WITHIN_STAGE, COPIES):
+    # Ranks that sum a tied weight: stage 0 does it over TOKENS, other stages over COPIES. A weight that tensor-parallel
+    # ranks use on parts is summed over tp too.
+    for axes in (WITHIN_STAGE, TOKENS, COPIES, (*COPIES, TP)):
         mesh.connect_some(tied, PP, *axes)
 
 
@@ -132,7 +134,8 @@ class PipelineEngine(TrainingHost):
     stages, then updates the weights. All ranks call it together.
 
     A micro-batch is (inputs, labels). The first stage's ranks need the inputs, the last one's the labels; other ranks
-    may have no data. Data-parallel ranks get different micro-batches, ranks of one pipeline the same.
+    may have no data. Data-parallel ranks get different micro-batches, ranks of one pipeline the same, and so do
+    tensor-parallel ranks.
     """
 
     pipeline_parallelism = True
@@ -169,8 +172,10 @@ class PipelineEngine(TrainingHost):
             return RemoteLink(ranks, a, b, 2 * max(source, target) + (source > target), self.device)
 
         local: dict[tuple[int, int], LocalLink] = {}
-        # If a backward is split in two halves, each half would recompute the layers.
+        # If a backward is split in two halves, each half would recompute the layers. Column layers whose sums overlap
+        # compute their weights' gradients where the input's gradient is computed, so each half would add them.
         recomputes = module.activation_checkpoint_interval > 0 or self._config.activation_checkpointing.layers
+        overlaps = self._config.tensor_parallel.tp_overlap_comm
         return {
             s: Stage(
                 run=self._run_of(s),
@@ -178,7 +183,7 @@ class PipelineEngine(TrainingHost):
                 input_grads=link(s, s - 1),
                 outputs=link(s, s + 1),
                 output_grads=link(s + 1, s),
-                splits=not recomputes,
+                splits=not (recomputes or overlaps),
             )
             for s in module.stages
         }
@@ -227,6 +232,7 @@ class PipelineEngine(TrainingHost):
         with self.phases.measure("data"):
             size = self.train_micro_batch_size_per_gpu()
             batches = self._fetch(data_iter, n, "train_batch", needs_labels=True, size=size)
+            self._compare_inputs(batches)
         self.module.train()
         self._passes.recover()
         self._blocks.expect(_most_in_flight(table.actions(self.stage_id)))
@@ -288,7 +294,7 @@ class PipelineEngine(TrainingHost):
 
     def _mean(self, loss: float) -> torch.Tensor:
         """The mean over the pipelines of a number that the ranks of the last stage have. All ranks get it."""
-        mine = loss / self._mesh.size(*DATA) if self.is_last_stage() else 0.0
+        mine = loss / self._mesh.size(*DATA, TP) if self.is_last_stage() else 0.0
         (mean,) = self._comm.sum_numbers([mine], label="mean loss")
         return torch.tensor(mean, dtype=torch.float32, device=self.device)
 
@@ -408,6 +414,12 @@ class PipelineEngine(TrainingHost):
                 fix="pass the same number, or set the same gradient_accumulation_steps, on all ranks",
             )
         return batches
+
+    def _compare_inputs(self, batches: list[tuple[Any, Any]]) -> None:
+        """Checks that ranks that hold parts of the same layers have the same micro-batches. Collective."""
+        is_first, is_last = self.is_first_stage(), self.is_last_stage()
+        used = [(inputs if is_first else None, labels if is_last else None) for inputs, labels in batches]
+        self._inputs.look(self.global_steps, used, {})
 
     def _source_of(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
         if data_iter is not None:

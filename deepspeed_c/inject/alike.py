@@ -1,16 +1,19 @@
-"""Turns the arguments of a call into lines of text, so that the ranks of one model can compare them."""
+"""Turns the arguments of a call into lines of text, so that the ranks of one model can compare them. Lets all ranks
+raise the error of one."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.errors import DeepSpeedCError
 
-__all__ = ["Line", "describe_call", "digest_of", "first_difference"]
+__all__ = ["Line", "describe_call", "digest_of", "first_difference", "raised_on_all"]
 
 Line = tuple[str, str]
 """(path of the argument, description: the type, shape and hash of a tensor, or the plain value)."""
@@ -20,6 +23,21 @@ def describe_call(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Line
     """A line for every tensor and every plain value among the arguments."""
     lines = [line for i, value in enumerate(inputs) for line in _describe(f"argument {i}", value)]
     return lines + [line for name in sorted(kwargs) for line in _describe(f"argument {name!r}", kwargs[name])]
+
+
+@contextmanager
+def raised_on_all(comm: Collectives, label: str) -> Iterator[None]:
+    """Context for work that may fail on some ranks of ``comm`` only. At its end all ranks raise, if any rank did.
+    Collective; there may be no other collectives of ``comm`` within it."""
+    mine = None
+    try:
+        yield
+    except DeepSpeedCError as error:
+        mine = error
+    errors = [mine, *comm.gather_objects(mine, label=label)]
+    first = next((error for error in errors if error is not None), None)
+    if first is not None:
+        raise first
 
 
 def digest_of(lines: Sequence[Line]) -> str:

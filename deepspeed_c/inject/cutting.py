@@ -11,8 +11,9 @@ import torch
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.parallel import TensorParallel
-from deepspeed_c.errors import ModelError, StateError
+from deepspeed_c.errors import FeatureError, ModelError, StateError
 from deepspeed_c.inject.adapters import check_adapters, cut_dropout, with_adapters
+from deepspeed_c.inject.alike import raised_on_all
 from deepspeed_c.inject.cut import Cut, keep_part
 from deepspeed_c.inject.experts import EmptyExperts, ExpertsBorder, expert_cuts
 from deepspeed_c.inject.flow import Flow, plan_flow
@@ -116,23 +117,31 @@ def cut_model(
     section: TensorParallel,
     comm: Collectives,
     blocks: Mapping[type, Sequence[str]] | None = None,
+    stages: Collectives | None = None,
 ) -> CutReport:
     """Cut ``model`` over the ranks of ``comm``, in place, according to ``section`` and the model's policy.
 
     blocks: an ``injection_policy``, {class of blocks: ends of the names of their row layers}, used instead of the
     model's policy.
 
+    stages: the ranks that have other layers of the model, if it is a pipeline. A rule fits if it fits on one of them.
+
     Collective: weights and buffers are first broadcast from rank 0. Raises ConfigError or ModelError where a rule does
-    not fit; the model is then unchanged.
+    not fit, on all ranks alike; the model is then unchanged.
     """
     if comm.world_size == 1:
         rows = [
             ReportRow(name, param.shape, param.shape, "one rank: whole") for name, param in model.named_parameters()
         ]
         return CutReport(1, 0, rows)
-    surgeon = _Surgeon(model, section, RankPlace(comm.rank, comm.world_size), blocks)
-    surgeon.plan()
-    surgeon.try_out()
+    stages = comm.alone() if stages is None else stages
+    names = stages.gather_objects([name for name, _ in model.named_parameters()], label="names of parameters")
+    place = RankPlace(comm.rank, comm.world_size)
+    surgeon = _Surgeon(model, section, place, blocks, known=[name for found in names for name in found])
+    with raised_on_all(stages, "plans of the cut"):
+        surgeon.plan()
+        surgeon.try_out()
+        surgeon.refuse_shared_copies()
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             comm.broadcast(tensor.detach().contiguous() if not tensor.is_contiguous() else tensor.detach(), 0)
@@ -160,9 +169,12 @@ class _Surgeon:
         section: TensorParallel,
         place: RankPlace,
         blocks: Mapping[type, Sequence[str]] | None = None,
+        known: Sequence[str] = (),
     ) -> None:
+        """known: names of parameters in the whole model, if ``model`` has only some of its layers."""
         self.model, self.section, self.place, self.blocks = model, section, place, blocks
         self.names = {param: name for name, param in model.named_parameters()}
+        self.known = known or list(self.names.values())
         self.cuts: dict[torch.nn.Parameter, tuple[Cut, int]] = {}
         self.pickers: dict[torch.nn.Parameter, RowPicker] = {}
         self.shared: set[torch.nn.Parameter] = set()
@@ -177,7 +189,7 @@ class _Surgeon:
 
     def plan(self) -> None:
         check_adapters(self.model)
-        found = rule_sets(self.model, self.section, self.blocks)
+        found = rule_sets(self.model, self.section, self.blocks, self.known)
         self.causal_loss = found.loss == "causal"
         self.attentions = find_attentions(self.model, found.sets, self.place)
         planned, whole = match_rules(self.model, found.sets, self.attentions)
@@ -195,7 +207,7 @@ class _Surgeon:
         self._refuse_halves(uncut)
         self._plan_words()
         self._check_output_layer()
-        found.check(self.names.values())
+        found.check(self.known)
         adapted = next((step.adapted for step in self.planned if step.adapted), "")
         if adapted and self.section.sequence_parallel_norms:
             raise ModelError(
@@ -224,7 +236,8 @@ class _Surgeon:
         """
 
         def plan(model: torch.nn.Module, place: RankPlace) -> _Surgeon:
-            surgeon = _Surgeon(model, self.section, place, self.blocks)
+            known = self.known if model is self.model else ()
+            surgeon = _Surgeon(model, self.section, place, self.blocks, known)
             surgeon.plan()
             return surgeon
 
@@ -240,6 +253,16 @@ class _Surgeon:
                 f"{findings.obstacle}: the cut is by its rules alone. Fix: compare a loss with one process' before a long run"
             )
         self._refuse_hardly_cut(self if self.place.rank == 0 else plan(self.model, RankPlace(0, self.place.n_ranks)))
+
+    def refuse_shared_copies(self) -> None:
+        """Refuse copies of a key head on some ranks in a layer that several stages of a pipeline have."""
+        for param, (cut, _) in self.cuts.items():
+            if cut.n_copies > 1 and getattr(param, "pipe_tied_ranks", ()):
+                raise FeatureError(
+                    f"it is tied over pipeline stages, and {cut.n_copies} tensor-parallel ranks share its heads",
+                    where=self.names[param],
+                    fix='leave it whole: "partition_type": "skip" in tensor_parallel.partition_config',
+                )
 
     def _refuse_hardly_cut(self, first: _Surgeon) -> None:
         """Warn that a cut saves little; raise ModelError in strict mode. first: the plan of rank 0, which holds the

@@ -53,9 +53,13 @@ class FoundRules:
 
 
 def rule_sets(
-    model: torch.nn.Module, section: TensorParallel, blocks: Mapping[type, Sequence[str]] | None = None
+    model: torch.nn.Module,
+    section: TensorParallel,
+    blocks: Mapping[type, Sequence[str]] | None = None,
+    known: Sequence[str] = (),
 ) -> FoundRules:
-    """The rules for ``model``. Nothing is changed. blocks: an ``injection_policy``, which comes second.
+    """The rules for ``model``. Nothing is changed. blocks: an ``injection_policy``, which comes second. known: names of
+    parameters of the whole model, of which ``model`` is a stage; a pattern has to match one of them.
 
     Raises ConfigError for a preset that does not exist, a pattern that is no regular expression, or contradicting
     sizes. Raises ModelError where no rules are known: not in the configuration, nor in a policy, nor in transformers.
@@ -70,7 +74,8 @@ def rule_sets(
                 where=_WHERE,
                 fix="write the size once, as autotp_size",
             )
-        _add_specs(model, partition.layer_specs, model_type, find_policy(section.preset_model or model_type), found)
+        family = find_policy(section.preset_model or model_type)
+        _add_specs(model, partition.layer_specs, model_type, family, found, known)
     if blocks:
         found.sets.append(block_rules(model, blocks))
         family = find_policy(model_type)
@@ -106,9 +111,15 @@ def _add_default(model: torch.nn.Module, preset: str | None, model_type: str, fo
 
 
 def _add_specs(
-    model: torch.nn.Module, specs: Iterable[CutLayers], model_type: str, family: Policy | None, found: FoundRules
+    model: torch.nn.Module,
+    specs: Iterable[CutLayers],
+    model_type: str,
+    family: Policy | None,
+    found: FoundRules,
+    known: Sequence[str],
 ) -> None:
     rules: list[Rule] = []
+    is_elsewhere = False
     taken: set[str] = set()
     for number, spec in enumerate(specs):
         if spec.model_types is not None and model_type not in spec.model_types:
@@ -123,14 +134,16 @@ def _add_specs(
                     fix="correct it; a dot that is meant as a dot is written \\.",
                 ) from error
             matched = [(name, param) for name, param in model.named_parameters() if matcher.fullmatch(name)]
-            if not matched:
+            if not matched and any(map(matcher.fullmatch, known)):
+                is_elsewhere = True
+            elif not matched:
                 found.unmatched.append(pattern)
             for name, param in matched:
                 module, _, last = name.rpartition(".")
                 if last == "weight" and module not in taken:
                     taken.add(module)
                     rules.append(_rule_of_spec(spec, module, param, family, number))
-    if rules:
+    if rules or is_elsewhere:
         found.sets.append(RuleSet("partition_config", tuple(rules), () if family is None else family.heads))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from deepspeed_c.comm import init_distributed, is_initialized
 from deepspeed_c.comm.axes import PP, TP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
-from deepspeed_c.errors import CommError, ConfigError, FeatureError, StateError
+from deepspeed_c.errors import CommError, ConfigError, StateError
 from deepspeed_c.pipe.partition import partition_layers
 from deepspeed_c.pipe.schedule import make_table, traits_of
 from deepspeed_c.pipe.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
     ProcessTopology,
+    cut_over_tensors,
     mesh_of_topology,
 )
 from deepspeed_c.recompute.configured import checkpoint
@@ -84,7 +86,9 @@ class PipelineModule(torch.nn.Module):
     Args:
         layers: modules, ``LayerSpec``s and functions of one argument, applied one after the other. A tuple goes to the
             next layer as it is.
-        num_stages: number of ranks along the pipeline; further ranks hold copies. topology: a grid of ranks, instead.
+        num_stages: number of ranks along the pipeline; further ranks hold copies, or parts of layers where the
+            configuration has ``tensor_parallel``. topology: a grid of ranks, instead. Ranks along its axis "model" hold
+            parts of the same layers: layers that were cut by hand, or that the configuration cuts.
         loss_fn: (outputs of the last layer, labels) -> scalar.
         seed_layers: before each layer is built, seed the generators with ``base_seed`` + the layer's number, by
             ``seed_fn`` if it is given. Weights then do not depend on the number of stages.
@@ -134,12 +138,6 @@ class PipelineModule(torch.nn.Module):
         if not is_initialized():
             init_distributed()
         self.mesh, self._topology = _lay_out_ranks(num_stages, topology)
-        if self.mesh.size(TP) > 1:
-            raise FeatureError(
-                "tensor-parallel ranks within stages are not supported yet",
-                where="PipelineModule(topology=...)",
-                fix="use the axes pipe and data",
-            )
         n_ranks = self.num_stages = self.mesh.size(PP)
         self.stage_id = self.mesh.index(PP)
         n_least = max(traits.min_micro_batches_per_rank * n_ranks, 1)
@@ -151,24 +149,26 @@ class PipelineModule(torch.nn.Module):
         """The first layer of each stage, and the number of layers."""
         self.stages = [stage for stage, rank in enumerate(self.rank_of) if rank == self.stage_id]
         """This rank's stages, ascending."""
-        self._functions: dict[int, Callable[[Any], Any]] = {}
-        for stage in self.stages:
-            for index in range(self.parts[stage], self.parts[stage + 1]):
-                self._functions[index] = self._build(index)
+        for index in self._own_layers():
+            self._build(index)
         self._mark_tied()
 
-    def _build(self, index: int) -> Callable[[Any], Any]:
+    def _own_layers(self) -> list[int]:
+        """The layers of this rank's stages, ascending."""
+        return [index for stage in self.stages for index in range(self.parts[stage], self.parts[stage + 1])]
+
+    def _build(self, index: int) -> None:
         spec = self.specs[index]
+        if isinstance(spec, TiedLayerSpec):
+            self._build_tied(spec)
+            return
         if isinstance(spec, LayerSpec):
-            if isinstance(spec, TiedLayerSpec):
-                return self._build_tied(index, spec)
             self._seed(index)
             spec = spec.build()
         if isinstance(spec, torch.nn.Module):
             self.add_module(str(index), spec)
-        return spec
 
-    def _build_tied(self, index: int, spec: TiedLayerSpec) -> Callable[[Any], Any]:
+    def _build_tied(self, spec: TiedLayerSpec) -> None:
         if not hasattr(self, _TIED):
             self.add_module(_TIED, torch.nn.ModuleDict())
         tied = getattr(self, _TIED)
@@ -177,8 +177,20 @@ class PipelineModule(torch.nn.Module):
             first = next(i for i, other in enumerate(self.specs) if getattr(other, "key", None) == spec.key)
             self._seed(first)
             tied[spec.key] = self.specs[first].build()
-        module, forward_fn = tied[spec.key], spec.forward_fn
-        return module if forward_fn is None else lambda value: forward_fn(module, value)
+
+    def _layer(self, index: int) -> Callable[[Any], Any]:
+        """One of this rank's layers. A cut over tensor-parallel ranks may have put another module in its place."""
+        spec = self.specs[index]
+        if isinstance(spec, TiedLayerSpec):
+            module = getattr(self, _TIED)[spec.key]
+            return module if spec.forward_fn is None else partial(spec.forward_fn, module)
+        return self._modules.get(str(index), spec)
+
+    def lie_on(self, mesh: Mesh) -> None:
+        """Takes ``mesh``, which has the same pipelines. Its tensor-parallel ranks lie within stages from now on."""
+        if mesh.size(TP) != max(1, self._topology.get_dim("model")):
+            self._topology = cut_over_tensors(self._topology, mesh.size(TP))
+        self.mesh = mesh
 
     def repeated_layers(self) -> list[str]:
         """Names of this rank's layers whose class occurs several times in the whole model. ``"layers": "auto"``
@@ -195,7 +207,7 @@ class PipelineModule(torch.nn.Module):
                 where="activation_checkpointing.layers",
                 fix=r'name the layers by a regular expression, such as "[2-9]"',
             )
-        names = [str(index) for index in sorted(self._functions) if kinds[index] in repeated]
+        names = [str(index) for index in self._own_layers() if kinds[index] in repeated]
         # A layer without child modules keeps little but its input. It is recomputed only if there are no other layers.
         deep = [name for name in names if next(self.get_submodule(name).children(), None) is not None]
         return deep or names
@@ -255,11 +267,11 @@ class PipelineModule(torch.nn.Module):
         if isinstance(value, tuple) and len(value) == 1:
             value = value[0]
         for index in indices:
-            value = self._functions[index](value)
+            value = self._layer(index)(value)
         return value
 
     def _may_recompute(self, indices: Iterable[int]) -> bool:
-        layers = [self._functions[index] for index in indices]
+        layers = [self._layer(index) for index in indices]
         if self._recomputable is not None:
             return all(type(layer).__name__ in self._recomputable for layer in layers)
         return any(isinstance(layer, torch.nn.Module) and any(True for _ in layer.parameters()) for layer in layers)
@@ -359,6 +371,13 @@ def _maker_of(spec: Any) -> Any:
     return type(spec) if isinstance(spec, torch.nn.Module) else None
 
 
+def _numel_alike(param: torch.nn.Parameter) -> int:
+    """Number of elements of a parameter. Of a cut one it is the average number of a tensor-parallel rank's part, so
+    that ranks with parts of different sizes deal out layers alike."""
+    cut = getattr(param, "tp_cut", None)
+    return param.numel() if cut is None else cut.logical_shape.numel() // cut.n_ranks
+
+
 def _sizes_of(specs: Sequence[Any]) -> list[int]:
     """Number of trainable elements of each layer. Layers with one key count at the first of them. Nothing is allocated.
     """
@@ -381,5 +400,5 @@ def _sizes_of(specs: Sequence[Any]) -> list[int]:
             with torch.device("meta"):
                 module = spec.build()
         params = module.parameters() if isinstance(module, torch.nn.Module) else ()
-        sizes.append(sum(param.numel() for param in params if param.requires_grad))
+        sizes.append(sum(_numel_alike(param) for param in params if param.requires_grad))
     return sizes

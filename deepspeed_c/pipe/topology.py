@@ -10,9 +10,10 @@ from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from deepspeed_c.comm.axes import DATA, DP_SHARD, PP, TP
+from deepspeed_c.comm.axes import AXES, DATA, DP_SHARD, PP, TP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import CommError
@@ -22,6 +23,7 @@ __all__ = [
     "PipeModelDataParallelTopology",
     "PipelineParallelGrid",
     "ProcessTopology",
+    "cut_over_tensors",
     "mesh_of_topology",
 ]
 
@@ -133,7 +135,24 @@ def mesh_of_topology(topology: ProcessTopology, comm: Collectives) -> Mesh:
             fix=f"name axes of {', '.join(_AXES)} whose sizes multiply to {comm.world_size}",
         )
     sizes = {_AXES[axis]: topology.get_dim(axis) for axis in topology.axes}
-    return Mesh(comm, sizes)
+    # A topology may name its axes in another order than the mesh, which moves ranks to other places.
+    order = sorted(range(len(sizes)), key=lambda i: AXES.index(_AXES[topology.axes[i]]))
+    grid = torch.arange(comm.world_size).view(topology.dims).permute(order).contiguous()
+    return Mesh(comm, sizes, grid=grid)
+
+
+def cut_over_tensors(topology: ProcessTopology, n_ranks: int) -> ProcessTopology:
+    """The topology in which ``n_ranks`` neighbours along "data" lie along "model" instead, as in
+    ``Mesh.split_tensors``."""
+    axes, dims = list(topology.axes), list(topology.dims)
+    if "data" not in axes:
+        axes, dims = [*axes, "data"], [*dims, 1]
+    if "model" in axes:  # of size 1
+        del dims[axes.index("model")], axes[axes.index("model")]
+    at = axes.index("data")
+    axes.insert(at + 1, "model")
+    dims[at : at + 1] = [dims[at] // n_ranks, n_ranks]
+    return ProcessTopology(axes, dims)
 
 
 class PipelineParallelGrid:

@@ -181,7 +181,11 @@ def owned_pieces(
         elif cut is None:
             if _is_first_of_tied(tensor, mesh):
                 copies.append(_Whole(PARAM, name, tensor.detach()))
-        elif cut.copies[0] == cut.rank and mesh.index(*TOKENS) == i % mesh.size(*TOKENS):
+        elif (
+            cut.copies[0] == cut.rank
+            and mesh.index(*TOKENS) == i % mesh.size(*TOKENS)
+            and _is_first_of_tied(tensor, mesh)
+        ):
             pieces += _cut_pieces(PARAM, name, tensor.shape, 0, tensor.detach().reshape(-1), cut)
     pieces += _share_out(copies, mesh.stage.rank, mesh.stage.world_size)
     return pieces

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -45,7 +46,7 @@ class DriftCheck:
     Gradients are compared by the sum of their squares, which the norm needs anyway. Weights are compared by the sum of
     their bits, a part of the weights in each step. Batches are compared by a hash, because ranks with different tokens
     may still agree in both sums. The caller sums ``numbers`` over the ranks that hold the same layers, and passes the
-    sums to ``check``.
+    sums to ``differs``. If the sums of any pipeline stage differ, all ranks call ``report``.
     """
 
     def __init__(self, units: Iterable[Unit], mesh: Mesh) -> None:
@@ -87,16 +88,30 @@ class DriftCheck:
                 break
         return total % HASH_LIMIT
 
-    def check(self, numbers: Sequence[float], results: Results) -> None:
-        """Raises DriftFound on all ranks alike if the hashes of twins differ. The error names the first parameter whose
-        values differ. ``numbers``: the sums over all ranks."""
-        if not numbers:
-            return
-        table = torch.tensor(numbers, dtype=torch.float64).view(self._shape)
-        if bool((table == table[:, :1]).all()):
-            return
-        if bool((table[..., :2] == table[:, :1, :2]).all()):
-            raise DriftFound("", "data")
+    def differs(self, numbers: Sequence[float]) -> bool:
+        """Whether hashes of twins differ. ``numbers``: the sums over the ranks that hold the same layers."""
+        return bool(numbers) and not _are_alike(self._table(numbers))
+
+    def report(self, numbers: Sequence[float], results: Results) -> NoReturn:
+        """Raises DriftFound on all ranks alike. The error names the first parameter whose values differ. Collective
+        over the mesh. ``numbers``: as for ``differs``."""
+        table, found, kind = self._table(numbers), "", ""
+        if not _are_alike(table[..., :2]):
+            found, kind = self._first_apart(results)
+        elif not _are_alike(table):
+            kind = "data"
+        everyone = self._mesh.comm.gather_objects((found, kind), label="drift")
+        # Weights that differ in one stage make gradients differ in others, so weights are named first.
+        raise DriftFound(*max(everyone, key=lambda pair: (bool(pair[0]), pair[1] == "weights", bool(pair[1]))))
+
+    def _table(self, numbers: Sequence[float]) -> torch.Tensor:
+        """[ranks with different tokens, tensor-parallel ranks, hashes]; no rows if no unit has twins."""
+        n_data, n_tp, n_hashes = self._shape
+        return torch.tensor(numbers, dtype=torch.float64).view(n_data if numbers else 0, n_tp, n_hashes)
+
+    def _first_apart(self, results: Results) -> tuple[str, str]:
+        """(the first parameter whose values differ, with its ranks, what differs). Empty if this rank and its twins
+        agree. Collective over the tensor-parallel ranks."""
         mine = {
             fragment.slot.name: (
                 hash_of(unit.piece(results[unit], fragment)),
@@ -114,8 +129,11 @@ class DriftCheck:
                 if other is not None and not found:
                     ranks = [self._tp.global_ranks[rank] for rank in (0, other)]
                     found, kind = f"the {what} of {name} differ on ranks {ranks[0]} and {ranks[1]}", what
-        everyone = self._mesh.comm.gather_objects((found, kind), label="drift")
-        raise DriftFound(*next((pair for pair in everyone if pair[0]), ("", "")))
+        return found, kind
+
+
+def _are_alike(table: torch.Tensor) -> bool:
+    return bool((table == table[:, :1]).all())
 
 
 def hash_of(tensor: torch.Tensor) -> int:

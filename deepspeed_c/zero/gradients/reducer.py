@@ -537,8 +537,11 @@ class GradientReducer:
         if self._reduce_late(facts[_N_NUMBERS : _N_NUMBERS + len(self._in_order)]):
             facts = self._exchange(notes, hash_of_inputs)
         flags = self._flags(facts)
-        numbers = self._pipeline.sum_numbers(facts[:_N_NUMBERS], label="facts of all stages")
-        self._drift.check(facts[_N_NUMBERS + len(self.slots) :], self.results)
+        hashes = facts[_N_NUMBERS + len(self.slots) :]
+        mine = [*facts[:_N_NUMBERS], float(self._drift.differs(hashes))]
+        *numbers, n_drifting = self._pipeline.sum_numbers(mine, label="facts of all stages")
+        if n_drifting:
+            self._drift.report(hashes, self.results)
         self._plan_waiting([slot for slot, flag in flags if flag >= self._after_turn])
         self.facts = WindowFacts(
             norm=math.sqrt(numbers[0]),

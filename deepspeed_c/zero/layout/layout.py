@@ -195,7 +195,8 @@ def lay_out(
         summed = summed_over(param, mesh.size(TP))
         tied = tied_over(param)
         if tied:
-            replicas = mesh.among(tied, PP, *others)
+            # Copies of some heads in layers that stages share have been refused (``cut_model``): all ranks or one.
+            replicas = mesh.among(tied, PP, *others, *([TP] if len(summed) > 1 else []))
         else:
             replicas = mesh.among(summed, TP, *others) if len(summed) > 1 else mesh.along(*others)
         is_part, alone = cut_of(param) is not None, mesh.along()
