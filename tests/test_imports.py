@@ -61,7 +61,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("saved_tensors", "config", "logging", "comm", "ops", "_C"),
         *("zero", "recompute", "offload", "quantity", "inject"),
     },
-    "pipe": {"config", "comm", "utils", "recompute", "_C"},
+    "weights": {"logging", "accelerator", "checkpoint"},
+    "pipe": {"config", "logging", "comm", "utils", "recompute", "_C", "checkpoint", "offload", "weights"},
     "engine": {
         "pipe",
         "offload",
@@ -85,12 +86,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "threads",
         "moe",
         "compile",
+        "weights",
     },
     "compile": {"config", "logging", "_C", "script"},
     "moe": {"config", "logging", "comm", "ops", "_C", "zero", "recompute", "utils"},
     "inference": {
         *("config", "logging", "comm", "accelerator", "ops", "_C", "zero", "engine", "inject", "utils", "checkpoint"),
-        "offload",
+        *("offload", "weights"),
     },
     "plan": {
         *("config", "comm", "ops", "_C", "zero", "offload", "engine", "quantity", "inject", "recompute", "inference"),

@@ -31,7 +31,7 @@ from deepspeed_c.errors import (
     StateError,
 )
 from deepspeed_c.observe.record import Event, StepRecord, phases_text
-from deepspeed_c.pipe import PipelineModule
+from deepspeed_c.pipe import CausalLMPipeline, PipelineModule
 from deepspeed_c.pipe.link import Link, LocalLink, RemoteLink
 from deepspeed_c.pipe.runner import Lent, Runner, Stage, Stopped
 from deepspeed_c.pipe.schedule import Cost, choose, make_table, traits_of
@@ -478,13 +478,32 @@ class PipelineEngine(TrainingHost):
         """The losses that the module reports in addition to the total loss."""
         return self.module.get_additional_losses()
 
-    def save_16bit_model(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse_whole("save_16bit_model")
+    def save_16bit_model(self, save_dir: str, *, max_shard_size: int | str = "5GB") -> bool:
+        """Writes a model of ``from_transformers`` to the folder ``save_dir``, which ``from_pretrained`` of transformers
+        reads, in the dtype of training. Collective. Returns True.
 
-    save_fp16_model = save_16bit_model
+        Raises FeatureError for other models, CheckpointError on all ranks if the folder cannot be written.
+        """
+        self._require_open()
+        self._require_states("save_16bit_model")
+        if not isinstance(self.module, CausalLMPipeline):
+            raise FeatureError(
+                "this rank has the layers of its stages only",
+                where="PipelineEngine.save_16bit_model",
+                fix="call save_checkpoint, and get one file of all weights by `deepspeed_c checkpoint export`",
+            )
+        self.module.save_pretrained(save_dir, max_shard_size=max_shard_size)
+        return True
 
-    def save_model(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse_whole("save_model")
+    save_fp16_model = save_model = save_16bit_model
+
+    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise FeatureError(
+            "generation needs all layers, and this rank has those of its stages",
+            where="PipelineEngine.generate",
+            fix="save the model with save_16bit_model (a model of from_transformers), and load the folder with"
+            " deepspeed_c.init_inference or with transformers",
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("forward")
@@ -507,14 +526,6 @@ def _problem_of_sizes(batches: list[tuple[Any, Any]], size: int) -> str:
 
 # In DeepSpeed the pipeline engine is a subclass of DeepSpeedEngine, and callers check for it with isinstance.
 DeepSpeedEngine.register(PipelineEngine)
-
-
-def _refuse_whole(what: str) -> NoReturn:
-    raise FeatureError(
-        "this rank has the layers of its stages only",
-        where=f"PipelineEngine.{what}",
-        fix="call save_checkpoint, and get one file of all weights by `deepspeed_c checkpoint export`",
-    )
 
 
 def _refuse(what: str) -> NoReturn:

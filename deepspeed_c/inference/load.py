@@ -23,12 +23,12 @@ from deepspeed_c.engine.checkpoint.boxes import plan_reads
 from deepspeed_c.engine.parts import Parts
 from deepspeed_c.engine.weights import aliases_of, named_tensors, stream, stream_order
 from deepspeed_c.errors import CheckpointError, DeepSpeedCError
-from deepspeed_c.inference.meta import TensorHolders, check_buffers, compute_buffers, device_of
-from deepspeed_c.inference.names import named_as_in_model
-from deepspeed_c.inference.weight_files import LIST_FILE, open_weights
 from deepspeed_c.inject.cut import Cut
 from deepspeed_c.logging import logger
 from deepspeed_c.offload.place import raise_together
+from deepspeed_c.weights.files import LIST_FILE, open_weights
+from deepspeed_c.weights.meta import TensorHolders, check_buffers, compute_buffers, device_of
+from deepspeed_c.weights.names import named_as_in_model
 from deepspeed_c.zero.layout.cuts import cut_of
 from deepspeed_c.zero.weights.fetch import Fetcher
 from deepspeed_c.zero.weights.fp32_buffers import names_in_fp32

@@ -13,8 +13,10 @@ from deepspeed_c.pipe.topology import (
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
+from deepspeed_c.pipe.transformers import CausalLMPipeline, from_transformers
 
 __all__ = [
+    "CausalLMPipeline",
     "LayerSpec",
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
@@ -22,4 +24,5 @@ __all__ = [
     "PipelineParallelGrid",
     "ProcessTopology",
     "TiedLayerSpec",
+    "from_transformers",
 ]

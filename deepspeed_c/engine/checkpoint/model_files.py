@@ -3,7 +3,6 @@ read it."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.engine.parts import Parts
 from deepspeed_c.engine.weights import aliases_of, named_tensors, stream, stream_order
 from deepspeed_c.errors import CheckpointError, StateError
+from deepspeed_c.weights.configs import save_configs
 from deepspeed_c.zero.states.access import safe_get_full_fp32_param, safe_get_local_fp32_param
 from deepspeed_c.zero.weights.fetch import Fetcher
 
@@ -90,7 +90,8 @@ def save_model(
                     error = raised
         if writer is not None and error is None:
             try:
-                _save_configs(module, writer.staging)
+                config, generation = (getattr(module, name, None) for name in ("config", "generation_config"))
+                save_configs(config, generation, type(module).__name__, writer.staging)
             except (OSError, ValueError) as raised:
                 error = CheckpointError(f"the model's configuration cannot be saved: {raised}", where=folder)
     except BaseException as failure:
@@ -122,17 +123,3 @@ def _write(writer: ModelFolderWriter, name: str, tensor: torch.Tensor, dtype: to
     # The tensor is converted in pieces, so that memory need not hold a second copy of a large tensor.
     for piece in tensor.reshape(-1).split(CONVERTED_ELEMS):
         writer.write_part(name, piece.to(dtype))
-
-
-def _save_configs(module: torch.nn.Module, folder: str) -> None:
-    """Writes config.json (and generation_config.json) for a model of transformers, so that ``from_pretrained`` knows
-    the model."""
-    config = getattr(module, "config", None)
-    if callable(getattr(config, "save_pretrained", None)):
-        # As in transformers' own save_pretrained, the configuration names the class that the weights belong to.
-        config = copy.deepcopy(config)
-        config.architectures = [type(module).__name__]
-        config.save_pretrained(folder)
-        generation = getattr(module, "generation_config", None)
-        if callable(getattr(generation, "save_pretrained", None)):
-            generation.save_pretrained(folder)

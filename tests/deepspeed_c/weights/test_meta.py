@@ -12,7 +12,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import ModelError
 from deepspeed_c.inference.load import load_checkpoint
-from deepspeed_c.inference.meta import compute_buffers
+from deepspeed_c.weights.meta import compute_buffers
 from tests.ranks import run_ranks
 
 

@@ -1,0 +1,107 @@
+"""Writes a model that is cut into stages as one folder in Hugging Face's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from deepspeed_c.checkpoint.formats.model_folder import ModelFolderWriter, parse_size
+from deepspeed_c.comm.axes import DATA, PP
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.errors import CheckpointError
+from deepspeed_c.offload.place import raise_together
+
+__all__ = ["save_folder"]
+
+
+def save_folder(
+    folder: str,
+    save_beside: Callable[[str], None],
+    names: Sequence[str],
+    own: Mapping[str, torch.Tensor],
+    mesh: Mesh,
+    *,
+    max_shard_size: int | str,
+) -> None:
+    """Write the tensors ``names``. ``own``: the tensors of this rank by name. ``save_beside``: writes the other files
+    into a folder, on rank 0. Collective. Rank 0 writes and holds one tensor of other ranks at a time.
+
+    Raises CheckpointError on all ranks if it cannot be written; an older model there is intact then.
+    """
+    parse_size(max_shard_size)  # before the first collective
+    ranks, me = mesh.pipeline, mesh.index(PP)
+    found = mesh.comm.gather_objects(
+        (me, {name: (tuple(t.shape), t.dtype) for name, t in own.items()}), label="tensors to save"
+    )
+    owners: dict[str, int] = {}
+    forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for stage_rank, tensors in sorted(found, key=lambda pair: pair[0]):
+        for name, form in tensors.items():
+            owners.setdefault(name, stage_rank)
+            forms.setdefault(name, form)
+    problem: CheckpointError | None = None
+    writer: ModelFolderWriter | None = None
+    if mesh.comm.rank == 0:
+        try:
+            writer = ModelFolderWriter(
+                folder, [(name, *forms[name]) for name in names], max_shard_size=max_shard_size
+            ).__enter__()
+        except CheckpointError as error:
+            problem = error
+    device = next(iter(own.values())).device if own else torch.device("cpu")
+    try:
+        if mesh.index(*DATA) == 0:
+            # Each name is sent even if rank 0 cannot write: the other ranks wait for it.
+            for name in names:
+                tensor = _bring(name, owners[name], forms[name], own, ranks, me, device)
+                if writer is not None and problem is None:
+                    try:
+                        writer.write(name, tensor)
+                    except (OSError, CheckpointError) as error:
+                        problem = _as_checkpoint_error(error, folder)
+        if writer is not None and problem is None:
+            try:
+                save_beside(writer.staging)
+            except (OSError, ValueError) as error:
+                problem = _as_checkpoint_error(error, folder)
+    except BaseException as failure:
+        if writer is not None:
+            writer.__exit__(type(failure), failure, None)
+        raise
+    if writer is not None:
+        try:
+            writer.__exit__(type(problem) if problem else None, problem, None)
+        except (OSError, CheckpointError) as error:
+            problem = problem or _as_checkpoint_error(error, folder)
+    raise_together(problem, CheckpointError, folder, mesh.comm)
+
+
+def _bring(
+    name: str,
+    owner: int,
+    form: tuple[tuple[int, ...], torch.dtype],
+    own: Mapping[str, torch.Tensor],
+    ranks: Collectives,
+    me: int,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """The tensor on the first rank of the pipeline; None elsewhere."""
+    shape, dtype = form
+    if owner == 0:
+        return own[name].detach() if me == 0 else None
+    if me not in (0, owner):
+        return None
+    data = own[name].detach().contiguous() if me == owner else torch.empty(shape, dtype=dtype, device=device)
+    if data.numel():
+        ranks.message(data, owner, 0, label=f"save {name}").wait()
+    return data if me == 0 else None
+
+
+def _as_checkpoint_error(error: Exception, folder: str) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    return CheckpointError(
+        f"the model could not be written: {error}", where=folder, fix="name a folder with room that you may write to"
+    )

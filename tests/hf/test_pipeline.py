@@ -1,0 +1,362 @@
+"""Models of transformers as pipelines: they train as the same model does in one plain process, each rank reads its
+stages only, and the saved folder is a whole model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from tests.hf.stack import on_ranks
+
+VOCAB, WIDTH, STEPS, N_BATCHES, LAYERS = 61, 32, 2, 3, 3
+LLAMA = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": VOCAB,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT = {
+    "n_embd": WIDTH,
+    "n_layer": LAYERS,
+    "n_head": 4,
+    "n_positions": 64,
+    "vocab_size": VOCAB,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+MOE = {**LLAMA, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+NO_DROPOUT = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", LLAMA),
+    "llama tied": ("llama", {**LLAMA, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {**LLAMA, **WINDOWS}),
+    "qwen2 tied": ("qwen2", {**LLAMA, "tie_word_embeddings": True}),
+    "gpt2": ("gpt2", {**GPT, **NO_DROPOUT}),
+    "opt": (
+        "opt",
+        {**LLAMA, "ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0, "activation_function": "relu"},
+    ),
+    "mistral": ("mistral", {**LLAMA, "sliding_window": 3}),
+    "qwen3": ("qwen3", {**LLAMA, "head_dim": 8}),
+    "gemma": ("gemma", {**LLAMA, "head_dim": 8}),
+    "gemma2": ("gemma2", {**LLAMA, "head_dim": 8, "sliding_window": 3}),
+    "olmo": ("olmo", LLAMA),
+    "stablelm": ("stablelm", LLAMA),
+    "starcoder2": ("starcoder2", LLAMA),
+    "phi3": ("phi3", LLAMA),
+    "phi": ("phi", LLAMA),
+    "mixtral": ("mixtral", {**LLAMA, "num_local_experts": 4}),
+    "qwen2_moe": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 24}),
+    "qwen3_moe": ("qwen3_moe", {**MOE, "head_dim": 8}),
+    "gpt_oss": ("gpt_oss", {**LLAMA, "head_dim": 8, "num_local_experts": 4, "sliding_window": 3}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            **LLAMA,
+            "num_key_value_heads": 4, "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "n_group": 2, "topk_group": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1,
+        },
+    ),
+    "gpt_bigcode": ("gpt_bigcode", {**GPT, **NO_DROPOUT}),
+    "gptj": ("gptj", {**GPT, "rotary_dim": 4}),
+    "codegen": ("codegen", {**GPT, "rotary_dim": 4}),
+    "falcon": ("falcon", {**LLAMA, "alibi": False}),
+    "falcon alibi": ("falcon", {**LLAMA, "alibi": True}),
+    "bloom": ("bloom", {"hidden_size": WIDTH, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCAB}),
+    "mpt": ("mpt", {"d_model": WIDTH, "n_layers": LAYERS, "n_heads": 4, "vocab_size": VOCAB, "max_seq_len": 64}),
+    "gpt_neox": ("gpt_neox", LLAMA),
+}
+TRAINED = ["llama", "llama tied", "qwen2", "qwen2 tied", "gpt2", "opt"]
+
+
+def config_of(name: str) -> Any:
+    from transformers import AutoConfig
+
+    kind, settings = CONFIGS[name]
+    return AutoConfig.for_model(kind, **settings)
+
+
+def model_of(name: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(config_of(name), dtype=torch.float32)
+
+
+def batches_of(step: int, data_rank: int = 0, *, is_padded: bool = True) -> list[tuple[dict[str, Any], torch.Tensor]]:
+    """Micro-batches of other lengths, with padding and labels to leave out."""
+    generator = torch.Generator().manual_seed(100 * step + data_rank)
+    made = []
+    for k in range(N_BATCHES):
+        length = 7 + k
+        ids = torch.randint(3, VOCAB, (2, length), generator=generator)
+        labels = ids.clone()
+        labels[0, :2] = -100
+        inputs = {"input_ids": ids}
+        if is_padded and k != 1:
+            inputs["attention_mask"] = torch.ones_like(ids)
+            inputs["attention_mask"][1, -3:] = 0
+            labels[1, -3:] = -100
+        made.append((inputs, labels))
+    return made
+
+
+def plain_run(name: str, n_pipelines: int = 1) -> tuple[list[float], float, dict[str, torch.Tensor]]:
+    """(losses of steps, the loss of an evaluation, weights)."""
+    model = model_of(name).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        batches = [batch for rank in range(n_pipelines) for batch in batches_of(step, rank)]
+        optimizer.zero_grad()
+        total = sum(model(**inputs, labels=labels).loss for inputs, labels in batches) / len(batches)
+        total.backward()
+        optimizer.step()
+        losses.append(float(total.detach()))
+    with torch.no_grad():
+        evaluation = sum(float(model.eval()(**x, labels=y).loss) for x, y in batches_of(9)) / N_BATCHES
+    return losses, evaluation, {key: value.detach() for key, value in model.named_parameters()}
+
+
+def engine_of(module: Any, stage: int = 0, **more: Any) -> Any:
+    import deepspeed_c
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": N_BATCHES,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "zero_optimization": {"stage": stage},
+        **more,
+    }
+    return deepspeed_c.initialize(model=module, model_parameters=list(module.parameters()), config=config)[0]
+
+
+def bare(name: str) -> str:
+    """transformers' name of a weight of the pipeline."""
+    return name.split(".", 2 if name.startswith("tied_modules.") else 1)[-1]
+
+
+def train(rank: int, world: int, name: str, schedule: str, stage: int, more: dict[str, Any]) -> Any:
+    from deepspeed_c.pipe import from_transformers
+
+    module = from_transformers(model_of(name), min(world, 2), schedule=schedule)
+    data_rank = module.mpu().get_data_parallel_rank()
+    with engine_of(module, stage, **more) as engine:
+        losses = [float(engine.train_batch(iter(batches_of(step, data_rank)))) for step in range(STEPS)]
+        evaluation = float(engine.eval_batch(iter(batches_of(9))))
+        return losses, evaluation, {bare(key): p.detach().clone() for key, p in module.named_parameters()}
+
+
+def check(outcome: list[Any], expected: Any) -> None:
+    losses, evaluation, weights = expected
+    seen = set()
+    for got, evaluated, mine in outcome:
+        assert got == pytest.approx(losses, rel=1e-5) and evaluated == pytest.approx(evaluation, rel=1e-5)
+        for name, value in mine.items():
+            torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+            seen.add(name)
+    assert seen == set(weights)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_on_one_rank(name):
+    check(on_ranks(1, train, name, "1f1b", 0, {}), plain_run(name))
+
+
+@pytest.mark.parametrize(("schedule", "stage"), [("1f1b", 0), ("zb_h1", 1)])
+@pytest.mark.parametrize("name", TRAINED)
+def test_two_stages(name, schedule, stage):
+    outcome = on_ranks(2, train, name, schedule, stage, {})
+    check(outcome, plain_run(name))
+    # Only a tied embedding is on both ranks.
+    shared = outcome[0][2].keys() & outcome[1][2].keys()
+    is_tied = name in ("llama tied", "qwen2 tied", "gpt2", "opt")
+    assert len(shared) == is_tied and all("embed_tokens" in key or "wte" in key for key in shared)
+
+
+def test_two_pipelines_whose_layers_are_recomputed():
+    more = {"pipeline": {"activation_checkpoint_interval": 1}}
+    check(on_ranks(4, train, "qwen2 tied", "1f1b", 1, more), plain_run("qwen2 tied", 2))
+
+
+def load_body(rank: int, world: int, folder: str, schedule: str) -> Any:
+    """Returns (names -> tensors, bytes that were read, elements with memory among those of the whole model)."""
+    from unittest import mock
+
+    from deepspeed_c.checkpoint.formats.huggingface import HuggingFaceSource
+    from deepspeed_c.pipe import from_transformers
+
+    n_read = []
+    read = HuggingFaceSource.read
+
+    def counting(self: Any, reads: Any) -> None:
+        n_read.extend(each.into.nbytes for each in reads)
+        read(self, reads)
+
+    with mock.patch.object(HuggingFaceSource, "read", counting):
+        module = from_transformers(folder, world, schedule=schedule)
+    (whole,) = module._whole
+    held = {id(p): p.numel() for p in whole.parameters() if not p.is_meta}
+    tensors = {bare(key): value.clone() for key, value in module.state_dict().items()}
+    return tensors, sum(n_read), sum(held.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "llama tied", "gpt2", "opt", "qwen3_moe", "mixtral", "bloom"])
+def test_a_folder_is_read_once_by_the_ranks_that_need_it(tmp_path, name):
+    model = model_of(name)
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    wanted = model.state_dict()
+    outcome = on_ranks(2, load_body, str(tmp_path), "1f1b")
+    for tensors, n_read, n_held in outcome:
+        assert n_read == sum(value.nbytes for value in tensors.values()) < sum(v.nbytes for v in wanted.values())
+        assert n_held == sum(value.numel() for value in tensors.values())
+        for key, value in tensors.items():
+            assert torch.equal(value, wanted[key]), key
+    both = outcome[0][0].keys() | outcome[1][0].keys()
+    assert both | {"lm_head.weight"} == wanted.keys()
+
+
+def save_body(rank: int, world: int, name: str, folder: str, more: dict[str, Any]) -> Any:
+    from deepspeed_c.errors import CheckpointError, ConfigError
+    from deepspeed_c.pipe import from_transformers
+
+    module = from_transformers(model_of(name), 2, schedule="zb_v" if name == "gpt2" else "1f1b")
+    with engine_of(module, 1, **more) as engine:
+        engine.train_batch(iter(batches_of(0, module.mpu().get_data_parallel_rank())))
+        with pytest.raises((CheckpointError, ConfigError), match="no size"):
+            engine.save_16bit_model(folder, max_shard_size="much")
+        with pytest.raises(CheckpointError):
+            engine.save_16bit_model("/dev/null/model")
+        assert engine.save_16bit_model(folder, max_shard_size="50KB")
+        logits = engine.eval_batch(iter(batches_of(5)), compute_loss=False)
+        return {bare(key): p.detach().clone() for key, p in module.named_parameters()}, logits
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "more"),
+    [
+        (2, "llama", {"bf16": {"enabled": True}}),
+        (4, "qwen2 tied", {}),
+        (2, "gpt2", {}),
+        (2, "opt", {}),
+        (2, "mixtral", {}),
+    ],
+)
+def test_the_saved_folder_is_a_model_of_transformers(tmp_path, world, name, more):
+    from transformers import AutoModelForCausalLM
+
+    outcome = on_ranks(world, save_body, name, str(tmp_path / "model"), more)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors.index.json").exists()
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["architectures"] == [type(model).__name__]
+    assert (tmp_path / "model" / "generation_config.json").exists()
+    loaded = model.state_dict()
+    assert model.dtype == (torch.bfloat16 if more else torch.float32)
+    for mine, _ in outcome:
+        for key, value in mine.items():
+            assert torch.equal(value, loaded[key]), key
+    assert set().union(*(mine for mine, _ in outcome)) | {"lm_head.weight"} == set(dict(model.named_parameters())) | {
+        "lm_head.weight"
+    }
+    logits = next(found for _, found in outcome if found is not None)
+    tolerance = 0.05 if more else 1e-5
+    with torch.no_grad():
+        for got, (inputs, _) in zip(logits, batches_of(5), strict=True):
+            torch.testing.assert_close(got, model(**inputs).logits, rtol=tolerance, atol=tolerance)
+
+
+def seeded_body(rank: int, world: int, name: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    from deepspeed_c.pipe import from_transformers
+
+    module = from_transformers(config_of(name), world, dtype=torch.float32, **options)
+    return {bare(key): value.clone() for key, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gpt_oss"])
+def test_weights_of_a_configuration_do_not_depend_on_the_number_of_stages(name):
+    (one,) = on_ranks(1, seeded_body, name, {})
+    for options in ({}, {"schedule": "zb_v"}):
+        seen = set()
+        for mine in on_ranks(2, seeded_body, name, options):
+            seen |= mine.keys()
+            assert all(torch.equal(value, one[key]) for key, value in mine.items())
+        assert seen == one.keys()
+    (other,) = on_ranks(1, seeded_body, name, {"base_seed": 5})
+    stds = {key: float(value.std()) for key, value in model_of(name).state_dict().items() if value.ndim > 1}
+    for key, std in stds.items():
+        if key in one and std > 0:
+            assert not torch.equal(one[key], other[key]), key
+            assert 0.7 < float(one[key].std()) / std < 1.4, key
+
+
+PARTS = ("'bert'", "output_router_logits", "is a Linear", "no head", "shape", "no folder")
+
+
+def refuse_body(rank: int, world: int, folder: str) -> list[str]:
+    from transformers import AutoConfig, AutoModel
+
+    from deepspeed_c.errors import DeepSpeedCError
+    from deepspeed_c.pipe import from_transformers
+
+    mixtral = AutoConfig.for_model("mixtral", **{**LLAMA, "output_router_logits": True})
+    found = []
+    for model in (
+        AutoConfig.for_model("bert"),
+        mixtral,
+        torch.nn.Linear(2, 2),
+        AutoModel.from_config(config_of("llama")),
+        folder,
+        folder + "/missing",
+    ):
+        with pytest.raises(DeepSpeedCError) as caught:
+            from_transformers(model, world)
+        found.append(str(caught.value))
+    module = from_transformers(model_of("llama"), world)
+    with engine_of(module) as engine:
+        for generate in (module.generate, engine.generate):
+            with pytest.raises(DeepSpeedCError, match="all layers") as caught:
+                generate(torch.ones(1, 1, dtype=torch.long))
+            assert "init_inference" in str(caught.value)
+    if rank == 0:
+        with pytest.raises(DeepSpeedCError, match="labels are the second"):
+            module.run_stage(0, {"input_ids": torch.ones(1, 2, dtype=torch.long), "labels": torch.ones(1, 2)})
+    return found
+
+
+def test_what_cannot_be_cut_is_refused_by_name(tmp_path):
+    model_of("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
+    for found in on_ranks(2, refuse_body, str(tmp_path)):
+        for text, part in zip(found, PARTS, strict=True):
+            assert part in text
+
+
+def test_one_token_and_tensors_without_a_dictionary():
+    model = model_of("llama").eval()
+    for got, shape in zip(on_ranks(1, small_body)[0], SHAPES, strict=True):
+        with torch.no_grad():
+            torch.testing.assert_close(got, model(torch.full(shape, 7)).logits)
+
+
+SHAPES = ((1, 1), (2, 1), (1, 13))
+
+
+def small_body(rank: int, world: int) -> list[torch.Tensor]:
+    from deepspeed_c.pipe import from_transformers
+
+    module = from_transformers(model_of("llama"), 1).eval()
+    with torch.no_grad():
+        return [module(torch.full(shape, 7)) for shape in SHAPES]
