@@ -77,7 +77,7 @@ class _FromAnyone:
 
 def _shared(tensor: Any, group: dist.ProcessGroup | None, tag: int) -> SharedMemory | None:
     """The shared memory for a message; None: it goes by torch, which also refuses arguments that make no sense."""
-    transport = table.connected(group)
+    transport = None if group == dist.GroupMember.NON_GROUP_MEMBER else table.connected(group)
     is_plain = isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.layout == torch.strided
     if not isinstance(transport, SharedMemory) or not is_plain or tag < 0 or not tensor.is_contiguous():
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,8 +115,11 @@ class SharedMemory(Transport):
 
     def start(self, name: str, *args: Any) -> Handle:
         """Starts the collective ``name`` of ``_C.ShmGroup``. If it cannot be started, the error comes from ``wait``."""
+        return self._begin(getattr(self._group, name), *args)
+
+    def _begin(self, call: Callable[..., Handle], *args: Any) -> Handle:
         try:
-            work = getattr(self._group, name)(*args)
+            work = call(*args)
         except RuntimeError as error:  # an earlier failure has ended the connection
             work = _Failed(error)
         return _OfPart(work, self._ranks) if self._is_part else work
@@ -168,11 +171,11 @@ class SharedMemory(Transport):
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int, label: str) -> Handle:
         """Sends a contiguous tensor to ``rank`` of this host."""
-        return self.start("send", tensor, rank, tag, label)
+        return self._begin(self._group.send, tensor, rank, tag, label)
 
     def receive(self, tensor: torch.Tensor, rank: int, tag: int, label: str) -> Handle:
         """Receives a contiguous tensor from ``rank`` of this host."""
-        return self.start("receive", tensor, rank, tag, label)
+        return self._begin(self._group.receive, tensor, rank, tag, label)
 
     def has_message(self, rank: int, tag: int) -> bool:
         """Whether a message from ``rank`` has come that was not received. Raises RuntimeError where the connection has

@@ -127,6 +127,19 @@ def test_a_message_of_another_length_is_an_error(run_ranks) -> None:
     assert "rank 1" in found[0], found
 
 
+def outside_body(rank: int, world: int) -> None:
+    """A rank that is not in the group sends nothing, as in torch."""
+    group = comm.new_group([1])
+    if rank == 0:
+        with pytest.raises((CommError, ValueError)):
+            comm.send(torch.zeros(1), 1, group)
+    dist.barrier()
+
+
+def test_a_rank_outside_the_group(run_ranks) -> None:
+    run_ranks(2, outside_body)
+
+
 def test_without_a_group() -> None:
     with pytest.raises(CommError, match="not initialised"):
         comm.send(torch.zeros(1), 1)
