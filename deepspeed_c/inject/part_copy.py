@@ -48,10 +48,11 @@ class PartCopy:
         """The cut copy. Its modules have the names that they have in the model."""
         self.report: CutReport = cut_model(self.module, TensorParallel(autotp_size=comm.world_size), comm)
         copied = dict(self.module.named_modules())
+        self._copied = [(module, copied[name]) for name, module in model.named_modules() if name in copied]
         self._pairs: list[tuple[torch.nn.Module, torch.nn.Module, dict[str, Any]]] = [
             (module, other, _plain_values(module))
-            for name, module in model.named_modules()
-            if type(other := copied.get(name)) is type(module)
+            for module, other in self._copied
+            if type(other) is type(module)
         ]
         self._empty: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # by the model's parameter
         self._places: dict[torch.nn.Parameter, list[tuple[torch.nn.Module, str]]] = {}
@@ -73,13 +74,14 @@ class PartCopy:
                 holder.register_parameter(name, part)
 
     def follow(self) -> None:
-        """Takes over buffers, and attributes of modules that are plain values and have changed: training or evaluation,
+        """Takes over buffers, training or evaluation, and attributes of modules that are plain values and have changed:
         peft's active adapters."""
         for name, buffer in self._model.named_buffers(remove_duplicate=False):
             holder, last = self._find(name)
             if holder._buffers[last] is not None and holder._buffers[last].shape == buffer.shape:
                 holder._buffers[last] = buffer
-        self.module.train(self._model.training)
+        for module, other in self._copied:  # cut layers, too, whose class is another
+            other.training = module.training
         for module, other, seen in self._pairs:
             for name, value in _plain_values(module).items():
                 if name not in seen or seen[name] != value:
