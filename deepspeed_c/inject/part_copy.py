@@ -81,7 +81,7 @@ class PartCopy:
             if holder._buffers[last] is not None and holder._buffers[last].shape == buffer.shape:
                 holder._buffers[last] = buffer
         for module, other in self._copied:  # cut layers, too, whose class is another
-            other.training = module.training
+            vars(other)["training"] = module.training
         for module, other, seen in self._pairs:
             for name, value in _plain_values(module).items():
                 if name not in seen or seen[name] != value:
