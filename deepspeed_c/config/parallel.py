@@ -172,7 +172,16 @@ class Pipeline(Section, kw_only=True):
     schedule: Annotated[
         str | None,
         acts(
-            "Schedule of a PipelineModule; by default the one that it was built with. `deepspeed_c pipe show` draws it."
+            "Schedule of a PipelineModule; by default the one that it was built with. auto: the fastest in a simulation"
+            " of those that fit the module's stages. `deepspeed_c pipe show` draws a schedule.",
+            auto="value",
+        ),
+    ] = None
+    activation_bytes_limit: Annotated[
+        Positive | None,
+        acts(
+            "Bytes of activations that a rank may hold, as one forward of the first micro-batch measures them. A schedule"
+            " that holds more is an error before training, and schedule auto takes the fastest that fits."
         ),
     ] = None
     virtual_stages: Annotated[Positive | None, acts("Stages a rank; has to be what the PipelineModule has.")] = None

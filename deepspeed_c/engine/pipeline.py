@@ -34,7 +34,9 @@ from deepspeed_c.observe.record import Event, StepRecord, phases_text
 from deepspeed_c.pipe import CausalLMPipeline, PipelineModule
 from deepspeed_c.pipe.link import Link, LocalLink, RemoteLink
 from deepspeed_c.pipe.runner import Lent, Runner, Stage, Stopped
-from deepspeed_c.pipe.schedule import Cost, choose, make_table, traits_of
+from deepspeed_c.pipe.schedule import Cost, fitting, make_table, traits_of
+from deepspeed_c.pipe.weigh import Scale
+from deepspeed_c.recompute.conditions import Conditions
 from deepspeed_c.zero.layout.stages import STAGES
 
 __all__ = ["PipelineEngine", "check_pipeline", "connect_pipeline"]
@@ -154,7 +156,16 @@ class PipelineEngine(TrainingHost):
         self._data_iterator: Iterator[Any] | None = None
         self.loss: torch.Tensor | None = None
         """The loss of the last batch."""
-        self._runner = Runner(self._make_stages())
+        self._stages = self._make_stages()
+        self._runner = Runner(self._stages)
+        self._costs = [Cost()] * len(module.rank_of)
+        self._is_weighed = section.activation_bytes_limit is None
+        if not self._is_weighed and self._config.activation_checkpointing.budget is not None:
+            raise ConfigError(
+                "and activation_checkpointing.budget both limit the memory of activations",
+                where="pipeline.activation_bytes_limit",
+                fix="write one of them: the budget decides what is recomputed for the schedule",
+            )
 
     def _stage_names(self) -> list[str]:
         return [str(stage) for stage in self.module.stages]
@@ -203,15 +214,40 @@ class PipelineEngine(TrainingHost):
         """The schedule for ``n_micro_batches``."""
         found = self._tables.get((trains, n_micro_batches))
         if found is None:
-            module, wanted = self.module, self._config.pipeline.schedule or self.module.schedule
-            if not trains:
-                wanted = "inference_v" if traits_of(module.schedule, "PipelineModule").is_v else "inference"
-            elif wanted == "auto":
-                wanted = choose(module.num_stages, n_micro_batches, [Cost()] * len(module.rank_of))
+            module, section = self.module, self._config.pipeline
+            is_v = traits_of(module.schedule, "PipelineModule").is_v
+            if trains:
+                wanted, limit = section.schedule or module.schedule, section.activation_bytes_limit
+                wanted = fitting(wanted, module.num_stages, n_micro_batches, self._costs, limit, is_v=is_v)
+            else:
+                wanted = "inference_v" if is_v else "inference"
             found = self._tables[trains, n_micro_batches] = make_table(
                 wanted, module.num_stages, module.virtual_stages, n_micro_batches, "pipeline.schedule"
             )
         return found
+
+    def _weigh(self, batch: tuple[Any, Any]) -> None:
+        """Measures in one forward of ``batch`` how many bytes each stage keeps of a micro-batch. Collective. Random
+        generators and running statistics of norms stay as they are.
+        """
+        module = self.module
+        last = len(module.rank_of) - 1
+        scale = Scale([*module.parameters(), *module.buffers()])
+        stages = {
+            s: stage._replace(run=scale.stage(s, stage.run, splits=stage.splits, is_last=s == last))
+            for s, stage in self._stages.items()
+        }
+        loss = scale.result(last, lambda outputs, k: self._loss_of(outputs, batch), splits=stages[min(stages)].splits)
+        lent = Lent(lambda k: batch[0], loss, lambda loss: loss, self._passes.part)
+        with Conditions(with_python=True).replayed():
+            self._run(self._table(1, trains=False), lent, "train_batch", has_backward=False, runner=Runner(stages))
+        found = self._comm.gather_objects(scale.bytes_of, label="bytes of activations")
+        for s in range(last + 1):
+            # Parallel pipelines can have samples of different lengths. The same schedule has to fit all of them.
+            kept, between = zip(*(of_rank[s] for of_rank in found if s in of_rank), strict=True)
+            self._costs[s] = Cost(kept_bytes=max(kept), weight_bytes=max(between))
+        self._tables.clear()
+        self._is_weighed = True
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Trains on one batch; returns its mean loss on all ranks.
@@ -228,13 +264,15 @@ class PipelineEngine(TrainingHost):
         self._require_optimizer("train_batch")
         self._require_states("train_batch")
         n = self.gradient_accumulation_steps()
-        table = self._table(n, trains=True)
         with self.phases.measure("data"):
             size = self.train_micro_batch_size_per_gpu()
             batches = self._fetch(data_iter, n, "train_batch", needs_labels=True, size=size)
             self._compare_inputs(batches)
         self.module.train()
         self._passes.recover()
+        if not self._is_weighed:
+            self._weigh(batches[0] if batches else (None, None))
+        table = self._table(n, trains=True)
         self._blocks.expect(_most_in_flight(table.actions(self.stage_id)))
         self._state.begin_window()
         if self.is_first_stage():
@@ -264,13 +302,16 @@ class PipelineEngine(TrainingHost):
         self.loss = torch.tensor(self._optimizer.last_facts.loss, dtype=torch.float32, device=self.device)
         return self.loss
 
-    def _run(self, table: _C.PipeTable, lent: Lent, what: str, *, has_backward: bool) -> dict[int, Any]:
+    def _run(
+        self, table: _C.PipeTable, lent: Lent, what: str, *, has_backward: bool, runner: Runner | None = None
+    ) -> dict[int, Any]:
         """The results of the last stage by micro-batch. Collective: if a stage raises an exception on one rank, all
         ranks raise StageError. Ranks of other pipelines, and stages that only send, learn of it here."""
         results: dict[int, Any] = {}
         text, fix, cause = "", "", None
         try:
-            results = self._runner.run(table.actions(self.stage_id), lent, has_backward=has_backward)
+            runner = self._runner if runner is None else runner
+            results = runner.run(table.actions(self.stage_id), lent, has_backward=has_backward)
         except Stopped as stopped:
             text, cause = stopped.text, stopped.cause
             fix = cause.fix if isinstance(cause, DeepSpeedCError) else ""

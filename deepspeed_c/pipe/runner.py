@@ -113,8 +113,8 @@ class Runner:
         other ranks. After an exception no state of the run is left.
 
         Raises Stopped if a stage of the pipeline raises an exception, after all messages of the run: the rank computes
-        no more, and sends ``_StageFailed`` in place of each further value. A rank that receives it does the same. Errors of
-        messages are raised at once, and after them ranks can no longer exchange values.
+        no more, and sends ``_StageFailed`` in place of each further value. A rank that receives it does the same.
+        Errors of messages are raised at once, and after them ranks can no longer exchange values.
         """
         self._lent, self._has_backward = lent, has_backward
         self._results: dict[int, Any] = {}

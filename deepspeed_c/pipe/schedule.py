@@ -9,7 +9,7 @@ from typing import NamedTuple
 from deepspeed_c import _C
 from deepspeed_c.errors import ConfigError
 
-__all__ = ["SCHEDULES", "Cost", "Outcome", "Traits", "choose", "make_table", "simulate", "traits_of"]
+__all__ = ["SCHEDULES", "Cost", "Outcome", "Traits", "choose", "fitting", "make_table", "simulate", "traits_of"]
 
 
 class Traits(NamedTuple):
@@ -95,10 +95,11 @@ def choose(
     *,
     transfer_ns: int = 0,
     limit_bytes: int | None = None,
+    is_v: bool | None = None,
     where: str = "pipeline.schedule",
 ) -> str:
     """Return the schedule with the least makespan. Candidates train ``len(costs)`` stages on ``n_ranks``, and hold at
-    most ``limit_bytes`` of activations on each rank.
+    most ``limit_bytes`` of activations on each rank. is_v: whether stages lie on ranks as a V; None: either way.
 
     Raises ConfigError, with the least memory that any schedule needs, where no schedule fits.
     """
@@ -106,7 +107,9 @@ def choose(
     names = [
         name
         for name, traits in SCHEDULES.items()
-        if traits.has_backward and traits.min_virtual <= n_virtual <= traits.max_virtual
+        if traits.has_backward
+        and traits.min_virtual <= n_virtual <= traits.max_virtual
+        and is_v in (None, traits.is_v)
     ]
     candidates = [(name, n_ranks, n_virtual, n_micro_batches, [tuple(cost) for cost in costs]) for name in names]
     try:
@@ -116,3 +119,37 @@ def choose(
             str(error), where=where, fix="raise activation_bytes_limit, or make the micro-batches smaller"
         ) from error
     return names[index]
+
+
+def fitting(
+    wanted: str, n_ranks: int, n_micro_batches: int, costs: Sequence[Cost], limit_bytes: int | None, *, is_v: bool
+) -> str:
+    """The schedule to run: ``wanted``, or for "auto" the one that ``choose`` returns.
+
+    Raises ConfigError if it holds more than ``limit_bytes`` of activations on a rank. The error names the fastest
+    schedule that fits, or the least that any schedule holds.
+    """
+    where = "pipeline.activation_bytes_limit"
+    if wanted == "auto":
+        return choose(n_ranks, n_micro_batches, costs, limit_bytes=limit_bytes, is_v=is_v, where=where)
+    if limit_bytes is None:
+        return wanted
+
+    def peaks_of(name: str) -> list[int]:
+        table = make_table(name, n_ranks, len(costs) // n_ranks, n_micro_batches, "pipeline.schedule")
+        return simulate(table, costs).peak_bytes
+
+    peaks = peaks_of(wanted)
+    if max(peaks) <= limit_bytes:
+        return wanted
+    try:
+        other = choose(n_ranks, n_micro_batches, costs, limit_bytes=limit_bytes, is_v=is_v, where=where)
+        fix = f'write "schedule": "{other}", which holds {max(peaks_of(other))} bytes, or raise the limit'
+    except ConfigError as error:
+        fix = f"{error.fix}: {error.what}"
+    raise ConfigError(
+        f"is {limit_bytes}, and {wanted!r} holds {max(peaks)} bytes of activations on pipeline rank"
+        f" {peaks.index(max(peaks))}",
+        where=where,
+        fix=fix,
+    )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-__all__ = ["SplitBackward"]
+__all__ = ["SplitBackward", "bytes_between_halves"]
 
 
 class SplitBackward:
@@ -41,8 +41,7 @@ class SplitBackward:
     def input_half(self) -> list[torch.Tensor | None]:
         """Compute the gradients of the inputs."""
         frontier, on_path = _frontier([root.node for root in self._roots], self._inputs)
-        params = [param for _, found in frontier for param in found]
-        self.is_whole = len({id(param) for param in params}) < len(params)
+        self.is_whole = _has_repeats(frontier)
         if self.is_whole:
             torch.autograd.backward(self._roots, self._grads)
             given = [tensor.grad for tensor in self._inputs]
@@ -79,6 +78,21 @@ class SplitBackward:
 
     def _forget(self) -> None:
         self._roots, self._grads, self._inputs, self._starts, self._apart = [], [], [], [], []
+
+
+def bytes_between_halves(roots: Iterable[Node], inputs: Sequence[torch.Tensor]) -> int | None:
+    """Bytes of the gradients that the first half keeps for the second one; None if it does the whole backward."""
+    frontier, on_path = _frontier(roots, inputs)
+    if _has_repeats(frontier):
+        return None
+    kept = [metadata for node, _ in frontier if node in on_path for metadata in node._input_metadata]
+    return sum(torch.Size(metadata.shape).numel() * metadata.dtype.itemsize for metadata in kept)
+
+
+def _has_repeats(frontier: list[tuple[Node, list[torch.Tensor]]]) -> bool:
+    """Whether a parameter is used at several depths."""
+    params = [param for _, found in frontier for param in found]
+    return len({id(param) for param in params}) < len(params)
 
 
 def _note(kept: list[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) -> None:
