@@ -136,15 +136,17 @@ def test_two_tensor_parallel_processes_have_the_losses_of_one(tmp_path):
     assert "rank 0 of 2 holds" in two
 
 
-def test_two_pipeline_stages_have_the_losses_of_one_process(tmp_path):
-    """As `make train PP=2`, in fp32: only the order of adding tied gradients differs."""
+@pytest.mark.parametrize("n_tp", [1, 2])
+def test_two_pipeline_stages_have_the_losses_of_one_process(tmp_path, n_tp: int):
+    """As `make train PP=2` and `make train PP=2 TP=2 NPROC=4`, in fp32: only the order of sums differs."""
     config = json.loads((ROOT / "examples" / "ds_config.json").read_text())
     config["bf16"]["enabled"] = False
     (tmp_path / "fp32.json").write_text(json.dumps(config))
     sizes = ["--layers", "3", "--width", "32", "--heads", "2", "--context", "32", "--sample-bytes", "20"]
     given = [SCRIPT[0], "--deepspeed", "--deepspeed_config", "fp32.json", *sizes, "--steps", "6"]
     one = train([sys.executable, *given, "--out", "one"], tmp_path)
-    two = train([*LAUNCH, *given, "--pp", "2", "--out", "two"], tmp_path)
+    launch = [*LAUNCH[:-1], str(2 * n_tp)]
+    two = train([*launch, *given, "--pp", "2", "--tp", str(n_tp), "--out", "two"], tmp_path)
     losses = [json.loads((tmp_path / folder / "loss.json").read_text()) for folder in ("one", "two")]
     assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], abs=1e-5)
     held_out = [number(r"held-out loss +([\d.]+) nats/byte", text) for text in (one, two)]
