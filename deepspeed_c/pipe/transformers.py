@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from deepspeed_c.comm.axes import TP
 from deepspeed_c.errors import CheckpointError, FeatureError, ModelError
 from deepspeed_c.pipe.fill import fill_from_files, fill_from_model, fill_from_seeds
 from deepspeed_c.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
@@ -121,7 +122,7 @@ class CausalLMPipeline(PipelineModule):
         """This rank's layers with modules of the model, by the number that seeds them."""
         found: dict[int, _ModelPart] = {}
         for index, spec in enumerate(self.specs):
-            module = self._tied_module(spec.key) if isinstance(spec, TiedLayerSpec) else self._functions.get(index)
+            module = self._tied_module(spec.key) if isinstance(spec, TiedLayerSpec) else self._modules.get(str(index))
             if isinstance(module, _ModelPart) and module not in found.values():
                 found[index] = module
         return found
@@ -134,6 +135,12 @@ class CausalLMPipeline(PipelineModule):
         their dtype in training. Raises CheckpointError on all ranks if it cannot be written; an older model there is
         intact then.
         """
+        if self.mesh.size(TP) > 1:
+            raise FeatureError(
+                "this rank has parts of tensors",
+                where=f"{type(self).__name__}.save_pretrained",
+                fix="call the engine's save_checkpoint, load it without tensor_parallel, and save that",
+            )
         own = self._own_tensors()
         architecture = type(self._whole[0]).__name__
         dtype = next((tensor.dtype for tensor in own.values() if tensor.is_floating_point()), None)
