@@ -18,6 +18,7 @@ from deepspeed_c.data.loader import RepeatingLoader
 from deepspeed_c.engine.attributes import ATTRIBUTES, OF_PIPELINES
 from deepspeed_c.engine.engine import DeepSpeedEngine
 from deepspeed_c.engine.inputs import count_tokens
+from deepspeed_c.engine.parts import Parts
 from deepspeed_c.engine.training import TrainingHost
 from deepspeed_c.errors import (
     BackwardError,
@@ -533,7 +534,8 @@ class PipelineEngine(TrainingHost):
                 where="PipelineEngine.save_16bit_model",
                 fix="call save_checkpoint, and get one file of all weights by `deepspeed_c checkpoint export`",
             )
-        self.module.save_pretrained(save_dir, max_shard_size=max_shard_size)
+        parts = Parts(self.module, self.module.own_tensors(), self._mesh)
+        self.module.save_pretrained(save_dir, max_shard_size=max_shard_size, parts=parts)
         return True
 
     save_fp16_model = save_model = save_16bit_model

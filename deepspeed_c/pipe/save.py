@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
 from deepspeed_c.checkpoint.formats.model_folder import ModelFolderWriter, parse_size
-from deepspeed_c.comm.axes import DATA, PP
+from deepspeed_c.comm.axes import DATA, PP, TP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import CheckpointError
 from deepspeed_c.offload.place import raise_together
 
-__all__ = ["save_folder"]
+__all__ = ["Joins", "save_folder"]
+
+
+class Joins(Protocol):
+    """Puts whole tensors together from the parts of a stage's ranks."""
+
+    def shape(self, name: str, tensor: torch.Tensor) -> torch.Size:
+        """The shape of the whole tensor."""
+        ...
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The whole tensor. Collective over the ranks of the stage that hold parts of it."""
+        ...
 
 
 def save_folder(
@@ -22,19 +35,20 @@ def save_folder(
     names: Sequence[str],
     own: Mapping[str, torch.Tensor],
     mesh: Mesh,
+    parts: Joins | None,
     *,
     max_shard_size: int | str,
 ) -> None:
     """Write the tensors ``names``. ``own``: the tensors of this rank by name. ``save_beside``: writes the other files
-    into a folder, on rank 0. Collective. Rank 0 writes and holds one tensor of other ranks at a time.
+    into a folder, on rank 0. ``parts``: None if each rank has whole tensors. Collective. Rank 0 writes, and holds one
+    tensor of other ranks at a time.
 
     Raises CheckpointError on all ranks if it cannot be written; an older model there is intact then.
     """
     parse_size(max_shard_size)  # before the first collective
-    ranks, me = mesh.pipeline, mesh.index(PP)
-    found = mesh.comm.gather_objects(
-        (me, {name: (tuple(t.shape), t.dtype) for name, t in own.items()}), label="tensors to save"
-    )
+    me = mesh.index(PP)
+    mine = {name: (tuple(t.shape if parts is None else parts.shape(name, t)), t.dtype) for name, t in own.items()}
+    found = mesh.comm.gather_objects((me, mine), label="tensors to save")
     owners: dict[str, int] = {}
     forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for stage_rank, tensors in sorted(found, key=lambda pair: pair[0]):
@@ -55,10 +69,14 @@ def save_folder(
         if mesh.index(*DATA) == 0:
             # Each name is sent even if rank 0 cannot write: the other ranks wait for it.
             for name in names:
-                tensor = _bring(name, owners[name], forms[name], own, ranks, me, device)
+                whole = None
+                if me == owners[name]:
+                    whole = own[name].detach() if parts is None else parts.whole(name, own[name].detach())
+                if mesh.index(TP) == 0 and me in (0, owners[name]):
+                    whole = _bring(name, owners[name], whole, forms[name], mesh.pipeline, device)
                 if writer is not None and problem is None:
                     try:
-                        writer.write(name, tensor)
+                        writer.write(name, whole)
                     except (OSError, CheckpointError) as error:
                         problem = _as_checkpoint_error(error, folder)
         if writer is not None and problem is None:
@@ -81,22 +99,17 @@ def save_folder(
 def _bring(
     name: str,
     owner: int,
+    whole: torch.Tensor | None,
     form: tuple[tuple[int, ...], torch.dtype],
-    own: Mapping[str, torch.Tensor],
     ranks: Collectives,
-    me: int,
     device: torch.device,
-) -> torch.Tensor | None:
-    """The tensor on the first rank of the pipeline; None elsewhere."""
+) -> torch.Tensor:
+    """Send a tensor from ``owner`` to the first rank of the pipeline, where it is returned; both call it."""
     shape, dtype = form
-    if owner == 0:
-        return own[name].detach() if me == 0 else None
-    if me not in (0, owner):
-        return None
-    data = own[name].detach().contiguous() if me == owner else torch.empty(shape, dtype=dtype, device=device)
-    if data.numel():
+    data = torch.empty(shape, dtype=dtype, device=device) if whole is None else whole.contiguous()
+    if owner != 0 and data.numel():
         ranks.message(data, owner, 0, label=f"save {name}").wait()
-    return data if me == 0 else None
+    return data
 
 
 def _as_checkpoint_error(error: Exception, folder: str) -> CheckpointError:

@@ -21,7 +21,7 @@ from deepspeed_c.comm.axes import TP
 from deepspeed_c.errors import CheckpointError, FeatureError, ModelError
 from deepspeed_c.pipe.fill import fill_from_files, fill_from_model, fill_from_seeds
 from deepspeed_c.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed_c.pipe.save import save_folder
+from deepspeed_c.pipe.save import Joins, save_folder
 from deepspeed_c.weights.configs import save_configs
 
 __all__ = ["CausalLMPipeline", "from_transformers"]
@@ -127,21 +127,24 @@ class CausalLMPipeline(PipelineModule):
                 found[index] = module
         return found
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], max_shard_size: int | str = "5GB") -> None:
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], max_shard_size: int | str = "5GB", *, parts: Joins | None = None
+    ) -> None:
         """Write the whole model as ``from_pretrained`` of transformers reads it: safetensors, their index,
         config.json, generation_config.json. Collective.
 
         Rank 0 writes, and gets one tensor after the other, stage by stage in the order of the model. Weights have
-        their dtype in training. Raises CheckpointError on all ranks if it cannot be written; an older model there is
-        intact then.
+        their dtype in training. parts: puts tensors together that tensor-parallel ranks hold parts of, as
+        ``engine.save_16bit_model`` does. Raises CheckpointError on all ranks if it cannot be written; an older model
+        there is intact then. Raises FeatureError if weights are cut and ``parts`` is None.
         """
-        if self.mesh.size(TP) > 1:
+        if self.mesh.size(TP) > 1 and parts is None:
             raise FeatureError(
                 "this rank has parts of tensors",
                 where=f"{type(self).__name__}.save_pretrained",
-                fix="call the engine's save_checkpoint, load it without tensor_parallel, and save that",
+                fix="call the engine's save_16bit_model",
             )
-        own = self._own_tensors()
+        own = self.own_tensors()
         architecture = type(self._whole[0]).__name__
         dtype = next((tensor.dtype for tensor in own.values() if tensor.is_floating_point()), None)
         save_folder(
@@ -150,11 +153,12 @@ class CausalLMPipeline(PipelineModule):
             self._names,
             own,
             self.mesh,
+            parts,
             max_shard_size=max_shard_size,
         )
 
-    def _own_tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's tensors by transformers' names."""
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """This rank's weights and buffers of the state dict, by transformers' names."""
         named = {}
         for part in self._parts().values():
             named.update(part.state_dict(keep_vars=True))

@@ -277,6 +277,34 @@ def test_the_saved_folder_is_a_model_of_transformers(tmp_path, world, name, more
             torch.testing.assert_close(got, model(**inputs).logits, rtol=tolerance, atol=tolerance)
 
 
+def tensors_body(rank: int, world: int, name: str, folder: str) -> Any:
+    """Two stages on two tensor-parallel ranks each."""
+    from deepspeed_c.errors import FeatureError
+    from deepspeed_c.pipe import from_transformers
+
+    module = from_transformers(model_of(name), 2)
+    more = {"tensor_parallel": {"autotp_size": 2, "preset_model": CONFIGS[name][0]}}
+    with engine_of(module, 1, **more) as engine:
+        losses = [float(engine.train_batch(iter(batches_of(step)))) for step in range(STEPS)]
+        with pytest.raises(FeatureError, match="parts of tensors"):
+            module.save_pretrained(folder)
+        engine.save_16bit_model(folder)
+        return losses, float(engine.eval_batch(iter(batches_of(9))))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2 tied", "gpt2"])
+def test_stages_over_tensor_parallel_ranks(tmp_path, name):
+    from transformers import AutoModelForCausalLM
+
+    losses, evaluation, weights = plain_run(name)
+    for got, evaluated in on_ranks(4, tensors_body, name, str(tmp_path / "model")):
+        assert got == pytest.approx(losses, rel=1e-5) and evaluated == pytest.approx(evaluation, rel=1e-5)
+    saved = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "model").named_parameters())
+    assert saved.keys() == weights.keys()
+    for key, value in saved.items():
+        torch.testing.assert_close(value.detach(), weights[key], rtol=1e-5, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+
+
 def seeded_body(rank: int, world: int, name: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     from deepspeed_c.pipe import from_transformers
 
