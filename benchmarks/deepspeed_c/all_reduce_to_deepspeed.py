@@ -13,12 +13,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmarks.served import ServedRanks, say
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
@@ -54,7 +55,7 @@ def all_reduce_of(contender: str, n_bytes: int, dtype: str) -> tuple[Any, Callab
 
 
 def serve(contender: str, n_bytes: int, dtype: str) -> None:
-    """One rank of a contender: a line of seconds a call for each line of standard input."""
+    """One rank of a contender: seconds a call for each line of standard input."""
     import torch
 
     torch.set_num_threads(1)
@@ -68,88 +69,52 @@ def serve(contender: str, n_bytes: int, dtype: str) -> None:
     total = tensor.double().sum().item()
     for _ in range(WARMUP):
         call()
-    print("ready " + json.dumps({"sum": total, "torch": torch.__version__}), flush=True)
+    say({"sum": total, "torch": torch.__version__})
     for _ in sys.stdin:
         fill()
         call()  # after which both ranks are here
         begin = time.perf_counter()
         for _ in range(CALLS):
             call()
-        print("round " + json.dumps((time.perf_counter() - begin) / CALLS), flush=True)
+        say({"seconds": (time.perf_counter() - begin) / CALLS})
     sys.stdout.flush()
     os._exit(0)
 
 
-class Side:
+def side(contender: str, python: str, n_bytes: int, dtype: str, extensions: str) -> ServedRanks:
     """The ranks of a contender."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}
+    environment |= {"OMP_NUM_THREADS": "1", "DSC_NUM_THREADS": "1", "LOCAL_SIZE": str(RANKS)}
+    environment["PYTHONPATH"] = str(ROOT)
+    if contender == THEIRS:  # ninja is found beside its interpreter
+        environment["PATH"] = f"{Path(python).parent}:{environment['PATH']}"
+    command = [python, str(Path(__file__).resolve()), "--serve", contender, "--bytes", str(n_bytes), "--dtype", dtype]
+    from tests.ranks import free_port
 
-    def __init__(self, contender: str, python: str, n_bytes: int, dtype: str, port: int, extensions: str) -> None:
-        self._ranks: list[subprocess.Popen[str]] = []
-        for rank in range(RANKS):
-            environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": extensions}
-            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-            environment |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "DSC_NUM_THREADS": "1"}
-            environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(RANKS))
-            environment.pop("PYTHONPATH", None)
-            if contender == THEIRS:  # ninja is found beside its interpreter
-                environment["PATH"] = f"{Path(python).parent}:{environment['PATH']}"
-            else:
-                environment["PYTHONPATH"] = str(ROOT)
-            command = [python, str(Path(__file__).resolve()), "--serve", contender, "--bytes", str(n_bytes)]
-            self._ranks.append(
-                subprocess.Popen(
-                    [*command, "--dtype", dtype],
-                    env=environment,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-            )
-        self.about = self._answers("ready ")[0]
-
-    def _answers(self, head: str) -> list[Any]:
-        found = []
-        for rank in self._ranks:
-            line = next((line for line in rank.stdout if line.startswith(head)), None)
-            if line is None:
-                raise SystemExit(f"{' '.join(rank.args)}: exit code {rank.wait()}, no answer")
-            found.append(json.loads(line.removeprefix(head)))
-        return found
-
-    def round(self) -> float:
-        """Seconds of a call, on the slower rank."""
-        for rank in self._ranks:
-            rank.stdin.write("\n")
-            rank.stdin.flush()
-        return max(self._answers("round "))
-
-    def close(self) -> None:
-        for rank in self._ranks:
-            rank.stdin.close()
-        for rank in self._ranks:
-            rank.wait()
+    return ServedRanks(command, environment, RANKS, free_port())
 
 
 def compare(peer: str, n_bytes: int, dtype: str, rounds: int) -> list[dict[str, Any]]:
     from benchmarks.measure import in_turn, machine, peer_extensions, ratios, require
-    from tests.ranks import free_port
 
     pythons = {OURS: sys.executable, OURS_ELSEWHERE: sys.executable, THEIRS: peer}
     extensions = peer_extensions()
-    running: dict[str, Side] = {}
+    running: dict[str, ServedRanks] = {}
     found: dict[str, list[float]] = {name: [] for name in pythons}
     try:
         for name, python in pythons.items():
-            running[name] = Side(name, python, n_bytes, dtype, free_port(), extensions)
+            running[name] = side(name, python, n_bytes, dtype, extensions)
+        about = {name: ranks.answers()[0] for name, ranks in running.items()}
         for what in ("sum", "torch"):
-            values = {name: side.about[what] for name, side in running.items()}
+            values = {name: answer[what] for name, answer in about.items()}
             require(len(set(values.values())) == 1, f"all sides have the same {what}: {values}")
         for round_ in range(rounds):
             for name in in_turn(list(pythons), round_):
-                found[name].append(running[name].round())
+                # A call ends on the slower rank.
+                found[name].append(max(answer["seconds"] for answer in running[name].ask()))
     finally:
-        for side in running.values():
-            side.close()
+        for ranks in running.values():
+            ranks.close()
     lines = []
     for name in (OURS, OURS_ELSEWHERE):
         line = {"benchmark": "all_reduce_to_deepspeed", "contender": name, "mib": n_bytes >> 20, "dtype": dtype}

@@ -27,9 +27,9 @@ import torch.distributed as dist
 import deepspeed_c
 from benchmarks.deepspeed_c.ring_attention import Mute
 from benchmarks.measure import bound, in_turn, machine, median_spread, ratios, require, time_alternately
-from deepspeed_c.comm import shm
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.ledger import all_ledgers
+from deepspeed_c.comm.transports.shared_memory import SharedMemory
 from deepspeed_c.pipe import PipelineModule, TiedLayerSpec
 from deepspeed_c.sequence import SequenceCut, ring_attention
 from examples.gpt import GPT, cross_entropy, embed, scores
@@ -110,9 +110,9 @@ def copy_seconds(n_bytes: int, repeats: int) -> float:
 def measure_message(comm: Collectives, kib: int, rounds: int) -> list[dict[str, Any]]:
     n_bytes = kib << 10
     ordinary, arena = torch.zeros(n_bytes, dtype=torch.uint8), comm.allocate(n_bytes, CPU).zero_()
-    connection = shm.connect(comm, "shm")
+    memory = comm.transport_of(ordinary)
     require(
-        isinstance(connection, shm.Connection) and connection.owns(arena) and not connection.owns(ordinary),
+        isinstance(memory, SharedMemory) and memory.owns(arena) and not memory.owns(ordinary),
         "one tensor lies in the arena, the other does not",
     )
     calls = {"arena": by_message(comm, arena), "ordinary": by_message(comm, ordinary), "gloo": by_gloo(ordinary)}
