@@ -200,6 +200,36 @@ FIGURES = [
     ),
     *(
         Figure(
+            f"a batch of a pipeline of 2 stages, a GPT of 4 layers, fp32, {n} micro-batches: over {what}",
+            goal,
+            "pipeline_step",
+            {"micro_batches": n},
+            key,
+        )
+        for what, goal, key in (
+            ("DeepSpeed's `PipelineEngine`", "<= 0.9", "ratio_to_deepspeed"),
+            ("1F1B of `torch.distributed.pipelining`", "<= 1", "ratio_to_torch"),
+            ("the slower stage alone, m + 1 times", "<= 1.05", "ratio_to_stages"),
+        )
+        for n in (2, 4, 8)
+    ),
+    *(
+        Figure(
+            f"pipelines of sleeping stages, {ranks} ranks, {n} micro-batches: {what}",
+            goal,
+            "pipeline_schedules",
+            {"schedule": "all", "ranks": ranks, "micro_batches": n},
+            key,
+        )
+        for what, goal, key in (
+            ("time over the simulated, of the schedule with the worst", "<= 1.05", "ratio_to_simulated"),
+            ("pairs of schedules in another order than the simulated", "<= 0", "n_swapped"),
+        )
+        for ranks in (2, 4, 8)
+        for n in (8, 32)
+    ),
+    *(
+        Figure(
             f"all-reduce of 64 MiB {dtype} between 2 ranks of one host, {memory}: DeepSpeed's time through shared memory over ours",
             ">= 2",
             "all_reduce_to_deepspeed",

@@ -158,6 +158,20 @@ BENCHMARKS = [
         n_ranks=2,
     ),
     _script(
+        "pipeline_step",
+        f"{OURS}/pipeline_step.py",
+        (*ENGINE, "csrc/comm", "csrc/pipe", "deepspeed_c/pipe", "deepspeed_c/engine/pipeline.py"),
+        120,
+        "--rounds 1 --width 64",
+    ),
+    _script(
+        "pipeline_schedules",
+        f"{OURS}/pipeline_schedules.py",
+        ("csrc/comm", "csrc/pipe", "deepspeed_c/pipe", "deepspeed_c/engine/pipeline.py"),
+        120,
+        "--rounds 1 --ranks 2 --micro-batches 8",
+    ),
+    _script(
         "all_reduce_to_deepspeed",
         f"{OURS}/all_reduce_to_deepspeed.py",
         ("csrc/comm", "ops/binding", "deepspeed_c/comm/transports"),

@@ -1,0 +1,177 @@
+"""Do pipelines take the time that the simulator says, for every schedule, and is their order the simulator's?
+
+Stages sleep: 5 ms in the forward, 5 ms for the gradient of their input and 5 ms for that of their weight. So 2, 4 or 8
+ranks need no more cores than there are, and all time above the simulated is the runner's, the messages' and the
+scheduler's of the system. A run begins when the first rank begins, and ends when the last one ends, without the update
+of weights.
+Run: python -m benchmarks.deepspeed_c.pipeline_schedules [--rounds 3] [--ranks 2 4 8] [--micro-batches 8 32]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import deepspeed_c
+from benchmarks.measure import machine, ratios, require
+from benchmarks.served import ServedRanks, say
+from deepspeed_c.pipe import LayerSpec, PipelineModule
+from deepspeed_c.pipe.schedule import SCHEDULES, Cost, make_table, simulate
+
+ROOT = Path(__file__).resolve().parents[2]
+SLEEP_S = 5e-3
+WIDTH = 8
+# Stages of a rank: two where the schedule can use them.
+VIRTUAL = {name: 2 if traits.max_virtual > 1 else 1 for name, traits in SCHEDULES.items()}
+TRAINING = [name for name, traits in SCHEDULES.items() if traits.has_backward]
+
+
+class Sleep(torch.autograd.Function):
+    """The identity, which sleeps in the backward, and in the forward if it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sleeps: bool) -> torch.Tensor:
+        if sleeps:
+            time.sleep(SLEEP_S)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(SLEEP_S)
+        return grad, None
+
+
+class Sleeper(torch.nn.Module):
+    """A stage. The gradient of its input and that of its weight take equally long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Sleep.apply(x, True) * Sleep.apply(self.weight, False)
+
+
+def engine_of(schedule: str, n: int) -> Any:
+    ranks = dist.get_world_size()
+    virtual = VIRTUAL[schedule]
+    net = PipelineModule(
+        [LayerSpec(Sleeper) for _ in range(ranks * virtual)],
+        num_stages=ranks,
+        loss_fn=lambda outputs, labels: (outputs - labels).square().mean(),
+        partition_method="uniform",
+        schedule=schedule,
+        virtual_stages=virtual,
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": n,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+        "steps_per_print": 10**9,
+    }
+    return deepspeed_c.initialize(model=net, model_parameters=list(net.parameters()), config=config)[0]
+
+
+def serve() -> None:
+    """One rank. A question is a schedule and a number of micro-batches; the answer is when a run began and ended."""
+    torch.set_num_threads(1)
+    deepspeed_c.init_distributed("gloo")
+    engines: dict[tuple[str, int], Any] = {}
+    say({})
+    for line in sys.stdin:
+        schedule, n = json.loads(line)
+        if (schedule, n) not in engines:
+            engines[schedule, n] = engine = engine_of(schedule, n)
+            run, told = engine._runner.run, engine.__dict__.setdefault("_told", [])
+
+            def timed(*args: Any, run: Any = run, told: list[Any] = told, **kwargs: Any) -> Any:
+                dist.barrier()
+                begin = time.monotonic()
+                try:
+                    return run(*args, **kwargs)
+                finally:
+                    told.append((begin, time.monotonic()))
+
+            engine._runner.run = timed
+        engine = engines[schedule, n]
+        batch = (torch.ones(1, WIDTH), torch.zeros(1, WIDTH))
+        engine.train_batch(iter([batch] * n))
+        begin, end = engine._told[-1]
+        say({"begin": begin, "end": end})
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def simulated(schedule: str, n_ranks: int, n: int) -> float:
+    """Seconds by the simulator."""
+    virtual, ns = VIRTUAL[schedule], int(SLEEP_S * 1e9)
+    table = make_table(schedule, n_ranks, virtual, n, "benchmark")
+    return simulate(table, [Cost(ns, ns, ns)] * (n_ranks * virtual)).makespan_ns * 1e-9
+
+
+def measure(n_ranks: int, numbers: list[int], rounds: int) -> None:
+    from tests.ranks import free_port
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DSC_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ranks = ServedRanks([sys.executable, str(Path(__file__).resolve()), "--serve"], environment, n_ranks, free_port())
+    ranks.answers()
+    try:
+        for n in numbers:
+            names = [name for name in TRAINING if n >= SCHEDULES[name].min_micro_batches_per_rank * n_ranks]
+            wanted = {name: simulated(name, n_ranks, n) for name in names}
+            found: dict[str, list[float]] = {name: [] for name in names}
+            for round_ in range(rounds + 1):
+                for name in names:
+                    answers = ranks.ask(json.dumps([name, n]))
+                    seconds = max(each["end"] for each in answers) - min(each["begin"] for each in answers)
+                    if round_:
+                        found[name].append(seconds)
+            medians = {name: statistics.median(times) for name, times in found.items()}
+            # Pairs of schedules whose simulated times, for stages that together take equally long, differ by more than
+            # 5 %, and whose measured times are in the other order.
+            swapped = [
+                (a, b)
+                for a in names
+                for b in names
+                if wanted[a] / VIRTUAL[a] * 1.05 < wanted[b] / VIRTUAL[b]
+                and medians[a] / VIRTUAL[a] > medians[b] / VIRTUAL[b]
+            ]
+            for name in names:
+                require(medians[name] > 0.99 * wanted[name], f"{name} takes no less than is slept: {medians[name]}")
+                line = {"benchmark": "pipeline_schedules", "schedule": name, "ranks": n_ranks, "micro_batches": n}
+                line |= {"ms": round(1e3 * medians[name], 1), "ms_simulated": round(1e3 * wanted[name], 1)}
+                line |= ratios("ratio_to_simulated", found[name], [wanted[name]] * rounds)
+                print(json.dumps({**line, "machine": machine()}), flush=True)
+            worst = max(medians[name] / wanted[name] for name in names)
+            line = {"benchmark": "pipeline_schedules", "schedule": "all", "ranks": n_ranks, "micro_batches": n}
+            line |= {"ratio_to_simulated": round(worst, 4), "n_swapped": len(swapped)}
+            print(json.dumps({**line, "machine": machine()}), flush=True)
+    finally:
+        ranks.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare pipelines of sleeping stages with the simulator.")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve()
+        return
+    for n_ranks in options.ranks:
+        measure(n_ranks, options.micro_batches, options.rounds)
+
+
+if __name__ == "__main__":
+    main()
