@@ -101,6 +101,9 @@ class CausalLMPipeline(PipelineModule):
         names = _names_of(skeleton)
         super().__init__(specs, num_stages=num_stages, **options)
         self.config, self.generation_config = skeleton.config, generation_config
+        # Modules of the pipeline do not know which of them transformers keeps in fp32.
+        self._keep_in_fp32_modules = skeleton._keep_in_fp32_modules
+        self._keep_in_fp32_modules_strict = skeleton._keep_in_fp32_modules_strict
         # A tuple, so that modules of other stages are no modules of this one.
         self._whole = (skeleton,)
         self._names = names

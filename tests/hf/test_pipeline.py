@@ -305,6 +305,31 @@ def test_stages_over_tensor_parallel_ranks(tmp_path, name):
         torch.testing.assert_close(value.detach(), weights[key], rtol=1e-5, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
 
 
+def resume_body(rank: int, world: int, folder: str, step: int, schedule: str) -> tuple[list[float], set[torch.dtype]]:
+    """Loads the checkpoint unless it is the first step, trains two steps in bf16, and saves."""
+    from deepspeed_c.pipe import from_transformers
+
+    module = from_transformers(config_of("deepseek_v3"), world, schedule=schedule)
+    with engine_of(module, 1, bf16={"enabled": True}) as engine:
+        if step:
+            engine.load_checkpoint(folder)
+        losses = [float(engine.train_batch(iter(batches_of(at)))) for at in (step, step + 1)]
+        engine.save_checkpoint(folder)
+        biases = [value.dtype for name, value in module.named_buffers() if "e_score_correction_bias" in name]
+        return losses, set(biases)
+
+
+def test_a_checkpoint_loads_with_other_stages_and_routers_keep_fp32(tmp_path):
+    losses = []
+    for world, schedule in ((2, "1f1b"), (1, "1f1b"), (2, "zb_v")):
+        folder = str(tmp_path / f"{world} {schedule}")
+        on_ranks(2, resume_body, folder, 0, "1f1b")
+        outcome = on_ranks(world, resume_body, folder, 2, schedule)
+        assert set().union(*(dtypes for _, dtypes in outcome)) == {torch.float32}
+        losses.append(outcome[0][0])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3) and losses[2] == pytest.approx(losses[0], rel=1e-3)
+
+
 def seeded_body(rank: int, world: int, name: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     from deepspeed_c.pipe import from_transformers
 
