@@ -130,8 +130,7 @@ def initialize(
 
     check_same_text("the configuration", settings.lines(), comm, "start all ranks with the same configuration file")
     comm.use_shared_memory(settings.comm.local)
-    if pipeline is not None:
-        connect_pipeline(pipeline, mesh)
+    others_train = pipeline is not None and connect_pipeline(pipeline, mesh)
     check_same_model(model, mesh.stage)
     connect_experts(model, mesh)
     take_from_others(model)
@@ -151,7 +150,9 @@ def initialize(
         broadcast_model(model, mesh, device)
 
         precision = Precision(settings, model, mesh.size(SP))
-        base = build_optimizer(settings.optimizer, settings.bf16, model, optimizer, model_parameters)
+        base = build_optimizer(
+            settings.optimizer, settings.bf16, model, optimizer, model_parameters, may_be_empty=others_train
+        )
         zero_optimizer, layout = None, Layout([], [], None)
         if base is not None:
             zero_optimizer, layout = shard_model(model, base, settings, precision, mesh)

@@ -18,22 +18,25 @@ Groups = list[dict[str, Any]]
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 
 
-def trainable_groups(model: torch.nn.Module, model_parameters: Any) -> Groups:
-    """Normalises the caller's ``model_parameters`` (None, parameters, groups) to groups without frozen parameters."""
+def trainable_groups(model: torch.nn.Module, model_parameters: Any, *, may_be_empty: bool = False) -> Groups:
+    """Normalises the caller's ``model_parameters`` (None, parameters, groups) to groups without frozen parameters.
+
+    Raises ModelError if all parameters are frozen, unless ``may_be_empty``.
+    """
     if model_parameters is None:
         given: list[Any] = list(model.parameters())
     elif isinstance(model_parameters, torch.nn.Module):
         given = list(model_parameters.parameters())
     else:
         given = list(model_parameters)
-    if given and not isinstance(given[0], Mapping):
+    if not given or not isinstance(given[0], Mapping):
         given = [{"params": [p[1] if isinstance(p, tuple) else p for p in given]}]
     groups: Groups = []
     for group in given:
         params = group["params"]
         params = [params] if torch.is_tensor(params) else list(params)
         groups.append({**group, "params": [p for p in params if p.requires_grad]})
-    if not any(group["params"] for group in groups):
+    if not may_be_empty and not any(group["params"] for group in groups):
         raise ModelError(
             "no parameter to train: all are frozen, or model_parameters is empty",
             where="initialize",
@@ -88,13 +91,18 @@ def build_optimizer(
     model: torch.nn.Module,
     client: torch.optim.Optimizer | OptimizerFactory | None,
     model_parameters: Iterable[Any] | None,
+    *,
+    may_be_empty: bool = False,
 ) -> torch.optim.Optimizer | None:
     """The base optimizer: the caller's object, the result of the caller's factory, or the optimizer that ``section``
-    names. None if there is none of these."""
+    names. None if there is none of these. may_be_empty: accept a model whose parameters are all frozen, because other
+    ranks have parameters to train."""
     if isinstance(client, torch.optim.Optimizer):
         optimizer = client
     elif callable(client):
-        optimizer = client([p for g in trainable_groups(model, model_parameters) for p in g["params"]])
+        params = [p for g in trainable_groups(model, model_parameters, may_be_empty=may_be_empty) for p in g["params"]]
+        # Optimizers of torch refuse an empty list, but not an empty group.
+        optimizer = client(params or [{"params": params}])
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise OptimizerError(
                 f"the optimizer factory returned {type(optimizer).__name__}",
@@ -108,14 +116,15 @@ def build_optimizer(
             fix="pass a torch optimizer, a factory, or an optimizer section in the configuration",
         )
     elif section is not None:
-        optimizer = _from_config(section, bf16, model, trainable_groups(model, model_parameters))
+        groups = trainable_groups(model, model_parameters, may_be_empty=may_be_empty)
+        optimizer = _from_config(section, bf16, model, groups)
     else:
         return None
-    _drop_frozen_and_check(optimizer, model)
+    _drop_frozen_and_check(optimizer, model, may_be_empty=may_be_empty)
     return optimizer
 
 
-def _drop_frozen_and_check(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+def _drop_frozen_and_check(optimizer: torch.optim.Optimizer, model: torch.nn.Module, *, may_be_empty: bool) -> None:
     known = {id(p) for p in model.parameters()}
     n_trained = 0
     for i, group in enumerate(optimizer.param_groups):
@@ -128,7 +137,7 @@ def _drop_frozen_and_check(optimizer: torch.optim.Optimizer, model: torch.nn.Mod
                 )
         group["params"] = [p for p in group["params"] if p.requires_grad]
         n_trained += len(group["params"])
-    if n_trained == 0:
+    if n_trained == 0 and not may_be_empty:
         raise ModelError(
             "the optimizer has no parameter to train: all of its parameters are frozen",
             where="initialize",

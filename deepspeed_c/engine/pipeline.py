@@ -100,20 +100,11 @@ def check_pipeline(module: PipelineModule, section: Pipeline, zero: Zero, mesh: 
             )
 
 
-def connect_pipeline(module: PipelineModule, mesh: Mesh) -> None:
+def connect_pipeline(module: PipelineModule, mesh: Mesh) -> bool:
     """Makes the process groups of a pipeline. Collective over all of its ranks, and called before any other groups of
-    the mesh are made.
-
-    Raises ModelError on all ranks if there are several ranks and one of them has nothing to train.
+    the mesh are made. Returns whether any rank has a parameter to train; stages of other ranks may be frozen then.
     """
     n_trained = mesh.comm.gather_numbers(sum(p.requires_grad for p in module.parameters()), label="trained parameters")
-    if min(n_trained) == 0 < max(n_trained):
-        rank = n_trained.index(0)
-        raise ModelError(
-            f"rank {mesh.comm.global_ranks[rank]} has no parameter to train, others have {max(n_trained)}",
-            where="PipelineModule",
-            fix="use fewer stages, or deal layers out so that each rank has some to train (partition_method)",
-        )
     mesh.along(PP)
     mesh.along(*WITHIN_STAGE)
     tied = sorted({ranks for ranks in module.tied_ranks().values() if len(ranks) > 1})
@@ -121,6 +112,7 @@ def connect_pipeline(module: PipelineModule, mesh: Mesh) -> None:
     # ranks use on parts is summed over tp too.
     for axes in (WITHIN_STAGE, TOKENS, COPIES, (*COPIES, TP)):
         mesh.connect_some(tied, PP, *axes)
+    return max(n_trained) > 0
 
 
 def _most_in_flight(actions: list[tuple[int, int, int]]) -> int:

@@ -56,10 +56,12 @@ class TrainState:
         """Number of tokens in this rank's batches of the present window."""
         self._loader_state: dict[str, int] | None = None  # the loader's position at the beginning of the window
 
-    def lay_out(self, layout: Layout) -> None:
-        """Sets the layout whose units now hold the model; an empty layout means that no units do."""
+    def lay_out(self, layout: Layout, *, trains: bool) -> None:
+        """Sets the layout whose units now hold the model; an empty layout means that no units do. trains: whether
+        backward passes belong to the optimizer. A frozen stage of a pipeline has such passes, but no trained units.
+        """
         self.layout = layout
-        if layout.trained:
+        if trains:
             self.passes.drive(self.optimizer.reducer, layout.fetcher)
         else:
             self.passes.leave()

@@ -145,7 +145,7 @@ class TrainingHost(Reductions, ModelHost):
 
     def _adopt(self, layout: Layout) -> None:
         super()._adopt(layout)
-        self._state.lay_out(layout)
+        self._state.lay_out(layout, trains=self._trains)
         optimizer = self._optimizer
         self._offloaded = OffloadedStates(layout, optimizer, self._config.zero, self._config.aio, self._comm)
         for slot in optimizer.slots:
@@ -180,7 +180,7 @@ class TrainingHost(Reductions, ModelHost):
             detach(slot)
         self._optimizer.release()
         super()._release()
-        self._state.lay_out(self._layout)
+        self._state.lay_out(self._layout, trains=False)
 
     def _drop_gradients(self, params: list[torch.nn.Parameter]) -> None:
         """Called by ``zero_grad()`` of the model or of a module in it: drops the gradients of ``params``."""
@@ -193,7 +193,7 @@ class TrainingHost(Reductions, ModelHost):
     @property
     def _trains(self) -> bool:
         """Whether there is an optimizer. An engine without one only evaluates."""
-        return bool(self._optimizer.units)
+        return not isinstance(self._optimizer, NoOptimizer)
 
     @property
     def optimizer(self) -> DeepSpeedOptimizer | torch.optim.Optimizer | ModuleHooks | None:

@@ -19,14 +19,19 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 __all__ = ["SplitBackward", "bytes_between_halves"]
 
+# Nodes that run a backward of their own. Parameters below them are not in the graph. The first name is that of the
+# classes of torch, DeepSpeed and Megatron, the second that of ours.
+_REENTRANT = ("CheckpointFunctionBackward", "_ReentrantBackward")
+
 
 class SplitBackward:
     """The backward of one stage for one micro-batch. It goes from ``roots`` (edges of outputs), with their gradients
     ``grads``, to ``inputs`` (leaves) and the parameters.
 
     ``input_half`` returns the gradients of inputs (None where there is none). ``weight_half`` puts the gradients of
-    parameters where autograd puts them. If a parameter is used at several depths, the backward cannot be split:
-    ``input_half`` then does everything, ``is_whole`` is True, and ``weight_half`` does nothing.
+    parameters where autograd puts them. The backward cannot be split if a parameter is used at several depths, or if a
+    layer recomputes itself in a backward of its own (``use_reentrant=True``): ``input_half`` then does everything,
+    ``is_whole`` is True, and ``weight_half`` does nothing.
     """
 
     def __init__(
@@ -40,8 +45,9 @@ class SplitBackward:
 
     def input_half(self) -> list[torch.Tensor | None]:
         """Compute the gradients of the inputs."""
-        frontier, on_path = _frontier([root.node for root in self._roots], self._inputs)
-        self.is_whole = _has_repeats(frontier)
+        order = _children_first(root.node for root in self._roots)
+        frontier, on_path = _frontier(order, [root.node for root in self._roots], self._inputs)
+        self.is_whole = _is_whole(order, frontier)
         if self.is_whole:
             torch.autograd.backward(self._roots, self._grads)
             given = [tensor.grad for tensor in self._inputs]
@@ -80,17 +86,20 @@ class SplitBackward:
         self._roots, self._grads, self._inputs, self._starts, self._apart = [], [], [], [], []
 
 
-def bytes_between_halves(roots: Iterable[Node], inputs: Sequence[torch.Tensor]) -> int | None:
+def bytes_between_halves(roots: Sequence[Node], inputs: Sequence[torch.Tensor]) -> int | None:
     """Bytes of the gradients that the first half keeps for the second one; None if it does the whole backward."""
-    frontier, on_path = _frontier(roots, inputs)
-    if _has_repeats(frontier):
+    order = _children_first(roots)
+    frontier, on_path = _frontier(order, roots, inputs)
+    if _is_whole(order, frontier):
         return None
     kept = [metadata for node, _ in frontier if node in on_path for metadata in node._input_metadata]
     return sum(torch.Size(metadata.shape).numel() * metadata.dtype.itemsize for metadata in kept)
 
 
-def _has_repeats(frontier: list[tuple[Node, list[torch.Tensor]]]) -> bool:
-    """Whether a parameter is used at several depths."""
+def _is_whole(order: list[Node], frontier: list[tuple[Node, list[torch.Tensor]]]) -> bool:
+    """Whether a backward over the nodes of ``order`` cannot be split."""
+    if any(type(node).__name__ in _REENTRANT for node in order):
+        return True
     params = [param for _, found in frontier for param in found]
     return len({id(param) for param in params}) < len(params)
 
@@ -100,12 +109,11 @@ def _note(kept: list[torch.Tensor | None], grads: Sequence[torch.Tensor | None])
 
 
 def _frontier(
-    roots: Iterable[Node], inputs: Sequence[torch.Tensor]
+    order: list[Node], roots: Iterable[Node], inputs: Sequence[torch.Tensor]
 ) -> tuple[list[tuple[Node, list[torch.Tensor]]], set[Node]]:
     """Returns ([(node, parameters below the node)], the nodes that lead to inputs). A listed node leads to inputs, or
     is a root that does not. Its parameters are reached without passing another node that leads to inputs."""
     goals = {get_gradient_edge(tensor).node for tensor in inputs}
-    order = _children_first(roots)
     on_path: set[Node] = set()
     below: dict[Node, dict[Any, torch.Tensor]] = {}
     for node in order:
