@@ -113,7 +113,7 @@ def initialize(
     mesh = _cut_for_sequences(_cut_for_tensors(mesh, source), source)
     settings = load_config(source, world_size=mesh.size(*DATA))
     if pipeline is not None:
-        check_pipeline(pipeline, settings.pipeline, settings.zero, mesh)
+        check_pipeline(pipeline, settings.pipeline, settings.zero)
         pipeline.lie_on(mesh)
     engine_class = _engine_class(settings, is_pipeline=pipeline is not None)
     _check_data_parallel_size(settings.data_parallel_size, mesh)

@@ -197,7 +197,9 @@ class BackwardPass:
         return scaled
 
     def weigh(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
-        """The loss times ``weight``: this rank's term in the sum over the ranks of its sequences."""
+        """The loss times ``weight``: this rank's term in the sum over the ranks of its sequences. A mean over zero
+        tokens is NaN, and its weight is zero."""
+        loss = loss if weight else torch.where(loss.isfinite(), loss, 0.0)
 
         def note(_: torch.Tensor) -> None:
             self._weighed_pass = torch._C._current_graph_task_id()

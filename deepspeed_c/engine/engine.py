@@ -6,19 +6,16 @@ The engine decides which micro-batch ends a window, and with which weight a loss
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from deepspeed_c.comm.axes import SP
 from deepspeed_c.engine.checkpoint.experts import load_moe_state_dict
 from deepspeed_c.engine.inputs import count_tokens
-from deepspeed_c.engine.share import LossShare
 from deepspeed_c.engine.training import TrainingHost
 from deepspeed_c.engine.whole import WholeModel
 from deepspeed_c.errors import BackwardError, DeepSpeedCError
-from deepspeed_c.recompute.rng import SEQUENCE_RNG, stream_of_rank
 from deepspeed_c.zero.states.optimizer import ZeroOptimizer
 
 __all__ = ["DeepSpeedEngine"]
@@ -35,10 +32,6 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
     """
 
     load_moe_state_dict = staticmethod(load_moe_state_dict)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._share = LossShare(self._mesh, self._config.sequence_parallel.loss)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module, with autocast and with cast inputs if the configuration asks for them."""
@@ -62,13 +55,6 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
             self._share.note(self.module, inputs, kwargs, outputs)
         return outputs
 
-    def _sequence_stream(self) -> AbstractContextManager[None]:
-        """Context that sets the random numbers for a training forward. Ranks that hold parts of one sequence get
-        different numbers, so that dropout differs between the parts."""
-        if not (self._share.is_needed and self.training):
-            return nullcontext()
-        return stream_of_rank(SEQUENCE_RNG, self._mesh.index(SP))
-
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times 1 / accumulation steps and, in fp16, times the loss scale. For callers that call
         ``backward()`` themselves."""
@@ -84,8 +70,7 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
         weight = self._share.weight(loss)
         if not retain_graph:
             self._share.forget()
-        # A mean over zero tokens is NaN, and its weight is zero.
-        return self._passes.weigh(loss if weight else torch.where(loss.isfinite(), loss, 0.0), weight)
+        return self._passes.weigh(loss, weight)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Runs backward from a scalar loss and collects the gradients.

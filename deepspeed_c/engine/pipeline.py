@@ -46,19 +46,9 @@ __all__ = ["PipelineEngine", "check_pipeline", "connect_pipeline"]
 _NO_DATA, _OTHER_SIZE = -1, -2
 
 
-def check_pipeline(module: PipelineModule, section: Pipeline, zero: Zero, mesh: Mesh) -> None:
+def check_pipeline(module: PipelineModule, section: Pipeline, zero: Zero) -> None:
     """Raises before anything is sent if the configuration, or its number of ranks, does not fit the module."""
     n_ranks = module.num_stages
-    if mesh.size(SP) > 1:
-        # train_batch does not weight losses of parts of sequences. It would count a rank's mean once for each rank of
-        # the sequence.
-        raise FeatureError(
-            f"the stages of a PipelineModule would hold parts of sequences ({mesh.size(SP)} ranks a sequence), and its"
-            " train_batch takes each rank's loss for that of whole sequences",
-            where="sequence_parallel_size",
-            fix="leave it out and use more stages (num_stages) for what does not fit; or train the layers as a plain"
-            " module, without a PipelineModule",
-        )
     if STAGES[zero.stage].parameters:
         raise FeatureError(
             f"ZeRO stage {zero.stage} under a pipeline: a stage's weights would be gathered for each micro-batch anew",
@@ -198,7 +188,7 @@ class PipelineEngine(TrainingHost):
         def run(value: Any) -> Any:
             if stage == 0:
                 value = precision.cast_inputs(value)
-            with precision.autocast(self.device), self._blocks.active(value, str(stage)):
+            with precision.autocast(self.device), self._sequence_stream(), self._blocks.active(value, str(stage)):
                 return module.run_stage(stage, value)
 
         return run
@@ -273,7 +263,7 @@ class PipelineEngine(TrainingHost):
         self._window.place(self._window.begin + n - 1)  # the next micro-batches are one window, which they complete
 
         def loss_of(outputs: Any, k: int) -> torch.Tensor:
-            loss = self._loss_of(outputs, batches[k])
+            loss = self._term_of(self._loss_of(outputs, batches[k]), batches[k][1])
             self._optimizer.note_loss(loss, self._window.factor())
             return loss
 
@@ -328,7 +318,7 @@ class PipelineEngine(TrainingHost):
 
     def _mean(self, loss: float) -> torch.Tensor:
         """The mean over the pipelines of a number that the ranks of the last stage have. All ranks get it."""
-        mine = loss / self._mesh.size(*DATA, TP) if self.is_last_stage() else 0.0
+        mine = loss / self._mesh.size(*DATA, SP, TP) if self.is_last_stage() else 0.0
         (mean,) = self._comm.sum_numbers([mine], label="mean loss")
         return torch.tensor(mean, dtype=torch.float32, device=self.device)
 
@@ -363,7 +353,10 @@ class PipelineEngine(TrainingHost):
         def result_of(value: Any, k: int) -> Any:
             if return_logits or not compute_loss:
                 outputs[k] = value
-            return self._loss_of(value, batches[k]) if compute_loss else None
+            if not compute_loss:
+                return None
+            term = self._term_of(self._loss_of(value, batches[k]), batches[k][1])
+            return self._whole_loss(term)
 
         lent = Lent(lambda k: batches[k][0], result_of, lambda loss: loss, self._passes.part)
         was_training = self.module.training
@@ -397,6 +390,18 @@ class PipelineEngine(TrainingHost):
                 fix="have it return one number: mean() or sum()",
             )
         return loss.reshape(())
+
+    def _term_of(self, loss: torch.Tensor, labels: Any) -> torch.Tensor:
+        """The loss weighted as this rank's term in the loss of sequences that are cut over ranks. Collective over the
+        ranks of a sequence.
+        """
+        return self._passes.weigh(loss, self._share.weight_of(labels)) if self._share.is_needed else loss
+
+    def _whole_loss(self, term: torch.Tensor) -> torch.Tensor:
+        """The sum of the terms of the ranks of a sequence."""
+        if not self._share.is_needed:
+            return term
+        return term.new_tensor(self._mesh.sequence.sum_numbers([float(term)], label="losses of sequences")[0])
 
     def _fetch(
         self, data_iter: Iterator[Any] | None, n: int, what: str, *, needs_labels: bool, size: int | None

@@ -114,7 +114,18 @@ class LossShare:
 
         Raises StateError if ``sequence_parallel.loss`` is "mean" and the forward was given no labels.
         """
-        way = self._way if self._way != "auto" else self._find_way(loss)
+        return self._weight(self._way if self._way != "auto" else self._find_way(loss))
+
+    def weight_of(self, labels: Any) -> float:
+        """The factor of a loss that a pipeline's ``loss_fn`` has computed from this rank's ``labels``. "auto" takes it
+        for the mean over the labels that count. Collective over the ranks of a sequence.
+
+        Raises StateError if the loss is such a mean and ``labels`` is no tensor.
+        """
+        self._labels = labels if torch.is_tensor(labels) else None
+        return self._weight("mean" if self._way == "auto" else self._way)
+
+    def _weight(self, way: LossKind) -> float:
         if way == "part":
             return 1.0
         if way == "whole":
@@ -124,8 +135,8 @@ class LossShare:
                 "the weight of the loss depends on the rank's number of valid tokens, and the forward was given no"
                 " labels",
                 where="engine.backward",
-                fix="pass shift_labels=... (or labels=...) to engine(...), or weight the losses yourself and set"
-                ' "sequence_parallel": {"loss": "part"}',
+                fix="pass shift_labels=... (or labels=...) to engine(...), or a tensor of labels to train_batch; or weight"
+                ' the losses yourself and set "sequence_parallel": {"loss": "part"}',
             )
         mine = int((self._labels != IGNORED).sum())
         total = sum(self._mesh.sequence.gather_numbers(mine, label="valid tokens"))

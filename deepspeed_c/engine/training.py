@@ -5,6 +5,7 @@ the engines, run the micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 
 from deepspeed_c.checkpoint.checkpoint_engine import TorchCheckpointEngine
 from deepspeed_c.checkpoint.native.background import Save
+from deepspeed_c.comm.axes import SP
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.comm.observed import listen, stop_listening
 from deepspeed_c.config import Config
@@ -27,6 +29,7 @@ from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.preemption import Preemption
 from deepspeed_c.engine.reductions import Reductions
 from deepspeed_c.engine.shard import shard_model, take_cores_back
+from deepspeed_c.engine.share import LossShare
 from deepspeed_c.engine.state import TrainState
 from deepspeed_c.engine.trainable import assign_groups, match_names, put_states, take_states
 from deepspeed_c.engine.zero_grad import hook_zero_grad
@@ -43,6 +46,7 @@ from deepspeed_c.profile.timers import (
     resident_bytes,
     see_memory_usage,
 )
+from deepspeed_c.recompute.rng import SEQUENCE_RNG, stream_of_rank
 from deepspeed_c.zero.gradients.drift import DriftFound
 from deepspeed_c.zero.gradients.reducer import GradientReducer
 from deepspeed_c.zero.layout.layout import Layout
@@ -100,6 +104,7 @@ class TrainingHost(Reductions, ModelHost):
         if training.data is not None:
             self.training_dataloader = self.deepspeed_io(training.data, collate_fn=training.collate_fn)
         self._inputs = InputCheck(mesh, device)
+        self._share = LossShare(mesh, config.sequence_parallel.loss)
         self._step_applied = False
         self._unhook_zero_grad: Callable[[], None] = lambda: None
         self._tput_timer: ThroughputTimer | None = None
@@ -573,6 +578,13 @@ class TrainingHost(Reductions, ModelHost):
     def _stop_tput_timer(self, *, is_step: bool) -> None:
         if self._tput_timer is not None:
             self._tput_timer.stop(global_step=is_step, report_speed=self.global_rank == 0)
+
+    def _sequence_stream(self) -> AbstractContextManager[None]:
+        """Context that sets the random numbers for a training forward. Ranks that hold parts of one sequence get
+        different numbers, so that dropout differs between the parts."""
+        if not (self._share.is_needed and self.module.training):
+            return nullcontext()
+        return stream_of_rank(SEQUENCE_RNG, self._mesh.index(SP))
 
     def _complete_window(self, optimizer: ZeroOptimizer) -> None:
         """The last work of a window before the step. Raises if the window's losses do not fit together."""

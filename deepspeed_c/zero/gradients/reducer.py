@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from deepspeed_c import _C
-from deepspeed_c.comm.axes import DATA
+from deepspeed_c.comm.axes import DATA, SP
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.comm.work import Work
 from deepspeed_c.errors import BackwardError, CommError, StateError
@@ -117,6 +117,7 @@ class GradientReducer:
         self.units, self.sharding, self.comm, self.settings = list(units), sharding, comm, settings
         self._stage, self._pipeline = mesh.stage, mesh.pipeline
         self._drift = DriftCheck(self.units, mesh)
+        self._n_parts = mesh.size(SP)
         # Autograd runs one thread per device, so hooks may come from several threads.
         self._lock = threading.RLock()
         largest = max(self.units, key=lambda unit: unit.flat_elems, default=None)
@@ -549,7 +550,8 @@ class GradientReducer:
             n_bad_losses=int(numbers[2]),
             unused=[slot for slot, flag in flags if not flag],
             n_stops=int(numbers[3]),
-            loss=numbers[4] / numbers[5] if numbers[5] else None,
+            # Ranks of a sequence have terms of its loss, and each counts as a rank with a loss.
+            loss=numbers[4] / numbers[5] * self._n_parts if numbers[5] else None,
             n_tokens=int(numbers[6]),
         )
         return self.facts

@@ -10,14 +10,16 @@ import torch
 from torch import nn
 
 import deepspeed_c
-from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError, RankMismatchError
+from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError, RankMismatchError, StageError
 from deepspeed_c.inject.layers import LinearAllreduce, LinearLayer
 from deepspeed_c.pipe import LayerSpec, PipelineModule, PipelineParallelGrid, TiedLayerSpec
 from deepspeed_c.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
+from deepspeed_c.sequence.layer import DistributedAttention
+from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.cuts import cut_of
 from tests.ranks import run_ranks
 
-VOCABULARY, HEAD, N_HEADS, N_HIDDEN, STEPS = 23, 4, 3, 7, 3
+VOCABULARY, HEAD, N_HEADS, N_HIDDEN, STEPS = 23, 4, 5, 7, 3
 WIDTH = HEAD * N_HEADS
 N_MICRO = 4  # of all pipelines together
 TOLERANCE = 1e-5
@@ -33,19 +35,25 @@ class Embed(nn.Module):
         return nn.functional.embedding(ids, self.weight)
 
 
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention over [batch, tokens, heads, width]."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
 class Block(nn.Module):
-    """Three heads and seven hidden columns, so that two ranks have parts of different sizes."""
+    """Five heads and seven hidden columns, so that two ranks have parts of different sizes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, N_HIDDEN), nn.Linear(N_HIDDEN, WIDTH)
+        self.attention = attend
 
     def forward(self, x):
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, -1, HEAD)).permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, -1, HEAD)).unbind(2)
+        x = x + self.out(self.attention(q, k, v).flatten(2))
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
@@ -91,8 +99,15 @@ def config_of(n: int, stage: int = 0, **more: Any) -> dict[str, Any]:
 
 def batches_of(step: int, n: int = N_MICRO) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(VOCABULARY, (n, 2, 6), generator=generator)
-    return [(some[:, :-1], some[:, 1:]) for some in ids]
+    ids = torch.randint(VOCABULARY, (n, 2, 7), generator=generator)
+    labels = ids[..., 1:].clone()
+    labels[..., :2] = -100  # so that ranks of a sequence have other numbers of labels that count
+    return [(ids[i, :, :-1], labels[i]) for i in range(n)]
+
+
+def part(engine: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sequence."""
+    return tensor.chunk(engine.sequence_parallel_size, 1)[groups._get_sequence_parallel_rank()]
 
 
 @cache
@@ -122,8 +137,8 @@ def plain_run(steps: int = STEPS) -> tuple[list[float], list[float], list[dict[s
 
 
 def module_of(stages: int = PP, **options: Any) -> PipelineModule:
-    given = {"num_stages": stages} if "topology" not in options else {}
-    return PipelineModule(layers(), loss_fn=loss_fn, seed_layers=True, **given, **options)
+    given = {"loss_fn": loss_fn} | ({"num_stages": stages} if "topology" not in options else {})
+    return PipelineModule(layers(), seed_layers=True, **(given | options))
 
 
 def engine_of(net: PipelineModule, config: dict[str, Any]) -> Any:
@@ -150,7 +165,7 @@ def train(engine: Any, first: int = 0, last: int = STEPS) -> list[str]:
     n_data, mine = engine.grid.get_data_parallel_world_size(), engine.grid.get_data_parallel_rank()
     n = N_MICRO // n_data
     for step in range(first, last):
-        batches = batches_of(step)[mine * n :][:n]
+        batches = [(part(engine, x), part(engine, y)) for x, y in batches_of(step)[mine * n :][:n]]
         evaluated = float(engine.eval_batch(iter(batches)))
         loss = float(engine.train_batch(iter(batches)))
         norm = float(engine.get_global_grad_norm())
@@ -192,6 +207,26 @@ def train_cells(rank: int, world: int) -> dict[str, list[str]]:
 @pytest.mark.parametrize("world", [PP * TP, PP * TP * DP])
 def test_tensor_parallel_stages(world: int) -> None:
     for rank, found in enumerate(run_ranks(world, train_cells)):
+        assert not any(found.values()), f"rank {rank}: {found}"
+
+
+def train_sequences(rank: int, world: int, n_tp: int) -> dict[str, list[str]]:
+    found = {}
+    for schedule, stage in (("1f1b", 0), ("zb_h1", 1), ("zb_v", 2)):
+        config = config_of(N_MICRO * 2 * PP * n_tp // world, stage, sequence_parallel_size=2)
+        config["tensor_parallel"]["autotp_size"] = n_tp
+        net = module_of(schedule=schedule)
+        with engine_of(net, config) as engine:
+            for module in net.modules():
+                if isinstance(module, Block):
+                    module.attention = DistributedAttention(attend, engine.get_sequence_parallel_group(), 2, 1)
+            found[f"{schedule}, stage {stage}"] = train(engine)
+    return found
+
+
+@pytest.mark.parametrize("world, n_tp", [(4, 1), (8, 1), (8, 2)])
+def test_sequences_cut_over_ranks(world: int, n_tp: int) -> None:
+    for rank, found in enumerate(run_ranks(world, train_sequences, n_tp)):
         assert not any(found.values()), f"rank {rank}: {found}"
 
 
@@ -243,6 +278,7 @@ class HandCut(nn.Module):
         super().__init__()
         whole = Block()
         self.norm1, self.norm2, self.qkv, self.out = whole.norm1, whole.norm2, whole.qkv, whole.out
+        self.attention = attend
         self.up, self.down = LinearLayer(whole.up, group), LinearAllreduce(whole.down, group)
 
     forward = Block.forward
@@ -334,6 +370,12 @@ def refuse(rank: int, world: int) -> dict[str, tuple[str, str]]:
         engine.train_batch(iter(batches_of(1)))
 
     said("drift", config_of(N_MICRO), drift)
+    said(
+        "labels of parts of sequences",
+        config_of(N_MICRO, sequence_parallel_size=2, tensor_parallel={}),
+        lambda engine: engine.train_batch((x, [y]) for x, y in batches_of(0)),
+        loss_fn=lambda logits, labels: loss_fn(logits, labels[0]),
+    )
     return found
 
 
@@ -344,10 +386,11 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "size": (ConfigError, "cannot be cut into groups of 4"),
         "size of the topology": (ConfigError, "cannot be cut into groups of 4"),
         "pattern": (ConfigError, "'nowhere.*' matches none of the model's parameters"),
-        "parts": (ModelError, "3.weight: the parts [5, 5] make 10, the dimension has 12"),
+        "parts": (ModelError, "3.weight: the parts [5, 5] make 10, the dimension has 20"),
         "norms": (ModelError, "no policy says where tokens flow"),
         "data": (RankMismatchError, "hold one model together and were given different data"),
         "drift": (RankMismatchError, "6.weight differ on ranks 2 and 3"),
+        "labels of parts of sequences": (StageError, "the weight of the loss depends on the rank's number of valid"),
     }
     assert outcome[0].keys() == said.keys(), outcome[0]
     for what, (kind, text) in said.items():

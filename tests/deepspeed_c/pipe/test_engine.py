@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import deepspeed_c
-from deepspeed_c.errors import ConfigError, FeatureError
+from deepspeed_c.errors import ConfigError
 from deepspeed_c.pipe import LayerSpec, PipelineModule
 from deepspeed_c.recompute.budget import Budget
 from tests.deepspeed_c.pipe.models import N_BLOCKS, Block, Plain, loss_fn, micro_batches, module_of
@@ -156,22 +156,6 @@ def test_stages_have_budgets_of_their_own(schedule: str, tmp_path: Path) -> None
             assert in_flight is None or n_in_flight == in_flight[rank], (rank, n_in_flight)
             assert plan.peak_bytes * n_in_flight <= budget, plan
     assert (tmp_path / "plan.json.stage0").exists() and (tmp_path / "plan.json.stage1").exists()
-
-
-def sequence_ranks_body(rank: int, world: int, stages: int) -> None:
-    net = module_of(stages)
-    before = {name: p.detach().clone() for name, p in net.named_parameters()}
-    with pytest.raises(FeatureError, match=r"sequence_parallel_size: .*2 ranks a sequence"):
-        deepspeed_c.initialize(model=net, config=config_of(2, sequence_parallel_size=2))
-    assert all(torch.equal(before[name], p) for name, p in net.named_parameters())
-    engine, *_ = deepspeed_c.initialize(model=net, config=config_of(2))  # ranks can still communicate
-    with engine:
-        engine.train_batch(iter(micro_batches(0, net.mpu().get_data_parallel_rank(), 2)))
-
-
-@pytest.mark.parametrize("world, stages", [(2, 1), (4, 2)])
-def test_ranks_that_hold_parts_of_a_sequence_are_refused(world: int, stages: int) -> None:
-    run_ranks(world, sequence_ranks_body, stages)
 
 
 def told_ranks_twice(rank, world):
