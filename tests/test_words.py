@@ -23,7 +23,10 @@ TERMS = {
 
 # Classes that must share their name with another class, each with the reason (for example, a name that DeepSpeed
 # publishes twice).
-SAME_NAME: dict[str, str] = {"DtypeEnum": "DeepSpeed has one in runtime.config and another in inference.config"}
+SAME_NAME: dict[str, str] = {
+    "DtypeEnum": "DeepSpeed has one in runtime.config and another in inference.config",
+    "BackwardPass": "DeepSpeed has an instruction of this name in runtime.pipe.schedule",
+}
 
 # Synonym of a glossary word -> the glossary's word.
 OTHER_WORDS = {

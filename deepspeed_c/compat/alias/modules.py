@@ -75,6 +75,7 @@ MODULES: dict[str, str] = {
     "deepspeed.runtime.pipe": "deepspeed_c.pipe",
     "deepspeed.runtime.pipe.engine": "deepspeed_c.engine.pipeline",
     "deepspeed.runtime.pipe.module": "deepspeed_c.pipe.module",
+    "deepspeed.runtime.pipe.schedule": "deepspeed_c.pipe.instructions",
     "deepspeed.runtime.pipe.topology": "deepspeed_c.pipe.topology",
     "deepspeed.runtime.swap_tensor.constants": "deepspeed_c.compat.swap_constants",
     "deepspeed.runtime.utils": "deepspeed_c.utils.runtime",
