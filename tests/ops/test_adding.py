@@ -1,4 +1,4 @@
-"""docs/adding/optimizer.md, nn-kernel.md, inject-policy.md and monitor.md: their diffs apply to this tree, and touch the files that
+"""docs/adding: the diffs of these pages apply to this tree, and touch the files that
 the pages name."""
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ MONITOR = [
     *(f"deepspeed_c/config/{name}.py" for name in ("features", "monitor", "schema")),
     *(f"deepspeed_c/monitor/{name}.py" for name in ("log_lines", "monitor")),
 ]
+# A transport takes one module and one row.
+TRANSPORT = [f"deepspeed_c/comm/transports/{name}.py" for name in ("table", "ucc")]
 
 
 @pytest.mark.parametrize(
     "page, parts",
     [
         *(("optimizer", OPTIMIZER), ("nn-kernel", ACTIVATION), ("schedule", SCHEDULE), ("inject-policy", POLICY)),
-        ("monitor", MONITOR),
+        *(("monitor", MONITOR), ("transport", TRANSPORT)),
     ],
 )
 def test_the_diff_fits(page: str, parts: list[str]) -> None:
