@@ -149,29 +149,51 @@ struct reduce_job {
     struct partial partials[DSC_MAX_CHUNKS];
 };
 
-static void reduce_block(const struct reduce_job *job, int64_t begin, int64_t n, struct partial *partial)
+/*
+ * Adds up one block of the sources. Returns the sum: in acc if all are f32 and nothing is accumulated, so that no block
+ * is copied, otherwise in sum.
+ */
+static dsc_f32 *add_sources(const struct reduce_job *job, int64_t begin, int64_t n, char *acc, dsc_f32 *sum)
 {
     const struct dsc_kernels *kernels = job->kernels;
-    size_t src_bytes = dsc_dtype_bytes(job->srcs[0].dtype);
-    char *acc = (char *)job->acc->data + (size_t)begin * dsc_dtype_bytes(job->acc->dtype);
-    DSC_ALIGNED dsc_f32 sum[DSC_BLOCK_ELEMS];
+    dsc_dtype dtype = job->srcs[0].dtype;
+    size_t src_bytes = dsc_dtype_bytes(dtype);
+    bool is_plain = dtype == DSC_DTYPE_F32 && job->acc->dtype == DSC_DTYPE_F32 && !job->is_accumulating;
     DSC_ALIGNED dsc_f32 scratch[DSC_BLOCK_ELEMS];
+    const dsc_f32 *so_far = NULL;
 
     for (int64_t i = 0; i < job->n_srcs; i++) {
         const char *src = (const char *)job->srcs[i].data + (size_t)begin * src_bytes;
-        const dsc_f32 *block = dsc_load_f32(kernels, job->srcs[0].dtype, src, n, i == 0 ? sum : scratch);
+        const dsc_f32 *block = dsc_load_f32(kernels, dtype, src, n, i == 0 ? sum : scratch);
+        /* acc is written last, because it may also be a source. */
+        dsc_f32 *target = is_plain && i + 1 == job->n_srcs ? (dsc_f32 *)(void *)acc : sum;
 
-        if (i > 0)
-            kernels->add_f32(n, block, sum);
-        else if (block != sum)
-            memcpy(sum, block, (size_t)n * sizeof *sum);
+        if (i > 0) {
+            kernels->sum_two_f32(n, so_far, block, target);
+            so_far = target;
+        } else
+            so_far = block;
     }
+    if (so_far == sum || (is_plain && (const char *)so_far == acc))
+        return (dsc_f32 *)(uintptr_t)so_far;
+    memcpy(sum, so_far, (size_t)n * sizeof *sum); /* a single source of f32 */
+    return sum;
+}
+
+static void reduce_block(const struct reduce_job *job, int64_t begin, int64_t n, struct partial *partial)
+{
+    const struct dsc_kernels *kernels = job->kernels;
+    char *acc = (char *)job->acc->data + (size_t)begin * dsc_dtype_bytes(job->acc->dtype);
+    DSC_ALIGNED dsc_f32 space[DSC_BLOCK_ELEMS];
+    DSC_ALIGNED dsc_f32 scratch[DSC_BLOCK_ELEMS];
+    dsc_f32 *sum = add_sources(job, begin, n, acc, space);
+
     if (job->scale != 1.0f)
         kernels->scale_f32(n, job->scale, sum);
     if (job->is_accumulating)
         kernels->add_f32(n, dsc_load_f32(kernels, job->acc->dtype, acc, n, scratch), sum);
-    /* acc is written last, because it may also be a source. */
-    dsc_store_f32(kernels, job->acc->dtype, sum, n, acc);
+    if ((char *)sum != acc)
+        dsc_store_f32(kernels, job->acc->dtype, sum, n, acc);
     if (job->has_sumsq) {
         const dsc_f32 *written =
             job->acc->dtype == DSC_DTYPE_F32 ? sum : dsc_load_f32(kernels, job->acc->dtype, acc, n, scratch);

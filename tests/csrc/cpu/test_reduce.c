@@ -16,6 +16,7 @@ int main(void)
         for (int l = 0; l < N_LENGTHS; l++) {
             struct array src = array_create(DSC_DTYPE_F32, awkward_lengths[l], (size_t)(l % 4));
             struct array dst = array_create(DSC_DTYPE_F32, src.n, 1);
+            struct array sum = array_create(DSC_DTYPE_F32, src.n, 2);
             struct array wanted = array_create(DSC_DTYPE_F32, src.n, 0);
             float scale = (float)test_uniform(&random);
 
@@ -27,11 +28,22 @@ int main(void)
             kernels->add_f32(src.n, (const dsc_f32 *)src.data, (dsc_f32 *)dst.data);
             CHECK_SAME(&dst, &wanted);
             for (int64_t i = 0; i < src.n; i++)
+                array_set(&wanted, i, array_get(&dst, i) + array_get(&src, i));
+            kernels->sum_two_f32(src.n, (const dsc_f32 *)dst.data, (const dsc_f32 *)src.data, (dsc_f32 *)sum.data);
+            CHECK_SAME(&sum, &wanted);
+            kernels->sum_two_f32(src.n, (const dsc_f32 *)dst.data, (const dsc_f32 *)src.data, (dsc_f32 *)dst.data);
+            CHECK_SAME(&dst, &wanted);
+            for (int64_t i = 0; i < src.n; i++)
+                array_set(&wanted, i, array_get(&src, i) + array_get(&dst, i));
+            kernels->sum_two_f32(src.n, (const dsc_f32 *)src.data, (const dsc_f32 *)dst.data, (dsc_f32 *)dst.data);
+            CHECK_SAME(&dst, &wanted);
+            for (int64_t i = 0; i < src.n; i++)
                 array_set(&wanted, i, array_get(&dst, i) * scale);
             kernels->scale_f32(src.n, scale, (dsc_f32 *)dst.data);
             CHECK_SAME(&dst, &wanted);
             array_destroy(&src);
             array_destroy(&dst);
+            array_destroy(&sum);
             array_destroy(&wanted);
         }
     }
