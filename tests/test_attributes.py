@@ -73,6 +73,8 @@ PERMITTED: dict[str, str] = {
     "inject/ranks.py: param.tp_sum_gradients": "torch's own: what a tensor is marked with",
     "inject/ranks.py: param.tp_sum_hook": "torch's own: what a tensor is marked with",
     "zero/weights/param.py: torch.Tensor.ds_status": "torch's own: what a tensor is marked with",
+    "weights/configs.py: config.architectures": "transformers' own: what from_pretrained reads",
+    "weights/configs.py: config.dtype": "transformers' own: what from_pretrained reads",
     **dict.fromkeys(
         (
             "inject/loss.py: ctx.vocab_size",

@@ -22,7 +22,9 @@ def save_configs(
     if not callable(getattr(config, "save_pretrained", None)):
         return
     config = copy.deepcopy(config)
-    config.update({"architectures": [architecture], **({} if dtype is None else {"dtype": dtype})})
+    config.architectures = [architecture]
+    if dtype is not None:
+        config.dtype = dtype
     config.save_pretrained(folder)
     if callable(getattr(generation_config, "save_pretrained", None)):
         generation_config.save_pretrained(folder)
