@@ -60,7 +60,7 @@ class Total(NamedTuple):
     n_bytes: int
     """Payload: the whole buffer, as every rank has it after an all-gather or before a reduce-scatter.
 
-    Pickled objects count as 0.
+    Pickled objects count as bytes, those of the longest for each rank.
     """
     wire_bytes: int
     """Bytes that a rank sends, averaged over the ranks, with the best known algorithm (a ring). Over N ranks this is

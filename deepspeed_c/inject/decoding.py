@@ -136,7 +136,7 @@ class _WatchedCall:
         verdict = self._verdicts.get(self._hooks)
         # Functions do not pickle, so the scales are compared by their temperatures.
         mine = (choice and (choice.n_best, [scale.temperature for scale in _temperatures(processors)]), verdict)
-        everyone = self._comm.gather_objects(mine, label="candidates")
+        everyone = self._comm.gather_objects(mine, label="agreement on candidates")
         is_agreed = choice is not None and verdict is not False and all(other == mine for other in everyone)
         self._choice = choice if is_agreed else None
         self._is_proving = is_agreed and verdict is None

@@ -91,6 +91,9 @@ class PretendedRanks(Collectives):
         """The ranks along an axis of a mesh. They share the buffers of these ranks."""
         return PretendedRanks(len(ranks), self.scratch, self._transports["meta"])
 
+    def alone(self) -> PretendedRanks:
+        return PretendedRanks(1, self.scratch, self._transports["meta"])
+
     def all_gather(self, flat: torch.Tensor, *, use_broadcast: bool = False, label: str = "") -> Work:
         """Returns at once: a gather takes no further memory on any backend. Some backends would start one transfer for
         each rank."""
