@@ -227,7 +227,8 @@ class DeepSpeedConfig:
         resolved = known.resolved_dict()
         aio_keys = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds")
         self.aio_config = {key: resolved[AIO][key] for key in aio_keys}
-        own = ("activation_bytes_limit", "schedule", "use_reentrant", "virtual_stages")  # keys that DeepSpeed does not have
+        # Keys that DeepSpeed does not have.
+        own = ("activation_bytes_limit", "schedule", "use_reentrant", "virtual_stages")
         self.pipeline = {key: value for key, value in resolved["pipeline"].items() if key not in own}
         self.pipeline |= given.get("pipeline", {})
         self.sparse_attention = resolved[SPARSE_ATTENTION]
