@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ __all__ = ["Collectives"]
 # Arguments: sources of one dtype and length, scale, accumulate, out. Effect: out = (out if accumulate else 0) + scale *
 # (sum of sources in order).
 ReduceKernel = Callable[[Sequence[torch.Tensor], float, bool, torch.Tensor], Any]
+
+_T = TypeVar("_T")
 
 _LENGTH_BYTES = 8  # of the int64 before a pickled object
 
@@ -219,12 +221,8 @@ class Collectives:
         to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
         transport = self.transport_of(sent)
         device = None if sent.is_cpu else sent.device
-        entry = self.ledger.enter("shift", sent.nbytes, label, device, transport.shift_name())
-        try:
-            handles = transport.shift(self, sent, to, received, source, label)
-        except BaseException:
-            entry.end()
-            raise
+        entry = self.ledger.enter("shift", sent.nbytes, label, device, transport.name)
+        handles = _begun(entry, transport.shift, self, sent, to, received, source, label)
         return Work(handles, kept=(sent, received), what="shift").note_in(entry)
 
     def all_to_all(
@@ -287,11 +285,7 @@ class Collectives:
         device = None if tensor.is_cpu else tensor.device
         path = transport.message_name(dst if src == self.rank else src)
         entry = ledger.enter("message", tensor.nbytes, label, device, path)
-        try:
-            handle = transport.message(self, tensor, src, dst, tag, label)
-        except BaseException:
-            entry.end()
-            raise
+        handle = _begun(entry, transport.message, self, tensor, src, dst, tag, label)
         return Work(() if handle is None else (handle,), kept=(tensor,), what="message").note_in(entry)
 
     def all_gather_list(self, tensor: torch.Tensor, *, label: str = "") -> list[torch.Tensor]:
@@ -405,12 +399,16 @@ class Collectives:
 
 def _started(entry: LedgerEntry, send: Callable[[], Work]) -> Work:
     """The work that ``send`` starts, noted in ``entry``. If ``send`` fails, the entry ends."""
+    return _begun(entry, send).note_in(entry)
+
+
+def _begun(entry: LedgerEntry, start: Callable[..., _T], *args: Any) -> _T:
+    """What ``start`` returns. If it fails, the entry ends."""
     try:
-        work = send()
+        return start(*args)
     except BaseException:
         entry.end()
         raise
-    return work.note_in(entry)
 
 
 def _kernel() -> ReduceKernel:

@@ -143,7 +143,8 @@ class PipeSchedule(ABC):
 
     def _buffer_idx(self, micro_batch_id: int) -> int:
         """The buffer of a micro-batch; buffers are used in turn."""
-        assert self._valid_micro_batch(micro_batch_id)
+        if not self._valid_micro_batch(micro_batch_id):
+            raise ValueError(f"there is no micro-batch {micro_batch_id}; there are {self.micro_batches}")
         return micro_batch_id % self.num_pipe_buffers()
 
     def __iter__(self) -> PipeSchedule:

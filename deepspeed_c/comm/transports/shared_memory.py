@@ -166,9 +166,6 @@ class SharedMemory(Transport):
             return self.send(tensor, dst, engine_tag(tag), label)
         return self.receive(tensor, src, engine_tag(tag), label)
 
-    def mail(self, peer: int) -> tuple[SharedMemory, int]:
-        return self, peer
-
     def send(self, tensor: torch.Tensor, rank: int, tag: int, label: str) -> Handle:
         """Sends a contiguous tensor to ``rank`` of this host."""
         return self._begin(self._group.send, tensor, rank, tag, label)

@@ -13,7 +13,6 @@ from deepspeed_c.comm.work import Handle, Work
 
 if TYPE_CHECKING:
     from deepspeed_c.comm.collectives import Collectives
-    from deepspeed_c.comm.transports.shared_memory import SharedMemory
 
 __all__ = ["Transport"]
 
@@ -82,16 +81,8 @@ class Transport(ABC):
     ) -> Handle | None:
         """Sends a contiguous tensor, or receives it. It may have length 0; None: nothing is under way then."""
 
-    def mail(self, peer: int) -> tuple[SharedMemory, int] | None:
-        """The memory that this rank shares with ``peer``, and the number of ``peer`` there; None if there is none."""
-        return None
-
     def message_name(self, peer: int) -> str:
         """The path, in ledgers, of a message to or from ``peer``."""
-        return self.name
-
-    def shift_name(self) -> str:
-        """The path of a shift in ledgers."""
         return self.name
 
     def in_words(self) -> str:

@@ -451,7 +451,7 @@ class TwoLevels(Transport):
         self, comm: Collectives, sent: torch.Tensor, to: int, received: torch.Tensor, source: int, label: str
     ) -> list[Handle]:
         """Each of the two messages takes the way between its ranks: one may stay on the host while the other leaves."""
-        to_near, from_near = self.mail(to), self.mail(source)
+        to_near, from_near = self._near(to), self._near(source)
         handles: list[Handle] = []
         if to_near is None or from_near is None:
             handles += shift_described(
@@ -464,21 +464,22 @@ class TwoLevels(Transport):
         return handles
 
     def message(self, comm: Collectives, tensor: torch.Tensor, src: int, dst: int, tag: int, label: str) -> Handle:
-        near = self.mail(dst if src == comm.rank else src)
+        near = self._near(dst if src == comm.rank else src)
         if near is None:
             return message_described(comm, tensor, src, dst, tag, label)
         memory, peer = near
         start = memory.send if src == comm.rank else memory.receive
         return _Near(self, start(tensor, peer, engine_tag(tag), label))
 
-    def mail(self, peer: int) -> tuple[SharedMemory, int] | None:
+    def _near(self, peer: int) -> tuple[SharedMemory, int] | None:
+        """The memory that this rank shares with ``peer``, and the number of ``peer`` there; None if there is none."""
         # The end whose arena nobody allocates from: every message is copied, so no sender waits for a receiver that
         # waits for a message of gloo meanwhile.
         mine = self.places.mine
         return (self._first, mine.index(peer)) if peer in mine else None
 
     def message_name(self, peer: int) -> str:
-        near = self.mail(peer)
+        near = self._near(peer)
         return "gloo" if near is None else near[0].name
 
     def _start(self, what: str, label: str, make: Callable[[int], Generator[None, None, None]]) -> Handle:
