@@ -50,10 +50,20 @@ def check_pipeline(module: PipelineModule, section: Pipeline, zero: Zero) -> Non
     """Raises before anything is sent if the configuration, or its number of ranks, does not fit the module."""
     n_ranks = module.num_stages
     if STAGES[zero.stage].parameters:
+        has_offload = zero.offload_param.device != "none"
         raise FeatureError(
-            f"ZeRO stage {zero.stage} under a pipeline: a stage's weights would be gathered for each micro-batch anew",
-            where="zero_optimization.stage",
-            fix="use stage 1 or 2: the pipeline itself cuts the weights",
+            f"ZeRO stage {zero.stage} under a pipeline: a stage's weights would be gathered for each micro-batch anew"
+            + (", and offload_param needs that stage" if has_offload else ""),
+            where="zero_optimization.offload_param" if has_offload else "zero_optimization.stage",
+            fix="use stage 1 or 2: the pipeline itself cuts the weights"
+            + (", and offload_optimizer moves masters and states out of the device" if has_offload else ""),
+        )
+    if zero.offload_optimizer.super_offload:
+        raise FeatureError(
+            "super_offload under a pipeline: gradients are summed at the end of a batch, so that no update can begin"
+            " while backward runs",
+            where="zero_optimization.offload_optimizer.super_offload",
+            fix='set it to false; "device": "cpu" offloads the same states',
         )
     if section.stages not in ("auto", n_ranks):
         raise ConfigError(
@@ -77,16 +87,6 @@ def check_pipeline(module: PipelineModule, section: Pipeline, zero: Zero) -> Non
                 fix=f"build it with PipelineModule(schedule={section.schedule!r}, ...): it decides which layers a rank has"
                 if traits.has_backward
                 else "name one that trains",
-            )
-    for name, feature in (
-        ("offload_optimizer", zero.offload_optimizer),
-        ("offload_param", zero.offload_param),
-    ):
-        if feature.device != "none":
-            raise FeatureError(
-                "offload under a pipeline is not supported yet",
-                where=f"zero_optimization.{name}",
-                fix='set "device" to "none"',
             )
 
 
