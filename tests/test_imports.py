@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("zero", "recompute", "offload", "quantity", "inject"),
     },
     "weights": {"logging", "accelerator", "checkpoint"},
-    "pipe": {"config", "logging", "comm", "utils", "recompute", "_C", "checkpoint", "offload", "weights"},
+    "pipe": {"config", "logging", "comm", "accelerator", "utils", "recompute", "_C", "checkpoint", "offload", "weights"},
     "engine": {
         "pipe",
         "offload",

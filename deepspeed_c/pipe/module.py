@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from deepspeed_c.comm.axes import PP, TP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import CommError, ConfigError, StateError
+from deepspeed_c.pipe.layer_times import lent, measure_layers
 from deepspeed_c.pipe.partition import partition_layers
 from deepspeed_c.pipe.schedule import make_table, traits_of
 from deepspeed_c.pipe.topology import (
@@ -92,19 +94,23 @@ class PipelineModule(torch.nn.Module):
         loss_fn: (outputs of the last layer, labels) -> scalar.
         seed_layers: before each layer is built, seed the generators with ``base_seed`` + the layer's number, by
             ``seed_fn`` if it is given. Weights then do not depend on the number of stages.
-        partition_method: "parameters", "uniform", "type:REGEX" of class names, or the first layer of each stage and the
-            number of layers.
+        partition_method: "parameters", "uniform", "type:REGEX" of class names, "profile", or the first layer of each
+            stage and the number of layers. "profile" runs each layer on some rank, one at a time, and makes the slowest
+            stage as fast as it can be.
         activation_checkpoint_interval: number of layers that are recomputed together in the backward; 0: none.
             activation_checkpoint_func: the function for it (default: ``deepspeed_c.checkpointing.checkpoint``).
             checkpointable_layers: names of classes that may be recomputed; default: all classes with parameters.
         dynamic_shape: accepted, but without effect; shapes may always change.
         schedule: a name as in ``"pipeline": {"schedule": ...}``. It decides which rank has which stages.
             virtual_stages: number of stages of a rank; by default the smallest that the schedule supports.
+        example_input: inputs of a micro-batch as the first layer gets them, on all ranks; for "profile", which needs
+            it.
 
     Every layer keeps its number as its name ("0.weight"), and layers with a key have names under "tied_modules.KEY". So
     a checkpoint fits any number of stages.
 
-    Raises ConfigError for layers, methods and shapes that do not fit, and CommError for ranks that do not fit.
+    Raises ConfigError for layers, methods and shapes that do not fit, and CommError for ranks that do not fit. With
+    "profile" raises ModelError on all ranks if a layer raises an exception.
     """
 
     def __init__(
@@ -124,6 +130,7 @@ class PipelineModule(torch.nn.Module):
         *,
         schedule: str = "1f1b",
         virtual_stages: int | None = None,
+        example_input: Any = None,
     ) -> None:
         super().__init__()
         if num_stages is None and topology is None:
@@ -143,8 +150,14 @@ class PipelineModule(torch.nn.Module):
         n_least = max(traits.min_micro_batches_per_rank * n_ranks, 1)
         self.rank_of = make_table(schedule, n_ranks, self.virtual_stages, n_least, "PipelineModule").rank_of
         """The pipeline rank of each stage."""
+        self.layer_times_ns: list[int] = []
+        """Measured time of each layer's forward and backward; empty unless partition_method is "profile"."""
         self.parts = partition_layers(
-            partition_method, len(self.rank_of), [_kind_of(spec) for spec in self.specs], _sizes_of(self.specs)
+            partition_method,
+            len(self.rank_of),
+            [_kind_of(spec) for spec in self.specs],
+            _sizes_of(self.specs),
+            lambda: self._measure(example_input),
         )
         """The first layer of each stage, and the number of layers."""
         self.stages = [stage for stage, rank in enumerate(self.rank_of) if rank == self.stage_id]
@@ -152,6 +165,32 @@ class PipelineModule(torch.nn.Module):
         for index in self._own_layers():
             self._build(index)
         self._mark_tied()
+
+    def _measure(self, example_input: Any) -> list[int]:
+        if example_input is None:
+            raise ConfigError(
+                '"profile" runs the layers, and there is no input',
+                where="PipelineModule(example_input=...)",
+                fix="pass the inputs of one micro-batch, as the first layer gets them",
+            )
+        names = [f"layer {index} ({_kind_of(spec)})" for index, spec in enumerate(self.specs)]
+        self.layer_times_ns = measure_layers(names, self._trial, example_input, self.mesh)
+        return self.layer_times_ns
+
+    @contextmanager
+    def _trial(self, index: int) -> Iterator[Callable[[Any], Any]]:
+        """A context in which any layer runs, whichever rank will hold it."""
+        spec = self.specs[index]
+        layer = spec.build() if isinstance(spec, LayerSpec) else spec
+        if not isinstance(layer, torch.nn.Module):
+            yield layer
+            return
+        with self._lent(layer):
+            forward_fn = getattr(spec, "forward_fn", None)
+            yield layer if forward_fn is None else partial(forward_fn, layer)
+
+    def _lent(self, layer: torch.nn.Module) -> AbstractContextManager[None]:
+        return lent(layer)
 
     def _own_layers(self) -> list[int]:
         """The layers of this rank's stages, ascending."""

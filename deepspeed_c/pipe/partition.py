@@ -1,9 +1,9 @@
-"""Chooses the layers of each stage, which are consecutive: by number, by weight, by class, or from a list."""
+"""Chooses the layers of each stage, which are consecutive: by number, weight, class or time, or from a list."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.utils.runtime import partition_balanced
@@ -11,17 +11,21 @@ from deepspeed_c.utils.runtime import partition_balanced
 __all__ = ["partition_layers"]
 
 _WHERE = "PipelineModule(partition_method=...)"
-_METHODS = '"parameters", "uniform", "type:REGEX" or a list of the first layer of each stage and the number of layers'
+_METHODS = '"parameters", "uniform", "profile", "type:REGEX" or a list of the first layer of each stage and the number of layers'
 
 
 def partition_layers(
-    method: str | Sequence[int], n_stages: int, kinds: Sequence[str], n_params: Sequence[int]
+    method: str | Sequence[int],
+    n_stages: int,
+    kinds: Sequence[str],
+    n_params: Sequence[int],
+    times: Callable[[], Sequence[int]],
 ) -> list[int]:
     """The first layer of each stage, and the number of layers: n_stages + 1 numbers.
 
-    kinds: the class name of each layer. n_params: the number of parameter elements of each layer. Raises ConfigError,
-    with both numbers, where there are fewer layers than stages. Also raises it where a method matches nothing, or where
-    a list does not fit.
+    kinds: the class name of each layer. n_params: the number of parameter elements of each layer. times: measures the
+    time of each layer; it is called for "profile" only. Raises ConfigError, with both numbers, where there are fewer
+    layers than stages. Also raises it where a method matches nothing, or where a list does not fit.
     """
     n = len(kinds)
     if n < n_stages:
@@ -45,6 +49,8 @@ def partition_layers(
         return partition_balanced([max(count, 1) for count in n_params], n_stages)
     if name == "uniform":
         return partition_balanced([1] * n, n_stages)
+    if name == "profile":
+        return partition_balanced(times(), n_stages)
     if name.startswith("type:"):
         pattern = method.split(":", 1)[1]
         try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,6 +21,7 @@ import torch
 from deepspeed_c.comm.axes import TP
 from deepspeed_c.errors import CheckpointError, FeatureError, ModelError
 from deepspeed_c.pipe.fill import fill_from_files, fill_from_model, fill_from_seeds
+from deepspeed_c.pipe.layer_times import lent
 from deepspeed_c.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed_c.pipe.save import Joins, save_folder
 from deepspeed_c.weights.configs import save_configs
@@ -28,6 +30,7 @@ __all__ = ["CausalLMPipeline", "from_transformers"]
 
 _WHERE = "from_transformers"
 _TIED_KEY = "embeddings"
+LONGEST_EXAMPLE = 512
 _INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
@@ -68,7 +71,8 @@ def from_transformers(
     model: a folder of weights (each rank reads those of its stages, by ranges), a configuration (each layer is seeded,
     so weights do not depend on the number of stages), or a model of transformers, from which each rank copies its
     stages; a model on the meta device counts as its configuration. dtype: dtype of the weights; default: the
-    configuration's. options: as in ``PipelineModule``, such as ``schedule`` and ``partition_method``.
+    configuration's. options: as in ``PipelineModule``, such as ``schedule`` and ``partition_method``. For "profile" the
+    default of ``example_input`` is one row of token ids, as long as the model's longest sequence, and 512 at most.
 
     A micro-batch of the engine is (inputs, labels). Inputs: input_ids [batch, length], or a dictionary of input_ids,
     attention_mask and position_ids. Labels [batch, length] are shifted by the loss, and -100 is left out, as in
@@ -97,15 +101,17 @@ class CausalLMPipeline(PipelineModule):
         options = {"seed_layers": True, **options}
         if "loss_fn" not in options:
             options["loss_fn"] = _loss_of(skeleton)
+        if options.get("example_input") is None:
+            options["example_input"] = _example_of(skeleton.config)
         specs = _specs_of(skeleton)
         names = _names_of(skeleton)
+        # A tuple, so that modules of other stages are no modules of this one.
+        self._whole = (skeleton,)
         super().__init__(specs, num_stages=num_stages, **options)
         self.config, self.generation_config = skeleton.config, generation_config
         # Modules of the pipeline do not know which of them transformers keeps in fp32.
         self._keep_in_fp32_modules = skeleton._keep_in_fp32_modules
         self._keep_in_fp32_modules_strict = skeleton._keep_in_fp32_modules_strict
-        # A tuple, so that modules of other stages are no modules of this one.
-        self._whole = (skeleton,)
         self._names = names
 
     def fill(self, source: str | torch.nn.Module | None) -> None:
@@ -120,6 +126,12 @@ class CausalLMPipeline(PipelineModule):
         else:
             fill_from_seeds(own, {index: part.own_modules() for index, part in parts.items()}, self._seed)
         self._mark_tied()
+
+    def _lent(self, layer: torch.nn.Module) -> AbstractContextManager[None]:
+        """As in ``PipelineModule``. The layer's tensors are on the meta device, so it gets random values."""
+        (skeleton,) = self._whole
+        own = _pruned(skeleton, layer.paths)
+        return lent(layer, lambda: fill_from_seeds(own, {0: layer.own_modules()}, lambda _: None))
 
     def _parts(self) -> dict[int, _ModelPart]:
         """This rank's layers with modules of the model, by the number that seeds them."""
@@ -476,6 +488,12 @@ def _names_of(skeleton: Any) -> list[str]:
     seen: set[int] = set()
     named = skeleton.state_dict(keep_vars=True)
     return [name for name, tensor in named.items() if id(tensor) not in seen and not seen.add(id(tensor))]
+
+
+def _example_of(config: Any) -> torch.Tensor:
+    """Token ids [1, length]."""
+    length = min(getattr(config, "max_position_embeddings", None) or LONGEST_EXAMPLE, LONGEST_EXAMPLE)
+    return torch.arange(length).remainder(config.vocab_size).unsqueeze(0)
 
 
 def _loss_of(skeleton: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

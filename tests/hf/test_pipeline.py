@@ -413,3 +413,26 @@ def small_body(rank: int, world: int) -> list[torch.Tensor]:
     module = from_transformers(model_of("llama"), 1).eval()
     with torch.no_grad():
         return [module(torch.full(shape, 7)) for shape in SHAPES]
+
+
+def profiled(rank: int, world: int, name: str) -> tuple[list[int], int, bool]:
+    """(cut, number of times, whether the weights are those of the same cut as a list)."""
+    from deepspeed_c.pipe import from_transformers
+
+    config = config_of(name)
+    net = from_transformers(config, world, partition_method="profile")
+    given = from_transformers(model_of(name), world, partition_method="profile", example_input=torch.ones(2, 3).long())
+    plain = from_transformers(config, world, partition_method=net.partitions())
+    assert all(param.grad is None and not param.is_meta for param in net.parameters())
+    whole = model_of(name).state_dict()
+    assert all(torch.equal(whole[key], tensor) for key, tensor in given.own_tensors().items())
+    values, expected = net.state_dict(), plain.state_dict()
+    same = values.keys() == expected.keys() and all(torch.equal(values[key], expected[key]) for key in values)
+    return net.partitions(), len(net.layer_times_ns), same
+
+
+@pytest.mark.parametrize("name", ["llama", "llama tied", "gpt2", "opt", "bloom", "qwen3_moe"])
+def test_layers_are_dealt_out_by_their_times(name):
+    outcomes = on_ranks(2, profiled, name)
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][1] == LAYERS + 4 and outcomes[0][2]

@@ -82,17 +82,17 @@ def test_partition_of_fewer_items_than_parts():
 )
 def test_partition_refusals(method, words):
     with pytest.raises(ConfigError) as error:
-        partition_layers(method, 2, ["Linear", "Tanh", "Linear"], [4, 0, 4])
+        partition_layers(method, 2, ["Linear", "Tanh", "Linear"], [4, 0, 4], list)
     assert words in str(error.value)
 
 
 def test_partition_methods():
     kinds, sizes = ["Embed", "Block", "Block", "Norm", "Head"], [100, 10, 10, 1, 100]
-    assert partition_layers("uniform", 2, kinds, sizes) == [0, 3, 5]
-    assert partition_layers("parameters", 2, kinds, sizes) == [0, 2, 5] == partition_layers("best", 2, kinds, sizes)
-    assert partition_layers("type:block", 2, kinds, sizes) == [0, 2, 5]
+    assert partition_layers("uniform", 2, kinds, sizes, list) == [0, 3, 5]
+    assert partition_layers("parameters", 2, kinds, sizes, list) == [0, 2, 5] == partition_layers("best", 2, kinds, sizes, list)
+    assert partition_layers("type:block", 2, kinds, sizes, list) == [0, 2, 5]
     with pytest.raises(ConfigError, match="5 layers for 6 stages"):
-        partition_layers("uniform", 6, kinds, sizes)
+        partition_layers("uniform", 6, kinds, sizes, list)
 
 
 def test_topologies():
