@@ -242,7 +242,8 @@ class PipelineEngine(TrainingHost):
         and BatchSizeError if a micro-batch does not have ``train_micro_batch_size_per_gpu`` samples. That is the first
         dimension of the first tensor of its inputs; inputs without a tensor are not checked. Raises StageError on all
         ranks if a layer or the loss function raises an exception on one of them: the weights do not change, and the
-        engine can train the next batch.
+        engine can train the next batch. Raises NonFiniteLossError on all ranks if the loss of a micro-batch is inf or
+        NaN on one of them, as the mean over no labels is: the weights do not change.
         """
         self._require_optimizer("train_batch")
         self._require_states("train_batch")
