@@ -80,10 +80,10 @@ PERMITTED: dict[str, str] = {
             "inject/loss.py: ctx.vocab_size",
             "inject/loss.py: ctx.smoothing",
             "inject/ranks.py: ctx.begin",
-            "inject/ranks.py: ctx.label",
+            "inject/ranks.py: ctx.held",
         )
         + ("inject/stand_ins.py: ctx.begin", "inject/stand_ins.py: ctx.label", "inject/stand_ins.py: ctx.size")
-        + ("inject/ranks.py: ctx.ranks", "inject/ranks.py: ctx.size", "inject/overlap.py: ctx.held"),
+        + ("inject/ranks.py: ctx.size", "inject/overlap.py: ctx.held"),
         "torch's own: the context of an autograd function",
     ),
     **dict.fromkeys(

@@ -23,6 +23,10 @@ from deepspeed_c.ops.first_derivative import first_derivative_only
 
 __all__ = ["DropoutRegion", "TensorRanks"]
 
+# Most tensors in the cut region that are known to be there. Between two uses of one tensor lie the factors of a few
+# adapters.
+MOST_ENTERED = 16
+
 
 class TensorRanks:
     """State that the layers of one model share: the group, and the tensors that last entered the cut region."""
@@ -33,8 +37,11 @@ class TensorRanks:
         """
         self._comm, self.overlaps = comm, overlaps and comm is not None
         self.rank, self.n_ranks = (0, 1) if comm is None else (comm.rank, comm.world_size)
-        # There may be several, because an adapter's factors enter between the layers that share an input.
-        self._entered: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        # There may be several, because an adapter's factors enter between the layers that share an input. The output of
+        # a layer may never leave through this object, because its row layer is in the next stage of a pipeline or was
+        # made by hand. Then the backward forgets the input, and MOST_ENTERED limits forwards without a backward.
+        self._entered: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._n_entered = 0
         self._columns: tuple[torch.Tensor, int, ColumnEntry] | None = None
         self._copies: dict[tuple[int, ...], Collectives] = {}
 
@@ -53,12 +60,19 @@ class TensorRanks:
         """
         if self.n_ranks == 1 or not (x.requires_grad and torch.is_grad_enabled()):
             return x
-        for known, version, inside in self._entered:
+        for known, version, inside in self._entered.values():
             if known is x and version == x._version:
                 return inside
-        inside = _Enter.apply(x, self, label)
-        self._entered.append((x, x._version, inside))
+        self._n_entered += 1
+        inside = _Enter.apply(x, self, self._n_entered, label)
+        self._entered[self._n_entered] = x, x._version, inside
+        if len(self._entered) > MOST_ENTERED:
+            del self._entered[next(iter(self._entered))]
         return inside
+
+    def forget(self, number: int) -> None:
+        """Called when the backward of a tensor has left the region: later layers on the same tensor enter anew."""
+        self._entered.pop(number, None)
 
     def enter_columns(self, x: torch.Tensor, layers: Iterable[Columns], label: str) -> ColumnEntry | None:
         """``enter`` for column layers. Their weights' gradients are computed while the input's gradient is summed.
@@ -75,14 +89,14 @@ class TensorRanks:
 
     def leave(self, x: torch.Tensor, label: str) -> torch.Tensor:
         """The sum of ``x`` over all ranks, in the memory of ``x``. Every rank has the whole gradient of the sum."""
-        self._entered, self._columns = [], None
+        self._entered, self._columns = {}, None
         if self.n_ranks == 1:
             return x
         return _Leave.apply(x.contiguous(), self, label)
 
     def gather(self, x: torch.Tensor, sizes: list[int], label: str) -> torch.Tensor:
         """The ``x`` [..., sizes[rank]] of all ranks one after the other: [..., sum of sizes], the same on all ranks."""
-        self._entered, self._columns = [], None
+        self._entered, self._columns = {}, None
         return x if self.n_ranks == 1 else _GatherColumns.apply(x, sizes, self, label)
 
     def split(self, x: torch.Tensor, begin: int, end: int, label: str) -> torch.Tensor:
@@ -179,14 +193,16 @@ def summed(x: torch.Tensor, comm: Collectives, label: str) -> torch.Tensor:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks, label: str) -> torch.Tensor:
-        ctx.ranks, ctx.label = ranks, label
+    def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks, number: int, label: str) -> torch.Tensor:
+        ctx.held = ranks, number, label
         return x.view_as(x)
 
     @staticmethod
     @first_derivative_only("a sum over tensor-parallel ranks")
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return summed(grad, ctx.ranks.comm, f"input gradient of {ctx.label}"), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        ranks, number, label = ctx.held
+        ranks.forget(number)
+        return summed(grad, ranks.comm, f"input gradient of {label}"), None, None, None
 
 
 class _Leave(torch.autograd.Function):
