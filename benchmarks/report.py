@@ -230,6 +230,21 @@ FIGURES = [
     ),
     *(
         Figure(
+            f"an action of a pipeline's runner beyond the stage's own functions and autograd, us: `{schedule}`, {where}",
+            "<= 30",
+            "pipeline_actions",
+            {"schedule": schedule, "ranks": ranks},
+            "us_of_an_action",
+        )
+        for ranks, schedule, where in (
+            (1, "interleaved", "2 stages on a rank"),
+            (1, "zb_v", "2 stages on a rank"),
+            (2, "1f1b", "2 ranks, with sends and receives"),
+            (2, "zb_h1", "2 ranks, with sends and receives"),
+        )
+    ),
+    *(
+        Figure(
             f"all-reduce of 64 MiB {dtype} between 2 ranks of one host, {memory}: DeepSpeed's time through shared memory over ours",
             ">= 2",
             "all_reduce_to_deepspeed",

@@ -172,6 +172,13 @@ BENCHMARKS = [
         "--rounds 1 --ranks 2 --micro-batches 8",
     ),
     _script(
+        "pipeline_actions",
+        f"{OURS}/pipeline_actions.py",
+        ("csrc/comm", "csrc/pipe", "deepspeed_c/pipe", "deepspeed_c/comm"),
+        20,
+        "--rounds 2 --micro-batches 8",
+    ),
+    _script(
         "all_reduce_to_deepspeed",
         f"{OURS}/all_reduce_to_deepspeed.py",
         ("csrc/comm", "ops/binding", "deepspeed_c/comm/transports"),

@@ -1,16 +1,18 @@
 """Do pipelines take the time that the simulator says, for every schedule, and is their order the simulator's?
 
 Stages sleep: 5 ms in the forward, 5 ms for the gradient of their input and 5 ms for that of their weight. So 2, 4 or 8
-ranks need no more cores than there are. The system lets a process sleep longer than it asks for: all ranks measure that
-at the same time before each schedule, and the simulator is given the time of such a sleep. All time above the simulated
-is the runner's and the messages'. A run begins when the first rank begins, and ends when the last one ends, without the
-update of weights.
+ranks need no more cores than there are. A stage takes longer than it sleeps: a process wakes late, and then calls
+functions and autograd that are in no cache any more. So all ranks measure at the same time before each schedule how
+long a stage takes by itself, without a pipeline, and the simulator is given these times: of the forward, of each half
+of the backward, and of the same with the loss. All time above the simulated is the runner's, the engine's and the
+messages'. A run begins when the first rank begins, and ends when the last one ends, without the update of weights.
 Run: python -m benchmarks.deepspeed_c.pipeline_schedules [--rounds 3] [--ranks 2 4 8] [--micro-batches 8 32]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -31,7 +33,7 @@ from deepspeed_c.pipe.schedule import SCHEDULES, Cost, make_table, simulate
 ROOT = Path(__file__).resolve().parents[2]
 SLEEP_S = 5e-3
 WIDTH = 8
-N_SLEEPS = 20
+N_ALONE = 5
 # Stages of a rank: two where the schedule can use them.
 VIRTUAL = {name: 2 if traits.max_virtual > 1 else 1 for name, traits in SCHEDULES.items()}
 TRAINING = [name for name, traits in SCHEDULES.items() if traits.has_backward]
@@ -63,13 +65,34 @@ class Sleeper(torch.nn.Module):
         return Sleep.apply(x, True) * Sleep.apply(self.weight, False)
 
 
+def loss_of(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (outputs - labels).square().mean()
+
+
+def alone(*, is_last: bool) -> list[int]:
+    """Median nanoseconds of a stage's forward, the gradient of its input, and that of its weight."""
+    layer, x, labels = Sleeper(), torch.ones(1, WIDTH, requires_grad=True), torch.zeros(1, WIDTH)
+    times = []
+    for _ in range(N_ALONE):
+        marks = [time.monotonic_ns()]
+        outputs = loss_of(layer(x), labels) if is_last else layer(x)
+        marks.append(time.monotonic_ns())
+        grads = [torch.ones_like(outputs)]
+        torch.autograd.grad([outputs], [x], grads, retain_graph=True)
+        marks.append(time.monotonic_ns())
+        torch.autograd.backward([outputs], grads, inputs=[layer.weight])
+        marks.append(time.monotonic_ns())
+        times.append([end - begin for begin, end in itertools.pairwise(marks)])
+    return [int(statistics.median(each)) for each in zip(*times, strict=True)]
+
+
 def engine_of(schedule: str, n: int) -> Any:
     ranks = dist.get_world_size()
     virtual = VIRTUAL[schedule]
     net = PipelineModule(
         [LayerSpec(Sleeper) for _ in range(ranks * virtual)],
         num_stages=ranks,
-        loss_fn=lambda outputs, labels: (outputs - labels).square().mean(),
+        loss_fn=loss_of,
         partition_method="uniform",
         schedule=schedule,
         virtual_stages=virtual,
@@ -85,7 +108,7 @@ def engine_of(schedule: str, n: int) -> Any:
 
 def serve() -> None:
     """One rank. A question is a schedule and a number of micro-batches; the answer is when a run began and ended, and
-    the median time of a sleep.
+    the times of a stage by itself, without and with the loss.
     """
     torch.set_num_threads(1)
     deepspeed_c.init_distributed("gloo")
@@ -108,24 +131,25 @@ def serve() -> None:
             engine._runner.run = timed
         engine = engines[schedule, n]
         dist.barrier()
-        slept = []
-        for _ in range(N_SLEEPS):
-            begin = time.monotonic()
-            time.sleep(SLEEP_S)
-            slept.append(time.monotonic() - begin)
+        costs = [alone(is_last=is_last) for is_last in (False, True)]
         batch = (torch.ones(1, WIDTH), torch.zeros(1, WIDTH))
         engine.train_batch(iter([batch] * n))
         begin, end = engine._told[-1]
-        say({"begin": begin, "end": end, "slept": statistics.median(slept)})
+        say({"begin": begin, "end": end, "costs": costs})
     sys.stdout.flush()
     os._exit(0)
 
 
-def simulated(schedule: str, n_ranks: int, n: int, sleep_s: float) -> float:
-    """Seconds by the simulator."""
-    virtual, ns = VIRTUAL[schedule], int(sleep_s * 1e9)
+def simulated(schedule: str, n_ranks: int, n: int, stage: Cost, last: Cost) -> float:
+    """Seconds by the simulator. The last stage computes the loss."""
+    virtual = VIRTUAL[schedule]
     table = make_table(schedule, n_ranks, virtual, n, "benchmark")
-    return simulate(table, [Cost(ns, ns, ns)] * (n_ranks * virtual)).makespan_ns * 1e-9
+    return simulate(table, [*[stage] * (n_ranks * virtual - 1), last]).makespan_ns * 1e-9
+
+
+def median_cost(answers: list[dict[str, Any]], which: int) -> Cost:
+    """The median over the ranks of the times without (0) or with (1) the loss."""
+    return Cost(*(int(statistics.median(each["costs"][which][i] for each in answers)) for i in range(3)))
 
 
 def measure(n_ranks: int, numbers: list[int], rounds: int) -> None:
@@ -144,8 +168,8 @@ def measure(n_ranks: int, numbers: list[int], rounds: int) -> None:
                     answers = ranks.ask(json.dumps([name, n]))
                     seconds = max(each["end"] for each in answers) - min(each["begin"] for each in answers)
                     if round_:
-                        slept = statistics.median(each["slept"] for each in answers)
-                        wanted[name].append(simulated(name, n_ranks, n, slept))
+                        costs = (median_cost(answers, which) for which in (0, 1))
+                        wanted[name].append(simulated(name, n_ranks, n, *costs))
                         found[name].append(seconds)
             medians, expected = (
                 {name: statistics.median(times) for name, times in each.items()} for each in (found, wanted)
@@ -160,7 +184,8 @@ def measure(n_ranks: int, numbers: list[int], rounds: int) -> None:
                 and medians[a] / VIRTUAL[a] > medians[b] / VIRTUAL[b]
             ]
             for name in names:
-                least = simulated(name, n_ranks, n, SLEEP_S)
+                sleeps = Cost(*[int(SLEEP_S * 1e9)] * 3)
+                least = simulated(name, n_ranks, n, sleeps, sleeps)
                 require(medians[name] > 0.99 * least, f"{name} takes no less than is slept: {medians[name]} s, {least} s")
                 line = {"benchmark": "pipeline_schedules", "schedule": name, "ranks": n_ranks, "micro_batches": n}
                 line |= {"ms": round(1e3 * medians[name], 1), "ms_simulated": round(1e3 * expected[name], 1)}

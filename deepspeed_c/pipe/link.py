@@ -23,8 +23,8 @@ from deepspeed_c.errors import ModelError, RankMismatchError
 __all__ = ["Link", "LocalLink", "RemoteLink"]
 
 HEAD_BYTES = 64
-_N_HEAD_BYTES = 24
-"""Number of bytes of a head that are in use."""
+_N_HEAD_WORDS = 3
+"""Number of integers of 64 bits in a head."""
 _ALIGN_BYTES = 64
 
 
@@ -85,13 +85,10 @@ class _Packed(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     requires_grad: bool
     begin: int
-    """Offset of the tensor's bytes in the message."""
-
-    @property
-    def n_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+    """Number of elements of the dtype that would fit before the tensor in the message."""
 
 
 class _Form(NamedTuple):
@@ -111,9 +108,30 @@ class _Form(NamedTuple):
             if not torch.is_tensor(leaf):
                 known.append(_pickle_leaf(leaf))
                 continue
-            known.append(_Packed(leaf.dtype, tuple(leaf.shape), leaf.requires_grad, end))
-            end += -(-known[-1].n_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+            strides = torch.empty(leaf.shape, device="meta").stride()
+            begin = end // leaf.dtype.itemsize
+            known.append(_Packed(leaf.dtype, tuple(leaf.shape), strides, leaf.requires_grad, begin))
+            end += -(-leaf.numel() * leaf.dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
         return cls(spec, tuple(known), end)
+
+    def fits(self, leaves: list[Any], spec: TreeSpec) -> bool:
+        """Whether it describes this value. Takes a third of the time of a new form."""
+        return (
+            len(leaves) == len(self.leaves)
+            and spec == self.spec
+            and all(_is_alike(known, leaf) for known, leaf in zip(self.leaves, leaves, strict=True))
+        )
+
+
+def _is_alike(known: Any, leaf: Any) -> bool:
+    if not torch.is_tensor(leaf):
+        return _pickle_leaf(leaf) == known
+    return (
+        isinstance(known, _Packed)
+        and leaf.dtype == known.dtype
+        and leaf.shape == known.shape
+        and leaf.requires_grad == known.requires_grad
+    )
 
 
 def _pickle_leaf(leaf: Any) -> bytes:
@@ -163,6 +181,13 @@ class RemoteLink:
         """Messages under way, and their buffers of ``Collectives.outgoing``."""
         self._posted: deque[tuple[torch.Tensor, Work, str]] = deque()
         self._opened: deque[Any] = deque()
+        self._head = torch.empty(_N_HEAD_WORDS, dtype=torch.int64)
+        self._head_words = self._head.numpy()
+
+    def _write_head(self, data: torch.Tensor, n_header: int) -> None:
+        """n_header: length of the form that follows; 0 if the value is in this message."""
+        self._head_words[:] = n_header, data.nbytes, self._n_begun
+        _head_of(data).copy_(self._head)
 
     def _message(self, data: torch.Tensor, label: str) -> Work:
         return self._comm.message(data, self._src, self._dst, tag=self._tag, label=label)
@@ -172,17 +197,18 @@ class RemoteLink:
 
     def send(self, value: Any, label: str) -> None:
         leaves, spec = tree_flatten(value)
-        form = _Form.of(leaves, spec)
-        if form != self._form:
+        form = self._form
+        if not form.fits(leaves, spec):
+            form = _Form.of(leaves, spec)
             header = torch.frombuffer(_pickle_form(form), dtype=torch.uint8).to(self._device)
             notice = self._empty(self._form.n_bytes)
-            _write_head(notice, header.numel(), self._n_begun)
+            self._write_head(notice, header.numel())
             # The receiver cannot distinguish a notice from a value before it arrives, so both have the same label.
             self._sent += [(self._message(notice, label), None), (self._message(header, f"{label}, form"), None)]
             self._form = form
         # The receiver copies a message out of this memory, so nothing is gained where it has some of the same kind.
         data = self._comm.outgoing.take(form.n_bytes, torch.uint8, self._device)
-        _write_head(data, 0, self._n_begun)
+        self._write_head(data, 0)
         self._n_begun += 1
         for known, leaf in zip(form.leaves, leaves, strict=True):
             if isinstance(known, _Packed):
@@ -229,7 +255,7 @@ class RemoteLink:
 
     def _check_head(self, data: torch.Tensor, label: str) -> int:
         """Check that a message is the expected one. Returns the length of the form that follows; 0 if none follows."""
-        n_header, n_bytes, number = data[:_N_HEAD_BYTES].view(torch.int64).tolist()
+        n_header, n_bytes, number = _head_of(data).tolist()
         for what, got, expected in (("a message of bytes", n_bytes, data.nbytes), ("value", number, self._n_begun)):
             if got != expected:
                 raise RankMismatchError(
@@ -250,12 +276,12 @@ class RemoteLink:
         self._opened.clear()
 
 
-def _write_head(data: torch.Tensor, n_header: int, number: int) -> None:
-    """n_header: length of the form that follows; 0 if the value is in this message. number: number of the value."""
-    head = torch.tensor((n_header, data.nbytes, number), dtype=torch.int64)
-    data[:_N_HEAD_BYTES].view(torch.int64).copy_(head)
+def _head_of(data: torch.Tensor) -> torch.Tensor:
+    """The head of a message, which is the beginning of a storage."""
+    return data.view(torch.int64).as_strided((_N_HEAD_WORDS,), (1,))
 
 
 def _view(data: torch.Tensor, known: _Packed) -> torch.Tensor:
     """The view of a tensor that lies in a message."""
-    return data[known.begin : known.begin + known.n_bytes].view(known.dtype).view(known.shape)
+    # Two calls of torch; a slice and a view of its shape would be three.
+    return data.view(known.dtype).as_strided(known.shape, known.strides, known.begin)
