@@ -43,6 +43,7 @@ __all__ = [
     "is_initialized",
     "mpi_discovery",
     "new_group",
+    "new_group_of",
     "require_initialized",
 ]
 
@@ -421,6 +422,38 @@ def new_group(ranks: Sequence[int] | None = None, timeout: timedelta | None = No
         )
     # torch would fall back to its own default (30 minutes) instead of ours.
     return dist.new_group(ranks, timeout=_limits(timeout)[0])
+
+
+def new_group_of(
+    ranks: Sequence[int], *, backend: str | None = None, timeout: timedelta | None = None
+) -> dist.ProcessGroup:
+    """A new group of these global ranks. Collective over them; other ranks do not call it.
+
+    torch names such a group after the number of groups that the rank has, so ranks with different numbers would wait
+    for each other under different names. Before it is made, ranks with fewer groups make groups of their own.
+    """
+    if len(ranks) > 1:
+        n_groups = _most_groups(ranks)
+        while len(dist.distributed_c10d._world.pg_names) < n_groups:
+            dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
+    return dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
+
+
+def _most_groups(ranks: Sequence[int]) -> int:
+    """The largest number of groups that one of ``ranks`` has. The first of them asks the others, through the store."""
+    name = "deepspeed_c/groups/" + "_".join(map(str, ranks))
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    mine = len(dist.distributed_c10d._world.pg_names)
+    if dist.get_rank() == ranks[0]:
+        most = max(mine, *(int(store.get(str(rank))) for rank in ranks[1:]))
+        store.set("most", str(most))
+    else:
+        store.set(str(dist.get_rank()), str(mine))
+        most = int(store.get("most"))
+    if store.add("n_read", 1) == len(ranks):  # the next time, the ranks write under the same keys
+        for key in ("most", "n_read", *map(str, ranks[1:])):
+            store.delete_key(key)
+    return most
 
 
 def timeout_of(group: dist.ProcessGroup | None = None) -> timedelta:

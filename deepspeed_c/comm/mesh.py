@@ -32,7 +32,7 @@ from deepspeed_c.comm.axes import (
     refuse_axes_needing_module,
 )
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.comm.groups import timeout_of
+from deepspeed_c.comm.groups import new_group_of, timeout_of
 from deepspeed_c.errors import CommError
 
 __all__ = ["Mesh", "mesh_of_device_mesh", "mesh_of_mpu", "mesh_of_pair"]
@@ -185,28 +185,12 @@ class Mesh:
         return found
 
     def connect_some(self, lists: Sequence[Sequence[int]], axis: str, *axes: str) -> None:
-        """Makes the groups of ``among`` for several lists of neighbours; some ranks may be in none of them.
-
-        Collective over the whole mesh at the first call. torch names a group after the number of groups that the rank
-        has made. Ranks with different numbers could never make a group together again, so a rank outside the lists
-        makes a group of its own.
+        """Makes the groups of ``among`` for those of several lists of neighbours that this rank is in. Collective over
+        the ranks of each list at the first call.
         """
-        wide = tuple(name for name in axes if self.axes[name] > 1)
-        known = _groups.setdefault(dist.group.WORLD, {})
         for neighbours in lists:
-            key = (
-                "apart from",
-                tuple(neighbours),
-                axis,
-                wide,
-                tuple(self._grid.flatten().tolist()),
-                *self.axes.items(),
-            )
             if self._place[axis] in neighbours:
                 self.among(neighbours, axis, *axes)
-            elif key not in known:
-                backend = dist.get_backend_config(self.comm.group)
-                known[key] = dist.new_group([self.comm.global_rank], backend=backend, use_local_synchronization=True)
 
     def _new_group(self, ranks: Sequence[int], axes: Sequence[str]) -> Collectives:
         if len(ranks) == 1:
@@ -342,9 +326,7 @@ def _shared_group(ranks: tuple[int, ...], like: dist.ProcessGroup | None) -> dis
     known = _groups.setdefault(dist.group.WORLD, {})
     group = known.get((ranks, backend, timeout))
     if group is None:
-        # Only these ranks call this function for the group: other ranks make groups of their own.
-        group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
-        known[ranks, backend, timeout] = group
+        group = known[ranks, backend, timeout] = new_group_of(ranks, backend=backend, timeout=timeout)
     return group
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from deepspeed_c.comm.axes import TP
 from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.groups import new_group_of
 from deepspeed_c.errors import StateError
 from deepspeed_c.inject import exchange
 from deepspeed_c.inject.overlap import ColumnEntry, Columns
@@ -109,9 +110,7 @@ class TensorRanks:
             return self.comm
         if ranks not in self._copies:
             members = [self.comm.global_ranks[rank] for rank in ranks]
-            group = dist.new_group(
-                members, backend=dist.get_backend_config(self.comm.group), use_local_synchronization=True
-            )
+            group = new_group_of(members, backend=dist.get_backend_config(self.comm.group))
             self._copies[ranks] = self.comm.part(group, TP)
         return self._copies[ranks]
 

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed_c.comm.axes import SP
 from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.groups import new_group_of
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.sequence.exchange import gather_heads, gather_tokens
 from deepspeed_c.sequence.plans import SequenceCut
@@ -49,9 +49,7 @@ def split_ranks(comm: Collectives, n_inner: int) -> HybridRanks:
         return HybridRanks(comm, comm.alone())
     row, place = divmod(comm.rank, n_inner)
     members = (range(row * n_inner, (row + 1) * n_inner), range(place, n_ranks, n_inner))
-    groups = [
-        dist.new_group([comm.global_ranks[rank] for rank in ranks], use_local_synchronization=True) for ranks in members
-    ]
+    groups = [new_group_of([comm.global_ranks[rank] for rank in ranks]) for ranks in members]
     return HybridRanks(comm.part(groups[0], SP), comm.part(groups[1], SP))
 
 
