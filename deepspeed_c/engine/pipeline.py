@@ -240,7 +240,8 @@ class PipelineEngine(TrainingHost):
 
         Raises on all ranks before anything is trained: StateError if the data end early on one rank or cannot be read,
         and BatchSizeError if a micro-batch does not have ``train_micro_batch_size_per_gpu`` samples. That is the first
-        dimension of the first tensor of its inputs; inputs without a tensor are not checked. Raises StageError on all
+        dimension of the first tensor of its inputs; inputs without a tensor are not checked. Layers that take the
+        sequence first get it from a function that transposes, as the first layer. Raises StageError on all
         ranks if a layer or the loss function raises an exception on one of them: the weights do not change, and the
         engine can train the next batch. Raises NonFiniteLossError on all ranks if the loss of a micro-batch is inf or
         NaN on one of them, as the mean over no labels is: the weights do not change.
@@ -434,7 +435,8 @@ class PipelineEngine(TrainingHost):
                     text,
                     where=f"engine.{what}",
                     fix="set train_micro_batch_size_per_gpu to the number of samples in each micro-batch, and leave out"
-                    " a last smaller one (drop_last=True)",
+                    " a last smaller one (drop_last=True); if layers take the sequence first, let a function that"
+                    " transposes be the first layer, and give inputs whose first dimension is the samples",
                 )
             raise StateError(
                 text,
