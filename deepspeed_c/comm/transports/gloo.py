@@ -1,9 +1,9 @@
 """Collectives over gloo, in the fastest way that it has for each of them.
 
-Measured over gloo with 48 MiB and 2 / 3 ranks on 2 cores. reduce_scatter: 38 / 51 ms by all_to_all (gloo's own
-reduce_scatter: 120 ms for 64 MiB and 2 ranks). all_gather: 20-28 / 32 ms by broadcasts (gloo's own: 75-109 / 93-230).
-all_reduce of f32: 55 / 79 ms by gloo's ring (ours: 56 / 85). all_reduce of fp16: 104 / 129 ms by gloo's ring, 68 / 89
-by ours.
+Measured with 48 MiB on one host of 2 cores and 2 / 3 ranks: reduce_scatter 22 / 55 ms by exchanges (gloo's own: 120 ms
+for 64 MiB and 2 ranks), all_gather 14 / 40 ms by exchanges (gloo's own: 75-109 / 93-230), all_reduce of f32 55 / 79 ms
+by gloo's ring (ours: 56 / 85), of fp16 104 / 129 ms by gloo's ring, 68 / 89 by ours. Over 1 Gbit/s between two hosts,
+35 gathers of 4 MiB take 620 ms by exchanges, as long as one message of that size, and 1100 ms by broadcasts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from deepspeed_c.comm.transports.described import all_to_all_described, message_described, shift_described
+from deepspeed_c.comm.transports.described import all_to_all_described, as_bytes, message_described, shift_described
 from deepspeed_c.comm.transports.torch_backend import TorchBackend
 from deepspeed_c.comm.work import Handle, Work, wait_all
 
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Gloo"]
 
-
 class Gloo(TorchBackend):
     """gloo, for tensors of the CPU or of an accelerator."""
+
+    piece_bytes = 4 << 20
+    """The most bytes that an exchange sends to a rank at once: larger tensors are sent in pieces."""
 
     def __init__(self, device_type: str = "cpu") -> None:
         super().__init__("gloo")
@@ -35,18 +37,57 @@ class Gloo(TorchBackend):
         self, comm: Collectives, flat: torch.Tensor, out: torch.Tensor, scale: float, accumulate: bool, label: str
     ) -> Work:
         """Each rank receives its slice from all ranks and adds the slices up itself."""
-        received = comm.scratch.take(flat.numel(), flat.dtype, flat.device)
-        handle = dist.all_to_all_single(received, flat, group=comm.group, async_op=True)
+        slices = list(flat.view(comm.world_size, -1))
+        received, sources = self._places(comm, slices[comm.rank])
+        handles = self._exchange(comm, slices, sources)
 
         def finish() -> None:
-            comm.reduce(list(received.view(comm.world_size, -1)), scale, accumulate, out)
+            comm.reduce(sources, scale, accumulate, out)
             comm.scratch.give(received)
 
-        return Work([handle], finish=finish, kept=[flat, out], what=f"reduce_scatter of {flat.numel()} {flat.dtype}")
+        return Work(handles, finish=finish, kept=[flat, out], what=f"reduce_scatter of {flat.numel()} {flat.dtype}")
+
+    def _places(self, comm: Collectives, own: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Scratch memory for a tensor like ``own`` from each other rank, and by rank the places there. ``own`` itself
+        is in this rank's place.
+        """
+        received = comm.scratch.take((comm.world_size - 1) * own.numel(), own.dtype, own.device)
+        places = list(received.view(comm.world_size - 1, own.numel()))
+        return received, [*places[: comm.rank], own, *places[comm.rank :]]
+
+    def _exchange(
+        self, comm: Collectives, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+    ) -> list[Handle]:
+        """Sends ``sent[r]`` to each other rank r and fills ``received[r]`` with what it sends. In round i each rank
+        sends to the rank i places after it.
+
+        Both directions of a link are in use at the same time if there is more than one piece, here or in another
+        collective: gloo runs two at once, and a single one uses one direction after the other.
+        """
+        n, rank = comm.world_size, comm.rank
+        outgoing, incoming = [as_bytes(tensor) for tensor in sent], [as_bytes(tensor) for tensor in received]
+        # Alike on all ranks, and so is the number of pieces.
+        most = max(tensor.numel() for tensor in (*outgoing, *incoming))
+        handles = []
+        for i in range(1, n):
+            to, source = (rank + i) % n, (rank - i) % n
+            for begin in range(0, most, self.piece_bytes):
+                piece = slice(begin, begin + self.piece_bytes)
+                from_here, into = outgoing[to][piece], incoming[source][piece]
+                sizes = [
+                    [part.numel() if r == other else 0 for r in range(n)]
+                    for part, other in ((into, source), (from_here, to))
+                ]
+                handles.append(dist.all_to_all_single(into, from_here, *sizes, group=comm.group, async_op=True))
+        return handles
 
     def all_gather(self, comm: Collectives, flat: torch.Tensor, label: str) -> Work:
-        """One broadcast for each slice: 3 to 5 times as fast as gloo's all_gather, which copies into lists."""
-        return self.broadcast_slices(comm, flat, label)
+        """An exchange. gloo's own all_gather copies into lists, and of broadcasts, one for each slice, two ranks may
+        both wait for the other's, so that nothing is sent.
+        """
+        slices = flat.view(comm.world_size, -1)
+        handles = self._exchange(comm, [slices[comm.rank]] * comm.world_size, slices)
+        return Work(handles, kept=[flat], what=f"all_gather of {flat.numel()} {flat.dtype}")
 
     def all_reduce(self, comm: Collectives, flat: torch.Tensor, scale: float, label: str) -> Work:
         """f32 takes gloo's ring, which is fast and needs no scratch memory. 16-bit numbers do not: the ring adds them
@@ -54,29 +95,25 @@ class Gloo(TorchBackend):
         """
         if flat.dtype == torch.float32:
             return super().all_reduce(comm, flat, scale, label)
-        return self._exchange_reduce_broadcast(comm, flat, scale, label)
+        return self._reduce_by_exchange(comm, flat, scale, label)
 
-    def _exchange_reduce_broadcast(self, comm: Collectives, flat: torch.Tensor, scale: float, label: str) -> Work:
-        """Each rank sums one piece, as in ``reduce_scatter``, and sends the sum to all ranks. Lengths of pieces differ
-        by at most 1.
+    def _reduce_by_exchange(self, comm: Collectives, flat: torch.Tensor, scale: float, label: str) -> Work:
+        """Each rank sums one part, as in ``reduce_scatter``, and sends the sum to all ranks. Lengths of parts differ by
+        at most 1.
         """
         n, rank, numel = comm.world_size, comm.rank, flat.numel()
-        sizes = [numel // n + (r < numel % n) for r in range(n)]
-        pieces = flat.split(sizes)
-        received = comm.scratch.take(n * sizes[rank], flat.dtype, flat.device)
-        handle = dist.all_to_all_single(received, flat, [sizes[rank]] * n, sizes, group=comm.group, async_op=True)
+        parts = flat.split([numel // n + (r < numel % n) for r in range(n)])
+        received, sources = self._places(comm, parts[rank])
+        handles = self._exchange(comm, parts, sources)
         what = f"all_reduce of {numel} {flat.dtype}"
 
         def finish() -> None:
-            if sizes[rank]:
-                comm.reduce(list(received.view(n, -1)), scale, False, pieces[rank])
+            if parts[rank].numel():
+                comm.reduce(sources, scale, False, parts[rank])
             comm.scratch.give(received)
-            wait_all(
-                [self.broadcast(comm, piece, r, label) for r, piece in enumerate(pieces) if piece.numel()],
-                what,
-            )
+            wait_all(self._exchange(comm, [parts[rank]] * n, parts), what)
 
-        return Work([handle], finish=finish, kept=[flat], what=what)
+        return Work(handles, finish=finish, kept=[flat], what=what)
 
     # gloo has collectives for tensors of accelerators, but no messages.
 

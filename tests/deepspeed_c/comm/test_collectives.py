@@ -22,7 +22,13 @@ from tests.ranks import RanksFailed
 WORLDS = [1, 2, 3]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SLICES = [0, 1, 7, 16, 257, 4099]
-WAYS = {"gloo": Gloo(), "generic": TorchBackend("gloo")}
+
+
+class InSmallPieces(Gloo):
+    piece_bytes = 1022
+
+
+WAYS = {"gloo": Gloo(), "pieces": InSmallPieces(), "generic": TorchBackend("gloo")}
 
 
 def plain_reduce(srcs, scale, accumulate, out):
@@ -86,7 +92,7 @@ def reduce_scatter_body(rank, world, kernel, way):
                     mine = [x[rank * numel : (rank + 1) * numel].double() for x in inputs]
                     want = scale * sum(mine) + (begin if accumulate else 0)
                     magnitude = abs(scale) * sum(x.abs() for x in mine) + begin.abs()
-                    travel = torch.float32 if way == "gloo" or world == 1 else dtype
+                    travel = torch.float32 if way != "generic" or world == 1 else dtype
                     what = (
                         f"{way} {dtype}->{out_dtype} world {world} slice {numel} scale {scale} accumulate {accumulate}"
                     )
@@ -151,7 +157,7 @@ def all_reduce_body(rank, world, kernel, way):
                 comm.all_reduce(flat, scale=scale).wait()
                 want = scale * sum(x.double() for x in inputs)
                 magnitude = scale * sum(x.double().abs() for x in inputs)
-                ours = way == "gloo" and dtype != torch.float32
+                ours = way != "generic" and dtype != torch.float32
                 travel = torch.float32 if ours or world == 1 else dtype
                 what = f"{way} {dtype} world {world} numel {numel} scale {scale}"
                 check_close(flat, want, magnitude, dtype, travel, world, what)
