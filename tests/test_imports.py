@@ -100,8 +100,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "io": {"config", "ops", "_C", "quantity"},
     "bench": {"config", "comm", "quantity"},
+    "autotuning": {"config", "logging", "plan", "engine", "profile", "cgroups", "quantity"},
     "launcher": {
-        *("alias", "config", "logging", "plan", "checkpoint", "io", "bench", "inject", "sequence", "pipe", "threads"),
+        *("autotuning", "alias", "config", "logging", "plan", "checkpoint", "io", "bench", "inject", "sequence", "pipe", "threads"),
         *("inference", "comm"),
     },
 }

@@ -92,5 +92,5 @@ def parse_args(args: Sequence[str] | None = None) -> Namespace:
     defaults["enable_each_rank_log"] = "None"
     values |= {name: default for name, default in defaults.items() if values[name] is None}
     # Features that a command line cannot ask for here
-    absent = {"autotuning": "", "elastic_training": False, "min_elastic_nodes": UNSET, "max_elastic_nodes": UNSET}
+    absent = {"elastic_training": False, "min_elastic_nodes": UNSET, "max_elastic_nodes": UNSET}
     return Namespace(**values, **absent, quiet=options.log_level == "error")

@@ -104,6 +104,19 @@ def _find(root: Root) -> Iterator[tuple[str, str, str]]:
             "is missing while device is nvme",
             "name a folder on the NVMe device",
         )
+    tuning = root.autotuning
+    if tuning.end_profile_step < tuning.start_profile_step:
+        yield (
+            "autotuning.end_profile_step",
+            f"is {tuning.end_profile_step}, before start_profile_step {tuning.start_profile_step}",
+            "set it to start_profile_step or more",
+        )
+    if tuning.max_train_micro_batch_size_per_gpu < tuning.min_train_micro_batch_size_per_gpu:
+        yield (
+            "autotuning.max_train_micro_batch_size_per_gpu",
+            f"is {tuning.max_train_micro_batch_size_per_gpu}, less than {tuning.min_train_micro_batch_size_per_gpu}",
+            "set it to min_train_micro_batch_size_per_gpu or more",
+        )
     yield from _state_dtype(root)
     if root.gradient_allreduce_op == "sum" and zero.stage == 3:
         yield "gradient_allreduce_op", "is sum at ZeRO stage 3", 'use "mean", or a stage below 3'

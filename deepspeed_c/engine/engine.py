@@ -41,6 +41,7 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
             self._passes.recover()
             if self.training and torch.is_grad_enabled():
                 self._inputs.look(self.global_steps, inputs, kwargs)
+                self._experiment.look(inputs, kwargs)
                 self._state.note_tokens(count_tokens(inputs, kwargs))
         if self._tput_timer is not None and self.training:
             self._tput_timer.start()

@@ -21,6 +21,7 @@ from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.backward import BackwardPass
 from deepspeed_c.engine.checkpoint.checkpoints import Checkpoints
 from deepspeed_c.engine.edits import Edits
+from deepspeed_c.engine.experiment import ExperimentMeter
 from deepspeed_c.engine.host import ModelHost
 from deepspeed_c.engine.inputs import InputCheck
 from deepspeed_c.engine.no_optimizer import NoOptimizer
@@ -38,7 +39,7 @@ from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.monitor.monitor import MonitorMaster
 from deepspeed_c.observe.phases import Phases
 from deepspeed_c.observe.record import SampleRate, StepRecord
-from deepspeed_c.profile.flops_step import StepFlops
+from deepspeed_c.profile.flops_step import StepFlops, profiled_section
 from deepspeed_c.profile.timers import (
     SynchronizedWallClockTimer,
     ThroughputTimer,
@@ -95,7 +96,7 @@ class TrainingHost(Reductions, ModelHost):
         optimizer = training.optimizer or NoOptimizer()
         self._state = TrainState(config, mesh, precision, device, optimizer, training.lr_scheduler)
         self._window, self._passes = self._state.window, self._state.passes
-        self.phases = Phases(enabled=config.wall_clock_breakdown, device=device)
+        self.phases = Phases(enabled=config.wall_clock_breakdown or config.autotuning.enabled, device=device)
         if config.wall_clock_breakdown:
             listen(self.phases)
         self.timers = SynchronizedWallClockTimer(device=device)
@@ -108,7 +109,8 @@ class TrainingHost(Reductions, ModelHost):
         self._step_applied = False
         self._unhook_zero_grad: Callable[[], None] = lambda: None
         self._tput_timer: ThroughputTimer | None = None
-        self._flops = StepFlops(config.flops_profiler, self)
+        self._flops = StepFlops(profiled_section(config), self)
+        self._experiment = ExperimentMeter(config.autotuning, self, mesh.comm, lambda: self._flops.forward_flops)
         self._checkpoints = Checkpoints(self._state)
         self.checkpoint_engine = TorchCheckpointEngine.with_zip(config.checkpoint.checkpoint_serialization)
         """Writes and reads files for programs. The engine does not use it for its own checkpoints."""
@@ -617,6 +619,7 @@ class TrainingHost(Reductions, ModelHost):
         self._stop_tput_timer(is_step=True)
         self._flops.end_step()
         self._report()
+        self._experiment.end_step()
         if optimizer.is_stopping:
             self._preemption.end_run(self, self._checkpoints.last_dir, self._comm)
 

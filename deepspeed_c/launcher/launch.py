@@ -16,6 +16,9 @@ def main(argv: Sequence[str]) -> int:
     """Start the ranks and wait for them. Returns their exit code. Raises LaunchError if nothing can be started."""
     options = parse_options(argv)
     runner = find_runner(options.launcher)
+    if options.autotuning:
+        words = _tune(options, argv[: len(argv) - 1 - len(options.script_args)])
+        return main(words) if options.autotuning == "run" else 0
     # The modules that start ranks import torch, so help and errors must not need them.
     if options.no_ssh:
         from deepspeed_c.launcher.cluster import launch_without_runner
@@ -31,6 +34,35 @@ def main(argv: Sequence[str]) -> int:
     from deepspeed_c.launcher.run import launch
 
     return launch(plan)
+
+
+def _tune(options: Options, words: Sequence[str]) -> list[str]:
+    """Search for the best configuration. Returns the words of a launch with it. words: the launcher's own."""
+    from deepspeed_c.autotuning.experiment import Launch
+    from deepspeed_c.autotuning.tune import tune
+
+    hosts, devices = _hosts(options), find_devices()
+    if not _names_hosts(options):
+        make_plan(options, devices)  # raises LaunchError for what no experiment could start with
+    slots = [len(slots) for slots in hosts.values()]
+    launch = Launch(
+        options=_without_autotuning(words),
+        script=options.script,
+        arguments=options.script_args,
+        n_ranks=sum(slots),
+        n_local=max(slots),
+        is_file=not (options.module or options.no_python),
+    )
+    return tune(launch, has_accelerator=devices is not None)
+
+
+def _without_autotuning(words: Sequence[str]) -> tuple[str, ...]:
+    left: list[str] = []
+    for i, word in enumerate(words):
+        is_value = i > 0 and words[i - 1] == "--autotuning"
+        if not (is_value or word == "--" or word.partition("=")[0] == "--autotuning"):
+            left.append(word)
+    return tuple(left)
 
 
 def _names_hosts(options: Options) -> bool:

@@ -66,6 +66,8 @@ class Options:
     """Seconds that ranks have to end after a signal."""
     save_pid: bool
     log_level: str
+    autotuning: str = ""
+    """"tune": search for the best configuration; "run": also start the script with it; "": start the script."""
 
 
 def parse_options(argv: Sequence[str]) -> Options:
@@ -151,6 +153,11 @@ def _check(options: Options) -> None:
         raise LaunchError("is given without --no_ssh", where="--node_rank", fix="add --no_ssh, or drop it")
     if options.no_ssh and options.force_multi:
         raise LaunchError("--no_ssh and --force_multi exclude each other", fix="drop one of them")
+    if options.autotuning and options.no_ssh:
+        raise LaunchError(
+            "--autotuning and --no_ssh exclude each other: one command has to start the ranks of all hosts",
+            fix="drop one of them",
+        )
     if options.gather_logs and options.enable_each_rank_log is None:
         raise LaunchError(
             "is given without --enable_each_rank_log DIR", where="--gather_logs", fix="name the folder of the logs"
@@ -165,13 +172,11 @@ def _check(options: Options) -> None:
 
 _ELASTIC = "start the script with `torchrun --nnodes MIN:MAX --max-restarts R SCRIPT ...`"
 _INSTEAD = {
-    "autotuning": "choose the micro-batch size and the ZeRO stage in the configuration file",
     **dict.fromkeys(("elastic_training", "min_elastic_nodes", "max_elastic_nodes"), _ELASTIC),
 }
 
 # Options of DeepSpeed for features that this version lacks.
 _ELSEWHERE: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("autotuning",), "there is no autotuner in this version"),
     (("elastic_training", "min_elastic_nodes", "max_elastic_nodes"), "there is no elastic agent in this version"),
 )
 
@@ -261,6 +266,15 @@ _OPTIONS = (
             (("--module",), dict(_FLAG, help="SCRIPT is a module, as with python -m")),
             (("--no_python",), dict(_FLAG, help="SCRIPT is a program, started as it is")),
             (("--no_local_rank",), dict(_FLAG, help="do not pass --local_rank=N before ARGS")),
+            (
+                ("--autotuning",),
+                {
+                    "default": "",
+                    "choices": ("tune", "run"),
+                    "metavar": "WHAT",
+                    "help": "search for the fastest configuration first: tune, or run to train with it, too",
+                },
+            ),
         ),
     ),
     (
@@ -316,7 +330,6 @@ _OPTIONS = (
         None,
         (
             (("--no_ssh_check",), dict(_FLAG, **_HIDDEN)),
-            (("--autotuning",), _HIDDEN),
             (("--elastic_training",), dict(_FLAG, **_HIDDEN)),
             (("--min_elastic_nodes",), _HIDDEN),
             (("--max_elastic_nodes",), _HIDDEN),

@@ -92,6 +92,7 @@ def plan_table(
     n_tensor: int | None = None,
     batch: ForwardShape | None = None,
     generates: GenerationShape | None = None,
+    every_stage: bool = True,
 ) -> Table:
     """Plans ``sizes``, or ``model`` (on the meta device) with the other arguments of ``initialize``, for every stage
     under the configuration ``source``.
@@ -99,8 +100,9 @@ def plan_table(
     With ``budgets`` it also places the states of each stage, and suggests the host's part of the update for the given
     ``rates``. ``n_tensor`` is the number of tensor-parallel ranks (default: from the configuration). With ``batch``, a
     traced forward of ``model`` gives the bytes of activations, instead of ``activations``. With ``generates``, the rank
-    generates between steps, and traced forwards of ``model`` give the bytes of keys, values and workspace. Raises
-    ConfigError for the configuration, OptimizerError and ModelError for optimizer and model.
+    generates between steps, and traced forwards of ``model`` give the bytes of keys, values and workspace. Without
+    ``every_stage`` the table has the row of the configuration alone. Raises ConfigError for the configuration,
+    OptimizerError and ModelError for optimizer and model.
     """
     notes: list[str] = []
     overrides: dict[str, Any] = {}
@@ -161,7 +163,7 @@ def plan_table(
         row_of(stage, offload)
         for stage in STAGES
         for offload in dict.fromkeys((*choices, asked))
-        if offload.fits(stage) or (stage, offload) == chosen
+        if (every_stage and offload.fits(stage)) or (stage, offload) == chosen
     ]
     placed = []
     if budgets is not None and base is not None:

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
+import msgspec
 import torch
 
+from deepspeed_c.config import Config
 from deepspeed_c.config.monitor import FlopsProfilerSection
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.logging import logger
 from deepspeed_c.profile.flops import FlopsProfiler
 
-__all__ = ["ProfiledEngine", "StepFlops"]
+__all__ = ["ProfiledEngine", "StepFlops", "profiled_section"]
 
 
 class ProfiledEngine(Protocol):
@@ -22,6 +24,16 @@ class ProfiledEngine(Protocol):
     module: torch.nn.Module
     global_rank: int
     global_steps: int
+
+
+def profiled_section(config: Config) -> FlopsProfilerSection:
+    """The section ``flops_profiler`` of an engine. An experiment of the tuner that is measured in FLOPs counts them in
+    the step before the measured ones, because counting slows a step down."""
+    tuning = config.autotuning
+    if not (tuning.enabled and tuning.metric == "flops"):
+        return config.flops_profiler
+    step = max(tuning.start_profile_step - 1, 0)
+    return msgspec.structs.replace(config.flops_profiler, enabled=True, profile_step=step, detailed=False)
 
 
 class StepFlops:
@@ -35,6 +47,8 @@ class StepFlops:
         self._is_waiting = section.enabled and engine.global_rank == 0
         self._is_done = False
         self._profiler: FlopsProfiler | None = None
+        self.forward_flops: int | None = None
+        """FLOPs of the counted forward; None before it."""
 
     def forward(self) -> AbstractContextManager[None]:
         """Returns a context for one forward. The counted micro-batch ends at the latest when the next micro-batch
@@ -73,6 +87,7 @@ class StepFlops:
             return
         section, self._is_done = self._section, True
         profiler.note_step_end()
+        self.forward_flops = profiler.get_total_flops()
         settings = (section.profile_step, section.module_depth, section.top_modules, section.detailed)
         try:
             profiler.print_model_profile(*settings, section.output_file)

@@ -497,7 +497,7 @@ _FRAGMENTS = "use safe_get_full_* and safe_set_full_* of deepspeed_c.utils"
 # Prefix of a path that is missing here -> the replacement; the longest prefix counts. The path of a name is
 # module.name.
 ABSENT: dict[str, str] = {
-    "deepspeed.autotuning": "`deepspeed_c plan` says which stage and offload fit, without running anything",
+    "deepspeed.autotuning": "`deepspeed_c --autotuning tune` searches, and `deepspeed_c plan` says what fits",
     "deepspeed.checkpoint": _CONVERTER,
     "deepspeed.checkpoint.deepspeed_checkpoint": _OPEN,
     "deepspeed.checkpoint.ds_to_universal": _CONVERTER,

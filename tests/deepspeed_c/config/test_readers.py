@@ -22,6 +22,7 @@ NO_READERS = {
 }
 # Key that has an effect without a reader in the package -> how it has the effect.
 ELSEWHERE = {
+    "autotuning.metric_path": "an experiment reads it by the engine's getter, which knows the default file",
     "data_types.param_dtype": "a value that contradicts fp16.enabled and bf16.enabled is an error (checks.py)",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "accelerate and the Trainer read it by the engine's getter",
 }

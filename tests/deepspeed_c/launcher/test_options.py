@@ -81,7 +81,7 @@ def test_no_abbreviations(capsys):
         (["--bind_core_list", "0"], "--bind_cores_to_rank"),
         (["--grace", "-1"], "--grace"),
         (["--grace", "nan"], "--grace"),
-        (["--autotuning", "tune"], "no autotuner"),
+        (["--autotuning", "tune", "--no_ssh", "--node_rank", "0"], "exclude each other"),
         (["--elastic_training"], "torchrun --nnodes MIN:MAX"),
         (["--min_elastic_nodes", "1"], "no elastic agent"),
         (["--no_ssh"], "--node_rank"),

@@ -1,0 +1,189 @@
+"""One experiment: a folder with a configuration, the launch of the user's script with it, and what came of it.
+
+Files of the folder: ``ds_config.json``, ``exp.json`` (what was started, and how it ended), ``cmd.txt``, ``stdout.log``,
+``stderr.log``, and ``metrics.json``, which the engine writes (``deepspeed_c/engine/experiment.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from deepspeed_c.autotuning.space import Candidate, get
+from deepspeed_c.engine.experiment import write_json
+from deepspeed_c.errors import ConfigError
+
+__all__ = ["Launch", "Result", "arguments_for", "config_index", "metric_path", "prepare", "run_experiment"]
+
+_CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed")
+_TAIL_LINES = 20
+_STOP_SECONDS = 40.0  # more than the launcher gives its ranks
+
+
+class Launch(NamedTuple):
+    """How the user starts the script."""
+
+    options: tuple[str, ...]
+    """Words of the launcher, without --autotuning."""
+    script: str
+    arguments: tuple[str, ...]
+    n_ranks: int
+    n_local: int
+    """Most ranks of one host."""
+    is_file: bool = True
+    """Whether the script is a Python file, not a module or a program."""
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        return [sys.executable, "-m", "deepspeed_c", *self.options, self.script, *arguments]
+
+    def shown(self, arguments: Sequence[str]) -> str:
+        """The command as a user types it."""
+        return shlex.join(["deepspeed_c", *self.options, self.script, *arguments])
+
+
+class Result(NamedTuple):
+    """What came of a candidate: its metrics, or why it has none."""
+
+    name: str
+    metrics: dict[str, Any] | None = None
+    problem: str = ""
+    seconds: float = 0.0
+    is_reused: bool = False
+    """Whether an earlier search ran it."""
+
+    def value(self, metric: str) -> float | None:
+        found = None if self.metrics is None else self.metrics.get(metric)
+        return found if isinstance(found, (int, float)) else None
+
+
+def config_index(arguments: Sequence[str]) -> tuple[int, str]:
+    """(index of the argument that names the configuration file, the part of the argument before the name).
+
+    Raises ConfigError if no argument names one.
+    """
+    for flag in _CONFIG_FLAGS:
+        for i, word in enumerate(arguments):
+            if word.startswith(f"{flag}="):
+                return i, f"{flag}="
+            names_file = flag != "--deepspeed" or (i + 1 < len(arguments) and arguments[i + 1].endswith(".json"))
+            if word == flag and i + 1 < len(arguments) and names_file:
+                return i + 1, ""
+    raise ConfigError(
+        "the script's arguments name no configuration file",
+        where="--autotuning",
+        fix="start the script with --deepspeed_config FILE (for scripts of the Trainer: --deepspeed FILE.json)",
+    )
+
+
+def arguments_for(
+    arguments: Sequence[str], path: str, config: Mapping[str, Any], mappings: Mapping[str, str]
+) -> list[str]:
+    """The script's arguments with another configuration file. mappings: dotted key -> the script's option that takes
+    its value too."""
+    words = list(arguments)
+    i, prefix = config_index(words)
+    words[i] = prefix + path
+    for key, flag in mappings.items():
+        value = get(config, key.strip())
+        if value is None or value == "auto":
+            continue
+        flag, text = flag.strip(), str(value)
+        joined = [i for i, word in enumerate(words) if word.startswith(f"{flag}=")]
+        if joined:
+            words[joined[0]] = f"{flag}={text}"
+        elif flag in words[:-1]:
+            words[words.index(flag) + 1] = text
+        else:
+            words += [flag, text]
+    return words
+
+
+def metric_path(folder: Path) -> str:
+    """The metric file of an experiment, from its folder."""
+    return str(folder / "metrics.json")
+
+
+def prepare(candidate: Candidate, launch: Launch, folder: Path, mappings: Mapping[str, str]) -> list[str]:
+    """Writes the candidate's configuration into its folder, and returns the script's arguments."""
+    config = {**candidate.config, "autotuning": dict(candidate.config["autotuning"])}
+    config["autotuning"]["metric_path"] = metric_path(folder)
+    path = folder / "ds_config.json"
+    write_json(path, config)
+    return arguments_for(launch.arguments, str(path), config, mappings)
+
+
+def run_experiment(candidate: Candidate, launch: Launch, folder: Path, mappings: Mapping[str, str]) -> Result:
+    """Runs a candidate to its end, unless its folder has the result of the same configuration and command.
+
+    It has succeeded if its exit code is 0 and its metric file is there.
+    """
+    folder = folder.absolute()
+    earlier = _read(folder / "exp.json")
+    arguments = prepare(candidate, launch, folder, mappings)
+    command = launch.command(arguments)
+    entry = {"name": candidate.name, "ds_config": candidate.config, "command": command}
+    metrics = _read(folder / "metrics.json")
+    if earlier and metrics and earlier.get("exit_code") == 0 and all(earlier.get(k) == v for k, v in entry.items()):
+        return Result(candidate.name, metrics, seconds=earlier.get("seconds", 0.0), is_reused=True)
+    (folder / "metrics.json").unlink(missing_ok=True)
+    write_json(folder / "exp.json", entry)
+    (folder / "cmd.txt").write_text(launch.shown(arguments) + "\n", encoding="utf-8")
+    begin = time.monotonic()
+    code = _run(command, folder)
+    seconds = time.monotonic() - begin
+    metrics, problem = _read(folder / "metrics.json"), ""
+    if code != 0:
+        problem, metrics = f"exit code {code}", None
+    elif metrics is None:
+        problem = (
+            "the script ended and wrote no metric: it takes fewer steps than autotuning.end_profile_step + 1,"
+            " or does not pass its configuration file to initialize"
+        )
+    tail = _tail(folder / "stderr.log") if problem else []
+    write_json(folder / "exp.json", {**entry, "exit_code": code, "seconds": seconds, "problem": problem, "tail": tail})
+    return Result(candidate.name, metrics, problem, seconds)
+
+
+def _run(command: Sequence[str], folder: Path) -> int:
+    """Runs the command in a process group of its own, and returns its exit code. No process of the group is left."""
+    with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as err:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+        )
+        try:
+            return process.wait()
+        except BaseException:
+            # The launcher ends its ranks, which are in groups of their own.
+            process.terminate()
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                pass
+            raise
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """The content of a JSON file; None if it is not there, or is no object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _tail(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]

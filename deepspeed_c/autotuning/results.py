@@ -1,0 +1,178 @@
+"""The results folder: every candidate with what came of it, a table, and the best configuration with its command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deepspeed_c.autotuning.experiment import Launch, Result, arguments_for, config_index
+from deepspeed_c.autotuning.feasible import MemoryNeed
+from deepspeed_c.autotuning.search import is_better
+from deepspeed_c.autotuning.space import Candidate
+from deepspeed_c.config.tuning import Autotuning
+from deepspeed_c.engine.experiment import write_json
+from deepspeed_c.errors import ConfigError
+from deepspeed_c.quantity import as_binary
+
+__all__ = ["Records"]
+
+_UNITS = {"throughput": "samples/s", "flops": "FLOP/s a rank", "latency": "s", "forward": "s", "step": "s"}
+
+
+class Records:
+    """The candidates of one search. The file ``records.json`` is written anew after each of them."""
+
+    def __init__(self, section: Autotuning, launch: Launch) -> None:
+        """Raises ConfigError if the folder holds the results of another script or of other arguments."""
+        self._section, self._launch = section, launch
+        self.folder, self._exps = Path(section.results_dir).absolute(), Path(section.exps_dir).absolute()
+        self._rows: dict[str, dict[str, Any]] = {}
+        self._best: tuple[Candidate, float] | None = None
+        self._begin()
+
+    def _identity(self) -> dict[str, Any]:
+        i, _ = config_index(self._launch.arguments)
+        others = [word for j, word in enumerate(self._launch.arguments) if j != i]
+        return {
+            "script": str(Path(self._launch.script).absolute()) if self._launch.is_file else self._launch.script,
+            "arguments": others,
+            "n_ranks": self._launch.n_ranks,
+        }
+
+    def _begin(self) -> None:
+        path = self.folder / "records.json"
+        try:
+            earlier = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            earlier = None
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{path} cannot be read: {error}",
+                where="autotuning.results_dir",
+                fix="name another folder, or remove that file",
+            ) from error
+        if earlier is None:
+            return
+        identity = self._identity()
+        other = [key for key in identity if earlier.get(key) != identity[key]]
+        if other:
+            raise ConfigError(
+                f"{self.folder} holds the results of another run: its {other[0]} is {earlier.get(other[0])!r},"
+                f" not {identity[other[0]]!r}",
+                where="autotuning.results_dir",
+                fix="name another folder for results_dir and exps_dir, or remove both",
+            )
+        if earlier.get("is_finished") and self._section.overwrite:
+            # A finished search begins anew; an interrupted one goes on with the experiments that it has.
+            for row in earlier.get("experiments", ()):
+                folder = self._exps / row["name"]
+                if (folder / "exp.json").is_file():
+                    shutil.rmtree(folder)
+
+    @property
+    def best(self) -> tuple[Candidate, float] | None:
+        """The best candidate so far and its metric."""
+        return self._best
+
+    def leave_out(self, candidate: Candidate, reason: str, planned: MemoryNeed) -> None:
+        """Records a candidate that is not tried."""
+        self._rows[candidate.name] = self._row(candidate, planned, status="left out", problem=reason)
+
+    def add(self, candidate: Candidate, result: Result, planned: MemoryNeed | None) -> bool:
+        """Records an experiment. Returns whether it is the best so far."""
+        metric = self._section.metric
+        value = result.value(metric)
+        self._rows[candidate.name] = self._row(
+            candidate,
+            planned,
+            status="failed" if value is None else "ran",
+            value=value,
+            problem=result.problem,
+            seconds=result.seconds,
+            metrics=result.metrics,
+        )
+        is_best = value is not None and is_better(metric, value, None if self._best is None else self._best[1])
+        if is_best:
+            self._best = candidate, value
+        self.write(is_finished=False)
+        return is_best
+
+    def _row(self, candidate: Candidate, planned: MemoryNeed | None, **facts: Any) -> dict[str, Any]:
+        plan = None if planned is None else {key: value for key, value in planned._asdict().items() if value}
+        return {"name": candidate.name, "choices": dict(candidate.choices), "plan": plan, **facts}
+
+    def write(self, *, is_finished: bool) -> None:
+        """Writes ``records.json``."""
+        best = None if self._best is None else self._best[0].name
+        write_json(
+            self.folder / "records.json",
+            {
+                **self._identity(),
+                "metric": self._section.metric,
+                "is_finished": is_finished,
+                "best": best,
+                "experiments": list(self._rows.values()),
+            },
+        )
+
+    def finish(self, n_seconds: float) -> list[str]:
+        """Writes the table and the best configuration. Returns the words that start the script with it.
+
+        Raises ConfigError if no experiment succeeded.
+        """
+        self.write(is_finished=True)
+        if self._best is None:
+            failed = [row for row in self._rows.values() if row["status"] == "failed"]
+            what = "no candidate fits" if not failed else f"none of {len(failed)} experiments succeeded"
+            first = (failed or list(self._rows.values()))[0]
+            logs = f" (its output: {self._exps / first['name']})" if failed else ""
+            raise ConfigError(
+                f"{what}; {first['name']}: {first['problem']}{logs}",
+                where="--autotuning",
+                fix="correct the script if it fails by itself; otherwise allow smaller micro-batches or a higher stage",
+            )
+        candidate, _ = self._best
+        config = {key: value for key, value in candidate.config.items() if key != "autotuning"}
+        path = self.folder / "ds_config_optimal.json"
+        write_json(path, config)
+        mappings = self._section.arg_mappings or {}
+        arguments = arguments_for(self._launch.arguments, str(path), config, mappings)
+        (self.folder / "cmd_optimal.txt").write_text(self._launch.shown(arguments) + "\n", encoding="utf-8")
+        (self.folder / "summary.txt").write_text(self.table(n_seconds) + "\n", encoding="utf-8")
+        return [*self._launch.options, self._launch.script, *arguments]
+
+    def table(self, n_seconds: float) -> str:
+        """All candidates as a table, the best first, and those that were left out with the reason last."""
+        metric = self._section.metric
+        ran = sorted((row for row in self._rows.values() if row["status"] == "ran"), key=lambda row: row["value"])
+        if is_better(metric, 1.0, 0.0):
+            ran.reverse()
+        others = [row for row in self._rows.values() if row["status"] != "ran"]
+        lines = [("experiment", f"{metric} ({_UNITS[metric]})", "seconds", "planned", "peak", "")]
+        for row in [*ran, *others]:
+            value, metrics = row.get("value"), row.get("metrics") or {}
+            on_device = metrics.get("peak_device_bytes") is not None
+            peak = metrics.get("peak_device_bytes" if on_device else "peak_host_bytes")
+            planned = (row["plan"] or {}).get("device" if on_device else "host")
+            lines.append(
+                (
+                    row["name"],
+                    "" if value is None else f"{value:.4g}",
+                    f"{row['seconds']:.1f}" if "seconds" in row else "",
+                    "" if planned is None else as_binary(planned),
+                    "" if peak is None else as_binary(peak),
+                    "" if row["status"] == "ran" else f"{row['status']}: {row['problem'].splitlines()[0]}",
+                )
+            )
+        best = self._best[0].name if self._best else "none"
+        return f"{_aligned(lines)}\n\nbest: {best}; {len(ran)} of {len(self._rows)} ran, in {n_seconds:.0f} s"
+
+
+def _aligned(lines: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )

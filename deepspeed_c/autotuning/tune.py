@@ -1,0 +1,183 @@
+"""``deepspeed_c --autotuning``: plan the candidates, run those that fit, and write down the best."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from deepspeed_c.autotuning.experiment import Launch, Result, config_index, prepare, run_experiment
+from deepspeed_c.autotuning.feasible import MemoryNeed, plan_candidates, shape_of
+from deepspeed_c.autotuning.results import Records
+from deepspeed_c.autotuning.search import KINDS
+from deepspeed_c.autotuning.space import Candidate, Space, make_space, spread
+from deepspeed_c.config.source import read_source
+from deepspeed_c.errors import ConfigError
+from deepspeed_c.logging import write_line
+
+__all__ = ["tune"]
+
+# The planner's folder among those of the experiments.
+_PLAN = "plan"
+
+
+def tune(launch: Launch, *, has_accelerator: bool) -> list[str]:
+    """Searches the space of the script's configuration file. Returns the launcher's words for the best candidate.
+
+    Raises ConfigError if the space is empty, no candidate fits or succeeds, the script ignores the configuration, or
+    the results folder belongs to another run.
+    """
+    i, prefix = config_index(launch.arguments)
+    config, _ = read_source(launch.arguments[i].removeprefix(prefix))
+    space = make_space(config, launch.n_ranks, has_accelerator=has_accelerator)
+    with _ended_by_signals():
+        return _Search(space, launch).run()
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the running experiment too, as Ctrl-C does."""
+
+    def end(number: int, _: Any) -> None:
+        sys.exit(128 + number)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Search:
+    """One search, from its space to its results."""
+
+    def __init__(self, space: Space, launch: Launch) -> None:
+        self._space, self._section, self._launch = space, space.section, launch
+        self._records = Records(space.section, launch)
+        self._exps = Path(space.section.exps_dir).absolute()
+        self._mappings: Mapping[str, str] = space.section.arg_mappings or {}
+        self._planned: dict[str, MemoryNeed] = {}
+        self._tried: list[Candidate] = []
+        self._values: dict[str, float] = {}
+        self._n_since_best = 0
+
+    def run(self) -> list[str]:
+        begin, section = time.monotonic(), self._section
+        left = self._without_excess(self._space.candidates, None)
+        if left:
+            # The smallest micro-batch runs first: it shows the shape of a sample, with which the others are planned.
+            metrics = self._try(left.pop(0)).metrics
+            shape = None if metrics is None else shape_of(metrics)
+            if shape is not None and self._launch.is_file:
+                left = self._without_excess(left, shape)
+            if not self._space.has_listed_batches:
+                left = self._chosen_sizes(left)
+        choose = KINDS[section.tuner_type]
+        while left and len(self._tried) < section.tuner_num_trials and not self._has_stopped():
+            candidate = choose(left, self._tried, self._values, section.metric)
+            left.remove(candidate)
+            self._try(candidate)
+        words = self._records.finish(time.monotonic() - begin)
+        _say(self._records.table(time.monotonic() - begin))
+        return words
+
+    def _has_stopped(self) -> bool:
+        return 0 < self._section.tuner_early_stopping <= self._n_since_best
+
+    def _without_excess(self, candidates: Sequence[Candidate], shape: dict[str, Any] | None) -> list[Candidate]:
+        """The candidates that are not known to exceed a rank's memory. The others are recorded."""
+        if not (candidates and self._launch.is_file):
+            return list(candidates)
+        arguments = [prepare(each, self._launch, self._exps / each.name, self._mappings) for each in candidates]
+        plans, memory = plan_candidates(candidates, arguments, self._launch, self._exps / _PLAN, shape)
+        fitting, unknown = [], set()
+        for candidate in candidates:
+            planned = plans[candidate.name]
+            if planned.ignores:
+                raise ConfigError(
+                    "the script ignores the configuration: it passes another one to deepspeed_c.initialize",
+                    where=f"--autotuning: {self._launch.script}",
+                    fix="pass args (with --deepspeed_config), or the content of that file, to initialize",
+                )
+            if planned.unknown:
+                unknown.add(planned.unknown)
+            else:
+                self._planned[candidate.name] = planned
+            reason = planned.excess(memory)
+            if reason:
+                self._records.leave_out(candidate, reason, planned)
+                _say(f"autotuning: {candidate.name} is left out: {reason.splitlines()[0]}")
+            else:
+                fitting.append(candidate)
+        for why in sorted(unknown):
+            _say(f"autotuning: not planned: {why.splitlines()[0]}")
+        return fitting
+
+    def _chosen_sizes(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """``num_tuning_micro_batch_sizes`` micro-batches of each group, with those that ran, over its whole range."""
+        sizes: defaultdict[str, list[int]] = defaultdict(list)
+        for each in sorted((*self._tried, *candidates), key=lambda each: each.micro_batch):
+            sizes[each.group].append(each.micro_batch)
+        n = self._section.num_tuning_micro_batch_sizes
+        return [each for each in candidates if each.micro_batch in spread(sizes[each.group], n)]
+
+    def _try(self, candidate: Candidate) -> Result:
+        result = run_experiment(candidate, self._launch, self._exps / candidate.name, self._mappings)
+        self._tried.append(candidate)
+        self._check(candidate, result)
+        is_best = self._records.add(candidate, result, self._planned.get(candidate.name))
+        self._n_since_best = 0 if is_best else self._n_since_best + 1
+        metric = self._section.metric
+        value = result.value(metric)
+        if value is not None:
+            self._values[candidate.name] = value
+        told = result.problem if value is None else f"{metric} {value:.4g}"
+        best = self._records.best
+        _say(
+            f"autotuning: {len(self._tried)}. {candidate.name}: {told}"
+            f" ({'from an earlier search' if result.is_reused else f'{result.seconds:.1f} s'};"
+            f" best: {'none' if best is None else f'{best[0].name}, {best[1]:.4g}'})"
+        )
+        return result
+
+    def _check(self, candidate: Candidate, result: Result) -> None:
+        """Raises ConfigError if the script did not do as its configuration says: others would not, either."""
+        folder = self._exps / candidate.name
+        if result.metrics is None:
+            if result.problem.startswith("exit code"):
+                return
+            raise ConfigError(
+                result.problem,
+                where=f"--autotuning: {folder}",
+                fix="pass args (with --deepspeed_config) or the file to deepspeed_c.initialize, and take more steps, or"
+                " lower start_profile_step and end_profile_step",
+            )
+        told, ran = candidate.micro_batch, result.metrics.get("train_micro_batch_size_per_gpu")
+        inputs = [each["shape"] for each in result.metrics.get("inputs") or () if each["shape"]]
+        # Some models take the batch as the second dimension.
+        if ran == told and inputs and not any(told in shape[:2] for shape in inputs):
+            ran = inputs[0][0]
+        if ran != told:
+            raise ConfigError(
+                f"the script ignores the configuration: it was told a micro-batch of {told}, and ran {ran}",
+                where=f"--autotuning: {folder}",
+                fix="take the micro-batch from engine.train_micro_batch_size_per_gpu(), use the loader that initialize"
+                " returns, or name the script's own option in autotuning.arg_mappings",
+            )
+        if result.value(self._section.metric) is None:
+            raise ConfigError(
+                f"an experiment of this model does not measure {self._section.metric!r}",
+                where="autotuning.metric",
+                fix='choose "throughput" or "latency"',
+            )
+
+
+def _say(text: str) -> None:
+    write_line(text, sys.stdout)
