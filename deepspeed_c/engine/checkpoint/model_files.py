@@ -91,7 +91,9 @@ def save_model(
         if writer is not None and error is None:
             try:
                 config, generation = (getattr(module, name, None) for name in ("config", "generation_config"))
-                save_configs(config, generation, type(module).__name__, writer.staging)
+                written = (own_dtypes[name] for name, t in tensors.items() if id(t) in params and t.is_floating_point())
+                architecture = type(module).__name__
+                save_configs(config, generation, architecture, writer.staging, dtype=next(written, None))
             except (OSError, ValueError) as raised:
                 error = CheckpointError(f"the model's configuration cannot be saved: {raised}", where=folder)
     except BaseException as failure:
