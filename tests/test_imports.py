@@ -96,7 +96,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "plan": {
         *("config", "comm", "ops", "_C", "zero", "offload", "engine", "quantity", "inject", "recompute", "inference"),
-        *("moe", "script"),
+        *("moe", "script", "pipe"),
     },
     "io": {"config", "ops", "_C", "quantity"},
     "bench": {"config", "comm", "quantity"},

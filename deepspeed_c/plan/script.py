@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
-from deepspeed_c.errors import ModelError
+from deepspeed_c.errors import FeatureError, ModelError
+from deepspeed_c.pipe import PipelineModule
 from deepspeed_c.script import StopScript, config_among, line_of, run_script
 from deepspeed_c.zero.weights import init as partition_parameters
 
@@ -49,7 +50,7 @@ def find_model(script: str, arguments: Sequence[str], n_ranks: int) -> Found:
 
     Tensors are made on the meta device and moving a module between devices does nothing, so that no memory is taken.
     Raises ModelError if there is no such file, or if the script ends before it calls initialize, or fails on tensors
-    without data.
+    without data. Raises FeatureError if it makes a PipelineModule.
     """
     notes = {"is_sharded": False}
     try:
@@ -82,6 +83,7 @@ def _stand_ins(notes: dict[str, bool], n_ranks: int) -> Iterator[None]:
         init = _stand_in_for_init(notes)
         for owner in (package.zero, partition_parameters):
             stack.enter_context(mock.patch.object(owner, "Init", init))
+        stack.enter_context(mock.patch.object(PipelineModule, "__init__", _refuse_pipeline))
         for name in ("to", "cpu", "cuda"):
             stack.enter_context(mock.patch.object(torch.nn.Module, name, _staying(name)))
         stack.enter_context(_silent_group(n_ranks))
@@ -102,6 +104,14 @@ def _stopping(notes: dict[str, bool]) -> Callable:
         raise _Reached(Found(*found, notes["is_sharded"]))
 
     return stop
+
+
+def _refuse_pipeline(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    raise FeatureError(
+        "the planner does not plan the stages of a PipelineModule",
+        where="deepspeed_c plan",
+        fix="plan one stage: --params with its parameters, --layers, and --ranks with the number of parallel pipelines",
+    )
 
 
 def _stand_in_for_init(notes: dict[str, bool]) -> type:

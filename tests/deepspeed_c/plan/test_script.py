@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed_c
-from deepspeed_c.errors import ConfigError, ModelError
+from deepspeed_c.errors import ConfigError, FeatureError, ModelError
 from deepspeed_c.plan.script import find_model
 
 
@@ -149,3 +149,14 @@ def test_errors_of_ours_and_other_failures_pass_through(script):
 def test_a_script_that_is_not_there(tmp_path):
     with pytest.raises(ModelError, match="no such script"):
         find_model(str(tmp_path / "nothing.py"), [], 2)
+
+
+def test_a_pipeline_is_refused_by_name(script):
+    text = """
+        import torch, deepspeed_c
+        from deepspeed_c.pipe import PipelineModule
+        net = PipelineModule([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], num_stages=2)
+        deepspeed_c.initialize(model=net, config={})
+    """
+    with pytest.raises(FeatureError, match="PipelineModule(.|\n)*plan one stage"):
+        find_model(script(text), [], 4)
