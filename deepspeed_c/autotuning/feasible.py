@@ -38,6 +38,9 @@ class MemoryNeed(NamedTuple):
     """Bytes of device memory; 0 on the CPU."""
     host: int = 0
     """Bytes of host memory, with what a process takes before it has a model."""
+    buckets: str = ""
+    """How many buckets of gradients, of how many bytes, and how many elements are gathered at once: candidates that
+    differ in bucket sizes alone and agree in this run alike."""
     refusal: str = ""
     """Why the candidate cannot run."""
     unknown: str = ""
@@ -212,9 +215,10 @@ def _plan(job: dict[str, Any], request: dict[str, Any], found: _Models, device_t
         return MemoryNeed(refusal=row.refusal)
     device = row.plan.peak.nbytes
     host = max(phase.host_nbytes for phase in row.plan.phases.values())
+    buckets = f"{row.plan.n_buckets} of {row.plan.largest_unit_bytes}, {row.plan.window_elems}"
     if device_type == "cpu":
-        return MemoryNeed(host=found.base_bytes + device + host)
-    return MemoryNeed(device, found.base_bytes + host)
+        return MemoryNeed(host=found.base_bytes + device + host, buckets=buckets)
+    return MemoryNeed(device, found.base_bytes + host, buckets)
 
 
 def _is_given(config: Any, path: str) -> bool:

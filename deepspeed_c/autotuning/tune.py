@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import time
@@ -97,7 +98,7 @@ class _Search:
             return list(candidates)
         arguments = [prepare(each, self._launch, self._exps / each.name, self._mappings) for each in candidates]
         plans, memory = plan_candidates(candidates, arguments, self._launch, self._exps / _PLAN, shape)
-        fitting, unknown = [], set()
+        fitting, unknown, firsts = [], set(), {}
         for candidate in candidates:
             planned = plans[candidate.name]
             if planned.ignores:
@@ -111,6 +112,9 @@ class _Search:
             else:
                 self._planned[candidate.name] = planned
             reason = planned.excess(memory)
+            first = firsts.setdefault(_run_of(candidate, planned), candidate.name)
+            if first != candidate.name and not reason:
+                reason = f"it runs as {first} does: no bucket of it is full"
             if reason:
                 self._records.leave_out(candidate, reason, planned)
                 _say(f"autotuning: {candidate.name} is left out: {reason.splitlines()[0]}")
@@ -177,6 +181,14 @@ class _Search:
                 where="autotuning.metric",
                 fix='choose "throughput" or "latency"',
             )
+
+
+def _run_of(candidate: Candidate, planned: MemoryNeed) -> str:
+    """Equal for two candidates that differ in bucket sizes, if these make no difference to the model."""
+    if not planned.buckets:
+        return candidate.name
+    others = {key: value for key, value in candidate.choices.items() if not key.endswith("_bucket_size")}
+    return json.dumps([others, planned.buckets, planned.device, planned.host], sort_keys=True)
 
 
 def _say(text: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from deepspeed_c.autotuning import tune as module
 from deepspeed_c.autotuning.experiment import Launch, Result, arguments_for, config_index
-from deepspeed_c.autotuning.feasible import Memory, MemoryNeed, shape_of
+from deepspeed_c.autotuning.feasible import Memory, MemoryNeed, plan_candidates, shape_of
 from deepspeed_c.autotuning.tune import tune
 from deepspeed_c.errors import ConfigError
 from tests.deepspeed_c.launcher.test_main import end, run, start, wait_for
@@ -21,8 +21,9 @@ OPTIMIZER = {"type": "SGD", "params": {"lr": 0.01}}
 
 
 def write_config(folder, **section):
-    sizes = section.pop("sizes", [1, 2])
-    config = {"train_micro_batch_size_per_gpu": sizes, "optimizer": OPTIMIZER, "autotuning": {**TIMES, **section}}
+    sizes, zero = section.pop("sizes", [1, 2]), section.pop("zero", {})
+    config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": sizes, "optimizer": OPTIMIZER}
+    config["autotuning"] = {**TIMES, **section}
     (folder / "ds.json").write_text(json.dumps(config))
     return ["--deepspeed_config", "ds.json"]
 
@@ -133,6 +134,18 @@ def test_what_does_not_fit_is_not_started(tmp_path, monkeypatch):
     assert set(left_out) == {"z0_gas1_tmbspg4", "z0_gas1_tmbspg5"}
     assert "needs 80 bytes of host memory" in left_out["z0_gas1_tmbspg4"]["problem"]
     assert "has 79" in left_out["z0_gas1_tmbspg4"]["problem"]
+
+
+def test_buckets_that_hold_the_whole_model_are_one_candidate(tmp_path, monkeypatch):
+    """The planner's own process, for a model of 72 elements: with stage 2 a bucket of 40 holds a part of it."""
+    made = Pretended(monkeypatch, lambda each: each.micro_batch)
+    monkeypatch.setattr(module, "plan_candidates", plan_candidates)
+    ranges = {"stage": [0, 2], "reduce_bucket_size": [40, 1000, 5000]}
+    search(tmp_path, monkeypatch, sizes=[1], zero=ranges)
+    rows = {row["name"]: row for row in records_in(tmp_path)["experiments"]}
+    assert len(rows) == 6
+    assert made.ran == ["z0_gas1_tmbspg1_rbs40", "z0_gas1_tmbspg1_rbs1000", "z2_gas1_tmbspg1_rbs40", "z2_gas1_tmbspg1_rbs1000"]
+    assert "runs as z2_gas1_tmbspg1_rbs1000 does" in rows["z2_gas1_tmbspg1_rbs5000"]["problem"]
 
 
 def test_nothing_fits(tmp_path, monkeypatch):
