@@ -140,7 +140,8 @@ class LossShare:
             )
         mine = int((self._labels != IGNORED).sum())
         total = sum(self._mesh.sequence.gather_numbers(mine, label="valid tokens"))
-        return mine / total if total else 0.0
+        # Without a label on any rank the mean is NaN, as it is of a sequence that is not cut.
+        return mine / total if total else 1.0
 
     def _find_way(self, loss: torch.Tensor) -> LossKind:
         if loss.grad_fn is None:

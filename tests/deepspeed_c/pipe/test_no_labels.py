@@ -104,7 +104,7 @@ def train_parts(rank: int, world: int, empty: int) -> list[tuple[float, float]]:
     found = []
     with engine:
         for step in range(3):
-            batches = [(x.chunk(2, 1)[place], y.chunk(2, 1)[place]) for x, y in sequences_of(step, empty)]
+            batches = parts_of(step, empty, place)
             found.append((float(engine.eval_batch(iter(batches))), float(engine.train_batch(iter(batches)))))
     return found
 
@@ -114,6 +114,10 @@ def sequences_of(step: int, empty: int) -> list[tuple[torch.Tensor, torch.Tensor
     for _, y in batches:
         y[:, :empty] = -100
     return batches
+
+
+def parts_of(step: int, empty: int, place: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(x.chunk(2, 1)[place], y.chunk(2, 1)[place]) for x, y in sequences_of(step, empty)]
 
 
 @pytest.mark.parametrize("empty", [3, 5])
@@ -130,6 +134,23 @@ def test_a_rank_whose_part_of_a_sequence_has_no_label_adds_nothing(empty: int) -
     for found in run_ranks(4, train_parts, empty):
         for (evaluated, trained), wanted in zip(found, expected, strict=True):
             assert evaluated == pytest.approx(wanted, rel=1e-5) and trained == pytest.approx(wanted, rel=1e-5)
+
+
+def train_empty_parts(rank: int, world: int) -> tuple[str, bool]:
+    net = module_of(2)
+    config = config_of("fp32") | {"sequence_parallel_size": 2}
+    engine, *_ = deepspeed_c.initialize(model=net, model_parameters=list(net.parameters()), config=config)
+    with engine:
+        before = [p.detach().clone() for p in net.parameters()]
+        try:
+            said = f"a loss of {float(engine.train_batch(iter(parts_of(0, 6, rank % 2)))):g}"
+        except NonFiniteLossError as error:
+            said = type(error).__name__
+        return said, all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+
+
+def test_sequences_without_any_label_are_an_error_as_without_a_cut() -> None:
+    assert run_ranks(4, train_empty_parts) == [("NonFiniteLossError", True)] * 4
 
 
 def evaluate(rank: int, world: int) -> tuple[float, list[float] | None]:
