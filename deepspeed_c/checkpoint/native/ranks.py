@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from deepspeed_c.comm.groups import new_group_of
 from deepspeed_c.errors import CheckpointError
 
 __all__ = ["Ranks"]
@@ -47,8 +46,10 @@ class Ranks:
         if self.world_size > 1 and self._group is None:
             # Ranks outside of the group do not call this. (If there are no such ranks, the usual way is taken, because
             # the other way hangs on a FileStore.)
-            make = new_group_of if self.world_size < dist.get_world_size() else dist.new_group
-            self._group = make(self._global_ranks, timeout=TIMEOUT, backend="gloo")
+            is_part = self.world_size < dist.get_world_size()
+            self._group = dist.new_group(
+                self._global_ranks, timeout=TIMEOUT, backend="gloo", use_local_synchronization=is_part
+            )
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's ``value``, by rank."""
