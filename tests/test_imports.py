@@ -100,7 +100,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "io": {"config", "ops", "_C", "quantity"},
     "bench": {"config", "comm", "quantity"},
-    "autotuning": {"config", "logging", "plan", "engine", "profile", "cgroups", "quantity"},
+    "autotuning": {"accelerator", "config", "logging", "plan", "engine", "profile", "cgroups", "quantity"},
     "launcher": {
         *("autotuning", "alias", "config", "logging", "plan", "checkpoint", "io", "bench", "inject", "sequence", "pipe", "threads"),
         *("inference", "comm"),

@@ -64,9 +64,11 @@ def machine_memory(n_local: int) -> Memory:
     left, shared evenly."""
     import torch
 
+    from deepspeed_c.accelerator import get_accelerator
+
     device = None
     if torch.accelerator.is_available():
-        device = min(torch.accelerator.get_memory_info(i)[0] for i in range(torch.accelerator.device_count()))
+        device = min(get_accelerator().available_memory(i) for i in range(torch.accelerator.device_count()))
     left = [found for found in (memory_left(), _available()) if found is not None]
     return Memory(device, min(left) // n_local if left else None)
 
