@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from deepspeed_c.autotuning.experiment import Launch, Result, arguments_for, config_index
 from deepspeed_c.autotuning.feasible import MemoryNeed
+from deepspeed_c.autotuning.picture import draw
 from deepspeed_c.autotuning.search import is_better
+from deepspeed_c.autotuning.show import RECORDS, UNITS, as_text
 from deepspeed_c.autotuning.space import Candidate
 from deepspeed_c.config.tuning import Autotuning
 from deepspeed_c.engine.experiment import write_json
 from deepspeed_c.errors import ConfigError
-from deepspeed_c.quantity import as_binary
 
 __all__ = ["Records"]
-
-_UNITS = {"throughput": "samples/s", "flops": "FLOP/s a rank", "latency": "s", "forward": "s", "step": "s"}
 
 
 class Records:
@@ -31,6 +29,7 @@ class Records:
         self.folder, self._exps = Path(section.results_dir).absolute(), Path(section.exps_dir).absolute()
         self._rows: dict[str, dict[str, Any]] = {}
         self._best: tuple[Candidate, float] | None = None
+        self._is_finished = False
         self._begin()
 
     def _identity(self) -> dict[str, Any]:
@@ -43,7 +42,7 @@ class Records:
         }
 
     def _begin(self) -> None:
-        path = self.folder / "records.json"
+        path = self.folder / RECORDS
         try:
             earlier = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -106,20 +105,24 @@ class Records:
 
     def write(self, *, is_finished: bool) -> None:
         """Writes ``records.json``."""
-        best = None if self._best is None else self._best[0].name
-        write_json(
-            self.folder / "records.json",
-            {
-                **self._identity(),
-                "metric": self._section.metric,
-                "is_finished": is_finished,
-                "best": best,
-                "experiments": list(self._rows.values()),
-            },
-        )
+        self._is_finished = is_finished
+        write_json(self.folder / RECORDS, self._record())
 
-    def finish(self, n_seconds: float) -> list[str]:
-        """Writes the table and the best configuration. Returns the words that start the script with it.
+    def _record(self) -> dict[str, Any]:
+        return {
+            **self._identity(),
+            "metric": self._section.metric,
+            "is_finished": self._is_finished,
+            "best": None if self._best is None else self._best[0].name,
+            "experiments": list(self._rows.values()),
+        }
+
+    def table(self) -> str:
+        """The search as a table."""
+        return as_text(self._record())
+
+    def finish(self) -> list[str]:
+        """Writes the table, the picture and the best configuration. Returns the words that start the script with it.
 
         Raises ConfigError if no experiment succeeded.
         """
@@ -141,38 +144,7 @@ class Records:
         mappings = self._section.arg_mappings or {}
         arguments = arguments_for(self._launch.arguments, str(path), config, mappings)
         (self.folder / "cmd_optimal.txt").write_text(self._launch.shown(arguments) + "\n", encoding="utf-8")
-        (self.folder / "summary.txt").write_text(self.table(n_seconds) + "\n", encoding="utf-8")
+        (self.folder / "summary.txt").write_text(self.table() + "\n", encoding="utf-8")
+        picture = draw(self._record(), UNITS[self._section.metric])
+        (self.folder / "summary.svg").write_text(picture, encoding="utf-8")
         return [*self._launch.options, self._launch.script, *arguments]
-
-    def table(self, n_seconds: float) -> str:
-        """All candidates as a table, the best first, and those that were left out with the reason last."""
-        metric = self._section.metric
-        ran = sorted((row for row in self._rows.values() if row["status"] == "ran"), key=lambda row: row["value"])
-        if is_better(metric, 1.0, 0.0):
-            ran.reverse()
-        others = [row for row in self._rows.values() if row["status"] != "ran"]
-        lines = [("experiment", f"{metric} ({_UNITS[metric]})", "seconds", "planned", "peak", "")]
-        for row in [*ran, *others]:
-            value, metrics = row.get("value"), row.get("metrics") or {}
-            on_device = metrics.get("peak_device_bytes") is not None
-            peak = metrics.get("peak_device_bytes" if on_device else "peak_host_bytes")
-            planned = (row["plan"] or {}).get("device" if on_device else "host")
-            lines.append(
-                (
-                    row["name"],
-                    "" if value is None else f"{value:.4g}",
-                    f"{row['seconds']:.1f}" if "seconds" in row else "",
-                    "" if planned is None else as_binary(planned),
-                    "" if peak is None else as_binary(peak),
-                    "" if row["status"] == "ran" else f"{row['status']}: {row['problem'].splitlines()[0]}",
-                )
-            )
-        best = self._best[0].name if self._best else "none"
-        return f"{_aligned(lines)}\n\nbest: {best}; {len(ran)} of {len(self._rows)} ran, in {n_seconds:.0f} s"
-
-
-def _aligned(lines: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,7 +69,7 @@ class _Search:
         self._n_since_best = 0
 
     def run(self) -> list[str]:
-        begin, section = time.monotonic(), self._section
+        section = self._section
         left = self._without_excess(self._space.candidates, None)
         if left:
             # The smallest micro-batch runs first: it shows the shape of a sample, with which the others are planned.
@@ -85,8 +84,8 @@ class _Search:
             candidate = choose(left, self._tried, self._values, section.metric)
             left.remove(candidate)
             self._try(candidate)
-        words = self._records.finish(time.monotonic() - begin)
-        _say(self._records.table(time.monotonic() - begin))
+        words = self._records.finish()
+        _say(self._records.table())
         return words
 
     def _has_stopped(self) -> bool:

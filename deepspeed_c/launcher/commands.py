@@ -24,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "inject": "deepspeed_c.inject.cli:main",
     "sequence": "deepspeed_c.sequence.cli:main",
     "pipe": "deepspeed_c.pipe.show:main",
+    "tune": "deepspeed_c.autotuning.show:main",
 }
 # If the first word is no command, the words are a script to start, with options.
 _LAUNCH = "deepspeed_c.launcher.launch:main"
