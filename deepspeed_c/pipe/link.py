@@ -26,6 +26,8 @@ HEAD_BYTES = 64
 _N_HEAD_WORDS = 3
 """Number of integers of 64 bits in a head."""
 _ALIGN_BYTES = 64
+_WORD = torch.int64
+"""Dtype of messages: the head can be read without a change of the dtype. Their lengths are multiples of 64 bytes."""
 
 
 class Link(Protocol):
@@ -123,6 +125,20 @@ class _Form(NamedTuple):
         )
 
 
+class _Buffer(NamedTuple):
+    """Memory for messages of one form, with the places that each of them fills. Making the places takes longer than all
+    else that a send of a small value needs, so they are kept during a run.
+    """
+
+    form: _Form
+    data: torch.Tensor
+    """Of ``Collectives.outgoing``."""
+    number: torch.Tensor
+    """The word of the head for the value's number. The other words are the same in all values of the form."""
+    places: tuple[torch.Tensor, ...]
+    """A view for each tensor of a value."""
+
+
 def _is_alike(known: Any, leaf: Any) -> bool:
     if not torch.is_tensor(leaf):
         return _pickle_leaf(leaf) == known
@@ -177,57 +193,73 @@ class RemoteLink:
         self._form = _NOTHING
         self._n_begun = 0
         """Number of values that were sent or taken here."""
-        self._sent: deque[tuple[Work, torch.Tensor | None]] = deque()
-        """Messages under way, and their buffers of ``Collectives.outgoing``."""
+        self._sent: deque[tuple[Work, _Buffer | None]] = deque()
+        """Messages under way, and the buffers of those with values."""
+        self._free: list[_Buffer] = []
+        """Buffers of the present form that no message uses."""
         self._posted: deque[tuple[torch.Tensor, Work, str]] = deque()
         self._opened: deque[Any] = deque()
-        self._head = torch.empty(_N_HEAD_WORDS, dtype=torch.int64)
-        self._head_words = self._head.numpy()
-
-    def _write_head(self, data: torch.Tensor, n_header: int) -> None:
-        """n_header: length of the form that follows; 0 if the value is in this message."""
-        self._head_words[:] = n_header, data.nbytes, self._n_begun
-        _head_of(data).copy_(self._head)
 
     def _message(self, data: torch.Tensor, label: str) -> Work:
         return self._comm.message(data, self._src, self._dst, tag=self._tag, label=label)
 
-    def _empty(self, n_bytes: int) -> torch.Tensor:
-        return torch.empty(n_bytes, dtype=torch.uint8, device=self._device)
+    def _empty(self, form: _Form) -> torch.Tensor:
+        return torch.empty(form.n_bytes // _WORD.itemsize, dtype=_WORD, device=self._device)
+
+    def _announce(self, form: _Form, label: str) -> None:
+        """The next value has another form than the previous value."""
+        header = torch.frombuffer(_pickle_form(form), dtype=torch.uint8).to(self._device)
+        notice = self._empty(self._form)
+        _write_head(notice, header.numel(), self._n_begun)
+        # The receiver cannot distinguish a notice from a value before it arrives, so both have the same label.
+        self._sent += [(self._message(notice, label), None), (self._message(header, f"{label}, form"), None)]
+        self._give_back()
+        self._form = form
+
+    def _take_buffer(self) -> _Buffer:
+        if self._free:
+            return self._free.pop()
+        form = self._form
+        # The receiver copies a message out of this memory, so nothing is gained where it has some of the same kind.
+        data = self._comm.outgoing.take(form.n_bytes // _WORD.itemsize, _WORD, self._device)
+        _write_head(data, 0, self._n_begun)
+        places = tuple(_view(data, known) for known in form.leaves if isinstance(known, _Packed))
+        return _Buffer(form, data, _head_of(data)[-1], places)
 
     def send(self, value: Any, label: str) -> None:
         leaves, spec = tree_flatten(value)
-        form = self._form
-        if not form.fits(leaves, spec):
-            form = _Form.of(leaves, spec)
-            header = torch.frombuffer(_pickle_form(form), dtype=torch.uint8).to(self._device)
-            notice = self._empty(self._form.n_bytes)
-            self._write_head(notice, header.numel())
-            # The receiver cannot distinguish a notice from a value before it arrives, so both have the same label.
-            self._sent += [(self._message(notice, label), None), (self._message(header, f"{label}, form"), None)]
-            self._form = form
-        # The receiver copies a message out of this memory, so nothing is gained where it has some of the same kind.
-        data = self._comm.outgoing.take(form.n_bytes, torch.uint8, self._device)
-        self._write_head(data, 0)
+        if not self._form.fits(leaves, spec):
+            self._announce(_Form.of(leaves, spec), label)
+        buffer = self._take_buffer()
+        buffer.number.fill_(self._n_begun)
         self._n_begun += 1
-        for known, leaf in zip(form.leaves, leaves, strict=True):
-            if isinstance(known, _Packed):
-                _view(data, known).copy_(leaf.detach())
-        self._sent.append((self._message(data, label), data))
+        tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
+        for place, tensor in zip(buffer.places, tensors, strict=True):
+            place.copy_(tensor.detach() if tensor.requires_grad else tensor)
+        self._sent.append((self._message(buffer.data, label), buffer))
         while len(self._sent) > 4:  # two values under way, and two messages about a new form
             self._end_first()
 
     def _end_first(self) -> None:
         work, buffer = self._sent.popleft()
         work.wait()
-        if buffer is not None:
-            self._comm.outgoing.give(buffer)
+        if buffer is None:
+            return
+        if buffer.form is self._form:
+            self._free.append(buffer)
+        else:
+            self._comm.outgoing.give(buffer.data)
+
+    def _give_back(self) -> None:
+        """Give the free buffers to the pool, from which other links take theirs."""
+        while self._free:
+            self._comm.outgoing.give(self._free.pop().data)
 
     def post(self, label: str) -> None:
         # The length of this message equals the length of the previous message, whose form has to be known first.
         while self._posted:
             self._opened.append(self._open())
-        data = self._empty(self._form.n_bytes)
+        data = self._empty(self._form)
         self._posted.append((data, self._message(data, label), label))
 
     def take(self) -> Any:
@@ -238,19 +270,20 @@ class RemoteLink:
         work.wait()
         n_header = self._check_head(data, label)
         if n_header:
-            header = self._empty(n_header)
+            header = torch.empty(n_header, dtype=torch.uint8, device=self._device)
             self._message(header, f"{label}, form").wait()
             self._form = pickle.loads(header.cpu().numpy().tobytes())
-            data = self._empty(self._form.n_bytes)
+            data = self._empty(self._form)
             self._message(data, label).wait()
             self._check_head(data, label)
         self._n_begun += 1
-        leaves = [
-            _view(data, known).requires_grad_(known.requires_grad)
-            if isinstance(known, _Packed)
-            else pickle.loads(known)
-            for known in self._form.leaves
-        ]
+        leaves: list[Any] = []
+        for known in self._form.leaves:
+            if isinstance(known, _Packed):
+                tensor = _view(data, known)
+                leaves.append(tensor.requires_grad_() if known.requires_grad else tensor)
+            else:
+                leaves.append(pickle.loads(known))
         return tree_unflatten(leaves, self._form.spec)
 
     def _check_head(self, data: torch.Tensor, label: str) -> int:
@@ -269,16 +302,23 @@ class RemoteLink:
     def flush(self) -> None:
         while self._sent:
             self._end_first()
+        self._give_back()
 
     def clear(self) -> None:
         self._sent.clear()
+        self._free.clear()
         self._posted.clear()
         self._opened.clear()
 
 
 def _head_of(data: torch.Tensor) -> torch.Tensor:
     """The head of a message, which is the beginning of a storage."""
-    return data.view(torch.int64).as_strided((_N_HEAD_WORDS,), (1,))
+    return data.as_strided((_N_HEAD_WORDS,), (1,))
+
+
+def _write_head(data: torch.Tensor, n_header: int, number: int) -> None:
+    """n_header: length of the form that follows; 0 if the value is in this message. number: of the value."""
+    _head_of(data).copy_(torch.tensor((n_header, data.nbytes, number)))
 
 
 def _view(data: torch.Tensor, known: _Packed) -> torch.Tensor:

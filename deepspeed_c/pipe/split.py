@@ -10,12 +10,11 @@ backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 
 __all__ = ["SplitBackward", "bytes_between_halves"]
 
@@ -39,112 +38,120 @@ class SplitBackward:
     ) -> None:
         self._roots, self._grads, self._inputs = list(roots), list(grads), list(inputs)
         self.is_whole = False
-        # Where the second half starts: (a node, the gradients that arrived there, parameters that only it leads to).
-        self._starts: list[tuple[Node, list[torch.Tensor | None], list[torch.Tensor]]] = []
+        # Where the second half starts: (edges of a node with their gradients, parameters that only the node leads to).
+        self._starts: list[tuple[list[tuple[GradientEdge, torch.Tensor]], list[torch.Tensor]]] = []
         self._apart: list[tuple[GradientEdge, torch.Tensor]] = []
 
     def input_half(self) -> list[torch.Tensor | None]:
         """Compute the gradients of the inputs."""
-        order = _children_first(root.node for root in self._roots)
-        frontier, on_path = _frontier(order, [root.node for root in self._roots], self._inputs)
-        self.is_whole = _is_whole(order, frontier)
+        walk = _walk(self._roots, self._inputs)
+        self.is_whole = walk.is_whole
         if self.is_whole:
             torch.autograd.backward(self._roots, self._grads)
             given = [tensor.grad for tensor in self._inputs]
             self._forget()
             return given
-        hooks = []
-        for node, found in frontier:
-            if node in on_path:
-                start: tuple[Node, list[torch.Tensor | None], list[torch.Tensor]] = node, [], found
-                self._starts.append(start)
-                hooks.append(node.register_prehook(partial(_note, start[1])))
         pairs = list(zip(self._roots, self._grads, strict=True))
         # Roots that lead to no input belong wholly to the second half.
-        self._apart = [(root, grad) for root, grad in pairs if root.node not in on_path]
-        through = [(root, grad) for root, grad in pairs if root.node in on_path]
-        given = [None] * len(self._inputs)
-        if through:
-            roots, grads = zip(*through, strict=True)
-            given = list(torch.autograd.grad(roots, self._inputs, grads, retain_graph=True, allow_unused=True))
-        for hook in hooks:
-            hook.remove()
-        return given
+        self._apart = [(root, grad) for root, grad in pairs if root.node not in walk.on_path]
+        through = [(root, grad) for root, grad in pairs if root.node in walk.on_path]
+        if not through:
+            return [None] * len(self._inputs)
+        roots, grads = zip(*through, strict=True)
+        starts = [(node, params) for node, params in walk.frontier if node in walk.on_path]
+        edges = [GradientEdge(node, i) for node, _ in starts for i in range(walk.n_slots.get(node, 1))]
+        given = torch.autograd.grad(roots, [*self._inputs, *edges], grads, retain_graph=True, allow_unused=True)
+        n = len(self._inputs)
+        arrived: dict[Node, list[tuple[GradientEdge, torch.Tensor]]] = {}
+        for edge, grad in zip(edges, given[n:], strict=True):
+            if grad is not None:
+                arrived.setdefault(edge.node, []).append((edge, grad))
+        self._starts = [(arrived[node], params) for node, params in starts if node in arrived]
+        return list(given[:n])
 
     def weight_half(self) -> None:
         """Compute the gradients of the parameters. The graph is freed."""
         if self._apart:
             roots, grads = zip(*self._apart, strict=True)
             torch.autograd.backward(roots, grads)
-        for node, found, params in self._starts:
-            edges = [(GradientEdge(node, i), grad) for i, grad in enumerate(found) if grad is not None]
-            if edges:
-                torch.autograd.backward([edge for edge, _ in edges], [grad for _, grad in edges], inputs=params)
+        for pairs, params in self._starts:
+            torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs], inputs=params)
         self._forget()
 
     def _forget(self) -> None:
         self._roots, self._grads, self._inputs, self._starts, self._apart = [], [], [], [], []
 
 
-def bytes_between_halves(roots: Sequence[Node], inputs: Sequence[torch.Tensor]) -> int | None:
+def bytes_between_halves(roots: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]) -> int | None:
     """Bytes of the gradients that the first half keeps for the second one; None if it does the whole backward."""
-    order = _children_first(roots)
-    frontier, on_path = _frontier(order, roots, inputs)
-    if _is_whole(order, frontier):
+    walk = _walk(roots, inputs)
+    if walk.is_whole:
         return None
-    kept = [metadata for node, _ in frontier if node in on_path for metadata in node._input_metadata]
+    kept = [metadata for node, _ in walk.frontier if node in walk.on_path for metadata in node._input_metadata]
     return sum(torch.Size(metadata.shape).numel() * metadata.dtype.itemsize for metadata in kept)
 
 
-def _is_whole(order: list[Node], frontier: list[tuple[Node, list[torch.Tensor]]]) -> bool:
-    """Whether a backward over the nodes of ``order`` cannot be split."""
-    if any(type(node).__name__ in _REENTRANT for node in order):
-        return True
-    params = [param for _, found in frontier for param in found]
-    return len({id(param) for param in params}) < len(params)
+class _Walk(NamedTuple):
+    """What a walk over a graph has found."""
+
+    frontier: list[tuple[Node, list[torch.Tensor]]]
+    """(node, parameters below the node). A node leads to inputs, or is a root that does not. Its parameters are reached
+    without passing another node that leads to inputs.
+    """
+    on_path: set[Node]
+    """Nodes that lead to inputs."""
+    n_slots: dict[Node, int]
+    """Number of a node's outputs in the forward whose gradients may arrive, where it is not 1."""
+    is_whole: bool
+    """Whether a backward over the graph cannot be split."""
 
 
-def _note(kept: list[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) -> None:
-    kept[:] = grads
-
-
-def _frontier(
-    order: list[Node], roots: Iterable[Node], inputs: Sequence[torch.Tensor]
-) -> tuple[list[tuple[Node, list[torch.Tensor]]], set[Node]]:
-    """Returns ([(node, parameters below the node)], the nodes that lead to inputs). A listed node leads to inputs, or
-    is a root that does not. Its parameters are reached without passing another node that leads to inputs."""
-    goals = {get_gradient_edge(tensor).node for tensor in inputs}
+def _walk(roots: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]) -> _Walk:
+    """Visit all nodes below ``roots``, each one after the nodes to which it sends gradients. inputs: leaves."""
+    # An attribute of a node takes as long as the rest of a visit, so each is read once.
+    goals = {id(tensor) for tensor in inputs}
+    stack = [root.node for root in roots]
+    starts = set(stack)
+    frontier: list[tuple[Node, list[torch.Tensor]]] = []
     on_path: set[Node] = set()
-    below: dict[Node, dict[Any, torch.Tensor]] = {}
-    for node in order:
-        children = [child for child, _ in node.next_functions if child is not None]
-        if node in goals or any(child in on_path for child in children):
-            on_path.add(node)
-        found: dict[Any, torch.Tensor] = {}
-        for child in children:
-            if child not in on_path:
-                found.update(below[child])
-        variable = getattr(node, "variable", None)
-        if variable is not None and node not in goals:
-            found[node] = variable
-        below[node] = found
-    starts = set(roots)
-    return [
-        (node, list(below[node].values())) for node in order if below[node] and (node in on_path or node in starts)
-    ], on_path
-
-
-def _children_first(roots: Iterable[Node]) -> list[Node]:
-    """All nodes below ``roots``. Each node comes after the nodes to which it sends gradients."""
-    order: list[Node] = []
-    seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    # Parameters by their ids.
+    below: dict[Node, dict[int, torch.Tensor]] = {}
+    n_params, params = 0, set[int]()
+    is_reentrant = False
+    n_slots = {root.node: root.output_nr + 1 for root in sorted(roots, key=lambda root: root.output_nr)}
+    children: dict[Node, list[Node]] = {}
     while stack:
-        node, is_done = stack.pop()
-        if is_done:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
-    return order
+        node = stack[-1]
+        known = children.get(node)
+        if known is None:
+            edges = [edge for edge in node.next_functions if edge[0] is not None]
+            children[node] = known = [child for child, _ in edges]
+            for child, slot in edges:
+                if slot and slot >= n_slots.get(child, 1):
+                    n_slots[child] = slot + 1
+                if child not in children:
+                    stack.append(child)
+            if known:
+                continue
+        stack.pop()
+        if node in below:  # several nodes lead to it
+            continue
+        found: dict[int, torch.Tensor] = {}
+        for child in known:
+            if child in on_path:
+                on_path.add(node)
+            else:
+                found.update(below[child])
+        variable = None if known else getattr(node, "variable", None)
+        if variable is not None:
+            if id(variable) in goals:
+                on_path.add(node)
+            else:
+                found[id(variable)] = variable
+        below[node] = found
+        is_reentrant = is_reentrant or type(node).__name__ in _REENTRANT
+        if found and (node in on_path or node in starts):
+            frontier.append((node, list(found.values())))
+            n_params += len(found)
+            params.update(found)
+    return _Walk(frontier, on_path, n_slots, is_reentrant or len(params) < n_params)

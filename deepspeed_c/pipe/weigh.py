@@ -68,7 +68,7 @@ class Scale:
         inputs = self._inputs.pop(s)
         between = None
         if splits:
-            roots = [get_gradient_edge(leaf).node for leaf in _differentiable(outputs)]
+            roots = [get_gradient_edge(leaf) for leaf in _differentiable(outputs)]
             between = bytes_between_halves(roots, inputs)
         # The first half of a split backward frees nothing of the graph.
         self.bytes_of[s] = kept, 0 if between is None else kept + between
