@@ -44,8 +44,8 @@ class SplitBackward:
 
     def input_half(self) -> list[torch.Tensor | None]:
         """Compute the gradients of the inputs."""
-        walk = _walk(self._roots, self._inputs)
-        self.is_whole = walk.is_whole
+        found = _find_frontier(self._roots, self._inputs)
+        self.is_whole = found.is_whole
         if self.is_whole:
             torch.autograd.backward(self._roots, self._grads)
             given = [tensor.grad for tensor in self._inputs]
@@ -53,13 +53,13 @@ class SplitBackward:
             return given
         pairs = list(zip(self._roots, self._grads, strict=True))
         # Roots that lead to no input belong wholly to the second half.
-        self._apart = [(root, grad) for root, grad in pairs if root.node not in walk.on_path]
-        through = [(root, grad) for root, grad in pairs if root.node in walk.on_path]
+        self._apart = [(root, grad) for root, grad in pairs if root.node not in found.on_path]
+        through = [(root, grad) for root, grad in pairs if root.node in found.on_path]
         if not through:
             return [None] * len(self._inputs)
         roots, grads = zip(*through, strict=True)
-        starts = [(node, params) for node, params in walk.frontier if node in walk.on_path]
-        edges = [GradientEdge(node, i) for node, _ in starts for i in range(walk.n_slots.get(node, 1))]
+        starts = [(node, params) for node, params in found.nodes if node in found.on_path]
+        edges = [GradientEdge(node, i) for node, _ in starts for i in range(found.n_slots.get(node, 1))]
         given = torch.autograd.grad(roots, [*self._inputs, *edges], grads, retain_graph=True, allow_unused=True)
         n = len(self._inputs)
         arrived: dict[Node, list[tuple[GradientEdge, torch.Tensor]]] = {}
@@ -84,17 +84,17 @@ class SplitBackward:
 
 def bytes_between_halves(roots: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]) -> int | None:
     """Bytes of the gradients that the first half keeps for the second one; None if it does the whole backward."""
-    walk = _walk(roots, inputs)
-    if walk.is_whole:
+    found = _find_frontier(roots, inputs)
+    if found.is_whole:
         return None
-    kept = [metadata for node, _ in walk.frontier if node in walk.on_path for metadata in node._input_metadata]
+    kept = [metadata for node, _ in found.nodes if node in found.on_path for metadata in node._input_metadata]
     return sum(torch.Size(metadata.shape).numel() * metadata.dtype.itemsize for metadata in kept)
 
 
-class _Walk(NamedTuple):
-    """What a walk over a graph has found."""
+class _Frontier(NamedTuple):
+    """Where the halves of a graph meet."""
 
-    frontier: list[tuple[Node, list[torch.Tensor]]]
+    nodes: list[tuple[Node, list[torch.Tensor]]]
     """(node, parameters below the node). A node leads to inputs, or is a root that does not. Its parameters are reached
     without passing another node that leads to inputs.
     """
@@ -106,7 +106,7 @@ class _Walk(NamedTuple):
     """Whether a backward over the graph cannot be split."""
 
 
-def _walk(roots: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]) -> _Walk:
+def _find_frontier(roots: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]) -> _Frontier:
     """Visit all nodes below ``roots``, each one after the nodes to which it sends gradients. inputs: leaves."""
     # An attribute of a node takes as long as the rest of a visit, so each is read once.
     goals = {id(tensor) for tensor in inputs}
@@ -154,4 +154,4 @@ def _walk(roots: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]) -> _Wal
             frontier.append((node, list(found.values())))
             n_params += len(found)
             params.update(found)
-    return _Walk(frontier, on_path, n_slots, is_reentrant or len(params) < n_params)
+    return _Frontier(frontier, on_path, n_slots, is_reentrant or len(params) < n_params)

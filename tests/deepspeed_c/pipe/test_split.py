@@ -45,6 +45,30 @@ class Branch(nn.Module):
         return x * self.scale + self.table(torch.arange(5)).relu().sum(0)
 
 
+class _ProductAndSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w, x + w
+
+    @staticmethod
+    def backward(ctx, of_product, of_sum):
+        x, w = ctx.saved_tensors
+        return of_product * w + of_sum, (of_product * x + of_sum).sum((0, 1))
+
+
+class TwoOutputs(nn.Module):
+    """Nodes with a weight and two outputs: both are used of the first, and the second one of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.randn(12)), nn.Parameter(torch.randn(12))
+
+    def forward(self, x):
+        product, total = _ProductAndSum.apply(x, self.w)
+        return _ProductAndSum.apply(product.sin() * total, self.v)[1]
+
+
 class Frozen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -61,6 +85,7 @@ MODELS = {
     "twice": Twice,
     "branch": lambda: nn.Sequential(nn.Linear(12, 12), Branch(), nn.Tanh()),
     "frozen": Frozen,
+    "two outputs": TwoOutputs,
     "no weights": nn.Tanh,
     "convolution": lambda: nn.Sequential(nn.Conv1d(7, 7, 3, padding=1), nn.GELU(), nn.Conv1d(7, 7, 1)),
 }
