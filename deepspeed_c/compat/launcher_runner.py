@@ -83,7 +83,8 @@ def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
 
 def parse_args(args: Sequence[str] | None = None) -> Namespace:
     """The options of a command line (default: this process's), with DeepSpeed's names and defaults."""
-    options = parse_options(sys.argv[1:] if args is None else args)
+    words = sys.argv[1:] if args is None else list(args)
+    options = parse_options(words)
     values = {name: getattr(options, name) for name in options.__dataclass_fields__}
     values["user_script"], values["user_args"] = values.pop("script"), list(values.pop("script_args"))
     values["num_gpus"] = values.pop("num_procs")
@@ -93,4 +94,5 @@ def parse_args(args: Sequence[str] | None = None) -> Namespace:
     values |= {name: default for name, default in defaults.items() if values[name] is None}
     # Features that a command line cannot ask for here
     absent = {"elastic_training": False, "min_elastic_nodes": UNSET, "max_elastic_nodes": UNSET}
-    return Namespace(**values, **absent, quiet=options.log_level == "error")
+    own = words[: len(words) - 1 - len(options.script_args)]
+    return Namespace(**values, **absent, quiet=options.log_level == "error", launcher_words=own)

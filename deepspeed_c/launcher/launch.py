@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from deepspeed_c.launcher.hostfile import allocated_hosts, hostfile_of, is_this_host, select_hosts
 from deepspeed_c.launcher.options import Options, parse_options
 from deepspeed_c.launcher.plan import find_devices, make_plan
 from deepspeed_c.launcher.runners import find_runner
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    from deepspeed_c.autotuning.experiment import Launch
+
+__all__ = ["experiment_launch", "main"]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -17,7 +21,10 @@ def main(argv: Sequence[str]) -> int:
     options = parse_options(argv)
     runner = find_runner(options.launcher)
     if options.autotuning:
-        words = _tune(options, argv[: len(argv) - 1 - len(options.script_args)])
+        from deepspeed_c.autotuning.tune import tune
+
+        launch = experiment_launch(options, argv[: len(argv) - 1 - len(options.script_args)])
+        words = tune(launch, has_accelerator=find_devices() is not None)
         return main(words) if options.autotuning == "run" else 0
     # The modules that start ranks import torch, so help and errors must not need them.
     if options.no_ssh:
@@ -36,16 +43,18 @@ def main(argv: Sequence[str]) -> int:
     return launch(plan)
 
 
-def _tune(options: Options, words: Sequence[str]) -> list[str]:
-    """Search for the best configuration. Returns the words of a launch with it. words: the launcher's own."""
-    from deepspeed_c.autotuning.experiment import Launch
-    from deepspeed_c.autotuning.tune import tune
+def experiment_launch(options: Options, words: Sequence[str]) -> Launch:
+    """How each experiment of a search is started. words: the launcher's own, before the script.
 
-    hosts, devices = _hosts(options), find_devices()
+    Raises LaunchError if no experiment could start.
+    """
+    from deepspeed_c.autotuning.experiment import Launch
+
+    hosts = _hosts(options)
     if not _names_hosts(options):
-        make_plan(options, devices)  # raises LaunchError for what no experiment could start with
+        make_plan(options)
     slots = [len(slots) for slots in hosts.values()]
-    launch = Launch(
+    return Launch(
         options=_without_autotuning(words),
         script=options.script,
         arguments=options.script_args,
@@ -53,7 +62,6 @@ def _tune(options: Options, words: Sequence[str]) -> list[str]:
         n_local=max(slots),
         is_file=not (options.module or options.no_python),
     )
-    return tune(launch, has_accelerator=devices is not None)
 
 
 def _without_autotuning(words: Sequence[str]) -> tuple[str, ...]:

@@ -186,7 +186,7 @@ IMPORTS = [
     Import("from deepspeed.linear import LoRAConfig, OptimizedLinear, QuantizationConfig", "DeepSpeedExamples, ArcticTraining", "use peft"),
     Import("from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig as c", "GPT-NeoX"),
     Import("from deepspeed.monitor.monitor import MonitorMaster", "GPT-NeoX"),
-    Import("from deepspeed.autotuning.autotuner import Autotuner", "GPT-NeoX", "deepspeed_c plan"),
+    Import("from deepspeed.autotuning.autotuner import Autotuner", "GPT-NeoX"),
     Import("from deepspeed.runtime.fp16.onebit.lamb import OnebitLamb", "BingBert", "1-bit optimizers"),
     Import("from deepspeed.runtime.zero.tiling import TiledLinear", "DeepSpeed docs", "tiled layers"),
     Import("from deepspeed.elasticity import compute_elastic_config", "Megatron-DeepSpeed", "any number of ranks"),

@@ -338,6 +338,9 @@ NAMES: dict[str, dict[str, str]] = {
             )
         },
     },
+    "deepspeed.autotuning": {"Autotuner": "deepspeed_c.compat.autotuner:Autotuner"},
+    "deepspeed.autotuning.autotuner": {"Autotuner": "deepspeed_c.compat.autotuner:Autotuner"},
+    "deepspeed.autotuning.scheduler": {"ResourceManager": "deepspeed_c.compat.autotuner:ResourceManager"},
     "deepspeed.autotuning.config": {"DeepSpeedAutotuningConfig": f"{_SECTIONS}:DeepSpeedAutotuningConfig"},
     "deepspeed.datastates.config": {"DeepSpeedDataStatesConfig": f"{_SECTIONS}:DeepSpeedDataStatesConfig"},
     "deepspeed.inference.engine": {"InferenceEngine": "deepspeed_c.inference.engine:InferenceEngine"},
