@@ -45,6 +45,8 @@ class MemoryNeed(NamedTuple):
     """Why the candidate cannot run."""
     unknown: str = ""
     """Why it could not be planned."""
+    work: dict[str, Any] | None = None
+    """A rank's work in a step, as fields of ``bound.StepWork``; None or empty: unknown."""
     ignores: bool = False
     """Whether the script passes another configuration to ``initialize`` than it is given."""
 
@@ -159,6 +161,7 @@ class _Models:
     def __init__(self, request: dict[str, Any]) -> None:
         self._script, self._n_ranks = request["script"], request["n_ranks"]
         self._found: dict[str, Any] = {}
+        self._products: dict[tuple[Any, ...], int] = {}
         self.base_bytes = 0
         """Host memory of a process that is about to call ``initialize``: interpreter, libraries, the script's data."""
 
@@ -181,6 +184,28 @@ class _Models:
         if tensor_parallel_size(model.config)[0] == 1:  # otherwise a plan cuts the model
             self._found[job["group"]] = model
         return model
+
+    def work_of(self, job: dict[str, Any], batch: Any, table: Any, device_type: str) -> dict[str, Any]:
+        """Counts the work of a step. A micro-batch of one size and dtype is traced once, because the other keys of a
+        configuration do not change its products."""
+        from deepspeed_c.autotuning.work import state_work, trace_products
+        from deepspeed_c.config import load_config, sequence_parallel_size
+        from deepspeed_c.engine.precision import Precision
+
+        model = self._found.get(job["group"])
+        if model is None or table.n_tensor > 1:
+            return {}
+        config = load_config(model.config, world_size=self._n_ranks, batch="skip")
+        flops = 0
+        if batch is not None and sequence_parallel_size(model.config) == 1:
+            precision = Precision(config, model.model)
+            key = (batch, precision.dtype, precision.autocast_dtype, table.sizes.numel)
+            if key not in self._products:
+                self._products[key] = trace_products(model.model, batch, precision, device_type)
+            flops = self._products[key]
+        n_trained = sum(p.numel for p in table.sizes.params if p.group is not None and p.n_expert_ranks == 1)
+        work = state_work(table.rows[table.chosen].plan, n_trained, config, device_type)
+        return work._replace(flops=flops)._asdict()
 
 
 def _plan(job: dict[str, Any], request: dict[str, Any], found: _Models, device_type: str) -> MemoryNeed:
@@ -218,9 +243,10 @@ def _plan(job: dict[str, Any], request: dict[str, Any], found: _Models, device_t
     device = row.plan.peak.nbytes
     host = max(phase.host_nbytes for phase in row.plan.phases.values())
     buckets = f"{row.plan.n_buckets} of {row.plan.largest_unit_bytes}, {row.plan.window_elems}"
+    work = found.work_of(job, batch, table, device_type)
     if device_type == "cpu":
-        return MemoryNeed(host=found.base_bytes + device + host, buckets=buckets)
-    return MemoryNeed(device, found.base_bytes + host, buckets)
+        return MemoryNeed(host=found.base_bytes + device + host, buckets=buckets, work=work)
+    return MemoryNeed(device, found.base_bytes + host, buckets, work=work)
 
 
 def _is_given(config: Any, path: str) -> bool:

@@ -76,9 +76,11 @@ class Records:
         """The best candidate so far and its metric."""
         return self._best
 
-    def leave_out(self, candidate: Candidate, reason: str, planned: MemoryNeed) -> None:
-        """Records a candidate that is not tried."""
-        self._rows[candidate.name] = self._row(candidate, planned, status="left out", problem=reason)
+    def leave_out(
+        self, candidate: Candidate, reason: str, planned: MemoryNeed | None, status: str = "left out"
+    ) -> None:
+        """Records a candidate that is not tried. status: "left out", or "pruned" if it can run."""
+        self._rows[candidate.name] = self._row(candidate, planned, status=status, problem=reason)
 
     def add(self, candidate: Candidate, result: Result, planned: MemoryNeed | None) -> bool:
         """Records an experiment. Returns whether it is the best so far."""

@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from deepspeed_c.autotuning.bound import BOUNDED, MachineRates, StepWork, least_seconds, why_beaten
 from deepspeed_c.autotuning.experiment import Launch, Result, config_index, prepare, run_experiment
 from deepspeed_c.autotuning.feasible import MemoryNeed, plan_candidates, shape_of
+from deepspeed_c.autotuning.rates import measure_rates
 from deepspeed_c.autotuning.results import Records
 from deepspeed_c.autotuning.search import KINDS
-from deepspeed_c.autotuning.space import Candidate, Space, make_space, spread
+from deepspeed_c.autotuning.space import ACCUMULATION, Candidate, Space, make_space, spread
 from deepspeed_c.config.source import read_source
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.logging import write_line
@@ -67,6 +69,8 @@ class _Search:
         self._tried: list[Candidate] = []
         self._values: dict[str, float] = {}
         self._n_since_best = 0
+        self._rates: MachineRates | None = None
+        self._inputs_vary = False
 
     def run(self) -> list[str]:
         section = self._section
@@ -80,7 +84,10 @@ class _Search:
             if not self._space.has_listed_batches:
                 left = self._chosen_sizes(left)
         choose = KINDS[section.tuner_type]
-        while left and len(self._tried) < section.tuner_num_trials and not self._has_stopped():
+        while len(self._tried) < section.tuner_num_trials and not self._has_stopped():
+            left = self._without_beaten(left)
+            if not left:
+                break
             candidate = choose(left, self._tried, self._values, section.metric)
             left.remove(candidate)
             self._try(candidate)
@@ -123,6 +130,39 @@ class _Search:
             _say(f"autotuning: not planned: {why.splitlines()[0]}")
         return fitting
 
+    def _without_beaten(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """The candidates that may beat the best so far. The others are recorded."""
+        best, metric = self._records.best, self._section.metric
+        if best is None or metric not in BOUNDED or self._inputs_vary:
+            return list(candidates)
+        kept = []
+        for candidate in candidates:
+            why = ""
+            work = self._work_of(candidate)
+            if work is not None:
+                seconds = least_seconds(work, candidate.config[ACCUMULATION], self._known_rates())
+                why = why_beaten(metric, seconds, candidate.config[ACCUMULATION] * self._samples_of(candidate), best[1])
+            if why:
+                self._records.leave_out(candidate, why, self._planned.get(candidate.name), "pruned")
+                _say(f"autotuning: {candidate.name} is pruned: {why}")
+            else:
+                kept.append(candidate)
+        return kept
+
+    def _work_of(self, candidate: Candidate) -> StepWork | None:
+        planned = self._planned.get(candidate.name)
+        return StepWork(**planned.work) if planned is not None and planned.work else None
+
+    def _samples_of(self, candidate: Candidate) -> int:
+        """Samples of a micro-batch on all ranks. No more: ranks that share a sample make it fewer."""
+        return candidate.micro_batch * self._launch.n_ranks
+
+    def _known_rates(self) -> MachineRates:
+        """The rates of a rank, measured once."""
+        if self._rates is None:
+            self._rates = measure_rates(self._launch.n_local, self._exps / _PLAN)
+        return self._rates
+
     def _chosen_sizes(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """``num_tuning_micro_batch_sizes`` micro-batches of each group, with those that ran, over its whole range."""
         sizes: defaultdict[str, list[int]] = defaultdict(list)
@@ -139,6 +179,7 @@ class _Search:
         self._n_since_best = 0 if is_best else self._n_since_best + 1
         metric = self._section.metric
         value = result.value(metric)
+        self._learn(candidate, result)
         if value is not None:
             self._values[candidate.name] = value
         told = result.problem if value is None else f"{metric} {value:.4g}"
@@ -149,6 +190,16 @@ class _Search:
             f" best: {'none' if best is None else f'{best[0].name}, {best[1]:.4g}'})"
         )
         return result
+
+    def _learn(self, candidate: Candidate, result: Result) -> None:
+        """No rate is below what an experiment has reached, and samples of many shapes have no known work."""
+        work, latency = self._work_of(candidate), result.value("latency")
+        if result.metrics is None:
+            return
+        self._inputs_vary |= bool(result.metrics.get("inputs_vary"))
+        if work is not None and latency and self._rates is not None and self._rates.flops:
+            reached = work.flops * candidate.config[ACCUMULATION] / latency
+            self._rates = self._rates._replace(flops=max(self._rates.flops, reached))
 
     def _check(self, candidate: Candidate, result: Result) -> None:
         """Raises ConfigError if the script did not do as its configuration says: others would not, either."""

@@ -46,19 +46,25 @@ class ExperimentMeter:
         """forward_flops: FLOPs of one counted forward of this rank; None if no forward was counted."""
         self._section, self._engine, self._comm, self._forward_flops = section, engine, comm, forward_flops
         self._inputs: list[dict[str, Any]] | None = None
+        self._inputs_vary = False
         self._phases_ms: dict[str, float] = {}
         self._begin = time.perf_counter()
 
     def look(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Called before each training forward. Notes the shapes of the tensors in the arguments of the first one."""
-        if not self._section.enabled or self._inputs is not None:
+        """Called before each training forward. Notes the shapes of the tensors in the arguments of the first one, and
+        whether others have other shapes."""
+        if not self._section.enabled:
             return
         leaves = tree_leaves((tuple(inputs), dict(kwargs)))
-        self._inputs = [
+        found = [
             {"shape": list(leaf.shape), "is_floating_point": leaf.is_floating_point()}
             for leaf in leaves
             if isinstance(leaf, torch.Tensor)
         ]
+        if self._inputs is not None:
+            self._inputs_vary |= found != self._inputs
+            return
+        self._inputs = found
         if self._section.start_profile_step == 0:
             self._begin = self._now()
 
@@ -130,6 +136,7 @@ class ExperimentMeter:
             "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
             "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
             "inputs": self._inputs,
+            "inputs_vary": self._inputs_vary,
             "peak_device_bytes": max((device for _, device, _ in everyone if device is not None), default=None),
             "peak_host_bytes": max((host for _, _, host in everyone if host is not None), default=None),
             "n_ranks": len(everyone),

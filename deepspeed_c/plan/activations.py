@@ -34,6 +34,7 @@ __all__ = [
     "ForwardShape",
     "Segment",
     "Traced",
+    "likely_inputs",
     "refuse_experts",
     "running_without_data",
     "trace_activations",
@@ -114,7 +115,7 @@ def trace_activations(
     problem: Exception | None = None
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         twin = twin_without_data(model, precision.dtype, fake, ranks)
-        ways = list(_inputs_for(twin, batch, precision.dtype or torch.float32))
+        ways = list(likely_inputs(twin, batch, precision.dtype or torch.float32))
         while True:
             trace = _Trace(twin, names, device_type, ranks)
             if ranks is not None:
@@ -209,7 +210,7 @@ def _without(fake: Any) -> Iterator[None]:
         fake.__enter__()
 
 
-def _inputs_for(model: torch.nn.Module, batch: ForwardShape, dtype: torch.dtype) -> Iterator[dict[str, Any] | tuple]:
+def likely_inputs(model: torch.nn.Module, batch: ForwardShape, dtype: torch.dtype) -> Iterator[dict[str, Any] | tuple]:
     """Possible arguments for a call of the model, the likeliest first. Raises ModelError if ``batch`` is incomplete."""
     names = inspect.signature(model.forward).parameters
     if batch.sample is not None:
