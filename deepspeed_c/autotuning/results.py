@@ -12,20 +12,22 @@ from deepspeed_c.autotuning.feasible import MemoryNeed
 from deepspeed_c.autotuning.picture import draw
 from deepspeed_c.autotuning.search import is_better
 from deepspeed_c.autotuning.show import RECORDS, UNITS, as_text
-from deepspeed_c.autotuning.space import Candidate
-from deepspeed_c.config.tuning import Autotuning
+from deepspeed_c.autotuning.space import Candidate, Space
 from deepspeed_c.engine.experiment import write_json
 from deepspeed_c.errors import ConfigError
 
 __all__ = ["Records"]
 
+_N_LAST = 6
+
 
 class Records:
     """The candidates of one search. The file ``records.json`` is written anew after each of them."""
 
-    def __init__(self, section: Autotuning, launch: Launch) -> None:
+    def __init__(self, space: Space, launch: Launch) -> None:
         """Raises ConfigError if the folder holds the results of another script or of other arguments."""
-        self._section, self._launch = section, launch
+        section = space.section
+        self._section, self._launch, self._mappings = section, launch, space.mappings
         self.folder, self._exps = Path(section.results_dir).absolute(), Path(section.exps_dir).absolute()
         self._rows: dict[str, dict[str, Any]] = {}
         self._best: tuple[Candidate, float] | None = None
@@ -133,7 +135,7 @@ class Records:
             failed = [row for row in self._rows.values() if row["status"] == "failed"]
             what = "no candidate fits" if not failed else f"none of {len(failed)} experiments succeeded"
             first = (failed or list(self._rows.values()))[0]
-            logs = f" (its output: {self._exps / first['name']})" if failed else ""
+            logs = _end_of(self._exps / first["name"] / "stderr.log") if failed else ""
             raise ConfigError(
                 f"{what}; {first['name']}: {first['problem']}{logs}",
                 where="--autotuning",
@@ -143,10 +145,15 @@ class Records:
         config = {key: value for key, value in candidate.config.items() if key != "autotuning"}
         path = self.folder / "ds_config_optimal.json"
         write_json(path, config)
-        mappings = self._section.arg_mappings or {}
-        arguments = arguments_for(self._launch.arguments, str(path), config, mappings)
+        arguments = arguments_for(self._launch.arguments, str(path), config, self._mappings)
         (self.folder / "cmd_optimal.txt").write_text(self._launch.shown(arguments) + "\n", encoding="utf-8")
         (self.folder / "summary.txt").write_text(self.table() + "\n", encoding="utf-8")
         picture = draw(self._record(), UNITS[self._section.metric])
         (self.folder / "summary.svg").write_text(picture, encoding="utf-8")
         return [*self._launch.options, self._launch.script, *arguments]
+
+
+def _end_of(path: Path) -> str:
+    """The last lines of an output, and where it is."""
+    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return "".join(f"\n    {line.strip()}" for line in [f"the end of {path}:", *lines[-_N_LAST:]])

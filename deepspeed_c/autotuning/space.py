@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from deepspeed_c.config import sequence_parallel_size, tensor_parallel_size
 from deepspeed_c.config.load import load_with_problems, problems_of
@@ -24,6 +24,10 @@ ACCUMULATION = "gradient_accumulation_steps"
 TRAIN_BATCH = "train_batch_size"
 STAGE = "zero_optimization.stage"
 _BATCH_KEYS = (MICRO_BATCH, ACCUMULATION, TRAIN_BATCH)
+_TRAINER_OPTIONS = {
+    MICRO_BATCH: "--per_device_train_batch_size",
+    ACCUMULATION: "--gradient_accumulation_steps",
+}
 _BUCKETS = ("zero_optimization.reduce_bucket_size", "zero_optimization.allgather_bucket_size")
 _BUCKET_ELEMS = (5 * 10**7, 5 * 10**8)
 _LONGEST_NAME = 120
@@ -54,6 +58,8 @@ class Space(NamedTuple):
     section: Autotuning
     has_listed_batches: bool
     """Whether the user listed the micro-batches; otherwise a search tries some of them."""
+    mappings: Mapping[str, str]
+    """Dotted key -> the script's option that takes its value too."""
 
 
 def make_space(config: Mapping[str, Any], n_ranks: int, *, has_accelerator: bool) -> Space:
@@ -61,6 +67,7 @@ def make_space(config: Mapping[str, Any], n_ranks: int, *, has_accelerator: bool
 
     Raises ConfigError for a configuration that is wrong, or whose space is empty.
     """
+    is_auto = {key for key in _BATCH_KEYS if config.get(key) == "auto"}
     config = copy.deepcopy(dict(config))
     config["autotuning"] = {**_section_of(config), "enabled": True}
     if get(config, STAGE) in ("all", ["all"]):  # DeepSpeed's words for every stage
@@ -91,7 +98,9 @@ def make_space(config: Mapping[str, Any], n_ranks: int, *, has_accelerator: bool
             fix="widen min_train_micro_batch_size_per_gpu, max_train_micro_batch_size_per_gpu, min_train_batch_size"
             " and max_train_batch_size, or remove train_batch_size",
         )
-    return Space(candidates, section, sizes.are_listed)
+    # The Trainer of transformers fills in "auto" from its own options, which have to say the same then.
+    mappings = {key: flag for key, flag in _TRAINER_OPTIONS.items() if key in is_auto}
+    return Space(candidates, section, sizes.are_listed, {**mappings, **(section.arg_mappings or {})})
 
 
 def spread(values: Sequence[Any], n: int) -> list[Any]:
@@ -205,17 +214,21 @@ def _candidates(
     return found
 
 
-def _accumulation(config: Mapping[str, Any], size: int, section: Autotuning, n_copies: int) -> int | None:
+def _accumulation(
+    config: Mapping[str, Any], size: int, section: Autotuning, n_copies: int
+) -> int | Literal["auto"] | None:
     """Accumulation steps for a micro-batch; None if its global batch is not wanted.
 
     With ``max_train_batch_size`` the global batch comes as near to it as it can. Otherwise a ``train_batch_size``
-    stays what it is, or else the accumulation steps do.
+    stays what it is, or else the accumulation steps do; "auto" is what the script's own option says.
     """
     per_step = size * n_copies
     if section.max_train_batch_size is not None:
         steps = section.max_train_batch_size // per_step
     elif isinstance(config.get(TRAIN_BATCH), int):
         steps = config[TRAIN_BATCH] // per_step if config[TRAIN_BATCH] % per_step == 0 else 0
+    elif config.get(ACCUMULATION) == "auto":
+        return "auto"
     else:
         steps = config[ACCUMULATION] if isinstance(config.get(ACCUMULATION), int) else 1
     return steps if steps > 0 and steps * per_step >= section.min_train_batch_size else None
@@ -227,7 +240,7 @@ def _makes_sense(config: Mapping[str, Any]) -> bool:
     return stage != 0 or get(config, "zero_optimization.offload_optimizer.device", "none") in ("none", None)
 
 
-def _name(config: Mapping[str, Any], ranges: Mapping[str, Any], n_steps: int) -> str:
+def _name(config: Mapping[str, Any], ranges: Mapping[str, Any], n_steps: int | str) -> str:
     """A name like DeepSpeed's: the stage, the accumulation steps, the micro-batch, and each other range by the first
     letters of its key."""
     parts = [f"z{get(config, STAGE, 0)}", f"gas{n_steps}", f"tmbspg{config[MICRO_BATCH]}"]

@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,9 +62,9 @@ class _Search:
 
     def __init__(self, space: Space, launch: Launch) -> None:
         self._space, self._section, self._launch = space, space.section, launch
-        self._records = Records(space.section, launch)
+        self._records = Records(space, launch)
         self._exps = Path(space.section.exps_dir).absolute()
-        self._mappings: Mapping[str, str] = space.section.arg_mappings or {}
+        self._mappings = space.mappings
         self._planned: dict[str, MemoryNeed] = {}
         self._tried: list[Candidate] = []
         self._values: dict[str, float] = {}

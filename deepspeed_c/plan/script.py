@@ -87,6 +87,8 @@ def _stand_ins(notes: dict[str, bool], n_ranks: int) -> Iterator[None]:
         for name in ("to", "cpu", "cuda"):
             stack.enter_context(mock.patch.object(torch.nn.Module, name, _staying(name)))
         stack.enter_context(_silent_group(n_ranks))
+        # accelerate seeds its loaders with a generator on this device, and generators cannot be on the meta device.
+        stack.enter_context(mock.patch.object(torch, "get_default_device", lambda: torch.device("cpu")))
         stack.enter_context(torch.device("meta"))
         yield
 

@@ -31,11 +31,24 @@ def batches(config, n_ranks=1, **section):
         ({MICRO_BATCH: [5, 3, 3]}, 1, {}, [(3, 1), (5, 1)]),
         ({MICRO_BATCH: 7}, 1, {"max_train_micro_batch_size_per_gpu": 1}, [(1, 1)]),
         ({MICRO_BATCH: "auto", "train_batch_size": "auto"}, 1, {"max_train_micro_batch_size_per_gpu": 1}, [(1, 1)]),
+        ({MICRO_BATCH: [2], "gradient_accumulation_steps": "auto"}, 1, {}, [(2, "auto")]),
+        ({MICRO_BATCH: [2], "gradient_accumulation_steps": "auto"}, 1, {"max_train_batch_size": 7}, [(2, 3)]),
         ({MICRO_BATCH: [2], "gradient_accumulation_steps": [1, 3]}, 1, {}, [(2, 1), (2, 3)]),
     ],
 )
 def test_batch_sizes(config, n_ranks, section, expected):
     assert batches(config, n_ranks, **section) == expected
+
+
+def test_values_that_the_trainer_fills_in_are_its_options_too():
+    flags = {MICRO_BATCH: "--per_device_train_batch_size", "gradient_accumulation_steps": "--gradient_accumulation_steps"}
+    auto = dict.fromkeys((*flags, "train_batch_size"), "auto")
+
+    def mappings(config, **section):
+        return make_space({**config, "autotuning": section}, 1, has_accelerator=False).mappings
+
+    assert mappings(auto) == flags and mappings({}) == {}
+    assert mappings(auto, arg_mappings={MICRO_BATCH: "--bs", "lr": "--lr"}) == {**flags, MICRO_BATCH: "--bs", "lr": "--lr"}
 
 
 @pytest.mark.parametrize(
