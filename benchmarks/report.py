@@ -414,6 +414,18 @@ FIGURES = [
         is_main=True,
     ),
     Figure(
+        "search by `model_based`, example GPT, 2 ranks, 4 GiB, a third of the grid's experiments: throughput of its choice over the grid's best",
+        ">= 0.95",
+        "tuning",
+        {},
+        "chosen_over_best",
+        is_main=True,
+    ),
+    Figure("experiments of both searches that ran out of memory", "<= 0", "tuning", {}, "killed"),
+    Figure("an experiment over its script by itself, seconds", "<= 1.2", "tuning", {}, "experiment_over_script"),
+    Figure("plan over peak memory of the grid's experiments, the highest", "<= 1.05", "tuning", {}, "planned_over_peak_max"),
+    Figure("plan over peak memory of the grid's experiments, the lowest", ">= 0.95", "tuning", {}, "planned_over_peak_min"),
+    Figure(
         "48 MB of weights on NVMe beside states, stage 3, 1 rank: peak resident memory above that with states on NVMe alone, over the buffers asked for",
         "<= 1",
         "nvme_weights",

@@ -245,6 +245,13 @@ BENCHMARKS = [
         "--rounds 2 --width 64 --tokens 64",
     ),
     _script("memory_limit", f"{OURS}/memory_limit.py", OFFLOAD, 120),
+    _script(
+        "tuning",
+        f"{OURS}/tuning.py",
+        ("deepspeed_c/autotuning", "deepspeed_c/plan", "deepspeed_c/engine/experiment.py"),
+        480,
+        "--micro-batches 1 2048 --stages 2 --rounds 1",
+    ),
     _script("nvme_weights", f"{OURS}/nvme_weights.py", OFFLOAD, 40, "--rounds 1"),
     _script("offload_step", f"{OURS}/offload_step.py", OFFLOAD, 130, "--params 20e6 --host-params 4e6 --rounds 2"),
     _script(
