@@ -18,6 +18,8 @@
 #include <unistd.h>
 
 #define SLICE_NS INT64_C(100000000)          /* between looks at the other ranks */
+#define LONG_SPIN 4                          /* times a usual spin: above a sleep, a wake and a short answer */
+#define VAIN_PERIOD 8                        /* of spins in vain, one is long */
 #define MAX_KEPT_BYTES ((int64_t)16 << 20)   /* a longer block returns to the system after its message */
 #define MAX_KEPT_FACTOR 4                    /* a block may be this many times as long as its data */
 #define MAX_MESSAGE_BYTES ((int64_t)1 << 46) /* the longest arena */
@@ -601,10 +603,14 @@ static void look_around(struct dsc_comm_transfer *transfer, bool asks_kernel)
     break_by(transfer, peer, DSC_ETIMEDOUT, what);
 }
 
-/* Whether the bell has been rung. */
-static bool spin(const struct dsc_comm *comm, const _Atomic uint32_t *bell, uint32_t seen)
+/*
+ * Whether the bell has been rung within spin_ns. Two ranks that answer each other see the other one's sleep and wake in
+ * its answers, so after a sleep on each side spins as long as these would end in sleeps forever. So a spin is longer if
+ * the last one was not in vain, and now and then.
+ */
+static bool spin(const _Atomic uint32_t *bell, uint32_t seen, int64_t spin_ns)
 {
-    for (int64_t until = dsc_comm_now_ns() + comm->spin_ns; dsc_comm_now_ns() < until;)
+    for (int64_t until = dsc_comm_now_ns() + spin_ns; dsc_comm_now_ns() < until;)
         for (int32_t i = 0; i < 16; i++) {
             if (atomic_load_explicit(bell, memory_order_acquire) != seen)
                 return true;
@@ -637,9 +643,12 @@ static bool wait_for_news(struct dsc_comm_transfer *transfer, uint32_t seen, boo
     _Atomic uint32_t *bell = bell_of(comm, transfer->peer, comm->rank);
 
     if (!has_slept) {
+        bool is_long = mail->n_vain % VAIN_PERIOD == 0;
+
         go_outside(mail);
-        bool is_rung = spin(comm, bell, seen);
+        bool is_rung = spin(bell, seen, is_long ? LONG_SPIN * comm->spin_ns : comm->spin_ns);
         come_back(mail);
+        mail->n_vain = is_rung ? 0 : mail->n_vain + 1;
         if (is_rung || !mail->is_open)
             return false;
     }

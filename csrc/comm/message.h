@@ -28,6 +28,7 @@ struct dsc_comm_mail {
     struct dsc_comm_pair pairs[DSC_COMM_MAX_RANKS];
     dsc_comm_block *kept[8]; /* blocks for the next messages, NULL last */
     int32_t n_outside;       /* threads that use memory of other ranks without the mutex */
+    uint32_t n_vain;         /* spins in vain since the last one that was not */
     bool is_open;            /* the end is attached and not closed */
     bool has_mailboxes;      /* their memory is committed */
 };
