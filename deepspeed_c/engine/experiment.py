@@ -16,7 +16,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.tuning import Autotuning
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.observe.phases import Phases
-from deepspeed_c.profile.timers import measure_memory
+from deepspeed_c.profile.timers import measure_memory, shared_memory_of_others
 
 __all__ = ["ExperimentMeter", "MeasuredEngine", "write_json"]
 
@@ -93,7 +93,11 @@ class ExperimentMeter:
     def _end_run(self, seconds: float) -> None:
         engine, path = self._engine, self._engine.autotuning_metric_path()
         memory = measure_memory()
-        mine = (seconds, memory.device_peak_allocated_bytes, memory.host_peak_bytes)
+        host_bytes = memory.host_peak_bytes
+        if host_bytes is not None:
+            # A rank reads the weights and gradients of others in shared memory; its host has those pages once.
+            host_bytes -= shared_memory_of_others()
+        mine = (seconds, memory.device_peak_allocated_bytes, host_bytes)
         everyone = self._comm.gather_objects(mine, label="results of the experiment")
         problem = ""
         if self._comm.rank == 0:
@@ -116,7 +120,7 @@ class ExperimentMeter:
 
     def _metrics(self, everyone: Sequence[tuple[float, int | None, int | None]]) -> dict[str, Any]:
         """The content of the metric file. Times are seconds of a step, of the slowest rank; the phases and FLOPs are
-        rank 0's. Bytes are the largest of a rank."""
+        rank 0's. Bytes are the largest of a rank; ranks have equal parts of memory that they share."""
         engine, section = self._engine, self._section
         n_steps = section.end_profile_step + 1 - section.start_profile_step
         latency = max(seconds for seconds, _, _ in everyone) / n_steps

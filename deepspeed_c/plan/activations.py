@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,12 +26,14 @@ from deepspeed_c.engine.precision import Precision
 from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError
 from deepspeed_c.inject.loss import CutLogits
 from deepspeed_c.moe.layer import MOELayer
+from deepspeed_c.plan.heap import HeapEvent, heap_peak
 from deepspeed_c.recompute.blocks import find_blocks
 from deepspeed_c.recompute.nests import Arguments
 from deepspeed_c.recompute.operators import MeasuredLayer, Measurement, Meter
 
 __all__ = [
     "MODELS_OWN",
+    "Alive",
     "ForwardShape",
     "Segment",
     "Traced",
@@ -73,16 +76,34 @@ class Segment(NamedTuple):
     wire_bytes: int = 0  # bytes that a rank sends to its tensor-parallel group when the layer is recomputed
 
 
+class Alive(NamedTuple):
+    """The most bytes that are alive at the same time if nothing is recomputed: tensors that operators pass on and that
+    are not saved count too, parameters, buffers and their gradients do not."""
+
+    forward: int
+    backward: int
+    heap: int  # the most bytes of a host process's heap for these tensors
+
+
 class Traced(NamedTuple):
     """The segments of a forward, in order, and the traffic of tensor-parallel ranks in the forward and its backward."""
 
     segments: tuple[Segment, ...]
     wire_bytes: int = 0  # bytes that a rank sends, if nothing is recomputed
     note: str = ""
+    alive: Alive | None = None
 
     @property
     def layers(self) -> list[MeasuredLayer]:
         return [segment.measured for segment in self.segments if segment.measured is not None]
+
+    @property
+    def passing_bytes(self) -> tuple[int, int]:
+        """Bytes beside the saved tensors at the peak of (forward, backward)."""
+        if self.alive is None:
+            return 0, 0
+        saved = self.saved_bytes
+        return max(self.alive.forward - saved, 0), max(self.alive.backward - saved, 0)
 
     @property
     def saved_bytes(self) -> int:
@@ -117,11 +138,14 @@ def trace_activations(
         twin = twin_without_data(model, precision.dtype, fake, ranks)
         ways = list(likely_inputs(twin, batch, precision.dtype or torch.float32))
         while True:
+            inputs = ways.pop(0)
             trace = _Trace(twin, names, device_type, ranks)
             if ranks is not None:
                 ranks.ledger.reset_totals()
             try:
-                trace.run(ways.pop(0), precision)
+                trace.run(inputs, precision)
+                wire_bytes = trace.wire_bytes
+                alive = _alive_in(twin, inputs, precision, device_type, ranks)
             except DeepSpeedCError:
                 raise
             except MODELS_OWN as error:
@@ -133,7 +157,7 @@ def trace_activations(
                         fix=_ADVICE,
                     ) from problem
             else:
-                return Traced(tuple(trace.segments()), trace.wire_bytes, note)
+                return Traced(tuple(trace.segments()), wire_bytes, note, alive)
 
 
 @contextmanager
@@ -284,10 +308,10 @@ class _Trace:
             stack.enter_context(saved_tensors_hooks(self._save, _same))
             stack.enter_context(torch.enable_grad())
             found = self._model(**inputs) if isinstance(inputs, dict) else self._model(*inputs)
-        outputs = [leaf for leaf in tree_leaves(_plain(found)) if torch.is_tensor(leaf) and leaf.requires_grad]
-        if outputs:
+        loss = _first_result(found)
+        if loss is not None:
             with _Values(self._ranks):  # records the traffic of tensor-parallel layers in the backward
-                torch.autograd.backward(outputs[0].float().sum())
+                torch.autograd.backward(loss.float().sum())
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
         place = _place(tensor)
@@ -329,6 +353,94 @@ class _Trace:
     def _begin(self, label: str, **known: Any) -> None:
         self._open = {"label": label, "saved": {}, **known}
         self._found.append(self._open)
+
+
+def _alive_in(model: torch.nn.Module, inputs: Any, precision: Precision, device_type: str, ranks: Any) -> Alive:
+    """Runs one forward and backward of a model of fake tensors, without anything that keeps tensors alive longer."""
+    lives = _Lives((*model.parameters(), *model.buffers()))
+    hooks = [
+        param.register_post_accumulate_grad_hook(lives.forget_gradient)
+        for param in model.parameters()
+        if param.requires_grad
+    ]
+    try:
+        with running_without_data(precision, device_type, ranks), torch.enable_grad(), lives:
+            loss = _first_result(model(**inputs) if isinstance(inputs, dict) else model(*inputs))
+        n_forward = lives.end_phase()
+        if loss is not None:
+            with _Values(ranks), lives:
+                torch.autograd.backward(loss.float().sum())
+        del loss
+        lives.end_phase()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return lives.alive(n_forward)
+
+
+class _Lives(TorchDispatchMode):
+    """Records when each storage is made and freed. Storages of gradients and of ``without`` are left out."""
+
+    def __init__(self, without: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._known = {_place(tensor) for tensor in without}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._events: list[HeapEvent] = []
+        self._n = 0
+        self._gradients: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._note_freed()
+        outputs = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(outputs):
+            if torch.is_tensor(leaf) and _place(leaf) not in self._known:
+                self._note_made(leaf.untyped_storage())
+        return outputs
+
+    def _note_made(self, storage: torch.UntypedStorage) -> None:
+        before = self._alive.get(storage._cdata)
+        if before is not None and not before[0].expired():
+            return
+        self._note_freed()  # a freed storage may have had this address
+        if storage.nbytes():
+            self._n += 1
+            self._alive[storage._cdata] = StorageWeakRef(storage), self._n
+            self._events.append(HeapEvent(self._n, storage.nbytes()))
+
+    def _note_freed(self) -> None:
+        for place in [place for place, (reference, _) in self._alive.items() if reference.expired()]:
+            self._events.append(HeapEvent(self._alive.pop(place)[1], 0))
+
+    def forget_gradient(self, param: torch.Tensor) -> None:
+        """Hook of a parameter whose gradient is there. The engine takes it away at once, and counts it itself."""
+        found = self._alive.get(_place(param.grad))
+        if found is not None:
+            self._gradients.add(found[1])
+        param.grad = None
+
+    def end_phase(self) -> int:
+        """Returns the number of events until now."""
+        self._note_freed()
+        return len(self._events)
+
+    def alive(self, n_forward: int) -> Alive:
+        """n_forward: number of events of the forward."""
+        events = [event for event in self._events if event.storage not in self._gradients]
+        n_forward -= sum(event.storage in self._gradients for event in self._events[:n_forward])
+        sizes = {event.storage: event.nbytes for event in events if event.nbytes}
+        now, after = 0, []
+        for event in events:
+            now += event.nbytes or -sizes[event.storage]
+            after.append(now)
+        left = sizes.keys() - {event.storage for event in events if not event.nbytes}
+        forward, backward = (max(part, default=0) for part in (after[:n_forward], after[max(n_forward - 1, 0) :]))
+        return Alive(forward, backward, heap_peak([*events, *(HeapEvent(each, 0) for each in left)]))
+
+
+def _first_result(found: Any) -> torch.Tensor | None:
+    """The first output that a backward can begin at: the loss, of models that compute it."""
+    leaves = (leaf for leaf in tree_leaves(_plain(found)) if torch.is_tensor(leaf) and leaf.requires_grad)
+    return next(leaves, None)
 
 
 def _plain(outputs: Any) -> Any:

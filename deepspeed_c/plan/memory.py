@@ -64,6 +64,8 @@ SWAP = "swap buffers"
 GIVEN = "weights as given"
 BUFFERS = "module buffers"
 ACTIVATIONS = "activations"
+PASSING = "tensors on the way"
+HEAP = "holes in the heap"
 HOST_ACTIVATIONS = "activations that wait on the host"
 NVME_ACTIVATIONS = "activations that wait on NVMe"
 CACHE = "keys and values"
@@ -86,6 +88,8 @@ KINDS: dict[str, str] = {
     GIVEN: "the weights as they were given to initialize, until they are moved",
     BUFFERS: "buffers of modules",
     ACTIVATIONS: "what layers keep for the backward, and one of them computes again",
+    PASSING: "results of operators that no backward needs, at their peak",
+    HEAP: "freed blocks that the C library keeps, because no later tensor fits (CPU)",
     HOST_ACTIVATIONS: "inputs of recomputed layers (cpu_checkpointing)",
     NVME_ACTIVATIONS: "inputs of recomputed layers (activation_checkpointing.offload)",
     CACHE: "of all tokens so far, for the next one (generate)",
@@ -103,11 +107,19 @@ class Activations(NamedTuple):
     backward: int = 0
     host: int = 0
     nvme: int = 0
+    passing: tuple[int, int] = (0, 0)  # in forward and backward
+    heap: int = 0
 
     def held(self, phase: str) -> dict[str, int]:
         """Bytes of activations by kind, in a phase."""
-        here = self.forward if phase == "forward" else self.backward
-        return {ACTIVATIONS: here, HOST_ACTIVATIONS: self.host, NVME_ACTIVATIONS: self.nvme}
+        kept, passing = (self.forward, self.passing[0]) if phase == "forward" else (self.backward, self.passing[1])
+        return {
+            ACTIVATIONS: kept,
+            PASSING: passing,
+            HEAP: self.heap,
+            HOST_ACTIVATIONS: self.host,
+            NVME_ACTIVATIONS: self.nvme,
+        }
 
 
 class Offload(NamedTuple):

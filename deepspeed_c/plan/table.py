@@ -17,7 +17,7 @@ from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError
 from deepspeed_c.inject import cut_model
 from deepspeed_c.offload.place import place
 from deepspeed_c.ops.scope import declaration
-from deepspeed_c.plan.activations import ForwardShape, trace_activations
+from deepspeed_c.plan.activations import ForwardShape, Traced, trace_activations
 from deepspeed_c.plan.generation import GenerationMoment, GenerationShape, trace_generation
 from deepspeed_c.plan.memory import KINDS, PHASES, Activations, Lease, MemoryPlan, Offload, plan_memory
 from deepspeed_c.plan.pretended import PretendedRanks, PretendedSharedMemory
@@ -141,7 +141,7 @@ def plan_table(
         traced = trace_activations(model, batch, precision, section.layers, device_type, ranks)
         options, asked_option = options_of(traced, section, n_tensor=n_tensor, is_host=device_type == "cpu")
         notes += [traced.note] if traced.note else []
-        activations = _activations_of(options[asked_option])
+        activations = _activations_of(options[asked_option], traced, is_host=device_type == "cpu")
 
     generation: list[GenerationMoment] = []
     if generates is not None:
@@ -225,10 +225,16 @@ def _tensor_ranks(
     return n_tensor, n_ranks // n_tensor
 
 
-def _activations_of(option: Option) -> Activations:
-    return Activations(
-        option.peak(is_backward=False), option.peak(is_backward=True), option.host_peak, option.nvme_peak
-    )
+def _activations_of(option: Option, traced: Traced, *, is_host: bool) -> Activations:
+    """What is on its way is counted as if nothing were recomputed: a layer has it in either run. Holes in the heap are
+    the same part of what is alive."""
+    forward, backward = option.peak(is_backward=False), option.peak(is_backward=True)
+    passing = traced.passing_bytes
+    alive, holes = max(forward + passing[0], backward + passing[1]), 0
+    if is_host and traced.alive is not None:
+        whole = max(traced.alive.forward, traced.alive.backward, 1)
+        holes = alive * max(traced.alive.heap - whole, 0) // whole
+    return Activations(forward, backward, option.host_peak, option.nvme_peak, passing, holes)
 
 
 def _sizes_of(

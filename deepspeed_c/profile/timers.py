@@ -28,6 +28,7 @@ __all__ = [
     "measure_memory",
     "resident_bytes",
     "see_memory_usage",
+    "shared_memory_of_others",
 ]
 
 Clock = Callable[[], float]  # seconds from any origin; must not go backwards
@@ -366,6 +367,13 @@ def resident_bytes() -> int | None:
         return int(text.split()[1]) * _PAGE_BYTES
     except (OSError, IndexError, ValueError):
         return None
+
+
+def shared_memory_of_others() -> int:
+    """Bytes of shared memory that are resident here but count for other processes: a page that n processes have
+    resident counts 1/n for each. 0 if there is no /proc."""
+    mine = _proc("/proc/self/smaps_rollup").get("Pss_Shmem")
+    return 0 if mine is None else max(_proc("/proc/self/status").get("RssShmem", 0) - mine, 0)
 
 
 def device_bytes(device: torch.device) -> int | None:
