@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantity": set(),
     "script": set(),
     "cgroups": set(),
+    "guard": set(),
     "threads": {"_C", "cgroups"},
     "alias": set(),
     "_C": set(),

@@ -13,12 +13,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepspeed_c.autotuning.space import Candidate, get
-from deepspeed_c.engine.experiment import write_json
+from deepspeed_c.config.tuning import Autotuning
+from deepspeed_c.engine.experiment import progress_path, write_json
 from deepspeed_c.errors import ConfigError
 
 __all__ = ["Launch", "Result", "arguments_for", "config_index", "metric_path", "prepare", "run_experiment"]
@@ -26,6 +28,8 @@ __all__ = ["Launch", "Result", "arguments_for", "config_index", "metric_path", "
 _CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed")
 _TAIL_LINES = 20
 _STOP_SECONDS = 40.0  # more than the launcher gives its ranks
+_POLL_SECONDS = 0.1
+_GUARD = str(Path(__file__).parents[1] / "guard.py")
 
 
 class Launch(NamedTuple):
@@ -58,6 +62,8 @@ class Result(NamedTuple):
     seconds: float = 0.0
     is_reused: bool = False
     """Whether an earlier search ran it."""
+    is_stuck: bool = False
+    """Whether it was ended because it took no step for too long."""
 
     def value(self, metric: str) -> float | None:
         found = None if self.metrics is None else self.metrics.get(metric)
@@ -120,10 +126,17 @@ def prepare(candidate: Candidate, launch: Launch, folder: Path, mappings: Mappin
     return arguments_for(launch.arguments, str(path), config, mappings)
 
 
-def run_experiment(candidate: Candidate, launch: Launch, folder: Path, mappings: Mapping[str, str]) -> Result:
+def run_experiment(
+    candidate: Candidate,
+    launch: Launch,
+    folder: Path,
+    mappings: Mapping[str, str],
+    watch: Callable[[int], object] = lambda n_steps: None,
+) -> Result:
     """Runs a candidate to its end, unless its folder has the result of the same configuration and command.
 
-    It has succeeded if its exit code is 0 and its metric file is there.
+    It has succeeded if its exit code is 0 and its metric file is there. It is ended if it takes no step in
+    ``max_minutes_without_step``. watch: called several times a second with the number of its steps so far.
     """
     folder = folder.absolute()
     earlier = _read(folder / "exp.json")
@@ -137,10 +150,13 @@ def run_experiment(candidate: Candidate, launch: Launch, folder: Path, mappings:
     write_json(folder / "exp.json", entry)
     (folder / "cmd.txt").write_text(launch.shown(arguments) + "\n", encoding="utf-8")
     begin = time.monotonic()
-    code = _run(command, folder)
+    minutes = candidate.config["autotuning"].get("max_minutes_without_step", Autotuning().max_minutes_without_step)
+    code = _run(command, folder, 60.0 * minutes, watch)
     seconds = time.monotonic() - begin
     metrics, problem = _read(folder / "metrics.json"), ""
-    if code != 0:
+    if code is None:
+        problem, metrics = f"no step in {minutes} minutes", None
+    elif code != 0:
         problem, metrics = f"exit code {code}", None
     elif metrics is None:
         problem = (
@@ -149,31 +165,61 @@ def run_experiment(candidate: Candidate, launch: Launch, folder: Path, mappings:
         )
     tail = _tail(folder / "stderr.log") if problem else []
     write_json(folder / "exp.json", {**entry, "exit_code": code, "seconds": seconds, "problem": problem, "tail": tail})
-    return Result(candidate.name, metrics, problem, seconds)
+    return Result(candidate.name, metrics, problem, seconds, is_stuck=code is None)
 
 
-def _run(command: Sequence[str], folder: Path) -> int:
-    """Runs the command in a process group of its own, and returns its exit code. No process of the group is left."""
+def _run(command: Sequence[str], folder: Path, limit: float, watch: Callable[[int], object]) -> int | None:
+    """Runs the command in a process group of its own, and returns its exit code; None if it took no step in ``limit``
+    seconds. No process of the group is left."""
+    steps = Path(progress_path(metric_path(folder)))
+    steps.unlink(missing_ok=True)
     with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as err:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
         )
+        with _ended(process):
+            return process.returncode if _has_ended(process, steps, limit, watch) else None
+
+
+def _has_ended(process: subprocess.Popen[bytes], steps: Path, limit: float, watch: Callable[[int], object]) -> bool:
+    """Waits for the process; False if ``limit`` seconds pass without a step."""
+    n_steps, since = 0, time.monotonic()
+    while process.poll() is None:
         try:
-            return process.wait()
-        except BaseException:
-            # The launcher ends its ranks, which are in groups of their own.
-            process.terminate()
-            try:
+            found = int(steps.read_text(encoding="ascii"))
+        except (OSError, ValueError):  # not there yet, or half written
+            found = n_steps
+        if found != n_steps:
+            n_steps, since = found, time.monotonic()
+        elif time.monotonic() - since > limit:
+            return False
+        watch(n_steps)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_POLL_SECONDS)
+    return True
+
+
+@contextmanager
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """At the end of this context the process has ended, also if the tuner is killed within it."""
+    guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", _GUARD], stdin=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        with suppress(BrokenPipeError):
+            guard.stdin.write(f"{process.pid}\n")
+            guard.stdin.flush()
+        yield
+    finally:
+        if process.poll() is None:
+            process.terminate()  # the launcher ends its ranks, which are in groups of their own
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                pass
-            raise
-        finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        with suppress(BrokenPipeError):
+            guard.communicate("end\n")
 
 
 def _read(path: Path) -> dict[str, Any] | None:

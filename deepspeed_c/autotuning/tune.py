@@ -14,6 +14,7 @@ from typing import Any
 from deepspeed_c.autotuning.bound import BOUNDED, MachineRates, StepWork, least_seconds, why_beaten
 from deepspeed_c.autotuning.experiment import Launch, Result, config_index, prepare, run_experiment
 from deepspeed_c.autotuning.feasible import MemoryNeed, plan_candidates, shape_of
+from deepspeed_c.autotuning.progress import ProgressBar
 from deepspeed_c.autotuning.rates import measure_rates
 from deepspeed_c.autotuning.results import Records
 from deepspeed_c.autotuning.search import KINDS
@@ -69,6 +70,7 @@ class _Search:
         self._tried: list[Candidate] = []
         self._values: dict[str, float] = {}
         self._n_since_best = 0
+        self._bar = ProgressBar(space.section.end_profile_step + 1, sys.stderr)
         self._rates: MachineRates | None = None
         self._inputs_vary = False
 
@@ -77,7 +79,7 @@ class _Search:
         left = self._without_excess(self._space.candidates, None)
         if left:
             # The smallest micro-batch runs first: it shows the shape of a sample, with which the others are planned.
-            metrics = self._try(left.pop(0)).metrics
+            metrics = self._try(left.pop(0), len(left) + 1).metrics
             shape = None if metrics is None else shape_of(metrics)
             if shape is not None and self._launch.is_file:
                 left = self._without_excess(left, shape)
@@ -90,7 +92,7 @@ class _Search:
                 break
             candidate = choose(left, self._tried, self._values, section.metric)
             left.remove(candidate)
-            self._try(candidate)
+            self._try(candidate, len(left) + 1)
         words = self._records.finish()
         _say(self._records.table())
         return words
@@ -171,8 +173,16 @@ class _Search:
         n = self._section.num_tuning_micro_batch_sizes
         return [each for each in candidates if each.micro_batch in spread(sizes[each.group], n)]
 
-    def _try(self, candidate: Candidate) -> Result:
-        result = run_experiment(candidate, self._launch, self._exps / candidate.name, self._mappings)
+    def _told_best(self) -> str:
+        best = self._records.best
+        return "none" if best is None else f"{best[0].name}, {best[1]:.4g}"
+
+    def _try(self, candidate: Candidate, n_left: int) -> Result:
+        """Runs a candidate. n_left: how many there are with it."""
+        n_left = min(n_left, self._section.tuner_num_trials - len(self._tried))
+        watch = self._bar.watch(candidate.name, len(self._tried), n_left, self._told_best())
+        result = run_experiment(candidate, self._launch, self._exps / candidate.name, self._mappings, watch)
+        self._bar.clear()
         self._tried.append(candidate)
         self._check(candidate, result)
         is_best = self._records.add(candidate, result, self._planned.get(candidate.name))
@@ -183,11 +193,10 @@ class _Search:
         if value is not None:
             self._values[candidate.name] = value
         told = result.problem if value is None else f"{metric} {value:.4g}"
-        best = self._records.best
         _say(
             f"autotuning: {len(self._tried)}. {candidate.name}: {told}"
             f" ({'from an earlier search' if result.is_reused else f'{result.seconds:.1f} s'};"
-            f" best: {'none' if best is None else f'{best[0].name}, {best[1]:.4g}'})"
+            f" best: {self._told_best()})"
         )
         return result
 
@@ -205,8 +214,15 @@ class _Search:
         """Raises ConfigError if the script did not do as its configuration says: others would not, either."""
         folder = self._exps / candidate.name
         if result.metrics is None:
-            if result.problem.startswith("exit code"):
+            if result.problem.startswith("exit code") or (result.is_stuck and self._values):
                 return
+            if result.is_stuck:
+                raise ConfigError(
+                    f"the script does not train: {result.problem}",
+                    where=f"--autotuning: {folder}",
+                    fix="see stderr.log and stdout.log there; if it only takes longer, raise"
+                    " autotuning.max_minutes_without_step",
+                )
             raise ConfigError(
                 result.problem,
                 where=f"--autotuning: {folder}",

@@ -62,6 +62,7 @@ class Autotuning(Section, kw_only=True):
     tuner_type: Annotated[Literal["gridsearch", "random", "model_based"], tunes("Kind of search.", _A)] = "gridsearch"
     tuner_early_stopping: Annotated[NonNeg, tunes("Experiments without gain before it stops; 0: it does not.", _A)] = 5
     tuner_num_trials: Annotated[Positive, tunes("Most experiments.", _A)] = 50
+    max_minutes_without_step: Annotated[Positive, tunes("Minutes without an optimizer step after which an experiment is ended.", _A)] = 30
     mp_size: Annotated[Positive, tunes("Ranks of one model copy.", _A)] = 1
     model_info: Annotated[ModelInfo | None, inherent("What is known of the model.", _FOUND)] = None
     model_info_path: Annotated[str | None, inherent("File of the model info.", _FOUND)] = None

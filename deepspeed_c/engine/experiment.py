@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from deepspeed_c.errors import ConfigError
 from deepspeed_c.observe.phases import Phases
 from deepspeed_c.profile.timers import measure_memory, shared_memory_of_others
 
-__all__ = ["ExperimentMeter", "MeasuredEngine", "write_json"]
+__all__ = ["ExperimentMeter", "MeasuredEngine", "progress_path", "write_json"]
 
 
 class MeasuredEngine(Protocol):
@@ -77,6 +78,8 @@ class ExperimentMeter:
         section, n_steps = self._section, self._engine.global_steps
         if not section.enabled:
             return
+        if self._comm.rank == 0:
+            self._tell_progress(n_steps)
         if n_steps == section.start_profile_step:
             self._begin = self._now()
         elif n_steps > section.start_profile_step:
@@ -84,6 +87,11 @@ class ExperimentMeter:
                 self._phases_ms[phase] = self._phases_ms.get(phase, 0.0) + ms
         if n_steps == section.end_profile_step + 1:
             self._end_run(self._now() - self._begin)
+
+    def _tell_progress(self, n_steps: int) -> None:
+        """Writes the number of steps for a tuner, which does without if it cannot be written."""
+        with suppress(OSError), open(progress_path(self._engine.autotuning_metric_path()), "w", encoding="ascii") as file:
+            file.write(str(n_steps))
 
     def _now(self) -> float:
         if self._engine.device.type != "cpu":
@@ -145,6 +153,11 @@ class ExperimentMeter:
             "peak_host_bytes": max((host for _, _, host in everyone if host is not None), default=None),
             "n_ranks": len(everyone),
         }
+
+
+def progress_path(metric_path: str) -> str:
+    """The file with the number of optimizer steps so far, beside the metric file of an experiment."""
+    return os.path.join(os.path.dirname(metric_path), "steps.txt")
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:

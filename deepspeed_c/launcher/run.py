@@ -42,7 +42,7 @@ from deepspeed_c.logging import write_line
 __all__ = ["explain", "launch", "open_store", "set_up_logging"]
 
 POLL_SECONDS = 0.02
-GUARD = str(Path(__file__).with_name("guard.py"))
+GUARD = str(Path(__file__).parents[1] / "guard.py")
 EXIT_LOST = 1  # the launching command is lost, so its exit code is not known
 FAILURE_GRACE_SECONDS = 5  # short, because the other ranks most likely wait for the failed rank
 

@@ -58,7 +58,7 @@ def test_tunes_plans_and_trains(tmp_path):
     # The run that follows trains with the best, to its end, on both ranks.
     told = f"trained to the end, micro {config['train_micro_batch_size_per_gpu']}"
     assert out.count(told) == 2 and err.count("error: only a word") == 2
-    names = {"cmd.txt", "ds_config.json", "exp.json", "metrics.json", "stderr.log", "stdout.log"}
+    names = {"cmd.txt", "ds_config.json", "exp.json", "metrics.json", "stderr.log", "stdout.log", "steps.txt"}
     assert {file.name for file in (exps / best["name"]).iterdir()} == names
 
 
@@ -98,10 +98,11 @@ class Pretended:
         monkeypatch.setattr(module, "run_experiment", self.run)
         monkeypatch.setattr(module, "plan_candidates", self.plan)
 
-    def run(self, candidate, launch, folder, mappings):
+    def run(self, candidate, launch, folder, mappings, watch):
         self.ran.append(candidate.name)
         rate = self.rate(candidate)
         if rate is None:
+            (folder / "stderr.log").write_text("the script's last words\n")
             return Result(candidate.name, None, "exit code 1", 1.0)
         size = candidate.micro_batch
         inputs = [{"shape": [size, 7], "is_floating_point": True}]
@@ -207,6 +208,26 @@ def test_metric_that_never_appears(tmp_path, monkeypatch):
     assert caught.value.fix
 
 
+def test_an_experiment_without_steps(tmp_path, monkeypatch):
+    """The first one tells that the script does not train. A later one may have failed by its own configuration."""
+    made = Pretended(monkeypatch, lambda each: 1.0)
+
+    def run(candidate, *rest):
+        found = made.run(candidate, *rest)
+        is_stuck = candidate.micro_batch == stuck
+        return Result(candidate.name, None, "no step in 5 minutes", 300.0, is_stuck=True) if is_stuck else found
+
+    monkeypatch.setattr(module, "run_experiment", run)
+    stuck = 2
+    search(tmp_path, monkeypatch)
+    rows = {row["name"]: row for row in records_in(tmp_path)["experiments"]}
+    assert rows["z0_gas1_tmbspg2"]["status"] == "failed" and "no step in 5" in rows["z0_gas1_tmbspg2"]["problem"]
+    stuck = 1
+    with pytest.raises(ConfigError, match="does not train: no step in 5 minutes") as caught:
+        search(tmp_path, monkeypatch)
+    assert str(tmp_path / "autotuning_exps" / "z0_gas1_tmbspg1") in caught.value.where and caught.value.fix
+
+
 def test_results_of_another_run_stay(tmp_path, monkeypatch):
     Pretended(monkeypatch, lambda each: 1.0)
     search(tmp_path, monkeypatch)
@@ -240,7 +261,7 @@ def test_experiment_with_a_result_is_not_run_again(tmp_path, monkeypatch):
 
     commands = []
 
-    def pretend(command, folder):
+    def pretend(command, folder, limit, watch):
         commands.append(command)
         (folder / "metrics.json").write_text('{"throughput": 3.5}')
         (folder / "stderr.log").write_text("Traceback\nthe last line\n")
