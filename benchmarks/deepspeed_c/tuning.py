@@ -6,7 +6,7 @@ not fit. The grid runs every candidate that is planned to fit. ``model_based`` m
 judged by what the grid measured for it. The cost of an experiment is its time over that of the script by itself, which
 makes as many steps with the same configuration; they take turns. ``planned_over_peak`` is the plan of a candidate over
 what its rank took, of all experiments of the grid. The benchmark needs permission to make a cgroup.
-Run: python -m benchmarks.deepspeed_c.tuning [--micro-batches 1 4 16 2048] [--stages 0 2 3] [--rounds 3]
+Run: python -m benchmarks.deepspeed_c.tuning [--micro-batches 1 4 16 2048] [--stages 0 2 3] [--rounds 3] [--keep DIR]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -107,6 +108,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         folder = Path(made)
         dtypes = (True, False)
         grid = search(folder / "grid", config_of(args.stages, args.micro_batches, dtypes), procs)
+        if args.keep is not None:
+            shutil.copytree(folder / "grid" / "autotuning_results", args.keep)
         ran, left_out = status_of(grid, "ran"), status_of(grid, "left out")
         require(bool(left_out), f"some candidates do not fit: {sorted(ran)}")
         n = max(len(ran) // 3, 1)
@@ -144,6 +147,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4, 16, 2048])
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 2, 3])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--keep", metavar="DIR", help="copy the results of the grid into this new folder")
     print(json.dumps(measure(parser.parse_args())), flush=True)
 
 
