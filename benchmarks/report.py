@@ -428,7 +428,6 @@ FIGURES = [
         "tuning",
         {},
         "chosen_over_best",
-        is_main=True,
     ),
     Figure("experiments of both searches that ran out of memory", "<= 0", "tuning", {}, "killed"),
     Figure("an experiment over its script by itself, seconds", "<= 1.2", "tuning", {}, "experiment_over_script"),

@@ -1,11 +1,19 @@
-"""Control groups (version 1 and 2) of this process: their limits, and the memory that is left within the limits."""
+"""Control groups (version 1 and 2) of this process: their limits, the memory that is left within the limits, and groups
+below them with limits of their own.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["least", "memory_left"]
+__all__ = ["MemoryGroup", "least", "memory_group", "memory_left"]
+
+# A group can be removed when its last process has gone, which takes the kernel a moment.
+_REMOVE_SECONDS = 5.0
 
 _Reader = Callable[[Path], "int | None"]
 
@@ -74,3 +82,87 @@ def _left(folder: Path, limit: int, usage: str, prefix: str) -> int:
         pairs = []
     files = sum(int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] in droppable)
     return max(limit - used + files, 0)
+
+
+class MemoryGroup(NamedTuple):
+    """A group whose processes may take ``limit`` bytes together."""
+
+    folder: Path
+    limit: int
+
+    def add(self, pid: int) -> None:
+        """Moves a process into the group. What it starts from now on is in it, too."""
+        self.folder.joinpath("cgroup.procs").write_text(str(pid))
+
+    def n_killed(self) -> int:
+        """Processes that the kernel has killed because the group was full."""
+        for name in ("memory.events", "memory.oom_control"):
+            try:
+                lines = self.folder.joinpath(name).read_text().splitlines()
+            except OSError:
+                continue
+            return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+        return 0
+
+
+@contextmanager
+def memory_group(name: str, limit: int, root: str = "/") -> Iterator[MemoryGroup | None]:
+    """A group with this limit below the process's own, for the time of the context; None where none can be made:
+    without permission, or where the memory controller of version 2 is not handed on to groups below."""
+    folder = _make_group(name, limit, root)
+    try:
+        yield None if folder is None else MemoryGroup(folder, limit)
+    finally:
+        if folder is not None:
+            _remove(folder)
+
+
+def _make_group(name: str, limit: int, root: str) -> Path | None:
+    for mount, group, file in _memory_groups(root):
+        parts = [part for part in group.split("/") if part]
+        # In a container the path may be one of the host, which is not there.
+        at = next((n for n in range(len(parts), -1, -1) if mount.joinpath(*parts[:n]).is_dir()), None)
+        if at is None:
+            continue
+        folder = mount.joinpath(*parts[:at], name)
+        try:
+            folder.mkdir()
+        except OSError:
+            continue
+        try:
+            # In a control group the kernel makes the files.
+            with open(folder / file, "r+") as limits:
+                limits.write(str(limit))
+            return folder
+        except OSError:
+            with suppress(OSError):
+                folder.rmdir()
+    return None
+
+
+def _memory_groups(root: str) -> Iterator[tuple[Path, str, str]]:
+    """(where the hierarchy is mounted, the process's group, the file of a limit), version 1 first."""
+    try:
+        lines = Path(root, "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    groups = {fields[1]: fields[2] for fields in (line.split(":", 2) for line in lines) if len(fields) == 3}
+    for controllers, group in groups.items():
+        if "memory" in controllers.split(","):
+            yield Path(root, "sys/fs/cgroup/memory"), group, "memory.limit_in_bytes"
+    if "" in groups:
+        yield Path(root, "sys/fs/cgroup"), groups[""], "memory.max"
+
+
+def _remove(folder: Path) -> None:
+    until = time.monotonic() + _REMOVE_SECONDS
+    while True:
+        try:
+            folder.rmdir()
+            return
+        except FileNotFoundError:
+            return
+        except OSError:
+            if time.monotonic() > until:
+                return
+            time.sleep(0.05)

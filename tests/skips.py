@@ -37,6 +37,11 @@ WAYS = (
         "DSC_PEER_PYTHON=/path/to/python make test; that Python's environment has torch and `pip install deepspeed==0.19.6`",
     ),
     Way(
+        "a memory control group",
+        r"no memory control group can be made",
+        "as root, or in a group of version 2 whose memory controller is handed on",
+    ),
+    Way(
         "DeepSpeed beside this package",
         r"could not import 'deepspeed'",
         "`pip install --no-deps deepspeed==0.19.6` into a copy of the environment, and pytest there",

@@ -14,14 +14,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepspeed_c.autotuning.space import Candidate, get
+from deepspeed_c.cgroups import MemoryGroup, memory_group
 from deepspeed_c.config.tuning import Autotuning
 from deepspeed_c.engine.experiment import progress_path, write_json
 from deepspeed_c.errors import ConfigError
+from deepspeed_c.quantity import as_binary
 
 __all__ = ["Launch", "Result", "arguments_for", "config_index", "metric_path", "prepare", "run_experiment"]
 
@@ -132,11 +134,13 @@ def run_experiment(
     folder: Path,
     mappings: Mapping[str, str],
     watch: Callable[[int], object] = lambda n_steps: None,
+    host_limit: int | None = None,
 ) -> Result:
     """Runs a candidate to its end, unless its folder has the result of the same configuration and command.
 
     It has succeeded if its exit code is 0 and its metric file is there. It is ended if it takes no step in
-    ``max_minutes_without_step``. watch: called several times a second with the number of its steps so far.
+    ``max_minutes_without_step``. watch: called several times a second with the number of its steps so far. host_limit:
+    bytes that its processes on this host may take together, in a control group where one can be made.
     """
     folder = folder.absolute()
     earlier = _read(folder / "exp.json")
@@ -151,11 +155,16 @@ def run_experiment(
     (folder / "cmd.txt").write_text(launch.shown(arguments) + "\n", encoding="utf-8")
     begin = time.monotonic()
     minutes = candidate.config["autotuning"].get("max_minutes_without_step", Autotuning().max_minutes_without_step)
-    code = _run(command, folder, 60.0 * minutes, watch)
+    limited = nullcontext() if host_limit is None else memory_group(f"deepspeed_c_tuner_{os.getpid()}", host_limit)
+    with limited as group:
+        code = _run(command, folder, 60.0 * minutes, watch, group)
+        n_killed = 0 if group is None else group.n_killed()
     seconds = time.monotonic() - begin
     metrics, problem = _read(folder / "metrics.json"), ""
     if code is None:
         problem, metrics = f"no step in {minutes} minutes", None
+    elif code != 0 and n_killed:
+        problem, metrics = f"out of memory: killed by its cgroup at {host_limit} bytes ({as_binary(host_limit)})", None
     elif code != 0:
         problem, metrics = f"exit code {code}", None
     elif metrics is None:
@@ -168,16 +177,30 @@ def run_experiment(
     return Result(candidate.name, metrics, problem, seconds, is_stuck=code is None)
 
 
-def _run(command: Sequence[str], folder: Path, limit: float, watch: Callable[[int], object]) -> int | None:
-    """Runs the command in a process group of its own, and returns its exit code; None if it took no step in ``limit``
-    seconds. No process of the group is left."""
+def _run(
+    command: Sequence[str], folder: Path, limit: float, watch: Callable[[int], object], group: MemoryGroup | None
+) -> int | None:
+    """Runs the command in a process group of its own and in the control group, and returns its exit code; None if it
+    took no step in ``limit`` seconds. No process of the process group is left."""
+
     steps = Path(progress_path(metric_path(folder)))
     steps.unlink(missing_ok=True)
     with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as err:
+        # It waits until there is a guard, and until it is in its group. If the tuner dies before that, it ends.
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+            ["/bin/sh", "-c", 'read -r _ && exec "$@" </dev/null', "sh", *command],
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
         )
         with _ended(process):
+            if group is not None:
+                with suppress(OSError):  # it runs without a limit
+                    group.add(process.pid)
+            with suppress(BrokenPipeError):
+                process.stdin.write(b"\n")
+                process.stdin.close()
             return process.returncode if _has_ended(process, steps, limit, watch) else None
 
 

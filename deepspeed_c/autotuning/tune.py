@@ -70,6 +70,7 @@ class _Search:
         self._tried: list[Candidate] = []
         self._values: dict[str, float] = {}
         self._n_since_best = 0
+        self._host_limit: int | None = None
         self._bar = ProgressBar(space.section.end_profile_step + 1, sys.stderr)
         self._rates: MachineRates | None = None
         self._inputs_vary = False
@@ -106,6 +107,8 @@ class _Search:
             return list(candidates)
         arguments = [prepare(each, self._launch, self._exps / each.name, self._mappings) for each in candidates]
         plans, memory = plan_candidates(candidates, arguments, self._launch, self._exps / _PLAN, shape)
+        if memory.host is not None:
+            self._host_limit = memory.host * self._launch.n_local
         fitting, unknown, firsts = [], set(), {}
         for candidate in candidates:
             planned = plans[candidate.name]
@@ -181,7 +184,8 @@ class _Search:
         """Runs a candidate. n_left: how many there are with it."""
         n_left = min(n_left, self._section.tuner_num_trials - len(self._tried))
         watch = self._bar.watch(candidate.name, len(self._tried), n_left, self._told_best())
-        result = run_experiment(candidate, self._launch, self._exps / candidate.name, self._mappings, watch)
+        folder = self._exps / candidate.name
+        result = run_experiment(candidate, self._launch, folder, self._mappings, watch, self._host_limit)
         self._bar.clear()
         self._tried.append(candidate)
         self._check(candidate, result)
@@ -214,7 +218,7 @@ class _Search:
         """Raises ConfigError if the script did not do as its configuration says: others would not, either."""
         folder = self._exps / candidate.name
         if result.metrics is None:
-            if result.problem.startswith("exit code") or (result.is_stuck and self._values):
+            if result.problem.startswith(("exit code", "out of memory")) or (result.is_stuck and self._values):
                 return
             if result.is_stuck:
                 raise ConfigError(

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from deepspeed_c import accelerator
-from deepspeed_c.cgroups import memory_left
+from deepspeed_c.cgroups import memory_group, memory_left
 
 MIB = 1 << 20
 
@@ -92,3 +96,72 @@ def test_available_memory_is_what_the_container_leaves(tmp_path, monkeypatch):
     # The memory of the machine counts if it is less than the container may use.
     put(tmp_path, "sys/fs/cgroup/memory.max", f"{1 << 60}\n")
     assert cpu.available_memory() == pytest.approx(free, rel=0.5)
+
+
+VERSIONS = {
+    1: ("4:memory:/a/b\n0::/\n", "sys/fs/cgroup/memory/a", "memory.limit_in_bytes", "memory.oom_control"),
+    2: ("0::/a/b\n", "sys/fs/cgroup/a", "memory.max", "memory.events"),
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_group_below_the_nearest_that_is_there(tmp_path, monkeypatch, version):
+    """The kernel makes the files of a group; here a stand-in for mkdir does."""
+    groups, parent, limits, events = VERSIONS[version]
+    put(tmp_path, "proc/self/cgroup", groups)
+    put(tmp_path, f"{parent}/cgroup.procs", "")
+    made, removed = [], []
+    mkdir, rmdir = Path.mkdir, Path.rmdir
+
+    def make(path, *args, **kwargs):
+        mkdir(path, *args, **kwargs)
+        if path.name == "mine":
+            made.append(path)
+            for name in (limits, "cgroup.procs"):
+                (path / name).write_text("")
+            (path / events).write_text("oom 3\noom_kill 2\n")
+
+    def remove(path):
+        if path.name == "mine":
+            removed.append({file.name: file.read_text() for file in path.iterdir()})
+            for file in path.iterdir():
+                file.unlink()
+        rmdir(path)
+
+    monkeypatch.setattr(Path, "mkdir", make)
+    monkeypatch.setattr(Path, "rmdir", remove)
+    with memory_group("mine", 12345, str(tmp_path)) as group:
+        assert made == [tmp_path / parent / "mine"]
+        group.add(os.getpid())
+        assert group.n_killed() == 2 and group.limit == 12345
+    (files,) = removed
+    assert (files[limits], files["cgroup.procs"]) == ("12345", str(os.getpid()))
+    assert not made[0].exists()
+
+
+def test_where_no_group_can_be_made_there_is_none(tmp_path):
+    with memory_group("mine", 1, str(tmp_path)) as group:
+        assert group is None
+    # A folder in which no files appear is no control group.
+    put(tmp_path, "proc/self/cgroup", "0::/a\n")
+    put(tmp_path, "sys/fs/cgroup/a/cgroup.procs", "")
+    with memory_group("mine", 1, str(tmp_path)) as group:
+        assert group is None
+    assert not (tmp_path / "sys/fs/cgroup/a/mine").exists()
+
+
+def test_a_full_group_kills_and_counts():
+    with memory_group(f"deepspeed_c_test_{os.getpid()}", 64 * MIB) as group:
+        if group is None:
+            pytest.skip("no memory control group can be made here")
+
+        def run(code):
+            process = subprocess.Popen([sys.executable, "-S", "-c", f"input(); {code}"], stdin=subprocess.PIPE)
+            group.add(process.pid)
+            process.communicate(b"\n", timeout=200)
+            return process.returncode
+
+        assert run(f"x = bytearray({512 * MIB})") == -signal.SIGKILL
+        assert group.n_killed() >= 1
+        assert run("print(1)") == 0
+    assert not group.folder.exists()

@@ -35,13 +35,23 @@ from deepspeed_c.env import read_env
 if TYPE_CHECKING:
     from deepspeed_c.comm.collectives import Collectives
 
-__all__ = ["N_TAGS", "all_to_all_described", "as_bytes", "head_of", "message_described", "shift_described", "text_of"]
+__all__ = [
+    "N_TAGS",
+    "all_to_all_described",
+    "as_bytes",
+    "collective_tag",
+    "head_of",
+    "message_described",
+    "shift_described",
+    "text_of",
+]
 
 # Tags of gloo's messages are positive and have 31 bits. From the lowest bit: the purpose, the caller's tag, the hash.
 _PURPOSE_BITS, _TAG_BITS, _HASH_BITS = 3, 12, 16
 N_TAGS = 1 << _TAG_BITS
 """Callers' tags are below it."""
 _MESSAGE, _SHIFT, _ALL_TO_ALL, _NEVER = range(0, 8, 2)  # the description; the data has the number above it
+_COLLECTIVE = _NEVER + 1  # without a description: ranks at different collectives wait, and the watchdog reports it
 _DESCRIPTION_HASH = 0xD5C0  # in tags of descriptions: other users of the group have small tags
 # Bytes of a description: text, and a hash of the text that was cut off.
 _TEXT_BYTES, _HEAD_BYTES = 120, 128
@@ -54,6 +64,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _tag(purpose: int, tag: int, hashed: int) -> int:
     return (hashed % (1 << _HASH_BITS)) << (_PURPOSE_BITS + _TAG_BITS) | tag << _PURPOSE_BITS | purpose
+
+
+def collective_tag(op: str, n_bytes: int, label: str) -> int:
+    """The tag of the messages of a collective, which match only messages of this collective, label and length."""
+    return _tag(_COLLECTIVE, 0, zlib.crc32(f"{op} {n_bytes} {label}".encode()))
 
 
 def head_of(text: str) -> bytes:

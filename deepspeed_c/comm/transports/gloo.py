@@ -1,9 +1,9 @@
 """Collectives over gloo, in the fastest way that it has for each of them.
 
-Measured with 48 MiB on one host of 2 cores and 2 / 3 ranks: reduce_scatter 22 / 55 ms by exchanges (gloo's own: 120 ms
-for 64 MiB and 2 ranks), all_gather 14 / 40 ms by exchanges (gloo's own: 75-109 / 93-230), all_reduce of f32 55 / 79 ms
+Measured with 48 MiB on one host of 2 cores and 2 / 3 ranks: reduce_scatter 22 / 55 ms by messages (gloo's own: 120 ms
+for 64 MiB and 2 ranks), all_gather 14 / 40 ms by messages (gloo's own: 75-109 / 93-230), all_reduce of f32 55 / 79 ms
 by gloo's ring (ours: 56 / 85), of fp16 104 / 129 ms by gloo's ring, 68 / 89 by ours. Over 1 Gbit/s between two hosts,
-35 gathers of 4 MiB take 620 ms by exchanges, as long as one message of that size, and 1100 ms by broadcasts.
+35 gathers of 4 MiB take 620 ms by messages, as long as the link needs for them, and 1100 ms by broadcasts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from deepspeed_c.comm.transports.described import all_to_all_described, as_bytes, message_described, shift_described
+from deepspeed_c.comm.transports.described import (
+    all_to_all_described,
+    as_bytes,
+    collective_tag,
+    message_described,
+    shift_described,
+)
 from deepspeed_c.comm.transports.torch_backend import TorchBackend
 from deepspeed_c.comm.work import Handle, Work, wait_all
 
@@ -23,11 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Gloo"]
 
+
 class Gloo(TorchBackend):
     """gloo, for tensors of the CPU or of an accelerator."""
-
-    piece_bytes = 4 << 20
-    """The most bytes that an exchange sends to a rank at once: larger tensors are sent in pieces."""
 
     def __init__(self, device_type: str = "cpu") -> None:
         super().__init__("gloo")
@@ -39,7 +43,7 @@ class Gloo(TorchBackend):
         """Each rank receives its slice from all ranks and adds the slices up itself."""
         slices = list(flat.view(comm.world_size, -1))
         received, sources = self._places(comm, slices[comm.rank])
-        handles = self._exchange(comm, slices, sources)
+        handles = self._exchange(comm, slices, sources, collective_tag("reduce_scatter", flat.nbytes, label))
 
         def finish() -> None:
             comm.reduce(sources, scale, accumulate, out)
@@ -56,37 +60,43 @@ class Gloo(TorchBackend):
         return received, [*places[: comm.rank], own, *places[comm.rank :]]
 
     def _exchange(
-        self, comm: Collectives, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+        self,
+        comm: Collectives,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        tag: int,
     ) -> list[Handle]:
         """Sends ``sent[r]`` to each other rank r and fills ``received[r]`` with what it sends. In round i each rank
         sends to the rank i places after it.
 
-        Both directions of a link are in use at the same time if there is more than one piece, here or in another
-        collective: gloo runs two at once, and a single one uses one direction after the other.
+        Messages use both directions of a link at the same time, and an all_to_all one after the other. But gloo has no
+        messages for tensors of accelerators.
         """
-        n, rank = comm.world_size, comm.rank
+        n, rank, handles = comm.world_size, comm.rank, []
         outgoing, incoming = [as_bytes(tensor) for tensor in sent], [as_bytes(tensor) for tensor in received]
-        # Alike on all ranks, and so is the number of pieces.
-        most = max(tensor.numel() for tensor in (*outgoing, *incoming))
-        handles = []
         for i in range(1, n):
             to, source = (rank + i) % n, (rank - i) % n
-            for begin in range(0, most, self.piece_bytes):
-                piece = slice(begin, begin + self.piece_bytes)
-                from_here, into = outgoing[to][piece], incoming[source][piece]
+            if not self._is_cpu:
                 sizes = [
-                    [part.numel() if r == other else 0 for r in range(n)]
-                    for part, other in ((into, source), (from_here, to))
+                    [tensor.numel() if r == other else 0 for r in range(n)]
+                    for tensor, other in ((incoming[source], source), (outgoing[to], to))
                 ]
-                handles.append(dist.all_to_all_single(into, from_here, *sizes, group=comm.group, async_op=True))
+                handles.append(
+                    dist.all_to_all_single(incoming[source], outgoing[to], *sizes, group=comm.group, async_op=True)
+                )
+                continue
+            for way, tensor, peer in ((dist.irecv, incoming[source], source), (dist.isend, outgoing[to], to)):
+                if tensor.numel():
+                    handles.append(way(tensor, comm.global_ranks[peer], group=comm.group, tag=tag))
         return handles
 
     def all_gather(self, comm: Collectives, flat: torch.Tensor, label: str) -> Work:
-        """An exchange. gloo's own all_gather copies into lists, and of broadcasts, one for each slice, two ranks may
-        both wait for the other's, so that nothing is sent.
+        """gloo's own all_gather copies into lists. Of broadcasts, one for each slice, two ranks may both wait for the
+        other's, so that nothing is sent.
         """
         slices = flat.view(comm.world_size, -1)
-        handles = self._exchange(comm, [slices[comm.rank]] * comm.world_size, slices)
+        tag = collective_tag("all_gather", flat.nbytes, label)
+        handles = self._exchange(comm, [slices[comm.rank]] * comm.world_size, slices, tag)
         return Work(handles, kept=[flat], what=f"all_gather of {flat.numel()} {flat.dtype}")
 
     def all_reduce(self, comm: Collectives, flat: torch.Tensor, scale: float, label: str) -> Work:
@@ -104,14 +114,15 @@ class Gloo(TorchBackend):
         n, rank, numel = comm.world_size, comm.rank, flat.numel()
         parts = flat.split([numel // n + (r < numel % n) for r in range(n)])
         received, sources = self._places(comm, parts[rank])
-        handles = self._exchange(comm, parts, sources)
+        handles = self._exchange(comm, parts, sources, collective_tag("all_reduce", flat.nbytes, label))
         what = f"all_reduce of {numel} {flat.dtype}"
 
         def finish() -> None:
             if parts[rank].numel():
                 comm.reduce(sources, scale, False, parts[rank])
             comm.scratch.give(received)
-            wait_all(self._exchange(comm, [parts[rank]] * n, parts), what)
+            tag = collective_tag("all_reduce, sums", flat.nbytes, label)
+            wait_all(self._exchange(comm, [parts[rank]] * n, parts, tag), what)
 
         return Work(handles, finish=finish, kept=[flat], what=what)
 

@@ -16,6 +16,7 @@ import pytest
 from deepspeed_c.autotuning.experiment import Launch, run_experiment
 from deepspeed_c.autotuning.progress import ProgressBar
 from deepspeed_c.autotuning.space import make_space
+from deepspeed_c.cgroups import memory_group
 from tests.deepspeed_c.launcher.test_main import wait_for
 
 
@@ -69,6 +70,17 @@ def test_steps_prolong_an_experiment_and_are_watched(tmp_path):
 def test_half_written_steps_are_no_step(tmp_path):
     result = run_experiment(with_limit(0.01), shell(": > steps.txt; exec sleep 1000"), tmp_path, {})
     assert result.is_stuck
+
+
+def test_an_experiment_that_fills_its_control_group_is_out_of_memory(tmp_path):
+    with memory_group(f"deepspeed_c_test_{os.getpid()}", 1 << 30) as group:
+        if group is None:
+            pytest.skip("no memory control group can be made here")
+    script = f"sleep 1; {sys.executable} -S -c 'x = bytearray(512 << 20)'"
+    result = run_experiment(candidate(1), shell(script), tmp_path, {}, host_limit=64 << 20)
+    assert result.problem == f"out of memory: killed by its cgroup at {64 << 20} bytes (64 MiB)", result
+    larger = run_experiment(candidate(1), shell(f"{script}; echo {{}} > metrics.json"), tmp_path, {}, host_limit=2 << 30)
+    assert larger.problem == "" and larger.metrics == {}
 
 
 TUNER = """
