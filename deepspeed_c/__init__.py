@@ -70,8 +70,8 @@ _UPSTREAM_PATHS = tuple(f"{__name__}.{name}" for name in _UPSTREAM_PACKAGES)
 _SHARED_PATHS = frozenset(
     f"{__name__}.{path}"
     for path in (
-        *("accelerator", "checkpoint", "comm", "comm.comm", "compat", "compile", "compile.backend", "compile.passes"),
-        "compile.passes.contract",
+        *("accelerator", "autotuning", "checkpoint", "comm", "comm.comm", "compat"),
+        *("compile", "compile.backend", "compile.passes", "compile.passes.contract"),
         *("io", "launcher", "launcher.launch", "ops"),
         *("inference", "inference.engine", "monitor", "monitor.comet", "monitor.csv_monitor", "monitor.monitor"),
         *("monitor.tensorboard", "monitor.utils", "monitor.wandb"),
