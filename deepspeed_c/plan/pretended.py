@@ -27,7 +27,7 @@ class _NoGroup:
     def _transfer(self, *_: Any) -> _NoGroup:
         return self
 
-    allreduce = broadcast = _transfer
+    allreduce = broadcast = send = recv = _transfer
     all_to_all_single = alltoall_base = _transfer
     reduce_scatter_single = _reduce_scatter_base = _transfer
 

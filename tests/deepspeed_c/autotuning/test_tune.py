@@ -98,7 +98,7 @@ class Pretended:
         monkeypatch.setattr(module, "run_experiment", self.run)
         monkeypatch.setattr(module, "plan_candidates", self.plan)
 
-    def run(self, candidate, launch, folder, mappings, watch):
+    def run(self, candidate, launch, folder, mappings, watch, host_limit):
         self.ran.append(candidate.name)
         rate = self.rate(candidate)
         if rate is None:
@@ -261,7 +261,7 @@ def test_experiment_with_a_result_is_not_run_again(tmp_path, monkeypatch):
 
     commands = []
 
-    def pretend(command, folder, limit, watch):
+    def pretend(command, folder, limit, watch, group):
         commands.append(command)
         (folder / "metrics.json").write_text('{"throughput": 3.5}')
         (folder / "stderr.log").write_text("Traceback\nthe last line\n")
