@@ -86,14 +86,13 @@ def make_space(config: Mapping[str, Any], n_ranks: int, *, has_accelerator: bool
         raise problems[0]
     section = loaded.autotuning
     if not section.fast:
-        ranges = {**_default_ranges(config, has_accelerator=has_accelerator), **ranges}
-    n_copies = n_ranks // max(section.mp_size, tensor_parallel_size(config)[0] * sequence_parallel_size(config))
-    sizes = _micro_batches(ranges.pop(MICRO_BATCH, None), section, max(n_copies, 1))
-    candidates = _candidates(config, ranges, sizes.values, section, max(n_copies, 1))
+        ranges = {**_default_ranges(config, n_ranks, has_accelerator=has_accelerator), **ranges}
+    sizes = _micro_batches(ranges.pop(MICRO_BATCH, None), section)
+    candidates = _candidates(config, ranges, sizes.values, section, n_ranks)
     if not candidates:
         raise ConfigError(
             f"no micro-batch from {section.min_train_micro_batch_size_per_gpu} to"
-            f" {section.max_train_micro_batch_size_per_gpu} fits the global batch on {n_copies} data-parallel ranks",
+            f" {section.max_train_micro_batch_size_per_gpu} fits the global batch on {_n_copies(config, section, n_ranks)} data-parallel ranks",
             where="autotuning",
             fix="widen min_train_micro_batch_size_per_gpu, max_train_micro_batch_size_per_gpu, min_train_batch_size"
             " and max_train_batch_size, or remove train_batch_size",
@@ -153,11 +152,13 @@ def _lists_in(section: Mapping[str, Any], prefix: str) -> list[tuple[str, list[A
     return found
 
 
-def _default_ranges(config: Mapping[str, Any], *, has_accelerator: bool) -> dict[str, list[Any]]:
+def _default_ranges(config: Mapping[str, Any], n_ranks: int, *, has_accelerator: bool) -> dict[str, list[Any]]:
     """Ranges of keys that the user did not write."""
     ranges: dict[str, list[Any]] = {STAGE: list(STAGES)}
     if has_accelerator:
         ranges["zero_optimization.offload_optimizer.device"] = ["none", "cpu"]
+    if "tensor_parallel" in config:
+        ranges["tensor_parallel.autotp_size"] = [n for n in range(1, n_ranks + 1) if n_ranks % n == 0]
     ranges |= {path: list(_BUCKET_ELEMS) for path in _BUCKETS}
     ranges["activation_checkpointing.layers"] = [None, "auto"]
     return {path: values for path, values in ranges.items() if get(config, path, _MISSING) is _MISSING}
@@ -168,12 +169,12 @@ class _Sizes(NamedTuple):
     are_listed: bool
 
 
-def _micro_batches(listed: list[int] | None, section: Autotuning, n_copies: int) -> _Sizes:
+def _micro_batches(listed: list[int] | None, section: Autotuning) -> _Sizes:
     if listed is not None:
         return _Sizes(sorted(set(listed)), True)
     most = section.max_train_micro_batch_size_per_gpu
     if section.max_train_batch_size is not None:
-        most = min(most, section.max_train_batch_size // n_copies)
+        most = min(most, section.max_train_batch_size)
     sizes, size = [], section.min_train_micro_batch_size_per_gpu
     while size <= most:
         sizes.append(size)
@@ -186,7 +187,7 @@ def _candidates(
     ranges: Mapping[str, list[Any]],
     sizes: Sequence[int],
     section: Autotuning,
-    n_copies: int,
+    n_ranks: int,
 ) -> list[Candidate]:
     # Gradient accumulation follows from the micro-batch, unless its own range was written.
     steps = {path: ranges[path] for path in (ACCUMULATION, TRAIN_BATCH) if path in ranges}
@@ -199,8 +200,10 @@ def _candidates(
                 choices = {**dict(zip(others, values, strict=True)), **dict(zip(steps, batch, strict=True))}
                 for path, value in choices.items():
                     _put(made, path, value)
-                n_steps = _accumulation(made, size, section, n_copies)
-                if n_steps is None or not _makes_sense(made):
+                if not _makes_sense(made, n_ranks):
+                    continue
+                n_steps = _accumulation(made, size, section, _n_copies(made, section, n_ranks))
+                if n_steps is None:
                     continue
                 made[MICRO_BATCH], made[ACCUMULATION] = size, n_steps
                 made.pop(TRAIN_BATCH, None)
@@ -234,10 +237,21 @@ def _accumulation(
     return steps if steps > 0 and steps * per_step >= section.min_train_batch_size else None
 
 
-def _makes_sense(config: Mapping[str, Any]) -> bool:
-    """Whether stage and offload go together: a stage that shards no states offloads none."""
-    stage = get(config, STAGE, 0)
-    return stage != 0 or get(config, "zero_optimization.offload_optimizer.device", "none") in ("none", None)
+def _n_together(config: Mapping[str, Any]) -> int:
+    """Ranks that hold a model, or a sequence, together."""
+    return tensor_parallel_size(config)[0] * sequence_parallel_size(config)
+
+
+def _n_copies(config: Mapping[str, Any], section: Autotuning, n_ranks: int) -> int:
+    """Data-parallel ranks."""
+    return max(n_ranks // max(section.mp_size, _n_together(config)), 1)
+
+
+def _makes_sense(config: Mapping[str, Any], n_ranks: int) -> bool:
+    """Whether stage and offload go together, since a stage that shards no states offloads none, and whether the ranks
+    can be cut like this."""
+    offloads = get(config, "zero_optimization.offload_optimizer.device", "none") not in ("none", None)
+    return not (offloads and get(config, STAGE, 0) == 0) and n_ranks % _n_together(config) == 0
 
 
 def _name(config: Mapping[str, Any], ranges: Mapping[str, Any], n_steps: int | str) -> str:

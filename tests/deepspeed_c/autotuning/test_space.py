@@ -40,6 +40,20 @@ def test_batch_sizes(config, n_ranks, section, expected):
     assert batches(config, n_ranks, **section) == expected
 
 
+def test_sizes_of_tensor_parallel_groups():
+    """A listed size, or with a section that has none the divisors of the ranks; each has its own number of copies."""
+    config = {"train_batch_size": 8, "tensor_parallel": {"autotp_size": [1, 2, 3, 4]}}
+    space = make_space({**config, "autotuning": {"max_train_micro_batch_size_per_gpu": 2}}, 4, has_accelerator=False)
+    found = {
+        (c.config["tensor_parallel"]["autotp_size"], c.micro_batch, c.config["gradient_accumulation_steps"])
+        for c in space.candidates
+    }
+    assert found == {(1, 1, 2), (1, 2, 1), (2, 1, 4), (2, 2, 2), (4, 1, 8), (4, 2, 4)}  # 3 does not divide 4 ranks
+    whole = {"tensor_parallel": {"preset_model": "llama"}, "autotuning": {"fast": False}}
+    space = make_space(whole, 6, has_accelerator=False)
+    assert {c.choices["tensor_parallel.autotp_size"] for c in space.candidates} == {1, 2, 3, 6}
+
+
 def test_values_that_the_trainer_fills_in_are_its_options_too():
     flags = {MICRO_BATCH: "--per_device_train_batch_size", "gradient_accumulation_steps": "--gradient_accumulation_steps"}
     auto = dict.fromkeys((*flags, "train_batch_size"), "auto")
