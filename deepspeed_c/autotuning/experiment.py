@@ -25,7 +25,16 @@ from deepspeed_c.engine.experiment import progress_path, write_json
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.quantity import as_binary
 
-__all__ = ["Launch", "Result", "arguments_for", "config_index", "metric_path", "prepare", "run_experiment"]
+__all__ = [
+    "Launch",
+    "Result",
+    "arguments_for",
+    "config_index",
+    "last_lines",
+    "metric_path",
+    "prepare",
+    "run_experiment",
+]
 
 _CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed")
 _TAIL_LINES = 20
@@ -172,7 +181,7 @@ def run_experiment(
             "the script ended and wrote no metric: it takes fewer steps than autotuning.end_profile_step + 1,"
             " or does not pass its configuration file to initialize"
         )
-    tail = _tail(folder / "stderr.log") if problem else []
+    tail = last_lines(folder / "stderr.log", _TAIL_LINES) if problem else []
     write_json(folder / "exp.json", {**entry, "exit_code": code, "seconds": seconds, "problem": problem, "tail": tail})
     return Result(candidate.name, metrics, problem, seconds, is_stuck=code is None)
 
@@ -254,5 +263,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _tail(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+def last_lines(path: Path, n: int) -> list[str]:
+    """The last ``n`` lines of an experiment's output that are not empty."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [line for line in lines if line.strip()][-n:]

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from deepspeed_c.autotuning.experiment import Launch, Result, arguments_for, config_index
+from deepspeed_c.autotuning.experiment import Launch, Result, arguments_for, config_index, last_lines
 from deepspeed_c.autotuning.feasible import MemoryNeed
 from deepspeed_c.autotuning.picture import draw
 from deepspeed_c.autotuning.search import is_better
@@ -155,5 +155,4 @@ class Records:
 
 def _end_of(path: Path) -> str:
     """The last lines of an output, and where it is."""
-    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return "".join(f"\n    {line.strip()}" for line in [f"the end of {path}:", *lines[-_N_LAST:]])
+    return "".join(f"\n    {line.strip()}" for line in [f"the end of {path}:", *last_lines(path, _N_LAST)])

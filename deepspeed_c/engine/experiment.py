@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves
 
+from deepspeed_c.checkpoint.native.commit import replace_durably
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.tuning import Autotuning
 from deepspeed_c.errors import ConfigError
@@ -162,16 +163,6 @@ def progress_path(metric_path: str) -> str:
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Writes a JSON file that readers see whole or not at all. Makes its folder. Raises OSError."""
-    path, text = os.fspath(path), json.dumps(value, indent=2) + "\n"
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    part = f"{path}.{os.getpid()}.part"
-    try:
-        with open(part, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError:
-        if os.path.exists(part):
-            os.unlink(part)
-        raise
+    path, text = os.path.abspath(path), json.dumps(value, indent=2) + "\n"
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    replace_durably(path, text.encode())
