@@ -248,8 +248,8 @@ def make_swapper(
 
 def raise_together(problem: DeepSpeedCError | None, kind: type[DeepSpeedCError], where: str, comm: Collectives) -> None:
     """Raises on all ranks if any rank has a ``problem``. A rank with a problem raises its own; other ranks raise an
-    error of ``kind`` that quotes the first problem. Collective."""
-    problems = comm.gather_objects(problem and (socket.gethostname(), problem.what), label=where)
+    error of ``kind`` that quotes the first problem. Collective. ``where`` may differ from rank to rank."""
+    problems = comm.gather_objects(problem and (socket.gethostname(), problem.what), label="problems of all ranks")
     for rank, found in enumerate(problems):
         if found is not None:
             host, what = found
