@@ -39,6 +39,7 @@ __all__ = [
 _CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed")
 _TAIL_LINES = 20
 _STOP_SECONDS = 40.0  # more than the launcher gives its ranks
+_MEASURED = ("enabled", "start_profile_step", "end_profile_step", "metric")
 _POLL_SECONDS = 0.1
 _GUARD = str(Path(__file__).parents[1] / "guard.py")
 
@@ -157,7 +158,7 @@ def run_experiment(
     command = launch.command(arguments)
     entry = {"name": candidate.name, "ds_config": candidate.config, "command": command}
     metrics = _read(folder / "metrics.json")
-    if earlier and metrics and earlier.get("exit_code") == 0 and all(earlier.get(k) == v for k, v in entry.items()):
+    if earlier and metrics and earlier.get("exit_code") == 0 and _measured(earlier) == _measured(entry):
         return Result(candidate.name, metrics, seconds=earlier.get("seconds", 0.0), is_reused=True)
     (folder / "metrics.json").unlink(missing_ok=True)
     write_json(folder / "exp.json", entry)
@@ -184,6 +185,13 @@ def run_experiment(
     tail = last_lines(folder / "stderr.log", _TAIL_LINES) if problem else []
     write_json(folder / "exp.json", {**entry, "exit_code": code, "seconds": seconds, "problem": problem, "tail": tail})
     return Result(candidate.name, metrics, problem, seconds, is_stuck=code is None)
+
+
+def _measured(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An experiment's entry without the keys of the section that say how to search; its metrics depend on the rest."""
+    config = entry.get("ds_config") or {}
+    section = {key: (config.get("autotuning") or {}).get(key) for key in _MEASURED}
+    return {"command": entry.get("command"), "ds_config": {**config, "autotuning": section}}
 
 
 def _run(

@@ -6,6 +6,7 @@ that whatever it does to its process ends with it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from deepspeed_c.cgroups import memory_left
 from deepspeed_c.engine.experiment import write_json
 from deepspeed_c.quantity import as_binary
 
-__all__ = ["Memory", "MemoryNeed", "machine_memory", "plan_candidates", "shape_of"]
+__all__ = ["Memory", "MemoryNeed", "Plans", "machine_memory", "plan_candidates", "shape_of"]
 
 
 class Memory(NamedTuple):
@@ -61,6 +62,16 @@ class MemoryNeed(NamedTuple):
         return ""
 
 
+class Plans(NamedTuple):
+    """The plans of all candidates, the memory of a rank, and the model."""
+
+    needs: dict[str, MemoryNeed]
+    """By name."""
+    memory: Memory
+    model: str = ""
+    """How many parameters the model has, and a digest of their names and shapes; "" if no model was found."""
+
+
 def machine_memory(n_local: int) -> Memory:
     """The memory of one of ``n_local`` ranks of this host. Host memory is what the host and the process's cgroups have
     left, shared evenly."""
@@ -98,8 +109,8 @@ def plan_candidates(
     launch: Launch,
     folder: Path,
     shape: dict[str, Any] | None = None,
-) -> tuple[dict[str, MemoryNeed], Memory]:
-    """Plans each candidate, and returns the plans by name and the memory of a rank.
+) -> Plans:
+    """Plans each candidate.
 
     arguments: of the script, for each candidate. shape: of a sample (``shape_of``); None: activations are not counted.
     folder: for the output of the script. If its process fails, every candidate is unknown.
@@ -134,8 +145,9 @@ def plan_candidates(
         answer = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
     except OSError:
         why = f"the planner ended with exit code {code}: {folder / 'stderr.log'}"
-        return {each.name: MemoryNeed(unknown=why) for each in candidates}, Memory(None, None)
-    return {name: MemoryNeed(**plan) for name, plan in answer["plans"].items()}, Memory(**answer["memory"])
+        return Plans({each.name: MemoryNeed(unknown=why) for each in candidates}, Memory(None, None))
+    needs = {name: MemoryNeed(**plan) for name, plan in answer["plans"].items()}
+    return Plans(needs, Memory(**answer["memory"]), answer["model"])
 
 
 def main(path: str) -> None:
@@ -152,7 +164,7 @@ def main(path: str) -> None:
             continue
         plan = _plan(job, request, found, "cpu" if memory.device is None else "cuda")
         plans[job["name"]] = by_group[job["group"]] = plan._asdict()
-    write_json(request["answer"], {"plans": plans, "memory": memory._asdict()})
+    write_json(request["answer"], {"plans": plans, "memory": memory._asdict(), "model": found.known_as})
 
 
 class _Models:
@@ -162,6 +174,8 @@ class _Models:
         self._script, self._n_ranks = request["script"], request["n_ranks"]
         self._found: dict[str, Any] = {}
         self._products: dict[tuple[Any, ...], int] = {}
+        self.known_as = ""
+        """``Plans.model`` of the first model."""
         self.base_bytes = 0
         """Host memory of a process that is about to call ``initialize``: interpreter, libraries, the script's data."""
 
@@ -177,6 +191,7 @@ class _Models:
         model = find_model(self._script, job["arguments"], self._n_ranks)
         if not self.base_bytes:
             self.base_bytes = resident_bytes() or 0
+        self.known_as = self.known_as or _known_as(model.model)
         if not _is_given(model.config, job["metric_path"]):
             return None
         if isinstance(model.model_parameters, Iterator):  # each plan reads them
@@ -206,6 +221,13 @@ class _Models:
         n_trained = sum(p.numel for p in table.sizes.params if p.group is not None and p.n_expert_ranks == 1)
         work = state_work(table.rows[table.chosen].plan, n_trained, config, device_type)
         return work._replace(flops=flops)._asdict()
+
+
+def _known_as(model: Any) -> str:
+    params = dict(model.named_parameters())
+    shapes = json.dumps({name: list(p.shape) for name, p in params.items()})
+    digest = hashlib.sha256(shapes.encode()).hexdigest()[:8]
+    return f"{sum(p.numel() for p in params.values())} elements in {len(params)} parameters, digest {digest}"
 
 
 def _plan(job: dict[str, Any], request: dict[str, Any], found: _Models, device_type: str) -> MemoryNeed:

@@ -32,7 +32,9 @@ class Records:
         self._rows: dict[str, dict[str, Any]] = {}
         self._best: tuple[Candidate, float] | None = None
         self._is_finished = False
-        self._begin()
+        self._model = ""
+        self._earlier = self._read_earlier()
+        self._refuse_others(self._identity())
 
     def _identity(self) -> dict[str, Any]:
         i, _ = config_index(self._launch.arguments)
@@ -43,22 +45,25 @@ class Records:
             "n_ranks": self._launch.n_ranks,
         }
 
-    def _begin(self) -> None:
+    def _read_earlier(self) -> dict[str, Any]:
         path = self.folder / RECORDS
         try:
             earlier = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(earlier, dict):
+                raise TypeError("its content is not that of a search")
+            return earlier
         except FileNotFoundError:
-            earlier = None
-        except (OSError, ValueError) as error:
+            return {}
+        except (OSError, ValueError, TypeError) as error:
             raise ConfigError(
                 f"{path} cannot be read: {error}",
                 where="autotuning.results_dir",
                 fix="name another folder, or remove that file",
             ) from error
-        if earlier is None:
-            return
-        identity = self._identity()
-        other = [key for key in identity if earlier.get(key) != identity[key]]
+
+    def _refuse_others(self, identity: dict[str, Any]) -> None:
+        earlier = self._earlier
+        other = [key for key in identity if earlier and earlier.get(key) != identity[key]]
         if other:
             raise ConfigError(
                 f"{self.folder} holds the results of another run: its {other[0]} is {earlier.get(other[0])!r},"
@@ -66,6 +71,15 @@ class Records:
                 where="autotuning.results_dir",
                 fix="name another folder for results_dir and exps_dir, or remove both",
             )
+
+    def begin(self, model: str) -> None:
+        """Removes the experiments of a finished search, if its section says so. model: ``Plans.model``.
+
+        Raises ConfigError if the folder holds the results of another model. A model that was not found is not compared.
+        """
+        earlier, self._model = self._earlier, model
+        if model and earlier.get("model"):
+            self._refuse_others({"model": model})
         if earlier.get("is_finished") and self._section.overwrite:
             # A finished search begins anew; an interrupted one goes on with the experiments that it has.
             for row in earlier.get("experiments", ()):
@@ -115,6 +129,7 @@ class Records:
     def _record(self) -> dict[str, Any]:
         return {
             **self._identity(),
+            "model": self._model,
             "metric": self._section.metric,
             "is_finished": self._is_finished,
             "best": None if self._best is None else self._best[0].name,

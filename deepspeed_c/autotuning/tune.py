@@ -70,6 +70,7 @@ class _Search:
         self._tried: list[Candidate] = []
         self._values: dict[str, float] = {}
         self._n_since_best = 0
+        self._model = ""
         self._host_limit: int | None = None
         self._bar = ProgressBar(space.section.end_profile_step + 1, sys.stderr)
         self._rates: MachineRates | None = None
@@ -78,6 +79,7 @@ class _Search:
     def run(self) -> list[str]:
         section = self._section
         left = self._without_excess(self._space.candidates, None)
+        self._records.begin(self._model)
         if left:
             # The smallest micro-batch runs first: it shows the shape of a sample, with which the others are planned.
             metrics = self._try(left.pop(0), len(left) + 1).metrics
@@ -106,7 +108,7 @@ class _Search:
         if not (candidates and self._launch.is_file):
             return list(candidates)
         arguments = [prepare(each, self._launch, self._exps / each.name, self._mappings) for each in candidates]
-        plans, memory = plan_candidates(candidates, arguments, self._launch, self._exps / _PLAN, shape)
+        plans, memory, self._model = plan_candidates(candidates, arguments, self._launch, self._exps / _PLAN, shape)
         if memory.host is not None:
             self._host_limit = memory.host * self._launch.n_local
         fitting, unknown, firsts = [], set(), {}

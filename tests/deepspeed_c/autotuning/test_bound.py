@@ -11,7 +11,7 @@ import torch
 from deepspeed_c.autotuning import rates as measured
 from deepspeed_c.autotuning import tune as module
 from deepspeed_c.autotuning.bound import MachineRates, StepWork, best_possible, least_seconds, why_beaten
-from deepspeed_c.autotuning.feasible import Memory, MemoryNeed
+from deepspeed_c.autotuning.feasible import Memory, MemoryNeed, Plans
 from deepspeed_c.autotuning.rates import best_seconds, current_device, measure_rates
 from deepspeed_c.autotuning.work import trace_products
 from deepspeed_c.config import load_config
@@ -145,7 +145,7 @@ class Machine(Pretended):
 
     def plan(self, candidates, arguments, launch, folder, shape=None):
         needs = {each.name: MemoryNeed(work=self.work_of(each)._asdict()) for each in candidates}
-        return needs, Memory(None, None)
+        return Plans(needs, Memory(None, None))
 
 
 @pytest.mark.parametrize("kind", ["gridsearch", "random", "model_based"])

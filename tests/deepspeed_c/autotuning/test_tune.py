@@ -10,7 +10,7 @@ import pytest
 
 from deepspeed_c.autotuning import tune as module
 from deepspeed_c.autotuning.experiment import Launch, Result, arguments_for, config_index
-from deepspeed_c.autotuning.feasible import Memory, MemoryNeed, plan_candidates, shape_of
+from deepspeed_c.autotuning.feasible import Memory, MemoryNeed, Plans, plan_candidates, shape_of
 from deepspeed_c.autotuning.tune import tune
 from deepspeed_c.errors import ConfigError
 from tests.deepspeed_c.launcher.test_main import end, run, start, wait_for
@@ -94,7 +94,7 @@ class Pretended:
     def __init__(self, monkeypatch, rate, room=10**9, need=lambda each: 0):
         self.ran, self.rate, self.shapes = [], rate, []
         self.room, self.need = room, need
-        self.metrics = {}
+        self.metrics, self.model = {}, ""
         monkeypatch.setattr(module, "run_experiment", self.run)
         monkeypatch.setattr(module, "plan_candidates", self.plan)
 
@@ -112,7 +112,7 @@ class Pretended:
     def plan(self, candidates, arguments, launch, folder, shape=None):
         self.shapes.append(shape)
         needs = {each.name: MemoryNeed(host=0 if shape is None else self.need(each)) for each in candidates}
-        return needs, Memory(None, self.room)
+        return Plans(needs, Memory(None, self.room), self.model)
 
 
 def search(folder, monkeypatch, arguments=(), **section):
@@ -235,9 +235,29 @@ def test_results_of_another_run_stay(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="results of another run: its arguments") as caught:
         search(tmp_path, monkeypatch, arguments=("--width", "16"))
     assert caught.value.where == "autotuning.results_dir" and records_in(tmp_path) == before
-    (tmp_path / "autotuning_results" / "records.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    for text in ("{", "[]"):
+        (tmp_path / "autotuning_results" / "records.json").write_text(text)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            search(tmp_path, monkeypatch)
+
+
+def test_results_of_another_model_stay(tmp_path, monkeypatch):
+    """The script is the same, and so are its arguments. Only the planner knows."""
+    made = Pretended(monkeypatch, lambda each: 1.0)
+    made.model = "72 elements in 2 parameters, digest 1"
+    search(tmp_path, monkeypatch)
+    folder = tmp_path / "autotuning_exps" / "z0_gas1_tmbspg1"
+    (folder / "exp.json").write_text("{}")
+    before, n = records_in(tmp_path), len(made.ran)
+    assert before["model"] == made.model
+    made.model = "73 elements in 2 parameters, digest 2"
+    with pytest.raises(ConfigError, match="results of another run: its model is '72 .* not '73 ") as caught:
         search(tmp_path, monkeypatch)
+    assert caught.value.where == "autotuning.results_dir" and caught.value.fix
+    assert records_in(tmp_path) == before and (folder / "exp.json").exists() and len(made.ran) == n
+    made.model = ""  # no model was found
+    search(tmp_path, monkeypatch)
+    assert len(made.ran) > n
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
@@ -269,12 +289,21 @@ def test_experiment_with_a_result_is_not_run_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr(experiment, "_run", pretend)
     config = {"train_micro_batch_size_per_gpu": [2], "autotuning": {"max_train_micro_batch_size_per_gpu": 1}}
+    config["autotuning"] |= {"enabled": True, "end_profile_step": 5}
     (candidate,) = make_space(config, 1, has_accelerator=False).candidates
     launch = Launch(("--num_procs", "1"), "t.py", ("--deepspeed_config", "a.json"), 1, 1)
     first = experiment.run_experiment(candidate, launch, tmp_path / "x", {})
     again = experiment.run_experiment(candidate, launch, tmp_path / "x", {})
     assert (first.metrics, again.metrics) == ({"throughput": 3.5},) * 2 and len(commands) == 1
     assert again.is_reused and not first.is_reused
+    said = {"tuner_num_trials": 3, "overwrite": False, "max_minutes_without_step": 1}  # of the search alone
+    section = {**candidate.config["autotuning"], **said}
+    longer = candidate._replace(config={**candidate.config, "autotuning": section})
+    assert experiment.run_experiment(longer, launch, tmp_path / "x", {}).is_reused
+    section = {**section, "end_profile_step": 9}
+    longer = candidate._replace(config={**candidate.config, "autotuning": section})
+    assert not experiment.run_experiment(longer, launch, tmp_path / "x", {}).is_reused
+    del commands[1:]
     other = launch._replace(arguments=("--deepspeed_config", "a.json", "--lr", "2"))
     assert not experiment.run_experiment(candidate, other, tmp_path / "x", {}).is_reused
     changed = candidate._replace(config={**candidate.config, "gradient_clipping": 1.0})
