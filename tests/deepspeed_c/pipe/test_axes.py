@@ -111,7 +111,7 @@ def part(engine: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def plain_run(steps: int = STEPS) -> tuple[list[float], list[float], list[dict[str, torch.Tensor]]]:
+def plain_run(steps: int, n_micro: int) -> tuple[list[float], list[float], list[dict[str, torch.Tensor]]]:
     """(losses, norms, weights after each step by name) of plain torch in one process."""
     built, specs = nn.ModuleDict(), layers()
     for i, spec in enumerate(specs[:-1]):
@@ -127,7 +127,7 @@ def plain_run(steps: int = STEPS) -> tuple[list[float], list[float], list[dict[s
     losses, norms, weights = [], [], []
     for step in range(steps):
         optimizer.zero_grad()
-        total = sum(loss_fn(forward(x), y) for x, y in batches_of(step)) / N_MICRO
+        total = sum(loss_fn(forward(x), y) for x, y in batches_of(step, n_micro)) / n_micro
         total.backward()
         norms.append(float(nn.utils.clip_grad_norm_(built.parameters(), 0.5)))
         optimizer.step()
@@ -160,12 +160,12 @@ def compare(engine: Any, expected: dict[str, torch.Tensor], found: list[str], st
 
 def train(engine: Any, first: int = 0, last: int = STEPS) -> list[str]:
     """Trains steps, and returns what differs from the plain run."""
-    losses, norms, weights = plain_run(max(last, STEPS))
-    found: list[str] = []
     n_data, mine = engine.grid.get_data_parallel_world_size(), engine.grid.get_data_parallel_rank()
-    n = N_MICRO // n_data
+    n = engine.gradient_accumulation_steps()
+    losses, norms, weights = plain_run(max(last, STEPS), n * n_data)
+    found: list[str] = []
     for step in range(first, last):
-        batches = [(part(engine, x), part(engine, y)) for x, y in batches_of(step)[mine * n :][:n]]
+        batches = [(part(engine, x), part(engine, y)) for x, y in batches_of(step, n * n_data)[mine * n :][:n]]
         evaluated = float(engine.eval_batch(iter(batches)))
         loss = float(engine.train_batch(iter(batches)))
         norm = float(engine.get_global_grad_norm())
@@ -176,9 +176,56 @@ def train(engine: Any, first: int = 0, last: int = STEPS) -> list[str]:
         ):
             if got != pytest.approx(wanted, rel=TOLERANCE):
                 found.append(f"step {step}, {what}: {got} instead of {wanted}")
-        if compare(engine, weights[step], found, step) == 0 < engine.grid.get_model_parallel_world_size() - 1:
+        n_cut = compare(engine, weights[step], found, step)
+        has_blocks = any(isinstance(module, (Block, HandCut)) for module in engine.module.modules())
+        if has_blocks and n_cut == 0 < engine.grid.get_model_parallel_world_size() - 1:
             found.append("nothing is cut")
     return found
+
+
+SCHEDULES = {"1f1b": {}, "gpipe": {}, "interleaved": {"virtual_stages": 2}, "zb_h1": {}, "zb_v": {}, "dualpipe_v": {}}
+
+
+def cut_sequences(engine: Any) -> None:
+    for module in engine.module.modules():
+        if isinstance(module, Block):
+            module.attention = DistributedAttention(attend, engine.get_sequence_parallel_group(), 2, 1)
+
+
+def train_matrix(rank: int, world: int, stages: int, axis: str) -> dict[str, list[str]]:
+    """Two steps with each schedule and ZeRO stage."""
+    found = {}
+    for schedule, options in SCHEDULES.items():
+        # dualpipe_v needs two micro-batches for each rank of the pipeline.
+        n = max(N_MICRO, 2 * stages) if schedule == "dualpipe_v" else N_MICRO
+        for zero in (0, 1, 2):
+            config = config_of(n, zero)
+            if axis == "sp":
+                config["tensor_parallel"]["autotp_size"] = 1
+                config["sequence_parallel_size"] = 2
+            with engine_of(module_of(stages, schedule=schedule, **options), config) as engine:
+                if axis == "sp":
+                    cut_sequences(engine)
+                found[f"{schedule}, stage {zero}"] = train(engine, last=2)
+    return found
+
+
+@pytest.mark.parametrize("axis", ["tp", "sp"])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_every_schedule_and_zero_stage(stages: int, axis: str) -> None:
+    for rank, found in enumerate(run_ranks(2 * stages, train_matrix, stages, axis)):
+        assert not any(found.values()), f"rank {rank}: {found}"
+
+
+def few_micro_batches(rank: int, world: int) -> tuple[str, str]:
+    with pytest.raises(DeepSpeedCError) as caught, engine_of(module_of(schedule="dualpipe_v"), config_of(3)) as engine:
+        engine.train_batch(iter(batches_of(0, 3)))
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_too_few_micro_batches_for_a_schedule_are_refused() -> None:
+    for kind, text in run_ranks(PP * TP, few_micro_batches):
+        assert kind == ConfigError.__name__ and "dualpipe_v on 2 ranks needs at least 4 micro-batches" in text, (kind, text)
 
 
 CELLS = {
@@ -191,9 +238,10 @@ CELLS = {
 }
 
 
-def train_cells(rank: int, world: int) -> dict[str, list[str]]:
+def train_cells(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:
     found = {}
-    for name, (schedule, stage, more) in CELLS.items():
+    for name in names:
+        schedule, stage, more = CELLS[name]
         config = config_of(N_MICRO * PP * TP // world, stage)
         config["tensor_parallel"] |= more
         if name == "recomputed":
@@ -204,9 +252,9 @@ def train_cells(rank: int, world: int) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("world", [PP * TP, PP * TP * DP])
-def test_tensor_parallel_stages(world: int) -> None:
-    for rank, found in enumerate(run_ranks(world, train_cells)):
+@pytest.mark.parametrize("world, names", [(PP * TP, ["overlap", "recomputed"]), (PP * TP * DP, list(CELLS))])
+def test_tensor_parallel_stages(world: int, names: list[str]) -> None:
+    for rank, found in enumerate(run_ranks(world, train_cells, names)):
         assert not any(found.values()), f"rank {rank}: {found}"
 
 
@@ -215,18 +263,16 @@ def train_sequences(rank: int, world: int, n_tp: int) -> dict[str, list[str]]:
     for schedule, stage in (("1f1b", 0), ("zb_h1", 1), ("zb_v", 2)):
         config = config_of(N_MICRO * 2 * PP * n_tp // world, stage, sequence_parallel_size=2)
         config["tensor_parallel"]["autotp_size"] = n_tp
-        net = module_of(schedule=schedule)
-        with engine_of(net, config) as engine:
-            for module in net.modules():
-                if isinstance(module, Block):
-                    module.attention = DistributedAttention(attend, engine.get_sequence_parallel_group(), 2, 1)
+        with engine_of(module_of(schedule=schedule), config) as engine:
+            cut_sequences(engine)
             found[f"{schedule}, stage {stage}"] = train(engine)
     return found
 
 
-@pytest.mark.parametrize("world, n_tp", [(4, 1), (8, 1), (8, 2)])
-def test_sequences_cut_over_ranks(world: int, n_tp: int) -> None:
-    for rank, found in enumerate(run_ranks(world, train_sequences, n_tp)):
+@pytest.mark.parametrize("n_tp", [1, 2])
+def test_sequences_cut_over_ranks(n_tp: int) -> None:
+    """With two copies of the model, and with layers that are cut too."""
+    for rank, found in enumerate(run_ranks(8, train_sequences, n_tp)):
         assert not any(found.values()), f"rank {rank}: {found}"
 
 
