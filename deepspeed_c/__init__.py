@@ -71,6 +71,7 @@ _SHARED_PATHS = frozenset(
     f"{__name__}.{path}"
     for path in (
         *("accelerator", "autotuning", "checkpoint", "comm", "comm.comm", "compat"),
+        *("compression", "compression.basic_layer", "compression.compress", "compression.scheduler"),
         *("compile", "compile.backend", "compile.passes", "compile.passes.contract"),
         *("io", "launcher", "launcher.launch", "ops"),
         *("inference", "inference.engine", "monitor", "monitor.comet", "monitor.csv_monitor", "monitor.monitor"),

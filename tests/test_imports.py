@@ -58,6 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "offload": {"config", "logging", "comm", "ops", "_C", "zero"},
     "inject": {"config", "logging", "comm", "checkpoint", "ops", "_C", "quantity"},
+    "compression": {"config", "inject", "ops", "pipe", "zero"},
     "sequence": {
         *("saved_tensors", "config", "logging", "comm", "ops", "_C"),
         *("zero", "recompute", "offload", "quantity", "inject"),
@@ -88,6 +89,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "moe",
         "compile",
         "weights",
+        "compression",
     },
     "compile": {"config", "logging", "_C", "script"},
     "moe": {"config", "logging", "comm", "ops", "_C", "zero", "recompute", "utils"},

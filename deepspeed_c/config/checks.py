@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from ..errors import ConfigError
+from .compression import compression_conflicts
 from .schema import Root, fields_of
 
 __all__ = ["conflicts"]
@@ -118,6 +119,7 @@ def _find(root: Root) -> Iterator[tuple[str, str, str]]:
             "set it to min_train_micro_batch_size_per_gpu or more",
         )
     yield from _state_dtype(root)
+    yield from compression_conflicts(root.compression_training)
     if root.gradient_allreduce_op == "sum" and zero.stage == 3:
         yield "gradient_allreduce_op", "is sum at ZeRO stage 3", 'use "mean", or a stage below 3'
     if not root.managed_gradient_accumulation and zero.overlap_comm and zero.stage not in (2, 3):

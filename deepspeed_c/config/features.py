@@ -210,7 +210,13 @@ AREAS: dict[str, dict[str, Feature]] = {
         "eigenvalue": _later("eigenvalue estimation", 'set "enabled": false'),
         "curriculum": _later("curriculum learning", 'set "enabled": false'),
         "data_efficiency": _later("the data-efficiency section", 'set "enabled": false'),
-        "compression": _later("compression-aware training", 'set "enabled": false'),
+        "compression": Feature(
+            "quantized weights and activations during training",
+            True,
+            'set "enabled": false',
+            is_on=lambda root: root.compression_training.quantizes,
+        ),
+        "pruning": _later("pruning and layer reduction during training", 'set "enabled": false'),
     },
 }
 

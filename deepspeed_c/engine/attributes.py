@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from deepspeed_c.compression.scheduler import compression_scheduler
+from deepspeed_c.compression.steps import AppliedSteps
 from deepspeed_c.moe.gate import TopKGate
 from deepspeed_c.moe.layer import MoE, MOELayer
 from deepspeed_c.moe.utils import has_moe_layers
@@ -54,33 +56,10 @@ def _loaded_data_ranks(engine: Any) -> int | None:
     return loaded.world_size // (loaded.axes.get("tp", 1) * loaded.axes.get("pp", 1))
 
 
-class InertCompressionScheduler(NamedTuple):
-    """Stands for DeepSpeed's compression scheduler when no compression method is enabled. Programs read its fields and
-    call its methods."""
-
-    model: torch.nn.Module
-    training_steps: int
-    different_compression_methods: dict[str, Any]
-    compression_config: dict[str, Any]
-    verbose: dict[str, bool]
-    weight_quantization_enabled: bool = False
-
-    def step(self, step_zero_check: bool = False) -> None:
-        """Do nothing: no method has a schedule, and the engine counts its steps itself."""
-
-    def check_all_modules(self) -> None:
-        """Do nothing: no module is compressed."""
-
-
-def _compression_scheduler(engine: Any) -> InertCompressionScheduler:
-    config = engine._config.resolved_dict()["compression_training"]
-    methods = {
-        name: {"enabled": False, "shared_parameters": section["shared_parameters"], "different_groups": []}
-        for name, section in config.items()
-        if name != "layer_reduction"
-    }
-    steps = engine.global_steps - engine.skipped_steps
-    return InertCompressionScheduler(engine.module, steps, methods, config, dict.fromkeys(methods, False))
+def _compression_scheduler(engine: Any) -> compression_scheduler:
+    steps = AppliedSteps()
+    steps.follow(engine._state.applied_steps)
+    return compression_scheduler(engine.module, engine._config.resolved_dict()["compression_training"], steps=steps)
 
 
 class TimerNames(NamedTuple):

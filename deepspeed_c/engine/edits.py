@@ -14,6 +14,7 @@ import torch
 from deepspeed_c.comm.axes import SP, TP, WITHIN_STAGE
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.compression.model import CompressedModel
 from deepspeed_c.config import Config
 from deepspeed_c.engine.generate import Generation
 from deepspeed_c.engine.group_generation import GroupGeneration
@@ -79,6 +80,19 @@ class _Undo:
 
     def close(self) -> None:
         self._undo()
+
+
+def _compression(model: torch.nn.Module, context: EditContext) -> CompressedModel:
+    section = context.config.tensor_parallel
+    compressed = CompressedModel(model, is_asked=context.config.compression_training.quantizes)
+    if section.replace_with_kernel_inject:
+        key, fix = "tensor_parallel.replace_with_kernel_inject", "set it to false"
+        compressed.refuse(key, "kernels read the weights themselves", fix)
+    is_cut = any(cut_of(param) is not None for param in model.parameters())
+    if max(section.autotp_size, section.tp.tp_size) > 1 and not is_cut:
+        fix = "call deepspeed_c.tp_model_init(model, ...) before init_compression"
+        compressed.refuse("tensor_parallel", "layers would be cut that are compressed already", fix)
+    return compressed
 
 
 def _group_generation(model: torch.nn.Module, context: EditContext) -> GroupGeneration:
@@ -159,6 +173,7 @@ def _watch_generation(model: torch.nn.Module, context: EditContext) -> Made:
 
 
 EDITS: tuple[ModelEdit, ...] = (
+    ModelEdit("compression", wanted=lambda context: True, apply=_compression, needs_layout=False),
     ModelEdit(
         "group generation",
         wanted=lambda context: context.config.hybrid_engine.enabled and context.config.hybrid_engine.inference_tp_size > 1,

@@ -133,7 +133,7 @@ ABSENT_METHODS: dict[str, str] = {
     "set_custom_curriculum_learning_schedule": _CURRICULUM,
     "random_ltd_initialize": "random layer token drop comes with a later version",
     "is_elastic_model_parallel_supported": "checkpoints load on any number of ranks; choose the batch sizes by hand",
-    "quantize_training": "compression comes with a later version",
+    "quantize_training": "quantization in the optimizer's step (MoQ) comes with a later version",
     "print_forward_breakdown": "wall_clock_breakdown times the phases; engine.expert_load() counts tokens by expert",
     "swap_tensor_config": "engine.zero_offload_optimizer() and engine.aio_config() say where states lie",
     "is_map_style_dataset": "hasattr(dataset, '__getitem__') and hasattr(dataset, '__len__')",

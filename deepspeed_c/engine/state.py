@@ -115,6 +115,10 @@ class TrainState:
         self.passes.begin_window()
         self._note_loader()
 
+    def applied_steps(self) -> int:
+        """Number of steps that have updated the weights."""
+        return self.global_steps - self.skipped_steps
+
     def counters(self) -> dict[str, int]:
         """The counters at the beginning of the present window. Micro-batches of the window are not saved: a resumed run
         does them again.

@@ -117,6 +117,7 @@ class TrainingHost(Reductions, ModelHost):
         self.monitor = MonitorMaster(config, comm=mesh.comm)
         self._preemption = Preemption(config.checkpoint.preemption, can_step=self._trains)
         self._open(layout)
+        edits["compression"].follow(self._state.applied_steps)
         if config.dump_state:
             log_dist("state of the engine:\n" + self.describe(), ranks=[0])
 

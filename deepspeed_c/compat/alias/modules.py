@@ -50,7 +50,11 @@ MODULES: dict[str, str] = {
     "deepspeed.ops.lion.fused_lion": "deepspeed_c.ops.lion",
     "deepspeed.module_inject.autotp_config": "deepspeed_c.inject.autotp_config",
     "deepspeed.module_inject.replace_module": "deepspeed_c.inject.replace",
+    "deepspeed.compression": "deepspeed_c.compression",
+    "deepspeed.compression.basic_layer": "deepspeed_c.compression.basic_layer",
+    "deepspeed.compression.compress": "deepspeed_c.compression.compress",
     "deepspeed.compression.helper": "deepspeed_c.compat.dotted",
+    "deepspeed.compression.scheduler": "deepspeed_c.compression.scheduler",
     "deepspeed.moe": "deepspeed_c.moe",
     "deepspeed.moe.experts": "deepspeed_c.moe.experts",
     "deepspeed.moe.layer": "deepspeed_c.moe.layer",
@@ -481,7 +485,7 @@ _SEQUENCE = "docs/concepts/sequence.md says what there is for sequences that are
 _TENSOR = "tensor parallelism is set in the configuration, tensor_parallel.autotp_size, or by tp_model_init; docs/concepts/tensor-parallel.md"
 _INFERENCE = "inference with paged caches and ragged batches comes with a later version; `deepspeed_c.init_inference` runs any module, with `generate`"
 _CHECKPOINTING = "what is kept for a backward is packed and given back by deepspeed_c.checkpointing.checkpoint itself"
-_COMPRESSION = "compression comes with a later version"
+_COMPRESSION = "pruning, layer reduction and convolutions come with a later version; deepspeed_c.compression.compress.init_compression quantizes linear layers and embeddings (docs/concepts/compression.md)"
 _ONE_BIT = "1-bit optimizers come with a later version; use Adam, AdamW or Lamb of deepspeed_c.ops"
 _DATA = "data efficiency (curriculum, random layer token drop) comes with a later version; use deepspeed_c.data.DeepSpeedDataLoader"
 _ONE_OPTIMIZER = "one class does the work at all stages: deepspeed_c.zero.states.optimizer.ZeroOptimizer; the stage is engine.zero_optimization_stage()"

@@ -16,7 +16,7 @@ from deepspeed_c.compat.alias.upstream import upstream
 from deepspeed_c.errors import FeatureError, MissingNameError
 
 MOE = unbuilt("deepspeed.moe.layer", "MoE")
-CLEAN = unbuilt("deepspeed.compression.compress", "redundancy_clean")
+CLEAN = unbuilt("deepspeed.compression.compress", "student_initialization")
 AGENT = unbuilt("deepspeed.elasticity.config", "ElasticityError")
 
 
@@ -40,10 +40,10 @@ def decorate():
     ("use", "what"),
     [
         (lambda: MOE(hidden_size=4), "deepspeed.moe.layer.MoE: was called"),
-        (lambda: CLEAN({}, "x"), "deepspeed.compression.compress.redundancy_clean: was called"),
+        (lambda: CLEAN({}, "x"), "deepspeed.compression.compress.student_initialization: was called"),
         (subclass, "deepspeed.moe.layer.MoE: was subclassed"),
         (subclass_beside_another, "deepspeed.moe.layer.MoE: was subclassed"),
-        (decorate, "deepspeed.compression.compress.redundancy_clean: was called"),
+        (decorate, "deepspeed.compression.compress.student_initialization: was called"),
         (lambda: list(MOE), r"MoE: was asked for \[0\]"),
         (lambda: 1 in MOE, r"MoE: was asked for \[0\]"),
         (lambda: MOE.forward, "deepspeed.moe.layer.MoE.forward: is not part"),

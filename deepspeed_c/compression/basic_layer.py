@@ -1,0 +1,268 @@
+"""Layers whose weight and input are quantized in the forward: linear layers, also cut over tensor-parallel ranks, and
+embeddings.
+
+A user's module becomes such a layer by a change of its class (``compress``), so its parameters, names, hooks and ties
+stay, and plain state dicts fit. The gradient passes the rounding unchanged (straight-through estimator).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepspeed_c.compression.steps import AppliedSteps
+from deepspeed_c.inject.layers import LinearAllreduce, LinearLayer
+from deepspeed_c.ops.quant import fake_quantize
+
+__all__ = [
+    "ActivationRule",
+    "ColumnParallelLinear_Compress",
+    "CompressedLayer",
+    "Embedding_Compress",
+    "LinearLayer_Compress",
+    "QuantAct",
+    "Quantization",
+    "RowParallelLinear_Compress",
+    "WeightRule",
+    "compressed_layers",
+    "quantize_weight",
+]
+
+# Seeds of stochastic rounding are this constant with the step above the layer's number.
+_SEED = 0x6A09_E667_0000_0000
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightRule:
+    """How a weight is quantized."""
+
+    bits: int
+    """8 or 4."""
+    n_groups: int
+    """Number of equal groups of consecutive elements of this rank's part; each has one scale."""
+    is_symmetric: bool
+    is_stochastic: bool
+    first_step: int
+    """Number of applied steps before it starts."""
+    index: int
+    """Number of the weight in the model: another stream of random numbers for each. All ranks count alike."""
+    offset: int = 0
+    """Position of the part's first element in the whole weight."""
+
+    def seed(self, step: int) -> int:
+        """The seed of the weight's random numbers at a step: the same on all ranks and at each ZeRO stage."""
+        return _SEED ^ (step << 24 | self.index)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationRule:
+    """How the input of a linear layer is quantized."""
+
+    bits: int
+    """8 or 4."""
+    is_symmetric: bool
+    is_static: bool
+    """Whether the range is a running range of all inputs, not the range of each row."""
+    first_step: int
+    """Number of applied steps before it starts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """The rules of one layer."""
+
+    name: str
+    """The layer's name in the model."""
+    plain_class: type[nn.Module]
+    """The class that the module had."""
+    steps: AppliedSteps
+    weight: WeightRule | None = None
+    activations: ActivationRule | None = None
+
+
+def quantize_weight(weight: Tensor, rule: WeightRule, seed: int | None = None) -> Tensor:
+    """The quantized weight in its own shape and dtype. seed: None rounds to the nearest."""
+    if weight.numel() == 0:
+        return weight
+    groups = weight.reshape(rule.n_groups, -1)
+    return fake_quantize(
+        groups, f"int{rule.bits}", symmetric=rule.is_symmetric, seed=seed, offset=rule.offset
+    ).view(weight.shape)
+
+
+class _InRange(torch.autograd.Function):
+    """Quantizes x [...] in the range ``limits`` [2]. A range without a width leaves x as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, limits: Tensor, bits: int, is_symmetric: bool) -> Tensor:
+        lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+        values, (low, high) = x.float(), limits.float()
+        if is_symmetric:
+            scale, zero = torch.maximum(low.abs(), high.abs()) / (highest + 0.5), torch.zeros_like(low)
+        else:
+            low, high = low.clamp(max=0), high.clamp(min=0)
+            scale = (high - low) / (highest - lowest)
+            zero = (lowest - low / scale).round()
+        codes = (values / scale + zero).round().clamp(lowest, highest)
+        return torch.where(scale > 0, (codes - zero) * scale, values).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return dy, None, None, None
+
+
+class QuantAct(nn.Module):
+    """Quantizes activations in a running range, which training forwards move and which is saved as ``x_min_max`` [2].
+    """
+
+    def __init__(self, act_range_momentum: float = 0.95, quant_mode: str = "symmetric") -> None:
+        """act_range_momentum: weight of the range before, at each update. quant_mode: "symmetric" or "asymmetric"."""
+        super().__init__()
+        self.act_range_momentum, self.quant_mode = act_range_momentum, quant_mode
+        self.register_buffer("x_min_max", torch.zeros(2))
+
+    def forward(self, x: Tensor, num_bits: int, *args: Any) -> Tensor:
+        """x in any shape, quantized to ``num_bits`` (8 or 4). Further arguments are ignored, as in DeepSpeed."""
+        # A recomputed forward, which runs within a backward, has moved the range before.
+        if self.training and x.numel() and torch._C._current_graph_task_id() == -1:
+            self._move(x.detach())
+        return _InRange.apply(x, self.x_min_max, num_bits, self.quant_mode == "symmetric")
+
+    def _move(self, x: Tensor) -> None:
+        new, old, kept = torch.stack(torch.aminmax(x)).to(self.x_min_max), self.x_min_max, self.act_range_momentum
+        moved = torch.where(old[0] == old[1], new, old * kept + new * (1 - kept))
+        # A step that overflows is skipped, and must not move the range either.
+        old.copy_(torch.where(new.isfinite().all(), moved, old))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """A state dict of the plain model has no range."""
+        state_dict.setdefault(f"{prefix}x_min_max", self.x_min_max)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class CompressedLayer(nn.Module):
+    """The part that all compressed layers share. A layer that was made by hand has no rules, and computes as the plain
+    layer does."""
+
+    quantization: Quantization | None = None
+
+    @classmethod
+    def take_over(cls, module: nn.Module, quantization: Quantization) -> None:
+        """Make ``module`` a layer of this class, in place."""
+        module.__class__ = cls
+        module._begin(quantization)
+
+    def _begin(self, quantization: Quantization) -> None:
+        self.quantization = quantization
+        rule = quantization.activations
+        if rule is not None and rule.is_static:
+            mode = "symmetric" if rule.is_symmetric else "asymmetric"
+            self.activation_quantizer = QuantAct(quant_mode=mode).to(self.weight.device).train(self.training)
+
+    def keep_weight(self) -> None:
+        """Drop the weight's rule. Without another rule the module gets its own class back."""
+        rules = replace(self.quantization, weight=None)
+        self.quantization = rules
+        if rules.activations is None:
+            del self.quantization
+            self.__class__ = rules.plain_class
+
+    @property
+    def weight_quantization_enabled(self) -> bool:
+        """Whether the schedule has reached the weight's quantization."""
+        rules = self.quantization
+        return rules is not None and rules.weight is not None and rules.steps.count >= rules.weight.first_step
+
+    @property
+    def activation_quantization_enabled(self) -> bool:
+        """Whether the schedule has reached the input's quantization."""
+        rules = self.quantization
+        return (
+            rules is not None and rules.activations is not None and rules.steps.count >= rules.activations.first_step
+        )
+
+    def _seed(self) -> int | None:
+        rules = self.quantization
+        is_drawn = rules.weight.is_stochastic and self.training
+        return rules.weight.seed(rules.steps.count) if is_drawn else None
+
+    def _quantized(self, weight: Tensor) -> Tensor:
+        if not self.weight_quantization_enabled:
+            return weight
+        return quantize_weight(weight, self.quantization.weight, self._seed())
+
+    def _activations(self, x: Tensor) -> Tensor:
+        """The input [..., n_features]: one range for each row, or the running range."""
+        if not self.activation_quantization_enabled or x.shape[-1] == 0:
+            return x
+        rule = self.quantization.activations
+        if rule.is_static:
+            return self.activation_quantizer(x, rule.bits)
+        return fake_quantize(x, f"int{rule.bits}", symmetric=rule.is_symmetric)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(self._activations(x), self._quantized(weight), bias)
+
+    def extra_repr(self) -> str:
+        rules = self.quantization
+        weight = None if rules is None or rules.weight is None else rules.weight.bits
+        activations = None if rules is None or rules.activations is None else rules.activations.bits
+        return f"{super().extra_repr()}, weight_bits={weight}, activation_bits={activations}"
+
+
+class LinearLayer_Compress(CompressedLayer, nn.Linear):
+    """``torch.nn.Linear`` with a quantized weight and input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._linear(x, self.weight, self.bias)
+
+
+class Embedding_Compress(CompressedLayer, nn.Embedding):
+    """``torch.nn.Embedding`` with a quantized weight. Each row is a group."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.weight_quantization_enabled:
+            return super().forward(x)
+        if self._seed() is None:
+            # Rows are quantized separately, so only the rows that are read have to be.
+            rule = self.quantization.weight
+            return fake_quantize(super().forward(x), f"int{rule.bits}", symmetric=rule.is_symmetric)
+        weight = self._quantized(self.weight)
+        return F.embedding(
+            x, weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+        )
+
+
+class _CutLayer(CompressedLayer):
+    """A layer that is cut over tensor-parallel ranks. Its class calls ``product`` with this rank's weight."""
+
+    @property
+    def product(self) -> Callable[..., Tensor]:
+        return self._linear
+
+    @product.setter
+    def product(self, product: Callable[..., Tensor]) -> None:
+        """The base class sets the plain product, which a compressed layer does not use."""
+
+
+class ColumnParallelLinear_Compress(_CutLayer, LinearLayer):
+    """``inject.layers.LinearLayer``, some columns on each rank, with a quantized weight and input."""
+
+
+class RowParallelLinear_Compress(_CutLayer, LinearAllreduce):
+    """``inject.layers.LinearAllreduce``, some rows on each rank, with a quantized weight and input. The range of an
+    input row is that of this rank's part of the row."""
+
+
+def compressed_layers(model: nn.Module) -> dict[str, CompressedLayer]:
+    """The layers with rules, by their names in ``model``."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, CompressedLayer) and module.quantization is not None
+    }

@@ -1,0 +1,219 @@
+"""Makes a model's layers compressed layers, and makes the quantized values permanent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed_c.compression.basic_layer import (
+    CompressedLayer,
+    Quantization,
+    compressed_layers,
+    quantize_weight,
+)
+from deepspeed_c.compression.steps import AppliedSteps
+from deepspeed_c.compression.targets import activation_rules, find, layer_class, weight_rules
+from deepspeed_c.config import load_config
+from deepspeed_c.config.compression import Compression
+from deepspeed_c.config.source import read_source
+from deepspeed_c.errors import ConfigError, ModelError, StateError
+from deepspeed_c.pipe.module import PipelineModule
+from deepspeed_c.zero.weights.gather_unit import PlacedShard, WholeShard
+from deepspeed_c.zero.weights.gathered import GatheredParameters
+from deepspeed_c.zero.weights.param import state_of
+
+__all__ = [
+    "check_deepspeed_config",
+    "get_compress_methods",
+    "get_module_name",
+    "init_compression",
+    "redundancy_clean",
+]
+
+
+def check_deepspeed_config(config: Any) -> dict[str, Any]:
+    """The configuration as a dict: ``config`` itself, or the JSON in the file of this path.
+
+    Raises ConfigError, which is a ValueError, if it is neither, or if a key occurs twice.
+    """
+    if isinstance(config, dict):
+        return config
+    if not isinstance(config, (str, os.PathLike)):
+        raise ConfigError(
+            f"a {type(config).__name__} is not a configuration",
+            where="deepspeed_config",
+            fix="pass a dict, or the path of a JSON file",
+        )
+    return read_source(config)[0]
+
+
+def get_module_name(
+    group_name: str,
+    model: nn.Module,
+    key_word: str,
+    exist_module_name: set[str],
+    mpu: Any = None,
+    verbose: bool = True,
+) -> tuple[list[str], set[str]]:
+    """(names of the compressible modules in whose names the regular expression ``key_word`` is found,
+    ``exist_module_name`` with them). Names that are in the set already are left out.
+
+    verbose: raise ConfigError, which is a ValueError, for a module that is in the set already.
+    """
+    found = []
+    for name in find(model, key_word, group_name, mpu):
+        if name not in exist_module_name:
+            exist_module_name.add(name)
+            found.append(name)
+        elif verbose:
+            raise ConfigError(
+                f"{name} is already added to compression", where=group_name, fix="let one pattern match each module"
+            )
+    return found, exist_module_name
+
+
+def get_compress_methods(model: nn.Module, compress_methods: Mapping[str, Any], mpu: Any = None) -> list[list[Any]]:
+    """[names for each pattern, names of related modules, {technique: its numbers}] of each group of each technique.
+
+    compress_methods: the section compression_training with the defaults.
+    """
+    methods: list[list[Any]] = []
+    for method, content in compress_methods.items():
+        if method == "layer_reduction":
+            continue
+        taken: set[str] = set()
+        for group_name, group in content["different_groups"].items():
+            names = [get_module_name(group_name, model, word, taken, mpu)[0] for word in group["modules"]]
+            related = [
+                [get_module_name(group_name, model, word, set(), mpu)[0] for word in words]
+                for words in group.get("related_modules") or ()
+            ]
+            if names:
+                methods.append([names, related, {method: {**group["params"], **content["shared_parameters"]}}])
+    return methods
+
+
+def _module_of(model: nn.Module) -> nn.Module:
+    """The user's model in a wrapper (an engine, ``DistributedDataParallel``)."""
+    inner = model.__dict__.get("_modules", {}).get("module")
+    return model if inner is None else inner
+
+
+def _section_of(deepspeed_config: Any) -> Compression:
+    """Raises ConfigError for a configuration that is wrong or asks for a technique that is not built."""
+    return load_config(check_deepspeed_config(deepspeed_config), world_size=1, batch="skip").compression_training
+
+
+def init_compression(
+    model: nn.Module, deepspeed_config: Any, teacher_model: nn.Module | None = None, mpu: Any = None
+) -> nn.Module:
+    """Make the modules that the section compression_training names compressed layers, in place. Returns ``model``.
+
+    Call it before ``initialize``, and after ``tp_model_init``. Parameters stay the same objects. The quantization of a
+    technique starts after ``schedule_offset`` applied steps. Layers that share a weight quantize it in the same way.
+
+    Args:
+        deepspeed_config: a dict, or the path of a JSON file.
+        teacher_model: for layer reduction, which is not built; ignored.
+        mpu: Megatron's; its linear layers are refused if a pattern matches them.
+
+    Raises ConfigError for a wrong key or pattern, groups that do not divide a weight, or a technique that is not built;
+    ModelError for a module of another class, or a weight with NaN or inf; StateError for a model that is compressed
+    already or belongs to an engine. The model is then unchanged.
+    """
+    section, root = _section_of(deepspeed_config), _module_of(model)
+    _check_new(root)
+    weights, activations = weight_rules(root, section, mpu), activation_rules(root, section, mpu)
+    names = [name for name, _ in root.named_modules() if name in weights or name in activations]
+    modules = {name: root.get_submodule(name) for name in names}
+    classes = {name: layer_class(module, name) for name, module in modules.items()}
+    for name in weights:
+        _check_finite(modules[name].weight, name)
+    steps = AppliedSteps()
+    for name, module in modules.items():
+        rules = Quantization(
+            name=name,
+            plain_class=type(module),
+            steps=steps,
+            weight=weights.get(name),
+            activations=activations.get(name),
+        )
+        classes[name].take_over(module, rules)
+    return model
+
+
+def _check_new(root: nn.Module) -> None:
+    if isinstance(root, PipelineModule):
+        raise ModelError(
+            "the layers of a PipelineModule cannot be compressed in this version",
+            where="init_compression",
+            fix="train the layers as a plain module, with ZeRO",
+        )
+    if compressed_layers(root):
+        raise StateError(
+            "the model is compressed already", where="init_compression", fix="call it once, before initialize"
+        )
+    for name, param in root.named_parameters():
+        if isinstance(state_of(param), (PlacedShard, WholeShard)):
+            raise StateError(
+                f"the parameter {name} belongs to an engine",
+                where="init_compression",
+                fix="call init_compression before deepspeed_c.initialize",
+            )
+
+
+def _check_finite(weight: torch.Tensor, name: str) -> None:
+    """A sharded weight, or one on the meta device, is not looked at."""
+    if weight.is_meta or state_of(weight) is not None or bool(weight.detach().isfinite().all()):
+        return
+    raise ModelError(
+        "the weight has NaN or inf, so that no scale fits it",
+        where=f"{name}.weight",
+        fix="load weights without NaN or inf",
+    )
+
+
+def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
+    """Write the quantized values into the weights that the configuration names, and give the modules their own classes
+    back. Returns ``model``.
+
+    Collective if parameters are sharded. Layers whose input is quantized keep doing that. Values are rounded to the
+    nearest, as evaluation does.
+
+    Raises ConfigError as ``init_compression`` does; StateError if a module is not compressed; ModelError for a weight
+    with NaN or inf.
+    """
+    section, root = _section_of(deepspeed_config), _module_of(model)
+    layers = compressed_layers(root)
+    wanted = weight_rules(root, section, mpu)
+    for name in wanted:
+        if name not in layers or layers[name].quantization.weight is None:
+            raise StateError(
+                "its weight is not compressed", where=name, fix="call init_compression with the same configuration first"
+            )
+    chosen = [layers[name] for name in wanted]
+    _write({id(layer.weight): layer for layer in chosen}.values())
+    for layer in chosen:
+        layer.keep_weight()
+    return model
+
+
+@torch.no_grad()
+def _write(layers: Iterable[CompressedLayer]) -> None:
+    """Quantizes the weights, one after the other."""
+    for layer in layers:
+        weight, rules = layer.weight, layer.quantization
+        state = state_of(weight)
+        writer = None if state is None else state.everyone.global_ranks[0]
+        with GatheredParameters([weight], modifier_rank=writer):
+            if not weight.isfinite().all():
+                raise ModelError(
+                    "the weight has NaN or inf, so that no scale fits it",
+                    where=f"{rules.name}.weight",
+                    fix="load a checkpoint from before they came up",
+                )
+            weight.copy_(quantize_weight(weight, rules.weight))

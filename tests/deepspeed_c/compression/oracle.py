@@ -1,0 +1,108 @@
+"""Formulas of quantized layers in plain torch, for one process, and a small language model to train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WORDS, WIDTH = 12, 8
+
+
+def rounded(x: Tensor, bits: int, is_symmetric: bool = True, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
+    """Each row of x [rows, n] rounded to one of 2^bits numbers of its range. The gradient passes unchanged."""
+    half = 2 ** (bits - 1)
+    with torch.no_grad():
+        values = x.float()
+        low = values.min(1, keepdim=True).values if low is None else low
+        high = values.max(1, keepdim=True).values if high is None else high
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        if is_symmetric:
+            step, zero = torch.maximum(-low, high) / (half - 0.5), 0.0
+        else:
+            step = (high - low) / (2 * half - 1)
+            zero = (-half - low / step).nan_to_num(0).round()
+        codes = torch.clamp((values / step).nan_to_num(0).round() + zero, -half, half - 1)
+        error = ((codes - zero) * step).to(x.dtype) - x
+    return x + error
+
+
+class Model(nn.Module):
+    """An embedding, a layer, and a head that shares the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.table, self.mid, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS, False)
+        self.head.weight = self.table.weight
+        with torch.no_grad():
+            self.table.weight[3] = 0  # a row of zeros
+            self.mid.weight[:2] = 0  # a group of zeros
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mid(self.table(words))))
+
+
+class Oracle(Model):
+    """The same model with the formulas: ``options`` say what is quantized from which step on."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options, self.step, self.ranges = options, 0, {}
+
+    def weight(self, weight: Tensor, n_groups: int) -> Tensor:
+        bits = self.options.get("bits")
+        if bits is None or self.step < self.options["offset"]:
+            return weight
+        return rounded(weight.view(n_groups, -1), bits, self.options["symmetric"]).view(weight.shape)
+
+    def act(self, x: Tensor, name: str) -> Tensor:
+        kind = self.options.get("acts")
+        if kind is None or self.step < self.options["offset"]:
+            return x
+        flat, symmetric = x.reshape(-1, x.shape[-1]), self.options["symmetric"]
+        if kind == "dynamic":
+            return rounded(flat, 8, symmetric).view(x.shape)
+        new = torch.stack([x.detach().min(), x.detach().max()]).float()
+        self.ranges[name] = self.ranges[name] * 0.95 + new * 0.05 if name in self.ranges else new
+        low, high = self.ranges[name]
+        return rounded(flat, 8, symmetric, low, high).view(x.shape)
+
+    def forward(self, words: Tensor) -> Tensor:
+        table = self.weight(self.table.weight, WORDS)
+        hidden = self.act(nn.functional.embedding(words, table), "mid")
+        hidden = nn.functional.linear(hidden, self.weight(self.mid.weight, 4), self.mid.bias)
+        return nn.functional.linear(self.act(torch.tanh(hidden), "head"), table)
+
+
+def section(**options: Any) -> dict[str, Any]:
+    """The section compression_training for the options of ``Oracle``."""
+    kind = "symmetric" if options["symmetric"] else "asymmetric"
+    shared = {"enabled": True, "schedule_offset": options["offset"], "quantization_type": kind}
+    made: dict[str, Any] = {}
+    if options.get("bits"):
+        made["weight_quantization"] = {
+            "shared_parameters": {
+                **shared,
+                "quantize_weight_in_forward": True,
+                "quantize_groups": 4,
+                "rounding": options.get("rounding", "nearest"),
+            },
+            "different_groups": {"all": {"params": {"target_bits": options["bits"]}, "modules": ["*"]}},
+        }
+    if options.get("acts"):
+        made["activation_quantization"] = {
+            "shared_parameters": {**shared, "range_calibration": options["acts"]},
+            "different_groups": {"all": {"params": {"bits": 8}, "modules": ["mid", "head"]}},
+        }
+    return made
+
+
+def batch(step: int) -> Tensor:
+    """Words [4, 6] of a step, for all ranks together."""
+    return torch.randint(0, WORDS, (4, 6), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(logits: Tensor, words: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), words.flatten())
