@@ -52,7 +52,7 @@ class WeightRule:
     index: int
     """Number of the weight in the model: another stream of random numbers for each. All ranks count alike."""
     offset: int = 0
-    """Position of the part's first element in the whole weight."""
+    """Position of the part's first element among the random numbers of the whole weight."""
 
     def seed(self, step: int) -> int:
         """The seed of the weight's random numbers at a step: the same on all ranks and at each ZeRO stage."""

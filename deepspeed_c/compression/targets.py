@@ -147,6 +147,8 @@ def weight_rules(model: nn.Module, section: Compression, mpu: Any = None) -> dic
     if not shared.enabled:
         return {}
     chosen = _named(model, "weight_quantization", technique, (*_LINEAR, nn.Embedding), mpu)
+    for name in chosen:
+        layer_class(model.get_submodule(name), name)  # Megatron's layers are refused
     rules: dict[str, WeightRule] = {}
     for index, (names, weight) in enumerate(_by_weight(model)):
         groups = {name: chosen[name] for name in names if name in chosen}
@@ -185,7 +187,7 @@ def _by_weight(model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
 
 
 def _groups(weight: torch.Tensor, name: str, n_groups: int | None) -> tuple[int, int]:
-    """(groups of this rank's part, position of the part's first element) for ``n_groups`` groups of the whole weight;
+    """(groups of this rank's part, position of the part's first element for random numbers) for ``n_groups`` groups of the whole weight;
     None: a group for each row.
 
     Raises ConfigError if the groups are not equal, or if one lies on two tensor-parallel ranks.
@@ -213,7 +215,9 @@ def _groups(weight: torch.Tensor, name: str, n_groups: int | None) -> tuple[int,
             where=key,
             fix=f"write {_fitting_groups(cut, n_groups)}, or leave the layer out",
         )
-    return cut.local_shape.numel() // n_each, next(_runs(cut))[0]
+    n_own, runs = cut.local_shape.numel(), list(_runs(cut))
+    # Positions of several runs are not consecutive. The part then counts as a piece of its own, after other ranks' pieces.
+    return n_own // n_each, runs[0][0] if len(runs) == 1 else cut.copies[0] * n_own
 
 
 def _runs(cut: Cut) -> Iterator[tuple[int, int]]:

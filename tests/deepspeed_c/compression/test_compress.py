@@ -240,6 +240,23 @@ def test_wrong_input_is_named_and_changes_nothing(name: str):
     assert [type(module) for module in model.modules()] == classes
 
 
+def test_megatrons_layers_are_refused():
+    class ColumnParallelLinear(nn.Module):
+        pass
+
+    class Mpu:
+        pass
+
+    Mpu.ColumnParallelLinear = ColumnParallelLinear
+    model = Odd()
+    model.third = ColumnParallelLinear()
+    for acts in (False, True):
+        with pytest.raises(ModelError, match="third: the ColumnParallelLinear cannot be compressed"):
+            init_compression(model, wrong(["third"], acts=acts), mpu=Mpu)
+        with pytest.raises(ConfigError, match="'third' matches no Linear"):
+            init_compression(model, wrong(["third"], acts=acts))
+
+
 def test_calls_in_the_wrong_order():
     config = config_of(**WEIGHTS)
     with pytest.raises(StateError, match="table: its weight is not compressed"):
