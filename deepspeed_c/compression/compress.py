@@ -193,7 +193,9 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     for name in wanted:
         if name not in layers or layers[name].quantization.weight is None:
             raise StateError(
-                "its weight is not compressed", where=name, fix="call init_compression with the same configuration first"
+                "its weight is not compressed",
+                where=name,
+                fix="call init_compression with the same configuration first",
             )
     chosen = [layers[name] for name in wanted]
     _write({id(layer.weight): layer for layer in chosen}.values())

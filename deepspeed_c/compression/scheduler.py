@@ -30,7 +30,9 @@ class compression_scheduler:
         layers = compressed_layers(model).values()
         self._steps = steps or next((layer.quantization.steps for layer in layers), AppliedSteps())
         self.different_compression_methods = {
-            method: self._method(content) for method, content in compression_config.items() if method != "layer_reduction"
+            method: self._method(content)
+            for method, content in compression_config.items()
+            if method != "layer_reduction"
         }
 
     def _method(self, content: Mapping[str, Any]) -> dict[str, Any]:

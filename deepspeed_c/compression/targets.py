@@ -112,8 +112,9 @@ def _named(model: nn.Module, key: str, technique: Any, kinds: tuple[type, ...], 
             if not names:
                 known = [name for name, module in modules.items() if isinstance(module, kinds)]
                 near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or known[:3]
+                wanted = " or ".join(kind.__name__ for kind in kinds if kind in (nn.Linear, nn.Embedding))
                 raise ConfigError(
-                    f"{pattern!r} matches no {' or '.join(kind.__name__ for kind in kinds if kind.__module__.startswith('torch'))}",
+                    f"{pattern!r} matches no {wanted}",
                     where=where,
                     fix=f"write a part of a module's name: {', '.join(near)}" if near else "remove the group",
                 )
@@ -187,8 +188,8 @@ def _by_weight(model: nn.Module) -> Iterator[tuple[list[str], torch.Tensor]]:
 
 
 def _groups(weight: torch.Tensor, name: str, n_groups: int | None) -> tuple[int, int]:
-    """(groups of this rank's part, position of the part's first element for random numbers) for ``n_groups`` groups of the whole weight;
-    None: a group for each row.
+    """(groups of this rank's part, position of the part's first element for random numbers) for ``n_groups`` groups of
+    the whole weight; None: a group for each row.
 
     Raises ConfigError if the groups are not equal, or if one lies on two tensor-parallel ranks.
     """
@@ -216,7 +217,7 @@ def _groups(weight: torch.Tensor, name: str, n_groups: int | None) -> tuple[int,
             fix=f"write {_fitting_groups(cut, n_groups)}, or leave the layer out",
         )
     n_own, runs = cut.local_shape.numel(), list(_runs(cut))
-    # Positions of several runs are not consecutive. The part then counts as a piece of its own, after other ranks' pieces.
+    # Positions of several runs are not consecutive. The part then counts as a piece of its own, behind other ranks'.
     return n_own // n_each, runs[0][0] if len(runs) == 1 else cut.copies[0] * n_own
 
 
