@@ -29,7 +29,8 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "pipe": ("pipe/", "base/", "dsc/"),
     "seq": ("seq/", "cpu/", "base/", "dsc/"),
     "scale": ("scale/", "base/", "dsc/"),
-    "optim": ("optim/", "cpu/", "base/", "dsc/"),
+    "quant": ("quant/", "cpu/", "base/", "dsc/"),
+    "optim": ("optim/", "quant/", "cpu/", "base/", "dsc/"),
     "nn": ("nn/", "cpu/", "base/", "dsc/"),
     "moe": ("nn/", "cpu/", "base/", "dsc/"),
     "accel": ("accel/", "base/", "dsc/"),
@@ -54,6 +55,7 @@ MAY_INCLUDE_TOO: dict[str, tuple[str, ...]] = {
     ),
     "include/dsc/moe.h": ("dsc/moe_calls.inc",),
     "include/dsc/nn.h": ("dsc/activations.inc", "dsc/nn_calls.inc"),
+    "include/dsc/quant.h": ("dsc/quant_formats.inc",),
     "include/dsc/intake.h": ("dsc/flat.h",),
     "include/dsc/dsc.h": ("dsc/",),
 }
@@ -65,7 +67,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     r"(cuda|nccl|cub/|thrust/)": ("csrc/cuda/*",),
     r"dlfcn\.h": ("csrc/accel/*", "ops/binding/*"),
     r"pthread\.h": ("csrc/base/pool.c", "csrc/base/process.c", "csrc/cpu/dispatch.c", "csrc/ckpt/crc32c.c", "csrc/aio/threads.c", "csrc/comm/*"),
-    r"immintrin\.h": ("csrc/cpu/*", "csrc/nn/loops/dropout.c", "csrc/nn/loops/mul_add.c"),
+    r"immintrin\.h": ("csrc/cpu/*", "csrc/nn/loops/mul_add.c"),
     r"(libaio|liburing)\.h": (),
 }
 

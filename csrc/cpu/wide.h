@@ -284,6 +284,56 @@ static inline wide dsc_wide_where_kept(const uint8_t keep[WIDE_LANES], wide x, w
 #endif
 }
 
+static inline wide_ints dsc_wide_max_ints(wide_ints a, wide_ints b)
+{
+#if defined(__AVX512F__)
+    return (wide_ints)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (wide_ints)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    wide_ints is_more = a > b;
+
+    return (is_more & a) | (~is_more & b);
+#endif
+}
+
+static inline int32_t dsc_wide_largest_int(wide_ints x)
+{
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)x);
+#else
+    int32_t largest = x[0];
+
+    for (int lane = 1; lane < WIDE_LANES; lane++)
+        largest = x[lane] > largest ? x[lane] : largest;
+    return largest;
+#endif
+}
+
+/* The low byte of each lane. */
+static inline void dsc_wide_to_bytes(wide_ints x, int8_t bytes[WIDE_LANES])
+{
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i *)(void *)bytes, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+    for (int lane = 0; lane < WIDE_LANES; lane++)
+        bytes[lane] = (int8_t)x[lane];
+#endif
+}
+
+static inline wide_ints dsc_wide_of_bytes(const int8_t bytes[WIDE_LANES])
+{
+#if defined(__AVX512F__)
+    return (wide_ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(const void *)bytes));
+#else
+    wide_ints x;
+
+    for (int lane = 0; lane < WIDE_LANES; lane++)
+        x[lane] = bytes[lane];
+    return x;
+#endif
+}
+
 static inline wide dsc_wide_abs(wide x)
 {
     return (wide)((wide_ints)x & 0x7fffffff);

@@ -275,7 +275,7 @@ dsc_status dsc_moe_route(const struct dsc_moe_route *call, const struct dsc_par 
 #define UNIFORM_CHUNK (8 * DSC_BLOCK_ELEMS)
 
 struct uniform_job {
-    const struct dsc_nn_kernels *nn;
+    const struct dsc_kernels *kernels;
     int64_t n;
     uint64_t seed;
     uint64_t offset;
@@ -289,7 +289,7 @@ static void uniform_chunks(void *arg, int64_t first, int64_t last)
     for (int64_t at = first * UNIFORM_CHUNK; at < job->n && at < last * UNIFORM_CHUNK; at += UNIFORM_CHUNK) {
         int64_t n = job->n - at < UNIFORM_CHUNK ? job->n - at : UNIFORM_CHUNK;
 
-        job->nn->uniform(n, job->seed, job->offset + (uint64_t)at, (dsc_f32 *)(job->out + at));
+        job->kernels->uniform_f32(n, job->seed, job->offset + (uint64_t)at, (dsc_f32 *)(job->out + at));
     }
 }
 
@@ -303,7 +303,7 @@ dsc_status dsc_moe_uniform(int64_t n, uint64_t seed, int64_t offset, const struc
     if (n > 0 && out == NULL)
         return dsc_fail(DSC_EINVAL, "out is NULL for %lld numbers", (long long)n);
 
-    struct uniform_job job = {dsc_nn_kernels_get(), n, seed, (uint64_t)offset, out};
+    struct uniform_job job = {dsc_kernels_get(), n, seed, (uint64_t)offset, out};
 
     if (n > 0)
         dsc_par_run(par, (n - 1) / UNIFORM_CHUNK + 1, uniform_chunks, &job);

@@ -280,6 +280,7 @@ struct edges {
 
 struct job {
     const struct dsc_kernels *kernels;
+    const struct dsc_quant_kernels *quant;
     const struct dsc_optim_args *args;
     const struct dsc_optim_tensor *tensors;
     struct dsc_optim_scalars scalars;
@@ -340,7 +341,7 @@ static dsc_f32 *state_block(const struct job *job, const struct dsc_optim_tensor
     if (job->q8 == NULL)
         return writable(job->kernels, dtype, at(tensor->state[slot], dtype, begin), n, scratch, is_read);
     if (is_read)
-        dsc_q8_load(job->kernels, job->q8[slot], tensor->state[slot], tensor->state_scale[slot], begin, n, scratch);
+        dsc_q8_load(job->quant, job->q8[slot], tensor->state[slot], tensor->state_scale[slot], begin, n, scratch);
     return scratch;
 }
 
@@ -352,7 +353,7 @@ static void store_state(const struct job *job, const struct dsc_optim_tensor *te
     if (job->q8 == NULL)
         dsc_store_f32(job->kernels, dtype, block, n, at(tensor->state[slot], dtype, begin));
     else
-        dsc_q8_store(job->kernels, job->q8[slot], block, begin, n, tensor->state[slot], tensor->state_scale[slot]);
+        dsc_q8_store(job->quant, job->q8[slot], block, begin, n, tensor->state[slot], tensor->state_scale[slot]);
 }
 
 static void run_pass(const struct job *job, const struct pass *pass, const struct dsc_optim_tensor *tensor,
@@ -484,6 +485,7 @@ static dsc_status init_job(struct job *job, const struct dsc_optim_args *args, c
     job->ratios = NULL;
     job->sumsq = NULL;
     job->kernels = dsc_kernels_get();
+    job->quant = dsc_quant_kernels_get();
     return dsc_list_init(&job->list, n_tensors > 0 ? &tensors->n_elems : NULL, sizeof *tensors, n_tensors);
 }
 

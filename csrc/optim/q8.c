@@ -19,7 +19,7 @@ static int64_t rest_of_block(int64_t at, int64_t n_left)
     return n < n_left ? n : n_left;
 }
 
-void dsc_q8_load(const struct dsc_kernels *kernels, dsc_q8_code code, const void *codes, const void *scales,
+void dsc_q8_load(const struct dsc_quant_kernels *kernels, dsc_q8_code code, const void *codes, const void *scales,
                  int64_t begin, int64_t n, dsc_f32 *dst)
 {
     const dsc_f32 *scale = scales;
@@ -30,17 +30,17 @@ void dsc_q8_load(const struct dsc_kernels *kernels, dsc_q8_code code, const void
         int64_t n_here = rest_of_block(at, n - n_done);
 
         if (code == DSC_Q8_SIGNED)
-            kernels->dequantize_q8_signed(n_here, (const int8_t *)codes + at, scale[at / DSC_Q8_BLOCK_ELEMS],
-                                          dst + n_done);
+            kernels->values_of_q8_signed(n_here, (const int8_t *)codes + at, scale[at / DSC_Q8_BLOCK_ELEMS],
+                                         dst + n_done);
         else
-            kernels->dequantize_q8_unsigned(n_here, (const uint8_t *)codes + at, scale[at / DSC_Q8_BLOCK_ELEMS],
-                                            dst + n_done);
+            kernels->values_of_q8_unsigned(n_here, (const uint8_t *)codes + at, scale[at / DSC_Q8_BLOCK_ELEMS],
+                                           dst + n_done);
         n_done += n_here;
     }
 }
 
-void dsc_q8_store(const struct dsc_kernels *kernels, dsc_q8_code code, const dsc_f32 *src, int64_t begin, int64_t n,
-                  void *codes, void *scales)
+void dsc_q8_store(const struct dsc_quant_kernels *kernels, dsc_q8_code code, const dsc_f32 *src, int64_t begin,
+                  int64_t n, void *codes, void *scales)
 {
     dsc_f32 *scale = scales;
     int64_t n_done = 0;
@@ -50,15 +50,15 @@ void dsc_q8_store(const struct dsc_kernels *kernels, dsc_q8_code code, const dsc
         int64_t n_here = rest_of_block(at, n - n_done);
 
         if (code == DSC_Q8_SIGNED)
-            kernels->quantize_q8_signed(n_here, src + n_done, (int8_t *)codes + at, &scale[at / DSC_Q8_BLOCK_ELEMS]);
+            kernels->q8_signed(n_here, src + n_done, (int8_t *)codes + at, &scale[at / DSC_Q8_BLOCK_ELEMS]);
         else
-            kernels->quantize_q8_unsigned(n_here, src + n_done, (uint8_t *)codes + at, &scale[at / DSC_Q8_BLOCK_ELEMS]);
+            kernels->q8_unsigned(n_here, src + n_done, (uint8_t *)codes + at, &scale[at / DSC_Q8_BLOCK_ELEMS]);
         n_done += n_here;
     }
 }
 
 struct job {
-    const struct dsc_kernels *kernels;
+    const struct dsc_quant_kernels *kernels;
     dsc_q8_code code;
     int64_t n_elems;
     int64_t chunk_elems;
@@ -133,7 +133,7 @@ static dsc_status init_job(struct job *job, const char *what, dsc_q8_code code, 
                         : scales == NULL ? "scales"
                                          : "values",
                         (long long)n_elems);
-    job->kernels = dsc_kernels_get();
+    job->kernels = dsc_quant_kernels_get();
     DSC_TRY(dsc_list_init(&list, &n_elems, sizeof n_elems, 1));
     job->code = code;
     job->n_elems = n_elems;

@@ -21,6 +21,7 @@
 #include "dsc/pipe.h"
 #include "dsc/pool.h"
 #include "dsc/process.h"
+#include "dsc/quant.h"
 #include "dsc/recompute.h"
 #include "dsc/scaler.h"
 #include "dsc/seq.h"

@@ -4,7 +4,7 @@
  * without a table of codes.
  */
 #include "base/half.h"
-#include "cpu/table.h"
+#include "quant/table.h"
 
 #include <math.h>
 
@@ -19,9 +19,6 @@
  */
 #define MIN_SIGNED_SCALE 0x1p-98f
 #define MIN_UNSIGNED_SCALE 0x1p-62f
-
-#define INF_BITS 0x7f800000
-#define NAN_BITS 0x7fc00000u
 
 /* The bits of the largest magnitude. Bits of magnitudes have the order of the numbers, with NaN above all. */
 static inline int32_t largest_bits(int64_t n, const dsc_f32 *src)
@@ -43,12 +40,12 @@ static inline float scale_of(int32_t largest, float min, float below)
 
     if (largest == 0)
         return 0.0f;
-    if (largest >= INF_BITS) /* make values that cannot be stored visible */
-        return dsc_f32_from_bits(NAN_BITS);
+    if (largest >= DSC_QUANT_INF_BITS) /* make values that cannot be stored visible */
+        return dsc_f32_from_bits(DSC_QUANT_NAN_BITS);
     return scale < min ? below : scale;
 }
 
-void DSC_K(quantize_q8_signed)(int64_t n, const dsc_f32 *restrict src, int8_t *restrict codes, dsc_f32 *restrict scale)
+void DSC_K(quant_q8_signed)(int64_t n, const dsc_f32 *restrict src, int8_t *restrict codes, dsc_f32 *restrict scale)
 {
     float largest = scale_of(largest_bits(n, src), MIN_SIGNED_SCALE, 0.0f);
     float factor = largest == 0.0f ? 0.0f : MAX_SIGNED / sqrtf(sqrtf(largest));
@@ -65,8 +62,7 @@ void DSC_K(quantize_q8_signed)(int64_t n, const dsc_f32 *restrict src, int8_t *r
     }
 }
 
-void DSC_K(quantize_q8_unsigned)(int64_t n, const dsc_f32 *restrict src, uint8_t *restrict codes,
-                                 dsc_f32 *restrict scale)
+void DSC_K(quant_q8_unsigned)(int64_t n, const dsc_f32 *restrict src, uint8_t *restrict codes, dsc_f32 *restrict scale)
 {
     float largest = scale_of(largest_bits(n, src), MIN_UNSIGNED_SCALE, MIN_UNSIGNED_SCALE);
     float factor = largest == 0.0f ? 0.0f : MAX_UNSIGNED / sqrtf(sqrtf(sqrtf(largest)));
@@ -87,7 +83,7 @@ void DSC_K(quantize_q8_unsigned)(int64_t n, const dsc_f32 *restrict src, uint8_t
  * magnitude is read back as its scale.
  */
 
-void DSC_K(dequantize_q8_signed)(int64_t n, const int8_t *restrict codes, float scale, dsc_f32 *restrict dst)
+void DSC_K(quant_values_of_q8_signed)(int64_t n, const int8_t *restrict codes, float scale, dsc_f32 *restrict dst)
 {
     for (int64_t i = 0; i < n; i++) {
         float root = (float)codes[i] * (1.0f / MAX_SIGNED);
@@ -98,7 +94,7 @@ void DSC_K(dequantize_q8_signed)(int64_t n, const int8_t *restrict codes, float 
     }
 }
 
-void DSC_K(dequantize_q8_unsigned)(int64_t n, const uint8_t *restrict codes, float scale, dsc_f32 *restrict dst)
+void DSC_K(quant_values_of_q8_unsigned)(int64_t n, const uint8_t *restrict codes, float scale, dsc_f32 *restrict dst)
 {
     for (int64_t i = 0; i < n; i++) {
         float root = (float)codes[i] * (1.0f / MAX_UNSIGNED);
