@@ -13,14 +13,15 @@ how a tensor is cut over ranks, if each passes its ``offset``.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from deepspeed_c import _C  # noqa: F401  (registers the operators)
 from deepspeed_c.ops import quant_reference as reference
 
-__all__ = ["FORMATS", "Quantized", "dequantize", "fake_quantize", "quantize"]
+__all__ = ["FORMATS", "Quantized", "dequantize", "fake_quantize", "fake_quantize_with", "quantize"]
 
 FormatName = Literal["int8", "int4", "e4m3", "e5m2"]
 ScaleType = Literal["float32", "bfloat16", "float16", "e8m0"]
@@ -43,22 +44,20 @@ class Quantized(NamedTuple):
     n_cols: int
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.detach().float().reshape(-1, x.shape[-1] if x.dim() else 1)
+_ops = torch.ops.deepspeed_c
+_SCALE_TYPES = ("float32", "bfloat16", "float16", "e8m0")
+_CODE_DTYPES = {
+    "int8": torch.int8,
+    "int4": torch.uint8,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
 
 
-class _FakeQuantize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, format_name, group, is_symmetric, scale_type, seed, offset):
-        rows = _rows(x)
-        group = group or max(rows.shape[1], 1)
-        scales, zeros = reference.scales_of(rows, format_name, group, is_symmetric, scale_type)
-        numbers = reference.stepped(rows, scales, zeros, format_name, group, seed, offset)
-        return reference.decode(numbers, scales, zeros, group).view(x.shape).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy, None, None, None, None, None, None
+def _scale_type(name: str) -> int:
+    if name not in _SCALE_TYPES:
+        raise ValueError(f"there is no type of scales {name!r}; the types are {', '.join(_SCALE_TYPES)}")
+    return _SCALE_TYPES.index(name)
 
 
 def fake_quantize(
@@ -79,7 +78,17 @@ def fake_quantize(
 
     Raises ValueError for a format that does not exist, and for float8 formats that are not symmetric.
     """
-    return _FakeQuantize.apply(x, format, group, symmetric, scale_type, seed, offset)
+    return _ops.quant_fake(x, format, group, symmetric, _scale_type(scale_type), seed, offset)
+
+
+def fake_quantize_with(
+    x: Tensor, scales: Tensor, zero_points: Tensor | None = None, format: FormatName = "int8", *, group: int = 0
+) -> Tensor:
+    """``fake_quantize`` with given scales, float32 [..., n_groups], and zero points, int8 [..., n_groups].
+
+    Elements outside of the format's range become its ends, and pass their gradient on as all do. A NaN stays.
+    """
+    return _ops.quant_fake_with(x, scales, zero_points, format, group)
 
 
 def quantize(
@@ -93,31 +102,119 @@ def quantize(
     offset: int = 0,
 ) -> Quantized:
     """The codes and scales of ``x`` [..., n_cols]; arguments as in ``fake_quantize``."""
-    rows = _rows(x)
-    group = group or max(rows.shape[1], 1)
-    scales, zeros = reference.scales_of(rows, format, group, symmetric, scale_type)
-    codes = reference.encode(reference.stepped(rows, scales, zeros, format, group, seed, offset), format)
-    lead = x.shape[:-1]
+    codes, scales, zeros = _ops.quant_quantize(
+        x.detach(), format, group, symmetric, _scale_type(scale_type), seed, offset
+    )
+    n_cols = x.shape[-1]
     return Quantized(
-        codes.view(*lead, codes.shape[1]),
-        scales.view(*lead, scales.shape[1]),
-        None if zeros is None else zeros.to(torch.int8).view(*lead, zeros.shape[1]),
-        format,
-        group,
-        rows.shape[1],
+        codes.view(_CODE_DTYPES[format]), scales, None if symmetric else zeros, format, group or max(n_cols, 1), n_cols
     )
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values [..., n_cols] that codes stand for."""
-    codes, n_cols = quantized.codes, quantized.n_cols
-    rows = codes.reshape(-1, codes.shape[-1])
-    numbers = reference.unpack(rows, n_cols) if quantized.format == "int4" else rows
-    zeros = quantized.zero_points
-    values = reference.decode(
-        numbers.float(),
-        quantized.scales.reshape(len(rows), -1),
-        None if zeros is None else zeros.reshape(len(rows), -1).float(),
-        quantized.group,
+    """The values [..., n_cols] that codes stand for. dtype: float32, bfloat16 or float16."""
+    codes, scales, zeros, format_name, group, n_cols = quantized
+    out = torch.empty((*codes.shape[:-1], n_cols), dtype=dtype, device=codes.device)
+    _ops.quant_dequantize_(codes.view(torch.uint8), scales, zeros, format_name, group, out)
+    return out
+
+
+# Devices without kernels compute the formulas.
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.float().reshape(-1, x.shape[-1] if x.dim() else 1)
+
+
+def _formula_numbers(
+    x: Tensor, format_name: str, group: int, is_symmetric: bool, scale_type: int, seed: int | None, offset: int
+) -> tuple[Tensor, Tensor, Tensor | None, int]:
+    rows = _rows(x)
+    group = group or max(rows.shape[1], 1)
+    scales, zeros = reference.scales_of(rows, format_name, group, is_symmetric, _SCALE_TYPES[scale_type])
+    return reference.stepped(rows, scales, zeros, format_name, group, seed, offset), scales, zeros, group
+
+
+def _formula_fake(x: Tensor, *how: Any) -> Tensor:
+    return reference.decode(*_formula_numbers(x, *how)).view(x.shape).to(x.dtype)
+
+
+def _formula_fake_with(x: Tensor, scales: Tensor, zero_points: Tensor | None, format_name: str, group: int) -> Tensor:
+    rows = _rows(x)
+    group = group or max(rows.shape[1], 1)
+    of_rows = scales.reshape(len(rows), -1)
+    zeros = None if zero_points is None else zero_points.reshape(len(rows), -1).float()
+    numbers = reference.stepped(rows, of_rows, zeros, format_name, group)
+    return reference.decode(numbers, of_rows, zeros, group).view(x.shape).to(x.dtype)
+
+
+def _formula_quantize(x: Tensor, format_name: str, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
+    numbers, scales, zeros, _ = _formula_numbers(x, format_name, *how)
+    codes = reference.encode(numbers, format_name).view(torch.uint8)
+    lead = x.shape[:-1]
+    return (
+        codes.view(*lead, codes.shape[1]),
+        scales.view(*lead, scales.shape[1]),
+        (scales[:, :0] if zeros is None else zeros).to(torch.int8).view(*lead, -1),
     )
-    return values.view(*codes.shape[:-1], n_cols).to(dtype)
+
+
+def _formula_dequantize(
+    codes: Tensor, scales: Tensor, zero_points: Tensor | None, format_name: str, group: int, out: Tensor
+) -> None:
+    rows = codes.reshape(-1, codes.shape[-1])
+    numbers = (
+        reference.unpack(rows, out.shape[-1]) if format_name == "int4" else rows.view(_CODE_DTYPES[format_name])
+    ).float()
+    zeros = None if zero_points is None else zero_points.reshape(len(rows), -1).float()
+    values = reference.decode(numbers, scales.reshape(len(rows), -1), zeros, group or max(out.shape[-1], 1))
+    out.copy_(values.view(out.shape))
+
+
+# Fakes: shapes and dtypes without data.
+
+
+def _fake_like(x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _fake_quantized(
+    x: Tensor, format_name: str, group: int, is_symmetric: bool, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    *lead, n_cols = x.shape
+    has_elements = x.numel() > 0
+    n_groups = -(-n_cols // (group or max(n_cols, 1))) if has_elements else 0
+    n_bytes = 4 * -(-n_cols // 8) if format_name == "int4" else n_cols
+    return (
+        x.new_empty((*lead, n_bytes if has_elements else 0), dtype=torch.uint8),
+        x.new_empty((*lead, n_groups), dtype=torch.float32),
+        x.new_empty((*lead, 0 if is_symmetric else n_groups), dtype=torch.int8),
+    )
+
+
+def _fake_dequantized(*arguments: Any) -> None:
+    """The operator writes to its argument, and fake tensors have no data."""
+
+
+_LIBRARY = torch.library.Library("deepspeed_c", "FRAGMENT")
+for _name, _formula, _fake in (
+    ("quant_fake", _formula_fake, _fake_like),
+    ("quant_fake_with", _formula_fake_with, _fake_like),
+    ("quant_quantize", _formula_quantize, _fake_quantized),
+    ("quant_dequantize_", _formula_dequantize, _fake_dequantized),
+):
+    _LIBRARY.impl(_name, _formula, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _fake, "Meta")
+
+
+def _straight_through(ctx: Any, dy: Tensor) -> tuple:
+    """The gradient of x is that of the result; other operands have none."""
+    return dy, *[None] * (ctx.n_operands - 1)
+
+
+def _note_operands(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.n_operands = len(inputs)
+
+
+for _name in ("quant_fake", "quant_fake_with"):
+    torch.library.register_autograd(f"deepspeed_c::{_name}", _straight_through, setup_context=_note_operands)

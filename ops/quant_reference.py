@@ -34,6 +34,9 @@ class Format(NamedTuple):
         return self.mantissa_bits is None
 
 
+LEAST_EXPONENT = -100
+"""Of scales: a group whose scale would be less than 2 to this power is zeros, with the scale 1."""
+
 FORMATS = {
     "int8": Format(-128.0, 127.0, 127.5, exponent=6),
     "int4": Format(-8.0, 7.0, 7.5, exponent=2),
@@ -59,7 +62,7 @@ def scales_of(
     """(scales, zero points or None), float32 [n_rows, n_groups]."""
     format_ = FORMATS[format_name]
     groups = _by_group(rows, group)
-    largest = groups.abs().amax(2) if group else rows.new_zeros(groups.shape[:2])
+    largest = groups.abs().amax(2)
     if is_symmetric:
         scales = largest / format_.span
     else:
@@ -67,11 +70,11 @@ def scales_of(
         scales = (high - low) / (format_.largest - format_.lowest)
     if scale_type == "e8m0":
         exponents = torch.frexp(largest).exponent - 1 - format_.exponent
-        scales = torch.ldexp(torch.ones_like(largest), exponents.clamp(-126, 127))
+        scales = torch.ldexp(torch.ones_like(largest), exponents.clamp(min=LEAST_EXPONENT))
         scales = torch.where(largest > 0, scales, 1.0)
     elif scale_type != "float32":
         scales = scales.to(getattr(torch, scale_type)).float()
-    scales = torch.where(scales == 0, 1.0, scales)
+    scales = torch.where(scales < 2.0**LEAST_EXPONENT, 1.0, scales)
     scales = torch.where(largest.isfinite() & scales.isfinite(), scales, torch.nan)
     if is_symmetric:
         return scales, None
@@ -107,7 +110,8 @@ def stepped(
     else:
         words = philox(seed, offset % 4 + rows.numel(), rows.device, first_counter=offset // 4)[offset % 4 :]
         counts = (counts + (words >> 8).view(rows.shape).to(rows.dtype) * 2.0**-24).floor()
-    return (counts * step).clamp(format_.lowest, format_.largest)
+    numbers = (counts * step).clamp(format_.lowest, format_.largest)
+    return numbers + 0.0 if format_.is_integer else numbers.copysign(rows)  # integers have no -0
 
 
 def decode(numbers: Tensor, scales: Tensor, zero_points: Tensor | None, group: int) -> Tensor:
@@ -120,11 +124,12 @@ def decode(numbers: Tensor, scales: Tensor, zero_points: Tensor | None, group: i
 
 def encode(numbers: Tensor, format_name: str) -> Tensor:
     """The codes of a format's numbers: int8, for "int4" two in a byte (uint8), or the float8 dtype."""
+    numbers = torch.where(numbers.isnan(), torch.nan, numbers)  # NaN without a sign
     if format_name == "e4m3":
         return numbers.to(torch.float8_e4m3fn)
     if format_name == "e5m2":
         return numbers.to(torch.float8_e5m2)
-    codes = torch.where(numbers.isnan(), 0.0, numbers)
+    codes = numbers.nan_to_num(nan=0.0)
     return pack(codes) if format_name == "int4" else codes.to(torch.int8)
 
 

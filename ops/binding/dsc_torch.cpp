@@ -264,6 +264,18 @@ Tensor new_i64(const Tensor &like, const std::vector<int64_t> &sizes)
                                     torch::headeronly::ScalarType::Long);
 }
 
+Tensor new_bytes(const Tensor &like, const std::vector<int64_t> &sizes)
+{
+    return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.data(), sizes.size()),
+                                    torch::headeronly::ScalarType::Byte);
+}
+
+Tensor new_int8(const Tensor &like, const std::vector<int64_t> &sizes)
+{
+    return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.data(), sizes.size()),
+                                    torch::headeronly::ScalarType::Char);
+}
+
 double *f64_data(const Tensor &tensor)
 {
     return static_cast<double *>(tensor.mutable_data_ptr());

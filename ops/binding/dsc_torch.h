@@ -95,10 +95,12 @@ class DeviceScope {
 Tensor new_f64(AtenTensorHandle like, std::initializer_list<int64_t> sizes, bool is_zeroed);
 double *f64_data(const Tensor &tensor);
 
-/* Uninitialised tensors on the device of `like`: of its dtype, of f32 or of int64. */
+/* Uninitialised tensors on the device of `like`: of its dtype, of f32, int64, uint8 or int8. */
 Tensor new_like(const Tensor &like, const std::vector<int64_t> &sizes);
 Tensor new_f32(const Tensor &like, const std::vector<int64_t> &sizes);
 Tensor new_i64(const Tensor &like, const std::vector<int64_t> &sizes);
+Tensor new_bytes(const Tensor &like, const std::vector<int64_t> &sizes);
+Tensor new_int8(const Tensor &like, const std::vector<int64_t> &sizes);
 using torch::stable::contiguous;
 using torch::stable::empty_like;
 

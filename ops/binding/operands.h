@@ -68,11 +68,15 @@ class Operands {
 
     float *read_f32(const Tensor &tensor, const char *name, int64_t n_elems) const
     {
-        const View view = view_of(tensor, name);
-
-        if (view.dtype != aoti_torch_dtype_float32())
-            fail(name, std::string("is of ") + dtype_name(view.dtype) + "; float32 is needed");
-        return static_cast<float *>(dense(view, name, n_elems));
+        return static_cast<float *>(read_as(tensor, name, aoti_torch_dtype_float32(), n_elems));
+    }
+    int8_t *read_int8(const Tensor &tensor, const char *name, int64_t n_elems) const
+    {
+        return static_cast<int8_t *>(read_as(tensor, name, aoti_torch_dtype_int8(), n_elems));
+    }
+    void *read_bytes(const Tensor &tensor, const char *name, int64_t n_elems) const
+    {
+        return read_as(tensor, name, aoti_torch_dtype_uint8(), n_elems);
     }
 
     /* Reads a dense int64 tensor of n_dims dimensions. */
@@ -173,6 +177,15 @@ class Operands {
     dsc_dtype dtype;
 
   private:
+    void *read_as(const Tensor &tensor, const char *name, int32_t torch_dtype, int64_t n_elems) const
+    {
+        const View view = view_of(tensor, name);
+
+        if (view.dtype != torch_dtype)
+            fail(name, std::string("is of ") + dtype_name(view.dtype) + "; " + dtype_name(torch_dtype) + " is needed");
+        return dense(view, name, n_elems);
+    }
+
     void *dense(const View &view, const char *name, int64_t n_elems) const
     {
         if (view.n_elems != n_elems)

@@ -102,7 +102,9 @@ STEP wide_ints float8_of(const struct dsc_quant_numbers *numbers, wide r)
     wide_ints code = (is_normal & normal) | (~is_normal & subnormal);
     wide_ints is_nan = magnitude > DSC_QUANT_INF_BITS;
 
-    return (((is_nan & 0x7f) | (~is_nan & code)) | (((wide_ints)r >> 24) & 0x80));
+    wide_ints sign = ((wide_ints)r >> 24) & 0x80;
+
+    return (is_nan & 0x7f) | (~is_nan & (code | sign));
 }
 
 STEP wide float8_value(const struct dsc_quant_numbers *numbers, wide_ints code)

@@ -1,0 +1,142 @@
+/* The operators of dsc/quant.h. Rows are all dimensions but the last. */
+#include "operands.h"
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace {
+
+using dsc::MaybeTensor;
+using dsc::Operands;
+using dsc::Tensor;
+
+/* How a tensor is quantized, as the operators' schemas have it. */
+struct How {
+    std::string format;
+    int64_t group; /* 0: the whole row */
+    bool is_symmetric;
+    int64_t scale_type; /* dsc_quant_scale */
+    std::optional<int64_t> seed;
+    int64_t offset;
+};
+
+struct dsc_quant begin(const Operands &o, const How &how, const char *op)
+{
+    auto call = o.begin<struct dsc_quant>();
+
+    dsc::check(dsc_quant_find(how.format.c_str(), &call.format), op);
+    call.group = how.group == 0 ? call.n_cols : how.group;
+    call.is_symmetric = how.is_symmetric;
+    call.scale_type = static_cast<dsc_quant_scale>(how.scale_type);
+    call.is_stochastic = how.seed.has_value();
+    call.seed = static_cast<uint64_t>(how.seed.value_or(0));
+    call.offset = how.offset;
+    return call;
+}
+
+/* The sizes of x with another last dimension. */
+std::vector<int64_t> sizes_with(const Tensor &x, int64_t last)
+{
+    const auto sizes = x.sizes();
+    std::vector<int64_t> found(sizes.begin(), sizes.end());
+
+    found.back() = last;
+    return found;
+}
+
+/* Sets scales and zero points that are given, or that make the call's format symmetric. */
+void give(const Operands &o, const Tensor &scales, const MaybeTensor &zero_points, struct dsc_quant *call)
+{
+    const int64_t n_groups = call->n_rows * dsc_quant_n_groups(call->n_cols, call->group);
+
+    call->has_scales = true;
+    call->is_symmetric = !zero_points.has_value();
+    call->scales = static_cast<float *>(o.read_f32(scales, "scales", n_groups));
+    if (zero_points.has_value())
+        call->zero_points = static_cast<int8_t *>(o.read_int8(*zero_points, "zero_points", n_groups));
+}
+
+Tensor quant_fake(const Tensor &x_in, const std::string &format, int64_t group, bool is_symmetric, int64_t scale_type,
+                  std::optional<int64_t> seed, int64_t offset)
+{
+    const Tensor x = dsc::contiguous(x_in);
+    const Operands o("quant_fake", x, "x");
+    const Tensor y = dsc::empty_like(x);
+    auto call = begin(o, {format, group, is_symmetric, scale_type, seed, offset}, "quant_fake");
+
+    call.x = o.read_all(x, "x");
+    call.y = y.mutable_data_ptr();
+    o.run(dsc_quant_fake, call);
+    return y;
+}
+
+Tensor quant_fake_with(const Tensor &x_in, const Tensor &scales, const MaybeTensor &zero_points,
+                       const std::string &format, int64_t group)
+{
+    const Tensor x = dsc::contiguous(x_in);
+    const Operands o("quant_fake_with", x, "x");
+    const Tensor y = dsc::empty_like(x);
+    auto call = begin(o, {format, group, true, DSC_QUANT_SCALE_F32, std::nullopt, 0}, "quant_fake_with");
+
+    give(o, scales, zero_points, &call);
+    call.x = o.read_all(x, "x");
+    call.y = y.mutable_data_ptr();
+    o.run(dsc_quant_fake, call);
+    return y;
+}
+
+std::tuple<Tensor, Tensor, Tensor> quant_quantize(const Tensor &x_in, const std::string &format, int64_t group,
+                                                  bool is_symmetric, int64_t scale_type, std::optional<int64_t> seed,
+                                                  int64_t offset)
+{
+    const Tensor x = dsc::contiguous(x_in);
+    const Operands o("quant_quantize", x, "x");
+    auto call = begin(o, {format, group, is_symmetric, scale_type, seed, offset}, "quant_quantize");
+    const int64_t n_groups = o.n_rows == 0 ? 0 : dsc_quant_n_groups(call.n_cols, call.group);
+    const int64_t row_bytes = o.n_rows == 0 ? 0 : dsc_quant_row_bytes(call.format, call.n_cols);
+    const Tensor codes = dsc::new_bytes(x, sizes_with(x, row_bytes));
+    const Tensor scales = dsc::new_f32(x, sizes_with(x, n_groups));
+    const Tensor zero_points = dsc::new_int8(x, sizes_with(x, is_symmetric ? 0 : n_groups));
+
+    call.x = o.read_all(x, "x");
+    call.codes = codes.mutable_data_ptr();
+    call.scales = static_cast<float *>(scales.mutable_data_ptr());
+    call.zero_points = is_symmetric ? nullptr : static_cast<int8_t *>(zero_points.mutable_data_ptr());
+    o.run(dsc_quant_quantize, call);
+    return {codes, scales, zero_points};
+}
+
+/* out: [..., n_cols], whose dtype and rows are those of the result. */
+void quant_dequantize(const Tensor &codes, const Tensor &scales, const MaybeTensor &zero_points,
+                      const std::string &format, int64_t group, const Tensor &out)
+{
+    const Operands o("quant_dequantize_", out, "out");
+    auto call = begin(o, {format, group, true, DSC_QUANT_SCALE_F32, std::nullopt, 0}, "quant_dequantize_");
+
+    give(o, scales, zero_points, &call);
+    call.codes = o.read_bytes(codes, "codes", call.n_rows * dsc_quant_row_bytes(call.format, call.n_cols));
+    call.y = o.read_all(out, "out");
+    o.run(dsc_quant_dequantize, call);
+}
+
+}  // namespace
+
+DSC_OPS(m)
+{
+    m.def(
+        "quant_fake(Tensor x, str format, int group, bool is_symmetric, int scale_type, int? seed, int offset) -> Tensor");
+    m.def("quant_fake_with(Tensor x, Tensor scales, Tensor? zero_points, str format, int group) -> Tensor");
+    m.def(
+        "quant_quantize(Tensor x, str format, int group, bool is_symmetric, int scale_type, int? seed, int offset) -> (Tensor codes, Tensor scales, Tensor zero_points)");
+    m.def(
+        "quant_dequantize_(Tensor codes, Tensor scales, Tensor? zero_points, str format, int group, Tensor(a!) out) -> ()");
+}
+
+DSC_OPS_CPU(m)
+{
+    m.impl("quant_fake", DSC_BOX(&quant_fake));
+    m.impl("quant_fake_with", DSC_BOX(&quant_fake_with));
+    m.impl("quant_quantize", DSC_BOX(&quant_quantize));
+    m.impl("quant_dequantize_", DSC_BOX(&quant_dequantize));
+}
