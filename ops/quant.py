@@ -3,8 +3,8 @@
 Formats: "int8" (-128 to 127), "int4" (-8 to 7), "e4m3" and "e5m2" (float8, arXiv 2209.05433). An element is (code -
 zero point) * scale; symmetric formats have no zero points. A group's scale is its largest magnitude over 127.5, 7.5,
 448 or 57344; an asymmetric group's is its range, which includes 0, over 255 or 15. A group of zeros has the scale 1. A
-group with NaN or inf has the scale NaN, so that every element reads as NaN. The formulas are in ``dsc/quant.h``; results
-have the same bits for any number of threads and any instruction set.
+group with NaN or inf has the scale NaN, so that every element reads as NaN. The formulas are in ``dsc/quant.h``.
+Results have the same bits for any number of threads and any instruction set.
 
 Rounding is to the nearest, ties to even. With a seed it is stochastic: up or down with the probability that keeps the
 mean, by a random number (Philox) that depends on the seed and on the element's position only. So it does not depend on
@@ -208,7 +208,7 @@ for _name, _formula, _fake in (
 
 
 def _straight_through(ctx: Any, dy: Tensor) -> tuple:
-    """The gradient of x is that of the result; other operands have none."""
+    """Passes the gradient of the result on to x."""
     return dy, *[None] * (ctx.n_operands - 1)
 
 

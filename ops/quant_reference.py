@@ -25,9 +25,9 @@ class Format(NamedTuple):
     mantissa_bits: int | None = None
     """None: integers."""
     least_exponent: int = 0
-    """Of the normal numbers."""
+    """Exponent of the smallest normal number."""
     exponent: int = 0
-    """Of the largest number: what the scales that are powers of two (e8m0) are chosen by."""
+    """Exponent of the largest power of two, for scales that are powers of two (e8m0)."""
 
     @property
     def is_integer(self) -> bool:
@@ -91,8 +91,8 @@ def stepped(
     seed: int | None = None,
     offset: int = 0,
 ) -> Tensor:
-    """The numbers of the format that stand for ``rows``, as floats. They round to the nearest, ties to even; with a
-    seed up or down at random. offset: the position of the first element among those that the seed counts."""
+    """The numbers of the format for ``rows``, as floats: rounded to the nearest, ties to even, or with a seed up or
+    down at random. offset: position of the first element for the random numbers."""
     format_ = FORMATS[format_name]
     n_cols = rows.shape[1]
     values = rows / _by_element(scales, n_cols, group)
@@ -134,8 +134,8 @@ def encode(numbers: Tensor, format_name: str) -> Tensor:
 
 
 def pack(numbers: Tensor) -> Tensor:
-    """Two codes (number + 8) in a byte, the first in the low half: uint8 [n_rows, 4 * ceil(n_cols / 8)]. What fills up
-    a row is 0."""
+    """uint8 [n_rows, 4 * ceil(n_cols / 8)]: two codes (number + 8) in a byte, the first in the low half, and zeros up to
+    the end of the row."""
     codes = torch.nn.functional.pad((numbers + 8).to(torch.uint8), (0, -numbers.shape[1] % 8))
     return codes[:, 0::2] | codes[:, 1::2] << 4
 

@@ -13,7 +13,7 @@ void dsc_q8_load(const struct dsc_quant_kernels *kernels, dsc_q8_code code, cons
  * Writes n elements from begin on. begin is the first element of a block; the range ends with a block or with the
  * tensor.
  */
-void dsc_q8_store(const struct dsc_quant_kernels *kernels, dsc_q8_code code, const dsc_f32 *src, int64_t begin, int64_t n,
-                  void *codes, void *scales);
+void dsc_q8_store(const struct dsc_quant_kernels *kernels, dsc_q8_code code, const dsc_f32 *src, int64_t begin,
+                  int64_t n, void *codes, void *scales);
 
 #endif

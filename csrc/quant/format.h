@@ -1,4 +1,4 @@
-/* The formats as a table, and the scale of a group from its range. */
+/* The table of formats, and the scale of a group from its range. */
 #ifndef DSC_QUANT_FORMAT_H
 #define DSC_QUANT_FORMAT_H
 
@@ -17,12 +17,8 @@ struct dsc_quant_numbers {
     int32_t least_exponent;
 };
 
-static const struct dsc_quant_numbers dsc_quant_numbers[DSC_QUANT_FORMAT_COUNT] = {
-#define DSC_QUANT(name, code_bits, lowest, largest, span, exponent, mantissa_bits, least_exponent) \
-    [DSC_QUANT_FORMAT_##name] = {lowest, largest, span, code_bits, exponent, mantissa_bits, least_exponent},
-#include "dsc/quant_formats.inc"
-#undef DSC_QUANT
-};
+/* By format. */
+extern const struct dsc_quant_numbers dsc_quant_numbers[DSC_QUANT_FORMAT_COUNT];
 
 /*
  * The smallest scale. Products with the smallest number of any format are normal, so processors that flush subnormals
@@ -35,9 +31,9 @@ static const struct dsc_quant_numbers dsc_quant_numbers[DSC_QUANT_FORMAT_COUNT] 
 #define DSC_QUANT_NAN_BITS 0x7fc00000u
 
 struct dsc_quant_range {
-    float low;             /* min(0, smallest element) */
-    float high;            /* max(0, largest element) */
-    int32_t largest_bits;  /* of the largest magnitude; NaN is above all */
+    float low;            /* min(0, smallest element) */
+    float high;           /* max(0, largest element) */
+    int32_t largest_bits; /* bits of the largest magnitude; NaN is above all */
 };
 
 struct dsc_quant_affine {
@@ -78,8 +74,8 @@ static inline struct dsc_quant_affine dsc_quant_affine_of(const struct dsc_quant
         return (struct dsc_quant_affine){dsc_f32_from_bits(DSC_QUANT_NAN_BITS), 0.0f};
     if (call->scale_type == DSC_QUANT_SCALE_E8M0)
         return (struct dsc_quant_affine){dsc_quant_e8m0(numbers, range.largest_bits), 0.0f};
-    scale = call->is_symmetric ? largest / numbers->span
-                               : (range.high - range.low) / (numbers->largest - numbers->lowest);
+    scale =
+        call->is_symmetric ? largest / numbers->span : (range.high - range.low) / (numbers->largest - numbers->lowest);
     scale = dsc_quant_rounded_scale(call->scale_type, scale);
     if (!(scale <= 0x1.fffffep127f)) /* the range, or the rounded scale, is too large */
         return (struct dsc_quant_affine){dsc_f32_from_bits(DSC_QUANT_NAN_BITS), 0.0f};

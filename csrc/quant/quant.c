@@ -17,16 +17,18 @@ const struct dsc_quant_kernels *dsc_quant_kernels_get(void)
     return tables[dsc_isa_index()];
 }
 
+const struct dsc_quant_numbers dsc_quant_numbers[DSC_QUANT_FORMAT_COUNT] = {
+#define DSC_QUANT(name, code_bits, lowest, largest, span, exponent, mantissa_bits, least_exponent) \
+    {lowest, largest, span, code_bits, exponent, mantissa_bits, least_exponent},
+#include "dsc/quant_formats.inc"
+#undef DSC_QUANT
+};
+
 static const char *const names[] = {
 #define DSC_QUANT(name, code_bits, lowest, largest, span, exponent, mantissa_bits, least_exponent) #name,
 #include "dsc/quant_formats.inc"
 #undef DSC_QUANT
 };
-
-const char *dsc_quant_name(int32_t i)
-{
-    return i >= 0 && i < DSC_QUANT_FORMAT_COUNT ? names[i] : NULL;
-}
 
 dsc_status dsc_quant_find(const char *name, dsc_quant_format *out_format)
 {

@@ -107,7 +107,7 @@ std::tuple<Tensor, Tensor, Tensor> quant_quantize(const Tensor &x_in, const std:
     return {codes, scales, zero_points};
 }
 
-/* out: [..., n_cols], whose dtype and rows are those of the result. */
+/* The result is written to out, [..., n_cols]. */
 void quant_dequantize(const Tensor &codes, const Tensor &scales, const MaybeTensor &zero_points,
                       const std::string &format, int64_t group, const Tensor &out)
 {

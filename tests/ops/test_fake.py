@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed_c.ops import moe, nn  # noqa: F401  (register operators, and gradients of some)
+from deepspeed_c.ops import moe, nn, quant  # noqa: F401  (register operators, and gradients of some)
 from tests.ops.data import optimizer_kinds
 
 HYPER = (2, 0.01, 0.9, 0.999, 1e-8, 0.1, 0.9, 0.0, 0.0, 0.01, 10.0, 1.0, 1)
@@ -54,6 +54,18 @@ def cases():
     yield "attention_merge_", "attention_merge_", (torch.zeros(2, 5, 3), torch.zeros(2, 5), torch.ones(2, 2, 3).bfloat16(), torch.ones(2, 2), 2, 1)
     yield from nn_cases()
     yield from moe_cases()
+    yield from quant_cases()
+
+
+def quant_cases():
+    x, scales, zeros = torch.rand(3, 11), torch.rand(3, 3), torch.zeros(3, 3, dtype=torch.int8)
+    yield "quant_fake", "quant_fake", (x.bfloat16().requires_grad_(), "e4m3", 4, True, 1, None, 0)
+    yield "quant_fake-random", "quant_fake", (x.clone().requires_grad_(), "int8", 0, False, 0, 7, 5)
+    yield "quant_fake_with", "quant_fake_with", (x.clone().requires_grad_(), scales, zeros, "int4", 4)
+    yield "quant_quantize", "quant_quantize", (x, "int4", 4, False, 0, None, 0)
+    yield "quant_quantize-symmetric", "quant_quantize", (x, "e5m2", 0, True, 3, None, 0)
+    codes = torch.zeros(3, 8, dtype=torch.uint8)
+    yield "quant_dequantize_", "quant_dequantize_", (codes, scales, zeros, "int4", 4, torch.zeros(3, 11).half())
 
 
 def moe_cases():

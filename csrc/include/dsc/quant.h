@@ -48,9 +48,6 @@ typedef enum dsc_quant_scale {
 /* Finds a format by its name. DSC_ENOTFOUND lists the known names. */
 DSC_API dsc_status dsc_quant_find(const char *name, dsc_quant_format *out_format);
 
-/* The name of format i; NULL past the last. */
-DSC_API const char *dsc_quant_name(int32_t i);
-
 /*
  * Bytes of the codes of a row: one for each element, or for int4 4 * ceil(n_cols / 8): two codes + 8 in a byte, the
  * first one in the low half, and zeros up to the end of the row. Groups of a row. Both 0 for negative or unknown

@@ -124,15 +124,15 @@ STEP wide float8_value(const struct dsc_quant_numbers *numbers, wide_ints code)
     return (wide)(value | ((code & 0x80) << 24));
 }
 
-/* What the steps of one group share. */
+/* The operands of the steps of one group. Step 0 takes the element in `column`. */
 struct group {
     const struct dsc_quant_numbers *numbers;
     struct dsc_quant_affine affine;
-    const dsc_f32 *random; /* of the element of step 0 */
+    const dsc_f32 *random;
     const void *x;
     void *y;
     uint8_t *codes; /* of the row */
-    int64_t column; /* of the element of step 0 */
+    int64_t column;
 };
 
 STEP wide random_of(bool is_random, const struct group *group, int64_t i, int64_t n)

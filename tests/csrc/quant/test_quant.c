@@ -16,6 +16,8 @@ struct format {
 static const struct format formats[] = {
     {8, -128, 127, 127.5, 6, -1, 0}, {4, -8, 7, 7.5, 2, -1, 0}, {8, -448, 448, 448, 8, 3, 7}, {8, -57344, 57344, 57344, 15, 2, 15}};
 
+static const char *const names[] = {"int8", "int4", "e4m3", "e5m2"};
+
 /* A call, and the memory of its results. */
 struct run {
     struct dsc_quant call;
@@ -249,7 +251,7 @@ static void test_formulas(const struct dsc_par *par)
                 for (dsc_dtype dtype = DSC_DTYPE_F32; dtype < DSC_DTYPE_COUNT; dtype++) {
                     struct run run = run_create(sizes[s][0], sizes[s][1], sizes[s][2], dtype, format, s % 3);
 
-                    TEST_CASE("%s, kind %d, %s, %d x %d by %d", dsc_quant_name(format), kind, dtype_names[dtype], (int)sizes[s][0],
+                    TEST_CASE("%s, kind %d, %s, %d x %d by %d", names[format], kind, dtype_names[dtype], (int)sizes[s][0],
                               (int)sizes[s][1], (int)sizes[s][2]);
                     run.call.is_symmetric = kind < 4;
                     run.call.scale_type = kind < 4 ? (dsc_quant_scale)kind : (dsc_quant_scale)(s % 3);
@@ -294,7 +296,7 @@ static void test_same_bits(const struct dsc_par *par)
                 while (next_isa(&isa_index, &isa)) {
                     struct run run = run_create(sizes[s][0], sizes[s][1], sizes[s][2], dtype, format, 2);
 
-                    TEST_CASE("%s on %s, kind %d, size %d", dsc_quant_name(format), isa, kind, (int)s);
+                    TEST_CASE("%s on %s, kind %d, size %d", names[format], isa, kind, (int)s);
                     memcpy(run.x.data, first.x.data, (size_t)run.x.n * dsc_dtype_bytes(dtype));
                     run.call.is_symmetric = first.call.is_symmetric;
                     run.call.is_stochastic = first.call.is_stochastic;
@@ -320,7 +322,7 @@ static void test_stochastic(void)
             double value = fmin(fmax(values[v], f->lowest), f->largest), below = -INFINITY, above = INFINITY, sum = 0;
             struct run run = run_create(1, N, N, DSC_DTYPE_F32, format, 0), part;
 
-            TEST_CASE("%s, %g", dsc_quant_name(format), value);
+            TEST_CASE("%s, %g", names[format], value);
             value = (float)value;
             for (int64_t i = 0; i < N; i++)
                 array_set(&run.x, i, (float)value);
@@ -364,7 +366,7 @@ static void test_given_scales(void)
         const struct format *f = &formats[format];
         struct run run = run_create(1, 256, 256, DSC_DTYPE_F32, format, 0);
 
-        TEST_CASE("%s", dsc_quant_name(format));
+        TEST_CASE("%s", names[format]);
         for (int code = 0; code < 256; code++)
             array_set(&run.x, code, (float)number_of(f, code));
         array_set(&run.scales, 0, 1.0f);
@@ -425,7 +427,6 @@ static void test_refusals(void)
     CHECK_ERROR(dsc_quant_find("int3", &format), DSC_ENOTFOUND, "int8, int4, e4m3, e5m2");
     CHECK_STATUS(dsc_quant_find("e5m2", &format), DSC_OK);
     CHECK_EQ(format, DSC_QUANT_FORMAT_e5m2);
-    CHECK(dsc_quant_name(DSC_QUANT_FORMAT_COUNT) == NULL && dsc_quant_name(-1) == NULL);
     CHECK_EQ(dsc_quant_row_bytes(DSC_QUANT_FORMAT_int4, 9), 8);
     CHECK_EQ(dsc_quant_row_bytes(DSC_QUANT_FORMAT_int4, -1), 0);
     CHECK_EQ(dsc_quant_n_groups(9, 4), 3);

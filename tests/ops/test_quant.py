@@ -1,0 +1,140 @@
+"""Quantization by groups: the C core against torch's own float8 types, an fp64 formula, and the formulas in PyTorch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_c.ops import quant
+from tests.ops.data import DTYPES, normal
+
+SCALE_TYPES = ("float32", "bfloat16", "float16", "e8m0")
+SPAN = {"int8": 127.5, "int4": 7.5, "e4m3": 448.0, "e5m2": 57344.0}
+
+
+def ways() -> list[Any]:
+    return list(_ways())
+
+
+def _ways() -> Iterator[Any]:
+    for format_name, symmetric, scale_type in itertools.product(quant.FORMATS, (True, False), SCALE_TYPES):
+        if symmetric or (format_name.startswith("int") and scale_type != "e8m0"):
+            yield pytest.param(format_name, symmetric, scale_type, id=f"{format_name}-{symmetric}-{scale_type}")
+
+
+def values(dtype: torch.dtype) -> torch.Tensor:
+    """Rows of different magnitudes; one is zeros, one has a NaN, one an inf."""
+    x = normal(3 * 7 * 70, 1).view(3, 7, 70) * torch.logspace(-3, 1, 7).view(7, 1)
+    x[0, 0] = 0
+    x[1, 2, 5], x[2, 3, 69] = torch.nan, torch.inf
+    return x.to(dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal, NaN where the other has NaN."""
+    a, b = a.float(), b.float()
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format_name, symmetric, scale_type", ways())
+def test_kernels_and_formulas_agree(format_name, symmetric, scale_type, dtype) -> None:
+    x, at = values(dtype), SCALE_TYPES.index(scale_type)
+    for group, seed in itertools.product((0, 1, 16, 33), (None, 5)):
+        how = {"group": group, "symmetric": symmetric, "scale_type": scale_type, "seed": seed, "offset": 3}
+        fake, quantized = quant.fake_quantize(x, format_name, **how), quant.quantize(x, format_name, **how)
+        assert same(quant.dequantize(quantized, dtype), fake), (group, seed)
+        formula = (x, format_name, group, symmetric, at, seed, 3)
+        assert same(quant._formula_fake(*formula), fake), (group, seed)
+        codes, scales, zeros = quant._formula_quantize(*formula)
+        assert torch.equal(codes, quantized.codes.view(torch.uint8)) and same(scales, quantized.scales)
+        assert symmetric or torch.equal(zeros, quantized.zero_points)
+        given = (quantized.scales, quantized.zero_points, format_name)
+        if seed is None:
+            assert same(quant.fake_quantize_with(x, *given, group=group), fake)
+            assert same(quant._formula_fake_with(x, *given, group), fake)
+        out = torch.empty_like(x)
+        quant._formula_dequantize(codes, *given, group, out)
+        assert same(out, fake)
+
+
+@pytest.mark.parametrize("format_name, dtype", [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
+def test_float8_codes_are_torchs(format_name: str, dtype: torch.dtype) -> None:
+    x = torch.cat([normal(20_000, 2) * 10.0 ** torch.randint(-8, 5, (20_000,)), torch.tensor([0.0, -0.0, torch.nan])])
+    largest = torch.finfo(dtype).max
+    codes = torch.ops.deepspeed_c.quant_fake_with(x, torch.ones(1), None, format_name, 0)
+    wanted = x.clamp(-largest, largest).to(dtype).float()
+    assert same(codes, wanted), (codes[codes != wanted], wanted[codes != wanted])
+
+
+@pytest.mark.parametrize("format_name", quant.FORMATS)
+def test_error_of_an_element(format_name: str) -> None:
+    """In fp64: half a step of an integer, half a unit of the last place of a float."""
+    x = normal(64 * 50, 3).view(50, 64)
+    y = quant.fake_quantize(x, format_name, group=64).double()
+    scale = x.double().abs().amax(1, keepdim=True) / SPAN[format_name]
+    if format_name.startswith("int"):
+        # The largest element is half a step above the largest number; its quotient is rounded to fp32.
+        bound = scale / 2 * (1 + 2**-16)
+    else:
+        bits, least = (3, -6) if format_name == "e4m3" else (2, -14)
+        exponents = (torch.frexp(x.double() / scale).exponent - 1).clamp(min=least)
+        bound = scale * 2.0 ** (exponents - bits - 1)
+    worst = ((y - x.double()).abs() / bound).max()
+    assert worst <= 1 + 1e-5, worst
+
+
+def test_int4_words_are_those_of_compressed_tensors() -> None:
+    """Eight codes + 8 in an int32, the first in the lowest bits; a row is filled up with zeros."""
+    x = torch.arange(-8, 3).float().expand(2, 11)
+    found = torch.ops.deepspeed_c.quant_quantize(x * 7.5 / 8, "int4", 0, True, 0, None, 0)[0]
+    words = [sum((q + 8) << 4 * i for i, q in enumerate(range(-8, 0))), sum((q + 8) << 4 * i for i, q in enumerate(range(3)))]
+    assert (found.view(torch.int32).long() & 0xFFFFFFFF).tolist() == [words] * 2
+
+
+def test_rounding_at_random_depends_on_the_position_only() -> None:
+    x = normal(6 * 96, 4).view(6, 96)
+    whole = quant.fake_quantize(x, "int4", group=32, seed=9)
+    parts = [quant.fake_quantize(x[i : i + 2], "int4", group=32, seed=9, offset=96 * i) for i in (0, 2, 4)]
+    assert torch.equal(torch.cat(parts), whole)
+    assert not torch.equal(quant.fake_quantize(x, "int4", group=32, seed=10), whole)
+    mean = torch.stack([quant.fake_quantize(x, "int4", group=32, seed=s) for s in range(400)]).mean(0)
+    step = x.view(6, 3, 32).abs().amax(2).repeat_interleave(32, 1) / 7.5
+    inside = (x / step).abs() < 6.9
+    worst = ((mean - x) / step).abs()[inside].max()
+    assert worst < 5 * 0.5 / 400**0.5, worst
+
+
+def test_gradients_go_straight_through() -> None:
+    x = normal(3 * 40, 5).view(3, 40).requires_grad_()
+    weight = normal(3 * 40, 6).view(3, 40)
+    (quant.fake_quantize(x, "int4", group=8) * weight).sum().backward()
+    assert torch.equal(x.grad, weight)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (2, 0, 4), (1,), (7,)])
+def test_awkward_shapes(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    for format_name in quant.FORMATS:
+        quantized = quant.quantize(x, format_name, group=2)
+        assert quant.dequantize(quantized).shape == x.shape == quant.fake_quantize(x, format_name, group=2).shape
+
+
+def test_refusals() -> None:
+    x = torch.randn(2, 8)
+    for text, call in {
+        "there is no format": lambda: quant.fake_quantize(x, "int3"),
+        "int8, int4, e4m3, e5m2": lambda: quant.quantize(x, "int3"),
+        "no zero points": lambda: quant.fake_quantize(x, "e4m3", symmetric=False),
+        "group is -1": lambda: quant.fake_quantize(x, group=-1),
+        "type of scales 'fp8'": lambda: quant.fake_quantize(x, scale_type="fp8"),
+        "float64": lambda: quant.fake_quantize(x.double()),
+        "argument scales": lambda: quant.fake_quantize_with(x, torch.ones(3)),
+    }.items():
+        with pytest.raises(Exception, match=text):
+            call()
+    assert torch.equal(x, x.clone())
