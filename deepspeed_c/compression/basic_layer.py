@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from deepspeed_c.compression.steps import AppliedSteps
 from deepspeed_c.inject.layers import LinearAllreduce, LinearLayer
-from deepspeed_c.ops.quant import fake_quantize
+from deepspeed_c.ops.quant import fake_quantize, fake_quantize_with
 
 __all__ = [
     "ActivationRule",
@@ -95,25 +95,24 @@ def quantize_weight(weight: Tensor, rule: WeightRule, seed: int | None = None) -
     ).view(weight.shape)
 
 
-class _InRange(torch.autograd.Function):
-    """Quantizes x [...] in the range ``limits`` [2]. A range without a width leaves x as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, limits: Tensor, bits: int, is_symmetric: bool) -> Tensor:
-        lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-        values, (low, high) = x.float(), limits.float()
-        if is_symmetric:
-            scale, zero = torch.maximum(low.abs(), high.abs()) / (highest + 0.5), torch.zeros_like(low)
-        else:
-            low, high = low.clamp(max=0), high.clamp(min=0)
-            scale = (high - low) / (highest - lowest)
-            zero = (lowest - low / scale).round()
-        codes = (values / scale + zero).round().clamp(lowest, highest)
-        return torch.where(scale > 0, (codes - zero) * scale, values).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return dy, None, None, None
+def _in_range(x: Tensor, limits: Tensor, bits: int, is_symmetric: bool) -> Tensor:
+    """x [...] quantized in the range ``limits`` [2]. A range without a width leaves x as it is."""
+    if x.numel() == 0:
+        return x
+    lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    low, high = limits.float()
+    zero_points = None
+    if is_symmetric:
+        scale = torch.maximum(low.abs(), high.abs()) / (highest + 0.5)
+    else:
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        scale = (high - low) / (highest - lowest)
+    has_width = scale > 0
+    scale = torch.where(has_width, scale, 1)
+    if not is_symmetric:
+        zero_points = (lowest - low / scale).round().clamp(lowest, highest).to(torch.int8).view(1, 1)
+    y = fake_quantize_with(x.reshape(1, -1), scale.view(1, 1), zero_points, f"int{bits}").view(x.shape)
+    return torch.where(has_width, y, x)
 
 
 class QuantAct(nn.Module):
@@ -131,7 +130,7 @@ class QuantAct(nn.Module):
         # A recomputed forward, which runs within a backward, has moved the range before.
         if self.training and x.numel() and torch._C._current_graph_task_id() == -1:
             self._move(x.detach())
-        return _InRange.apply(x, self.x_min_max, num_bits, self.quant_mode == "symmetric")
+        return _in_range(x, self.x_min_max, num_bits, self.quant_mode == "symmetric")
 
     def _move(self, x: Tensor) -> None:
         new, old, kept = torch.stack(torch.aminmax(x)).to(self.x_min_max), self.x_min_max, self.act_range_momentum
