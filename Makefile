@@ -116,5 +116,5 @@ $(ENV): constraints.txt $(SYSTEM)
 # One command installs the packages of tests and examples too, because a second install takes longer. Object files are
 # kept: tests/test_package.py makes a wheel of them.
 $(BUILT): $(ENV) $(SOURCES)
-	DSC_BUILD_DIR=$(CURDIR)/build/objects $(PIP) install --no-build-isolation -c constraints.txt -e ".[examples,hf,monitor,test]" ruff clang-format
+	DSC_BUILD_DIR=$(CURDIR)/build/objects $(PIP) install --no-build-isolation -c constraints.txt -e ".[examples,hf,monitor,test,tuning]" ruff clang-format
 	@touch $@

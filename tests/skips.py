@@ -80,6 +80,11 @@ WAYS = (
         'pip install -c constraints.txt "deepspeed_c[monitor]"',
     ),
     Way(
+        "optuna",
+        r"the extra \[tuning\] is not installed",
+        'pip install -c constraints.txt "deepspeed_c[tuning]"',
+    ),
+    Way(
         "the Hugging Face stack or Lightning",
         r"the extra \[(hf|test)\] is not installed",
         "make test with Python 3.11 or newer (PYTHON=python3.11), which installs both",

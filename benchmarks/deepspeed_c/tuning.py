@@ -5,7 +5,8 @@ The example GPT on 2 ranks in a memory cgroup of 4 GiB: stages, bf16 or fp32, an
 not fit. The grid runs every candidate that is planned to fit. ``model_based`` may run a third as many; what it chose is
 judged by what the grid measured for it. The cost of an experiment is its time over that of the script by itself, which
 makes as many steps with the same configuration; they take turns. ``planned_over_peak`` is the plan of a candidate over
-what its rank took, of all experiments of the grid. The benchmark needs permission to make a cgroup.
+what its rank took, of all experiments of the grid. The benchmark needs permission to make a cgroup,
+and the extra [tuning].
 Run: python -m benchmarks.deepspeed_c.tuning [--micro-batches 1 4 16 2048] [--stages 0 2 3] [--rounds 3] [--keep DIR]
 """
 

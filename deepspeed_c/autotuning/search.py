@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import random
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from deepspeed_c.autotuning.space import Candidate
+from deepspeed_c.errors import ConfigError
 
-__all__ = ["KINDS", "SMALLER_IS_BETTER", "is_better"]
+__all__ = ["KINDS", "SMALLER_IS_BETTER", "check_kind", "is_better"]
 
 # The other metrics are rates, and larger is better.
 SMALLER_IS_BETTER = frozenset({"latency", "forward", "step"})
 _SEED = 0
-# Weight of the squared coefficients in the fit: a unit of it is one observation that says 0.
-_RIDGE = 0.1
 
 Values = Mapping[str, float]
 """The metric of each candidate that ran, by name."""
@@ -39,41 +39,94 @@ def next_of_random(left: Sequence[Candidate], tried: Sequence[Candidate], values
 
 
 def next_of_model(left: Sequence[Candidate], tried: Sequence[Candidate], values: Values, metric: str) -> Candidate:
-    """The candidate that a model of the metric expects most of.
+    """The candidate next to the point that optuna's Gaussian process suggests; the first one until a candidate has run.
 
-    The model is a ridge regression of the metric's logarithm on a term for each value of each key, and on the
-    micro-batch's logarithm and its square. A candidate whose values have not been tried yet is expected to do as the
-    best of the others, plus the uncertainty of the fit (an upper confidence bound).
+    The process models the logarithm of the metric. A candidate that failed counts as the worst of those that ran, so
+    that its neighbours are not what is tried next.
     """
-    seen = [each for each in tried if values.get(each.name, 0.0) > 0]
-    if not seen:
+    import optuna
+
+    known = [values[each.name] for each in tried if values.get(each.name, 0.0) > 0]
+    if not known:
         return left[0]
-    everyone = [*seen, *left]
-    features = _features(everyone)
-    sign = -1.0 if metric in SMALLER_IS_BETTER else 1.0
-    target = sign * np.log([values[each.name] for each in seen])
-    known, mean = features[: len(seen)], target.mean()
-    inverse = np.linalg.inv(known.T @ known + _RIDGE * np.eye(features.shape[1]))
-    weights = inverse @ known.T @ (target - mean)
-    unknown = features[len(seen) :]
-    # Of a ridge regression, x' inverse x times the variance of the noise is the variance of the prediction.
-    noise = max(float(np.std(target)), 1e-3)
-    bound = unknown @ weights + noise * np.sqrt(np.einsum("ij,jk,ik->i", unknown, inverse, unknown))
-    return left[int(np.argmax(bound))]
+    worst = max(known) if metric in SMALLER_IS_BETTER else min(known)
+    axes = _axes([*tried, *left])
+    distributions = {axis.key: axis.distribution() for axis in axes}
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    direction = "minimize" if metric in SMALLER_IS_BETTER else "maximize"
+    study = optuna.create_study(direction=direction, sampler=_sampler(_SEED + len(tried)))
+    for each in tried:
+        value, params = values.get(each.name, 0.0), {axis.key: axis.place(each) for axis in axes}
+        logarithm = math.log(value if value > 0 else worst)
+        study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=logarithm))
+    point = study.ask(distributions).params
+    # A suggestion may be tried, pruned or left out, or no candidate at all.
+    return min(left, key=lambda each: sum(axis.distance(axis.place(each), point[axis.key]) for axis in axes))
 
 
-def _features(candidates: Sequence[Candidate]) -> np.ndarray:
-    """One row a candidate."""
-    terms = sorted({(key, repr(value)) for each in candidates for key, value in each.choices.items()})
-    columns = {term: i for i, term in enumerate(terms)}
-    rows = np.zeros((len(candidates), len(columns) + 2))
-    for row, each in zip(rows, candidates, strict=True):
-        for key, value in each.choices.items():
-            row[columns[key, repr(value)]] = 1.0
-        row[-2] = np.log2(each.micro_batch)
-        row[-1] = row[-2] ** 2
-    scale = np.abs(rows).max(axis=0)
-    return rows / np.where(scale > 0, scale, 1.0)
+class _Axis(NamedTuple):
+    """A key of the space, as optuna takes it. Numbers of which the largest is four times the smallest, or more, are on
+    a logarithmic scale; other values have no order."""
+
+    key: str
+    is_number: bool
+    values: list[Any]
+    """Sorted logarithms to base 2, or sorted texts."""
+
+    def place(self, candidate: Candidate) -> Any:
+        value = candidate.choices[self.key]
+        return math.log2(value) if self.is_number else repr(value)
+
+    def distribution(self) -> Any:
+        from optuna.distributions import CategoricalDistribution, FloatDistribution
+
+        if self.is_number:
+            return FloatDistribution(self.values[0], self.values[-1])
+        return CategoricalDistribution(self.values)
+
+    def distance(self, place: Any, other: Any) -> float:
+        """0 for the same place, 1 for the two ends of a scale and for values without an order."""
+        if self.is_number:
+            return abs(place - other) / (self.values[-1] - self.values[0])
+        return float(place != other)
+
+
+def _axes(candidates: Sequence[Candidate]) -> list[_Axis]:
+    """The keys that differ among the candidates."""
+    axes = []
+    for key in candidates[0].choices:
+        values = [each.choices[key] for each in candidates]
+        is_number = all(isinstance(value, (int, float)) and value > 0 for value in values)
+        is_number = is_number and max(values) >= 4 * min(values)
+        places = sorted({math.log2(value) if is_number else repr(value) for value in values})
+        if len(places) > 1:
+            axes.append(_Axis(key, is_number, places))
+    return axes
+
+
+def _sampler(seed: int) -> Any:
+    """The sampler of a study: a Gaussian process once two experiments have ended."""
+    import optuna
+
+    with warnings.catch_warnings():
+        # The sampler and its options are experimental features of optuna.
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        return optuna.samplers.GPSampler(seed=seed, n_startup_trials=2, deterministic_objective=True)
+
+
+def check_kind(kind: str) -> None:
+    """Raises ConfigError if a package is absent that this kind of search needs."""
+    if kind != "model_based":
+        return
+    try:
+        import optuna  # noqa: F401
+        import scipy.optimize  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f'"{kind}" needs optuna and scipy: {error}',
+            where="autotuning.tuner_type",
+            fix="pip install 'deepspeed_c[tuning]', or choose \"gridsearch\" or \"random\"",
+        ) from error
 
 
 KINDS: dict[str, Callable[[Sequence[Candidate], Sequence[Candidate], Values, str], Candidate]] = {

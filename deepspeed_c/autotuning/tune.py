@@ -17,7 +17,7 @@ from deepspeed_c.autotuning.feasible import MemoryNeed, plan_candidates, shape_o
 from deepspeed_c.autotuning.progress import ProgressBar
 from deepspeed_c.autotuning.rates import measure_rates
 from deepspeed_c.autotuning.results import Records
-from deepspeed_c.autotuning.search import KINDS
+from deepspeed_c.autotuning.search import KINDS, check_kind
 from deepspeed_c.autotuning.space import ACCUMULATION, Candidate, Space, make_space, spread
 from deepspeed_c.config.source import read_source
 from deepspeed_c.errors import ConfigError
@@ -32,12 +32,13 @@ _PLAN = "plan"
 def tune(launch: Launch, *, has_accelerator: bool) -> list[str]:
     """Searches the space of the script's configuration file. Returns the launcher's words for the best candidate.
 
-    Raises ConfigError if the space is empty, no candidate fits or succeeds, the script ignores the configuration, or
-    the results folder belongs to another run.
+    Raises ConfigError if the space is empty, no candidate fits or succeeds, the script ignores the configuration,
+    the results folder belongs to another run, or the kind of search needs a package that is absent.
     """
     i, prefix = config_index(launch.arguments)
     config, _ = read_source(launch.arguments[i].removeprefix(prefix))
     space = make_space(config, launch.n_ranks, has_accelerator=has_accelerator)
+    check_kind(space.section.tuner_type)
     with _ended_by_signals():
         return _Search(space, launch).run()
 
