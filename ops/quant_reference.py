@@ -134,8 +134,8 @@ def encode(numbers: Tensor, format_name: str) -> Tensor:
 
 
 def pack(numbers: Tensor) -> Tensor:
-    """uint8 [n_rows, 4 * ceil(n_cols / 8)]: two codes (number + 8) in a byte, the first in the low half. The end of a row
-    is filled with zeros."""
+    """uint8 [n_rows, 4 * ceil(n_cols / 8)]: two codes (number + 8) in a byte, the first in the low half. Zeros fill up
+    the end of a row."""
     codes = torch.nn.functional.pad((numbers + 8).to(torch.uint8), (0, -numbers.shape[1] % 8))
     return codes[:, 0::2] | codes[:, 1::2] << 4
 

@@ -71,7 +71,7 @@ STEP wide float_of(const struct dsc_quant_numbers *numbers, bool is_random, wide
     int32_t shift = numbers->mantissa_bits << 23;
     wide_ints least = (wide_ints){0} + ((127 + numbers->least_exponent) << 23);
     wide_ints exponent = dsc_wide_max_ints((wide_ints)x & EXPONENT, least);
-    wide per_step = (wide)((254 << 23) + shift - exponent);
+    wide per_step = (wide)((254 << 23) - exponent + shift);
     wide step = (wide)(exponent - shift);
     wide r = integer_of(is_random, x * per_step, random) * step;
 
