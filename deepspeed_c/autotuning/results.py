@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,15 @@ from deepspeed_c.autotuning.feasible import MemoryNeed
 from deepspeed_c.autotuning.picture import draw
 from deepspeed_c.autotuning.search import is_better
 from deepspeed_c.autotuning.show import RECORDS, UNITS, as_text
-from deepspeed_c.autotuning.space import Candidate, Space
+from deepspeed_c.autotuning.space import ACCUMULATION, Candidate, Space
 from deepspeed_c.engine.experiment import write_json
 from deepspeed_c.errors import ConfigError
 
 __all__ = ["Records"]
 
 _N_LAST = 6
+# What a script says, or how it ends, for want of memory.
+_MEMORY = re.compile(r"out ?of ?memory|can't allocate memory|MemoryError|exit code (-9|137)\b", re.IGNORECASE)
 
 
 class Records:
@@ -154,7 +158,7 @@ class Records:
             raise ConfigError(
                 f"{what}; {first['name']}: {first['problem']}{logs}",
                 where="--autotuning",
-                fix="correct the script if it fails by itself; otherwise allow smaller micro-batches or a higher stage",
+                fix=_fix_of(failed, logs),
             )
         candidate, _ = self._best
         config = {key: value for key, value in candidate.config.items() if key != "autotuning"}
@@ -166,6 +170,18 @@ class Records:
         picture = draw(self._record(), UNITS[self._section.metric])
         (self.folder / "summary.svg").write_text(picture, encoding="utf-8")
         return [*self._launch.options, self._launch.script, *arguments]
+
+
+def _fix_of(failed: Sequence[Mapping[str, Any]], logs: str) -> str:
+    """What helps if no experiment succeeded. failed: their rows, none if no candidate fits. logs: the end of the first
+    one's output."""
+    said = " ".join([logs, *(row["problem"] for row in failed)])
+    if not failed or _MEMORY.search(said):
+        return "allow smaller micro-batches or a higher stage"
+    fix = "correct what the script's output says"
+    if failed[0]["choices"].get(ACCUMULATION) == "auto":
+        fix += f', or write a number for {ACCUMULATION}: "auto" is filled in by the Trainer of transformers alone'
+    return fix
 
 
 def _end_of(path: Path) -> str:

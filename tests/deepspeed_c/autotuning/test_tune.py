@@ -95,6 +95,7 @@ class Pretended:
         self.ran, self.rate, self.shapes = [], rate, []
         self.room, self.need = room, need
         self.metrics, self.model = {}, ""
+        self.failure = "exit code 1", "the script's last words\n"
         monkeypatch.setattr(module, "run_experiment", self.run)
         monkeypatch.setattr(module, "plan_candidates", self.plan)
 
@@ -102,8 +103,9 @@ class Pretended:
         self.ran.append(candidate.name)
         rate = self.rate(candidate)
         if rate is None:
-            (folder / "stderr.log").write_text("the script's last words\n")
-            return Result(candidate.name, None, "exit code 1", 1.0)
+            problem, words = self.failure
+            (folder / "stderr.log").write_text(words)
+            return Result(candidate.name, None, problem, 1.0)
         size = candidate.micro_batch
         inputs = [{"shape": [size, 7], "is_floating_point": True}]
         found = {"throughput": rate, "latency": size / rate, "train_micro_batch_size_per_gpu": size, "inputs": inputs}
@@ -156,11 +158,37 @@ def test_nothing_fits(tmp_path, monkeypatch):
     assert made.ran == [] and caught.value.fix
 
 
-def test_nothing_succeeds(tmp_path, monkeypatch):
-    Pretended(monkeypatch, lambda each: None)
-    with pytest.raises(ConfigError, match="none of 2 experiments succeeded; z0_gas1_tmbspg1: exit code 1"):
+SMALLER, CORRECT = "allow smaller micro-batches or a higher stage", "correct what the script's output says"
+
+
+@pytest.mark.parametrize(
+    ("problem", "words", "fix"),
+    [
+        ("exit code 1", "the script's last words\n", CORRECT),
+        ("exit code 1", "torch.OutOfMemoryError: CUDA out of memory.\n", SMALLER),
+        ("exit code 1", "RuntimeError: DefaultCPUAllocator: can't allocate memory\n", SMALLER),
+        ("exit code -9", "", SMALLER),
+        ("exit code 137", "", SMALLER),
+        ("out of memory: killed by its cgroup at 79 bytes", "", SMALLER),
+    ],
+)
+def test_nothing_succeeds(tmp_path, monkeypatch, problem, words, fix):
+    made = Pretended(monkeypatch, lambda each: None)
+    made.failure = problem, words
+    with pytest.raises(ConfigError, match=f"none of 2 experiments succeeded; z0_gas1_tmbspg1: {problem}") as caught:
         search(tmp_path, monkeypatch)
+    assert caught.value.fix == fix and words.strip() in str(caught.value)
     assert not (tmp_path / "autotuning_results" / "ds_config_optimal.json").exists()
+
+
+def test_nothing_succeeds_with_auto_that_no_trainer_fills_in(tmp_path):
+    words = write_config(tmp_path, sizes=[1])
+    config = json.loads((tmp_path / "ds.json").read_text())
+    (tmp_path / "ds.json").write_text(json.dumps({**config, "gradient_accumulation_steps": "auto"}))
+    code, out, err = run("--num_procs", 1, "--autotuning", "tune", SCRIPT, *words, cwd=tmp_path)
+    assert code == 2, out + err
+    fix = err.rpartition("Fix: ")[2]
+    assert CORRECT in fix and "write a number for gradient_accumulation_steps" in fix and "smaller" not in fix, err
 
 
 @pytest.mark.parametrize(("metric", "best"), [("throughput", 4), ("latency", 1)])
