@@ -190,6 +190,20 @@ FIGURES = [
     ),
     *(
         Figure(
+            f"fake quantization of 16 M fp32 weights to {bits} bits in groups of 64: {what}",
+            goal,
+            "fake_quantize",
+            {"contender": "ours", "bits": bits, "rows": 4096},
+            key,
+        )
+        for bits in (8, 4)
+        for what, goal, key in (
+            ("over a copy of the weights", "<= 1.25", "ratio_to_bound"),
+            ("over DeepSpeed's formula in PyTorch", "<= 0.5", "ratio_to_formula"),
+        )
+    ),
+    *(
+        Figure(
             f"vocabulary-parallel cross-entropy, 2,048 tokens x a vocabulary of 32,768, 2 ranks: {what} over gathering the logits",
             goal,
             "vocab_cross_entropy",

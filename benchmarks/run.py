@@ -314,6 +314,13 @@ BENCHMARKS = [
     ),
     _script("attention", "benchmarks/ops/attention.py", (*CORES, "csrc/nn", "ops"), 60, "--tokens 128 --rounds 1"),
     _script(
+        "fake_quantize",
+        "benchmarks/ops/fake_quantize.py",
+        (*CORES, "csrc/quant", "ops"),
+        20,
+        "--rows 64 --rounds 2",
+    ),
+    _script(
         "vocab_cross_entropy",
         "benchmarks/ops/vocab_cross_entropy.py",
         (*CORES, "csrc/tp", "csrc/comm", "ops", "deepspeed_c/inject/loss.py", "deepspeed_c/inject/ranks.py"),

@@ -1,0 +1,72 @@
+"""How much longer than a copy of the weights does a fake quantization take, and how long does the formula in PyTorch
+take?
+
+fp32 weights [4096, 4096] in groups of 64, symmetric. The bound is a copy into a new tensor: it reads and writes the same
+bytes, 8 for each weight. The formula is DeepSpeed 0.19.6's, one PyTorch operator after the other. Freed memory is kept
+by the process, so that no contender pays for new pages. The formula's scale is another one, so the results are compared
+with the weights: every element may differ by one step.
+Run: python -m benchmarks.ops.fake_quantize [--rows 4096] [--rounds 15]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.measure import bound, in_turn, keep_freed_memory, machine, median_spread, ratios, require
+from deepspeed_c.ops.quant import fake_quantize
+
+GROUP = 64
+
+
+def formula(x: torch.Tensor, bits: int) -> torch.Tensor:
+    groups = x.reshape(-1, GROUP)
+    n_levels = 2**bits
+    scale = 2 * torch.max(groups.amin(1).abs(), groups.amax(1).abs()).unsqueeze(1) / n_levels
+    codes = (groups / scale).round().clamp(-n_levels // 2, n_levels // 2 - 1)
+    return (codes * scale).reshape(x.shape)
+
+
+def timed(steps: dict[str, Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor, rounds: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for i in range(rounds + 1):
+        for name in in_turn(list(steps), i):
+            start = time.perf_counter()
+            steps[name](x)
+            if i > 0:  # the first round gets the memory of the results
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    keep_freed_memory()
+    x = torch.randn(args.rows, 4096, generator=torch.Generator().manual_seed(0))
+    for bits in (8, 4):
+        steps = {
+            "ours": lambda x: fake_quantize(x, f"int{bits}", group=GROUP),
+            "copy": torch.clone,
+            "formula": lambda x: formula(x, bits),
+        }
+        step = x.view(-1, GROUP).abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 0.5)
+        for name in ("ours", "formula"):
+            worst = ((steps[name](x) - x).view(-1, GROUP).abs() / step).max().item()
+            require(worst < 1.01, f"{name} is within a step of the weights: {worst}")
+        times = timed(steps, x, args.rounds)
+        for name in ("ours", "formula"):
+            line = {"benchmark": "fake_quantize", "contender": name, "bits": bits, "rows": args.rows}
+            line |= {"ms": round(1e3 * median_spread(times[name])[0], 2), "threads": torch.get_num_threads()}
+            line |= bound("ratio_to_bound", times[name], times["copy"])
+            line |= ratios("ratio_to_formula", times[name], times["formula"])
+            print(json.dumps({**line, "machine": machine()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
