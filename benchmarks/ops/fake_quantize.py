@@ -31,6 +31,14 @@ def formula(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (codes * scale).reshape(x.shape)
 
 
+def steps_of(bits: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    return {
+        "ours": lambda x: fake_quantize(x, f"int{bits}", group=GROUP),
+        "copy": torch.clone,
+        "formula": lambda x: formula(x, bits),
+    }
+
+
 def timed(steps: dict[str, Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor, rounds: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(rounds + 1):
@@ -50,11 +58,7 @@ def main() -> None:
     keep_freed_memory()
     x = torch.randn(args.rows, 4096, generator=torch.Generator().manual_seed(0))
     for bits in (8, 4):
-        steps = {
-            "ours": lambda x: fake_quantize(x, f"int{bits}", group=GROUP),
-            "copy": torch.clone,
-            "formula": lambda x: formula(x, bits),
-        }
+        steps = steps_of(bits)
         step = x.view(-1, GROUP).abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 0.5)
         for name in ("ours", "formula"):
             worst = ((steps[name](x) - x).view(-1, GROUP).abs() / step).max().item()
