@@ -77,7 +77,8 @@ _SHARED_PATHS = frozenset(
         *("inference", "inference.engine", "monitor", "monitor.comet", "monitor.csv_monitor", "monitor.monitor"),
         *("monitor.tensorboard", "monitor.utils", "monitor.wandb"),
         *("moe", "moe.experts", "moe.layer", "moe.mappings", "moe.utils"),
-        *("ops.adagrad", "ops.adam", "ops.aio", "ops.lamb", "ops.lion", "ops.op_builder", "ops.transformer", "pipe"),
+        *("ops.adagrad", "ops.adam", "ops.aio", "ops.lamb", "ops.lion", "ops.op_builder", "ops.quantizer"),
+        *("ops.transformer", "pipe"),
         *("sequence", "sequence.layer", "utils", "utils.groups", "utils.init_on_device", "utils.numa", "utils.nvtx"),
         *("utils.zero_to_fp32", "zero"),
     )

@@ -23,6 +23,7 @@ __all__ = [
     "optim",
     "q8",
     "quant",
+    "quantizer",
     "sgd",
     "transformer",
 ]
@@ -33,6 +34,6 @@ __compatible_ops__ = op_builder.compatible_ops()
 
 def __getattr__(name: str) -> Any:
     # Imported on first use, so that ranks that only step an optimizer do not pay for the import.
-    if name in ("moe", "nn", "quant", "transformer"):
+    if name in ("moe", "nn", "quant", "quantizer", "transformer"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

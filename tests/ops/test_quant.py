@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from deepspeed_c.ops import quant
+from deepspeed_c.ops.quantizer import ds_quantizer
 from tests.ops.data import DTYPES, normal
 
 SCALE_TYPES = ("float32", "bfloat16", "float16", "e8m0")
@@ -138,3 +139,22 @@ def test_refusals() -> None:
         with pytest.raises(Exception, match=text):
             call()
     assert torch.equal(x, x.clone())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ds_quantizer_writes_in_place(dtype: torch.dtype) -> None:
+    x = normal(6 * 70, 8).view(6, 70).to(dtype)
+    before = x.clone()
+    assert ds_quantizer(x, groups=12, bit_num=4, asym=True) is x
+    rows, found = before.double().view(12, 35), x.double().view(12, 35)
+    step = (rows.amax(1).clamp(min=0) - rows.amin(1).clamp(max=0)).unsqueeze(1) / 15
+    worst = ((found - rows).abs() / step).max()
+    assert worst < 0.5 + 16 * torch.finfo(dtype).eps, worst
+    assert all(len(row.unique()) <= 16 for row in found)
+    torch.manual_seed(0)
+    first, again = (ds_quantizer(before.clone(), 6, 8, sr=True) for _ in range(2))
+    assert not torch.equal(first, again)
+    for arguments, text in {(11, 8): "11 equal groups", (6, 3): "bit_num is 3"}.items():
+        with pytest.raises(ValueError, match=text):
+            ds_quantizer(x, *arguments)
+    assert ds_quantizer(torch.zeros(2, 4)).eq(0).all()

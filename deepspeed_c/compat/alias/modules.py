@@ -47,6 +47,8 @@ MODULES: dict[str, str] = {
     "deepspeed.ops.lion": "deepspeed_c.ops.lion",
     "deepspeed.ops.lion.cpu_lion": "deepspeed_c.ops.lion",
     "deepspeed.ops.op_builder": "deepspeed_c.ops.op_builder",
+    "deepspeed.ops.quantizer": "deepspeed_c.ops.quantizer",
+    "deepspeed.ops.quantizer.quantizer": "deepspeed_c.ops.quantizer",
     "deepspeed.ops.lion.fused_lion": "deepspeed_c.ops.lion",
     "deepspeed.module_inject.autotp_config": "deepspeed_c.inject.autotp_config",
     "deepspeed.module_inject.replace_module": "deepspeed_c.inject.replace",
