@@ -47,6 +47,11 @@ WAYS = (
         "`pip install --no-deps deepspeed==0.19.6` into a copy of the environment, and pytest there",
     ),
     Way(
+        "compressed-tensors, which reads packed models",
+        r"could not import 'compressed_tensors'",
+        "`pip install -c constraints.txt compressed-tensors`, and make test",
+    ),
+    Way(
         "another processor",
         r"processor does not run|processor cannot flush",
         "make test, on one that has the instructions (avx512: x86-64-v4); make -C csrc neon-check for neon, with an emulator",

@@ -85,13 +85,22 @@ class Quantization:
     activations: ActivationRule | None = None
 
 
+def scale_type_of(weight: Tensor) -> str:
+    """The dtype of scales: the weight's, as files with quantized weights have it."""
+    return str(weight.dtype).removeprefix("torch.")
+
+
 def quantize_weight(weight: Tensor, rule: WeightRule, seed: int | None = None) -> Tensor:
     """The quantized weight in its own shape and dtype. seed: None rounds to the nearest."""
     if weight.numel() == 0:
         return weight
-    groups = weight.reshape(rule.n_groups, -1)
     return fake_quantize(
-        groups, f"int{rule.bits}", symmetric=rule.is_symmetric, seed=seed, offset=rule.offset
+        weight.reshape(rule.n_groups, -1),
+        f"int{rule.bits}",
+        symmetric=rule.is_symmetric,
+        scale_type=scale_type_of(weight),
+        seed=seed,
+        offset=rule.offset,
     ).view(weight.shape)
 
 
@@ -230,7 +239,8 @@ class Embedding_Compress(CompressedLayer, nn.Embedding):
         if self._seed() is None:
             # Rows are quantized separately, so only the rows that are read have to be.
             rule = self.quantization.weight
-            return fake_quantize(super().forward(x), f"int{rule.bits}", symmetric=rule.is_symmetric)
+            rows, scale_type = super().forward(x), scale_type_of(self.weight)
+            return fake_quantize(rows, f"int{rule.bits}", symmetric=rule.is_symmetric, scale_type=scale_type)
         weight = self._quantized(self.weight)
         return F.embedding(
             x, weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from deepspeed_c.compression.basic_layer import (
     compressed_layers,
     quantize_weight,
 )
+from deepspeed_c.compression.packed import check_packable, pack_layers
 from deepspeed_c.compression.steps import AppliedSteps
 from deepspeed_c.compression.targets import activation_rules, find, layer_class, weight_rules
 from deepspeed_c.config import load_config
@@ -177,15 +179,23 @@ def _check_finite(weight: torch.Tensor, name: str) -> None:
     )
 
 
-def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
+def redundancy_clean(
+    model: nn.Module, deepspeed_config: Any, mpu: Any = None, *, pack: bool = False
+) -> nn.Module:
     """Write the quantized values into the weights that the configuration names, and give the modules their own classes
     back. Returns ``model``.
 
     Collective if parameters are sharded. Layers whose input is quantized keep doing that. Values are rounded to the
     nearest, as evaluation does.
 
+    pack: make the linear layers ``PackedLinear``, whose weights are codes, and write ``quantization_config`` into the
+    model's ``config``, so that ``save_pretrained`` writes a compressed-tensors folder. Embeddings, and layers that
+    share a weight, are cleaned only.
+
     Raises ConfigError as ``init_compression`` does; StateError if a module is not compressed; ModelError for a weight
-    with NaN or inf.
+    with NaN or inf. With pack: StateError before ``schedule_offset`` or for a sharded weight; ConfigError for groups
+    that are not parts of rows; UnsupportedConfigError for what is not packed (asymmetric weights, 8 and 4 bits in one
+    model, quantized activations, layers cut over ranks).
     """
     section, root = _section_of(deepspeed_config), _module_of(model)
     layers = compressed_layers(root)
@@ -197,11 +207,26 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
                 where=name,
                 fix="call init_compression with the same configuration first",
             )
-    chosen = [layers[name] for name in wanted]
+    packed = _packable(root, wanted, layers) if pack else {}
+    check_packable(packed)
+    chosen = [layers[name] for name in wanted if name not in packed]
     _write({id(layer.weight): layer for layer in chosen}.values())
     for layer in chosen:
         layer.keep_weight()
+    pack_layers(root, packed)
     return model
+
+
+def _packable(
+    root: nn.Module, wanted: Iterable[str], layers: Mapping[str, CompressedLayer]
+) -> dict[str, CompressedLayer]:
+    """The layers that are no embedding and do not share their weight."""
+    holders = Counter(id(param) for _, param in root.named_parameters(remove_duplicate=False))
+    return {
+        name: layers[name]
+        for name in wanted
+        if not isinstance(layers[name], nn.Embedding) and holders[id(layers[name].weight)] == 1
+    }
 
 
 @torch.no_grad()

@@ -1,0 +1,157 @@
+"""Linear layers whose weight is held as packed codes, with the names of compressed-tensors' format "pack-quantized", so
+that ``save_pretrained`` writes a folder that transformers loads without this package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepspeed_c.compression.basic_layer import CompressedLayer, WeightRule, scale_type_of
+from deepspeed_c.errors import ConfigError, ModelError, StateError, UnsupportedConfigError
+from deepspeed_c.ops.quant import Quantized, dequantize, quantize
+from deepspeed_c.ops.quant_reference import pack
+from deepspeed_c.zero.weights.param import state_of
+
+__all__ = ["PackedLinear", "check_packable", "pack_layers"]
+
+
+FORMAT = "pack-quantized"
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight is packed codes, code + 2^(bits - 1) in ``bits`` bits, the first in the lowest ones.
+
+    Buffers: ``weight_packed`` int32 [rows, ceil(columns * bits / 32)], ``weight_scale`` [rows, groups of a row] in the
+    weight's dtype, ``weight_shape`` int64 [2].
+    """
+
+    bits: int
+
+    @classmethod
+    def take_over(cls, module: nn.Module, rule: WeightRule) -> None:
+        """Make ``module``, which has passed ``check_packable``, a layer of this class, in place."""
+        module.__class__ = cls
+        module._pack(module.weight.detach(), rule)
+
+    def _pack(self, weight: Tensor, rule: WeightRule) -> None:
+        groups = weight.reshape(rule.n_groups, -1)
+        quantized = quantize(groups, f"int{rule.bits}", scale_type=scale_type_of(weight))
+        codes = dequantize(quantized._replace(scales=torch.ones_like(quantized.scales))).view(weight.shape)
+        # A row that lies within a group of several rows gets that group's scale.
+        n_repeated = max(groups.shape[1] // weight.shape[1], 1)
+        scales = quantized.scales.repeat_interleave(n_repeated, 0).view(len(weight), -1)
+        self.bits = rule.bits
+        del self.weight
+        self.register_buffer("weight_packed", _packed(codes, rule.bits))
+        self.register_buffer("weight_scale", scales.to(weight.dtype))
+        self.register_buffer("weight_shape", torch.tensor(weight.shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = self.weight_packed.view(torch.uint8)
+        if self.bits == 8:
+            codes = codes[:, : self.in_features].bitwise_xor(128).view(torch.int8)  # code + 128 without its offset
+        group = self.in_features // self.weight_scale.shape[1]
+        scales = self.weight_scale.float()
+        quantized = Quantized(codes, scales, None, f"int{self.bits}", group, self.in_features)
+        return F.linear(x, dequantize(quantized, x.dtype), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """int32 [rows, ceil(columns * bits / 32)] of codes that are given as floats [rows, columns]."""
+    if bits == 4:
+        return pack(codes).view(torch.int32)
+    unsigned = F.pad((codes + 128).to(torch.uint8), (0, -codes.shape[1] % 4))
+    return unsigned.contiguous().view(torch.int32)
+
+
+def _group_of(weight: Tensor, rule: WeightRule) -> int:
+    """Elements of a row that share a scale; 0: the whole row. -1: groups are neither rows nor parts of rows."""
+    n_columns, n_each = weight.shape[1], weight.numel() // rule.n_groups
+    if n_each % n_columns == 0:
+        return 0
+    return n_each if n_columns % n_each == 0 else -1
+
+
+def check_packable(layers: Mapping[str, CompressedLayer]) -> None:
+    """Raises before anything changes. StateError: the schedule has not begun, or the weight is sharded; ConfigError:
+    groups that compressed-tensors cannot name; UnsupportedConfigError: what is not built."""
+    bits = {layer.quantization.weight.bits for layer in layers.values()}
+    if len(bits) > 1:
+        raise UnsupportedConfigError(
+            "layers of 8 and of 4 bits are not packed in one model", where="pack", fix="give all of them the same bits"
+        )
+    for name, layer in layers.items():
+        _check_layer(name, layer)
+
+
+def _check_layer(name: str, layer: CompressedLayer) -> None:
+    rules, weight = layer.quantization, layer.weight
+    if not layer.weight_quantization_enabled:
+        raise StateError(
+            f"the quantization of its weight begins at step {rules.weight.first_step}, and this is step "
+            f"{rules.steps.count}",
+            where=name,
+            fix="train past schedule_offset before packing",
+        )
+    if state_of(weight) is not None:
+        raise StateError(
+            "its weight is sharded", where=name, fix="load the weights into a model without an engine, and pack that"
+        )
+    if not rules.weight.is_symmetric or rules.activations is not None or rules.plain_class is not nn.Linear:
+        raise UnsupportedConfigError(
+            "only torch.nn.Linear with a symmetric weight and without quantized activations is packed",
+            where=name,
+            fix='write "quantization_type": "symmetric", leave activation_quantization out, or pass pack=False',
+        )
+    if not weight.isfinite().all():
+        raise ModelError(
+            "the weight has NaN or inf, so that no scale fits it",
+            where=f"{name}.weight",
+            fix="load a checkpoint from before they came up",
+        )
+    if _group_of(weight, rules.weight) < 0:
+        raise ConfigError(
+            f"groups of {weight.numel() // rules.weight.n_groups} elements of {name}.weight {list(weight.shape)} are neither rows nor parts of "
+            "rows",
+            where="compression_training.weight_quantization.shared_parameters.quantize_groups",
+            fix=f"write {len(weight)} for a scale for each row, or leave the layer out",
+        )
+
+
+def pack_layers(root: nn.Module, layers: Mapping[str, CompressedLayer]) -> None:
+    """Pack the layers, which have passed ``check_packable``, and write config.quantization_config if ``root`` has a
+    config."""
+    groups: dict[int, list[str]] = {}
+    bits = 8
+    for name, layer in layers.items():
+        rule = layer.quantization.weight
+        bits = rule.bits
+        groups.setdefault(_group_of(layer.weight, rule), []).append(name)
+        layer.keep_weight()  # gives the layer its own class back
+        PackedLinear.take_over(layer, rule)
+    config = getattr(root, "config", None)
+    if config is not None and layers:
+        section = {
+            "quant_method": "compressed-tensors",
+            "format": FORMAT,
+            "quantization_status": "compressed",
+            "config_groups": {
+                f"group_{i}": {"targets": names, "format": FORMAT, "weights": _scheme(bits, group)}
+                for i, (group, names) in enumerate(groups.items())
+            },
+            "ignore": [name for name, module in root.named_modules() if isinstance(module, nn.Linear)],
+        }
+        config.update({"quantization_config": section})
+
+
+def _scheme(bits: int, group: int) -> dict[str, Any]:
+    scheme = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group" if group else "channel"}
+    return {**scheme, "group_size": group} if group else scheme

@@ -1,0 +1,152 @@
+"""Packed layers (deepspeed_c/compression/packed.py): their bits by hand, their outputs against cleaned layers, and their
+files in plain transformers."""
+
+from __future__ import annotations
+
+import copy
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed_c.compression.compress import init_compression, redundancy_clean
+from deepspeed_c.compression.packed import PackedLinear
+from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError, StateError, UnsupportedConfigError
+
+
+def config_of(bits: int, n_groups: int, modules: Any = ("*",), **shared: Any) -> dict[str, Any]:
+    parameters = {"enabled": True, "quantize_weight_in_forward": True, "quantize_groups": n_groups, **shared}
+    group = {"params": {"target_bits": bits}, "modules": list(modules)}
+    technique = {"shared_parameters": parameters, "different_groups": {"all": group}}
+    return {"compression_training": {"weight_quantization": technique}}
+
+
+def both(model: nn.Module, config: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
+    """The model cleaned, and the model packed."""
+    init_compression(model.eval(), config)
+    packed = redundancy_clean(copy.deepcopy(model), config, pack=True)
+    return redundancy_clean(model, config), packed
+
+
+def unpacked(layer: PackedLinear) -> torch.Tensor:
+    """The weight in fp64, from the bits of each word."""
+    n_rows, n_columns = layer.weight_shape.tolist()
+    words, scales = layer.weight_packed.tolist(), layer.weight_scale.double()
+    in_word, group = 32 // layer.bits, n_columns // scales.shape[1]
+    rows = [
+        [
+            (words[r][c // in_word] >> c % in_word * layer.bits & 2**layer.bits - 1) - 2 ** (layer.bits - 1)
+            for c in range(n_columns)
+        ]
+        for r in range(n_rows)
+    ]
+    return torch.tensor(rows).double() * scales.repeat_interleave(group, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("n_out", "n_in", "n_groups"), [(6, 24, 6), (6, 24, 18), (6, 24, 2), (5, 13, 5), (5, 13, 1), (1, 1, 1)])
+def test_words_hold_the_cleaned_weights(n_out: int, n_in: int, n_groups: int, bits: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(n_in, n_out)).to(dtype)
+    cleaned, packed = both(model, config_of(bits, n_groups))
+    layer = packed[0]
+    assert isinstance(layer, PackedLinear) and layer.weight_packed.shape == (n_out, math.ceil(n_in * bits / 32))
+    assert not any(name == "weight" for name, _ in packed[0].named_parameters())
+    found = unpacked(layer).to(dtype)
+    assert torch.equal(found, cleaned[0].weight), (found - cleaned[0].weight).abs().max()
+    x = torch.randn(3, n_in).to(dtype)
+    difference = (packed(x) - cleaned(x)).abs().max()
+    assert difference <= 1e-6, difference
+
+
+def test_bytes_of_a_packed_layer() -> None:
+    weight_bytes = 512 * 256 * 4
+    for bits, n_groups, most in ((8, 512, 0.27), (4, 512 * 256 // 64, 0.16)):
+        _, packed = both(nn.Sequential(nn.Linear(256, 512, bias=False)), config_of(bits, n_groups))
+        ratio = sum(tensor.nbytes for tensor in packed.state_dict().values()) / weight_bytes
+        assert ratio <= most, (bits, ratio)
+
+
+LOAD = """
+import sys, torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+assert "deepspeed_c" not in sys.modules
+with torch.no_grad():
+    torch.save(model(torch.arange(20).view(2, 10)).logits, sys.argv[2])
+"""
+
+
+def llama() -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    )
+
+
+@pytest.mark.parametrize(("bits", "n_groups"), [(8, 32), (4, 128)])
+def test_plain_transformers_loads_the_folder(bits: int, n_groups: int, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    cleaned, packed = both(llama(), config_of(bits, n_groups, ("self_attn", "mlp")))
+    folder = tmp_path / "out"
+    packed.save_pretrained(folder)
+    command = [sys.executable, "-c", LOAD, str(folder), str(tmp_path / "logits.pt")]
+    subprocess.run(command, check=True, cwd=tmp_path, timeout=200)
+    found = torch.load(tmp_path / "logits.pt")
+    with torch.no_grad():
+        wanted = cleaned(torch.arange(20).view(2, 10)).logits
+    difference = (found - wanted).abs().max()
+    assert difference <= 1e-3, difference
+
+
+def test_the_configuration_of_a_packed_model_and_what_stays_whole(tmp_path: Path) -> None:
+    """Layers are named one by one; the head, whose weight is the embedding's, stays as it is."""
+    model = llama()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    _, packed = both(model, config_of(4, 256, ("mlp",)))
+    section = packed.config.quantization_config
+    assert section["format"] == "pack-quantized" and section["quant_method"] == "compressed-tensors"
+    targets = {name: group["weights"] for group in section["config_groups"].values() for name in group["targets"]}
+    packed_names = {name for name, module in packed.named_modules() if isinstance(module, PackedLinear)}
+    assert targets.keys() == packed_names and len(packed_names) == 6
+    assert all(scheme["num_bits"] == 4 and scheme["symmetric"] for scheme in targets.values())
+    assert targets["model.layers.0.mlp.up_proj"]["group_size"] == 32
+    assert "lm_head" in section["ignore"] and "model.layers.1.self_attn.q_proj" in section["ignore"]
+    assert packed.lm_head.weight is packed.model.embed_tokens.weight
+
+
+def refused(model: nn.Module, config: dict[str, Any], kind: type[DeepSpeedCError], *texts: str) -> None:
+    model = init_compression(model, config)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(kind) as caught:
+        redundancy_clean(model, config, pack=True)
+    assert all(text in str(caught.value) for text in texts), caught.value
+    after = model.state_dict()
+    same = {name: torch.equal(after[name].nan_to_num(), value.nan_to_num()) for name, value in before.items()}
+    assert after.keys() == before.keys() and all(same.values()), same
+
+
+def test_what_is_refused_changes_nothing() -> None:
+    def layers() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4))
+
+    refused(layers(), config_of(8, 4, schedule_offset=3), StateError, "0: ", "step 3", "schedule_offset")
+    refused(layers(), config_of(8, 4, quantization_type="asymmetric"), UnsupportedConfigError, "symmetric")
+    refused(nn.Sequential(nn.Linear(6, 4)), config_of(8, 3), ConfigError, "quantize_groups", "write 4")
+    mixed = config_of(8, 4, ("0",))
+    groups = mixed["compression_training"]["weight_quantization"]["different_groups"]
+    groups["other"] = {"params": {"target_bits": 4}, "modules": ["1"]}
+    refused(layers(), mixed, UnsupportedConfigError, "8 and of 4 bits")
+    model = init_compression(layers(), config_of(8, 4))
+    model[1].weight.data[2, 1] = torch.nan
+    with pytest.raises(ModelError, match=r"1\.weight"):
+        redundancy_clean(model, config_of(8, 4), pack=True)
