@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepspeed_c import ops  # ops.quant is loaded on first use: engines that compress nothing load this module, too
 from deepspeed_c.compression.steps import AppliedSteps
+from deepspeed_c.errors import ModelError
 from deepspeed_c.inject.layers import LinearAllreduce, LinearLayer
-from deepspeed_c.ops.quant import fake_quantize, fake_quantize_with
 
 __all__ = [
     "ActivationRule",
@@ -29,6 +30,7 @@ __all__ = [
     "Quantization",
     "RowParallelLinear_Compress",
     "WeightRule",
+    "check_finite",
     "compressed_layers",
     "quantize_weight",
 ]
@@ -90,11 +92,17 @@ def scale_type_of(weight: Tensor) -> str:
     return str(weight.dtype).removeprefix("torch.")
 
 
+def check_finite(weight: Tensor, name: str, fix: str) -> None:
+    """Raises ModelError if the weight of layer ``name`` has NaN or inf. fix: what to do about it."""
+    if not weight.detach().isfinite().all():
+        raise ModelError("the weight has NaN or inf, so that no scale fits it", where=f"{name}.weight", fix=fix)
+
+
 def quantize_weight(weight: Tensor, rule: WeightRule, seed: int | None = None) -> Tensor:
     """The quantized weight in its own shape and dtype. seed: None rounds to the nearest."""
     if weight.numel() == 0:
         return weight
-    return fake_quantize(
+    return ops.quant.fake_quantize(
         weight.reshape(rule.n_groups, -1),
         f"int{rule.bits}",
         symmetric=rule.is_symmetric,
@@ -120,7 +128,7 @@ def _in_range(x: Tensor, limits: Tensor, bits: int, is_symmetric: bool) -> Tenso
     scale = torch.where(has_width, scale, 1)
     if not is_symmetric:
         zero_points = (lowest - low / scale).round().clamp(lowest, highest).to(torch.int8).view(1, 1)
-    y = fake_quantize_with(x.reshape(1, -1), scale.view(1, 1), zero_points, f"int{bits}").view(x.shape)
+    y = ops.quant.fake_quantize_with(x.reshape(1, -1), scale.view(1, 1), zero_points, f"int{bits}").view(x.shape)
     return torch.where(has_width, y, x)
 
 
@@ -211,7 +219,7 @@ class CompressedLayer(nn.Module):
         rule = self.quantization.activations
         if rule.is_static:
             return self.activation_quantizer(x, rule.bits)
-        return fake_quantize(x, f"int{rule.bits}", symmetric=rule.is_symmetric)
+        return ops.quant.fake_quantize(x, f"int{rule.bits}", symmetric=rule.is_symmetric)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(self._activations(x), self._quantized(weight), bias)
@@ -240,7 +248,7 @@ class Embedding_Compress(CompressedLayer, nn.Embedding):
             # Rows are quantized separately, so only the rows that are read have to be.
             rule = self.quantization.weight
             rows, scale_type = super().forward(x), scale_type_of(self.weight)
-            return fake_quantize(rows, f"int{rule.bits}", symmetric=rule.is_symmetric, scale_type=scale_type)
+            return ops.quant.fake_quantize(rows, f"int{rule.bits}", symmetric=rule.is_symmetric, scale_type=scale_type)
         weight = self._quantized(self.weight)
         return F.embedding(
             x, weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse

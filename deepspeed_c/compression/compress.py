@@ -13,6 +13,7 @@ from torch import nn
 from deepspeed_c.compression.basic_layer import (
     CompressedLayer,
     Quantization,
+    check_finite,
     compressed_layers,
     quantize_weight,
 )
@@ -134,7 +135,9 @@ def init_compression(
     modules = {name: root.get_submodule(name) for name in names}
     classes = {name: layer_class(module, name) for name, module in modules.items()}
     for name in weights:
-        _check_finite(modules[name].weight, name)
+        weight = modules[name].weight
+        if not weight.is_meta and state_of(weight) is None:  # a sharded weight is not gathered for this
+            check_finite(weight, name, "load weights without NaN or inf")
     steps = AppliedSteps()
     for name, module in modules.items():
         rules = Quantization(
@@ -166,17 +169,6 @@ def _check_new(root: nn.Module) -> None:
                 where="init_compression",
                 fix="call init_compression before deepspeed_c.initialize",
             )
-
-
-def _check_finite(weight: torch.Tensor, name: str) -> None:
-    """A sharded weight, or one on the meta device, is not looked at."""
-    if weight.is_meta or state_of(weight) is not None or bool(weight.detach().isfinite().all()):
-        return
-    raise ModelError(
-        "the weight has NaN or inf, so that no scale fits it",
-        where=f"{name}.weight",
-        fix="load weights without NaN or inf",
-    )
 
 
 def redundancy_clean(
@@ -237,10 +229,5 @@ def _write(layers: Iterable[CompressedLayer]) -> None:
         state = state_of(weight)
         writer = None if state is None else state.everyone.global_ranks[0]
         with GatheredParameters([weight], modifier_rank=writer):
-            if not weight.isfinite().all():
-                raise ModelError(
-                    "the weight has NaN or inf, so that no scale fits it",
-                    where=f"{rules.name}.weight",
-                    fix="load a checkpoint from before they came up",
-                )
+            check_finite(weight, rules.name, "load a checkpoint from before they came up")
             weight.copy_(quantize_weight(weight, rules.weight))

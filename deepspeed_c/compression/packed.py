@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepspeed_c.compression.basic_layer import CompressedLayer, WeightRule, scale_type_of
-from deepspeed_c.errors import ConfigError, ModelError, StateError, UnsupportedConfigError
+from deepspeed_c.compression.basic_layer import CompressedLayer, WeightRule, check_finite, scale_type_of
+from deepspeed_c.errors import ConfigError, StateError, UnsupportedConfigError
 from deepspeed_c.ops.quant import Quantized, dequantize, quantize
 from deepspeed_c.ops.quant_reference import pack
 from deepspeed_c.zero.weights.param import state_of
@@ -111,12 +111,7 @@ def _check_layer(name: str, layer: CompressedLayer) -> None:
             where=name,
             fix='write "quantization_type": "symmetric", leave activation_quantization out, or pass pack=False',
         )
-    if not weight.isfinite().all():
-        raise ModelError(
-            "the weight has NaN or inf, so that no scale fits it",
-            where=f"{name}.weight",
-            fix="load a checkpoint from before they came up",
-        )
+    check_finite(weight, name, "load a checkpoint from before they came up")
     if _group_of(weight, rules.weight) < 0:
         raise ConfigError(
             f"groups of {weight.numel() // rules.weight.n_groups} elements of {name}.weight {list(weight.shape)} are neither rows nor parts of "

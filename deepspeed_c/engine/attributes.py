@@ -7,18 +7,20 @@ DeepSpeed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from deepspeed_c.compression.scheduler import compression_scheduler
 from deepspeed_c.compression.steps import AppliedSteps
 from deepspeed_c.moe.gate import TopKGate
 from deepspeed_c.moe.layer import MoE, MOELayer
 from deepspeed_c.moe.utils import has_moe_layers
 from deepspeed_c.observe.phases import TIMER_NAMES
 from deepspeed_c.utils import groups
+
+if TYPE_CHECKING:
+    from deepspeed_c.compression.scheduler import compression_scheduler
 
 __all__ = ["ATTRIBUTES", "OF_PIPELINES"]
 
@@ -57,6 +59,9 @@ def _loaded_data_ranks(engine: Any) -> int | None:
 
 
 def _compression_scheduler(engine: Any) -> compression_scheduler:
+    # Imported on first use: most engines compress nothing.
+    from deepspeed_c.compression.scheduler import compression_scheduler
+
     steps = AppliedSteps()
     steps.follow(engine._state.applied_steps)
     return compression_scheduler(engine.module, engine._config.resolved_dict()["compression_training"], steps=steps)
