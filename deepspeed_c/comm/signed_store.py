@@ -9,8 +9,11 @@ be concluded from a counter alone.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
+from collections.abc import Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -47,6 +50,14 @@ class SignedStore:
             return value.decode()
         self.n_forged += 1
         return None
+
+    def wait(self, keys: Sequence[str], seconds: float) -> bool:
+        """Waits until all ``keys`` have values, ``seconds`` at most. Returns whether all of them have values of this
+        run.
+        """
+        with contextlib.suppress(RuntimeError):  # the time is over; a lost store raises again below
+            self._store.wait(list(keys), timedelta(seconds=seconds))
+        return all(self.read(key) is not None for key in keys)
 
     def _signed(self, key: str, value: str) -> str:
         return f"{self._code(key, value.encode()).decode()} {value}"

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from deepspeed_c import _C
-from deepspeed_c.comm.axes import COPIES, DATA, PP, SP, TOKENS, TP, WITHIN_STAGE
+from deepspeed_c.comm.axes import COPIES, DATA, EP, PP, SP, TOKENS, TP, WITHIN_STAGE
 from deepspeed_c.comm.ledger import ranks_in_words
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config.parallel import Pipeline
@@ -24,18 +24,17 @@ from deepspeed_c.errors import (
     BackwardError,
     BatchSizeError,
     ConfigError,
-    DeepSpeedCError,
     FeatureError,
     ModelError,
     RankMismatchError,
-    StageError,
     StateError,
 )
 from deepspeed_c.observe.record import Event, StepRecord, phases_text
 from deepspeed_c.pipe import CausalLMPipeline, PipelineModule
 from deepspeed_c.pipe.link import Link, LocalLink, RemoteLink
-from deepspeed_c.pipe.runner import Lent, Runner, Stage, Stopped
+from deepspeed_c.pipe.runner import Lent, Runner, Stage
 from deepspeed_c.pipe.schedule import Cost, fitting, make_table, traits_of
+from deepspeed_c.pipe.stopping import Peers, Stopped, raise_on_all
 from deepspeed_c.pipe.weigh import Scale
 from deepspeed_c.recompute.conditions import Conditions
 from deepspeed_c.zero.layout.stages import STAGES
@@ -140,7 +139,9 @@ class PipelineEngine(TrainingHost):
         self.loss: torch.Tensor | None = None
         """The loss of the last batch."""
         self._stages = self._make_stages()
-        self._runner = Runner(self._stages)
+        together = [self._comm.global_ranks[rank] for rank in self._mesh.ranks(EP, SP, TP)]
+        self._peers = Peers(self._comm, together)
+        self._runner = Runner(self._stages, self._peers)
         self._costs = [Cost()] * len(module.rank_of)
         self._is_weighed = section.activation_bytes_limit is None
         if not self._is_weighed and self._config.activation_checkpointing.budget is not None:
@@ -149,6 +150,10 @@ class PipelineEngine(TrainingHost):
                 where="pipeline.activation_bytes_limit",
                 fix="write one of them: the budget decides what is recomputed for the schedule",
             )
+
+    def _require_states(self, what: str) -> None:
+        self._peers.require_connected(what)
+        super()._require_states(what)
 
     def _stage_names(self) -> list[str]:
         return [str(stage) for stage in self.module.stages]
@@ -223,7 +228,7 @@ class PipelineEngine(TrainingHost):
         loss = scale.result(last, lambda outputs, k: self._loss_of(outputs, batch), splits=stages[min(stages)].splits)
         lent = Lent(lambda k: batch[0], loss, lambda loss: loss, self._passes.part)
         with Conditions(with_python=True).replayed():
-            self._run(self._table(1, trains=False), lent, "train_batch", has_backward=False, runner=Runner(stages))
+            self._run(self._table(1, trains=False), lent, "train_batch", has_backward=False, runner=Runner(stages, self._peers))
         found = self._comm.gather_objects(scale.bytes_of, label="bytes of activations")
         for s in range(last + 1):
             # Parallel pipelines can have samples of different lengths. The same schedule has to fit all of them.
@@ -293,22 +298,13 @@ class PipelineEngine(TrainingHost):
         """The results of the last stage by micro-batch. Collective: if a stage raises an exception on one rank, all
         ranks raise StageError. Ranks of other pipelines, and stages that only send, learn of it here."""
         results: dict[int, Any] = {}
-        text, fix, cause = "", "", None
+        how: Stopped | None = None
         try:
             runner = self._runner if runner is None else runner
             results = runner.run(table.actions(self.stage_id), lent, has_backward=has_backward)
         except Stopped as stopped:
-            text, cause = stopped.text, stopped.cause
-            fix = cause.fix if isinstance(cause, DeepSpeedCError) else ""
-        found = self._comm.gather_numbers(int(bool(text)), label=f"{what}: exceptions of stages")
-        if any(found):
-            rank = found.index(1)
-            text, fix = self._comm.gather_objects((text, fix), label=f"{what}: exceptions of stages")[rank]
-            raise StageError(
-                f"rank {self._comm.global_ranks[rank]}: {text}",
-                where=f"engine.{what}",
-                fix=fix or "correct the layers, the loss function or the data; the engine can run the next batch",
-            ) from cause
+            how = stopped
+        raise_on_all(self._comm, how, self._peers, what)
         return results
 
     def _lines(self, record: StepRecord) -> list[str]:

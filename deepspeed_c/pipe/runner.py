@@ -14,8 +14,9 @@ from deepspeed_c import _C
 from deepspeed_c.errors import CommError, DeepSpeedCError, ModelError, RankMismatchError
 from deepspeed_c.pipe.link import Link, LocalLink
 from deepspeed_c.pipe.split import SplitBackward
+from deepspeed_c.pipe.stopping import Peers, Stopped
 
-__all__ = ["Lent", "Runner", "Stage", "Stopped"]
+__all__ = ["Lent", "Runner", "Stage"]
 
 _WHAT = {
     _C.PIPE_FORWARD: "the forward",
@@ -23,16 +24,6 @@ _WHAT = {
     _C.PIPE_INPUT: "the backward",
     _C.PIPE_WEIGHT: "the backward",
 }
-
-
-class Stopped(Exception):
-    """A run ended without results, because a stage of the pipeline raised an exception. All messages of the run have
-    been exchanged, so the links can be used again. ``text`` says where, and ``cause`` is what the stage of this rank
-    raised. They are empty and None on ranks whose stages did not raise."""
-
-    def __init__(self, text: str = "", cause: Exception | None = None) -> None:
-        super().__init__(text)
-        self.text, self.cause = text, cause
 
 
 class _StageFailed(NamedTuple):
@@ -86,8 +77,8 @@ def _needs_gradient(leaf: Any) -> bool:
 class Runner:
     """Runs actions (``dsc/pipe.h``) over the stages of this rank. Stages are given by number."""
 
-    def __init__(self, stages: Mapping[int, Stage]) -> None:
-        self._stages = dict(stages)
+    def __init__(self, stages: Mapping[int, Stage], peers: Peers) -> None:
+        self._stages, self._peers = dict(stages), peers
         self._compute: dict[int, Callable[[int, int, Any], None]] = {
             _C.PIPE_FORWARD: self._forward,
             _C.PIPE_BACKWARD: self._backward,
@@ -113,12 +104,14 @@ class Runner:
         other ranks. After an exception no state of the run is left.
 
         Raises Stopped if a stage of the pipeline raises an exception, after all messages of the run: the rank computes
-        no more, and sends ``_StageFailed`` in place of each further value. A rank that receives it does the same.
-        Errors of messages are raised at once, and after them ranks can no longer exchange values.
+        no more, and sends ``_StageFailed`` in place of each further value. A rank that receives it does the same, and
+        so does a rank whose collectives have failed because a peer has stopped ([Note: peers] in stopping.py). Errors
+        of messages are raised at once, and after them ranks can no longer exchange values.
         """
         self._lent, self._has_backward = lent, has_backward
         self._results: dict[int, Any] = {}
         self._stopped: Stopped | None = None
+        self._peers.begin()
         try:
             for kind, stage, micro_batch in actions:
                 if kind in self._move:
@@ -147,16 +140,20 @@ class Runner:
         if link is not None and not (self._stopped and isinstance(link, LocalLink)):
             with self._lent.measure("messages"):
                 value = link.take()
-        if isinstance(value, _StageFailed):
-            self._stopped = self._stopped or Stopped()
+        if isinstance(value, _StageFailed) and self._stopped is None:
+            self._stop(Stopped())
         if self._stopped is not None:
             return
         try:
             self._compute[kind](s, k, value)
         except (CommError, RankMismatchError):
-            raise
+            if self._peers.notice() is None:
+                raise
+            self._stop(Stopped())
         except Exception as error:  # noqa: BLE001  layers raise anything, and all ranks have to learn of it
-            self._stop(kind, s, k, error)
+            text = error.what if isinstance(error, DeepSpeedCError) else str(error)
+            where = f"{_WHAT[kind]} of stage {s}, micro-batch {k}"
+            self._stop(Stopped(f"{where}, raised {type(error).__name__}: {text}", error))
 
     def _source(self, kind: int, s: int) -> Link | None:
         """The link that brings the value that a computation needs."""
@@ -164,10 +161,9 @@ class Runner:
             return self._stages[s].inputs
         return None if kind == _C.PIPE_WEIGHT else self._stages[s].output_grads
 
-    def _stop(self, kind: int, s: int, k: int, error: Exception) -> None:
-        text = error.what if isinstance(error, DeepSpeedCError) else str(error)
-        where = f"{_WHAT[kind]} of stage {s}, micro-batch {k}"
-        self._stopped = Stopped(f"{where}, raised {type(error).__name__}: {text}", error)
+    def _stop(self, stopped: Stopped) -> None:
+        self._stopped = stopped
+        self._peers.stop(stopped)
 
     def _links(self) -> list[Link]:
         return [
@@ -201,7 +197,7 @@ class Runner:
                     link.send(value, label)
                     return
                 except ModelError as error:  # nothing has been sent
-                    self._stopped = Stopped(f"{label} raised {type(error).__name__}: {error.what}", error)
+                    self._stop(Stopped(f"{label} raised {type(error).__name__}: {error.what}", error))
             link.send(_StageFailed(), label)
 
     def _send_output(self, s: int, k: int) -> None:

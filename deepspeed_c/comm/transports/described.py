@@ -39,6 +39,7 @@ __all__ = [
     "N_TAGS",
     "all_to_all_described",
     "as_bytes",
+    "close_connections",
     "collective_tag",
     "head_of",
     "message_described",
@@ -195,10 +196,7 @@ class _Described(ABC):
                 store.claim(self._group.group_name, difference)
             else:
                 difference = store.read(self._group.group_name) or ""
-        other = (self._rank + 1) % len(self._names)
-        with contextlib.suppress(RuntimeError):  # a wait that ends by its own time limit closes all connections
-            unsent = torch.empty(1, dtype=torch.uint8)
-            self._group.recv([unsent], other, _tag(_NEVER, 0, 0)).wait(timedelta(milliseconds=1))
+        close_connections(self._group)
         for handles in (self._descriptions, self._handles):
             while handles:  # no transfer may use a tensor any more
                 with contextlib.suppress(RuntimeError):
@@ -230,6 +228,13 @@ class _OneWay(_Described):
                     f" {self._expected.text}"
                 )
         return ""
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Closes the connections of a gloo group for this rank. Ranks that wait for it notice at once."""
+    unsent = torch.empty(1, dtype=torch.uint8)
+    with contextlib.suppress(RuntimeError):  # a wait that ends by its own time limit closes all connections
+        group.recv([unsent], (group.rank() + 1) % group.size(), _tag(_NEVER, 0, 0)).wait(timedelta(milliseconds=1))
 
 
 def message_described(comm: Collectives, tensor: torch.Tensor, src: int, dst: int, tag: int, label: str) -> Handle:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from deepspeed_c.comm.collectives import Collectives
     from deepspeed_c.config.parallel import LocalTransport
 
-__all__ = ["connect", "connected", "of_backend"]
+__all__ = ["connect", "connected", "cpu_backend", "of_backend"]
 
 # Transports of CPU tensors that the ranks of a group connect by themselves, the best first: the functions connect them,
 # or raise NotConnectedError.
@@ -89,8 +89,13 @@ def connected(group: dist.ProcessGroup | None) -> Transport | None:
     return None if outcome is None else outcome.transport
 
 
+def cpu_backend(group: dist.ProcessGroup) -> str | None:
+    """The name of the group's backend for CPU tensors; None where it has none."""
+    return dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",")).get("cpu")
+
+
 def _try(comm: Collectives, group: dist.ProcessGroup) -> _Outcome:
-    backend = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",")).get("cpu")
+    backend = cpu_backend(group)
     if backend != "gloo":
         return _Outcome(None, f"the group's backend for CPU tensors is {backend or 'none'}, not gloo")
     hosts = Hosts(comm, group)

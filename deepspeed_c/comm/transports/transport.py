@@ -93,6 +93,11 @@ class Transport(ABC):
         """Uninitialised bytes, in the memory from which this transport sends fastest."""
         return ordinary_memory(n_bytes, device)
 
+    def close(self) -> None:
+        """Ends the connections that the ranks have made in addition to those of the process group, for this rank, and
+        tells the other ranks.
+        """
+
     def why_not_joint(self) -> str:
         """Why the ranks cannot hold memory together (``joint_memory.py``); "" where they can."""
         return "the ranks share no memory"

@@ -66,3 +66,14 @@ def test_a_claim_is_the_first_ones(store):
 def test_the_secret_is_not_in_the_store(store):
     SignedStore(store, "s3cret").write("key", "value")
     assert b"s3cret" not in store.get("key")
+
+
+def test_waiting_for_keys(store):
+    """Values of strangers end the wait, but do not count."""
+    rank, stranger = SignedStore(store, "s3cret"), SignedStore(store, "")
+    rank.write("at/0", "")
+    assert rank.wait(["at/0"], 60.0) and not rank.wait(["at/0", "at/1"], 0.01)
+    stranger.write("at/1", "")
+    assert not rank.wait(["at/0", "at/1"], 60.0)
+    rank.write("at/1", "here")
+    assert rank.wait(["at/0", "at/1"], 60.0)

@@ -330,14 +330,18 @@ class HandCut(nn.Module):
     forward = Block.forward
 
 
-def train_by_hand(rank: int, world: int) -> list[str]:
+def engine_by_hand(n: int, stage: int = 0) -> Any:
     topology = PipeModelDataParallelTopology(num_pp=PP, num_mp=TP, num_dp=1)
     group = PipelineParallelGrid(topology).get_model_parallel_group()
     specs = [LayerSpec(HandCut, group) if getattr(spec, "typename", None) is Block else spec for spec in layers()]
     net = PipelineModule(specs, topology=topology, loss_fn=loss_fn, seed_layers=True)
-    config = config_of(N_MICRO, 2)
+    config = config_of(n, stage)
     del config["tensor_parallel"]
-    with engine_of(net, config) as engine:
+    return engine_of(net, config)
+
+
+def train_by_hand(rank: int, world: int) -> list[str]:
+    with engine_by_hand(N_MICRO, 2) as engine:
         return train(engine)
 
 
