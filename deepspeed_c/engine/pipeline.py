@@ -228,7 +228,8 @@ class PipelineEngine(TrainingHost):
         loss = scale.result(last, lambda outputs, k: self._loss_of(outputs, batch), splits=stages[min(stages)].splits)
         lent = Lent(lambda k: batch[0], loss, lambda loss: loss, self._passes.part)
         with Conditions(with_python=True).replayed():
-            self._run(self._table(1, trains=False), lent, "train_batch", has_backward=False, runner=Runner(stages, self._peers))
+            runner = Runner(stages, self._peers)
+            self._run(self._table(1, trains=False), lent, "train_batch", has_backward=False, runner=runner)
         found = self._comm.gather_objects(scale.bytes_of, label="bytes of activations")
         for s in range(last + 1):
             # Parallel pipelines can have samples of different lengths. The same schedule has to fit all of them.
@@ -248,8 +249,9 @@ class PipelineEngine(TrainingHost):
         dimension of the first tensor of its inputs; inputs without a tensor are not checked. Layers that take the
         sequence first get it from a function that transposes, as the first layer. Raises StageError on all
         ranks if a layer or the loss function raises an exception on one of them: the weights do not change, and the
-        engine can train the next batch. Raises NonFiniteLossError on all ranks if the loss of a micro-batch is inf or
-        NaN on one of them, as the mean over no labels is: the weights do not change.
+        engine can train the next batch, unless other ranks of the same stage waited for that rank (``stopping.py``).
+        Raises NonFiniteLossError on all ranks if the loss of a micro-batch is inf or NaN on one of them, as the mean
+        over no labels is: the weights do not change.
         """
         self._require_optimizer("train_batch")
         self._require_states("train_batch")
