@@ -256,6 +256,19 @@ static inline wide dsc_wide_min(wide a, wide b)
 #endif
 }
 
+static inline float dsc_wide_least(wide x)
+{
+#if defined(__AVX512F__)
+    return _mm512_reduce_min_ps((__m512)x);
+#else
+    float least = x[0];
+
+    for (int lane = 1; lane < WIDE_LANES; lane++)
+        least = x[lane] < least ? x[lane] : least;
+    return least;
+#endif
+}
+
 /* a < b ? x : y. */
 static inline wide dsc_wide_where_less(wide a, wide b, wide x, wide y)
 {

@@ -182,7 +182,6 @@ static void find_ranges(void *arg, int64_t first, int64_t last)
         int64_t at = piece_begin(pieces, i);
         size_t byte = (size_t)(pieces->row * call->n_cols + at) * dsc_dtype_bytes(call->dtype);
 
-        pieces->ranges[i] = (struct dsc_quant_range){0.0f, 0.0f, 0};
         pieces->job->kernels->range(piece_begin(pieces, i + 1) - at, call->dtype, (const char *)call->x + byte,
                                     &pieces->ranges[i]);
     }

@@ -16,28 +16,37 @@ struct wide_range {
     wide_ints largest_bits;
 };
 
-STEP void extend(dsc_dtype dtype, const void *x, struct wide_range *range, int64_t i, int64_t n)
+/* Symmetric groups need the largest magnitude only. */
+STEP void extend(dsc_dtype dtype, bool is_symmetric, const void *x, struct wide_range *range, int64_t i, int64_t n)
 {
     wide value = dsc_wide_load_as(dtype, x, i, n); /* missing lanes are 0, which extends no range */
 
-    range->low = dsc_wide_min(value, range->low);
-    range->high = dsc_wide_max(value, range->high);
+    if (!is_symmetric) {
+        range->low = dsc_wide_min(value, range->low);
+        range->high = dsc_wide_max(value, range->high);
+    }
     range->largest_bits = dsc_wide_max_ints((wide_ints)value & MAGNITUDE, range->largest_bits);
 }
 
-void DSC_K(quant_range)(int64_t n, dsc_dtype dtype, const void *x, struct dsc_quant_range *range)
+STEP struct dsc_quant_range range_of(dsc_dtype dtype, bool is_symmetric, int64_t n, const void *x)
 {
     struct wide_range lanes = {{0}, {0}, {0}};
+    struct dsc_quant_range range = {0.0f, 0.0f, 0};
 
-    WITH_DTYPE(dtype, EACH_WIDE_AS, n, extend, x, &lanes);
-    for (int lane = 0; lane < WIDE_LANES; lane++) {
-        range->low = lanes.low[lane] < range->low ? lanes.low[lane] : range->low;
-        range->high = lanes.high[lane] > range->high ? lanes.high[lane] : range->high;
+    EACH_WIDE_AS(dtype, n, extend, is_symmetric, x, &lanes);
+    if (!is_symmetric) {
+        range.low = dsc_wide_least(lanes.low);
+        range.high = -dsc_wide_least(-lanes.high);
     }
+    range.largest_bits = dsc_wide_largest_int(lanes.largest_bits);
+    return range;
+}
 
-    int32_t largest = dsc_wide_largest_int(lanes.largest_bits);
+#define RANGE(dtype, n, x, range) *(range) = range_of(dtype, false, n, x)
 
-    range->largest_bits = largest > range->largest_bits ? largest : range->largest_bits;
+void DSC_K(quant_range)(int64_t n, dsc_dtype dtype, const void *x, struct dsc_quant_range *range)
+{
+    WITH_DTYPE(dtype, RANGE, n, x, range);
 }
 
 /* The nearest integer, ties to even, of |x| < 2^22. */
@@ -175,10 +184,11 @@ STEP void code_step(dsc_dtype dtype, bool is_integer, bool is_random, struct gro
         memcpy(group.codes + group.column + i, bytes, (size_t)n);
 }
 
-STEP void decode_step(dsc_dtype dtype, bool is_integer, struct group group, int64_t i, int64_t n)
+STEP void decode_step(dsc_dtype dtype, bool is_integer, bool is_random, struct group group, int64_t i, int64_t n)
 {
     int8_t bytes[WIDE_LANES] = {0};
 
+    (void)is_random;
     if (group.numbers->code_bits == 4)
         for (int64_t lane = 0, column = group.column + i; lane < n; lane++, column++)
             bytes[lane] = (int8_t)((group.codes[column / 2] >> (column % 2 * 4) & 15) - 8);
@@ -191,96 +201,65 @@ STEP void decode_step(dsc_dtype dtype, bool is_integer, struct group group, int6
     dsc_wide_store_as(dtype, (r - group.affine.zero_point) * group.affine.scale, group.y, i, n);
 }
 
-#define EACH_OF(dtype, n, step, is_integer, is_random, group) EACH_WIDE_AS(dtype, n, step, is_integer, is_random, group)
-#define EACH_DECODED(dtype, n, step, is_integer, group) EACH_WIDE_AS(dtype, n, step, is_integer, group)
-
-/* Runs step over n elements, with constants for the dtype, the kind of format, and whether it is random. */
-#define RUN(step, is_random, dtype, n, group)                             \
-    do {                                                                  \
-        if ((group).numbers->mantissa_bits < 0)                           \
-            WITH_DTYPE(dtype, EACH_OF, n, step, true, is_random, group);  \
-        else                                                              \
-            WITH_DTYPE(dtype, EACH_OF, n, step, false, is_random, group); \
-    } while (0)
+typedef void step_of_group(dsc_dtype dtype, bool is_integer, bool is_random, struct group group, int64_t i, int64_t n);
 
 static void *at(const void *data, dsc_dtype dtype, int64_t i)
 {
     return data == NULL ? NULL : (char *)data + i * (dtype == DSC_DTYPE_F32 ? 4 : 2);
 }
 
-static struct group group_of(const struct dsc_quant *call, struct dsc_quant_affine affine, int64_t row, int64_t column)
+/* Columns [begin, end) of a row, all of one group. dtype, is_integer, is_random and step are constants. */
+STEP void columns(dsc_dtype dtype, bool is_integer, bool is_random, step_of_group *step, const struct dsc_quant *call,
+                  struct dsc_quant_affine affine, int64_t row, int64_t begin, int64_t end)
 {
-    int64_t first = row * call->n_cols + column;
-    uint8_t *codes = call->codes;
+    int64_t row_bytes = call->codes == NULL ? 0 : dsc_quant_row_bytes(call->format, call->n_cols);
+    int64_t longest = is_random ? PHILOX_DRAWN : end - begin;
+    DSC_ALIGNED dsc_f32 drawn[PHILOX_DRAWN];
+    struct group group = {.numbers = &dsc_quant_numbers[call->format], .affine = affine, .random = drawn};
 
-    return (struct group){
-        .numbers = &dsc_quant_numbers[call->format],
-        .affine = affine,
-        .x = at(call->x, call->dtype, first),
-        .y = at(call->y, call->dtype, first),
-        .codes = codes == NULL ? NULL : codes + row * dsc_quant_row_bytes(call->format, call->n_cols),
-        .column = column,
-    };
-}
+    for (int64_t column = begin; column < end; column += longest) {
+        int64_t n = end - column < longest ? end - column : longest;
+        int64_t first = row * call->n_cols + column;
 
-/* Random numbers of a piece of a row, at most PHILOX_DRAWN. */
-static const dsc_f32 *draw(const struct dsc_quant *call, int64_t row, int64_t column, int64_t n, dsc_f32 *drawn)
-{
-    DSC_K(uniform_f32)(n, call->seed, (uint64_t)(call->offset + row * call->n_cols + column), drawn);
-    return drawn;
-}
-
-#define PIECES(step, call, affine, row, begin, end)                                \
-    do {                                                                           \
-        DSC_ALIGNED dsc_f32 drawn[PHILOX_DRAWN];                                   \
-                                                                                   \
-        for (int64_t column = (begin); column < (end); column += PHILOX_DRAWN) {   \
-            int64_t n = (end)-column < PHILOX_DRAWN ? (end)-column : PHILOX_DRAWN; \
-            struct group group = group_of(call, affine, row, column);              \
-                                                                                   \
-            group.random = draw(call, row, column, n, drawn);                      \
-            RUN(step, true, (call)->dtype, n, group);                              \
-        }                                                                          \
-    } while (0)
-
-void DSC_K(quant_fake)(const struct dsc_quant *call, struct dsc_quant_affine affine, int64_t row, int64_t begin,
-                       int64_t end)
-{
-    if (call->is_stochastic)
-        PIECES(fake_step, call, affine, row, begin, end);
-    else
-        RUN(fake_step, false, call->dtype, end - begin, group_of(call, affine, row, begin));
-}
-
-void DSC_K(quant_code)(const struct dsc_quant *call, struct dsc_quant_affine affine, int64_t row, int64_t begin,
-                       int64_t end)
-{
-    if (call->is_stochastic)
-        PIECES(code_step, call, affine, row, begin, end);
-    else
-        RUN(code_step, false, call->dtype, end - begin, group_of(call, affine, row, begin));
-    if (call->format == DSC_QUANT_FORMAT_int4 && end == call->n_cols) {
-        int64_t n_bytes = dsc_quant_row_bytes(call->format, call->n_cols);
-
-        memset((char *)call->codes + row * n_bytes + (end + 1) / 2, 0, (size_t)(n_bytes - (end + 1) / 2));
+        group.x = at(call->x, dtype, first);
+        group.y = at(call->y, dtype, first);
+        group.codes = (uint8_t *)call->codes + row * row_bytes;
+        group.column = column;
+        if (is_random)
+            DSC_K(uniform_f32)(n, call->seed, (uint64_t)(call->offset + first), drawn);
+        EACH_WIDE_AS(dtype, n, step, is_integer, is_random, group);
     }
 }
 
-void DSC_K(quant_decode)(const struct dsc_quant *call, struct dsc_quant_affine affine, int64_t row, int64_t begin,
-                         int64_t end)
+STEP void fake_columns(dsc_dtype dtype, bool is_integer, bool is_random, const struct dsc_quant *call,
+                       struct dsc_quant_affine affine, int64_t row, int64_t begin, int64_t end)
 {
-    struct group group = group_of(call, affine, row, begin);
-
-    if (group.numbers->mantissa_bits < 0)
-        WITH_DTYPE(call->dtype, EACH_DECODED, end - begin, decode_step, true, group);
-    else
-        WITH_DTYPE(call->dtype, EACH_DECODED, end - begin, decode_step, false, group);
+    columns(dtype, is_integer, is_random, fake_step, call, affine, row, begin, end);
 }
 
-typedef void group_loop(const struct dsc_quant *call, struct dsc_quant_affine affine, int64_t row, int64_t begin,
-                        int64_t end);
+STEP void code_columns(dsc_dtype dtype, bool is_integer, bool is_random, const struct dsc_quant *call,
+                       struct dsc_quant_affine affine, int64_t row, int64_t begin, int64_t end)
+{
+    columns(dtype, is_integer, is_random, code_step, call, affine, row, begin, end);
+    if (call->format == DSC_QUANT_FORMAT_int4 && end == call->n_cols) {
+        int64_t row_bytes = dsc_quant_row_bytes(call->format, call->n_cols);
 
-STEP void each_group(const struct dsc_quant *call, int64_t first, int64_t last, group_loop *loop)
+        memset((char *)call->codes + row * row_bytes + (end + 1) / 2, 0, (size_t)(row_bytes - (end + 1) / 2));
+    }
+}
+
+STEP void decode_columns(dsc_dtype dtype, bool is_integer, bool is_random, const struct dsc_quant *call,
+                         struct dsc_quant_affine affine, int64_t row, int64_t begin, int64_t end)
+{
+    columns(dtype, is_integer, is_random, decode_step, call, affine, row, begin, end);
+}
+
+typedef void of_columns(dsc_dtype dtype, bool is_integer, bool is_random, const struct dsc_quant *call,
+                        struct dsc_quant_affine affine, int64_t row, int64_t begin, int64_t end);
+
+/* Groups first <= g < last, with the constants of `columns`. */
+STEP void groups(dsc_dtype dtype, bool is_integer, bool is_random, of_columns *run, const struct dsc_quant *call,
+                 int64_t first, int64_t last)
 {
     int64_t n_groups = dsc_quant_n_groups(call->n_cols, call->group);
     int64_t row = first / n_groups;
@@ -293,13 +272,13 @@ STEP void each_group(const struct dsc_quant *call, int64_t first, int64_t last, 
         if (call->has_scales) {
             affine = dsc_quant_given(call, g);
         } else {
-            struct dsc_quant_range range = {0.0f, 0.0f, 0};
+            const void *x = at(call->x, dtype, row * call->n_cols + begin);
 
-            DSC_K(quant_range)(end - begin, call->dtype, at(call->x, call->dtype, row * call->n_cols + begin), &range);
-            affine = dsc_quant_affine_of(call, range);
+            affine = dsc_quant_affine_of(call, call->is_symmetric ? range_of(dtype, true, end - begin, x)
+                                                                  : range_of(dtype, false, end - begin, x));
             dsc_quant_note(call, g, affine);
         }
-        loop(call, affine, row, begin, end);
+        run(dtype, is_integer, is_random, call, affine, row, begin, end);
         begin = end;
         if (begin == call->n_cols) {
             begin = 0;
@@ -308,12 +287,48 @@ STEP void each_group(const struct dsc_quant *call, int64_t first, int64_t last, 
     }
 }
 
+/* Calls run(dtype, is_integer, is_random, ...) with constants for the three: a loop for each kind of call. */
+#define WITH_CONSTANTS(run, call, ...)                                         \
+    do {                                                                       \
+        bool is_integer = dsc_quant_numbers[(call)->format].mantissa_bits < 0; \
+                                                                               \
+        if (is_integer && (call)->is_stochastic)                               \
+            WITH_DTYPE((call)->dtype, run, true, true, __VA_ARGS__);           \
+        else if (is_integer)                                                   \
+            WITH_DTYPE((call)->dtype, run, true, false, __VA_ARGS__);          \
+        else if ((call)->is_stochastic)                                        \
+            WITH_DTYPE((call)->dtype, run, false, true, __VA_ARGS__);          \
+        else                                                                   \
+            WITH_DTYPE((call)->dtype, run, false, false, __VA_ARGS__);         \
+    } while (0)
+
+void DSC_K(quant_fake)(const struct dsc_quant *call, struct dsc_quant_affine affine, int64_t row, int64_t begin,
+                       int64_t end)
+{
+    WITH_CONSTANTS(fake_columns, call, call, affine, row, begin, end);
+}
+
+void DSC_K(quant_code)(const struct dsc_quant *call, struct dsc_quant_affine affine, int64_t row, int64_t begin,
+                       int64_t end)
+{
+    WITH_CONSTANTS(code_columns, call, call, affine, row, begin, end);
+}
+
+void DSC_K(quant_decode)(const struct dsc_quant *call, struct dsc_quant_affine affine, int64_t row, int64_t begin,
+                         int64_t end)
+{
+    struct dsc_quant read = *call;
+
+    read.is_stochastic = false;
+    WITH_CONSTANTS(decode_columns, &read, call, affine, row, begin, end);
+}
+
 void DSC_K(quant_fake_groups)(const struct dsc_quant *call, int64_t first, int64_t last)
 {
-    each_group(call, first, last, DSC_K(quant_fake));
+    WITH_CONSTANTS(groups, call, fake_columns, call, first, last);
 }
 
 void DSC_K(quant_code_groups)(const struct dsc_quant *call, int64_t first, int64_t last)
 {
-    each_group(call, first, last, DSC_K(quant_code));
+    WITH_CONSTANTS(groups, call, code_columns, call, first, last);
 }
