@@ -64,9 +64,14 @@ test: $(BUILT) programs ## everything that CI runs
 	scripts/system_packages.sh --tests
 	$(BIN)/ruff check .
 	@$(MAKE) -s -C csrc has-cuda || echo "no nvcc: the CUDA kernels are not compiled"
+	# Three processes for two cores, because many tests wait for what they have started.
 	# Without bytecode (PYTHONDONTWRITEBYTECODE) each program that a test starts would compile the package again.
 	$(BIN)/python -m compileall -q deepspeed_c ops
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3 $(TEST_FLAGS)
+
+.PHONY: test-full
+test-full: ## test, with all cells of products of parameters (hours)
+	$(MAKE) test TEST_FLAGS=--full
 
 .PHONY: format
 format: $(BUILT) ## lay out C, C++ and CUDA as .clang-format says

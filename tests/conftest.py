@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,31 @@ from tests import ranks, skips
 # would then wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives all test processes of a session one new cache of compiled graphs. A shared one may hold the half of a
+    library whose compiler was killed with an earlier session."""
+    if _INDUCTOR not in os.environ:
+        os.environ[_INDUCTOR] = folder = tempfile.mkdtemp(prefix="dsc_inductor_")
+        config.add_cleanup(lambda: (os.environ.pop(_INDUCTOR), shutil.rmtree(folder, ignore_errors=True)))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also run what the marker `full` leaves out")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out tests that are marked ``full`` (cells.py), unless asked for them."""
+    if config.getoption("--full"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 @pytest.fixture(scope="session")

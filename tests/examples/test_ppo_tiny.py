@@ -29,14 +29,13 @@ def rewards_of(tmp_path: Path, stage: int, n_rounds: int, *more: str) -> list[fl
 
 
 def test_the_reward_rises_in_the_same_way_at_each_stage(tmp_path):
-    found = {stage: rewards_of(tmp_path, stage, 40) for stage in (0, 2, 3)}
+    found = {0: rewards_of(tmp_path, 0, 5), 2: rewards_of(tmp_path, 2, 5), 3: rewards_of(tmp_path, 3, 40)}
     print(found)
-    # Bytes at random have about the floor of 12 bits.
-    assert found[0][0] < -11 and found[0][-1] > -6, found[0]
     for stage in (2, 3):
         # Sums of gradients may be in another order. Later, a byte that is drawn otherwise changes all that follow.
-        assert found[stage][:5] == pytest.approx(found[0][:5], abs=1e-3)
-        assert found[stage][-1] > -6, found[stage]
+        assert found[stage][:5] == pytest.approx(found[0], abs=1e-3)
+    # Bytes at random have about the floor of 12 bits.
+    assert found[3][0] < -11 and found[3][-1] > -6, found[3]
 
 
 def test_with_lora_on_ranks_that_generate_together_and_states_on_the_host(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from deepspeed_c.compile import torch_internals
 from deepspeed_c.errors import ConfigError, FeatureError
 from deepspeed_c.zero.weights.grad_face import GradFace
+from tests.cells import full
 from tests.deepspeed_c.compile.models import batch_of, make_engine, same, train
 
 
@@ -34,7 +35,7 @@ def traced_body(rank: int, world: int, stage: int, precision: str) -> None:
         assert counted["captures"] == captures and engine.get_global_grad_norm() >= 0
 
 
-@pytest.mark.parametrize("stage, precision", [(0, "fp32"), (1, "fp16"), (2, "bf16")])
+@pytest.mark.parametrize("stage, precision", [pytest.param(0, "fp32", marks=full), (1, "fp16"), pytest.param(2, "bf16", marks=full)])
 def test_compiled_autograd_gives_the_bits_of_plain_autograd(run_ranks, stage: int, precision: str) -> None:
     run_ranks(2, traced_body, stage, precision, preload="torch._dynamo")
 

@@ -8,6 +8,7 @@ import torch
 
 import deepspeed_c
 from deepspeed_c.errors import ConfigError
+from tests.cells import cells
 from tests.deepspeed_c.compile.models import WIDTH, WORDS, batch_of, close, make_engine, peak_of, same, train
 
 
@@ -23,8 +24,9 @@ def bits_body(rank: int, world: int, stage: int, precision: str) -> None:
         assert engine._compiled.backend.n_frames == 2, "a frame with gradients, and one without"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "autocast"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "precision"), cells((1, 2, 3), ("fp32", "bf16", "fp16", "autocast"), at_once=1)
+)
 def test_the_bits_are_those_without_a_compiler(run_ranks, stage: int, precision: str) -> None:
     run_ranks(2, bits_body, stage, precision, preload="torch._dynamo")
 

@@ -15,6 +15,7 @@ from deepspeed_c.checkpoint.formats import huggingface
 from deepspeed_c.checkpoint.source import Read
 from deepspeed_c.errors import CheckpointError, ConfigError, StateError
 from deepspeed_c.zero.weights.param import state_of
+from tests.cells import cells
 from tests.deepspeed_c.inference.models import padded_prompts, require_same_tokens
 from tests.deepspeed_c.inject.families import feed, make
 from tests.ranks import run_ranks
@@ -74,11 +75,11 @@ def stream_families(rank: int, world: int, kind: str, folder: str, tp: int) -> l
             )
 
 
-@pytest.mark.parametrize(("world", "tp"), [(1, 1), (2, 1), (4, 2)])
-@pytest.mark.parametrize("kind", ["shards", "host", "nvme"])
-def test_models_that_are_streamed_compute_as_those_that_were_saved(tmp_path: Path, kind: str, world: int, tp: int) -> None:
+@pytest.mark.parametrize(("kind", "ranks"), cells(("shards", "host", "nvme"), ((1, 1), (2, 1), (4, 2)), at_once=1))
+def test_models_that_are_streamed_compute_as_those_that_were_saved(tmp_path: Path, kind: str, ranks: tuple[int, int]) -> None:
     for family in FAMILIES:
         make(family).save_pretrained(tmp_path / family)
+    world, tp = ranks
     run_ranks(world, stream_families, kind, str(tmp_path), tp, preload=PRELOAD)
 
 
@@ -115,8 +116,7 @@ def peak_of_stream(rank: int, world: int, kind: str, folder: str) -> dict[str, A
     return {"peak": peak, "after": after, "read": n_read, "longest": longest, "persists": whole, "logits": logits}
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("kind", ["shards", "host", "nvme"])
+@pytest.mark.parametrize(("kind", "world"), cells(("shards", "host", "nvme"), (1, 2), at_once=1))
 def test_a_rank_reads_its_shard_and_never_holds_the_whole(tmp_path: Path, kind: str, world: int) -> None:
     import transformers
 

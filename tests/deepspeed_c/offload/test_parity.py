@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 
 from deepspeed_c.offload import place
+from tests.cells import cells
 from tests.deepspeed_c.zero.test_oracle import check_runs, engine_run
 from tests.deepspeed_c.zero.traits import TRAITS, Run
 from tests.ranks import run_ranks
@@ -87,8 +88,7 @@ def run(rank: int, world: int, trait: str, dtype: str, stage: int, where: str, f
     return engine_run(rank, world, trait, stage, dtype, MICRO_BATCHES, settings_of(trait, where, folder))
 
 
-@pytest.mark.parametrize("world", list(ALWAYS))
-@pytest.mark.parametrize("trait", list(TRAITS))
+@pytest.mark.parametrize(("trait", "world"), cells(TRAITS, ALWAYS, at_once=1))
 def test_parity(trait: str, world: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         results = run_ranks(world, offloaded_runs, trait, folder)

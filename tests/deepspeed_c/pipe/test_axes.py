@@ -17,6 +17,7 @@ from deepspeed_c.pipe.topology import PipeModelDataParallelTopology, ProcessTopo
 from deepspeed_c.sequence.layer import DistributedAttention
 from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.cuts import cut_of
+from tests.cells import cells
 from tests.ranks import run_ranks
 
 VOCABULARY, HEAD, N_HEADS, N_HIDDEN, STEPS = 23, 4, 5, 7, 3
@@ -210,8 +211,7 @@ def train_matrix(rank: int, world: int, stages: int, axis: str) -> dict[str, lis
     return found
 
 
-@pytest.mark.parametrize("axis", ["tp", "sp"])
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize(("stages", "axis"), cells((1, 2, 4), ("tp", "sp"), at_once=1))
 def test_every_schedule_and_zero_stage(stages: int, axis: str) -> None:
     for rank, found in enumerate(run_ranks(2 * stages, train_matrix, stages, axis)):
         assert not any(found.values()), f"rank {rank}: {found}"

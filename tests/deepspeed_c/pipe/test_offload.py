@@ -19,6 +19,7 @@ import deepspeed_c
 from deepspeed_c.errors import ConfigError, DeepSpeedCError
 from deepspeed_c.offload import place
 from deepspeed_c.offload.file import FileHome
+from tests.cells import cells
 from tests.deepspeed_c.pipe.models import Plain, loss_fn, micro_batches, module_of
 from tests.ranks import run_ranks
 
@@ -107,8 +108,7 @@ def train_cells(rank: int, world: int, schedule: str, dtype: str, folder: str) -
     return found
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "dtype"), cells(SCHEDULES, ("fp32", "bf16"), at_once=1))
 def test_states_elsewhere_do_not_change_a_bit(schedule: str, dtype: str, tmp_path: Path) -> None:
     outcome = run_ranks(4, train_cells, schedule, dtype, str(tmp_path))
     losses, weights = plain_run(2)

@@ -17,6 +17,7 @@ from deepspeed_c.plan.live_bytes import LiveBytes
 from deepspeed_c.plan.memory import MASTERS, STATE, WEIGHTS
 from deepspeed_c.plan.table import plan_table
 from deepspeed_c.plan.timeline import options_of
+from tests.cells import cells
 from tests.deepspeed_c.plan.families import FAMILIES, N_LAYERS, make, tokens
 from tests.ranks import run_ranks
 
@@ -48,8 +49,7 @@ def saved_by(model: torch.nn.Module, precision: Precision, batch: dict[str, torc
     return sum(n for place, n in storages.items() if place not in weights)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "precision"), cells(FAMILIES, PRECISIONS, at_once=1))
 def test_what_is_counted_is_what_a_forward_saves(family, precision):
     with torch.device("meta"):
         outline = make(family)

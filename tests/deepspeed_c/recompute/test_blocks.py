@@ -27,6 +27,7 @@ from deepspeed_c.errors import ConfigError
 from deepspeed_c.moe.layer import MoE
 from deepspeed_c.recompute.blocks import Blocks, find_blocks
 from deepspeed_c.zero import GatheredParameters
+from tests.cells import cells
 from tests.deepspeed_c.zero.megatron import Mpu
 
 WIDTH, LAYERS, STEPS, ROWS, LR = 13, 4, 3, 3, 0.05
@@ -208,8 +209,9 @@ def check(run_ranks: Callable, world: int, stage: int, name: str, flow: str) -> 
         assert all(a > b for a, b in zip(counts, plain[rank][2])), (counts, plain[rank][2])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", [name for name in SECTIONS if "partitioned" not in name])
+@pytest.mark.parametrize(
+    ("name", "stage"), cells([name for name in SECTIONS if "partitioned" not in name], (0, 1, 2, 3), at_once=1)
+)
 def test_training_is_that_of_plain_torch(run_ranks: Callable, name: str, stage: int) -> None:
     check(run_ranks, 2, stage, name, "plain")
 
@@ -226,8 +228,7 @@ def test_adapters_in_a_frozen_model(run_ranks: Callable, name: str, stage: int) 
     check(run_ranks, 2, stage, name, "adapters")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", PARTITIONED)
+@pytest.mark.parametrize(("name", "stage"), cells(PARTITIONED, (0, 1, 2, 3), at_once=1))
 def test_partitioned_over_tensor_parallel_ranks(run_ranks: Callable, name: str, stage: int) -> None:
     check(run_ranks, 4, stage, name, "tensor parallel")
 

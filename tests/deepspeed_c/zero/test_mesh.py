@@ -22,6 +22,7 @@ from deepspeed_c.utils import (
     safe_set_full_fp32_param,
 )
 from deepspeed_c.zero.layout.layout import lay_out
+from tests.cells import cells
 from tests.deepspeed_c.zero.test_oracle import by_rank, check, make_config
 from tests.deepspeed_c.zero.traits import STEPS, TRAITS, Run, batch, make_groups, make_model, plain_run
 from tests.ranks import run_ranks
@@ -143,8 +144,9 @@ def optimizers_body(rank: int, world: int, kind: str, optimizer: dict, dtype: st
     return found
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("name", ["Lamb", "Muon", "Lion", "AdamW"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), cells(("Lamb", "Muon", "Lion", "AdamW"), ("fp32", "bf16", "fp16"), at_once=1)
+)
 def test_other_optimizers_and_precisions_as_without_a_mesh(name: str, dtype: str) -> None:
     """LAMB needs norms and Muon needs matrices of whole parameters, wherever their pieces lie. In 16 bits sums are
     rounded in other places than without a mesh."""
@@ -190,8 +192,10 @@ def states_of(engine) -> dict[str, torch.Tensor]:
     return {n: safe_get_full_optimizer_state(p, "exp_avg_sq") for n, p in engine.module.named_parameters()}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("kinds", [["mixed", "mixed", None, "mics"], [None, "mixed", "mics"], ["mics", None, "mixed"]])
+@pytest.mark.parametrize(
+    ("kinds", "stage"),
+    cells((["mixed", "mixed", None, "mics"], [None, "mixed", "mics"], ["mics", None, "mixed"]), (1, 3), at_once=1),
+)
 def test_checkpoints_of_one_mesh_are_loaded_on_another(tmp_path, kinds: list[str | None], stage: int) -> None:
     for rank, (want, *found) in enumerate(run_ranks(WORLD, checkpoint_body, str(tmp_path), kinds, stage)):
         for kind, got in zip(kinds[1:], found, strict=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 
 from deepspeed_c.launcher.runners import find_runner
+from tests.cells import full
 from tests.launcher_jobs import install, job, words_after
 from tests.launches import check_ranks, mpi_hosts
 
@@ -19,6 +20,7 @@ exec mpiexec.mpich "$@"
 """
 
 
+@full
 def test_ranks(tmp_path):
     with mpi_hosts("mpiexec.mpich", "mpich") as hosts:
         (tmp_path / "bin").mkdir()

@@ -9,12 +9,14 @@ import pytest
 
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.runners import find_runner
+from tests.cells import full
 from tests.launcher_jobs import install, job, words_after
 from tests.launches import check_ranks, mpi_hosts
 
 SAYS = "HYDRA build details:"
 
 
+@full
 def test_ranks(tmp_path):
     with mpi_hosts("mpiexec.mpich", "mpich") as hosts:
         (tmp_path / "bin").mkdir()

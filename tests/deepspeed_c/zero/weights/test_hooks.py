@@ -24,6 +24,7 @@ from deepspeed_c.errors import StateError
 from deepspeed_c.utils import safe_get_full_fp32_param, safe_get_full_grad
 from deepspeed_c.zero.weights.hooks import ModuleHooks
 from deepspeed_c.zero.weights.param import state_of
+from tests.cells import cells
 
 WIDTH = 13  # prime, so that nothing divides evenly
 STEPS = 3
@@ -656,8 +657,7 @@ def scenario_body(rank: int, world: int, name: str) -> None:
         compare(rank, world, kind, micro, limits, name)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", list(SCENARIOS))
+@pytest.mark.parametrize(("name", "world"), cells(SCENARIOS, (2, 3), at_once=1))
 def test_scenario(run_ranks, name: str, world: int) -> None:
     run_ranks(world, scenario_body, name)  # the first run imports the optimizer's modules
 

@@ -1,0 +1,47 @@
+"""The covering part of a product (cells.py), against a search over all pairs; and what runs without ``--full``."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.cells import cells, covering
+
+pytest_plugins = ["pytester"]
+
+
+@pytest.mark.parametrize("sizes", [(1,), (5,), (2, 3), (4, 2, 2), (3, 3, 3, 3), (2, 1, 5), (0, 2)])
+def test_each_pair_of_values_occurs(sizes: tuple[int, ...]) -> None:
+    chosen = covering([range(size) for size in sizes])
+    missing = [
+        (i, a, j, b)
+        for i, j in itertools.combinations(range(len(sizes)), 2)
+        for a, b in itertools.product(range(sizes[i]), range(sizes[j]))
+        if 0 not in sizes and not any(cell[i] == a and cell[j] == b for cell in chosen)
+    ]
+    n_cells = len(list(itertools.product(*map(range, sizes))))
+    print(sizes, len(chosen), "of", n_cells)
+    assert not missing and len(set(chosen)) == len(chosen) <= n_cells
+    assert len(sizes) > 1 or len(chosen) == n_cells
+
+
+def test_each_value_occurs() -> None:
+    chosen = covering([range(3), range(2), range(5)], at_once=1)
+    print(chosen)
+    assert len(chosen) == 5 and [len({cell[axis] for cell in chosen}) for axis in range(3)] == [3, 2, 5]
+
+
+def test_81_cells_of_four_axes_have_a_small_covering_part() -> None:
+    marked = cells(*[range(3)] * 4)
+    assert len(marked) == 81 and 9 <= sum(not cell.marks for cell in marked) <= 15
+
+
+def test_cells_marked_full_run_with_full_only(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest("from tests.conftest import pytest_addoption, pytest_collection_modifyitems")
+    pytester.makeini("[pytest]\nmarkers = full")
+    pytester.makepyfile(
+        "import pytest\n@pytest.mark.parametrize('i', [0, pytest.param(1, marks=pytest.mark.full)])\ndef test(i): pass"
+    )
+    pytester.runpytest("-p", "no:cacheprovider").assert_outcomes(passed=1, deselected=1)
+    pytester.runpytest("-p", "no:cacheprovider", "--full").assert_outcomes(passed=2)
