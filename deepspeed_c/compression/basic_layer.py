@@ -1,5 +1,5 @@
 """Layers whose weight and input are quantized in the forward: linear layers, also cut over tensor-parallel ranks, and
-embeddings.
+embeddings. Linear layers that are not cut may also be pruned.
 
 A user's module becomes such a layer by a change of its class (``compress``), so its parameters, names, hooks and ties
 stay, and plain state dicts fit. The gradient passes the rounding unchanged (straight-through estimator).
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepspeed_c import ops  # ops.quant is loaded on first use: engines that compress nothing load this module, too
+from deepspeed_c.compression.pruning import Kind, Pruner
 from deepspeed_c.compression.steps import AppliedSteps
 from deepspeed_c.errors import ModelError
 from deepspeed_c.inject.layers import LinearAllreduce, LinearLayer
@@ -85,6 +86,12 @@ class Quantization:
     steps: AppliedSteps
     weight: WeightRule | None = None
     activations: ActivationRule | None = None
+    pruners: tuple[Pruner, ...] = ()
+    """One for each technique that prunes the layer."""
+
+    @property
+    def is_empty(self) -> bool:
+        return self.weight is None and self.activations is None and not self.pruners
 
 
 def scale_type_of(weight: Tensor) -> str:
@@ -95,7 +102,8 @@ def scale_type_of(weight: Tensor) -> str:
 def check_finite(weight: Tensor, name: str, fix: str) -> None:
     """Raises ModelError if the weight of layer ``name`` has NaN or inf. fix: what to do about it."""
     if not weight.detach().isfinite().all():
-        raise ModelError("the weight has NaN or inf, so that no scale fits it", where=f"{name}.weight", fix=fix)
+        what = "the weight has NaN or inf, so that no scale and no order fits it"
+        raise ModelError(what, where=f"{name}.weight", fix=fix)
 
 
 def quantize_weight(weight: Tensor, rule: WeightRule, seed: int | None = None) -> Tensor:
@@ -182,9 +190,11 @@ class CompressedLayer(nn.Module):
 
     def keep_weight(self) -> None:
         """Drop the weight's rule. Without another rule the module gets its own class back."""
-        rules = replace(self.quantization, weight=None)
+        self._keep(replace(self.quantization, weight=None))
+
+    def _keep(self, rules: Quantization) -> None:
         self.quantization = rules
-        if rules.activations is None:
+        if rules.is_empty:
             del self.quantization
             self.__class__ = rules.plain_class
 
@@ -232,10 +242,61 @@ class CompressedLayer(nn.Module):
 
 
 class LinearLayer_Compress(CompressedLayer, nn.Linear):
-    """``torch.nn.Linear`` with a quantized weight and input."""
+    """``torch.nn.Linear`` with a pruned and quantized weight and a quantized input."""
+
+    def _begin(self, quantization: Quantization) -> None:
+        super()._begin(quantization)
+        for pruner in quantization.pruners:
+            pruner.begin(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._linear(x, self.weight, self.bias)
+        return self._linear(x, *self._pruned(self.masks()))
+
+    def masks(self) -> dict[Kind, Tensor]:
+        """The masks at the present step, of techniques that have started."""
+        rules = self.quantization
+        if rules is None or not rules.pruners:
+            return {}
+        step = rules.steps.count
+        return {pruner.rule.kind: pruner.mask(self, step) for pruner in rules.pruners if pruner.is_on(step)}
+
+    def _pruned(self, masks: dict[Kind, Tensor]) -> tuple[Tensor, Tensor | None]:
+        weight, bias = self.weight, self.bias
+        for pruner in self.quantization.pruners if masks else ():
+            mask = masks.get(pruner.rule.kind)
+            if mask is not None:
+                weight, bias = pruner.applied(mask, weight, bias)
+        return weight, bias
+
+    @torch.no_grad()
+    def write_pruned(self) -> dict[Kind, Tensor]:
+        """Write zeros where weights and biases are pruned. Returns the masks, bool."""
+        masks = self.masks()
+        weight, bias = self._pruned(masks)
+        self.weight.copy_(weight)
+        if bias is not None:
+            self.bias.copy_(bias)
+        return {kind: mask.bool() for kind, mask in masks.items()}
+
+    def keep_pruned(self) -> None:
+        """Drop the rules and tensors of pruning. Without another rule the module gets its own class back."""
+        for pruner in self.quantization.pruners:
+            pruner.end(self)
+        self._keep(replace(self.quantization, pruners=()))
+
+    def check_weight(self, fix: str) -> None:
+        """Raises ModelError if the weight has NaN or inf. fix: what to do about it."""
+        check_finite(self.weight, self.quantization.name, fix)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """A state dict of the plain model has neither masks nor scores."""
+        for pruner in () if self.quantization is None else self.quantization.pruners:
+            pruner.fill(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        pruners = () if self.quantization is None else self.quantization.pruners
+        return "".join((super().extra_repr(), *(f", {p.rule.kind}_pruning={p.rule.dense_ratio}" for p in pruners)))
 
 
 class Embedding_Compress(CompressedLayer, nn.Embedding):

@@ -12,18 +12,21 @@ from torch import nn
 
 from deepspeed_c.compression.basic_layer import (
     CompressedLayer,
+    LinearLayer_Compress,
     Quantization,
     check_finite,
     compressed_layers,
     quantize_weight,
 )
 from deepspeed_c.compression.packed import check_packable, pack_layers
+from deepspeed_c.compression.pruning import Kind, Pruner, PruneRule
+from deepspeed_c.compression.shrink import check_shrinkable, shrink, shrinkings
 from deepspeed_c.compression.steps import AppliedSteps
-from deepspeed_c.compression.targets import activation_rules, find, layer_class, weight_rules
+from deepspeed_c.compression.targets import activation_rules, find, layer_class, prune_rules, weight_rules
 from deepspeed_c.config import load_config
 from deepspeed_c.config.compression import Compression
 from deepspeed_c.config.source import read_source
-from deepspeed_c.errors import ConfigError, ModelError, StateError
+from deepspeed_c.errors import ConfigError, ModelError, StateError, UnsupportedConfigError
 from deepspeed_c.pipe.module import PipelineModule
 from deepspeed_c.zero.weights.gather_unit import PlacedShard, WholeShard
 from deepspeed_c.zero.weights.gathered import GatheredParameters
@@ -36,6 +39,9 @@ __all__ = [
     "init_compression",
     "redundancy_clean",
 ]
+
+
+_FIX = "load a checkpoint from before they came up"
 
 
 def check_deepspeed_config(config: Any) -> dict[str, Any]:
@@ -116,8 +122,9 @@ def init_compression(
 ) -> nn.Module:
     """Make the modules that the section compression_training names compressed layers, in place. Returns ``model``.
 
-    Call it before ``initialize``, and after ``tp_model_init``. Parameters stay the same objects. The quantization of a
-    technique starts after ``schedule_offset`` applied steps. Layers that share a weight quantize it in the same way.
+    Call it before ``initialize``, and after ``tp_model_init``. Parameters stay the same objects. A technique starts
+    after ``schedule_offset`` applied steps. Layers that share a weight quantize it in the same way. Pruning with method
+    topk adds parameters, the scores.
 
     Args:
         deepspeed_config: a dict, or the path of a JSON file.
@@ -126,15 +133,18 @@ def init_compression(
 
     Raises ConfigError for a wrong key or pattern, groups that do not divide a weight, or a technique that is not built;
     ModelError for a module of another class, or a weight with NaN or inf; StateError for a model that is compressed
-    already or belongs to an engine. The model is then unchanged.
+    already or belongs to an engine. Pruning also refuses numbers of heads that do not divide a weight, related modules
+    of another number or size, and layers that share a weight or are cut. The model is then unchanged.
     """
     section, root = _section_of(deepspeed_config), _module_of(model)
     _check_new(root)
     weights, activations = weight_rules(root, section, mpu), activation_rules(root, section, mpu)
-    names = [name for name, _ in root.named_modules() if name in weights or name in activations]
+    pruned = prune_rules(root, section, mpu)
+    shrinkings(root, section, mpu)  # wrong related modules are an error before training, not after it
+    names = [name for name, _ in root.named_modules() if name in weights or name in activations or name in pruned]
     modules = {name: root.get_submodule(name) for name in names}
     classes = {name: layer_class(module, name) for name, module in modules.items()}
-    for name in weights:
+    for name in {**weights, **pruned}:
         weight = modules[name].weight
         if not weight.is_meta and state_of(weight) is None:  # a sharded weight is not gathered for this
             check_finite(weight, name, "load weights without NaN or inf")
@@ -146,6 +156,7 @@ def init_compression(
             steps=steps,
             weight=weights.get(name),
             activations=activations.get(name),
+            pruners=tuple(Pruner(rule) for rule in pruned.get(name, ())),
         )
         classes[name].take_over(module, rules)
     return model
@@ -174,39 +185,68 @@ def _check_new(root: nn.Module) -> None:
 def redundancy_clean(
     model: nn.Module, deepspeed_config: Any, mpu: Any = None, *, pack: bool = False
 ) -> nn.Module:
-    """Write the quantized values into the weights that the configuration names, and give the modules their own classes
-    back. Returns ``model``.
+    """Write zeros where weights are pruned, and the quantized values, into the weights that the configuration names,
+    and give the modules their own classes back. Layers with ``related_modules`` get smaller. Returns ``model``.
 
     Collective if parameters are sharded. Layers whose input is quantized keep doing that. Values are rounded to the
-    nearest, as evaluation does.
+    nearest, as evaluation does. An optimizer does not know the parameters of smaller layers, so train before.
 
     pack: make the linear layers ``PackedLinear``, whose weights are codes, and write ``quantization_config`` into the
     model's ``config``, so that ``save_pretrained`` writes a compressed-tensors folder. Embeddings, and layers that
     share a weight, are cleaned only.
 
-    Raises ConfigError as ``init_compression`` does; StateError if a module is not compressed; ModelError for a weight
-    with NaN or inf. With pack: StateError before ``schedule_offset`` or for a sharded weight; ConfigError for groups
-    that are not parts of rows; UnsupportedConfigError for what is not packed (asymmetric weights, 8 and 4 bits in one
-    model, quantized activations, layers cut over ranks).
+    Raises ConfigError as ``init_compression`` does; StateError if a module is not compressed, before the
+    ``schedule_offset`` of pruning, or for a sharded weight that has to get smaller; ModelError for a weight with NaN or
+    inf. With pack: StateError before ``schedule_offset`` or for a sharded weight; ConfigError for groups that are not
+    parts of rows; UnsupportedConfigError for what is not packed (asymmetric weights, 8 and 4 bits in one model,
+    quantized activations, layers cut over ranks, layers that get smaller).
     """
     section, root = _section_of(deepspeed_config), _module_of(model)
     layers = compressed_layers(root)
-    wanted = weight_rules(root, section, mpu)
-    for name in wanted:
-        if name not in layers or layers[name].quantization.weight is None:
-            raise StateError(
-                "its weight is not compressed",
-                where=name,
-                fix="call init_compression with the same configuration first",
-            )
+    wanted, pruned = weight_rules(root, section, mpu), prune_rules(root, section, mpu)
+    plans = shrinkings(root, section, mpu)
+    _check_compressed(layers, wanted, pruned)
+    check_shrinkable(root, plans)
     packed = _packable(root, wanted, layers) if pack else {}
+    if packed and plans:
+        raise UnsupportedConfigError(
+            "layers that get smaller are not packed: the groups of their weights change",
+            where=plans[0].where,
+            fix="pass pack=False, or leave related_modules out",
+        )
     check_packable(packed)
+    masks = {name: _write_pruned(layers[name]) for name in pruned}
     chosen = [layers[name] for name in wanted if name not in packed]
     _write({id(layer.weight): layer for layer in chosen}.values())
+    for name in pruned:
+        layers[name].keep_pruned()
     for layer in chosen:
         layer.keep_weight()
     pack_layers(root, packed)
+    shrink(root, plans, masks)
     return model
+
+
+def _check_compressed(
+    layers: Mapping[str, CompressedLayer], wanted: Iterable[str], pruned: Mapping[str, list[PruneRule]]
+) -> None:
+    """Raises StateError for a layer that does not have these rules, or whose pruning has not started."""
+    fix = "call init_compression with the same configuration first"
+    for name in wanted:
+        if name not in layers or layers[name].quantization.weight is None:
+            raise StateError("its weight is not compressed", where=name, fix=fix)
+    for name, rules in pruned.items():
+        pruners = layers[name].quantization.pruners if name in layers else ()
+        if [pruner.rule for pruner in pruners] != rules:
+            raise StateError("it is not pruned as the configuration says", where=name, fix=fix)
+        step = layers[name].quantization.steps.count
+        late = [rule for rule in rules if rule.first_step > step]
+        if late:
+            raise StateError(
+                f"its {late[0].kind} pruning begins at step {late[0].first_step}, and this is step {step}",
+                where=name,
+                fix="train past schedule_offset before cleaning",
+            )
 
 
 def _packable(
@@ -221,13 +261,24 @@ def _packable(
     }
 
 
+def _write_pruned(layer: LinearLayer_Compress) -> dict[Kind, torch.Tensor]:
+    """Writes zeros, and returns the masks."""
+    with GatheredParameters(layer.parameters(recurse=False), modifier_rank=_writer(layer)):
+        layer.check_weight(_FIX)
+        return layer.write_pruned()
+
+
+def _writer(layer: CompressedLayer) -> int | None:
+    """The rank whose edits of a sharded weight count."""
+    state = state_of(layer.weight)
+    return None if state is None else state.everyone.global_ranks[0]
+
+
 @torch.no_grad()
 def _write(layers: Iterable[CompressedLayer]) -> None:
     """Quantizes the weights, one after the other."""
     for layer in layers:
         weight, rules = layer.weight, layer.quantization
-        state = state_of(weight)
-        writer = None if state is None else state.everyone.global_ranks[0]
-        with GatheredParameters([weight], modifier_rank=writer):
-            check_finite(weight, rules.name, "load a checkpoint from before they came up")
+        with GatheredParameters([weight], modifier_rank=_writer(layer)):
+            check_finite(weight, rules.name, _FIX)
             weight.copy_(quantize_weight(weight, rules.weight))

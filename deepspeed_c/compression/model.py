@@ -22,7 +22,7 @@ class CompressedModel:
         self._schedules = list({id(steps): steps for steps in (layer.quantization.steps for layer in layers)}.values())
         if is_asked and not self._schedules:
             raise ConfigError(
-                "asks for quantization, and no layer of the model is compressed",
+                "asks for compression, and no layer of the model is compressed",
                 where="compression_training",
                 fix="call deepspeed_c.compression.compress.init_compression(model, config) before initialize",
             )

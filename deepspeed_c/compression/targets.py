@@ -19,13 +19,22 @@ from deepspeed_c.compression.basic_layer import (
     RowParallelLinear_Compress,
     WeightRule,
 )
-from deepspeed_c.config.compression import Compression
+from deepspeed_c.compression.pruning import Kind, PruneRule
+from deepspeed_c.config.compression import Compression, n_of_m
 from deepspeed_c.errors import ConfigError, ModelError
 from deepspeed_c.inject.cut import Cut
 from deepspeed_c.inject.layers import LinearAllreduce, LinearLayer
 from deepspeed_c.zero.weights.param import shape_of
 
-__all__ = ["activation_rules", "find", "is_compressible", "layer_class", "weight_rules"]
+__all__ = [
+    "activation_rules",
+    "check_own_weight",
+    "find",
+    "is_compressible",
+    "layer_class",
+    "prune_rules",
+    "weight_rules",
+]
 
 _KEY = "compression_training"
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
@@ -257,3 +266,69 @@ def activation_rules(model: nn.Module, section: Compression, mpu: Any = None) ->
         )
         for name, group in chosen.items()
     }
+
+
+def prune_rules(model: nn.Module, section: Compression, mpu: Any = None) -> dict[str, list[PruneRule]]:
+    """The rules of each linear layer that is pruned.
+
+    Raises ConfigError or ModelError: see ``init_compression``.
+    """
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    rules: dict[str, list[PruneRule]] = {}
+    kinds: tuple[Kind, ...] = ("sparse", "row", "head")
+    for kind in kinds:
+        key, technique = f"{kind}_pruning", getattr(section, f"{kind}_pruning")
+        shared = technique.shared_parameters
+        if not shared.enabled:
+            continue
+        excluded = {name for word in getattr(shared, "excluded_modules", ()) for name in find(model, word, key, mpu)}
+        for name, group in _named(model, key, technique, _LINEAR, mpu).items():
+            if name not in excluded:
+                rule = _prune_rule(kind, shared, group.params.dense_ratio, order[name])
+                _check_prunable(model, name, rule)
+                rules.setdefault(name, []).append(rule)
+    return rules
+
+
+def _prune_rule(kind: Kind, shared: Any, dense_ratio: float | None, index: int) -> PruneRule:
+    pattern = n_of_m(shared.block_pattern) if kind == "sparse" else None
+    end = getattr(shared, "schedule_offset_end", None)
+    return PruneRule(
+        kind=kind,
+        method=shared.method,
+        dense_ratio=dense_ratio if pattern is None else pattern[0] / pattern[1],
+        first_step=shared.schedule_offset,
+        last_step=shared.schedule_offset if end is None else end,
+        stride=getattr(shared, "schedule_offset_stride", 1),
+        n_of_m=pattern,
+        num_heads=getattr(shared, "num_heads", 0),
+        index=index,
+    )
+
+
+def check_own_weight(model: nn.Module, name: str) -> None:
+    """Raises ModelError unless the module is a whole ``torch.nn.Linear`` that shares its weight with no other."""
+    module, leave_out = model.get_submodule(name), f"write patterns in {_KEY} that leave it out"
+    if layer_class(module, name) is not LinearLayer_Compress:
+        raise ModelError("layers that are cut over tensor-parallel ranks are not pruned", where=name, fix=leave_out)
+    if module.weight.is_meta:
+        raise ModelError("a weight on the meta device has no magnitudes", where=name, fix="load the weights first")
+    for other, holder in model.named_modules():
+        if holder is not module and getattr(holder, "weight", None) is module.weight:
+            what = f"it shares its weight with {other}, which would be pruned, too"
+            raise ModelError(what, where=name, fix=leave_out)
+
+
+def _check_prunable(model: nn.Module, name: str, rule: PruneRule) -> None:
+    """Raises ModelError for a layer whose weight is not its own, ConfigError for a number that does not divide its
+    columns."""
+    check_own_weight(model, name)
+    path, n_columns = f"{_KEY}.{rule.kind}_pruning", shape_of(model.get_submodule(name).weight)[1]
+    divisors = {"num_heads": rule.num_heads, "block_pattern": 0 if rule.n_of_m is None else rule.n_of_m[1]}
+    for key, divisor in divisors.items():
+        if divisor and n_columns % divisor:
+            raise ConfigError(
+                f"{divisor} does not divide the {n_columns} input columns of {name}",
+                where=f"{path}.shared_parameters.{key}",
+                fix=f"write a number that divides them, or patterns in {path} that leave it out",
+            )

@@ -216,7 +216,14 @@ AREAS: dict[str, dict[str, Feature]] = {
             'set "enabled": false',
             is_on=lambda root: root.compression_training.quantizes,
         ),
-        "pruning": _later("pruning and layer reduction during training", 'set "enabled": false'),
+        "pruning": Feature(
+            "pruning of weights, rows and heads during training",
+            True,
+            'set "enabled": false',
+            is_on=lambda root: root.compression_training.prunes,
+        ),
+        "channel_pruning": _later("channel pruning of convolutions", 'set "enabled": false'),
+        "layer_reduction": _later("layer reduction during training", 'set "enabled": false'),
     },
 }
 

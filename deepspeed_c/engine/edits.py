@@ -84,7 +84,7 @@ class _Undo:
 
 def _compression(model: torch.nn.Module, context: EditContext) -> CompressedModel:
     section = context.config.tensor_parallel
-    compressed = CompressedModel(model, is_asked=context.config.compression_training.quantizes)
+    compressed = CompressedModel(model, is_asked=context.config.compression_training.is_enabled)
     if section.replace_with_kernel_inject:
         key, fix = "tensor_parallel.replace_with_kernel_inject", "set it to false"
         compressed.refuse(key, "kernels read the weights themselves", fix)

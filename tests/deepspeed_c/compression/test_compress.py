@@ -213,17 +213,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "NaN": (nan_weights, wrong(["second"]), ModelError, "second.weight: the weight has NaN or inf"),
     "MoQ": (Odd, wrong(quantize_weight_in_forward=False), ConfigError, r"quantize_weight_in_forward: .*MoQ.*\n.*set it to true"),
     "MoQ's mix": (Odd, wrong(fp16_mixed_quantize={"enabled": True}), ConfigError, "fp16_mixed_quantize.enabled: is true"),
-    "pruning": (
-        Odd,
-        {"compression_training": {"row_pruning": {"shared_parameters": {"enabled": True}}}},
-        UnsupportedConfigError,
-        "row_pruning.shared_parameters.enabled: true asks for pruning",
-    ),
     "layer reduction": (
         Odd,
         {"compression_training": {"layer_reduction": {"enabled": True}}},
         UnsupportedConfigError,
-        "layer_reduction.enabled: true asks for pruning and layer reduction",
+        "layer_reduction.enabled: true asks for layer reduction",
     ),
 }
 

@@ -1,0 +1,207 @@
+"""Makes pruned layers really smaller: rows and heads that are pruned go, and so do the columns or rows of the modules
+that ``related_modules`` names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_c.compression.pruning import Kind
+from deepspeed_c.compression.targets import check_own_weight, find
+from deepspeed_c.config.compression import Compression
+from deepspeed_c.errors import ConfigError, ModelError, StateError
+from deepspeed_c.zero.weights.param import shape_of, state_of
+
+__all__ = ["Shrinking", "check_shrinkable", "shrink", "shrinkings"]
+
+# Names of numbers in attention modules and configurations of transformers.
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads")
+_WIDTHS = ("embed_dim", "all_head_size", "inner_dim")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shrinking:
+    """A pruned layer and the layers that are cut along with it."""
+
+    kind: Literal["row", "head"]
+    name: str
+    """The layer with the mask. Its rows go, or its columns in the case of heads."""
+    related: tuple[str, ...]
+    """The layers of which columns go, or rows in the case of heads."""
+    num_heads: int
+    """Equal blocks of columns; 0 for rows."""
+    where: str
+    """Key of the related modules."""
+
+    @property
+    def cuts(self) -> Iterator[tuple[str, int]]:
+        """(layer, dimension of its weight) of each cut."""
+        own = 0 if self.kind == "row" else 1
+        yield self.name, own
+        yield from ((name, 1 - own) for name in self.related)
+
+
+def shrinkings(model: nn.Module, section: Compression, mpu: Any = None) -> list[Shrinking]:
+    """The layers that get smaller. The n-th module that a pattern matches belongs to the n-th of its related modules.
+
+    Raises ConfigError for numbers and sizes that do not fit, and ModelError for a layer that cannot be cut.
+    """
+    made: list[Shrinking] = []
+    for kind in ("row", "head"):
+        technique = getattr(section, f"{kind}_pruning")
+        groups = technique.different_groups if technique.shared_parameters.enabled else {}
+        for group_name, group in groups.items():
+            where = f"compression_training.{kind}_pruning.different_groups.{group_name}.related_modules"
+            for pattern, words in zip(group.modules, group.related_modules or ()):
+                names = _linear(model, pattern, where, mpu)
+                found = [_linear(model, word, where, mpu) for word in words]
+                for word, related in zip(words, found, strict=True):
+                    _check_number(pattern, names, word, related, where)
+                num_heads = getattr(technique.shared_parameters, "num_heads", 0)
+                for name, *related in zip(names, *found, strict=True) if found else ():
+                    made.append(
+                        Shrinking(kind=kind, name=name, related=tuple(related), num_heads=num_heads, where=where)
+                    )
+    cut: set[tuple[str, int]] = set()
+    for plan in made:
+        _check_sizes(model, plan)
+        for name, dim in plan.cuts:
+            check_own_weight(model, name)
+            if (name, dim) in cut:
+                what = f"the {('rows', 'columns')[dim]} of {name} are cut twice"
+                raise ConfigError(what, where=plan.where, fix="name each module once")
+            cut.add((name, dim))
+    return made
+
+
+def _linear(model: nn.Module, pattern: str, where: str, mpu: Any) -> list[str]:
+    return [name for name in find(model, pattern, where, mpu) if isinstance(model.get_submodule(name), nn.Linear)]
+
+
+def _check_number(pattern: str, names: list[str], word: str, related: list[str], where: str) -> None:
+    if len(names) != len(related):
+        raise ConfigError(
+            f"{word!r} matches {len(related)} linear layers, and {pattern!r} of modules matches {len(names)}",
+            where=where,
+            fix="write patterns that match one related module for each module",
+        )
+
+
+def _check_sizes(model: nn.Module, plan: Shrinking) -> None:
+    n_rows, n_columns = shape_of(model.get_submodule(plan.name).weight)
+    attention = numbers = None
+    if plan.kind == "head":
+        attention = _attention(model, plan)
+        numbers = {**_numbers(getattr(attention, "config", None)), **_numbers(attention)}
+        _check_heads(plan, attention, numbers)
+    for name in plan.related:
+        shape = shape_of(model.get_submodule(name).weight)
+        what = ""
+        if plan.kind == "row" and shape[1] != n_rows:
+            what = f"{name} has {shape[1]} input columns, and {plan.name} has {n_rows} rows"
+        elif plan.kind == "head" and shape[0] != n_columns:
+            what = f"{name} has {shape[0]} rows, and {plan.name} has {n_columns} input columns"
+            # Fewer rows are right where query heads share keys, and each of num_heads blocks has whole key heads.
+            if {"num_key_value_heads", "num_kv_heads"} & set(numbers) and shape[0] % plan.num_heads == 0:
+                what = ""
+        if what:
+            raise ConfigError(what, where=plan.where, fix="name the modules that it is connected to")
+
+
+def _check_heads(plan: Shrinking, attention: nn.Module, numbers: Mapping[str, int]) -> None:
+    if hasattr(attention, "has_relative_attention_bias"):
+        raise ModelError(
+            f"the relative positions of {type(attention).__name__} have a column for each head, which are not cut",
+            where=plan.name,
+            fix=f"leave out {plan.where}: heads are then masked",
+        )
+    for key, number in numbers.items():
+        if number % plan.num_heads:
+            raise ConfigError(
+                f"{plan.num_heads} blocks of heads do not divide {key} = {number} of {type(attention).__name__}",
+                where=f"{plan.where.partition('.different_groups')[0]}.shared_parameters.num_heads",
+                fix=f"write {number}: query heads that share keys are pruned together",
+            )
+
+
+def _attention(model: nn.Module, plan: Shrinking) -> nn.Module:
+    """The module that holds the first related module."""
+    return model.get_submodule(plan.related[0].rpartition(".")[0])
+
+
+def _numbers(holder: Any) -> dict[str, int]:
+    """The numbers of heads that a module or a configuration has."""
+    values = {name: getattr(holder, name, None) for name in _HEADS}
+    return {name: value for name, value in values.items() if isinstance(value, int)}
+
+
+def check_shrinkable(model: nn.Module, plans: list[Shrinking]) -> None:
+    """Raises StateError for a sharded weight."""
+    for name in (name for plan in plans for name, _ in plan.cuts):
+        if state_of(model.get_submodule(name).weight) is not None:
+            raise StateError(
+                "its weight is sharded, and cannot get smaller",
+                where=name,
+                fix="load the weights into a model without an engine, and clean that",
+            )
+
+
+def shrink(model: nn.Module, plans: list[Shrinking], masks: Mapping[str, Mapping[Kind, Tensor]]) -> None:
+    """Cut the layers, which have passed ``check_shrinkable``, and tell attention modules and their configuration the
+    new number of heads. masks: of each layer, by name."""
+    heads: dict[nn.Module, tuple[int, int, int]] = {}
+    for plan in plans:
+        kept = masks[plan.name][plan.kind].view(-1)
+        if plan.kind == "head":
+            width = model.get_submodule(plan.name).in_features
+            heads[_attention(model, plan)] = (int(kept.sum()), len(kept), width)
+        for name, dim in plan.cuts:
+            layer = model.get_submodule(name)
+            _cut(layer, kept.repeat_interleave(layer.weight.shape[dim] // len(kept)), dim)
+    _tell_configurations(model, heads)
+    for attention, (n_kept, n_heads, width) in heads.items():
+        for key, number in _numbers(attention).items():
+            setattr(attention, key, number * n_kept // n_heads)
+        for key in _WIDTHS:
+            if getattr(attention, key, None) == width:
+                setattr(attention, key, width * n_kept // n_heads)
+
+
+def _cut(layer: nn.Linear, kept: Tensor, dim: int) -> None:
+    """Keep some rows (dim 0) or columns (dim 1) of a layer. kept: bool, on any device."""
+    index = kept.nonzero().view(-1).to(layer.weight.device)
+    layer.weight = _part(layer.weight, index, dim)
+    if dim == 1:
+        layer.in_features = len(index)
+        return
+    layer.out_features = len(index)
+    if layer.bias is not None:
+        layer.bias = _part(layer.bias, index, 0)
+
+
+def _part(param: nn.Parameter, index: Tensor, dim: int) -> nn.Parameter:
+    with torch.no_grad():
+        return nn.Parameter(param.index_select(dim, index), requires_grad=param.requires_grad)
+
+
+def _tell_configurations(model: nn.Module, heads: Mapping[nn.Module, tuple[int, int, int]]) -> None:
+    """Writes the new numbers into the configuration if it holds for all attention modules. It has one for all layers.
+    """
+    configs = {id(a.config): a.config for a in heads if getattr(a, "config", None) is not None}
+    for config in configs.values():
+        cut = [attention for attention in heads if getattr(attention, "config", None) is config]
+        kinds = tuple({type(attention) for attention in cut})
+        others = (m for m in model.modules() if isinstance(m, kinds) and getattr(m, "config", None) is config)
+        if len({heads[attention] for attention in cut}) > 1 or any(m not in heads for m in others):
+            continue
+        n_kept, n_heads, width = heads[cut[0]]
+        numbers = _numbers(config)
+        n_query = next((numbers[key] for key in _HEADS if key in numbers), 0)
+        for key, number in numbers.items():
+            setattr(config, key, number * n_kept // n_heads)
+        if n_query and getattr(config, "head_dim", None) is None:
+            config.head_dim = width // n_query

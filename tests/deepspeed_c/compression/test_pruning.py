@@ -1,0 +1,418 @@
+"""Pruning (deepspeed_c/compression/pruning.py) and smaller layers (shrink.py): training at each ZeRO stage on two ranks
+against masks written in plain Python, a resumed schedule, cleaned models, models of transformers, and wrong inputs."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import deepspeed_c
+from deepspeed_c.compression.basic_layer import CompressedLayer
+from deepspeed_c.compression.compress import init_compression, redundancy_clean
+from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError, StateError, UnsupportedConfigError
+from tests.deepspeed_c.compression.oracle import batch, loss_of, rounded
+from tests.ranks import run_ranks
+
+N_STEPS, HEADS, WIDTH = 5, 4, 8
+
+
+class Block(nn.Module):
+    """A language model of one attention and one MLP."""
+
+    def __init__(self, hidden: int = 12) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.table = nn.Embedding(12, WIDTH)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down, self.head = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH), nn.Linear(WIDTH, 12)
+        with torch.no_grad():
+            self.up.weight[3] = 0  # a row of zeros
+            self.up.weight[1] = self.up.weight[2] = -self.up.weight[0]  # rows of equal magnitude
+
+    def layer(self, name: str, x: Tensor) -> Tensor:
+        return getattr(self, name)(x)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.table(words)
+        q, k, v = (self.layer(n, x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for n in "qkv")
+        x = x + self.layer("o", ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return self.head(x + self.layer("down", nn.functional.gelu(self.layer("up", x))))
+
+
+def ones_of_largest(values: list[float], n: int) -> list[float]:
+    best = sorted(range(len(values)), key=lambda i: (-values[i], i))[:n]
+    return [float(i in best) for i in range(len(values))]
+
+
+def mask_of(values: Tensor, density: float, pattern: int = 0) -> Tensor:
+    flat = values.detach().float().flatten().tolist()
+    size = pattern or len(flat)
+    n = pattern // 2 if pattern else math.ceil(density * len(flat))
+    ones = [one for i in range(0, len(flat), size) for one in ones_of_largest(flat[i : i + size], n)]
+    return torch.tensor(ones).view(values.shape)
+
+
+def straight_through(scores: Tensor, density: float, pattern: int = 0) -> Tensor:
+    return scores + (mask_of(scores, density, pattern) - scores).detach()
+
+
+class Theory(Block):
+    """The block with the masks of ``SECTIONS[name]``."""
+
+    def __init__(self, name: str, scores: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.name, self.step, self.made = name, 0, {}
+        self.scores = nn.ParameterDict({key.replace(".", "/"): value.clone() for key, value in scores.items()})
+
+    def magnitudes(self, name: str, values: Tensor, first: int, last: int, stride: int, final: float) -> Tensor:
+        """The mask, made again at steps first, first + stride, ..., last."""
+        step = self.step
+        if step == first or step == last or (first < step < last and (step - first) % stride == 0):
+            left = max(last - step, 0) / max(last - first, 1)
+            self.made[name] = mask_of(values, final + (1 - final) * left**3)
+        return self.made.get(name, torch.ones(()))
+
+    def layer(self, name: str, x: Tensor) -> Tensor:
+        plain = getattr(self, name)
+        weight, bias, step = plain.weight, plain.bias, self.step
+        if self.name == "magnitudes":
+            if name in ("q", "down"):
+                weight = weight * self.magnitudes(name, weight.abs(), 0, 3, 2, 0.3)
+            if name == "up" and step >= 1:
+                mask = self.magnitudes(name, weight.abs().sum(1), 1, 1, 1, 0.5)
+                weight, bias = weight * mask[:, None], bias * mask
+            if name == "up" and step >= 2:
+                weight = rounded(weight.view(WIDTH * 12 // 4, 4), 8).view(weight.shape)
+        else:
+            if name == "up":
+                weight = weight * straight_through(self.scores["up/sparse_mask_scores"], 0.5, 4)
+            if name == "down" and step >= 2:
+                mask = straight_through(self.scores["down/row_mask_scores"], 0.5)
+                weight, bias = weight * mask, bias * mask[:, 0]
+            if name == "o" and step >= 1:
+                weight = weight * straight_through(self.scores["o/head_pruning_scores"], 0.5).repeat_interleave(2, 1)
+        return nn.functional.linear(x, weight, bias)
+
+
+def technique(ratio: float | None, modules: list[str], related: Any = None, offset: int = 0, **shared: Any) -> dict:
+    group = {"params": {} if ratio is None else {"dense_ratio": ratio}, "modules": modules}
+    if related is not None:
+        group["related_modules"] = related
+    return {
+        "shared_parameters": {"enabled": True, "schedule_offset": offset, **shared},
+        "different_groups": {"g": group},
+    }
+
+
+BITS = {
+    "shared_parameters": {
+        "enabled": True, "quantize_weight_in_forward": True, "quantize_groups": 24, "schedule_offset": 2
+    },
+    "different_groups": {"g": {"params": {"target_bits": 8}, "modules": ["^up$"]}},
+}
+ATTENTION = (["^o$"], [["^q$", "^k$", "^v$"]])
+SECTIONS = {
+    "magnitudes": {
+        "sparse_pruning": technique(0.3, ["^q$", "down"], schedule_offset_end=3, schedule_offset_stride=2),
+        "row_pruning": technique(0.5, ["up"], [["down"]], offset=1),
+        "weight_quantization": BITS,
+    },
+    "scores": {
+        "sparse_pruning": technique(None, ["up"], method="topk", block_pattern="2:4"),
+        "row_pruning": technique(0.5, ["down"], offset=2, method="topk"),
+        "head_pruning": technique(0.5, *ATTENTION, offset=1, num_heads=HEADS),
+    },
+}
+
+
+def config_of(name: str, stage: int = 0, dtype: str = "fp32") -> dict[str, Any]:
+    return {
+        "train_batch_size": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "bf16": {"enabled": dtype == "bf16"},
+        "compression_training": copy.deepcopy(SECTIONS[name]),
+    }
+
+
+def engine_of(config: dict):
+    model = init_compression(Block(), config)
+    return deepspeed_c.initialize(model=model, config=config)[0]
+
+
+def train(engine, rank: int, world: int, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        words = batch(step).chunk(world)[rank]
+        loss = loss_of(engine(words), words)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def state_of(engine) -> dict[str, Tensor]:
+    return {name: value.float().clone() for name, value in engine.module_state_dict().items()}
+
+
+def theory(name: str, n_steps: int = N_STEPS) -> tuple[list[float], dict[str, Tensor]]:
+    compressed = init_compression(Block(), config_of(name))
+    scores = {key: value for key, value in compressed.named_parameters() if key.endswith("scores")}
+    model, losses = Theory(name, scores), []
+    for model.step in range(n_steps):
+        words = batch(model.step)
+        loss = loss_of(model(words), words)
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+            for param in model.parameters():
+                if param.grad is not None:
+                    param -= 0.5 * param.grad / max(norm.item(), 1.0)
+        losses.append(loss.item())
+    weights = {key: value.detach().clone() for key, value in model.state_dict().items()}
+    return losses, {key.removeprefix("scores.").replace("/", "."): value for key, value in weights.items()}
+
+
+def cells_body(rank: int, world: int) -> list:
+    found = []
+    for stage in range(4):
+        for dtype in ("fp32", "bf16"):
+            for name in SECTIONS:
+                config = config_of(name, stage, dtype)
+                engine = engine_of(config)
+                losses, state = train(engine, rank, world, range(N_STEPS)), state_of(engine)
+                engine.eval()
+                before, cells = engine(batch(9)).float(), {}
+                if stage == 3:
+                    with pytest.raises(StateError, match="its weight is sharded, and cannot get smaller"):
+                        redundancy_clean(engine, config)
+                    for each in config["compression_training"].values():
+                        each["different_groups"]["g"].pop("related_modules", None)
+                redundancy_clean(engine, config)
+                after = engine(batch(9)).float()
+                shapes = {n: tuple(getattr(engine.module, n).weight.shape) for n in "qkvo"}
+                shapes["up"], shapes["down"] = engine.module.up.weight.shape, engine.module.down.weight.shape
+                is_plain = not any(isinstance(m, CompressedLayer) for m in engine.module.modules())
+                cells = {"losses": losses, "state": state, "apart": (after - before).abs().max().item()}
+                found.append(((stage, dtype, name), {**cells, "shapes": shapes, "plain": is_plain}))
+                engine.destroy()
+    return found
+
+
+def test_each_technique_at_each_stage_is_the_formula_and_cleaning_keeps_the_outputs():
+    everyone = run_ranks(2, cells_body)
+    expected = {name: theory(name) for name in SECTIONS}
+    small = {"magnitudes": {"up": (6, 8), "down": (8, 6)}, "scores": {**dict.fromkeys("qkv", (4, 8)), "o": (8, 4)}}
+    for (cell, one), (_, other) in zip(*everyone, strict=True):
+        stage, dtype, name = cell
+        mean = [(a + b) / 2 for a, b in zip(one["losses"], other["losses"], strict=True)]
+        wanted, weights = expected[name]
+        print(cell, mean, wanted, one["apart"], one["shapes"])
+        # bf16 scores and magnitudes may tie or change places, so that its masks are compared in fp32 only.
+        tolerance = 1e-5 if dtype == "fp32" else 0.1
+        assert mean == pytest.approx(wanted, abs=tolerance), cell
+        for key, weight in weights.items() if dtype == "fp32" else ():
+            torch.testing.assert_close(one["state"][key], weight, rtol=0, atol=1e-5, msg=f"{cell} {key}")
+        assert set(one["state"]) - set(weights) == {
+            f"{layer}.{kind}_pruning_{what}"
+            for layer, kind in (("q", "sparse"), ("down", "sparse"), ("up", "row"))
+            for what in ("mask", "step")
+            if name == "magnitudes"
+        }
+        for key, value in one["state"].items():
+            assert torch.equal(value, other["state"][key]), (cell, key)
+        limit = 1e-6 if dtype == "fp32" else 0.02
+        assert one["apart"] <= limit and other["apart"] <= limit and one["plain"], (cell, one["apart"], other["apart"])
+        for layer, shape in small[name].items() if stage < 3 else ():
+            assert tuple(one["shapes"][layer]) == shape, (cell, layer)
+
+
+def saved_body(rank: int, world: int, folder: str) -> dict:
+    found = {}
+    for name in SECTIONS:
+        engine = engine_of(config_of(name, 1))
+        train(engine, rank, world, range(2))
+        engine.save_checkpoint(f"{folder}/{name}")
+        found[name] = train(engine, rank, world, range(2, 5)), state_of(engine)
+        engine.destroy()
+    with pytest.raises(ConfigError, match="asks for compression, and no layer of the model is compressed"):
+        deepspeed_c.initialize(model=Block(), config=config_of("scores"))
+    return found
+
+
+def resumed_body(rank: int, world: int, folder: str) -> dict:
+    found = {}
+    for name in SECTIONS:
+        engine = engine_of(config_of(name, 3))
+        assert engine.load_checkpoint(f"{folder}/{name}")[0] is not None
+        found[name] = train(engine, rank, world, range(2, 5)), state_of(engine)
+        engine.destroy()
+    return found
+
+
+def test_a_run_that_stops_between_two_prunings_goes_on_with_its_masks_on_more_ranks(tmp_path: Path):
+    (alone,) = run_ranks(1, saved_body, str(tmp_path))
+    one, other = run_ranks(2, resumed_body, str(tmp_path))
+    for name, (wanted, state) in alone.items():
+        mean = [(a + b) / 2 for a, b in zip(one[name][0], other[name][0], strict=True)]
+        print(name, mean, wanted)
+        assert mean == pytest.approx(wanted, abs=1e-5)
+        for key, value in state.items():
+            torch.testing.assert_close(one[name][1][key], value, rtol=0, atol=1e-5, msg=f"{name} {key}")
+
+
+def test_two_patterns_each_cut_their_own_related_modules_and_a_plain_state_dict_loads():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Block(), Block(hidden=20)
+
+    model = Two()
+    with torch.no_grad():
+        model.second.up.weight *= torch.randn(20, 1)
+    plain = copy.deepcopy(model.state_dict())
+    related = technique(0.25, ["first.up", "second.up"], [["first.down"], ["second.down"]])
+    config = {"compression_training": {"row_pruning": related}}
+    assert init_compression(model, config).load_state_dict(plain).missing_keys == []
+    before = [block(batch(1)) for block in (model.first, model.second)]
+    redundancy_clean(model, config)
+    after = [block(batch(1)) for block in (model.first, model.second)]
+    assert (model.first.up.out_features, model.first.down.in_features) == (3, 3)
+    assert (model.second.up.out_features, model.second.down.in_features) == (5, 5)
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-6)
+
+
+def transformers_models() -> dict[str, tuple[Any, list[str], list[list[str]], int]]:
+    """Model, patterns of the output projections, of the related modules, blocks of heads."""
+    found = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 31, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    llama = found.LlamaConfig(**sizes, intermediate_size=16, num_key_value_heads=2)
+    opt = found.OPTConfig(**sizes, ffn_dim=16, word_embed_proj_dim=32, max_position_embeddings=40)
+    bert = found.BertConfig(**sizes, intermediate_size=16)
+    qkv = ["q_proj", "k_proj", "v_proj"]
+    return {
+        "llama": (found.LlamaForCausalLM(llama), ["o_proj"], [qkv], 2),
+        "opt": (found.OPTForCausalLM(opt), ["out_proj"], [qkv], 4),
+        "bert": (
+            found.BertForMaskedLM(bert),
+            ["attention.output.dense"],
+            [["self.query", "self.key", "self.value"]],
+            4,
+        ),
+    }
+
+
+def test_models_of_transformers_run_with_fewer_heads(tmp_path: Path):
+    words = batch(2) % 31
+    for name, (model, modules, related, num_heads) in transformers_models().items():
+        config = {"compression_training": {"head_pruning": technique(0.5, modules, related, num_heads=num_heads)}}
+        init_compression(model.eval(), config)
+        before, n_before = model(words).logits, sum(param.numel() for param in model.parameters())
+        redundancy_clean(model, config)
+        after = model(words).logits
+        n_after = sum(param.numel() for param in model.parameters())
+        print(name, (after - before).abs().max(), n_before, n_after, model.config.num_attention_heads)
+        torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
+        assert model.config.num_attention_heads == 2 and model.config.head_dim == 8 and n_after < n_before
+        if name == "llama":
+            assert model.config.num_key_value_heads == 1
+            assert model.generate(words[:, :3], max_new_tokens=3, do_sample=False).shape == (4, 6)
+            model.save_pretrained(tmp_path)
+            torch.testing.assert_close(type(model).from_pretrained(tmp_path)(words).logits, after, rtol=0, atol=1e-5)
+    model, modules, related, _ = transformers_models()["llama"]
+    config = {"compression_training": {"head_pruning": technique(0.5, modules, related, num_heads=4)}}
+    with pytest.raises(ConfigError, match="4 blocks of heads do not divide num_key_value_heads = 2 of LlamaAttention"):
+        init_compression(model, config)
+
+
+def tied() -> Block:
+    model = Block()
+    model.head.weight = model.table.weight
+    return model
+
+
+def nan_weights() -> Block:
+    model = Block()
+    with torch.no_grad():
+        model.up.weight[1, 1] = torch.nan
+    return model
+
+
+def two_groups() -> dict:
+    made = technique(0.5, ["^q$"])
+    made["different_groups"]["h"] = {"params": {"dense_ratio": 0.5}, "modules": ["q"]}
+    return made
+
+
+S, R, H = (f"compression_training.{kind}_pruning" for kind in ("sparse", "row", "head"))
+CASES: dict[str, tuple[Any, str, dict, type[Exception], str]] = {
+    "no ratio": (Block, "row", technique(None, ["up"]), ConfigError, rf"{R}.different_groups.g.params.dense_ratio: is missing"),
+    "all": (Block, "sparse", technique(1.0, ["up"]), ConfigError, rf"{S}.different_groups.g.params.dense_ratio: is 1.0: nothing"),
+    "none": (Block, "head", technique(0, ["^o$"], num_heads=4), ConfigError, rf"{H}.different_groups.g.params.dense_ratio: is 0"),
+    "no groups": (Block, "row", {"shared_parameters": {"enabled": True}}, ConfigError, rf"{R}.different_groups: is empty"),
+    "snip": (Block, "sparse", technique(0.5, ["up"], method="snip_momentum"), ConfigError, "method: is snip_momentum, which is not"),
+    "pattern": (Block, "sparse", technique(0.5, ["up"], block_pattern="4x4"), ConfigError, "block_pattern: is 4x4: this pattern"),
+    "4:2": (Block, "sparse", technique(0.5, ["up"], block_pattern="4:2"), ConfigError, "block_pattern: is 4:2: this pattern"),
+    "2:4 of 0.3": (Block, "sparse", technique(0.3, ["up"], block_pattern="2:4"), ConfigError, "dense_ratio: is 0.3, and .* keeps 0.5"),
+    "2:5": (Block, "sparse", technique(None, ["up"], block_pattern="2:5"), ConfigError, "block_pattern: 5 does not divide the 8"),
+    "end": (
+        Block, "sparse", technique(0.5, ["up"], offset=5, schedule_offset_end=4), ConfigError, "schedule_offset_end: is 4, before"
+    ),
+    "related of weights": (Block, "sparse", technique(0.5, ["up"], [["down"]]), ConfigError, "related_modules: is given, and single"),
+    "head's magnitudes": (Block, "head", technique(0.5, ["^o$"], method="l1", num_heads=4), ConfigError, "method: is l1: only topk"),
+    "no heads": (Block, "head", technique(0.5, ["^o$"]), ConfigError, rf"{H}.shared_parameters.num_heads: is missing"),
+    "heads": (Block, "head", technique(0.5, ["^o$"], num_heads=3), ConfigError, "num_heads: 3 does not divide the 8 input columns of o"),
+    "flat": (Block, "row", technique(0.5, ["up"], ["down"]), ConfigError, "related_modules: is no list of lists of patterns"),
+    "one list": (Block, "row", technique(0.5, ["up", "^q$"], [["down"]]), ConfigError, "has 1 lists, and modules has 2 patterns"),
+    "number": (Block, "row", technique(0.5, ["up"], [["^[qk]$"]]), ConfigError, "matches 2 linear layers, and 'up' of modules matches 1"),
+    "size": (Block, "row", technique(0.5, ["up"], [["head"]]), ConfigError, "head has 8 input columns, and up has 12 rows"),
+    "rows of heads": (
+        Block, "head", technique(0.5, ["^o$"], [["up"]], num_heads=4), ConfigError, "up has 12 rows, and o has 8 input columns"
+    ),
+    "cut twice": (Block, "row", technique(0.5, ["^q$"], [["^k$", "^k$"]]), ConfigError, "the columns of k are cut twice"),
+    "twice": (Block, "row", two_groups(), ConfigError, "'q' matches q, which another pattern of row_pruning matches"),
+    "shared weight": (tied, "row", technique(0.5, ["head"]), ModelError, "head: it shares its weight with table"),
+    "NaN": (nan_weights, "sparse", technique(0.5, ["up"]), ModelError, r"up\.weight: the weight has NaN or inf"),
+    "meta": (lambda: Block().to("meta"), "row", technique(0.5, ["up"]), ModelError, "up: a weight on the meta device"),
+    "channels": (Block, "channel", technique(0.5, ["up"]), UnsupportedConfigError, "channel_pruning.* asks for channel pruning"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_wrong_input_is_named_and_changes_nothing(name: str):
+    make, kind, section, error, text = CASES[name]
+    model = make()
+    before = [type(module) for module in model.modules()], list(model.state_dict())
+    with pytest.raises(error, match=text) as raised:
+        init_compression(model, {"compression_training": {f"{kind}_pruning": section}})
+    print(raised.value)
+    assert isinstance(raised.value, DeepSpeedCError) and raised.value.where and raised.value.fix
+    assert ([type(module) for module in model.modules()], list(model.state_dict())) == before
+
+
+def test_cleaning_at_the_wrong_time_changes_nothing():
+    config = {"compression_training": {"sparse_pruning": technique(0.5, ["up"], offset=1)}}
+    with pytest.raises(StateError, match="up: it is not pruned as the configuration says"):
+        redundancy_clean(Block(), config)
+    model = init_compression(Block(), config)
+    with pytest.raises(StateError, match="up: its sparse pruning begins at step 1, and this is step 0"):
+        redundancy_clean(model, config)
+    model.up.quantization.steps.advance()
+    with torch.no_grad():
+        model.up.weight[0, 0] = torch.inf
+    with pytest.raises(ModelError, match=r"up\.weight: the weight has NaN or inf"):
+        model(batch(0))
+    config = config_of("magnitudes")
+    model = init_compression(Block(), config)
+    for _ in range(4):
+        model.up.quantization.steps.advance()
+    with pytest.raises(UnsupportedConfigError, match="layers that get smaller are not packed"):
+        redundancy_clean(model, config, pack=True)
