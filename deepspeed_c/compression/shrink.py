@@ -174,13 +174,13 @@ def shrink(model: nn.Module, plans: list[Shrinking], masks: Mapping[str, Mapping
 def _cut(layer: nn.Linear, kept: Tensor, dim: int) -> None:
     """Keep some rows (dim 0) or columns (dim 1) of a layer. kept: bool, on any device."""
     index = kept.nonzero().view(-1).to(layer.weight.device)
-    layer.weight = _part(layer.weight, index, dim)
+    layer.register_parameter("weight", _part(layer.weight, index, dim))
     if dim == 1:
         layer.in_features = len(index)
         return
     layer.out_features = len(index)
     if layer.bias is not None:
-        layer.bias = _part(layer.bias, index, 0)
+        layer.register_parameter("bias", _part(layer.bias, index, 0))
 
 
 def _part(param: nn.Parameter, index: Tensor, dim: int) -> nn.Parameter:
@@ -201,7 +201,7 @@ def _tell_configurations(model: nn.Module, heads: Mapping[nn.Module, tuple[int, 
         n_kept, n_heads, width = heads[cut[0]]
         numbers = _numbers(config)
         n_query = next((numbers[key] for key in _HEADS if key in numbers), 0)
-        for key, number in numbers.items():
-            setattr(config, key, number * n_kept // n_heads)
+        news = {key: number * n_kept // n_heads for key, number in numbers.items()}
         if n_query and getattr(config, "head_dim", None) is None:
-            config.head_dim = width // n_query
+            news["head_dim"] = width // n_query
+        config.update(news)
