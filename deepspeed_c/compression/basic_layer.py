@@ -280,8 +280,8 @@ class LinearLayer_Compress(CompressedLayer, nn.Linear):
 
     def keep_pruned(self) -> None:
         """Drop the rules and tensors of pruning. Without another rule the module gets its own class back."""
-        for pruner in self.quantization.pruners:
-            pruner.end(self)
+        for name in (name for pruner in self.quantization.pruners for name in pruner.names):
+            delattr(self, name)
         self._keep(replace(self.quantization, pruners=()))
 
     def check_weight(self, fix: str) -> None:

@@ -112,11 +112,6 @@ class Pruner:
             layer.register_buffer(mask, torch.ones(shape, dtype=torch.bool, device=weight.device))
             layer.register_buffer(step, torch.tensor(-1, device=weight.device))
 
-    def end(self, layer: nn.Linear) -> None:
-        """Take the tensors away."""
-        for name in self.names:
-            delattr(layer, name)
-
     def fill(self, layer: nn.Linear, state_dict: dict[str, Any], prefix: str) -> None:
         """Add the layer's tensors to a state dict of the plain model, which has none."""
         for name in self.names:

@@ -4,6 +4,7 @@ that ``related_modules`` names."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -164,11 +165,9 @@ def shrink(model: nn.Module, plans: list[Shrinking], masks: Mapping[str, Mapping
             _cut(layer, kept.repeat_interleave(layer.weight.shape[dim] // len(kept)), dim)
     _tell_configurations(model, heads)
     for attention, (n_kept, n_heads, width) in heads.items():
-        for key, number in _numbers(attention).items():
-            setattr(attention, key, number * n_kept // n_heads)
-        for key in _WIDTHS:
-            if getattr(attention, key, None) == width:
-                setattr(attention, key, width * n_kept // n_heads)
+        widths = {key: width for key in _WIDTHS if getattr(attention, key, None) == width}
+        numbers = _numbers(attention) | widths
+        _write(attention, {key: number * n_kept // n_heads for key, number in numbers.items()})
 
 
 def _cut(layer: nn.Linear, kept: Tensor, dim: int) -> None:
@@ -204,4 +203,12 @@ def _tell_configurations(model: nn.Module, heads: Mapping[nn.Module, tuple[int, 
         news = {key: number * n_kept // n_heads for key, number in numbers.items()}
         if n_query and getattr(config, "head_dim", None) is None:
             news["head_dim"] = width // n_query
-        config.update(news)
+        _write(config, news)
+
+
+def _write(holder: Any, numbers: Mapping[str, int]) -> None:
+    """Set the numbers of an attention module or a configuration."""
+    for key, number in numbers.items():
+        # A frozen configuration, or a property that is computed, stays as it is: the layers are smaller already.
+        with suppress(AttributeError, ValueError):
+            setattr(holder, key, number)
