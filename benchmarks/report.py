@@ -204,6 +204,21 @@ FIGURES = [
     ),
     *(
         Figure(
+            f"a packed fp32 layer 4096 x 4096 of {bits} bits, {rows} {'row' if rows == 1 else 'rows'}: time over {what}",
+            goal,
+            "packed_linear",
+            {"contender": "ours", "bits": bits, "dtype": "float32", "rows": rows, "width": 4096},
+            key,
+        )
+        for bits, rows, what, goal, key in (
+            (8, 1, "the fp32 layer's", "<= 0.4", "ratio_to_fp32"),
+            (4, 1, "the fp32 layer's", "<= 0.3", "ratio_to_fp32"),
+            (8, 128, "dequantizing and torch's product", "<= 1.03", "ratio_to_dequantized"),
+            (4, 128, "dequantizing and torch's product", "<= 1.03", "ratio_to_dequantized"),
+        )
+    ),
+    *(
+        Figure(
             f"vocabulary-parallel cross-entropy, 2,048 tokens x a vocabulary of 32,768, 2 ranks: {what} over gathering the logits",
             goal,
             "vocab_cross_entropy",

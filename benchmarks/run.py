@@ -321,6 +321,13 @@ BENCHMARKS = [
         "--rows 64 --rounds 2",
     ),
     _script(
+        "packed_linear",
+        "benchmarks/ops/packed_linear.py",
+        (*CORES, "csrc/quant", "ops"),
+        60,
+        "--width 128 --rounds 2",
+    ),
+    _script(
         "vocab_cross_entropy",
         "benchmarks/ops/vocab_cross_entropy.py",
         (*CORES, "csrc/tp", "csrc/comm", "ops", "deepspeed_c/inject/loss.py", "deepspeed_c/inject/ranks.py"),

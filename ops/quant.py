@@ -21,7 +21,16 @@ from torch import Tensor
 from deepspeed_c import _C  # noqa: F401  (registers the operators)
 from deepspeed_c.ops import quant_reference as reference
 
-__all__ = ["FORMATS", "Quantized", "dequantize", "fake_quantize", "fake_quantize_with", "quantize"]
+__all__ = [
+    "FEW_ROWS",
+    "FORMATS",
+    "Quantized",
+    "dequantize",
+    "fake_quantize",
+    "fake_quantize_with",
+    "packed_linear",
+    "quantize",
+]
 
 FormatName = Literal["int8", "int4", "e4m3", "e5m2"]
 ScaleType = Literal["float32", "bfloat16", "float16", "e8m0"]
@@ -119,7 +128,45 @@ def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tens
     return out
 
 
+FEW_ROWS = 32
+"""Rows of x up to which a product reads the packed codes as it goes; above, the weight is dequantized once for torch's
+own product. Measured by benchmarks/ops/packed_linear.py."""
+
+
+def packed_linear(
+    x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None = None, *, bits: int, group: int = 0
+) -> Tensor:
+    """``torch.nn.functional.linear`` with a weight in compressed-tensors' format "pack-quantized".
+
+    x: [..., n_cols], float32, bfloat16 or float16. packed: int32 [n_outputs, ceil(n_cols * bits / 32)], codes + 2^(bits
+    - 1) of 8 or 4 bits, the first in the lowest ones. scales: [n_outputs, n_groups], of any of these dtypes; group:
+    elements of a row that share a scale, 0: the whole row. bias: [n_outputs].
+
+    Returns [..., n_outputs] in x's dtype, or autocast's. The gradients of x and bias are exact; packed and scales have
+    none. With few rows of x on the host, products are summed in float32 from weights that are not rounded to x's dtype.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if x.device.type == "cpu" and x.numel() <= FEW_ROWS * x.shape[-1]:
+        return _ops.quant_packed_linear(x, packed, scales, bias, bits, group)
+    return _formula_packed_linear(x, packed, scales, bias, bits, group)
+
+
+def _packed_weight(packed: Tensor, scales: Tensor, bits: int, group: int, n_cols: int, dtype: torch.dtype) -> Tensor:
+    codes = packed.view(torch.uint8)
+    if bits == 8:
+        codes = codes[:, :n_cols].bitwise_xor(128).view(torch.int8)  # code + 128 without its offset
+    return dequantize(Quantized(codes, scales.float(), None, f"int{bits}", group or max(n_cols, 1), n_cols), dtype)
+
+
 # Devices without kernels compute the formulas.
+
+
+def _formula_packed_linear(
+    x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, bits: int, group: int
+) -> Tensor:
+    weight = _packed_weight(packed, scales, bits, group, x.shape[-1], x.dtype)
+    return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -196,12 +243,17 @@ def _fake_dequantized(*arguments: Any) -> None:
     """The operator writes to its argument, and fake tensors have no data."""
 
 
+def _fake_packed_linear(x: Tensor, packed: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], packed.shape[0]))
+
+
 _LIBRARY = torch.library.Library("deepspeed_c", "FRAGMENT")
 for _name, _formula, _fake in (
     ("quant_fake", _formula_fake, _fake_like),
     ("quant_fake_with", _formula_fake_with, _fake_like),
     ("quant_quantize", _formula_quantize, _fake_quantized),
     ("quant_dequantize_", _formula_dequantize, _fake_dequantized),
+    ("quant_packed_linear", _formula_packed_linear, _fake_packed_linear),
 ):
     _LIBRARY.impl(_name, _formula, "CompositeExplicitAutograd")
     _LIBRARY.impl(_name, _fake, "Meta")
@@ -218,3 +270,24 @@ def _note_operands(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 for _name in ("quant_fake", "quant_fake_with"):
     torch.library.register_autograd(f"deepspeed_c::{_name}", _straight_through, setup_context=_note_operands)
+
+
+def _note_packed(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, packed, scales, bias, ctx.bits, ctx.group = inputs
+    ctx.n_cols, ctx.bias_dtype = x.shape[-1], None if bias is None else bias.dtype
+    ctx.save_for_backward(packed, scales)
+
+
+def _packed_linear_gradients(ctx: Any, dy: Tensor) -> tuple:
+    packed, scales = ctx.saved_tensors
+    dx = dbias = None
+    if ctx.needs_input_grad[0]:
+        dx = dy @ _packed_weight(packed, scales, ctx.bits, ctx.group, ctx.n_cols, dy.dtype)
+    if ctx.needs_input_grad[3]:
+        dbias = dy.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+    return dx, None, None, dbias, None, None
+
+
+torch.library.register_autograd(
+    "deepspeed_c::quant_packed_linear", _packed_linear_gradients, setup_context=_note_packed
+)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deepspeed_c.compression.basic_layer import CompressedLayer, WeightRule, check_finite, scale_type_of
 from deepspeed_c.errors import ConfigError, StateError, UnsupportedConfigError
-from deepspeed_c.ops.quant import Quantized, dequantize, quantize
+from deepspeed_c.ops.quant import dequantize, packed_linear, quantize
 from deepspeed_c.ops.quant_reference import pack
 from deepspeed_c.zero.weights.param import state_of
 
@@ -52,13 +52,8 @@ class PackedLinear(nn.Module):
         self.register_buffer("weight_shape", torch.tensor(weight.shape))
 
     def forward(self, x: Tensor) -> Tensor:
-        codes = self.weight_packed.view(torch.uint8)
-        if self.bits == 8:
-            codes = codes[:, : self.in_features].bitwise_xor(128).view(torch.int8)  # code + 128 without its offset
         group = self.in_features // self.weight_scale.shape[1]
-        scales = self.weight_scale.float()
-        quantized = Quantized(codes, scales, None, f"int{self.bits}", group, self.in_features)
-        return F.linear(x, dequantize(quantized, x.dtype), self.bias)
+        return packed_linear(x, self.weight_packed, self.weight_scale, self.bias, bits=self.bits, group=group)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"

@@ -60,10 +60,16 @@ class Operands {
     {
         if (!tensor.has_value())
             return nullptr;
-        const View view = view_of(*tensor, name);
+        return read_any(*tensor, name, n_cols, out_dtype);
+    }
+
+    /* Reads a dense tensor of n_elems elements of any dtype, and sets *out_dtype to its dtype. */
+    void *read_any(const Tensor &tensor, const char *name, int64_t n_elems, dsc_dtype *out_dtype) const
+    {
+        const View view = view_of(tensor, name);
 
         *out_dtype = element_dtype(view, name);
-        return dense(view, name, n_cols);
+        return dense(view, name, n_elems);
     }
 
     float *read_f32(const Tensor &tensor, const char *name, int64_t n_elems) const
@@ -77,6 +83,11 @@ class Operands {
     void *read_bytes(const Tensor &tensor, const char *name, int64_t n_elems) const
     {
         return read_as(tensor, name, aoti_torch_dtype_uint8(), n_elems);
+    }
+
+    void *read_words(const Tensor &tensor, const char *name, int64_t n_elems) const
+    {
+        return read_as(tensor, name, aoti_torch_dtype_int32(), n_elems);
     }
 
     /* Reads a dense int64 tensor of n_dims dimensions. */

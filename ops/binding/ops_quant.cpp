@@ -1,6 +1,7 @@
 /* The operators of dsc/quant.h. Rows are all dimensions but the last. */
 #include "operands.h"
 
+#include <algorithm>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -120,6 +121,41 @@ void quant_dequantize(const Tensor &codes, const Tensor &scales, const MaybeTens
     o.run(dsc_quant_dequantize, call);
 }
 
+/* y [..., n_outputs]; packed [n_outputs, words of a row], scales [n_outputs, n_groups]. */
+Tensor quant_packed_linear(const Tensor &x_in, const Tensor &packed, const Tensor &scales, const MaybeTensor &bias,
+                           int64_t bits, int64_t group)
+{
+    const Tensor x = dsc::contiguous(x_in);
+    const Operands o("quant_packed_linear", x, "x");
+    const auto sizes = x.sizes();
+    struct dsc_quant_product call{};
+
+    if (packed.sizes().size() != 2)
+        o.fail("packed", "must have 2 dimensions");
+    if (bits != 8 && bits != 4)
+        o.fail("bits", "is " + std::to_string(bits) + ", must be 8 or 4");
+    call.n_cols = sizes[sizes.size() - 1];
+    call.n_rows = 1;
+    for (size_t i = 0; i + 1 < sizes.size(); i++)
+        call.n_rows *= sizes[i];
+    call.n_outputs = packed.sizes()[0];
+    call.bits = static_cast<int32_t>(bits);
+    call.group = group == 0 ? std::max<int64_t>(call.n_cols, 1) : group;
+    call.dtype = o.dtype;
+    call.x = o.read_any(x, "x", call.n_rows * call.n_cols, &call.dtype);
+    call.codes = o.read_words(packed, "packed", call.n_outputs * ((call.n_cols * bits + 31) / 32));
+    call.scales =
+        o.read_any(scales, "scales", call.n_outputs * dsc_quant_n_groups(call.n_cols, call.group), &call.scale_dtype);
+    if (bias.has_value())
+        call.bias = o.read_any(*bias, "bias", call.n_outputs, &call.bias_dtype);
+
+    const Tensor y = dsc::new_like(x, sizes_with(x, call.n_outputs));
+
+    call.y = y.mutable_data_ptr();
+    o.run(dsc_quant_product, call);
+    return y;
+}
+
 }  // namespace
 
 DSC_OPS(m)
@@ -131,6 +167,8 @@ DSC_OPS(m)
         "quant_quantize(Tensor x, str format, int group, bool is_symmetric, int scale_type, int? seed, int offset) -> (Tensor codes, Tensor scales, Tensor zero_points)");
     m.def(
         "quant_dequantize_(Tensor codes, Tensor scales, Tensor? zero_points, str format, int group, Tensor(a!) out) -> ()");
+    m.def(
+        "quant_packed_linear(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int bits, int group) -> Tensor");
 }
 
 DSC_OPS_CPU(m)
@@ -139,4 +177,5 @@ DSC_OPS_CPU(m)
     m.impl("quant_fake_with", DSC_BOX(&quant_fake_with));
     m.impl("quant_quantize", DSC_BOX(&quant_quantize));
     m.impl("quant_dequantize_", DSC_BOX(&quant_dequantize));
+    m.impl("quant_packed_linear", DSC_BOX(&quant_packed_linear));
 }

@@ -66,6 +66,10 @@ def quant_cases():
     yield "quant_quantize-symmetric", "quant_quantize", (x, "e5m2", 0, True, 3, None, 0)
     codes = torch.zeros(3, 8, dtype=torch.uint8)
     yield "quant_dequantize_", "quant_dequantize_", (codes, scales, zeros, "int4", 4, torch.zeros(3, 11).half())
+    words, bias = torch.randint(-(2**31), 2**31 - 1, (3, 2), dtype=torch.int32), torch.rand(3).requires_grad_()
+    yield "quant_packed_linear", "quant_packed_linear", (x[:2].clone().requires_grad_(), words, scales, bias, 4, 4)
+    operands = (x[0, :7].clone().requires_grad_(), words, scales[:, :1].bfloat16(), None, 8, 0)
+    yield "quant_packed_linear-row", "quant_packed_linear", operands
 
 
 def moe_cases():

@@ -135,10 +135,37 @@ def test_refusals() -> None:
         "type of scales 'fp8'": lambda: quant.fake_quantize(x, scale_type="fp8"),
         "float64": lambda: quant.fake_quantize(x.double()),
         "argument scales": lambda: quant.fake_quantize_with(x, torch.ones(3)),
+        "argument packed has 3": lambda: quant.packed_linear(x, torch.ones(3, 1).int(), torch.ones(3, 1), bits=8),
+        "argument bits is 5": lambda: quant.packed_linear(x, torch.ones(3, 1).int(), torch.ones(3, 1), bits=5),
     }.items():
         with pytest.raises(Exception, match=text):
             call()
     assert torch.equal(x, x.clone())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_products_with_packed_codes(bits: int, dtype: torch.dtype) -> None:
+    """Against fp64, for few rows and for many; gradients of x and bias too."""
+    n_cols, n_outputs, group = 75, 6, 32
+    packed = torch.randint(-(2**31), 2**31 - 1, (n_outputs, -(-n_cols * bits // 32)), dtype=torch.int32)
+    scales, bias = (normal(n_outputs * n, n).view(n_outputs, n).to(dtype) for n in (3, 1))
+    words, n_codes = packed.long() & 0xFFFFFFFF, 32 // bits
+    codes = torch.stack([words >> bits * i & 2**bits - 1 for i in range(n_codes)], 2).flatten(1)[:, :n_cols]
+    weight = (codes - 2 ** (bits - 1)).double() * scales.double().repeat_interleave(group, 1)[:, :n_cols]
+    for n_rows in (0, 1, quant.FEW_ROWS, quant.FEW_ROWS + 1):
+        x, b = normal(n_rows * n_cols, 3).view(n_rows, n_cols).to(dtype).requires_grad_(), bias[:, 0].clone().requires_grad_()
+        y = quant.packed_linear(x.view(n_rows, 1, n_cols), packed, scales, b, bits=bits, group=group)
+        dy = normal(n_rows * n_outputs, 4).view(n_rows, 1, n_outputs).to(dtype)
+        found = (y, *torch.autograd.grad(y, (x, b), dy))
+        x64, dy64 = x.detach().double(), dy[:, 0].double()
+        wanted = ((x64 @ weight.T + b.detach().double())[:, None], dy64 @ weight, dy64.sum(0))
+        for name, ours, theirs in zip(("y", "dx", "dbias"), found, wanted, strict=True):
+            assert ours.dtype == dtype and ours.shape == theirs.shape
+            worst = (ours - theirs).norm() / theirs.norm().clamp(min=1e-30)
+            assert worst <= 2 * torch.finfo(dtype).eps, (n_rows, name, worst)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert quant.packed_linear(x[:1], packed, scales, b, bits=bits, group=group).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

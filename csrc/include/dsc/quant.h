@@ -84,6 +84,36 @@ DSC_API dsc_status dsc_quant_dequantize(const struct dsc_quant *call, const stru
 /* x -> y: both in one pass, without codes. scales and zero_points are only read, with has_scales. */
 DSC_API dsc_status dsc_quant_fake(const struct dsc_quant *call, const struct dsc_par *par);
 
+/*
+ * The product of rows with a weight that is held as packed codes:
+ *
+ *   y[i][j] = sum of x[i][column] * (code[j][column] - 2^(bits - 1)) * scale[j][column / group], + bias[j]
+ *
+ * A row of codes is compressed-tensors' int32 words, 4 * ceil(n_cols * bits / 32) bytes: code 0 in the lowest bits of
+ * byte 0. Bits after the last code are not used.
+ *
+ * Everything is computed in f32, in one order: within a group, column i adds to sum i % 16 of 16 (one rounding for
+ * product and sum); the sums of each group, times its scale, add up over the groups; the 16 totals are folded in
+ * halves. So an element has the same bits for any n_rows, any thread count and any instruction set.
+ */
+struct dsc_quant_product {
+    int64_t n_rows;    /* of x and y */
+    int64_t n_cols;    /* of x and of the weight */
+    int64_t n_outputs; /* rows of the weight, columns of y */
+    int64_t group;     /* > 0 */
+    int32_t bits;      /* 8 or 4 */
+    dsc_dtype dtype;   /* of x and y */
+    dsc_dtype scale_dtype;
+    dsc_dtype bias_dtype;
+    const void *x;
+    const void *codes;
+    const void *scales; /* [n_outputs, n_groups] */
+    const void *bias;   /* [n_outputs], or NULL */
+    void *y;            /* overlaps no operand */
+};
+
+DSC_API dsc_status dsc_quant_product(const struct dsc_quant_product *call, const struct dsc_par *par);
+
 #ifdef __cplusplus
 }
 #endif
