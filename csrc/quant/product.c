@@ -64,9 +64,6 @@ static void run_chunks(void *arg, int64_t first, int64_t last)
                           end < job->call->n_outputs ? end : job->call->n_outputs);
 }
 
-/* Rows of codes that the loops take at once: chunks hold a multiple of them. */
-#define STRIP_OUTPUTS 4
-
 dsc_status dsc_quant_product(const struct dsc_quant_product *call, const struct dsc_par *par)
 {
     struct job job = {.call = call, .kernels = dsc_quant_kernels_get()};
@@ -74,7 +71,8 @@ dsc_status dsc_quant_product(const struct dsc_quant_product *call, const struct 
     DSC_TRY(check(call));
     if (call->n_rows == 0 || call->n_outputs == 0)
         return DSC_OK;
-    job.chunk_outputs = (DSC_MIN_CHUNK_ELEMS / (call->n_cols + 1) / STRIP_OUTPUTS + 1) * STRIP_OUTPUTS;
+    /* Whole strips, so that the loops take as many rows at once as they can. */
+    job.chunk_outputs = (DSC_MIN_CHUNK_ELEMS / (call->n_cols + 1) / DSC_PRODUCT_STRIP + 1) * DSC_PRODUCT_STRIP;
     dsc_par_run(par, (call->n_outputs - 1) / job.chunk_outputs + 1, run_chunks, &job);
     return DSC_OK;
 }

@@ -5,6 +5,9 @@
 #include "cpu/table.h"
 #include "quant/format.h"
 
+/* Rows of codes that the loops of a product take at once. */
+#define DSC_PRODUCT_STRIP 4
+
 struct dsc_quant_kernels {
 #define DSC_QUANT_KERNEL(name, params) void(*name) params;
 #include "quant/kernels.inc"

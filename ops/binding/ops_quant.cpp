@@ -128,7 +128,7 @@ Tensor quant_packed_linear(const Tensor &x_in, const Tensor &packed, const Tenso
     const Tensor x = dsc::contiguous(x_in);
     const Operands o("quant_packed_linear", x, "x");
     const auto sizes = x.sizes();
-    struct dsc_quant_product call{};
+    struct dsc_quant_product call {};
 
     if (packed.sizes().size() != 2)
         o.fail("packed", "must have 2 dimensions");
@@ -167,8 +167,7 @@ DSC_OPS(m)
         "quant_quantize(Tensor x, str format, int group, bool is_symmetric, int scale_type, int? seed, int offset) -> (Tensor codes, Tensor scales, Tensor zero_points)");
     m.def(
         "quant_dequantize_(Tensor codes, Tensor scales, Tensor? zero_points, str format, int group, Tensor(a!) out) -> ()");
-    m.def(
-        "quant_packed_linear(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int bits, int group) -> Tensor");
+    m.def("quant_packed_linear(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int bits, int group) -> Tensor");
 }
 
 DSC_OPS_CPU(m)

@@ -11,10 +11,9 @@
 #define SUMS 16
 #define REGISTERS (SUMS / WIDE_LANES)
 
-/* At most this many rows of codes, and of x, in a tile; the product of both is at most MAX_PAIRS. */
-#define MAX_OUTPUTS 4
+/* A tile is DSC_PRODUCT_STRIP rows of codes times a row of x, or one times at most MAX_ROWS. */
 #define MAX_ROWS 4
-#define MAX_PAIRS 4
+#define MAX_PAIRS (DSC_PRODUCT_STRIP > MAX_ROWS ? DSC_PRODUCT_STRIP : MAX_ROWS)
 
 struct sums {
     wide of[REGISTERS];
@@ -128,13 +127,6 @@ static __attribute__((noinline)) struct sums few_elements_of(dsc_dtype dtype, co
     return found;
 }
 
-STEP const uint8_t *codes_of(int bits, const struct dsc_quant_product *call, int64_t output)
-{
-    int64_t row_bytes = bits == 8 ? 4 * ((call->n_cols + 3) / 4) : 4 * ((call->n_cols + 7) / 8);
-
-    return (const uint8_t *)call->codes + output * row_bytes;
-}
-
 /* Adds columns [column, column + n), n <= SUMS, to the sums of a tile's pairs; is_whole: n is SUMS. */
 STEP void add_columns(int bits, dsc_dtype dtype, int n_outputs, int n_rows, bool is_whole, const struct tile *tile,
                       int64_t column, int64_t n, struct sums sums[])
@@ -153,8 +145,7 @@ STEP void add_columns(int bits, dsc_dtype dtype, int n_outputs, int n_rows, bool
     }
 }
 
-/* Adds columns [begin, end), which lie in one group, to the totals. is_even: they begin and end at multiples of SUMS.
- */
+/* Adds columns [begin, end) of one group to the totals. is_even: they begin and end at multiples of SUMS. */
 STEP void add_group(int bits, dsc_dtype dtype, int n_outputs, int n_rows, bool is_even, const struct tile *tile,
                     int64_t begin, int64_t end, const float *scales, struct sums totals[])
 {
@@ -197,7 +188,7 @@ STEP void put(dsc_dtype dtype, float value, void *y, int64_t i)
 
 /* Scales of n groups from g on as f32, by row of codes. */
 static __attribute__((noinline)) void load_scales(const struct dsc_quant_product *call, int64_t output, int n_outputs,
-                                                  int64_t g, int64_t n, float scales[MAX_OUTPUTS * SCALES])
+                                                  int64_t g, int64_t n, float scales[DSC_PRODUCT_STRIP * SCALES])
 {
     int64_t n_groups = dsc_quant_n_groups(call->n_cols, call->group);
 
@@ -227,7 +218,7 @@ STEP void run_tile(int bits, dsc_dtype dtype, int n_outputs, int n_rows, bool is
         .x = (const char *)call->x + (size_t)(row * call->n_cols) * (dtype == DSC_DTYPE_F32 ? 4 : 2),
     };
     struct sums totals[MAX_PAIRS] = {{{{0}}}};
-    float scales[MAX_OUTPUTS * SCALES];
+    float scales[DSC_PRODUCT_STRIP * SCALES];
     int64_t n_groups = dsc_quant_n_groups(call->n_cols, call->group);
     int64_t begin = 0;
 
@@ -253,8 +244,8 @@ STEP void run_strip(dsc_dtype dtype, int bits, const struct dsc_quant_product *c
     for (; is_even && row + MAX_ROWS <= call->n_rows; row += MAX_ROWS)
         for (int64_t output = first; output < last; output++)
             run_tile(bits, dtype, 1, MAX_ROWS, true, call, row, output);
-    for (; is_even && last - first == MAX_OUTPUTS && row < call->n_rows; row++)
-        run_tile(bits, dtype, MAX_OUTPUTS, 1, true, call, row, first);
+    for (; is_even && last - first == DSC_PRODUCT_STRIP && row < call->n_rows; row++)
+        run_tile(bits, dtype, DSC_PRODUCT_STRIP, 1, true, call, row, first);
     for (; row < call->n_rows; row++)
         for (int64_t output = first; output < last; output++)
             run_tile(bits, dtype, 1, 1, false, call, row, output);
@@ -264,8 +255,8 @@ STEP void run_strip(dsc_dtype dtype, int bits, const struct dsc_quant_product *c
 
 void DSC_K(quant_product)(const struct dsc_quant_product *call, int64_t first, int64_t last)
 {
-    for (int64_t output = first; output < last; output += MAX_OUTPUTS) {
-        int64_t end = last - output < MAX_OUTPUTS ? last : output + MAX_OUTPUTS;
+    for (int64_t output = first; output < last; output += DSC_PRODUCT_STRIP) {
+        int64_t end = last - output < DSC_PRODUCT_STRIP ? last : output + DSC_PRODUCT_STRIP;
 
         if (call->bits == 8)
             WITH_DTYPE(call->dtype, RUN_STRIP, 8, call, output, end);

@@ -15,8 +15,8 @@ struct run {
     int64_t row_bytes;
 };
 
-static struct run run_create(int64_t n_rows, int64_t n_cols, int64_t n_outputs, int64_t group, int bits, dsc_dtype dtype,
-                             dsc_dtype scale_dtype, uint64_t *random)
+static struct run run_create(int64_t n_rows, int64_t n_cols, int64_t n_outputs, int64_t group, int bits,
+                             dsc_dtype dtype, dsc_dtype scale_dtype, uint64_t *random)
 {
     struct run run = {.row_bytes = (n_cols * bits + 31) / 32 * 4};
     int64_t n_bytes = n_outputs * run.row_bytes;
@@ -75,7 +75,8 @@ static void check_run(const struct run *run)
 
             for (int64_t column = 0; column < run->call.n_cols; column++) {
                 double scale = array_get(&run->scales, output * n_groups + column / run->call.group);
-                double term = array_get(&run->x, i * run->call.n_cols + column) * number_at(run, output, column) * scale;
+                double term =
+                    array_get(&run->x, i * run->call.n_cols + column) * number_at(run, output, column) * scale;
 
                 sum += term;
                 magnitude += fabs(term);
@@ -85,14 +86,16 @@ static void check_run(const struct run *run)
             double allowed = magnitude * 0x1p-22 + fabs(sum) * unit * (1 + 0x1p-20) + (unit > 0 ? 0x1p-25 : 0);
             double found = array_get(&run->y, i * run->call.n_outputs + output);
 
-            test_report(fabs(found - sum) <= allowed, __FILE__, __LINE__, "%.9g, not %.9g (%g allowed)", found, sum, allowed);
+            test_report(fabs(found - sum) <= allowed, __FILE__, __LINE__, "%.9g, not %.9g (%g allowed)", found, sum,
+                        allowed);
         }
 }
 
 static const int64_t sizes[][4] = {
     /* rows, columns, outputs, group */
-    {0, 5, 2, 2},  {3, 0, 2, 4},   {3, 5, 0, 4},    {1, 1, 1, 1},     {7, 1, 3, 4},       {1, 7, 5, 3},   {2, 17, 4, 16},
-    {1, 16, 9, 16}, {9, 48, 7, 16}, {7, 64, 11, 64}, {5, 130, 13, 65}, {4, 97, 5, 1000}, {6, 160, 8, 48}, {1, 1200, 4, 16},
+    {0, 5, 2, 2},     {3, 0, 2, 4},     {3, 5, 0, 4},    {1, 1, 1, 1},     {7, 1, 3, 4},
+    {1, 7, 5, 3},     {2, 17, 4, 16},   {1, 16, 9, 16},  {9, 48, 7, 16},   {7, 64, 11, 64},
+    {5, 130, 13, 65}, {4, 97, 5, 1000}, {6, 160, 8, 48}, {1, 1200, 4, 16},
 };
 #define N_SIZES ((int)(sizeof sizes / sizeof *sizes))
 
@@ -156,15 +159,22 @@ static void test_refusals(void)
 {
     float x[8] = {0}, y[2], scales[2] = {0};
     unsigned char codes[16] = {0};
-    struct dsc_quant_product good = {
-        .n_rows = 1, .n_cols = 8, .n_outputs = 2, .group = 8, .bits = 8, .x = x, .codes = codes, .scales = scales, .y = y};
+    struct dsc_quant_product good = {.n_rows = 1,
+                                     .n_cols = 8,
+                                     .n_outputs = 2,
+                                     .group = 8,
+                                     .bits = 8,
+                                     .x = x,
+                                     .codes = codes,
+                                     .scales = scales,
+                                     .y = y};
     struct dsc_quant_product bad = good;
 
-#define REFUSED(field, value, status, word)                            \
-    do {                                                               \
-        bad = good;                                                    \
-        bad.field = (value);                                           \
-        CHECK_ERROR(dsc_quant_product(&bad, NULL), (status), (word));  \
+#define REFUSED(field, value, status, word)                           \
+    do {                                                              \
+        bad = good;                                                   \
+        bad.field = (value);                                          \
+        CHECK_ERROR(dsc_quant_product(&bad, NULL), (status), (word)); \
     } while (0)
 
     CHECK_STATUS(dsc_quant_product(&good, NULL), DSC_OK);
