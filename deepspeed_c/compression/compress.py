@@ -22,6 +22,7 @@ from deepspeed_c.compression.packed import check_packable, pack_layers
 from deepspeed_c.compression.pruning import Kind, Pruner, PruneRule
 from deepspeed_c.compression.shrink import check_shrinkable, shrink, shrinkings
 from deepspeed_c.compression.steps import AppliedSteps
+from deepspeed_c.compression.student import initialize_student
 from deepspeed_c.compression.targets import activation_rules, find, layer_class, prune_rules, weight_rules
 from deepspeed_c.config import load_config
 from deepspeed_c.config.compression import Compression
@@ -38,6 +39,7 @@ __all__ = [
     "get_module_name",
     "init_compression",
     "redundancy_clean",
+    "student_initialization",
 ]
 
 
@@ -128,7 +130,7 @@ def init_compression(
 
     Args:
         deepspeed_config: a dict, or the path of a JSON file.
-        teacher_model: for layer reduction, which is not built; ignored.
+        teacher_model: for layer reduction, which makes ``student_initialization`` the first step.
         mpu: Megatron's; its linear layers are refused if a pattern matches them.
 
     Raises ConfigError for a wrong key or pattern, groups that do not divide a weight, or a technique that is not built;
@@ -137,7 +139,7 @@ def init_compression(
     of another number or size, and layers that share a weight or are cut. The model is then unchanged.
     """
     section, root = _section_of(deepspeed_config), _module_of(model)
-    _check_new(root)
+    _check_new(root, "init_compression")
     weights, activations = weight_rules(root, section, mpu), activation_rules(root, section, mpu)
     pruned = prune_rules(root, section, mpu)
     shrinkings(root, section, mpu)  # wrong related modules are an error before training, not after it
@@ -148,6 +150,8 @@ def init_compression(
         weight = modules[name].weight
         if not weight.is_meta and state_of(weight) is None:  # a sharded weight is not gathered for this
             check_finite(weight, name, "load weights without NaN or inf")
+    if section.layer_reduction.enabled:
+        _initialize(root, teacher_model, section)
     steps = AppliedSteps()
     for name, module in modules.items():
         rules = Quantization(
@@ -162,23 +166,47 @@ def init_compression(
     return model
 
 
-def _check_new(root: nn.Module) -> None:
+def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Any) -> nn.Module:
+    """Copy parameters and buffers of the teacher into the student, as the section layer_reduction says: layer
+    ``teacher_layer[i]`` of ``module_name_prefix`` into layer i, and the modules of ``other_module_name``. Returns
+    ``student_model``. Collective if parameters are sharded.
+
+    Raises ConfigError for a key that is missing or names no module, ModelError for modules of other sizes, StateError
+    for a student that is compressed or belongs to an engine. The student is then unchanged.
+    """
+    root = _module_of(student_model)
+    _check_new(root, "student_initialization")
+    _initialize(root, teacher_model, _section_of(deepspeed_config))
+    return student_model
+
+
+def _initialize(root: nn.Module, teacher_model: nn.Module | None, section: Compression) -> None:
+    if not isinstance(teacher_model, nn.Module):
+        raise ConfigError(
+            f"the teacher is {type(teacher_model).__name__}, no torch.nn.Module",
+            where="compression_training.layer_reduction",
+            fix="pass teacher_model, or set enabled to false",
+        )
+    initialize_student(root, _module_of(teacher_model), section.layer_reduction)
+
+
+def _check_new(root: nn.Module, where: str) -> None:
     if isinstance(root, PipelineModule):
         raise ModelError(
             "the layers of a PipelineModule cannot be compressed in this version",
-            where="init_compression",
+            where=where,
             fix="train the layers as a plain module, with ZeRO",
         )
     if compressed_layers(root):
         raise StateError(
-            "the model is compressed already", where="init_compression", fix="call it once, before initialize"
+            "the model is compressed already", where=where, fix="call init_compression once, before initialize, and nothing else after it"
         )
     for name, param in root.named_parameters():
         if isinstance(state_of(param), (PlacedShard, WholeShard)):
             raise StateError(
                 f"the parameter {name} belongs to an engine",
-                where="init_compression",
-                fix="call init_compression before deepspeed_c.initialize",
+                where=where,
+                fix=f"call {where} before deepspeed_c.initialize",
             )
 
 

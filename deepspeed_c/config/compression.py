@@ -197,10 +197,14 @@ class LayerReduction(Section, kw_only=True):
     """A student made of some of the teacher's layers."""
 
     enabled: Annotated[bool, asks("Switch of the technique.", _LAYERS)] = False
-    keep_number_layer: Annotated[Positive | None, tunes("Layers of the student.", _LAYERS)] = None
-    module_name_prefix: Annotated[str | None, tunes("Name of the layers.", _LAYERS)] = None
-    teacher_layer: Annotated[tuple[NonNeg, ...] | None, tunes("Which layers are taken.", _LAYERS)] = None
-    other_module_name: Annotated[tuple[str, ...] | None, tunes("Other modules that are taken.", _LAYERS)] = None
+    keep_number_layer: Annotated[Positive | None, tunes("Number of the student's layers.", _LAYERS)] = None
+    module_name_prefix: Annotated[str | None, tunes("Name of the list of layers in both models.", _LAYERS)] = None
+    teacher_layer: Annotated[
+        tuple[NonNeg, ...] | None, tunes("Number of the teacher's layer, from 0, for each of the student's.", _LAYERS)
+    ] = None
+    other_module_name: Annotated[
+        tuple[str, ...] | None, tunes("Names of other modules that are copied.", _LAYERS)
+    ] = None
 
 
 class Compression(Section, kw_only=True):

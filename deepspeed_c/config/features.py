@@ -223,7 +223,12 @@ AREAS: dict[str, dict[str, Feature]] = {
             is_on=lambda root: root.compression_training.prunes,
         ),
         "channel_pruning": _later("channel pruning of convolutions", 'set "enabled": false'),
-        "layer_reduction": _later("layer reduction during training", 'set "enabled": false'),
+        "layer_reduction": Feature(
+            "a student made of a teacher's layers",
+            True,
+            'set "enabled": false',
+            is_on=lambda root: root.compression_training.layer_reduction.enabled,
+        ),
     },
 }
 

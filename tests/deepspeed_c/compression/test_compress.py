@@ -213,11 +213,17 @@ CASES: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "NaN": (nan_weights, wrong(["second"]), ModelError, "second.weight: the weight has NaN or inf"),
     "MoQ": (Odd, wrong(quantize_weight_in_forward=False), ConfigError, r"quantize_weight_in_forward: .*MoQ.*\n.*set it to true"),
     "MoQ's mix": (Odd, wrong(fp16_mixed_quantize={"enabled": True}), ConfigError, "fp16_mixed_quantize.enabled: is true"),
-    "layer reduction": (
+    "channels": (
+        Odd,
+        {"compression_training": {"channel_pruning": {"shared_parameters": {"enabled": True}}}},
+        UnsupportedConfigError,
+        "channel_pruning.shared_parameters.enabled: true asks for channel pruning",
+    ),
+    "no teacher": (
         Odd,
         {"compression_training": {"layer_reduction": {"enabled": True}}},
-        UnsupportedConfigError,
-        "layer_reduction.enabled: true asks for layer reduction",
+        ConfigError,
+        "layer_reduction: the teacher is NoneType.*\nFix: pass teacher_model",
     ),
 }
 

@@ -256,7 +256,7 @@ def test_what_is_inert_in_deepspeed_is_noted_and_stands_in_the_table():
         "zero_optimization": {"stage": 2, "offload_param": {"device": "nvme", "pin_memory": True}},
         "activation_checkpointing": {"partition_activations": True, "number_checkpoints": 4},
         "compression_training": {
-            "layer_reduction": {"keep_number_layer": 2}
+            "channel_pruning": {"different_groups": {"a": {"modules": ["conv"]}}}
         },
         "log": {"anything": 1},
         "monitor_config": {"stage": 3},
@@ -269,7 +269,7 @@ def test_what_is_inert_in_deepspeed_is_noted_and_stands_in_the_table():
     device = "zero_optimization.offload_param.device"
     noted = [device]
     others = ["log", "monitor_config", "_comment", "comment", "// end", "fp16._why", "fp16.comment_2"]
-    others.append("compression_training.layer_reduction")
+    others.append("compression_training.channel_pruning")
     for path in (*noted, *others):
         assert len([note for note in config.notes if note.startswith(f"{path} ")]) == 1, (path, config.notes)
     assert len(config.notes) == len(noted) + len(others)

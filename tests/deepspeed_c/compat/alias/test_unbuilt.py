@@ -16,7 +16,7 @@ from deepspeed_c.compat.alias.upstream import upstream
 from deepspeed_c.errors import FeatureError, MissingNameError
 
 MOE = unbuilt("deepspeed.moe.layer", "MoE")
-CLEAN = unbuilt("deepspeed.compression.compress", "student_initialization")
+CONVOLUTION = unbuilt("deepspeed.compression.basic_layer", "Conv2dLayer_Compress")
 AGENT = unbuilt("deepspeed.elasticity.config", "ElasticityError")
 
 
@@ -31,7 +31,7 @@ def subclass_beside_another():
 
 
 def decorate():
-    @CLEAN
+    @CONVOLUTION
     def f():
         pass
 
@@ -40,10 +40,10 @@ def decorate():
     ("use", "what"),
     [
         (lambda: MOE(hidden_size=4), "deepspeed.moe.layer.MoE: was called"),
-        (lambda: CLEAN({}, "x"), "deepspeed.compression.compress.student_initialization: was called"),
+        (lambda: CONVOLUTION({}, "x"), "deepspeed.compression.basic_layer.Conv2dLayer_Compress: was called"),
         (subclass, "deepspeed.moe.layer.MoE: was subclassed"),
         (subclass_beside_another, "deepspeed.moe.layer.MoE: was subclassed"),
-        (decorate, "deepspeed.compression.compress.student_initialization: was called"),
+        (decorate, "deepspeed.compression.basic_layer.Conv2dLayer_Compress: was called"),
         (lambda: list(MOE), r"MoE: was asked for \[0\]"),
         (lambda: 1 in MOE, r"MoE: was asked for \[0\]"),
         (lambda: MOE.forward, "deepspeed.moe.layer.MoE.forward: is not part"),
@@ -58,7 +58,7 @@ def test_a_use_raises_and_says_what_to_do(use, what) -> None:
 
 def test_nothing_is_an_instance_of_it() -> None:
     for x in (1, MOE, subclass):
-        assert not isinstance(x, MOE) and not isinstance(x, (MOE, CLEAN))
+        assert not isinstance(x, MOE) and not isinstance(x, (MOE, CONVOLUTION))
     assert isinstance(1, (MOE, int)) and isinstance(1, MOE | int)
     assert not issubclass(int, MOE) and issubclass(bool, (MOE, int))
 
@@ -80,14 +80,14 @@ def test_attributes() -> None:
     with pytest.raises(MissingNameError):
         _ = builder.load
     assert (MOE.__name__, MOE.__qualname__, MOE.__module__) == ("MoE", "MoE", "deepspeed.moe.layer")
-    assert bool(MOE) and callable(MOE) and len({MOE, CLEAN, MOE}) == 2
+    assert bool(MOE) and callable(MOE) and len({MOE, CONVOLUTION, MOE}) == 2
     assert repr(MOE) == "<class deepspeed.moe.layer.MoE of DeepSpeed, not part of this version of deepspeed_c>"
 
 
 def test_copies_and_pickles_are_the_object_itself() -> None:
     assert copy.deepcopy({"a": MOE})["a"] is MOE and copy.copy(MOE) is MOE
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-        assert pickle.loads(pickle.dumps((MOE, CLEAN), protocol)) == (MOE, CLEAN)
+        assert pickle.loads(pickle.dumps((MOE, CONVOLUTION), protocol)) == (MOE, CONVOLUTION)
 
 
 def test_exceptions_are_classes_that_can_be_caught() -> None:
