@@ -217,28 +217,35 @@ CASES = {
 }
 
 
-def case_body(rank: int, world: int, name: str, folder: str, backend: str) -> None:
+def case_body(rank: int, world: int, name: str, stage: int, folder: str, backend: str) -> None:
     case = CASES[name]
     zero = {k: {**v, "nvme_path": folder} if v is NVME else v for k, v in case.zero.items()}
-    for stage in case.stages if backend == "eager" else case.stages[-1:]:  # Inductor is slow
-        torch._dynamo.reset()
-        options = {"zero": zero, "gas": case.gas}
-        with make_engine(stage, case.precision, compiled=False, make=case.plain or case.make, **options) as engine:
-            want = case.train(engine, rank)
-        with make_engine(stage, case.precision, make=case.make, **options) as engine:
-            engine.compile(backend=backend, compile_kwargs=dict(case.compile_kwargs))
-            got = case.train(engine, rank)
-            assert engine._compiled.backend.n_frames > 0
-        if backend == "eager":
-            same(got, want)
-        else:
-            # Of 16 bits, a fused kernel rounds only its results; the operators of the other engine round each of theirs.
-            close(got, want, 1e-5 if case.precision == "fp32" else 0.02)
+    torch._dynamo.reset()
+    options = {"zero": zero, "gas": case.gas}
+    with make_engine(stage, case.precision, compiled=False, make=case.plain or case.make, **options) as engine:
+        want = case.train(engine, rank)
+    with make_engine(stage, case.precision, make=case.make, **options) as engine:
+        engine.compile(backend=backend, compile_kwargs=dict(case.compile_kwargs))
+        got = case.train(engine, rank)
+        assert engine._compiled.backend.n_frames > 0
+    if backend == "eager":
+        same(got, want)
+    else:
+        # Of 16 bits, a fused kernel rounds only its results; the operators of the other engine round each of theirs.
+        close(got, want, 1e-5 if case.precision == "fp32" else 0.02)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_bits_are_those_without_a_compiler(tmp_path, name: str) -> None:
-    run_ranks(CASES[name].world, case_body, name, str(tmp_path), "eager", preload="torch._dynamo")
+# Without --full each case runs at its last stage.
+STAGES = [
+    pytest.param(name, stage, marks=() if stage == case.stages[-1] else full)
+    for name, case in CASES.items()
+    for stage in case.stages
+]
+
+
+@pytest.mark.parametrize(("name", "stage"), STAGES)
+def test_the_bits_are_those_without_a_compiler(tmp_path, name: str, stage: int) -> None:
+    run_ranks(CASES[name].world, case_body, name, stage, str(tmp_path), "eager", preload="torch._dynamo")
 
 
 # Inductor compiles C++, for half a minute a case. What it can change is the code of an edited graph, so a few kinds do.
@@ -247,7 +254,9 @@ INDUCTOR = {"adapters", "tied over graphs, bf16", "other lengths, dynamic", "rec
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in INDUCTOR else full) for name in CASES])
 def test_inductor(tmp_path, name: str) -> None:
-    run_ranks(CASES[name].world, case_body, name, str(tmp_path), "inductor", preload="torch._dynamo", fresh=True)
+    case = CASES[name]
+    arguments = (name, case.stages[-1], str(tmp_path), "inductor")
+    run_ranks(case.world, case_body, *arguments, preload="torch._dynamo", fresh=True)
 
 
 def in_another_order_body(rank: int, world: int, stage: int, make: Callable[..., nn.Module], gas: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.cells import full
 from tests.deepspeed_c.zero.weights.test_hooks import LIMITS, SCENARIOS, compare
 from tests.ranks import RanksFailed
 
@@ -20,7 +21,11 @@ def scenario_body(rank: int, world: int, name: str) -> None:
 DOUBLE_BACKWARD = ("penalty", "penalty_parent_reads")
 
 
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in DOUBLE_BACKWARD])
+# Without a compiler all of them run always (zero/weights/test_hooks.py).
+NAMES = [name for name in SCENARIOS if name not in DOUBLE_BACKWARD]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=full if i % 2 else ()) for i, name in enumerate(NAMES)])
 def test_scenario(run_ranks, name: str) -> None:
     run_ranks(2, scenario_body, name, preload="torch._dynamo")
 
