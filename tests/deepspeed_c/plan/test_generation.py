@@ -19,6 +19,7 @@ from deepspeed_c.plan.live_bytes import LiveBytes
 from deepspeed_c.plan.memory import GATHERED
 from deepspeed_c.plan.table import as_json, as_text, plan_table
 from deepspeed_c.zero.weights import fetch
+from tests.cells import full
 from tests.deepspeed_c.plan.families import FAMILIES
 from tests.deepspeed_c.plan.families import make as make_family
 from tests.deepspeed_c.plan.test_memory import TOLERANCE, PatientPool, config
@@ -102,7 +103,7 @@ def run_engine(rank: int, world: int, case: Case) -> tuple[dict[str, int], int]:
     return live.peaks, n_leases
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=full if i % 2 else ()) for i, name in enumerate(CASES)])
 def test_generation_is_planned_as_it_runs(run_ranks, name):
     case = CASES[name]
     with torch.device("meta"):
