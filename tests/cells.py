@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["cells", "covering", "full"]
+__all__ = ["cells", "covering", "every", "full"]
 
 full = pytest.mark.full
 """Marks a test that `make test` leaves out, because a cheaper one of its kind runs."""
@@ -36,6 +36,15 @@ def covering(axes: Sequence[Sequence[Any]], at_once: int = 2) -> list[tuple[int,
 
 def _choices(cell: tuple[int, ...], at_once: int) -> set[tuple[tuple[int, int], ...]]:
     return set(itertools.combinations(enumerate(cell), min(at_once, len(cell))))
+
+
+def every(nth: int, values: Iterable[Any]) -> list[Any]:
+    """The values, for ``parametrize``. All but each n-th, from the first one, are marked ``full``. A tuple is the values
+    of several parameters."""
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=full if i % nth else ())
+        for i, value in enumerate(values)
+    ]
 
 
 def cells(*axes: Iterable[Any], at_once: int = 2) -> list[Any]:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.cells import cells, covering
+from tests.cells import cells, covering, every
 
 pytest_plugins = ["pytester"]
 
@@ -30,6 +30,13 @@ def test_each_value_occurs() -> None:
     chosen = covering([range(3), range(2), range(5)], at_once=1)
     print(chosen)
     assert len(chosen) == 5 and [len({cell[axis] for cell in chosen}) for axis in range(3)] == [3, 2, 5]
+
+
+def test_each_third_value_runs_always() -> None:
+    marked = every(3, [(1, "a"), (2, "b"), (3, "c"), (4, "d")])
+    assert [(cell.values, bool(cell.marks)) for cell in marked] == [
+        ((1, "a"), False), ((2, "b"), True), ((3, "c"), True), ((4, "d"), False)
+    ]  # fmt: skip
 
 
 def test_81_cells_of_four_axes_have_a_small_covering_part() -> None:

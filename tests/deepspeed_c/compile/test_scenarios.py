@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.cells import full
+from tests.cells import every
 from tests.deepspeed_c.zero.weights.test_hooks import LIMITS, SCENARIOS, compare
 from tests.ranks import RanksFailed
 
@@ -25,7 +25,7 @@ DOUBLE_BACKWARD = ("penalty", "penalty_parent_reads")
 NAMES = [name for name in SCENARIOS if name not in DOUBLE_BACKWARD]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=full if i % 2 else ()) for i, name in enumerate(NAMES)])
+@pytest.mark.parametrize("name", every(2, NAMES))
 def test_scenario(run_ranks, name: str) -> None:
     run_ranks(2, scenario_body, name, preload="torch._dynamo")
 

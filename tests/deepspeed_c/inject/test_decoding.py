@@ -16,6 +16,7 @@ from deepspeed_c.errors import StateError
 from deepspeed_c.inject import cut_model
 from deepspeed_c.inject.candidates import Choice
 from deepspeed_c.inject.decoding import choice_of
+from tests.cells import cells, every
 from tests.deepspeed_c.inference.models import GENERATING, like_bart, padded_prompts, require_same_tokens
 from tests.deepspeed_c.inject import families
 from tests.ranks import run_ranks
@@ -94,15 +95,14 @@ def family_body(rank: int, world: int, family: str) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("family", [*GENERATING, *SCALED, "llama4"])
+@pytest.mark.parametrize("family", every(2, [*GENERATING, *SCALED, "llama4"]))
 def test_tokens_on_two_ranks(family: str) -> None:
     results = run_ranks(2, family_body, family, preload=PRELOAD)
     assert all(lines == results[0] for lines in results), results
     assert bool(results[0]) == (family not in SCALED), results[0]
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon_7b"])
+@pytest.mark.parametrize(("family", "world"), cells(("llama", "gpt2", "falcon_7b"), (1, 3, 4), at_once=1))
 def test_tokens_on_other_numbers_of_ranks(family: str, world: int) -> None:
     run_ranks(world, family_body, family, preload=PRELOAD)
 

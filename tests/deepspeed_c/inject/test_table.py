@@ -10,6 +10,7 @@ from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import ModelError
 from deepspeed_c.inject import cut_model
 from deepspeed_c.inject.kernels import inject_kernels
+from tests.cells import every
 from tests.deepspeed_c.inject.families import FAMILIES, PLANNED, feed, make
 from tests.ranks import run_ranks
 
@@ -84,7 +85,7 @@ def errors_of_adapters(whole: torch.nn.Module, cut: torch.nn.Module, batch: dict
     return errors
 
 
-@pytest.mark.parametrize("family", CAUSAL)
+@pytest.mark.parametrize("family", every(2, CAUSAL))
 def test_adapters_generation_and_kernels(family: str) -> None:
     for errors in run_ranks(2, row, family, preload="tests.deepspeed_c.inject.preload"):
         assert not errors, errors

@@ -19,7 +19,7 @@ from deepspeed_c.plan.live_bytes import LiveBytes
 from deepspeed_c.plan.memory import GATHERED
 from deepspeed_c.plan.table import as_json, as_text, plan_table
 from deepspeed_c.zero.weights import fetch
-from tests.cells import full
+from tests.cells import cells, every
 from tests.deepspeed_c.plan.families import FAMILIES
 from tests.deepspeed_c.plan.families import make as make_family
 from tests.deepspeed_c.plan.test_memory import TOLERANCE, PatientPool, config
@@ -103,7 +103,7 @@ def run_engine(rank: int, world: int, case: Case) -> tuple[dict[str, int], int]:
     return live.peaks, n_leases
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=full if i % 2 else ()) for i, name in enumerate(CASES)])
+@pytest.mark.parametrize("name", every(2, CASES))
 def test_generation_is_planned_as_it_runs(run_ranks, name):
     case = CASES[name]
     with torch.device("meta"):
@@ -155,8 +155,10 @@ def peak_of(model: Any, n_samples: int, n_prompt: int, n_new: int) -> int:
     return live.peaks["generate"]
 
 
-@pytest.mark.parametrize("shape", [(3, 67, 5), (13, 2, 11), (5, 1, 1)], ids=str)
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "bert"])
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    cells((family for family in FAMILIES if family != "bert"), ((3, 67, 5), (13, 2, 11), (5, 1, 1)), at_once=1),
+)
 def test_each_family_takes_what_its_generate_takes(family: str, shape: tuple[int, int, int]) -> None:
     with torch.device("meta"):
         outline = make_family(family)

@@ -216,9 +216,12 @@ def test_training_is_that_of_plain_torch(run_ranks: Callable, name: str, stage: 
     check(run_ranks, 2, stage, name, "plain")
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("name", ["hooks", "reentrant", "files"])
-@pytest.mark.parametrize("flow", ["two backwards", "evaluates", "fails in forward", "fails in backward"])
+@pytest.mark.parametrize(
+    ("flow", "name", "stage"),
+    cells(
+        ("two backwards", "evaluates", "fails in forward", "fails in backward"), ("hooks", "reentrant", "files"), (2, 3)
+    ),
+)
 def test_other_flows(run_ranks: Callable, flow: str, name: str, stage: int) -> None:
     check(run_ranks, 2, stage, name, flow)
 

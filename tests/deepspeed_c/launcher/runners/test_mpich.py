@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed_c.launcher.runners import find_runner
+from tests.cells import full
 from tests.launcher_jobs import install, job, words_after
 from tests.launches import check_failure, check_ranks, check_sigterm, mpi_hosts
 
@@ -22,6 +23,7 @@ def words(hosts):
     return ["--launcher", "mpich", "--hostfile", hosts.hostfile([2, 2])]
 
 
+@full
 def test_ranks(hosts, words, tmp_path):
     check_ranks(hosts, words, tmp_path)
 
