@@ -1,4 +1,4 @@
-"""Products of parameters, of which `make test` runs a covering part and `make test-full` all.
+"""Products of parameters: `make test` runs a covering part of them, `make test-full` all.
 
     @pytest.mark.parametrize(("stage", "dtype", "world"), cells((0, 1, 2, 3), ("fp32", "bf16"), (1, 2)))
 

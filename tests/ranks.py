@@ -230,7 +230,8 @@ class _Group:
         except BaseException:
             self.stop()
             raise
-        self._start_seconds = START_TIMEOUT_SECONDS  # added to the first call's timeout, in which the ranks connect
+        # The first call has this time in addition, because the ranks connect in it.
+        self._start_seconds = START_TIMEOUT_SECONDS
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, grace: float) -> list[Any]:
         file = inspect.getsourcefile(fn)

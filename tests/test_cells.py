@@ -1,4 +1,4 @@
-"""The covering part of a product (cells.py), against a search over all pairs; and what runs without ``--full``."""
+"""Tests of cells.py: a part of a product has each pair of values, by a search over all pairs; `full` works."""
 
 from __future__ import annotations
 

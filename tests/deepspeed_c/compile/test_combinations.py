@@ -248,7 +248,7 @@ def test_the_bits_are_those_without_a_compiler(tmp_path, name: str, stage: int) 
     run_ranks(CASES[name].world, case_body, name, stage, str(tmp_path), "eager", preload="torch._dynamo")
 
 
-# Inductor compiles C++, for a minute a case. What it can change is the code of an edited graph, so two kinds do.
+# Inductor compiles C++, for a minute a case. It changes only the code of an edited graph, so two kinds do.
 INDUCTOR = {"tied over graphs, bf16", "other lengths, dynamic"}
 
 

@@ -32,7 +32,7 @@ def config_of(**keys: object) -> dict:
 
 
 def differences(student: nn.Module, teacher: nn.Module, before: dict[str, torch.Tensor]) -> list[str]:
-    """What is not as DeepSpeed's section says: layers 1 and 3 and the table are the teacher's, the head is the student's."""
+    """Tensors unlike DeepSpeed's section: layers 1 and 3 and the table are the teacher's, the head is the student's."""
     wanted, state = dict(before), {name: value.to(torch.float32) for name, value in teacher.state_dict().items()}
     for name in before:
         for number, source in enumerate((1, 3)):
