@@ -133,17 +133,19 @@ def time_alternately(
     steps: dict[str, Callable[[Any], Any]], batch: Any, rounds: int, warmup: int
 ) -> dict[str, list[float]]:
     """Return the seconds of each contender's step in each round. A round has one step of each contender, between
-    barriers of all ranks and in an order that changes with the round. The first ``warmup`` rounds do not count.
+    barriers of all ranks (if there are ranks) and in an order that changes with the round. The first ``warmup`` rounds
+    do not count.
     """
     import torch.distributed as dist
 
+    barrier = dist.barrier if dist.is_initialized() else lambda: None
     times: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(rounds + warmup):
         for name in in_turn(list(steps), i):
-            dist.barrier()
+            barrier()
             start = time.perf_counter()
             steps[name](batch)
-            dist.barrier()
+            barrier()
             if i >= warmup:
                 times[name].append(time.perf_counter() - start)
     return times

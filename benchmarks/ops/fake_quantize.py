@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 
 import torch
 
-from benchmarks.measure import bound, in_turn, keep_freed_memory, machine, median_spread, ratios, require
+from benchmarks.measure import bound, keep_freed_memory, machine, median_spread, ratios, require, time_alternately
 from deepspeed_c.ops.quant import fake_quantize
 
 GROUP = 64
@@ -39,17 +38,6 @@ def steps_of(bits: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     }
 
 
-def timed(steps: dict[str, Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor, rounds: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for i in range(rounds + 1):
-        for name in in_turn(list(steps), i):
-            start = time.perf_counter()
-            steps[name](x)
-            if i > 0:  # the first round gets the memory of the results
-                times[name].append(time.perf_counter() - start)
-    return times
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=4096)
@@ -63,7 +51,7 @@ def main() -> None:
         for name in ("ours", "formula"):
             worst = ((steps[name](x) - x).view(-1, GROUP).abs() / step).max().item()
             require(worst < 1.01, f"{name} is within a step of the weights: {worst}")
-        times = timed(steps, x, args.rounds)
+        times = time_alternately(steps, x, args.rounds, warmup=1)  # the first round gets the memory of the results
         for name in ("ours", "formula"):
             line = {"benchmark": "fake_quantize", "contender": name, "bits": bits, "rows": args.rows}
             line |= {"ms": round(1e3 * median_spread(times[name])[0], 2), "threads": torch.get_num_threads()}

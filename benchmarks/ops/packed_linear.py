@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 
 import torch
 
-from benchmarks.measure import in_turn, keep_freed_memory, machine, median_spread, ratios, require
+from benchmarks.measure import keep_freed_memory, machine, median_spread, ratios, require, time_alternately
 from deepspeed_c.ops import quant
 
 GROUPS = {8: 0, 4: 64}
@@ -28,27 +27,16 @@ def packed_of(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tens
     return (codes if bits == 4 else codes.bitwise_xor(128)).view(torch.int32), quantized.scales
 
 
-def steps_of(weight: torch.Tensor, x: torch.Tensor, bits: int) -> dict[str, Callable[[], torch.Tensor]]:
+def steps_of(weight: torch.Tensor, x: torch.Tensor, bits: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     packed, scales = packed_of(weight, bits)
-    arguments = (x, packed, scales, None, bits, GROUPS[bits])
+    rest = (packed, scales, None, bits, GROUPS[bits])
     x32 = x.float()
     return {
-        "ours": lambda: quant.packed_linear(x, packed, scales, bits=bits, group=GROUPS[bits]),
-        "codes": lambda: torch.ops.deepspeed_c.quant_packed_linear(*arguments),
-        "dequantized": lambda: quant._formula_packed_linear(*arguments),
-        "fp32": lambda: torch.nn.functional.linear(x32, weight),
+        "ours": lambda x: quant.packed_linear(x, packed, scales, bits=bits, group=GROUPS[bits]),
+        "codes": lambda x: torch.ops.deepspeed_c.quant_packed_linear(x, *rest),
+        "dequantized": lambda x: quant._formula_packed_linear(x, *rest),
+        "fp32": lambda _: torch.nn.functional.linear(x32, weight),
     }
-
-
-def timed(steps: dict[str, Callable[[], torch.Tensor]], rounds: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for i in range(rounds + 1):
-        for name in in_turn(list(steps), i):
-            start = time.perf_counter()
-            steps[name]()
-            if i > 0:  # the first round gets the memory of the results
-                times[name].append(time.perf_counter() - start)
-    return times
 
 
 def main() -> None:
@@ -63,10 +51,10 @@ def main() -> None:
     for bits, dtype, n_rows in ((b, d, m) for b in GROUPS for d in (torch.float32, torch.bfloat16) for m in args.rows):
         x = torch.randn(n_rows, args.width, generator=generator).to(dtype)
         steps = steps_of(weight, x, bits)
-        wanted = steps["dequantized"]().float()
-        worst = ((steps["codes"]().float() - wanted).norm() / wanted.norm()).item()
+        wanted = steps["dequantized"](x).float()
+        worst = ((steps["codes"](x).float() - wanted).norm() / wanted.norm()).item()
         require(worst < 2 * torch.finfo(dtype).eps, f"products from codes and from floats agree: {worst}")
-        times = timed(steps, args.rounds)
+        times = time_alternately(steps, x, args.rounds, warmup=1)  # the first round gets the memory of the results
         packed, scales = packed_of(weight, bits)
         for name in ("ours", "codes", "dequantized"):
             line = {"benchmark": "packed_linear", "contender": name, "bits": bits, "dtype": str(dtype)[6:]}
