@@ -21,7 +21,7 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 if _ROOT not in sys.path:
     sys.path.insert(0, _ROOT)
 
-from tests import ranks, skips
+from tests import costs, ranks, skips
 
 # A shell that starts the tests in the background may ignore SIGINT, and children inherit this. Tests that send SIGINT
 # would then wait for ever.
@@ -38,20 +38,23 @@ def pytest_configure(config: pytest.Config) -> None:
     if _INDUCTOR not in os.environ:
         os.environ[_INDUCTOR] = folder = tempfile.mkdtemp(prefix="dsc_inductor_")
         config.add_cleanup(lambda: (os.environ.pop(_INDUCTOR), shutil.rmtree(folder, ignore_errors=True)))
+    if table := config.getoption("--costs"):
+        costs.register(config, table)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="also run what the marker `full` leaves out")
+    parser.addoption("--full", action="store_true", help="run all tests, also those that cost much (cells.py, costs.py)")
+    parser.addoption("--costs", metavar="FILE", help="measure what tests cost, and write the table FILE (costs.py)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out tests that are marked ``full`` (cells.py), unless asked for them."""
-    if config.getoption("--full"):
+    """Leaves out, without ``--full``, tests that are marked ``full`` (cells.py) and cells that cost much (costs.py)."""
+    if config.getoption("--full") or any("::" in arg for arg in config.args):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
-    if left_out:
+    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    if left_out := left_out + costs.leave_out(items):
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 @pytest.fixture(scope="session")
