@@ -5,7 +5,7 @@ that ``save_pretrained`` writes a folder that transformers loads without this pa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -78,11 +78,6 @@ def _group_of(weight: Tensor, rule: WeightRule) -> int:
 def check_packable(layers: Mapping[str, CompressedLayer]) -> None:
     """Raises before anything changes. StateError: the schedule has not begun, or the weight is sharded; ConfigError:
     groups that compressed-tensors cannot name; UnsupportedConfigError: what is not built."""
-    bits = {layer.quantization.weight.bits for layer in layers.values()}
-    if len(bits) > 1:
-        raise UnsupportedConfigError(
-            "layers of 8 and of 4 bits are not packed in one model", where="pack", fix="give all of them the same bits"
-        )
     for name, layer in layers.items():
         _check_layer(name, layer)
 
@@ -116,15 +111,30 @@ def _check_layer(name: str, layer: CompressedLayer) -> None:
         )
 
 
+class _Scheme(NamedTuple):
+    """What the layers of one of the configuration's groups have in common."""
+
+    bits: int
+    group: int
+    """Elements of a row that share a scale; 0: the whole row."""
+
+    def section(self) -> dict[str, Any]:
+        section = {
+            "num_bits": self.bits,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "group" if self.group else "channel",
+        }
+        return {**section, "group_size": self.group} if self.group else section
+
+
 def pack_layers(root: nn.Module, layers: Mapping[str, CompressedLayer]) -> None:
     """Pack the layers, which have passed ``check_packable``, and write config.quantization_config if ``root`` has a
     config."""
-    groups: dict[int, list[str]] = {}
-    bits = 8
+    groups: dict[_Scheme, list[str]] = {}
     for name, layer in layers.items():
         rule = layer.quantization.weight
-        bits = rule.bits
-        groups.setdefault(_group_of(layer.weight, rule), []).append(name)
+        groups.setdefault(_Scheme(rule.bits, _group_of(layer.weight, rule)), []).append(name)
         layer.keep_weight()  # gives the layer its own class back
         PackedLinear.take_over(layer, rule)
     config = getattr(root, "config", None)
@@ -134,14 +144,9 @@ def pack_layers(root: nn.Module, layers: Mapping[str, CompressedLayer]) -> None:
             "format": FORMAT,
             "quantization_status": "compressed",
             "config_groups": {
-                f"group_{i}": {"targets": names, "format": FORMAT, "weights": _scheme(bits, group)}
-                for i, (group, names) in enumerate(groups.items())
+                f"group_{i}": {"targets": names, "format": FORMAT, "weights": scheme.section()}
+                for i, (scheme, names) in enumerate(groups.items())
             },
             "ignore": [name for name, module in root.named_modules() if isinstance(module, nn.Linear)],
         }
         config.update({"quantization_config": section})
-
-
-def _scheme(bits: int, group: int) -> dict[str, Any]:
-    scheme = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group" if group else "channel"}
-    return {**scheme, "group_size": group} if group else scheme

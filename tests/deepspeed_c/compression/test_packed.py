@@ -95,10 +95,24 @@ def llama() -> Any:
     )
 
 
-@pytest.mark.parametrize(("bits", "n_groups"), [(8, 32), (4, 128)])
-def test_plain_transformers_loads_the_folder(bits: int, n_groups: int, tmp_path: Path) -> None:
+def mixed(config: dict[str, Any], bits: int, *modules: str) -> dict[str, Any]:
+    """``config`` with another group of modules, of other bits."""
+    groups = config["compression_training"]["weight_quantization"]["different_groups"]
+    groups["other"] = {"params": {"target_bits": bits}, "modules": list(modules)}
+    return config
+
+
+LOADED = {
+    "8 bits": config_of(8, 32, ("self_attn", "mlp")),
+    "4 bits": config_of(4, 128, ("self_attn", "mlp")),
+    "8 and 4 bits": mixed(config_of(4, 128, ("mlp",)), 8, "self_attn"),
+}
+
+
+@pytest.mark.parametrize("config", LOADED.values(), ids=LOADED.keys())
+def test_plain_transformers_loads_the_folder(config: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
-    cleaned, packed = both(llama(), config_of(bits, n_groups, ("self_attn", "mlp")))
+    cleaned, packed = both(llama(), config)
     folder = tmp_path / "out"
     packed.save_pretrained(folder)
     command = [sys.executable, "-c", LOAD, str(folder), str(tmp_path / "logits.pt")]
@@ -127,6 +141,17 @@ def test_the_configuration_of_a_packed_model_and_what_stays_whole(tmp_path: Path
     assert packed.lm_head.weight is packed.model.embed_tokens.weight
 
 
+def test_each_kind_of_layer_is_a_group_of_the_configuration() -> None:
+    cleaned, packed = both(llama(), mixed(config_of(4, 128, ("mlp",)), 8, "self_attn"))
+    groups = packed.config.quantization_config["config_groups"]
+    schemes = {name: group["weights"] for group in groups.values() for name in group["targets"]}
+    assert len(schemes) == 14 and sum(len(group["targets"]) for group in groups.values()) == 14, groups
+    for name, scheme in schemes.items():
+        layer, bits = packed.get_submodule(name), 8 if "self_attn" in name else 4
+        assert scheme["num_bits"] == layer.bits == bits, (name, scheme)
+        assert torch.equal(unpacked(layer).float(), cleaned.get_submodule(name).weight), name
+
+
 def refused(model: nn.Module, config: dict[str, Any], kind: type[DeepSpeedCError], *texts: str) -> None:
     model = init_compression(model, config)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -145,10 +170,6 @@ def test_what_is_refused_changes_nothing() -> None:
     refused(layers(), config_of(8, 4, schedule_offset=3), StateError, "0: ", "step 3", "schedule_offset")
     refused(layers(), config_of(8, 4, quantization_type="asymmetric"), UnsupportedConfigError, "symmetric")
     refused(nn.Sequential(nn.Linear(6, 4)), config_of(8, 3), ConfigError, "quantize_groups", "write 4")
-    mixed = config_of(8, 4, ("0",))
-    groups = mixed["compression_training"]["weight_quantization"]["different_groups"]
-    groups["other"] = {"params": {"target_bits": 4}, "modules": ["1"]}
-    refused(layers(), mixed, UnsupportedConfigError, "8 and of 4 bits")
     model = init_compression(layers(), config_of(8, 4))
     model[1].weight.data[2, 1] = torch.nan
     with pytest.raises(ModelError, match=r"1\.weight"):
