@@ -134,38 +134,69 @@ own product. 32 is an estimate: benchmarks/ops/packed_linear.py measures where t
 
 
 def packed_linear(
-    x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None = None, *, bits: int, group: int = 0
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    *,
+    bits: int,
+    group: int = 0,
+    zero_points: Tensor | None = None,
 ) -> Tensor:
     """``torch.nn.functional.linear`` with a weight in compressed-tensors' format "pack-quantized".
 
     x: [..., n_cols], float32, bfloat16 or float16. packed: int32 [n_outputs, ceil(n_cols * bits / 32)], codes + 2^(bits
     - 1) of 8 or 4 bits, the first in the lowest ones. scales: [n_outputs, n_groups], of any of these dtypes; group:
-    elements of a row that share a scale, 0: the whole row. bias: [n_outputs].
+    elements of a row that share a scale, 0: the whole row. bias: [n_outputs]. zero_points: int32 [ceil(n_outputs * bits
+    / 32), n_groups], packed down the rows as codes are along them; None if the weight is symmetric.
 
     Returns [..., n_outputs] in x's dtype, or autocast's. The gradients of x and bias are exact; packed and scales have
-    none. With few rows of x on the host, products are summed in float32 from weights that are not rounded to x's dtype.
+    none. With few rows of x on the host and no zero points, products are summed in float32 from weights that are not
+    rounded to x's dtype.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    if x.device.type == "cpu" and x.numel() <= FEW_ROWS * x.shape[-1]:
+    if zero_points is None and x.device.type == "cpu" and x.numel() <= FEW_ROWS * x.shape[-1]:
         return _ops.quant_packed_linear(x, packed, scales, bias, bits, group)
-    return _formula_packed_linear(x, packed, scales, bias, bits, group)
+    return _formula_packed_linear(x, packed, scales, bias, bits, group, zero_points)
 
 
-def _packed_weight(packed: Tensor, scales: Tensor, bits: int, group: int, n_cols: int, dtype: torch.dtype) -> Tensor:
-    codes = packed.view(torch.uint8)
+def _packed_weight(
+    packed: Tensor,
+    scales: Tensor,
+    bits: int,
+    group: int,
+    n_cols: int,
+    dtype: torch.dtype,
+    zero_points: Tensor | None = None,
+) -> Tensor:
+    codes, zeros = packed.view(torch.uint8), None
     if bits == 8:
-        codes = codes[:, :n_cols].bitwise_xor(128).view(torch.int8)  # code + 128 without its offset
-    return dequantize(Quantized(codes, scales.float(), None, f"int{bits}", group or max(n_cols, 1), n_cols), dtype)
+        codes = _signed(codes, n_cols)
+    if zero_points is not None:
+        down = zero_points.T.flatten().view(torch.uint8).view(zero_points.shape[1], -1)
+        zeros = (_signed(down, len(packed)) if bits == 8 else reference.unpack(down, len(packed))).T.contiguous()
+    return dequantize(Quantized(codes, scales.float(), zeros, f"int{bits}", group or max(n_cols, 1), n_cols), dtype)
+
+
+def _signed(codes: Tensor, n_cols: int) -> Tensor:
+    """int8 [n_rows, n_cols] of codes + 128, uint8 [n_rows, n_cols or more]."""
+    return codes[:, :n_cols].bitwise_xor(128).view(torch.int8)
 
 
 # Devices without kernels compute the formulas.
 
 
 def _formula_packed_linear(
-    x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, bits: int, group: int
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    bits: int,
+    group: int,
+    zero_points: Tensor | None = None,
 ) -> Tensor:
-    weight = _packed_weight(packed, scales, bits, group, x.shape[-1], x.dtype)
+    weight = _packed_weight(packed, scales, bits, group, x.shape[-1], x.dtype, zero_points)
     return torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
 

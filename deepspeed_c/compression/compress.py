@@ -226,8 +226,8 @@ def redundancy_clean(
     Raises ConfigError as ``init_compression`` does; StateError if a module is not compressed, before the
     ``schedule_offset`` of pruning, or for a sharded weight that has to get smaller; ModelError for a weight with NaN or
     inf. With pack: StateError before ``schedule_offset`` or for a sharded weight; ConfigError for groups that are not
-    parts of rows; UnsupportedConfigError for what is not packed (asymmetric weights, quantized activations,
-    layers cut over ranks, layers that get smaller).
+    parts of rows; UnsupportedConfigError for what is not packed (quantized activations, layers cut over ranks,
+    layers that get smaller).
     """
     section, root = _section_of(deepspeed_config), _module_of(model)
     layers = compressed_layers(root)

@@ -27,7 +27,8 @@ class PackedLinear(nn.Module):
     """A linear layer whose weight is packed codes, code + 2^(bits - 1) in ``bits`` bits, the first in the lowest ones.
 
     Buffers: ``weight_packed`` int32 [rows, ceil(columns * bits / 32)], ``weight_scale`` [rows, groups of a row] in the
-    weight's dtype, ``weight_shape`` int64 [2].
+    weight's dtype, ``weight_shape`` int64 [2], and for an asymmetric weight ``weight_zero_point`` int32 [ceil(rows *
+    bits / 32), groups of a row], packed down the rows (else None).
     """
 
     bits: int
@@ -39,32 +40,51 @@ class PackedLinear(nn.Module):
         module._pack(module.weight.detach(), rule)
 
     def _pack(self, weight: Tensor, rule: WeightRule) -> None:
-        groups = weight.reshape(rule.n_groups, -1)
-        quantized = quantize(groups, f"int{rule.bits}", scale_type=scale_type_of(weight))
-        codes = dequantize(quantized._replace(scales=torch.ones_like(quantized.scales))).view(weight.shape)
-        # A row that lies within a group of several rows gets that group's scale.
-        n_repeated = max(groups.shape[1] // weight.shape[1], 1)
-        scales = quantized.scales.repeat_interleave(n_repeated, 0).view(len(weight), -1)
+        codes, scales, zeros = _quantized(weight, rule)
         self.bits = rule.bits
         del self.weight
         self.register_buffer("weight_packed", _packed(codes, rule.bits))
-        self.register_buffer("weight_scale", scales.to(weight.dtype))
+        self.register_buffer("weight_scale", scales)
         self.register_buffer("weight_shape", torch.tensor(weight.shape))
+        down = None if zeros is None else _packed(zeros.T, rule.bits).T.contiguous()
+        self.register_buffer("weight_zero_point", down)
 
     def forward(self, x: Tensor) -> Tensor:
-        group = self.in_features // self.weight_scale.shape[1]
-        return packed_linear(x, self.weight_packed, self.weight_scale, self.bias, bits=self.bits, group=group)
+        return packed_linear(
+            x,
+            self.weight_packed,
+            self.weight_scale,
+            self.bias,
+            bits=self.bits,
+            group=self.in_features // self.weight_scale.shape[1],
+            zero_points=self.weight_zero_point,
+        )
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
 
 
+def _quantized(weight: Tensor, rule: WeightRule) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes as floats [rows, columns], scales in the weight's dtype, zero points as floats or None), both [rows,
+    groups of a row]."""
+    groups = weight.reshape(rule.n_groups, -1)
+    quantized = quantize(
+        groups, f"int{rule.bits}", symmetric=rule.is_symmetric, scale_type=scale_type_of(weight)
+    )
+    ones = torch.ones_like(quantized.scales)
+    codes = dequantize(quantized._replace(scales=ones, zero_points=None)).view(weight.shape)
+    # A row that lies within a group of several rows gets that group's numbers.
+    n_repeated = max(groups.shape[1] // weight.shape[1], 1)
+    scales = quantized.scales.repeat_interleave(n_repeated, 0).view(len(weight), -1).to(weight.dtype)
+    if quantized.zero_points is None:
+        return codes, scales, None
+    return codes, scales, quantized.zero_points.float().repeat_interleave(n_repeated, 0).view(len(weight), -1)
+
+
 def _packed(codes: Tensor, bits: int) -> Tensor:
     """int32 [rows, ceil(columns * bits / 32)] of codes that are given as floats [rows, columns]."""
-    if bits == 4:
-        return pack(codes).view(torch.int32)
-    unsigned = F.pad((codes + 128).to(torch.uint8), (0, -codes.shape[1] % 4))
-    return unsigned.contiguous().view(torch.int32)
+    unsigned = pack(codes) if bits == 4 else F.pad((codes + 128).to(torch.uint8), (0, -codes.shape[1] % 4))
+    return unsigned.flatten().view(torch.int32).view(len(codes), unsigned.shape[1] // 4)
 
 
 def _group_of(weight: Tensor, rule: WeightRule) -> int:
@@ -95,11 +115,11 @@ def _check_layer(name: str, layer: CompressedLayer) -> None:
         raise StateError(
             "its weight is sharded", where=name, fix="load the weights into a model without an engine, and pack that"
         )
-    if not rules.weight.is_symmetric or rules.activations is not None or rules.plain_class is not nn.Linear:
+    if rules.activations is not None or rules.plain_class is not nn.Linear:
         raise UnsupportedConfigError(
-            "only torch.nn.Linear with a symmetric weight and without quantized activations is packed",
+            "only torch.nn.Linear without quantized activations is packed",
             where=name,
-            fix='write "quantization_type": "symmetric", leave activation_quantization out, or pass pack=False',
+            fix="leave activation_quantization out, or pass pack=False",
         )
     check_finite(weight, name, "load a checkpoint from before they came up")
     if _group_of(weight, rules.weight) < 0:
@@ -117,12 +137,13 @@ class _Scheme(NamedTuple):
     bits: int
     group: int
     """Elements of a row that share a scale; 0: the whole row."""
+    is_symmetric: bool
 
     def section(self) -> dict[str, Any]:
         section = {
             "num_bits": self.bits,
             "type": "int",
-            "symmetric": True,
+            "symmetric": self.is_symmetric,
             "strategy": "group" if self.group else "channel",
         }
         return {**section, "group_size": self.group} if self.group else section
@@ -134,7 +155,8 @@ def pack_layers(root: nn.Module, layers: Mapping[str, CompressedLayer]) -> None:
     groups: dict[_Scheme, list[str]] = {}
     for name, layer in layers.items():
         rule = layer.quantization.weight
-        groups.setdefault(_Scheme(rule.bits, _group_of(layer.weight, rule)), []).append(name)
+        scheme = _Scheme(rule.bits, _group_of(layer.weight, rule), rule.is_symmetric)
+        groups.setdefault(scheme, []).append(name)
         layer.keep_weight()  # gives the layer its own class back
         PackedLinear.take_over(layer, rule)
     config = getattr(root, "config", None)
