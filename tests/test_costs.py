@@ -48,7 +48,7 @@ def test_the_table_names_tests_of_this_tree() -> None:
         file, _, name = function.partition("::")
         name = name.split("::")[-1]
         texts[file] = texts.get(file) or (ROOT / file).read_text()
-        assert file.endswith(".c") or re.search(rf"^ *def {name}\(", texts[file], re.M), f"{function} is no test: remove its line"
+        assert file.endswith(".c") or re.search(rf"^ *def {name}\(", texts[file], re.MULTILINE), f"{function} is no test: remove its line"
 
 
 def test_costs_are_measured_and_costly_tests_left_out(pytester: pytest.Pytester) -> None:
