@@ -54,6 +54,7 @@ def check_report(text: str, steps: int, picture: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG\r\n") and picture.stat().st_size > 10_000
 
 
+@pytest.mark.always
 def test_two_processes_with_the_configuration_as_it_is(tmp_path):
     text = train([*LAUNCH, *SCRIPT, *TINY, "--steps", "25"], tmp_path)
     check_report(text, steps=25, picture=tmp_path / "out" / "loss.png")

@@ -92,6 +92,7 @@ def train(rank, world, stage, accumulation, with_schedule):
     return losses, norms, whole(acc, model), optimizer.param_groups[0]["lr"], str(acc.distributed_type)
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(
     "world, stage, accumulation, with_schedule",
     [(1, 2, 2, True), (2, 0, 2, True), (2, 1, 1, False), (2, 2, 2, True), (2, 3, 2, True)],

@@ -82,6 +82,7 @@ def nothing_is_left(hosts, *numbers: int) -> None:
     assert found == {}
 
 
+@pytest.mark.always
 def test_a_run_over_two_hosts_trains_as_one_process(hosts, tmp_path):
     words = ["it's", 'a "b" $HOME', "%h", ""]
     (tmp_path / ".deepspeed_env").write_text('# comment\n\nexport A_VALUE="x = 1 \'y\'"\n')
@@ -134,6 +135,7 @@ def test_no_secret_is_shown(hosts):
     nothing_is_left(hosts, 0, 1)
 
 
+@pytest.mark.always
 def test_sigterm_lets_the_ranks_save(hosts):
     launch = Launch(hosts, "--tag_output", SLEEPER, "--save")
     launch.wait_for("up", 4)

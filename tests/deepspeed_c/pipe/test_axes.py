@@ -252,6 +252,7 @@ def train_cells(rank: int, world: int, names: list[str]) -> dict[str, list[str]]
     return found
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("world, names", [(PP * TP, ["overlap", "recomputed"]), (PP * TP * DP, list(CELLS))])
 def test_tensor_parallel_stages(world: int, names: list[str]) -> None:
     for rank, found in enumerate(run_ranks(world, train_cells, names)):
