@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "offload": {"config", "logging", "comm", "ops", "_C", "zero"},
     "inject": {"config", "logging", "comm", "checkpoint", "ops", "_C", "quantity"},
-    "compression": {"config", "inject", "ops", "pipe", "zero"},
+    "compression": {"checkpoint", "config", "inject", "ops", "pipe", "quantity", "zero"},
     "sequence": {
         *("saved_tensors", "config", "logging", "comm", "ops", "_C"),
         *("zero", "recompute", "offload", "quantity", "inject"),
@@ -106,7 +106,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "autotuning": {"accelerator", "config", "logging", "plan", "engine", "profile", "cgroups", "quantity"},
     "launcher": {
         *("autotuning", "alias", "config", "logging", "plan", "checkpoint", "io", "bench", "inject", "sequence", "pipe", "threads"),
-        *("inference", "comm"),
+        *("inference", "comm", "compression"),
     },
 }
 # The top modules put the parts together. Only they import one another.

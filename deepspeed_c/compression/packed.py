@@ -17,7 +17,7 @@ from deepspeed_c.ops.quant import dequantize, packed_linear, quantize
 from deepspeed_c.ops.quant_reference import pack
 from deepspeed_c.zero.weights.param import state_of
 
-__all__ = ["PackedLinear", "check_packable", "pack_layers"]
+__all__ = ["PackedLinear", "check_packable", "group_of", "pack_layers", "packed_bytes"]
 
 
 FORMAT = "pack-quantized"
@@ -87,12 +87,22 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
     return unsigned.flatten().view(torch.int32).view(len(codes), unsigned.shape[1] // 4)
 
 
-def _group_of(weight: Tensor, rule: WeightRule) -> int:
+def group_of(weight: Tensor, rule: WeightRule) -> int:
     """Elements of a row that share a scale; 0: the whole row. -1: groups are neither rows nor parts of rows."""
     n_columns, n_each = weight.shape[1], weight.numel() // rule.n_groups
     if n_each % n_columns == 0:
         return 0
     return n_each if n_columns % n_each == 0 else -1
+
+
+def packed_bytes(weight: Tensor, rule: WeightRule) -> int:
+    """Bytes of the buffers that hold ``weight`` when it is packed. ``group_of`` it is not negative."""
+    n_rows, n_columns = weight.shape
+    n_groups = n_columns // (group_of(weight, rule) or n_columns)
+    words = n_rows * -(-n_columns * rule.bits // 32)
+    if not rule.is_symmetric:
+        words += -(-n_rows * rule.bits // 32) * n_groups
+    return words * torch.int32.itemsize + n_rows * n_groups * weight.itemsize + 2 * torch.int64.itemsize
 
 
 def check_packable(layers: Mapping[str, CompressedLayer]) -> None:
@@ -122,7 +132,7 @@ def _check_layer(name: str, layer: CompressedLayer) -> None:
             fix="leave activation_quantization out, or pass pack=False",
         )
     check_finite(weight, name, "load a checkpoint from before they came up")
-    if _group_of(weight, rules.weight) < 0:
+    if group_of(weight, rules.weight) < 0:
         raise ConfigError(
             f"groups of {weight.numel() // rules.weight.n_groups} elements of {name}.weight {list(weight.shape)} are neither rows nor parts of "
             "rows",
@@ -155,7 +165,7 @@ def pack_layers(root: nn.Module, layers: Mapping[str, CompressedLayer]) -> None:
     groups: dict[_Scheme, list[str]] = {}
     for name, layer in layers.items():
         rule = layer.quantization.weight
-        scheme = _Scheme(rule.bits, _group_of(layer.weight, rule), rule.is_symmetric)
+        scheme = _Scheme(rule.bits, group_of(layer.weight, rule), rule.is_symmetric)
         groups.setdefault(scheme, []).append(name)
         layer.keep_weight()  # gives the layer its own class back
         PackedLinear.take_over(layer, rule)

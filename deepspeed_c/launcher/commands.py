@@ -18,6 +18,7 @@ COMMANDS: dict[str, str] = {
     "plan": "deepspeed_c.plan.cli:main",
     "compile": "deepspeed_c.compile.cli:main",
     "generate": "deepspeed_c.inference.cli:main",
+    "compress": "deepspeed_c.compression.cli:main",
     "checkpoint": "deepspeed_c.checkpoint.tools.cli:main",
     "io": "deepspeed_c.io.cli:main",
     "bench": "deepspeed_c.bench.cli:main",

@@ -1,0 +1,145 @@
+"""``deepspeed_c compress``: bytes against the exported files and errors against the formula, for Hugging Face folders and
+for checkpoints of an engine; wrong input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import deepspeed_c
+from deepspeed_c.compression.cli import main as compress
+from deepspeed_c.launcher.main import main
+from tests.deepspeed_c.compression.oracle import Model, rounded
+from tests.deepspeed_c.compression.test_packed import config_of, llama
+from tests.ranks import run_ranks
+
+SAFETENSORS = pytest.importorskip("safetensors.torch")
+
+
+def written(folder: Path, config: dict[str, Any]) -> str:
+    path = folder / "ds.json"
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, **config}))
+    return str(path)
+
+
+def report(folder: Path, *words: str) -> dict[str, Any]:
+    file = folder / "report.json"
+    assert main(["compress", *words, "--json", str(file)]) == 0
+    return json.loads(file.read_text())
+
+
+def errors(weight: torch.Tensor, bits: int, n_groups: int, is_symmetric: bool = True) -> tuple[float, float]:
+    """(largest error over largest magnitude, norm of the error over norm of the weight), by the formula."""
+    difference = (rounded(weight.view(n_groups, -1), bits, is_symmetric).view(weight.shape) - weight).double()
+    return (difference.abs().max() / weight.abs().max()).item(), (difference.norm() / weight.double().norm()).item()
+
+
+@pytest.mark.parametrize(("bits", "n_groups", "kind"), [(8, 32, "symmetric"), (4, 256, "asymmetric")])
+def test_a_report_says_what_an_export_writes(bits: int, n_groups: int, kind: str, tmp_path: Path, capsys: Any) -> None:
+    model, folder, out = llama(), tmp_path / "model", tmp_path / "out"
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    options = {"quantization_type": kind, "schedule_offset": 100}
+    config = written(tmp_path, config_of(bits, n_groups, ("mlp", "embed_tokens"), **options))
+    picture = tmp_path / "report.svg"
+    found = report(tmp_path, "report", str(folder), "--config", config, "--plot", str(picture))
+    assert found == report(tmp_path, "export", str(folder), str(out), "--config", config)
+    assert "model.layers.1.mlp.up_proj" in capsys.readouterr().out
+    assert len(ElementTree.parse(picture).findall("{*}rect")) == 1 + 2 * len(found["layers"]) == 15
+    files = SAFETENSORS.load_file(out / "model.safetensors")
+    assert (out / "tokenizer.json").exists() and json.loads((out / "config.json").read_text())["quantization_config"]
+    weights = model.state_dict()
+    assert found["bytes_before"] == sum(weight.nbytes for weight in weights.values())
+    assert found["bytes_after"] == sum(tensor.nbytes for tensor in files.values()) < found["bytes_before"]
+    for layer in found["layers"]:
+        name, is_table = layer["name"], "embed" in layer["name"]
+        own = sum(tensor.nbytes for key, tensor in files.items() if key.startswith(f"{name}.weight"))
+        assert own == layer["bytes_after"], layer
+        n_own, weight = 128 if is_table else n_groups, weights[f"{name}.weight"]
+        assert layer["bits"] == bits and layer["group"] == weight.numel() // n_own
+        wanted = errors(weight, bits, n_own, kind == "symmetric")
+        assert (layer["max_error"], layer["rms_error"]) == pytest.approx(wanted, rel=1e-5), (name, wanted)
+
+
+def save(rank: int, world: int, folder: str) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+    engine, *_ = deepspeed_c.initialize(model=Model(), config=config)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def test_a_checkpoint_of_an_engine_needs_no_model(tmp_path: Path) -> None:
+    folder = tmp_path / "ckpt"
+    run_ranks(2, save, str(folder))
+    config = written(tmp_path, config_of(8, 4, ("mid", "table")))
+    found = report(tmp_path, "report", str(folder), "--config", config)
+    layers, model = {layer["name"]: layer for layer in found["layers"]}, Model()
+    assert layers.keys() == {"table", "mid"}
+    packed = 8 * 8 + 8 * 4 + 16  # codes; the scale of two rows, once for each row; the shape
+    assert layers["mid"]["bytes_after"] == packed and layers["mid"]["group"] == 16
+    assert layers["table"]["bytes_after"] == layers["table"]["bytes_before"] == 12 * 8 * 4  # the head shares it
+    wanted = errors(model.mid.weight.detach(), 8, 4)
+    assert (layers["mid"]["max_error"], layers["mid"]["rms_error"]) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_pruned_layers_show_what_is_left(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    llama().save_pretrained(folder)
+    groups = {"up": {"params": {"dense_ratio": 0.5}, "modules": ["up_proj"], "related_modules": [["down_proj"]]}}
+    rows = {"shared_parameters": {"enabled": True, "method": "topk"}, "different_groups": groups}
+    heads = {"shared_parameters": {"enabled": True, "num_heads": 2}, "different_groups": {
+        "all": {"params": {"dense_ratio": 0.5}, "modules": ["o_proj"], "related_modules": [["q_proj", "k_proj", "v_proj"]]}}}
+    config = written(tmp_path, {"compression_training": {"row_pruning": rows, "head_pruning": heads}})
+    found = report(tmp_path, "report", str(folder), "--config", config)
+    halves = {layer["name"].rpartition(".")[2]: layer for layer in found["layers"]}
+    assert halves.keys() == {"up_proj", "down_proj", "q_proj", "k_proj", "v_proj", "o_proj"}
+    assert all(layer["bytes_after"] * 2 == layer["bytes_before"] and layer["kept"] == 0.5 for layer in halves.values())
+    assert halves["down_proj"]["techniques"] == ["related"] and halves["up_proj"]["rms_error"] is None
+    assert main(["compress", "export", str(folder), str(tmp_path / "out"), "--config", config]) == 2
+
+
+def refused(capsys: Any, words: list[str], *texts: str) -> None:
+    assert main(["compress", *words]) == 2
+    said = capsys.readouterr().err
+    assert all(text in said for text in texts), said
+
+
+def test_wrong_input(tmp_path: Path, capsys: Any) -> None:
+    folder, out = tmp_path / "model", str(tmp_path / "out")
+    model = llama()
+    model.save_pretrained(folder)
+    right = written(tmp_path, config_of(8, 32, ("mlp",)))
+    nothing = tmp_path / "nothing.json"
+    nothing.write_text('{"train_micro_batch_size_per_gpu": 1}')
+    refused(capsys, ["report", str(folder), "--config", str(nothing)], "compression_training", '"enabled": true')
+    refused(capsys, ["report", str(tmp_path / "absent"), "--config", right], "absent", "does not exist")
+    refused(capsys, ["export", str(tmp_path / "absent"), out, "--config", right], "absent", "config.json")
+    refused(capsys, ["export", str(folder), str(folder), "--config", right], str(folder), "new folder")
+    refused(capsys, ["report", str(folder), "--config", right, "--plot", f"{tmp_path}/no/a.svg"], "no/a.svg")
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, **config_of(8, 32, ("up_prj",))}))
+    refused(capsys, ["report", str(folder), "--config", str(wrong)], "up_prj", "up_proj")
+    weights = SAFETENSORS.load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.nan
+    SAFETENSORS.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    refused(capsys, ["report", str(folder), "--config", right], "layers.0.mlp.up_proj.weight", "NaN")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    SAFETENSORS.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    refused(capsys, ["export", str(folder), out, "--config", right], "lack", "layers.1.mlp.up_proj.weight")
+    assert not Path(out).exists()
+
+
+def test_names_say_which_matrices_are_embeddings(tmp_path: Path) -> None:
+    """A group for each row of an embedding, and layers below a layer."""
+    tensors = {"wte.weight": torch.randn(6, 4), "a.weight": torch.randn(4, 4), "a.b.weight": torch.randn(4, 4)}
+    file = tmp_path / "weights.safetensors"
+    SAFETENSORS.save_file({**tensors, "norm.weight": torch.ones(4), "ids.weight": torch.ones(2, 2, dtype=torch.int64)}, file)
+    config, found = written(tmp_path, config_of(4, 2)), tmp_path / "found.json"
+    assert compress(["report", str(file), "--config", config, "--json", str(found)]) == 0
+    groups = {layer["name"]: layer["group"] for layer in json.loads(found.read_text())["layers"]}
+    assert groups == {"wte": 4, "a": 8, "a.b": 8}
