@@ -18,7 +18,7 @@ from deepspeed_c.compression.basic_layer import (
     compressed_layers,
     quantize_weight,
 )
-from deepspeed_c.compression.packed import check_packable, pack_layers
+from deepspeed_c.compression.packed import PackFormat, check_format, check_packable, pack_layers
 from deepspeed_c.compression.pruning import Kind, Pruner, PruneRule
 from deepspeed_c.compression.shrink import check_shrinkable, shrink, shrinkings
 from deepspeed_c.compression.steps import AppliedSteps
@@ -211,7 +211,7 @@ def _check_new(root: nn.Module, where: str) -> None:
 
 
 def redundancy_clean(
-    model: nn.Module, deepspeed_config: Any, mpu: Any = None, *, pack: bool = False
+    model: nn.Module, deepspeed_config: Any, mpu: Any = None, *, pack: bool | PackFormat = False
 ) -> nn.Module:
     """Write zeros where weights are pruned, and the quantized values, into the weights that the configuration names,
     and give the modules their own classes back. Layers with ``related_modules`` get smaller. Returns ``model``.
@@ -219,9 +219,10 @@ def redundancy_clean(
     Collective if parameters are sharded. Layers whose input is quantized keep doing that. Values are rounded to the
     nearest, as evaluation does. An optimizer does not know the parameters of smaller layers, so train before.
 
-    pack: make the linear layers ``PackedLinear``, whose weights are codes, and write ``quantization_config`` into the
-    model's ``config``, so that ``save_pretrained`` writes a compressed-tensors folder. Embeddings, and layers that
-    share a weight, are cleaned only.
+    pack: a format of compressed-tensors; True: "pack-quantized". The linear layers become ``PackedLinear`` (codes in
+    words) or ``CodedLinear`` (a byte for each code: "int-quantized", and "float-quantized", which rounds the trained
+    floats to e4m3), and ``quantization_config`` is written into the model's ``config``, so that ``save_pretrained``
+    writes a compressed-tensors folder. Embeddings, and layers that share a weight, are cleaned only.
 
     Raises ConfigError as ``init_compression`` does; StateError if a module is not compressed, before the
     ``schedule_offset`` of pruning, or for a sharded weight that has to get smaller; ModelError for a weight with NaN or
@@ -229,20 +230,21 @@ def redundancy_clean(
     parts of rows; UnsupportedConfigError for what is not packed (quantized activations, layers cut over ranks,
     layers that get smaller).
     """
+    format_name = check_format(pack)
     section, root = _section_of(deepspeed_config), _module_of(model)
     layers = compressed_layers(root)
     wanted, pruned = weight_rules(root, section, mpu), prune_rules(root, section, mpu)
     plans = shrinkings(root, section, mpu)
     _check_compressed(layers, wanted, pruned)
     check_shrinkable(root, plans)
-    packed = _packable(root, wanted, layers) if pack else {}
+    packed = _packable(root, wanted, layers) if format_name else {}
     if packed and plans:
         raise UnsupportedConfigError(
             "layers that get smaller are not packed: the groups of their weights change",
             where=plans[0].where,
             fix="pass pack=False, or leave related_modules out",
         )
-    check_packable(packed)
+    check_packable(packed, format_name)
     masks = {name: _write_pruned(layers[name]) for name in pruned}
     chosen = [layers[name] for name in wanted if name not in packed]
     _write({id(layer.weight): layer for layer in chosen}.values())
@@ -250,7 +252,7 @@ def redundancy_clean(
         layers[name].keep_pruned()
     for layer in chosen:
         layer.keep_weight()
-    pack_layers(root, packed)
+    pack_layers(root, packed, format_name)
     shrink(root, plans, masks)
     return model
 

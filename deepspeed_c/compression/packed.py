@@ -1,11 +1,11 @@
-"""Linear layers whose weight is held as packed codes, with the names of compressed-tensors' format "pack-quantized", so
-that ``save_pretrained`` writes a folder that transformers loads without this package.
+"""Linear layers whose weight is held as codes, with the names of compressed-tensors' formats, so that ``save_pretrained``
+writes a folder that transformers loads without this package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +13,24 @@ from torch import Tensor, nn
 
 from deepspeed_c.compression.basic_layer import CompressedLayer, WeightRule, check_finite, scale_type_of
 from deepspeed_c.errors import ConfigError, StateError, UnsupportedConfigError
-from deepspeed_c.ops.quant import dequantize, packed_linear, quantize
+from deepspeed_c.ops.quant import Quantized, dequantize, packed_linear, quantize
 from deepspeed_c.ops.quant_reference import pack
 from deepspeed_c.zero.weights.param import state_of
 
-__all__ = ["PackedLinear", "check_packable", "group_of", "pack_layers", "packed_bytes"]
+__all__ = [
+    "CodedLinear",
+    "PackFormat",
+    "PackedLinear",
+    "check_format",
+    "check_packable",
+    "group_of",
+    "pack_layers",
+    "packed_bytes",
+]
 
 
-FORMAT = "pack-quantized"
+PackFormat = Literal["pack-quantized", "int-quantized", "float-quantized"]
+FORMATS: tuple[str, ...] = get_args(PackFormat)
 
 
 class PackedLinear(nn.Module):
@@ -40,7 +50,7 @@ class PackedLinear(nn.Module):
         module._pack(module.weight.detach(), rule)
 
     def _pack(self, weight: Tensor, rule: WeightRule) -> None:
-        codes, scales, zeros = _quantized(weight, rule)
+        codes, scales, zeros = _quantized(weight, rule, f"int{rule.bits}")
         self.bits = rule.bits
         del self.weight
         self.register_buffer("weight_packed", _packed(codes, rule.bits))
@@ -64,13 +74,50 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
 
 
-def _quantized(weight: Tensor, rule: WeightRule) -> tuple[Tensor, Tensor, Tensor | None]:
+class CodedLinear(nn.Module):
+    """A linear layer whose weight is codes of a byte each.
+
+    Buffers: ``weight`` int8 or float8_e4m3fn [rows, columns], ``weight_scale`` [rows, groups of a row] in the dtype that
+    the weight had, and for an asymmetric weight ``weight_zero_point`` int8 [rows, groups of a row] (else None).
+    """
+
+    @classmethod
+    def take_over(cls, module: nn.Module, rule: WeightRule, *, is_float: bool) -> None:
+        """Make ``module``, which has passed ``check_packable``, a layer of this class, in place. is_float: codes are
+        numbers of 8 bits with a fraction, not integers."""
+        module.__class__ = cls
+        module._encode(module.weight.detach(), rule, is_float)
+
+    def _encode(self, weight: Tensor, rule: WeightRule, is_float: bool) -> None:
+        codes, scales, zeros = _quantized(weight, rule, "e4m3" if is_float else f"int{rule.bits}")
+        del self.weight
+        self.register_buffer("weight", codes.to(torch.float8_e4m3fn if is_float else torch.int8))
+        self.register_buffer("weight_scale", scales)
+        self.register_buffer("weight_zero_point", None if zeros is None else zeros.to(torch.int8))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Casts of a model do not reach the codes, which each dtype of 16 bits represents."""
+        dtype = self.weight.dtype
+        super()._apply(fn, recurse)
+        self.weight = self.weight.to(dtype)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        n_cols, scales = self.in_features, self.weight_scale
+        format_name = "int8" if self.weight.dtype == torch.int8 else "e4m3"
+        group = max(n_cols // scales.shape[1], 1)
+        codes = Quantized(self.weight, scales.float(), self.weight_zero_point, format_name, group, n_cols)
+        return F.linear(x, dequantize(codes, scales.dtype), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, codes={self.weight.dtype}"
+
+
+def _quantized(weight: Tensor, rule: WeightRule, format_name: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """(codes as floats [rows, columns], scales in the weight's dtype, zero points as floats or None), both [rows,
     groups of a row]."""
     groups = weight.reshape(rule.n_groups, -1)
-    quantized = quantize(
-        groups, f"int{rule.bits}", symmetric=rule.is_symmetric, scale_type=scale_type_of(weight)
-    )
+    quantized = quantize(groups, format_name, symmetric=rule.is_symmetric, scale_type=scale_type_of(weight))
     ones = torch.ones_like(quantized.scales)
     codes = dequantize(quantized._replace(scales=ones, zero_points=None)).view(weight.shape)
     # A row that lies within a group of several rows gets that group's numbers.
@@ -105,14 +152,24 @@ def packed_bytes(weight: Tensor, rule: WeightRule) -> int:
     return words * torch.int32.itemsize + n_rows * n_groups * weight.itemsize + 2 * torch.int64.itemsize
 
 
-def check_packable(layers: Mapping[str, CompressedLayer]) -> None:
+def check_format(pack: bool | str) -> str | None:
+    """The format that ``redundancy_clean``'s argument names; None: none. Raises ConfigError for another name."""
+    name = FORMATS[0] if pack is True else pack
+    if name is not False and name not in FORMATS:
+        raise ConfigError(
+            f"there is no format {name!r}", where="pack", fix=f"pass True, False or one of {', '.join(FORMATS)}"
+        )
+    return name or None
+
+
+def check_packable(layers: Mapping[str, CompressedLayer], format_name: str) -> None:
     """Raises before anything changes. StateError: the schedule has not begun, or the weight is sharded; ConfigError:
     groups that compressed-tensors cannot name; UnsupportedConfigError: what is not built."""
     for name, layer in layers.items():
-        _check_layer(name, layer)
+        _check_layer(name, layer, is_float=format_name == "float-quantized")
 
 
-def _check_layer(name: str, layer: CompressedLayer) -> None:
+def _check_layer(name: str, layer: CompressedLayer, *, is_float: bool) -> None:
     rules, weight = layer.quantization, layer.weight
     if not layer.weight_quantization_enabled:
         raise StateError(
@@ -130,6 +187,12 @@ def _check_layer(name: str, layer: CompressedLayer) -> None:
             "only torch.nn.Linear without quantized activations is packed",
             where=name,
             fix="leave activation_quantization out, or pass pack=False",
+        )
+    if is_float and not (rules.weight.bits == 8 and rules.weight.is_symmetric):
+        raise UnsupportedConfigError(
+            "float-quantized is for symmetric weights of 8 bits",
+            where=name,
+            fix='write "target_bits": 8 and "quantization_type": "symmetric", or pass another format',
         )
     check_finite(weight, name, "load a checkpoint from before they came up")
     if group_of(weight, rules.weight) < 0:
@@ -149,34 +212,38 @@ class _Scheme(NamedTuple):
     """Elements of a row that share a scale; 0: the whole row."""
     is_symmetric: bool
 
-    def section(self) -> dict[str, Any]:
+    def section(self, *, is_float: bool) -> dict[str, Any]:
         section = {
             "num_bits": self.bits,
-            "type": "int",
+            "type": "float" if is_float else "int",
             "symmetric": self.is_symmetric,
             "strategy": "group" if self.group else "channel",
         }
         return {**section, "group_size": self.group} if self.group else section
 
 
-def pack_layers(root: nn.Module, layers: Mapping[str, CompressedLayer]) -> None:
+def pack_layers(root: nn.Module, layers: Mapping[str, CompressedLayer], format_name: str) -> None:
     """Pack the layers, which have passed ``check_packable``, and write config.quantization_config if ``root`` has a
     config."""
+    is_float = format_name == "float-quantized"
     groups: dict[_Scheme, list[str]] = {}
     for name, layer in layers.items():
         rule = layer.quantization.weight
         scheme = _Scheme(rule.bits, group_of(layer.weight, rule), rule.is_symmetric)
         groups.setdefault(scheme, []).append(name)
         layer.keep_weight()  # gives the layer its own class back
-        PackedLinear.take_over(layer, rule)
+        if format_name == "pack-quantized":
+            PackedLinear.take_over(layer, rule)
+        else:
+            CodedLinear.take_over(layer, rule, is_float=is_float)
     config = getattr(root, "config", None)
     if config is not None and layers:
         section = {
             "quant_method": "compressed-tensors",
-            "format": FORMAT,
+            "format": format_name,
             "quantization_status": "compressed",
             "config_groups": {
-                f"group_{i}": {"targets": names, "format": FORMAT, "weights": scheme.section()}
+                f"group_{i}": {"targets": names, "format": format_name, "weights": scheme.section(is_float=is_float)}
                 for i, (scheme, names) in enumerate(groups.items())
             },
             "ignore": [name for name, module in root.named_modules() if isinstance(module, nn.Linear)],

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from deepspeed_c.compression.compress import init_compression, redundancy_clean
-from deepspeed_c.compression.packed import PackedLinear
+from deepspeed_c.compression.packed import CodedLinear, PackedLinear
 from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError, StateError, UnsupportedConfigError
 
 
@@ -26,10 +26,10 @@ def config_of(bits: int, n_groups: int, modules: Any = ("*",), **shared: Any) ->
     return {"compression_training": {"weight_quantization": technique}}
 
 
-def both(model: nn.Module, config: dict[str, Any]) -> tuple[nn.Module, nn.Module]:
+def both(model: nn.Module, config: dict[str, Any], pack: Any = True) -> tuple[nn.Module, nn.Module]:
     """The model cleaned, and the model packed."""
     init_compression(model.eval(), config)
-    packed = redundancy_clean(copy.deepcopy(model), config, pack=True)
+    packed = redundancy_clean(copy.deepcopy(model), config, pack=pack)
     return redundancy_clean(model, config), packed
 
 
@@ -79,6 +79,52 @@ def test_words_hold_the_cleaned_weights(
     assert ((y - wanted).abs() <= allowed).all(), ((y - wanted).abs().max(), y, wanted)
 
 
+def decoded(layer: CodedLinear) -> torch.Tensor:
+    """The weight in fp64."""
+    codes, group = layer.weight.double(), layer.in_features // layer.weight_scale.shape[1]
+    if layer.weight_zero_point is not None:
+        codes = codes - layer.weight_zero_point.double().repeat_interleave(group, 1)
+    return codes * layer.weight_scale.double().repeat_interleave(group, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n_out", "n_in", "n_groups"), [(6, 24, 6), (6, 24, 18), (6, 24, 2), (5, 13, 5), (1, 1, 1)])
+@pytest.mark.parametrize(("pack", "bits", "kind"), [("int", 8, "symmetric"), ("int", 8, "asymmetric"), ("int", 4, "symmetric"), ("int", 4, "asymmetric"), ("float", 8, "symmetric")])
+def test_codes_of_a_byte_hold_the_weights(
+    pack: str, bits: int, kind: str, n_out: int, n_in: int, n_groups: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(n_in, n_out)).to(dtype)
+    trained = model[0].weight.detach().double().clone()
+    cleaned, packed = both(model, config_of(bits, n_groups, quantization_type=kind), f"{pack}-quantized")
+    layer = packed[0]
+    assert isinstance(layer, CodedLinear) and not any(name == "weight" for name, _ in layer.named_parameters())
+    assert layer.weight.dtype == (torch.int8 if pack == "int" else torch.float8_e4m3fn)
+    assert (layer.weight_zero_point is None) == (kind == "symmetric")
+    weight = decoded(layer)
+    if pack == "int":
+        assert torch.equal(weight.to(dtype), cleaned[0].weight), (weight - cleaned[0].weight).abs().max()
+    else:
+        group = n_in // layer.weight_scale.shape[1]
+        largest = trained.view(n_groups, -1).abs().amax(1).repeat_interleave(n_out * n_in // n_groups).view(n_out, n_in)
+        scales = layer.weight_scale.double().repeat_interleave(group, 1)
+        info = torch.finfo(dtype)
+        allowed = info.eps * (largest / 448).clamp(min=info.smallest_normal)
+        assert (scales - largest / 448).abs().le(allowed).all(), (scales, largest / 448)
+        numbers = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).double()
+        numbers = numbers[numbers.isfinite()]
+        least = (numbers * scales[..., None] - trained[..., None]).abs().amin(2)
+        error = (weight - trained).abs()
+        assert (error <= least * (1 + 1e-5)).all(), (error, least)
+    x = torch.randn(3, n_in).to(dtype)
+    y, x64, rounded, bias = packed(x).double(), x.double(), weight.to(dtype).double(), layer.bias.double()
+    wanted, magnitude = x64 @ rounded.T + bias, x64.abs() @ rounded.abs().T + bias.abs()
+    allowed = magnitude * 2**-20 + wanted.abs() * torch.finfo(dtype).eps + torch.finfo(dtype).smallest_normal
+    assert ((y - wanted).abs() <= allowed).all(), ((y - wanted).abs().max(), y, wanted)
+    assert torch.equal(decoded(packed.to(torch.bfloat16).to(dtype)[0]).sign(), weight.sign())
+    assert packed[0].weight.dtype in (torch.int8, torch.float8_e4m3fn), packed[0].weight.dtype
+
+
 def test_bytes_of_a_packed_layer() -> None:
     weight_bytes = 512 * 256 * 4
     for bits, n_groups, most in ((8, 512, 0.27), (4, 512 * 256 // 64, 0.16)):
@@ -116,31 +162,36 @@ def mixed(config: dict[str, Any], bits: int, *modules: str) -> dict[str, Any]:
     return config
 
 
+WHOLE = ("self_attn", "mlp")
+ASYMMETRIC = {"quantization_type": "asymmetric"}
 LOADED = {
-    "8 bits": config_of(8, 32, ("self_attn", "mlp")),
-    "4 bits": config_of(4, 128, ("self_attn", "mlp")),
-    "8 bits, asymmetric": config_of(8, 32, ("self_attn", "mlp"), quantization_type="asymmetric"),
-    "4 bits, asymmetric": config_of(4, 256, ("mlp",), quantization_type="asymmetric"),
-    "8 and 4 bits": mixed(config_of(4, 128, ("mlp",)), 8, "self_attn"),
+    "8 bits": (config_of(8, 32, WHOLE), "pack-quantized"),
+    "4 bits": (config_of(4, 128, WHOLE), "pack-quantized"),
+    "8 bits, asymmetric": (config_of(8, 32, WHOLE, **ASYMMETRIC), "pack-quantized"),
+    "4 bits, asymmetric": (config_of(4, 256, ("mlp",), **ASYMMETRIC), "pack-quantized"),
+    "8 and 4 bits": (mixed(config_of(4, 128, ("mlp",)), 8, "self_attn"), "pack-quantized"),
+    "bytes, asymmetric": (mixed(config_of(4, 128, ("mlp",), **ASYMMETRIC), 8, "self_attn"), "int-quantized"),
+    "float8": (config_of(8, 128, WHOLE), "float-quantized"),
 }
 
 
-@pytest.mark.parametrize("config", LOADED.values(), ids=LOADED.keys())
-def test_plain_transformers_loads_the_folder(config: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("config", "pack"), LOADED.values(), ids=LOADED.keys())
+def test_plain_transformers_loads_the_folder(config: dict[str, Any], pack: str, tmp_path: Path) -> None:
     """compressed-tensors 0.20.0 expects unpacked zero points where it loads compressed layers, because its ``compress`` on
     the meta device returns before it packs them. So asymmetric weights are loaded dequantized, for which transformers
     wants all layers to be of one kind."""
     pytest.importorskip("compressed_tensors")
-    cleaned, packed = both(llama(), config)
+    cleaned, packed = both(llama(), config, pack)
     folder = tmp_path / "out"
     packed.save_pretrained(folder)
-    is_symmetric = all(group["weights"]["symmetric"] for group in packed.config.quantization_config["config_groups"].values())
-    how = "as it is" if is_symmetric else "dequantize"
+    groups = packed.config.quantization_config["config_groups"].values()
+    is_refused = pack == "pack-quantized" and not all(group["weights"]["symmetric"] for group in groups)
+    how = "dequantize" if is_refused else "as it is"
     command = [sys.executable, "-c", LOAD, str(folder), str(tmp_path / "logits.pt"), how]
     subprocess.run(command, check=True, cwd=tmp_path, timeout=200)
     found = torch.load(tmp_path / "logits.pt")
     with torch.no_grad():
-        wanted = cleaned(torch.arange(20).view(2, 10)).logits
+        wanted = (packed if pack == "float-quantized" else cleaned)(torch.arange(20).view(2, 10)).logits
     difference = (found - wanted).abs().max()
     assert difference <= 1e-3, difference
 
@@ -173,11 +224,11 @@ def test_each_kind_of_layer_is_a_group_of_the_configuration() -> None:
         assert torch.equal(unpacked(layer).float(), cleaned.get_submodule(name).weight), name
 
 
-def refused(model: nn.Module, config: dict[str, Any], kind: type[DeepSpeedCError], *texts: str) -> None:
+def refused(model: nn.Module, config: dict[str, Any], kind: type[DeepSpeedCError], *texts: str, pack: Any = True) -> None:
     model = init_compression(model, config)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(kind) as caught:
-        redundancy_clean(model, config, pack=True)
+        redundancy_clean(model, config, pack=pack)
     assert all(text in str(caught.value) for text in texts), caught.value
     after = model.state_dict()
     same = {name: torch.equal(after[name].nan_to_num(), value.nan_to_num()) for name, value in before.items()}
@@ -193,6 +244,8 @@ def test_what_is_refused_changes_nothing() -> None:
     config = config_of(8, 4)
     config["compression_training"]["activation_quantization"] = dynamic
     refused(layers(), config, UnsupportedConfigError, "quantized activations")
+    refused(layers(), config_of(8, 4), ConfigError, "'int3'", "float-quantized", pack="int3")
+    refused(layers(), config_of(4, 4), UnsupportedConfigError, "8 bits", "target_bits", pack="float-quantized")
     refused(nn.Sequential(nn.Linear(6, 4)), config_of(8, 3), ConfigError, "quantize_groups", "write 4")
     model = init_compression(layers(), config_of(8, 4))
     model[1].weight.data[2, 1] = torch.nan
