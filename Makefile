@@ -14,6 +14,7 @@ EP ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 HF_FLAGS ?=
+COMPRESS_FLAGS ?=
 TRAIN_FLAGS := $(if $(STAGE),--stage $(STAGE)) $(if $(STEPS),--steps $(STEPS)) $(if $(BUDGET),--budget $(BUDGET)) $(if $(TP),--tp $(TP)) $(if $(PP),--pp $(PP)) \
 	$(if $(EXPERTS),--experts $(EXPERTS)) $(if $(EP),--ep-size $(EP))
 
@@ -58,6 +59,10 @@ hf: $(BUILT) ## the same text with transformers.Trainer: train at stage 2, resum
 .PHONY: rl
 rl: $(BUILT) ## an actor that trains and generates in turn: policy optimization of a small OPT at stage 3
 	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/ppo_tiny.py --stage $(or $(STAGE),3)
+
+.PHONY: compress
+compress: $(BUILT) ## a GPT at 8 and 4 bits, and at half of its rows and heads with distillation: loss, bytes and time as a table
+	$(BIN)/python examples/compress_gpt.py $(COMPRESS_FLAGS)
 
 .PHONY: test
 test: $(BUILT) programs ## everything that CI runs

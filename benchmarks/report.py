@@ -219,6 +219,22 @@ FIGURES = [
     ),
     *(
         Figure(
+            f"the example GPT, {what}: {column} over fp32's",
+            goal,
+            "compress",
+            {"contender": contender},
+            f"{key}_to_fp32",
+        )
+        for contender, what, column, goal, key in (
+            ("int8", "weights of 8 bits", "held-out loss", "<= 1.002", "loss"),
+            ("int4", "weights of 4 bits", "held-out loss", "<= 1.02", "loss"),
+            ("half", "half of the rows and heads, with distillation", "held-out loss", "<= 1.03", "loss"),
+            ("int8", "weights of 8 bits", "saved bytes", "<= 0.27", "bytes"),
+            ("int4", "weights of 4 bits", "saved bytes", "<= 0.16", "bytes"),
+        )
+    ),
+    *(
+        Figure(
             f"vocabulary-parallel cross-entropy, 2,048 tokens x a vocabulary of 32,768, 2 ranks: {what} over gathering the logits",
             goal,
             "vocab_cross_entropy",

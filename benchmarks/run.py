@@ -328,6 +328,13 @@ BENCHMARKS = [
         "--width 128 --rounds 2",
     ),
     _script(
+        "compress",
+        f"{OURS}/compress.py",
+        (*ENGINE, "csrc/quant", "deepspeed_c/compression", "examples/compress_gpt.py", "examples/gpt.py"),
+        400,
+        "--layers 1 --width 32 --heads 2 --context 32 --steps 2 --tune-steps 1",
+    ),
+    _script(
         "vocab_cross_entropy",
         "benchmarks/ops/vocab_cross_entropy.py",
         (*CORES, "csrc/tp", "csrc/comm", "ops", "deepspeed_c/inject/loss.py", "deepspeed_c/inject/ranks.py"),

@@ -22,7 +22,6 @@ KEPT = {
     "muon_apply": "ops/reference.py says what an operator computes, for tests to compare with",
     "q8_quantize": "ops/reference.py says what an operator computes, for tests to compare with",
     "_create_expert_and_data_parallel": "programs for DeepSpeed make groups of experts with it, without an engine",
-    "Distillation": "training scripts add up the losses of a student with it (docs/concepts/compression.md)",
     "gumbel_rsample": "programs for DeepSpeed draw noise for gates of their own with it",
     "_SeqAllToAll": "programs for DeepSpeed exchange tensors of their own with it",
     "dsc_pipe_parse": "tests and fuzz targets write tables with it, as dsc_pipe_format does for people",
