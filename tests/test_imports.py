@@ -95,7 +95,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "moe": {"config", "logging", "comm", "ops", "_C", "zero", "recompute", "utils"},
     "inference": {
         *("config", "logging", "comm", "accelerator", "ops", "_C", "zero", "engine", "inject", "utils", "checkpoint"),
-        *("offload", "weights"),
+        *("offload", "weights", "compression"),
     },
     "plan": {
         *("config", "comm", "ops", "_C", "zero", "offload", "engine", "quantity", "inject", "recompute", "inference"),

@@ -49,15 +49,31 @@ class PackedLinear(nn.Module):
         module.__class__ = cls
         module._pack(module.weight.detach(), rule)
 
+    @classmethod
+    def without_values(cls, module: nn.Linear, bits: int, group: int | None, *, is_symmetric: bool) -> None:
+        """Make ``module``, which is on the meta device, a layer of this class, in place. group: elements of a row that
+        share a scale, of which a row is a multiple; None: the whole row."""
+        rows, columns = module.weight.shape
+        n_groups = 1 if group is None else columns // group
+        n_words, n_down = (-(-n * bits // 32) for n in (columns, rows))
+        empty = module.weight.detach().new_empty
+        zeros = None if is_symmetric else empty((n_down, n_groups), dtype=torch.int32)
+        module.__class__ = cls
+        words, shape = empty((rows, n_words), dtype=torch.int32), empty(2, dtype=torch.int64)
+        module._hold(bits, words, empty((rows, n_groups)), zeros, shape)
+
     def _pack(self, weight: Tensor, rule: WeightRule) -> None:
         codes, scales, zeros = _quantized(weight, rule, f"int{rule.bits}")
-        self.bits = rule.bits
-        del self.weight
-        self.register_buffer("weight_packed", _packed(codes, rule.bits))
-        self.register_buffer("weight_scale", scales)
-        self.register_buffer("weight_shape", torch.tensor(weight.shape))
         down = None if zeros is None else _packed(zeros.T, rule.bits).T.contiguous()
-        self.register_buffer("weight_zero_point", down)
+        self._hold(rule.bits, _packed(codes, rule.bits), scales, down, torch.tensor(weight.shape))
+
+    def _hold(self, bits: int, packed: Tensor, scales: Tensor, zero_points: Tensor | None, shape: Tensor) -> None:
+        self.bits = bits
+        del self.weight
+        self.register_buffer("weight_packed", packed)
+        self.register_buffer("weight_scale", scales)
+        self.register_buffer("weight_shape", shape)
+        self.register_buffer("weight_zero_point", zero_points)
 
     def forward(self, x: Tensor) -> Tensor:
         return packed_linear(

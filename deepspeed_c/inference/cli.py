@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from deepspeed_c.command_line import command_parser
+from deepspeed_c.compression.packed_folder import make_packed
 from deepspeed_c.env import read_env
-from deepspeed_c.errors import ConfigError, ModelError
+from deepspeed_c.errors import ConfigError, ModelError, UnsupportedConfigError
 from deepspeed_c.inference.engine import init_inference
 from deepspeed_c.inference.limits import check_heads
 from deepspeed_c.inject.folder import config_of, model_on_meta, transformers_for
@@ -48,6 +49,11 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(options.folder)
     config = config_of(folder, _WHERE)
     check_heads(config, options.tp)
+    packed = getattr(config, "quantization_config", None)
+    if packed is not None and options.tp > 1:
+        raise UnsupportedConfigError(
+            "layers that are packed are not cut over ranks", where="--tp", fix="write --tp 1, or name a folder of floats"
+        )
     tokenizer = None if options.ids is not None else _tokenizer_of(folder)
     ids = _ids(options.ids) if tokenizer is None else tokenizer(options.prompt)["input_ids"]
     n_new = _new_tokens(ids, config.get_text_config(decoder=True), options.max_new_tokens)
@@ -58,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
         launcher = ["-m", "deepspeed_c", "--num_procs", str(options.tp), "--no_local_rank", "--module", "deepspeed_c"]
         os.execv(sys.executable, [sys.executable, *launcher, *again])
     model = model_on_meta(folder, _WHERE)
+    if packed is not None:
+        make_packed(model, packed, str(folder / "config.json"))
     if not callable(getattr(model, "generate", None)):
         raise ModelError(
             f"{type(model).__name__} does not generate",

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed_c.compression.compress import init_compression, redundancy_clean
 from deepspeed_c.launcher.main import main
 from tests.deepspeed_c.inject.families import VOCAB, make
 from tests.ranks import run_ranks
@@ -90,6 +91,37 @@ def test_text_goes_through_the_tokenizer(tmp_path: Path) -> None:
     for more in ([], ["--stream"]):
         ((_, found),) = run_ranks(1, printed, [*words, *more], preload=PRELOAD)
         assert found == expected, (found, expected)
+
+
+PACKING = {
+    "weight_quantization": {
+        "shared_parameters": {"enabled": True, "quantize_weight_in_forward": True, "quantize_groups": 96},
+        "different_groups": {
+            "bytes": {"params": {"target_bits": 8}, "modules": ["q_proj", "k_proj"]},
+            "halves": {"params": {"target_bits": 4}, "modules": ["v_proj", "o_proj"]},
+        },
+    }
+}
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
+def test_packed_layers_are_read(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its tokens are those of a folder with the rounded weights as floats."""
+    import transformers
+
+    save("llama", tmp_path / "trained")
+    PACKING["weight_quantization"]["shared_parameters"]["quantization_type"] = kind
+    config = {"compression_training": PACKING}
+    for name, pack in (("rounded", False), ("packed", True), ("bytes", "int-quantized")):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.float32)
+        redundancy_clean(init_compression(model, config), config, pack=pack).save_pretrained(tmp_path / name)
+    expected = as_ids(by_transformers(str(tmp_path / "rounded"), max_new_tokens=9, do_sample=False))
+    packed, words = str(tmp_path / "packed"), ["--ids", ",".join(map(str, IDS)), "--max-new-tokens", "9"]
+    for more in ([], ["--kernels"]):
+        assert run_ranks(1, printed, [packed, *words, *more], preload=PRELOAD) == [(0, expected)]
+    for refused, said in (([packed, *words, "--tp", "2"], "not cut over ranks"), ([str(tmp_path / "bytes"), *words], "int-quantized")):
+        code, found = main(["generate", *refused]), capsys.readouterr().err
+        assert code == 2 and said in found and "Fix: " in found, found
 
 
 def test_it_starts_its_own_ranks(tmp_path: Path) -> None:
