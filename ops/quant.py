@@ -4,7 +4,7 @@ Formats: "int8" (-128 to 127), "int4" (-8 to 7), "e4m3" and "e5m2" (float8, arXi
 zero point) * scale; symmetric formats have no zero points. A group's scale is its largest magnitude over 127.5, 7.5,
 448 or 57344; an asymmetric group's is its range, which includes 0, over 255 or 15. A group of zeros has the scale 1. A
 group with NaN or inf has the scale NaN, so that every element reads as NaN. The formulas are in ``dsc/quant.h``.
-Results have the same bits for any number of threads and any instruction set.
+Results have the same bits for any number of threads, any instruction set, and on CUDA devices.
 
 Rounding is to the nearest, ties to even. With a seed it is stochastic: up or down with the probability that keeps the
 mean, by a random number (Philox) that depends on the seed and on the element's position only. So it does not depend on
@@ -241,9 +241,7 @@ def _formula_dequantize(
     codes: Tensor, scales: Tensor, zero_points: Tensor | None, format_name: str, group: int, out: Tensor
 ) -> None:
     rows = codes.reshape(-1, codes.shape[-1])
-    numbers = (
-        reference.unpack(rows, out.shape[-1]) if format_name == "int4" else rows.view(_CODE_DTYPES[format_name])
-    ).float()
+    numbers = reference.numbers_of(rows, format_name, out.shape[-1])
     zeros = None if zero_points is None else zero_points.reshape(len(rows), -1).float()
     values = reference.decode(numbers, scales.reshape(len(rows), -1), zeros, group or max(out.shape[-1], 1))
     out.copy_(values.view(out.shape))

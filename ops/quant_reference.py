@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deepspeed_c.ops.reference import philox
 
-__all__ = ["FORMATS", "Format", "decode", "encode", "pack", "scales_of", "stepped", "unpack"]
+__all__ = ["FORMATS", "Format", "decode", "encode", "numbers_of", "pack", "scales_of", "stepped", "unpack"]
 
 
 class Format(NamedTuple):
@@ -123,14 +123,32 @@ def decode(numbers: Tensor, scales: Tensor, zero_points: Tensor | None, group: i
 
 
 def encode(numbers: Tensor, format_name: str) -> Tensor:
-    """The codes of a format's numbers: int8, for "int4" two in a byte (uint8), or the float8 dtype."""
-    numbers = torch.where(numbers.isnan(), torch.nan, numbers)  # NaN without a sign
-    if format_name == "e4m3":
-        return numbers.to(torch.float8_e4m3fn)
-    if format_name == "e5m2":
-        return numbers.to(torch.float8_e5m2)
-    codes = numbers.nan_to_num(nan=0.0)
-    return pack(codes) if format_name == "int4" else codes.to(torch.int8)
+    """The codes of a format's numbers: int8, for "int4" two in a byte (uint8), or bytes of float8 (uint8)."""
+    format_ = FORMATS[format_name]
+    if format_.is_integer:
+        codes = numbers.nan_to_num(nan=0.0)
+        return pack(codes) if format_name == "int4" else codes.to(torch.int8)
+    magnitudes = numbers.abs()
+    exponents = (torch.frexp(magnitudes).exponent - 1).clamp(min=format_.least_exponent)
+    exponents = torch.where(magnitudes == 0, format_.least_exponent, exponents)
+    # The leading one of a normal number's mantissa carries into the exponent.
+    codes = torch.ldexp(magnitudes, format_.mantissa_bits - exponents)
+    codes = codes + (exponents - format_.least_exponent) * 2**format_.mantissa_bits + 128.0 * numbers.signbit()
+    return torch.where(numbers.isnan(), 127.0, codes).to(torch.uint8)  # NaN without a sign
+
+
+def numbers_of(codes: Tensor, format_name: str, n_cols: int) -> Tensor:
+    """The numbers that the codes of rows stand for, float32 [n_rows, n_cols]: what encode's results came from."""
+    format_ = FORMATS[format_name]
+    if format_.is_integer:
+        return (unpack(codes, n_cols) if format_name == "int4" else codes.view(torch.int8)).float()
+    magnitudes = codes.to(torch.int32) & 127
+    exponents = (magnitudes >> format_.mantissa_bits).clamp(min=1)
+    counts = magnitudes - ((exponents - 1) << format_.mantissa_bits)
+    values = torch.ldexp(counts.float(), exponents - 1 + format_.least_exponent - format_.mantissa_bits)
+    is_inf = (magnitudes == 0x7C) & (format_.mantissa_bits == 2)  # e5m2 alone has inf
+    values = torch.where(is_inf, torch.inf, torch.where(values > format_.largest, torch.nan, values))
+    return torch.where(codes > 127, -values, values)
 
 
 def pack(numbers: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
 # headers.
 MAY_INCLUDE_TOO: dict[str, tuple[str, ...]] = {
     "cuda/nn_math.cuh": ("cpu/gelu.inc",),  # a table of numbers that device and host share
+    "cuda/quant_math.cuh": ("quant/format.h",),  # the scale of a group
     "include/dsc/accel.h": (
         "dsc/flat.h",
         "dsc/moe.h",
@@ -51,11 +52,13 @@ MAY_INCLUDE_TOO: dict[str, tuple[str, ...]] = {
         "dsc/nn.h",
         "dsc/nn_calls.inc",
         "dsc/optim.h",
+        "dsc/quant.h",
+        "dsc/quant_calls.inc",
         "dsc/tp.h",
     ),
     "include/dsc/moe.h": ("dsc/moe_calls.inc",),
     "include/dsc/nn.h": ("dsc/activations.inc", "dsc/nn_calls.inc"),
-    "include/dsc/quant.h": ("dsc/quant_formats.inc",),
+    "include/dsc/quant.h": ("dsc/quant_calls.inc", "dsc/quant_formats.inc"),
     "include/dsc/intake.h": ("dsc/flat.h",),
     "include/dsc/dsc.h": ("dsc/",),
 }

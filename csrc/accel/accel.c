@@ -79,6 +79,9 @@ static const char *missing_hook(const struct dsc_accel *accel)
 #include "dsc/moe_calls.inc"
 #undef DSC_MOE_CALL
     RETURN_IF_MISSING(moe_invert);
+#define DSC_QUANT_CALL(name) RETURN_IF_MISSING(quant_##name);
+#include "dsc/quant_calls.inc"
+#undef DSC_QUANT_CALL
 #undef RETURN_IF_MISSING
     return NULL;
 }

@@ -149,6 +149,16 @@ static dsc_status moe_invert(const int64_t *order, int64_t n, int64_t *out_inver
     return dsc_moe_invert(order, n, out_inverse);
 }
 
+#define DSC_QUANT_CALL(name)                                                                    \
+    static dsc_status quant_##name(const struct dsc_quant *call, double *scratch, void *stream) \
+    {                                                                                           \
+        (void)scratch;                                                                          \
+        (void)stream;                                                                           \
+        return dsc_quant_##name(call, NULL);                                                    \
+    }
+#include "dsc/quant_calls.inc"
+#undef DSC_QUANT_CALL
+
 static const struct dsc_accel table = {
     .abi = DSC_ACCEL_ABI,
     .size = sizeof(struct dsc_accel),
@@ -172,6 +182,9 @@ static const struct dsc_accel table = {
 #include "dsc/moe_calls.inc"
 #undef DSC_MOE_CALL
     .moe_invert = moe_invert,
+#define DSC_QUANT_CALL(name) .quant_##name = quant_##name,
+#include "dsc/quant_calls.inc"
+#undef DSC_QUANT_CALL
 };
 
 const struct dsc_accel *dsc_accel_host_entry(dsc_accel_report *report)

@@ -9,26 +9,33 @@
 #include <stdint.h>
 #include <string.h>
 
-static inline uint32_t dsc_f32_bits(float value)
+/* Before the name of a function that CUDA sources share with the host. */
+#ifdef __CUDACC__
+#define DSC_ON_DEVICE_TOO __host__ __device__
+#else
+#define DSC_ON_DEVICE_TOO
+#endif
+
+static inline DSC_ON_DEVICE_TOO uint32_t dsc_f32_bits(float value)
 {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     return bits;
 }
 
-static inline float dsc_f32_from_bits(uint32_t bits)
+static inline DSC_ON_DEVICE_TOO float dsc_f32_from_bits(uint32_t bits)
 {
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
 }
 
-static inline float dsc_bf16_to_f32(uint16_t half)
+static inline DSC_ON_DEVICE_TOO float dsc_bf16_to_f32(uint16_t half)
 {
     return dsc_f32_from_bits((uint32_t)half << 16);
 }
 
-static inline uint16_t dsc_f32_to_bf16(float value)
+static inline DSC_ON_DEVICE_TOO uint16_t dsc_f32_to_bf16(float value)
 {
     uint32_t bits = dsc_f32_bits(value);
     uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
@@ -37,7 +44,7 @@ static inline uint16_t dsc_f32_to_bf16(float value)
     return (uint16_t)((value != value ? quiet : rounded) >> 16);
 }
 
-static inline float dsc_f16_to_f32(uint16_t half)
+static inline DSC_ON_DEVICE_TOO float dsc_f16_to_f32(uint16_t half)
 {
     uint32_t sign = (uint32_t)(half & 0x8000u) << 16;
     uint32_t magnitude = half & 0x7fffu;
@@ -56,7 +63,7 @@ static inline float dsc_f16_to_f32(uint16_t half)
     return dsc_f32_from_bits(bits | sign);
 }
 
-static inline uint16_t dsc_f32_to_f16(float value)
+static inline DSC_ON_DEVICE_TOO uint16_t dsc_f32_to_f16(float value)
 {
     uint32_t bits = dsc_f32_bits(value);
     uint32_t sign = (bits >> 16) & 0x8000u;

@@ -16,7 +16,7 @@ CUDA_FLAGS := -std=c++17 -O3 -fmad=false --threads 0 -I$(ROOT) -I$(ROOT)/include
 	-Xcompiler=-fPIC,-fvisibility=hidden,-ffp-contract=off,-Wall,-Wextra
 
 CUDA_SRCS := $(sort $(wildcard $(ROOT)/cuda/*.cu))
-CUDA_HEADERS := $(ROOT)/cpu/gelu.inc $(wildcard $(ROOT)/cuda/*.h $(ROOT)/cuda/*.cuh $(ROOT)/include/dsc/*.h $(ROOT)/include/dsc/*.inc)
+CUDA_HEADERS := $(ROOT)/cpu/gelu.inc $(ROOT)/base/half.h $(ROOT)/quant/format.h $(wildcard $(ROOT)/cuda/*.h $(ROOT)/cuda/*.cuh $(ROOT)/include/dsc/*.h $(ROOT)/include/dsc/*.inc)
 CUDA_LIB := $(BUILD)/libdsc_cuda.so
 
 cuda: $(CUDA_LIB)
@@ -62,4 +62,4 @@ $(CUDA_EMULATED): $(BUILD)/cuda/all.cu $(CUDA_HEADERS) $(wildcard $(TESTS)/csrc/
 		$(if $(SAN),-fsanitize=$(SAN) -fno-sanitize-recover=all -fno-omit-frame-pointer,-fsanitize=alignment -fsanitize-undefined-trap-on-error) \
 		-I$(TESTS)/csrc/cuda/emulator -I$(ROOT) -I$(ROOT)/include $< -o $@
 
-$(BUILD)/tests/csrc/cuda/test_twins $(BUILD)/tests/csrc/cuda/test_nn_twins $(BUILD)/tests/csrc/cuda/test_moe_twins: | $(if $(CAN_EMULATE),$(CUDA_EMULATED))
+$(BUILD)/tests/csrc/cuda/test_twins $(BUILD)/tests/csrc/cuda/test_nn_twins $(BUILD)/tests/csrc/cuda/test_moe_twins $(BUILD)/tests/csrc/cuda/test_quant_twins: | $(if $(CAN_EMULATE),$(CUDA_EMULATED))

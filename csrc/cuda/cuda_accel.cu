@@ -249,6 +249,9 @@ static const struct dsc_accel table = {
 #include "dsc/moe_calls.inc"
 #undef DSC_MOE_CALL
     moe_invert,
+#define DSC_QUANT_CALL(name) quant_##name,
+#include "dsc/quant_calls.inc"
+#undef DSC_QUANT_CALL
 };
 
 }  // namespace dsc_cuda

@@ -90,6 +90,9 @@ dsc_status cross_entropy_grad(void *logits, dsc_dtype dtype, const int64_t *targ
 #include "dsc/moe_calls.inc"
 #undef DSC_MOE_CALL
 dsc_status moe_invert(const int64_t *order, int64_t n, int64_t *out_inverse, void *stream);
+#define DSC_QUANT_CALL(name) dsc_status quant_##name(const struct dsc_quant *call, double *scratch, void *stream);
+#include "dsc/quant_calls.inc"
+#undef DSC_QUANT_CALL
 
 }  // namespace dsc_cuda
 

@@ -1,10 +1,10 @@
 /* Dropout between a bias and a residual: csrc/nn/dropout.c on a device, with the same numbers. */
 #include "cuda/kinds.h"
 #include "cuda/nn_rows.cuh"
+#include "cuda/philox.cuh"
 
 namespace dsc_cuda {
 
-constexpr int PHILOX_ROUNDS = 7;
 constexpr double DROPOUT_NUMBERS = 65536.0;
 
 struct dropping {
@@ -21,25 +21,13 @@ inline dropping dropping_of(float p, uint64_t seed)
             threshold < DROPOUT_NUMBERS ? (float)(DROPOUT_NUMBERS / (DROPOUT_NUMBERS - threshold)) : 0.0f};
 }
 
-/* Number i of the halves of the words of Philox4x32-7. */
+/* Number i of the halves of the words of Philox. */
 __device__ inline uint32_t dropout_number(uint64_t seed, uint64_t i)
 {
-    uint32_t c[4] = {(uint32_t)(i / 8), (uint32_t)(i / 8 >> 32), 0u, 0u};
-    uint32_t key0 = (uint32_t)seed;
-    uint32_t key1 = (uint32_t)(seed >> 32);
+    uint32_t words[PHILOX_WORDS];
 
-    for (int round = 0; round < PHILOX_ROUNDS; round++) {
-        const uint64_t product0 = (uint64_t)0xD2511F53u * c[0];
-        const uint64_t product1 = (uint64_t)0xCD9E8D57u * c[2];
-
-        c[0] = (uint32_t)(product1 >> 32) ^ c[1] ^ key0;
-        c[2] = (uint32_t)(product0 >> 32) ^ c[3] ^ key1;
-        c[1] = (uint32_t)product1;
-        c[3] = (uint32_t)product0;
-        key0 += 0x9E3779B9u;
-        key1 += 0xBB67AE85u;
-    }
-    return c[i % 8 / 2] >> 16 * (i % 2) & 0xffffu;
+    philox(seed, i / 8, words);
+    return words[i % 8 / 2] >> 16 * (i % 2) & 0xffffu;
 }
 
 __device__ inline float dropped(const dropping &how, int64_t i, float x)

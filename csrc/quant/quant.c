@@ -219,7 +219,7 @@ static void run_large(const struct job *job, int64_t g, const struct dsc_par *pa
             whole.high = range->high > whole.high ? range->high : whole.high;
             whole.largest_bits = range->largest_bits > whole.largest_bits ? range->largest_bits : whole.largest_bits;
         }
-        pieces.affine = dsc_quant_affine_of(call, whole);
+        pieces.affine = dsc_quant_affine_of(call, &dsc_quant_numbers[call->format], whole);
         dsc_quant_note(call, g, pieces.affine);
     }
     dsc_par_run(par, n_pieces, run_pieces, &pieces);
@@ -246,14 +246,24 @@ static void run(struct job *job, const struct dsc_par *par)
     dsc_par_run(par, (job->n_groups - 1) / job->chunk_groups + 1, run_chunks, job);
 }
 
+dsc_status dsc_quant_quantize_check(const struct dsc_quant *call)
+{
+    return check(call, true, call->x, "x", call->codes, "codes");
+}
+
 dsc_status dsc_quant_quantize(const struct dsc_quant *call, const struct dsc_par *par)
 {
     const struct dsc_quant_kernels *kernels = dsc_quant_kernels_get();
     struct job job = {.call = call, .kernels = kernels, .groups = kernels->code_groups, .columns = kernels->code};
 
-    DSC_TRY(check(call, true, call->x, "x", call->codes, "codes"));
+    DSC_TRY(dsc_quant_quantize_check(call));
     run(&job, par);
     return DSC_OK;
+}
+
+dsc_status dsc_quant_dequantize_check(const struct dsc_quant *call)
+{
+    return check(call, true, call->codes, "codes", call->y, "y");
 }
 
 dsc_status dsc_quant_dequantize(const struct dsc_quant *call, const struct dsc_par *par)
@@ -261,9 +271,14 @@ dsc_status dsc_quant_dequantize(const struct dsc_quant *call, const struct dsc_p
     const struct dsc_quant_kernels *kernels = dsc_quant_kernels_get();
     struct job job = {.call = call, .kernels = kernels, .columns = kernels->decode};
 
-    DSC_TRY(check(call, true, call->codes, "codes", call->y, "y"));
+    DSC_TRY(dsc_quant_dequantize_check(call));
     run(&job, par);
     return DSC_OK;
+}
+
+dsc_status dsc_quant_fake_check(const struct dsc_quant *call)
+{
+    return check(call, call->has_scales, call->x, "x", call->y, "y");
 }
 
 dsc_status dsc_quant_fake(const struct dsc_quant *call, const struct dsc_par *par)
@@ -272,7 +287,7 @@ dsc_status dsc_quant_fake(const struct dsc_quant *call, const struct dsc_par *pa
     struct dsc_quant only_read = *call;
     struct job job = {.call = &only_read, .kernels = kernels, .groups = kernels->fake_groups, .columns = kernels->fake};
 
-    DSC_TRY(check(call, call->has_scales, call->x, "x", call->y, "y"));
+    DSC_TRY(dsc_quant_fake_check(call));
     if (!call->has_scales)
         only_read.scales = NULL;
     run(&job, par);

@@ -1,4 +1,7 @@
-/* The operators of dsc/quant.h. Rows are all dimensions but the last. */
+/*
+ * The operators of dsc/quant.h. Rows are all dimensions but the last. Quantization runs on accelerators too, the
+ * product on the host alone.
+ */
 #include "operands.h"
 
 #include <algorithm>
@@ -58,6 +61,21 @@ void give(const Operands &o, const Tensor &scales, const MaybeTensor &zero_point
         call->zero_points = static_cast<int8_t *>(o.read_int8(*zero_points, "zero_points", n_groups));
 }
 
+using Core = dsc_status(const struct dsc_quant *, const struct dsc_par *);
+using Check = dsc_status(const struct dsc_quant *);
+using Twin = dsc_status (*dsc_accel::*)(const struct dsc_quant *, double *, void *);
+
+/* Runs a call on the device of its operands, of which `like` is one. */
+void run(const Operands &o, Core *core, Check *check, Twin twin, const struct dsc_quant &call, const Tensor &like)
+{
+    o.run_at([&](const struct dsc_par *par) { return core(&call, par); }, [&] { return check(&call); },
+             [&](const struct dsc_accel &accel, void *stream) {
+                 const Tensor scratch = dsc::new_f64(like.get(), {DSC_ACCEL_SCRATCH_ELEMS}, false);
+
+                 return (accel.*twin)(&call, dsc::f64_data(scratch), stream);
+             });
+}
+
 Tensor quant_fake(const Tensor &x_in, const std::string &format, int64_t group, bool is_symmetric, int64_t scale_type,
                   std::optional<int64_t> seed, int64_t offset)
 {
@@ -68,7 +86,7 @@ Tensor quant_fake(const Tensor &x_in, const std::string &format, int64_t group, 
 
     call.x = o.read_all(x, "x");
     call.y = y.mutable_data_ptr();
-    o.run(dsc_quant_fake, call);
+    run(o, dsc_quant_fake, dsc_quant_fake_check, &dsc_accel::quant_fake, call, x);
     return y;
 }
 
@@ -83,7 +101,7 @@ Tensor quant_fake_with(const Tensor &x_in, const Tensor &scales, const MaybeTens
     give(o, scales, zero_points, &call);
     call.x = o.read_all(x, "x");
     call.y = y.mutable_data_ptr();
-    o.run(dsc_quant_fake, call);
+    run(o, dsc_quant_fake, dsc_quant_fake_check, &dsc_accel::quant_fake, call, x);
     return y;
 }
 
@@ -104,7 +122,7 @@ std::tuple<Tensor, Tensor, Tensor> quant_quantize(const Tensor &x_in, const std:
     call.codes = codes.mutable_data_ptr();
     call.scales = static_cast<float *>(scales.mutable_data_ptr());
     call.zero_points = is_symmetric ? nullptr : static_cast<int8_t *>(zero_points.mutable_data_ptr());
-    o.run(dsc_quant_quantize, call);
+    run(o, dsc_quant_quantize, dsc_quant_quantize_check, &dsc_accel::quant_quantize, call, x);
     return {codes, scales, zero_points};
 }
 
@@ -118,7 +136,7 @@ void quant_dequantize(const Tensor &codes, const Tensor &scales, const MaybeTens
     give(o, scales, zero_points, &call);
     call.codes = o.read_bytes(codes, "codes", call.n_rows * dsc_quant_row_bytes(call.format, call.n_cols));
     call.y = o.read_all(out, "out");
-    o.run(dsc_quant_dequantize, call);
+    run(o, dsc_quant_dequantize, dsc_quant_dequantize_check, &dsc_accel::quant_dequantize, call, out);
 }
 
 /* y [..., n_outputs]; packed [n_outputs, words of a row], scales [n_outputs, n_groups]. */
@@ -170,11 +188,25 @@ DSC_OPS(m)
     m.def("quant_packed_linear(Tensor x, Tensor packed, Tensor scales, Tensor? bias, int bits, int group) -> Tensor");
 }
 
+/* The operators on groups. */
+#define GROUP_IMPLEMENTATIONS(m)                          \
+    m.impl("quant_fake", DSC_BOX(&quant_fake));           \
+    m.impl("quant_fake_with", DSC_BOX(&quant_fake_with)); \
+    m.impl("quant_quantize", DSC_BOX(&quant_quantize));   \
+    m.impl("quant_dequantize_", DSC_BOX(&quant_dequantize))
+
 DSC_OPS_CPU(m)
 {
-    m.impl("quant_fake", DSC_BOX(&quant_fake));
-    m.impl("quant_fake_with", DSC_BOX(&quant_fake_with));
-    m.impl("quant_quantize", DSC_BOX(&quant_quantize));
-    m.impl("quant_dequantize_", DSC_BOX(&quant_dequantize));
+    GROUP_IMPLEMENTATIONS(m);
     m.impl("quant_packed_linear", DSC_BOX(&quant_packed_linear));
 }
+
+#define DSC_ACCEL_BUILTIN(name, entry)
+#define DSC_ACCEL_LIBRARY(name, file, key) \
+    DSC_OPS_ON(key, m)                     \
+    {                                      \
+        GROUP_IMPLEMENTATIONS(m);          \
+    }
+#include "dsc/accelerators.inc"
+#undef DSC_ACCEL_BUILTIN
+#undef DSC_ACCEL_LIBRARY

@@ -21,6 +21,11 @@ ACTIVATION = [
     *("csrc/include/dsc/activations.inc", "csrc/nn/loops/act.c", "csrc/cuda/nn_math.cuh", "ops/reference.py"),
     *("tests/csrc/nn/test_nn.c", "tests/ops/test_nn.py"),
 ]
+# A format of quantized elements takes one line, one line of its formula, its name and dtype, and the tests.
+FORMAT = [
+    *("csrc/include/dsc/quant_formats.inc", "ops/quant_reference.py", "ops/quant.py"),
+    *("tests/csrc/quant/test_quant.c", "tests/ops/test_quant.py"),
+]
 # A schedule takes one C file, one line, and its formula in a test.
 SCHEDULE = ["csrc/pipe/breadth_first.c", "csrc/pipe/schedules.inc", "tests/csrc/pipe/test_schedules.c"]
 # A policy takes one page of data, and a line in the tests.
@@ -38,7 +43,7 @@ TRANSPORT = [f"deepspeed_c/comm/transports/{name}.py" for name in ("table", "ucc
     "page, parts",
     [
         *(("optimizer", OPTIMIZER), ("nn-kernel", ACTIVATION), ("schedule", SCHEDULE), ("inject-policy", POLICY)),
-        *(("monitor", MONITOR), ("transport", TRANSPORT)),
+        *(("monitor", MONITOR), ("transport", TRANSPORT), ("quant-format", FORMAT)),
     ],
 )
 def test_the_diff_fits(page: str, parts: list[str]) -> None:

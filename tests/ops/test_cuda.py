@@ -19,7 +19,7 @@ import itertools
 import pytest
 import torch
 
-from deepspeed_c.ops import cross_entropy, flat, moe, nn
+from deepspeed_c.ops import cross_entropy, flat, moe, nn, quant
 from deepspeed_c.ops.optim import NESTEROV
 from tests.ops.data import DTYPES, SIZES, bits, normal
 from tests.ops.test_optim import HYPER, KINDS, MAKERS, SHAPES, call_step, hyper_args, make_operands
@@ -518,3 +518,47 @@ def test_orders_of_experts_that_do_not_fit_are_nan():
     moe.combine_rows(x, torch.tensor([[0], [1], [1]], device=DEVICE), weights).sum().backward()
     assert x.grad.isnan().all(1).tolist() == [False, True, False] and not x.grad[2].any()
     assert moe.permute_rows(x, torch.tensor([0, 0, 2], device=DEVICE)).isnan().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format_name", quant.FORMATS)
+@pytest.mark.parametrize("shape, group", [((0, 5), 2), ((1, 1), 0), ((7, 33), 5), ((300, 129), 64), ((1024, 512), 64), ((3, 50_001), 0)])
+def test_quantization_by_groups(shape, group, format_name, dtype):
+    """Codes, scales and values have the host's bits, to the nearest and at random, also with given scales."""
+    torch.manual_seed(0)
+    x = torch.randn(shape).to(dtype)
+    if x.numel() > 100:
+        x.view(-1)[:: x.numel() // 7] = torch.tensor(float("inf"))
+    for symmetric, scale_type, seed in itertools.product((True, False), ("float32", "float16", "e8m0"), (None, 7)):
+        if not symmetric and (scale_type == "e8m0" or not format_name.startswith("int")):
+            continue
+        how = {"group": group, "symmetric": symmetric, "scale_type": scale_type, "seed": seed, "offset": 3}
+        results = []
+        for device in ("cpu", DEVICE):
+            own = x.to(device)
+            found = quant.quantize(own, format_name, **how)
+            given = quant.fake_quantize_with(own * 1.5, found.scales, found.zero_points, format_name, group=group)
+            zeros = () if symmetric else (found.zero_points,)
+            results.append((found.codes.view(torch.uint8), found.scales, *zeros, quant.dequantize(found, dtype), given))
+            results[-1] += (quant.fake_quantize(own, format_name, **how),)
+        for i, (wanted, got) in enumerate(zip(*results, strict=True)):
+            assert_same(got, wanted, f"result {i} of {how}")
+
+
+def test_quantization_is_computed_by_kernels_on_the_current_stream():
+    """Neither a formula nor a copy to the host: a graph captures the calls, and a replay reads the new elements."""
+    x = torch.randn(64, 256, device=DEVICE)
+
+    def layer():
+        quantized = quant.quantize(x, "int4", group=32)
+        return quantized.codes, quant.dequantize(quantized), quant.fake_quantize(x, "e4m3", group=32)
+
+    layer()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = layer()
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    for i, (got, wanted) in enumerate(zip(outs, layer(), strict=True)):
+        assert_same(got, wanted.cpu(), f"result {i}")

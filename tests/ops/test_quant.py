@@ -15,6 +15,8 @@ from tests.ops.data import DTYPES, normal
 
 SCALE_TYPES = ("float32", "bfloat16", "float16", "e8m0")
 SPAN = {"int8": 127.5, "int4": 7.5, "e4m3": 448.0, "e5m2": 57344.0}
+# Bits of the mantissa, and the exponent of the smallest normal number.
+FLOATS = {"e4m3": (3, -6), "e5m2": (2, -14)}
 
 
 def ways() -> list[Any]:
@@ -82,7 +84,7 @@ def test_error_of_an_element(format_name: str) -> None:
         # The largest element is half a step above the largest number; its quotient is rounded to fp32.
         bound = scale / 2 * (1 + 2**-16)
     else:
-        bits, least = (3, -6) if format_name == "e4m3" else (2, -14)
+        bits, least = FLOATS[format_name]
         exponents = (torch.frexp(x.double() / scale).exponent - 1).clamp(min=least)
         bound = scale * 2.0 ** (exponents - bits - 1)
     worst = ((y - x.double()).abs() / bound).max()

@@ -10,6 +10,7 @@
 #include "dsc/moe.h"
 #include "dsc/nn.h"
 #include "dsc/optim.h"
+#include "dsc/quant.h"
 #include "dsc/status.h"
 #include "dsc/tp.h"
 #include "dsc/types.h"
@@ -18,7 +19,7 @@
 extern "C" {
 #endif
 
-#define DSC_ACCEL_ABI 4u
+#define DSC_ACCEL_ABI 5u
 
 /* Number of f64 elements of scratch for hooks that sum over many thread blocks. */
 #define DSC_ACCEL_SCRATCH_ELEMS 16384
@@ -112,6 +113,14 @@ struct dsc_accel {
 #include "dsc/moe_calls.inc"
 #undef DSC_MOE_CALL
     dsc_status (*moe_invert)(const int64_t *order, int64_t n, int64_t *out_inverse, void *stream);
+
+    /*
+     * The calls of dsc/quant_calls.inc, for arguments that have passed dsc_quant_<name>_check, with the host's bits.
+     * Required.
+     */
+#define DSC_QUANT_CALL(name) dsc_status (*quant_##name)(const struct dsc_quant *call, double *scratch, void *stream);
+#include "dsc/quant_calls.inc"
+#undef DSC_QUANT_CALL
 };
 
 /* Keeps a sentence for dsc_last_error() of the calling thread. */

@@ -84,6 +84,11 @@ DSC_API dsc_status dsc_quant_dequantize(const struct dsc_quant *call, const stru
 /* x -> y: both in one pass, without codes. scales and zero_points are only read, with has_scales. */
 DSC_API dsc_status dsc_quant_fake(const struct dsc_quant *call, const struct dsc_par *par);
 
+/* The argument checks of the three calls, for callers that run the call on a device: dsc_quant_fake_check and so on. */
+#define DSC_QUANT_CALL(name) DSC_API dsc_status dsc_quant_##name##_check(const struct dsc_quant *call);
+#include "dsc/quant_calls.inc"
+#undef DSC_QUANT_CALL
+
 /*
  * The product of rows with a weight that is held as packed codes:
  *

@@ -274,8 +274,9 @@ STEP void groups(dsc_dtype dtype, bool is_integer, bool is_random, of_columns *r
         } else {
             const void *x = at(call->x, dtype, row * call->n_cols + begin);
 
-            affine = dsc_quant_affine_of(call, call->is_symmetric ? range_of(dtype, true, end - begin, x)
-                                                                  : range_of(dtype, false, end - begin, x));
+            affine = dsc_quant_affine_of(call, &dsc_quant_numbers[call->format],
+                                         call->is_symmetric ? range_of(dtype, true, end - begin, x)
+                                                            : range_of(dtype, false, end - begin, x));
             dsc_quant_note(call, g, affine);
         }
         run(dtype, is_integer, is_random, call, affine, row, begin, end);

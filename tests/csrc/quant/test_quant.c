@@ -14,9 +14,17 @@ struct format {
 };
 
 static const struct format formats[] = {
-    {8, -128, 127, 127.5, 6, -1, 0}, {4, -8, 7, 7.5, 2, -1, 0}, {8, -448, 448, 448, 8, 3, 7}, {8, -57344, 57344, 57344, 15, 2, 15}};
+    {8, -128, 127, 127.5, 6, -1, 0},
+    {4, -8, 7, 7.5, 2, -1, 0},
+    {8, -448, 448, 448, 8, 3, 7},
+    {8, -57344, 57344, 57344, 15, 2, 15},
+};
 
-static const char *const names[] = {"int8", "int4", "e4m3", "e5m2"};
+static const char *const names[] = {
+#define DSC_QUANT(name, code_bits, lowest, largest, span, exponent, mantissa_bits, least_exponent) #name,
+#include "dsc/quant_formats.inc"
+#undef DSC_QUANT
+};
 
 /* A call, and the memory of its results. */
 struct run {
@@ -89,7 +97,7 @@ static double number_of(const struct format *f, int code)
     double value = exponent == 0 ? ldexp(mantissa, 1 - f->bias - f->mantissa_bits)
                                  : ldexp(mantissa + (1 << f->mantissa_bits), exponent - f->bias - f->mantissa_bits);
 
-    if (f->mantissa_bits == 3 ? magnitude == 0x7f : magnitude > 0x7c)
+    if (f->mantissa_bits == 2 ? magnitude > 0x7c : magnitude == 0x7f)
         value = NAN;
     else if (f->mantissa_bits == 2 && magnitude == 0x7c)
         value = INFINITY;
