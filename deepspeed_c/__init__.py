@@ -47,6 +47,7 @@ PUBLIC_NAMES: dict[str, str] = {
     "LossScaleError": "deepspeed_c.errors",
     "StateError": "deepspeed_c.errors",
     "CheckpointError": "deepspeed_c.errors",
+    "DataFileError": "deepspeed_c.errors",
     "CommError": "deepspeed_c.errors",
     "LaunchError": "deepspeed_c.errors",
     "BuildError": "deepspeed_c.errors",

@@ -11,6 +11,7 @@ __all__ = [
     "CheckpointError",
     "CommError",
     "ConfigError",
+    "DataFileError",
     "DeepSpeedCError",
     "EventError",
     "FeatureError",
@@ -128,6 +129,10 @@ class StateError(DeepSpeedCError, RuntimeError):
 
 class CheckpointError(DeepSpeedCError, RuntimeError):
     """A weight file or checkpoint cannot be written or read as asked."""
+
+
+class DataFileError(DeepSpeedCError, ValueError):
+    """A file of samples is damaged, is of another kind, or does not belong to the others."""
 
 
 class OffloadError(DeepSpeedCError, RuntimeError):

@@ -3,8 +3,8 @@
 `costs.tsv` holds the processor seconds of a mean cell of each function whose cells together cost more than
 ``FUNCTION_SECONDS``. `make test` runs as many cells of such a function as cost ``FUNCTION_SECONDS`` together, at least
 one, spread evenly over all cells; the first one depends on the function's name, so that functions with equal axes run
-different values. A function whose cell costs more than ``CELL_SECONDS`` runs with ``--full`` only, unless it is marked
-``always``. A function that is not in the table runs whole, so a new test needs no entry.
+different values. A function whose cell costs more than ``CELL_SECONDS`` runs with ``--full`` only. The mark
+``always(n)`` makes n cells run (by default 1) whatever they cost. A function that is not in the table runs whole, so a new test needs no entry.
 
     .venv/bin/python -m pytest --full --costs tests/costs.tsv      (root; hours)
 
@@ -38,11 +38,12 @@ def function_of(nodeid: str) -> str:
     return nodeid.split("[")[0]
 
 
-def chosen(function: str, n_cells: int, cost: float, always: bool = False) -> list[int]:
-    """Indices of the cells that `make test` runs, of a function whose mean cell costs ``cost`` seconds."""
-    if cost > CELL_SECONDS and not always:
+def chosen(function: str, n_cells: int, cost: float, least: int = 0) -> list[int]:
+    """Indices of the cells that `make test` runs, ``least`` or more, of a function whose mean cell costs ``cost``
+    seconds."""
+    affordable = n_cells if cost <= 0 else max(int(FUNCTION_SECONDS / cost), int(cost <= CELL_SECONDS))
+    if not (keep := min(n_cells, max(affordable, least))):
         return []
-    keep = n_cells if cost <= 0 else min(n_cells, max(1, int(FUNCTION_SECONDS / cost)))
     first = zlib.crc32(function.encode()) % n_cells
     return sorted((first + i * n_cells // keep) % n_cells for i in range(keep))
 
@@ -145,8 +146,9 @@ def leave_out(items: list[pytest.Item]) -> list[pytest.Item]:
     left_out = set()
     for function, all_of in cells.items():
         if function in costs:
-            always = all_of[0].get_closest_marker("always") is not None
-            kept = set(chosen(function, len(all_of), costs[function], always))
+            mark = all_of[0].get_closest_marker("always")
+            least = 0 if mark is None else (*mark.args, 1)[0]
+            kept = set(chosen(function, len(all_of), costs[function], least))
             left_out.update(item for i, item in enumerate(all_of) if i not in kept)
     items[:] = [item for item in items if item not in left_out]
     return list(left_out)

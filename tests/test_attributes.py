@@ -35,6 +35,7 @@ PERMITTED: dict[str, str] = {
     "comm/watchdog.py: weakref.finalize(comm, watched.close).atexit": "Python's own: a finalizer",
     "checkpoint/native/ranks.py: options.rootRank": "torch's own: options of a collective have no constructor",
     "checkpoint/native/ranks.py: options.rootTensor": "torch's own: options of a collective have no constructor",
+    "data/loader.py: batches._worker_pids_set": "torch's own: its loader has no switch for its handler of SIGCHLD",
     "engine/boundary.py: ctx.on_enter": "torch's own: the context of an autograd function",
     **dict.fromkeys(
         ("moe/dispatch.py: ctx.is_return", "moe/dispatch.py: ctx.way", "moe/mappings.py: ctx.dim"),

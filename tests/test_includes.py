@@ -29,6 +29,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "pipe": ("pipe/", "base/", "dsc/"),
     "seq": ("seq/", "cpu/", "base/", "dsc/"),
     "scale": ("scale/", "base/", "dsc/"),
+    "data": ("data/", "base/", "dsc/"),
     "quant": ("quant/", "cpu/", "base/", "dsc/"),
     "optim": ("optim/", "quant/", "cpu/", "base/", "dsc/"),
     "nn": ("nn/", "cpu/", "base/", "dsc/"),

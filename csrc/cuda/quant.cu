@@ -155,7 +155,7 @@ __device__ inline void store_bytes(uint8_t *to, int n, uint32_t word)
         to[k] = (uint8_t)(word >> 8 * k);
 }
 
-/* What a thread needs for the elements of a piece. */
+/* The operands of a thread for the elements of a piece. */
 struct quant_row {
     const quant_params &a;
     const quant_piece &piece;

@@ -1,4 +1,5 @@
-"""Linear layers whose weight is held as codes, with the names of compressed-tensors' formats, so that ``save_pretrained``
+"""Linear layers whose weight is held as codes, with the names of compressed-tensors' formats, so that
+``save_pretrained``
 writes a folder that transformers loads without this package.
 """
 
@@ -93,8 +94,8 @@ class PackedLinear(nn.Module):
 class CodedLinear(nn.Module):
     """A linear layer whose weight is codes of a byte each.
 
-    Buffers: ``weight`` int8 or float8_e4m3fn [rows, columns], ``weight_scale`` [rows, groups of a row] in the dtype that
-    the weight had, and for an asymmetric weight ``weight_zero_point`` int8 [rows, groups of a row] (else None).
+    Buffers: ``weight`` int8 or float8_e4m3fn [rows, columns], ``weight_scale`` [rows, groups of a row] in the dtype
+    that the weight had, and for an asymmetric weight ``weight_zero_point`` int8 [rows, groups of a row] (else None).
     """
 
     @classmethod
@@ -221,7 +222,7 @@ def _check_layer(name: str, layer: CompressedLayer, *, is_float: bool) -> None:
 
 
 class _Scheme(NamedTuple):
-    """What the layers of one of the configuration's groups have in common."""
+    """The common properties of the layers of one of the configuration's groups."""
 
     bits: int
     group: int

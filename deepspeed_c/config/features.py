@@ -206,10 +206,27 @@ AREAS: dict[str, dict[str, Feature]] = {
     },
     "model and data": {
         "sparse_attention": _later("sparse attention", "remove the section"),
-        "progressive_layer_drop": _later("progressive layer drop", 'set "enabled": false'),
+        "progressive_layer_drop": Feature(
+            "progressive layer drop",
+            True,
+            'set "enabled": false',
+            is_on=lambda root: root.progressive_layer_drop.enabled,
+        ),
         "eigenvalue": _later("eigenvalue estimation", 'set "enabled": false'),
-        "curriculum": _later("curriculum learning", 'set "enabled": false'),
-        "data_efficiency": _later("the data-efficiency section", 'set "enabled": false'),
+        "curriculum": Feature(
+            "curriculum learning, the old section",
+            True,
+            'set "enabled": false',
+            is_on=lambda root: root.curriculum_learning.enabled,
+        ),
+        "data_efficiency": Feature(
+            "the choice of samples by a curriculum",
+            True,
+            'set "enabled": false',
+            is_on=lambda root: root.data_efficiency.chooses_samples,
+        ),
+        "dynamic_batching": _later("batches of a number of tokens", 'set "enabled": false'),
+        "random_ltd": _later("random layer token drop", 'set "enabled": false'),
         "compression": Feature(
             "quantized weights and activations during training",
             True,

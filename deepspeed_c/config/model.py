@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from .keys import FrozenDict, NonNeg, NonNegFloat, Positive, Section, asks, tunes
 
-__all__ = ["Eigenvalue", "ProgressiveLayerDrop", "QuantizeTraining", "SparseAttention", "WeightQuantization"]
+__all__ = ["Eigenvalue", "LayerDrop", "QuantizeTraining", "SparseAttention", "WeightQuantization"]
 
 _SA = "sparse_attention"
 _EV = "eigenvalue"
@@ -31,7 +31,7 @@ class SparseAttention(Section, kw_only=True):
     num_sliding_window_blocks: Annotated[NonNeg, tunes("Blocks of the sliding window.", _SA)] = 3
 
 
-class ProgressiveLayerDrop(Section, kw_only=True):
+class LayerDrop(Section, kw_only=True):
     """Drop layers more and more often during training (arXiv 2010.13369)."""
 
     enabled: Annotated[bool, asks("Switch of the section.", "progressive_layer_drop")] = False

@@ -13,7 +13,7 @@ from .compiler import Compile
 from .compression import Compression
 from .data import Curriculum, DataEfficiency
 from .keys import DType, Infinity, KeyInfo, NonNegFloat, Positive, PositiveFloat, Section, acts, asks, inherent, tunes
-from .model import Eigenvalue, ProgressiveLayerDrop, QuantizeTraining, SparseAttention, WeightQuantization
+from .model import Eigenvalue, LayerDrop, QuantizeTraining, SparseAttention, WeightQuantization
 from .monitor import (
     Comet,
     CommsLoggerSection,
@@ -170,8 +170,8 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     prometheus: Annotated[Prometheus, tunes("Prometheus.", "prometheus")] = Prometheus()
     comms_logger: Annotated[CommsLoggerSection, tunes("Log of collectives.", "comms_logger")] = CommsLoggerSection()
     sparse_attention: Annotated[SparseAttention | None, asks("Block-sparse attention.", "sparse_attention")] = None
-    progressive_layer_drop: Annotated[ProgressiveLayerDrop, tunes("Layer drop.", "progressive_layer_drop")] = (
-        ProgressiveLayerDrop()
+    progressive_layer_drop: Annotated[LayerDrop, tunes("Layer drop.", "progressive_layer_drop")] = (
+        LayerDrop()
     )
     eigenvalue: Annotated[Eigenvalue, tunes("Curvature.", "eigenvalue")] = Eigenvalue()
     quantize_training: Annotated[QuantizeTraining, tunes("Old section.", "eigenvalue")] = QuantizeTraining()

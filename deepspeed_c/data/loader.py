@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torch.utils.data._utils import signal_handling
 
-from deepspeed_c.errors import ConfigError, StateError, UnsupportedConfigError
+from deepspeed_c import _C
+from deepspeed_c.data.sampler import DeepSpeedDataSampler
+from deepspeed_c.errors import ConfigError, StateError
+from deepspeed_c.logging import logger
 
 __all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]
+
+MOST_DEATHS = 3
+"""Restarts of the workers for one batch."""
+
+LOOK_SECONDS = 10.0
+"""Time for a worker whose connection is broken to end."""
+
+# Conditions for a position to mean the same samples: key of the state, name.
+_SAME = {"n_samples": "the length", "fingerprint": "the fingerprint", "seed": "the seed"}
 
 
 class RepeatingLoader:
@@ -52,50 +68,75 @@ class RepeatingLoader:
         self.data_iter = iter(self.loader)
 
 
-class _Shuffle(Sampler[int]):
-    """All indices of a data set, in an order that depends on seed and epoch. The order equals DistributedSampler's for
-    one rank."""
+class _EpochOrder(Sampler[int]):
+    """This rank's samples of an epoch, in an order that depends on seed and epoch, or in the data set's. ``rounds``
+    gives them in batches."""
 
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self._generator = torch.Generator()
-        self._sampler = RandomSampler(dataset, generator=self._generator)
-        self._seed, self._epoch = seed, 0
+    def __init__(self, n_samples: int, batch: int, rank: int, world_size: int, drop_last: bool, seed: int | None) -> None:
+        self._order = _C.SampleOrder(
+            n_samples, n_ranks=world_size, rank=rank, batch=batch, drop_last=drop_last, seed=seed
+        )
+        n_full, n_left = divmod(n_samples, world_size * batch)
+        self._n_samples = n_full * batch + (0 if drop_last else -(-n_left // world_size))
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
+        self.epoch = epoch
+
+    def n_rounds(self, position: int = 0) -> int:
+        return self._order.rounds(position)
+
+    def rounds(self, epoch: int, position: int = 0) -> Iterator[tuple[list[int], int]]:
+        """(batch, position of the next one), from a position of an epoch on."""
+        samples, position = self._order.round(epoch, position)
+        while samples:
+            yield samples, position
+            samples, position = self._order.round(epoch, position)
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        return self._n_samples
 
     def __iter__(self) -> Iterator[int]:
-        self._generator.manual_seed(self._seed + self._epoch)
-        return iter(self._sampler)
+        for samples, _ in self.rounds(self.epoch):
+            yield from samples
 
 
-class _From:
-    """The batches of a batch sampler from number ``first`` on. Earlier batches are never loaded."""
+class _Draws:
+    """The batches of indices that torch's loader takes, each with the position after it. A loader that is started
+    again,
+    because a worker has died, takes those again whose samples have not been returned."""
 
-    def __init__(self, batches: BatchSampler, first: int) -> None:
-        self._batches, self._first = batches, first
-
-    def __len__(self) -> int:
-        return max(0, len(self._batches) - self._first)
+    def __init__(self, batches: Iterator[tuple[list[int], Any]]) -> None:
+        self._batches = batches
+        self._open: deque[tuple[list[int], Any]] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
-        return islice(iter(self._batches), self._first, None)
+        for samples, _ in list(self._open):
+            yield samples
+        for drawn in self._batches:
+            self._open.append(drawn)
+            yield drawn[0]
+
+    def returned(self) -> Any:
+        """The position or place after the first open batch, which has been returned."""
+        return self._open.popleft()[1]
 
 
 class DeepSpeedDataLoader:
     """A loader of this rank's micro-batches.
 
-    Over ranks, a ``DistributedSampler`` gives every rank equally many samples: with ``dataloader_drop_last`` each
-    sample is used at most once, and less than one batch and one round of ranks is left out. Otherwise each sample is
-    used at least once: the first samples of the order are repeated to fill the last round. With more ranks than
-    samples, some samples are therefore used twice, and every rank has a batch.
+    The sample at a position of an epoch is a function of seed, epoch and position. Ranks take positions in turn, so a
+    step of the same number of samples has the same samples on any number of ranks, and a saved position resumes on any
+    number of ranks at once. With ``dataloader_drop_last`` each sample is used at most once in an epoch, and less than
+    one batch of all ranks is left out. Otherwise each sample is used at least once, and the first samples of the order
+    fill up the last round of ranks. With more ranks than samples, some samples are used twice or more, and every rank
+    has a batch.
 
     Each ``iter()`` after a first batch begins a new epoch with a new order. A sampler that the user passes is used
     unchanged; ``set_epoch`` calls the sampler's ``set_epoch``. With several ranks, an ``IterableDataset`` must divide
     its samples among the ranks itself, and declare this by a true attribute ``is_sharded``.
+
+    A worker process that dies is logged, and the workers are started again with the batches that had not been returned.
     """
 
     def __init__(
@@ -123,13 +164,6 @@ class DeepSpeedDataLoader:
         ``start`` is called before each batch. num_local_io_workers: number of processes that load in the background;
         default: none (DeepSpeed: 2 for each device). seed: seed of the shuffle, the same on all ranks.
         """
-        config = deepspeed_dataloader_config or {}
-        if config.get("curriculum_learning"):
-            raise UnsupportedConfigError(
-                "curriculum learning is not part of this version",
-                where="data_efficiency",
-                fix="remove the section, or pass a data_sampler that orders the samples",
-            )
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigError(f"is {batch_size!r}", where="batch_size", fix="use a whole number, 1 or more")
         workers = 0 if num_local_io_workers is None else num_local_io_workers
@@ -140,17 +174,36 @@ class DeepSpeedDataLoader:
         self.tput_timer, self.collate_fn, self.num_local_io_workers = tput_timer, collate_fn, workers
         self.dataloader_drop_last = dataloader_drop_last
         self._measure: Callable[[str], AbstractContextManager[None]] = nullcontext
-        self._owns_sampler = data_sampler is None
-        self.data_sampler: Any = data_sampler
         self._is_stream = isinstance(dataset, IterableDataset)
+        self.data_sampler: Any = data_sampler
+        self._order: _EpochOrder | None = None
+        self._steps: DeepSpeedDataSampler | None = None
+        self.post_process_func: Callable[[Any, dict[str, Any]], Any] | None = None
+        """Called with each batch and the sampler's state, if ``data_efficiency`` chooses the samples; returns the
+        batch."""
+        config = deepspeed_dataloader_config or {}
         if self._is_stream:
             _check_stream(dataset, data_sampler, world_size)
+        elif config.get("curriculum_learning"):
+            self.data_sampler = self._steps = _steps(dataset, config, batch_size, rank, world_size, dataloader_drop_last)
+            seed = config["data_efficiency"]["seed"]
         elif data_sampler is None:
-            self.data_sampler = _sampler(dataset, rank, world_size, dataloader_drop_last, seed, shuffle)
+            self.data_sampler = self._order = _EpochOrder(
+                _length(dataset), batch_size, rank, world_size, dataloader_drop_last, seed if shuffle else None
+            )
+        # The samples at a position depend on these. A user's sampler and a stream have their own order.
+        self._identity = {
+            "n_samples": len(dataset) if self._order is not None or self._steps is not None else None,
+            "fingerprint": _fingerprint(dataset),
+            "seed": seed if (self._order is not None and shuffle) or self._steps is not None else None,
+        }
+        self._round = batch_size * world_size
         self._worker_seed = seed * world_size + rank
         self._epoch = 0
-        self._n_given = 0  # batches of this epoch that were returned
+        self._position = 0  # samples of the epoch that all ranks together have been given
+        self._draws: _Draws | None = None
         self._batches: Iterator[Any] | None = None
+        self._workers: tuple[BaseProcess, ...] = ()
 
     @classmethod
     def for_engine(
@@ -167,9 +220,12 @@ class DeepSpeedDataLoader:
         drop_last: bool = False,
         seed: int = 0,
         measure: Callable[[str], AbstractContextManager[None]] = nullcontext,
+        efficiency: Mapping[str, Any] | None = None,
+        accumulation_steps: int = 1,
     ) -> DeepSpeedDataLoader:
         """A loader for the ranks of ``comm`` (a ``Collectives``). ``route``: "train" shuffles, "eval" and "predict" do
-        not. measure: called with "data" for each batch; returns a context in which the batch is made.
+        not. efficiency: the section ``data_efficiency`` if it chooses the samples of training. measure: called with
+        "data" for each batch; returns a context in which the batch is made.
         """
         if route not in ("train", "eval", "predict"):
             raise ConfigError(f"is {route!r}", where="deepspeed_io(route=...)", fix='use "train", "eval" or "predict"')
@@ -187,16 +243,28 @@ class DeepSpeedDataLoader:
             dataloader_drop_last=drop_last,
             seed=seed,
             shuffle=route == "train",
+            deepspeed_dataloader_config=None
+            if efficiency is None or route != "train" or data_sampler is not None
+            else {
+                "curriculum_learning": True,
+                "data_efficiency": efficiency,
+                "gradient_accumulation_steps": accumulation_steps,
+            },
         )
         loader._measure = measure
         return loader
 
+    def set_post_process_func(self, function: Callable[[Any, dict[str, Any]], Any]) -> None:
+        """Sets ``post_process_func``."""
+        self.post_process_func = function
+
     def __len__(self) -> int:
         """Batches of an epoch on this rank, the same on all ranks."""
-        if self._is_stream:
-            n = len(self.dataset)  # a TypeError if the stream has no length
-        else:
-            n = len(self.data_sampler)
+        if self._order is not None:
+            return self._order.n_rounds()
+        if self._steps is not None:
+            return len(self._steps) // self._round if self.dataloader_drop_last else -(-len(self._steps) // self._round)
+        n = len(self.dataset if self._is_stream else self.data_sampler)  # a TypeError if a stream has no length
         return n // self.batch_size if self.dataloader_drop_last else -(-n // self.batch_size)
 
     @property
@@ -206,26 +274,64 @@ class DeepSpeedDataLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Lets the next ``iter()`` begin ``epoch``, in the order of this epoch."""
-        self._epoch, self._n_given, self._batches = epoch, 0, None
-        if not self._owns_sampler and hasattr(self.data_sampler, "set_epoch"):
+        self._place(epoch, 0)
+
+    def _place(self, epoch: int, position: int) -> None:
+        self._epoch, self._position, self._draws, self._batches = epoch, position, None, None
+        if hasattr(self.data_sampler, "set_epoch"):
             self.data_sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         if self._batches is not None:
-            if self._n_given:
-                self._epoch, self._n_given = self._epoch + 1, 0
-            self._batches = None
+            if self._steps is not None:
+                pass  # there is one order of the whole run, which goes on
+            elif self._position and self._order is not None:
+                self._place(self._epoch + 1, 0)
+            elif self._position:
+                self._epoch, self._position = self._epoch + 1, 0  # a user's sampler gets its epochs from set_epoch
+            self._draws = self._batches = None
         return self
 
     def __next__(self) -> Any:
         if self.tput_timer is not None:
             self.tput_timer.start()
         with self._measure("data"):
+            batch = self._next()
+        if self._draws is None:
+            self._position += self._round
+        elif self._steps is None:
+            self._position = self._draws.returned()
+        else:
+            self._steps.go_to(self._draws.returned())
+            self._position = self._steps.place.consumed
+            if self.post_process_func is not None:
+                batch = self.post_process_func(batch, self._steps.state_dict())
+        return batch
+
+    def _next(self) -> Any:
+        """The next batch. Workers that die are started again, a few times for one batch."""
+        n_deaths = 0
+        while True:
             if self._batches is None:
                 self._batches = self._start()
-            batch = next(self._batches)
-        self._n_given += 1
-        return batch
+            try:
+                return next(self._batches)
+            except (RuntimeError, OSError, EOFError) as error:  # a broken connection may be noticed before the death
+                if not (dead := _dead(self._workers, is_sure=not isinstance(error, RuntimeError))):
+                    raise
+                self._batches = None
+                n_deaths += 1
+                if n_deaths > MOST_DEATHS:
+                    raise StateError(
+                        f"{dead}, the {n_deaths}th death for the same batch (epoch {self._epoch},"
+                        f" after {self._position} samples)",
+                        where="DeepSpeedDataLoader",
+                        fix="see the kernel's log for a kill for memory, or set num_local_io_workers=0 to see the error",
+                    ) from error
+                logger.warning(
+                    "%s; the workers are started again with the batches that were not returned (epoch %d, after %d samples)",
+                    dead, self._epoch, self._position,
+                )  # fmt: skip
 
     def _start(self) -> Iterator[Any]:
         """The batches of the current epoch that have not been returned yet."""
@@ -240,31 +346,88 @@ class DeepSpeedDataLoader:
         }
         if self._is_stream:
             loader = DataLoader(self.dataset, self.batch_size, drop_last=self.dataloader_drop_last, **common)
-            return islice(iter(loader), self._n_given, None)
-        if self._owns_sampler and hasattr(self.data_sampler, "set_epoch"):
-            self.data_sampler.set_epoch(self._epoch)
+            return islice(self._begin(loader), self._position // self._round, None)
+        if self._draws is None:
+            self._draws = _Draws(self._rounds())
+        return self._begin(DataLoader(self.dataset, batch_sampler=self._draws, **common))
+
+    def _begin(self, loader: DataLoader) -> Iterator[Any]:
+        """Begins torch's loader, and takes its workers off the list whose deaths raise an error wherever the main thread
+        is. The loader finds a dead worker when the next batch does not come."""
+        batches = iter(loader)
+        self._workers = tuple(getattr(batches, "_workers", ()))
+        if getattr(batches, "_worker_pids_set", False):
+            signal_handling._remove_worker_pids(id(batches))
+            batches._worker_pids_set = False
+        return batches
+
+    def _rounds(self) -> Iterator[tuple[list[int], Any]]:
+        """(batch of indices, position or place after it), from the current one on."""
+        if self._steps is not None:
+            return self._steps.rounds(self._steps.place)
+        if self._order is not None:
+            return self._order.rounds(self._epoch, self._position)
         batches = BatchSampler(self.data_sampler, self.batch_size, self.dataloader_drop_last)
-        return iter(DataLoader(self.dataset, batch_sampler=_From(batches, self._n_given), **common))
+        first = self._position // self._round
+        return ((batch, (first + i) * self._round) for i, batch in enumerate(islice(batches, first, None), 1))
 
-    def state_dict(self) -> dict[str, int]:
-        """The position of the loader: {"epoch": ..., "batch": batches of the epoch that were returned, "batch_size":
-        ...}."""
-        return {"epoch": self._epoch, "batch": self._n_given, "batch_size": self.batch_size}
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the loader: {"epoch": ..., "position": samples of the epoch that all ranks together were
+        given, "n_samples": of the data set, or None, "fingerprint": the data set's, or None, "seed": of the order, or
+        None}. It is the same on all ranks."""
+        state = {"epoch": self._epoch, "position": self._position, **self._identity}
+        return state if self._steps is None else {**state, "sampler": self._steps.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues at the position of a ``state_dict``: the next batch is the first batch that had not been returned
-        then.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues at the position of a ``state_dict``, of a loader with any number of ranks and any batch size: the
+        next batch begins with the first sample that had not been given then.
 
-        With a sampler that the user passes, this requires that the sampler gives the same order again.
+        With a sampler that the user passes, this requires that the sampler gives the same order again, and the position
+        is rounded down to whole batches. Raises StateError if the data set or the order is another one.
         """
-        if state["batch_size"] != self.batch_size:
+        self.check_state_dict(state)
+        self._place(state["epoch"], state["position"])
+        if self._steps is not None:
+            self._steps.load_state_dict(state["sampler"])
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises StateError if the position is one in another data set or in another order."""
+        if ("sampler" in state) != (self._steps is not None):
             raise StateError(
-                f"the position counts batches of {state['batch_size']} samples, this loader's have {self.batch_size}",
+                f"the position was saved with{'' if 'sampler' in state else 'out'} data_efficiency.data_sampling",
                 where="DeepSpeedDataLoader",
-                fix="resume with the micro-batch size that was saved, or call set_epoch() to begin an epoch",
+                fix="resume with the configuration that was saved, or call set_epoch() to begin an epoch",
             )
-        self.set_epoch(state["epoch"])
-        self._n_given = state["batch"]
+        if self._steps is not None:
+            self._steps.place_of(state["sampler"])
+        for key, name in _SAME.items():
+            saved, mine = state.get(key), self._identity[key]
+            if saved is not None and mine is not None and saved != mine:
+                raise StateError(
+                    f"the position is one in a data set with {name} {saved!r}, and this loader has {mine!r}",
+                    where="DeepSpeedDataLoader",
+                    fix="resume with the data set and the seed that were saved, or call set_epoch() to begin an epoch",
+                )
+
+
+def _dead(workers: Sequence[BaseProcess], is_sure: bool) -> str:
+    """Which workers have died, and by what; "" if none has. is_sure: one has, and may only not be known yet."""
+    if is_sure and workers:
+        wait([worker.sentinel for worker in workers], LOOK_SECONDS)
+    return " and ".join(
+        f"the data worker of process id {worker.pid} "
+        + (f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}")
+        for worker in workers
+        if (code := worker.exitcode) is not None
+    )
+
+
+def _fingerprint(dataset: Any) -> str | None:
+    """A data set's word about its contents: its attribute ``fingerprint``, or that of the library datasets."""
+    for name in ("fingerprint", "_fingerprint"):
+        if isinstance(found := getattr(dataset, name, None), str):
+            return found
+    return None
 
 
 def _share(local_rank: int, rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -285,31 +448,30 @@ def _share(local_rank: int, rank: int | None, world_size: int | None) -> tuple[i
     return rank, world_size
 
 
-def _sampler(dataset: Any, rank: int, world_size: int, drop_last: bool, seed: int, shuffle: bool) -> Sampler[int]:
+def _steps(
+    dataset: Any, config: Mapping[str, Any], batch_size: int, rank: int, world_size: int, drop_last: bool
+) -> DeepSpeedDataSampler:
+    return DeepSpeedDataSampler(
+        config["data_efficiency"],
+        _length(dataset),
+        batch_size,
+        rank,
+        world_size,
+        config.get("data_parallel_group"),
+        config["gradient_accumulation_steps"],
+        config.get("global_rank", 0),
+        drop_last=drop_last,
+    )
+
+
+def _length(dataset: Any) -> int:
     if not hasattr(dataset, "__len__"):
         raise ConfigError(
             f"a data set without a length ({type(dataset).__name__}) cannot be shared out",
             where="training_data",
             fix="define __len__, derive from torch.utils.data.IterableDataset, or pass a data_sampler",
         )
-    if len(dataset) == 0:
-        return _NoSamples()
-    if world_size == 1 and shuffle:
-        return _Shuffle(dataset, seed)
-    return DistributedSampler(dataset, world_size, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
-
-
-class _NoSamples(Sampler[int]):
-    """The order of an empty data set, which torch's samplers refuse to shuffle."""
-
-    def __init__(self) -> None:
-        """Does nothing."""
-
-    def __len__(self) -> int:
-        return 0
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(())
+    return len(dataset)
 
 
 def _check_stream(dataset: Any, data_sampler: Any, world_size: int) -> None:

@@ -39,6 +39,8 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
         self._require_states("forward")
         if self._trains:
             self._passes.recover()
+            if self.training:
+                kwargs |= self._arguments.of_step(self.global_steps)
             if self.training and torch.is_grad_enabled():
                 self._inputs.look(self.global_steps, inputs, kwargs)
                 self._experiment.look(inputs, kwargs)

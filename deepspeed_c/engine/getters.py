@@ -122,15 +122,12 @@ GETTERS: dict[str, str] = {
 }
 
 
-_CURRICULUM = "curriculum learning comes with a later version; order the samples in a data_sampler"
 _BY_ITSELF = "nothing: gradients are reduced within backward, and clipped within step"
 _GRAPH_PASSES = "engine.compile(backend=..., compile_kwargs=...) compiles with torch.compile"
 _COMM = "deepspeed_c.comm has the collectives"
 
 # Methods of DeepSpeed's engine that this one does not have -> what to do instead.
 ABSENT_METHODS: dict[str, str] = {
-    "set_data_post_process_func": _CURRICULUM,
-    "set_custom_curriculum_learning_schedule": _CURRICULUM,
     "random_ltd_initialize": "random layer token drop comes with a later version",
     "is_elastic_model_parallel_supported": "checkpoints load on any number of ranks; choose the batch sizes by hand",
     "quantize_training": "quantization in the optimizer's step (MoQ) comes with a later version",
@@ -273,8 +270,10 @@ class ConfigGetters:
     def autotuning_model_info_path(self) -> str:
         return self._config.autotuning.model_info_path or os.path.join(os.getcwd(), "autotuning_model_info.json")
 
-    def get_pld_theta(self) -> None:
-        """None, because a configuration that asks for progressive layer drop is refused."""
+    def get_pld_theta(self) -> float | None:
+        """The keep probability of the last forward, or None without progressive layer drop."""
+        layer_drop = self._arguments.layer_drop
+        return None if layer_drop is None else layer_drop.get_theta()
 
     def get_data_parallel_rank(self) -> int:
         return self._mesh.index(*DATA)

@@ -123,6 +123,7 @@ class PipelineEngine(TrainingHost):
     """
 
     pipeline_parallelism = True
+    takes_arguments = False
     _attributes = ATTRIBUTES | OF_PIPELINES
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -262,6 +263,7 @@ class PipelineEngine(TrainingHost):
             self._compare_inputs(batches)
         self.module.train()
         self._passes.recover()
+        self._arguments.of_step(self.global_steps)
         if not self._is_weighed:
             self._weigh(batches[0] if batches else (None, None))
         table = self._table(n, trains=True)

@@ -54,7 +54,7 @@ class TrainState:
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self.n_tokens = 0
         """Number of tokens in this rank's batches of the present window."""
-        self._loader_state: dict[str, int] | None = None  # the loader's position at the beginning of the window
+        self._loader_state: dict[str, Any] | None = None  # the loader's position at the beginning of the window
 
     def lay_out(self, layout: Layout, *, trains: bool) -> None:
         """Sets the layout whose units now hold the model; an empty layout means that no units do. trains: whether
@@ -163,6 +163,8 @@ class TrainState:
                 _check_tracked(state["tracked"], self.device, where)
             if state.get("loader") and not _is_place(state["loader"]):
                 raise CheckpointError("its place in the data is none", where=where, fix="load another tag")
+            if state.get("loader") and self._loader is not None:
+                self._loader.check_state_dict(state["loader"])
         scaler = self.optimizer.scaler
         if scaler is not None and source.state.get("loss_scaler"):
             try:
@@ -243,7 +245,7 @@ class TrainState:
             return
         saved = (first if saved_ranks == n_ranks else source.rank_state(0)) or {}
         if saved.get("loader"):
-            self._loader.load_state_dict(_same_place(saved["loader"], self._loader.batch_size, saved_ranks, n_ranks))
+            self._loader.load_state_dict(saved["loader"])
             self._note_loader()
 
     def begin_writes(self) -> None:
@@ -266,17 +268,9 @@ def _n_ranks(source: Source, axis: str) -> int:
 
 def _is_place(state: Any) -> bool:
     """Whether ``state`` is the saved position of a loader."""
-    least = {"epoch": 0, "batch": 0, "batch_size": 1}
     return isinstance(state, Mapping) and all(
-        type(state.get(key)) is int and low <= state[key] < 1 << 63 for key, low in least.items()
+        type(state.get(key)) is int and 0 <= state[key] < 1 << 63 for key in ("epoch", "position")
     )
-
-
-def _same_place(state: Mapping[str, int], batch_size: int, saved_ranks: int, n_ranks: int) -> dict[str, int]:
-    """Converts a loader's position to another number of ranks or another micro-batch. The same number of samples of the
-    epoch has been used, rounded down to whole batches."""
-    samples = state["batch"] * state["batch_size"] * saved_ranks
-    return {"epoch": state["epoch"], "batch": samples // (batch_size * n_ranks), "batch_size": batch_size}
 
 
 def _check_tracked(states: Any, device: torch.device, where: str) -> None:

@@ -18,10 +18,12 @@ from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.comm.observed import listen, stop_listening
 from deepspeed_c.config import Config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
+from deepspeed_c.data.sampler import DeepSpeedDataSampler
 from deepspeed_c.engine.backward import BackwardPass
 from deepspeed_c.engine.checkpoint.checkpoints import Checkpoints
 from deepspeed_c.engine.edits import Edits
 from deepspeed_c.engine.experiment import ExperimentMeter
+from deepspeed_c.engine.forward_arguments import ForwardArguments, sampling_section
 from deepspeed_c.engine.host import ModelHost
 from deepspeed_c.engine.inputs import InputCheck
 from deepspeed_c.engine.no_optimizer import NoOptimizer
@@ -80,6 +82,9 @@ class Training(NamedTuple):
 class TrainingHost(Reductions, ModelHost):
     """The part of an engine that does not depend on how micro-batches go through the model."""
 
+    takes_arguments = True
+    """Whether the module's forward gets keyword arguments."""
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -105,6 +110,7 @@ class TrainingHost(Reductions, ModelHost):
         if training.data is not None:
             self.training_dataloader = self.deepspeed_io(training.data, collate_fn=training.collate_fn)
         self._inputs = InputCheck(mesh, device)
+        self._arguments = ForwardArguments(config, takes_arguments=self.takes_arguments)
         self._share = LossShare(mesh, config.sequence_parallel.loss)
         self._step_applied = False
         self._unhook_zero_grad: Callable[[], None] = lambda: None
@@ -365,11 +371,32 @@ class TrainingHost(Reductions, ModelHost):
             pin_memory=pin_memory and self.device.type != "cpu",
             data_sampler=data_sampler,
             collate_fn=collate_fn,
-            num_local_io_workers=num_local_io_workers,
+            num_local_io_workers=num_local_io_workers or self._config.data_efficiency.n_workers or None,
             drop_last=self._config.dataloader_drop_last,
             seed=self._config.seed,
             measure=self.phases.measure,
+            efficiency=sampling_section(self._config),
+            accumulation_steps=self._config.batch.accumulation_steps,
         )
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], int]]) -> None:
+        """Sets the functions from step to difficulty of metrics with ``schedule_type`` "custom", by the metric's
+        name."""
+        sampler = getattr(self.training_dataloader, "data_sampler", None)
+        if not isinstance(sampler, DeepSpeedDataSampler):
+            logger.warning("set_custom_curriculum_learning_schedule: no curriculum chooses the samples, nothing is set")
+            return
+        sampler.set_custom_curriculum_learning_schedule(schedule_func_dict)
+
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
+        """Sets the function that changes each batch of ``training_dataloader``, as by cutting sequences: it gets the
+        batch
+        and the sampler's state (``current_difficulties`` by metric), and returns the batch. It is called only if
+        ``data_efficiency`` chooses the samples."""
+        if self.training_dataloader is None:
+            logger.warning("set_data_post_process_func: there is no training_dataloader, nothing is set")
+            return
+        self.training_dataloader.set_post_process_func(post_process_func)
 
     def save_checkpoint(
         self,

@@ -11,6 +11,7 @@
 #include "dsc/ckpt.h"
 #include "dsc/comm.h"
 #include "dsc/compile.h"
+#include "dsc/data.h"
 #include "dsc/fetch.h"
 #include "dsc/flat.h"
 #include "dsc/intake.h"

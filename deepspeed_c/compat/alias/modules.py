@@ -71,6 +71,10 @@ MODULES: dict[str, str] = {
     "deepspeed.runtime.config_utils": "deepspeed_c.compat.config_utils",
     "deepspeed.runtime.constants": "deepspeed_c.compat.runtime_constants",
     "deepspeed.runtime.dataloader": "deepspeed_c.data.loader",
+    "deepspeed.runtime.data_pipeline.curriculum_scheduler": "deepspeed_c.data.curriculum",
+    "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": "deepspeed_c.data.sampler",
+    "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": "deepspeed_c.data.indexed",
+    "deepspeed.runtime.progressive_layer_drop": "deepspeed_c.engine.forward_arguments",
     "deepspeed.runtime.engine": "deepspeed_c.engine.engine",
     "deepspeed.runtime.hybrid_engine": "deepspeed_c.engine.hybrid",
     "deepspeed.runtime.lr_schedules": "deepspeed_c.lr_schedules",
@@ -489,7 +493,7 @@ _INFERENCE = "inference with paged caches and ragged batches comes with a later 
 _CHECKPOINTING = "what is kept for a backward is packed and given back by deepspeed_c.checkpointing.checkpoint itself"
 _COMPRESSION = "layer reduction and convolutions come with a later version; deepspeed_c.compression.compress.init_compression quantizes linear layers and embeddings, and prunes linear layers (docs/concepts/compression.md)"
 _ONE_BIT = "1-bit optimizers come with a later version; use Adam, AdamW or Lamb of deepspeed_c.ops"
-_DATA = "data efficiency (curriculum, random layer token drop) comes with a later version; use deepspeed_c.data.DeepSpeedDataLoader"
+_DATA = "random layer token drop and batches by tokens come with a later version; deepspeed_c.data has loader, sampler, curricula and indexed data sets"
 _ONE_OPTIMIZER = "one class does the work at all stages: deepspeed_c.zero.states.optimizer.ZeroOptimizer; the stage is engine.zero_optimization_stage()"
 _KEYS = "write the key itself as text, as it stands in the JSON file; docs/config.md has all of them"
 _CONVERTER = "`deepspeed_c checkpoint convert` turns a checkpoint into any layout; checkpoints load on any number of ranks as they are"

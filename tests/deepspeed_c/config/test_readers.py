@@ -30,18 +30,27 @@ PARAMS = ("optimizer.params.", "scheduler.params.")
 
 
 def attributes_read():
-    """Every name that follows a dot somewhere in the package."""
+    """Every name that follows a dot somewhere in the package, or that getattr is called with."""
     found = set()
     for path in ROOT.rglob("*.py"):
         if path not in NO_READERS:
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                     found.add(node.attr)
+                elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr":
+                    found |= {arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant)}
     return found
 
 
+def keys_read():
+    """Every key of the sections that the sampler and the curricula get as mappings, as DeepSpeed's classes do."""
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "data").glob("*.py")]
+    constants = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return {value for value in constants if isinstance(value, str)}
+
+
 # The sections of monitors are looked up by the names of their backends.
-READ = attributes_read() | set(MONITORS)
+READ = attributes_read() | set(MONITORS) | keys_read()
 # The features that are refused. A key that only tunes one of them does no harm.
 REFUSED = {field.info.feature for _, field in walk() if field.info.is_switch and not field.info.is_built} | {
     kind.feature for kind in (*OPTIMIZERS.values(), *SCHEDULES.values())

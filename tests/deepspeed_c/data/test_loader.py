@@ -4,15 +4,19 @@ positions and users' mistakes are tested too."""
 from __future__ import annotations
 
 import inspect
+import os
+import signal
 from collections import Counter
+from random import Random
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, SequentialSampler
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from deepspeed_c.data import DeepSpeedDataLoader, RepeatingLoader
-from deepspeed_c.errors import ConfigError, StateError, UnsupportedConfigError
+from deepspeed_c.errors import ConfigError, StateError
+from tests.log_lines import LogLines
 
 
 def make(n, batch, rank=0, world=1, **kwargs):
@@ -120,9 +124,10 @@ def test_a_position_loaded_under_a_running_iterator_counts():
     repeating = RepeatingLoader(loader)
     for _ in range(7):
         next(repeating)
-    repeating.load_state_dict({"epoch": 0, "batch": 2, "batch_size": 3})
+    repeating.load_state_dict({"epoch": 0, "position": 6})
     assert next(repeating).tolist() == batches[2]
-    assert repeating.state_dict() == {"epoch": 0, "batch": 3, "batch_size": 3}
+    state = repeating.state_dict()
+    assert state == {"epoch": 0, "position": 9, "n_samples": 30, "fingerprint": None, "seed": 0}
 
 
 def test_a_position_loads_only_what_it_needs():
@@ -137,13 +142,139 @@ def test_a_position_loads_only_what_it_needs():
             return i
 
     loader = DeepSpeedDataLoader(Recording(), 2, False, 0, None, shuffle=False)
-    loader.load_state_dict({"epoch": 3, "batch": 4, "batch_size": 2})
+    loader.load_state_dict({"epoch": 3, "position": 8})
     assert epoch(loader) == [[8, 9]] and loaded == [8, 9]
 
 
-def test_positions_of_another_batch_size_are_refused():
-    with pytest.raises(StateError, match="batches of 4 samples, this loader's have 2"):
-        make(8, 2).load_state_dict({"epoch": 0, "batch": 1, "batch_size": 4})
+class Named(list):
+    fingerprint = "a1"
+
+
+class Renamed(list):
+    fingerprint = "b2"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "seed", "message"),
+    [
+        (range(9), 0, "with the length 8, and this loader has 9"),
+        (range(8), 1, "with the seed 0, and this loader has 1"),
+        (Renamed(range(8)), 0, "with the fingerprint 'a1', and this loader has 'b2'"),
+    ],
+)
+def test_positions_in_another_data_set_are_refused(dataset, seed, message):
+    def loader_of(dataset, seed=0):
+        return DeepSpeedDataLoader(dataset, 2, False, -1, None, seed=seed)
+
+    saved = loader_of(Named(range(8)))
+    next(saved)
+    loader = loader_of(dataset, seed)
+    with pytest.raises(StateError, match=message) as caught:
+        loader.load_state_dict(saved.state_dict())
+    assert caught.value.fix and loader.state_dict()["position"] == 0
+    loader_of(range(8)).load_state_dict(saved.state_dict())  # a data set without a fingerprint may be the same
+
+
+TRAIN_BATCH = 12
+
+
+def layouts():
+    """(ranks, micro-batch, accumulation) of a training batch."""
+    return [
+        (ranks, micro, TRAIN_BATCH // (ranks * micro))
+        for ranks in (1, 2, 3, 4)
+        for micro in (1, 2, 3, 4, 6, 12)
+        if TRAIN_BATCH % (ranks * micro) == 0
+    ]
+
+
+@pytest.mark.parametrize("case", range(24))
+def test_steps_have_the_same_samples_in_any_layout_and_after_any_resume(case):
+    """Against a run in one process with one batch a step: other ranks, micro-batches and workers, changed at each of
+    several kills."""
+    random = Random(case)
+    n, seed, n_steps = TRAIN_BATCH * random.randint(1, 5), random.randrange(1 << 40), 14
+    plain = RepeatingLoader(make(n, TRAIN_BATCH, seed=seed))
+    wanted = [sorted(next(plain).tolist()) for _ in range(n_steps)]
+    kills, got, state = sorted(random.sample(range(1, n_steps), 3)), [], None
+    for first, last in zip([0, *kills], [*kills, n_steps]):
+        ranks, micro, accumulation = random.choice(layouts())
+        workers = random.choice((0, 0, 1, 3))
+        loaders = [make(n, micro, rank, ranks, seed=seed, num_local_io_workers=workers) for rank in range(ranks)]
+        if state is not None:
+            for loader in loaders:
+                loader.load_state_dict(state)
+        repeating = [RepeatingLoader(loader) for loader in loaders]
+        for _ in range(first, last):
+            got.append(sorted(s for one in repeating for _ in range(accumulation) for s in next(one).tolist()))
+        for one in repeating[: random.randint(0, ranks)]:  # micro-batches of a step that the kill interrupts
+            next(one)
+        state = {**loaders[0].state_dict(), "epoch": last * TRAIN_BATCH // n, "position": last * TRAIN_BATCH % n}
+    assert got == wanted
+    for begin in range(0, n_steps * TRAIN_BATCH - n + 1, n):
+        of_epoch = [s for step in got for s in step][begin : begin + n]
+        assert sorted(of_epoch) == list(range(n))
+
+
+class Deadly:
+    """Ends the worker process that reads a sample, as often as its file says."""
+
+    def __init__(self, n, folder, deadly, times):
+        self.n, self.folder, self.deadly, self.times = n, folder, deadly, times
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        deaths = len(list(self.folder.iterdir()))
+        if i == self.deadly and get_worker_info() is not None and deaths < self.times:
+            (self.folder / str(deaths)).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return i
+
+
+@pytest.mark.parametrize("sampler", [None, "random"])
+def test_workers_that_die_are_started_again_and_no_sample_is_lost_or_repeated(tmp_path, sampler):
+    dataset = Deadly(23, tmp_path, 11, 2)
+    given = None if sampler is None else RandomSampler(range(23))  # draws another order when it is begun again
+    with LogLines() as log:
+        loader = DeepSpeedDataLoader(dataset, 2, False, -1, None, num_local_io_workers=2, data_sampler=given)
+        seen = flat(epoch(loader))
+    print(seen, log.lines)
+    assert sorted(seen) == list(range(23)) and len(list(tmp_path.iterdir())) == 2
+    assert sum("the data worker of process id" in line and "killed by SIGKILL" in line for line in log.lines) == 2
+
+
+def test_a_sample_that_kills_every_worker_is_an_error(tmp_path):
+    loader = DeepSpeedDataLoader(Deadly(4, tmp_path, 0, 99), 1, False, -1, None, num_local_io_workers=1, shuffle=False)
+    with pytest.raises(StateError, match="SIGKILL, the 4th death for the same batch .epoch 0, after 0 samples") as caught:
+        next(loader)
+    assert "num_local_io_workers=0" in caught.value.fix
+
+
+def test_a_worker_that_dies_between_batches_interrupts_nothing():
+    """Torch's handler of SIGCHLD would raise in whatever runs then."""
+    loader = DeepSpeedDataLoader(range(40), 2, False, -1, None, num_local_io_workers=1)
+    seen = next(loader).tolist()
+    worker = loader._batches._workers[0]
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join()
+    assert not worker.is_alive()
+    seen += [sample for _ in range(19) for sample in next(loader).tolist()]
+    assert sorted(seen) == list(range(40))
+
+
+def test_errors_of_a_data_set_are_not_mistaken_for_deaths():
+    class Broken:
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            raise RuntimeError("no such file")
+
+    for workers in (0, 1):
+        with pytest.raises(RuntimeError, match="no such file"):
+            next(DeepSpeedDataLoader(Broken(), 2, False, -1, None, num_local_io_workers=workers))
 
 
 def test_a_users_sampler_is_used_as_it_is():
@@ -188,7 +319,7 @@ class Stream(IterableDataset):
 def test_streams():
     loader = DeepSpeedDataLoader(Stream(5), 2, False, 0, None)
     assert epoch(loader) == [[0, 1], [2, 3], [4]]
-    loader.load_state_dict({"epoch": 1, "batch": 2, "batch_size": 2})
+    loader.load_state_dict({"epoch": 1, "position": 4})
     assert epoch(loader) == [[4]]
     with pytest.raises(TypeError):
         len(loader)
@@ -209,7 +340,6 @@ def test_streams():
         (ConfigError, "num_local_io_workers: is -1", {"num_local_io_workers": -1}),
         (ConfigError, "rank 2 does not exist among 2", {"data_parallel_world_size": 2, "data_parallel_rank": 2}),
         (ConfigError, "without a length", {"dataset": iter([1])}),
-        (UnsupportedConfigError, "curriculum", {"deepspeed_dataloader_config": {"curriculum_learning": True}}),
     ],
 )
 def test_mistakes(error, message, kwargs):

@@ -547,7 +547,7 @@ def sign(folder: str, name: str, **changed: Any) -> None:
 ODD_STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "random state cannot be put back": ("rank_00001.pt", {"random": 5}),
     "numpy's generator stands at": ("rank_00000.pt", {"random": {"numpy": ("MT19937", torch.zeros(624), 625, 0, 0.0)}}),
-    "its place in the data is none": ("rank_00001.pt", {"loader": {"epoch": 0, "batch": "x", "batch_size": 2}}),
+    "its place in the data is none": ("rank_00001.pt", {"loader": {"epoch": 0, "position": "x"}}),
     "its loss scale is none": ("state.pt", {"loss_scaler": {"scale": "x"}}),
     "client_state is a int": ("state.pt", {"client_state": 5}),
     "group 0 of the optimizer": ("state.pt", {"groups": [5]}),

@@ -1,0 +1,85 @@
+"""data/curriculum.py: schedules against their formula in fractions, DeepSpeed's own class where it is there, and users'
+mistakes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from deepspeed_c.data.curriculum import CurriculumScheduler
+from deepspeed_c.errors import ConfigError, StateError
+
+LINEAR = {"total_curriculum_step": 100, "difficulty_step": 8}
+
+
+def section(kind, config, low=8, high=1024):
+    return {"min_difficulty": low, "max_difficulty": high, "schedule_type": kind, "schedule_config": config}
+
+
+@pytest.mark.parametrize("low, high", [(8, 1024), (5, 5), (0, 7), (60, 999)])
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_linear_is_the_formula_in_integers(low, high, multiple):
+    scheduler = CurriculumScheduler(section("fixed_linear", {"total_curriculum_step": 100, "difficulty_step": multiple}, low, high))
+    for step in range(130):
+        exact = low + (high - low) * step // 100
+        wanted = high if step >= 100 else max(low, exact - exact % multiple)
+        assert abs(scheduler.get_difficulty(step) - wanted) in (0, multiple), step  # f64 may fall below a whole number
+        assert low <= scheduler.get_difficulty(step) <= high
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 0.5])
+def test_roots(degree):
+    scheduler = CurriculumScheduler(section("fixed_root", {**LINEAR, "root_degree": degree}))
+    for step in range(100):
+        exact = math.floor((step / 100) ** (1 / degree) * (1024 - 8) + 8)
+        assert scheduler.get_difficulty(step) == exact - exact % 8, step
+    assert scheduler.get_difficulty(100) == scheduler.get_difficulty(10**15) == 1024
+
+
+def test_discrete():
+    scheduler = CurriculumScheduler(section("fixed_discrete", {"difficulty": [1, 2, 3], "max_step": [5, 10]}))
+    assert [scheduler.get_difficulty(step) for step in range(13)] == [1] * 6 + [2] * 5 + [3] * 2
+
+
+def test_custom():
+    scheduler = CurriculumScheduler(section("custom", {}))
+    with pytest.raises(ConfigError, match="there is no function"):
+        scheduler.update_difficulty(1)
+    scheduler.set_custom_get_difficulty(lambda step: 2000 - step)
+    assert scheduler.update_difficulty(1) == 1999 and scheduler.update_difficulty(2) == 1998
+
+
+def test_the_state_goes_on():
+    one, other = (CurriculumScheduler(section("fixed_linear", LINEAR)) for _ in range(2))
+    assert one.get_current_difficulty() == 8 and one.update_difficulty(50) == one.get_current_difficulty() == 512
+    other.set_state(one.get_state())
+    assert other.get_current_difficulty() == 512
+    other.set_current_difficulty(1024)
+    assert other.update_difficulty(3) == 1024, "the maximum stays"
+    with pytest.raises(StateError, match="max_difficulty 1024, this schedule has 512"):
+        CurriculumScheduler(section("fixed_linear", LINEAR, high=512)).set_state(one.get_state())
+
+
+@pytest.mark.parametrize(
+    "kind, config, message",
+    [
+        ("fixed_linear", {}, "schedule_config.total_curriculum_step: is missing"),
+        ("fixed_linear", {"total_curriculum_step": 0, "difficulty_step": 1}, "total_curriculum_step is 0"),
+        ("fixed_linear", {"total_curriculum_step": 2.5, "difficulty_step": 1}, "total_curriculum_step: is 2.5"),
+        ("fixed_root", LINEAR, "schedule_config.root_degree: is missing"),
+        ("fixed_root", {**LINEAR, "root_degree": 0}, "root_degree is 0"),
+        ("fixed_discrete", {"difficulty": [1, 2], "max_step": [1, 2]}, "2 of difficulty and 2 of max_step"),
+        ("fixed_discrete", {"difficulty": [2, 1], "max_step": [1]}, "difficulty goes down, from 2 to 1"),
+        ("fixed_discrete", {"difficulty": [1, 2]}, "schedule_config.max_step: is missing"),
+        ("fixed_cubic", {}, "schedule_type: is 'fixed_cubic'"),
+    ],
+)
+def test_mistakes(kind, config, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        CurriculumScheduler(section(kind, config))
+    assert caught.value.fix
+    with pytest.raises(ConfigError, match="min_difficulty: is missing"):
+        CurriculumScheduler({**section("fixed_linear", LINEAR), "min_difficulty": None})
+    with pytest.raises(ConfigError, match="max_difficulty: is 4, below min_difficulty 8"):
+        CurriculumScheduler(section("fixed_linear", LINEAR, high=4))
