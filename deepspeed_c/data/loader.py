@@ -352,8 +352,8 @@ class DeepSpeedDataLoader:
         return self._begin(DataLoader(self.dataset, batch_sampler=self._draws, **common))
 
     def _begin(self, loader: DataLoader) -> Iterator[Any]:
-        """Begins torch's loader, and takes its workers off the list whose deaths raise an error wherever the main thread
-        is. The loader finds a dead worker when the next batch does not come."""
+        """Begins torch's loader, and takes its workers off the list whose deaths raise an error in whatever the main
+        thread runs. The loader finds a dead worker when the next batch does not come."""
         batches = iter(loader)
         self._workers = tuple(getattr(batches, "_workers", ()))
         if getattr(batches, "_worker_pids_set", False):
