@@ -248,6 +248,10 @@ class MMapIndexedDatasetBuilder:
 
     def add_item_numpy(self, np_array: np.ndarray) -> None:
         """Appends an item. Raises DataFileError if the dtype cannot hold its values."""
+        self.add_flat(np_array, [np.size(np_array)])
+
+    def add_flat(self, np_array: np.ndarray, sizes: Iterable[int]) -> None:
+        """Appends items that lie after one another in an array: as many elements each as ``sizes`` says."""
         given = np.asarray(np_array)
         stored = given.astype(self._dtype)
         is_cut = given.dtype != stored.dtype and self._dtype.kind in "iu"
@@ -256,7 +260,7 @@ class MMapIndexedDatasetBuilder:
                 f"an item has values that {self._dtype} cannot hold", where=self._out, fix="build it with a wider dtype"
             )
         self._data_file.write(stored.tobytes())
-        self._sizes.append(stored.size)
+        self._sizes.extend(np.asarray(sizes, dtype=np.int64).tolist())
 
     def end_document(self) -> None:
         self._doc_idx.append(len(self._sizes))

@@ -72,6 +72,7 @@ MODULES: dict[str, str] = {
     "deepspeed.runtime.constants": "deepspeed_c.compat.runtime_constants",
     "deepspeed.runtime.dataloader": "deepspeed_c.data.loader",
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": "deepspeed_c.data.curriculum",
+    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": "deepspeed_c.data.analyzer",
     "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": "deepspeed_c.data.sampler",
     "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": "deepspeed_c.data.indexed",
     "deepspeed.runtime.progressive_layer_drop": "deepspeed_c.engine.forward_arguments",
