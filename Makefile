@@ -86,7 +86,7 @@ format: $(BUILT) ## lay out C, C++ and CUDA as .clang-format says
 # compiler works while pip installs on one core.
 .PHONY: programs
 programs: $(SYSTEM)
-	-@for san in "" address,undefined thread; do $(MAKE) -s -C csrc programs SAN=$$san >/dev/null || exit; done
+	-@for san in "" address,undefined thread; do $(MAKE) -s -j2 -C csrc programs SAN=$$san >/dev/null || exit; done
 
 .PHONY: bench
 bench: $(BUILT) ## measure everything, alone on the machine (about 40 min), and write docs/performance.md
