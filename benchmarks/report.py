@@ -234,6 +234,14 @@ FIGURES = [
         )
     ),
     *(
+        Figure(f"the order of samples: {what}", goal, "data_order", {"contender": contender}, key)
+        for contender, what, goal, key in (
+            ("round", "microseconds for the next of 10^9 samples", "<= 1", "us_per_sample"),
+            ("resume", "the first batch of a run that resumes at step 10^6 over one at step 10", "<= 1.1", "ratio_to_step_10"),
+            ("batch", "a batch over torch's DataLoader", "<= 1.05", "ratio_to_torch"),
+        )
+    ),
+    *(
         Figure(
             f"vocabulary-parallel cross-entropy, 2,048 tokens x a vocabulary of 32,768, 2 ranks: {what} over gathering the logits",
             goal,

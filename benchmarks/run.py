@@ -335,6 +335,13 @@ BENCHMARKS = [
         "--layers 1 --width 32 --heads 2 --context 32 --steps 2 --tune-steps 1",
     ),
     _script(
+        "data_order",
+        f"{OURS}/data_order.py",
+        ("csrc/data", "csrc/include", "ops/binding/handles_data.cpp", "deepspeed_c/data"),
+        30,
+        "--rounds 2 --rows 800",
+    ),
+    _script(
         "vocab_cross_entropy",
         "benchmarks/ops/vocab_cross_entropy.py",
         (*CORES, "csrc/tp", "csrc/comm", "ops", "deepspeed_c/inject/loss.py", "deepspeed_c/inject/ranks.py"),

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from .keys import Fraction, FrozenDict, NonNeg, Positive, Section, asks, inherent, tunes
+from .keys import Fraction, FrozenDict, NonNeg, Positive, Section, acts, asks, inherent, tunes
 
 __all__ = ["Compression", "compression_conflicts", "n_of_m"]
 
@@ -21,7 +21,7 @@ class _GroupSection(Section, kw_only=True):
 
     modules: Annotated[
         tuple[str, ...],
-        tunes("Regular expressions that are searched in the modules' names; * for all.", _C, one_or_many=True),
+        acts("Regular expressions that are searched in the modules' names; * for all.", one_or_many=True),
     ] = ("*",)
     related_modules: Annotated[
         tuple[Any, ...] | None,
