@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,8 @@ __all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]
 
 MOST_DEATHS = 3
 """Restarts of the workers for one batch."""
+
+REPORT_SECONDS = 10.0
 
 LOOK_SECONDS = 10.0
 """Time for a worker whose connection is broken to end."""
@@ -203,6 +206,10 @@ class DeepSpeedDataLoader:
         self._position = 0  # samples of the epoch that all ranks together have been given
         self._draws: _Draws | None = None
         self._batches: Iterator[Any] | None = None
+        # A stream with a state of its own goes on from it. Worker processes would keep theirs to themselves.
+        self._has_stream_state = self._is_stream and workers == 0 and _is_stateful(dataset)
+        self._stream_state: Any = None
+        self._n_ranks = world_size
         self._workers: tuple[BaseProcess, ...] = ()
 
     @classmethod
@@ -278,6 +285,7 @@ class DeepSpeedDataLoader:
 
     def _place(self, epoch: int, position: int) -> None:
         self._epoch, self._position, self._draws, self._batches = epoch, position, None, None
+        self._stream_state = None
         if hasattr(self.data_sampler, "set_epoch"):
             self.data_sampler.set_epoch(epoch)
 
@@ -289,6 +297,7 @@ class DeepSpeedDataLoader:
                 self._place(self._epoch + 1, 0)
             elif self._position:
                 self._epoch, self._position = self._epoch + 1, 0  # a user's sampler gets its epochs from set_epoch
+                self._stream_state = None
             self._draws = self._batches = None
         return self
 
@@ -346,7 +355,10 @@ class DeepSpeedDataLoader:
         }
         if self._is_stream:
             loader = DataLoader(self.dataset, self.batch_size, drop_last=self.dataloader_drop_last, **common)
-            return islice(self._begin(loader), self._position // self._round, None)
+            if self._stream_state is not None:
+                self.dataset.load_state_dict(self._stream_state)
+                return self._begin(loader)
+            return _skip(self._begin(loader), self._position // self._round)
         if self._draws is None:
             self._draws = _Draws(self._rounds())
         return self._begin(DataLoader(self.dataset, batch_sampler=self._draws, **common))
@@ -374,8 +386,11 @@ class DeepSpeedDataLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position of the loader: {"epoch": ..., "position": samples of the epoch that all ranks together were
         given, "n_samples": of the data set, or None, "fingerprint": the data set's, or None, "seed": of the order, or
-        None}. It is the same on all ranks."""
+        None}. It is the same on all ranks. A stream with a state of its own adds
+        "stream", which each rank has for itself, and "n_ranks"."""
         state = {"epoch": self._epoch, "position": self._position, **self._identity}
+        if self._has_stream_state:
+            state |= {"stream": self.dataset.state_dict(), "n_ranks": self._n_ranks}
         return state if self._steps is None else {**state, "sampler": self._steps.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -389,6 +404,7 @@ class DeepSpeedDataLoader:
         self._place(state["epoch"], state["position"])
         if self._steps is not None:
             self._steps.load_state_dict(state["sampler"])
+        self._stream_state = state.get("stream") if self._has_stream_state else None
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises StateError if the position is one in another data set or in another order."""
@@ -400,6 +416,12 @@ class DeepSpeedDataLoader:
             )
         if self._steps is not None:
             self._steps.place_of(state["sampler"])
+        if self._has_stream_state and "stream" in state and state["n_ranks"] != self._n_ranks:
+            raise StateError(
+                f"the data set's own state is that of a rank of {state['n_ranks']}, and there are {self._n_ranks} ranks",
+                where="DeepSpeedDataLoader",
+                fix="resume on as many ranks, or let the data set have no state_dict: it is skipped forward then",
+            )
         for key, name in _SAME.items():
             saved, mine = state.get(key), self._identity[key]
             if saved is not None and mine is not None and saved != mine:
@@ -420,6 +442,22 @@ def _dead(workers: Sequence[BaseProcess], is_sure: bool) -> str:
         for worker in workers
         if (code := worker.exitcode) is not None
     )
+
+
+def _is_stateful(dataset: Any) -> bool:
+    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _skip(batches: Iterator[Any], n: int) -> Iterator[Any]:
+    """The batches after the first n, which a stream can only pass by reading them."""
+    told = time.monotonic()
+    for i in range(n):
+        if next(batches, None) is None:
+            break
+        if time.monotonic() - told > REPORT_SECONDS:
+            told = time.monotonic()
+            logger.info("data loader: skips forward in a stream, %d of %d batches (%d %%)", i + 1, n, 100 * (i + 1) // n)
+    return batches
 
 
 def _fingerprint(dataset: Any) -> str | None:

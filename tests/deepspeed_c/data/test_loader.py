@@ -332,6 +332,44 @@ def test_streams():
         DeepSpeedDataLoader(Stream(5), 2, False, 0, None, data_sampler=SequentialSampler(range(5)))
 
 
+class Stateful(Stream):
+    """A stream that goes on by itself, and counts what it reads."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.at, self.n_read = 0, 0
+
+    def __iter__(self):
+        while self.at < self.n:
+            self.at, self.n_read = self.at + 1, self.n_read + 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def test_a_stream_with_a_state_goes_on_without_reading_again():
+    first = DeepSpeedDataLoader(Stateful(11), 2, False, 0, None)
+    assert [next(first).tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    state = first.state_dict()
+    resumed = DeepSpeedDataLoader(Stateful(11), 2, False, 0, None)
+    resumed.load_state_dict(state)
+    assert epoch(resumed) == [[6, 7], [8, 9], [10]] and resumed.dataset.n_read == 5
+    assert epoch(resumed) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
+    sharded = Stateful(11)
+    sharded.is_sharded = True
+    other = DeepSpeedDataLoader(sharded, 2, False, 0, None, data_parallel_world_size=2, data_parallel_rank=0)
+    with pytest.raises(StateError, match="is that of a rank of 1, and there are 2 ranks"):
+        other.load_state_dict(state)
+    skipped = DeepSpeedDataLoader(Stream(11), 2, False, 0, None)
+    skipped.load_state_dict(DeepSpeedDataLoader(Stream(11), 2, False, 0, None).state_dict() | {"position": 6})
+    assert epoch(skipped) == [[6, 7], [8, 9], [10]]
+
+
 @pytest.mark.parametrize(
     ("error", "message", "kwargs"),
     [
