@@ -53,7 +53,8 @@ def main() -> None:
         steps = steps_of(weight, x, bits)
         wanted = steps["dequantized"](x).float()
         worst = ((steps["codes"](x).float() - wanted).norm() / wanted.norm()).item()
-        require(worst < 2 * torch.finfo(dtype).eps, f"products from codes and from floats agree: {worst}")
+        # Sums of 4096 products in another order differ by some units of the last place of fp32.
+        require(worst < max(2 * torch.finfo(dtype).eps, 2e-6), f"products from codes and from floats agree: {worst}")
         times = time_alternately(steps, x, args.rounds, warmup=1)  # the first round gets the memory of the results
         packed, scales = packed_of(weight, bits)
         for name in ("ours", "codes", "dequantized"):

@@ -40,7 +40,7 @@ def look_up_body(rank: int, world: int) -> None:
 
 
 def test_data_parallel_ranks() -> None:
-    run_ranks(2, look_up_body)
+    run_ranks(2, look_up_body, fresh=True)  # other tests' engines leave groups of their meshes
 
 
 def test_parallelism_of_other_kinds_is_of_one_rank() -> None:
