@@ -129,6 +129,8 @@ class Table:
 
 def register(config: pytest.Config, path: str) -> None:
     """Measures the tests of this session, and writes the table ``path`` when it ends."""
+    if not config.getoption("--full"):
+        raise pytest.UsageError("--costs measures all cells of a function: add --full")
     is_worker, has_workers = hasattr(config, "workerinput"), bool(config.getoption("numprocesses", None))
     meter = Meter() if is_worker or not has_workers else None
     if meter is not None:
