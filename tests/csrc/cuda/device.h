@@ -125,4 +125,19 @@ static inline void device_download(const struct device *device, void *dst, const
     driver_check(driver.download(dst, (uintptr_t)src, n_bytes), "cuMemcpyDtoH");
 }
 
+/* Runs the tests of a program on the emulated device, and on a real one where there is one. Returns main's exit code. */
+static inline int device_run_tests(const char *file, void (*test)(const struct device *device))
+{
+    struct device device;
+    int n_devices = 0;
+
+    for (int is_real = 0; is_real < 2; is_real++) {
+        if (!device_open(is_real != 0, &device))
+            continue;
+        n_devices++;
+        test(&device);
+    }
+    return n_devices == 0 ? TEST_SKIPPED : test_finish(file);
+}
+
 #endif

@@ -225,29 +225,22 @@ static void test_host_memory(const struct device *device)
 /* Tokens, choices, columns: nothing, one of each, no choice, more rows and columns than a launch of the emulated device has. */
 static const int64_t sizes[][3] = {{0, 2, 5}, {1, 1, 1}, {5, 0, 3}, {13, 2, 7}, {31, 3, 8}, {7, 4, 260}, {3, 2, 1029}, {2, 1, 1032}};
 
+static void test_device(const struct device *device)
+{
+    struct bench bench = {.device = device, .random = 5};
+
+    for (int dtype = 0; dtype < DSC_DTYPE_COUNT; dtype++)
+        for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; s++)
+            for (int kind = 0; kind < 6; kind++)
+                test_rows(&bench, (dsc_dtype)dtype, sizes[s][0], sizes[s][1], sizes[s][2], kind / 3, kind % 3);
+    for (int64_t n = 0; n < MAX_SLOTS; n += 1 + n / 2)
+        if (n % 5 != 0 || n == 0)
+            test_invert(&bench, n);
+    test_wrong_slots(&bench);
+    test_host_memory(device);
+}
+
 int main(void)
 {
-    struct device device;
-    int n_devices = 0;
-
-    for (int is_real = 0; is_real < 2; is_real++) {
-        if (!device_open(is_real != 0, &device))
-            continue;
-        n_devices++;
-
-        struct bench bench = {.device = &device, .random = 5};
-
-        for (int dtype = 0; dtype < DSC_DTYPE_COUNT; dtype++)
-            for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; s++)
-                for (int kind = 0; kind < 6; kind++)
-                    test_rows(&bench, (dsc_dtype)dtype, sizes[s][0], sizes[s][1], sizes[s][2], kind / 3, kind % 3);
-        for (int64_t n = 0; n < MAX_SLOTS; n += 1 + n / 2)
-            if (n % 5 != 0 || n == 0)
-                test_invert(&bench, n);
-        test_wrong_slots(&bench);
-        test_host_memory(&device);
-    }
-    if (n_devices == 0)
-        return TEST_SKIPPED;
-    return test_finish(__FILE__);
+    return device_run_tests(__FILE__, test_device);
 }

@@ -207,19 +207,13 @@ static void test_host_memory(const struct device *device)
     CHECK_ERROR(device->accel->nn_bias_act(&call, NULL), DSC_EINVAL, "host memory");
 }
 
+static void test_all(const struct device *device)
+{
+    test_device(device);
+    test_host_memory(device);
+}
+
 int main(void)
 {
-    struct device device;
-    int n_devices = 0;
-
-    for (int is_real = 0; is_real < 2; is_real++) {
-        if (!device_open(is_real != 0, &device))
-            continue;
-        n_devices++;
-        test_device(&device);
-        test_host_memory(&device);
-    }
-    if (n_devices == 0)
-        return TEST_SKIPPED;
-    return test_finish(__FILE__);
+    return device_run_tests(__FILE__, test_all);
 }

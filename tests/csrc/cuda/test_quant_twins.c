@@ -149,25 +149,18 @@ static void test_host_memory(const struct device *device)
     CHECK_ERROR(device->accel->quant_fake(&call, NULL, NULL), DSC_EINVAL, "host memory");
 }
 
+static void test_device(const struct device *device)
+{
+    struct bench bench = {.device = device, .random = 6};
+
+    for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++)
+        test_formats(&bench, sizes[s], (int)s, s % 2 == 1);
+    for (size_t s = 0; s < sizeof large_sizes / sizeof *large_sizes; s++)
+        test_formats(&bench, large_sizes[s], (int)s, false);
+    test_host_memory(device);
+}
+
 int main(void)
 {
-    struct device device;
-    int n_devices = 0;
-
-    for (int is_real = 0; is_real < 2; is_real++) {
-        if (!device_open(is_real != 0, &device))
-            continue;
-        n_devices++;
-
-        struct bench bench = {.device = &device, .random = 6};
-
-        for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++)
-            test_formats(&bench, sizes[s], (int)s, s % 2 == 1);
-        for (size_t s = 0; s < sizeof large_sizes / sizeof *large_sizes; s++)
-            test_formats(&bench, large_sizes[s], (int)s, false);
-        test_host_memory(&device);
-    }
-    if (n_devices == 0)
-        return TEST_SKIPPED;
-    return test_finish(__FILE__);
+    return device_run_tests(__FILE__, test_device);
 }

@@ -764,16 +764,5 @@ static void test_device(const struct device *device)
 
 int main(void)
 {
-    struct device device;
-    int n_devices = 0;
-
-    for (int is_real = 0; is_real < 2; is_real++) {
-        if (!device_open(is_real != 0, &device))
-            continue;
-        n_devices++;
-        test_device(&device);
-    }
-    if (n_devices == 0)
-        return TEST_SKIPPED;
-    return test_finish(__FILE__);
+    return device_run_tests(__FILE__, test_device);
 }
