@@ -4,6 +4,7 @@ computed beforehand (Li et al., DeepSpeed Data Efficiency, arXiv 2212.03597)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,8 +50,13 @@ class _Metric:
         if self._by_value:
             self._values = np.asarray(_open(section, "index_to_metric_path", where).flat)
         self._check(n_samples)
-        self.ranks = np.empty(n_samples, dtype=np.int64)
-        self.ranks[self.samples] = np.arange(n_samples)
+
+    @cached_property
+    def ranks(self) -> np.ndarray:
+        """The place of each sample in ``samples``, for metrics that have to agree, int64."""
+        ranks = np.empty(len(self.samples), dtype=np.int64)
+        ranks[self.samples] = np.arange(len(ranks))
+        return ranks
 
     def _check(self, n_samples: int) -> None:
         if self._by_value and len(self._values) != len(self._ends):
@@ -144,7 +150,8 @@ class DeepSpeedDataSampler:
         ]
         self.place = SamplePlace()
         """After the samples that were returned last."""
-        self._pools: dict[tuple[tuple[int, ...], ...], list[Any]] = {}
+        self._pools: tuple[tuple[int, ...], ...] = ()
+        self._samples: list[Any] = []
         self._drawn: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
         if all(metric.scheduler.get_state()["schedule_type"] != "custom" for metric in self._metrics):
             self._draw(self.place)  # errors come before the first step
@@ -193,10 +200,6 @@ class DeepSpeedDataSampler:
                     place = place._replace(consumed=consumed, offset=end, difficulties=after.difficulties)
                 yield [step[i] for i in picks], place
 
-    def samples_of(self, place: SamplePlace) -> list[int]:
-        """All samples of the step that begins at a place, of all ranks, in the order in which they are shared out."""
-        return self._draw(place)[0]
-
     def _draw(self, place: SamplePlace) -> tuple[list[int], SamplePlace]:
         """(samples of the place's step, place after it). Several micro-batches ask for the same step."""
         key = (place.step, place.pools, place.cursors)
@@ -237,11 +240,13 @@ class DeepSpeedDataSampler:
         return found
 
     def _contents(self, pools: tuple[tuple[int, ...], ...]) -> list[Any]:
-        """The samples of each pool."""
-        if pools not in self._pools:
-            before = self._pools.get(pools[:-1]) or (self._contents(pools[:-1]) if len(pools) > 1 else [])
-            self._pools = {pools: [*before, self._new(pools[-2] if len(pools) > 1 else None, pools[-1])]}
-        return self._pools[pools]
+        """The samples of each pool. Those of the pools that a step shares with the step before are kept."""
+        if pools[: len(self._pools)] != self._pools:
+            self._pools, self._samples = (), []
+        for k in range(len(self._pools), len(pools)):
+            self._samples.append(self._new(pools[k - 1] if k else None, pools[k]))
+        self._pools = pools
+        return self._samples
 
     def _new(self, before: tuple[int, ...] | None, difficulties: tuple[int, ...]) -> Any:
         """The samples that are easy enough, and were not before."""

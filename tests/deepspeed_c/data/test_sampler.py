@@ -115,6 +115,21 @@ def test_samples_are_easy_enough_and_come_equally_often(tmp_path, by):
     assert set(counts) == set(range(200)) and max(counts.values()) - min(counts.values()) < 12
 
 
+def test_more_pools_than_pythons_stack_is_deep(tmp_path):
+    """A difficulty that rises in each step; a new sampler makes all pools at once when it resumes."""
+    n = 1300
+    steps = {"total_curriculum_step": n, "difficulty_step": 1}
+    config = section({"rank": metric(tmp_path / "m", list(range(n)), 1, n, schedule_config=steps)}, epochs=99)
+    sampler = make(config, n, micro=1)
+    found = [s for s, _ in zip(iter(sampler), range(1210))]
+    assert all(samples[0] <= step for step, samples in enumerate(found, 1))
+    state = sampler.state_dict()
+    assert len(state["pools"]) > 1200
+    resumed = make(config, n, micro=1)
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    assert next(iter(resumed)) == next(iter(sampler))
+
+
 def test_a_sample_must_be_easy_by_each_metric(tmp_path):
     random = Random(2)
     one, two = ([random.randint(1, 30) for _ in range(150)] for _ in range(2))
