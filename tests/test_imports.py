@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "lr_schedules": {"config", "logging"},
     "checkpoint": {"config", "logging", "_C"},
-    "data": {"config", "logging", "comm", "accelerator", "_C"},
+    "data": {"config", "logging", "comm", "accelerator", "checkpoint", "_C"},
     "profile": {"config", "logging", "comm", "accelerator", "ops", "_C"},
     "monitor": {"config", "logging", "comm", "observe"},
     "observe": {"comm"},

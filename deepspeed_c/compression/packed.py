@@ -1,6 +1,5 @@
 """Linear layers whose weight is held as codes, with the names of compressed-tensors' formats, so that
-``save_pretrained``
-writes a folder that transformers loads without this package.
+``save_pretrained`` writes a folder that transformers loads without this package.
 """
 
 from __future__ import annotations

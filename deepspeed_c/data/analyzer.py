@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -27,8 +26,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Subset
 
+from deepspeed_c.checkpoint.native.commit import replace_durably
 from deepspeed_c.comm import comm
-from deepspeed_c.data.indexed import MMapIndexedDataset, MMapIndexedDatasetBuilder
+from deepspeed_c.data.indexed import MMapIndexedDataset, MMapIndexedDatasetBuilder, numpy_dtype
 from deepspeed_c.errors import ConfigError, DataFileError, StateError
 from deepspeed_c.logging import logger
 
@@ -52,10 +52,10 @@ class _PartMetric:
         """Computes the metric of a batch, whose samples have these numbers."""
         values = self._function(batch)
         if torch.is_tensor(values):
-            is_other = self._dtype is not None and self._dtype not in (values.dtype, _numpy_dtype(values.dtype))
+            is_other = self._dtype is not None and self._dtype not in (values.dtype, numpy_dtype(values.dtype))
             values = values.detach().cpu().numpy()
         elif isinstance(values, np.ndarray):
-            is_other = self._dtype is not None and _numpy_dtype(self._dtype) != values.dtype
+            is_other = self._dtype is not None and numpy_dtype(self._dtype) != values.dtype
         else:
             raise self._error(f"returned a {type(values).__name__}", "return a tensor or an array")
         if is_other:
@@ -175,13 +175,10 @@ class DataAnalyzer:
             return
         for name, kind in zip(self.metric_names, self.metric_types, strict=True):
             parts = [
-                self._folder(name, worker, thread)
+                self._finished_part(name, worker, thread)
                 for worker in range(self.num_workers)
                 for thread in range(self.num_threads)
             ]
-            for worker in range(self.num_workers):
-                for thread in range(self.num_threads):
-                    self._require_part(name, worker, thread)
             (self._reduce_sum if kind == SUM else self._reduce_single)(name, parts)
 
     def run_map_reduce(self, comm_group: Any = None) -> None:
@@ -212,13 +209,15 @@ class DataAnalyzer:
         except (OSError, ValueError):
             return False
 
-    def _require_part(self, name: str, worker: int, thread: int) -> None:
+    def _finished_part(self, name: str, worker: int, thread: int) -> Path:
+        """The folder of a part. Raises StateError if the part is not finished, or is another one."""
         if not self._is_done(name, worker, thread):
             raise StateError(
                 f"the part of worker {worker}, thread {thread} is missing, or is one of another data set or other metrics",
                 where=str(self._folder(name, worker, thread)),
                 fix="run the map of this worker with the same arguments",
             )
+        return self._folder(name, worker, thread)
 
     def _map_part(self, thread: int) -> None:
         begin, end = self._range(self.worker_id, thread)
@@ -256,9 +255,8 @@ class DataAnalyzer:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / _DONE).unlink(missing_ok=True)
             found.write(folder)
-            temporary = folder / f".{_DONE}"
-            temporary.write_text(json.dumps(self._identity(found.name, self.worker_id, thread)))
-            os.replace(temporary, folder / _DONE)
+            done = json.dumps(self._identity(found.name, self.worker_id, thread))
+            replace_durably(str(folder / _DONE), done.encode())
 
     def _numbers(self, batch: Any, at: int, n: int) -> np.ndarray:
         """The numbers of a batch's samples, int64 [n]."""
@@ -357,10 +355,6 @@ def _barrier(group: Any) -> None:
 def _split(begin: int, end: int, n_parts: int) -> list[tuple[int, int]]:
     bounds = np.linspace(begin, end, num=n_parts + 1, dtype=np.int64)
     return [(int(a), int(b)) for a, b in pairwise(bounds)]
-
-
-def _numpy_dtype(dtype: Any) -> np.dtype:
-    return np.dtype(str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype)
 
 
 def _narrow(values: np.ndarray) -> np.ndarray:

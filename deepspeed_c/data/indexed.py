@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from deepspeed_c.checkpoint.native.commit import sync_path
 from deepspeed_c.errors import ConfigError, DataFileError
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "index_file_path",
     "make_builder",
     "make_dataset",
+    "numpy_dtype",
 ]
 
 _MAGIC = b"MMIDIDX\0\0"
@@ -282,14 +284,13 @@ class MMapIndexedDatasetBuilder:
 
     def finalize(self, index_file: str) -> None:
         """Writes the index and gives both files their names."""
-        sync_and_close(self._data_file)
-        with open(_unfinished(index_file), "wb") as index:
-            index.writelines(self._index())
-            sync_and_close(index)
-        os.replace(_unfinished(self._out), self._out)
-        os.replace(_unfinished(index_file), index_file)
-        for folder in {Path(self._out).parent, Path(index_file).parent}:
-            _sync_folder(folder)
+        self._data_file.close()
+        Path(_unfinished(index_file)).write_bytes(b"".join(self._index()))
+        for name in (self._out, index_file):
+            sync_path(_unfinished(name))
+        for name in (self._out, index_file):
+            os.replace(_unfinished(name), name)
+            sync_path(os.path.dirname(name) or ".")
 
     def _index(self) -> Iterator[bytes]:
         sizes = np.array(self._sizes, dtype=np.int64)
@@ -308,11 +309,14 @@ class MMapIndexedDatasetBuilder:
 _CODES = {np.dtype(kind): code for code, kind in MEGATRON.items()}
 
 
+def numpy_dtype(dtype: Any) -> np.dtype:
+    """numpy's dtype of numpy's or torch's. Raises TypeError where numpy has none."""
+    return np.dtype(str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype)
+
+
 def _stored_dtype(dtype: Any) -> np.dtype:
-    if isinstance(dtype, torch.dtype):
-        dtype = str(dtype).removeprefix("torch.")
     try:
-        asked = np.dtype(dtype)
+        asked = numpy_dtype(dtype)
         stored = np.dtype(_WIDER.get(asked, asked))
     except TypeError:
         stored = None
@@ -325,21 +329,6 @@ def _stored_dtype(dtype: Any) -> np.dtype:
 
 def _unfinished(name: str) -> str:
     return f"{name}.unfinished"
-
-
-def sync_and_close(file: Any) -> None:
-    """Writes what is buffered to the disk, and closes the file."""
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def make_builder(out_file: str, impl: str, vocab_size: int | None = None) -> MMapIndexedDatasetBuilder:

@@ -86,11 +86,12 @@ class _EpochOrder(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def n_rounds(self, position: int = 0) -> int:
-        return self._order.rounds(position)
+    def n_rounds(self) -> int:
+        return self._order.rounds()
 
-    def rounds(self, epoch: int, position: int = 0) -> Iterator[tuple[list[int], int]]:
-        """(batch, position of the next one), from a position of an epoch on."""
+    def rounds(self, position: int = 0) -> Iterator[tuple[list[int], int]]:
+        """(batch, position of the next one), from a position of the epoch on."""
+        epoch = self.epoch
         samples, position = self._order.round(epoch, position)
         while samples:
             yield samples, position
@@ -100,14 +101,13 @@ class _EpochOrder(Sampler[int]):
         return self._n_samples
 
     def __iter__(self) -> Iterator[int]:
-        for samples, _ in self.rounds(self.epoch):
+        for samples, _ in self.rounds():
             yield from samples
 
 
 class _Draws:
-    """The batches of indices that torch's loader takes, each with the position after it. A loader that is started
-    again,
-    because a worker has died, takes those again whose samples have not been returned."""
+    """The batches of indices that torch's loader takes, each with the position after it. After the death of a worker a
+    new loader first takes the batches again whose samples have not been returned."""
 
     def __init__(self, batches: Iterator[tuple[list[int], Any]]) -> None:
         self._batches = batches
@@ -284,20 +284,15 @@ class DeepSpeedDataLoader:
         self._place(epoch, 0)
 
     def _place(self, epoch: int, position: int) -> None:
-        self._epoch, self._position, self._draws, self._batches = epoch, position, None, None
-        self._stream_state = None
+        self._epoch, self._position, self._stream_state = epoch, position, None
+        self._draws = self._batches = None
         if hasattr(self.data_sampler, "set_epoch"):
             self.data_sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         if self._batches is not None:
-            if self._steps is not None:
-                pass  # there is one order of the whole run, which goes on
-            elif self._position and self._order is not None:
-                self._place(self._epoch + 1, 0)
-            elif self._position:
-                self._epoch, self._position = self._epoch + 1, 0  # a user's sampler gets its epochs from set_epoch
-                self._stream_state = None
+            if self._position and self._steps is None:  # the order of a whole run goes on
+                self._epoch, self._position, self._stream_state = self._epoch + 1, 0, None
             self._draws = self._batches = None
         return self
 
@@ -378,7 +373,8 @@ class DeepSpeedDataLoader:
         if self._steps is not None:
             return self._steps.rounds(self._steps.place)
         if self._order is not None:
-            return self._order.rounds(self._epoch, self._position)
+            self._order.set_epoch(self._epoch)
+            return self._order.rounds(self._position)
         batches = BatchSampler(self.data_sampler, self.batch_size, self.dataloader_drop_last)
         first = self._position // self._round
         return ((batch, (first + i) * self._round) for i, batch in enumerate(islice(batches, first, None), 1))

@@ -371,7 +371,9 @@ class TrainingHost(Reductions, ModelHost):
             pin_memory=pin_memory and self.device.type != "cpu",
             data_sampler=data_sampler,
             collate_fn=collate_fn,
-            num_local_io_workers=num_local_io_workers or self._config.data_efficiency.n_workers or None,
+            num_local_io_workers=self._config.data_efficiency.n_workers
+            if num_local_io_workers is None
+            else num_local_io_workers,
             drop_last=self._config.dataloader_drop_last,
             seed=self._config.seed,
             measure=self.phases.measure,
@@ -390,8 +392,7 @@ class TrainingHost(Reductions, ModelHost):
 
     def set_data_post_process_func(self, post_process_func: Callable[[Any, dict[str, Any]], Any]) -> None:
         """Sets the function that changes each batch of ``training_dataloader``, as by cutting sequences: it gets the
-        batch
-        and the sampler's state (``current_difficulties`` by metric), and returns the batch. It is called only if
+        batch and the sampler's state (``current_difficulties`` by metric), and returns the batch. It is called only if
         ``data_efficiency`` chooses the samples."""
         if self.training_dataloader is None:
             logger.warning("set_data_post_process_func: there is no training_dataloader, nothing is set")

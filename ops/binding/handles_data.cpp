@@ -37,19 +37,13 @@ class SampleOrder {
         samples_.resize(static_cast<size_t>(shares_.batch));
         dsc::check(dsc_shares_round(&shares_, position, rank_, samples_.data(), &n, &next), "SampleOrder.round");
         samples_.resize(static_cast<size_t>(n));
-        return py::make_tuple(at(epoch, samples_), next);
-    }
+        if (seed_) {
+            struct dsc_order order;
 
-    std::vector<int64_t> at(uint64_t epoch, std::vector<int64_t> positions) const
-    {
-        struct dsc_order order;
-
-        if (!seed_)
-            return positions;
-        dsc::check(dsc_order_init(&order, shares_.n_samples, *seed_, epoch), "SampleOrder");
-        dsc::check(dsc_order_at(&order, static_cast<int64_t>(positions.size()), positions.data(), positions.data()),
-                   "SampleOrder.at");
-        return positions;
+            dsc::check(dsc_order_init(&order, shares_.n_samples, *seed_, epoch), "SampleOrder.round");
+            dsc::check(dsc_order_at(&order, n, samples_.data(), samples_.data()), "SampleOrder.round");
+        }
+        return py::make_tuple(samples_, next);
     }
 
   private:
@@ -127,8 +121,7 @@ void dsc::bind_data(py::module_ &m)
         .def("rounds", &SampleOrder::rounds, py::arg("position") = 0, "Rounds from a position to the end of the epoch.")
         .def("round", &SampleOrder::round, py::arg("epoch"), py::arg("position"),
              "(samples of this rank in the round that begins at the position, position of the next round); no samples "
-             "at the end of the epoch.")
-        .def("at", &SampleOrder::at, py::arg("epoch"), py::arg("positions"), "The samples at positions of an epoch.");
+             "at the end of the epoch.");
     m.def("draw_samples", &draw, py::arg("sizes"), py::arg("cursors"), py::kw_only(), py::arg("seed"), py::arg("step"),
           py::arg("n"),
           "The n samples of a step from pools of samples (dsc/data.h): (pools, indices in them, cursors afterwards). "
