@@ -525,6 +525,8 @@ def _clean(torch: Any, cwd: str, environment: dict[str, str]) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
+    if (groups := sys.modules.get("deepspeed_c.utils.groups")) is not None:
+        groups.set_mesh(None)  # the mesh of the newest engine stays when that engine has ended
     # Objects that earlier bodies left for good (imported modules) are scanned once here instead of before each later
     # body.
     gc.collect()
