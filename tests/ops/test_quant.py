@@ -74,6 +74,40 @@ def test_float8_codes_are_torchs(format_name: str, dtype: torch.dtype) -> None:
     assert same(codes, wanted), (codes[codes != wanted], wanted[codes != wanted])
 
 
+@pytest.mark.parametrize("format_name, peer", [("e4m3", "float8_e4m3fn"), ("e5m2", "float8_e5m2")])
+def test_float8_codes_are_those_of_ml_dtypes(format_name: str, peer: str) -> None:
+    """Codes of values of all magnitudes, at the scale 1, and the values of all finite codes."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    peer_type, largest = getattr(ml_dtypes, peer), SPAN[format_name]
+    x = normal(20_000, 7) * 10.0 ** torch.randint(-8, 5, (20_000,), generator=torch.Generator().manual_seed(7))
+    x = torch.cat([x.clamp(-largest, largest), torch.tensor([0.0, -0.0, largest])])
+    found = quant.quantize(x, format_name)
+    codes, wanted = found.codes.view(torch.uint8), torch.from_numpy(x.numpy().astype(peer_type).view("uint8"))
+    differ = codes != wanted
+    assert found.scales.tolist() == [1.0] and not differ.any(), (x[differ], codes[differ], wanted[differ])
+
+    every = torch.arange(256, dtype=torch.uint8)
+    values = torch.from_numpy(every.numpy().view(peer_type).astype("float32"))
+    finite = values.isfinite()
+    read = quant.dequantize(found._replace(codes=every[finite], n_cols=int(finite.sum()), group=256))
+    assert torch.equal(read, values[finite]), (read, values[finite])
+    assert torch.equal(read.signbit(), values[finite].signbit())
+
+
+@pytest.mark.parametrize("format_name", quant.FORMATS)
+def test_e8m0_scales_are_numbers_of_ml_dtypes(format_name: str) -> None:
+    """A scale's code is the exponent of the group's largest magnitude less that of the format's largest number."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    exponents = torch.arange(-80, 127)
+    x = torch.ldexp(torch.tensor([1.0, -1.75, 0.3]).expand(len(exponents), 3), exponents.view(-1, 1))
+    scales = quant.quantize(x, format_name, scale_type="e8m0").scales.view(-1)
+    codes = scales.numpy().astype(ml_dtypes.float8_e8m0fnu)
+    assert torch.equal(torch.from_numpy(codes.astype("float32")), scales), (codes, scales)
+    of_largest = {"int8": 6, "int4": 2, "e4m3": 8, "e5m2": 15}[format_name]
+    wanted = exponents + 127 - of_largest
+    assert codes.view("uint8").tolist() == wanted.tolist(), (codes, wanted)
+
+
 @pytest.mark.parametrize("format_name", quant.FORMATS)
 def test_error_of_an_element(format_name: str) -> None:
     """In fp64: half a step of an integer, half a unit of the last place of a float."""
