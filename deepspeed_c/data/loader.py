@@ -125,6 +125,16 @@ class _Draws:
         return self._open.popleft()[1]
 
 
+class _Batches(Iterator[Any]):
+    """The iterator of a loader. A second ``iter``, as by ``for`` or ``islice``, goes on and begins no epoch."""
+
+    def __init__(self, loader: DeepSpeedDataLoader) -> None:
+        self._loader = loader
+
+    def __next__(self) -> Any:
+        return next(self._loader)
+
+
 class DeepSpeedDataLoader:
     """A loader of this rank's micro-batches.
 
@@ -294,7 +304,7 @@ class DeepSpeedDataLoader:
             if self._position and self._steps is None:  # the order of a whole run goes on
                 self._epoch, self._position, self._stream_state = self._epoch + 1, 0, None
             self._draws = self._batches = None
-        return self
+        return _Batches(self)
 
     def __next__(self) -> Any:
         if self.tput_timer is not None:

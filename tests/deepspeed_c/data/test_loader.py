@@ -7,6 +7,7 @@ import inspect
 import os
 import signal
 from collections import Counter
+from itertools import chain, islice
 from random import Random
 
 import pytest
@@ -93,6 +94,13 @@ def test_an_epoch_that_was_left_early_is_over():
         assert batch.tolist() == epoch(plain)[0]
         break
     assert epoch(loader) == epoch(plain)
+
+
+def test_an_iterator_goes_on_where_it_is_iterated_over_again():
+    batches = iter(make(10, 2))
+    parts = [list(islice(batches, n)) for n in (2, 1, 5)]
+    assert [len(part) for part in parts] == [2, 1, 2]
+    assert sorted(flat(chain(*parts))) == list(range(10))
 
 
 def test_next_works_without_iter():
