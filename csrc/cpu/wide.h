@@ -40,6 +40,26 @@ static inline void dsc_wide_store(wide x, dsc_f32 *dst, int64_t n)
     memcpy(dst, &x, n == WIDE_LANES ? sizeof x : (size_t)n * sizeof *dst);
 }
 
+/* Stores a register past the caches, to memory aligned to sizeof x: a plain store would first read the line. */
+static inline void dsc_wide_stream(wide x, dsc_f32 *dst)
+{
+#if defined(__AVX512F__)
+    _mm512_stream_ps(dst, (__m512)x);
+#elif defined(__AVX2__)
+    _mm256_stream_ps(dst, (__m256)x);
+#else
+    memcpy(dst, &x, sizeof x);
+#endif
+}
+
+/* Orders streamed stores before the stores that follow, such as the one that says that the work is done. */
+static inline void dsc_wide_stream_end(void)
+{
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
+}
+
 #if defined(__AVX512F__)
 /* Places word i of a register in the upper half of lane i, if the lower halves are then masked. */
 static inline __m512i dsc_words_apart(void)

@@ -146,6 +146,15 @@ def test_rounding_at_random_depends_on_the_position_only() -> None:
     assert worst < 5 * 0.5 / 400**0.5, worst
 
 
+@pytest.mark.parametrize("n_cols", [4096, 4100])
+def test_large_results_have_the_bits_of_small_ones(n_cols: int) -> None:
+    """Results of 32 MiB or more are stored past the caches, those that are aligned to a register at least."""
+    x = normal(2050 * n_cols, 8).view(2050, n_cols)
+    found = quant.fake_quantize(x, "int8", group=64)
+    wanted = torch.cat([quant.fake_quantize(part, "int8", group=64) for part in x.split(1025)])
+    assert torch.equal(found, wanted), (found != wanted).nonzero()
+
+
 def test_gradients_go_straight_through() -> None:
     x = normal(3 * 40, 5).view(3, 40).requires_grad_()
     weight = normal(3 * 40, 6).view(3, 40)

@@ -9,6 +9,9 @@
 #define EXPONENT 0x7f800000
 #define SIGN (~MAGNITUDE)
 
+/* Results from this size on do not fit into a core's share of the last cache, so nothing would find them there. */
+#define STREAMED_BYTES (32 << 20)
+
 /* The range of the lanes. */
 struct wide_range {
     wide low;
@@ -142,6 +145,7 @@ struct group {
     void *y;
     uint8_t *codes; /* of the row */
     int64_t column;
+    bool is_streamed; /* y is aligned to a register, and goes past the caches */
 };
 
 STEP wide random_of(bool is_random, const struct group *group, int64_t i, int64_t n)
@@ -153,8 +157,12 @@ STEP void fake_step(dsc_dtype dtype, bool is_integer, bool is_random, struct gro
 {
     wide x = dsc_wide_load_as(dtype, group.x, i, n);
     wide r = number_of(group.numbers, is_integer, is_random, group.affine, x, random_of(is_random, &group, i, n));
+    wide value = (r - group.affine.zero_point) * group.affine.scale;
 
-    dsc_wide_store_as(dtype, (r - group.affine.zero_point) * group.affine.scale, group.y, i, n);
+    if (dtype == DSC_DTYPE_F32 && n == WIDE_LANES && group.is_streamed)
+        dsc_wide_stream(value, (dsc_f32 *)group.y + i);
+    else
+        dsc_wide_store_as(dtype, value, group.y, i, n);
 }
 
 /* Two codes in a byte. The codes of a row are written in order: the first of a byte clears it. */
@@ -214,6 +222,7 @@ STEP void columns(dsc_dtype dtype, bool is_integer, bool is_random, step_of_grou
 {
     int64_t row_bytes = call->codes == NULL ? 0 : dsc_quant_row_bytes(call->format, call->n_cols);
     int64_t longest = is_random ? PHILOX_DRAWN : end - begin;
+    bool is_large = call->n_rows * call->n_cols >= STREAMED_BYTES / (int64_t)sizeof(dsc_f32);
     DSC_ALIGNED dsc_f32 drawn[PHILOX_DRAWN];
     struct group group = {.numbers = &dsc_quant_numbers[call->format], .affine = affine, .random = drawn};
 
@@ -225,6 +234,7 @@ STEP void columns(dsc_dtype dtype, bool is_integer, bool is_random, step_of_grou
         group.y = at(call->y, dtype, first);
         group.codes = (uint8_t *)call->codes + row * row_bytes;
         group.column = column;
+        group.is_streamed = is_large && (uintptr_t)group.y % sizeof(wide) == 0;
         if (is_random)
             DSC_K(uniform_f32)(n, call->seed, (uint64_t)(call->offset + first), drawn);
         EACH_WIDE_AS(dtype, n, step, is_integer, is_random, group);
@@ -307,6 +317,7 @@ void DSC_K(quant_fake)(const struct dsc_quant *call, struct dsc_quant_affine aff
                        int64_t end)
 {
     WITH_CONSTANTS(fake_columns, call, call, affine, row, begin, end);
+    dsc_wide_stream_end();
 }
 
 void DSC_K(quant_code)(const struct dsc_quant *call, struct dsc_quant_affine affine, int64_t row, int64_t begin,
@@ -327,6 +338,7 @@ void DSC_K(quant_decode)(const struct dsc_quant *call, struct dsc_quant_affine a
 void DSC_K(quant_fake_groups)(const struct dsc_quant *call, int64_t first, int64_t last)
 {
     WITH_CONSTANTS(groups, call, fake_columns, call, first, last);
+    dsc_wide_stream_end();
 }
 
 void DSC_K(quant_code_groups)(const struct dsc_quant *call, int64_t first, int64_t last)
