@@ -139,6 +139,8 @@ class Pruner:
     def _magnitudes(self, weight: Tensor) -> Tensor:
         if self.rule.kind == "row":
             return weight.float().abs().sum(1, keepdim=True)
+        if self.rule.kind == "head":
+            return weight.float().abs().view(len(weight), self.rule.num_heads, -1).sum((0, 2)).view(1, -1)
         return weight.abs()
 
     def _read(self, made: Tensor) -> int:

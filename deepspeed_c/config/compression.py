@@ -164,7 +164,7 @@ class HeadShared(_Shared, kw_only=True):
     """Head pruning: all groups."""
 
     method: Annotated[
-        Literal["l1", "topk"], tunes("Measure of a head: a learned score; l1 is not built.", _P)
+        Literal["l1", "topk"], tunes("Measure of a head: the sum of its columns' magnitudes, or a learned score.", _P)
     ] = "topk"
     num_heads: Annotated[
         Positive | None, tunes("Heads of each attention; where several share keys, the number of key heads.", _P)
@@ -288,11 +288,8 @@ def _pruning_conflicts(path: str, technique: Any) -> Iterator[tuple[str, str, st
     if isinstance(shared, SparseShared):
         pattern = n_of_m(shared.block_pattern)
         yield from _sparse_conflicts(f"{path}.shared_parameters", shared)
-    elif isinstance(shared, HeadShared):
-        if shared.method != "topk":
-            yield f"{path}.shared_parameters.method", f"is {shared.method}: only topk is built for heads", "write topk"
-        if shared.num_heads is None:
-            yield f"{path}.shared_parameters.num_heads", "is missing", "write the number of heads of each attention"
+    elif isinstance(shared, HeadShared) and shared.num_heads is None:
+        yield f"{path}.shared_parameters.num_heads", "is missing", "write the number of heads of each attention"
     if not technique.different_groups:
         yield _no_group(f"{path}.different_groups", "dense_ratio", 0.5)
     for name, group in technique.different_groups.items():

@@ -88,6 +88,9 @@ class Theory(Block):
             if name == "up" and step >= 1:
                 mask = self.magnitudes(name, weight.abs().sum(1), 1, 1, 1, 0.5)
                 weight, bias = weight * mask[:, None], bias * mask
+            if name == "o" and step >= 2:
+                sums = weight.abs().unflatten(1, (HEADS, -1)).sum((0, 2))
+                weight = weight * self.magnitudes(name, sums, 2, 2, 1, 0.5).repeat_interleave(2)
             if name == "up" and step >= 2:
                 weight = rounded(weight.view(WIDTH * 12 // 4, 4), 8).view(weight.shape)
         else:
@@ -122,6 +125,7 @@ SECTIONS = {
     "magnitudes": {
         "sparse_pruning": technique(0.3, ["^q$", "down"], schedule_offset_end=3, schedule_offset_stride=2),
         "row_pruning": technique(0.5, ["up"], [["down"]], offset=1),
+        "head_pruning": technique(0.5, *ATTENTION, offset=2, method="l1", num_heads=HEADS),
         "weight_quantization": BITS,
     },
     "scores": {
@@ -211,7 +215,8 @@ def cells_body(rank: int, world: int) -> list:
 def test_each_technique_at_each_stage_is_the_formula_and_cleaning_keeps_the_outputs():
     everyone = run_ranks(2, cells_body)
     expected = {name: theory(name) for name in SECTIONS}
-    small = {"magnitudes": {"up": (6, 8), "down": (8, 6)}, "scores": {**dict.fromkeys("qkv", (4, 8)), "o": (8, 4)}}
+    attention = {**dict.fromkeys("qkv", (4, 8)), "o": (8, 4)}
+    small = {"magnitudes": {"up": (6, 8), "down": (8, 6), **attention}, "scores": attention}
     for cell, one, other in zip(CELLS, *everyone, strict=True):
         stage, dtype, name = cell
         mean = [(a + b) / 2 for a, b in zip(one["losses"], other["losses"], strict=True)]
@@ -224,7 +229,7 @@ def test_each_technique_at_each_stage_is_the_formula_and_cleaning_keeps_the_outp
             torch.testing.assert_close(one["state"][key], weight, rtol=0, atol=1e-5, msg=f"{cell} {key}")
         assert set(one["state"]) - set(weights) == {
             f"{layer}.{kind}_pruning_{what}"
-            for layer, kind in (("q", "sparse"), ("down", "sparse"), ("up", "row"))
+            for layer, kind in (("q", "sparse"), ("down", "sparse"), ("up", "row"), ("o", "head"))
             for what in ("mask", "step")
             if name == "magnitudes"
         }
@@ -391,7 +396,6 @@ CASES: dict[str, tuple[Any, str, dict, type[Exception], str]] = {
         Block, "sparse", technique(0.5, ["up"], offset=5, schedule_offset_end=4), ConfigError, "schedule_offset_end: is 4, before"
     ),
     "related of weights": (Block, "sparse", technique(0.5, ["up"], [["down"]]), ConfigError, "related_modules: is given, and single"),
-    "head's magnitudes": (Block, "head", technique(0.5, ["^o$"], method="l1", num_heads=4), ConfigError, "method: is l1: only topk"),
     "no heads": (Block, "head", technique(0.5, ["^o$"]), ConfigError, rf"{H}.shared_parameters.num_heads: is missing"),
     "heads": (Block, "head", technique(0.5, ["^o$"], num_heads=3), ConfigError, "num_heads: 3 does not divide the 8 input columns of o"),
     "flat": (Block, "row", technique(0.5, ["up"], ["down"]), ConfigError, "related_modules: is no list of lists of patterns"),
