@@ -105,10 +105,9 @@ WAYS = (
         "make test with Python 3.11 or newer (PYTHON=python3.11), which installs both",
     ),
     Way(
-        "other packages that load data",
-        r"(torchdata|streaming|litdata) is not installed",
-        "`pip install --no-deps torchdata`, `pip install mosaicml-streaming` or `pip install litdata` into a copy of the"
-        " environment, and pytest there",
+        "torchdata",
+        r"torchdata is not installed",
+        "`pip install --no-deps torchdata` into a copy of the environment, and pytest there",
     ),
     Way("Python 3.11", r"came with Python 3\.11", "PYTHON=python3.11 make test"),
     Way("clang-format", r"clang-format \S+ is not installed", "make test, which installs it"),

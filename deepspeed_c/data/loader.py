@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 import time
 from collections import deque
@@ -147,7 +148,9 @@ class DeepSpeedDataLoader:
 
     Each ``iter()`` after a first batch begins a new epoch with a new order. A sampler that the user passes is used
     unchanged; ``set_epoch`` calls the sampler's ``set_epoch``. With several ranks, an ``IterableDataset`` must divide
-    its samples among the ranks itself, and declare this by a true attribute ``is_sharded``.
+    its samples among the ranks itself, and declare this by a true attribute ``is_sharded``. After
+    ``split_dataset_by_node`` of the library datasets it needs no declaration. A stream's ``set_epoch`` is called
+    before each epoch.
 
     A worker process that dies is logged, and the workers are started again with the batches that had not been returned.
     """
@@ -196,7 +199,7 @@ class DeepSpeedDataLoader:
         batch."""
         config = deepspeed_dataloader_config or {}
         if self._is_stream:
-            _check_stream(dataset, data_sampler, world_size)
+            _check_stream(dataset, data_sampler, rank, world_size)
         elif config.get("curriculum_learning"):
             self.data_sampler = self._steps = _steps(dataset, config, batch_size, rank, world_size, dataloader_drop_last)
             seed = config["data_efficiency"]["seed"]
@@ -359,6 +362,8 @@ class DeepSpeedDataLoader:
             "generator": torch.Generator().manual_seed(hash((self._worker_seed, self._epoch)) & (2**63 - 1)),
         }
         if self._is_stream:
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(self._epoch)
             loader = DataLoader(self.dataset, self.batch_size, drop_last=self.dataloader_drop_last, **common)
             if self._stream_state is not None:
                 self.dataset.load_state_dict(self._stream_state)
@@ -451,7 +456,11 @@ def _dead(workers: Sequence[BaseProcess], is_sure: bool) -> str:
 
 
 def _is_stateful(dataset: Any) -> bool:
-    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+    """Whether the data set's state is that of torchdata. mosaicml-streaming and litdata want arguments for theirs."""
+    if not all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")):
+        return False
+    parameters = inspect.signature(dataset.state_dict).parameters.values()
+    return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
 
 def _skip(batches: Iterator[Any], n: int) -> Iterator[Any]:
@@ -518,14 +527,28 @@ def _length(dataset: Any) -> int:
     return len(dataset)
 
 
-def _check_stream(dataset: Any, data_sampler: Any, world_size: int) -> None:
+def _is_divided(dataset: Any, rank: int, world_size: int) -> bool:
+    """Whether a stream gives each rank its own samples."""
+    if getattr(dataset, "is_sharded", False):
+        return True
+    split = getattr(dataset, "_distributed", None)  # by split_dataset_by_node of the library datasets
+    if split is not None and (split.rank, split.world_size) != (rank, world_size):
+        raise ConfigError(
+            f"the data set is split for rank {split.rank} of {split.world_size}, and this is rank {rank} of {world_size}",
+            where="training_data",
+            fix=f"use datasets.distributed.split_dataset_by_node(data, {rank}, {world_size})",
+        )
+    return split is not None
+
+
+def _check_stream(dataset: Any, data_sampler: Any, rank: int, world_size: int) -> None:
     if data_sampler is not None:
         raise ConfigError(
             "an IterableDataset gives its samples in its own order and takes no sampler",
             where="data_sampler",
             fix="leave data_sampler out, or use a data set that can be indexed",
         )
-    if world_size > 1 and not getattr(dataset, "is_sharded", False):
+    if world_size > 1 and not _is_divided(dataset, rank, world_size):
         raise ConfigError(
             f"all {world_size} ranks would train on the same samples of this IterableDataset",
             where="training_data",

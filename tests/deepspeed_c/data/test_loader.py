@@ -378,6 +378,20 @@ def test_a_stream_with_a_state_goes_on_without_reading_again():
     assert epoch(skipped) == [[6, 7], [8, 9], [10]]
 
 
+def test_a_stream_whose_state_wants_arguments_is_skipped_forward():
+    class Counting(Stateful):
+        def state_dict(self, num_samples, from_beginning):  # as of mosaicml-streaming
+            return {"at": num_samples}
+
+    first = DeepSpeedDataLoader(Counting(7), 2, False, 0, None)
+    next(first), next(first)
+    state = first.state_dict()
+    assert "stream" not in state
+    resumed = DeepSpeedDataLoader(Counting(7), 2, False, 0, None)
+    resumed.load_state_dict(state)
+    assert epoch(resumed) == [[4, 5], [6]]
+
+
 @pytest.mark.parametrize(
     ("error", "message", "kwargs"),
     [
