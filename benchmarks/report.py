@@ -214,6 +214,7 @@ FIGURES = [
             (8, 1, "the fp32 layer's", "<= 0.4", "ratio_to_fp32"),
             (4, 1, "the fp32 layer's", "<= 0.3", "ratio_to_fp32"),
             (8, 128, "dequantizing and torch's product", "<= 1.03", "ratio_to_dequantized"),
+            (8, 128, "torchao's dynamic int8", "<= 1.1", "ratio_to_torchao"),
             (4, 128, "dequantizing and torch's product", "<= 1.03", "ratio_to_dequantized"),
         )
     ),
@@ -232,6 +233,13 @@ FIGURES = [
             ("int8", "weights of 8 bits", "saved bytes", "<= 0.27", "bytes"),
             ("int4", "weights of 4 bits", "saved bytes", "<= 0.16", "bytes"),
         )
+    ),
+    Figure(
+        "training step, 29M GPT, fp32, 1 rank, all linear layers at int8: over the plain step",
+        "<= 1.1",
+        "int8_step",
+        {"contender": "int8"},
+        "ratio_to_plain",
     ),
     *(
         Figure(f"the order of samples: {what}", goal, "data_order", {"contender": contender}, key)

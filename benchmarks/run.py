@@ -334,6 +334,7 @@ BENCHMARKS = [
         400,
         "--layers 1 --width 32 --heads 2 --context 32 --steps 2 --tune-steps 1",
     ),
+    _script("int8_step", f"{OURS}/int8_step.py", (*ENGINE, "csrc/quant", "deepspeed_c/compression"), 60, "--rounds 1"),
     _script(
         "data_order",
         f"{OURS}/data_order.py",
