@@ -28,6 +28,9 @@ __all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]
 MOST_DEATHS = 3
 """Restarts of the workers for one batch."""
 
+MOST_RUNS = 64
+"""Runs of micro-batches that are kept for a step."""
+
 REPORT_SECONDS = 10.0
 
 LOOK_SECONDS = 10.0
@@ -217,6 +220,20 @@ class DeepSpeedDataLoader:
         self._worker_seed = seed * world_size + rank
         self._epoch = 0
         self._position = 0  # samples of the epoch that all ranks together have been given
+        # Micro-batches given since take_runs: [epoch, position, number]. More only come together if nobody takes them.
+        self._runs: deque[list[int]] = deque(maxlen=MOST_RUNS)
+        self._goes_on = False  # the next micro-batch belongs to the last run
+        self.reading: dict[str, Any] = {
+            "kind": "order" if self._order is not None else "own" if self._steps is None else "steps",
+            "micro_batch": batch_size,
+            "n_ranks": world_size,
+            "drop_last": dataloader_drop_last,
+            **self._identity,
+        }
+        """What the samples at a position depend on, for ``SampleHistory``."""
+        if self._steps is not None:
+            self.reading["efficiency"] = config["data_efficiency"]
+            self.reading["accumulation_steps"] = config["gradient_accumulation_steps"]
         self._draws: _Draws | None = None
         self._batches: Iterator[Any] | None = None
         # A stream with a state of its own goes on from it. Worker processes would keep theirs to themselves.
@@ -299,6 +316,7 @@ class DeepSpeedDataLoader:
     def _place(self, epoch: int, position: int) -> None:
         self._epoch, self._position, self._stream_state = epoch, position, None
         self._draws = self._batches = None
+        self._goes_on = False
         if hasattr(self.data_sampler, "set_epoch"):
             self.data_sampler.set_epoch(epoch)
 
@@ -306,6 +324,7 @@ class DeepSpeedDataLoader:
         if self._batches is not None:
             if self._position and self._steps is None:  # the order of a whole run goes on
                 self._epoch, self._position, self._stream_state = self._epoch + 1, 0, None
+                self._goes_on = False
             self._draws = self._batches = None
         return _Batches(self)
 
@@ -314,6 +333,10 @@ class DeepSpeedDataLoader:
             self.tput_timer.start()
         with self._measure("data"):
             batch = self._next()
+        if not self._goes_on:
+            self._runs.append([self._epoch, self._position, 0])
+            self._goes_on = True
+        self._runs[-1][2] += 1
         if self._draws is None:
             self._position += self._round
         elif self._steps is None:
@@ -404,6 +427,12 @@ class DeepSpeedDataLoader:
             state |= {"stream": self.dataset.state_dict(), "n_ranks": self._n_ranks}
         return state if self._steps is None else {**state, "sampler": self._steps.state_dict()}
 
+    def take_runs(self) -> list[list[int]]:
+        """The micro-batches that were given since the last call: [epoch, position of the first sample, number]."""
+        runs, self._goes_on = list(self._runs), False
+        self._runs.clear()
+        return runs
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at the position of a ``state_dict``, of a loader with any number of ranks and any batch size: the
         next batch begins with the first sample that had not been given then.
@@ -413,6 +442,7 @@ class DeepSpeedDataLoader:
         """
         self.check_state_dict(state)
         self._place(state["epoch"], state["position"])
+        self._runs.clear()
         if self._steps is not None:
             self._steps.load_state_dict(state["sampler"])
         self._stream_state = state.get("stream") if self._has_stream_state else None

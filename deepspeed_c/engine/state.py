@@ -14,6 +14,7 @@ from deepspeed_c.checkpoint.source import Source
 from deepspeed_c.comm.axes import DATA, SAME_SAMPLES, SP, TOKENS, TP
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
+from deepspeed_c.data.history import SampleHistory
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.backward import BackwardPass
 from deepspeed_c.engine.no_optimizer import NoOptimizer
@@ -54,6 +55,7 @@ class TrainState:
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self.n_tokens = 0
         """Number of tokens in this rank's batches of the present window."""
+        self._history = SampleHistory()
         self._loader_state: dict[str, Any] | None = None  # the loader's position at the beginning of the window
 
     def lay_out(self, layout: Layout, *, trains: bool) -> None:
@@ -110,6 +112,9 @@ class TrainState:
         self.global_samples += batch.train_batch_size if is_counted else n_samples
         self.skipped_steps += is_skipped
         self.global_steps += 1
+        if self._loader is not None:
+            place = (self._loader_state or {}).get("sampler")
+            self._history.note(self.global_steps, self._loader.take_runs(), self._loader.reading, place)
         self.n_tokens = 0
         self.window.place(self.window.micro_steps + 1)
         self.passes.begin_window()
@@ -135,8 +140,11 @@ class TrainState:
         }
 
     def common(self) -> dict[str, Any]:
-        """The state that is the same on all ranks: the schedule, the optimizer's groups, the loss scale."""
+        """The state of which rank 0's is saved: the schedule, the optimizer's groups, the loss scale, and which samples
+        were read."""
         state: dict[str, Any] = {}
+        if self._loader is not None:
+            state["samples"] = self._history.state_dict()
         if hasattr(self.lr_scheduler, "state_dict"):
             state["lr_scheduler"] = self.lr_scheduler.state_dict()
         return {**state, **self.optimizer.saved_options()}
@@ -165,6 +173,8 @@ class TrainState:
                 raise CheckpointError("its place in the data is none", where=where, fix="load another tag")
             if state.get("loader") and self._loader is not None:
                 self._loader.check_state_dict(state["loader"])
+        if source.state.get("samples"):
+            SampleHistory.check(source.state["samples"], source.where)
         scaler = self.optimizer.scaler
         if scaler is not None and source.state.get("loss_scaler"):
             try:
@@ -246,6 +256,9 @@ class TrainState:
         saved = (first if saved_ranks == n_ranks else source.rank_state(0)) or {}
         if saved.get("loader"):
             self._loader.load_state_dict(saved["loader"])
+            self._history = SampleHistory()  # that of an older version is unknown
+            if source.state.get("samples"):
+                self._history.load_state_dict(source.state["samples"])
             self._note_loader()
 
     def begin_writes(self) -> None:

@@ -19,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "compile": "deepspeed_c.compile.cli:main",
     "generate": "deepspeed_c.inference.cli:main",
     "compress": "deepspeed_c.compression.cli:main",
+    "data": "deepspeed_c.data.cli:main",
     "checkpoint": "deepspeed_c.checkpoint.tools.cli:main",
     "io": "deepspeed_c.io.cli:main",
     "bench": "deepspeed_c.bench.cli:main",
