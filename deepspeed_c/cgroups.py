@@ -91,7 +91,7 @@ class MemoryGroup(NamedTuple):
     limit: int
 
     def add(self, pid: int) -> None:
-        """Moves a process into the group. What it starts from now on is in it, too."""
+        """Moves a process into the group. Processes that it starts from now on are in it, too."""
         self.folder.joinpath("cgroup.procs").write_text(str(pid))
 
     def n_killed(self) -> int:

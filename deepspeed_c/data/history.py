@@ -1,4 +1,4 @@
-"""Which samples each step of a run has read, in a few numbers: where reading began, and where it did not go on as
+"""The samples that each step of a run has read, in a few numbers: the places where reading began, or did not go on as
 before."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_ENTRIES = 4096
 
 
 class StepSamples(NamedTuple):
-    """What one step has read."""
+    """The samples of one step."""
 
     step: int
     """Number of the step, from 1."""
@@ -84,7 +84,7 @@ class SampleHistory:
         return [StepSamples(entry["step"], _tuples(entry["runs"]), entry["reading"], None) for entry in self._entries]
 
     def samples(self, step: int) -> StepSamples:
-        """What a step has read. With a curriculum the sampler reads its metrics again, and repeats the draws since the
+        """The samples of a step. With a curriculum the sampler reads its metrics again, and repeats the draws since the
         entry's first step.
 
         Raises StateError for a step that is not in the history.

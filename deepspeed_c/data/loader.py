@@ -230,7 +230,7 @@ class DeepSpeedDataLoader:
             "drop_last": dataloader_drop_last,
             **self._identity,
         }
-        """What the samples at a position depend on, for ``SampleHistory``."""
+        """Everything that decides the samples at a position, for ``SampleHistory``."""
         if self._steps is not None:
             self.reading["efficiency"] = config["data_efficiency"]
             self.reading["accumulation_steps"] = config["gradient_accumulation_steps"]
@@ -474,7 +474,7 @@ class DeepSpeedDataLoader:
 
 
 def _dead(workers: Sequence[BaseProcess], is_sure: bool) -> str:
-    """Which workers have died, and by what; "" if none has. is_sure: one has, and may only not be known yet."""
+    """The workers that have died, and the cause; "" if none has. is_sure: one has, and may only not be known yet."""
     if is_sure and workers:
         wait([worker.sentinel for worker in workers], LOOK_SECONDS)
     return " and ".join(

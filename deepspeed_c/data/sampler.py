@@ -240,7 +240,7 @@ class DeepSpeedDataSampler:
         return found
 
     def _contents(self, pools: tuple[tuple[int, ...], ...]) -> list[Any]:
-        """The samples of each pool. Those of the pools that a step shares with the step before are kept."""
+        """The samples of each pool. Pools that a step shares with the step before keep theirs."""
         if pools[: len(self._pools)] != self._pools:
             self._pools, self._samples = (), []
         for k in range(len(self._pools), len(pools)):

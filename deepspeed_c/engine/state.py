@@ -256,7 +256,7 @@ class TrainState:
         saved = (first if saved_ranks == n_ranks else source.rank_state(0)) or {}
         if saved.get("loader"):
             self._loader.load_state_dict(saved["loader"])
-            self._history = SampleHistory()  # that of an older version is unknown
+            self._history = SampleHistory()  # a checkpoint of an older version has none
             if source.state.get("samples"):
                 self._history.load_state_dict(source.state["samples"])
             self._note_loader()

@@ -55,7 +55,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What the agent of a host says about itself."""
+    """The words of a host's agent about itself."""
 
     number: int
     state: State
@@ -67,7 +67,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Orders(msgspec.Struct, frozen=True):
-    """What the chair says to all agents."""
+    """The words of the chair to all agents."""
 
     number: int
     master: tuple[str, int] | None = None

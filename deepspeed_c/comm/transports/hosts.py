@@ -40,7 +40,7 @@ class GroupRanks(Protocol):
 
 
 class HostMarks(NamedTuple):
-    """What a rank says of its host."""
+    """The words of a rank about its host."""
 
     name: str
     boot: str

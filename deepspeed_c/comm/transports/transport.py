@@ -1,4 +1,4 @@
-"""What every transport can do."""
+"""The interface of every transport."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ DONE, FORWARD = -2, -1
 
 
 class Round(NamedTuple):
-    """What a round decided, the same on all ranks."""
+    """The decision of a round, the same on all ranks."""
 
     wanted: list[int]
     """The gather units to gather now, in this order."""
