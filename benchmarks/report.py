@@ -249,6 +249,9 @@ FIGURES = [
             ("batch", "a batch over torch's DataLoader", "<= 1.05", "ratio_to_torch"),
         )
     ),
+    Figure(
+        "metrics of 1,000,000 samples, 2 processes: DeepSpeed's DataAnalyzer over ours", ">= 5", "analyzer", {}, "deepspeed_over_it"
+    ),
     *(
         Figure(
             f"vocabulary-parallel cross-entropy, 2,048 tokens x a vocabulary of 32,768, 2 ranks: {what} over gathering the logits",

@@ -343,6 +343,13 @@ BENCHMARKS = [
         "--rounds 2 --rows 800",
     ),
     _script(
+        "analyzer",
+        f"{OURS}/analyzer.py",
+        ("deepspeed_c/data/analyzer.py", "deepspeed_c/data/indexed.py"),
+        400,
+        "--rounds 1 --samples 5000",
+    ),
+    _script(
         "vocab_cross_entropy",
         "benchmarks/ops/vocab_cross_entropy.py",
         (*CORES, "csrc/tp", "csrc/comm", "ops", "deepspeed_c/inject/loss.py", "deepspeed_c/inject/ranks.py"),

@@ -1,6 +1,7 @@
 """How long does the next batch take, and how long the first batch of a resumed run, whatever the length of the data set?
 
-"round": the samples of a rank's next batch from the keyed order of 10^9 samples, by sample. "resume": a new loader with a
+"round": the samples of a rank's next batch from the keyed order of 10^9 samples, by sample, and over those of grain's
+``index_shuffle``, one by one, if grain is installed. "resume": a new loader with a
 saved position, up to its first batch, at step 10 and at step 10^6. "batch": an epoch of batches of rows of a tensor, over
 torch's loader with its random sampler, in the same process.
 Run: python -m benchmarks.deepspeed_c.data_order [--rounds 15] [--rows 20000]
@@ -9,6 +10,7 @@ Run: python -m benchmarks.deepspeed_c.data_order [--rounds 15] [--rows 20000]
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +35,17 @@ def rounds_of(n_samples: int) -> Callable[[Any], int]:
         for _ in range(CALLS):
             _, position = order.round(3, position)
         return position
+
+    return step
+
+
+def grains_order(n_samples: int) -> Callable[[Any], int]:
+    from grain.experimental import index_shuffle
+
+    def step(_: Any) -> int:
+        for position in range(CALLS * BATCH):
+            last = index_shuffle(position, max_index=n_samples - 1, seed=1234, rounds=4)
+        return last
 
     return step
 
@@ -67,6 +80,9 @@ def main() -> None:
         "batch": lambda _: sum(1 for _ in ours),
         "torch": lambda _: sum(1 for _ in torchs),
     }
+    has_grain = importlib.util.find_spec("grain") is not None
+    if has_grain:
+        steps["grain"] = grains_order(MANY)
     times = time_alternately(steps, None, args.rounds, warmup=1)
     common = {"benchmark": "data_order", "machine": machine()}
     per_sample = [1e6 * seconds / (CALLS * BATCH) for seconds in times["round"]]
@@ -78,6 +94,8 @@ def main() -> None:
         {"contender": "batch", "us": round(1e6 * median_spread(times["batch"])[0] * BATCH / args.rows, 2)}
         | ratios("ratio_to_torch", times["batch"], times["torch"]),
     ]
+    if has_grain:
+        lines[0] |= ratios("ratio_to_grain", times["round"], times["grain"])
     for line in lines:
         print(json.dumps({**common, **line}), flush=True)
 
