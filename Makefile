@@ -64,6 +64,10 @@ rl: $(BUILT) ## an actor that trains and generates in turn: policy optimization 
 compress: $(BUILT) ## a GPT at 8 and 4 bits, and at half of its rows and heads with distillation: loss, bytes and time as a table
 	$(BIN)/python examples/compress_gpt.py $(COMPRESS_FLAGS)
 
+.PHONY: curriculum
+curriculum: $(BUILT) ## a GPT without and with two curricula: held-out loss over tokens as a table and a plot
+	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/curriculum_gpt.py $(CURRICULUM_FLAGS)
+
 .PHONY: test
 test: $(BUILT) programs ## everything that CI runs
 	scripts/system_packages.sh --tests

@@ -336,6 +336,13 @@ BENCHMARKS = [
     ),
     _script("int8_step", f"{OURS}/int8_step.py", (*ENGINE, "csrc/quant", "deepspeed_c/compression"), 60, "--rounds 1"),
     _script(
+        "curriculum",
+        f"{OURS}/curriculum.py",
+        ("csrc/data", "deepspeed_c/data", "examples/curriculum_gpt.py", "examples/gpt.py"),
+        400,
+        "--layers 1 --width 32 --heads 2 --context 32 --tokens 4096 --points 2 --grow-steps 4",
+    ),
+    _script(
         "data_order",
         f"{OURS}/data_order.py",
         ("csrc/data", "csrc/include", "ops/binding/handles_data.cpp", "deepspeed_c/data"),

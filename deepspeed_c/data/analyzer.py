@@ -151,7 +151,7 @@ class DataAnalyzer:
             self._map_part(0)
             return
         context = multiprocessing.get_context("fork")  # functions and data set need not be picklable
-        processes = {thread: context.Process(target=self._map_part, args=(thread,)) for thread in threads}
+        processes = {thread: context.Process(target=self._map_part_alone, args=(thread,)) for thread in threads}
         for process in processes.values():
             process.start()
         for process in processes.values():
@@ -218,6 +218,11 @@ class DataAnalyzer:
                 fix="run the map of this worker with the same arguments",
             )
         return self._folder(name, worker, thread)
+
+    def _map_part_alone(self, thread: int) -> None:
+        # A forked process has none of the threads that its parent's operators ran on, and would wait for them.
+        torch.set_num_threads(1)
+        self._map_part(thread)
 
     def _map_part(self, thread: int) -> None:
         begin, end = self._range(self.worker_id, thread)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections import defaultdict
 from random import Random
 
@@ -112,6 +114,26 @@ def test_batches_of_several_fields_have_the_right_sample_numbers(tmp_path, kind,
         metric_functions=[lambda b: lengths(tokens(b)), lambda b: counts(tokens(b))],
     )  # fmt: skip
     check(samples, tmp_path)
+
+
+AFTER_THREADS = """
+import sys
+import torch
+from deepspeed_c.data.analyzer import DataAnalyzer
+
+torch.set_num_threads(2)
+rows = torch.ones(64, 1 << 16)
+assert rows.log().sum() == 0  # the process has the threads of torch's operators now
+DataAnalyzer(
+    rows, num_threads=2, batch_size=32, save_path=sys.argv[1], metric_names=["sum"], metric_types=["single_value_per_sample"],
+    metric_functions=[lambda batch: batch.log().exp().sum(dim=1).long()], metric_dtypes=[torch.int64],
+).run_map_reduce()
+"""
+
+
+def test_a_program_whose_operators_have_run_on_threads(tmp_path):
+    subprocess.run([sys.executable, "-c", AFTER_THREADS, str(tmp_path)], check=True, timeout=300)
+    assert MMapIndexedDataset(str(tmp_path / "sum/sum_index_to_metric"))[0].tolist() == [1 << 16]
 
 
 def test_numbers_of_the_user(tmp_path):

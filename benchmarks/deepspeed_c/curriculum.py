@@ -1,0 +1,36 @@
+"""What does a curriculum of lengths, or of frequent bytes first, change in the loss after the same number of tokens?
+
+Runs examples/curriculum_gpt.py on 2 ranks: byte-level GPTs of the same first weights are trained without and with a
+curriculum. The losses are those of held-out text, in nats per byte.
+Run: python -m benchmarks.deepspeed_c.curriculum [options of the example]
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.measure import machine, require
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "curriculum_gpt.py"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "deepspeed_c", "--num_procs", "2", str(SCRIPT), *sys.argv[1:], "--out", folder]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        require(done.returncode == 0, f"the example ends with exit code 0: {done.stderr[-2000:]}")
+        curves = json.loads((Path(folder) / "curriculum.json").read_text())
+    common = {"benchmark": "curriculum", "machine": machine()}
+    for name, points in curves.items():
+        for i in sorted({len(points) // 2 - 1, len(points) - 1}):
+            (tokens, loss), (_, plain) = points[i], curves["none"][i]
+            line = {"contender": name, "tokens": tokens, "loss": round(loss, 4), "loss_to_none": round(loss / plain, 4)}
+            print(json.dumps({**common, **line}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
