@@ -41,7 +41,7 @@ def main() -> None:
 
 def analyze(data: Windows, text: bytes, folder: str, rank: int = 0, n_ranks: int = 1) -> None:
     """Write the metric "frequency" of all windows: the mean of -log(frequency) of their bytes, in thousandths of a nat."""
-    counts = torch.bincount(as_tensor(text), minlength=256).clamp(min=1).double()
+    counts = torch.bincount(as_tensor(text), minlength=256).double()
     nats = -(counts / counts.sum()).log()
     DataAnalyzer(
         data,
