@@ -387,6 +387,8 @@ class DeepSpeedDataLoader:
         if self._is_stream:
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(self._epoch)
+            elif hasattr(self.dataset, "next_epoch"):  # of mosaicml-streaming, which counts epochs itself
+                self.dataset.next_epoch = self._epoch
             loader = DataLoader(self.dataset, self.batch_size, drop_last=self.dataloader_drop_last, **common)
             if self._stream_state is not None:
                 self.dataset.load_state_dict(self._stream_state)

@@ -360,6 +360,28 @@ class Stateful(Stream):
         self.at = state["at"]
 
 
+class CountsEpochs(IterableDataset):
+    """Like the streams of mosaicml-streaming: it counts its epochs, whose order differs."""
+
+    def __init__(self):
+        self.next_epoch = 0
+
+    def __iter__(self):
+        self.next_epoch += 1
+        return iter(Random(self.next_epoch).sample(range(9), 9))
+
+
+def test_a_stream_that_counts_epochs_is_told_where_to_go_on():
+    loader = DeepSpeedDataLoader(CountsEpochs(), 2, False, -1, None)
+    epochs = [flat(epoch(loader)) for _ in range(3)]
+    assert epochs == [Random(i).sample(range(9), 9) for i in (1, 2, 3)]
+    loader.set_epoch(1)
+    begun = [next(loader).tolist() for _ in range(2)]
+    resumed = DeepSpeedDataLoader(CountsEpochs(), 2, False, -1, None)
+    resumed.load_state_dict(loader.state_dict())
+    assert flat(begun) + flat(epoch(resumed)) == epochs[1]
+
+
 def test_a_stream_with_a_state_goes_on_without_reading_again():
     first = DeepSpeedDataLoader(Stateful(11), 2, False, 0, None)
     assert [next(first).tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
