@@ -104,6 +104,7 @@ PERMITTED: dict[str, str] = {
         ),
         "transformers' own: a model's modules and the counts that they compute with",
     ),
+    "data/loader.py: self.dataset.next_epoch": "mosaicml-streaming's own: the epoch that its stream begins next",
     "compression/shrink.py: layer.in_features": "torch's own: the sizes of a linear layer, which may be plain, that is cut",
     "compression/shrink.py: layer.out_features": "torch's own: the sizes of a linear layer, which may be plain, that is cut",
     "compression/shrink.py: setattr(holder, key)": "transformers' own: the numbers of heads that attention modules compute with",
