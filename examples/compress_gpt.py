@@ -3,7 +3,7 @@
     python examples/compress_gpt.py --out out
 
 A small ``GPT`` learns the Python standard library's source. Then each contender goes on from these weights for the same
-number of steps, fp32 too: the others with quantized weights, or with pruning and the trained GPT as their teacher. The
+number of steps, fp32 too: the others with quantized weights, or with pruning and the finished fp32 GPT as teacher. The
 table shows the loss on held-out text, the bytes of the saved state and the time of a forward, each over those of fp32.
 """
 
@@ -43,7 +43,7 @@ def main() -> None:
         model, config = copy.deepcopy(trained), settings(args, args.tune_steps, args.tune_lr, section)
         if section:
             init_compression(model, config)
-        teacher = trained if name == "half" else None
+        teacher = models["fp32"] if name == "half" else None
         train(model, data, args, args.tune_steps, args.tune_lr, section, teacher)
         if section:
             redundancy_clean(model, config, pack=name != "half")
@@ -99,7 +99,7 @@ def sections(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
     half = {
         "row_pruning": pruned(r"mlp\.up", [r"mlp\.down"], method="l1"),
-        "head_pruning": pruned(r"\.out", [r"\.q", r"\.k", r"\.v"], num_heads=args.heads),
+        "head_pruning": pruned(r"\.out", [r"\.q", r"\.k", r"\.v"], method="l1", num_heads=args.heads),
     }
     # A row of the square weights has a scale at 8 bits, and a quarter of a row at 4 bits.
     return {"fp32": {}, "int8": quantized(8, args.width), "int4": quantized(4, 4 * args.width), "half": half}
@@ -189,9 +189,9 @@ def report(models: dict[str, CompressibleGPT], losses: dict[str, float], args: a
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400, help="steps of the first training (default: 400)")
-    parser.add_argument("--tune-steps", type=int, default=150, help="steps of each contender (default: 150)")
+    parser.add_argument("--tune-steps", type=int, default=340, help="steps of each contender (default: 340)")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--tune-lr", type=float, default=5e-4)
+    parser.add_argument("--tune-lr", type=float, default=2e-3)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--heads", type=int, default=8)

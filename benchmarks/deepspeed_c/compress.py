@@ -1,7 +1,7 @@
 """What do weights of 8 and 4 bits, and half of the rows and heads, cost in loss, and what do they save in bytes and time?
 
 Runs examples/compress_gpt.py: a byte-level GPT is trained, and then goes on as fp32, with quantized weights, or pruned with
-the trained model as teacher. The losses are those of held-out text; the bytes are those of the saved state.
+the finished fp32 model as teacher. The losses are those of held-out text; the bytes are those of the saved state.
 Run: python -m benchmarks.deepspeed_c.compress [options of the example]
 """
 

@@ -7,7 +7,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from itertools import islice
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -27,6 +27,9 @@ __all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]
 
 MOST_DEATHS = 3
 """Restarts of the workers for one batch."""
+
+ROUNDS_AT_ONCE = 16
+"""Batches of an order that are drawn together."""
 
 MOST_RUNS = 64
 """Runs of micro-batches that are kept for a step."""
@@ -95,11 +98,16 @@ class _EpochOrder(Sampler[int]):
 
     def rounds(self, position: int = 0) -> Iterator[tuple[list[int], int]]:
         """(batch, position of the next one), from a position of the epoch on."""
-        epoch = self.epoch
+        # Several at a time: alone, between two batches, the call finds nothing of its code and keys in the caches.
+        epoch, block = self.epoch, []
         samples, position = self._order.round(epoch, position)
         while samples:
-            yield samples, position
+            block.append((samples, position))
+            if len(block) == ROUNDS_AT_ONCE:
+                yield from block
+                block = []
             samples, position = self._order.round(epoch, position)
+        yield from block
 
     def __len__(self) -> int:
         return self._n_samples
@@ -192,7 +200,7 @@ class DeepSpeedDataLoader:
         self.dataset, self.batch_size, self.pin_memory = dataset, batch_size, pin_memory
         self.tput_timer, self.collate_fn, self.num_local_io_workers = tput_timer, collate_fn, workers
         self.dataloader_drop_last = dataloader_drop_last
-        self._measure: Callable[[str], AbstractContextManager[None]] = nullcontext
+        self._measure: Callable[[str], AbstractContextManager[None]] | None = None
         self._is_stream = isinstance(dataset, IterableDataset)
         self.data_sampler: Any = data_sampler
         self._order: _EpochOrder | None = None
@@ -222,7 +230,7 @@ class DeepSpeedDataLoader:
         self._position = 0  # samples of the epoch that all ranks together have been given
         # Micro-batches given since take_runs: [epoch, position, number]. More only come together if nobody takes them.
         self._runs: deque[list[int]] = deque(maxlen=MOST_RUNS)
-        self._goes_on = False  # the next micro-batch belongs to the last run
+        self._run: list[int] | None = None  # the one that the next micro-batch belongs to, if it follows the last
         self.reading: dict[str, Any] = {
             "kind": "order" if self._order is not None else "own" if self._steps is None else "steps",
             "micro_batch": batch_size,
@@ -256,7 +264,7 @@ class DeepSpeedDataLoader:
         num_local_io_workers: int | None = None,
         drop_last: bool = False,
         seed: int = 0,
-        measure: Callable[[str], AbstractContextManager[None]] = nullcontext,
+        measure: Callable[[str], AbstractContextManager[None]] | None = None,
         efficiency: Mapping[str, Any] | None = None,
         accumulation_steps: int = 1,
     ) -> DeepSpeedDataLoader:
@@ -316,7 +324,7 @@ class DeepSpeedDataLoader:
     def _place(self, epoch: int, position: int) -> None:
         self._epoch, self._position, self._stream_state = epoch, position, None
         self._draws = self._batches = None
-        self._goes_on = False
+        self._run = None
         if hasattr(self.data_sampler, "set_epoch"):
             self.data_sampler.set_epoch(epoch)
 
@@ -324,19 +332,22 @@ class DeepSpeedDataLoader:
         if self._batches is not None:
             if self._position and self._steps is None:  # the order of a whole run goes on
                 self._epoch, self._position, self._stream_state = self._epoch + 1, 0, None
-                self._goes_on = False
+                self._run = None
             self._draws = self._batches = None
         return _Batches(self)
 
     def __next__(self) -> Any:
         if self.tput_timer is not None:
             self.tput_timer.start()
-        with self._measure("data"):
+        if self._measure is None:
             batch = self._next()
-        if not self._goes_on:
-            self._runs.append([self._epoch, self._position, 0])
-            self._goes_on = True
-        self._runs[-1][2] += 1
+        else:
+            with self._measure("data"):
+                batch = self._next()
+        if self._run is None:
+            self._run = [self._epoch, self._position, 0]
+            self._runs.append(self._run)
+        self._run[2] += 1
         if self._draws is None:
             self._position += self._round
         elif self._steps is None:
@@ -431,7 +442,7 @@ class DeepSpeedDataLoader:
 
     def take_runs(self) -> list[list[int]]:
         """The micro-batches that were given since the last call: [epoch, position of the first sample, number]."""
-        runs, self._goes_on = list(self._runs), False
+        runs, self._run = list(self._runs), None
         self._runs.clear()
         return runs
 
