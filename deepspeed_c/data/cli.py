@@ -76,7 +76,7 @@ def _head(step: StepSamples) -> str:
     if reading["kind"] == "order" and reading["seed"] is None:
         order = "in the data set's order"
     return (
-        f"{step.step}: {places or 'none'}; micro-batches of {reading['micro_batch']} on {reading['n_ranks']} ranks, {order}"
+        f"{step.step}: micro-batches of {reading['micro_batch']} on {reading['n_ranks']} ranks: {places or 'none'}; {order}"
     )
 
 
