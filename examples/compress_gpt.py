@@ -189,7 +189,7 @@ def report(models: dict[str, CompressibleGPT], losses: dict[str, float], args: a
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400, help="steps of the first training (default: 400)")
-    parser.add_argument("--tune-steps", type=int, default=340, help="steps of each contender (default: 340)")
+    parser.add_argument("--tune-steps", type=int, default=220, help="steps of each contender (default: 220)")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--tune-lr", type=float, default=2e-3)
     parser.add_argument("--layers", type=int, default=4)
