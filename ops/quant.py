@@ -198,7 +198,8 @@ def _formula_packed_linear(
     zero_points: Tensor | None = None,
 ) -> Tensor:
     dtype = _product_dtype(x)
-    weight = _packed_weight(packed, scales, bits, group, x.shape[-1], dtype, zero_points)
+    # Rounded to x's dtype on every processor.
+    weight = _packed_weight(packed, scales, bits, group, x.shape[-1], x.dtype, zero_points).to(dtype)
     return torch.nn.functional.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype)).to(x.dtype)
 
 
