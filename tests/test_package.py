@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TIMEOUT_S = 500
+TIMEOUT_S = 850
 NOT_SOURCES = shutil.ignore_patterns(
     *(
         ".git",
