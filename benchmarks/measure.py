@@ -5,10 +5,13 @@ and checks of the claims of a row.
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import os
 import platform
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -111,6 +114,14 @@ def require(holds: bool, what: str) -> None:
     """End the benchmark without a result unless the row's claim ``holds``."""
     if not holds:
         raise SystemExit(f"nothing is measured, because this does not hold: {what}")
+
+
+def results_of_example(command: Sequence[str], file: str) -> Any:
+    """Runs an example with ``--out`` and a new folder; returns the JSON ``file`` that it has written there."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([*command, "--out", folder], check=False, capture_output=True, text=True)
+        require(done.returncode == 0, f"the example ends with exit code 0: {done.stderr[-2000:]}")
+        return json.loads((Path(folder) / file).read_text())
 
 
 def require_equal(what: str, values: dict[str, float], relative: float) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gpt import GPT, Block, cross_entropy, rotate
-from text import Windows, standard_library
+from text import Windows, spread, standard_library
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -149,10 +149,9 @@ def train(
 @torch.no_grad()
 def evaluate(model: CompressibleGPT, held_out: Windows) -> float:
     """Return nats per byte over windows that are spread evenly over the held-out text."""
-    n = min(EVAL_WINDOWS, len(held_out))
-    windows = torch.stack([held_out[i * len(held_out) // n] for i in range(n)])
+    windows = torch.stack([held_out[i] for i in spread(held_out, EVAL_WINDOWS)])
     losses = [cross_entropy(model(batch[:, :-1]), batch[:, 1:]).item() * len(batch) for batch in windows.split(16)]
-    return sum(losses) / n
+    return sum(losses) / len(windows)
 
 
 @torch.no_grad()

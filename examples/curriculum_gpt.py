@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from gpt import GPT
-from text import Windows, as_tensor, standard_library
+from text import Windows, as_tensor, spread, standard_library
 
 import deepspeed_c
 from deepspeed_c import comm
@@ -121,12 +121,11 @@ def train(data: Windows, held_out: Windows, args: argparse.Namespace, metrics: d
 @torch.no_grad()
 def evaluate(engine: deepspeed_c.DeepSpeedEngine, held_out: Windows) -> float:
     """Return nats per byte over windows that are spread evenly over the held-out text."""
-    n = min(EVAL_WINDOWS, len(held_out))
-    windows = torch.stack([held_out[i * len(held_out) // n] for i in range(n)])
+    windows = torch.stack([held_out[i] for i in spread(held_out, EVAL_WINDOWS)])
     engine.eval()
     losses = [engine(batch.to(engine.device)).item() * len(batch) for batch in windows.split(16)]
     engine.train()
-    return sum(losses) / n
+    return sum(losses) / len(windows)
 
 
 def report(curves: dict[str, list[tuple[int, float]]], args: argparse.Namespace) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from text import Windows, bits, standard_library, unigram_entropy
+from text import Windows, bits, spread, standard_library, unigram_entropy
 from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -53,8 +53,7 @@ class Bytes(Dataset):
     """Windows of text as inputs for a causal language model of transformers: one token is one byte."""
 
     def __init__(self, windows: Windows, n: int | None = None) -> None:
-        n = min(n or len(windows), len(windows))
-        self.windows, self.chosen = windows, [i * len(windows) // n for i in range(n)]
+        self.windows, self.chosen = windows, spread(windows, n or len(windows))
 
     def __len__(self) -> int:
         return len(self.chosen)

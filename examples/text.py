@@ -29,6 +29,12 @@ class Windows(Dataset):
         return self.bytes[i * self.context : (i + 1) * self.context + 1]
 
 
+def spread(windows: Windows, n: int) -> list[int]:
+    """Return the numbers of ``n`` windows, or of all if there are fewer, at equal distances over the text."""
+    n = min(n, len(windows))
+    return [i * len(windows) // n for i in range(n)]
+
+
 def standard_library(max_bytes: int = 8 << 20) -> tuple[bytes, bytes]:
     """Return the sources under the standard library's folder as (train, held out), ``max_bytes`` of them together.
 

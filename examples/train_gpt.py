@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from gpt import GPT, cross_entropy, embed, scores
-from text import Windows, bits, standard_library, unigram_entropy
+from text import Windows, bits, spread, standard_library, unigram_entropy
 from tqdm import tqdm
 
 import deepspeed_c
@@ -134,8 +134,7 @@ class Run:
         # Windows are shared among data-parallel ranks only: tensor-parallel ranks need the same windows.
         n_shares, share = groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()
         n_windows = min(n_windows, len(self.held_out)) // n_shares * n_shares
-        chosen = [i * len(self.held_out) // n_windows for i in range(n_windows)]
-        mine = torch.stack([self.held_out[i] for i in chosen[share::n_shares]])
+        mine = torch.stack([self.held_out[i] for i in spread(self.held_out, n_windows)[share::n_shares]])
         if self.is_pipeline:
             parts = mine.tensor_split(-(-len(mine) // 8))
             return self.engine.eval_batch(iter(parts), num_micro_batches=len(parts)).item()

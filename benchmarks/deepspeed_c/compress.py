@@ -8,23 +8,16 @@ Run: python -m benchmarks.deepspeed_c.compress [options of the example]
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from benchmarks.measure import machine, require
+from benchmarks.measure import machine, results_of_example
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "compress_gpt.py"
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(SCRIPT), *sys.argv[1:], "--out", folder]
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
-        require(done.returncode == 0, f"the example ends with exit code 0: {done.stderr[-2000:]}")
-        rows = json.loads((Path(folder) / "compress.json").read_text())
-    for row in rows:
+    for row in results_of_example([sys.executable, str(SCRIPT), *sys.argv[1:]], "compress.json"):
         print(json.dumps({"benchmark": "compress", **row, "machine": machine()}), flush=True)
 
 

@@ -8,22 +8,17 @@ Run: python -m benchmarks.deepspeed_c.curriculum [options of the example]
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from benchmarks.measure import machine, require
+from benchmarks.measure import machine, results_of_example
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "curriculum_gpt.py"
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "deepspeed_c", "--num_procs", "2", str(SCRIPT), *sys.argv[1:], "--out", folder]
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
-        require(done.returncode == 0, f"the example ends with exit code 0: {done.stderr[-2000:]}")
-        curves = json.loads((Path(folder) / "curriculum.json").read_text())
+    command = [sys.executable, "-m", "deepspeed_c", "--num_procs", "2", str(SCRIPT), *sys.argv[1:]]
+    curves = results_of_example(command, "curriculum.json")
     common = {"benchmark": "curriculum", "machine": machine()}
     for name, points in curves.items():
         for i in sorted({len(points) // 2 - 1, len(points) - 1}):

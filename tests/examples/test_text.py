@@ -6,7 +6,7 @@ import math
 from collections import Counter
 
 import pytest
-from text import Windows, bits, sources, standard_library, unigram_entropy
+from text import Windows, bits, sources, spread, standard_library, unigram_entropy
 
 
 @pytest.mark.parametrize("n_bytes", [0, 1, 4, 5, 8, 9, 97])
@@ -38,6 +38,11 @@ def test_a_standard_library_without_sources_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("text.sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(FileNotFoundError, match="no .py files"):
         standard_library()
+
+
+@pytest.mark.parametrize("n, wanted", [(0, []), (1, [0]), (3, [0, 3, 6]), (10, list(range(10))), (99, list(range(10)))])
+def test_windows_are_spread_over_the_text(n, wanted):
+    assert spread(Windows(bytes(41), 4), n) == wanted
 
 
 def test_entropy_is_the_formula():

@@ -7,14 +7,16 @@ from itertools import islice
 from random import Random
 
 import pytest
+import torch
 
+import deepspeed_c
 from deepspeed_c.checkpoint.open import open_checkpoint
 from deepspeed_c.data import cli
 from deepspeed_c.data.history import MOST_ENTRIES, SampleHistory
-from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.errors import CheckpointError, ConfigError, StateError
 from deepspeed_c.launcher.main import main
-from tests.deepspeed_c.engine.test_data import efficiency_of, make, train
+from tests.deepspeed_c.data.test_loader import make as loader_of
+from tests.deepspeed_c.engine.test_data import Model, Numbers, efficiency_of, make, train
 
 
 def body(rank, world, folder, sections, load, n_steps):
@@ -67,13 +69,6 @@ def test_what_the_model_saw_over_resumes_on_other_ranks(run_ranks, tmp_path, cap
             cli.main(["show", str(folder), "--step", str(step)])
 
 
-def loader_of(n, micro, rank=0, ranks=1, drop_last=False, **kwargs):
-    return DeepSpeedDataLoader(
-        range(n), micro, False, 0, None,
-        data_parallel_world_size=ranks, data_parallel_rank=rank, dataloader_drop_last=drop_last, **kwargs,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("case", range(40))
 def test_any_reading(case):
     """Epochs that are left early or set, steps that read any number of micro-batches, saves and loads."""
@@ -82,7 +77,7 @@ def test_any_reading(case):
     state, step = None, 0
     for _ in range(4):
         micro, ranks, count = random.randint(1, 3), random.randint(1, 3), random.randint(1, 4)
-        loaders = [loader_of(n, micro, rank, ranks, drop_last) for rank in range(ranks)]
+        loaders = [loader_of(n, micro, rank, ranks, dataloader_drop_last=drop_last) for rank in range(ranks)]
         if not len(loaders[0]):
             continue
         if state is not None:
@@ -141,11 +136,6 @@ def test_runs_that_nobody_takes_are_bounded():
 
 
 def own_body(rank, world, folder):
-    import torch
-
-    import deepspeed_c
-    from tests.deepspeed_c.engine.test_data import Model, Numbers
-
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
     engine, *_ = deepspeed_c.initialize(model=Model(), config=config)
     sampler = torch.utils.data.SequentialSampler(Numbers(9))
