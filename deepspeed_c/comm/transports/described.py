@@ -13,6 +13,10 @@ everything is prepared first.
 [Note: closing] gloo cannot refuse a message. A rank that finds a difference writes it into the store of the default
 group, and closes its connections of the process group. Ranks that wait for it notice at once, read the difference in
 the store, and close their connections, too. So all ranks of the group end with the same error.
+
+[Note: half a message] gloo forgets a message of which a part had come when the connection closed: whoever waits for it
+waits until the time limit of the group. So a rank lets its own messages leave before it closes its connections, and
+after that it does not wait for gloo without a limit.
 """
 
 from __future__ import annotations
@@ -56,6 +60,14 @@ _COLLECTIVE = _NEVER + 1  # without a description: ranks at different collective
 _DESCRIPTION_HASH = 0xD5C0  # in tags of descriptions: other users of the group have small tags
 # Bytes of a description: text, and a hash of the text that was cut off.
 _TEXT_BYTES, _HEAD_BYTES = 120, 128
+_LEAVING = timedelta(seconds=5)
+"""A rank that closes its connections gives each of its messages that much time to leave. (A message that no rank takes
+leaves never, but its receiver has found the difference as well, and closes.)
+"""
+_CLOSING = timedelta(milliseconds=250)
+"""The time in which unknown messages leave before connections close."""
+_FORGOTTEN = timedelta(milliseconds=100)
+"""A transfer that has not ended so long after its connection was closed is one that gloo has forgotten."""
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,7 +138,8 @@ class _Described(ABC):
         self._purpose, self._tag = purpose, tag
         self._heads: dict[int, bytearray] = {}
         self._descriptions: list[_Started] = []
-        self._handles: list[_Started] = []
+        self._received: list[_Started] = []
+        self._sent: list[_Started] = []
         self._posts: list[_Post] = []
         self._posts_failed = ""
 
@@ -135,13 +148,13 @@ class _Described(ABC):
         way, tag = self._group.recv, _tag(self._purpose, self._tag, _DESCRIPTION_HASH)
         self._posts.append((self._descriptions, way, [_as_tensor(head)], rank, tag))
         if tensor.numel():
-            self._posts.append((self._handles, way, [tensor], rank, _tag(self._purpose + 1, self._tag, hashed)))
+            self._posts.append((self._received, way, [tensor], rank, _tag(self._purpose + 1, self._tag, hashed)))
 
     def send(self, tensor: torch.Tensor, rank: int, hashed: int, head: torch.Tensor) -> None:
         way, tag = self._group.send, _tag(self._purpose, self._tag, _DESCRIPTION_HASH)
-        self._posts.append((self._handles, way, [head], rank, tag))
+        self._posts.append((self._sent, way, [head], rank, tag))
         if tensor.numel():
-            self._posts.append((self._handles, way, [tensor], rank, _tag(self._purpose + 1, self._tag, hashed)))
+            self._posts.append((self._sent, way, [tensor], rank, _tag(self._purpose + 1, self._tag, hashed)))
 
     def start(self) -> None:
         posts, self._posts = self._posts, []
@@ -163,18 +176,27 @@ class _Described(ABC):
             difference = self._difference(self._heads)
             if difference:
                 raise RuntimeError(difference)
-            self._wait_for(self._handles)
+            self._wait_for(self._received)
+            self._wait_for(self._sent)
         except RuntimeError as error:
             raise RuntimeError(self._close(difference) or str(error).splitlines()[0]) from None
 
-    def _wait_for(self, handles: list[_Started]) -> None:
-        """Takes the handles out one by one: a second wait for a message of gloo would never end."""
+    def _wait_for(self, handles: list[_Started], limit: timedelta | None = None) -> None:
+        """Takes the handles out one by one: a second wait for a message of gloo would never end. A wait that ends by
+        ``limit`` closes all connections of the group.
+        """
         while handles:
             rank, handle = handles.pop(0)
             try:
-                handle.wait()
+                handle.wait() if limit is None else handle.wait(limit)
             except RuntimeError as error:  # gloo says the other rank's address only
                 raise RuntimeError(f"rank {self._name(rank)}: {error}") from None
+
+    def _end(self, handles: list[_Started], limit: timedelta) -> None:
+        """Waits until no transfer uses a tensor any more, whatever becomes of it."""
+        while handles:
+            with contextlib.suppress(RuntimeError):
+                self._wait_for(handles, limit)
 
     @abstractmethod
     def _difference(self, heads: dict[int, bytearray]) -> str:
@@ -196,11 +218,10 @@ class _Described(ABC):
                 store.claim(self._group.group_name, difference)
             else:
                 difference = store.read(self._group.group_name) or ""
-        close_connections(self._group)
-        for handles in (self._descriptions, self._handles):
-            while handles:  # no transfer may use a tensor any more
-                with contextlib.suppress(RuntimeError):
-                    self._wait_for(handles)
+        self._end(self._sent, _LEAVING)
+        close_connections(self._group, timedelta(milliseconds=1))
+        self._end(self._descriptions, _FORGOTTEN)
+        self._end(self._received, _FORGOTTEN)
         return difference
 
 
@@ -230,11 +251,13 @@ class _OneWay(_Described):
         return ""
 
 
-def close_connections(group: dist.ProcessGroup) -> None:
-    """Closes the connections of a gloo group for this rank. Ranks that wait for it notice at once."""
+def close_connections(group: dist.ProcessGroup, after: timedelta = _CLOSING) -> None:
+    """Closes the connections of a gloo group for this rank, after a time in which messages still leave. Ranks that wait
+    for it notice at once then.
+    """
     unsent = torch.empty(1, dtype=torch.uint8)
     with contextlib.suppress(RuntimeError):  # a wait that ends by its own time limit closes all connections
-        group.recv([unsent], (group.rank() + 1) % group.size(), _tag(_NEVER, 0, 0)).wait(timedelta(milliseconds=1))
+        group.recv([unsent], (group.rank() + 1) % group.size(), _tag(_NEVER, 0, 0)).wait(after)
 
 
 def message_described(comm: Collectives, tensor: torch.Tensor, src: int, dst: int, tag: int, label: str) -> Handle:

@@ -120,6 +120,21 @@ def test_ranks_of_a_shift_that_differs_name_both_values(run_ranks, name, world, 
             assert all(part in text for part in want), f"{name}: rank {rank} says {texts}, and not {want}"
 
 
+def under_way_body(rank: int, world: int, distance: int, local: str) -> str:
+    """Only rank 0 sends something else, and its message is short; the others' are long, and still under way then."""
+    comm = collectives(local)
+    received = made((1 << 24,), F32, UNTOUCHED)
+    given = made((3,) if rank == 0 else (1 << 24,), F32, 1.0)
+    return failure(lambda: comm.shift(given, received, distance).wait())
+
+
+@pytest.mark.parametrize(("world", "distance", "local"), [(3, 1, "off"), (3, -1, "off"), (4, -1, "off")])
+def test_a_difference_ends_nobodys_message_in_the_middle(run_ranks, world, distance, local) -> None:
+    """gloo forgets messages of which a part had come: their receivers would wait for its time limit."""
+    texts = run_ranks(world, under_way_body, distance, local)
+    assert "rank 0 sends float32 [3]" in texts[distance % world], texts
+
+
 def splits_body(rank: int, world: int, to, of, local: str, late: int, twice: bool) -> list[str]:
     """``to[a][b]``: what a means to send to b; ``of[b][a]``: what b expects from a."""
     comm = collectives(local)
