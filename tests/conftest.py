@@ -103,10 +103,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Lists skipped tests by requirement, with the way to run them.
+    """Shows what failed at first and passed when run again (``--reruns``), and lists skipped tests by requirement, with
+    the way to run them.
 
-    With several test processes, the parent process prints the list.
+    With several test processes, the parent process prints them.
     """
+    again = terminalreporter.stats.get("rerun", ())
+    if again:
+        terminalreporter.section("defects: these tests failed, and were run again")
+        for report in again:
+            terminalreporter.line(f"{report.nodeid} ({report.when})\n{report.longreprtext}")
     lines, _ = _summary(terminalreporter)
     if lines:
         terminalreporter.section("skipped tests, and how to run them")
