@@ -7,8 +7,10 @@ import argparse
 import json
 import re
 import shutil
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from deepspeed_c.checkpoint.source import Read, Source
 from deepspeed_c.checkpoint.tools.export import weights_of
 from deepspeed_c.command_line import Actions, command_parser, run_action
 from deepspeed_c.compression.compress import init_compression, redundancy_clean
+from deepspeed_c.compression.on_text import check_causal, on_text, windows_of
 from deepspeed_c.compression.report import CompressionReport, as_svg, as_text, report_of
 from deepspeed_c.config import load_config
 from deepspeed_c.config.compression import Compression
@@ -41,7 +44,8 @@ What the section compression_training of a configuration does to the weights of 
   deepspeed_c compress export MODEL_DIR OUT --config ds_config.json    a folder with packed weights, for transformers
 
 CKPT is a Hugging Face folder, which is read with transformers, or a checkpoint, of which names and shapes suffice.
-Quantization is shown as it is when training has passed every schedule_offset.
+Quantization is shown as it is when training has passed every schedule_offset. With --text, a causal language model of a
+Hugging Face folder also shows the loss on a text and the time of a forward, before and after.
 """
 
 
@@ -50,39 +54,51 @@ def main(argv: Sequence[str]) -> int:
 
     Raises ConfigError for a wrong configuration or folder, or a file that cannot be written; CheckpointError where no
     checkpoint can be read; ModelError where transformers cannot load the model, or for weights with NaN or inf;
-    FeatureError where transformers is missing; UnsupportedConfigError for pruning by learned scores in ``export``.
+    FeatureError where transformers is missing; UnsupportedConfigError for pruning by learned scores in ``export`` and
+    with ``--text``.
     """
     return run_action(_parser(), argv)
 
 
 def _report(options: argparse.Namespace) -> int:
-    section, path = _section(read_source(options.config)[0]), Path(options.path)
+    config, path = _finished(read_source(options.config)[0]), Path(options.path)
+    section = _section(config)
     if (path / "config.json").is_file():
         model = _pretrained(path)
+        report = report_of(model, section)
+        if options.text is not None:
+            _refuse_learned_scores(section)
+            report = _with_text(report, model, path, options, lambda: _compress(model, config))
+    elif options.text is not None:
+        raise ConfigError(
+            "a checkpoint of weights alone has no forward",
+            where="--text",
+            fix="leave it out, or name a Hugging Face folder",
+        )
     else:
         with open_checkpoint(path, options.tag) as source:
-            model = _matrices(source)
-    _show(report_of(model, section), options)
+            report = report_of(_matrices(source), section)
+    _show(report, options)
     return 0
 
 
 def _export(options: argparse.Namespace) -> int:
     config, folder, out = _finished(read_source(options.config)[0]), Path(options.path), Path(options.out)
     section = _section(config)
-    for key in ("sparse_pruning", "row_pruning", "head_pruning"):
-        shared = getattr(section, key).shared_parameters
-        if shared.enabled and shared.method == "topk":
-            raise UnsupportedConfigError(
-                "a folder of weights has no learned scores, which decide what is pruned",
-                where=f"{_SECTION}.{key}.shared_parameters.method",
-                fix="call redundancy_clean in the program that trains, and leave the section out here",
-            )
+    _refuse_learned_scores(section)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError("is there already", where=str(out), fix="name a new folder")
     model = _pretrained(folder)
     report = report_of(model, section)
-    init_compression(model, config)
-    redundancy_clean(model, config, pack=True)
+
+    def compress() -> None:
+        init_compression(model, config)
+        redundancy_clean(model, config, pack=True)
+
+    if options.text is None:
+        compress()
+    else:
+        report = _with_text(report, model, folder, options, compress)
     try:
         model.save_pretrained(out)
         for file in sorted(folder.iterdir()):
@@ -93,6 +109,38 @@ def _export(options: argparse.Namespace) -> int:
         raise ConfigError(f"cannot be written: {error.strerror}", where=str(out), fix="name another folder") from error
     _show(report, options)
     return 0
+
+
+def _with_text(
+    report: CompressionReport, model: nn.Module, folder: Path, options: argparse.Namespace, compress: Callable[[], None]
+) -> CompressionReport:
+    """The report with the figures of ``model`` on a text before and after ``compress()``."""
+    check_causal(model, _WHERE)
+    windows = windows_of(folder, options.text, options.context, model, _WHERE)
+    before = on_text(model, windows)
+    compress()
+    return replace(report, on_text=(before, on_text(model, windows)))
+
+
+def _compress(model: nn.Module, config: dict[str, Any]) -> None:
+    """Compresses in place, and packs the layers if they can be."""
+    init_compression(model, config)
+    try:
+        redundancy_clean(model, config, pack=True)
+    except (ConfigError, UnsupportedConfigError) as error:  # raised before anything changes
+        print(f"not packed: {error}", file=sys.stderr)
+        redundancy_clean(model, config)
+
+
+def _refuse_learned_scores(section: Compression) -> None:
+    for key in ("sparse_pruning", "row_pruning", "head_pruning"):
+        shared = getattr(section, key).shared_parameters
+        if shared.enabled and shared.method == "topk":
+            raise UnsupportedConfigError(
+                "a folder of weights has no learned scores, which decide what is pruned",
+                where=f"{_SECTION}.{key}.shared_parameters.method",
+                fix="call redundancy_clean in the program that trains, and leave the section out here",
+            )
 
 
 def _section(config: dict[str, Any]) -> Compression:
@@ -192,6 +240,8 @@ def _parser() -> argparse.ArgumentParser:
         action.add_argument("--config", required=True, metavar="FILE", help="configuration with compression_training")
         action.add_argument("--json", metavar="FILE", help="write the report as JSON as well")
         action.add_argument("--plot", metavar="FILE", help="write a picture of the report, SVG, as well")
+        action.add_argument("--text", metavar="FILE", help="a text: show the loss and the time of a forward as well")
+        action.add_argument("--context", type=int, default=128, metavar="N", help="tokens of a window of it; %(default)s")
 
     report = actions.add("report", _report, "bits, bytes and error of each layer that the configuration compresses")
     report.add_argument("path", metavar="CKPT", help="Hugging Face folder, folder of checkpoints, or one checkpoint")

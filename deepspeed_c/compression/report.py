@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from deepspeed_c.compression.basic_layer import WeightRule, check_finite, quantize_weight
+from deepspeed_c.compression.on_text import OnText
 from deepspeed_c.compression.packed import group_of, packed_bytes
 from deepspeed_c.compression.pruning import PruneRule
 from deepspeed_c.compression.shrink import Shrinking, shrinkings
@@ -56,6 +57,8 @@ class CompressionReport:
     layers: tuple[LayerReport, ...]
     bytes_before: int
     """Bytes of all weights of the model, also of those that stay as they are."""
+    on_text: tuple[OnText, OnText] | None = None
+    """The model on a text, before and after."""
 
     @property
     def bytes_after(self) -> int:
@@ -63,7 +66,12 @@ class CompressionReport:
 
     def as_json(self) -> dict[str, Any]:
         layers = [asdict(layer) for layer in self.layers]
-        return {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after, "layers": layers}
+        bytes_ = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after}
+        on_text: dict[str, float] = {}
+        if self.on_text is not None:
+            for when, figures in zip(("before", "after"), self.on_text, strict=True):
+                on_text |= {f"loss_{when}": figures.loss, f"milliseconds_{when}": figures.milliseconds}
+        return {**bytes_, **on_text, "layers": layers}
 
 
 def report_of(model: nn.Module, section: Compression) -> CompressionReport:
@@ -181,16 +189,30 @@ def as_text(report: CompressionReport) -> str:
         )
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     rows = ["  ".join(word.ljust(n) for word, n in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([*rows, "", *_totals(report)])
+
+
+def _totals(report: CompressionReport) -> list[str]:
+    """Lines about the whole model."""
     before, after = report.bytes_before, report.bytes_after
-    end = f"all weights: {as_binary(before)} before, {as_binary(after)} after ({after / max(before, 1):.3f})"
-    return "\n".join([*rows, "", end])
+    lines = [f"all weights: {as_binary(before)} before, {as_binary(after)} after ({after / max(before, 1):.3f})"]
+    if report.on_text is not None:
+        old, new = report.on_text
+        loss_ratio, ratio = new.loss / max(old.loss, 1e-30), new.milliseconds / old.milliseconds
+        lines += [
+            f"loss: {old.loss:.4f} nats per token before, {new.loss:.4f} after ({loss_ratio:.4f})",
+            f"forward: {old.milliseconds:.3g} ms before, {new.milliseconds:.3g} ms after ({ratio:.2f})",
+        ]
+    return lines
 
 
 def as_svg(report: CompressionReport) -> str:
     """A picture: for each layer a bar of its bytes before, the bytes after within it, and the rms error."""
     longest = max((layer.bytes_before for layer in report.layers), default=1) or 1
+    totals, n_layers = _totals(report), len(report.layers)
+    height = _ROW * (n_layers + len(totals) + 2)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_NAMES + _BAR + 160}" height="{_ROW * (len(report.layers) + 2)}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_NAMES + _BAR + 160}" height="{height}">',
         "<style>text { font-family: sans-serif; font-size: 12px }</style>",
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="8" y="{_ROW}">bytes before (grey) and after (blue); rms error of the quantized weight</text>',
@@ -203,4 +225,6 @@ def as_svg(report: CompressionReport) -> str:
             parts.append(f'<rect x="{_NAMES}" y="{y}" width="{width:.1f}" height="{_ROW - 4}" fill="{colour}"/>')
         error = "" if layer.rms_error is None else f"{layer.rms_error:.1e}"
         parts.append(f'<text x="{_NAMES + _BAR + 8}" y="{y + 12}">{error}</text>')
+    for i, line in enumerate(totals, n_layers + 1):
+        parts.append(f'<text x="8" y="{_ROW * i + 20}">{escape(line)}</text>')
     return "\n".join([*parts, "</svg>", ""])

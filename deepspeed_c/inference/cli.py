@@ -18,7 +18,7 @@ from deepspeed_c.env import read_env
 from deepspeed_c.errors import ConfigError, ModelError, UnsupportedConfigError
 from deepspeed_c.inference.engine import init_inference
 from deepspeed_c.inference.limits import check_heads
-from deepspeed_c.inject.folder import config_of, model_on_meta, transformers_for
+from deepspeed_c.inject.folder import config_of, model_on_meta, tokenizer_of, transformers_for
 
 __all__ = ["main"]
 
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         raise UnsupportedConfigError(
             "layers that are packed are not cut over ranks", where="--tp", fix="write --tp 1, or name a folder of floats"
         )
-    tokenizer = None if options.ids is not None else _tokenizer_of(folder)
+    tokenizer = None if options.ids is not None else tokenizer_of(folder, _WHERE, "or pass token ids: --ids 1,2,3")
     ids = _ids(options.ids) if tokenizer is None else tokenizer(options.prompt)["input_ids"]
     n_new = _new_tokens(ids, config.get_text_config(decoder=True), options.max_new_tokens)
     streams = sys.stdout.isatty() if options.stream is None else options.stream
@@ -192,18 +192,6 @@ def _new_tokens(ids: list[int], config: Any, wanted: int | None) -> int:
             fix="shorten the prompt, or give a smaller --max-new-tokens",
         )
     return n_new
-
-
-def _tokenizer_of(folder: Path) -> Any:
-    transformers = transformers_for(_WHERE)
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # tokenizers raise errors of many types where their files are missing
-        raise ConfigError(
-            f"no tokenizer can be read there: {error}",
-            where=str(folder),
-            fix="save the model's tokenizer in the folder, or pass token ids: --ids 1,2,3",
-        ) from error
 
 
 def _own_dtype(config: Any) -> torch.dtype:

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed_c.errors import ConfigError, FeatureError, ModelError
 
-__all__ = ["config_of", "model_on_meta", "transformers_for"]
+__all__ = ["config_of", "model_on_meta", "tokenizer_of", "transformers_for"]
 
 
 def transformers_for(command: str) -> Any:
@@ -43,6 +43,21 @@ def config_of(folder: Path, command: str) -> Any:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the model's own checks may raise anything
         raise _cannot_build(file, error) from error
+
+
+def tokenizer_of(folder: Path, command: str, otherwise: str) -> Any:
+    """The tokenizer of the model in ``folder``. Raises ConfigError, which names ``otherwise`` as a second way, where
+    none can be read, and FeatureError where transformers cannot be imported.
+    """
+    transformers = transformers_for(command)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # tokenizers raise errors of many types where their files are missing
+        raise ConfigError(
+            f"no tokenizer can be read there: {error}",
+            where=str(folder),
+            fix=f"save the model's tokenizer in the folder, {otherwise}",
+        ) from error
 
 
 def model_on_meta(folder: Path, command: str) -> torch.nn.Module:

@@ -103,6 +103,73 @@ def test_pruned_layers_show_what_is_left(tmp_path: Path) -> None:
     assert main(["compress", "export", str(folder), str(tmp_path / "out"), "--config", config]) == 2
 
 
+def save_tokenizer(folder: Path, n_words: int) -> None:
+    import tokenizers
+    import transformers
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(n_words)}, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+
+
+def loss_of(model: Any, ids: torch.Tensor, context: int) -> float:
+    """transformers' own loss of windows, weighted by their tokens."""
+    total = 0.0
+    with torch.no_grad():
+        for first in range(0, len(ids) - 1, context - 1):
+            window = ids[None, first : first + context]
+            total += model(input_ids=window, labels=window).loss.item() * (window.shape[1] - 1)
+    return total / (len(ids) - 1)
+
+
+@pytest.mark.parametrize("context", [2, 13, 32])
+def test_a_text_shows_the_loss_before_and_after(context: int, tmp_path: Path, capsys: Any) -> None:
+    folder, out, picture = tmp_path / "model", tmp_path / "out", tmp_path / "report.svg"
+    model = llama().eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(8)  # so that 4 bits change the loss
+    model.save_pretrained(folder)
+    save_tokenizer(folder, 60)
+    ids = torch.randint(60, (61,), generator=torch.Generator().manual_seed(1))
+    text = tmp_path / "text"
+    text.write_text(" ".join(f"w{i}" for i in ids.tolist()))
+    config = written(tmp_path, config_of(4, 32, ("mlp", "embed_tokens")))
+    words = ("--config", config, "--text", str(text), "--context", str(context))
+    shown = report(tmp_path, "report", str(folder), *words, "--plot", str(picture))
+    assert "nats per token" in capsys.readouterr().out and "nats per token" in picture.read_text()
+    found = report(tmp_path, "export", str(folder), str(out), *words)
+    before = loss_of(model, ids, context)
+    state = model.state_dict()
+    for layer in found["layers"]:
+        weight = state[f"{layer['name']}.weight"]
+        weight.copy_(rounded(weight.view(-1, layer["group"]), 4, True).view(weight.shape))
+    after = loss_of(model, ids, context)
+    assert abs(before - after) > 1e-3, (before, after)
+    for figures in (shown, found):
+        assert (figures["loss_before"], figures["loss_after"]) == pytest.approx((before, after), rel=1e-5)
+        assert figures["milliseconds_before"] > 0 and figures["milliseconds_after"] > 0
+
+
+def test_models_that_are_not_packed(tmp_path: Path, capsys: Any) -> None:
+    folder, text = tmp_path / "model", tmp_path / "text"
+    llama().save_pretrained(folder)
+    save_tokenizer(folder, 10)
+    text.write_text("w1 w2 w3")
+    params = {"enabled": True, "quantization_type": "symmetric", "range_calibration": "dynamic", "schedule_offset": 9}
+    groups = {"all": {"params": {"bits": 8}, "modules": ["q_proj"]}}
+    section = config_of(8, 32, ("q_proj",))["compression_training"]
+    section["activation_quantization"] = {"shared_parameters": params, "different_groups": groups}
+    config = written(tmp_path, {"compression_training": section})
+    found = report(tmp_path, "report", str(folder), "--config", config, "--text", str(text))
+    assert found["loss_after"] > 0 and "not packed" in capsys.readouterr().err
+    # A gated MLP multiplies the rows of two layers, of which one gets smaller.
+    groups = {"up": {"params": {"dense_ratio": 0.5}, "modules": ["up_proj"], "related_modules": [["down_proj"]]}}
+    rows = {"shared_parameters": {"enabled": True, "method": "l1"}, "different_groups": groups}
+    config = written(tmp_path, {"compression_training": {"row_pruning": rows}})
+    refused(capsys, ["report", str(folder), "--config", config, "--text", str(text)], "LlamaForCausalLM", "related_modules")
+
+
 def refused(capsys: Any, words: list[str], *texts: str) -> None:
     assert main(["compress", *words]) == 2
     said = capsys.readouterr().err
@@ -143,3 +210,20 @@ def test_names_say_which_matrices_are_embeddings(tmp_path: Path) -> None:
     assert compress(["report", str(file), "--config", config, "--json", str(found)]) == 0
     groups = {layer["name"]: layer["group"] for layer in json.loads(found.read_text())["layers"]}
     assert groups == {"wte": 4, "a": 8, "a.b": 8}
+
+
+def test_wrong_texts(tmp_path: Path, capsys: Any) -> None:
+    folder, text, empty = tmp_path / "model", tmp_path / "text", tmp_path / "empty"
+    llama().save_pretrained(folder)
+    words = ["report", str(folder), "--config", written(tmp_path, config_of(8, 32, ("mlp",)))]
+    text.write_text("w1 w2 w200")
+    empty.write_text("w1")
+    refused(capsys, [*words, "--text", str(text)], str(folder), "tokenizer")
+    save_tokenizer(folder, 300)
+    refused(capsys, [*words, "--text", str(tmp_path / "absent")], "absent", "cannot be read")
+    refused(capsys, [*words, "--text", str(empty)], "empty", "1 token(s)")
+    refused(capsys, [*words, "--text", str(text)], "token 200", "128")
+    refused(capsys, [*words, "--text", str(text), "--context", "1"], "--context", "from 2")
+    refused(capsys, [*words, "--text", str(text), "--context", "100000"], "--context", "100000")
+    weights = folder / "model.safetensors"
+    refused(capsys, ["report", str(weights), *words[2:], "--text", str(text)], "--text", "Hugging Face folder")
