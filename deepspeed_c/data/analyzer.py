@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -29,13 +28,13 @@ from torch.utils.data import DataLoader, Subset
 from deepspeed_c.checkpoint.native.commit import replace_durably
 from deepspeed_c.comm import comm
 from deepspeed_c.data.indexed import MMapIndexedDataset, MMapIndexedDatasetBuilder, numpy_dtype
+from deepspeed_c.data.progress import progress_bar
 from deepspeed_c.errors import ConfigError, DataFileError, StateError
 from deepspeed_c.logging import logger
 
 __all__ = ["DataAnalyzer", "DistributedDataAnalyzer"]
 
 SINGLE, SUM = "single_value_per_sample", "accumulate_value_over_samples"
-REPORT_SECONDS = 10.0
 _DONE = "done.json"
 
 
@@ -238,20 +237,21 @@ class DataAnalyzer:
                 thread, self.metric_names, self.metric_types, self.metric_dtypes, self.save_path, self.worker_id
             )
         part = Subset(self.dataset, range(begin, end))
-        at, reported = begin, time.monotonic()
-        for batch in DataLoader(part, batch_size=self.batch_size, collate_fn=self.collate_fn):
-            # The number of samples: a mapping's or a tuple's length is that of its fields (DeepSpeed issue 8505).
-            n = min(self.batch_size, end - at)
-            if is_custom:
-                self.custom_map_update(batch, self.metric_types, self.metric_dtypes, self.metric_functions, results, at)
-            else:
-                samples = self._numbers(batch, at, n)
-                for found in results:
-                    found.add(batch, samples)
-            at += n
-            if time.monotonic() - reported > REPORT_SECONDS:
-                reported = time.monotonic()
-                logger.info("data analyzer: worker %d, thread %d: %d of %d samples", self.worker_id, thread, at - begin, end - begin)
+        at, what = begin, f"data analyzer: worker {self.worker_id}, thread {thread} of {self.num_threads}"
+        # The parts of a worker are of one size, and its first one is shown for all.
+        is_first = thread == (self.specific_threads or [0])[0]
+        with progress_bar(end - begin, what, " samples", is_shown=is_first) as bar:
+            for batch in DataLoader(part, batch_size=self.batch_size, collate_fn=self.collate_fn):
+                # The number of samples: a mapping's or a tuple's length is that of its fields (DeepSpeed issue 8505).
+                n = min(self.batch_size, end - at)
+                if is_custom:
+                    self.custom_map_update(batch, self.metric_types, self.metric_dtypes, self.metric_functions, results, at)
+                else:
+                    samples = self._numbers(batch, at, n)
+                    for found in results:
+                        found.add(batch, samples)
+                at += n
+                bar.update(n)
         if self.custom_map_finalize is not None:
             self.custom_map_finalize(self.metric_types, self.metric_dtypes, results)
             return

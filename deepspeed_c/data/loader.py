@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import signal
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from torch.utils.data._utils import signal_handling
 
 from deepspeed_c import _C
+from deepspeed_c.data.progress import progress_bar
 from deepspeed_c.data.sampler import DeepSpeedDataSampler
 from deepspeed_c.errors import ConfigError, StateError
 from deepspeed_c.logging import logger
@@ -33,8 +33,6 @@ ROUNDS_AT_ONCE = 16
 
 MOST_RUNS = 64
 """Runs of micro-batches that are kept for a step."""
-
-REPORT_SECONDS = 10.0
 
 LOOK_SECONDS = 10.0
 """Time for a worker whose connection is broken to end."""
@@ -247,7 +245,7 @@ class DeepSpeedDataLoader:
         # A stream with a state of its own goes on from it. Worker processes would keep theirs to themselves.
         self._has_stream_state = self._is_stream and workers == 0 and _is_stateful(dataset)
         self._stream_state: Any = None
-        self._n_ranks = world_size
+        self._n_ranks, self._is_first = world_size, rank == 0
         self._workers: tuple[BaseProcess, ...] = ()
 
     @classmethod
@@ -404,7 +402,7 @@ class DeepSpeedDataLoader:
             if self._stream_state is not None:
                 self.dataset.load_state_dict(self._stream_state)
                 return self._begin(loader)
-            return _skip(self._begin(loader), self._position // self._round)
+            return _skip(self._begin(loader), self._position // self._round, self._is_first)
         if self._draws is None:
             self._draws = _Draws(self._rounds())
         return self._begin(DataLoader(self.dataset, batch_sampler=self._draws, **common))
@@ -489,7 +487,10 @@ class DeepSpeedDataLoader:
 def _dead(workers: Sequence[BaseProcess], is_sure: bool) -> str:
     """The workers that have died, and the cause; "" if none has. is_sure: one has, and may only not be known yet."""
     if is_sure and workers:
-        wait([worker.sentinel for worker in workers], LOOK_SECONDS)
+        ended = wait([worker.sentinel for worker in workers], LOOK_SECONDS)
+        for worker in workers:
+            if worker.sentinel in ended:
+                worker.join()  # its files are closed before it has an exit code
     return " and ".join(
         f"the data worker of process id {worker.pid} "
         + (f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}")
@@ -506,15 +507,13 @@ def _is_stateful(dataset: Any) -> bool:
     return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
 
-def _skip(batches: Iterator[Any], n: int) -> Iterator[Any]:
+def _skip(batches: Iterator[Any], n: int, is_shown: bool) -> Iterator[Any]:
     """The batches after the first n, which a stream can only pass by reading them."""
-    told = time.monotonic()
-    for i in range(n):
-        if next(batches, None) is None:
-            break
-        if time.monotonic() - told > REPORT_SECONDS:
-            told = time.monotonic()
-            logger.info("data loader: skips forward in a stream, %d of %d batches (%d %%)", i + 1, n, 100 * (i + 1) // n)
+    with progress_bar(n, "data loader skips forward", " batches", is_shown=is_shown) as bar:
+        for _ in range(n):
+            if next(batches, None) is None:
+                break
+            bar.update(1)
     return batches
 
 
