@@ -190,7 +190,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=400, help="steps of the first training (default: 400)")
     parser.add_argument("--tune-steps", type=int, default=220, help="steps of each contender (default: 220)")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--tune-lr", type=float, default=2e-3)
+    parser.add_argument("--tune-lr", type=float, default=1.3e-3)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--heads", type=int, default=8)
