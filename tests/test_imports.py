@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "offload": {"config", "logging", "comm", "ops", "_C", "zero"},
     "inject": {"config", "logging", "comm", "checkpoint", "ops", "_C", "quantity"},
-    "compression": {"checkpoint", "config", "inject", "ops", "pipe", "quantity", "zero"},
+    "compression": {"checkpoint", "config", "inject", "logging", "ops", "pipe", "quantity", "zero"},
     "sequence": {
         *("saved_tensors", "config", "logging", "comm", "ops", "_C"),
         *("zero", "recompute", "offload", "quantity", "inject"),

@@ -20,7 +20,7 @@ from deepspeed_c.compression.basic_layer import (
 )
 from deepspeed_c.compression.packed import PackFormat, check_format, check_packable, pack_layers
 from deepspeed_c.compression.pruning import Kind, Pruner, PruneRule
-from deepspeed_c.compression.shrink import check_shrinkable, shrink, shrinkings
+from deepspeed_c.compression.shrink import check_shrinkable, shrink, shrinkings, warn_of_siblings
 from deepspeed_c.compression.steps import AppliedSteps
 from deepspeed_c.compression.student import initialize_student
 from deepspeed_c.compression.targets import activation_rules, find, layer_class, prune_rules, weight_rules
@@ -142,7 +142,7 @@ def init_compression(
     _check_new(root, "init_compression")
     weights, activations = weight_rules(root, section, mpu), activation_rules(root, section, mpu)
     pruned = prune_rules(root, section, mpu)
-    shrinkings(root, section, mpu)  # wrong related modules are an error before training, not after it
+    warn_of_siblings(root, shrinkings(root, section, mpu))  # before training, and not after it
     names = [name for name, _ in root.named_modules() if name in weights or name in activations or name in pruned]
     modules = {name: root.get_submodule(name) for name in names}
     classes = {name: layer_class(module, name) for name, module in modules.items()}

@@ -3,7 +3,7 @@ that ``related_modules`` names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,13 +15,16 @@ from deepspeed_c.compression.pruning import Kind
 from deepspeed_c.compression.targets import check_own_weight, find
 from deepspeed_c.config.compression import Compression
 from deepspeed_c.errors import ConfigError, ModelError, StateError
+from deepspeed_c.logging import logger
 from deepspeed_c.zero.weights.param import shape_of, state_of
 
-__all__ = ["Shrinking", "check_shrinkable", "shrink", "shrinkings"]
+__all__ = ["Shrinking", "check_shrinkable", "shrink", "shrinkings", "warn_of_siblings"]
 
 # Names of numbers in attention modules and configurations of transformers.
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads")
 _WIDTHS = ("embed_dim", "all_head_size", "inner_dim")
+# Names of the number of rows of an MLP's first layer; None in some configurations: 4 times the width of the model.
+_MLP_WIDTHS = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_ff")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,8 @@ class Shrinking:
     """The layer with the mask. Its rows go, or its columns in the case of heads."""
     related: tuple[str, ...]
     """The layers of which columns go, or rows in the case of heads."""
+    siblings: tuple[str, ...]
+    """Layers of which the same rows go: in a gated MLP, the layer whose output is multiplied by that of ``name``."""
     num_heads: int
     """Equal blocks of columns; 0 for rows."""
     where: str
@@ -44,6 +49,7 @@ class Shrinking:
         own = 0 if self.kind == "row" else 1
         yield self.name, own
         yield from ((name, 1 - own) for name in self.related)
+        yield from ((name, 0) for name in self.siblings)
 
 
 def shrinkings(model: nn.Module, section: Compression, mpu: Any = None) -> list[Shrinking]:
@@ -64,8 +70,16 @@ def shrinkings(model: nn.Module, section: Compression, mpu: Any = None) -> list[
                     _check_number(pattern, names, word, related, where)
                 num_heads = getattr(technique.shared_parameters, "num_heads", 0)
                 for name, *related in zip(names, *found, strict=True) if found else ():
+                    siblings = [other for other in related if kind == "row" and _is_sibling(model, name, other)]
                     made.append(
-                        Shrinking(kind=kind, name=name, related=tuple(related), num_heads=num_heads, where=where)
+                        Shrinking(
+                            kind=kind,
+                            name=name,
+                            related=tuple(other for other in related if other not in siblings),
+                            siblings=tuple(siblings),
+                            num_heads=num_heads,
+                            where=where,
+                        )
                     )
     cut: set[tuple[str, int]] = set()
     for plan in made:
@@ -74,13 +88,40 @@ def shrinkings(model: nn.Module, section: Compression, mpu: Any = None) -> list[
             check_own_weight(model, name)
             if (name, dim) in cut:
                 what = f"the {('rows', 'columns')[dim]} of {name} are cut twice"
-                raise ConfigError(what, where=plan.where, fix="name each module once")
+                fix = "name each module once; layers whose outputs are multiplied are one of modules, and related ones"
+                raise ConfigError(what, where=plan.where, fix=fix)
             cut.add((name, dim))
     return made
 
 
 def _linear(model: nn.Module, pattern: str, where: str, mpu: Any) -> list[str]:
     return [name for name in find(model, pattern, where, mpu) if isinstance(model.get_submodule(name), nn.Linear)]
+
+
+def _is_sibling(model: nn.Module, name: str, other: str) -> bool:
+    """Whether the outputs of ``other`` may be multiplied by those of ``name``: it is a layer of the same module and
+    shape, and its columns are not the rows of ``name``.
+    """
+    if name.rpartition(".")[0] != other.rpartition(".")[0]:
+        return False
+    shape, others = (shape_of(model.get_submodule(layer).weight) for layer in (name, other))
+    return others == shape and others[1] != shape[0]
+
+
+def warn_of_siblings(model: nn.Module, plans: Sequence[Shrinking]) -> None:
+    """Logs a warning if layers like the pruned ones stay as they are: a gated MLP could no longer multiply."""
+    cut = {name for plan in plans for name, _ in plan.cuts}
+    for plan in plans:
+        holder = plan.name.rpartition(".")[0]
+        children = model.get_submodule(holder).named_children() if plan.kind == "row" else ()
+        for last, layer in children:
+            other = f"{holder}.{last}" if holder else last
+            if isinstance(layer, nn.Linear) and other not in cut and _is_sibling(model, plan.name, other):
+                logger.warning(
+                    "rows of %s will go, and %s has the same shape; if their outputs are multiplied or added, name it too in %s",
+                    plan.name, other, plan.where,
+                )  # fmt: skip
+                return
 
 
 def _check_number(pattern: str, names: list[str], word: str, related: list[str], where: str) -> None:
@@ -155,18 +196,22 @@ def shrink(model: nn.Module, plans: list[Shrinking], masks: Mapping[str, Mapping
     """Cut the layers, which have passed ``check_shrinkable``, and tell attention modules and their configuration the
     new number of heads. masks: of each layer, by name."""
     heads: dict[nn.Module, tuple[int, int, int]] = {}
+    widths: dict[str, tuple[int, int]] = {}
     for plan in plans:
         kept = masks[plan.name][plan.kind].view(-1)
+        if plan.kind == "row":
+            widths[plan.name] = (int(kept.sum()), len(kept))
         if plan.kind == "head":
             width = model.get_submodule(plan.name).in_features
             heads[_attention(model, plan)] = (int(kept.sum()), len(kept), width)
         for name, dim in plan.cuts:
             layer = model.get_submodule(name)
             _cut(layer, kept.repeat_interleave(layer.weight.shape[dim] // len(kept)), dim)
+    _tell_widths(model, widths)
     _tell_configurations(model, heads)
     for attention, (n_kept, n_heads, width) in heads.items():
-        widths = {key: width for key in _WIDTHS if getattr(attention, key, None) == width}
-        numbers = _numbers(attention) | widths
+        same = {key: width for key in _WIDTHS if getattr(attention, key, None) == width}
+        numbers = _numbers(attention) | same
         _write(attention, {key: number * n_kept // n_heads for key, number in numbers.items()})
 
 
@@ -185,6 +230,23 @@ def _cut(layer: nn.Linear, kept: Tensor, dim: int) -> None:
 def _part(param: nn.Parameter, index: Tensor, dim: int) -> nn.Parameter:
     with torch.no_grad():
         return nn.Parameter(param.index_select(dim, index), requires_grad=param.requires_grad)
+
+
+def _tell_widths(model: nn.Module, widths: Mapping[str, tuple[int, int]]) -> None:
+    """Writes the new number of rows into the modules that hold the layers, and into the configuration if it holds for
+    all modules of these classes. widths: (new, old) of each layer.
+    """
+    holders = {model.get_submodule(name.rpartition(".")[0]): numbers for name, numbers in widths.items()}
+    for holder, (n_kept, n_rows) in holders.items():
+        _write(holder, {key: n_kept for key in _MLP_WIDTHS if getattr(holder, key, None) == n_rows})
+    kinds = tuple({type(holder) for holder in holders})
+    if len(set(widths.values())) != 1 or any(isinstance(m, kinds) and m not in holders for m in model.modules()):
+        return
+    ((n_kept, n_rows),) = set(widths.values())
+    configs = [getattr(holder, "config", None) for holder in (*holders, model)]
+    for config in {id(config): config for config in configs if config is not None}.values():
+        keys = [key for key in _MLP_WIDTHS if hasattr(config, key) and getattr(config, key) in (n_rows, None)]
+        _write(config, dict.fromkeys(keys, n_kept))
 
 
 def _tell_configurations(model: nn.Module, heads: Mapping[nn.Module, tuple[int, int, int]]) -> None:

@@ -18,6 +18,7 @@ from deepspeed_c.compression.basic_layer import CompressedLayer
 from deepspeed_c.compression.compress import init_compression, redundancy_clean
 from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError, StateError, UnsupportedConfigError
 from tests.deepspeed_c.compression.oracle import batch, loss_of, rounded
+from tests.log_lines import LogLines
 from tests.ranks import run_ranks
 
 N_STEPS, HEADS, WIDTH = 5, 4, 8
@@ -296,6 +297,61 @@ def test_two_patterns_each_cut_their_own_related_modules_and_a_plain_state_dict_
     torch.testing.assert_close(after, before, rtol=0, atol=1e-6)
 
 
+GATED = [["gate_proj", "down_proj"]]
+
+
+@pytest.mark.parametrize(
+    ("family", "modules", "related", "n_layers", "width"),
+    [
+        ("Llama", ["up_proj"], GATED, 2, 6),
+        ("Llama", ["gate_proj"], [["up_proj", "down_proj"]], 2, 6),
+        ("Llama", [r"1\.mlp\.up_proj"], [[r"1\.mlp\.gate_proj", r"1\.mlp\.down_proj"]], 1, 20),  # the other layer stays
+        ("OPT", ["fc1"], [["fc2"]], 2, 6),
+        ("GPTNeo", ["c_fc"], [["mlp.c_proj"]], 2, 6),  # its configuration says None: 4 times the width of the model
+        ("Bert", ["intermediate.dense"], [[r"\d\.output.dense"]], 2, 6),
+    ],
+)
+def test_models_of_transformers_run_and_are_saved_with_smaller_mlps(
+    family: str, modules: list[str], related: Any, n_layers: int, width: int, tmp_path: Path
+):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    n_rows = 4 * 16 if family == "GPTNeo" else 20
+    sizes = {"vocab_size": 31, "hidden_size": 16, "num_attention_heads": 2}
+    own = {
+        "Llama": {"intermediate_size": n_rows, "num_hidden_layers": 2},
+        "OPT": {"ffn_dim": n_rows, "num_hidden_layers": 2, "word_embed_proj_dim": 16},
+        "GPTNeo": {"num_layers": 2, "num_heads": 2, "attention_types": [[["global"], 2]]},
+        "Bert": {"intermediate_size": n_rows, "num_hidden_layers": 2},
+    }
+    kind = getattr(transformers, f"{family}{'ForMaskedLM' if family == 'Bert' else 'ForCausalLM'}")
+    model = kind(getattr(transformers, f"{family}Config")(**sizes, **own[family])).eval()
+    words = batch(2) % 31
+    ratio = 6 / n_rows
+    config = {"compression_training": {"row_pruning": technique(ratio, modules, related)}}
+    init_compression(model, config)
+    before, n_before = model(words).logits, sum(param.numel() for param in model.parameters())
+    redundancy_clean(model, config)
+    after, n_after = model(words).logits, sum(param.numel() for param in model.parameters())
+    print((after - before).abs().max(), n_before, n_after, model.config)
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
+    has_bias, n_first = family != "Llama", 2 if family == "Llama" else 1
+    assert n_before - n_after == n_layers * (n_rows - 6) * (16 * (n_first + 1) + has_bias)
+    names = ("intermediate_size", "ffn_dim")
+    assert width in [getattr(model.config, name, None) for name in names]
+    if n_layers == 2:
+        model.save_pretrained(tmp_path)
+        torch.testing.assert_close(kind.from_pretrained(tmp_path).eval()(words).logits, after, rtol=0, atol=1e-5)
+
+
+def test_a_layer_that_a_gated_mlp_multiplies_is_missed():
+    for related, is_told in (([["down"]], True), ([["gate", "down"]], False)):
+        with LogLines() as log:
+            init_compression(Gated(), {"compression_training": {"row_pruning": technique(0.5, ["up"], related)}})
+        print(log.lines)
+        assert any("rows of up will go, and gate has the same shape" in line for line in log.lines) == is_told
+
+
 def test_a_model_of_transformers_runs_with_fewer_heads_and_is_saved_with_them(tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(3)
@@ -381,6 +437,12 @@ def two_groups() -> dict:
     return made
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 4)
+
+
 S, R, H = (f"compression_training.{kind}_pruning" for kind in ("sparse", "row", "head"))
 CASES: dict[str, tuple[Any, str, dict, type[Exception], str]] = {
     "no ratio": (Block, "row", technique(None, ["up"]), ConfigError, rf"{R}.different_groups.g.params.dense_ratio: is missing"),
@@ -401,9 +463,12 @@ CASES: dict[str, tuple[Any, str, dict, type[Exception], str]] = {
     "flat": (Block, "row", technique(0.5, ["up"], ["down"]), ConfigError, "related_modules: is no list of lists of patterns"),
     "one list": (Block, "row", technique(0.5, ["up", "^q$"], [["down"]]), ConfigError, "has 1 lists, and modules has 2 patterns"),
     "number": (Block, "row", technique(0.5, ["up"], [["^[qk]$"]]), ConfigError, "matches 2 linear layers, and 'up' of modules matches 1"),
-    "size": (Block, "row", technique(0.5, ["up"], [["head"]]), ConfigError, "head has 8 input columns, and up has 12 rows"),
+    "size": (Block, "row", technique(0.5, ["up"], [["^q$"]]), ConfigError, "q has 8 input columns, and up has 12 rows"),
     "rows of heads": (
         Block, "head", technique(0.5, ["^o$"], [["up"]], num_heads=4), ConfigError, "up has 12 rows, and o has 8 input columns"
+    ),
+    "gate alone": (
+        Gated, "row", technique(0.5, ["up", "gate"], [["down"], ["down"]]), ConfigError, "down are cut twice[^$]*outputs are multiplied"
     ),
     "cut twice": (Block, "row", technique(0.5, ["^q$"], [["^k$", "^k$"]]), ConfigError, "the columns of k are cut twice"),
     "twice": (Block, "row", two_groups(), ConfigError, "'q' matches q, which another pattern of row_pruning matches"),
