@@ -275,7 +275,7 @@ def _check_compressed(
             raise StateError(
                 f"its {late[0].kind} pruning begins at step {late[0].first_step}, and this is step {step}",
                 where=name,
-                fix="train past schedule_offset before cleaning",
+                fix='train past schedule_offset before cleaning, or write "schedule_offset": 0 for weights that were trained',
             )
 
 

@@ -192,7 +192,7 @@ def _check_layer(name: str, layer: CompressedLayer, *, is_float: bool) -> None:
             f"the quantization of its weight begins at step {rules.weight.first_step}, and this is step "
             f"{rules.steps.count}",
             where=name,
-            fix="train past schedule_offset before packing",
+            fix='train past schedule_offset before packing, or write "schedule_offset": 0 for weights that were trained',
         )
     if state_of(weight) is not None:
         raise StateError(

@@ -242,6 +242,32 @@ def test_each_technique_at_each_stage_is_the_formula_and_cleaning_keeps_the_outp
             assert one["shapes"][layer] == shape, (cell, layer)
 
 
+def sharded_body(rank: int, world: int, name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    engine = engine_of(config_of(name, 3))
+    train(engine, rank, world, range(N_STEPS))
+    out, state = engine.eval()(batch(9)).detach().clone(), state_of(engine)
+    engine.destroy()
+    return out, state
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_weights_of_stage_3_are_cleaned_in_a_new_model_of_another_schedule(name: str):
+    (wanted, state), _ = run_ranks(2, sharded_body, name)
+    late, config = config_of(name), config_of(name)
+    for each in config["compression_training"].values():
+        each["shared_parameters"]["schedule_offset"] = 0
+    for each in (late, config):
+        model = init_compression(Block(), each).eval()
+        model.load_state_dict(state)
+        if each is late:
+            with pytest.raises(StateError, match='this is step 0[^$]*write "schedule_offset": 0'):
+                redundancy_clean(model, each)
+            continue
+        redundancy_clean(model, each)
+        print(model)
+        torch.testing.assert_close(model(batch(9)), wanted, rtol=0, atol=1e-5)
+
+
 def saved_body(rank: int, world: int, folder: str) -> dict:
     found = {}
     for name in SECTIONS:
