@@ -35,7 +35,7 @@ PERMITTED: dict[str, str] = {
     "comm/watchdog.py: weakref.finalize(comm, watched.close).atexit": "Python's own: a finalizer",
     "checkpoint/native/ranks.py: options.rootRank": "torch's own: options of a collective have no constructor",
     "checkpoint/native/ranks.py: options.rootTensor": "torch's own: options of a collective have no constructor",
-    "data/loader.py: batches._worker_pids_set": "torch's own: its loader has no switch for its handler of SIGCHLD",
+    "data/workers.py: batches._worker_pids_set": "torch's own: its loader has no switch for its handler of SIGCHLD",
     "engine/boundary.py: ctx.on_enter": "torch's own: the context of an autograd function",
     **dict.fromkeys(
         ("moe/dispatch.py: ctx.is_return", "moe/dispatch.py: ctx.way", "moe/mappings.py: ctx.dim"),
@@ -104,7 +104,7 @@ PERMITTED: dict[str, str] = {
         ),
         "transformers' own: a model's modules and the counts that they compute with",
     ),
-    "data/loader.py: self.dataset.next_epoch": "mosaicml-streaming's own: the epoch that its stream begins next",
+    "data/streams.py: dataset.next_epoch": "mosaicml-streaming's own: the epoch that its stream begins next",
     "compression/shrink.py: layer.in_features": "torch's own: the sizes of a linear layer, which may be plain, that is cut",
     "compression/shrink.py: layer.out_features": "torch's own: the sizes of a linear layer, which may be plain, that is cut",
     "compression/shrink.py: setattr(holder, key)": "transformers' own: the numbers of heads that attention modules compute with",

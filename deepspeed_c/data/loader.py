@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
-import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import islice
-from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
-from torch.utils.data._utils import signal_handling
 
 from deepspeed_c import _C
-from deepspeed_c.data.progress import progress_bar
+from deepspeed_c.data import streams, workers
 from deepspeed_c.data.sampler import DeepSpeedDataSampler
 from deepspeed_c.errors import ConfigError, StateError
 from deepspeed_c.logging import logger
@@ -33,9 +29,6 @@ ROUNDS_AT_ONCE = 16
 
 MOST_RUNS = 64
 """Runs of micro-batches that are kept for a step."""
-
-LOOK_SECONDS = 10.0
-"""Time for a worker whose connection is broken to end."""
 
 # Conditions for a position to mean the same samples: key of the state, name.
 _SAME = {"n_samples": "the length", "fingerprint": "the fingerprint", "seed": "the seed"}
@@ -191,12 +184,12 @@ class DeepSpeedDataLoader:
         """
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigError(f"is {batch_size!r}", where="batch_size", fix="use a whole number, 1 or more")
-        workers = 0 if num_local_io_workers is None else num_local_io_workers
-        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
-            raise ConfigError(f"is {workers!r}", where="num_local_io_workers", fix="use a whole number, 0 or more")
+        n_workers = 0 if num_local_io_workers is None else num_local_io_workers
+        if isinstance(n_workers, bool) or not isinstance(n_workers, int) or n_workers < 0:
+            raise ConfigError(f"is {n_workers!r}", where="num_local_io_workers", fix="use a whole number, 0 or more")
         rank, world_size = _share(local_rank, data_parallel_rank, data_parallel_world_size)
         self.dataset, self.batch_size, self.pin_memory = dataset, batch_size, pin_memory
-        self.tput_timer, self.collate_fn, self.num_local_io_workers = tput_timer, collate_fn, workers
+        self.tput_timer, self.collate_fn, self.num_local_io_workers = tput_timer, collate_fn, n_workers
         self.dataloader_drop_last = dataloader_drop_last
         self._measure: Callable[[str], AbstractContextManager[None]] | None = None
         self._is_stream = isinstance(dataset, IterableDataset)
@@ -208,7 +201,7 @@ class DeepSpeedDataLoader:
         batch."""
         config = deepspeed_dataloader_config or {}
         if self._is_stream:
-            _check_stream(dataset, data_sampler, rank, world_size)
+            streams.check_stream(dataset, data_sampler, rank, world_size)
         elif config.get("curriculum_learning"):
             self.data_sampler = self._steps = _steps(dataset, config, batch_size, rank, world_size, dataloader_drop_last)
             seed = config["data_efficiency"]["seed"]
@@ -243,7 +236,7 @@ class DeepSpeedDataLoader:
         self._draws: _Draws | None = None
         self._batches: Iterator[Any] | None = None
         # A stream with a state of its own goes on from it. Worker processes would keep theirs to themselves.
-        self._has_stream_state = self._is_stream and workers == 0 and _is_stateful(dataset)
+        self._has_stream_state = self._is_stream and n_workers == 0 and streams.is_stateful(dataset)
         self._stream_state: Any = None
         self._n_ranks, self._is_first = world_size, rank == 0
         self._workers: tuple[BaseProcess, ...] = ()
@@ -366,7 +359,7 @@ class DeepSpeedDataLoader:
             try:
                 return next(self._batches)
             except (RuntimeError, OSError, EOFError) as error:  # a broken connection may be noticed before the death
-                if not (dead := _dead(self._workers, is_sure=not isinstance(error, RuntimeError))):
+                if not (dead := workers.dead(self._workers, is_sure=not isinstance(error, RuntimeError))):
                     raise
                 self._batches = None
                 n_deaths += 1
@@ -394,27 +387,18 @@ class DeepSpeedDataLoader:
             "generator": torch.Generator().manual_seed(hash((self._worker_seed, self._epoch)) & (2**63 - 1)),
         }
         if self._is_stream:
-            if hasattr(self.dataset, "set_epoch"):
-                self.dataset.set_epoch(self._epoch)
-            elif hasattr(self.dataset, "next_epoch"):  # of mosaicml-streaming, which counts epochs itself
-                self.dataset.next_epoch = self._epoch
+            streams.set_epoch(self.dataset, self._epoch)
             loader = DataLoader(self.dataset, self.batch_size, drop_last=self.dataloader_drop_last, **common)
             if self._stream_state is not None:
                 self.dataset.load_state_dict(self._stream_state)
                 return self._begin(loader)
-            return _skip(self._begin(loader), self._position // self._round, self._is_first)
+            return streams.skip(self._begin(loader), self._position // self._round, self._is_first)
         if self._draws is None:
             self._draws = _Draws(self._rounds())
         return self._begin(DataLoader(self.dataset, batch_sampler=self._draws, **common))
 
     def _begin(self, loader: DataLoader) -> Iterator[Any]:
-        """Begins torch's loader, and takes its workers off the list whose deaths raise an error in whatever the main
-        thread runs. The loader finds a dead worker when the next batch does not come."""
-        batches = iter(loader)
-        self._workers = tuple(getattr(batches, "_workers", ()))
-        if getattr(batches, "_worker_pids_set", False):
-            signal_handling._remove_worker_pids(id(batches))
-            batches._worker_pids_set = False
+        batches, self._workers = workers.begin(loader)
         return batches
 
     def _rounds(self) -> Iterator[tuple[list[int], Any]]:
@@ -484,39 +468,6 @@ class DeepSpeedDataLoader:
                 )
 
 
-def _dead(workers: Sequence[BaseProcess], is_sure: bool) -> str:
-    """The workers that have died, and the cause; "" if none has. is_sure: one has, and may only not be known yet."""
-    if is_sure and workers:
-        ended = wait([worker.sentinel for worker in workers], LOOK_SECONDS)
-        for worker in workers:
-            if worker.sentinel in ended:
-                worker.join()  # its files are closed before it has an exit code
-    return " and ".join(
-        f"the data worker of process id {worker.pid} "
-        + (f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}")
-        for worker in workers
-        if (code := worker.exitcode) is not None
-    )
-
-
-def _is_stateful(dataset: Any) -> bool:
-    """Whether the data set's state is that of torchdata. mosaicml-streaming and litdata want arguments for theirs."""
-    if not all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")):
-        return False
-    parameters = inspect.signature(dataset.state_dict).parameters.values()
-    return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
-
-
-def _skip(batches: Iterator[Any], n: int, is_shown: bool) -> Iterator[Any]:
-    """The batches after the first n, which a stream can only pass by reading them."""
-    with progress_bar(n, "data loader skips forward", " batches", is_shown=is_shown) as bar:
-        for _ in range(n):
-            if next(batches, None) is None:
-                break
-            bar.update(1)
-    return batches
-
-
 def _fingerprint(dataset: Any) -> str | None:
     """A data set's word about its contents: its attribute ``fingerprint``, or that of the library datasets."""
     for name in ("fingerprint", "_fingerprint"):
@@ -567,32 +518,3 @@ def _length(dataset: Any) -> int:
             fix="define __len__, derive from torch.utils.data.IterableDataset, or pass a data_sampler",
         )
     return len(dataset)
-
-
-def _is_divided(dataset: Any, rank: int, world_size: int) -> bool:
-    """Whether a stream gives each rank its own samples."""
-    if getattr(dataset, "is_sharded", False):
-        return True
-    split = getattr(dataset, "_distributed", None)  # by split_dataset_by_node of the library datasets
-    if split is not None and (split.rank, split.world_size) != (rank, world_size):
-        raise ConfigError(
-            f"the data set is split for rank {split.rank} of {split.world_size}, and this is rank {rank} of {world_size}",
-            where="training_data",
-            fix=f"use datasets.distributed.split_dataset_by_node(data, {rank}, {world_size})",
-        )
-    return split is not None
-
-
-def _check_stream(dataset: Any, data_sampler: Any, rank: int, world_size: int) -> None:
-    if data_sampler is not None:
-        raise ConfigError(
-            "an IterableDataset gives its samples in its own order and takes no sampler",
-            where="data_sampler",
-            fix="leave data_sampler out, or use a data set that can be indexed",
-        )
-    if world_size > 1 and not _is_divided(dataset, rank, world_size):
-        raise ConfigError(
-            f"all {world_size} ranks would train on the same samples of this IterableDataset",
-            where="training_data",
-            fix="give each rank its part (by torch.distributed.get_rank()) and set is_sharded = True on the data set",
-        )

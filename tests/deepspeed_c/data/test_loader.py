@@ -16,7 +16,6 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, 
 from torch.utils.data.distributed import DistributedSampler
 
 from deepspeed_c.data import DeepSpeedDataLoader, RepeatingLoader
-from deepspeed_c.data.loader import _dead
 from deepspeed_c.errors import ConfigError, StateError
 from tests.log_lines import LogLines
 
@@ -252,24 +251,6 @@ def test_workers_that_die_are_started_again_and_no_sample_is_lost_or_repeated(tm
     print(seen, log.lines)
     assert sorted(seen) == list(range(23)) and len(list(tmp_path.iterdir())) == 2
     assert sum("the data worker of process id" in line and "killed by SIGKILL" in line for line in log.lines) == 2
-
-
-class Ending:
-    """A worker in the middle of its end: the kernel closes its files, frees its memory, and only then has its exit code."""
-
-    pid, exitcode = 17, None
-
-    def __init__(self):
-        self.sentinel, written = os.pipe()
-        os.close(written)
-
-    def join(self):
-        os.close(self.sentinel)
-        self.exitcode = -signal.SIGKILL
-
-
-def test_a_worker_whose_files_are_closed_is_dead():
-    assert _dead([Ending()], is_sure=True) == "the data worker of process id 17 was killed by SIGKILL"
 
 
 def test_a_sample_that_kills_every_worker_is_an_error(tmp_path):
