@@ -37,7 +37,7 @@ class Shrinking:
     related: tuple[str, ...]
     """The layers of which columns go, or rows in the case of heads."""
     siblings: tuple[str, ...]
-    """Layers of which the same rows go: in a gated MLP, the layer whose output is multiplied by that of ``name``."""
+    """Layers that lose the same rows: in a gated MLP, ``name`` and its sibling multiply their outputs."""
     num_heads: int
     """Equal blocks of columns; 0 for rows."""
     where: str
@@ -245,8 +245,9 @@ def _tell_widths(model: nn.Module, widths: Mapping[str, tuple[int, int]]) -> Non
     ((n_kept, n_rows),) = set(widths.values())
     configs = [getattr(holder, "config", None) for holder in (*holders, model)]
     for config in {id(config): config for config in configs if config is not None}.values():
-        keys = [key for key in _MLP_WIDTHS if hasattr(config, key) and getattr(config, key) in (n_rows, None)]
-        _write(config, dict.fromkeys(keys, n_kept))
+        values = {key: getattr(config, key) for key in _MLP_WIDTHS if hasattr(config, key)}
+        known = [key for key, value in values.items() if value == n_rows]
+        _write(config, dict.fromkeys(known or [key for key, value in values.items() if value is None], n_kept))
 
 
 def _tell_configurations(model: nn.Module, heads: Mapping[nn.Module, tuple[int, int, int]]) -> None:
