@@ -103,7 +103,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Shows what failed at first and passed when run again (``--reruns``), and lists skipped tests by requirement, with
+    """Shows the first failures of tests that were run again (``--reruns``), and lists skipped tests by requirement, with
     the way to run them.
 
     With several test processes, the parent process prints them.

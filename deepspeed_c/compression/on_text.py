@@ -1,5 +1,4 @@
-"""The loss on a text and the time of a forward of a causal language model: what compression costs, and what it gains.
-"""
+"""The loss on a text and the time of a forward of a causal language model: the price and the gain of compression."""
 
 from __future__ import annotations
 
@@ -81,8 +80,8 @@ def _ids_of(tokenizer: Any, text: str) -> torch.Tensor:
 
 @torch.no_grad()
 def on_text(model: nn.Module, windows: Sequence[torch.Tensor]) -> OnText:
-    """The figures of ``model``, which is on the CPU and in evaluation mode. ``windows`` as of ``windows_of``; the time
-    is that of the first one. Raises ModelError where the forward fails, as with layers that no longer fit one another.
+    """The figures of ``model``, which is on the CPU and in evaluation mode. ``windows`` as of ``windows_of``; the first
+    one is timed. Raises ModelError where the forward fails, as with layers that no longer fit one another.
     """
     try:
         return _on_text(model, windows)

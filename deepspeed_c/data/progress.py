@@ -1,4 +1,4 @@
-"""A progress bar for what reads many samples."""
+"""A progress bar for readers of many samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["progress_bar"]
 
 DELAY_SECONDS = 2.0
-"""What has ended by then shows nothing."""
+"""Shorter work shows nothing."""
 # Seconds between two drawings: a terminal's line is drawn over, and in a file each drawing is a line.
 _ON_TERMINAL, _IN_FILE = 0.5, 10.0
 

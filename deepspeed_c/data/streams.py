@@ -1,6 +1,6 @@
 """Streams, which are data sets without an index: how a loader checks them, tells them the epoch, and goes on in them.
 
-Three libraries differ in what they offer: ``datasets`` has torchdata's ``state_dict()`` and ``set_epoch``,
+Three libraries differ here: ``datasets`` has torchdata's ``state_dict()`` and ``set_epoch``,
 mosaicml-streaming counts epochs in ``next_epoch``, and it and litdata want arguments for their states.
 """
 

@@ -18,8 +18,8 @@ LOOK_SECONDS = 10.0
 
 
 def begin(loader: DataLoader) -> tuple[Iterator[Any], tuple[BaseProcess, ...]]:
-    """Begins torch's loader. Returns the batches and the workers. A worker's death would raise an error in whatever the
-    main thread runs, and no longer does: the loader finds a dead worker when the next batch does not come.
+    """Begins torch's loader. Returns the batches and the workers. By torch's default a worker's death interrupts the
+    main thread anywhere with an error. Here the loader finds a dead worker when the next batch does not come.
     """
     batches = iter(loader)
     if getattr(batches, "_worker_pids_set", False):

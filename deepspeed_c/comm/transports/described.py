@@ -14,7 +14,7 @@ everything is prepared first.
 group, and closes its connections of the process group. Ranks that wait for it notice at once, read the difference in
 the store, and close their connections, too. So all ranks of the group end with the same error.
 
-[Note: half a message] gloo forgets a message of which a part had come when the connection closed: whoever waits for it
+[Note: half a message] A connection that closes in the middle of a message makes gloo forget the message: its receiver
 waits until the time limit of the group. So a rank lets its own messages leave before it closes its connections, and
 after that it does not wait for gloo without a limit.
 """
@@ -61,13 +61,13 @@ _DESCRIPTION_HASH = 0xD5C0  # in tags of descriptions: other users of the group 
 # Bytes of a description: text, and a hash of the text that was cut off.
 _TEXT_BYTES, _HEAD_BYTES = 120, 128
 _LEAVING = timedelta(seconds=5)
-"""A rank that closes its connections gives each of its messages that much time to leave. (A message that no rank takes
-leaves never, but its receiver has found the difference as well, and closes.)
+"""Time for each message of a rank to leave, before the rank closes its connections. (A message of another description
+never leaves, but its receiver has found the difference as well, and closes.)
 """
 _CLOSING = timedelta(milliseconds=250)
-"""The time in which unknown messages leave before connections close."""
+"""Time for unknown messages to leave, before connections close."""
 _FORGOTTEN = timedelta(milliseconds=100)
-"""A transfer that has not ended so long after its connection was closed is one that gloo has forgotten."""
+"""Time for a transfer to end after its connection was closed. Later than that, gloo has forgotten the transfer."""
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -193,7 +193,7 @@ class _Described(ABC):
                 raise RuntimeError(f"rank {self._name(rank)}: {error}") from None
 
     def _end(self, handles: list[_Started], limit: timedelta) -> None:
-        """Waits until no transfer uses a tensor any more, whatever becomes of it."""
+        """Waits until no transfer uses a tensor any more. Failures of the transfers are known already."""
         while handles:
             with contextlib.suppress(RuntimeError):
                 self._wait_for(handles, limit)
@@ -252,8 +252,8 @@ class _OneWay(_Described):
 
 
 def close_connections(group: dist.ProcessGroup, after: timedelta = _CLOSING) -> None:
-    """Closes the connections of a gloo group for this rank, after a time in which messages still leave. Ranks that wait
-    for it notice at once then.
+    """Closes the connections of a gloo group for this rank. Its messages have the time ``after`` to leave before that.
+    Ranks that wait for this rank then notice at once.
     """
     unsent = torch.empty(1, dtype=torch.uint8)
     with contextlib.suppress(RuntimeError):  # a wait that ends by its own time limit closes all connections

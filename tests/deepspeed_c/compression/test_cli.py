@@ -163,7 +163,7 @@ def test_models_that_are_not_packed(tmp_path: Path, capsys: Any) -> None:
     config = written(tmp_path, {"compression_training": section})
     found = report(tmp_path, "report", str(folder), "--config", config, "--text", str(text))
     assert found["loss_after"] > 0 and "not packed" in capsys.readouterr().err
-    # A gated MLP multiplies the rows of two layers, of which one gets smaller.
+    # A gated MLP multiplies the outputs of two layers, and one of them gets smaller.
     groups = {"up": {"params": {"dense_ratio": 0.5}, "modules": ["up_proj"], "related_modules": [["down_proj"]]}}
     rows = {"shared_parameters": {"enabled": True, "method": "l1"}, "different_groups": groups}
     config = written(tmp_path, {"compression_training": {"row_pruning": rows}})

@@ -1,4 +1,4 @@
-"""deepspeed_c/data/progress.py: what a bar shows, and who shows it."""
+"""deepspeed_c/data/progress.py: the contents of a bar, and the rank and part that show it."""
 
 from __future__ import annotations
 
