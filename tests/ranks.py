@@ -11,7 +11,7 @@
         assert run_ranks(2, body, 10) == [[10.0] * 3] * 2
 
 [Note: zygote] Importing torch and the engine costs seconds, so one process per test session, the zygote, imports them
-once and forks the ranks of every group. (The zygote never runs an operator, so it has no threads that a fork would
+once and forks the ranks of every group, and the programs of fresh.py. (The zygote never runs an operator, so it has no threads that a fork would
 lose.) A group of ranks then costs milliseconds, and killing one after a failure is cheap. The zygote is the parent of
 all ranks: when its connection to the test session closes, for any reason, it kills every process group that it made.
 ``preload`` names a module with further imports that take seconds. Groups with the same ``preload`` are forked from a
@@ -37,6 +37,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -164,18 +165,19 @@ class _Zygote:
                 start_new_session=True,  # so that ^C reaches only the test session, which then stops the ranks
             )
         self._socket = ours
+        self._lock = threading.Lock()  # a test may start programs in several threads
         ours.settimeout(START_TIMEOUT_SECONDS)
 
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def fork(self, fd: int) -> int:
-        """Forks a rank that communicates over ``fd``.
+    def fork(self, fd: int, *streams: int, runs: str = "rank") -> int:
+        """Forks a rank, or a program of fresh.py with its three standard streams, that communicates over ``fd``.
 
-        Returns the rank's process id, which is also the id of its process group.
+        Returns its process id, which is also the id of its process group.
         """
-        return self._ask(("fork",), [fd])
+        return self._ask(("fork", runs), [fd, *streams])
 
     def reap(self, pid: int) -> int:
         """Kill the rest of the rank's process group and return the rank's exit code (-n for signal n)."""
@@ -183,8 +185,9 @@ class _Zygote:
 
     def _ask(self, request: tuple[Any, ...], fds: list[int] | None = None) -> int:
         try:
-            socket.send_fds(self._socket, [pickle.dumps(request)], fds or [])
-            reply = self._socket.recv(1 << 16)
+            with self._lock:
+                socket.send_fds(self._socket, [pickle.dumps(request)], fds or [])
+                reply = self._socket.recv(1 << 16)
         except OSError as error:
             raise RuntimeError(f"the process that forks ranks does not answer ({error}); see its stderr") from error
         if not reply:
@@ -200,15 +203,21 @@ class _Zygote:
             self._process.wait()
 
 
-class _Group:
-    """``world`` ranks with one process group. The group is usable until a rank fails."""
-
-    def __init__(self, world: int, preload: str, hosts: tuple[int, ...]) -> None:
+def zygote_of(preload: str) -> _Zygote:
+    """The zygote that has imported ``preload``. It is started if there is none."""
+    with _zygotes_lock:
         if preload in _zygotes and not _zygotes[preload].is_alive:
             _zygotes.pop(preload).stop()
         if preload not in _zygotes:
             _zygotes[preload] = _Zygote(preload)
-        self._zygote = _zygotes[preload]
+        return _zygotes[preload]
+
+
+class _Group:
+    """``world`` ranks with one process group. The group is usable until a rank fails."""
+
+    def __init__(self, world: int, preload: str, hosts: tuple[int, ...]) -> None:
+        self._zygote = zygote_of(preload)
         self.world = world
         self.is_usable = True
         self._pid_of_session = os.getpid()
@@ -350,6 +359,7 @@ def _is_stopped(pid: int) -> bool:
 
 _groups: dict[tuple[int, str, tuple[int, ...]], _Group] = {}  # by number of ranks, preloaded module and hosts
 _zygotes: dict[str, _Zygote] = {}  # by preloaded module
+_zygotes_lock = threading.Lock()
 atexit.register(stop_ranks)
 
 
@@ -380,16 +390,30 @@ def free_port() -> int:
 # ---- in the zygote -------------------------------------------------------------------------------------------------
 
 _preloaded_path: list[str] = []  # sys.path entries that the preloaded module added; ranks keep them
+_python_path: list[
+    str
+] = []  # sys.path of an interpreter without a script and without PYTHONPATH; programs begin with it
+
+
+def restore_path(variable: str) -> None:
+    """Gives ``sys.path`` the entries of ``variable``, a PYTHONPATH, and those of every interpreter."""
+    sys.path[:] = [*_entries(variable), *_python_path]
+
+
+def _entries(variable: str) -> list[str]:
+    return list(dict.fromkeys(map(os.path.abspath, variable.split(os.pathsep)))) if variable else []
 
 
 def _zygote_main(control: socket.socket, preload: str) -> None:
+    named = _entries(os.environ.get("PYTHONPATH", ""))
+    _python_path.extend(entry for entry in sys.path[1:] if entry not in named)
     # Imports that every rank needs: a process's first optimizer imports torch._dynamo, which takes 2 s.
     import torch._dynamo
     import torch.distributed  # noqa: F401
 
     # Imports of a body's file and of an engine: 0.4 s for every rank of a fresh group, and twice that without cached
     # bytecode.
-    for module in ("pytest", "deepspeed_c.initialize"):
+    for module in ("pytest", "deepspeed_c.initialize", "tests.fresh"):
         importlib.import_module(module)
     if preload:
         sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -405,7 +429,7 @@ def _zygote_main(control: socket.socket, preload: str) -> None:
     alive: set[int] = set()
     try:
         while True:
-            message, fds, _, _ = socket.recv_fds(control, 1 << 16, 1)
+            message, fds, _, _ = socket.recv_fds(control, 1 << 16, 4)
             if not message:
                 return
             request = pickle.loads(message)
@@ -413,8 +437,10 @@ def _zygote_main(control: socket.socket, preload: str) -> None:
                 pid = os.fork()
                 if pid == 0:
                     control.close()
-                    _rank_main(Connection(fds[0]))  # never returns
-                os.close(fds[0])
+                    main = _rank_main if request[1] == "rank" else sys.modules["tests.fresh"].program_main
+                    main(Connection(fds[0]), *fds[1:])  # never returns
+                for fd in fds:
+                    os.close(fd)
                 with contextlib.suppress(PermissionError, ProcessLookupError):
                     os.setpgid(pid, pid)  # here and in the child, because either may run first
                 alive.add(pid)
@@ -578,4 +604,4 @@ def _timedelta(seconds: float) -> Any:
 
 if __name__ == "__main__":
     # Called in the module under its importable name, so that each side can unpickle objects of the other.
-    _zygote_main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    importlib.import_module("tests.ranks")._zygote_main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

@@ -1,0 +1,186 @@
+"""Runs programs as a new interpreter would, without the seconds that its imports take.
+
+    from tests import fresh
+
+    done = fresh.run(["-c", "import sys, torch; print(sys.argv[1:])", "a"], env={**os.environ, "RANK": "1"}, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "['a']\n"), done.stderr
+
+The program runs in a child that the zygote of ranks.py forks: torch, ``torch.distributed`` and
+``deepspeed_c.initialize`` are imported there already, and no operator has run. A program has its own environment, working
+directory, arguments, ``sys.path``, standard streams and process group.
+
+A test starts ``sys.executable`` itself if its subject is one of these, in which the child differs from a new process:
+
+* the imports of a module, their time, or a module that hides one of the imported modules;
+* variables that are read at an import: ``OMP_NUM_THREADS`` is 1, and ``DSC_LOG`` is that of the test session;
+* the command line of the process, signals, and the end of the interpreter (handlers of ``atexit`` do run);
+* the memory of the process, whose heap has the objects of the imports.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import io
+import os
+import random
+import runpy
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+
+from tests import ranks
+
+__all__ = ["ProgramFailed", "run"]
+
+LIMIT_SECONDS = 300.0  # only ends programs that hang
+
+
+class ProgramFailed(AssertionError):
+    """A program did not end in time, or its exit code is not 0 and ``check`` was given. The text has its output."""
+
+
+def run(
+    arguments: Sequence[str | os.PathLike[str]],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    input: str | None = None,
+    timeout: float = LIMIT_SECONDS,
+    check: bool = False,
+    preload: str = "",
+) -> subprocess.CompletedProcess[str]:
+    """Runs the program with the words after ``python`` on a command line: ``-c TEXT``, ``-m MODULE``, ``-`` (the text is
+    ``input``) or a file, each followed by the program's arguments.
+
+    ``env`` is the whole environment; the entries of its ``PYTHONPATH`` are in ``sys.path``. Without ``input`` standard
+    input is empty. The exit code is that of Python (-n for signal n). After ``timeout`` seconds the process group is
+    killed, and ``ProgramFailed`` shows the output so far. Processes that a program leaves behind in its group are
+    killed. ``preload`` names a module that was imported before the fork, for programs that import more than torch.
+    """
+    words = [os.fspath(word) for word in arguments]
+    if words[0].startswith("-") and words[0] not in ("-c", "-m", "-"):
+        raise ValueError(f"{words[0]} is an option of the interpreter, which has started already")
+    order = (words, dict(os.environ if env is None else env), os.path.abspath(cwd or os.getcwd()))
+    zygote = ranks.zygote_of(preload)
+    with contextlib.ExitStack() as stack:
+        # Files, and no pipes: nobody must read while the program runs, and the output so far is there at any time.
+        streams = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
+        streams[0].write((input or "").encode())
+        streams[0].seek(0)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            pid = zygote.fork(theirs.fileno(), *(stream.fileno() for stream in streams), runs="program")
+        with Connection(ours.detach()) as connection:
+            try:
+                with contextlib.suppress(BrokenPipeError):  # it has died already
+                    connection.send(order)
+                is_late = not _has_ended(pid, timeout)
+            finally:
+                code = zygote.reap(pid)
+        out, err = (_text(stream) for stream in streams[1:])
+    if is_late or (check and code):
+        how = f"still busy after {timeout:g} s" if is_late else f"exit code {code}"
+        raise ProgramFailed(f"{' '.join(words)}: {how}\n--- output\n{out}\n--- errors\n{err}")
+    return subprocess.CompletedProcess([sys.executable, *words], code, out, err)
+
+
+def _has_ended(pid: int, timeout: float) -> bool:
+    """Whether the process, a child of the zygote, becomes a zombie in that time."""
+    fd = os.pidfd_open(pid)
+    try:
+        return bool(select.select([fd], [], [], timeout)[0])
+    finally:
+        os.close(fd)
+
+
+def _text(stream: io.BufferedRandom) -> str:
+    stream.seek(0)
+    return io.TextIOWrapper(stream, encoding="utf-8", errors="replace").read()
+
+
+# ---- in the child --------------------------------------------------------------------------------------------------
+
+
+def program_main(connection: Connection, *streams: int) -> None:
+    """The child of the zygote becomes the program, and never returns into the zygote's frames."""
+    code = 1
+    try:
+        with contextlib.suppress(PermissionError):
+            os.setpgid(0, 0)
+        for number, fd in enumerate(streams):
+            os.dup2(fd, number)
+            os.close(fd)
+        os.set_inheritable(connection.fileno(), False)
+        words, environment, cwd = connection.recv()
+        connection.close()
+        _prepare(environment, cwd)
+        code = _exit_code(words)
+        # The order of a Python that ends.
+        threading._shutdown()
+        atexit._run_exitfuncs()
+    except BaseException:  # noqa: BLE001  the process ends here: the last chance to say why
+        sys.excepthook(*sys.exc_info())
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        os._exit(code)
+
+
+def _prepare(environment: dict[str, str], cwd: str) -> None:
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    ranks.restore_path(environment.get("PYTHONPATH", ""))
+    importlib.invalidate_caches()
+    with contextlib.suppress(ValueError):
+        importlib.import_module("deepspeed_c.logging").set_rank(int(environment.get("RANK", "0")))
+    # Other programs of this zygote have the same state. Python itself reseeds only its own generator.
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def _exit_code(words: list[str]) -> int:
+    """Runs the program as ``__main__``."""
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__builtins__ = sys.modules["builtins"]
+    sys.orig_argv = [sys.executable, *words]
+    how, rest = words[0], words[1:]
+    try:
+        if how == "-m":
+            sys.argv = ["-m", *rest[1:]]
+            sys.path.insert(0, os.getcwd())
+            runpy._run_module_as_main(rest[0])
+        elif how in ("-c", "-"):
+            sys.argv = [how, *(rest[1:] if how == "-c" else rest)]
+            sys.path.insert(0, "")
+            text, name = (rest[0], "<string>") if how == "-c" else (sys.stdin.read(), "<stdin>")
+            if how == "-":
+                main.__file__ = name
+            exec(compile(text, name, "exec", dont_inherit=True), main.__dict__)  # noqa: S102
+        else:
+            sys.argv = [how, *rest]
+            sys.path.insert(0, os.path.dirname(os.path.realpath(how)))
+            main.__file__ = os.path.join(os.getcwd(), how)
+            with io.open_code(main.__file__) as file:
+                code = compile(file.read(), main.__file__, "exec", dont_inherit=True)
+            exec(code, main.__dict__)  # noqa: S102
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:  # noqa: BLE001  the program's own, which Python prints too
+        frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of this function
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        return 1
+    return 0
