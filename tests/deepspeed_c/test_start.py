@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import fresh
+
 TIMEOUT_SECONDS = 300
 # Each is the top of a tree of modules. torch imports the others together with the first.
 HEAVY = (
@@ -139,7 +141,5 @@ print(type(optimizer.zero_grad).__name__, optimizer.zero_grad.__name__)
 
 
 def test_a_method_inside_a_compiled_function_is_left_out_of_the_graph() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED], check=False, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
-    )
+    done = fresh.run(["-c", COMPILED])
     assert (done.stdout, done.returncode) == ("method zero_grad\n", 0), done.stderr

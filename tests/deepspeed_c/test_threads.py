@@ -4,14 +4,13 @@ part of the processors, and the threads that are left for backward."""
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from deepspeed_c.env import Env
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.threads import fair_part, number, quota
+from tests import fresh
 
 
 def put(root, path: str, text: str) -> None:
@@ -119,12 +118,5 @@ print(*seen)
 
 
 def test_engines_leave_processors_and_take_them_back_in_any_order():
-    done = subprocess.run(
-        [sys.executable, "-c", LEAVING],
-        env={**os.environ, "DSC_NUM_THREADS": "8"},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = fresh.run(["-c", LEAVING], env={**os.environ, "DSC_NUM_THREADS": "8"})
     assert (done.returncode, done.stdout) == (0, "8 4 2 2 2 8\n"), done.stdout + done.stderr

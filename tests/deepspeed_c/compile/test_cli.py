@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from deepspeed_c.launcher.main import main
+from tests import fresh
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
@@ -48,13 +48,10 @@ for i in range(1 if what == "short" else 1000):
 """
 
 
-def show(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def show(folder: Path, *words: str) -> CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "deepspeed_c", "compile", "show", *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, check=False, cwd=folder, capture_output=True, text=True, timeout=300, env=environment
-    )
+    return fresh.run(["-m", "deepspeed_c", "compile", "show", *words], cwd=folder, env=environment)
 
 
 def test_text(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from deepspeed_c.config.inference import (
     load_inference_config,
 )
 from deepspeed_c.errors import ConfigError, DeepSpeedCError, FeatureError, UnsupportedConfigError
+from tests import fresh
 
 PEER = os.environ.get("DSC_PEER_PYTHON", "")
 
@@ -475,7 +476,7 @@ def test_names_of_deepspeed_lead_here() -> None:
         "assert deepspeed.DeepSpeedInferenceConfig is ours.DeepSpeedInferenceConfig\n"
         "assert deepspeed.default_inference_config()['dtype'] == 'torch.float16'\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = fresh.run(["-c", code])
     assert done.returncode == 0, done.stderr
 
 

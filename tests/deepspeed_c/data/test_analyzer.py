@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections import defaultdict
 from random import Random
 
@@ -17,6 +15,7 @@ import torch
 from deepspeed_c.data.analyzer import DataAnalyzer, DistributedDataAnalyzer
 from deepspeed_c.data.indexed import MMapIndexedDataset
 from deepspeed_c.errors import ConfigError, StateError
+from tests import fresh
 from tests.log_lines import LogLines
 
 SINGLE, SUM = "single_value_per_sample", "accumulate_value_over_samples"
@@ -132,7 +131,7 @@ DataAnalyzer(
 
 
 def test_a_program_whose_operators_have_run_on_threads(tmp_path):
-    subprocess.run([sys.executable, "-c", AFTER_THREADS, str(tmp_path)], check=True, timeout=300)
+    fresh.run(["-c", AFTER_THREADS, tmp_path], check=True)
     assert MMapIndexedDataset(str(tmp_path / "sum/sum_index_to_metric"))[0].tolist() == [1 << 16]
 
 

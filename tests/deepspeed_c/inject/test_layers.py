@@ -4,8 +4,6 @@ ranks that do not divide the sizes."""
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ from deepspeed_c.inject.layers import (
     SubParamLinearAllreduce,
     SubParamLinearLayer,
 )
+from tests import fresh
 from tests.ranks import run_ranks
 
 
@@ -169,5 +168,5 @@ assert deepspeed.revert_transformer_layer is replace.revert_transformer_layer
 
 
 def test_deepspeeds_paths_lead_to_them() -> None:
-    done = subprocess.run([sys.executable, "-c", ALIASES], capture_output=True, text=True, timeout=300, check=False)
+    done = fresh.run(["-c", ALIASES])
     assert done.returncode == 0, done.stderr

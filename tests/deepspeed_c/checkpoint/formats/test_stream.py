@@ -28,6 +28,7 @@ from deepspeed_c.checkpoint.formats import stream
 from deepspeed_c.checkpoint.formats.stream import TensorFileWriter
 from deepspeed_c.checkpoint.formats.weight_file import SAFETENSORS_DTYPES, TORCH_STORAGES
 from deepspeed_c.errors import CheckpointError, StateError
+from tests import fresh
 from tests.open_files import open_files
 
 FORMATS = ["model.bin", "model.safetensors"]
@@ -558,13 +559,7 @@ LIMITED = """
 
 
 def test_limit_on_the_size_of_a_file(path):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(LIMITED), str(path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = fresh.run(["-c", textwrap.dedent(LIMITED), path])
     assert done.returncode == 0, done.stderr
     first, *rest = done.stdout.splitlines()
     assert first == "a was written"
@@ -602,7 +597,7 @@ KILLED = """
 def test_killed_process_leaves_the_old_file(tmp_path):
     path = tmp_path / "model.bin"
     path.write_bytes(b"old contents")
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), str(path)], timeout=300, check=False)
+    done = fresh.run(["-c", textwrap.dedent(KILLED), path])
     assert done.returncode == -9
     assert path.read_bytes() == b"old contents"
     (left,) = set(os.listdir(tmp_path)) - {"model.bin"}
@@ -667,13 +662,7 @@ READ_ONLY = """
 def test_read_only_folder(tmp_path):
     tmp_path.chmod(0o555)
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(READ_ONLY), str(tmp_path)],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = fresh.run(["-c", textwrap.dedent(READ_ONLY), tmp_path])
     finally:
         tmp_path.chmod(0o755)
     assert done.returncode == 0, done.stderr

@@ -8,9 +8,8 @@ import copy
 import io
 import os
 import pickle
-import subprocess
-import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from deepspeed_c.zero.weights import init as pp
 from deepspeed_c.zero.weights.gather_unit import PlacedShard
 from deepspeed_c.zero.weights.init import ZeroParamStatus
 from deepspeed_c.zero.weights.param import state_of
+from tests import fresh
 from tests.deepspeed_c.zero.test_oracle import make_config
 from tests.deepspeed_c.zero.traits import TRAITS, batch
 from tests.ranks import free_port, run_ranks
@@ -664,28 +664,22 @@ SCRIPT = """
 """
 
 
-def _start(rank: int | None, world: int, port: int) -> subprocess.Popen:
+def _said(rank: int | None, world: int, port: int) -> str:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {key: value for key, value in os.environ.items() if key not in names}
     env.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", MASTER_PORT=str(port))
     if rank is not None:
         env.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = fresh.run(["-c", textwrap.dedent(SCRIPT)], env=env)
+    return done.stdout + done.stderr
 
 
 def test_starts_torch_distributed_itself() -> None:
     """Runs with the environment of two ranks, and without any. The latter is one process, with a warning that sharding
     saves nothing."""
     port = free_port()
-    started = [_start(None, 1, free_port()), *(_start(rank, 2, port) for rank in range(2))]
-    outputs = []
-    for process in started:
-        try:
-            outputs.append(process.communicate(timeout=300)[0])
-        finally:
-            process.kill()
-    alone, *pair = outputs
+    with ThreadPoolExecutor(3) as pool:
+        alone, *pair = pool.map(_said, (None, 0, 1), (1, 2, 2), (free_port(), port, port))
     assert "RESULT 0 1 91" in alone and "zero.Init shards over one rank" in alone, alone
     for rank, output in enumerate(pair):
         assert f"RESULT {rank} 2 {(46, 45)[rank]}" in output and "one rank" not in output, output
