@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 import deepspeed_c
 from deepspeed_c import _C
+from tests import fresh
 
 
 def test_build_info():
@@ -47,26 +46,12 @@ def test_an_isa_in_the_environment_that_cannot_run_is_an_error_of_each_operator(
         "    try: f.norm([torch.ones(3)])\n"
         "    except ValueError as e: print('refused', e)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "DSC_CPU_ISA": name},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = fresh.run(["-c", code], env={**os.environ, "DSC_CPU_ISA": name})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"refused DSC_CPU_ISA: is '{name}'") == 2, done.stdout
 
 
 def test_an_isa_in_the_environment_is_the_one_that_runs():
     code = "import torch, deepspeed_c.ops.flat as f\nfrom deepspeed_c import _C\nf.norm([torch.ones(3)])\nprint(_C.cpu_isa())\n"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "DSC_CPU_ISA": "scalar"},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = fresh.run(["-c", code], env={**os.environ, "DSC_CPU_ISA": "scalar"}, check=True)
     assert done.stdout == "scalar\n", done.stdout

@@ -11,7 +11,6 @@ import itertools
 import os
 import random
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ import pytest
 import torch
 
 from deepspeed_c import _C
+from tests import fresh
 from tests.open_files import open_files
 
 BLOCK = 4096
@@ -450,9 +450,7 @@ for n_allowed in (0, 30_000, 190_000):
 
 def test_what_the_disk_refuses_is_told_once(tmp_path):
     """A limit on the size of files stands for a full disk. The test writes 200 000 bytes."""
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = fresh.run(["-c", FULL_DISK, tmp_path])
     assert done.returncode == 0, done.stderr
     assert len(os.listdir(tmp_path)) == 9
 

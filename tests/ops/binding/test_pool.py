@@ -6,8 +6,6 @@ The C tests cover everything else.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -16,6 +14,7 @@ import torch
 from deepspeed_c import _C
 from deepspeed_c.ops import flat
 from deepspeed_c.ops.adam import FusedAdam
+from tests import fresh
 
 N_ELEMS = 400_003  # 13 chunks
 
@@ -84,14 +83,7 @@ def test_size_is_that_of_the_rank_and_not_torchs(automatic):
     assert 1 <= n_threads <= len(os.sched_getaffinity(0))
     hidden = ("DSC_NUM_THREADS", "LOCAL_WORLD_SIZE")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    done = subprocess.run(
-        [sys.executable, "-c", RANK],
-        check=False,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = fresh.run(["-c", RANK], env={**environment, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines() == [f"threads {n_threads}", "fork 0", "bound 1 0", "shared 1", "asked 5 4"]
 
