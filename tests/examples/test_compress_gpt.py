@@ -4,21 +4,20 @@ of gpt.py."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 from compress_gpt import CompressibleGPT
 from gpt import GPT
 
+from tests import fresh
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "compress_gpt.py"
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--steps", "20", "--tune-steps", "5"]
 
 
 def test_it_compresses_and_prints_a_table(tmp_path):
-    command = [sys.executable, str(SCRIPT), *TINY, "--out", str(tmp_path)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    done = fresh.run([SCRIPT, *TINY, "--out", tmp_path])
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["contender"]: row for row in json.loads((tmp_path / "compress.json").read_text())}
     assert list(rows) == ["fp32", "int8", "int4", "half"]

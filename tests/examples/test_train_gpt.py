@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from train_gpt import load_chart
 
+from tests import fresh
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = [
     str(ROOT / "examples" / "train_gpt.py"),
@@ -27,7 +29,11 @@ LAUNCH = [sys.executable, "-m", "deepspeed_c", "--num_procs", "2"]
 
 
 def train(command: list[str], folder: Path) -> str:
-    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True, timeout=300)
+    """The output and the errors of a command. A script without the launcher runs in a child of the zygote."""
+    if command[0] == sys.executable:
+        done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True, timeout=300)
+    else:
+        done = fresh.run(command, cwd=folder)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
@@ -63,15 +69,13 @@ def test_two_processes_with_the_configuration_as_it_is(tmp_path):
 
 def test_one_process_without_the_launcher_at_another_stage(tmp_path):
     more = ["--stage", "0", "--out", "here", "--layers", "2", "--budget", "1MiB"]
-    text = train([sys.executable, *SCRIPT, *TINY, "--steps", "25", *more], tmp_path)
+    text = train([*SCRIPT, *TINY, "--steps", "25", *more], tmp_path)
     assert number(r"activation budget: [\d.]+ KiB of ([\d.]+) MiB at the peak", text) == 1
     check_report(text, steps=25, picture=tmp_path / "here" / "loss.png")
 
 
 def test_without_a_configuration_it_says_which_file_to_give(tmp_path):
-    done = subprocess.run(
-        [sys.executable, SCRIPT[0]], cwd=tmp_path, check=False, capture_output=True, text=True, timeout=300
-    )
+    done = fresh.run([SCRIPT[0]], cwd=tmp_path)
     assert done.returncode == 2
     assert "--deepspeed_config FILE is needed" in done.stderr and "Traceback" not in done.stderr
 
@@ -128,7 +132,7 @@ def test_two_tensor_parallel_processes_have_the_losses_of_one(tmp_path):
     # 3 heads do not divide by 2.
     sizes = ["--layers", "2", "--width", "48", "--heads", "3", "--context", "32", "--sample-bytes", "20"]
     given = [SCRIPT[0], "--deepspeed", "--deepspeed_config", "fp32.json", *sizes, "--steps", "6"]
-    one = train([sys.executable, *given, "--out", "one"], tmp_path)
+    one = train([*given, "--out", "one"], tmp_path)
     two = train([*LAUNCH, *given, "--tp", "2", "--out", "two"], tmp_path)
     losses = [json.loads((tmp_path / folder / "loss.json").read_text()) for folder in ("one", "two")]
     assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], abs=1e-5)
@@ -145,7 +149,7 @@ def test_two_pipeline_stages_have_the_losses_of_one_process(tmp_path, n_tp: int)
     (tmp_path / "fp32.json").write_text(json.dumps(config))
     sizes = ["--layers", "3", "--width", "32", "--heads", "2", "--context", "32", "--sample-bytes", "20"]
     given = [SCRIPT[0], "--deepspeed", "--deepspeed_config", "fp32.json", *sizes, "--steps", "6"]
-    one = train([sys.executable, *given, "--out", "one"], tmp_path)
+    one = train([*given, "--out", "one"], tmp_path)
     launch = [*LAUNCH[:-1], str(2 * n_tp)]
     two = train([*launch, *given, "--pp", "2", "--tp", str(n_tp), "--out", "two"], tmp_path)
     losses = [json.loads((tmp_path / folder / "loss.json").read_text()) for folder in ("one", "two")]
@@ -181,7 +185,7 @@ def test_experts_on_two_ranks_learn_as_experts_that_each_rank_has(tmp_path):
 
 def test_experts_and_recomputation_of_their_blocks_in_one_process(tmp_path):
     more = ["--layers", "4", "--stage", "3", "--budget", "200KiB", "--experts", "3", "--k", "2"]
-    text = train([sys.executable, *SCRIPT, *TINY, *more, "--steps", "4"], tmp_path)
+    text = train([*SCRIPT, *TINY, *more, "--steps", "4"], tmp_path)
     loads = re.findall(LOAD, text)
     assert [(int(step), name) for step, name, *_ in loads] == [
         (step, f"blocks.{i}.mlp.deepspeed_moe") for step in range(1, 5) for i in (1, 3)
@@ -208,7 +212,5 @@ def test_a_chart_of_loads():
     ],
 )
 def test_experts_that_do_not_fit_are_refused(tmp_path, given, said):
-    done = subprocess.run(
-        [sys.executable, *SCRIPT, *given], cwd=tmp_path, check=False, capture_output=True, text=True, timeout=300
-    )
+    done = fresh.run([*SCRIPT, *given], cwd=tmp_path)
     assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ import deepspeed_c
 from deepspeed_c.engine.getters import ABSENT_METHODS
 from deepspeed_c.errors import MissingNameError
 from scripts.compatibility import COMMAND, ENGINE, PARAMETER, STATES, Row, main, misfits, read_rows, render
+from tests import fresh
 from tests.deepspeed_c.zero.traits import Mlp
 from tests.ranks import run_ranks
 
@@ -70,14 +69,7 @@ def test_names_that_a_later_deepspeed_lacks_are_listed() -> None:
 
 
 def test_every_row_is_true_and_the_document_is_made_from_them() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CHECK, json.dumps([row for row, _ in WRONG])],
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = fresh.run(["-c", CHECK, json.dumps([row for row, _ in WRONG])], cwd=ROOT)
     assert done.returncode == 0, done.stderr
     problems, is_up_to_date, found = json.loads(done.stdout.splitlines()[-1])
     assert problems == [], "\n".join(problems)
