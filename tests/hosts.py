@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 
 from typing_extensions import Self
 
+from tests.waits import LIMIT_SECONDS, ended, first_line, output_of
+
 __all__ = ["DEVICE", "Host", "Hosts", "Place", "why_no_hosts"]
 
 DEVICE = "eth0"
@@ -58,9 +60,8 @@ class Host:
             text=True,
             start_new_session=True,
         )
-        assert self._keeper.stdout is not None
-        if self._keeper.stdout.readline() != "made\n":
-            problem = self._keeper.communicate()[1].strip()
+        if first_line(self._keeper) != "made\n":
+            problem = output_of(self._keeper)[1].strip()
             raise OSError(f"no network namespace can be made here: {problem}")
         self.pid = self._keeper.pid
         """A process in the namespaces of this host."""
@@ -85,7 +86,7 @@ class Host:
 
     def run(self, command: Sequence[str]) -> str:
         """Run ``command`` on this host and return its output. Raises ``OSError`` with its messages if it fails."""
-        done = subprocess.run(self.command(command), check=False, capture_output=True, text=True)
+        done = subprocess.run(self.command(command), check=False, capture_output=True, text=True, timeout=LIMIT_SECONDS)
         if done.returncode:
             raise OSError(f"no network namespace can be made here: {' '.join(command)}: {done.stderr.strip()}")
         return done.stdout
@@ -108,13 +109,13 @@ class Host:
         if not self.processes:
             raise ValueError(f"host {self.name} has no process space of its own")
         os.kill(self.pid, signal.SIGKILL)
-        self._keeper.wait()
+        ended(self._keeper)
 
     def stop(self) -> None:
         """Releases the namespaces. The kernel removes them when no process is left in them."""
         if self._keeper.poll() is None:
             self._keeper.kill()
-        self._keeper.communicate()
+        output_of(self._keeper)
 
 
 class Hosts:

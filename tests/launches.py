@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.ssh_hosts import SshHosts, why_no_ssh
+from tests.waits import output_of
 
 __all__ = ["check_failure", "check_ranks", "check_sigterm", "mpi_hosts"]
 
@@ -160,7 +161,7 @@ def _wait(launch: Any, is_so: Callable[[], bool]) -> None:
     while not is_so():
         if launch.poll() is not None or time.monotonic() > deadline:
             launch.kill()
-            raise AssertionError(f"the ranks did not start (exit code {launch.returncode}): {launch.communicate()}")
+            raise AssertionError(f"the ranks did not start (exit code {launch.returncode}): {output_of(launch)}")
         time.sleep(0.05)
 
 

@@ -50,6 +50,7 @@ if __name__ == "__main__":  # in the zygote, which runs this file by its path
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from tests.hosts import Hosts
+from tests.waits import ended, exit_status
 
 __all__ = ["Outcome", "RanksFailed", "run_ranks", "stop_ranks"]
 
@@ -200,7 +201,7 @@ class _Zygote:
             self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            ended(self._process)
 
 
 def zygote_of(preload: str) -> _Zygote:
@@ -470,7 +471,7 @@ def _end(pid: int) -> int:
         time.sleep(0.01)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return exit_status(pid)
 
 
 # ---- in a rank -----------------------------------------------------------------------------------------------------

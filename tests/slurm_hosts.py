@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.ssh_hosts import START_SECONDS, SshHosts, why_no_ssh
+from tests.waits import LIMIT_SECONDS, ended
 
 __all__ = ["SlurmHosts", "why_no_slurm"]
 
@@ -119,7 +120,9 @@ class SlurmHosts(SshHosts):
     def _states(self) -> list[str]:
         shown = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
         command = self[0].command(["sinfo", "-h", "-N", "-o", "%t"])
-        return subprocess.run(command, env=shown, check=False, capture_output=True, text=True).stdout.split()
+        return subprocess.run(
+            command, env=shown, check=False, capture_output=True, text=True, timeout=LIMIT_SECONDS
+        ).stdout.split()
 
     def start(self, i: int, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> Any:
         """Starts a process on host ``i``, from which Slurm's commands reach the cluster."""
@@ -129,7 +132,7 @@ class SlurmHosts(SshHosts):
         """Ends all processes of all hosts."""
         super().stop()
         for daemon in self._daemons:
-            daemon.wait()
+            ended(daemon)
 
 
 def _find(program: str) -> str | None:

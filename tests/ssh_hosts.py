@@ -22,6 +22,7 @@ from typing import Any
 from typing_extensions import Self
 
 from tests.hosts import Hosts, why_no_hosts
+from tests.waits import LIMIT_SECONDS, ended
 
 __all__ = ["ABSENT", "SshHosts", "why_no_ssh"]
 
@@ -49,7 +50,7 @@ class SshHosts:
     def _make_files(self) -> None:
         for name in ("host_key", "user_key"):
             command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name)]
-            subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+            subprocess.run(command, check=True, stdin=subprocess.DEVNULL, timeout=LIMIT_SECONDS)
         names = [f"{host.address} {host.name}\n" for host in self._hosts]
         absent = f"{self._hosts[0].address.rpartition('.')[0]}.250 {ABSENT}\n"
         (self.folder / "hosts").write_text("127.0.0.1 localhost\n" + absent + "".join(names))
@@ -124,7 +125,7 @@ class SshHosts:
         """Ends all processes of all hosts."""
         self._hosts.stop()  # with the first process of a process namespace the kernel ends all others
         for server in self._servers:
-            server.wait()
+            ended(server)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> Self:

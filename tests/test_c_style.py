@@ -19,7 +19,11 @@ VERSION = re.search(r"^clang-format==(\S+)$", (ROOT / "constraints.txt").read_te
 def formatter() -> str:
     """Path of clang-format: from the tests' environment, or the system's if it has the same version."""
     for path in (shutil.which("clang-format", path=str(Path(sys.executable).parent)), shutil.which("clang-format")):
-        if path and VERSION in subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout:
+        if (
+            path
+            and VERSION
+            in subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=300).stdout
+        ):
             return path
     pytest.skip(f"clang-format {VERSION} is not installed")
 
@@ -40,4 +44,4 @@ def test_what_is_not_laid_out_is_found(tmp_path):
     shutil.copy(ROOT / ".clang-format", tmp_path)
     (tmp_path / "x.c").write_text("int  f( void ) { return 1; }\n")
     command = [formatter(), "--dry-run", "--Werror", str(tmp_path / "x.c")]
-    assert subprocess.run(command, capture_output=True, check=False).returncode != 0
+    assert subprocess.run(command, capture_output=True, check=False, timeout=300).returncode != 0

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts import DEVICE, Hosts, why_no_hosts
+from tests.waits import ended, first_line, output_of
 
 ROOT = Path(__file__).resolve().parent.parent
 # A client that connects, sends, and prints the answer.
@@ -55,11 +56,11 @@ def test_hosts_reach_one_another_by_their_addresses_and_bytes_are_counted():
     with Hosts(2, rate="1gbit") as hosts:
         assert len(hosts) == 2
         server = hosts[1].start([sys.executable, "-c", LISTEN], stdout=subprocess.PIPE, text=True)
-        assert server.stdout.readline() == "listens\n"
+        assert first_line(server) == "listens\n"
         before = hosts[0].n_bytes_sent()
         assert hosts[0].run([sys.executable, "-c", TALK, hosts[1].address]) == "100000 at host-1\n"
         assert 100_000 <= hosts[0].n_bytes_sent() - before <= 120_000
-        assert server.wait() == 0
+        assert ended(server) == 0
         assert "tbf" in hosts[0].run(["tc", "qdisc", "show", "dev", DEVICE])
         hosts[1].unplug()
         with pytest.raises(OSError, match="Network is unreachable"):
@@ -71,7 +72,7 @@ def test_a_host_with_a_process_space_of_its_own_is_killed_whole():
         sleeper = hosts[0].start(["sh", "-c", "sleep 600 & wait"])
         assert hosts[0].run(["sh", "-c", "ls -d /proc/[0-9]* | head -1"]) == "/proc/1\n"
         hosts[0].kill()
-        assert sleeper.wait() != 0
+        assert ended(sleeper) != 0
 
 
 def is_there(pid):
@@ -89,10 +90,10 @@ def test_nothing_is_left_when_the_maker_is_killed(processes):
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    pids = [int(pid) for pid in maker.stdout.readline().split()]
+    pids = [int(pid) for pid in first_line(maker).split()]
     assert all(map(is_there, pids)) and len(pids) == 2
     maker.send_signal(signal.SIGKILL)
-    maker.communicate()
+    output_of(maker)
     deadline = time.monotonic() + 300
     while any(map(is_there, pids)):
         assert time.monotonic() < deadline, pids

@@ -18,6 +18,7 @@ from deepspeed_c.errors import CommError
 from deepspeed_c.logging import get_dist_msg, logger
 from tests import ranks
 from tests.ranks import RanksFailed, run_ranks
+from tests.waits import ended, first_line
 
 ROOT = Path(__file__).resolve().parent.parent
 HANG_SECONDS = 4.0  # before a rank counts as hanging: enough for the other to return on a busy machine
@@ -316,7 +317,8 @@ def test_all_ends_when_the_session_is_killed(tmp_path):
     with subprocess.Popen(
         [sys.executable, script], stdout=subprocess.PIPE, text=True, env=env, cwd=tmp_path
     ) as session:
-        pids = [int(word) for word in session.stdout.readline().split()]
+        pids = [int(word) for word in first_line(session).split()]
         session.kill()
+        ended(session)
     assert len(pids) == 3, pids
     assert_gone(pids)
