@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -23,10 +22,10 @@ from deepspeed_c.offload.swap import SwapFile, Swapper, SwapSettings, reserve
 from deepspeed_c.ops.aio import aio_handle, backends
 from deepspeed_c.zero.states.home import Tagged
 from tests.aio_faults import faults
+from tests.waits import LIMIT_SECONDS, exit_status, fork_with_alarm, joined
 
 USABLE = [backend.name for backend in backends() if backend.is_usable]
 N, BYTES = 6, 3_000_001
-LIMIT_S = 300  # a child that runs longer is killed, and its test fails
 
 # Module-level state of a program, inherited by its workers.
 state: dict[str, aio_handle] = {}
@@ -57,10 +56,6 @@ def in_flight(request, tmp_path):
         handle.close()
 
 
-def ended(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 def try_everything(folder: Path) -> None:
     """In a child: errors of transfers and waits name the process that owns the handle.
 
@@ -84,9 +79,8 @@ def try_everything(folder: Path) -> None:
 
 @pytest.mark.parametrize("how", ["close", "del", "collect", "use", "exit"])
 def test_a_child_leaves_the_handle_alone(in_flight, tmp_path, how):
-    pid = os.fork()
+    pid = fork_with_alarm()
     if pid == 0:
-        signal.alarm(LIMIT_S)
         code = 1
         try:
             if how == "use":
@@ -104,7 +98,7 @@ def test_a_child_leaves_the_handle_alone(in_flight, tmp_path, how):
             code = 0
         finally:
             os._exit(code)
-    assert ended(pid) == 0
+    assert exit_status(pid) == 0
 
 
 def test_while_another_thread_waits(tmp_path):
@@ -118,9 +112,8 @@ def test_while_another_thread_waits(tmp_path):
         thread.start()
         while handle._pending:  # wait() takes the list before it waits
             pass
-        pid = os.fork()
+        pid = fork_with_alarm()
         if pid == 0:
-            signal.alarm(LIMIT_S)
             code = 1
             try:
                 with pytest.raises(StateError, match="belongs to process"):
@@ -131,10 +124,9 @@ def test_while_another_thread_waits(tmp_path):
                 code = 0
             finally:
                 os._exit(code)
-        assert ended(pid) == 0
+        assert exit_status(pid) == 0
         with faults(is_auto=False):  # requests finish at once from here on
-            thread.join(LIMIT_S)
-            assert not thread.is_alive()
+            joined(thread)
     assert found.numpy().tobytes() == bytes(range(256)) * 4000
 
 
@@ -164,7 +156,7 @@ def test_workers_of_a_data_loader(in_flight, tmp_path):
     rows = torch.randint(0, 256, (8, 1000), dtype=torch.uint8)
     (tmp_path / "rows").write_bytes(rows.numpy().tobytes())
     loader = DataLoader(
-        Rows(tmp_path / "rows"), batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=LIMIT_S
+        Rows(tmp_path / "rows"), batch_size=2, num_workers=2, multiprocessing_context="fork", timeout=LIMIT_SECONDS
     )
     for _ in range(2):  # the first pass's workers have ended when the second pass forks its workers
         assert torch.equal(torch.cat(list(loader)), rows)
@@ -178,7 +170,7 @@ def leave() -> None:
 def test_processes_of_multiprocessing(in_flight):
     process = multiprocessing.get_context("fork").Process(target=leave)
     process.start()
-    process.join(LIMIT_S)
+    joined(process)
     assert process.exitcode == 3
 
 
@@ -186,17 +178,16 @@ def test_a_fork_in_a_thread(in_flight):
     codes = []
 
     def fork() -> None:
-        pid = os.fork()
+        pid = fork_with_alarm()
         if pid == 0:
-            signal.alarm(LIMIT_S)
             state.clear()
             gc.collect()
             os._exit(0)
-        codes.append(ended(pid))
+        codes.append(exit_status(pid))
 
     thread = threading.Thread(target=fork)
     thread.start()
-    thread.join(LIMIT_S)
+    joined(thread)
     assert codes == [0]
 
 
@@ -220,7 +211,7 @@ print("good")
 """
     (tmp_path / "data").write_bytes(random_bytes(3).numpy().tobytes())
     command = [sys.executable, "-c", code, str(tmp_path / "data"), *USABLE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * LIMIT_S, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * LIMIT_SECONDS, check=False)
     assert (done.returncode, done.stdout) == (0, "good\n"), done.stderr
 
 
@@ -230,9 +221,8 @@ def test_a_swapper_is_left_alone(tmp_path):
     tensors = [Tagged(torch.full((10_000,), float(i)), str(i)) for i in range(4)]
     swapper.send(tensors)
     swapper.prefetch(tensors[:2])
-    pid = os.fork()
+    pid = fork_with_alarm()
     if pid == 0:
-        signal.alarm(LIMIT_S)
         code = 1
         try:
             with pytest.raises(StateError, match="belongs to process"):
@@ -243,7 +233,7 @@ def test_a_swapper_is_left_alone(tmp_path):
             code = 0
         finally:
             os._exit(code)
-    assert ended(pid) == 0
+    assert exit_status(pid) == 0
     swapper.bring(tensors)
     assert [tagged.tensor.unique().tolist() for tagged in tensors] == [[0.0], [1.0], [2.0], [3.0]]
     swapper.close()
@@ -251,7 +241,7 @@ def test_a_swapper_is_left_alone(tmp_path):
 
 def test_a_file_is_left_alone(tmp_path):
     file = _C.AioFile(str(tmp_path / "data"), _C.AIO_READ | _C.AIO_WRITE | _C.AIO_CREATE)
-    pid = os.fork()
+    pid = fork_with_alarm()
     if pid == 0:
         code = 1
         try:
@@ -263,6 +253,6 @@ def test_a_file_is_left_alone(tmp_path):
             code = 0
         finally:
             os._exit(code)
-    assert ended(pid) == 0
+    assert exit_status(pid) == 0
     assert file.n_bytes == 0
     file.close()

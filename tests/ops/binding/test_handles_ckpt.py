@@ -23,6 +23,7 @@ import torch
 from deepspeed_c import _C
 from tests import fresh
 from tests.open_files import open_files
+from tests.waits import exit_status, fork_with_alarm, joined
 
 BLOCK = 4096
 BUFFER = 4 * BLOCK
@@ -497,7 +498,7 @@ def test_one_thread_at_a_time(tmp_path):
         except RuntimeError as error:
             refused.append(str(error))
     is_over.set()
-    thread.join()
+    joined(thread)
     assert refused and all("another thread" in text for text in refused), (refused, n_written)
     assert writer.n_bytes == n_written * data.size
     writer.abort()
@@ -537,7 +538,7 @@ def test_other_threads_run_meanwhile(tmp_path):
     finally:
         is_over = True
         sys.setswitchinterval(interval)
-    thread.join()
+    joined(thread)
     np.testing.assert_array_equal(into, data)
 
 
@@ -549,7 +550,7 @@ def test_forked_children_leave_a_writer_alone(tmp_path):
     data = data_of(40 * BLOCK)
     writer = _C.BlockWriter(str(tmp_path / "file"), BLOCK, buffer_bytes=BLOCK)
     writer.write(data.ctypes.data, data.size // 2)
-    child = os.fork()
+    child = fork_with_alarm()
     if child == 0:
         code = 1
         try:
@@ -558,7 +559,7 @@ def test_forked_children_leave_a_writer_alone(tmp_path):
             code = 0
         del writer
         os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert exit_status(child) == 0
     writer.write(data.ctypes.data + data.size // 2, data.size - data.size // 2)
     assert writer.finish() == crcs_of(data, BLOCK)
     assert (tmp_path / "file").read_bytes() == data.tobytes()

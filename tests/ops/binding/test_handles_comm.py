@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from deepspeed_c import _C
 from tests.ranks import RanksFailed, run_ranks
+from tests.waits import exit_status, fork_with_alarm, joined
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
@@ -403,7 +404,7 @@ def run_beside(rank: int, world: int) -> bool:
         thread = threading.Thread(target=group.barrier)
         thread.start()
         dist.barrier()  # this thread runs on while the other thread waits
-        thread.join()
+        joined(thread)
     else:
         dist.barrier()
         group.barrier()
@@ -438,7 +439,7 @@ def be_interrupted(rank: int, world: int) -> None:
                     work.wait()
             finally:
                 signal.signal(signal.SIGINT, before)
-            helper.join()
+            joined(helper)
             assert not work.is_done() and flat.eq(1.0).all()
             dist.barrier()  # the other rank joins only after this
             work.wait()
@@ -482,7 +483,7 @@ def fork_a_child(rank: int, world: int) -> None:
     group = group_of(rank, world)
     flat = torch.frombuffer(group.empty(400_000), dtype=torch.float32).fill_(1.0)
     group.all_reduce(flat).wait()
-    child = os.fork()
+    child = fork_with_alarm()
     if child == 0:
         code = 1
         try:
@@ -493,7 +494,7 @@ def fork_a_child(rank: int, world: int) -> None:
             code = 0 if flat.eq(float(world)).all() else 2
         finally:
             os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert exit_status(child) == 0
     group.all_reduce(flat).wait()
     assert flat.eq(float(world * world)).all()
     group.close()

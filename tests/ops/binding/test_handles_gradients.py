@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from deepspeed_c import _C
+from tests.waits import joined
 
 SIZES = (3, 5, 1, 70_000)  # the last size is large enough to be added without the GIL
 BEGINS = (0, 4, 0, 1)
@@ -157,7 +158,7 @@ def test_what_is_raised_reaches_the_backward_and_leaves_the_lock():
     got: list[bool] = []
     thread = threading.Thread(target=lambda: got.append(owner.lock.acquire(blocking=False)))
     thread.start()
-    thread.join()
+    joined(thread)
     assert got == [True]
 
 

@@ -15,6 +15,7 @@ from deepspeed_c import _C
 from deepspeed_c.ops import flat
 from deepspeed_c.ops.adam import FusedAdam
 from tests import fresh
+from tests.waits import joined
 
 N_ELEMS = 400_003  # 13 chunks
 
@@ -124,7 +125,7 @@ def test_python_threads_share_the_pool(automatic):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        joined(thread)
     assert not wrong
 
 
