@@ -18,6 +18,7 @@ from deepspeed_c.autotuning.progress import ProgressBar
 from deepspeed_c.autotuning.space import make_space
 from deepspeed_c.cgroups import memory_group
 from tests.deepspeed_c.launcher.test_main import wait_for
+from tests.waits import ended
 
 
 class Shell(Launch):
@@ -100,7 +101,7 @@ def test_an_experiment_does_not_outlive_its_tuner(tmp_path, number):
         assert is_running(pid)
     finally:
         tuner.send_signal(number)
-        tuner.wait()
+        ended(tuner)
     wait_for(lambda: not is_running(pid), "the end of the experiment")
 
 

@@ -17,6 +17,7 @@ from deepspeed_c.comm.ledger import DONE, ENTERED, STARTING, WAITING, Ledger, To
 from deepspeed_c.comm.transports.gloo import Gloo
 from deepspeed_c.comm.transports.torch_backend import TorchBackend
 from deepspeed_c.errors import CommError
+from tests.waits import joined
 
 
 def reduce(srcs, scale, accumulate, out):
@@ -142,7 +143,7 @@ def test_threads_get_numbers_of_their_own():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        joined(thread)
     assert sorted(seen) == list(range(1, 2001))
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from deepspeed_c.comm.ledger import Ledger
 from deepspeed_c.comm.position import Position, Presence, life_of, locate, own_presence, take_position
+from tests.waits import LIMIT_SECONDS, ended, first_line, joined, zombie
 
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="no /proc: processes are not looked up")
 
@@ -40,13 +41,13 @@ def from_a_thread(function, wait):
     thread = threading.Thread(target=run)
     thread.start()
     answer = wait(answers)
-    thread.join()
+    joined(thread)
     return answer
 
 
 def test_the_users_line_comes_first_and_then_where_it_leads():
     def wait_here(answers):
-        return answers.get()
+        return answers.get(timeout=LIMIT_SECONDS)
 
     where, dist_call = from_a_thread(locate, wait_here)
     assert "test_position.py:" in where and " in wait_here (in " in where, where
@@ -96,7 +97,7 @@ def test_life_of_a_process():
         [sys.executable, "-c", "import time; print(flush=True); time.sleep(1000)"], stdout=subprocess.PIPE
     )
     try:
-        child.stdout.readline()
+        first_line(child)
         with open(f"/proc/{child.pid}/stat") as f:
             theirs = Presence(me.host, child.pid, int(f.read().rpartition(")")[2].split()[19]))
         assert life_of(theirs) == "runs"
@@ -106,11 +107,11 @@ def test_life_of_a_process():
             time.sleep(0.01)
         assert life_of(theirs) == "stopped"
         child.kill()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        zombie(child.pid)
         assert life_of(theirs) == "gone", "a zombie has ended"
-        child.wait()
+        ended(child)
         assert life_of(theirs) == "gone"
     finally:
         child.kill()
-        child.wait()
+        ended(child)
         child.stdout.close()

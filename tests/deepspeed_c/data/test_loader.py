@@ -18,6 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from deepspeed_c.data import DeepSpeedDataLoader, RepeatingLoader
 from deepspeed_c.errors import ConfigError, StateError
 from tests.log_lines import LogLines
+from tests.waits import joined
 
 
 def make(n, batch, rank=0, world=1, **kwargs):
@@ -266,7 +267,7 @@ def test_a_worker_that_dies_between_batches_interrupts_nothing():
     seen = next(loader).tolist()
     worker = loader._batches._workers[0]
     os.kill(worker.pid, signal.SIGKILL)
-    worker.join()
+    joined(worker)
     assert not worker.is_alive()
     seen += [sample for _ in range(19) for sample in next(loader).tolist()]
     assert sorted(seen) == list(range(40))

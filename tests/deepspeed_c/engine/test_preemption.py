@@ -23,6 +23,7 @@ from deepspeed_c.utils import RepeatingLoader
 from tests.deepspeed_c.engine.checkpoint.test_checkpoints import Numbers, make
 from tests.deepspeed_c.launcher.test_main import end, start, wait_for
 from tests.ranks import RanksFailed, run_ranks
+from tests.waits import exit_status, fork_with_alarm, joined
 
 GAS = 2
 
@@ -334,14 +335,14 @@ def handlers(rank: int, world: int, folder: str) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert usr._preemption.is_requested() and not term._preemption.is_requested() and heard == []
         # A forked child does not save.
-        pid = os.fork()
+        pid = fork_with_alarm()
         if pid == 0:
             try:
                 ask_here()
                 time.sleep(2000)
             finally:
                 os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+        assert exit_status(pid) == -signal.SIGTERM
         usr.close()
         assert signal.getsignal(signal.SIGUSR1) is mine and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
@@ -356,7 +357,7 @@ def handlers(rank: int, world: int, folder: str) -> None:
 
         thread = threading.Thread(target=elsewhere)
         thread.start()
-        thread.join()
+        joined(thread)
     finally:
         signal.signal(signal.SIGUSR1, before)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -13,6 +13,7 @@ import deepspeed_c
 from deepspeed_c.engine import edits
 from deepspeed_c.engine.python_gc import CollectorPause
 from tests.ranks import run_ranks
+from tests.waits import exit_status, fork_with_alarm
 
 
 class Node:
@@ -111,7 +112,7 @@ def test_a_collector_that_the_program_turned_off_stays_off():
 def fork_body(rank: int, world: int) -> list:
     gc.enable()
     pause = CollectorPause()
-    pid = os.fork()
+    pid = fork_with_alarm()
     if pid == 0:
         is_on = gc.isenabled()
         pause.close()  # the pause belongs to the parent: nothing happens
@@ -119,7 +120,7 @@ def fork_body(rank: int, world: int) -> list:
         is_off = not gc.isenabled()
         later.close()
         os._exit(0 if is_on and is_off and gc.isenabled() else 1)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = exit_status(pid)
     still_off = not gc.isenabled()
     pause.close()
     return [code, still_off, gc.isenabled()]

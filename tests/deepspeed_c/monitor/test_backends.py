@@ -22,6 +22,7 @@ from deepspeed_c.errors import ConfigError, MissingPackageError
 from deepspeed_c.monitor import MonitorMaster
 from deepspeed_c.monitor.comet import EventsLogScheduler
 from deepspeed_c.monitor.prometheus import gauge_name
+from tests.waits import LIMIT_SECONDS, ended
 
 # Each run is a process of its own: these packages start threads and services, which would slow every later fork.
 PROGRAM = """
@@ -190,7 +191,7 @@ def test_promtool_has_nothing_to_say():
     master.flush()
     text = scraped(port)
     master.close()
-    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False)
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -220,6 +221,7 @@ def test_prometheus_scrapes_a_run(tmp_path):
             except OSError:
                 continue
         server.terminate()
+        ended(server)
     master.close()
     assert [each["value"][1] for each in found] == ["2.5"], (tmp_path / "log").read_text()
 
@@ -273,6 +275,6 @@ def test_an_old_comet_is_refused(monkeypatch):
 
 def test_importing_the_package_imports_no_backend():
     code = "import sys, deepspeed_c, deepspeed_c.monitor.utils, deepspeed_c.config; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LIMIT_SECONDS)
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert not loaded & {"tensorboard", "wandb", "comet_ml", "prometheus_client"}

@@ -23,6 +23,7 @@ from deepspeed_c.monitor import MonitorMaster
 from deepspeed_c.monitor.base import Monitor
 from deepspeed_c.monitor.writer import EventWriter
 from tests.ranks import run_ranks
+from tests.waits import ended, exit_status, first_line, fork_with_alarm
 
 
 def settings(**sections):
@@ -284,8 +285,9 @@ def test_what_waits_at_exit_is_written(tmp_path):
 
 def test_what_was_written_survives_a_kill(tmp_path):
     with subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path), "wait"], stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"written\n"
+        assert first_line(process) == b"written\n"
         process.send_signal(signal.SIGKILL)
+        ended(process)
     assert process.returncode == -signal.SIGKILL
     assert rows_of(tmp_path / "run" / "loss.csv")[-1] == ["499", "249.5"]
     assert lines_of(tmp_path)[-1]["loss"] == 249.5
@@ -295,11 +297,11 @@ def test_a_forked_process_leaves_the_files_to_its_parent(tmp_path):
     master = MonitorMaster(files(tmp_path))
     master.write_events([("loss", 1, 1)])
     master.flush()
-    pid = os.fork()
+    pid = fork_with_alarm()
     if pid == 0:
         master.write_events([("loss", 2, 2)])
         master.close()
         os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
+    assert exit_status(pid) == 0
     master.close()
     assert rows_of(tmp_path / "run" / "loss.csv")[1:] == [["1", "1"]]

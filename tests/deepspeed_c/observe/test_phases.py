@@ -14,6 +14,7 @@ from deepspeed_c.comm.observed import listen, stop_listening
 from deepspeed_c.observe.phases import Phases
 from tests.deepspeed_c.profile.test_timers import Clock
 from tests.ranks import run_ranks
+from tests.waits import joined
 
 CPU = torch.device("cpu")
 
@@ -183,7 +184,7 @@ def test_a_thread_that_is_not_in_the_phase_does_not_count(clock, phases, ledger)
     with phases.measure("forward"):
         thread = threading.Thread(target=save)
         thread.start()
-        thread.join()
+        joined(thread)
     phases.end_micro_step(is_step=True)
     assert phases.last_step_ms()["forward"] == 1000 and "forward.wait" not in phases.last_step_ms()
 

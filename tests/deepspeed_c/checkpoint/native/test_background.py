@@ -25,6 +25,7 @@ from deepspeed_c.checkpoint.source import Read
 from deepspeed_c.errors import CheckpointError
 from tests.deepspeed_c.engine.test_engine import make, train_step
 from tests.ranks import run_ranks
+from tests.waits import exit_status, fork_with_alarm
 
 
 def piece(name: str, data: torch.Tensor) -> OwnedPiece:
@@ -250,7 +251,7 @@ def test_a_writer_that_is_dead():
     may_end = threading.Event()
     save = BackgroundSave(may_end.wait, "there")
     reading, writing = os.pipe()
-    pid = os.fork()
+    pid = fork_with_alarm()
     if pid == 0:
         try:
             save.wait(200)
@@ -261,7 +262,7 @@ def test_a_writer_that_is_dead():
     os.close(writing)
     with os.fdopen(reading) as answer:
         told = answer.read()
-    os.waitpid(pid, 0)
+    exit_status(pid)
     assert told.startswith("there: the writer in the background ended without completing: its thread is dead"), told
     assert not save.is_done()
     may_end.set()
