@@ -169,9 +169,11 @@ def test_every_part_has_its_rule():
     assert parts <= set(MAY_IMPORT) | TOP, f"no rule for {sorted(parts - set(MAY_IMPORT) - TOP)}"
 
 
-@pytest.mark.parametrize("path", python_files(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_point_downwards(path):
-    assert forbidden(path) == []
+def test_imports_point_downwards():
+    paths = python_files()
+    assert len(paths) > 400
+    found = [line for path in paths for line in forbidden(path)]
+    assert not found, "\n".join(found)
 
 
 def test_rules_have_no_cycle():

@@ -48,9 +48,14 @@ def too_long(source: str) -> list[int]:
     return [number for number in sorted(prose_lines(source)) if len(lines[number - 1]) > LIMIT]
 
 
-def banners(source: str) -> list[str]:
+def banners(source: str) -> list[tuple[int, str]]:
+    """(line, text) of each banner."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return [token.string for token in tokens if token.type == tokenize.COMMENT and BANNER.match(token.string)]
+    return [
+        (token.start[0], token.string)
+        for token in tokens
+        if token.type == tokenize.COMMENT and BANNER.match(token.string)
+    ]
 
 
 def too_long_in_c(source: str) -> list[int]:
@@ -59,11 +64,21 @@ def too_long_in_c(source: str) -> list[int]:
     return [number for number, line in lines if len(line) > LIMIT and re.match(r"\s*(//|/?\*)", line)]
 
 
-@pytest.mark.parametrize("path", files((".py",)), ids=lambda path: str(path.relative_to(ROOT)))
-def test_prose_in_python(path: Path) -> None:
-    source = path.read_text()
-    assert too_long(source) == [], f"longer than {LIMIT}"
-    assert banners(source) == [], "a file that needs a table of contents is two files"
+def wrong_in_python(source: str) -> list[tuple[int, str]]:
+    """(line, complaint) of each line of a Python file that breaks a rule."""
+    found = [(line, f"longer than {LIMIT}") for line in too_long(source)]
+    return found + [
+        (line, f"{text!r}: a file that needs a table of contents is two files") for line, text in banners(source)
+    ]
+
+
+def test_prose_in_python() -> None:
+    paths = files((".py",))
+    assert len(paths) > 400
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text}" for path in paths for line, text in wrong_in_python(path.read_text())
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_comments_in_c() -> None:
@@ -76,7 +91,8 @@ def test_what_is_too_long_is_found() -> None:
     long = "x" * LIMIT
     source = f'"""{long}"""\nx = "{long}"\ny = 1  # {long}\n# {long[:-2]}\n# ---- title\n# -- x --\n'
     assert too_long(source) == [1, 3]
-    assert banners(source) == ["# ---- title", "# -- x --"]
+    assert banners(source) == [(5, "# ---- title"), (6, "# -- x --")]
+    assert [line for line, _ in wrong_in_python(source)] == [1, 3, 5, 6]
     assert too_long_in_c(f'/* {long} */\nchar *x = "{long}";\n * {long}\n   // {long}') == [1, 3, 4]
 
 

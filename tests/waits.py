@@ -37,7 +37,7 @@ __all__ = [
     "zombie",
 ]
 
-# The limit only ends what hangs, so it is long: several test sessions may share two cores.
+# The limit only ends stuck waits, so it is long: several test sessions may share two cores.
 LIMIT_SECONDS = 300.0
 # After a kill: processes that were started by the killed one may hold its pipes open.
 PIPE_SECONDS = 10.0
@@ -64,7 +64,7 @@ def ended(process: subprocess.Popen[Any], limit: float = LIMIT_SECONDS) -> int:
 
 
 def output_of(process: subprocess.Popen[Any], limit: float = LIMIT_SECONDS) -> tuple[Any, Any]:
-    """The output and the errors of ``process``, as ``communicate`` returns them. The limit is that of ``ended``."""
+    """The output and the errors of ``process``, as ``communicate`` returns them. The limit works as in ``ended``."""
     try:
         return process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
@@ -73,7 +73,7 @@ def output_of(process: subprocess.Popen[Any], limit: float = LIMIT_SECONDS) -> t
 
 def first_line(process: subprocess.Popen[Any], limit: float = LIMIT_SECONDS) -> Any:
     """The first line of the output of ``process``, before anything else has read it; "" if the process ended without
-    output. The limit is that of ``ended``."""
+    output. The limit works as in ``ended``."""
     assert process.stdout is not None
     if not select.select([process.stdout], [], [], limit)[0]:
         raise _stuck(process, limit)
@@ -105,7 +105,7 @@ def fork_with_alarm(limit: float = LIMIT_SECONDS) -> int:
     standard error. Pipes of a stuck child close then, so that reading them ends too."""
     pid = os.fork()
     if pid == 0:
-        # Handlers of the parent, such as those of a limit of its test, are of no use here.
+        # The parent's handler may belong to the time limit of its test, and would raise in the child.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         faulthandler.register(signal.SIGALRM, file=2, chain=True)
         signal.setitimer(signal.ITIMER_REAL, limit)
