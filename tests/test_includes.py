@@ -127,21 +127,27 @@ def test_libraries_are_named_only_where_they_belong(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("language", ["c11", "c++17"])
-@pytest.mark.parametrize("header", sorted(path.name for path in sources("csrc/include") if path.suffix == ".h"))
-def test_public_headers_stand_alone(header: str, language: str) -> None:
+def test_public_headers_stand_alone(language: str) -> None:
+    headers = sorted(path.name for path in sources("csrc/include") if path.suffix == ".h")
+    assert len(headers) > 20
     tool = os.environ.get("CXX", "c++") if language == "c++17" else os.environ.get("CC", "cc")
     if shutil.which(tool.split()[0]) is None:
         pytest.skip(f"no {tool} on PATH")
     kind = "c++" if language == "c++17" else "c"
-    done = subprocess.run(
-        [*tool.split(), f"-std={language}", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", f"-I{CSRC / 'include'}", "-x", kind, "-"],
-        input=f'#include "dsc/{header}"\n#include "dsc/{header}"\n',
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    options = [f"-std={language}", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", f"-I{CSRC / 'include'}"]
+    messages = []
+    for header in headers:
+        done = subprocess.run(
+            [*tool.split(), *options, "-x", kind, "-"],
+            input=f'#include "dsc/{header}"\n#include "dsc/{header}"\n',
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        if done.returncode != 0:
+            messages.append(f"{header}: {done.stderr}")
+    assert not messages, "\n".join(messages)
 
 
 def test_the_cores_read_no_environment() -> None:
