@@ -34,11 +34,12 @@ import tempfile
 import threading
 import types
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
 from tests import ranks
 
-__all__ = ["ProgramFailed", "run"]
+__all__ = ["ProgramFailed", "run", "run_ranks_of"]
 
 LIMIT_SECONDS = 300.0  # only ends programs that hang
 
@@ -90,6 +91,24 @@ def run(
         how = f"still busy after {timeout:g} s" if is_late else f"exit code {code}"
         raise ProgramFailed(f"{' '.join(words)}: {how}\n--- output\n{out}\n--- errors\n{err}")
     return subprocess.CompletedProcess([sys.executable, *words], code, out, err)
+
+
+def run_ranks_of(
+    world: int, arguments: Sequence[str | os.PathLike[str]], *, cwd: str | os.PathLike[str], preload: str = ""
+) -> list[subprocess.CompletedProcess[str]]:
+    """Runs the program as ``world`` ranks of this host, with the environment that the launcher gives them.
+
+    A rank that fails does not end the others. Only the limit does so.
+    """
+    env = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port()), "OMP_NUM_THREADS": "1"}
+
+    def start(rank: int) -> subprocess.CompletedProcess[str]:
+        of_rank = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return run(arguments, env=of_rank, cwd=cwd, preload=preload)
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(start, range(world)))
 
 
 def _has_ended(pid: int, timeout: float) -> bool:

@@ -11,8 +11,11 @@ import pytest
 import torch
 from cifar_moe import N_CLASSES, Images
 
+from tests import fresh
+
 ROOT = Path(__file__).resolve().parents[2]
-LAUNCH = [sys.executable, "-m", "deepspeed_c", "--num_procs", "2", str(ROOT / "examples" / "cifar_moe.py")]
+SCRIPT = str(ROOT / "examples" / "cifar_moe.py")
+LAUNCH = [sys.executable, "-m", "deepspeed_c", "--num_procs", "2", SCRIPT]
 RESIDUAL = ["--mlp-type", "residual", "--top-k", "1", "--min-capacity", "0", "--noisy-gate-policy", "RSample"]
 
 
@@ -33,8 +36,9 @@ def test_experts_on_two_ranks_learn_the_classes(tmp_path, stage):
 
 
 def test_more_ranks_for_experts_than_there_are_is_an_error_that_says_so(tmp_path):
-    done = start(tmp_path, "--moe", "--ep-world-size", "3", "--num-experts", "3", "--images", "32")
-    assert done.returncode != 0 and "ep_size" in done.stderr and "over 3 of the 2 ranks" in done.stderr, done.stderr
+    given = ["--moe", "--ep-world-size", "3", "--num-experts", "3", "--images", "32"]
+    for done in fresh.run_ranks_of(2, [SCRIPT, *given], cwd=tmp_path):
+        assert done.returncode != 0 and "ep_size" in done.stderr and "over 3 of the 2 ranks" in done.stderr, done.stderr
 
 
 def test_pixels_alone_do_not_show_the_class():

@@ -1,4 +1,5 @@
-"""examples/train_gpt.py as a user starts it: 2 processes through the launcher, or one; it learns, draws, reports and stops."""
+"""examples/train_gpt.py as a user starts it, through the launcher, and on other numbers of ranks: it learns, draws, reports
+and stops."""
 
 from __future__ import annotations
 
@@ -36,6 +37,14 @@ def train(command: list[str], folder: Path) -> str:
         done = fresh.run(command, cwd=folder)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
+
+
+def train_ranks(world: int, arguments: list[str], folder: Path) -> str:
+    """The output and the errors of all ranks, which no launcher starts."""
+    done = fresh.run_ranks_of(world, arguments, cwd=folder)
+    said = "".join(rank.stdout + rank.stderr for rank in done)
+    assert all(rank.returncode == 0 for rank in done), said
+    return said
 
 
 def number(pattern: str, text: str) -> float:
@@ -133,7 +142,7 @@ def test_two_tensor_parallel_processes_have_the_losses_of_one(tmp_path):
     sizes = ["--layers", "2", "--width", "48", "--heads", "3", "--context", "32", "--sample-bytes", "20"]
     given = [SCRIPT[0], "--deepspeed", "--deepspeed_config", "fp32.json", *sizes, "--steps", "6"]
     one = train([*given, "--out", "one"], tmp_path)
-    two = train([*LAUNCH, *given, "--tp", "2", "--out", "two"], tmp_path)
+    two = train_ranks(2, [*given, "--tp", "2", "--out", "two"], tmp_path)
     losses = [json.loads((tmp_path / folder / "loss.json").read_text()) for folder in ("one", "two")]
     assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], abs=1e-5)
     held_out = [number(r"held-out loss +([\d.]+) nats/byte", text) for text in (one, two)]
@@ -150,8 +159,7 @@ def test_two_pipeline_stages_have_the_losses_of_one_process(tmp_path, n_tp: int)
     sizes = ["--layers", "3", "--width", "32", "--heads", "2", "--context", "32", "--sample-bytes", "20"]
     given = [SCRIPT[0], "--deepspeed", "--deepspeed_config", "fp32.json", *sizes, "--steps", "6"]
     one = train([*given, "--out", "one"], tmp_path)
-    launch = [*LAUNCH[:-1], str(2 * n_tp)]
-    two = train([*launch, *given, "--pp", "2", "--tp", str(n_tp), "--out", "two"], tmp_path)
+    two = train_ranks(2 * n_tp, [*given, "--pp", "2", "--tp", str(n_tp), "--out", "two"], tmp_path)
     losses = [json.loads((tmp_path / folder / "loss.json").read_text()) for folder in ("one", "two")]
     assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], abs=1e-5)
     held_out = [number(r"held-out loss +([\d.]+) nats/byte", text) for text in (one, two)]
@@ -168,8 +176,8 @@ def test_experts_on_two_ranks_learn_as_experts_that_each_rank_has(tmp_path):
     (tmp_path / "fp32.json").write_text(json.dumps(config))
     sizes = ["--layers", "2", "--width", "32", "--heads", "2", "--context", "32", "--sample-bytes", "20"]
     given = [SCRIPT[0], "--deepspeed", "--deepspeed_config", "fp32.json", *sizes, "--steps", "6", "--experts", "4"]
-    together = train([*LAUNCH, *given, "--ep-size", "2", "--out", "together"], tmp_path)
-    apart = train([*LAUNCH, *given, "--out", "apart"], tmp_path)
+    together = train_ranks(2, [*given, "--ep-size", "2", "--out", "together"], tmp_path)
+    apart = train_ranks(2, [*given, "--out", "apart"], tmp_path)
     losses = [json.loads((tmp_path / folder / "loss.json").read_text()) for folder in ("apart", "together")]
     assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], abs=1e-5)
     assert losses[0][-1] < losses[0][0] - 0.05, losses[0]
