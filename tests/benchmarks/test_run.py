@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import report, results, run
 from benchmarks.results import Origin, Result
+from tests.waits import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 OLD = Result(Origin("c" * 40, False, "2026-01-01T00:00:00+00:00", "m", 1), [{"old": 1}])
@@ -103,7 +104,9 @@ def repository(folder, monkeypatch):
 
     def git(*args: str) -> str:
         identity = ["-c", "user.name=n", "-c", "user.email=e@example.invalid"]
-        done = subprocess.run(["git", *identity, *args], cwd=folder, check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            ["git", *identity, *args], cwd=folder, check=True, capture_output=True, text=True, timeout=LIMIT_SECONDS
+        )
         return done.stdout.strip()
 
     def commit(path: str, text: str) -> str:
@@ -160,5 +163,12 @@ def test_every_benchmark_can_be_imported():
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(ROOT.glob("benchmarks/**/*.py"))]
     assert len(names) > 20
     code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
-    done = subprocess.run([sys.executable, "-c", code, *names], check=False, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+    )
     assert done.returncode == 0, done.stderr

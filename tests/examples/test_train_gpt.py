@@ -17,6 +17,7 @@ import pytest
 from train_gpt import load_chart
 
 from tests import fresh
+from tests.waits import ended
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = [
@@ -123,7 +124,7 @@ def test_ctrl_c_ends_it_quietly_and_leaves_no_process(tmp_path):
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            ended(process)
 
 
 def test_the_configuration_shows_what_the_example_is_about():

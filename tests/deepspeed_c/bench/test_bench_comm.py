@@ -16,6 +16,7 @@ from deepspeed_c.bench.cli import main
 from deepspeed_c.bench.comm import CONTENDERS, OPS, CommBench, run
 from deepspeed_c.bench.plot import Chart, as_svg, as_text
 from deepspeed_c.errors import CommError, ConfigError
+from tests.waits import LIMIT_SECONDS
 
 SMALL = ["--min", "100B", "--max", "6KiB", "--step", "60", "--rounds", "1"]
 
@@ -100,6 +101,7 @@ def test_the_command_is_found():
         capture_output=True,
         text=True,
         check=True,
+        timeout=LIMIT_SECONDS,
         env={**os.environ, "COLUMNS": "200"},
     )
     assert "--plot FILE" in done.stdout and "--ranks" in done.stdout

@@ -30,6 +30,7 @@ from deepspeed_c.logging import logger
 from deepspeed_c.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.deepspeed_c.zero.traits import whole_params
 from tests.ranks import run_ranks
+from tests.waits import LIMIT_SECONDS
 
 WORLD = 2
 # The payload of each rank has more than two blocks of checksums.
@@ -277,10 +278,13 @@ def small_disk(tmp_path):
     where = tmp_path / "disk"
     where.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(where)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(mount, capture_output=True, check=False, timeout=LIMIT_SECONDS).returncode != 0
+    ):
         pytest.skip("mounting a small tmpfs is not permitted here")
     yield str(where)
-    subprocess.run(["umount", "--lazy", str(where)], check=True)
+    subprocess.run(["umount", "--lazy", str(where)], check=True, timeout=LIMIT_SECONDS)
 
 
 def test_a_full_disk_fails_the_save_and_costs_nothing(small_disk):

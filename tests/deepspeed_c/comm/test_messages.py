@@ -23,6 +23,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import CommError
 from tests.hosts import why_no_hosts
 from tests.ranks import RanksFailed
+from tests.waits import joined
 
 CPU = torch.device("cpu")
 F32 = torch.float32
@@ -365,7 +366,7 @@ def faulty_body(rank: int, world: int, local: str, signum: int, resumes: bool, a
             assert (got.eq(want) | got.eq(UNTOUCHED)).all(), f"{message} was written by something else"
     seconds = time.monotonic() - begin
     if rank == 0 and signum == signal.SIGSTOP:
-        resume.join()
+        joined(resume)
     return text, seconds
 
 

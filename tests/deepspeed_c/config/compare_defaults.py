@@ -83,7 +83,7 @@ def main(python: str) -> int:
     """Prints the differences. Returns 1 if there are any."""
     from deepspeed_c.config import load_config
 
-    run = subprocess.run([python, "-c", _PEER], capture_output=True, text=True, check=False)
+    run = subprocess.run([python, "-c", _PEER], capture_output=True, text=True, check=False, timeout=300)
     line = next((line for line in run.stdout.splitlines() if line.startswith("JSON")), None)
     if line is None:
         print(run.stdout, run.stderr, file=sys.stderr)

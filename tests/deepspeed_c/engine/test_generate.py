@@ -16,6 +16,7 @@ import deepspeed_c
 from deepspeed_c.errors import StateError
 from deepspeed_c.zero import GatheredParameters
 from tests.ranks import run_ranks
+from tests.waits import joined
 
 transformers = pytest.importorskip("transformers")
 
@@ -326,7 +327,7 @@ def refused_body(rank: int, world: int, stage: int, joint: bool) -> None:
 
             thread = threading.Thread(target=step)
             thread.start()
-            thread.join()
+            joined(thread)
 
         engine.eval()
         got = write(engine.module, prompt_of(rank), 6, **in_midst(step_in_a_thread))

@@ -30,6 +30,7 @@ from deepspeed_c.checkpoint.formats.weight_file import SAFETENSORS_DTYPES, TORCH
 from deepspeed_c.errors import CheckpointError, StateError
 from tests import fresh
 from tests.open_files import open_files
+from tests.waits import LIMIT_SECONDS
 
 FORMATS = ["model.bin", "model.safetensors"]
 SHAPES = [(), (0,), (1,), (2, 0, 3), (7,), (13, 17), (3, 1, 5)]
@@ -570,7 +571,11 @@ def test_disk_that_is_full(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_SECONDS,
     )
     if mounted.returncode:
         pytest.skip(f"no file system of our own: {mounted.stderr.strip()}")
@@ -581,7 +586,7 @@ def test_disk_that_is_full(tmp_path):
         assert os.listdir(disk) == ["model.bin"] and (disk / "model.bin").read_bytes() == b"old contents"
         save(disk / "model.bin", {"a": torch.ones(20_000)})
     finally:
-        subprocess.run(["umount", str(disk)], check=True, capture_output=True)
+        subprocess.run(["umount", str(disk)], check=True, capture_output=True, timeout=LIMIT_SECONDS)
 
 
 KILLED = """

@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.waits import ended, exit_status, fork_with_alarm
+
 __all__ = ["Savers", "read_back", "values_of"]
 
 # Time limits: for a save, and for the answer to an order. An answer may have to wait for two saves.
@@ -98,7 +100,7 @@ class Savers:
             self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            ended(self._process)
         self._process.stdout.close()
 
 
@@ -129,7 +131,7 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
         begin = time.monotonic()
         group, pids = 0, []
         for rank in range(world):
-            pid = os.fork()
+            pid = fork_with_alarm()
             if pid == 0:
                 _rank_main(order, rank, meeting, group)
             with contextlib.suppress(PermissionError, ProcessLookupError):
@@ -147,7 +149,7 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
                 os.killpg(group, signal.SIGKILL)
             for pid, code in zip(pids, codes, strict=True):
                 if code == "hung":
-                    os.waitpid(pid, 0)
+                    exit_status(pid)
         calls = []
         for rank in range(world):
             path = Path(meeting, f"calls_{rank}")

@@ -26,6 +26,7 @@ from deepspeed_c.checkpoint.open import open_checkpoint
 from deepspeed_c.errors import CheckpointError
 from tests.deepspeed_c.checkpoint.native.crashing import DONE, FAILED, Savers, read_back, values_of
 from tests.ranks import run_ranks
+from tests.waits import ended
 
 KILLED = -9
 
@@ -430,7 +431,7 @@ def test_retention_in_deepspeeds_layout(folder):
 def test_folders_of_the_dead_of_the_living_and_of_strangers(folder):
     save_here(folder, "tag", 1)
     dead = subprocess.Popen(["true"])
-    dead.wait()
+    ended(dead)
     sleeper = subprocess.Popen(["sleep", "1000"])
     try:
         host, me, start = commit._host(), os.getpid(), commit._start_of(os.getpid())
@@ -467,7 +468,7 @@ def test_folders_of_the_dead_of_the_living_and_of_strangers(folder):
         assert [read_back(folder, tag) for tag in ("tag", "next", "lost")] == [1, 2, 1]
     finally:
         sleeper.kill()
-        sleeper.wait()
+        ended(sleeper)
 
 
 def save_for_deepspeed(rank: int, world: int, folder: str, stage: int) -> None:

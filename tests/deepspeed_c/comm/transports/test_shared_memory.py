@@ -25,6 +25,7 @@ from deepspeed_c.comm.ledger import ENTERED
 from deepspeed_c.comm.transports import shared_memory
 from deepspeed_c.errors import CommError
 from tests.ranks import RanksFailed
+from tests.waits import exit_status, fork_with_alarm
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -340,7 +341,7 @@ def fork_body(rank, world):
     flat = local.allocate(1 << 16, CPU).view(torch.float32).fill_(rank)
     local.barrier()
     read, write = os.pipe()
-    child = os.fork()
+    child = fork_with_alarm()
     if child == 0:
         seen = flat.sum().item()
         fresh = local.allocate(100, CPU).fill_(7)
@@ -357,7 +358,7 @@ def fork_body(rank, world):
         os._exit(0)
     os.close(write)
     said = os.read(read, 100).decode()
-    assert os.waitpid(child, 0)[1] == 0
+    assert exit_status(child) == 0
     assert said == f"{float(rank * (1 << 14))} True", said
     local.all_reduce(flat).wait()
     assert flat.unique().tolist() == [world * (world - 1) / 2]

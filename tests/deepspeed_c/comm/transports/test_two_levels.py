@@ -21,6 +21,7 @@ from deepspeed_c.comm.transports.two_levels import TwoLevels, _overlaps, _piece_
 from deepspeed_c.errors import CommError
 from tests.hosts import why_no_hosts
 from tests.ranks import RanksFailed
+from tests.waits import exit_status, fork_with_alarm
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 ANY = [*FLOATS, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex128]
@@ -272,14 +273,14 @@ def groups_body(rank, world):
         assert time.monotonic() < deadline, (threading.active_count(), len(os.listdir("/proc/self/fd")), n_files)
         gc.collect()
         time.sleep(0.05)
-    pid = os.fork()
+    pid = fork_with_alarm()
     if pid == 0:
         try:
             one.barrier()
         except (RuntimeError, CommError) as error:
             os._exit(0 if "fork" in str(error) else 1)
         os._exit(2)
-    assert os.waitpid(pid, 0)[1] == 0
+    assert exit_status(pid) == 0
     one.barrier()
 
 

@@ -154,6 +154,7 @@ def test_shell_takes_over_the_variables(monkeypatch, capsys, tmp_path):
         capture_output=True,
         text=True,
         env={},
+        timeout=TIMEOUT_SECONDS,
     )
     assert done.stdout == f"{SHIM}:{odd}|1"
 

@@ -24,6 +24,7 @@ from deepspeed_c.zero.weights.param import ZeroParamStatus, is_released
 from tests.deepspeed_c.zero.test_oracle import FINE, check_runs, engine_runs, make_config
 from tests.deepspeed_c.zero.traits import TRAITS, WIDTH, batch
 from tests.ranks import RanksFailed, run_ranks
+from tests.waits import exit_status, fork_with_alarm
 
 UNITS = {"zero_optimization": {"reduce_bucket_size": 60}}
 ON = {"comm": {"local": "shm", "zero_copy_gather": True}}
@@ -295,12 +296,12 @@ def fork_body(rank, world):
     model, engine = make()
     with GatheredParameters(model.parameters()):
         want = model.out.weight.detach().clone()
-        pid = os.fork()
+        pid = fork_with_alarm()
         if pid == 0:
             is_right = torch.equal(model.out.weight, want)
             model.out.weight.data.fill_(3.0)
             os._exit(0 if is_right else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert exit_status(pid) == 0
         assert torch.equal(model.out.weight, want)
     engine._comm.barrier()
     train(engine, rank, 1)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tests.ranks import free_port
+from tests.waits import ended
 
 PEER = Path(__file__).with_name("peer.py")
 PEER_MOE = Path(__file__).with_name("peer_moe.py")
@@ -99,7 +100,7 @@ def run_peers(
         for process in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            ended(process)
     codes = [process.returncode for process in ranks]
     if any(codes):
         logs = "\n".join((folder / f"rank_{rank}.log").read_text()[-3000:] for rank in range(world_size))
