@@ -22,6 +22,7 @@ from deepspeed_c.errors import ConfigError, MissingPackageError
 from deepspeed_c.monitor import MonitorMaster
 from deepspeed_c.monitor.comet import EventsLogScheduler
 from deepspeed_c.monitor.prometheus import gauge_name
+from tests import fresh
 from tests.waits import LIMIT_SECONDS, ended
 
 # Each run is a process of its own: these packages start threads and services, which would slow every later fork.
@@ -43,18 +44,21 @@ time.sleep(60)
 
 def run(folder, sections, first, last, ending="exit"):
     """Write the events of the steps, then exit or be killed."""
+    given = json.dumps([sections, first, last, ending])
+    if ending == "exit":
+        done = fresh.run(["-c", PROGRAM], cwd=folder, input=given, check=True)
+        return done.stderr
     command, pipe = [sys.executable, "-c", PROGRAM], subprocess.PIPE
     with subprocess.Popen(command, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        json.dump([sections, first, last, ending], process.stdin)
+        process.stdin.write(given)
         process.stdin.close()
         process.stdin = None  # for communicate
-        if ending == "kill":
-            for line in process.stdout:
-                if line == "written\n":
-                    process.send_signal(signal.SIGKILL)
-                    break
+        for line in process.stdout:
+            if line == "written\n":
+                process.send_signal(signal.SIGKILL)
+                break
         _, said = process.communicate(timeout=300)
-    assert process.returncode == (0 if ending == "exit" else -signal.SIGKILL), said
+    assert process.returncode == -signal.SIGKILL, said
     return said
 
 
