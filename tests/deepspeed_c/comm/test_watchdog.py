@@ -32,6 +32,7 @@ from deepspeed_c.comm.verdict import EXIT_CODE
 from deepspeed_c.comm.watchdog import _own_store, watch
 from deepspeed_c.errors import CommError, ConfigError
 from tests.ranks import RanksFailed, free_port
+from tests.waits import ended, joined, set_within
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 1.0
@@ -387,7 +388,7 @@ def test_a_rank_that_holds_the_interpreter_is_late_and_not_lost(run_ranks, tmp_p
         while not is_over.wait(0.1):
             if (tmp_path / "0").exists() and has_said(tmp_path, 0, re.escape(SILENT)):
                 os.write(fifo, b"x")
-                is_over.wait()
+                set_within(is_over)
         os.close(fifo)
 
     thread = threading.Thread(target=let_go_once_it_is_reported)
@@ -396,7 +397,7 @@ def test_a_rank_that_holds_the_interpreter_is_late_and_not_lost(run_ranks, tmp_p
         run_ranks(2, busy_body, str(tmp_path), fresh=True)
     finally:
         is_over.set()
-        thread.join()
+        joined(thread)
     said = (tmp_path / "0").read_text()
     assert SILENT in said and "diverged" not in said, said
 
@@ -590,11 +591,11 @@ def run_pair(tmp_path, body, timeout_s=TIMEOUT_S):
         for r in range(2)
     ]
     try:
-        return [(p.wait(), err) for p, err in [(p, p.communicate(timeout=LIMIT_S)[1]) for p in processes]]
+        return [(ended(p), err) for p, err in [(p, p.communicate(timeout=LIMIT_S)[1]) for p in processes]]
     finally:
         for p in processes:
             p.kill()
-            p.wait()
+            ended(p)
 
 
 @pytest.mark.parametrize(
