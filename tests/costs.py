@@ -6,17 +6,15 @@ one, spread evenly over all cells; the first one depends on the function's name,
 different values. A function whose cell costs more than ``CELL_SECONDS`` runs with ``--full`` only. The mark
 ``always(n)`` makes n cells run (by default 1) whatever they cost. A function that is not in the table runs whole, so a new test needs no entry.
 
-    .venv/bin/python -m pytest --full --costs tests/costs.tsv      (root; hours)
+    .venv/bin/python -m pytest --full --costs tests/costs.tsv      (hours)
 
 measures what it runs and writes the table anew; functions that it does not run keep their lines. It counts the
-processor time of all processes that a test starts, in a control group.
+processor time of all processes that a test starts (processor_time.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import time
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,12 +23,13 @@ from typing import Any
 
 import pytest
 
+from tests.processor_time import clock
+
 __all__ = ["CELL_SECONDS", "FUNCTION_SECONDS", "chosen", "leave_out", "read", "register", "write"]
 
 TABLE = Path(__file__).with_name("costs.tsv")
 FUNCTION_SECONDS = 5.0
 CELL_SECONDS = 15.0
-_GROUPS = Path("/sys/fs/cgroup")
 
 
 def function_of(nodeid: str) -> str:
@@ -68,40 +67,22 @@ def write(path: Path, seconds: dict[str, Sequence[float]]) -> None:
 
 
 class Meter:
-    """Plugin of a process that runs tests: measures each test's processor seconds, in a control group of its own."""
+    """Plugin of a process that runs tests: measures each test's processor seconds."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = defaultdict(list)
-        v1 = _GROUPS / "cpuacct"
-        self._file, self._unit = ("cpuacct.usage", 1e-9) if v1.is_dir() else ("cpu.stat", 1e-6)
-        self._group = (v1 if v1.is_dir() else _GROUPS) / f"dsc_costs_{os.getpid()}"
-        try:
-            self._group.mkdir()
-            (self._group / "cgroup.procs").write_text(str(os.getpid()))
-        except OSError as error:
-            raise pytest.UsageError(f"--costs needs a control group of its own ({self._group}): {error}") from error
-
-    def _used(self) -> float:
-        words = (self._group / self._file).read_text().split()
-        return int(words[0] if len(words) == 1 else words[1]) * self._unit  # cpu.stat begins with usage_usec
+        self._clock = clock()
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        before = self._used()
+        before = self._clock.seconds()
         yield
-        self.seconds[function_of(item.nodeid)].append(self._used() - before)
+        self.seconds[function_of(item.nodeid)].append(max(self._clock.seconds() - before, 0.0))
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Leaves the control group, and sends what was measured to the parent process."""
-        for _ in range(100):
-            with contextlib.suppress(OSError):
-                for pid in (self._group / "cgroup.procs").read_text().split():
-                    with contextlib.suppress(OSError):
-                        (self._group.parent / "cgroup.procs").write_text(pid)
-                self._group.rmdir()
-                break
-            time.sleep(0.1)
+        """Stops the measurement, and sends what was measured to the parent process."""
+        self._clock.close()
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput["costs"] = dict(self.seconds)
 

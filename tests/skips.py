@@ -42,11 +42,6 @@ WAYS = (
         "as root, or in a group of version 2 whose memory controller is handed on",
     ),
     Way(
-        "a control group of processor time",
-        r"no control group of processor time can be made",
-        "as root, with control groups of version 1, or of version 2 with a group that may hold processes",
-    ),
-    Way(
         "DeepSpeed beside this package",
         r"could not import 'deepspeed'",
         "`pip install --no-deps deepspeed==0.19.6` into a copy of the environment, and pytest there",

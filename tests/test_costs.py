@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.costs import CELL_SECONDS, FUNCTION_SECONDS, chosen, read, write
+from tests.processor_time import Descendants, clock
 
 pytest_plugins = ["pytester"]
 
@@ -48,7 +51,9 @@ def test_the_table_names_tests_of_this_tree() -> None:
         file, _, name = function.partition("::")
         name = name.split("::")[-1]
         texts[file] = texts.get(file) or (ROOT / file).read_text()
-        assert file.endswith(".c") or re.search(rf"^ *def {name}\(", texts[file], re.MULTILINE), f"{function} is no test: remove its line"
+        assert file.endswith(".c") or re.search(rf"^ *def {name}\(", texts[file], re.MULTILINE), (
+            f"{function} is no test: remove its line"
+        )
 
 
 def test_costs_are_measured_and_costly_tests_left_out(pytester: pytest.Pytester) -> None:
@@ -65,11 +70,26 @@ def test_costs_are_measured_and_costly_tests_left_out(pytester: pytest.Pytester)
     arguments = ("-p", "no:cacheprovider")
     for processes in ("0", "2"):
         result = pytester.runpytest_subprocess(*arguments, "-n", processes, "--full", "--costs", "costs.tsv")
-        if "needs a control group" in result.stderr.str() + result.stdout.str():
-            pytest.skip("no control group of processor time can be made here")
         result.assert_outcomes(passed=4)
         measured = read(pytester.path / "costs.tsv")
         print(processes, measured)
         assert list(measured) == ["test_costs_are_measured_and_costly_tests_left_out.py::test_child"]
         assert 0.4 <= next(iter(measured.values())) < 4
     pytester.runpytest_subprocess(*arguments).assert_outcomes(passed=2, deselected=2)
+
+
+@pytest.mark.parametrize("make", [clock, Descendants])
+def test_clocks_count_children_that_run_and_that_have_ended(make) -> None:
+    used = make()
+    try:
+        work = "import time\nwhile time.process_time() < 0.4: pass\nprint(flush=True)\ninput()"
+        with subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            running = used.seconds()
+            child.communicate(b"\n", timeout=300)
+        ended = used.seconds()
+    finally:
+        used.close()
+    print(running, ended)
+    assert 0.35 <= running <= ended + 0.02 and ended < 4
