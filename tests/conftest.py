@@ -21,7 +21,7 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 if _ROOT not in sys.path:
     sys.path.insert(0, _ROOT)
 
-from tests import costs, ranks, skips
+from tests import costs, defects, item_limits, ranks, skips
 
 # A shell that starts the tests in the background may ignore SIGINT, and children inherit this. Tests that send SIGINT
 # would then wait for ever.
@@ -35,6 +35,8 @@ _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 def pytest_configure(config: pytest.Config) -> None:
     """Gives all test processes of a session one new cache of compiled graphs. A shared one may hold the half of a
     library whose compiler was killed with an earlier session."""
+    item_limits.register(config)
+    defects.register(config)
     if _INDUCTOR not in os.environ:
         os.environ[_INDUCTOR] = folder = tempfile.mkdtemp(prefix="dsc_inductor_")
         config.add_cleanup(lambda: (os.environ.pop(_INDUCTOR), shutil.rmtree(folder, ignore_errors=True)))
@@ -43,7 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="run all tests, also those that cost much (cells.py, costs.py)")
+    item_limits.add_options(parser)
+    parser.addoption(
+        "--full", action="store_true", help="run all tests, also those that cost much (cells.py, costs.py)"
+    )
     parser.addoption("--costs", metavar="FILE", help="measure what tests cost, and write the table FILE (costs.py)")
 
 
@@ -103,16 +108,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Shows the first failures of tests that were run again (``--reruns``), and lists skipped tests by requirement, with
-    the way to run them.
+    """Lists skipped tests by requirement, with the way to run them.
 
     With several test processes, the parent process prints them.
     """
-    again = terminalreporter.stats.get("rerun", ())
-    if again:
-        terminalreporter.section("defects: these tests failed, and were run again")
-        for report in again:
-            terminalreporter.line(f"{report.nodeid} ({report.when})\n{report.longreprtext}")
     lines, _ = _summary(terminalreporter)
     if lines:
         terminalreporter.section("skipped tests, and how to run them")

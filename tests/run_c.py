@@ -94,7 +94,9 @@ def build(sanitizer: str) -> Path:
 @functools.cache
 def runnable_sets() -> frozenset[str]:
     """The instruction sets that this processor runs."""
-    done = subprocess.run([build("") / "tests" / "csrc" / "list_isas"], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        [build("") / "tests" / "csrc" / "list_isas"], capture_output=True, text=True, timeout=300, check=True
+    )
     return frozenset(done.stdout.split())
 
 
@@ -118,12 +120,15 @@ class CFile(pytest.File):
 class CItem(pytest.Item):
     """One run of a program."""
 
-    def __init__(self, *, program: str = "", isa: str = "", sanitizer: str = "", missing: str = "", **kwargs: object) -> None:
+    def __init__(
+        self, *, program: str = "", isa: str = "", sanitizer: str = "", missing: str = "", **kwargs: object
+    ) -> None:
         super().__init__(**kwargs)
         self.program = program
         self.isa = isa
         self.sanitizer = sanitizer
         self.missing = missing
+        self.add_marker(pytest.mark.limit(BUILD_TIMEOUT_S + RUN_TIMEOUT_S + 60, reason="may build all programs"))
         if sanitizer == "thread" and "/comm/" in program:  # races are what these programs are about
             self.add_marker("always")
 
@@ -142,12 +147,16 @@ class CItem(pytest.Item):
     def run_program(self, command: list[str]) -> None:
         environment = {**os.environ, "DSC_CPU_ISA": self.isa}
         try:
-            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=RUN_TIMEOUT_S, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, env=environment, timeout=RUN_TIMEOUT_S, check=False
+            )
         except subprocess.TimeoutExpired as expired:
             raise ProgramFailed(f"{command[0]} did not end within {RUN_TIMEOUT_S} s") from expired
         output = done.stdout + done.stderr
         if "ThreadSanitizer: unexpected memory mapping" in output:
-            pytest.skip("this kernel randomises addresses further than this compiler's thread sanitizer can follow (vm.mmap_rnd_bits)")
+            pytest.skip(
+                "this kernel randomises addresses further than this compiler's thread sanitizer can follow (vm.mmap_rnd_bits)"
+            )
         if done.returncode == SKIPPED:
             pytest.skip(output.strip().splitlines()[-1] if output.strip() else "skipped by the program")
         if done.returncode != 0:

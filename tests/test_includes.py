@@ -70,7 +70,14 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     r"(pybind11/|Python\.h)": ("ops/binding/*",),
     r"(cuda|nccl|cub/|thrust/)": ("csrc/cuda/*",),
     r"dlfcn\.h": ("csrc/accel/*", "ops/binding/*"),
-    r"pthread\.h": ("csrc/base/pool.c", "csrc/base/process.c", "csrc/cpu/dispatch.c", "csrc/ckpt/crc32c.c", "csrc/aio/threads.c", "csrc/comm/*"),
+    r"pthread\.h": (
+        "csrc/base/pool.c",
+        "csrc/base/process.c",
+        "csrc/cpu/dispatch.c",
+        "csrc/ckpt/crc32c.c",
+        "csrc/aio/threads.c",
+        "csrc/comm/*",
+    ),
     r"immintrin\.h": ("csrc/cpu/*", "csrc/nn/loops/mul_add.c"),
     r"(libaio|liburing)\.h": (),
 }
@@ -98,7 +105,9 @@ def test_cores_include_only_what_lies_below_them() -> None:
         name = path.relative_to(CSRC).as_posix()
         allowed = MAY_INCLUDE[name.split("/")[0]] + MAY_INCLUDE_TOO.get(name, ())
         for is_quoted, included in includes(path):
-            if is_quoted and not any(included == rule or (rule.endswith("/") and included.startswith(rule)) for rule in allowed):
+            if is_quoted and not any(
+                included == rule or (rule.endswith("/") and included.startswith(rule)) for rule in allowed
+            ):
                 wrong.append(f"csrc/{name} includes {included}; it may include {', '.join(allowed)}")
     assert not wrong, "\n".join(wrong)
 
@@ -113,7 +122,9 @@ def test_the_binding_reaches_the_cores_through_their_headers() -> None:
     local = {path.name for path in sources("ops/binding")}
     for path in sources("ops/binding"):
         for is_quoted, included in includes(path):
-            assert not is_quoted or included in local or re.fullmatch(r"dsc/\w+\.(h|inc)", included), f"{path.name} includes {included}"
+            assert not is_quoted or included in local or re.fullmatch(r"dsc/\w+\.(h|inc)", included), (
+                f"{path.name} includes {included}"
+            )
 
 
 @pytest.mark.parametrize("pattern", ONLY_IN)
@@ -126,6 +137,7 @@ def test_libraries_are_named_only_where_they_belong(pattern: str) -> None:
         assert not wrong, f"{name} includes {wrong}; only {ONLY_IN[pattern]} may"
 
 
+@pytest.mark.limit(600, reason="compiles each header")
 @pytest.mark.parametrize("language", ["c11", "c++17"])
 def test_public_headers_stand_alone(language: str) -> None:
     headers = sorted(path.name for path in sources("csrc/include") if path.suffix == ".h")
@@ -134,7 +146,15 @@ def test_public_headers_stand_alone(language: str) -> None:
     if shutil.which(tool.split()[0]) is None:
         pytest.skip(f"no {tool} on PATH")
     kind = "c++" if language == "c++17" else "c"
-    options = [f"-std={language}", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", f"-I{CSRC / 'include'}"]
+    options = [
+        f"-std={language}",
+        "-Wall",
+        "-Wextra",
+        "-Wpedantic",
+        "-Werror",
+        "-fsyntax-only",
+        f"-I{CSRC / 'include'}",
+    ]
     messages = []
     for header in headers:
         done = subprocess.run(
@@ -162,7 +182,9 @@ def test_an_accelerator_is_named_in_the_registry_alone() -> None:
 
     Neither the binding nor the loader distinguishes accelerators.
     """
-    names = re.findall(r"^DSC_ACCEL_LIBRARY\((\w+)", (CSRC / "include" / "dsc" / "accelerators.inc").read_text(), re.MULTILINE)
+    names = re.findall(
+        r"^DSC_ACCEL_LIBRARY\((\w+)", (CSRC / "include" / "dsc" / "accelerators.inc").read_text(), re.MULTILINE
+    )
     assert names == ["cuda"]
     for path in sources("ops/binding", "csrc/accel"):
         if path.name == "handles_build.cpp":  # depends on the build, which makes each library separately
@@ -174,6 +196,15 @@ def test_an_accelerator_is_named_in_the_registry_alone() -> None:
 def test_no_file_needs_a_table_of_contents() -> None:
     """A file that needs banners should be two files."""
     banner = re.compile(r"^\s*(#|//|/\*)\s*(-{2,}|={2,}|\*{3,})", re.MULTILINE)
-    paths = [*sources("csrc", "ops/binding"), *(ROOT / "ops").glob("*.py"), CSRC / "Makefile", CSRC / "cuda" / "cuda.mk"]
+    paths = [
+        *sources("csrc", "ops/binding"),
+        *(ROOT / "ops").glob("*.py"),
+        CSRC / "Makefile",
+        CSRC / "cuda" / "cuda.mk",
+    ]
     assert [path.name for path in paths if banner.search(path.read_text())] == []
-    assert banner.search("    # -- saving ---") and banner.search("/* ---- blocks ---- */") and not banner.search("x = 1 /* -- */")
+    assert (
+        banner.search("    # -- saving ---")
+        and banner.search("/* ---- blocks ---- */")
+        and not banner.search("x = 1 /* -- */")
+    )

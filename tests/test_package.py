@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.limit(900, reason="builds a wheel and an environment, maybe beside other builds")
+
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 850
 NOT_SOURCES = shutil.ignore_patterns(
@@ -187,7 +189,9 @@ def test_the_archive_has_the_sources_as_they_are(unpacked):
 def test_the_wheel_has_every_file_of_the_packages_and_no_other(wheel):
     with zipfile.ZipFile(wheel) as file:
         names = {name for name in file.namelist() if not name.endswith("/")}
-        metadata = next(file.read(name).decode() for name in names if name.startswith("deepspeed_c-") and name.endswith("/METADATA"))
+        metadata = next(
+            file.read(name).decode() for name in names if name.startswith("deepspeed_c-") and name.endswith("/METADATA")
+        )
     info = {name for name in names if name.startswith("deepspeed_c-")}
     assert wanted_in_wheel() - (names - info) == set(), "not in the wheel"
     assert names - info - wanted_in_wheel() == set(), "in the wheel only"
@@ -208,10 +212,18 @@ def test_the_wheel_keeps_the_cores_inside(wheel):
 
 def modules(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as file:
-        paths = [Path(name) for name in file.namelist() if name.endswith(".py") and not {"shim", "bin"} & set(name.split("/"))]
+        paths = [
+            Path(name)
+            for name in file.namelist()
+            if name.endswith(".py") and not {"shim", "bin"} & set(name.split("/"))
+        ]
     names = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in paths]
     # Programs are left out: modules started by `python -m`, and a script that is copied into checkpoints.
-    return [name for name in names if not name.endswith((".__main__", ".launcher.bind", "deepspeed_c.guard", ".zero_to_fp32_script"))]
+    return [
+        name
+        for name in names
+        if not name.endswith((".__main__", ".launcher.bind", "deepspeed_c.guard", ".zero_to_fp32_script"))
+    ]
 
 
 def test_the_installed_package_is_whole_and_trains(installed, wheel, tmp_path):
