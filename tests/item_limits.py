@@ -128,12 +128,18 @@ class Limits:
         if not self._has_workers():
             self._begin(nodeid, "item", self._item_seconds)
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_enter_pdb(self) -> None:
+        """A person who debugs has no limit until the item ends."""
+        self._send(None)
+
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self._running.pop(nodeid, None)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
-        self._begin("the end of the session", "end")
+        # The controller waits for its workers, and kills them after 10 s.
+        self._begin("the end of the session", "end", max(self._seconds, 30) if self._has_workers() else None)
         if self._outside and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         return (yield)

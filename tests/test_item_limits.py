@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 3
+SECONDS = 5  # enough for an import of a small suite beside other sessions
 OTHER = "\ndef test_other(): pass\n"
 
 CONFTEST = """
@@ -127,7 +127,7 @@ def test_a_hanging_rank_shows_its_stack(tmp_path: Path) -> None:
         "def body(rank, world):\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    time.sleep(1000 if rank else 0)\n"
         "def test_a(): run_ranks(2, body)\n"
     )
-    code, output, _ = run(tmp_path, body + OTHER, "--item-seconds", "25")  # the ranks' imports take seconds
+    code, output, _ = run(tmp_path, body + OTHER, "--item-seconds", "40")  # the ranks' imports take seconds
     print(output)
     assert code == 1 and counts(output) == {"failed": 1, "passed": 1, "rerun": 1}
     assert re.search(r"line \d+ in body", output), "no stack of the rank"
@@ -197,10 +197,19 @@ def test_a_marked_item_has_its_own_limit(tmp_path: Path) -> None:
     assert code == 0 and counts(output) == {"passed": 2}, output
 
 
+def test_an_item_in_a_debugger_has_no_limit(tmp_path: Path) -> None:
+    text = (
+        "import time\ndef test_a(pytestconfig):\n    pytestconfig.hook.pytest_enter_pdb(config=pytestconfig, pdb=None)\n"
+        f"    time.sleep({SECONDS * 2})\n"
+    )
+    code, output, _ = run(tmp_path, text + OTHER, workers=0)
+    assert code == 0 and counts(output) == {"passed": 2}, output
+
+
 @pytest.mark.parametrize("workers", (0, 2))
 def test_a_run_ends_at_its_limit_with_names_and_a_closing_line(workers: int, tmp_path: Path) -> None:
     text = "import time\ndef test_a(): assert False\ndef test_b(): time.sleep(1000)\n"
-    end = str(time.time() + 10)
+    end = str(time.time() + 20)
     code, output, _ = run(tmp_path, text, "--item-seconds", "200", "--run-ends-at", end, workers=workers)
     print(output)
     assert code == 2 and counts(output)["failed"] == 1
