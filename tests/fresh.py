@@ -12,7 +12,7 @@ directory, arguments, ``sys.path``, standard streams and process group.
 A test starts ``sys.executable`` itself if its subject is one of these, in which the child differs from a new process:
 
 * the imports of a module, their time, or a module that hides one of the imported modules;
-* variables that are read at an import: ``OMP_NUM_THREADS`` is 1, and ``DSC_LOG`` is that of the test session;
+* variables that are read at an import: ``OMP_NUM_THREADS`` is 1, and ``DSC_LOG`` comes from the test session;
 * the command line of the process, signals, and the end of the interpreter (handlers of ``atexit`` do run);
 * the memory of the process, whose heap has the objects of the imports.
 """
@@ -62,7 +62,7 @@ def run(
     ``input``) or a file, each followed by the program's arguments.
 
     ``env`` is the whole environment; the entries of its ``PYTHONPATH`` are in ``sys.path``. Without ``input`` standard
-    input is empty. The exit code is that of Python (-n for signal n). After ``timeout`` seconds the process group is
+    input is empty. Exit codes are Python's own (-n for signal n). After ``timeout`` seconds the process group is
     killed, and ``ProgramFailed`` shows the output so far. Processes that a program leaves behind in its group are
     killed. ``preload`` names a module that was imported before the fork, for programs that import more than torch.
     """

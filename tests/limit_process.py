@@ -3,8 +3,8 @@
 The test process sends a JSON line at the start and at the end of everything that has a limit. This process imports
 nothing but a few modules of the standard library, and needs nothing of the test process: neither its interpreter lock,
 nor its threads, nor its signal handlers. At the limit it collects the stacks of the test process and of its ranks,
-writes a report, and kills the test process with all its descendants: a descendant that lives on would keep the pipe open
-on which the controller of pytest-xdist waits for the end of its worker.
+writes a report, and kills the test process with all its descendants: a living descendant would keep the worker's pipe to
+the controller of pytest-xdist open, and the controller waits for the end of that pipe.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Processor seconds of this process and of all processes that it starts.
 
 A control group of its own counts them exactly, also those of processes that their parent has left behind. Where no
-group can be made, the process adds its own, those of children that it has waited for, and those of its descendants
+group can be made, the process adds its own seconds, the seconds of children that it has waited for, and the seconds of descendants
 that still run (from /proc).
 """
 
