@@ -1,8 +1,8 @@
 """Processor seconds of this process and of all processes that it starts.
 
 A control group of its own counts them exactly, also those of processes that their parent has left behind. Where no
-group can be made, the process adds its own seconds, the seconds of children that it has waited for, and the seconds of descendants
-that still run (from /proc).
+group can be made, the process adds its own seconds, the seconds of children that it has waited for, and the seconds of
+descendants that still run (from /proc).
 """
 
 from __future__ import annotations
