@@ -105,8 +105,9 @@ def _start(rank: int, n_ranks: int, folder: str, told: str) -> subprocess.Popen:
 def _wait(ranks: Sequence[subprocess.Popen]) -> None:
     """Until all have ended; a failure of one is a failure of all, soon."""
     until = float("inf")
-    while any(process.poll() is None for process in ranks) and time.monotonic() < until:
-        if until == float("inf") and any(process.returncode for process in ranks):
+    # A list: each rank is polled, also those after the first one that runs.
+    while None in (codes := [process.poll() for process in ranks]) and time.monotonic() < until:
+        if until == float("inf") and any(codes):
             until = time.monotonic() + _GRACE_S
         time.sleep(0.02)
     failed = [rank for rank, process in enumerate(ranks) if process.returncode != 0]
