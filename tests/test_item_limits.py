@@ -121,6 +121,7 @@ def test_a_hanging_item_fails_with_its_name_and_stack_and_the_run_goes_on(case: 
     assert "test_it.py" in output.split("--- process")[1], "no stack of the test"
 
 
+@pytest.mark.limit(300, reason="waits for its suite's own limit")
 def test_a_hanging_rank_shows_its_stack(tmp_path: Path) -> None:
     body = (
         "import time\nfrom tests.ranks import run_ranks, stop_ranks\nimport signal\n"

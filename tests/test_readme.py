@@ -102,6 +102,7 @@ def folder(tmp_path_factory) -> Path:
 OF_LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
+@pytest.mark.limit(300, reason="trains and compiles: 32 s on a fast machine")
 @pytest.mark.always(5)
 @pytest.mark.parametrize("command", [command for command in commands() if command not in COVERED])
 def test_command_runs(command: str, folder: Path) -> None:

@@ -42,6 +42,7 @@ def descriptors() -> int:
     return len(open_files())
 
 
+@pytest.mark.limit(300, reason="many transfers: 32 s on a fast machine")
 @pytest.mark.parametrize("checksum", [False, True])
 @pytest.mark.parametrize("backend", USABLE)
 def test_random_traffic(tmp_path, backend, checksum):
