@@ -104,10 +104,9 @@ def kill(test_process: int) -> None:
 
 
 def kill_group(test_process: int) -> None:
-    """Kills the processes whose group the test process leads."""
-    if test_process != os.getpgid(0):
-        with contextlib.suppress(OSError):
-            os.killpg(test_process, signal.SIGKILL)
+    """Kills the process group that the test process leads, if it leads one. This process is in a session of its own."""
+    with contextlib.suppress(OSError):
+        os.killpg(test_process, signal.SIGKILL)
 
 
 def _signal(pid: int, number: int) -> None:

@@ -13,6 +13,8 @@ import resource
 import time
 from pathlib import Path
 
+from tests.limit_process import descendants
+
 __all__ = ["Descendants", "Group", "clock"]
 
 _MOUNT = Path("/sys/fs/cgroup")
@@ -65,7 +67,7 @@ class Descendants:
 
     def _read(self) -> float:
         used = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        return used + sum(map(_seconds_of, _descendants(os.getpid())))
+        return used + sum(map(_seconds_of, descendants(os.getpid())))
 
     def seconds(self) -> float:
         """Processor seconds since this object was made."""
@@ -91,19 +93,6 @@ def _own(controller: str) -> str:
             if controller in controllers.split(",") and (_MOUNT / controller / folder).is_dir():
                 return folder
     return ""
-
-
-def _descendants(pid: int) -> list[int]:
-    found, new = [], [pid]
-    while new:
-        tasks = f"/proc/{new.pop()}/task"
-        with contextlib.suppress(OSError):
-            for task in os.listdir(tasks):
-                with contextlib.suppress(OSError), open(f"{tasks}/{task}/children") as file:
-                    children = [int(child) for child in file.read().split()]
-                    found += children
-                    new += children
-    return found
 
 
 def _seconds_of(pid: int) -> float:
