@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed_c.comm.ledger import LedgerEntry
 from deepspeed_c.errors import CommError
 
-__all__ = ["Handle", "Work", "wait_all"]
+__all__ = ["FailedStart", "Handle", "Work", "wait_all"]
 
 # Collectives under way that the message of a failure names.
 _MAX_NAMED = 3
@@ -23,6 +23,19 @@ class Handle(Protocol):
     def wait(self) -> Any:
         """Returns when it is done. Raises RuntimeError where it has failed."""
         ...
+
+
+class FailedStart:
+    """The handle of a transfer that could not start, because the connection is closed already: its ``wait`` raises the
+    error. So a rank that is gone is the same error in the same place, whether it went before the start or after it, and
+    handles of other transfers that did start are waited for.
+    """
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self) -> Any:
+        raise self._error
 
 
 class Work:

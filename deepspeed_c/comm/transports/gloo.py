@@ -22,7 +22,7 @@ from deepspeed_c.comm.transports.described import (
     shift_described,
 )
 from deepspeed_c.comm.transports.torch_backend import TorchBackend
-from deepspeed_c.comm.work import Handle, Work, wait_all
+from deepspeed_c.comm.work import FailedStart, Handle, Work, wait_all
 
 if TYPE_CHECKING:
     from deepspeed_c.comm.collectives import Collectives
@@ -86,8 +86,12 @@ class Gloo(TorchBackend):
                 )
                 continue
             for way, tensor, peer in ((dist.irecv, incoming[source], source), (dist.isend, outgoing[to], to)):
-                if tensor.numel():
+                if not tensor.numel():
+                    continue
+                try:
                     handles.append(way(tensor, comm.global_ranks[peer], group=comm.group, tag=tag))
+                except RuntimeError as error:
+                    handles.append(FailedStart(error))
         return handles
 
     def all_gather(self, comm: Collectives, flat: torch.Tensor, label: str) -> Work:

@@ -4,6 +4,7 @@ use a backend.
 
 from __future__ import annotations
 
+import os
 import pickle
 
 import pytest
@@ -373,8 +374,6 @@ def dying_body(rank, world):
     comm = make("plain")
     comm.barrier()
     if rank == 1:
-        import os
-
         os._exit(7)
     work = comm.reduce_scatter(torch.ones(2 << 20), torch.ones(1 << 20))
     with pytest.raises(CommError, match="reduce_scatter of 2097152 torch.float32 failed") as caught:
@@ -387,6 +386,31 @@ def dying_body(rank, world):
 def test_a_dead_rank_is_an_error_and_no_hang(run_ranks):
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, dying_body, fresh=True, grace=200)
+    kinds = [outcome.kind for outcome in failed.value.outcomes]
+    assert kinds == ["returned", "died"], str(failed.value)
+
+
+def closed_body(rank, world):
+    """Rank 1 is gone for certain before rank 0 starts, so gloo refuses the start."""
+    comm = make("plain")
+    comm.barrier()
+    if rank == 1:
+        os._exit(7)
+    with pytest.raises(RuntimeError):
+        dist.irecv(torch.ones(1), 1).wait()
+    for what, work in (
+        ("reduce_scatter of 6", comm.reduce_scatter(torch.ones(6), torch.ones(3))),
+        ("all_gather of 4", comm.all_gather(torch.ones(4))),
+        ("all_reduce of 5", comm.all_reduce(torch.ones(5, dtype=torch.bfloat16))),
+    ):
+        with pytest.raises(CommError, match=f"{what} torch.* failed: ") as caught:
+            work.wait()
+        assert "look at the output of the other ranks" in str(caught.value)
+
+
+def test_a_rank_that_died_before_the_start_is_the_same_error(run_ranks):
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(2, closed_body, fresh=True, grace=200)
     kinds = [outcome.kind for outcome in failed.value.outcomes]
     assert kinds == ["returned", "died"], str(failed.value)
 
