@@ -21,7 +21,7 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 if _ROOT not in sys.path:
     sys.path.insert(0, _ROOT)
 
-from tests import costs, defects, item_limits, ranks, skips
+from tests import costs, defects, item_limits, meter, ranks, skips
 
 # A shell that starts the tests in the background may ignore SIGINT, and children inherit this. Tests that send SIGINT
 # would then wait for ever.
@@ -40,8 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if _INDUCTOR not in os.environ:
         os.environ[_INDUCTOR] = folder = tempfile.mkdtemp(prefix="dsc_inductor_")
         config.add_cleanup(lambda: (os.environ.pop(_INDUCTOR), shutil.rmtree(folder, ignore_errors=True)))
-    if table := config.getoption("--costs"):
-        costs.register(config, table)
+    meter.register(config)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
     items[:] = [item for item in items if not item.get_closest_marker("full")]
-    if left_out := left_out + costs.leave_out(items):
+    if left_out := left_out + costs.leave_out(items, meter.touched_files(config)):
         config.hook.pytest_deselected(items=left_out)
 
 

@@ -34,10 +34,12 @@ def parents() -> dict[int, int]:
     return found
 
 
-def descendants(root: int) -> list[int]:
-    """The processes that ``root`` and its descendants have started, without this process."""
+def descendants(root: int, parent_of: dict[int, int] | None = None) -> list[int]:
+    """The processes that ``root`` and its descendants have started, without this process. parent_of: a result of
+    ``parents``, for several calls.
+    """
     by_parent: dict[int, list[int]] = {}
-    for pid, parent in parents().items():
+    for pid, parent in (parents() if parent_of is None else parent_of).items():
         by_parent.setdefault(parent, []).append(pid)
     found, todo = [], [root]
     while todo:

@@ -11,11 +11,12 @@ import contextlib
 import os
 import resource
 import time
+from collections.abc import Collection
 from pathlib import Path
 
-from tests.limit_process import descendants
+from tests.limit_process import descendants, parents
 
-__all__ = ["Descendants", "Group", "clock"]
+__all__ = ["Descendants", "Group", "clock", "parts"]
 
 _MOUNT = Path("/sys/fs/cgroup")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -66,8 +67,7 @@ class Descendants:
         self._first = self._read()
 
     def _read(self) -> float:
-        used = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        return used + sum(map(_seconds_of, descendants(os.getpid())))
+        return sum(parts(()))
 
     def seconds(self) -> float:
         """Processor seconds since this object was made."""
@@ -82,6 +82,17 @@ def clock() -> Group | Descendants:
         return Group()
     except OSError:
         return Descendants()
+
+
+def parts(servers: Collection[int]) -> tuple[float, float, float]:
+    """Processor seconds until now of this process, of its children ``servers`` with all that they have started, and of all
+    other processes that this one has started.
+    """
+    own, ended = (sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    parent_of = parents()
+    served = {pid for server in servers for pid in (server, *descendants(server, parent_of))}
+    others = set(descendants(os.getpid(), parent_of)) - served
+    return own, sum(map(_seconds_of, served)), ended + sum(map(_seconds_of, others))
 
 
 def _own(controller: str) -> str:

@@ -52,7 +52,7 @@ if __name__ == "__main__":  # in the zygote, which runs this file by its path
 from tests.hosts import Hosts
 from tests.waits import ended, exit_status
 
-__all__ = ["Outcome", "RanksFailed", "run_ranks", "stop_ranks"]
+__all__ = ["Outcome", "RanksFailed", "run_ranks", "stop_ranks", "zygote_pids"]
 
 # These limits only end ranks that hang, so they are long: several test sessions may share two cores. Other waits end as
 # soon as possible.
@@ -143,6 +143,11 @@ def stop_ranks() -> None:
         _zygotes.popitem()[1].stop()
 
 
+def zygote_pids() -> list[int]:
+    """The processes that fork ranks and programs for this session."""
+    return [zygote.pid for zygote in _zygotes.values()]
+
+
 # ---- in the test session -------------------------------------------------------------------------------------------
 
 
@@ -168,6 +173,10 @@ class _Zygote:
         self._socket = ours
         self._lock = threading.Lock()  # a test may start programs in several threads
         ours.settimeout(START_TIMEOUT_SECONDS)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def is_alive(self) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
 from tests.cells import cells, covering, every
 
 pytest_plugins = ["pytester"]
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize("sizes", [(1,), (5,), (2, 3), (4, 2, 2), (3, 3, 3, 3), (2, 1, 5), (0, 2)])
@@ -45,10 +48,13 @@ def test_81_cells_of_four_axes_have_a_small_covering_part() -> None:
 
 
 def test_cells_marked_full_run_with_full_only(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest("from tests.conftest import pytest_addoption, pytest_collection_modifyitems")
+    pytester.makeconftest(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from tests.conftest import pytest_addoption, pytest_collection_modifyitems, pytest_configure"
+    )
     pytester.makeini("[pytest]\nmarkers = full")
     pytester.makepyfile(
         "import pytest\n@pytest.mark.parametrize('i', [0, pytest.param(1, marks=pytest.mark.full)])\ndef test(i): pass"
     )
-    pytester.runpytest("-p", "no:cacheprovider").assert_outcomes(passed=1, deselected=1)
-    pytester.runpytest("-p", "no:cacheprovider", "--full").assert_outcomes(passed=2)
+    pytester.runpytest_subprocess("-p", "no:cacheprovider").assert_outcomes(passed=1, deselected=1)
+    pytester.runpytest_subprocess("-p", "no:cacheprovider", "--full").assert_outcomes(passed=2)

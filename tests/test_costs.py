@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.costs import CELL_SECONDS, FUNCTION_SECONDS, chosen, read, write
-from tests.processor_time import Descendants, clock
+from tests.costs import CELL_SECONDS, FUNCTION_SECONDS, TOUCHED_SECONDS, chosen, near_changes, read, write
+from tests.processor_time import Descendants, clock, parts
+from tests.ranks import zygote_pids
 
 pytest_plugins = ["pytester"]
 
@@ -43,6 +45,17 @@ def test_written_tables_are_read_and_other_lines_stay(tmp_path: Path) -> None:
     write(table, {"a::one": [0.2, 0.2], "a::four": [8.25]})
     print(table.read_text())
     assert read(table) == {"a::three": 8.0, "a::four": 8.25} and read(tmp_path / "none") == {}
+
+
+def test_functions_near_changes_run_as_far_as_the_limit_pays() -> None:
+    dear = CELL_SECONDS + 1
+    table = {f"tests/test_{file}.py::f{i}": dear for file in "abc" for i in range(20)}
+    table |= {"tests/test_a.py::cheap": CELL_SECONDS, "tests/test_b.py::too_dear": TOUCHED_SECONDS + 1}
+    near = near_changes(table, ["tests/test_c.py", "tests/test_none.py", "tests/test_b.py", "tests/test_a.py"])
+    print(sorted(near))
+    assert len(near) == int(TOUCHED_SECONDS / dear) == 40
+    assert {name.split("::")[0] for name in near} == {"tests/test_c.py", "tests/test_b.py"}
+    assert "tests/test_b.py::too_dear" not in near and near_changes(table, []) == set()
 
 
 def test_the_table_names_tests_of_this_tree() -> None:
@@ -78,6 +91,64 @@ def test_costs_are_measured_and_costly_tests_left_out(pytester: pytest.Pytester)
     pytester.runpytest_subprocess(*arguments).assert_outcomes(passed=2, deselected=2)
 
 
+def test_one_cell_of_a_function_too_dear_runs_if_a_change_reaches_it(pytester: pytest.Pytester) -> None:
+    """Without workers and with two: the controller finds the changes for both."""
+    pytester.makeconftest(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom pathlib import Path\nimport tests.costs\n"
+        "tests.costs.TABLE = Path('costs.tsv')\n"
+        "from tests.conftest import pytest_addoption, pytest_collection_modifyitems, pytest_configure"
+    )
+    body = "import pytest\n@pytest.mark.parametrize('i', range(3))\ndef test_dear(i): pass\ndef test_cheap(): pass\n"
+    tests = pytester.mkdir("tests")
+    for name in ("here", "far"):
+        (tests / f"test_{name}.py").write_text(body)
+    lines = [f"{CELL_SECONDS + 1}\ttests/test_{name}.py::test_dear" for name in ("here", "far")]
+    (pytester.path / "costs.tsv").write_text("\n".join(lines))
+
+    def git(*words: str) -> None:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words]
+        subprocess.run(command, cwd=pytester.path, check=True, timeout=300, capture_output=True)
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "one commit without a parent says nothing")
+    for processes in ("0", "2"):
+        arguments = ("-p", "no:cacheprovider", "-n", processes)
+        pytester.runpytest_subprocess(*arguments).assert_outcomes(passed=2)
+        (tests / "test_here.py").write_text(body + "\n")
+        result = pytester.runpytest_subprocess(*arguments, "-v")
+        result.assert_outcomes(passed=3)
+        assert sum("PASSED" in line and "test_here.py::test_dear[" in line for line in result.outlines) == 1
+        pytester.runpytest_subprocess(*arguments, "--full").assert_outcomes(passed=8)
+        (tests / "test_here.py").write_text(body)
+
+
+@pytest.mark.parametrize("is_ci", [False, True])
+def test_a_function_without_a_line_fails_the_run_of_continuous_integration(pytester, monkeypatch, is_ci) -> None:
+    monkeypatch.setenv("CI", "true") if is_ci else monkeypatch.delenv("CI", raising=False)
+    pytester.makeconftest(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom pathlib import Path\nimport tests.costs, tests.meter\n"
+        "tests.costs.FUNCTION_SECONDS, tests.meter.SHOWN_SECONDS = 0.2, 0.1\ntests.costs.TABLE = Path('costs.tsv')\n"
+        "from tests.conftest import pytest_addoption, pytest_collection_modifyitems, pytest_configure"
+    )
+    pytester.makepyfile(
+        "import time\ndef test_dear():\n    end = time.process_time() + 0.7\n    while time.process_time() < end: pass\n"
+        "def test_cheap(): pass\n"
+    )
+    dear = "test_a_function_without_a_line_fails_the_run_of_continuous_integration.py::test_dear"
+    for processes in ("0", "1"):
+        result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-n", processes)
+        result.assert_outcomes(passed=2)
+        assert result.ret == (1 if is_ci else 0)
+        result.stdout.re_match_lines([r".*add these lines to costs.tsv.*", rf"0?\.?\d+.*\t{dear}$"])
+        result.stdout.fnmatch_lines(["by kind:", "*in the test process", "by folder:", "*dearest functions:", f"*{dear}"])
+    (pytester.path / "costs.tsv").write_text(f"0.7\t{dear}\n")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=2)
+    assert result.ret == 0
+    result.stdout.no_fnmatch_line("*add these lines*")
+
+
 @pytest.mark.parametrize("make", [clock, Descendants])
 def test_clocks_count_children_that_run_and_that_have_ended(make) -> None:
     used = make()
@@ -93,3 +164,30 @@ def test_clocks_count_children_that_run_and_that_have_ended(make) -> None:
         used.close()
     print(running, ended)
     assert 0.35 <= running <= ended + 0.02 and ended < 4
+
+
+def idle_rank(rank: int, world: int) -> None:
+    """Does nothing."""
+
+
+def busy_rank(rank: int, world: int) -> None:
+    end = time.process_time() + 0.4
+    while time.process_time() < end:
+        pass
+
+
+def test_seconds_are_told_apart_by_process(run_ranks) -> None:
+    """Of this process, of ranks, and of other programs: each works for 0.4 s or twice that."""
+    run_ranks(2, idle_rank)  # the ranks are there before the measurement
+    before = parts(zygote_pids())
+    busy_rank(0, 1)
+    own = parts(zygote_pids())
+    run_ranks(2, busy_rank)
+    ranks = parts(zygote_pids())
+    work = "import time\nwhile time.process_time() < 0.4: pass"
+    subprocess.run([sys.executable, "-c", work], check=True, timeout=300)
+    programs = parts(zygote_pids())
+    for i, (old, new, least) in enumerate([(before, own, 0.4), (own, ranks, 0.8), (ranks, programs, 0.4)]):
+        passed = [b - a for a, b in zip(old, new, strict=True)]
+        print(passed)
+        assert passed[i] > least - 0.05 and sum(passed) - passed[i] < 0.25
