@@ -204,7 +204,6 @@ class _Routing:
         n_tokens, n_experts = self.logits.shape
         capacity = -1
         if drops:
-            _check_tokens(n_tokens, min_capacity, self.where)
             capacity = _capacity(n_tokens, n_experts, capacity_factor * choice.k, min_capacity)
         indices, locations, counts = ops.place(
             choice.chosen, n_experts, capacity, order=choice.order, priority=choice.priority
@@ -248,10 +247,10 @@ def top1gating(
     ep_group: ranks whose capacity agrees where nothing is dropped. indices: int [tokens, 1], experts to use instead of
     a choice. ``use_tutel`` changes nothing: rows are moved without padding in any case.
 
-    Returns (l_aux, combine_weights [tokens, experts, capacity], dispatch_mask, exp_counts), or ``Routes``.
+    Returns (l_aux, combine_weights [tokens, experts, capacity], dispatch_mask, exp_counts), or ``Routes``. An expert has
+    ``min_capacity`` places or more, also where there are fewer tokens.
 
-    Raises ConfigError for fewer tokens than ``min_capacity`` where tokens may be dropped, RoutingError for logits that
-    are NaN or inf, and ModelError for ``used_token`` or ``indices`` that do not fit.
+    Raises RoutingError for logits that are NaN or inf, and ModelError for ``used_token`` or ``indices`` that do not fit.
     """
     routing = _Routing(logits, used_token, draws, where)
     choice = routing.top1(indices, is_noisy=noisy_gate_policy == "RSample", is_random=use_rts and drop_tokens)
@@ -325,15 +324,6 @@ def _check_k(k: int, n_experts: int, where: str) -> None:
 def _check_drop_policy(drop_policy: str, where: str) -> None:
     if drop_policy not in ("probs", "position"):
         raise ConfigError(f"drop_policy is {drop_policy!r}", where=where, fix='use "probs" or "position"')
-
-
-def _check_tokens(n_tokens: int, min_capacity: int, where: str) -> None:
-    if n_tokens < min_capacity:
-        raise ConfigError(
-            f"{n_tokens} tokens are fewer than min_capacity = {min_capacity}",
-            where=where,
-            fix="lower min_capacity, give more tokens, or set drop_tokens=False",
-        )
 
 
 def _probabilities(logits: Tensor, where: str) -> Tensor:

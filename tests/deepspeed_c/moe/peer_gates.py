@@ -13,7 +13,7 @@ import torch
 def cases(gating):
     for seed, (n_tokens, n_experts) in enumerate([(16, 4), (37, 8), (5, 5), (64, 3)]):
         torch.manual_seed(seed)
-        logits = torch.randn(n_tokens, n_experts) * 2
+        logits, few = torch.randn(n_tokens, n_experts) * 2, torch.randn(2, n_experts)
         used = (torch.arange(n_tokens) % 3 != 1).float()
         where = f"{n_tokens} tokens, {n_experts} experts"
         for factor in (0.5, 1.0, 8.0):
@@ -27,6 +27,12 @@ def cases(gating):
                 for policy in ("probs", "position"):
                     yield f"3 {policy}: {name}", gating.topkgating, (logits, 3, factor, 2, drops, None, policy)
                     yield f"1 {policy}: {name}", gating.topkgating, (logits, 1, factor, 2, drops, None, policy)
+        for factor in (0.5, 1.0):  # fewer tokens than min_capacity; DeepSpeed refuses them with k = 1
+            name = f"few tokens, {n_experts} experts, factor {factor}"
+            yield f"2: {name}", gating.top2gating, (few, factor, 4, True, None, False)
+            for policy in ("probs", "position"):
+                yield f"3 {policy}: {name}", gating.topkgating, (few, 3, factor, 4, True, None, policy)
+                yield f"1 {policy}: {name}", gating.topkgating, (few, 1, factor, 4, True, None, policy)
         places = gating.top1gating(logits, 8.0, 2, used, None, True, False, None, True)
         yield f"used: {where}", lambda found: [found[3], found[6]], (places,)
 

@@ -93,6 +93,35 @@ def test_unused_tokens_take_no_place_and_no_part_in_the_loss(k):
     assert float(none.l_aux) == 0 and none.exp_counts.sum() == 0 and (none.gates == 0).all()
 
 
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("n_tokens", [0, 1, 3])
+def test_fewer_tokens_than_min_capacity_are_all_taken(n_tokens, k, policy):
+    """The places are those of ``min_capacity``: code that makes buffers from it gets their shape."""
+    logits = logits_of(n_tokens, 5)
+    wide = logits.detach().double().requires_grad_()
+    if k == 1:
+        ways = [lambda **sparse: top1gating(logits, 1.0, 4, use_rts=policy == "probs", **sparse)]
+        order = "token"
+    elif k == 2:
+        ways = [lambda **sparse: top2gating(logits, 1.0, 4, top2_2nd_expert_sampling=False, **sparse)]
+        order = "choice"
+    else:
+        ways, order = [lambda **sparse: topkgating(logits, 3, 1.0, 4, drop_policy=policy, **sparse)], "token"
+    if k < 3:
+        ways.append(lambda **sparse: topkgating(logits, k, 1.0, 4, drop_policy=policy, **sparse))
+    for i, way in enumerate(ways):
+        if i == 1 and k == 2:
+            order = "token"  # of topkgating, whose loss is about both choices
+        found = way(sparse_routes=True)
+        gated = oracle.gate(wide, k, 4, order=order)
+        print(found.capacity, found.indices, gated.kept)
+        assert int(found.capacity) == 4 and found.indices.t().tolist() == gated.kept
+        assert found.locations.t().tolist() == gated.locations and (found.indices >= 0).all()
+        _, combine, mask, counts = way()
+        assert combine.shape == mask.shape == (n_tokens, 5, 4) and mask.sum() == counts.sum() == n_tokens * k
+
+
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_dense_results_hold_the_sparse_ones(k):
     logits = logits_of(23, 5)
@@ -292,10 +321,6 @@ def test_errors_name_what_and_where():
         TopKGate(8, 4, 3, drop_policy="last")
     gate = TopKGate(8, 4, 1, min_capacity=5)
     gate.rename("layers.3.moe")
-    with pytest.raises(ConfigError, match=r"layers\.3\.moe: 4 tokens are fewer than min_capacity = 5"):
-        gate(torch.randn(4, 8))
-    gate.drop_tokens = False
-    gate(torch.randn(4, 8))
     x = torch.randn(6, 8)
     for value in (float("nan"), float("inf")):
         x[4, 2] = value
