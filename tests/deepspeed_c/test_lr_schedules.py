@@ -237,6 +237,15 @@ def test_an_unknown_kind_of_warm_up_is_log_with_a_warning(caplog, monkeypatch, k
             schedule.step()
 
 
+@pytest.mark.parametrize("kind", [WarmupDecayLR, WarmupCosineLR])
+def test_a_warm_up_beyond_the_end_is_warned_of(caplog, monkeypatch, kind):
+    monkeypatch.setattr(lr_schedules.logger, "propagate", True)
+    kind(make(), total_num_steps=9, warmup_num_steps=9)
+    assert not caplog.text
+    kind(make(), total_num_steps=8, warmup_num_steps=9)
+    assert f"{kind.__name__}: total_num_steps (8) is less than warmup_num_steps (9)" in caplog.text
+
+
 def test_one_cycle_leaves_momentum_alone_when_told():
     optimizer = make(betas=(0.6, 0.95))
     schedule = OneCycle(optimizer, 0.1, 0.2, cycle_first_step_size=4, cycle_momentum=False)

@@ -266,6 +266,16 @@ def test_a_cache_is_filled_by_both_halves() -> None:
                 torch.testing.assert_close(other, tensor)
 
 
+def test_a_half_has_its_samples_of_each_argument() -> None:
+    """A vector has a number for each token, also of a sequence with as many tokens as the batch has samples."""
+    x, mask, positions = torch.randn(3, 3, 4), torch.randn(3, 1, 3, 3), torch.arange(3)
+    of_one = torch.randn(1, 1, 3, 3)  # for all samples
+    args, kwargs = overlap._part_of(((x, "a"), {"m": [mask, of_one], "p": positions}), 1, 3, 3, [])
+    assert torch.equal(args[0], x[1:]) and args[1] == "a"
+    assert torch.equal(kwargs["m"][0], mask[1:]) and torch.equal(kwargs["m"][1], of_one)
+    assert torch.equal(kwargs["p"], positions), (kwargs["p"], positions)
+
+
 def operators_body(rank: int, world: int) -> None:
     comm = Collectives()
     number, x, mine = exchange.number_of(comm), torch.randn(2, 5, 3), torch.randn(2, (3, 2)[rank], 3)

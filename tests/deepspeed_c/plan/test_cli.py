@@ -120,6 +120,7 @@ def test_the_example_in_a_process_of_its_own():
         ),
         (["--ranks", "2", "--config", "{ds}", "--params", "1e6", "--rates", "2000,25"], "'2000,25' is not understood"),
         (["--ranks", "2", "--config", "{ds}", "--params", "1e6", "--rates", "1,nan,1"], "'1,nan,1' is not understood"),
+        (["--ranks", "2", "--config", "{ds}", "--params", "1e6", "--rates", "1,0,1"], "'1,0,1' is not understood"),
         (["--ranks", "2", "--config", "nothing.json", "--params", "1e6"], "nothing.json"),
         (["--ranks", "2", "nothing.py"], "no such script"),
         (["--config", "{ds}", "--params", "1e6", "--batch", "8"], "a script with it"),

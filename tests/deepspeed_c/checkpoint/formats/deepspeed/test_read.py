@@ -3,6 +3,7 @@ itself showed when it wrote them."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import tarfile
 from pathlib import Path
@@ -254,14 +255,26 @@ def test_dtypes_of_the_fixtures(tmp_path):
             assert source.tensors[MASTER, "embed.weight"].dtype == torch.float32
 
 
-def save_stage0(folder: Path, module: dict, optimizer: dict) -> DeepSpeedSource:
+def save_stage0(folder: Path, module: dict, optimizer: dict, **more: object) -> DeepSpeedSource:
     """Writes a checkpoint of stage 0 by hand, as DeepSpeed saves one in fp32 training."""
     folder.mkdir()
-    torch.save(
-        {"module": module, "buffer_names": [], "optimizer": optimizer, "dp_world_size": 1, "ds_config": {}},
-        folder / "mp_rank_00_model_states.pt",
-    )
+    content = {
+        "module": module,
+        "buffer_names": [],
+        "optimizer": optimizer,
+        "dp_world_size": 1,
+        "ds_config": {},
+        **more,
+    }
+    torch.save(content, folder / "mp_rank_00_model_states.pt")
     return DeepSpeedSource(str(folder))
+
+
+@pytest.mark.parametrize("n_experts", [[0], [2, -1], [2**40], [True], 1.5])
+def test_a_number_of_experts_that_cannot_be_is_refused(tmp_path, n_experts):
+    shown = n_experts if isinstance(n_experts, list) else [n_experts]
+    with pytest.raises(CheckpointError, match=re.escape(f"has {shown} experts")):
+        save_stage0(tmp_path / "t", {"a": torch.ones(2)}, {"state": {}, "param_groups": []}, num_experts=n_experts)
 
 
 def test_names_of_the_optimizers_groups_count_for_more_than_the_modules_order(tmp_path):
