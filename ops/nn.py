@@ -6,6 +6,9 @@ float32 and rounded once; results have the same bits for any number of threads a
 in ``dsc/nn.h``, and in PyTorch in ``deepspeed_c.ops.reference``. The latter computes the operators on devices without
 kernels (``deepspeed_c.ops.placement``) and for rows without elements. Weights and biases may have any strides.
 
+Under autocast ``attention`` casts as torch's does. A bias takes the dtype of x, and tensors that are added or
+multiplied take the wider of their dtypes.
+
 Kernels have first derivatives. A second derivative raises BackwardError, except for dropout and rotary positions, which
 are linear.
 """
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from deepspeed_c import _C  # noqa: F401  (registers the operators)
 from deepspeed_c.ops import fake, reference
+from deepspeed_c.ops.autocast import bias_by_autocast, cast_by_autocast, join_by_autocast, without_autocast
 from deepspeed_c.ops.first_derivative import first_derivative_only
 from deepspeed_c.ops.placement import has_kernels
 
@@ -99,7 +103,7 @@ def _norm(
 
 def bias_act(x: Tensor, bias: Tensor | None, act: Act) -> Tensor:
     """act(x + bias). x: [..., n]; bias: [n] of x's dtype. ValueError for an activation that does not exist."""
-    bias = _columns(bias, "bias", x)
+    bias = _columns(bias_by_autocast(bias, x), "bias", x)
     if not _has_kernels(x):
         return reference.nn_bias_act(x, bias, act)
     return _call(_ops.nn_bias_act, x, bias, act)
@@ -122,6 +126,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Literal["none"
 
 
 def _gated(gate: Tensor, up: Tensor | None, act: Act) -> Tensor:
+    gate, up = join_by_autocast(gate, up)
     if not _has_kernels(gate):
         return reference.nn_gated(gate, up, act)
     return _call(_ops.nn_gated, gate, up, act)
@@ -142,7 +147,8 @@ def bias_dropout_residual(
     seed that is drawn from ``generator`` (by default torch's own). So a recomputation that restores the generator draws
     the same numbers again. ``torch.nn.functional.dropout`` draws other numbers. ValueError for p outside [0, 1].
     """
-    bias = _columns(bias, "bias", x)
+    x, residual = join_by_autocast(x, residual)
+    bias = _columns(bias_by_autocast(bias, x), "bias", x)
     if training and p > 0.0:
         return _ops.nn_drawn_dropout(x, bias, residual, p, torch.randint(_MAX_SEED, (), generator=generator))
     return _dropout(x, bias, residual, p if training else 0.0, 0)
@@ -219,10 +225,12 @@ def attention(
     sinks, alibi_slopes = (x if x is None else x.float().contiguous() for x in (sinks, alibi_slopes))
     if documents is not None:
         documents = documents.to(torch.int32).contiguous()
+    q, k, v = cast_by_autocast(q, k, v)
     q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in (q, k, v))
     rules = (sinks, alibi_slopes, documents, scale, causal, window or 0, soft_cap or 0.0)
     has_kernel = q.device.type in ("cpu", "meta") and q.numel() > 0 and v.shape[-1] > 0
-    out, lse = (_ops if has_kernel else reference).nn_attention(q, k, v, *rules)
+    with without_autocast(q):
+        out, lse = (_ops if has_kernel else reference).nn_attention(q, k, v, *rules)
     return (out, lse) if return_lse else out
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from deepspeed_c import _C  # noqa: F401  (registers the operators)
 from deepspeed_c.ops import quant_reference as reference
+from deepspeed_c.ops.autocast import cast_by_autocast
 
 __all__ = [
     "FEW_ROWS",
@@ -155,8 +156,7 @@ def packed_linear(
     none. With few rows of x on the host and no zero points, products are summed in float32 from weights that are not
     rounded to x's dtype.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    (x,) = cast_by_autocast(x)
     if zero_points is None and x.device.type == "cpu" and x.numel() <= FEW_ROWS * x.shape[-1]:
         return _ops.quant_packed_linear(x, packed, scales, bias, bits, group)
     return _formula_packed_linear(x, packed, scales, bias, bits, group, zero_points)

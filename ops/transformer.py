@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deepspeed_c.errors import ConfigError, ModelError
 from deepspeed_c.ops import nn
+from deepspeed_c.ops.autocast import cast_by_autocast
 from deepspeed_c.ops.first_derivative import first_derivative_only
 
 __all__ = ["DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"]
@@ -312,5 +313,6 @@ class DeepSpeedTransformerLayer(torch.nn.Module):
     def _feed(self, x: Tensor) -> Tensor:
         inner = F.linear(x, self.inter_w)
         if self.config.gelu_checkpoint and x.device.type == "cpu":
-            return _ActThenLinear.apply(inner, self.inter_b, self.output_w, self.config.act)
+            # Cast outside, because autocast is off in a backward.
+            return _ActThenLinear.apply(*cast_by_autocast(inner, self.inter_b, self.output_w), self.config.act)
         return F.linear(nn.bias_act(inner, self.inter_b, self.config.act), self.output_w)

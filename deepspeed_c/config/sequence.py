@@ -35,8 +35,9 @@ class SequenceParallel(Section, kw_only=True):
             " its own valid tokens (labels other than -100), to be weighted by their number. part: its term of the sum"
             " already. whole: that of whole sequences, by a gather whose backward adds up what all ranks ask for, to be"
             " counted once. auto: mean where it is the model's own loss, of shift_labels or labels; whole where a"
-            " collective of torch.distributed.nn or of torch's functional ones lies between the loss and the model; else"
-            " part, with a warning. In the first step ranks compare losses that auto has judged.",
+            " collective of torch.distributed.nn or of torch's functional ones lies between the loss and the model; part,"
+            " without a doubt, behind vocab_sequence_parallel_cross_entropy and FPDT_LogitsLoss; else part, with a"
+            " warning. In the first step ranks compare losses that auto has judged.",
             auto="value",
         ),
     ] = "auto"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.engine.passes import nodes_between, nodes_of
 from deepspeed_c.errors import RankMismatchError, StateError
 from deepspeed_c.logging import log_dist
+from deepspeed_c.sequence.loss import ranks_of_gathered_losses
 
 __all__ = ["LossKind", "LossShare"]
 
@@ -66,6 +67,8 @@ class _Guess(NamedTuple):
     """Number of this rank's valid tokens; -1 if the forward had no labels."""
     n_items: float
     """``num_items_in_batch`` as given to the forward; -1 if it was not given."""
+    is_known: bool
+    """Whether the loss comes from a loss function of this package, so that its kind is no guess."""
 
 
 class _Noted(NamedTuple):
@@ -76,6 +79,7 @@ class _Noted(NamedTuple):
     has_collective: bool
     labels: torch.Tensor | None
     n_items: Any
+    is_known: bool
 
 
 class LossShare:
@@ -89,7 +93,8 @@ class LossShare:
         self._n_items: Any = None
         self._ends: frozenset[Any] = frozenset()
         self._loss_node: Any = None
-        self._is_whole_inside: bool | None = None  # whether the model's own loss is "whole"; None: not known yet
+        # What the graph of the model's own loss shows; None: it has not been read yet.
+        self._inside: LossKind | None = None
         self._told: set[LossKind] = set()
         self._noted: list[_Noted] = []
         self._n_compared = 0
@@ -148,28 +153,37 @@ class LossShare:
             return "part"
         is_own = loss.grad_fn is self._loss_node
         if is_own:
-            if self._is_whole_inside is None:
-                self._is_whole_inside = any(map(self._is_whole, nodes_between([loss.grad_fn])))
-            has_collective = self._is_whole_inside
+            if self._inside is None:
+                self._inside = self._kind_of(nodes_between([loss.grad_fn]))
+            seen = self._inside
         else:
-            has_collective = any(map(self._is_whole, nodes_between([loss.grad_fn], self._ends)))
+            seen = self._kind_of(nodes_between([loss.grad_fn], self._ends))
+        is_known, has_collective = seen == "part", seen == "whole"
         way: LossKind = "whole" if has_collective else "part"
-        if is_own and self._labels is not None and self._n_items is None:
+        if is_own and self._labels is not None and self._n_items is None and not is_known:
             # Weights by tokens add up to 1 over ranks, so they are right even for a loss that the model itself has
             # gathered. Therefore it does not matter whether a collective in the graph belongs to the loss or to a
             # layer.
             way = "mean"
-        self._tell(way)
+        if not is_known:
+            self._tell(way)
         if self._compares:
-            self._noted.append(_Noted(way, loss.detach().clone(), has_collective, self._labels, self._n_items))
+            noted = _Noted(way, loss.detach().clone(), has_collective, self._labels, self._n_items, is_known)
+            self._noted.append(noted)
         return way
 
-    def _is_whole(self, node: Any) -> bool:
-        group = _group_of(node)
-        if group is None:
-            return False
-        ranks = dist.get_process_group_ranks(group)
-        return set(self._mesh.sequence.global_ranks) <= set(ranks)
+    def _kind_of(self, nodes: Iterable[Any]) -> LossKind:
+        """The kind of a loss that a node of its graph shows. "part": its losses were gathered by a function of this
+        package. "whole": by another collective whose backward adds up. "auto": no node shows it."""
+        found: LossKind = "auto"
+        mine = set(self._mesh.sequence.global_ranks)
+        for node in nodes:
+            if mine <= set(ranks_of_gathered_losses(node)):
+                return "part"
+            group = _group_of(node)
+            if group is not None and mine <= set(dist.get_process_group_ranks(group)):
+                found = "whole"
+        return found
 
     def _tell(self, way: LossKind) -> None:
         """Logs once how losses of this kind are treated. With Adam, a wrong scale of gradients would go unnoticed."""
@@ -279,6 +293,7 @@ def _guess_of(noted: _Noted) -> _Guess:
         noted.has_collective,
         -1 if labels is None else int((labels != IGNORED).sum()),
         -1.0 if n_items is None else float(n_items),
+        noted.is_known,
     )
 
 
@@ -291,7 +306,9 @@ def _judge(ranks: Sequence[int], by_rank: Sequence[Sequence[_Guess]], warnings: 
     is_aligned = len({len(guesses) for guesses in by_rank}) == 1
     for row in zip(*by_rank):
         is_one_kind = len({guess.way for guess in row}) == 1
-        if any(map(_says_something, row)) and (is_aligned or is_one_kind):
+        if all(guess.is_known for guess in row):
+            is_done = True
+        elif any(map(_says_something, row)) and (is_aligned or is_one_kind):
             is_done = True
             _judge_one(ranks, row, warnings)
     _check_items(ranks, by_rank, warnings)

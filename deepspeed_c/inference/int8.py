@@ -27,6 +27,7 @@ from deepspeed_c.inject.layers import (
     is_transposed,
     product_of,
 )
+from deepspeed_c.ops.autocast import cast_by_autocast
 
 __all__ = ["Int8Linear", "Int8Product", "QuantReport", "int8_weights", "quantize_weights"]
 
@@ -71,13 +72,14 @@ class Int8Product(torch.nn.Module):
         self.register_buffer("scale", scale)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """y [..., out] in the dtype of x [..., in]."""
+        """y [..., out] in the dtype of x [..., in], or autocast's."""
         if not x.is_floating_point():
             raise StateError(
                 f"its input is {x.dtype}: the model casts its input to the weight's dtype, which is int8 now",
                 where=self.label,
                 fix=f"keep this layer as it is: quantize_weights(model, keep=[{self.label!r}])",
             )
+        (x,) = cast_by_autocast(x)
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).to(self.dtype)
         y = self._sums(rows, weight) * self.scale  # fp32
         if bias is not None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepspeed_c.ops.autocast import without_autocast
+
 __all__ = ["block_attention", "block_attention_backward"]
 
 _HAS_KERNEL = frozenset({"cpu"})
@@ -34,10 +36,12 @@ def block_attention(
     if q.device.type in _HAS_KERNEL:
         out, log_sum = _flash(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
         return out, log_sum
-    scores = _scores(q, k, scale, is_causal, mask)
-    log_sum = torch.logsumexp(scores, -1)
-    probabilities = torch.exp(scores - log_sum.unsqueeze(-1))
-    return (probabilities @ _repeat(v, q).to(scores.dtype)).to(q.dtype), log_sum
+    # Autocast would round the scores to 16 bits here, and not in the backward.
+    with without_autocast(q):
+        scores = _scores(q, k, scale, is_causal, mask)
+        log_sum = torch.logsumexp(scores, -1)
+        probabilities = torch.exp(scores - log_sum.unsqueeze(-1))
+        return (probabilities @ _repeat(v, q).to(scores.dtype)).to(q.dtype), log_sum
 
 
 def block_attention_backward(

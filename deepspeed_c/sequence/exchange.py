@@ -15,6 +15,7 @@ import torch
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ConfigError
+from deepspeed_c.ops.autocast import cast_by_autocast
 from deepspeed_c.ops.first_derivative import first_derivative_only
 from deepspeed_c.sequence.plans import HeadPlan, plan_heads
 
@@ -65,13 +66,15 @@ def gather_tokens(
     """Exchanges this rank's tokens of all heads for this rank's heads of all tokens. Differentiable, collective.
 
     query: [tokens, batch, heads, width]. key: the same with key heads, whose number divides the number of heads. value:
-    as key, with any width. All have one dtype. tokens: number of tokens of each rank; default: this rank's number on
-    all ranks. Returns the sizes of the exchange, and query, key and value as [all tokens, batch, heads of this rank,
-    width]. Query head i attends to the key head ``plan.keys[i // plan.group]``.
+    as key, with any width. All have one dtype. Autocast casts them to its dtype, as for torch's attention. tokens:
+    number of tokens of each rank; default: this rank's number on all ranks. Returns the sizes of the exchange, and
+    query, key and value as [all tokens, batch, heads of this rank, width]. Query head i attends to the key head
+    ``plan.keys[i // plan.group]``.
 
     Raises ConfigError, before anything is sent, for shapes that do not fit together, and where there are more ranks
     than heads.
     """
+    query, key, value = cast_by_autocast(query, key, value)
     _check(query, key, value)
     tokens = tuple(tokens or [query.shape[0]] * comm.world_size)
     shapes = Shapes(query.shape[2], key.shape[2], query.shape[3], value.shape[3], tokens, comm.rank)

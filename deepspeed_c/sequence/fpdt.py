@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ConfigError, ModelError
 from deepspeed_c.ops.attention_parts import merge_
+from deepspeed_c.ops.autocast import cast_by_autocast
 from deepspeed_c.ops.first_derivative import first_derivative_only
 from deepspeed_c.sequence.blocks import block_attention, block_attention_backward
 from deepspeed_c.sequence.exchange import Shapes, return_heads, return_tokens, send_heads, send_tokens
@@ -385,7 +386,9 @@ class FPDT_Attention(torch.nn.Module):
         keeps = torch.is_grad_enabled() and any(p.requires_grad for p in params)
         heads = self.n_heads, self.n_keys, self.width
         call = _AttentionCall(self._comm, heads, chunks, angles, shelf, keeps=keeps)
-        output = _ChunkedAttention.apply(call, x, self.qkv_linear_weight, self.qkv_linear_bias)
+        # Cast outside, because autocast is off in a backward.
+        operands = cast_by_autocast(x, self.qkv_linear_weight, self.qkv_linear_bias)
+        output = _ChunkedAttention.apply(call, *operands)
         output = F.linear(output, self.qkv_dense_weight, None if self.return_bias else self.qkv_dense_bias)
         return output, self.qkv_dense_bias if self.return_bias else None
 

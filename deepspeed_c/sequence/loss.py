@@ -19,7 +19,14 @@ from deepspeed_c.sequence.tiles import IGNORED, loss_in_tiles, tile_lengths
 RowLosses = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 """(logits [n, ...], targets [n], ignore_index) -> [n], 0 where the target is ignored"""
 
-__all__ = ["RowLosses", "gathered_losses", "row_losses", "tiled_cross_entropy", "vocab_sequence_parallel_cross_entropy"]
+__all__ = [
+    "RowLosses",
+    "gathered_losses",
+    "ranks_of_gathered_losses",
+    "row_losses",
+    "tiled_cross_entropy",
+    "vocab_sequence_parallel_cross_entropy",
+]
 
 
 def _check_targets(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, ignore_index: int, where: str) -> None:
@@ -164,13 +171,21 @@ class _GatherLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, sizes: list[int], comm: Collectives) -> torch.Tensor:
-        ctx.call = sum(sizes[: comm.rank]), part.shape[0]
+        ctx.call, ctx.ranks = (sum(sizes[: comm.rank]), part.shape[0]), tuple(comm.global_ranks)
         return _gather_rows(part, sizes, comm, "losses of all tokens")
 
     @staticmethod
     @first_derivative_only("losses gathered over sequence ranks")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return grad.narrow(0, *ctx.call), None, None
+
+
+def ranks_of_gathered_losses(node: Any) -> tuple[int, ...]:
+    """The ranks that ``node`` of a graph gathers losses of, if it is the node of ``gathered_losses``; otherwise none.
+
+    A loss behind the node is the same on all of these ranks, and its backward gives each rank its own term.
+    """
+    return node.ranks if getattr(type(node), "_forward_cls", None) is _GatherLosses else ()
 
 
 def gathered_losses(

@@ -19,6 +19,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.work import Work
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.ops.attention_parts import merge_
+from deepspeed_c.ops.autocast import cast_by_autocast
 from deepspeed_c.ops.first_derivative import first_derivative_only
 from deepspeed_c.sequence.blocks import block_attention, block_attention_backward
 from deepspeed_c.sequence.plans import SequenceCut
@@ -44,8 +45,9 @@ def ring_attention(
 
     q: [batch, heads, tokens, width]; k: [batch, key heads, tokens, width]; v: [batch, key heads, tokens, value width].
     They are this rank's part of the sequences by ``cut``, with positions applied. The number of key heads divides the
-    number of heads. float64, float32, bfloat16 or float16; results of hops are merged in float32 at least. comm: the
-    ranks of the ring, as many as in the cut.
+    number of heads. float64, float32, bfloat16 or float16, all three the same; autocast casts them to its dtype, as for
+    torch's attention. Results of hops are merged in float32 at least. comm: the ranks of the ring, as many as in the
+    cut.
 
     window: a query sees keys at a distance below this number of tokens; 0: at any distance. scale: factor of the
     scores, by default width^-0.5. documents: the ends of the documents, for each sequence of the batch, if sequences
@@ -55,6 +57,7 @@ def ring_attention(
     Every rank of the ring calls this, and its backward, in the same order. Raises ConfigError, before anything is sent,
     for shapes that do not fit the cut and one another.
     """
+    q, k, v = cast_by_autocast(q, k, v)
     _check(q, k, v, comm, cut, sinks)
     call = _RingCall(
         comm, _rows(cut, q.shape[0], documents, is_causal, window), q.shape[-1] ** -0.5 if scale is None else scale

@@ -41,6 +41,41 @@ def part(rank: int, world: int) -> dict[str, torch.Tensor]:
     return {key: value.chunk(world, 1)[rank] for key, value in whole().items()}
 
 
+def autocast_program(rank: int, world: int) -> None:
+    """Rotary positions leave queries and keys in fp32 under autocast. Training equals one plain process there."""
+    from deepspeed_c.sequence.loader import UlyssesSPDataLoaderAdapter
+
+    ids = torch.randint(3, VOCAB, (1, 16), generator=torch.Generator().manual_seed(1))
+    for attention in ("ulysses", "ring"):
+        for where in ("configuration", "script"):
+            plain = llama()
+            before = {name: p.detach().clone() for name, p in plain.named_parameters()}
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = plain(input_ids=ids, labels=ids).loss
+            loss.backward()
+            section = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}} if where == "configuration" else {}
+            config = {
+                **CONFIG, "gradient_clipping": 0.0, "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+                "sequence_parallel_size": world, "sequence_parallel": {"attention": attention}, **section,
+            }  # fmt: skip
+            with deepspeed_c.initialize(model=llama(), config=config)[0] as engine:
+                group = engine.get_sequence_parallel_group()
+                samples = [{"input_ids": ids, "labels": ids.clone()}]
+                loader = UlyssesSPDataLoaderAdapter(samples, rank, group, world, engine.device, model=engine)
+                batch = next(iter(loader))
+                with torch.autocast("cpu", torch.bfloat16, enabled=where == "script"):
+                    mine = engine(**batch, labels=batch["shift_labels"], use_cache=False).loss
+                engine.backward(mine)
+                engine.step()
+                for (name, p), want in zip(engine.module.named_parameters(), plain.parameters(), strict=True):
+                    off = ((before[name] - p) - want.grad).norm() / want.grad.norm()
+                    assert off < 0.05, f"{attention}, {where}, {name}: moved {off} away from the plain gradient"
+
+
+def test_autocast_trains_as_one_plain_process() -> None:
+    on_ranks(2, autocast_program)
+
+
 def program(rank: int, world: int) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

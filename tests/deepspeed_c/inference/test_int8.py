@@ -93,6 +93,19 @@ def test_least_and_largest_numbers() -> None:
     assert error[:3] <= [least * 128] * 3 and error[3] <= 3e38 / 127, error
 
 
+def test_autocast_decides_the_dtype_of_a_product() -> None:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+    x = torch.randn(3, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = model(x)
+    quantize_weights(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = model(x)
+    assert got.dtype == wanted.dtype == torch.bfloat16
+    assert (got - wanted).abs().max() < 0.05, f"{got} and {wanted}"
+
+
 def test_a_gradient_passes_to_the_input() -> None:
     """Prompts are trained through frozen layers; torch's kernel for few rows has no derivative."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 5))

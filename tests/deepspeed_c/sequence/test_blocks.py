@@ -13,6 +13,17 @@ from deepspeed_c.sequence import blocks
 MASK = torch.zeros(7, 9).masked_fill(torch.ones(7, 9, dtype=torch.bool).triu(3), -torch.inf)
 
 
+def test_autocast_rounds_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast is off in a backward, so a rounded product in the forward would belong to other scores."""
+    monkeypatch.setattr(blocks, "_HAS_KERNEL", frozenset())
+    q, k, v = (torch.randn(2, 4, 9, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    wanted = blocks.block_attention(q, k, v, scale=0.3)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = blocks.block_attention(q, k, v, scale=0.3)
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert torch.equal(mine, theirs), f"off by {(mine - theirs).abs().max()}"
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n_keys", [4, 2, 1])
 @pytest.mark.parametrize("kind", ["whole", "causal", "mask"])

@@ -128,6 +128,28 @@ def test_bf16_and_what_may_be_left_out(tmp_path):
     check_attention(2, 13, 5, 4, 2, torch.float64, True, True, str(tmp_path))
 
 
+def autocast_attention(rank, world):
+    with torch.autocast("cpu", torch.bfloat16):
+        return attention(rank, world, 13, 5, 4, 2, torch.float32)
+
+
+def test_autocast_computes_as_torch_does():
+    """fp32 weights under autocast, compared with the plain layer in fp64. The results have autocast's dtype."""
+    found = run_ranks(2, autocast_attention)
+    weights = [w.detach().double().requires_grad_() for w in make_weights(4, 2, torch.float32)]
+    x, weigh, tables = make_input(13, torch.float32)
+    x, weigh, tables = x.double().requires_grad_(), weigh.double(), tuple(t.double() for t in tables)
+    output = plain(x, weights, 4, 2, tables)
+    expected = torch.autograd.grad((output * weigh).sum(), [x, *weights])
+    for rank, (out, grad_x, *_) in enumerate(found):
+        own = places(13, 5, rank, 2)
+        assert out.dtype == torch.bfloat16 and grad_x.dtype == torch.float32
+        assert (out - output[own]).norm() < 0.03 * output[own].norm()
+        assert (grad_x - expected[0][own]).norm() < 0.03 * expected[0][own].norm()
+    for parts, whole in zip(zip(*(each[2:] for each in found)), expected[1:]):
+        assert (sum(parts) - whole).norm() < 0.03 * whole.norm(), f"{sum(parts).norm()} and {whole.norm()}"
+
+
 def refused(rank, world, kind):
     config = SimpleNamespace(
         hidden_size=HIDDEN, kv_channels=WIDTH, num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.1

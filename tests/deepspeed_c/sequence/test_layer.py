@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import deepspeed_c
+from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ConfigError
+from deepspeed_c.sequence import SequenceCut, ring_attention
 from deepspeed_c.sequence.layer import DistributedAttention, _SeqAllToAll
 from tests.ranks import run_ranks
 
@@ -62,6 +64,43 @@ def test_as_one_process(world: int) -> None:
         for j, whole in enumerate((out.detach(), *(t.grad for t in wholes))):
             parts = torch.cat([of_rank[i][j] for of_rank in everyone], 1 - batch_dim)
             torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6, msg=lambda m: f"{cells[i]} {j} {m}")  # noqa: B023
+
+
+def autocast_inputs() -> list[torch.Tensor]:
+    """Queries and keys in fp32 and values in bf16, [batch, tokens, heads, width]: so a rotary model leaves them."""
+    generator = torch.Generator().manual_seed(3)
+    dtypes = torch.float32, torch.float32, torch.bfloat16
+    return [torch.randn(BATCH, 2 * TOKENS, 4, 8, generator=generator).to(dtype) for dtype in dtypes]
+
+
+def attend_as_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def autocast_body(rank: int, world: int, kind: str) -> list[torch.Tensor]:
+    mine = [t.chunk(world, 1)[rank].clone().requires_grad_() for t in autocast_inputs()]
+    with torch.autocast("cpu", torch.bfloat16):
+        if kind == "ulysses":
+            out = DistributedAttention(attend_as_torch, None, 2, 1)(*mine, 0)
+        else:
+            cut = SequenceCut(world * TOKENS, world, "contiguous")
+            out = ring_attention(*(t.transpose(1, 2) for t in mine), Collectives(), cut).transpose(1, 2)
+    (out.float() ** 2).sum().backward()
+    return [out.detach(), *(t.grad for t in mine)]
+
+
+@pytest.mark.parametrize("kind", ["ulysses", "ring"])
+def test_autocast_casts_as_for_torchs_attention(kind: str) -> None:
+    everyone = run_ranks(2, autocast_body, kind)
+    wholes = [t.requires_grad_() for t in autocast_inputs()]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend_as_torch(*wholes)
+    (out.float() ** 2).sum().backward()
+    for j, whole in enumerate((out.detach(), *(t.grad for t in wholes))):
+        parts = torch.cat([of_rank[j] for of_rank in everyone], 1)
+        assert parts.dtype == whole.dtype, f"tensor {j}: {parts.dtype}, torch has {whole.dtype}"
+        torch.testing.assert_close(parts, whole, rtol=4e-2, atol=4e-2, msg=lambda m: f"tensor {j} {m}")  # noqa: B023
 
 
 def flat_body(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ import torch.distributed.nn.functional as collectives
 import deepspeed_c
 from deepspeed_c.errors import StateError
 from deepspeed_c.sequence.layer import DistributedAttention
+from deepspeed_c.sequence.loss import vocab_sequence_parallel_cross_entropy
 from deepspeed_c.utils import groups
 from tests.deepspeed_c.sequence.test_engine import (
     RATE,
@@ -101,10 +102,27 @@ LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "weighted": lambda logits, labels: whole_of(logits, labels, lambda mine, _: own_term(mine)),
     "own gather": lambda logits, labels: whole_of(logits, labels, OwnGather.apply),
     "gather without a sum": lambda logits, labels: whole_of(logits, labels, own_gather_without_sum),
+    "the package's": lambda logits, labels: package_mean(logits, labels),
     "torch's gather": lambda logits, labels: whole_of(
         logits, labels, lambda mine, group: torch.stack(collectives.all_gather(mine, group=group))
     ),
 }
+
+
+def package_mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean over the valid tokens of whole sequences."""
+    group = groups._get_sequence_parallel_group()
+    losses = vocab_sequence_parallel_cross_entropy(logits.transpose(0, 1), labels.t(), group)
+    counts = own_gather_without_sum((labels != -100).sum(), group)
+    return losses.sum() / counts.sum()
+
+
+class Inside(Toy):
+    """Computes its loss by the package's function."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = super().forward(x, labels)["logits"]
+        return {"loss": package_mean(logits, labels), "logits": logits}
 
 
 def own_term(mine: torch.Tensor) -> torch.Tensor:
@@ -176,13 +194,30 @@ def test_losses_equal_to_the_bit_are_an_error_that_names_the_key(kind: str, worl
 
 @pytest.mark.parametrize(
     "kind, way",
-    [("own gather", "whole"), ("gather without a sum", "part"), ("weighted", None), ("torch's gather", None)],
+    [("own gather", "whole"), ("gather without a sum", "part"), ("weighted", None), ("torch's gather", None)]
+    + [("the package's", None)],
 )
 @pytest.mark.parametrize("world, sp", [(2, 2), (4, 4), (4, 2)])
 def test_what_is_said_or_known_trains_as_one_process(kind: str, way: str | None, world: int, sp: int) -> None:
-    for weights, _, error in run_ranks(world, outside_body, sp, kind, way):
+    for weights, warnings, error in run_ranks(world, outside_body, sp, kind, way):
         assert error is None, error
         check_weights(weights, n_data=world // sp)
+        assert kind != "the package's" or not warnings, warnings
+
+
+def inside_body(rank: int, world: int) -> tuple[Any, list[str]]:
+    with LogLines(logging.WARNING) as records, engine_of(Inside(), 2) as engine:
+        for step in range(STEPS):
+            x, labels = part(engine, batch(step, 0, groups.get_data_parallel_rank()))
+            engine.backward(engine(x, labels)["loss"])
+            engine.step()
+        return weights_of(engine), records.lines
+
+
+def test_a_model_may_compute_its_loss_by_the_packages_function() -> None:
+    for weights, warnings in run_ranks(2, inside_body):
+        check_weights(weights)
+        assert not warnings, warnings
 
 
 def test_a_mean_that_nobody_has_named_is_a_warning_with_the_factor() -> None:
