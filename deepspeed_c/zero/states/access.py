@@ -7,6 +7,7 @@ this rank's piece, a flat tensor (empty on ranks that own nothing of the paramet
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepspeed_c.errors import StateError
+from deepspeed_c.logging import log_dist
 from deepspeed_c.zero.weights.grad_face import HANDLE, notice_cleared, stop_noticing
 
 if TYPE_CHECKING:
@@ -39,6 +41,16 @@ __all__ = [
 ]
 
 
+# The module of torch.nn.utils.clip_grad_norm_, clip_grad_value_ and their kin.
+_CLIPPING = "torch.nn.utils.clip_grad"
+# Packages that ask for param.grad in passing: zero_grad, optimizers, copies of modules.
+_QUIET = frozenset({"torch", "deepspeed_c", "accelerate", "transformers"})
+_READ_NORM = (
+    "engine.get_global_grad_norm() returns the norm of the last step before clipping, and"
+    " deepspeed_c.utils.safe_get_full_grad(param) a gradient between backward and step"
+)
+
+
 class ParamHandle:
     """Ties a parameter to its place in an engine. Copies and pickles of the parameter do not carry it along."""
 
@@ -48,6 +60,31 @@ class ParamHandle:
     def drop_gradient(self) -> None:
         """Called when a caller has set ``param.grad`` to None: drops the engine's gradient of the parameter."""
         self.optimizer.drop_gradients([self.slot.param])
+
+    def note_read(self, reader: str) -> None:
+        """Called when the module ``reader`` has found None in ``param.grad``. While the engine holds a gradient, torch's
+        clipping would do nothing, so it is an error. Another reader may only ask, so the first one causes a warning.
+        """
+        reducer = self.optimizer.reducer
+        if not reducer.has_window or reducer.is_in_backward:
+            return
+        where = f"param.grad of {self.slot.name}"
+        if reader == _CLIPPING:
+            raise StateError(
+                "it is None, because the engine holds the gradient, so torch's function would clip nothing and return 0",
+                where=where,
+                fix=f'set "gradient_clipping" in the configuration, and delete the call: engine.step() clips. {_READ_NORM}',
+            )
+        if self.optimizer.is_read_noted or reader.partition(".")[0] in _QUIET:
+            return
+        self.optimizer.is_read_noted = True
+        log_dist(
+            f"{where} is None for {reader}: the engine holds the gradients of this step, and what a script does to"
+            ' param.grad has no effect. To clip, set "gradient_clipping"; to change a gradient, call'
+            f" deepspeed_c.utils.safe_set_full_grad; to drop all, call engine.zero_grad(). {_READ_NORM}",
+            ranks=[0],
+            level=logging.WARNING,
+        )
 
     def __reduce__(self):
         return type(None), ()

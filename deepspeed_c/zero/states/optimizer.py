@@ -104,6 +104,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.clip, self.checks_overflow, self.scaler = float(options.clip), options.checks_overflow, scaler
         self.overflow = False
         self._norm: float | None = None
+        self.is_read_noted = False  # whether a warning has said that param.grad shows no gradient
         self.last_facts: WindowFacts | None = None
         """The facts of the last window for which a step was made."""
         self._losses = WindowLosses()

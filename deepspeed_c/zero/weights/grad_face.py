@@ -1,7 +1,9 @@
-"""Notices ``param.grad = None`` on a parameter whose gradients are stored elsewhere than in ``param.grad``."""
+"""Notices ``param.grad = None``, and reads of it, on a parameter whose gradients are stored elsewhere than in
+``param.grad``."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Protocol
 
 import torch
@@ -18,13 +20,20 @@ HANDLE = "_dsc_handle"
 class _GradientHandle(Protocol):
     def drop_gradient(self) -> None: ...
 
+    def note_read(self, reader: str) -> None: ...
+
 
 class GradFace:
-    """Base class of a parameter that calls its handle whenever somebody sets ``param.grad`` to None."""
+    """Base class of a parameter that calls its handle whenever somebody sets ``param.grad`` to None, or finds None in
+    it."""
 
     @property
     def grad(self) -> torch.Tensor | None:
-        return GRAD.__get__(self)
+        found = GRAD.__get__(self)
+        handle: _GradientHandle | None = self.__dict__.get(HANDLE) if found is None else None
+        if handle is not None:
+            handle.note_read(sys._getframe(1).f_globals.get("__name__", ""))
+        return found
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:

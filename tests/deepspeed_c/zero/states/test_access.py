@@ -3,6 +3,8 @@ masters, weights and the next step."""
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from deepspeed_c import errors, utils
 from deepspeed_c.zero.weights.param import shape_of
 from tests.deepspeed_c.zero.test_oracle import make_config
 from tests.deepspeed_c.zero.traits import TRAITS, batch, make_model, whole_params
+from tests.log_lines import LogLines
 from tests.ranks import run_ranks
 
 FULL = {
@@ -225,3 +228,49 @@ def test_a_written_gradient_makes_its_parameter_count_as_used_and_no_other(world
             for name, value in want.items():
                 worst = (got[edit][name] - value).abs().max().item()
                 assert worst < 2e-5, f"{edit}: {name} is off by {worst:g}"
+
+
+def own_norm(model: torch.nn.Module) -> float:
+    """As many scripts compute it: parameters without a gradient are left out."""
+    return sum(float(p.grad.norm() ** 2) for p in model.parameters() if p.grad is not None) ** 0.5
+
+
+CLIPS = (
+    lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5),
+    lambda model: torch.nn.utils.clip_grad_norm_(list(model.parameters()), 0.5, norm_type=float("inf"), foreach=False),
+    lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.5),
+)
+
+
+def clipping_body(rank: int, world: int, stage: int, gas: int) -> None:
+    model, engine = start(stage, "fp32", gas=gas)
+    with engine, LogLines(logging.WARNING) as records:
+        for clip in CLIPS[:2]:
+            clip(model)  # without a gradient there is nothing to clip, as in plain torch
+        for step in range(2):
+            for micro in range(gas):
+                run_backward(engine, rank, step)
+                for clip in CLIPS if stage else CLIPS[:0]:
+                    with pytest.raises(errors.StateError) as raised:
+                        clip(model)
+                    for word in ("gradient_clipping", "engine.get_global_grad_norm()", "safe_get_full_grad"):
+                        assert word in str(raised.value), f"stage {stage}: {word} not in {raised.value}"
+                said = own_norm(model)
+                if stage == 0 and micro == gas - 1:
+                    found = torch.nn.utils.clip_grad_norm_(model.parameters(), said / 2)
+                    assert float(found) == pytest.approx(said) and said > 0.0, (found, said)
+                    assert own_norm(model) == pytest.approx(said / 2, rel=1e-3)
+                engine.step()
+            assert engine.get_global_grad_norm() > 0.0
+            for clip in CLIPS[:2]:
+                clip(model)
+        told = [line for line in records.lines if "param.grad" in line]
+        # Ranks other than 0 log nothing. Reads before the first backward and after the step are no mistake.
+        assert len(told) == (1 if stage and rank == 0 else 0), told
+        assert all(__name__ in line and "gradient_clipping" in line for line in told), told
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("gas", [1, 2])
+def test_clipping_of_gradients_that_the_engine_holds_is_not_silent(stage: int, gas: int) -> None:
+    run_ranks(2, clipping_body, stage, gas)
