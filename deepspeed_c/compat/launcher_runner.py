@@ -24,6 +24,7 @@ __all__ = [
     "EXPORT_ENVS",
     "encode_world_info",
     "fetch_hostfile",
+    "main",
     "parse_args",
     "parse_inclusion_exclusion",
     "parse_node_config_list",
@@ -35,6 +36,20 @@ EXPORT_ENVS = list(PREFIXES)
 EXCLUDE_ENVS = {sign: list(names) for sign, names in EXCLUDED.items()}
 DEEPSPEED_ENVIRONMENT_PATHS = [os.path.expanduser("~"), "."]
 UNSET = -1
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Starts the ranks and waits for them. If a rank failed, the process ends with its exit code, as in DeepSpeed.
+
+    args: words of a command line, without the program's name. Words that cannot be launched raise LaunchError, which is
+    a ValueError. None takes the words of this process, and reports an error as the command `deepspeed_c` does.
+    """
+    from deepspeed_c.launcher.launch import main as launch
+    from deepspeed_c.launcher.main import main as command
+
+    code = command() if args is None else launch(args)
+    if code:
+        sys.exit(code)
 
 
 def fetch_hostfile(hostfile_path: str) -> OrderedDict[str, int] | None:

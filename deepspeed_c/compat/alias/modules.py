@@ -292,12 +292,11 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.launcher.runner": {
         **{name: f"deepspeed_c.compat.multinode_runner:{name}" for name in _RUNNERS},
         "DEEPSPEED_ENVIRONMENT_NAME": f"{_CONSTANTS}:DEEPSPEED_ENVIRONMENT_NAME",
-        "main": "deepspeed_c.launcher.main:main",
         **{
             name: f"deepspeed_c.compat.launcher_runner:{name}"
             for name in (
                 *("DEEPSPEED_ENVIRONMENT_PATHS", "DLTS_HOSTFILE", "EXCLUDE_ENVS", "EXPORT_ENVS", "_parse_hostfile"),
-                *("encode_world_info", "fetch_hostfile", "parse_args", "parse_inclusion_exclusion"),
+                *("encode_world_info", "fetch_hostfile", "main", "parse_args", "parse_inclusion_exclusion"),
                 *("parse_node_config_list", "parse_resource_filter"),
             )
         },

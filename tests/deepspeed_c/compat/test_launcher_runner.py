@@ -8,6 +8,8 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import subprocess
+import sys
 
 import pytest
 
@@ -121,3 +123,26 @@ def test_options_that_are_given(monkeypatch):
 def test_variables():
     assert {"MLFLOW", "PYTHON", "MV2", "UCX", "NCCL"} <= set(runner.EXPORT_ENVS)
     assert runner.EXCLUDE_ENVS == {"AISC_JOB_NAME": ["NCCL_IB_HCA", "UCX_NET_DEVICES"]}
+
+
+def test_main_refuses_words_with_the_error_of_deepspeed(capsys):
+    """As an error if a program calls it, and as a message if it is the command of the process."""
+    words = ["--num_nodes", "1", "-i", "localhost", "foo.py"]
+    with pytest.raises(ValueError, match="--include and --exclude say how many processes to start"):
+        runner.main(args=words)
+    with pytest.raises(SystemExit) as stop, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["deepspeed", *words])
+        runner.main()
+    assert stop.value.code == 2 and "Fix: drop one of them" in capsys.readouterr().err
+
+
+def test_main_ends_the_process_with_the_code_of_a_failed_rank(tmp_path):
+    for code in (0, 7):
+        script = tmp_path / f"exits_{code}.py"
+        script.write_text(f"raise SystemExit({code})\n")
+        done = subprocess.run(
+            [sys.executable, "-c", f"from deepspeed_c.compat.launcher_runner import main; main({['--num_procs', '1', str(script)]})"],
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        print(done.stdout, done.stderr)
+        assert done.returncode == code
