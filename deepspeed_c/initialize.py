@@ -122,7 +122,9 @@ def initialize(
     groups.set_mesh(mesh)
     set_level(settings.log_level)
     watch(comm, settings.collective_timeout_s)
-    log_dist(settings.summary_line(), ranks=[0])
+    given = {"optimizer": ("optimizer", optimizer), "scheduler": ("lr_scheduler", lr_scheduler)}
+    passed = {section: name for section, (name, value) in given.items() if value is not None}
+    log_dist(settings.summary_line(passed), ranks=[0])
     for note in settings.notes:
         log_dist(note, ranks=[0])
     if "comms_logger" in settings.as_dict():  # without this section the log keeps the settings of `comm.configure`

@@ -2,6 +2,8 @@
 
 import copy
 import typing
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -80,8 +82,12 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
             tree[section][params][name] = _thaw(value)
         return tree
 
-    def summary_line(self) -> str:
-        """One line for rank 0 at the start: the batch sizes, and values other than the defaults with their sources."""
+    def summary_line(self, passed: Mapping[str, str] = MappingProxyType({})) -> str:
+        """One line for rank 0 at the start: the batch sizes, and values other than the defaults with their sources.
+
+        passed: sections in whose place an object was passed to ``initialize``, with the argument's name. The line says
+        that the argument acts, and not the section.
+        """
         parts = []
         if self.batch is not None:
             size = self.batch
@@ -100,6 +106,8 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
             "gradient_accumulation_steps",
         }
         for row in self.rows():
+            if row.key.partition(".")[0] in passed:
+                continue
             if row.key not in skip and row.source != "default" and not row.note:
                 parts.append(f"{row.key} {row.value}" + ("" if row.source == "user" else f" ({row.source})"))
         unused = [
@@ -107,6 +115,9 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
         ]
         if unused:
             parts.append(f"unused: {', '.join(unused)}")
+        for section, argument in passed.items():
+            if section in self._given:
+                parts.append(f'"{section}" has no effect: initialize({argument}=...) acts in its place')
         return f"configuration from {self.origin}: " + "; ".join(parts)
 
     def rows(self, *, everything: bool = False) -> list[ConfigRow]:

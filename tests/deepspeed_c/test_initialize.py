@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ import torch.distributed as dist
 import deepspeed_c
 from deepspeed_c import _C
 from deepspeed_c.errors import CommError, FeatureError
+from tests.log_lines import LogLines
 from tests.ranks import run_ranks
 
 CONFIG = {
@@ -109,3 +112,30 @@ def layouts_body(rank: int, world: int) -> None:
 def test_engines_without_a_layout_share_none():
     """Each engine that only evaluates at stage 0 has an empty layout of its own."""
     run_ranks(1, layouts_body)
+
+
+def passed_body(rank: int, world: int, is_passed: bool) -> None:
+    model = torch.nn.Linear(8, 8)
+    sections = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}},
+    }
+    passed: dict[str, Any] = {}
+    if is_passed:
+        passed["optimizer"] = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        passed["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    config = {"train_batch_size": 4, "zero_optimization": {"stage": 2}, **sections}
+    with LogLines() as records:
+        engine, optimizer, _, _ = deepspeed_c.initialize(model=model, config=config, **passed)
+    with engine:
+        lr = optimizer.param_groups[0]["lr"]
+    (line,) = (text for text in records.lines if text.startswith("configuration from"))
+    assert ("optimizer.params.lr" in line, "scheduler.type" in line) == (not is_passed,) * 2, line
+    assert ('"optimizer" has no effect: initialize(optimizer=...) acts' in line) == is_passed, line
+    assert ('"scheduler" has no effect: initialize(lr_scheduler=...) acts' in line) == is_passed, line
+    assert (lr == 1e-3) == is_passed, lr
+
+
+@pytest.mark.parametrize("is_passed", [False, True])
+def test_the_first_line_says_which_optimizer_and_which_schedule_act(is_passed: bool) -> None:
+    run_ranks(1, passed_body, is_passed)

@@ -62,8 +62,9 @@ class ParamHandle:
         self.optimizer.drop_gradients([self.slot.param])
 
     def note_read(self, reader: str) -> None:
-        """Called when the module ``reader`` has found None in ``param.grad``. While the engine holds a gradient, torch's
-        clipping would do nothing, so it is an error. Another reader may only ask, so the first one causes a warning.
+        """Called when the module ``reader`` has found None in ``param.grad``. While the engine holds a gradient,
+        torch's clipping would do nothing, so it is an error. Another reader may only ask, so the first one causes a
+        warning.
         """
         reducer = self.optimizer.reducer
         if not reducer.has_window or reducer.is_in_backward:
