@@ -57,13 +57,13 @@ def area_table(rows: list[Row], documents: str) -> str:
 DOCUMENTS = {ROOT / "README.md": "docs/", ROOT / "docs" / "migrating-from-deepspeed.md": ""}
 
 
-def put_between_marks(document: str, text: str) -> str:
-    """Return ``document`` with ``text`` between its two marks. Raises ValueError where a mark is missing."""
-    before, begin, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
+def put_between_marks(document: str, text: str, first: str = BEGIN, last: str = END) -> str:
+    """Return ``document`` with ``text`` between two marks. Raises ValueError where a mark is missing."""
+    before, begin, rest = document.partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"the document has no {BEGIN} with a {END} behind it")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+        raise ValueError(f"the document has no {first} with a {last} behind it")
+    return f"{before}{first}\n{text}\n{last}{after}"
 
 
 def main(argv: list[str]) -> int:
