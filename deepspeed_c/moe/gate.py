@@ -247,10 +247,11 @@ def top1gating(
     ep_group: ranks whose capacity agrees where nothing is dropped. indices: int [tokens, 1], experts to use instead of
     a choice. ``use_tutel`` changes nothing: rows are moved without padding in any case.
 
-    Returns (l_aux, combine_weights [tokens, experts, capacity], dispatch_mask, exp_counts), or ``Routes``. An expert has
-    ``min_capacity`` places or more, also where there are fewer tokens.
+    Returns (l_aux, combine_weights [tokens, experts, capacity], dispatch_mask, exp_counts), or ``Routes``. An expert
+    has ``min_capacity`` places or more, also where there are fewer tokens.
 
-    Raises RoutingError for logits that are NaN or inf, and ModelError for ``used_token`` or ``indices`` that do not fit.
+    Raises RoutingError for logits that are NaN or inf, and ModelError for ``used_token`` or ``indices`` that do not
+    fit.
     """
     routing = _Routing(logits, used_token, draws, where)
     choice = routing.top1(indices, is_noisy=noisy_gate_policy == "RSample", is_random=use_rts and drop_tokens)

@@ -177,7 +177,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A clone with one module. One of its tests fails always, and the old selection alone has another one."""
+    """A clone with one module. The tree has a test that fails always, and another one in the old selection alone."""
     for file, text in {
         "deepspeed_c/__init__.py": "",
         "deepspeed_c/a.py": MODULE,

@@ -19,7 +19,7 @@ def cases(gating):
         for factor in (0.5, 1.0, 8.0):
             for drops in (True, False):
                 name = f"{where}, factor {factor}, drops {drops}"
-                # Which tokens DeepSpeed drops with k = 1 is random, or whatever torch.topk does with equal values.
+                # DeepSpeed's choice of dropped tokens with k = 1 is random, or follows torch.topk at equal values.
                 if factor == 8.0 or not drops:
                     yield f"1: {name}", gating.top1gating, (logits, factor, 2, None, None, drops, False, None)
                     yield f"1 rts: {name}", gating.top1gating, (logits, factor, 2, None, None, drops, True, None)
