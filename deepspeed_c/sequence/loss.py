@@ -222,7 +222,7 @@ def gathered_losses(
 
 
 def vocab_sequence_parallel_cross_entropy(
-    vocab_seq_parallel_logits: torch.Tensor,
+    vocab_parallel_logits: torch.Tensor,
     target: torch.Tensor,
     sp_group: Any,
     *,
@@ -231,7 +231,7 @@ def vocab_sequence_parallel_cross_entropy(
 ) -> torch.Tensor:
     """The loss of every token of a sequence that is cut over ranks: [all tokens, batch], the same on all ranks.
 
-    vocab_seq_parallel_logits: [tokens of this rank, batch, vocab_size]; the number of tokens may differ between ranks.
+    vocab_parallel_logits: [tokens of this rank, batch, vocab_size]; the number of tokens may differ between ranks.
     target: int64 [tokens of this rank, batch]. Losses are float32 (float64 of float64), 0 where the target is
     ``ignore_index``. sp_group: the ranks that the tokens are cut over. vocab_group: the ranks that the vocabulary is
     cut over, in the order of the cut; None: each rank has all logits of its tokens. No rank ever holds more logits than
@@ -247,7 +247,7 @@ def vocab_sequence_parallel_cross_entropy(
     where = "vocab_sequence_parallel_cross_entropy"
     comm = Collectives(sp_group)
     vocab = None if vocab_group is None else Collectives(vocab_group)
-    logits = vocab_seq_parallel_logits
+    logits = vocab_parallel_logits
     vocab_size = logits.shape[-1] if logits.dim() else 0
     sizes = [vocab_size] if vocab is None else [int(n) for n in vocab.gather_numbers(vocab_size, label="columns of each rank's logits")]
 

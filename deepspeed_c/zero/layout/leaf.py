@@ -18,6 +18,7 @@ __all__ = [
     "get_z3_leaf_modules",
     "is_leaf",
     "mark_fine_modules",
+    "mark_parameters",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",
@@ -39,9 +40,16 @@ def z3_leaf_module(model: torch.nn.Module) -> bool:
     return is_leaf(model)
 
 
-def z3_leaf_parameter(param: torch.nn.Parameter) -> bool:
-    """Whether ``param`` was found below a leaf when the model was laid out."""
-    return bool(getattr(param, "ds_z3_leaf_module", None))
+def z3_leaf_parameter(model: torch.nn.Parameter) -> bool:
+    """Whether the parameter ``model`` (DeepSpeed's name for it) lay below a leaf when stage 3 placed its hooks."""
+    return bool(getattr(model, _FLAG, False))
+
+
+def mark_parameters(leaf: torch.nn.Module) -> None:
+    """Marks the parameters below a leaf. The mark is no reference to the module, because a pickle of a parameter has
+    its attributes."""
+    for param in leaf.parameters():
+        setattr(param, _FLAG, True)
 
 
 def set_z3_leaf_module(model: torch.nn.Module, flag: bool = True) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from deepspeed_c.zero.layout.leaf import is_leaf
+from deepspeed_c.zero.layout.leaf import is_leaf, mark_parameters
 from deepspeed_c.zero.weights.fetch import Fetcher
 from deepspeed_c.zero.weights.forwards import Forward
 from deepspeed_c.zero.weights.gather_unit import GatherUnit, PlacedShard
@@ -173,6 +173,7 @@ class ModuleHooks:
                 continue
             if is_leaf(module):
                 skipped.update(m for m in module.modules() if m is not module)
+                mark_parameters(module)
             if module not in self._watched:
                 self.watch(module)
 

@@ -42,9 +42,9 @@ def sequence_losses(rank, world, n_tokens, n_vocab, dtype):
     mine = mine[..., begin:end].clone().requires_grad_()
     before = mine.detach().clone()
     losses = vocab_sequence_parallel_cross_entropy(
-        mine,
-        cut.take(target, sp_rank, 0),
-        groups[vocab_rank],
+        vocab_parallel_logits=mine,
+        target=cut.take(target, sp_rank, 0),
+        sp_group=groups[vocab_rank],
         vocab_group=vocab_groups[sp_rank] if n_vocab > 1 else None,
     )
     weigh = torch.linspace(-1, 2, losses.numel(), dtype=losses.dtype).view(losses.shape)

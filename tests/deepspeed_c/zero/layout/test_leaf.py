@@ -63,6 +63,8 @@ def mixture_body(rank: int, world: int, bucket: int) -> dict[str, torch.Tensor]:
     config = make_config(3, "fp32", 1, {"zero_optimization": zero, "gradient_clipping": 0})
     with deepspeed_c.initialize(model=model, config=config)[0] as engine:
         assert is_leaf(model.first) and is_leaf(model.second) and not is_leaf(model)
+        below = {n for n, p in engine.module.named_parameters() if utils.z3_leaf_parameter(model=p)}
+        assert below == {n for n, _ in model.named_parameters() if n.startswith(("first.", "second."))}, below
         for step in range(STEPS):
             engine.backward(engine(*batch(step, rank)))
             engine.step()
