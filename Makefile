@@ -89,7 +89,7 @@ format: $(BUILT) ## lay out C, C++ and CUDA as .clang-format says
 # The C tests build missing programs themselves, and fail if they cannot. This target serves `make -j2 test`: the
 # compiler works while pip installs on one core.
 .PHONY: programs
-programs: $(SYSTEM)
+programs: cores
 	-@for san in "" address,undefined thread; do $(MAKE) -s -j2 -C csrc programs SAN=$$san >/dev/null || exit; done
 
 .PHONY: bench
@@ -117,6 +117,11 @@ clean: ## remove what was built, but keep the environment's packages
 	rm -rf build dist out logs *.egg-info deepspeed_c/*.so $(BUILT)
 	$(MAKE) -C csrc clean
 
+# The package and the C tests link the same objects, so that these are compiled once, while pip installs.
+.PHONY: cores
+cores: $(SYSTEM)
+	@$(MAKE) -s -j$$(nproc) -C csrc >/dev/null
+
 $(SYSTEM): scripts/system_packages.sh
 	scripts/system_packages.sh $(PYTHON)
 	@mkdir -p $(@D)
@@ -129,6 +134,6 @@ $(ENV): constraints.txt $(SYSTEM)
 
 # One command installs the packages of tests and examples too, because a second install takes longer. Object files are
 # kept: tests/test_package.py makes a wheel of them.
-$(BUILT): $(ENV) $(SOURCES)
+$(BUILT): $(ENV) $(SOURCES) | cores
 	DSC_BUILD_DIR=$(CURDIR)/build/objects $(PIP) install --no-build-isolation -c constraints.txt -e ".[examples,hf,monitor,test,tuning]" ruff clang-format
 	@touch $@

@@ -5,6 +5,7 @@ Settings, from the environment:
   MAX_JOBS            parallel compilations; all processors by default
   DSC_BUILD_DIR       folder that keeps object files, so that a later build compiles changed files only;
                       by default setuptools' temporary folder
+  DSC_CCACHE          0: without the compiler cache, which otherwise serves where `ccache` is on PATH
   DSC_BUILD_CUDA      0: never build the CUDA library; 1: fail without nvcc; unset: build it when nvcc is found
 """
 
@@ -16,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -100,10 +102,18 @@ def find_nvcc() -> str | None:
     return nvcc
 
 
-def run(command: list[str], says: str) -> None:
+def find_ccache(make: list[str]) -> list[str]:
+    """Return the words to put before a compiler's command: the compiler cache, or none."""
+    asked = [*make, "-s", "--no-print-directory", "-C", "csrc", "ccache"]
+    words = shlex.split(subprocess.run(asked, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True).stdout)
+    # Paths below the base folder count as relative, so that a clone in another folder finds the same objects.
+    return ["env", f"CCACHE_BASEDIR={ROOT}", *words] if words else []
+
+
+def run(command: list[str], says: str, ccache: Sequence[str] = ()) -> None:
     print(says, flush=True)
     try:
-        subprocess.run(command, cwd=ROOT, check=True)
+        subprocess.run([*ccache, *command], cwd=ROOT, check=True)
     except subprocess.CalledProcessError as error:
         raise BuildError(
             f"{command[0]} ended with status {error.returncode}; its messages are above",
@@ -112,32 +122,42 @@ def run(command: list[str], says: str) -> None:
         ) from error
 
 
-def compile_changed(command: list[str], source: str, made: Path) -> None:
-    """Compile ``source``, unless its object was made by this command and is younger than all its dependencies."""
-    said = made.with_suffix(".command")
-    # The path of the sources does not affect the object: sources in another folder give the same object.
-    words = shlex.join(command).replace(str(ROOT), "ROOT")
-    if said.is_file() and said.read_text() == words and is_younger(made, made.with_suffix(".d")):
+def compile_changed(ccache: list[str], command: list[str], source: str, made: Path) -> None:
+    """Compile ``source``, unless its object was made by this command and is younger than all its dependencies.
+
+    The cache is no part of the command: objects stay valid when ccache is installed or removed.
+    """
+    said, listed = made.with_suffix(".command"), made.with_suffix(".d")
+    # The paths of the sources and of the build do not affect the object: those in another folder give the same object.
+    words = shlex.join(command).replace(f"{made.parent}/", "BUILD/").replace(str(ROOT), "ROOT")
+    if said.is_file() and said.read_text() == words and is_younger(made, listed):
         return
     said.unlink(missing_ok=True)
-    run([*command, "-o", str(made)], f"CXX {source}")
+    run([*command, "-o", str(made)], f"CXX {source}", ccache)
+    # ccache lists relative paths, which name nothing when sources in another folder use this object.
+    listed.write_text(f"{made.name}: {' '.join(str(ROOT / name) for name in dependencies(listed))}\n")
     said.write_text(words)
 
 
-def precompile(compiler: list[str], folder: Path) -> Path:
+def precompile(ccache: list[str], compiler: list[str], folder: Path) -> Path:
     """Precompile the headers that every handle includes, and return the header to include before all others."""
     header, text = folder / "precompiled.h", f'#include "{PRECOMPILED}"\n'
     if not header.is_file() or header.read_text() != text:
         header.write_text(text)
-    compile_changed([*compiler, "-MMD", "-x", "c++-header", str(header)], PRECOMPILED, folder / "precompiled.h.gch")
+    command = [*compiler, "-MMD", "-x", "c++-header", str(header)]
+    compile_changed(ccache, command, PRECOMPILED, folder / "precompiled.h.gch")
     return header
 
 
-def is_younger(made: Path, dependencies: Path) -> bool:
-    """Return whether all files that the compiler listed in ``dependencies`` exist and are older than ``made``."""
+def dependencies(listed: Path) -> list[str]:
+    """Return the names of the files that the compiler listed in ``listed``."""
+    return listed.read_text().replace("\\\n", " ").split(":", 1)[1].split()
+
+
+def is_younger(made: Path, listed: Path) -> bool:
+    """Return whether all files that the compiler listed in ``listed`` exist and are older than ``made``."""
     try:
-        names = dependencies.read_text().replace("\\\n", " ").split(":", 1)[1].split()
-        return all((ROOT / name).stat().st_mtime_ns <= made.stat().st_mtime_ns for name in names)
+        return all(Path(name).stat().st_mtime_ns <= made.stat().st_mtime_ns for name in dependencies(listed))
     except FileNotFoundError:
         return False
 
@@ -157,17 +177,20 @@ class Tools(NamedTuple):
     nvcc: str | None  # None: no CUDA library
     torch: Path
     pybind11: str  # folder of its headers
+    ccache: list[str]  # empty: no compiler cache
 
     @staticmethod
     def find() -> "Tools":
+        make = find_program("MAKE", "make", "make")
         return Tools(
             jobs=int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1),
-            make=find_program("MAKE", "make", "make"),
+            make=make,
             cc=find_program("CC", "gcc", "C compiler"),
             cxx=find_program("CXX", "g++", "C++ compiler"),
             nvcc=find_nvcc(),
             torch=find_torch(),
             pybind11=find_pybind11(),
+            ccache=find_ccache(make),
         )
 
 
@@ -188,7 +211,8 @@ class BuildExtension(build_ext):
             "-C",
             "csrc",
             f"-j{tools.jobs}",
-            f"BUILD={build / 'csrc'}",
+            # Relative, as all paths in csrc/Makefile: a compiler cache then serves clones in other folders.
+            f"BUILD={os.path.relpath(build / 'csrc', ROOT / 'csrc')}",
             f"CC={shlex.join(tools.cc)}",
         ]
         run(make_csrc, "make -C csrc")
@@ -223,11 +247,11 @@ class BuildExtension(build_ext):
         sources = sorted(sources, key=names_torch, reverse=True)
         objects = [folder / f"{Path(source).stem}.o" for source in sources]
         with ThreadPoolExecutor(tools.jobs) as pool:
-            header = pool.submit(precompile, [*tools.cxx, *flags, *python_headers], folder)
+            header = pool.submit(precompile, tools.ccache, [*tools.cxx, *flags, *python_headers], folder)
 
             def make(source: str, made: Path) -> None:
                 own = torch_headers if names_torch(source) else [*python_headers, "-include", str(header.result())]
-                compile_changed([*tools.cxx, *flags, *own, "-MMD", "-c", source], source, made)
+                compile_changed(tools.ccache, [*tools.cxx, *flags, *own, "-MMD", "-c", source], source, made)
 
             list(pool.map(make, sources, objects))
         return objects

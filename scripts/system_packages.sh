@@ -50,6 +50,11 @@ missing() {
     "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
 }
 
+# Continuous integration compiles the same files again and again. Without ccache they only take longer.
+if [ "${CI:-}" = true ] && ! command -v ccache >/dev/null && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends ccache; } >/dev/null 2>&1 || true
+fi
+
 needed=$(missing | tr '\n' ' ')
 [ -n "$needed" ] || exit 0
 
