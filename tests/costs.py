@@ -3,7 +3,7 @@
 `costs.tsv` holds the processor seconds of a mean cell of each function whose cells together cost more than
 ``FUNCTION_SECONDS``. `make test` runs as many cells of such a function as cost ``FUNCTION_SECONDS`` together, at least
 one, spread evenly over all cells; the first one depends on the function's name, so that functions with equal axes run
-different values. The mark ``always(n)`` makes n cells run (by default 1) whatever they cost.
+different values. Tests of the tree and of the tests themselves (``tests/test_*.py``) run whole. The mark ``always(n)`` makes n cells run (by default 1) whatever they cost.
 
 A function with cells over ``CELL_SECONDS`` runs with ``--full``, and in `make test` only near recent changes
 (touched.py): one cell each, nearest functions first, ``TOUCHED_SECONDS`` together.
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["CELL_SECONDS", "FUNCTION_SECONDS", "chosen", "function_of", "leave_out", "near_changes", "read", "write"]
+__all__ = ["CELL_SECONDS", "FUNCTION_SECONDS", "chosen", "function_of", "is_of_the_tree", "leave_out", "near_changes", "read", "write"]
 
 TABLE = Path(__file__).with_name("costs.tsv")
 FUNCTION_SECONDS = 5.0
@@ -35,6 +35,11 @@ TOUCHED_SECONDS = 240.0
 def function_of(nodeid: str) -> str:
     """The test function of an item. Each mode of a C program is a function."""
     return nodeid.split("[")[0]
+
+
+def is_of_the_tree(function: str) -> bool:
+    """Whether the function lies in a file directly below ``tests``."""
+    return function.split("::")[0].rpartition("/")[0] == "tests"
 
 
 def chosen(function: str, n_cells: int, cost: float, least: int = 0) -> list[int]:
@@ -93,7 +98,7 @@ def leave_out(items: list[pytest.Item], touched: Sequence[str]) -> list[pytest.I
         cells[function_of(item.nodeid)].append(item)
     left_out = set()
     for function, all_of in cells.items():
-        if function in costs:
+        if function in costs and not is_of_the_tree(function):
             mark = all_of[0].get_closest_marker("always")
             least = int(function in near) if mark is None else (*mark.args, 1)[0]
             kept = set(chosen(function, len(all_of), costs[function], least))

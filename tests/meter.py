@@ -89,7 +89,10 @@ class Meter:
     def _passed(self) -> tuple[float, ...]:
         """Seconds since the last call, in the order of ``KINDS``."""
         now = parts(ranks.zygote_pids())
-        passed = [max(new - old, 0.0) for new, old in zip(now, self._parts, strict=True)]
+        own, served, others = (new - old for new, old in zip(now, self._parts, strict=True))
+        if served < 0:  # a fork server has ended: its seconds are those of an ended child now
+            served, others = 0.0, others + served
+        passed = [max(seconds, 0.0) for seconds in (own, served, others)]
         self._parts = now
         if self._clock is not None:
             exact = self._clock.seconds()
@@ -176,7 +179,7 @@ def missing(seconds: dict[str, Sequence[float]], table: dict[str, float]) -> lis
     return [
         f"{sum(cells) / len(cells) / speed:.3g}\t{name}"
         for name, cells in sorted(seconds.items())
-        if name not in table and sum(cells) / speed > NOISE * costs.FUNCTION_SECONDS
+        if name not in table and not costs.is_of_the_tree(name) and sum(cells) / speed > NOISE * costs.FUNCTION_SECONDS
     ]
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.costs import CELL_SECONDS, FUNCTION_SECONDS, TOUCHED_SECONDS, chosen, near_changes, read, write
+from tests.meter import Meter
 from tests.processor_time import Descendants, clock, parts
-from tests.ranks import zygote_pids
+from tests.ranks import stop_ranks, zygote_pids
 
 pytest_plugins = ["pytester"]
 
@@ -99,10 +100,11 @@ def test_one_cell_of_a_function_too_dear_runs_if_a_change_reaches_it(pytester: p
         "from tests.conftest import pytest_addoption, pytest_collection_modifyitems, pytest_configure"
     )
     body = "import pytest\n@pytest.mark.parametrize('i', range(3))\ndef test_dear(i): pass\ndef test_cheap(): pass\n"
-    tests = pytester.mkdir("tests")
+    tests = pytester.mkdir("tests") / "some"
+    tests.mkdir()
     for name in ("here", "far"):
         (tests / f"test_{name}.py").write_text(body)
-    lines = [f"{CELL_SECONDS + 1}\ttests/test_{name}.py::test_dear" for name in ("here", "far")]
+    lines = [f"{CELL_SECONDS + 1}\ttests/some/test_{name}.py::test_dear" for name in ("here", "far")]
     (pytester.path / "costs.tsv").write_text("\n".join(lines))
 
     def git(*words: str) -> None:
@@ -174,6 +176,16 @@ def busy_rank(rank: int, world: int) -> None:
     end = time.process_time() + 0.4
     while time.process_time() < end:
         pass
+
+
+def test_a_fork_server_that_ends_does_not_count_twice(run_ranks) -> None:
+    meter = Meter(is_exact=False)
+    run_ranks(2, busy_rank)
+    before = sum(meter._passed())
+    stop_ranks()
+    after = meter._passed()
+    print(before, after)
+    assert before > 0.75 and sum(after) < 0.5
 
 
 def test_seconds_are_told_apart_by_process(run_ranks) -> None:

@@ -117,7 +117,7 @@ def exit_status(pid: int, limit: float = LIMIT_SECONDS) -> int:
     status = _polled(pid, limit)
     if status is None:
         os.kill(pid, signal.SIGKILL)
-        _polled(pid, limit)
+        _polled(pid, LIMIT_SECONDS)
         raise AssertionError(f"child {pid} had not ended after {limit:g} s, and was killed")
     return os.waitstatus_to_exitcode(status)
 
