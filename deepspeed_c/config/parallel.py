@@ -138,7 +138,7 @@ class HybridEngine(Section, kw_only=True):
     max_out_tokens: Annotated[
         Positive,
         tunes(
-            "Most tokens of a prompt; a longer one is an error. The cache grows with the tokens that are made.",
+            "Most tokens of a prompt and its new tokens together; more is an error. The cache grows as they are made.",
             "hybrid_engine",
         ),
     ] = 512

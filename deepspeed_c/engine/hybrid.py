@@ -10,7 +10,7 @@ from typing_extensions import Self
 
 from deepspeed_c.engine.engine import DeepSpeedEngine
 from deepspeed_c.engine.generate import GenerationCost
-from deepspeed_c.engine.prompts import check_length, check_padding, prompts_of
+from deepspeed_c.engine.prompts import check_length, check_padding
 from deepspeed_c.observe.record import StepRecord
 
 __all__ = ["DeepSpeedHybridEngine", "RoundTimes"]
@@ -77,9 +77,9 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
     """The engine of a model that trains and generates in turn, for ``"hybrid_engine": {"enabled": true}``.
 
     Every engine generates (docs/concepts/generation-while-training.md). In this one ``generate`` and
-    ``module.generate`` also refuse prompts that cannot be continued: longer than ``max_out_tokens``, padded on the
-    right, or with a hole in their mask. That is a StateError before any collective. If a line of a step is due
-    (``steps_per_print``) and the model has generated since the last one, a line of latencies follows.
+    ``module.generate`` also refuse prompts that cannot be continued: longer than ``max_out_tokens`` with their new
+    tokens, padded on the right, or with a hole in their mask. That is a StateError before any collective. If a line of
+    a step is due (``steps_per_print``) and the model has generated since the last one, a line of latencies follows.
 
     No layer is replaced for generation, and LoRA is not fused: its factors are applied in each forward, so switches
     between training and generation never round the base weights.
@@ -120,9 +120,11 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
     def _check_prompts(self, args: tuple, kwargs: dict[str, Any]) -> None:
         limit = self._config.hybrid_engine.max_out_tokens
         check_length(
-            prompts_of(args, kwargs),
+            self.module,
+            args,
+            kwargs,
             limit,
             f"max_out_tokens, which is {limit}",
-            "set hybrid_engine.max_out_tokens to that number or more, or cut the prompt",
+            "set hybrid_engine.max_out_tokens to that number or more, cut the prompt, or ask for fewer new tokens",
         )
         check_padding(self.module, args, kwargs)

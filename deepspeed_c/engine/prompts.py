@@ -8,7 +8,17 @@ import torch
 
 from deepspeed_c.errors import StateError
 
-__all__ = ["are_tokens", "check_length", "check_padding", "find_tokens", "prompts_of", "setting_of"]
+__all__ = [
+    "are_tokens",
+    "check_length",
+    "check_padding",
+    "check_words",
+    "find_tokens",
+    "has_encoder",
+    "n_tokens_of",
+    "prompts_of",
+    "setting_of",
+]
 
 
 def prompts_of(args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -16,13 +26,70 @@ def prompts_of(args: tuple, kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
 
 
-def check_length(prompts: Any, limit: int | None, what: str, fix: str) -> None:
-    """Raises StateError if rows of token numbers are longer than ``limit``. ``what``: the limit, for the message.
+def n_tokens_of(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[int, int]:
+    """The tokens of the prompts, and the most new tokens that ``generate`` is asked for, at least 1.
 
-    ``prompts``: integers [batch, tokens]; anything else (embeddings, features of sound) is not checked.
+    A prompt is integers [batch, tokens] or embeddings [batch, tokens, width]; anything else (features of sound) counts
+    as 0 tokens.
     """
-    if limit is not None and are_tokens(prompts) and prompts.shape[1] > limit:
-        raise StateError(f"a prompt of {prompts.shape[1]} tokens is longer than {what}", where="generate", fix=fix)
+    prompts, embeds = prompts_of(args, kwargs), kwargs.get("inputs_embeds")
+    n_prompt = prompts.shape[1] if are_tokens(prompts) else 0
+    if not n_prompt and torch.is_tensor(embeds) and embeds.ndim == 3:
+        n_prompt = embeds.shape[1]
+    n_new = setting_of(model, kwargs, "max_new_tokens")
+    if n_new is None:
+        n_first = 1 if has_encoder(model) else n_prompt  # a decoder behind an encoder begins with one token
+        n_new = (setting_of(model, kwargs, "max_length") or 0) - n_first
+    return n_prompt, max(n_new, 1)
+
+
+def has_encoder(model: torch.nn.Module) -> bool:
+    """Whether an encoder of its own reads the prompts."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def check_length(
+    model: torch.nn.Module, args: tuple, kwargs: dict[str, Any], limit: int | None, what: str, fix: str
+) -> None:
+    """Raises StateError if a prompt and its new tokens are more than ``limit``. In a model with an encoder, each of
+    both counts alone. ``what``: the limit, for the message.
+    """
+    if limit is None:
+        return
+    n_prompt, n_new = n_tokens_of(model, args, kwargs)
+    if n_prompt > limit:
+        raise StateError(f"a prompt of {n_prompt} tokens is longer than {what}", where="generate", fix=fix)
+    n_longest = n_new if has_encoder(model) else n_prompt + n_new
+    if n_longest > limit:
+        raise StateError(
+            f"a prompt of {n_prompt} tokens and {n_new} new ones are longer than {what}", where="generate", fix=fix
+        )
+
+
+def check_words(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raises StateError if a prompt has an id that is no word of the model. Ids that stand for pictures or sounds are
+    not looked up. Models with a ``generate`` of their own are not checked.
+    """
+    prompts, config = prompts_of(args, kwargs), getattr(model, "config", None)
+    is_known = getattr(type(model).generate, "__module__", "").startswith("transformers.")
+    if not is_known or config is None or not are_tokens(prompts) or not prompts.numel():
+        return
+    words = getattr(model.get_input_embeddings(), "num_embeddings", 0)
+    n_words = max(words, getattr(config.get_text_config(), "vocab_size", None) or 0)
+    least, most = (int(bound) for bound in torch.aminmax(prompts))
+    if n_words and (least < 0 or most >= n_words):
+        special = [n for name, n in vars(config).items() if name.endswith(("token_id", "token_index"))]
+        is_wrong = (prompts < 0) | (prompts >= n_words)
+        for n in special:
+            if isinstance(n, int):
+                is_wrong &= prompts != n
+        if is_wrong.any():
+            row, place = is_wrong.nonzero()[0].tolist()
+            raise StateError(
+                f"token {place} of prompt {row} is {int(prompts[row, place])}, and the model has {n_words} words",
+                where="generate",
+                fix="give ids from 0 up to that number; the tokenizer must be the model's own",
+            )
 
 
 def check_padding(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -52,7 +119,7 @@ def check_padding(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -
 
 def _mask_of(model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Where prompts have tokens, as bool [batch, tokens]. None if nothing says so."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if has_encoder(model):
         return None
     mask = kwargs.get("attention_mask")
     if mask is not None:

@@ -19,7 +19,7 @@ from deepspeed_c.engine.consistency import check_same_model
 from deepspeed_c.engine.edits import EditContext, Edits
 from deepspeed_c.engine.host import ModelHost, take_from_others
 from deepspeed_c.engine.precision import Precision
-from deepspeed_c.engine.prompts import check_length, prompts_of
+from deepspeed_c.engine.prompts import check_length, check_words, has_encoder, n_tokens_of
 from deepspeed_c.engine.shard import lay_out_model
 from deepspeed_c.engine.whole import WholeModel
 from deepspeed_c.errors import CommError, ConfigError, FeatureError, ModelError, StateError
@@ -106,7 +106,7 @@ class InferenceEngine(WholeModel, ModelHost):
             super().__init__(model, settings, mesh, precision, device, edits)
             self.inference_config = config
             self._times: _Times | None = None
-            self._n_positions = positions_of(model)
+            self._positions = positions_of(model)
             # Pipelines of transformers read the configuration of their model here.
             self.config = getattr(model, "config", None) if config.config is None else config.config
             self._open(layout)
@@ -122,7 +122,8 @@ class InferenceEngine(WholeModel, ModelHost):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module's ``generate`` with all its arguments.
 
-        Raises StateError if a prompt is longer than ``max_out_tokens`` or than the model's table of positions.
+        Raises StateError if a prompt and its new tokens are more than ``max_out_tokens`` or than the model's learned
+        positions, and for an id that is no word of the model.
         """
         self._require_open()
         if not callable(getattr(self.module, "generate", None)):
@@ -134,19 +135,29 @@ class InferenceEngine(WholeModel, ModelHost):
         return super().generate(*args, **kwargs)
 
     def _check_prompts(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        prompts, limit = prompts_of(args, kwargs), self.inference_config.max_out_tokens
+        limit = self.inference_config.max_out_tokens
         check_length(
-            prompts,
+            self.module,
+            args,
+            kwargs,
             limit,
             f"max_out_tokens, which is {limit}",
-            "call init_inference with that number of max_out_tokens or more, or cut the prompt",
+            "call init_inference with a larger max_out_tokens, cut the prompt, or ask for fewer new tokens",
         )
-        check_length(
-            prompts,
-            self._n_positions,
-            f"the model's {self._n_positions} positions",
-            "cut the prompt; the model has no position for further tokens",
-        )
+        self._check_positions(*n_tokens_of(self.module, args, kwargs))
+        check_words(self.module, args, kwargs)
+
+    def _check_positions(self, n_prompt: int, n_new: int) -> None:
+        """Raises StateError where a token has no position. The last new token is not read again, and needs none."""
+        of_prompt, of_sequence = self._positions
+        n_last = n_new if has_encoder(self.module) else n_prompt + n_new - 1
+        for n_tokens, limit in ((n_prompt, of_prompt), (n_last, of_sequence)):
+            if limit is not None and n_tokens > limit:
+                raise StateError(
+                    f"a prompt of {n_prompt} tokens and {n_new} new ones are longer than the model's {limit} positions",
+                    where="generate",
+                    fix="cut the prompt, or ask for fewer new tokens; the model has no position for further ones",
+                )
 
     def profile_model_time(self, use_cuda_events: bool = True) -> None:
         """Begins to time the module's forwards, those within ``generate`` too (``model_times``).

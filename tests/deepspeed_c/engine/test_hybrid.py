@@ -192,8 +192,10 @@ def refused_body(rank: int, world: int, stage: int) -> None:
         want = write(twin, prompts, mask)
         assert torch.equal(write(actor.module, prompts, mask), want)
         assert torch.equal(write(actor, prompts, None), want)  # the padding of token 0 is inferred
-        # A prompt of exactly the limit, and a rank without prompts
-        assert actor.generate(too_long[:, :LENGTH], max_new_tokens=2, min_new_tokens=2).shape == (1, LENGTH + 2)
+        # Exactly the limit, one token more, and a rank without prompts
+        assert actor.generate(too_long[:, : LENGTH - 2], max_new_tokens=2, min_new_tokens=2).shape == (1, LENGTH)
+        with pytest.raises(StateError, match=f"{LENGTH - 1} tokens and 2 new ones are longer than max_out_tokens"):
+            actor.generate(too_long[:, : LENGTH - 1], max_new_tokens=2)
         assert write(actor.module, prompts[:0], mask[:0]).shape == (0, 5)
         actor.train()
 

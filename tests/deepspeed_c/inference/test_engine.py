@@ -13,6 +13,7 @@ from torch import nn
 
 import deepspeed_c
 from deepspeed_c.errors import ConfigError, FeatureError, ModelError, StateError
+from deepspeed_c.inference.limits import positions_of
 from deepspeed_c.zero.weights.param import state_of
 from tests.deepspeed_c.inference.models import GENERATING, like_bart, padded_prompts, require_same_tokens, whisper
 from tests.deepspeed_c.inject import families
@@ -194,10 +195,99 @@ def test_compile():
 
 def test_a_prompt_that_is_too_long():
     with deepspeed_c.init_inference(families.make("gpt2"), dtype="fp32", max_out_tokens=70) as engine:
-        with pytest.raises(StateError, match="prompt of 71 tokens.*max_out_tokens, which is 70"):
+        with pytest.raises(StateError, match="prompt of 71 tokens is longer than max_out_tokens, which is 70"):
             engine.generate(torch.full((1, 71), 3))
-        with pytest.raises(StateError, match="prompt of 66 tokens.*the model's 64 positions"):
-            engine.generate(input_ids=torch.full((1, 66), 3))
+        with pytest.raises(StateError, match="66 tokens and 1 new ones are longer than the model's 64 positions"):
+            engine.generate(input_ids=torch.full((1, 66), 3), max_length=67)
+    with deepspeed_c.init_inference(families.make("llama"), dtype="fp32", max_out_tokens=12) as engine:
+        prompt = torch.full((1, 9), 3)
+        assert engine.generate(prompt, max_new_tokens=3, eos_token_id=-1).shape[1] == 12
+        embeddings = {"inputs_embeds": torch.zeros(1, 9, 48)}
+        for given, how in (
+            ({"input_ids": prompt}, {"max_new_tokens": 4}),
+            ({"input_ids": prompt}, {"max_length": 13}),
+            (embeddings, {"max_new_tokens": 4}),
+        ):
+            with pytest.raises(StateError, match="9 tokens and 4 new ones are longer than max_out_tokens, which is 12"):
+                engine.generate(**given, **how)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bart", "mbart", "marian", "llama"])
+def test_positions_are_refused_where_transformers_fails(name):
+    """Around the end of the table, by trial on the plain model. Rotary positions have no end."""
+    like = name in ("bart", "mbart", "marian")
+    plain = (like_bart(name) if like else families.make(name)).eval()
+    n_positions = plain.config.max_position_embeddings
+    with deepspeed_c.init_inference(copy.deepcopy(plain), dtype="fp32", max_out_tokens=4096) as engine:
+        lengths = [(n_positions + 1, 1), (n_positions, 1), (n_positions, 2), (n_positions - 4, 5), (n_positions - 4, 6)]
+        for n_prompt, n_new in [*lengths, (3, n_positions + 1)]:
+            ids = torch.full((1, n_prompt), 5)
+            how = {"max_new_tokens": n_new, "min_new_tokens": n_new, "do_sample": False}
+            try:
+                wanted = plain.generate(ids, attention_mask=torch.ones_like(ids), **how)
+            except IndexError:
+                wanted = None
+            print(name, n_prompt, n_new, wanted is not None)
+            if wanted is None:
+                with pytest.raises(StateError, match=f"the model's {n_positions} positions"):
+                    engine.generate(ids, attention_mask=torch.ones_like(ids), **how)
+            else:
+                assert torch.equal(engine.generate(ids, attention_mask=torch.ones_like(ids), **how), wanted)
+
+
+def test_ids_outside_the_vocabulary():
+    with deepspeed_c.init_inference(families.make("llama"), dtype="fp32") as engine:
+        for wrong in (families.VOCAB, -1):
+            words = rf"token 2 of prompt 1 is {wrong}, and the model has {families.VOCAB} words"
+            with pytest.raises(StateError, match=words):
+                engine.generate(torch.tensor([[3, 4, 5], [3, 4, wrong]]), max_new_tokens=1)
+        assert engine.generate(torch.tensor([[0, families.VOCAB - 1]]), max_new_tokens=1).shape[1] == 3
+
+
+def picture_models() -> dict[str, nn.Module]:
+    import transformers as t
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}
+    vision = {**sizes, "image_size": 32, "patch_size": 8}
+    words = {**sizes, "vocab_size": 211}
+    torch.manual_seed(3)
+    text = t.LlamaConfig(**words, num_key_value_heads=2, max_position_embeddings=512, eos_token_id=None)
+    llava = t.LlavaConfig(text_config=text, vision_config=t.CLIPVisionConfig(**vision), image_token_id=200)
+    # The id for pictures is no word of the model.
+    gemma = {**words, "model_type": "gemma", "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 200}
+    paligemma = t.PaliGemmaConfig(text_config=gemma, vision_config=vision, image_token_id=200, projection_dim=64)
+    return {
+        "llava": t.LlavaForConditionalGeneration(llava).eval(),
+        "paligemma": t.PaliGemmaForConditionalGeneration(paligemma).eval(),
+    }
+
+
+def test_pictures_in_prompts():
+    """The tower of LLaVA has a table of 17 places, for the patches of a picture: it limits no prompt."""
+    for name, plain in picture_models().items():
+        ids = torch.cat([torch.full((1, 16), 200), torch.arange(3, 15)[None]], 1)
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(1, 3, 32, 32)}
+        how = {"do_sample": False, "max_new_tokens": 5, "min_new_tokens": 5, "pad_token_id": 0}
+        wanted = plain.generate(**given, **how)
+        with deepspeed_c.init_inference(copy.deepcopy(plain), dtype=torch.float32) as engine:
+            for generate in (engine.generate, engine.module.generate):
+                found = generate(**given, **how)
+                print(name, wanted[0, 28:].tolist(), found[0, 28:].tolist())
+                assert torch.equal(found, wanted)
+
+
+def test_positions_are_those_of_the_text():
+    """GIT has a table of 17 places for patches, and one of 40 for words; Whisper has 20 for sound, and 24 for words."""
+    import transformers as t
+
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 6}
+    vision = {**sizes, "image_size": 32, "patch_size": 8}
+    words = {**sizes, "vocab_size": families.VOCAB, "bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 1}
+    git = t.GitForCausalLM(t.GitConfig(**words, max_position_embeddings=40, vision_config=vision))
+    roberta = t.RobertaForCausalLM(t.RobertaConfig(**words, max_position_embeddings=42, is_decoder=True))
+    assert positions_of(git) == (None, 40) and positions_of(whisper()) == (20, 24)
+    assert positions_of(roberta) == (None, 40)  # its positions begin behind padding's
+    assert positions_of(like_bart("bart")) == (40, 40) and positions_of(nn.Linear(2, 2)) == (None, None)
 
 
 def test_bad_input_changes_nothing():
