@@ -22,11 +22,13 @@ import torch.distributed as dist
 from torch.distributed import GradBucket, ProcessGroup, ReduceOp
 
 from deepspeed_c.comm import point_to_point
+from deepspeed_c.comm.agreed import agree, agree_on_sum, as_moved, is_over_gloo
 from deepspeed_c.comm.discover import DEFAULT_PORT, discover
 from deepspeed_c.comm.groups import is_initialized, require_initialized
 from deepspeed_c.comm.ledger import Ledger, LedgerEntry, ledger_of
 from deepspeed_c.comm.log import CommsLogger, EngineCollectives, shared_calls_of
 from deepspeed_c.comm.transports import torch_backend
+from deepspeed_c.comm.transports.described import Members, as_bytes, lists_described
 from deepspeed_c.errors import CommError
 from deepspeed_c.logging import logger
 
@@ -151,7 +153,7 @@ def _wrapped(default_name: str, function: Callable[..., Any]) -> Callable[..., A
         else:
             entry.finish()
         if not is_logged:
-            return _Handle(result, entry) if is_handle else result
+            return _Handle(function.__name__, result, entry) if is_handle else result
         if comms_logger.debug:
             log_name = f"{log_name} | [Caller Func: {caller.f_code.co_name}]"
 
@@ -163,7 +165,7 @@ def _wrapped(default_name: str, function: Callable[..., Any]) -> Callable[..., A
             )
 
         if is_handle:
-            return _Handle(result, entry, record)
+            return _Handle(function.__name__, result, entry, record)
         record()
         return result
 
@@ -199,12 +201,17 @@ class _Handle:
     operation.
     """
 
-    def __init__(self, handle: Any, entry: LedgerEntry, record: Callable[[], None] | None = None) -> None:
-        self._handle, self._entry, self._record = handle, entry, record
+    def __init__(
+        self, name: str, handle: Any, entry: LedgerEntry, record: Callable[[], None] | None = None
+    ) -> None:
+        self._name, self._handle, self._entry, self._record = name, handle, entry, record
 
     def wait(self, *args: Any) -> Any:
         with self._entry:
-            result = self._handle.wait(*args)
+            try:
+                result = self._handle.wait(*args)
+            except RuntimeError as error:
+                raise _failed(self._name, error) from error
         record, self._record = self._record, None
         if record is not None:
             record()
@@ -291,7 +298,14 @@ def get_logged_comm_ops() -> list[str]:
 @_operation("broadcast")
 def broadcast(tensor: torch.Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
     """Global rank ``src`` sends ``tensor`` to the group."""
-    return dist.broadcast(tensor, src, group=group, async_op=async_op)
+    (moved,) = as_moved([tensor])
+    return agree(
+        lambda: dist.broadcast(moved[0], src, group=group, async_op=async_op),
+        f"broadcast from rank {src}",
+        [tensor],
+        group,
+        async_op,
+    )
 
 
 @_operation()
@@ -309,7 +323,14 @@ def reduce(
     tensor: torch.Tensor, dst: int, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """Global rank ``dst``'s ``tensor`` becomes the reduction of all ranks'."""
-    return dist.reduce(tensor, dst, op=op, group=group, async_op=async_op)
+    return agree_on_sum(
+        lambda: dist.reduce(tensor, dst, op=op, group=group, async_op=async_op),
+        f"reduce to rank {dst}",
+        op,
+        [tensor],
+        group,
+        async_op,
+    )
 
 
 @_operation("gather")
@@ -321,7 +342,14 @@ def gather(
     async_op: bool = False,
 ) -> Any:
     """Global rank ``dst`` gets every rank's ``tensor`` in ``gather_list``; the other ranks pass no list."""
-    return dist.gather(tensor, gather_list, dst, group=group, async_op=async_op)
+    moved, places = as_moved([tensor], gather_list)
+    return agree(
+        lambda: dist.gather(moved[0], places, dst, group=group, async_op=async_op),
+        f"gather to rank {dst}",
+        [tensor],
+        group,
+        async_op,
+    )
 
 
 @_operation("scatter")
@@ -333,7 +361,14 @@ def scatter(
     async_op: bool = False,
 ) -> Any:
     """Global rank ``src`` sends each rank its entry of ``scatter_list``; the other ranks pass no list."""
-    return dist.scatter(tensor, scatter_list, src, group=group, async_op=async_op)
+    moved, sent = as_moved([tensor], scatter_list)
+    return agree(
+        lambda: dist.scatter(moved[0], sent, src, group=group, async_op=async_op),
+        f"scatter from rank {src}",
+        [tensor],
+        group,
+        async_op,
+    )
 
 
 @_operation("all_reduce")
@@ -341,7 +376,7 @@ def all_reduce(
     tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """Every rank's ``tensor`` becomes the reduction of all."""
-    return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+    return _all_reduce([tensor], op, group, async_op)
 
 
 @_operation("all_reduce")
@@ -349,7 +384,7 @@ def inference_all_reduce(
     tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """``all_reduce``, by the name that inference calls it."""
-    return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+    return _all_reduce([tensor], op, group, async_op)
 
 
 @_operation("all_reduce")
@@ -357,7 +392,16 @@ def all_reduce_coalesced(
     tensors: list[torch.Tensor], op: Any = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """``all_reduce`` of several tensors."""
-    return _together([dist.all_reduce(t, op=op, group=group, async_op=True) for t in tensors], async_op)
+    return _all_reduce(tensors, op, group, async_op)
+
+
+def _all_reduce(tensors: list[torch.Tensor], op: Any, group: ProcessGroup | None, async_op: bool) -> Any:
+    def call() -> Any:
+        if len(tensors) == 1:
+            return dist.all_reduce(tensors[0], op=op, group=group, async_op=async_op)
+        return _together([dist.all_reduce(t, op=op, group=group, async_op=True) for t in tensors], async_op)
+
+    return agree_on_sum(call, "all_reduce", op, tensors, group, async_op)
 
 
 @_operation("all_gather")
@@ -365,7 +409,14 @@ def all_gather(
     tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """Every rank gets all ranks' ``tensor`` in ``tensor_list``."""
-    return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
+    places, moved = as_moved(tensor_list, [tensor])
+    return agree(
+        lambda: dist.all_gather(places, moved[0], group=group, async_op=async_op),
+        "all_gather",
+        [tensor],
+        group,
+        async_op,
+    )
 
 
 @_operation("all_gather_into_tensor")
@@ -373,7 +424,14 @@ def all_gather_into_tensor(
     output_tensor: torch.Tensor, tensor: torch.Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """Every rank gets all ranks' ``tensor``, one after another, in ``output_tensor``."""
-    return torch_backend.all_gather_single(output_tensor, tensor, group=group, async_op=async_op)
+    whole, moved = as_moved([output_tensor], [tensor])
+    return agree(
+        lambda: torch_backend.all_gather_single(whole[0], moved[0], group=group, async_op=async_op),
+        "all_gather_into_tensor",
+        [tensor],
+        group,
+        async_op,
+    )
 
 
 def allgather_fn(
@@ -397,11 +455,15 @@ def all_gather_coalesced(
     """``all_gather_into_tensor`` of several tensors."""
     if len(output_tensors) != len(input_tensors):
         raise ValueError(f"{len(output_tensors)} output tensors for {len(input_tensors)} input tensors")
-    handles = [
-        torch_backend.all_gather_single(out, tensor, group=group, async_op=True)
-        for out, tensor in zip(output_tensors, input_tensors)
-    ]
-    return _together(handles, async_op)
+
+    def call() -> Any:
+        pairs = [as_moved([out], [tensor]) for out, tensor in zip(output_tensors, input_tensors)]
+        handles = [
+            torch_backend.all_gather_single(whole[0], moved[0], group=group, async_op=True) for whole, moved in pairs
+        ]
+        return _together(handles, async_op)
+
+    return agree(call, "all_gather_coalesced", input_tensors, group, async_op)
 
 
 @_operation("all_gather_object")
@@ -419,7 +481,14 @@ def reduce_scatter(
     async_op: bool = False,
 ) -> Any:
     """Rank r's ``output`` becomes the reduction of all ranks' ``input_list[r]``."""
-    return dist.reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+    return agree_on_sum(
+        lambda: dist.reduce_scatter(output, input_list, op=op, group=group, async_op=async_op),
+        "reduce_scatter",
+        op,
+        input_list,
+        group,
+        async_op,
+    )
 
 
 @_operation("reduce_scatter_tensor")
@@ -431,7 +500,14 @@ def reduce_scatter_tensor(
     async_op: bool = False,
 ) -> Any:
     """Rank r's ``output_tensor`` becomes the reduction of slice r of all ranks' ``tensor``."""
-    return torch_backend.reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op)
+    return agree_on_sum(
+        lambda: torch_backend.reduce_scatter_single(output_tensor, tensor, op=op, group=group, async_op=async_op),
+        "reduce_scatter_tensor",
+        op,
+        [tensor],
+        group,
+        async_op,
+    )
 
 
 def reduce_scatter_fn(
@@ -458,7 +534,24 @@ def all_to_all_single(
 ) -> Any:
     """Piece j of rank i's ``tensor`` becomes piece i of rank j's ``output``. Pieces are equal unless sizes are given.
     """
+    is_plain = output.dtype == tensor.dtype and output.is_contiguous() and tensor.is_contiguous()
+    if is_plain and is_over_gloo(tensor, group):
+        members = Members.of(group)
+        n = len(members.global_ranks)
+        sent, received = _pieces(tensor, input_split_sizes, n), _pieces(output, output_split_sizes, n)
+        if sent is not None and received is not None:
+            return _together([lists_described(members, sent, received, tensor.dtype)], async_op)
     return dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
+
+
+def _pieces(tensor: torch.Tensor, sizes: list[int] | None, n: int) -> list[torch.Tensor] | None:
+    """The bytes of the rows of ``tensor`` for each of ``n`` ranks. None where the sizes do not fit: torch refuses them.
+    """
+    if not tensor.dim() or (sizes and (len(sizes) != n or sum(sizes) != len(tensor) or min(sizes) < 0)):
+        return None
+    if not sizes and len(tensor) % n:
+        return None
+    return [as_bytes(rows) for rows in tensor.detach().split(sizes or [len(tensor) // n] * n)]
 
 
 @_operation()
@@ -469,16 +562,20 @@ def all_to_all(
     async_op: bool = False,
 ) -> Any:
     """Entry j of rank i's input list becomes entry i of rank j's output list."""
-    if dist.get_backend(group) != "gloo":
+    if not output_tensor_list or not is_over_gloo(output_tensor_list[0], group):
+        if dist.get_world_size(group) == 1 and output_tensor_list:  # torch has no all_to_all over lists for gloo
+            output_tensor_list[0].copy_(input_tensor_list[0])
+            return _together([], async_op)
         return dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
-    # torch has no all_to_all over lists for gloo.
-    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-    me = dist.get_rank()
-    handles = [dist.irecv(t, r, group=group) for r, t in zip(ranks, output_tensor_list) if r != me and t.numel()]
-    handles += [dist.isend(t, r, group=group) for r, t in zip(ranks, input_tensor_list) if r != me and t.numel()]
-    own = ranks.index(me)
-    output_tensor_list[own].copy_(input_tensor_list[own])
-    return _together(handles, async_op)
+    members, dtype = Members.of(group), output_tensor_list[0].dtype
+    for tensors in (output_tensor_list, input_tensor_list):
+        if len(tensors) != len(members.global_ranks) or any(t.dtype != dtype for t in tensors):
+            raise ValueError(
+                f"{len(tensors)} tensors of {', '.join(sorted({str(t.dtype) for t in tensors}))} in a list for"
+                f" {len(members.global_ranks)} ranks; one tensor for each rank is needed, all of {dtype}"
+            )
+    sent, received = [[as_bytes(t.detach()) for t in each] for each in (input_tensor_list, output_tensor_list)]
+    return _together([lists_described(members, sent, received, dtype)], async_op)
 
 
 class _Together:

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
+from deepspeed_c.comm.ledger import ledger_of
 from deepspeed_c.comm.signed_store import SignedStore
 from deepspeed_c.comm.work import Handle
 from deepspeed_c.env import read_env
@@ -40,12 +41,17 @@ if TYPE_CHECKING:
     from deepspeed_c.comm.collectives import Collectives
 
 __all__ = [
+    "COMPARISON_TAG",
     "N_TAGS",
+    "N_USER_TAGS",
+    "Members",
+    "UserMessage",
     "all_to_all_described",
     "as_bytes",
     "close_connections",
     "collective_tag",
     "head_of",
+    "lists_described",
     "message_described",
     "shift_described",
     "text_of",
@@ -58,6 +64,9 @@ N_TAGS = 1 << _TAG_BITS
 _MESSAGE, _SHIFT, _ALL_TO_ALL, _NEVER = range(0, 8, 2)  # the description; the data has the number above it
 _COLLECTIVE = _NEVER + 1  # without a description: ranks at different collectives wait, and the watchdog reports it
 _DESCRIPTION_HASH = 0xD5C0  # in tags of descriptions: other users of the group have small tags
+_USER_HASH = 0x4000  # in its place for messages of ``deepspeed_c.comm``; the lower bits are the upper bits of their tag
+N_USER_TAGS = 1 << _TAG_BITS + 14
+"""Tags of messages of ``deepspeed_c.comm`` are below it."""
 # Bytes of a description: text, and a hash of the text that was cut off.
 _TEXT_BYTES, _HEAD_BYTES = 120, 128
 _LEAVING = timedelta(seconds=5)
@@ -84,6 +93,10 @@ def collective_tag(op: str, n_bytes: int, label: str) -> int:
     return _tag(_COLLECTIVE, 0, zlib.crc32(f"{op} {n_bytes} {label}".encode()))
 
 
+COMPARISON_TAG = _tag(_COLLECTIVE, 1, _DESCRIPTION_HASH)
+"""The tag of descriptions of collectives of ``deepspeed_c.comm``."""
+
+
 def head_of(text: str) -> bytes:
     """A text as bytes of a fixed number: its begin, and a hash of the rest."""
     encoded = text.encode()
@@ -94,6 +107,19 @@ def head_of(text: str) -> bytes:
 def text_of(head: bytes | bytearray) -> str:
     """The begin of the text that ``head_of`` was given."""
     return head[:_TEXT_BYTES].rstrip(b"\0").decode(errors="replace")
+
+
+class Members(NamedTuple):
+    """The ranks of a group, as far as messages need them."""
+
+    group: dist.ProcessGroup | None
+    global_ranks: Sequence[int]
+    rank: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Members:
+        whole = dist.group.WORLD if group is None else group
+        return cls(group, ledger_of(group).ranks, whole.rank())
 
 
 class _Description(NamedTuple):
@@ -132,10 +158,13 @@ class _Described(ABC):
     description has already sent its own.
     """
 
-    def __init__(self, comm: Collectives, purpose: int, tag: int) -> None:
+    def __init__(
+        self, comm: Collectives | Members, purpose: int, tag: int, description_hash: int = _DESCRIPTION_HASH
+    ) -> None:
         self._group = dist.group.WORLD if comm.group is None else comm.group
         self._names, self._rank = comm.global_ranks, comm.rank
         self._purpose, self._tag = purpose, tag
+        self._description_tag = _tag(purpose, tag, description_hash)
         self._heads: dict[int, bytearray] = {}
         self._descriptions: list[_Started] = []
         self._received: list[_Started] = []
@@ -145,14 +174,14 @@ class _Described(ABC):
 
     def receive(self, tensor: torch.Tensor, rank: int, hashed: int, n_head_bytes: int = _HEAD_BYTES) -> None:
         self._heads[rank] = head = bytearray(n_head_bytes)
-        way, tag = self._group.recv, _tag(self._purpose, self._tag, _DESCRIPTION_HASH)
-        self._posts.append((self._descriptions, way, [_as_tensor(head)], rank, tag))
+        way = self._group.recv
+        self._posts.append((self._descriptions, way, [_as_tensor(head)], rank, self._description_tag))
         if tensor.numel():
             self._posts.append((self._received, way, [tensor], rank, _tag(self._purpose + 1, self._tag, hashed)))
 
     def send(self, tensor: torch.Tensor, rank: int, hashed: int, head: torch.Tensor) -> None:
-        way, tag = self._group.send, _tag(self._purpose, self._tag, _DESCRIPTION_HASH)
-        self._posts.append((self._sent, way, [head], rank, tag))
+        way = self._group.send
+        self._posts.append((self._sent, way, [head], rank, self._description_tag))
         if tensor.numel():
             self._posts.append((self._sent, way, [tensor], rank, _tag(self._purpose + 1, self._tag, hashed)))
 
@@ -164,22 +193,25 @@ class _Described(ABC):
         except RuntimeError as error:  # the connections are closed already; ``wait`` raises it, as for other failures
             self._posts_failed = f"rank {self._name(rank)}: {error}"
 
-    def wait(self) -> None:
+    def wait(self, limit: timedelta | None = None) -> None:
         """Waits until all messages are over. Raises RuntimeError with both values where descriptions differ, and where
-        another rank has found a difference.
+        another rank has found a difference. ``limit``: the longest time for each message, in place of the group's.
         """
         difference = ""
         try:
             if self._posts_failed:
                 raise RuntimeError(self._posts_failed)
-            self._wait_for(self._descriptions)
+            self._take_descriptions(limit)
             difference = self._difference(self._heads)
             if difference:
                 raise RuntimeError(difference)
-            self._wait_for(self._received)
-            self._wait_for(self._sent)
+            self._wait_for(self._received, limit)
+            self._wait_for(self._sent, limit)
         except RuntimeError as error:
             raise RuntimeError(self._close(difference) or str(error).splitlines()[0]) from None
+
+    def _take_descriptions(self, limit: timedelta | None) -> None:
+        self._wait_for(self._descriptions, limit)
 
     def _wait_for(self, handles: list[_Started], limit: timedelta | None = None) -> None:
         """Takes the handles out one by one: a second wait for a message of gloo would never end. A wait that ends by
@@ -228,8 +260,15 @@ class _Described(ABC):
 class _OneWay(_Described):
     """At most one message that arrives here, and at most one that leaves."""
 
-    def __init__(self, comm: Collectives, purpose: int, tag: int, label: str) -> None:
-        super().__init__(comm, purpose, tag)
+    def __init__(
+        self,
+        comm: Collectives | Members,
+        purpose: int,
+        tag: int,
+        label: str,
+        description_hash: int = _DESCRIPTION_HASH,
+    ) -> None:
+        super().__init__(comm, purpose, tag, description_hash)
         self._label = label
         self._expected: _Description | None = None
 
@@ -249,6 +288,42 @@ class _OneWay(_Described):
                     f" {self._expected.text}"
                 )
         return ""
+
+
+class UserMessage(_OneWay):
+    """A message of ``deepspeed_c.comm``, one-dimensional and contiguous. Its tags are no tags of the engines, nor of
+    calls of ``torch.distributed`` with small tags.
+    """
+
+    def __init__(self, members: Members, tag: int) -> None:
+        upper, lower = divmod(tag, N_TAGS)
+        super().__init__(members, _MESSAGE, lower, f"tag {tag}", _USER_HASH | upper)
+        self._open: tuple[torch.Tensor, bytearray, Handle] | None = None
+        self.source = -1
+        """The rank in the group that sends. -1 until the message from anyone has come."""
+
+    def expect(self, tensor: torch.Tensor, rank: int) -> None:
+        super().expect(tensor, rank)
+        self.source = rank
+
+    def expect_anyone(self, tensor: torch.Tensor) -> None:
+        """Receives from the rank whose description comes first. So the data is asked for only after that."""
+        self._expected = _describe(tensor.dtype, tensor.shape, self._label)
+        head = bytearray(_HEAD_BYTES)
+        self._open = tensor, head, self._group.recv_anysource([_as_tensor(head)], self._description_tag)
+
+    def _take_descriptions(self, limit: timedelta | None) -> None:
+        super()._take_descriptions(limit)
+        opened, self._open = self._open, None
+        if opened is None:
+            return
+        tensor, head, handle = opened
+        handle.wait() if limit is None else handle.wait(limit)
+        self.source = rank = handle._source_rank()
+        self._heads[rank] = head
+        if tensor.numel() and not self._difference(self._heads):
+            tag = _tag(self._purpose + 1, self._tag, self._expected.hashed)
+            self._received.append((rank, self._group.recv([tensor], rank, tag)))
 
 
 def close_connections(group: dist.ProcessGroup, after: timedelta = _CLOSING) -> None:
@@ -287,28 +362,27 @@ def shift_described(
 
 
 class _AllToAll(_Described):
-    """Blocks between all ranks. Every description has all lengths, so that every rank finds the same difference."""
+    """Blocks between all ranks, as bytes. Every description has all lengths, so that every rank finds the same
+    difference.
+    """
 
     def __init__(
         self,
-        comm: Collectives,
-        flat: torch.Tensor,
-        out: torch.Tensor,
-        in_splits: Sequence[int],
-        out_splits: Sequence[int],
+        comm: Collectives | Members,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        dtype: torch.dtype,
         label: str,
     ) -> None:
         super().__init__(comm, _ALL_TO_ALL, 0)
-        n, rank = comm.world_size, comm.rank
+        n, rank, size = len(comm.global_ranks), comm.rank, dtype.itemsize
         of = f" of {label!r}" if label else ""
-        text = f"{str(flat.dtype).removeprefix('torch.')}{of}"
+        text = f"{str(dtype).removeprefix('torch.')}{of}"
+        in_splits, out_splits = [each.numel() // size for each in sent], [each.numel() // size for each in received]
         splits = torch.tensor([in_splits, out_splits], dtype=torch.int64)
         self._head = head_of(text) + splits.numpy().tobytes()
         head = _as_tensor(bytearray(self._head))
-        size = flat.element_size()
         begun = zlib.crc32(text.encode())
-        sent = as_bytes(flat).split([length * size for length in in_splits])
-        received = as_bytes(out).split([length * size for length in out_splits])
         others = [(rank + i) % n for i in range(1, n)]
         for other in others:
             self.receive(received[other], other, begun + out_splits[other] * 0x9E3779B1, len(self._head))
@@ -346,4 +420,14 @@ def all_to_all_described(
     label: str,
 ) -> Handle:
     """The all-to-all of ``Transport.all_to_all``, in messages: gloo's own ends the process where splits do not fit."""
-    return _AllToAll(comm, flat, out, in_splits, out_splits, label)
+    size = flat.element_size()
+    sent = as_bytes(flat).split([length * size for length in in_splits])
+    received = as_bytes(out).split([length * size for length in out_splits])
+    return _AllToAll(comm, sent, received, flat.dtype, label)
+
+
+def lists_described(
+    members: Members, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], dtype: torch.dtype
+) -> Handle:
+    """The all-to-all of ``deepspeed_c.comm``: bytes for each rank and from each rank, of numbers of ``dtype``."""
+    return _AllToAll(members, sent, received, dtype, "deepspeed_c.comm")

@@ -89,9 +89,18 @@ def connected(group: dist.ProcessGroup | None) -> Transport | None:
     return None if outcome is None else outcome.transport
 
 
+_cpu_backends: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
+
+
 def cpu_backend(group: dist.ProcessGroup) -> str | None:
     """The name of the group's backend for CPU tensors; None where it has none."""
-    return dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",")).get("cpu")
+    try:
+        return _cpu_backends[group]
+    except KeyError:
+        name = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",")).get("cpu")
+        with _lock:
+            _cpu_backends[group] = name
+        return name
 
 
 def _try(comm: Collectives, group: dist.ProcessGroup) -> _Outcome:

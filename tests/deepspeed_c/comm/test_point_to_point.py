@@ -1,15 +1,20 @@
-"""comm/point_to_point.py: messages of users, through shared memory where the group has connected it and by torch
+"""comm/point_to_point.py: messages of users, through shared memory where the group has connected it and over gloo
 elsewhere. Received bytes are compared with what the seed says."""
 
+import logging
+import os
 import random
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from deepspeed_c import comm
+from deepspeed_c.comm import point_to_point
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import CommError
+from tests.ranks import RanksFailed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 N_MESSAGES = 40
@@ -143,3 +148,121 @@ def test_a_rank_outside_the_group(run_ranks) -> None:
 def test_without_a_group() -> None:
     with pytest.raises(CommError, match="not initialised"):
         comm.send(torch.zeros(1), 1)
+
+
+# (tensor at the sender, tensor at the receiver, and the words that name them)
+UNEQUAL = {
+    "shorter": (torch.ones(4), torch.full((8,), 7.0), "float32 [4]", "float32 [8]"),
+    "longer": (torch.ones(90_001), torch.full((8,), 7.0), "float32 [90001]", "float32 [8]"),
+    "dtype": (torch.ones(4), torch.full((4,), 7, dtype=torch.int32), "float32 [4]", "int32 [4]"),
+    "empty": (torch.ones(0), torch.full((1,), 7.0), "float32 [0]", "float32 [1]"),
+}
+
+
+def unequal_body(rank: int, world: int, name: str, is_async: bool, from_anyone: bool) -> str:
+    sent, received, *_ = UNEQUAL[name]
+    group = comm.new_group([0, 1])
+    with pytest.raises(CommError) as caught:
+        if rank == 0:
+            comm.isend(sent, 1, group, 5).wait() if is_async else comm.send(sent, 1, group, 5)
+            comm.recv(torch.zeros(1), 1, group)  # a message without elements leaves before anyone has seen it
+        else:
+            src = None if from_anyone else 0
+            comm.irecv(received, src, group, 5).wait() if is_async else comm.recv(received, src, group, 5)
+    assert received.eq(7).all(), received
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", list(UNEQUAL))
+@pytest.mark.parametrize(("is_async", "from_anyone"), [(False, False), (True, False), (False, True)])
+def test_unequal_ends_over_gloo_both_say_how(run_ranks, name: str, is_async: bool, from_anyone: bool) -> None:
+    *_, first, second = UNEQUAL[name]
+    for rank, text in enumerate(run_ranks(2, unequal_body, name, is_async, from_anyone)):
+        head, _, tail = text.partition(", rank 1 expects ")
+        assert f"rank 0 sends {first}" in head and tail.startswith(second), f"rank {rank} says {text}"
+
+
+def tags_body(rank: int, world: int) -> None:
+    """Tags that agree in their lowest bits are apart, and the receiver takes them in another order."""
+    tags = [0, 1, 4096, 4097, (1 << 26) - 1]
+    if rank == 0:
+        handles = [comm.isend(torch.full((3,), tag), 1, tag=tag) for tag in tags]
+    else:
+        got = {tag: torch.zeros(3, dtype=torch.int64) for tag in tags}
+        handles = [comm.irecv(got[tag], 0, tag=tag) for tag in reversed(tags)]
+    for handle in handles:
+        handle.wait()
+    if rank == 1:
+        assert all(value.tolist() == [tag] * 3 for tag, value in got.items()), got
+        with pytest.raises(ValueError, match=f"tag is {1 << 26}, must be below"):
+            comm.recv(torch.zeros(1), 0, tag=1 << 26)
+
+
+def test_large_tags_are_apart(run_ranks) -> None:
+    run_ranks(2, tags_body)
+
+
+def gone_body(rank: int, world: int, name: str) -> str:
+    """Rank 1 ends; rank 0 starts only after it has seen that."""
+    tensor = torch.zeros(1021)
+    comm.all_reduce(tensor)
+    group = dist.new_group()
+    comm.all_reduce(tensor, group=group)
+    if rank == 1:
+        os._exit(3)
+    with pytest.raises(CommError):
+        comm.recv(tensor, 1, group)
+    calls = {
+        "send": lambda: comm.send(tensor, 1, group),
+        "recv": lambda: comm.recv(tensor, 1, group),
+        "isend": lambda: comm.isend(tensor, 1, group).wait(),
+        "irecv": lambda: comm.irecv(tensor, 1, group).wait(),
+        "all_to_all": lambda: comm.all_to_all([tensor, tensor], [tensor, tensor], group),
+        "all_to_all, started": lambda: comm.all_to_all([tensor, tensor], [tensor, tensor], group, True).wait(),
+        "all_to_all_single": lambda: comm.all_to_all_single(tensor[:8], tensor[:8], group=group),
+        "all_reduce, started": lambda: comm.all_reduce(tensor, group=group, async_op=True).wait(),
+        "broadcast": lambda: comm.broadcast(tensor, 1, group),
+    }
+    with pytest.raises(CommError) as caught:
+        calls[name]()
+    return str(caught.value)
+
+
+GONE = ["send", "recv", "isend", "irecv", "all_to_all", "all_to_all, started", "all_to_all_single"]
+
+
+@pytest.mark.parametrize("name", [*GONE, "all_reduce, started", "broadcast"])
+def test_a_rank_that_is_gone_before_the_start_is_a_typed_error(run_ranks, name: str) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(2, gone_body, name, fresh=True)
+    first, second = failed.value.outcomes
+    assert first.kind == "returned" and f"{name.split(' ')[0].strip(',')} failed" in first.value, failed.value
+    assert second.kind == "died", failed.value
+
+
+def other_end_body(rank: int, world: int, name: str) -> list[str]:
+    """The other end is a call of torch.distributed, until the time limit of the group."""
+    from deepspeed_c.logging import logger
+
+    point_to_point._LONG_S = 0.4
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    dist.barrier(group)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger.addHandler(handler)
+    tensor = torch.zeros(5)
+    mine, other = (comm.send, dist.recv) if name == "send" else (comm.recv, dist.send)
+    try:
+        (mine if rank == 0 else other)(tensor, 1 - rank, group)
+    except RuntimeError as error:
+        assert rank == 1 or isinstance(error, CommError), error
+    logger.removeHandler(handler)
+    return told
+
+
+@pytest.mark.parametrize("name", ["send", "recv"])
+def test_an_end_of_torch_is_told_of(run_ranks, name: str) -> None:
+    told = run_ranks(2, other_end_body, name, fresh=True)[0]
+    wanted = f"the message of tag 0 {'to' if name == 'send' else 'from'} rank 1 has not come in"
+    assert len(told) == 1 and told[0].startswith(wanted) and "or both of torch.distributed" in told[0], told
