@@ -269,6 +269,10 @@ class Accelerator:
         """True for the CPU, and for CUDA devices from compute capability 5.3 on."""
         return self._is_host or self._type != "cuda" or torch.cuda.get_device_capability() >= (5, 3)
 
+    def is_fp64_supported(self) -> bool:
+        """False for Apple's GPUs, which have no float64."""
+        return self._type != "mps"
+
     def supported_dtypes(self) -> list[torch.dtype]:
         half = [torch.half] if self.is_fp16_supported() else []
         return [torch.float, *half, *([torch.bfloat16] if self.is_bf16_supported() else [])]

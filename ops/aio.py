@@ -16,6 +16,7 @@ import torch
 
 from deepspeed_c import _C
 from deepspeed_c.errors import AioError, FeatureError, StateError
+from deepspeed_c.ops.build_questions import BuildQuestions
 
 __all__ = ["AsyncIOBuilder", "PinnedPool", "aio_handle", "as_aio_error", "backends", "reserve_space", "unnamed_file"]
 
@@ -421,7 +422,7 @@ class aio_handle:
             _compare_with_file(request, n_bytes)
 
 
-class AsyncIOBuilder:
+class AsyncIOBuilder(BuildQuestions):
     """Replaces DeepSpeed's builder of this operator, which is compiled already."""
 
     NAME = "async_io"

@@ -17,11 +17,12 @@ from torch import _utils
 
 from deepspeed_c.errors import BuildError
 from deepspeed_c.ops import aio
+from deepspeed_c.ops.build_questions import BuildQuestions
 
 _LATER = "comes with a later version"
 
 
-class OpBuilder:
+class OpBuilder(BuildQuestions):
     """The builder of one operator of DeepSpeed. ``NAME`` is its key in ``ops.__compatible_ops__``."""
 
     NAME: ClassVar[str] = ""

@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "utils": {"config", "logging", "comm", "accelerator", "zero", "data", "profile", "checkpoint"},
     "compat": {
         *("config", "logging", "comm", "accelerator", "zero", "checkpoint", "utils", "recompute", "monitor"),
-        *("launcher", "compile", "autotuning"),
+        *("launcher", "compile", "autotuning", "ops"),
     },
     "offload": {"config", "logging", "comm", "ops", "_C", "zero"},
     "inject": {"config", "logging", "comm", "checkpoint", "ops", "_C", "quantity"},

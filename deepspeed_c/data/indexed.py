@@ -29,6 +29,7 @@ __all__ = [
     "create_doc_idx",
     "data_file_path",
     "dataset_exists",
+    "get_available_dataset_impl",
     "index_file_path",
     "make_builder",
     "make_dataset",
@@ -335,6 +336,11 @@ def make_builder(out_file: str, impl: str, vocab_size: int | None = None) -> MMa
     """A builder of tokens: uint16 for a vocabulary below 65500, else int32. ``impl`` is "mmap"."""
     _require_mmap(impl, "make_builder")
     return MMapIndexedDatasetBuilder(out_file, np.uint16 if vocab_size is not None and vocab_size < 65500 else np.int32)
+
+
+def get_available_dataset_impl() -> list[str]:
+    """The values of ``impl``."""
+    return ["mmap"]
 
 
 def make_dataset(path: str, impl: str, skip_warmup: bool = False) -> MMapIndexedDataset:

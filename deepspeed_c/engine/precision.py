@@ -10,6 +10,7 @@ import torch
 from deepspeed_c import _C
 from deepspeed_c.config import Config
 from deepspeed_c.config.precision import TorchAutocast
+from deepspeed_c.zero.layout.autocast import note_autocast
 from deepspeed_c.zero.layout.unit import Dtypes
 from deepspeed_c.zero.weights.fp32_buffers import buffers_in_fp32
 
@@ -68,12 +69,14 @@ class Precision:
         if self.autocast_dtype is None:
             return set()
         safe = set(autocast.lower_precision_safe_modules)
-        return {
-            id(p)
+        params = [
+            p
             for module in model.modules()
             if f"{type(module).__module__}.{type(module).__qualname__}" in safe
             for p in module.parameters(recurse=False)
-        }
+        ]
+        note_autocast(self.autocast_dtype, params)
+        return {id(p) for p in params}
 
     @staticmethod
     def _sparse_params(model: torch.nn.Module) -> set[int]:

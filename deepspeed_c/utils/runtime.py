@@ -68,6 +68,7 @@ __all__ = [
     "get_tensor_bytes",
     "get_weight_norm",
     "graph_process",
+    "has_inf_or_nan",
     "is_model_parallel_parameter",
     "is_transformers_cache",
     "mask_nan_or_inf_with_val_inplace",
@@ -152,6 +153,18 @@ def mask_nan_or_inf_with_val_inplace(
 ) -> None:
     """Puts ``val`` in the place of inf and NaN. ``device`` is accepted: the tensor stays where it is."""
     input.masked_fill_(~torch.isfinite(input), val)
+
+
+def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
+    """Whether ``x`` has an inf or a NaN, as a tensor on its device. Of a sparse tensor the stored elements count.
+
+    Only the largest and the smallest element are tested, so that no mask of the size of ``x`` is made. Both are NaN if
+    any element is.
+    """
+    x = x._values() if x.is_sparse else x
+    if x.numel() == 0:
+        return torch.tensor(False, device=x.device)
+    return ~(torch.isfinite(x.amax()) & torch.isfinite(x.amin()))
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:

@@ -55,6 +55,7 @@ MODULES: dict[str, str] = {
     "deepspeed.compression": "deepspeed_c.compression",
     "deepspeed.compression.basic_layer": "deepspeed_c.compression.basic_layer",
     "deepspeed.compression.compress": "deepspeed_c.compression.compress",
+    "deepspeed.compression.config": "deepspeed_c.compat.compression_getters",
     "deepspeed.compression.helper": "deepspeed_c.compat.dotted",
     "deepspeed.compression.scheduler": "deepspeed_c.compression.scheduler",
     "deepspeed.moe": "deepspeed_c.moe",
@@ -71,6 +72,7 @@ MODULES: dict[str, str] = {
     "deepspeed.runtime.config_utils": "deepspeed_c.compat.config_utils",
     "deepspeed.runtime.constants": "deepspeed_c.compat.runtime_constants",
     "deepspeed.runtime.dataloader": "deepspeed_c.data.loader",
+    "deepspeed.runtime.data_pipeline.config": "deepspeed_c.compat.data_getters",
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": "deepspeed_c.data.curriculum",
     "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": "deepspeed_c.data.analyzer",
     "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": "deepspeed_c.data.sampler",
@@ -89,6 +91,7 @@ MODULES: dict[str, str] = {
     "deepspeed.runtime.pipe.schedule": "deepspeed_c.pipe.instructions",
     "deepspeed.runtime.pipe.topology": "deepspeed_c.pipe.topology",
     "deepspeed.runtime.swap_tensor.constants": "deepspeed_c.compat.swap_constants",
+    "deepspeed.runtime.torch_autocast": "deepspeed_c.zero.layout.autocast",
     "deepspeed.runtime.utils": "deepspeed_c.utils.runtime",
     "deepspeed.runtime.zero": "deepspeed_c.zero",
     "deepspeed.runtime.zero.linear": "deepspeed_c.compat.zero_linear",
@@ -126,6 +129,29 @@ _CONFIG, _SECTIONS, _TIMING = (
 _RUNNERS = ("PDSHRunner", "OpenMPIRunner", "MPICHRunner", "IMPIRunner", "SlurmRunner", "MVAPICHRunner")
 _INFERENCE_CONFIG = "deepspeed_c.config.inference"
 _BUILDERS = "deepspeed_c.ops.op_builder"
+_GETTERS = "deepspeed_c.compat.config_getters"
+_RUNTIME_GETTERS = {
+    name: f"{_GETTERS}:{name}"
+    for name in (
+        *("get_amp_enabled", "get_amp_params", "get_checkpoint_parallel_write_pipeline", "get_checkpoint_params"),
+        *("get_checkpoint_tag_validation_mode", "get_communication_data_type", "get_data_types_params"),
+        *("get_dataloader_drop_last", "get_disable_allgather", "get_dump_state", "get_eigenvalue_config"),
+        *("get_eigenvalue_enabled", "get_eigenvalue_gas_boundary_resolution", "get_eigenvalue_layer_name"),
+        *("get_eigenvalue_layer_num", "get_eigenvalue_max_iter", "get_eigenvalue_stability", "get_eigenvalue_tol"),
+        *("get_eigenvalue_verbose", "get_expert_data_topo_config", "get_gradient_accumulation_steps"),
+        *("get_gradient_allreduce_op", "get_gradient_clipping", "get_gradient_predivide_factor"),
+        *("get_graph_harvesting", "get_hybrid_engine_config", "get_log_level", "get_lower_precision_safe_modules"),
+        *("get_managed_gradient_accumulation", "get_memory_breakdown", "get_optimizer_gradient_clipping"),
+        *("get_optimizer_legacy_fusion", "get_optimizer_name", "get_optimizer_params", "get_pipeline_config"),
+        *("get_pld_enabled", "get_pld_params", "get_prescale_gradients", "get_scheduler_name"),
+        *("get_scheduler_params", "get_sparse_attention", "get_sparse_attention_mode", "get_sparse_attention_type"),
+        *("get_sparse_bigbird_config", "get_sparse_bslongformer_config", "get_sparse_dense_config"),
+        *("get_sparse_fixed_config", "get_sparse_gradients_enabled", "get_sparse_variable_config"),
+        *("get_steps_per_print", "get_torch_autocast_dtype", "get_torch_autocast_enabled", "get_train_batch_size"),
+        *("get_train_micro_batch_size_per_gpu", "get_wall_clock_breakdown", "get_zero_allow_untested_optimizer"),
+        "get_zero_force_ds_cpu_optimizer",
+    )
+}
 _OPTIMIZER_NAMES = {
     name: f"{_CONFIG}:{name}"
     for name in (
@@ -221,8 +247,63 @@ _EXPERT_NAMES = {
     **{name: f"deepspeed_c.moe.gate:{name}" for name in ("TopKGate", "top1gating", "top2gating", "topkgating")},
 }
 
+_PROBES = "deepspeed_c.compat.probes"
+# Questions about torch, the machine, tensors and nodes of graphs.
+_QUESTIONS = {
+    "deepspeed.autotuning.utils": ("was_interrupted",),
+    "deepspeed.checkpoint.autoep_zero3_metadata": ("is_autoep_zero3_partitioned_entry",),
+    "deepspeed.comm.torch": ("has_all_reduce_coalesced", "has_coalescing_manager"),
+    "deepspeed.comm.utils": (
+        *("get_local_rank_from_launcher", "get_world_rank_from_launcher", "get_world_size_from_launcher"),
+    ),
+    "deepspeed.compile.fx": ("should_release_reduce_buckets",),
+    "deepspeed.compile.profilers.graph_profile": ("is_profile_incomplete",),
+    "deepspeed.compile.util": ("is_backend_inductor", "is_cast_op", "is_comm_op", "is_release_node"),
+    "deepspeed.compile.z3_eager_fallback": ("is_dynamo_guard_evaluation",),
+    "deepspeed.compression.helper": ("is_module_compressible",),
+    "deepspeed.elasticity.elasticity": ("elasticity_enabled",),
+    "deepspeed.elasticity.utils": ("is_torch_elastic_compatible",),
+    "deepspeed.env_report": ("get_shm_size", "installed_cann_path", "installed_cann_version"),
+    "deepspeed.inference.v2.inference_utils": ("is_gated",),
+    "deepspeed.module_inject.auto_ep_folding": ("is_autoep_folding_gradient_corrected",),
+    "deepspeed.ops.op_builder.builder": ("get_default_compute_capabilities", "installed_cuda_version"),
+    "deepspeed.ops.transformer.inference.triton.matmul_ext": ("is_nfs_path",),
+    "deepspeed.ops.triton_ops._triton": ("is_triton_available",),
+    "deepspeed.runtime.pipe.engine": ("is_even",),
+    "deepspeed.runtime.pipe.p2p": ("can_send_recv",),
+    "deepspeed.runtime.zero.mics": ("has_hierarchical_all_gather_groups",),
+    "deepspeed.runtime.zero.utils": (
+        *("get_norm_dtype", "is_builtin_type", "is_zero_param", "is_zero_supported_optimizer"),
+    ),
+}
+# Questions about the state of a feature that is not here: False, whatever the arguments. A question about data must
+# not stand in this table.
+_NO = {
+    "deepspeed.comm.mori": ("is_enabled", "supports"),
+    "deepspeed.compile.custom_ops.sp_dp_registry": ("is_setup",),
+    "deepspeed.compile.util": ("is_deepcompile_supported",),
+    "deepspeed.runtime.zenflow.engine": ("is_zenflow_update_boundary",),
+    "deepspeed.runtime.zenflow.engine_stage3": ("is_zenflow_select_boundary",),
+}
+# The current objects and numbers of features that are not here: None.
+_NOTHING = {
+    "deepspeed.compile.z3_eager_fallback": ("get_active_z3_eager_fallback",),
+    "deepspeed.module_inject.tp_shard": ("get_n_embd", "get_num_attention_heads", "get_num_kv_heads"),
+    "deepspeed.utils.pin_memory": ("get_active_native_pinned_memory",),
+}
+
+
+def _with_questions(names: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """The table with the entries of ``_QUESTIONS``, ``_NO`` and ``_NOTHING``."""
+    found = {module: dict(entries) for module, entries in names.items()}
+    for table, answer in ((_QUESTIONS, None), (_NO, "no"), (_NOTHING, "nothing")):
+        for module, asked in table.items():
+            found.setdefault(module, {}).update({name: f"{_PROBES}:{answer or name}" for name in asked})
+    return found
+
+
 # DeepSpeed's module -> name -> "module:name" in this package; "module:" is a module itself.
-NAMES: dict[str, dict[str, str]] = {
+_NAMES: dict[str, dict[str, str]] = {
     "deepspeed": {
         "DeepSpeedConfig": f"{_CONFIG}:DeepSpeedConfig",
         "DeepSpeedConfigError": "deepspeed_c.errors:ConfigError",
@@ -271,6 +352,10 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.checkpoint.universal_checkpoint": {"SubparamShape": f"{_FOLDER}:SubparamShape"},
     "deepspeed.checkpoint.zero_checkpoint": {"ZeROCheckpoint": f"{_FOLDER}:ZeROCheckpoint"},
     "deepspeed.comm.comm": _GROUP_NAMES,
+    "deepspeed.compression": {"convert_conv1d_to_linear": "deepspeed_c.compression.conv1d:convert_conv1d_to_linear"},
+    "deepspeed.compression.helper": {
+        "convert_conv1d_to_linear": "deepspeed_c.compression.conv1d:convert_conv1d_to_linear"
+    },
     "deepspeed.constants": {
         "TORCH_DISTRIBUTED_DEFAULT_PORT": "deepspeed_c.comm.discover:DEFAULT_PORT",
         "default_pg_timeout": "deepspeed_c.comm.groups:DEFAULT_TIMEOUT",
@@ -340,6 +425,7 @@ NAMES: dict[str, dict[str, str]] = {
         "DeepSpeedConfigError": "deepspeed_c.errors:ConfigError",
         "DeepSpeedConfigModel": "deepspeed_c.config.config_model:DeepSpeedConfigModel",
         "WeightQuantConfig": f"{_INFERENCE_CONFIG}:WeightQuantConfig",
+        **_RUNTIME_GETTERS,
         **{
             name: f"{_SECTIONS}:{name}"
             for name in (
@@ -351,7 +437,14 @@ NAMES: dict[str, dict[str, str]] = {
     "deepspeed.autotuning": {"Autotuner": "deepspeed_c.compat.autotuner:Autotuner"},
     "deepspeed.autotuning.autotuner": {"Autotuner": "deepspeed_c.compat.autotuner:Autotuner"},
     "deepspeed.autotuning.scheduler": {"ResourceManager": "deepspeed_c.compat.autotuner:ResourceManager"},
-    "deepspeed.autotuning.config": {"DeepSpeedAutotuningConfig": f"{_SECTIONS}:DeepSpeedAutotuningConfig"},
+    "deepspeed.autotuning.config": {
+        "DeepSpeedAutotuningConfig": f"{_SECTIONS}:DeepSpeedAutotuningConfig",
+        **{name: f"{_GETTERS}:{name}" for name in ("get_default_model_info_config", "get_model_info_config")},
+    },
+    "deepspeed.runtime.model_checkpointing.config": {
+        name: f"{_GETTERS}:{name}" for name in ("get_checkpoint_config", "get_checkpoint_writer_config")
+    },
+    "deepspeed.runtime.swap_tensor.aio_config": {"get_aio_config": f"{_GETTERS}:get_aio_config"},
     "deepspeed.datastates.config": {"DeepSpeedDataStatesConfig": f"{_SECTIONS}:DeepSpeedDataStatesConfig"},
     "deepspeed.inference.engine": {"InferenceEngine": "deepspeed_c.inference.engine:InferenceEngine"},
     "deepspeed.inference.config": {
@@ -485,6 +578,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "deepspeed.utils.timer": {"trim_mean": "deepspeed_c.comm.log:trim_mean", **_TIMER_NAMES},
 }
+NAMES = _with_questions(_NAMES)
 
 _EXPERTS = "deepspeed_c.moe.layer.MoE is the layer of experts (docs/concepts/moe.md); mixtures of other libraries train with ZeRO stages 0 to 3, their blocks are found and made leaf modules"
 _SEQUENCE = "docs/concepts/sequence.md says what there is for sequences that are cut over ranks"

@@ -49,7 +49,7 @@ def mark_parameters(leaf: torch.nn.Module) -> None:
     """Marks the parameters below a leaf. The mark is no reference to the module, because a pickle of a parameter has
     its attributes."""
     for param in leaf.parameters():
-        setattr(param, _FLAG, True)
+        param.__dict__[_FLAG] = True
 
 
 def set_z3_leaf_module(model: torch.nn.Module, flag: bool = True) -> None:

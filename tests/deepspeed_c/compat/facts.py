@@ -15,6 +15,7 @@ if sys.argv[1:] == ["ours"]:
     deepspeed_c.install_as_deepspeed(force=True)
 
 import torch
+from getter_facts import getters
 from torch import nn
 
 PLAIN = (str, int, float, list, tuple, type(None))
@@ -526,6 +527,7 @@ def main() -> None:
         "cores": cores(),
         "engines": engines(),
         "devices": devices(),
+        "getters": getters(),
     }
     facts["is_compile_supported"] = deepspeed.is_compile_supported()
     print("FACTS " + json.dumps(facts, default=str))
