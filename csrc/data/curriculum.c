@@ -64,14 +64,15 @@ static int64_t multiple_below(int64_t value, int64_t multiple)
 
 int64_t dsc_curriculum_at(const struct dsc_curriculum *c, int64_t step)
 {
-    double part;
+    double grown;
     int64_t value;
 
     if (c->kind == DSC_CURRICULUM_DISCRETE)
         return discrete(c, step);
-    if (step >= c->n_steps)
+    /* Beyond n_steps it grows on, to the multiple that is max or above it. */
+    grown = pow((double)step / (double)c->n_steps, 1.0 / c->degree) * (double)(c->max - c->min);
+    if (grown >= (double)(c->max - c->min) + (double)c->multiple)
         return c->max;
-    part = pow((double)step / (double)c->n_steps, 1.0 / c->degree); /* at most 1 */
-    value = multiple_below(c->min + (int64_t)(part * (double)(c->max - c->min)), c->multiple);
+    value = multiple_below(c->min + (int64_t)grown, c->multiple);
     return value < c->min ? c->min : value > c->max ? c->max : value;
 }

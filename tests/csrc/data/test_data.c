@@ -254,7 +254,9 @@ static void test_schedules(void)
     CHECK_EQ(dsc_curriculum_at(&root, 1), 20);
     CHECK_STATUS(dsc_curriculum_check(&odd), DSC_OK);
     CHECK_EQ(dsc_curriculum_at(&odd, 0), 3); /* no multiple of 8 is at or below it */
-    CHECK_EQ(dsc_curriculum_at(&odd, 10), 100);
+    CHECK_EQ(dsc_curriculum_at(&odd, 10), 96);
+    CHECK_EQ(dsc_curriculum_at(&odd, 11), 100); /* 109.7, 104 */
+    CHECK_EQ(dsc_curriculum_at(&odd, INT64_MAX), 100);
     CHECK_STATUS(dsc_curriculum_check(&discrete), DSC_OK);
     for (int64_t step = 0; step < 20; step++)
         CHECK_EQ(dsc_curriculum_at(&discrete, step), step <= 5 ? 1 : step <= 10 ? 2 : 3);

@@ -3,13 +3,17 @@ mistakes."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
 
 import pytest
 
 from deepspeed_c.data.curriculum import CurriculumScheduler
 from deepspeed_c.errors import ConfigError, StateError
 
+PEER = os.environ.get("DSC_PEER_PYTHON", "")
 LINEAR = {"total_curriculum_step": 100, "difficulty_step": 8}
 
 
@@ -23,7 +27,7 @@ def test_linear_is_the_formula_in_integers(low, high, multiple):
     scheduler = CurriculumScheduler(section("fixed_linear", {"total_curriculum_step": 100, "difficulty_step": multiple}, low, high))
     for step in range(130):
         exact = low + (high - low) * step // 100
-        wanted = high if step >= 100 else max(low, exact - exact % multiple)
+        wanted = min(high, max(low, exact - exact % multiple))
         assert abs(scheduler.get_difficulty(step) - wanted) in (0, multiple), step  # f64 may fall below a whole number
         assert low <= scheduler.get_difficulty(step) <= high
 
@@ -35,6 +39,35 @@ def test_roots(degree):
         exact = math.floor((step / 100) ** (1 / degree) * (1024 - 8) + 8)
         assert scheduler.get_difficulty(step) == exact - exact % 8, step
     assert scheduler.get_difficulty(100) == scheduler.get_difficulty(10**15) == 1024
+
+
+def test_the_maximum_comes_when_the_formula_reaches_it():
+    """A maximum that is no multiple: DeepSpeed 0.19.6 gives these values too."""
+    scheduler = CurriculumScheduler(section("fixed_linear", {"total_curriculum_step": 50, "difficulty_step": 8}, 8, 100))
+    found = [scheduler.get_difficulty(step) for step in (49, 50, 52, 53, 54, 10**15)]
+    assert found == [96, 96, 96, 100, 100, 100]
+    assert [scheduler.update_difficulty(step) for step in (50, 53, 60)] == [96, 100, 100]
+
+
+@pytest.mark.skipif(not PEER, reason="DSC_PEER_PYTHON names no Python that has DeepSpeed")
+def test_difficulties_are_those_of_deepspeed():
+    """But for a minimum that is no multiple, which DeepSpeed's first steps go below."""
+    cases = [
+        section(kind, {"total_curriculum_step": total, "difficulty_step": multiple, "root_degree": degree}, low, high)
+        for kind, degree in (("fixed_linear", 1), ("fixed_root", 2), ("fixed_root", 3))
+        for total, multiple in ((50, 8), (7, 1), (100, 16), (33, 5))
+        for low, high in ((80, 100), (80, 999), (160, 161), (240, 240))
+    ]
+    code = (
+        "import json, sys; from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler as S\n"
+        "print('FOUND', json.dumps([[S(c).get_difficulty(i) for i in range(150)] for c in json.loads(sys.argv[1])]))"
+    )
+    done = subprocess.run([PEER, "-c", code, json.dumps(cases)], capture_output=True, text=True, timeout=300, check=True)
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))
+    for case, theirs in zip(cases, json.loads(line.removeprefix("FOUND ")), strict=True):
+        scheduler = CurriculumScheduler(case)
+        ours = [scheduler.get_difficulty(step) for step in range(150)]
+        assert ours == theirs, (case, ours, theirs)
 
 
 def test_discrete():
