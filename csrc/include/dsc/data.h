@@ -81,14 +81,14 @@ typedef enum dsc_curriculum_kind {
  * The difficulty of a step, DeepSpeed's schedules:
  *
  *   root      floor(min + (max - min) * (step / n_steps)^(1 / degree)), down to a multiple of `multiple`, at least min
- *             and at most max
+ *             and at most max. A max that is no multiple comes after n_steps, where the formula goes on.
  *   discrete  difficulties[i] for the first i with step <= last_steps[i], after the last one difficulties[n_steps]
  */
 struct dsc_curriculum {
     dsc_curriculum_kind kind;
     int64_t min;
     int64_t max;
-    int64_t n_steps;             /* >= 1: steps up to max; discrete: of last_steps */
+    int64_t n_steps;             /* >= 1: steps up to the last multiple; discrete: of last_steps */
     int64_t multiple;            /* root, >= 1 */
     double degree;               /* root, > 0 */
     const int64_t *difficulties; /* discrete: n_steps + 1, ascending; borrowed */
