@@ -601,9 +601,56 @@ _KEYS_OF_FILES = "the names of entries in DeepSpeed's files; deepspeed_c.checkpo
 _HELPERS = "a helper of DeepSpeed's engine; the engine has get_global_grad_norm(), offload_states() and reload_states(), torch has clip_grad_norm_"
 _FRAGMENTS = "use safe_get_full_* and safe_set_full_* of deepspeed_c.utils"
 
+_ACCELERATOR = "deepspeed_c.accelerator.get_accelerator() is one class for all kinds of devices"
+_COLLECTIVES = "deepspeed_c.comm has the collectives; a process group of torch is a group here"
+_WRITERS = "all ranks write their parts of a checkpoint at once; docs/concepts/checkpoint.md"
+_ZENFLOW = "zenflow and superoffload come with a later version; zero_optimization.offload_optimizer offloads the states (docs/concepts/offload.md)"
+_STAGE_3 = "stage 3 gathers and prefetches by itself; zero.Init, zero.GatheredParameters and the section zero_optimization steer it"
+_ROUNDING = "deepspeed_c.compression.compress.init_compression quantizes layers, and init_inference stores weights in few bits"
+_GENERATION = "the hybrid engine generates with the weights in training: hybrid_engine.enabled, and engine.generate"
+_PLAIN_TORCH = "a helper of DeepSpeed's own code; use torch's functions"
+
 # Prefix of a path that is missing here -> the replacement; the longest prefix counts. The path of a name is
 # module.name.
 ABSENT: dict[str, str] = {
+    "deepspeed.accelerator": _ACCELERATOR,
+    "deepspeed.comm": _COLLECTIVES,
+    "deepspeed.compat": _PLAIN_TORCH,
+    "deepspeed.env_report": "the command `deepspeed_c report` prints what is installed",
+    "deepspeed.nebula": _WRITERS,
+    "deepspeed.ops.deepspeed4science": "use torch.nn.functional.scaled_dot_product_attention with a bias",
+    "deepspeed.ops.fp_quantizer": _ROUNDING,
+    "deepspeed.ops.random_ltd": _DATA,
+    "deepspeed.ops.adam.multi_tensor_apply": "use FusedAdam, which updates all tensors in one call",
+    "deepspeed.ops.lion.multi_tensor_apply": "use FusedLion, which updates all tensors in one call",
+    "deepspeed.ops.triton_ops": _PLAIN_TORCH,
+    "deepspeed.runtime.checkpoint_engine": _WRITERS,
+    "deepspeed.runtime.model_checkpointing": _WRITERS,
+    "deepspeed.runtime.comm": _COLLECTIVES,
+    "deepspeed.runtime.domino": _TENSOR,
+    "deepspeed.runtime.eigenvalue": _COMPRESSION,
+    "deepspeed.runtime.hybrid_engine_graph": _GENERATION,
+    "deepspeed.runtime.rollout": _GENERATION,
+    "deepspeed.runtime.pipe.p2p": "deepspeed_c.comm.send and deepspeed_c.comm.recv; stages of a PipelineModule send by themselves",
+    "deepspeed.runtime.quantize": _ROUNDING,
+    "deepspeed.runtime.weight_quantizer": _ROUNDING,
+    "deepspeed.runtime.sparse_tensor": "gradients of embeddings are sent sparse with sparse_gradients: true",
+    "deepspeed.runtime.superoffload": _ZENFLOW,
+    "deepspeed.runtime.zenflow": _ZENFLOW,
+    "deepspeed.runtime.torch_autocast": "the section torch_autocast of the configuration sets it",
+    "deepspeed.runtime.zero.contiguous_memory_allocator": _STAGE_3,
+    "deepspeed.runtime.zero.linear": _STAGE_3,
+    "deepspeed.runtime.zero.mics_utils": _MICS,
+    "deepspeed.runtime.zero.offload_states": "engine.offload_states() and engine.reload_states()",
+    "deepspeed.runtime.zero.parameter_offload": _STAGE_3,
+    "deepspeed.runtime.zero.partition_parameters": _STAGE_3,
+    "deepspeed.runtime.zero.partitioned_param_coordinator": _STAGE_3,
+    "deepspeed.runtime.zero.partitioned_param_profiler": _STAGE_3,
+    "deepspeed.runtime.zero.utils": _STAGE_3,
+    "deepspeed.utils.bwc": "deepspeed_c.utils.groups has the sizes and ranks of groups",
+    "deepspeed.utils.debug": "param.ds_summary() describes a sharded parameter; use logging of Python for the rest",
+    "deepspeed.utils.pin_memory": "use torch.Tensor.pin_memory",
+    "deepspeed.utils.comms_logging": "the section comms_logger, and deepspeed_c.comm.log_summary()",
     "deepspeed.autotuning": "`deepspeed_c --autotuning tune` searches, and `deepspeed_c plan` says what fits",
     "deepspeed.checkpoint": _CONVERTER,
     "deepspeed.checkpoint.deepspeed_checkpoint": _OPEN,
