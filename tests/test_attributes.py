@@ -51,7 +51,10 @@ PERMITTED: dict[str, str] = {
     "sequence/layer.py: ctx.comm": "torch's own: the context of an autograd function",
     "sequence/layer.py: ctx.dims": "torch's own: the context of an autograd function",
     **dict.fromkeys(
-        ("sequence/fpdt.py: ctx.call", "sequence/loss.py: ctx.call", "sequence/tiles.py: ctx.call"),
+        (
+            *("sequence/fpdt.py: ctx.call", "sequence/tiles.py: ctx.call"),
+            *("sequence/loss.py: ctx.call", "sequence/loss.py: ctx.ranks"),
+        ),
         "torch's own: the context of an autograd function",
     ),
     "sequence/layer.py: ctx.sizes": "torch's own: the context of an autograd function",

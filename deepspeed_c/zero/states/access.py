@@ -76,9 +76,8 @@ class ParamHandle:
                 where=where,
                 fix=f'set "gradient_clipping" in the configuration, and delete the call: engine.step() clips. {_READ_NORM}',
             )
-        if self.optimizer.is_read_noted or reader.partition(".")[0] in _QUIET:
+        if reader.partition(".")[0] in _QUIET or not self.optimizer.is_first_reader():
             return
-        self.optimizer.is_read_noted = True
         log_dist(
             f"{where} is None for {reader}: the engine holds the gradients of this step, and what a script does to"
             ' param.grad has no effect. To clip, set "gradient_clipping"; to change a gradient, call'

@@ -104,7 +104,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.clip, self.checks_overflow, self.scaler = float(options.clip), options.checks_overflow, scaler
         self.overflow = False
         self._norm: float | None = None
-        self.is_read_noted = False  # whether a warning has said that param.grad shows no gradient
+        self._is_read_noted = False  # whether a warning has said that param.grad shows no gradient
         self.last_facts: WindowFacts | None = None
         """The facts of the last window for which a step was made."""
         self._losses = WindowLosses()
@@ -456,6 +456,11 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """Drops the window's gradients."""
         self.forget_losses()
         self.reducer.discard()
+
+    def is_first_reader(self) -> bool:
+        """True at the first call: a reader of ``param.grad`` gets the warning that other readers need no more."""
+        is_first, self._is_read_noted = not self._is_read_noted, True
+        return is_first
 
     def drop_gradients(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Drops the window's gradients of ``params``."""
