@@ -255,6 +255,13 @@ class StandaloneShard(ShardState):
         self.piece, self.empty, self.dtype = self.piece.to(dtype), self.empty.to(dtype), dtype
         self._stand_in = self._hollow = None
 
+    def transpose(self) -> None:
+        """Makes the parameter, a matrix that is released, its transpose. Collective."""
+        whole = self.whole().t().contiguous()
+        self.piece.copy_(self.own_part(whole.view(-1)))
+        self.shape = whole.shape
+        self._stand_in = self._hollow = None
+
 
 def join_pieces(
     piece: torch.Tensor,
