@@ -31,6 +31,7 @@ __all__ = [
     "fake_quantize",
     "fake_quantize_with",
     "packed_linear",
+    "packed_weight",
     "quantize",
 ]
 
@@ -162,7 +163,7 @@ def packed_linear(
     return _formula_packed_linear(x, packed, scales, bias, bits, group, zero_points)
 
 
-def _packed_weight(
+def packed_weight(
     packed: Tensor,
     scales: Tensor,
     bits: int,
@@ -171,6 +172,7 @@ def _packed_weight(
     dtype: torch.dtype,
     zero_points: Tensor | None = None,
 ) -> Tensor:
+    """The values [n_outputs, n_cols] of ``packed_linear``'s weight, in ``dtype``."""
     codes, zeros = packed.view(torch.uint8), None
     if bits == 8:
         codes = _signed(codes, n_cols)
@@ -199,7 +201,7 @@ def _formula_packed_linear(
 ) -> Tensor:
     dtype = _product_dtype(x)
     # Rounded to x's dtype on every processor.
-    weight = _packed_weight(packed, scales, bits, group, x.shape[-1], x.dtype, zero_points).to(dtype)
+    weight = packed_weight(packed, scales, bits, group, x.shape[-1], x.dtype, zero_points).to(dtype)
     return torch.nn.functional.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype)).to(x.dtype)
 
 
@@ -325,7 +327,7 @@ def _packed_linear_gradients(ctx: Any, dy: Tensor) -> tuple:
     packed, scales = ctx.saved_tensors
     dx = dbias = None
     if ctx.needs_input_grad[0]:
-        dx = dy @ _packed_weight(packed, scales, ctx.bits, ctx.group, ctx.n_cols, dy.dtype)
+        dx = dy @ packed_weight(packed, scales, ctx.bits, ctx.group, ctx.n_cols, dy.dtype)
     if ctx.needs_input_grad[3]:
         dbias = dy.flatten(0, -2).sum(0).to(ctx.bias_dtype)
     return dx, None, None, dbias, None, None

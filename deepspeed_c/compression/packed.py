@@ -5,15 +5,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from deepspeed_c.compression.basic_layer import CompressedLayer, WeightRule, check_finite, scale_type_of
 from deepspeed_c.errors import ConfigError, StateError, UnsupportedConfigError
-from deepspeed_c.ops.quant import Quantized, dequantize, packed_linear, quantize
+from deepspeed_c.ops.quant import Quantized, dequantize, packed_linear, packed_weight, quantize
 from deepspeed_c.ops.quant_reference import pack
 from deepspeed_c.zero.weights.param import state_of
 
@@ -33,7 +34,56 @@ PackFormat = Literal["pack-quantized", "int-quantized", "float-quantized"]
 FORMATS: tuple[str, ...] = get_args(PackFormat)
 
 
-class PackedLinear(nn.Module):
+class _WeightView(Tensor):
+    """The weight of a layer that holds codes. Models read its dtype, shape and device in their forwards, which costs no
+    values; an operator gets values, computed for that call. It cannot be written."""
+
+    layer: _HoldsCodes
+
+    @staticmethod
+    def __new__(cls, layer: _HoldsCodes) -> Self:
+        scales, shape = layer.weight_scale, (layer.out_features, layer.in_features)
+        view = Tensor._make_wrapper_subclass(cls, shape, dtype=scales.dtype, device=scales.device)
+        view.layer = layer
+        return view
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].layer)
+        given = {**dict(zip((each.name for each in func._schema.arguments), args)), **(kwargs or {})}
+        for each in func._schema.arguments:
+            is_written = each.alias_info is not None and each.alias_info.is_write
+            if is_written and isinstance(given.get(each.name), cls):
+                raise StateError(
+                    f"{func.__name__} writes the weight of a layer that holds codes",
+                    where=type(given[each.name].layer).__name__,
+                    fix="edit the weights before redundancy_clean packs them",
+                )
+        return func(*tree_map_only(cls, _values, args), **tree_map_only(cls, _values, kwargs or {}))
+
+
+def _values(view: _WeightView) -> Tensor:
+    return view.layer.dequantized()
+
+
+class _HoldsCodes(nn.Module):
+    """A linear layer whose weight is codes. ``weight`` answers as the weight in the scales' dtype would."""
+
+    in_features: int
+    out_features: int
+    weight_scale: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        return _WeightView(self)
+
+    def dequantized(self) -> Tensor:
+        """The weight's values [out, in] in the scales' dtype: a new tensor."""
+        raise NotImplementedError
+
+
+class PackedLinear(_HoldsCodes):
     """A linear layer whose weight is packed codes, code + 2^(bits - 1) in ``bits`` bits, the first in the lowest ones.
 
     Buffers: ``weight_packed`` int32 [rows, ceil(columns * bits / 32)], ``weight_scale`` [rows, groups of a row] in the
@@ -46,8 +96,9 @@ class PackedLinear(nn.Module):
     @classmethod
     def take_over(cls, module: nn.Module, rule: WeightRule) -> None:
         """Make ``module``, which has passed ``check_packable``, a layer of this class, in place."""
+        weight = module.weight.detach()
         module.__class__ = cls
-        module._pack(module.weight.detach(), rule)
+        module._pack(weight, rule)
 
     @classmethod
     def without_values(cls, module: nn.Linear, bits: int, group: int | None, *, is_symmetric: bool) -> None:
@@ -69,7 +120,7 @@ class PackedLinear(nn.Module):
 
     def _hold(self, bits: int, packed: Tensor, scales: Tensor, zero_points: Tensor | None, shape: Tensor) -> None:
         self.bits = bits
-        del self.weight
+        del self._parameters["weight"]
         self.register_buffer("weight_packed", packed)
         self.register_buffer("weight_scale", scales)
         self.register_buffer("weight_shape", shape)
@@ -86,47 +137,63 @@ class PackedLinear(nn.Module):
             zero_points=self.weight_zero_point,
         )
 
+    def dequantized(self) -> Tensor:
+        scales, n_cols = self.weight_scale, self.in_features
+        group = n_cols // scales.shape[1]
+        words, zeros = self.weight_packed, self.weight_zero_point
+        return packed_weight(words, scales, self.bits, group, n_cols, scales.dtype, zeros)
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"
 
 
-class CodedLinear(nn.Module):
+class CodedLinear(_HoldsCodes):
     """A linear layer whose weight is codes of a byte each.
 
     Buffers: ``weight`` int8 or float8_e4m3fn [rows, columns], ``weight_scale`` [rows, groups of a row] in the dtype
     that the weight had, and for an asymmetric weight ``weight_zero_point`` int8 [rows, groups of a row] (else None).
+    The attribute ``codes`` is the first of them; ``weight`` stands for the values.
     """
 
     @classmethod
     def take_over(cls, module: nn.Module, rule: WeightRule, *, is_float: bool) -> None:
         """Make ``module``, which has passed ``check_packable``, a layer of this class, in place. is_float: codes are
         numbers of 8 bits with a fraction, not integers."""
+        weight = module.weight.detach()
         module.__class__ = cls
-        module._encode(module.weight.detach(), rule, is_float)
+        module._encode(weight, rule, is_float)
 
     def _encode(self, weight: Tensor, rule: WeightRule, is_float: bool) -> None:
         codes, scales, zeros = _quantized(weight, rule, "e4m3" if is_float else f"int{rule.bits}")
-        del self.weight
-        self.register_buffer("weight", codes.to(torch.float8_e4m3fn if is_float else torch.int8))
+        del self._parameters["weight"]
+        # register_buffer refuses a name that the class has.
+        self._buffers["weight"] = codes.to(torch.float8_e4m3fn if is_float else torch.int8)
         self.register_buffer("weight_scale", scales)
         self.register_buffer("weight_zero_point", None if zeros is None else zeros.to(torch.int8))
 
+    @property
+    def codes(self) -> Tensor:
+        return self._buffers["weight"]
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Casts of a model do not reach the codes, which each dtype of 16 bits represents."""
-        dtype = self.weight.dtype
+        dtype = self.codes.dtype
         super()._apply(fn, recurse)
-        self.weight = self.weight.to(dtype)
+        self._buffers["weight"] = self.codes.to(dtype)
         return self
 
     def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.dequantized(), self.bias)
+
+    def dequantized(self) -> Tensor:
         n_cols, scales = self.in_features, self.weight_scale
-        format_name = "int8" if self.weight.dtype == torch.int8 else "e4m3"
+        format_name = "int8" if self.codes.dtype == torch.int8 else "e4m3"
         group = max(n_cols // scales.shape[1], 1)
-        codes = Quantized(self.weight, scales.float(), self.weight_zero_point, format_name, group, n_cols)
-        return F.linear(x, dequantize(codes, scales.dtype), self.bias)
+        codes = Quantized(self.codes, scales.float(), self.weight_zero_point, format_name, group, n_cols)
+        return dequantize(codes, scales.dtype)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, codes={self.weight.dtype}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, codes={self.codes.dtype}"
 
 
 def _quantized(weight: Tensor, rule: WeightRule, format_name: str) -> tuple[Tensor, Tensor, Tensor | None]:

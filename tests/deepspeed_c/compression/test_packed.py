@@ -81,7 +81,7 @@ def test_words_hold_the_cleaned_weights(
 
 def decoded(layer: CodedLinear) -> torch.Tensor:
     """The weight in fp64."""
-    codes, group = layer.weight.double(), layer.in_features // layer.weight_scale.shape[1]
+    codes, group = layer.codes.double(), layer.in_features // layer.weight_scale.shape[1]
     if layer.weight_zero_point is not None:
         codes = codes - layer.weight_zero_point.double().repeat_interleave(group, 1)
     return codes * layer.weight_scale.double().repeat_interleave(group, 1)
@@ -99,7 +99,7 @@ def test_codes_of_a_byte_hold_the_weights(
     cleaned, packed = both(model, config_of(bits, n_groups, quantization_type=kind), f"{pack}-quantized")
     layer = packed[0]
     assert isinstance(layer, CodedLinear) and not any(name == "weight" for name, _ in layer.named_parameters())
-    assert layer.weight.dtype == (torch.int8 if pack == "int" else torch.float8_e4m3fn)
+    assert layer.codes.dtype == (torch.int8 if pack == "int" else torch.float8_e4m3fn)
     assert (layer.weight_zero_point is None) == (kind == "symmetric")
     weight = decoded(layer)
     if pack == "int":
@@ -122,7 +122,60 @@ def test_codes_of_a_byte_hold_the_weights(
     allowed = magnitude * 2**-20 + wanted.abs() * torch.finfo(dtype).eps + torch.finfo(dtype).smallest_normal
     assert ((y - wanted).abs() <= allowed).all(), ((y - wanted).abs().max(), y, wanted)
     assert torch.equal(decoded(packed.to(torch.bfloat16).to(dtype)[0]).sign(), weight.sign())
-    assert packed[0].weight.dtype in (torch.int8, torch.float8_e4m3fn), packed[0].weight.dtype
+    assert packed[0].codes.dtype in (torch.int8, torch.float8_e4m3fn), packed[0].codes.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n_out", "n_in", "n_groups"), [(6, 24, 18), (5, 13, 5), (5, 13, 1), (1, 1, 1)])
+@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
+@pytest.mark.parametrize(("pack", "bits"), [("pack", 8), ("pack", 4), ("int", 4)])
+def test_weight_answers_as_the_cleaned_layers(
+    pack: str, bits: int, kind: str, n_out: int, n_in: int, n_groups: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(n_in, n_out)).to(dtype)
+    cleaned, packed = both(model, config_of(bits, n_groups, quantization_type=kind), f"{pack}-quantized")
+    weight, wanted = packed[0].weight, cleaned[0].weight.detach()
+    before = {name: tensor.clone() for name, tensor in packed.state_dict().items()}
+    assert isinstance(weight, torch.Tensor) and not weight.requires_grad
+    assert (weight.dtype, weight.shape, weight.device) == (dtype, wanted.shape, wanted.device), weight.dtype
+    assert torch.equal(weight, wanted) and torch.equal(weight.T.double(), wanted.T.double()), (weight, wanted)
+    assert torch.equal(weight.detach().clone(), wanted) and weight.data.dtype == dtype and weight.abs().sum().item() > 0
+    assert torch.equal(torch.zeros(n_out, n_in).copy_(weight).to(dtype), wanted)
+    x = torch.randn(2, n_in).to(dtype)
+    assert torch.equal(nn.functional.linear(x, weight), nn.functional.linear(x, wanted))
+    for write in (weight.zero_, lambda: weight.data.normal_(), lambda: torch.add(wanted, 1, out=weight)):
+        with pytest.raises(StateError, match="holds codes"):
+            write()
+    after = packed.state_dict()
+    assert all(torch.equal(after[name].float(), tensor.float()) for name, tensor in before.items()), (before, after)
+    with torch.inference_mode():
+        assert torch.equal(packed[0].weight.t(), wanted.t())
+    half = packed.to(torch.bfloat16)[0].weight
+    assert half.dtype == torch.bfloat16, half.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pack", ["pack", "int", "float"])
+def test_a_model_computes_that_looks_at_weights(pack: str, dtype: torch.dtype) -> None:
+    """T5's feed-forward reads wo.weight.dtype, and casts its hidden states to that."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 50}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0)).to(dtype)
+    exact = copy.deepcopy(model)
+    config = config_of(8, 32, ["DenseReluDense", "SelfAttention"])
+    cleaned, packed = both(model, config, f"{pack}-quantized")
+    kind = PackedLinear if pack == "pack" else CodedLinear
+    assert isinstance(packed.encoder.block[1].layer[-1].DenseReluDense.wo, kind)
+    ids = torch.randint(0, 50, (3, 7))
+    with torch.no_grad():
+        wanted, found, trained = (
+            each(input_ids=ids, decoder_input_ids=ids).logits.double() for each in (cleaned, packed, exact.eval())
+        )
+    difference, own = (found - wanted).abs().max().item(), (trained - wanted).abs().max().item()
+    allowed = 1e-5 if dtype == torch.float32 and pack != "float" else 4 * own
+    assert found.isfinite().all() and 0 < own and difference <= allowed, (difference, allowed, own)
 
 
 def test_bytes_of_a_packed_layer() -> None:
