@@ -161,6 +161,7 @@ IMPORTS = [
     Import("from deepspeed.moe.experts import Experts", "MoE-LLaVA"),
     Import("from deepspeed.moe.sharded_moe import top1gating, top2gating, gumbel_rsample", "MoE-LLaVA"),
     Import("from deepspeed.moe.mappings import drop_tokens, gather_tokens", "Megatron-DeepSpeed"),
+    Import("from deepspeed.compression.helper import convert_conv1d_to_linear", "DeepSpeedExamples"),
     # -- missing here, with an error -----------------------------------------------------------------------------------
     Import("from deepspeed import init_inference", "DeepSpeed-MII, BLOOM inference"),
     Import("from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine", "DeepSpeed-Chat"),
