@@ -416,6 +416,8 @@ class Searcher:
                 process = subprocess.Popen(
                     [self.python, "-c", SESSION, json.dumps(spec)],
                     cwd=self.tree,
+                    # Python would take bytecode of a file of the same second and length for that of the mutated one.
+                    env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=out,

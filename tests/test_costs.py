@@ -185,7 +185,7 @@ def test_a_fork_server_that_ends_does_not_count_twice(run_ranks) -> None:
     stop_ranks()
     after = meter._passed()
     print(before, after)
-    assert before > 0.75 and sum(after) < 0.5
+    assert before > 0.75 and sum(after) < 0.5 + 0.02 * before  # /proc counts in ticks
 
 
 def test_seconds_are_told_apart_by_process(run_ranks) -> None:

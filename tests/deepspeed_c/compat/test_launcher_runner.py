@@ -137,12 +137,11 @@ def test_main_refuses_words_with_the_error_of_deepspeed(capsys):
 
 
 def test_main_ends_the_process_with_the_code_of_a_failed_rank(tmp_path):
-    for code in (0, 7):
-        script = tmp_path / f"exits_{code}.py"
-        script.write_text(f"raise SystemExit({code})\n")
-        done = subprocess.run(
-            [sys.executable, "-c", f"from deepspeed_c.compat.launcher_runner import main; main({['--num_procs', '1', str(script)]})"],
-            capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
-        print(done.stdout, done.stderr)
-        assert done.returncode == code
+    script = tmp_path / "exits.py"
+    script.write_text("raise SystemExit(7)\n")
+    done = subprocess.run(
+        [sys.executable, "-c", f"from deepspeed_c.compat.launcher_runner import main; main({['--num_procs', '1', str(script)]})"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    print(done.stdout, done.stderr)
+    assert done.returncode == 7

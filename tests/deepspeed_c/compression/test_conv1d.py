@@ -184,4 +184,4 @@ def sharded_body(rank: int, world: int) -> None:
 
 
 def test_a_model_of_zero_init() -> None:
-    run_ranks(2, sharded_body, timeout=100)
+    run_ranks(2, sharded_body)

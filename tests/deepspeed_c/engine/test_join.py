@@ -138,14 +138,14 @@ def test_a_rank_that_raises_serves_the_others_first(when: str) -> None:
 
 
 def refused_body(rank: int, world: int) -> None:
-    hybrid = {"hybrid_engine": {"enabled": True, "max_out_tokens": 5}}
+    hybrid = {"hybrid_engine": {"enabled": True, "max_out_tokens": 8}}
     zero = {"zero_optimization": {"reduce_bucket_size": 3000, "stage3_max_live_parameters": LIMIT}}
     engine = deepspeed_c.initialize(model=llama(), config=make_config(3, "fp32", 1, {**zero, **hybrid}))[0]
     with engine:
         engine.eval()
         if rank == 0:
-            with pytest.raises(StateError, match="prompt of 6 tokens"):
-                write(engine.module, torch.ones(1, 6, dtype=torch.long), 3)
+            with pytest.raises(StateError, match="prompt of 9 tokens"):
+                write(engine.module, torch.ones(1, 9, dtype=torch.long), 3)
         else:
             assert torch.equal(write(engine.module, prompt_of(rank), 3), write(llama().eval(), prompt_of(rank), 3))
 
