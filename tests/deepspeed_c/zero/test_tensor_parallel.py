@@ -259,6 +259,7 @@ def load_body(rank: int, world: int, n_tp: int, stage: int, folder: str, more: d
 ARRANGEMENTS = [(1, 1, 0), (2, 1, 1), (3, 1, 2), (2, 2, 3), (1, 2, 2)]
 
 
+@pytest.mark.always  # the one test that finds wrong places of ranks in the mesh (scripts/mutations.py)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_checkpoint_loads_on_any_arrangement(tmp_path, precision: str) -> None:
     """Loaded values equal the saved ones bit for bit, and training goes on as it would have."""
