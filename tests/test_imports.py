@@ -142,6 +142,26 @@ def names_imported(path: Path) -> list[tuple[str, int]]:
     return found
 
 
+# Names that Python's own modules have since 3.11 or later. The package runs on 3.10; typing_extensions has those of typing.
+NEWER_THAN_3_10 = {
+    *(f"typing.{name}" for name in ("LiteralString", "Never", "NotRequired", "Required", "Self", "TypeVarTuple", "Unpack")),
+    *(f"typing.{name}" for name in ("assert_never", "assert_type", "dataclass_transform", "override", "reveal_type")),
+    *("contextlib.chdir", "datetime.UTC", "enum.StrEnum", "itertools.batched", "tomllib"),
+}
+
+
+def test_names_of_newer_pythons_are_not_imported() -> None:
+    files = [path for folder in ("deepspeed_c", "ops") for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 400
+    newer = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in files
+        for name, line in names_imported(path)
+        if name in NEWER_THAN_3_10
+    ]
+    assert newer == []
+
+
 def parts_imported(path: Path) -> list[tuple[str, int]]:
     known = set(MAY_IMPORT) | TOP
     parts = []

@@ -4,13 +4,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from typing_extensions import Self
 
 from deepspeed_c.compression.basic_layer import CompressedLayer, WeightRule, check_finite, scale_type_of
 from deepspeed_c.errors import ConfigError, StateError, UnsupportedConfigError
@@ -67,7 +69,7 @@ def _values(view: _WeightView) -> Tensor:
     return view.layer.dequantized()
 
 
-class _HoldsCodes(nn.Module):
+class _HoldsCodes(nn.Module, ABC):
     """A linear layer whose weight is codes. ``weight`` answers as the weight in the scales' dtype would."""
 
     in_features: int
@@ -78,9 +80,9 @@ class _HoldsCodes(nn.Module):
     def weight(self) -> Tensor:
         return _WeightView(self)
 
+    @abstractmethod
     def dequantized(self) -> Tensor:
         """The weight's values [out, in] in the scales' dtype: a new tensor."""
-        raise NotImplementedError
 
 
 class PackedLinear(_HoldsCodes):
