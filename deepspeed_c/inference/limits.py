@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed_c.engine.prompts import has_encoder
 from deepspeed_c.errors import ModelError
 
 __all__ = ["Positions", "check_heads", "positions_of"]
@@ -45,7 +46,7 @@ def positions_of(model: torch.nn.Module) -> Positions:
         return Positions(None, None)
     text = config.get_text_config(decoder=True)
     sizes = [getattr(text, name, None) for name in ("max_position_embeddings", "max_target_positions")]
-    if not getattr(config, "is_encoder_decoder", False):
+    if not has_encoder(model):
         return Positions(None, _least(model, sizes))
     of_encoder = config.get_text_config(encoder=True)
     encoder_sizes = [getattr(of_encoder, name, None) for name in ("max_position_embeddings", "max_source_positions")]
