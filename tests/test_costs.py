@@ -70,12 +70,17 @@ def test_the_table_names_tests_of_this_tree() -> None:
         )
 
 
-def test_costs_are_measured_and_costly_tests_left_out(pytester: pytest.Pytester) -> None:
+def with_our_plugins(pytester: pytest.Pytester, settings: str = "") -> None:
+    """Lets the suite of ``pytester`` choose and measure tests as this one, by a table ``costs.tsv`` of its own."""
     pytester.makeconftest(
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom pathlib import Path\nimport tests.costs\n"
-        "tests.costs.FUNCTION_SECONDS = 0.3\ntests.costs.TABLE = Path('costs.tsv')\n"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom pathlib import Path\nimport tests.costs, tests.meter\n"
+        f"tests.costs.TABLE = Path('costs.tsv')\n{settings}\n"
         "from tests.conftest import pytest_addoption, pytest_collection_modifyitems, pytest_configure"
     )
+
+
+def test_costs_are_measured_and_costly_tests_left_out(pytester: pytest.Pytester) -> None:
+    with_our_plugins(pytester, "tests.costs.FUNCTION_SECONDS = 0.3")
     pytester.makepyfile(
         "import subprocess, sys, pytest\nWORK = 'import time\\nwhile time.process_time() < 0.4: pass'\n"
         "@pytest.mark.parametrize('i', range(3))\ndef test_child(i): subprocess.run([sys.executable, '-c', WORK])\n"
@@ -94,11 +99,7 @@ def test_costs_are_measured_and_costly_tests_left_out(pytester: pytest.Pytester)
 
 def test_one_cell_of_a_function_too_dear_runs_if_a_change_reaches_it(pytester: pytest.Pytester) -> None:
     """Without workers and with two: the controller finds the changes for both."""
-    pytester.makeconftest(
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom pathlib import Path\nimport tests.costs\n"
-        "tests.costs.TABLE = Path('costs.tsv')\n"
-        "from tests.conftest import pytest_addoption, pytest_collection_modifyitems, pytest_configure"
-    )
+    with_our_plugins(pytester)
     body = "import pytest\n@pytest.mark.parametrize('i', range(3))\ndef test_dear(i): pass\ndef test_cheap(): pass\n"
     tests = pytester.mkdir("tests") / "some"
     tests.mkdir()
@@ -128,11 +129,7 @@ def test_one_cell_of_a_function_too_dear_runs_if_a_change_reaches_it(pytester: p
 @pytest.mark.parametrize("is_ci", [False, True])
 def test_a_function_without_a_line_fails_the_run_of_continuous_integration(pytester, monkeypatch, is_ci) -> None:
     monkeypatch.setenv("CI", "true") if is_ci else monkeypatch.delenv("CI", raising=False)
-    pytester.makeconftest(
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom pathlib import Path\nimport tests.costs, tests.meter\n"
-        "tests.costs.FUNCTION_SECONDS, tests.meter.SHOWN_SECONDS = 0.2, 0.1\ntests.costs.TABLE = Path('costs.tsv')\n"
-        "from tests.conftest import pytest_addoption, pytest_collection_modifyitems, pytest_configure"
-    )
+    with_our_plugins(pytester, "tests.costs.FUNCTION_SECONDS, tests.meter.SHOWN_SECONDS = 0.2, 0.1")
     pytester.makepyfile(
         "import time\ndef test_dear():\n    end = time.process_time() + 1.0\n    while time.process_time() < end: pass\n"
         "def test_cheap(): pass\n"
