@@ -18,6 +18,7 @@ from deepspeed_c.comm.watchdog import watch
 from deepspeed_c.config import Config, load_config, sequence_parallel_size, tensor_parallel_size
 from deepspeed_c.config.offload import OffloadParam
 from deepspeed_c.config.schedule import Scheduler
+from deepspeed_c.config.source import source_of_engine
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.build import OptimizerFactory, build_optimizer
 from deepspeed_c.engine.consistency import broadcast_model, check_same_model, check_same_text
@@ -29,7 +30,7 @@ from deepspeed_c.engine.pipeline import PipelineEngine, check_pipeline, connect_
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.shard import lay_out_model, shard_model
 from deepspeed_c.engine.training import Training, TrainingHost
-from deepspeed_c.errors import CommError, ConfigError, FeatureError, ModelError
+from deepspeed_c.errors import CommError, ConfigError, FeatureError, ModelError, OptimizerError
 from deepspeed_c.logging import log_dist, set_level
 from deepspeed_c.moe.connect import connect_experts
 from deepspeed_c.pipe import PipelineModule
@@ -61,13 +62,14 @@ def initialize(
     """Builds an engine around ``model``.
 
     Args:
-        args: an object that may hold ``deepspeed_config`` (a path), which is used if no ``config`` is given.
+        args: an object that may hold ``deepspeed_config``, the path of the configuration.
         model: the module to train. It is moved to this rank's device, and its trainable parameters are moved into flat
             buffers.
         optimizer: a ``torch.optim.Optimizer`` over the model's parameters, or a function that makes an optimizer from a
-            list of parameters; default: the optimizer of the configuration's section ``optimizer``. Without any
-            optimizer the engine only evaluates.
-        model_parameters: parameters, or groups of them, to train; default: all that require gradients.
+            list of parameters, or of groups if ``model_parameters`` has groups; default: the optimizer of the
+            configuration's section ``optimizer``. Without any optimizer the engine only evaluates.
+        model_parameters: parameters, or groups of them, to train; default: all that require gradients. A
+            ``torch.optim.Optimizer`` has its own groups, which act: a warning says where these differ.
         training_data: a dataset. The third returned value is then a loader of this rank's micro-batches.
         lr_scheduler: an object with ``step()``, or a function that makes such an object from the optimizer; default:
             the schedule of the section ``scheduler``.
@@ -81,7 +83,8 @@ def initialize(
             that hold parts of one sequence (docs/concepts/sequence.md).
         dist_init_required: False: ``torch.distributed`` is initialised already. Default: initialise it if necessary.
         collate_fn: merges samples to a batch.
-        config, config_params: path of a JSON file, or a dict; see docs/config.md. Never modified.
+        config, config_params: path of a JSON file, or a dict; see docs/config.md. Never modified. Of several
+            configurations, ``args.deepspeed_config`` included, all must be equal.
         mesh_param: (number of data-parallel ranks, number of sequence-parallel ranks), DeepSpeed's form of a mesh.
         mesh_device: a ``torch.distributed.device_mesh.DeviceMesh`` whose dimensions are named for axes: "dp_shard" for
             the ranks that share model states, "dp_replicate" for the ranks that hold copies of the same shards
@@ -122,9 +125,7 @@ def initialize(
     groups.set_mesh(mesh)
     set_level(settings.log_level)
     watch(comm, settings.collective_timeout_s)
-    given = {"optimizer": ("optimizer", optimizer), "scheduler": ("lr_scheduler", lr_scheduler)}
-    passed = {section: name for section, (name, value) in given.items() if value is not None}
-    log_dist(settings.summary_line(passed), ranks=[0])
+    log_dist(settings.summary_line(_idle_sections(settings, optimizer, lr_scheduler, pipeline)), ranks=[0])
     for note in settings.notes:
         log_dist(note, ranks=[0])
     if "comms_logger" in settings.as_dict():  # without this section the log keeps the settings of `comm.configure`
@@ -195,14 +196,14 @@ def _engine_class(settings: Config, *, is_pipeline: bool) -> type[TrainingHost]:
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:
-    given = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
-    if not given:
+    source = source_of_engine(args, config, config_params)
+    if source is None:
         raise ConfigError(
             "no configuration was given",
             where="initialize",
             fix="pass config=... (a path or a dict), or args with --deepspeed_config FILE",
         )
-    return given[0]
+    return source
 
 
 def _make_mesh(pipeline: PipelineModule | None, mpu: Any, mesh_param: Any, mesh_device: Any) -> Mesh:
@@ -282,7 +283,29 @@ def _bring_model(model: torch.nn.Module, device: torch.device, offload: OffloadP
                 module._buffers[name] = buffer.to(device)
 
 
+def _idle_sections(
+    settings: Config, optimizer: Any, lr_scheduler: Any, pipeline: PipelineModule | None
+) -> dict[str, str]:
+    """Sections without an effect beside these arguments, each with the reason."""
+    idle = {}
+    if optimizer is not None:
+        idle["optimizer"] = "initialize(optimizer=...) acts in its place"
+    if lr_scheduler is not None:
+        idle["scheduler"] = "initialize(lr_scheduler=...) acts in its place"
+    elif optimizer is None and settings.optimizer is None:
+        idle["scheduler"] = "there is no optimizer"
+    if pipeline is None:
+        idle["pipeline"] = "the model is no PipelineModule"
+    return idle
+
+
 def _build_scheduler(section: Scheduler | None, client: Any, base: torch.optim.Optimizer | None) -> Any:
+    if callable(client) and base is None:
+        raise OptimizerError(
+            "there is no optimizer whose learning rate it could set",
+            where="initialize(lr_scheduler=...)",
+            fix='pass optimizer=..., add a section "optimizer" to the configuration, or leave lr_scheduler out',
+        )
     if client is not None:
         return client(base) if callable(client) else client
     if section is None or base is None:

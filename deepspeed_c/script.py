@@ -13,9 +13,13 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
+from deepspeed_c.config.source import source_of_engine
 from deepspeed_c.errors import ModelError
 
-__all__ = ["StopScript", "config_among", "line_of", "run_script", "script_index"]
+__all__ = ["CONFIG_ARGUMENTS", "StopScript", "config_among", "line_of", "run_script", "script_index"]
+
+CONFIG_ARGUMENTS = ("args", "config", "config_params")
+"""Arguments of ``initialize`` that give the configuration."""
 
 
 class StopScript(BaseException):
@@ -60,8 +64,7 @@ def run_script(
 
 def config_among(given: Mapping[str, Any]) -> Any:
     """The configuration among the arguments of ``initialize``; None if it is not there."""
-    configs = (given.get("config"), given.get("config_params"), getattr(given.get("args"), "deepspeed_config", None))
-    return next((config for config in configs if config is not None), None)
+    return source_of_engine(*(given.get(name) for name in CONFIG_ARGUMENTS))
 
 
 def line_of(error: BaseException, script: str) -> str:

@@ -14,7 +14,7 @@ from deepspeed_c.command_line import command_parser
 from deepspeed_c.compile.report import CompileReport
 from deepspeed_c.config.source import read_source
 from deepspeed_c.errors import ConfigError, ModelError
-from deepspeed_c.script import StopScript, config_among, line_of, run_script, script_index
+from deepspeed_c.script import CONFIG_ARGUMENTS, StopScript, config_among, line_of, run_script, script_index
 
 __all__ = ["main"]
 
@@ -46,7 +46,9 @@ class _ShownRun:
         section = config.get("compile", {})
         if isinstance(section, Mapping):
             config["compile"] = {**section, "deepcompile": True}
-        found = original(**{key: value for key, value in given.items() if key != "config_params"} | {"config": config})
+        found = original(
+            **{key: value for key, value in given.items() if key not in CONFIG_ARGUMENTS} | {"config": config}
+        )
         self._engine = found[0]
         if self._engine.zero_optimization_stage() == 0:
             raise ConfigError(
@@ -147,7 +149,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="configuration; default: what the script passes to initialize")
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="steps of the optimizer to run; default 2")
     parser.add_argument(
-        "--backend", default="inductor", help="compiler of the graphs, if the script calls no engine.compile; default inductor"
+        "--backend",
+        default="inductor",
+        help="compiler of the graphs, if the script calls no engine.compile; default inductor",
     )
     parser.add_argument("--json", action="store_true", help="print JSON; what the script prints goes to standard error")
     return parser

@@ -82,11 +82,11 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
             tree[section][params][name] = _thaw(value)
         return tree
 
-    def summary_line(self, passed: Mapping[str, str] = MappingProxyType({})) -> str:
+    def summary_line(self, idle: Mapping[str, str] = MappingProxyType({})) -> str:
         """One line for rank 0 at the start: the batch sizes, and values other than the defaults with their sources.
 
-        passed: sections in whose place an object was passed to ``initialize``, with the argument's name. The line says
-        that the argument acts, and not the section.
+        idle: sections without an effect on this engine, each with the reason, which the line gives in place of the
+        section's values.
         """
         parts = []
         if self.batch is not None:
@@ -106,7 +106,7 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
             "gradient_accumulation_steps",
         }
         for row in self.rows():
-            if row.key.partition(".")[0] in passed:
+            if row.key.partition(".")[0] in idle:
                 continue
             if row.key not in skip and row.source != "default" and not row.note:
                 parts.append(f"{row.key} {row.value}" + ("" if row.source == "user" else f" ({row.source})"))
@@ -115,9 +115,9 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
         ]
         if unused:
             parts.append(f"unused: {', '.join(unused)}")
-        for section, argument in passed.items():
+        for section, reason in idle.items():
             if section in self._given:
-                parts.append(f'"{section}" has no effect: initialize({argument}=...) acts in its place')
+                parts.append(f'"{section}" has no effect: {reason}')
         return f"configuration from {self.origin}: " + "; ".join(parts)
 
     def rows(self, *, everything: bool = False) -> list[ConfigRow]:

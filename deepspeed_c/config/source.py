@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError
 
-__all__ = ["PARKED", "copy_plain", "is_parked", "read_source"]
+__all__ = ["PARKED", "copy_plain", "is_parked", "read_source", "source_among", "source_of_engine"]
 
 # Prefix of a key that is kept in the file and not read.
 PARKED = "x-"
@@ -41,6 +41,39 @@ def read_source(source: Any) -> tuple[dict[str, Any], str]:
             f"is a JSON {_json_kind(data)}, not an object", where=origin, fix="write the keys between { and }"
         )
     return copy_plain(data, origin), origin
+
+
+def source_among(given: Mapping[str, Any], where: str) -> Any:
+    """The configuration among the arguments of a call, by name; None if none was given.
+
+    Raises:
+        ConfigError: several arguments give configurations, and these differ.
+    """
+    sources = {name: source for name, source in given.items() if source is not None}
+    if not sources:
+        return None
+    (first, chosen), *others = sources.items()
+    for name, source in others:
+        if source is chosen or source == chosen:
+            continue
+        keys, other_keys = read_source(chosen)[0], read_source(source)[0]
+        differing = [
+            k for k in (*keys, *other_keys) if k not in keys or k not in other_keys or keys[k] != other_keys[k]
+        ]
+        if differing:
+            raise ConfigError(
+                f'{first} and {name} give different configurations: they differ in "{differing[0]}"',
+                where=where,
+                fix="pass one of them",
+            )
+    return chosen
+
+
+def source_of_engine(args: Any = None, config: Any = None, config_params: Any = None) -> Any:
+    """The configuration among these arguments of ``initialize``; None if none was given. Raises as `source_among`."""
+    in_args = getattr(args, "deepspeed_config", None)
+    given = {"config": config, "config_params": config_params, "args.deepspeed_config": in_args}
+    return source_among(given, "initialize")
 
 
 def is_parked(name: str) -> bool:

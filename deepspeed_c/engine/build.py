@@ -10,6 +10,7 @@ import torch
 from deepspeed_c.config.optim import OptimizerSection
 from deepspeed_c.config.precision import Bf16
 from deepspeed_c.errors import ConfigError, ModelError, OptimizerError
+from deepspeed_c.logging import logger
 from deepspeed_c.ops.optim import BY_TYPE
 
 __all__ = ["build_optimizer", "trainable_groups"]
@@ -99,10 +100,13 @@ def build_optimizer(
     ranks have parameters to train."""
     if isinstance(client, torch.optim.Optimizer):
         optimizer = client
+        if model_parameters is not None:
+            _warn_of_other_groups(optimizer, trainable_groups(model, model_parameters, may_be_empty=True))
     elif callable(client):
-        params = [p for g in trainable_groups(model, model_parameters, may_be_empty=may_be_empty) for p in g["params"]]
+        given = trainable_groups(model, model_parameters, may_be_empty=may_be_empty)
         # Optimizers of torch refuse an empty list, but not an empty group.
-        optimizer = client(params or [{"params": params}])
+        is_list = len(given) == 1 and given[0].keys() == {"params"} and given[0]["params"]
+        optimizer = client(given[0]["params"] if is_list else given)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise OptimizerError(
                 f"the optimizer factory returned {type(optimizer).__name__}",
@@ -122,6 +126,26 @@ def build_optimizer(
         return None
     _drop_frozen_and_check(optimizer, model, may_be_empty=may_be_empty)
     return optimizer
+
+
+def _warn_of_other_groups(optimizer: torch.optim.Optimizer, given: Groups) -> None:
+    """Says what ``model_parameters`` asks for and a caller's optimizer does not do: the optimizer's groups act."""
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    n_missing = sum(id(p) not in group_of for group in given for p in group["params"])
+    if n_missing:
+        logger.warning(
+            f"{n_missing} parameters of initialize(model_parameters=...) are not in the optimizer of"
+            " initialize(optimizer=...), and are not trained: give that optimizer all parameters"
+        )
+    for i, group in enumerate(given):
+        for name, value in group.items():
+            acting = [group_of[id(p)].get(name) for p in group["params"] if id(p) in group_of and name != "params"]
+            others = [each for each in acting if each is not None and each != value]
+            if others:
+                logger.warning(
+                    f"group {i} of initialize(model_parameters=...) has {name} = {value}, but {others[0]} acts, which is"
+                    f" that of initialize(optimizer=...): make the optimizer from these groups"
+                )
 
 
 def _drop_frozen_and_check(optimizer: torch.optim.Optimizer, model: torch.nn.Module, *, may_be_empty: bool) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import torch.distributed as dist
 
 import deepspeed_c
 from deepspeed_c import _C
-from deepspeed_c.errors import CommError, FeatureError
+from deepspeed_c.errors import CommError, ConfigError, FeatureError, OptimizerError
 from tests.log_lines import LogLines
 from tests.ranks import run_ranks
 
@@ -139,3 +142,82 @@ def passed_body(rank: int, world: int, is_passed: bool) -> None:
 @pytest.mark.parametrize("is_passed", [False, True])
 def test_the_first_line_says_which_optimizer_and_which_schedule_act(is_passed: bool) -> None:
     run_ranks(1, passed_body, is_passed)
+
+
+def idle_body(rank: int, world: int) -> None:
+    model = torch.nn.Linear(3, 1)
+    config = {"train_batch_size": 1, "scheduler": {"type": "WarmupLR"}, "pipeline": {"schedule": "gpipe"}}
+    with LogLines() as records:
+        engine, _, _, schedule = deepspeed_c.initialize(model=model, config=config)
+    with engine:
+        (line,) = (text for text in records.lines if text.startswith("configuration from"))
+    assert schedule is None
+    assert '"scheduler" has no effect: there is no optimizer' in line, line
+    assert '"pipeline" has no effect: the model is no PipelineModule' in line, line
+    assert "WarmupLR" not in line and "gpipe" not in line, line
+    with pytest.raises(OptimizerError, match="there is no optimizer whose learning rate"):
+        deepspeed_c.initialize(model=model, config=config, lr_scheduler=lambda base: base)
+
+
+def test_sections_without_an_optimizer_or_stages_have_no_effect_and_the_first_line_says_so() -> None:
+    run_ranks(1, idle_body)
+
+
+def groups_body(rank: int, world: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    groups = [{"params": model[0].parameters(), "lr": 7.0}, {"params": model[1].parameters(), "weight_decay": 0.5}]
+    config = {"train_batch_size": 1}
+
+    def factory(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=1.0, momentum=0.25)
+
+    with (
+        LogLines() as records,
+        deepspeed_c.initialize(model=model, model_parameters=groups, optimizer=factory, config=config)[0] as engine,
+    ):
+        found = [(g["lr"], g["weight_decay"], g["momentum"]) for g in engine.optimizer.param_groups]
+    assert found == [(7.0, 0, 0.25), (1.0, 0.5, 0.25)], found
+    assert not any("model_parameters" in line for line in records.lines), records.lines
+
+    own = torch.optim.SGD(model[0].parameters(), lr=1.0)
+    for given, expected in (
+        (model.parameters(), ["2 parameters of initialize(model_parameters=...) are not in the optimizer"]),
+        (
+            [{"params": [*model[0].parameters()], "lr": 7.0}],
+            ["group 0 of initialize(model_parameters=...) has lr = 7.0, but 1.0"],
+        ),
+        (model[0].parameters(), []),
+    ):
+        with LogLines() as records:
+            deepspeed_c.initialize(model=model, model_parameters=given, optimizer=own, config=config)[0].close()
+        lines = [line for line in records.lines if "model_parameters" in line]
+        assert len(lines) == len(expected) and all(map(str.startswith, lines, expected)), (lines, expected)
+
+
+def test_groups_reach_a_factory_and_differ_from_an_optimizers_with_a_warning() -> None:
+    run_ranks(1, groups_body)
+
+
+def two_configurations_body(rank: int, world: int, folder: str) -> None:
+    path = os.path.join(folder, "ds.json")
+    with open(path, "w") as file:
+        file.write('{"train_batch_size": 2}')
+    model = torch.nn.Linear(3, 1)
+    args = types.SimpleNamespace(deepspeed_config=path)
+    same: dict[str, Any] = {"args": args, "config": {"train_batch_size": 2}, "config_params": path}
+    deepspeed_c.initialize(model=model, **same)[0].close()
+    for other in (
+        {"args": args, "config": {"train_batch_size": 1}},
+        {"config": path, "config_params": {"train_batch_size": 2, "gradient_clipping": 0.5}},
+    ):
+        names = [{"args": "args.deepspeed_config"}.get(name, name) for name in sorted(other, reverse=True)]
+        key = "gradient_clipping" if "config_params" in other else "train_batch_size"
+        with pytest.raises(ConfigError) as caught:
+            deepspeed_c.initialize(model=model, **other)
+        assert all(name in str(caught.value) for name in (*names, key)), (str(caught.value), names)
+    with pytest.raises(ConfigError, match="config_dict_or_path and param_dict give different"):
+        deepspeed_c.zero.Init(config_dict_or_path=path, param_dict={"bf16": {"enabled": True}})
+
+
+def test_two_configurations_that_differ_are_an_error(tmp_path: Path) -> None:
+    run_ranks(1, two_configurations_body, str(tmp_path))
