@@ -196,7 +196,7 @@ def _engine_class(settings: Config, *, is_pipeline: bool) -> type[TrainingHost]:
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:
-    source = source_of_engine(args, config, config_params)
+    source = source_of_engine({"config": config, "config_params": config_params, "args": args})
     if source is None:
         raise ConfigError(
             "no configuration was given",

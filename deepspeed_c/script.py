@@ -8,18 +8,14 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
-from deepspeed_c.config.source import source_of_engine
 from deepspeed_c.errors import ModelError
 
-__all__ = ["CONFIG_ARGUMENTS", "StopScript", "config_among", "line_of", "run_script", "script_index"]
-
-CONFIG_ARGUMENTS = ("args", "config", "config_params")
-"""Arguments of ``initialize`` that give the configuration."""
+__all__ = ["StopScript", "line_of", "run_script", "script_index"]
 
 
 class StopScript(BaseException):
@@ -60,11 +56,6 @@ def run_script(
         for owner in (package, sys.modules[original.__module__]):  # scripts look the name up in both
             stack.enter_context(mock.patch.object(owner, "initialize", stand_in))
         runpy.run_path(script, run_name="__main__")
-
-
-def config_among(given: Mapping[str, Any]) -> Any:
-    """The configuration among the arguments of ``initialize``; None if it is not there."""
-    return source_of_engine(*(given.get(name) for name in CONFIG_ARGUMENTS))
 
 
 def line_of(error: BaseException, script: str) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 
 from deepspeed_c.command_line import command_parser
 from deepspeed_c.compile.report import CompileReport
-from deepspeed_c.config.source import read_source
+from deepspeed_c.config.source import CONFIG_ARGUMENTS, read_source, source_of_engine
 from deepspeed_c.errors import ConfigError, ModelError
-from deepspeed_c.script import CONFIG_ARGUMENTS, StopScript, config_among, line_of, run_script, script_index
+from deepspeed_c.script import StopScript, line_of, run_script, script_index
 
 __all__ = ["main"]
 
@@ -39,7 +39,7 @@ class _ShownRun:
 
     def initialize(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Stands in for ``deepspeed_c.initialize``: turns deepcompile on for the first engine."""
-        source = self._config if self._config is not None else config_among(given)
+        source = self._config if self._config is not None else source_of_engine(given)
         if self._engine is not None or source is None:
             return original(**given)
         config = read_source(source)[0]

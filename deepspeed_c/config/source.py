@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError
 
-__all__ = ["PARKED", "copy_plain", "is_parked", "read_source", "source_among", "source_of_engine"]
+__all__ = ["CONFIG_ARGUMENTS", "PARKED", "copy_plain", "is_parked", "read_source", "source_among", "source_of_engine"]
 
 # Prefix of a key that is kept in the file and not read.
 PARKED = "x-"
@@ -69,11 +69,19 @@ def source_among(given: Mapping[str, Any], where: str) -> Any:
     return chosen
 
 
-def source_of_engine(args: Any = None, config: Any = None, config_params: Any = None) -> Any:
-    """The configuration among these arguments of ``initialize``; None if none was given. Raises as `source_among`."""
+CONFIG_ARGUMENTS = ("config", "config_params", "args")
+"""Arguments of ``initialize`` that give the configuration."""
+
+
+def source_of_engine(given: Mapping[str, Any]) -> Any:
+    """The configuration among the arguments of ``initialize``, by name; None if none was given. Raises as
+    `source_among`.
+    """
+    config, config_params, args = (given.get(name) for name in CONFIG_ARGUMENTS)
     in_args = getattr(args, "deepspeed_config", None)
-    given = {"config": config, "config_params": config_params, "args.deepspeed_config": in_args}
-    return source_among(given, "initialize")
+    return source_among(
+        {"config": config, "config_params": config_params, "args.deepspeed_config": in_args}, "initialize"
+    )
 
 
 def is_parked(name: str) -> bool:

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
+from deepspeed_c.config.source import source_of_engine
 from deepspeed_c.errors import FeatureError, ModelError
 from deepspeed_c.pipe import PipelineModule
-from deepspeed_c.script import StopScript, config_among, line_of, run_script
+from deepspeed_c.script import StopScript, line_of, run_script
 from deepspeed_c.zero.weights import init as partition_parameters
 
 __all__ = ["Found", "find_model"]
@@ -102,7 +103,7 @@ def _stopping(notes: dict[str, bool]) -> Callable:
                 where="initialize(model=...)",
                 fix="pass the model",
             )
-        found = (model, given.get("optimizer"), given.get("model_parameters"), config_among(given))
+        found = (model, given.get("optimizer"), given.get("model_parameters"), source_of_engine(given))
         raise _Reached(Found(*found, notes["is_sharded"]))
 
     return stop
