@@ -14,7 +14,7 @@ from deepspeed_c.autotuning.feasible import MemoryNeed
 from deepspeed_c.autotuning.picture import draw
 from deepspeed_c.autotuning.search import is_better
 from deepspeed_c.autotuning.show import RECORDS, UNITS, as_text
-from deepspeed_c.autotuning.space import ACCUMULATION, Candidate, Space
+from deepspeed_c.autotuning.space import ACCUMULATION, TRAIN_BATCH, Candidate, Space
 from deepspeed_c.engine.experiment import write_json
 from deepspeed_c.errors import ConfigError
 
@@ -23,6 +23,7 @@ __all__ = ["Records"]
 _N_LAST = 6
 # What a script says, or how it ends, for want of memory.
 _MEMORY = re.compile(r"out ?of ?memory|can't allocate memory|MemoryError|exit code (-9|137)\b", re.IGNORECASE)
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 class Records:
@@ -32,6 +33,7 @@ class Records:
         """Raises ConfigError if the folder holds the results of another script or of other arguments."""
         section = space.section
         self._section, self._launch, self._mappings = section, launch, space.mappings
+        self._unmapped = sorted(space.autos - {TRAIN_BATCH} - set(space.mappings))
         self.folder, self._exps = Path(section.results_dir).absolute(), Path(section.exps_dir).absolute()
         self._rows: dict[str, dict[str, Any]] = {}
         self._best: tuple[Candidate, float] | None = None
@@ -121,6 +123,22 @@ class Records:
         self.write(is_finished=False)
         return is_best
 
+    def repeats_an_error(self) -> bool:
+        """Whether the first two experiments have ended with the same error: the script fails whatever is tried.
+
+        Too little memory is no such error, since another candidate may need less.
+        """
+        tried = [row for row in self._rows.values() if row["status"] in ("ran", "failed")]
+        if [row["status"] for row in tried[:2]] != ["failed"] * 2:
+            return False
+        first, second = ((row["problem"], self._last_words(row["name"])) for row in tried[:2])
+        return first == second and bool(first[1]) and not _MEMORY.search(" ".join(first))
+
+    def _last_words(self, name: str) -> str:
+        """The end of an experiment's output, without numbers and its name, so that equal errors read alike."""
+        lines = last_lines(self._exps / name / "stderr.log", _N_LAST)
+        return _NUMBER.sub("N", "\n".join(lines).replace(name, "NAME"))
+
     def _row(self, candidate: Candidate, planned: MemoryNeed | None, **facts: Any) -> dict[str, Any]:
         plan = None if planned is None else {key: value for key, value in planned._asdict().items() if value}
         return {"name": candidate.name, "choices": dict(candidate.choices), "plan": plan, **facts}
@@ -153,12 +171,14 @@ class Records:
         if self._best is None:
             failed = [row for row in self._rows.values() if row["status"] == "failed"]
             what = "no candidate fits" if not failed else f"none of {len(failed)} experiments succeeded"
+            if self.repeats_an_error():
+                what = "the first 2 experiments ended with the same error, at which the search stops"
             first = (failed or list(self._rows.values()))[0]
             logs = _end_of(self._exps / first["name"] / "stderr.log") if failed else ""
             raise ConfigError(
                 f"{what}; {first['name']}: {first['problem']}{logs}",
                 where="--autotuning",
-                fix=_fix_of(failed, logs),
+                fix=_fix_of(failed, logs, self._unmapped),
             )
         candidate, _ = self._best
         config = {key: value for key, value in candidate.config.items() if key != "autotuning"}
@@ -172,15 +192,17 @@ class Records:
         return [*self._launch.options, self._launch.script, *arguments]
 
 
-def _fix_of(failed: Sequence[Mapping[str, Any]], logs: str) -> str:
+def _fix_of(failed: Sequence[Mapping[str, Any]], logs: str, unmapped: Sequence[str]) -> str:
     """What helps if no experiment succeeded. failed: their rows, none if no candidate fits. logs: the end of the first
-    one's output."""
+    one's output. unmapped: keys that are "auto", and whose values no option of the script takes."""
     said = " ".join([logs, *(row["problem"] for row in failed)])
     if not failed or _MEMORY.search(said):
         return "allow smaller micro-batches or a higher stage"
     fix = "correct what the script's output says"
     if failed[0]["choices"].get(ACCUMULATION) == "auto":
         fix += f', or write a number for {ACCUMULATION}: "auto" is filled in by the Trainer of transformers alone'
+    if unmapped:
+        fix += f", or name the script's own options for {' and '.join(unmapped)} in autotuning.arg_mappings"
     return fix
 
 

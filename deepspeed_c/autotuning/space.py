@@ -24,10 +24,6 @@ ACCUMULATION = "gradient_accumulation_steps"
 TRAIN_BATCH = "train_batch_size"
 STAGE = "zero_optimization.stage"
 _BATCH_KEYS = (MICRO_BATCH, ACCUMULATION, TRAIN_BATCH)
-_TRAINER_OPTIONS = {
-    MICRO_BATCH: "--per_device_train_batch_size",
-    ACCUMULATION: "--gradient_accumulation_steps",
-}
 _BUCKETS = ("zero_optimization.reduce_bucket_size", "zero_optimization.allgather_bucket_size")
 _BUCKET_ELEMS = (5 * 10**7, 5 * 10**8)
 _LONGEST_NAME = 120
@@ -60,6 +56,8 @@ class Space(NamedTuple):
     """Whether the user listed the micro-batches; otherwise a search tries some of them."""
     mappings: Mapping[str, str]
     """Dotted key -> the script's option that takes its value too."""
+    autos: frozenset[str]
+    """The keys of the batch that are "auto" in the file."""
 
 
 def make_space(config: Mapping[str, Any], n_ranks: int, *, has_accelerator: bool) -> Space:
@@ -67,7 +65,7 @@ def make_space(config: Mapping[str, Any], n_ranks: int, *, has_accelerator: bool
 
     Raises ConfigError for a configuration that is wrong, or whose space is empty.
     """
-    is_auto = {key for key in _BATCH_KEYS if config.get(key) == "auto"}
+    autos = frozenset(key for key in _BATCH_KEYS if config.get(key) == "auto")
     config = copy.deepcopy(dict(config))
     config["autotuning"] = {**_section_of(config), "enabled": True}
     if get(config, STAGE) in ("all", ["all"]):  # DeepSpeed's words for every stage
@@ -97,9 +95,7 @@ def make_space(config: Mapping[str, Any], n_ranks: int, *, has_accelerator: bool
             fix="widen min_train_micro_batch_size_per_gpu, max_train_micro_batch_size_per_gpu, min_train_batch_size"
             " and max_train_batch_size, or remove train_batch_size",
         )
-    # The Trainer of transformers fills in "auto" from its own options, which have to say the same then.
-    mappings = {key: flag for key, flag in _TRAINER_OPTIONS.items() if key in is_auto}
-    return Space(candidates, section, sizes.are_listed, {**mappings, **(section.arg_mappings or {})})
+    return Space(candidates, section, sizes.are_listed, section.arg_mappings or {}, autos)
 
 
 def spread(values: Sequence[Any], n: int) -> list[Any]:

@@ -19,6 +19,7 @@ from deepspeed_c.autotuning.rates import measure_rates
 from deepspeed_c.autotuning.results import Records
 from deepspeed_c.autotuning.search import KINDS, check_kind
 from deepspeed_c.autotuning.space import ACCUMULATION, Candidate, Space, make_space, spread
+from deepspeed_c.autotuning.trainer import trainer_mappings
 from deepspeed_c.config.source import read_source
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.logging import write_line
@@ -39,6 +40,7 @@ def tune(launch: Launch, *, has_accelerator: bool) -> list[str]:
     config, _ = read_source(launch.arguments[i].removeprefix(prefix))
     space = make_space(config, launch.n_ranks, has_accelerator=has_accelerator)
     check_kind(space.section.tuner_type)
+    space = space._replace(mappings={**trainer_mappings(space.autos, launch), **space.mappings})
     with _ended_by_signals():
         return _Search(space, launch).run()
 
@@ -102,7 +104,7 @@ class _Search:
         return words
 
     def _has_stopped(self) -> bool:
-        return 0 < self._section.tuner_early_stopping <= self._n_since_best
+        return self._records.repeats_an_error() or 0 < self._section.tuner_early_stopping <= self._n_since_best
 
     def _without_excess(self, candidates: Sequence[Candidate], shape: dict[str, Any] | None) -> list[Candidate]:
         """The candidates that are not known to exceed a rank's memory. The others are recorded."""

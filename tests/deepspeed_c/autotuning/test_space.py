@@ -54,15 +54,13 @@ def test_sizes_of_tensor_parallel_groups():
     assert {c.choices["tensor_parallel.autotp_size"] for c in space.candidates} == {1, 2, 3, 6}
 
 
-def test_values_that_the_trainer_fills_in_are_its_options_too():
-    flags = {MICRO_BATCH: "--per_device_train_batch_size", "gradient_accumulation_steps": "--gradient_accumulation_steps"}
-    auto = dict.fromkeys((*flags, "train_batch_size"), "auto")
-
-    def mappings(config, **section):
-        return make_space({**config, "autotuning": section}, 1, has_accelerator=False).mappings
-
-    assert mappings(auto) == flags and mappings({}) == {}
-    assert mappings(auto, arg_mappings={MICRO_BATCH: "--bs", "lr": "--lr"}) == {**flags, MICRO_BATCH: "--bs", "lr": "--lr"}
+def test_keys_that_are_auto_are_told_beside_the_mappings():
+    auto = {MICRO_BATCH: "auto", "train_batch_size": "auto", "gradient_accumulation_steps": 3}
+    section = {"arg_mappings": {MICRO_BATCH: "--bs", "lr": "--lr"}}
+    space = make_space({**auto, "autotuning": section}, 1, has_accelerator=False)
+    assert space.autos == {MICRO_BATCH, "train_batch_size"} and space.mappings == section["arg_mappings"]
+    plain = make_space({}, 1, has_accelerator=False)
+    assert plain.autos == frozenset() and not plain.mappings
 
 
 @pytest.mark.parametrize(

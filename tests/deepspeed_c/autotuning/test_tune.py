@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_c.autotuning import tune as module
-from deepspeed_c.autotuning.experiment import Launch, Result, arguments_for, config_index
+from deepspeed_c.autotuning.experiment import Launch, Result, arguments_for, config_index, prepare
 from deepspeed_c.autotuning.feasible import Memory, MemoryNeed, Plans, plan_candidates, shape_of
 from deepspeed_c.autotuning.tune import tune
 from deepspeed_c.errors import ConfigError
@@ -175,10 +175,70 @@ SMALLER, CORRECT = "allow smaller micro-batches or a higher stage", "correct wha
 def test_nothing_succeeds(tmp_path, monkeypatch, problem, words, fix):
     made = Pretended(monkeypatch, lambda each: None)
     made.failure = problem, words
-    with pytest.raises(ConfigError, match=f"none of 2 experiments succeeded; z0_gas1_tmbspg1: {problem}") as caught:
+    what = "the first 2 experiments ended with the same error" if fix == CORRECT else "none of 2 experiments succeeded"
+    with pytest.raises(ConfigError, match=f"{what}.*; z0_gas1_tmbspg1: {problem}") as caught:
         search(tmp_path, monkeypatch)
     assert caught.value.fix == fix and words.strip() in str(caught.value)
     assert not (tmp_path / "autotuning_results" / "ds_config_optimal.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "n_ran"),
+    [
+        (lambda each: f"train.py: error: unrecognized arguments: --batch {each.micro_batch}", 2),
+        (lambda each: f"File '/exps/{each.name}/x', <Layer at 0x7f{each.micro_batch}b>: ValueError: no", 2),
+        (lambda each: f"ValueError: {'abcde'[each.micro_batch % 5]}", 4),
+        (lambda each: "MemoryError", 4),
+        (lambda each: "", 4),
+    ],
+)
+def test_two_equal_errors_stop_the_search(tmp_path, monkeypatch, words, n_ran):
+    """Numbers and names of experiments differ in one error. Errors of memory say nothing of other candidates, and
+    neither does a script that says nothing."""
+    made = Pretended(monkeypatch, lambda each: None)
+    run_one = made.run
+
+    def run(candidate, *rest):
+        made.failure = "exit code 2", words(candidate) + "\n"
+        return run_one(candidate, *rest)
+
+    monkeypatch.setattr(module, "run_experiment", run)
+    with pytest.raises(ConfigError) as caught:
+        search(tmp_path, monkeypatch, sizes=[1, 2, 3, 4], zero={"stage": [0]})
+    assert len(made.ran) == n_ran, made.ran
+    said = str(caught.value)
+    assert str(tmp_path / "autotuning_exps" / made.ran[0] / "stderr.log") in said and "exit code 2" in said
+    assert (n_ran == 2) == ("ended with the same error" in said) and caught.value.fix, said
+
+
+def test_an_equal_error_after_a_success_does_not_stop_the_search(tmp_path, monkeypatch):
+    made = Pretended(monkeypatch, lambda each: 1.0 if each.micro_batch in (1, 5) else None)
+    search(tmp_path, monkeypatch, sizes=[1, 2, 3, 4, 5])
+    assert len(made.ran) == 5 and records_in(tmp_path)["best"] == "z0_gas1_tmbspg1"
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_a_plain_script_with_auto_stays_as_it_is(tmp_path, monkeypatch, is_plain):
+    """The micro-batch comes by the configuration alone, for the planner and for each experiment. With the option in the
+    command, the option follows."""
+    made = Pretended(monkeypatch, lambda each: each.micro_batch)
+    options = {}
+
+    def run(candidate, launch, folder, mappings, *rest):
+        options[candidate.micro_batch] = prepare(candidate, launch, folder, mappings)[2:]
+        return made.run(candidate, launch, folder, mappings, *rest)
+
+    def plan(candidates, arguments, *rest):
+        assert not is_plain or not any("batch_size" in word for words in arguments for word in words), arguments
+        return made.plan(candidates, arguments, *rest)
+
+    monkeypatch.setattr(module, "run_experiment", run)
+    monkeypatch.setattr(module, "plan_candidates", plan)
+    section = {"sizes": "auto", "min_train_micro_batch_size_per_gpu": 2, "max_train_micro_batch_size_per_gpu": 4}
+    given = () if is_plain else ("--per_device_train_batch_size", "9")
+    search(tmp_path, monkeypatch, given, **section)
+    expected = {n: [] if is_plain else ["--per_device_train_batch_size", str(n)] for n in (2, 4)}
+    assert options == expected, options
 
 
 def test_nothing_succeeds_with_auto_that_no_trainer_fills_in(tmp_path):
