@@ -418,16 +418,11 @@ def _numel_alike(param: torch.nn.Parameter) -> int:
 
 
 def _sizes_of(specs: Sequence[Any]) -> list[int]:
-    """Number of trainable elements of each layer. Layers with one key count at the first of them. Nothing is allocated.
+    """Number of trainable elements of each layer. Layers with one key count each, as in DeepSpeed. Nothing is
+    allocated.
     """
     sizes: list[int] = []
-    keys: set[str] = set()
     for index, spec in enumerate(specs):
-        if isinstance(spec, TiedLayerSpec):
-            if spec.key in keys:
-                sizes.append(0)
-                continue
-            keys.add(spec.key)
         if not isinstance(spec, (LayerSpec, torch.nn.Module)) and not callable(spec):
             raise ConfigError(
                 f"{spec!r} is no layer",

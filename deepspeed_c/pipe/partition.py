@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from deepspeed_c.errors import ConfigError
-from deepspeed_c.utils.runtime import partition_balanced
+from deepspeed_c.utils.runtime import partition_balanced, partition_uniform
 
 __all__ = ["partition_layers"]
 
@@ -45,12 +47,11 @@ def partition_layers(
         return bounds
     name = method.lower()
     if name in ("parameters", "best"):
-        # Layers without parameters count a little, too, so that they do not all end up in one stage.
-        return partition_balanced([max(count, 1) for count in n_params], n_stages)
+        return partition_balanced(n_params, n_stages)
     if name == "uniform":
-        return partition_balanced([1] * n, n_stages)
+        return partition_uniform(n, n_stages)
     if name == "profile":
-        return partition_balanced(times(), n_stages)
+        return _with_lightest_heaviest(times(), n_stages)
     if name.startswith("type:"):
         pattern = method.split(":", 1)[1]
         try:
@@ -65,3 +66,30 @@ def partition_layers(
             )
         return partition_balanced(weights, n_stages)
     raise ConfigError(f"there is no method {method!r}", where=_WHERE, fix=f"use {_METHODS}")
+
+
+def _with_lightest_heaviest(weights: Sequence[int], n_stages: int) -> list[int]:
+    """The cut whose heaviest stage is as light as it can be. A pipeline is as fast as its slowest stage."""
+    n = len(weights)
+    sums = [0, *accumulate(weights)]
+
+    def bounds_within(limit: int) -> list[int] | None:
+        """Each stage takes as much as ``limit`` allows, but leaves a layer for each stage after it."""
+        bounds = [0]
+        for stage in range(n_stages):
+            last = min(bisect_right(sums, sums[bounds[-1]] + limit) - 1, n - (n_stages - stage - 1))
+            if last == bounds[-1]:
+                return None
+            bounds.append(last)
+        return bounds if bounds[-1] == n else None
+
+    low, high = max(weights), sums[-1]
+    best = bounds_within(high) or []  # never empty: each stage takes a layer, and the last one the rest
+    while low < high:
+        middle = (low + high) // 2
+        found = bounds_within(middle)
+        if found is None:
+            low = middle + 1
+        else:
+            best, high = found, middle
+    return best

@@ -6,7 +6,6 @@ import math
 import os
 import random
 import sys
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -327,37 +326,38 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
     return [part * each + min(part, more) for part in range(num_parts + 1)]
 
 
-def partition_balanced(weights: Sequence[int], num_parts: int) -> list[int]:
-    """Where ``num_parts`` runs of items begin, and the last one ends, such that the heaviest run weighs as little as it
-    can. No run is empty where there are as many items as runs.
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Where ``num_parts`` runs of items begin, and the last one ends, such that the heaviest run is little heavier than
+    the lightest one. No run is empty where there are as many items as runs.
 
-    Weights are integers >= 0.
+    The cuts are those of DeepSpeed, so that a model has the same layers on the same ranks. They come from a table: the
+    best cut of the first ``i`` items into ``j`` runs adds a last run to a best cut of fewer items into ``j - 1`` runs.
+    Of equally good cuts the one with the shortest last run counts. A best cut does not have to consist of best cuts, so
+    a few results are not the best of all.
     """
     n = len(weights)
     if n <= num_parts:
-        return [min(part, n) for part in range(num_parts + 1)]
+        return partition_uniform(n, num_parts)
     sums = [0, *accumulate(weights)]
-
-    def parts_of(limit: int) -> list[int] | None:
-        """Each run takes as much as ``limit`` allows, but leaves an item for each run after it."""
-        bounds = [0]
-        for part in range(num_parts):
-            last = min(bisect_right(sums, sums[bounds[-1]] + limit) - 1, n - (num_parts - part - 1))
-            if last == bounds[-1]:
-                return None
-            bounds.append(last)
-        return bounds if bounds[-1] == n else None
-
-    low, high = max(weights), sums[-1]
-    best = parts_of(high) or []  # never empty: each run takes an item, and the last one the rest
-    while low < high:
-        middle = (low + high) // 2
-        found = parts_of(middle)
-        if found is None:
-            low = middle + 1
-        else:
-            best, high = found, middle
-    return best
+    # The lightest and the heaviest run of the best cut of the first i items. Without runs there is no lightest one.
+    best: list[tuple[float, float]] = [(math.inf, 0)] + [(math.inf, math.inf)] * n
+    begins: list[list[int]] = []
+    for part in range(1, num_parts + 1):
+        longer, begin_of = [(math.inf, math.inf)] * (n + 1), [0] * (n + 1)
+        for end in range(part, n + 1):
+            spread = math.inf
+            for begin in range(part - 1, end):
+                lightest, heaviest = best[begin]
+                last = sums[end] - sums[begin]
+                low, high = min(lightest, last), max(heaviest, last)
+                if high - low <= spread:
+                    spread, longer[end], begin_of[end] = high - low, (low, high), begin
+        best = longer
+        begins.append(begin_of)
+    bounds = [n]
+    for begin_of in reversed(begins):
+        bounds.append(begin_of[bounds[-1]])
+    return bounds[::-1]
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from xml.etree import ElementTree
 
@@ -11,10 +10,8 @@ import pytest
 from deepspeed_c import _C
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.launcher.main import main
-from deepspeed_c.pipe.partition import partition_layers
 from deepspeed_c.pipe.schedule import SCHEDULES, Cost, choose, make_table, simulate
 from deepspeed_c.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
-from deepspeed_c.utils.runtime import partition_balanced
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -43,56 +40,6 @@ def test_choose():
     assert choose(4, 3, even * 8) == "zb_v"
     with pytest.raises(ConfigError, match=r"at most 39 bytes.*least, 40"):
         choose(4, 8, even * 4, limit_bytes=39)
-
-
-def brute_force(weights: list[int], n: int) -> int:
-    """Cuts ``weights`` into n runs, none of them empty, so that the heaviest run is as light as possible; returns its
-    weight."""
-    cuts = itertools.combinations(range(1, len(weights)), n - 1)
-    return min(max(sum(weights[a:b]) for a, b in itertools.pairwise((0, *cut, len(weights)))) for cut in cuts)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_partition_balanced_is_the_best(seed):
-    import random
-
-    random.seed(seed)
-    weights = [random.choice([0, 1, 1, 2, 5, 9, 30]) for _ in range(random.randint(1, 10))]
-    for n in range(1, len(weights) + 1):
-        bounds = partition_balanced(weights, n)
-        assert bounds[0] == 0 and bounds[-1] == len(weights) and sorted(set(bounds)) == bounds
-        heaviest = max(sum(weights[a:b]) for a, b in itertools.pairwise(bounds))
-        assert heaviest == brute_force(weights, n), f"{weights} in {n}: {bounds}"
-
-
-def test_partition_of_fewer_items_than_parts():
-    assert partition_balanced([4, 4], 3) == [0, 1, 2, 2]
-
-
-@pytest.mark.parametrize(
-    ("method", "words"),
-    [
-        ("size", "no method 'size'"),
-        ("type:(", "no regular expression"),
-        ("type:Conv", "matches 0 layers, and there are 2 stages"),
-        ([0, 3], "does not cut 3 layers into 2 stages"),
-        ([0, 0, 3], "does not cut"),
-        ([0, 2, 4], "does not cut"),
-    ],
-)
-def test_partition_refusals(method, words):
-    with pytest.raises(ConfigError) as error:
-        partition_layers(method, 2, ["Linear", "Tanh", "Linear"], [4, 0, 4], list)
-    assert words in str(error.value)
-
-
-def test_partition_methods():
-    kinds, sizes = ["Embed", "Block", "Block", "Norm", "Head"], [100, 10, 10, 1, 100]
-    assert partition_layers("uniform", 2, kinds, sizes, list) == [0, 3, 5]
-    assert partition_layers("parameters", 2, kinds, sizes, list) == [0, 2, 5] == partition_layers("best", 2, kinds, sizes, list)
-    assert partition_layers("type:block", 2, kinds, sizes, list) == [0, 2, 5]
-    with pytest.raises(ConfigError, match="5 layers for 6 stages"):
-        partition_layers("uniform", 6, kinds, sizes, list)
 
 
 def test_topologies():

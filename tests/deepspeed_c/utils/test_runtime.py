@@ -3,8 +3,12 @@ refusals."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import random
+import subprocess
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -164,6 +168,85 @@ def test_uniform_parts(n_items, n_parts) -> None:
     sizes = [end - begin for begin, end in pairwise(bounds)]
     assert bounds[0] == 0 and bounds[-1] == n_items and len(sizes) == n_parts
     assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True), sizes
+
+
+def spread_of(weights: list[int], bounds: list[int]) -> int:
+    runs = [sum(weights[begin:end]) for begin, end in pairwise(bounds)]
+    return max(runs) - min(runs)
+
+
+def cut_of(weights: list[int], n_parts: int) -> list[int]:
+    """The rule in words: add a last run to each best cut of the items before it, and take the most even one. Among
+    several it is that with the shortest last run.
+    """
+
+    @cache
+    def best(end: int, n: int) -> tuple[int, ...]:
+        if n == 1:
+            return (0, end)
+        longer = [(*best(begin, n - 1), end) for begin in range(n - 1, end)]
+        return min(longer, key=lambda bounds: (spread_of(weights, list(bounds)), -bounds[-2]))
+
+    return list(best(len(weights), n_parts))
+
+
+def weights_for(seed: int) -> list[int]:
+    chosen = random.Random(seed)
+    pool = chosen.choice([[0, 0, 0, 5, 7], [2, 3, 5, 7, 11, 13, 101, 7919], [4], [0], [0, 10**9 + 7, 2**40 + 1, 50257 * 768]])
+    return [chosen.choice(pool) for _ in range(chosen.randint(1, 14))]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_balanced_parts(seed) -> None:
+    weights = weights_for(seed)
+    for n_parts in range(1, len(weights)):
+        got = runtime.partition_balanced(weights, n_parts)
+        assert got == cut_of(weights, n_parts), (weights, n_parts, got, cut_of(weights, n_parts))
+        assert got[0] == 0 and got[-1] == len(weights) and sorted(set(got)) == got, got
+        if n_parts == 2:
+            best = min(spread_of(weights, [0, cut, len(weights)]) for cut in range(1, len(weights)))
+            assert spread_of(weights, got) == best, (weights, got, best)
+
+
+# (weights, number of runs, the cuts of DeepSpeed 0.19.6).
+CUTS = [
+    ([0, 6208, 0, 0, 4160, 0, 260], 2, [0, 4, 7]),
+    ([0] * 6, 3, [0, 4, 5, 6]),
+    ([7] * 7, 3, [0, 3, 5, 7]),
+    ([0, 0, 5, 0, 0, 5, 0], 4, [0, 4, 5, 6, 7]),
+    ([2, 3, 5, 7, 11, 13], 4, [0, 3, 4, 5, 6]),
+    ([100, 10, 10, 10, 10, 100], 3, [0, 1, 5, 6]),
+    ([9, 0, 0, 0], 2, [0, 3, 4]),
+    ([0, 0, 0, 9], 2, [0, 3, 4]),
+    ([1, 0, 0], 5, [0, 1, 2, 3, 3, 3]),
+    ([1] * 7, 3, [0, 3, 5, 7]),
+]
+
+
+@pytest.mark.parametrize(("weights", "n_parts", "cut"), CUTS)
+def test_balanced_parts_are_those_of_deepspeed(weights, n_parts, cut) -> None:
+    assert runtime.partition_balanced(weights, n_parts) == cut
+
+
+PEER = os.environ.get("DSC_PEER_PYTHON", "")
+PEER_CUTS = """
+import json, sys
+from deepspeed.runtime.utils import partition_balanced, partition_uniform
+cases = [[[int(at) for at in partition_balanced(w, n)], [int(at) for at in partition_uniform(len(w), n)]] for w, n in json.load(sys.stdin)]
+print("@" + json.dumps(cases))
+"""
+
+
+@pytest.mark.skipif(not PEER, reason="DSC_PEER_PYTHON names no Python that has DeepSpeed")
+def test_parts_as_in_deepspeed() -> None:
+    cases = [(weights_for(seed), n_parts) for seed in range(300) for n_parts in range(1, 9)]
+    done = subprocess.run(
+        [PEER, "-c", PEER_CUTS], check=False, input=json.dumps(cases), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    for (weights, n_parts), want in zip(cases, json.loads(done.stdout.split("@")[-1]), strict=True):
+        got = [runtime.partition_balanced(weights, n_parts), runtime.partition_uniform(len(weights), n_parts)]
+        assert got == want, (weights, n_parts, got, want)
 
 
 def test_masking() -> None:
