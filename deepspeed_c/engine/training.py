@@ -35,7 +35,6 @@ from deepspeed_c.engine.shard import shard_model, take_cores_back
 from deepspeed_c.engine.share import LossShare
 from deepspeed_c.engine.state import TrainState
 from deepspeed_c.engine.trainable import assign_groups, match_names, put_states, take_states
-from deepspeed_c.engine.zero_grad import hook_zero_grad
 from deepspeed_c.errors import BatchSizeError, StateError
 from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.monitor.monitor import MonitorMaster
@@ -113,7 +112,6 @@ class TrainingHost(Reductions, ModelHost):
         self._arguments = ForwardArguments(config, takes_arguments=self.takes_arguments)
         self._share = LossShare(mesh, config.sequence_parallel.loss)
         self._step_applied = False
-        self._unhook_zero_grad: Callable[[], None] = lambda: None
         self._tput_timer: ThroughputTimer | None = None
         self._flops = StepFlops(profiled_section(config), self)
         self._experiment = ExperimentMeter(config.autotuning, self, mesh.comm, lambda: self._flops.forward_flops)
@@ -165,7 +163,6 @@ class TrainingHost(Reductions, ModelHost):
         for slot in optimizer.slots:
             attach(optimizer, slot)
         if self._trains:
-            self._unhook_zero_grad = hook_zero_grad(self.module, self._drop_gradients)
             optimizer.bind_engine(
                 self,
                 wants_stop=self._preemption.is_requested,
@@ -189,16 +186,11 @@ class TrainingHost(Reductions, ModelHost):
         self.close()
 
     def _release(self) -> None:
-        self._unhook_zero_grad()
         for slot in self._optimizer.slots:
             detach(slot)
         self._optimizer.release()
         super()._release()
         self._state.lay_out(self._layout, trains=False)
-
-    def _drop_gradients(self, params: list[torch.nn.Parameter]) -> None:
-        """Called by ``zero_grad()`` of the model or of a module in it: drops the gradients of ``params``."""
-        self._optimizer.drop_gradients(params)
 
     @property
     def _optimizer(self) -> ZeroOptimizer | NoOptimizer:

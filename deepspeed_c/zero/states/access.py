@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from types import CodeType
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,7 +44,7 @@ __all__ = [
 
 # The module of torch.nn.utils.clip_grad_norm_, clip_grad_value_ and their kin.
 _CLIPPING = "torch.nn.utils.clip_grad"
-# Packages that ask for param.grad in passing: zero_grad, optimizers, copies of modules.
+# Packages that ask for param.grad in passing: optimizers, copies of modules.
 _QUIET = frozenset({"torch", "deepspeed_c", "accelerate", "transformers"})
 _READ_NORM = (
     "engine.get_global_grad_norm() returns the norm of the last step before clipping, and"
@@ -61,25 +62,28 @@ class ParamHandle:
         """Called when a caller has set ``param.grad`` to None: drops the engine's gradient of the parameter."""
         self.optimizer.drop_gradients([self.slot.param])
 
-    def note_read(self, reader: str) -> None:
-        """Called when the module ``reader`` has found None in ``param.grad``. While the engine holds a gradient,
-        torch's clipping would do nothing, so it is an error. Another reader may only ask, so the first one causes a
-        warning.
+    def note_read(self, reader: CodeType, module: str) -> None:
+        """Called when the function ``reader`` of ``module`` has found None in ``param.grad``. While the engine holds a
+        gradient, ``zero_grad`` of any module or optimizer drops it, and torch's clipping would do nothing, so it is an
+        error. Another reader may only ask, so the first one causes a warning.
         """
         reducer = self.optimizer.reducer
         if not reducer.has_window or reducer.is_in_backward:
             return
         where = f"param.grad of {self.slot.name}"
-        if reader == _CLIPPING:
+        if reader.co_name == "zero_grad":
+            self.drop_gradient()
+            return
+        if module == _CLIPPING:
             raise StateError(
                 "it is None, because the engine holds the gradient, so torch's function would clip nothing and return 0",
                 where=where,
                 fix=f'set "gradient_clipping" in the configuration, and delete the call: engine.step() clips. {_READ_NORM}',
             )
-        if reader.partition(".")[0] in _QUIET or not self.optimizer.is_first_reader():
+        if module.partition(".")[0] in _QUIET or not self.optimizer.is_first_reader():
             return
         log_dist(
-            f"{where} is None for {reader}: the engine holds the gradients of this step, and what a script does to"
+            f"{where} is None for {module}: the engine holds the gradients of this step, and what a script does to"
             ' param.grad has no effect. To clip, set "gradient_clipping"; to change a gradient, call'
             f" deepspeed_c.utils.safe_set_full_grad; to drop all, call engine.zero_grad(). {_READ_NORM}",
             ranks=[0],

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ HANDLE = "_dsc_handle"
 class _GradientHandle(Protocol):
     def drop_gradient(self) -> None: ...
 
-    def note_read(self, reader: str) -> None: ...
+    def note_read(self, reader: CodeType, module: str) -> None: ...
 
 
 class GradFace:
@@ -32,7 +33,8 @@ class GradFace:
         found = GRAD.__get__(self)
         handle: _GradientHandle | None = self.__dict__.get(HANDLE) if found is None else None
         if handle is not None:
-            handle.note_read(sys._getframe(1).f_globals.get("__name__", ""))
+            frame = sys._getframe(1)
+            handle.note_read(frame.f_code, frame.f_globals.get("__name__", ""))
         return found
 
     @grad.setter
@@ -48,8 +50,7 @@ class GradFace:
 
 
 class _UnshardedFace(GradFace):
-    """The class of an unsharded parameter that notices this. Its copies are ordinary parameters, and it prints as one.
-    """
+    """The class of an unsharded parameter that notices this. Its copies are ordinary parameters, and it prints as one."""
 
     _dsc_plain: type  # the parameter's own class
 
