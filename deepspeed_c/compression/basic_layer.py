@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepspeed_c import ops  # ops.quant is loaded on first use: engines that compress nothing load this module, too
+from deepspeed_c.compression.levels import Levels, grid_of, on_grid, quantize_rows
 from deepspeed_c.compression.pruning import Kind, Pruner
 from deepspeed_c.compression.steps import AppliedSteps
 from deepspeed_c.errors import ModelError
@@ -49,6 +49,7 @@ class WeightRule:
     n_groups: int
     """Number of equal groups of consecutive elements of this rank's part; each has one scale."""
     is_symmetric: bool
+    levels: Levels = "deepspeed"
     is_stochastic: bool
     first_step: int
     """Number of applied steps before it starts."""
@@ -69,6 +70,7 @@ class ActivationRule:
     bits: int
     """8 or 4."""
     is_symmetric: bool
+    levels: Levels = "deepspeed"
     is_static: bool
     """Whether the range is a running range of all inputs, not the range of each row."""
     first_step: int
@@ -110,44 +112,38 @@ def quantize_weight(weight: Tensor, rule: WeightRule, seed: int | None = None) -
     """The quantized weight in its own shape and dtype. seed: None rounds to the nearest."""
     if weight.numel() == 0:
         return weight
-    return ops.quant.fake_quantize(
+    return quantize_rows(
         weight.reshape(rule.n_groups, -1),
-        f"int{rule.bits}",
-        symmetric=rule.is_symmetric,
+        rule.bits,
+        levels=rule.levels,
+        is_symmetric=rule.is_symmetric,
         scale_type=scale_type_of(weight),
         seed=seed,
         offset=rule.offset,
     ).view(weight.shape)
 
 
-def _in_range(x: Tensor, limits: Tensor, bits: int, is_symmetric: bool) -> Tensor:
+def _in_range(x: Tensor, limits: Tensor, bits: int, levels: Levels, is_symmetric: bool) -> Tensor:
     """x [...] quantized in the range ``limits`` [2]. A range without a width leaves x as it is."""
     if x.numel() == 0:
         return x
-    lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-    low, high = limits.float()
-    zero_points = None
-    if is_symmetric:
-        scale = torch.maximum(low.abs(), high.abs()) / (highest + 0.5)
-    else:
-        low, high = low.clamp(max=0), high.clamp(min=0)
-        scale = (high - low) / (highest - lowest)
-    has_width = scale > 0
-    scale = torch.where(has_width, scale, 1)
-    if not is_symmetric:
-        zero_points = (lowest - low / scale).round().clamp(lowest, highest).to(torch.int8).view(1, 1)
-    y = ops.quant.fake_quantize_with(x.reshape(1, -1), scale.view(1, 1), zero_points, f"int{bits}").view(x.shape)
-    return torch.where(has_width, y, x)
+    low, high = limits.view(2, 1, 1)
+    grid = grid_of(low, high, bits, levels=levels, is_symmetric=is_symmetric)
+    has_width = torch.maximum(low.abs(), high.abs()) > 0 if is_symmetric else low < high
+    return torch.where(has_width.view(()), on_grid(x.reshape(1, -1), grid).view(x.shape), x)
 
 
 class QuantAct(nn.Module):
     """Quantizes activations in a running range, which training forwards move and which is saved as ``x_min_max`` [2].
     """
 
-    def __init__(self, act_range_momentum: float = 0.95, quant_mode: str = "symmetric") -> None:
-        """act_range_momentum: weight of the range before, at each update. quant_mode: "symmetric" or "asymmetric"."""
+    def __init__(
+        self, act_range_momentum: float = 0.95, quant_mode: str = "symmetric", *, levels: Levels = "deepspeed"
+    ) -> None:
+        """act_range_momentum: weight of the range before, at each update. quant_mode: "symmetric" or "asymmetric".
+        levels: "deepspeed" or "compressed-tensors"."""
         super().__init__()
-        self.act_range_momentum, self.quant_mode = act_range_momentum, quant_mode
+        self.act_range_momentum, self.quant_mode, self.levels = act_range_momentum, quant_mode, levels
         self.register_buffer("x_min_max", torch.zeros(2))
 
     def forward(self, x: Tensor, num_bits: int, *args: Any) -> Tensor:
@@ -155,7 +151,7 @@ class QuantAct(nn.Module):
         # A recomputed forward, which runs within a backward, has moved the range before.
         if self.training and x.numel() and torch._C._current_graph_task_id() == -1:
             self._move(x.detach())
-        return _in_range(x, self.x_min_max, num_bits, self.quant_mode == "symmetric")
+        return _in_range(x, self.x_min_max, num_bits, self.levels, self.quant_mode == "symmetric")
 
     def _move(self, x: Tensor) -> None:
         new, old, kept = torch.stack(torch.aminmax(x)).to(self.x_min_max), self.x_min_max, self.act_range_momentum
@@ -186,7 +182,8 @@ class CompressedLayer(nn.Module):
         rule = quantization.activations
         if rule is not None and rule.is_static:
             mode = "symmetric" if rule.is_symmetric else "asymmetric"
-            self.activation_quantizer = QuantAct(quant_mode=mode).to(self.weight.device).train(self.training)
+            act = QuantAct(quant_mode=mode, levels=rule.levels)
+            self.activation_quantizer = act.to(self.weight.device).train(self.training)
 
     def keep_weight(self) -> None:
         """Drop the weight's rule. Without another rule the module gets its own class back."""
@@ -229,7 +226,7 @@ class CompressedLayer(nn.Module):
         rule = self.quantization.activations
         if rule.is_static:
             return self.activation_quantizer(x, rule.bits)
-        return ops.quant.fake_quantize(x, f"int{rule.bits}", symmetric=rule.is_symmetric)
+        return quantize_rows(x, rule.bits, levels=rule.levels, is_symmetric=rule.is_symmetric)
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(self._activations(x), self._quantized(weight), bias)
@@ -250,7 +247,8 @@ class LinearLayer_Compress(CompressedLayer, nn.Linear):
             pruner.begin(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._linear(x, *self._pruned(self.masks()))
+        # Rounded first, as in DeepSpeed: a scale does not depend on the mask.
+        return F.linear(self._activations(x), *self._pruned(self.masks(), self._quantized(self.weight)))
 
     def masks(self) -> dict[Kind, Tensor]:
         """The masks at the present step, of techniques that have started."""
@@ -260,20 +258,26 @@ class LinearLayer_Compress(CompressedLayer, nn.Linear):
         step = rules.steps.count
         return {pruner.rule.kind: pruner.mask(self, step) for pruner in rules.pruners if pruner.is_on(step)}
 
-    def _pruned(self, masks: dict[Kind, Tensor]) -> tuple[Tensor, Tensor | None]:
-        weight, bias = self.weight, self.bias
+    def _pruned(self, masks: dict[Kind, Tensor], weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        bias = self.bias
         for pruner in self.quantization.pruners if masks else ():
             mask = masks.get(pruner.rule.kind)
             if mask is not None:
                 weight, bias = pruner.applied(mask, weight, bias)
         return weight, bias
 
+    def kept(self) -> Tensor:
+        """Where the weight is not pruned at the present step: bool, in its shape."""
+        return self._pruned(self.masks(), torch.ones_like(self.weight))[0].bool()
+
     @torch.no_grad()
-    def write_pruned(self) -> dict[Kind, Tensor]:
-        """Write zeros where weights and biases are pruned. Returns the masks, bool."""
-        masks = self.masks()
-        weight, bias = self._pruned(masks)
-        self.weight.copy_(weight)
+    def write_pruned(self, *, rounds: bool, writes_weight: bool) -> dict[Kind, Tensor]:
+        """Write zeros where biases are pruned, and if ``writes_weight`` where weights are, which ``rounds`` rounds to
+        their quantized values first. Returns the masks, bool."""
+        masks, weight = self.masks(), self.weight
+        weight, bias = self._pruned(masks, quantize_weight(weight, self.quantization.weight) if rounds else weight)
+        if writes_weight:
+            self.weight.copy_(weight)
         if bias is not None:
             self.bias.copy_(bias)
         return {kind: mask.bool() for kind, mask in masks.items()}
@@ -309,7 +313,9 @@ class Embedding_Compress(CompressedLayer, nn.Embedding):
             # Rows are quantized separately, so only the rows that are read have to be.
             rule = self.quantization.weight
             rows, scale_type = super().forward(x), scale_type_of(self.weight)
-            return ops.quant.fake_quantize(rows, f"int{rule.bits}", symmetric=rule.is_symmetric, scale_type=scale_type)
+            return quantize_rows(
+                rows, rule.bits, levels=rule.levels, is_symmetric=rule.is_symmetric, scale_type=scale_type
+            )
         weight = self._quantized(self.weight)
         return F.embedding(
             x, weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse

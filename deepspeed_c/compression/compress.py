@@ -228,7 +228,7 @@ def redundancy_clean(
     ``schedule_offset`` of pruning, or for a sharded weight that has to get smaller; ModelError for a weight with NaN or
     inf. With pack: StateError before ``schedule_offset`` or for a sharded weight; ConfigError for groups that are not
     parts of rows; UnsupportedConfigError for what is not packed (quantized activations, layers cut over ranks,
-    layers that get smaller).
+    layers that get smaller, asymmetric groups on DeepSpeed's levels whose range does not include 0).
     """
     format_name = check_format(pack)
     section, root = _section_of(deepspeed_config), _module_of(model)
@@ -245,14 +245,17 @@ def redundancy_clean(
             fix="pass pack=False, or leave related_modules out",
         )
     check_packable(packed, format_name)
-    masks = {name: _write_pruned(layers[name]) for name in pruned}
+    kept = {name: layers[name].kept() for name in packed if name in pruned}
+    masks = {
+        name: _write_pruned(layers[name], rounds=name in wanted, writes_weight=name not in packed) for name in pruned
+    }
     chosen = [layers[name] for name in wanted if name not in packed]
-    _write({id(layer.weight): layer for layer in chosen}.values())
+    _write({id(layers[name].weight): layers[name] for name in wanted if name not in {*packed, *pruned}}.values())
     for name in pruned:
         layers[name].keep_pruned()
     for layer in chosen:
         layer.keep_weight()
-    pack_layers(root, packed, format_name)
+    pack_layers(root, packed, format_name, kept)
     shrink(root, plans, masks)
     return model
 
@@ -291,11 +294,11 @@ def _packable(
     }
 
 
-def _write_pruned(layer: LinearLayer_Compress) -> dict[Kind, torch.Tensor]:
+def _write_pruned(layer: LinearLayer_Compress, *, rounds: bool, writes_weight: bool) -> dict[Kind, torch.Tensor]:
     """Writes zeros, and returns the masks."""
     with GatheredParameters(layer.parameters(recurse=False), modifier_rank=_writer(layer)):
         layer.check_weight(_FIX)
-        return layer.write_pruned()
+        return layer.write_pruned(rounds=rounds, writes_weight=writes_weight)
 
 
 def _writer(layer: CompressedLayer) -> int | None:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import Self
 
 from deepspeed_c.compression.basic_layer import CompressedLayer, WeightRule, check_finite, scale_type_of
+from deepspeed_c.compression.levels import codes_on, rows_grid
 from deepspeed_c.errors import ConfigError, StateError, UnsupportedConfigError
 from deepspeed_c.ops.quant import Quantized, dequantize, packed_linear, packed_weight, quantize
 from deepspeed_c.ops.quant_reference import pack
@@ -96,11 +97,12 @@ class PackedLinear(_HoldsCodes):
     bits: int
 
     @classmethod
-    def take_over(cls, module: nn.Module, rule: WeightRule) -> None:
-        """Make ``module``, which has passed ``check_packable``, a layer of this class, in place."""
+    def take_over(cls, module: nn.Module, rule: WeightRule, kept: Tensor | None = None) -> None:
+        """Make ``module``, which has passed ``check_packable``, a layer of this class, in place. kept: where the weight
+        is not pruned; None: everywhere."""
         weight = module.weight.detach()
         module.__class__ = cls
-        module._pack(weight, rule)
+        module._pack(weight, rule, kept)
 
     @classmethod
     def without_values(cls, module: nn.Linear, bits: int, group: int | None, *, is_symmetric: bool) -> None:
@@ -115,8 +117,8 @@ class PackedLinear(_HoldsCodes):
         words, shape = empty((rows, n_words), dtype=torch.int32), empty(2, dtype=torch.int64)
         module._hold(bits, words, empty((rows, n_groups)), zeros, shape)
 
-    def _pack(self, weight: Tensor, rule: WeightRule) -> None:
-        codes, scales, zeros = _quantized(weight, rule, f"int{rule.bits}")
+    def _pack(self, weight: Tensor, rule: WeightRule, kept: Tensor | None) -> None:
+        codes, scales, zeros = _quantized(weight, rule, f"int{rule.bits}", kept)
         down = None if zeros is None else _packed(zeros.T, rule.bits).T.contiguous()
         self._hold(rule.bits, _packed(codes, rule.bits), scales, down, torch.tensor(weight.shape))
 
@@ -158,15 +160,15 @@ class CodedLinear(_HoldsCodes):
     """
 
     @classmethod
-    def take_over(cls, module: nn.Module, rule: WeightRule, *, is_float: bool) -> None:
-        """Make ``module``, which has passed ``check_packable``, a layer of this class, in place. is_float: codes are
-        numbers of 8 bits with a fraction, not integers."""
+    def take_over(cls, module: nn.Module, rule: WeightRule, kept: Tensor | None = None, *, is_float: bool) -> None:
+        """Make ``module``, which has passed ``check_packable``, a layer of this class, in place. kept: as in
+        ``PackedLinear``. is_float: codes are numbers of 8 bits with a fraction, not integers."""
         weight = module.weight.detach()
         module.__class__ = cls
-        module._encode(weight, rule, is_float)
+        module._encode(weight, rule, kept, is_float)
 
-    def _encode(self, weight: Tensor, rule: WeightRule, is_float: bool) -> None:
-        codes, scales, zeros = _quantized(weight, rule, "e4m3" if is_float else f"int{rule.bits}")
+    def _encode(self, weight: Tensor, rule: WeightRule, kept: Tensor | None, is_float: bool) -> None:
+        codes, scales, zeros = _quantized(weight, rule, "e4m3" if is_float else f"int{rule.bits}", kept)
         del self._parameters["weight"]
         # register_buffer refuses a name that the class has.
         self._buffers["weight"] = codes.to(torch.float8_e4m3fn if is_float else torch.int8)
@@ -198,19 +200,31 @@ class CodedLinear(_HoldsCodes):
         return f"in_features={self.in_features}, out_features={self.out_features}, codes={self.codes.dtype}"
 
 
-def _quantized(weight: Tensor, rule: WeightRule, format_name: str) -> tuple[Tensor, Tensor, Tensor | None]:
+def _quantized(
+    weight: Tensor, rule: WeightRule, format_name: str, kept: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """(codes as floats [rows, columns], scales in the weight's dtype, zero points as floats or None), both [rows,
-    groups of a row]."""
+    groups of a row]. kept: where codes do not stand for 0; None: everywhere."""
     groups = weight.reshape(rule.n_groups, -1)
-    quantized = quantize(groups, format_name, symmetric=rule.is_symmetric, scale_type=scale_type_of(weight))
-    ones = torch.ones_like(quantized.scales)
-    codes = dequantize(quantized._replace(scales=ones, zero_points=None)).view(weight.shape)
+    if rule.levels == "deepspeed" and format_name != "e4m3":
+        grid = rows_grid(groups, rule.bits, rule.levels, rule.is_symmetric, scale_type_of(weight))
+        codes, scales, zeros = codes_on(groups, grid), grid.scales, grid.zero_points
+    else:
+        quantized = quantize(groups, format_name, symmetric=rule.is_symmetric, scale_type=scale_type_of(weight))
+        ones = torch.ones_like(quantized.scales)
+        codes = dequantize(quantized._replace(scales=ones, zero_points=None))
+        scales, zeros = quantized.scales, quantized.zero_points
     # A row that lies within a group of several rows gets that group's numbers.
     n_repeated = max(groups.shape[1] // weight.shape[1], 1)
-    scales = quantized.scales.repeat_interleave(n_repeated, 0).view(len(weight), -1).to(weight.dtype)
-    if quantized.zero_points is None:
-        return codes, scales, None
-    return codes, scales, quantized.zero_points.float().repeat_interleave(n_repeated, 0).view(len(weight), -1)
+    scales, zeros = (
+        None if each is None else each.float().repeat_interleave(n_repeated, 0).view(len(weight), -1)
+        for each in (scales, zeros)
+    )
+    codes = codes.view(weight.shape)
+    if kept is not None:
+        nothing = 0.0 if zeros is None else zeros.repeat_interleave(weight.shape[1] // zeros.shape[1], 1)
+        codes = torch.where(kept, codes, nothing)
+    return codes, scales.to(weight.dtype), zeros
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
@@ -287,6 +301,23 @@ def _check_layer(name: str, layer: CompressedLayer, *, is_float: bool) -> None:
             where="compression_training.weight_quantization.shared_parameters.quantize_groups",
             fix=f"write {len(weight)} for a scale for each row, or leave the layer out",
         )
+    if not is_float and rules.weight.levels == "deepspeed" and not rules.weight.is_symmetric and weight.numel():
+        _check_zero_points(name, weight, rules.weight)
+
+
+def _check_zero_points(name: str, weight: Tensor, rule: WeightRule) -> None:
+    """DeepSpeed's asymmetric range need not include 0, and the formats hold zero points as codes."""
+    groups, half = weight.detach().reshape(rule.n_groups, -1), 2 ** (rule.bits - 1)
+    grid = rows_grid(groups, rule.bits, rule.levels, rule.is_symmetric, scale_type_of(weight))
+    is_beside = (grid.zero_points < -half) | (grid.zero_points >= half)
+    if is_beside.any():
+        first = int(is_beside.flatten().nonzero()[0])
+        raise UnsupportedConfigError(
+            f"the zero point {int(grid.zero_points[first])} of group {first} is no code of {rule.bits} bits: the range of the "
+            "group does not include 0",
+            where=f"{name}.weight",
+            fix='train with "levels": "compressed-tensors", whose ranges include 0, or pass pack=False',
+        )
 
 
 class _Scheme(NamedTuple):
@@ -307,9 +338,11 @@ class _Scheme(NamedTuple):
         return {**section, "group_size": self.group} if self.group else section
 
 
-def pack_layers(root: nn.Module, layers: Mapping[str, CompressedLayer], format_name: str) -> None:
+def pack_layers(
+    root: nn.Module, layers: Mapping[str, CompressedLayer], format_name: str, kept: Mapping[str, Tensor]
+) -> None:
     """Pack the layers, which have passed ``check_packable``, and write config.quantization_config if ``root`` has a
-    config."""
+    config. kept: where the weights of pruned layers are not 0, by name."""
     is_float = format_name == "float-quantized"
     groups: dict[_Scheme, list[str]] = {}
     for name, layer in layers.items():
@@ -318,9 +351,9 @@ def pack_layers(root: nn.Module, layers: Mapping[str, CompressedLayer], format_n
         groups.setdefault(scheme, []).append(name)
         layer.keep_weight()  # gives the layer its own class back
         if format_name == "pack-quantized":
-            PackedLinear.take_over(layer, rule)
+            PackedLinear.take_over(layer, rule, kept.get(name))
         else:
-            CodedLinear.take_over(layer, rule, is_float=is_float)
+            CodedLinear.take_over(layer, rule, kept.get(name), is_float=is_float)
     config = getattr(root, "config", None)
     if config is not None and layers:
         section = {

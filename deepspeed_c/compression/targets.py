@@ -177,6 +177,7 @@ def weight_rules(model: nn.Module, section: Compression, mpu: Any = None) -> dic
             bits=bits.pop(),
             n_groups=n_groups,
             is_symmetric=shared.quantization_type == "symmetric",
+            levels=shared.levels,
             is_stochastic=shared.rounding == "stochastic",
             first_step=shared.schedule_offset,
             index=index,
@@ -261,6 +262,7 @@ def activation_rules(model: nn.Module, section: Compression, mpu: Any = None) ->
         name: ActivationRule(
             bits=group.params.bits,
             is_symmetric=shared.quantization_type == "symmetric",
+            levels=shared.levels,
             is_static=shared.range_calibration == "static",
             first_step=shared.schedule_offset,
         )
@@ -292,14 +294,15 @@ def prune_rules(model: nn.Module, section: Compression, mpu: Any = None) -> dict
 
 def _prune_rule(kind: Kind, shared: Any, dense_ratio: float | None, index: int) -> PruneRule:
     pattern = n_of_m(shared.block_pattern) if kind == "sparse" else None
-    end = getattr(shared, "schedule_offset_end", None)
+    is_gradual = getattr(shared, "gradual", False)
+    end = shared.schedule_offset_end if is_gradual else None
     return PruneRule(
         kind=kind,
         method=shared.method,
         dense_ratio=dense_ratio if pattern is None else pattern[0] / pattern[1],
         first_step=shared.schedule_offset,
         last_step=shared.schedule_offset if end is None else end,
-        stride=getattr(shared, "schedule_offset_stride", 1),
+        stride=shared.schedule_offset_stride if is_gradual else 1,
         n_of_m=pattern,
         num_heads=getattr(shared, "num_heads", 0),
         index=index,

@@ -8,11 +8,13 @@ import msgspec
 
 from .keys import Fraction, FrozenDict, NonNeg, Positive, Section, acts, asks, inherent, tunes
 
-__all__ = ["Compression", "compression_conflicts", "n_of_m"]
+__all__ = ["Compression", "Levels", "compression_conflicts", "n_of_m"]
 
 _C, _P, _CHANNELS, _LAYERS = "compression", "pruning", "channel_pruning", "layer_reduction"
 _MOQ = "bits that shrink over the steps (MoQ) are not built; quantize_weight_in_forward quantizes to target_bits at once"
 Scale = Literal["symmetric", "asymmetric"]
+Levels = Literal["deepspeed", "compressed-tensors"]
+_LEVELS = "Scale of b bits: the range over 2^b as in DeepSpeed, or over 2^b - 1 as in compressed-tensors."
 OpenFraction = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
 
@@ -47,6 +49,7 @@ class WeightShared(Section, kw_only=True):
     ] = 1
     quantize_verbose: Annotated[bool, inherent("Report the bits at each change.", _MOQ)] = False
     quantization_type: Annotated[Scale, tunes("Kind of scale.", _C)] = "symmetric"
+    levels: Annotated[Levels, tunes(_LEVELS, _C)] = "deepspeed"
     rounding: Annotated[Literal["nearest", "stochastic"], tunes("Rounding.", _C)] = "nearest"
     quantize_weight_in_forward: Annotated[bool, tunes("Quantize in forward; must be true.", _C)] = False
     fp16_mixed_quantize: Annotated[MixedQuantize, tunes("Mix with fp16.", _C)] = MixedQuantize()
@@ -79,6 +82,7 @@ class ActivationShared(Section, kw_only=True):
     enabled: Annotated[bool, asks("Switch of the technique.", _C)] = False
     schedule_offset: Annotated[NonNeg, tunes("Number of applied steps before it starts.", _C)] = 1000
     quantization_type: Annotated[Scale, tunes("Kind of scale.", _C)] = "symmetric"
+    levels: Annotated[Levels, tunes(_LEVELS, _C)] = "deepspeed"
     range_calibration: Annotated[Literal["dynamic", "static"], tunes("Range of each row, or a running range of all rows.", _C)] = "dynamic"
 
 
@@ -123,10 +127,14 @@ class PruneGroup(_GroupSection, kw_only=True):
 class SparseShared(_Shared, kw_only=True):
     """Sparse pruning: all groups."""
 
+    gradual: Annotated[
+        bool,
+        tunes("Prune more and more up to schedule_offset_end, not to dense_ratio at once at schedule_offset.", _P),
+    ] = False
     schedule_offset_end: Annotated[
-        NonNeg | None, tunes("Applied steps after which dense_ratio is reached; null: at the start.", _P)
+        NonNeg | None, tunes("With gradual: applied steps after which dense_ratio is reached.", _P)
     ] = None
-    schedule_offset_stride: Annotated[Positive, tunes("Applied steps between prunings.", _P)] = 1
+    schedule_offset_stride: Annotated[Positive, tunes("With gradual: applied steps between prunings.", _P)] = 1
     method: Annotated[
         Literal["l1", "topk", "snip_momentum"],
         tunes("Measure of a weight: its magnitude, or a learned score; snip_momentum is not built.", _P),
@@ -313,7 +321,9 @@ def _sparse_conflicts(path: str, shared: SparseShared) -> Iterator[tuple[str, st
         what = f"is {shared.block_pattern}: this pattern is not built"
         yield f"{path}.block_pattern", what, 'write "2:4", or leave it out to prune single weights'
     end = shared.schedule_offset_end
-    if end is not None and end < shared.schedule_offset:
+    if shared.gradual and end is None:
+        yield f"{path}.schedule_offset_end", "is missing, and gradual is true", "write the step of the last pruning"
+    if shared.gradual and end is not None and end < shared.schedule_offset:
         what = f"is {end}, before schedule_offset {shared.schedule_offset}"
         yield f"{path}.schedule_offset_end", what, "set it to schedule_offset or more"
 

@@ -10,18 +10,27 @@ from torch import Tensor, nn
 WORDS, WIDTH = 12, 8
 
 
-def rounded(x: Tensor, bits: int, is_symmetric: bool = True, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
+def rounded(
+    x: Tensor,
+    bits: int,
+    is_symmetric: bool = True,
+    low: Tensor | None = None,
+    high: Tensor | None = None,
+    levels: str = "deepspeed",
+) -> Tensor:
     """Each row of x [rows, n] rounded to one of 2^bits numbers of its range. The gradient passes unchanged."""
     half = 2 ** (bits - 1)
     with torch.no_grad():
         values = x.float()
         low = values.min(1, keepdim=True).values if low is None else low
         high = values.max(1, keepdim=True).values if high is None else high
-        low, high = low.clamp(max=0), high.clamp(min=0)
+        if levels != "deepspeed":
+            low, high = low.clamp(max=0), high.clamp(min=0)
+        n_steps = 2 * half - (levels != "deepspeed")
         if is_symmetric:
-            step, zero = torch.maximum(-low, high) / (half - 0.5), 0.0
+            step, zero = 2 * torch.maximum(low.abs(), high.abs()) / n_steps, 0.0
         else:
-            step = (high - low) / (2 * half - 1)
+            step = (high - low) / n_steps
             zero = (-half - low / step).nan_to_num(0).round()
         codes = torch.clamp((values / step).nan_to_num(0).round() + zero, -half, half - 1)
         error = ((codes - zero) * step).to(x.dtype) - x
@@ -55,19 +64,22 @@ class Oracle(Model):
         bits = self.options.get("bits")
         if bits is None or self.step < self.options["offset"]:
             return weight
-        return rounded(weight.view(n_groups, -1), bits, self.options["symmetric"]).view(weight.shape)
+        return self.rounded(weight.view(n_groups, -1), bits).view(weight.shape)
+
+    def rounded(self, x: Tensor, bits: int, low: Any = None, high: Any = None) -> Tensor:
+        return rounded(x, bits, self.options["symmetric"], low, high, self.options.get("levels", "deepspeed"))
 
     def act(self, x: Tensor, name: str) -> Tensor:
         kind = self.options.get("acts")
         if kind is None or self.step < self.options["offset"]:
             return x
-        flat, symmetric = x.reshape(-1, x.shape[-1]), self.options["symmetric"]
+        flat = x.reshape(-1, x.shape[-1])
         if kind == "dynamic":
-            return rounded(flat, 8, symmetric).view(x.shape)
+            return self.rounded(flat, 8).view(x.shape)
         new = torch.stack([x.detach().min(), x.detach().max()]).float()
         self.ranges[name] = self.ranges[name] * 0.95 + new * 0.05 if name in self.ranges else new
         low, high = self.ranges[name]
-        return rounded(flat, 8, symmetric, low, high).view(x.shape)
+        return self.rounded(flat, 8, low, high).view(x.shape)
 
     def forward(self, words: Tensor) -> Tensor:
         table = self.weight(self.table.weight, WORDS)
@@ -80,6 +92,8 @@ def section(**options: Any) -> dict[str, Any]:
     """The section compression_training for the options of ``Oracle``."""
     kind = "symmetric" if options["symmetric"] else "asymmetric"
     shared = {"enabled": True, "schedule_offset": options["offset"], "quantization_type": kind}
+    if "levels" in options:
+        shared["levels"] = options["levels"]
     made: dict[str, Any] = {}
     if options.get("bits"):
         made["weight_quantization"] = {

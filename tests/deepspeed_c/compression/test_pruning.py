@@ -84,16 +84,17 @@ class Theory(Block):
         plain = getattr(self, name)
         weight, bias, step = plain.weight, plain.bias, self.step
         if self.name == "magnitudes":
+            trained = weight
+            if name == "up" and step >= 2:  # a mask does not change the scales
+                weight = rounded(weight.view(WIDTH * 12 // 4, 4), 8).view(weight.shape)
             if name in ("q", "down"):
-                weight = weight * self.magnitudes(name, weight.abs(), 0, 3, 2, 0.3)
+                weight = weight * self.magnitudes(name, trained.abs(), 0, 3, 2, 0.3)
             if name == "up" and step >= 1:
-                mask = self.magnitudes(name, weight.abs().sum(1), 1, 1, 1, 0.5)
+                mask = self.magnitudes(name, trained.abs().sum(1), 1, 1, 1, 0.5)
                 weight, bias = weight * mask[:, None], bias * mask
             if name == "o" and step >= 2:
-                sums = weight.abs().unflatten(1, (HEADS, -1)).sum((0, 2))
+                sums = trained.abs().unflatten(1, (HEADS, -1)).sum((0, 2))
                 weight = weight * self.magnitudes(name, sums, 2, 2, 1, 0.5).repeat_interleave(2)
-            if name == "up" and step >= 2:
-                weight = rounded(weight.view(WIDTH * 12 // 4, 4), 8).view(weight.shape)
         else:
             if name == "up":
                 weight = weight * straight_through(self.scores["up/sparse_mask_scores"], 0.5, 4)
@@ -124,7 +125,9 @@ BITS = {
 ATTENTION = (["^o$"], [["^q$", "^k$", "^v$"]])
 SECTIONS = {
     "magnitudes": {
-        "sparse_pruning": technique(0.3, ["^q$", "down"], schedule_offset_end=3, schedule_offset_stride=2),
+        "sparse_pruning": technique(
+            0.3, ["^q$", "down"], gradual=True, schedule_offset_end=3, schedule_offset_stride=2
+        ),
         "row_pruning": technique(0.5, ["up"], [["down"]], offset=1),
         "head_pruning": technique(0.5, *ATTENTION, offset=2, method="l1", num_heads=HEADS),
         "weight_quantization": BITS,
@@ -266,6 +269,21 @@ def test_weights_of_stage_3_are_cleaned_in_a_new_model_of_another_schedule(name:
         redundancy_clean(model, each)
         print(model)
         torch.testing.assert_close(model(batch(9)), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["l1", "topk"])
+@pytest.mark.parametrize("gradual", [False, True])
+def test_an_end_of_the_schedule_counts_for_gradual_pruning_only(gradual: bool, method: str):
+    """DeepSpeed's masks of magnitudes and scores have the full ratio at schedule_offset, whatever the end."""
+    shared = {"method": method, "schedule_offset_end": 10**6, "schedule_offset_stride": 3}
+    section = technique(0.25, ["up"], offset=1, gradual=gradual, **shared)
+    model = init_compression(Block(), {"compression_training": {"sparse_pruning": section}})
+    kept = []
+    for _ in range(3):
+        kept.append(model.up.kept().float().mean().item())
+        model.up.quantization.steps.advance()
+    print(gradual, method, kept)
+    assert kept == ([1, 1, 1] if gradual else [1, 0.25, 0.25])
 
 
 def saved_body(rank: int, world: int, folder: str) -> dict:
@@ -481,7 +499,10 @@ CASES: dict[str, tuple[Any, str, dict, type[Exception], str]] = {
     "2:4 of 0.3": (Block, "sparse", technique(0.3, ["up"], block_pattern="2:4"), ConfigError, "dense_ratio: is 0.3, and .* keeps 0.5"),
     "2:5": (Block, "sparse", technique(None, ["up"], block_pattern="2:5"), ConfigError, "block_pattern: 5 does not divide the 8"),
     "end": (
-        Block, "sparse", technique(0.5, ["up"], offset=5, schedule_offset_end=4), ConfigError, "schedule_offset_end: is 4, before"
+        Block, "sparse", technique(0.5, ["up"], offset=5, gradual=True, schedule_offset_end=4), ConfigError, "schedule_offset_end: is 4, before"
+    ),
+    "no end": (
+        Block, "sparse", technique(0.5, ["up"], gradual=True), ConfigError, "schedule_offset_end: is missing, and gradual"
     ),
     "related of weights": (Block, "sparse", technique(0.5, ["up"], [["down"]]), ConfigError, "related_modules: is given, and single"),
     "no heads": (Block, "head", technique(0.5, ["^o$"]), ConfigError, rf"{H}.shared_parameters.num_heads: is missing"),

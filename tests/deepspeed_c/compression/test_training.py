@@ -18,6 +18,9 @@ from tests.ranks import run_ranks
 TECHNIQUES = {
     "weights of 8 bits": {"bits": 8, "symmetric": True, "offset": 1},
     "weights of 4 bits": {"bits": 4, "symmetric": False, "offset": 0},
+    "weights and rows on compressed-tensors' levels": {
+        "bits": 4, "acts": "dynamic", "symmetric": False, "offset": 1, "levels": "compressed-tensors"
+    },
     "rows of activations": {"acts": "dynamic", "symmetric": False, "offset": 1},
     "both": {"bits": 8, "acts": "dynamic", "symmetric": True, "offset": 2},
 }
