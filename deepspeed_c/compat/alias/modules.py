@@ -475,12 +475,8 @@ _NAMES: dict[str, dict[str, str]] = {
         "Value": "deepspeed_c.monitor.base:Value",
         "check_comet_availability": "deepspeed_c.monitor.utils:check_comet_availability",
     },
-    "deepspeed.monitor.tensorboard": {
-        "check_tb_availability": "deepspeed_c.monitor.utils:check_tb_availability"
-    },
-    "deepspeed.monitor.wandb": {
-        "check_wandb_availability": "deepspeed_c.monitor.utils:check_wandb_availability"
-    },
+    "deepspeed.monitor.tensorboard": {"check_tb_availability": "deepspeed_c.monitor.utils:check_tb_availability"},
+    "deepspeed.monitor.wandb": {"check_wandb_availability": "deepspeed_c.monitor.utils:check_wandb_availability"},
     "deepspeed.monitor.config": {
         name: f"{_SECTIONS}:{name}"
         for name in (
@@ -581,7 +577,7 @@ _NAMES: dict[str, dict[str, str]] = {
 NAMES = _with_questions(_NAMES)
 
 _EXPERTS = "deepspeed_c.moe.layer.MoE is the layer of experts (docs/concepts/moe.md); mixtures of other libraries train with ZeRO stages 0 to 3, their blocks are found and made leaf modules"
-_SEQUENCE = "docs/concepts/sequence.md says what there is for sequences that are cut over ranks"
+_SEQUENCE = "UlyssesSPAttentionHF.register_with_transformers cuts sequences of models of transformers over ranks; deepspeed_c.sequence has the attention, tiles and losses for other models (docs/concepts/sequence.md)"
 _TENSOR = "tensor parallelism is set in the configuration, tensor_parallel.autotp_size, or by tp_model_init; docs/concepts/tensor-parallel.md"
 _INFERENCE = "inference with paged caches and ragged batches comes with a later version; `deepspeed_c.init_inference` runs any module, with `generate`"
 _CHECKPOINTING = "what is kept for a backward is packed and given back by deepspeed_c.checkpointing.checkpoint itself"
@@ -606,13 +602,53 @@ _COLLECTIVES = "deepspeed_c.comm has the collectives; a process group of torch i
 _WRITERS = "all ranks write their parts of a checkpoint at once; docs/concepts/checkpoint.md"
 _ZENFLOW = "zenflow and superoffload come with a later version; zero_optimization.offload_optimizer offloads the states (docs/concepts/offload.md)"
 _STAGE_3 = "stage 3 gathers and prefetches by itself; zero.Init, zero.GatheredParameters and the section zero_optimization steer it"
-_ROUNDING = "deepspeed_c.compression.compress.init_compression quantizes layers, and init_inference stores weights in few bits"
+_ROUNDING = (
+    "deepspeed_c.compression.compress.init_compression quantizes layers, and init_inference stores weights in few bits"
+)
 _GENERATION = "the hybrid engine generates with the weights in training: hybrid_engine.enabled, and engine.generate"
+_ENGINE = "a part of DeepSpeed's own engine; the engine that initialize returns has the public methods"
+_STATIC_CACHE = (
+    "generate of deepspeed_c.init_inference makes its cache itself; transformers.StaticCache is a cache of fixed size"
+)
+_ACTIVATIONS = "torch.nn.functional has the activations and norms"
+_GROUPS = "deepspeed_c.utils.groups has the sizes and ranks of groups"
+_OPTIMIZER_FACTORY = "any callable that takes the parameters and returns an optimizer will do"
+_SCHEDULE_FACTORY = "any callable that takes the optimizer and returns a scheduler will do"
+_CPU_ADAM = "use DeepSpeedCPUAdam"
+_FUSED_ADAM = "use FusedAdam"
+_PINNED = "use torch.Tensor.pin_memory"
+_ALL_IN_ONE_CALL = "use FusedAdam or FusedLion, which update all tensors in one call"
 _PLAIN_TORCH = "a helper of DeepSpeed's own code; use torch's functions"
 
 # Prefix of a path that is missing here -> the replacement; the longest prefix counts. The path of a name is
 # module.name.
 ABSENT: dict[str, str] = {
+    "deepspeed.DeepSpeedOptimizerCallable": _OPTIMIZER_FACTORY,
+    "deepspeed.DeepSpeedSchedulerCallable": _SCHEDULE_FACTORY,
+    "deepspeed.merge_tp_model_init_into_config": _TENSOR,
+    "deepspeed.record_tp_model_init_args": _TENSOR,
+    "deepspeed.git_version_info": "deepspeed_c.__version__ is the version; the command `deepspeed_c report` prints what is installed",
+    "deepspeed.ops.adam.ZenFlowCPUAdam": _CPU_ADAM,
+    "deepspeed.ops.adam.ZenFlowSelectiveAdamW": _FUSED_ADAM,
+    "deepspeed.ops.adam.ZenFlowSelectiveAdamW_stage3": _FUSED_ADAM,
+    "deepspeed.ops.adam.fused_adam": _ALL_IN_ONE_CALL,
+    "deepspeed.ops.lion.fused_lion": _ALL_IN_ONE_CALL,
+    "deepspeed.ops.pin_memory": _PINNED,
+    "deepspeed.runtime.base_optimizer": _ONE_OPTIMIZER,
+    "deepspeed.runtime.compiler": "use torch.compiler.is_compiling and torch.compiler.disable",
+    "deepspeed.runtime.engine": _ENGINE,
+    "deepspeed.runtime.hybrid_engine": _GENERATION,
+    "deepspeed.runtime.pipe.engine": "stages of a PipelineModule send tensors whole",
+    "deepspeed.runtime.state_dict_factory": "deepspeed_c.checkpoint.formats.megatron has SDLoaderFactory and MegatronSDLoader",
+    "deepspeed.runtime.state_dict_factory.WeightQuantization": _ROUNDING,
+    "deepspeed.runtime.zero.test": "a test of DeepSpeed's own allocator",
+    "deepspeed.utils.bwc_pipeline_parallel_world_size": _GROUPS,
+    "deepspeed.utils.bwc_tensor_model_parallel_world_size": _GROUPS,
+    "deepspeed.utils.get_caller_func": "use sys._getframe(1).f_code.co_name",
+    "deepspeed.utils.logging": "use deepspeed_c.utils.logger, and logging of Python for the rest",
+    "deepspeed.utils.pin_memory_tracker": _PINNED,
+    "deepspeed.utils.static_cache": _STATIC_CACHE,
+    "deepspeed.utils.types": _ACTIVATIONS,
     "deepspeed.accelerator": _ACCELERATOR,
     "deepspeed.comm": _COLLECTIVES,
     "deepspeed.compat": _PLAIN_TORCH,
@@ -621,8 +657,8 @@ ABSENT: dict[str, str] = {
     "deepspeed.ops.deepspeed4science": "use torch.nn.functional.scaled_dot_product_attention with a bias",
     "deepspeed.ops.fp_quantizer": _ROUNDING,
     "deepspeed.ops.random_ltd": _DATA,
-    "deepspeed.ops.adam.multi_tensor_apply": "use FusedAdam, which updates all tensors in one call",
-    "deepspeed.ops.lion.multi_tensor_apply": "use FusedLion, which updates all tensors in one call",
+    "deepspeed.ops.adam.multi_tensor_apply": _ALL_IN_ONE_CALL,
+    "deepspeed.ops.lion.multi_tensor_apply": _ALL_IN_ONE_CALL,
     "deepspeed.ops.triton_ops": _PLAIN_TORCH,
     "deepspeed.runtime.checkpoint_engine": _WRITERS,
     "deepspeed.runtime.model_checkpointing": _WRITERS,
@@ -647,9 +683,9 @@ ABSENT: dict[str, str] = {
     "deepspeed.runtime.zero.partitioned_param_coordinator": _STAGE_3,
     "deepspeed.runtime.zero.partitioned_param_profiler": _STAGE_3,
     "deepspeed.runtime.zero.utils": _STAGE_3,
-    "deepspeed.utils.bwc": "deepspeed_c.utils.groups has the sizes and ranks of groups",
+    "deepspeed.utils.bwc": _GROUPS,
     "deepspeed.utils.debug": "param.ds_summary() describes a sharded parameter; use logging of Python for the rest",
-    "deepspeed.utils.pin_memory": "use torch.Tensor.pin_memory",
+    "deepspeed.utils.pin_memory": _PINNED,
     "deepspeed.utils.comms_logging": "the section comms_logger, and deepspeed_c.comm.log_summary()",
     "deepspeed.autotuning": "`deepspeed_c --autotuning tune` searches, and `deepspeed_c plan` says what fits",
     "deepspeed.checkpoint": _CONVERTER,
@@ -671,8 +707,8 @@ ABSENT: dict[str, str] = {
     "deepspeed.module_inject": _TENSOR,
     "deepspeed.moe": _EXPERTS,
     "deepspeed.nvme": "`deepspeed_c io bench|tune` measures a device and finds the settings that suit it",
-    "deepspeed.ops.adam.zenflow_cpu_adam": "use DeepSpeedCPUAdam",
-    "deepspeed.ops.adam.zenflow_torch_adam": "use FusedAdam",
+    "deepspeed.ops.adam.zenflow_cpu_adam": _CPU_ADAM,
+    "deepspeed.ops.adam.zenflow_torch_adam": _FUSED_ADAM,
     "deepspeed.ops.op_builder": "deepspeed_c.ops.op_builder has the builders; NAME, is_compatible and load are what they offer",
     "deepspeed.ops.sparse_attention": "use torch.nn.attention.flex_attention",
     "deepspeed.ops.transformer": _LAYERS,
@@ -682,8 +718,8 @@ ABSENT: dict[str, str] = {
     "deepspeed.runtime.compression": _ONE_BIT,
     "deepspeed.runtime.config": "the values are attributes of deepspeed.runtime.config.DeepSpeedConfig",
     "deepspeed.runtime.data_pipeline": _DATA,
-    "deepspeed.runtime.engine.DeepSpeedOptimizerCallable": "any callable that takes the parameters and returns an optimizer will do",
-    "deepspeed.runtime.engine.DeepSpeedSchedulerCallable": "any callable that takes the optimizer and returns a scheduler will do",
+    "deepspeed.runtime.engine.DeepSpeedOptimizerCallable": _OPTIMIZER_FACTORY,
+    "deepspeed.runtime.engine.DeepSpeedSchedulerCallable": _SCHEDULE_FACTORY,
     "deepspeed.runtime.fp16": f"{_ONE_OPTIMIZER}; {_ONE_BIT}",
     "deepspeed.runtime.fp16.fused_optimizer": _ONE_OPTIMIZER,
     "deepspeed.runtime.fp16.onebit": _ONE_BIT,

@@ -135,6 +135,16 @@ for path in ABSENT:
     if not isinstance(found, (types.ModuleType, Unbuilt)): stale.append(path)
 result["stale"] = stale
 
+# A document alone is no advice
+from deepspeed_c.compat.alias.unbuilt import ELSEWHERE, instead_of
+from deepspeed_c.compat.alias.upstream import upstream
+unadvised = []
+for path in upstream().modules:
+    module = importlib.import_module(path)
+    for name in upstream().public_names(path):
+        if isinstance(getattr(module, name), Unbuilt) and instead_of(f"{path}.{name}") == ELSEWHERE: unadvised.append(f"{path}.{name}")
+result["unadvised"] = unadvised
+
 # One object under both names: what is replaced through one is replaced for all
 import deepspeed.runtime.zero.partition_parameters as upstream_name
 import deepspeed_c.zero.weights.init as our_name
@@ -210,6 +220,11 @@ def test_table_of_upstream_is_read_once(seen):
 
 def test_no_hint_is_out_of_date(seen):
     assert seen["stale"] == [], "these are here now: take them out of ABSENT"
+
+
+def test_every_name_that_is_not_built_has_advice_and_no_document_alone(seen):
+    assert seen["unadvised"] == []
+    assert [path for path, advice in ABSENT.items() if advice.startswith("docs/")] == []
 
 
 def test_one_object_under_both_names(seen):
