@@ -36,6 +36,7 @@ from deepspeed_c.pipe.runner import Lent, Runner, Stage
 from deepspeed_c.pipe.schedule import Cost, fitting, make_table, traits_of
 from deepspeed_c.pipe.stopping import Peers, Stopped, raise_on_all
 from deepspeed_c.pipe.weigh import Scale
+from deepspeed_c.pipe.writable import copied, writable
 from deepspeed_c.recompute.conditions import Conditions
 from deepspeed_c.zero.layout.stages import STAGES
 
@@ -168,7 +169,8 @@ class PipelineEngine(TrainingHost):
                 return None
             a, b = rank_of[source], rank_of[target]
             if a == b:
-                return local.setdefault((source, target), LocalLink())
+                # A stage may write to what it receives, and the stage before it may need that for its backward.
+                return local.setdefault((source, target), LocalLink(copies=source < target))
             return RemoteLink(ranks, a, b, 2 * max(source, target) + (source > target), self.device)
 
         local: dict[tuple[int, int], LocalLink] = {}
@@ -192,8 +194,7 @@ class PipelineEngine(TrainingHost):
         module, precision = self.module, self._precision
 
         def run(value: Any) -> Any:
-            if stage == 0:
-                value = precision.cast_inputs(value)
+            value = precision.cast_inputs(copied(value)) if stage == 0 else writable(value)
             with precision.autocast(self.device), self._sequence_stream(), self._blocks.active(value, str(stage)):
                 return module.run_stage(stage, value)
 

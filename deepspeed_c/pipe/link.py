@@ -59,15 +59,20 @@ class Link(Protocol):
 
 
 class LocalLink:
-    """A link between two stages on this rank."""
+    """A link between two stages on this rank. copies: the receiver gets memory of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, copies: bool = False) -> None:
         self._values: deque[Any] = deque()
+        self._copies = copies
 
     def send(self, value: Any, label: str) -> None:
         leaves, spec = tree_flatten(value)
-        own = [leaf.detach().requires_grad_(leaf.requires_grad) if torch.is_tensor(leaf) else leaf for leaf in leaves]
+        own = [self._detached(leaf) if torch.is_tensor(leaf) else leaf for leaf in leaves]
         self._values.append(tree_unflatten(own, spec))
+
+    def _detached(self, leaf: torch.Tensor) -> torch.Tensor:
+        own = leaf.detach().clone() if self._copies else leaf.detach()
+        return own.requires_grad_(leaf.requires_grad)
 
     def post(self, label: str) -> None:
         """Does nothing: values need no further memory."""
@@ -280,7 +285,8 @@ class RemoteLink:
         leaves: list[Any] = []
         for known in self._form.leaves:
             if isinstance(known, _Packed):
-                tensor = _view(data, known)
+                # Views count their overwrites together. Tensors of a message do not overlap, so each counts its own.
+                tensor = _view(data, known).data
                 leaves.append(tensor.requires_grad_() if known.requires_grad else tensor)
             else:
                 leaves.append(pickle.loads(known))

@@ -24,6 +24,7 @@ from deepspeed_c.pipe.topology import (
     cut_over_tensors,
     mesh_of_topology,
 )
+from deepspeed_c.pipe.writable import copied
 from deepspeed_c.recompute.configured import checkpoint
 from deepspeed_c.utils.runtime import call_to_str, set_random_seed
 
@@ -297,7 +298,10 @@ class PipelineModule(torch.nn.Module):
         for i in range(0, len(indices), every):
             run = indices[i : i + every]
             if self._may_recompute(run):
-                value = self._recompute(lambda *values, run=run: self._run_layers(run, values), *_as_tuple(value))
+                # The kept inputs have to stay as they are, even if the first of the layers writes to its input.
+                value = self._recompute(
+                    lambda *values, run=run: self._run_layers(run, copied(values)), *_as_tuple(value)
+                )
             else:
                 value = self._run_layers(run, value)
         return value
