@@ -58,13 +58,25 @@ class ForwardArguments:
         """The arguments after ``global_steps`` steps; {} if the configuration adds none."""
         arguments: dict[str, Any] = {}
         if self.layer_drop is not None:
-            self.layer_drop.update_state(global_steps)
+            self._keep_probability(self.layer_drop, global_steps)
             arguments.update(self.layer_drop.get_state())
         if self.curriculum is not None:
             difficulty = self.curriculum.update_difficulty(global_steps + 1)
             if self._has_length:
                 arguments["curriculum_seqlen"] = difficulty
         return arguments
+
+    def theta(self, global_steps: int) -> float | None:
+        """The keep probability after ``global_steps`` steps; None without progressive layer drop."""
+        if self.layer_drop is None:
+            return None
+        self._keep_probability(self.layer_drop, global_steps)
+        return self.layer_drop.get_theta()
+
+    @staticmethod
+    def _keep_probability(layer_drop: ProgressiveLayerDrop, global_steps: int) -> None:
+        # DeepSpeed updates it at the end of a step, by the number of the step itself: the first two steps keep all.
+        layer_drop.update_state(max(global_steps - 1, 0))
 
 
 def sampling_section(config: Config) -> dict[str, Any] | None:

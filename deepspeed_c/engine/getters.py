@@ -271,9 +271,8 @@ class ConfigGetters:
         return self._config.autotuning.model_info_path or os.path.join(os.getcwd(), "autotuning_model_info.json")
 
     def get_pld_theta(self) -> float | None:
-        """The keep probability of the last forward, or None without progressive layer drop."""
-        layer_drop = self._arguments.layer_drop
-        return None if layer_drop is None else layer_drop.get_theta()
+        """The keep probability of progressive layer drop in the next step; None without it."""
+        return self._arguments.theta(self.global_steps)
 
     def get_data_parallel_rank(self) -> int:
         return self._mesh.index(*DATA)
