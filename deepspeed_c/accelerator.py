@@ -342,6 +342,9 @@ class Accelerator:
         self._ask("CUDAGraph")
         graph.replay()
 
+    # Ranges have no domains.
+    supports_nvtx_domain = False
+
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
         """Opens a named range for a profiler: NVTX on CUDA, nothing on the CPU."""
         if self._type == "cuda":

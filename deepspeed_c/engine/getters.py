@@ -129,12 +129,9 @@ _COMM = "deepspeed_c.comm has the collectives"
 # Methods of DeepSpeed's engine that this one does not have -> what to do instead.
 ABSENT_METHODS: dict[str, str] = {
     "random_ltd_initialize": "random layer token drop comes with a later version",
-    "is_elastic_model_parallel_supported": "checkpoints load on any number of ranks; choose the batch sizes by hand",
     "quantize_training": "quantization in the optimizer's step (MoQ) comes with a later version",
     "print_forward_breakdown": "wall_clock_breakdown times the phases; engine.expert_load() counts tokens by expert",
     "swap_tensor_config": "engine.zero_offload_optimizer() and engine.aio_config() say where states lie",
-    "is_map_style_dataset": "hasattr(dataset, '__getitem__') and hasattr(dataset, '__len__')",
-    "is_iterable_style_dataset": "isinstance(dataset, torch.utils.data.IterableDataset)",
     "clip_fp32_gradients": _BY_ITSELF,
     "sparse_allreduce_no_retain": _COMM,
     "sparse_allreduce_bucket": _COMM,
@@ -205,6 +202,21 @@ class ConfigGetters:
 
     def checkpoint_writer_enabled(self) -> bool:
         return self._config.checkpoint.writer is not None
+
+    def is_elastic_model_parallel_supported(self) -> bool:
+        """False: batch sizes do not follow the number of ranks."""
+        return False
+
+    def is_map_style_dataset(self, dataset: Any = None) -> bool:
+        """Whether samples of ``dataset`` are found by their number. Torch's iterable datasets have the methods, too."""
+        return (
+            not self.is_iterable_style_dataset(dataset)
+            and hasattr(dataset, "__getitem__")
+            and hasattr(dataset, "__len__")
+        )
+
+    def is_iterable_style_dataset(self, dataset: Any = None) -> bool:
+        return isinstance(dataset, torch.utils.data.IterableDataset)
 
     def postscale_gradients(self) -> bool:
         return not self._config.prescale_gradients

@@ -140,6 +140,10 @@ class TensorParallelLayer(torch.nn.Module):
     def _cut_ones(params_list: Iterable[torch.nn.Parameter | None]) -> list[torch.nn.Parameter]:
         return [param for param in params_list if param is not None and hasattr(param, "tp_cut")]
 
+    def is_training_mode(self) -> bool:
+        """Whether the layer's parameters are trained."""
+        return any(param.requires_grad for param in self.parameters())
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 

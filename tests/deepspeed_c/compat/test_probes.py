@@ -13,15 +13,19 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.compat import probes
 from deepspeed_c.compat.alias.upstream import upstream
+from deepspeed_c.engine.getters import ConfigGetters
 from deepspeed_c.ops.adam import FusedAdam
 from deepspeed_c.utils.runtime import has_inf_or_nan
 from deepspeed_c.zero.layout import autocast
 from ops.op_builder import AsyncIOBuilder
 from tests import fresh
 
-QUESTION = re.compile(r"(is|has|installed|can|should|supports|was|are|needs)_|.*_(enabled|available|supported|compatible)$")
+QUESTION = re.compile(
+    r"(is|has|installed|can|should|supports|was|are|needs)_|.*_(enabled|available|supported|compatible)$"
+)
 # Modules whose functions `get_*` read a configuration.
 READERS = {
     *("deepspeed.runtime.config", "deepspeed.compression.config", "deepspeed.runtime.data_pipeline.config"),
@@ -132,10 +136,23 @@ def test_questions_about_data_are_computed() -> None:
     plain.ds_id = 1
     assert probes.is_zero_param(plain)
     assert [probes.is_even(n) for n in (-3, -2, 0, 1, 2**70)] == [False, True, True, False, True]
-    assert [probes.is_builtin_type(v) for v in (1, [], None, plain, SimpleNamespace())] == [True, True, True, False, False]
+    assert [probes.is_builtin_type(v) for v in (1, [], None, plain, SimpleNamespace())] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
     adam, sgd = FusedAdam([plain]), torch.optim.SGD([plain], lr=0.1)
     assert probes.is_zero_supported_optimizer(adam) and not probes.is_zero_supported_optimizer(sgd)
-    kinds = [nn.Linear(1, 1), nn.Conv2d(1, 1, 1), nn.Embedding(1, 1), nn.BatchNorm2d(1), nn.LayerNorm(1), nn.Conv1d(1, 1, 1)]
+    kinds = [
+        nn.Linear(1, 1),
+        nn.Conv2d(1, 1, 1),
+        nn.Embedding(1, 1),
+        nn.BatchNorm2d(1),
+        nn.LayerNorm(1),
+        nn.Conv1d(1, 1, 1),
+    ]
     assert [probes.is_module_compressible(m) for m in kinds] == [True] * 4 + [False] * 2
     mpu = SimpleNamespace(RowParallelLinear=nn.LayerNorm, ColumnParallelLinear=nn.Conv1d)
     assert all(probes.is_module_compressible(m, mpu) for m in kinds)
@@ -149,6 +166,20 @@ def test_questions_about_data_are_computed() -> None:
         assert probes.should_release_reduce_buckets(order, graph) is expected, (order, graph)
     entry = {"checkpoint_format": "zero3_partitioned"}
     assert [probes.is_autoep_zero3_partitioned_entry(e) for e in (entry, {}, None)] == [True, False, False]
+
+
+def test_questions_of_objects_are_answered() -> None:
+    getters, samples = ConfigGetters(), torch.utils.data.TensorDataset(torch.zeros(3, 1))
+    stream = torch.utils.data.ChainDataset([])
+    assert getters.is_elastic_model_parallel_supported() is False
+    assert [getters.is_map_style_dataset(each) for each in (samples, [1], stream, None)] == [True, True, False, False]
+    assert [getters.is_iterable_style_dataset(each) for each in (samples, [1], stream, None)] == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert get_accelerator().supports_nvtx_domain is False
 
 
 def test_nodes_of_graphs() -> None:
@@ -176,7 +207,11 @@ def test_the_machine(tmp_path, monkeypatch) -> None:
     assert not probes.is_nfs_path("/proc/self")
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ASCEND_HOME_PATH"):
         monkeypatch.delenv(name, raising=False)
-    ask = (probes.get_world_rank_from_launcher, probes.get_local_rank_from_launcher, probes.get_world_size_from_launcher)
+    ask = (
+        probes.get_world_rank_from_launcher,
+        probes.get_local_rank_from_launcher,
+        probes.get_world_size_from_launcher,
+    )
     assert [each() for each in ask] == [0, 0, 1]
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "7")
     monkeypatch.setenv("WORLD_SIZE", "9")
