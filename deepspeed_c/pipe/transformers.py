@@ -47,15 +47,26 @@ class _Family(NamedTuple):
 
 _LLAMA = _Family("model", "layers", ("norm",))
 _GPT = _Family("transformer", "h", ("ln_f",))
+# tests/hf/test_pipeline.py compares each family with the model in one process, and has the reasons of the others.
 _FAMILIES = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "olmo", "phi3", "stablelm"), _LLAMA),
-    **dict.fromkeys(("starcoder2", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3"), _LLAMA),
+    **dict.fromkeys(("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "qwen3_next", "phi3"), _LLAMA),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "vaultgemma", "olmo", "olmo2", "olmo3", "helium"), _LLAMA),
+    **dict.fromkeys(("granite", "glm", "glm4", "smollm3", "stablelm", "starcoder2", "cohere", "cohere2"), _LLAMA),
+    **dict.fromkeys(("apertus", "arcee", "bitnet", "cwm", "diffllama", "doge", "ernie4_5", "exaone4"), _LLAMA),
+    **dict.fromkeys(("hunyuan_v1_dense", "hyperclovax", "jais2", "nemotron", "seed_oss"), _LLAMA),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "olmoe"), _LLAMA),
+    **dict.fromkeys(("granitemoe", "granitemoeshared", "glm4_moe", "ernie4_5_moe", "exaone_moe", "jetmoe"), _LLAMA),
+    **dict.fromkeys(("minimax_m2", "phimoe", "flex_olmo", "afmoe", "solar_open"), _LLAMA),
     **dict.fromkeys(("gpt2", "gpt_bigcode"), _GPT),
     **dict.fromkeys(("gptj", "codegen", "falcon", "bloom"), _GPT._replace(returns_tuple=True)),
     "mpt": _Family("transformer", "blocks", ("norm_f",), returns_tuple=True),
     "opt": _Family("model.decoder", "layers", ("final_layer_norm", "project_out")),
     "gpt_neox": _Family("gpt_neox", "layers", ("final_layer_norm",)),
     "phi": _Family("model", "layers", ("final_layernorm",)),
+    "persimmon": _Family("model", "layers", ("final_layernorm",)),
+    "lfm2": _Family("model", "layers", ("embedding_norm",)),
+    "xglm": _Family("model", "layers", ("layer_norm",)),
+    "biogpt": _Family("biogpt", "layers", ("layer_norm",)),
 }
 
 

@@ -4,6 +4,8 @@ stages only, and the saved folder is a whole model."""
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +37,14 @@ GPT = {
 }
 WINDOWS = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
 MOE = {**LLAMA, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+HEADS = {**LLAMA, "head_dim": 8}
+EXPERTS = {**HEADS, "moe_intermediate_size": 24, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+           **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+           **dict.fromkeys(("n_group", "topk_group"), 1),
+           **dict.fromkeys(("router_jitter_noise", "input_jitter_noise"), 0.0)}  # fmt: skip
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0, "attention_multiplier": 0.2,
+}  # fmt: skip
 NO_DROPOUT = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LLAMA),
@@ -76,8 +86,43 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom", {"hidden_size": WIDTH, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCAB}),
     "mpt": ("mpt", {"d_model": WIDTH, "n_layers": LAYERS, "n_heads": 4, "vocab_size": VOCAB, "max_seq_len": 64}),
     "gpt_neox": ("gpt_neox", LLAMA),
+    "granite": ("granite", {**LLAMA, **MULTIPLIERS}),
+    "granitemoe": ("granitemoe", {**EXPERTS, **MULTIPLIERS}),
+    "granitemoeshared": ("granitemoeshared", {**EXPERTS, **MULTIPLIERS}),
+    "glm": ("glm", {**HEADS, "partial_rotary_factor": 0.5, "attention_bias": True}),
+    "glm4": ("glm4", {**HEADS, "partial_rotary_factor": 0.5}),
+    "smollm3": ("smollm3", {**LLAMA, "no_rope_layer_interval": 2}),
+    "gemma3_text": ("gemma3_text", {**HEADS, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "cohere2": ("cohere2", {**HEADS, "sliding_window": 3, "sliding_window_pattern": 2}),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {
+            **EXPERTS, "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8, "v_head_dim": 8,
+        },
+    ),
+    "qwen3_next": ("qwen3_next", {**EXPERTS, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}),
+    "seed_oss": ("seed_oss", {**HEADS, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "xglm": ("xglm", {**LLAMA, "d_model": WIDTH, "ffn_dim": 48, "num_layers": LAYERS, "attention_heads": 4,
+                      "dropout": 0.0, "attention_dropout": 0.0}),
+    "biogpt": ("biogpt", {**LLAMA, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+    **{
+        kind: (kind, HEADS)
+        for kind in (
+            "apertus", "arcee", "bitnet", "cohere", "cwm", "diffllama", "doge", "ernie4_5", "exaone4", "helium",
+            "hunyuan_v1_dense", "hyperclovax", "jais2", "lfm2", "ministral", "ministral3", "nemotron", "olmo2", "olmo3",
+            "persimmon", "vaultgemma",
+        )
+    },
+    **{
+        kind: (kind, EXPERTS)
+        for kind in (
+            "afmoe", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "jetmoe", "minimax_m2", "olmoe", "phimoe",
+            "solar_open",
+        )
+    },
 }
-TRAINED = ["llama", "llama tied", "qwen2", "qwen2 tied", "gpt2", "opt"]
+TRAINED = ["llama", "llama tied", "qwen2", "qwen2 tied", "gpt2", "opt", "granite", "glm", "smollm3"]
 
 
 def config_of(name: str) -> Any:
@@ -170,6 +215,15 @@ def check(outcome: list[Any], expected: Any) -> None:
     assert seen == set(weights)
 
 
+def test_every_family_that_can_be_cut_is_compared():
+    from deepspeed_c.pipe.transformers import _FAMILIES
+
+    assert set(_FAMILIES) == {kind for kind, _ in CONFIGS.values()}
+    page = Path(__file__).parents[2] / "docs" / "concepts" / "pipeline.md"
+    rows = [line.split("|")[1] for line in page.read_text().splitlines() if re.match(r"\|[^|]*\| yes", line)]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(_FAMILIES)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_on_one_rank(name):
     check(on_ranks(1, train, name, "1f1b", 0, {}), plain_run(name))
@@ -182,7 +236,7 @@ def test_two_stages(name, schedule, stage):
     check(outcome, plain_run(name))
     # Only a tied embedding is on both ranks.
     shared = outcome[0][2].keys() & outcome[1][2].keys()
-    is_tied = name in ("llama tied", "qwen2 tied", "gpt2", "opt")
+    is_tied = name in ("llama tied", "qwen2 tied", "gpt2", "opt", "smollm3")
     assert len(shared) == is_tied and all("embed_tokens" in key or "wte" in key for key in shared)
 
 
