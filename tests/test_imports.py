@@ -17,13 +17,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A part of the package -> the parts it may import. A part is a folder or a file directly below deepspeed_c/; ops/ is
 # the part "ops". Every part may import itself and the leaves. A part that is not listed may import no other part.
-LEAVES = {"errors", "_version", "env", "command_line", "listening", "buffers", "saved_tensors", "scheduled"}
+LEAVES = {"errors", "_version", "env", "command_line", "listening", "buffers", "saved_tensors", "scheduled", "background"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "_version": set(),
     "env": set(),
     "listening": set(),
     "scheduled": set(),
+    "background": set(),
     "buffers": set(),
     "saved_tensors": set(),
     "arguments": set(),

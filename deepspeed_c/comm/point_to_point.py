@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepspeed_c.background import BackgroundThread
 from deepspeed_c.comm.agreed import is_over_gloo
 from deepspeed_c.comm.groups import timeout_of
 from deepspeed_c.comm.transports import table
@@ -31,6 +32,7 @@ from deepspeed_c.logging import logger
 __all__ = ["irecv", "isend", "recv", "send"]
 
 _POLL_S = (20e-6, 1e-3)  # the first and the longest time between two looks for a message from anyone
+_MOMENT_S = 1.0  # more than a line of the log takes
 _LONG_S = 10.0  # a message that has waited for longer is told of
 
 
@@ -41,6 +43,7 @@ class _Waits:
         self._since: dict[object, tuple[float, str]] = {}
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._is_over = threading.Event()  # the interpreter ends
 
     @contextlib.contextmanager
     def of(self, what: str) -> Iterator[None]:
@@ -49,7 +52,8 @@ class _Waits:
         with self._lock:
             self._since[key] = time.monotonic(), what
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="deepspeed_c messages", daemon=True)
+                name, limit_s = "deepspeed_c messages", _MOMENT_S
+                self._thread = BackgroundThread(self._watch, name=name, end=self._is_over.set, limit_s=limit_s)
                 self._thread.start()
         try:
             yield
@@ -60,8 +64,7 @@ class _Waits:
     def _watch(self) -> None:
         told: set[float] = set()
         is_idle = False
-        while True:
-            time.sleep(_LONG_S / 4)
+        while not self._is_over.wait(_LONG_S / 4):
             with self._lock:
                 waits = list(self._since.values())
                 if not waits and is_idle:

@@ -28,6 +28,7 @@ from typing import Literal
 import msgspec
 import torch.distributed as dist
 
+from deepspeed_c.background import BackgroundThread
 from deepspeed_c.comm import ledger as ledgers
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.position import Life, Position, Presence, life_of, own_presence, take_position
@@ -161,7 +162,9 @@ class _Watchdog:
         if before is None or before.pid != self._pid:
             host = self._presence.host
             self._signed.write(f"on/{host}/{self._store.add(f'n_on/{host}', 1)}", str(self._rank))
-        self._thread = threading.Thread(target=self._run, name="deepspeed_c watchdog", daemon=True)
+        # After _at_exit it is waited for once more: a request to a store that does not answer takes longer.
+        limit_s = _STORE_TIMEOUT.total_seconds() + _LINGER_S
+        self._thread = BackgroundThread(self._run, name="deepspeed_c watchdog", end=self._stop.set, limit_s=limit_s)
         atexit.register(self._at_exit)
 
     def serves(self, group: dist.ProcessGroup | None) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from deepspeed_c.background import BackgroundThread
 from deepspeed_c.inject.cut import Cut
 from deepspeed_c.inject.layers import RowPicker, is_transposed, product_of
 from deepspeed_c.inject.own_heads import SharedKey, count_own_heads
@@ -42,6 +43,7 @@ RAISED = (
     ValueError,
 )
 _FAILED = "nothing: it has failed"
+_LAST_SECONDS = 5.0  # more than the time between two exchanges of a small copy
 _CALL_ELEMS = 10_000  # the computation of so many elements takes about as long as the overhead of one call of torch
 
 
@@ -390,13 +392,17 @@ class TrialRanks:
                 self.errors[rank] = error
                 # All other ranks reach this point too, at their next exchange. So the set of failed ranks does not
                 # depend on timing.
-                with contextlib.suppress(_TrialStopped):
+                with contextlib.suppress(_TrialStopped, threading.BrokenBarrierError):
                     self.exchange(rank, _FAILED, None)
             except BaseException:
                 self._barrier.abort()  # so that no thread waits for this one
                 raise
 
-        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(self.n_ranks)]
+        # They are left behind where an interrupt ends the wait for them.
+        threads = [
+            BackgroundThread(one, rank, name="deepspeed_c trial", end=self._barrier.abort, limit_s=_LAST_SECONDS)
+            for rank in range(self.n_ranks)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

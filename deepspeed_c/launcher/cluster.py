@@ -22,6 +22,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import IO, TYPE_CHECKING, BinaryIO, final
 
+from deepspeed_c.background import BackgroundThread
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.addresses import own_address
 from deepspeed_c.launcher.agent import run_host
@@ -42,6 +43,7 @@ __all__ = ["launch_on_hosts", "launch_without_runner"]
 
 FAREWELL_STEPS = 5
 END_SECONDS = 10  # for the runner's program, after all agents have ended
+_MOMENT_SECONDS = 0.1
 SAID_LINES = 20
 PDSH_END = re.compile(rb"pdsh@[^:]*: ([^:]*): .* exited with exit code (\d+)")
 LABEL = re.compile(rb"\[([^\[\]\s:]+):rank(\d+)\]: ")
@@ -152,7 +154,8 @@ def launch_without_runner(options: Options, hosts: Mapping[str, list[int]]) -> i
     _wait_for_name(address)
     store = open_store(address, port)
     chair = Chair(store, job.token, list(hosts), lambda _: "")
-    thread = threading.Thread(target=_preside_alone, args=(chair,), name="dsc_chair", daemon=True)
+    left = threading.Event()
+    thread = BackgroundThread(_preside_alone, chair, left, name="dsc_chair", end=left.set, limit_s=END_SECONDS)
     thread.start()
     code = run_host(job, job.place(0))
     thread.join()
@@ -175,13 +178,12 @@ def _wait_for_name(address: str) -> None:
         return
 
 
-def _preside_alone(chair: Chair) -> None:
-    while not chair.is_over:
+def _preside_alone(chair: Chair, left: threading.Event) -> None:
+    """Preside until the launch is over, or this process is about to end."""
+    n_steps = 0
+    while n_steps < FAREWELL_STEPS and not left.wait(chair.period):
+        n_steps += chair.is_over  # until the other agents have read the exit code
         chair.step()
-        time.sleep(chair.period)
-    for _ in range(FAREWELL_STEPS):  # until the other agents have read the exit code
-        chair.step()
-        time.sleep(chair.period)
 
 
 @final
@@ -230,6 +232,7 @@ class _RunnerProcess:
         self._said: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=SAID_LINES))
         self._ends: list[tuple[str, int]] = []
         self._threads: list[threading.Thread] = []
+        self._over = threading.Event()
         self._folder = tempfile.TemporaryDirectory(prefix="deepspeed_c_")  # only this user may enter it
         job_file = os.path.join(self._folder.name, "job")
         with open(job_file, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
@@ -250,7 +253,9 @@ class _RunnerProcess:
 
     def __enter__(self) -> _RunnerProcess:
         for stream, target in ((self._process.stdout, sys.stdout.buffer), (self._process.stderr, sys.stderr.buffer)):
-            thread = threading.Thread(target=self._carry, args=(stream, target), name="dsc_runner", daemon=True)
+            # A pipe that a left-behind process holds open is not waited for: its reader is in no C++ code.
+            carry = (self._carry, stream, target)
+            thread = BackgroundThread(*carry, name="dsc_runner", end=self._over.set, limit_s=_MOMENT_SECONDS)
             thread.start()
             self._threads.append(thread)
         return self
@@ -295,6 +300,8 @@ class _RunnerProcess:
 
     def _carry(self, stream: IO[bytes], target: BinaryIO) -> None:
         for line in stream:
+            if self._over.is_set():  # the end of the interpreter needs the locks of the standard streams
+                return
             host, rest = self._split(line)
             if self._logs is not None and (match := LABEL.match(rest)):
                 self._logs.write(int(match[2]), rest[match.end() :])

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar, final
 import msgspec
 from torch.distributed import DistError, TCPStore
 
+from deepspeed_c.background import BackgroundThread
 from deepspeed_c.comm.signed_store import SignedStore
 from deepspeed_c.errors import LaunchError
 
@@ -29,6 +30,7 @@ COME_SECONDS = 60.0
 LOST_SECONDS = 8.0
 """Without news for so long, the other side is lost."""
 STORE_SECONDS = 5
+_SPARE_SECONDS = 5  # from the end of a request's time to the end of the thread, on a busy host
 _PERIOD_SECONDS = 0.1
 _RETRY_SECONDS = 0.5
 _HOSTS_PER_SECOND = 2000  # limit for the chair's reads
@@ -171,9 +173,10 @@ class Meeting:
         self._problem = ""
         self._is_over = False
         store.set_timeout(timedelta(seconds=STORE_SECONDS))
-        # Not waited for at the end: a call to a store behind a dead link may never return.
-        self._thread = threading.Thread(target=self._talk, name="dsc_meeting", daemon=True)
-        self._thread.start()
+        # Not waited for longer than a request may take: a call to a store behind a dead link may never return.
+        limit_s = STORE_SECONDS + _SPARE_SECONDS
+        thread = BackgroundThread(self._talk, name="dsc_meeting", end=self.close, limit_s=limit_s)
+        thread.start()
 
     def begin(self, master: tuple[str, int] | None) -> tuple[str, int] | None:
         """Wait until all hosts have come. Returns where the ranks meet; None if the launch has ended before.
@@ -221,7 +224,7 @@ class Meeting:
         return code
 
     def close(self) -> None:
-        """End the thread."""
+        """Let the thread end, after the request that it makes."""
         self._is_over = True
         self._wake()
 

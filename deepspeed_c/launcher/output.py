@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import BinaryIO, final
 
+from deepspeed_c.background import BackgroundThread
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.logging import write_line
 
@@ -24,6 +25,7 @@ HOLD_SECONDS = 0.1
 TAIL_BYTES = 16 << 10
 TAIL_LINES = 30
 READ_BYTES = 64 << 10
+_MOMENT_SECONDS = 0.1  # for the rest of the output, where the interpreter ends inside the block
 DRAIN_READS = 32  # limit for each pipe at the end: enough to empty a pipe
 
 
@@ -130,7 +132,7 @@ class Output:
 
     def __enter__(self) -> Output:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._carry, name="dsc_output", daemon=True)
+        self._thread = BackgroundThread(self._carry, name="dsc_output", end=self._wake, limit_s=_MOMENT_SECONDS)
         self._thread.start()
         return self
 
@@ -145,9 +147,13 @@ class Output:
         nothing more."""
         if self._thread is None:
             return
-        os.write(self._wake_write, b"x")
+        self._wake()
         self._thread.join()
         self._thread = None
+
+    def _wake(self) -> None:
+        """Let the thread empty the pipes, and end."""
+        os.write(self._wake_write, b"x")
 
     def close(self) -> None:
         self._selector.close()

@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deepspeed_c.background import BackgroundThread
 from deepspeed_c.logging import logger
 
 from .base import Event, Monitor
@@ -45,7 +46,7 @@ class EventWriter:
         self._is_closing = False
         self._changed = threading.Condition()
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="deepspeed_c-monitor", daemon=True)
+        self._thread = BackgroundThread(self._run, name="deepspeed_c-monitor", end=self.close, limit_s=0.0)
         self._thread.start()
         # At exit, this runs before the exit functions of the monitors' packages, because they were registered earlier.
         atexit.register(self.close)

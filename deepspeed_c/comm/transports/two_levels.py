@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import queue
 import threading
@@ -39,6 +40,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from deepspeed_c.background import BackgroundThread
 from deepspeed_c.buffers import ordinary_memory
 from deepspeed_c.comm.groups import timeout_of
 from deepspeed_c.comm.transports.described import (
@@ -327,12 +329,6 @@ class TwoLevels(Transport):
             self._queue.put(None)
             self.fail("the group has ended")
 
-    def close_at_exit(self) -> None:
-        """Closes, and waits for the thread: a thread inside C++ code when Python ends would abort the process."""
-        self.close()
-        if self._thread is not None and os.getpid() == self._pid:
-            self._thread.join(_LAST_SECONDS)
-
     def fail(self, why: str) -> None:
         """Ends the connections, so that the other ranks learn of the failure. Ranks of this host learn of it at once,
         other ranks when they wait for this rank.
@@ -502,7 +498,9 @@ class TwoLevels(Transport):
             call.fail(self.failure)
             return call
         if self._thread is None:
-            self._thread = threading.Thread(target=_run, args=(self._queue,), name="deepspeed_c hosts", daemon=True)
+            end = functools.partial(self._queue.put, None)
+            calls, name = self._queue, "deepspeed_c hosts"
+            self._thread = BackgroundThread(_run, calls, name=name, end=end, limit_s=_LAST_SECONDS)
             self._thread.start()
         self._queue.put(call)
         return call
@@ -528,7 +526,7 @@ _open: weakref.WeakSet[TwoLevels] = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     for levels in list(_open):
-        levels.close_at_exit()
+        levels.close()  # before the threads are waited for, which wait for these connections
 
 
 def _run(calls: queue.SimpleQueue[_Call | None]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from datetime import timedelta
 
@@ -202,3 +204,38 @@ def test_a_name_that_is_not_known_is_asked_for_again(monkeypatch, store):
 def test_a_store_that_does_not_answer():
     with pytest.raises(LaunchError, match="does not answer"):
         connect(("127.0.0.1", 1), seconds=0.5)
+
+
+# The thread is inside the store when the interpreter ends: in one of many short calls, or in a long one. The end of the
+# interpreter frees the store, and so ends the long call.
+AGENT = """
+import sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+from deepspeed_c.launcher import meeting
+
+meeting._period = lambda n_hosts: 0.0
+meeting.STORE_SECONDS = 1
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=200))
+client = meeting.connect(("127.0.0.1", store.port))
+if sys.argv[1] == "long":
+    def read(self, key, kind):
+        store.add("n_reads", 1)
+        client.get("absent")
+    meeting._Signed.read = read
+agent = meeting.Meeting(client, "s", "a", 0, 1)
+while not store.check([meeting._report_key(0)]):
+    pass
+if sys.argv[1] == "long":
+    while not store.check(["n_reads"]):
+        pass
+    agent.close()
+sys.exit(5)
+"""
+
+
+@pytest.mark.parametrize("calls", ["short", "long"])
+def test_the_process_of_an_agent_is_not_aborted_at_its_end(calls):
+    command = [sys.executable, "-c", AGENT, calls]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 5 and "terminate called" not in done.stderr, (done.returncode, done.stderr)
