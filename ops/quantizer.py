@@ -15,8 +15,9 @@ def ds_quantizer(input: Tensor, groups: int = 1, bit_num: int = 8, sr: bool = Fa
     """Rounds ``input`` in place to 2**bit_num values a group, and returns it.
 
     input: float32, bfloat16 or float16, any shape. groups: number of equal groups of consecutive elements. bit_num: 8
-    or 4. sr: stochastic rounding, with a seed from torch's default generator. asym: a group has a zero point. Scales are
-    those of ``fake_quantize``, over 2**bit_num - 1, where DeepSpeed's kernels divide by 2**bit_num.
+    or 4. sr: stochastic rounding, with a seed from torch's default generator. asym: a group has a zero point.
+
+    Scales are those of ``fake_quantize``, over 2**bit_num - 1, where DeepSpeed's kernels divide by 2**bit_num.
 
     Raises ValueError, with nothing written, for other bits and for groups that do not divide the elements.
     """
