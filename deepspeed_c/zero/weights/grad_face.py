@@ -50,7 +50,7 @@ class GradFace:
 
 
 class _UnshardedFace(GradFace):
-    """The class of an unsharded parameter that notices this. Its copies are ordinary parameters, and it prints as one."""
+    """The class of an unsharded parameter that notices this. Its copies are ordinary parameters; it prints as one."""
 
     _dsc_plain: type  # the parameter's own class
 
