@@ -23,7 +23,7 @@ from deepspeed_c.comm.transports import table
 from deepspeed_c.comm.transports.described import COMPARISON_TAG, Members, as_bytes, head_of, text_of
 from deepspeed_c.comm.work import FailedStart, Handle
 
-__all__ = ["agree", "agree_on_sum", "as_moved", "is_over_gloo"]
+__all__ = ["agree", "agree_on_name", "agree_on_sum", "as_moved", "is_over_gloo"]
 
 
 def is_over_gloo(tensor: Any, group: ProcessGroup | None) -> bool:
@@ -55,7 +55,18 @@ def agree(
     """
     if not tensors or not is_over_gloo(tensors[0], group):
         return call()
-    comparison = _Comparison(f"{what} of {', '.join(map(_in_words, tensors))}", group)
+    return _compared(call, f"{what} of {', '.join(map(_in_words, tensors))}", group, is_async)
+
+
+def agree_on_name(call: Callable[[], Any], what: str, group: ProcessGroup | None, is_async: bool = False) -> Any:
+    """``agree`` for a call that moves no tensors of the caller: a barrier, or objects."""
+    if group == dist.GroupMember.NON_GROUP_MEMBER or dist.get_backend(group) != "gloo":
+        return call()
+    return call() if dist.get_world_size(group) == 1 else _compared(call, what, group, is_async)
+
+
+def _compared(call: Callable[[], Any], text: str, group: ProcessGroup | None, is_async: bool) -> Any:
+    comparison = _Comparison(text, group)
     if is_async:
         return _Compared(call(), comparison)
     comparison.wait()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import GradBucket, ProcessGroup, ReduceOp
 
 from deepspeed_c.comm import point_to_point
-from deepspeed_c.comm.agreed import agree, agree_on_sum, as_moved, is_over_gloo
+from deepspeed_c.comm.agreed import agree, agree_on_name, agree_on_sum, as_moved, is_over_gloo
 from deepspeed_c.comm.discover import DEFAULT_PORT, discover
 from deepspeed_c.comm.groups import is_initialized, require_initialized
 from deepspeed_c.comm.ledger import Ledger, LedgerEntry, ledger_of
@@ -201,9 +201,7 @@ class _Handle:
     operation.
     """
 
-    def __init__(
-        self, name: str, handle: Any, entry: LedgerEntry, record: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, name: str, handle: Any, entry: LedgerEntry, record: Callable[[], None] | None = None) -> None:
         self._name, self._handle, self._entry, self._record = name, handle, entry, record
 
     def wait(self, *args: Any) -> Any:
@@ -315,7 +313,11 @@ def broadcast_object_list(
     """Global rank ``src`` sends a list of objects that pickle. The lists of the other ranks have the same length and
     are overwritten.
     """
-    return dist.broadcast_object_list(object_list, src, group=group, device=device)
+    return agree_on_name(
+        lambda: dist.broadcast_object_list(object_list, src, group=group, device=device),
+        f"broadcast_object_list from rank {src} of {len(object_list)} objects",
+        group,
+    )
 
 
 @_operation("reduce")
@@ -469,7 +471,7 @@ def all_gather_coalesced(
 @_operation("all_gather_object")
 def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
     """Every rank gets all ranks' ``obj`` (anything that pickles) in ``object_list``."""
-    return dist.all_gather_object(object_list, obj, group=group)
+    return agree_on_name(lambda: dist.all_gather_object(object_list, obj, group=group), "all_gather_object", group)
 
 
 @_operation("reduce_scatter")
@@ -532,8 +534,7 @@ def all_to_all_single(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Piece j of rank i's ``tensor`` becomes piece i of rank j's ``output``. Pieces are equal unless sizes are given.
-    """
+    """Piece j of rank i's ``tensor`` becomes piece i of rank j's ``output``. Pieces are equal unless sizes are given."""
     is_plain = output.dtype == tensor.dtype and output.is_contiguous() and tensor.is_contiguous()
     if is_plain and is_over_gloo(tensor, group):
         members = Members.of(group)
@@ -545,8 +546,7 @@ def all_to_all_single(
 
 
 def _pieces(tensor: torch.Tensor, sizes: list[int] | None, n: int) -> list[torch.Tensor] | None:
-    """The bytes of the rows of ``tensor`` for each of ``n`` ranks. None where the sizes do not fit: torch refuses them.
-    """
+    """The bytes of the rows of ``tensor`` for each of ``n`` ranks. None where the sizes do not fit: torch refuses them."""
     if not tensor.dim() or (sizes and (len(sizes) != n or sum(sizes) != len(tensor) or min(sizes) < 0)):
         return None
     if not sizes and len(tensor) % n:
@@ -627,7 +627,9 @@ def irecv(tensor: torch.Tensor, src: int | None = None, group: ProcessGroup | No
 @_operation("barrier")
 def barrier(group: ProcessGroup | None = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
     """Returns when every rank of the group has come here."""
-    return dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
+    return agree_on_name(
+        lambda: dist.barrier(group=group, async_op=async_op, device_ids=device_ids), "barrier", group, async_op
+    )
 
 
 @_operation("monitored_barrier")

@@ -86,6 +86,36 @@ def test_collectives_that_differ_are_one_error_on_all_ranks(run_ranks, world: in
     run_ranks(world, different_body, is_connected)
 
 
+def named_body(rank: int, world: int) -> None:
+    """The last rank is somewhere else: gloo's own calls would wait for one another until the group's limit."""
+    last, objects, two = rank == world - 1, [None] * world, [rank, "x"]
+    pairs = [
+        (lambda: comm.barrier(), lambda: comm.all_reduce(torch.ones(3)), "barrier", "all_reduce (SUM) of float32 [3]"),
+        (lambda: comm.barrier(), lambda: comm.all_gather_object(objects, 1), "barrier", "all_gather_object"),
+        (
+            lambda: comm.broadcast_object_list(two, 0),
+            lambda: comm.broadcast_object_list([1], 0),
+            "broadcast_object_list from rank 0 of 2 objects",
+            "broadcast_object_list from rank 0 of 1 objects",
+        ),
+    ]
+    for most, other, first, second in pairs:
+        with pytest.raises(CommError) as caught:
+            (other if last else most)()
+        assert f"rank 0 calls {first}, rank {world - 1} calls {second}" in str(caught.value), str(caught.value)
+    comm.barrier()
+    comm.all_gather_object(objects, {"rank": rank})
+    comm.broadcast_object_list(two, world - 1)
+    assert objects == [{"rank": r} for r in range(world)] and two == [world - 1, "x"], (objects, two)
+    handle = comm.barrier(async_op=True)
+    handle.wait()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_barriers_and_objects_are_compared_by_name(run_ranks, world: int) -> None:
+    run_ranks(world, named_body)
+
+
 def asynchronous_body(rank: int, world: int) -> str:
     tensor = torch.full((N + rank % 2,), float(rank))
     handle = comm.broadcast(tensor, 0, async_op=True)
