@@ -534,7 +534,7 @@ def all_to_all_single(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Piece j of rank i's ``tensor`` becomes piece i of rank j's ``output``. Pieces are equal unless sizes are given."""
+    """Piece j of rank i's ``tensor`` becomes piece i of rank j's ``output``. By default all pieces are equal."""
     is_plain = output.dtype == tensor.dtype and output.is_contiguous() and tensor.is_contiguous()
     if is_plain and is_over_gloo(tensor, group):
         members = Members.of(group)
@@ -546,7 +546,7 @@ def all_to_all_single(
 
 
 def _pieces(tensor: torch.Tensor, sizes: list[int] | None, n: int) -> list[torch.Tensor] | None:
-    """The bytes of the rows of ``tensor`` for each of ``n`` ranks. None where the sizes do not fit: torch refuses them."""
+    """The bytes of ``tensor``'s rows for each of ``n`` ranks. None where the sizes do not fit: torch refuses them."""
     if not tensor.dim() or (sizes and (len(sizes) != n or sum(sizes) != len(tensor) or min(sizes) < 0)):
         return None
     if not sizes and len(tensor) % n:

@@ -111,6 +111,8 @@ def main():
         "gradient_clipping": CLIP,
         "zero_optimization": {"stage": args.stage},
     }
+    # Megatron makes its configuration itself and takes the path out of args: DeepSpeed refuses both.
+    path, args.deepspeed_config = args.deepspeed_config, None
     engine, *_ = deepspeed.initialize(args=args, model=model, optimizer=adam(model.parameters()), config=config)
     assert not isinstance(engine, deepspeed.runtime.hybrid_engine.DeepSpeedHybridEngine)
     for tokens in batches(dist.get_rank(), dist.get_world_size()):
@@ -118,7 +120,7 @@ def main():
         engine.step()
     see_memory_usage("after training", force=False)
     if args.compression:
-        redundancy_clean(engine, args.deepspeed_config)
+        redundancy_clean(engine, path)
     weights = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter):
