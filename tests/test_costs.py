@@ -129,7 +129,7 @@ def test_one_cell_of_a_function_too_dear_runs_if_a_change_reaches_it(pytester: p
 @pytest.mark.parametrize("is_ci", [False, True])
 def test_a_function_without_a_line_fails_the_run_of_continuous_integration(pytester, monkeypatch, is_ci) -> None:
     monkeypatch.setenv("CI", "true") if is_ci else monkeypatch.delenv("CI", raising=False)
-    with_our_plugins(pytester, "tests.costs.FUNCTION_SECONDS, tests.meter.SHOWN_SECONDS = 0.2, 0.1")
+    with_our_plugins(pytester, "tests.costs.FUNCTION_SECONDS, tests.meter.SHOWN_SECONDS = 0.1, 0.1")
     pytester.makepyfile(
         "import time\ndef test_dear():\n    end = time.process_time() + 1.0\n    while time.process_time() < end: pass\n"
         "def test_cheap(): pass\n"
