@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from deepspeed_c.comm import init_distributed, is_initialized
 from deepspeed_c.comm.axes import PP, TP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
-from deepspeed_c.errors import CommError, ConfigError, StateError
+from deepspeed_c.errors import CommError, ConfigError, RecomputeError, StateError
 from deepspeed_c.pipe.layer_times import lent, measure_layers
 from deepspeed_c.pipe.partition import partition_layers
 from deepspeed_c.pipe.schedule import make_table, traits_of
@@ -298,13 +299,30 @@ class PipelineModule(torch.nn.Module):
         for i in range(0, len(indices), every):
             run = indices[i : i + every]
             if self._may_recompute(run):
-                # The kept inputs have to stay as they are, even if the first of the layers writes to its input.
-                value = self._recompute(
-                    lambda *values, run=run: self._run_layers(run, copied(values)), *_as_tuple(value)
-                )
+                value = self._run_recomputed(run, value)
             else:
                 value = self._run_layers(run, value)
         return value
+
+    def _run_recomputed(self, indices: Sequence[int], value: Any) -> Any:
+        inputs = _as_tuple(value)
+        if self._recompute is not checkpoint and not any(map(_requires_grad, inputs)):
+            # A reentrant function, like torch's, has a backward only if an input requires a gradient.
+            inputs = tuple(
+                each.detach().requires_grad_() if torch.is_tensor(each) and each.is_floating_point() else each
+                for each in inputs
+            )
+        # The kept inputs have to stay as they are, even if the first of the layers writes to its input.
+        outputs = self._recompute(lambda *values: self._run_layers(indices, copied(values)), *inputs)
+        has_backward = any(map(_requires_grad, tree_leaves(outputs)))
+        params = () if has_backward else (p for i in indices for p in getattr(self._layer(i), "parameters", tuple)())
+        if any(map(_requires_grad, params)):
+            raise RecomputeError(
+                f"layers {indices[0]} to {indices[-1]} have parameters to train, and their result has no backward",
+                where="PipelineModule(activation_checkpoint_func=...)",
+                fix="pass partial(torch.utils.checkpoint.checkpoint, use_reentrant=False), or leave it out",
+            )
+        return outputs
 
     def _run_layers(self, indices: Iterable[int], value: Any) -> Any:
         if isinstance(value, tuple) and len(value) == 1:
@@ -395,6 +413,10 @@ def _tie_shared(layers: list[Any]) -> list[Any]:
             module = layers[index]
             tied[index] = TiedLayerSpec(str(found[0]), lambda module=module: module)
     return tied
+
+
+def _requires_grad(value: Any) -> bool:
+    return torch.is_tensor(value) and value.requires_grad
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -11,8 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed_c
+from deepspeed_c.errors import StageError
 from deepspeed_c.pipe import PipelineModule
 from deepspeed_c.pipe.writable import copied, writable
+from tests.deepspeed_c.pipe.models import micro_batches, module_of
 from tests.deepspeed_c.pipe.test_engine import SCHEDULES, config_of
 from tests.ranks import run_ranks
 
@@ -83,7 +85,13 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
     "kept": {},
     "recomputed": {"activation_checkpoint_interval": 1},
     "recomputed in pairs": {"activation_checkpoint_interval": 2},
-    "by torch": {"activation_checkpoint_interval": 1, "activation_checkpoint_func": partial(checkpoint, use_reentrant=False)},
+    **{
+        f"by torch, {'' if reentrant else 'not '}reentrant": {
+            "activation_checkpoint_interval": 1,
+            "activation_checkpoint_func": partial(checkpoint, use_reentrant=reentrant),
+        }
+        for reentrant in (False, True)
+    },
 }
 
 
@@ -128,6 +136,21 @@ def test_every_schedule(how, schedule):
 @pytest.mark.parametrize("how", RECOMPUTED)
 def test_every_kind_of_recomputation_on_one_rank(how):
     check(run_ranks(1, train, how, "zb_v", None))
+
+
+def token_body(rank: int, world: int) -> str:
+    """Numbers of words have no gradient: with a reentrant function the embedding would never be trained."""
+    reentrant = partial(checkpoint, use_reentrant=True)
+    net = module_of(1, activation_checkpoint_interval=1, activation_checkpoint_func=reentrant)
+    engine, *_ = deepspeed_c.initialize(model=net, model_parameters=net.parameters(), config=config_of(N))
+    with engine, pytest.raises(StageError) as caught:
+        engine.train_batch(iter(micro_batches(0, 0, N)))
+    return str(caught.value)
+
+
+def test_a_recomputation_without_a_backward_is_an_error():
+    (text,) = run_ranks(1, token_body)
+    assert "layers 0 to 0 have parameters to train" in text and "use_reentrant=False" in text, text
 
 
 def test_the_forward_that_measures_memory_overwrites_no_data():
