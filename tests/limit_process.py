@@ -49,6 +49,21 @@ def descendants(root: int, parent_of: dict[int, int] | None = None) -> list[int]
     return found
 
 
+def orphans(test_process: int) -> list[int]:
+    """The rest of the process group that the test process leads, if it leads one, without what its own parent has started:
+    in the pipeline ``pytest | tee log`` of a shell, ``tee`` is in this group too, and must write the end.
+    """
+    parent_of = parents()
+    others = {test_process, *descendants(parent_of.get(test_process, 0), parent_of)}
+    return [pid for pid in parent_of if pid not in others and _group_of(pid) == test_process]
+
+
+def _group_of(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return os.getpgid(pid)
+    return 0
+
+
 def stacks(test_process: int, dump_signal: int) -> str:
     """The stacks of all threads of the test process and its ranks, and the command lines of other descendants.
 
@@ -91,16 +106,15 @@ def _read(path: str) -> str:
 
 
 def kill(test_process: int) -> None:
-    """Kills the test process, its descendants, and the rest of its process group if it leads one.
+    """Kills the test process, its descendants, and its orphans.
 
     All are stopped before the first is killed, so that none starts another process or takes part in the end of one.
     """
     stopped: set[int] = set()
-    while new := {test_process, *descendants(test_process)} - stopped:
+    while new := {test_process, *descendants(test_process), *orphans(test_process)} - stopped:
         for pid in new:
             _signal(pid, signal.SIGSTOP)
         stopped |= new
-    kill_group(test_process)
     for pid in stopped:
         _signal(pid, signal.SIGKILL)
 

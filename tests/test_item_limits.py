@@ -33,14 +33,22 @@ def pytest_configure(config):
 """
 
 
-def run(folder: Path, text: str, *options: str, conftest: str = "", workers: int = 2) -> tuple[int, str, float]:
-    """Runs a suite of one file; its exit status, its output and its seconds. Nothing that it started lives afterwards."""
+def run(
+    folder: Path, text: str, *options: str, conftest: str = "", workers: int = 2, reader: str = ""
+) -> tuple[int, str, float]:
+    """Runs a suite of one file; its exit status, its output and its seconds. Nothing that it started lives afterwards.
+
+    reader: a shell command that gets the standard output, in a pipeline as a terminal's shell starts it: in one process
+    group, which pytest leads.
+    """
     (folder / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib -rfExX -p no:cacheprovider\n")
     (folder / "conftest.py").write_text(CONFTEST + conftest)
     (folder / "test_it.py").write_text(text)
     mark = f"dsc_limits_test_{os.getpid()}_{time.monotonic_ns()}"
     spread = ["-n", str(workers), "--reruns", "1"] if workers else []
     command = [sys.executable, "-m", "pytest", *spread, "--item-seconds", str(SECONDS), *options, "test_it.py"]
+    if reader:
+        command = ["bash", "-c", f'set -m -o pipefail; "$@" | ({reader})', "bash", *command]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "DSC_TEST_MARK": mark}
     env = {name: value for name, value in env.items() if not name.startswith("PYTEST_")}
     begin = time.monotonic()
@@ -190,6 +198,22 @@ def test_without_workers_the_run_ends_with_the_name_and_the_stack(case: str, tmp
     print(output)
     assert code == -signal.SIGKILL
     assert f"test_it.py::test_a: not ended after its limit of {SECONDS} s" in output and "in test_a" in output
+
+
+@pytest.mark.parametrize("workers", (0, 2))
+def test_the_rest_of_a_pipeline_writes_its_end(workers: int, tmp_path: Path) -> None:
+    """``run`` looks for the orphan of the test, which is in the same process group as the pipeline, and must not live."""
+    text = (
+        "import os, subprocess, time\ndef test_a():\n"
+        "    subprocess.run('sleep 1000 & echo $! > orphan', shell=True)\n"
+        "    time.sleep(1000)\n"
+    )
+    code, output, _ = run(tmp_path, text + OTHER, workers=workers, reader="cat > log; echo the end >> log")
+    log = (tmp_path / "log").read_text()
+    print(output, log)
+    assert code == (1 if workers else 128 + signal.SIGKILL)
+    assert log.endswith("the end\n") and "test_it.py" in output + log
+    assert (tmp_path / "orphan").exists()
 
 
 def test_a_marked_item_has_its_own_limit(tmp_path: Path) -> None:
