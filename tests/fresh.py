@@ -7,11 +7,12 @@
 
 The program runs in a child that the zygote of ranks.py forks: torch, ``torch.distributed`` and
 ``deepspeed_c.initialize`` are imported there already, and no operator has run. A program has its own environment, working
-directory, arguments, ``sys.path``, standard streams and process group.
+directory, arguments, ``sys.path``, standard streams and process group. With ``has_package=False`` the child has imported
+torch alone. Such programs test an import of deepspeed_c, by one of its paths or without one of its parts.
 
 A test starts ``sys.executable`` itself if its subject is one of these, in which the child differs from a new process:
 
-* the imports of a module, their time, or a module that hides one of the imported modules;
+* the imports of a process that must not have torch or a part of it, the time of imports, or a module that hides torch;
 * variables that are read at an import: ``OMP_NUM_THREADS`` is 1, and ``DSC_LOG`` comes from the test session;
 * the command line of the process, signals, and the end of the interpreter (handlers of ``atexit`` do run);
 * the memory of the process, whose heap has the objects of the imports.
@@ -57,6 +58,7 @@ def run(
     timeout: float = LIMIT_SECONDS,
     check: bool = False,
     preload: str = "",
+    has_package: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """Runs the program with the words after ``python`` on a command line: ``-c TEXT``, ``-m MODULE``, ``-`` (the text is
     ``input``) or a file, each followed by the program's arguments.
@@ -65,12 +67,13 @@ def run(
     input is empty. Exit codes are Python's own (-n for signal n). After ``timeout`` seconds the process group is
     killed, and ``ProgramFailed`` shows the output so far. Processes that a program leaves behind in its group are
     killed. ``preload`` names a module that was imported before the fork, for programs that import more than torch.
+    ``has_package`` is whether deepspeed_c was, too.
     """
     words = [os.fspath(word) for word in arguments]
     if words[0].startswith("-") and words[0] not in ("-c", "-m", "-"):
         raise ValueError(f"{words[0]} is an option of the interpreter, which has started already")
     order = (words, dict(os.environ if env is None else env), os.path.abspath(cwd or os.getcwd()))
-    zygote = ranks.zygote_of(preload)
+    zygote = ranks.zygote_of(preload, has_package)
     with contextlib.ExitStack() as stack:
         # Files, and no pipes: nobody must read while the program runs, and the output so far is there at any time.
         streams = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
@@ -94,18 +97,26 @@ def run(
 
 
 def run_ranks_of(
-    world: int, arguments: Sequence[str | os.PathLike[str]], *, cwd: str | os.PathLike[str], preload: str = ""
+    world: int,
+    arguments: Sequence[str | os.PathLike[str]],
+    *,
+    cwd: str | os.PathLike[str],
+    preload: str = "",
+    is_told: bool = False,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Runs the program as ``world`` ranks of this host, with the environment that the launcher gives them.
+    """Runs the program as ``world`` ranks of this host, with the environment that the launcher gives them. is_told: also
+    with its argument ``--local_rank=N`` behind the script.
 
     A rank that fails does not end the others. Only the limit does so.
     """
+    n_first = 1 if not os.fspath(arguments[0]).startswith("-") else 2
     env = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GLOO_SOCKET_IFNAME": "lo"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port()), "OMP_NUM_THREADS": "1"}
 
     def start(rank: int) -> subprocess.CompletedProcess[str]:
         of_rank = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        return run(arguments, env=of_rank, cwd=cwd, preload=preload)
+        told = [f"--local_rank={rank}"] if is_told else []
+        return run([*arguments[:n_first], *told, *arguments[n_first:]], env=of_rank, cwd=cwd, preload=preload)
 
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(start, range(world)))
@@ -160,8 +171,9 @@ def _prepare(environment: dict[str, str], cwd: str) -> None:
     os.environ.update(environment)
     ranks.restore_path(environment.get("PYTHONPATH", ""))
     importlib.invalidate_caches()
-    with contextlib.suppress(ValueError):
-        importlib.import_module("deepspeed_c.logging").set_rank(int(environment.get("RANK", "0")))
+    if (of_package := sys.modules.get("deepspeed_c.logging")) is not None:
+        with contextlib.suppress(ValueError):
+            of_package.set_rank(int(environment.get("RANK", "0")))
     # Other programs of this zygote have the same state. Python itself reseeds only its own generator.
     random.seed()
     if "numpy" in sys.modules:

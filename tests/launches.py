@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests import fresh
 from tests.ssh_hosts import SshHosts, why_no_ssh
 from tests.waits import output_of
 
@@ -127,8 +126,7 @@ def check_sigterm(
 @cache
 def losses_of_one_process() -> list[float]:
     """The losses of tests/deepspeed_c/launcher/gpt_steps.py without other ranks."""
-    done = subprocess.run([sys.executable, str(GPT)], check=False, capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 0, f"exit code {done.returncode}: {done.stdout}{done.stderr}"
+    done = fresh.run([GPT], check=True)
     return json.loads(done.stdout.split("losses ")[1])
 
 

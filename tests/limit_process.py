@@ -50,8 +50,8 @@ def descendants(root: int, parent_of: dict[int, int] | None = None) -> list[int]
 
 
 def orphans(test_process: int) -> list[int]:
-    """The rest of the process group that the test process leads, if it leads one, without what its own parent has started:
-    in the pipeline ``pytest | tee log`` of a shell, ``tee`` is in this group too, and must write the end.
+    """The rest of the test process's group if it leads one, without descendants of its parent: in a shell's pipeline
+    ``pytest | tee log``, ``tee`` is in this group too, and must write the end.
     """
     parent_of = parents()
     others = {test_process, *descendants(parent_of.get(test_process, 0), parent_of)}

@@ -15,7 +15,7 @@ once and forks the ranks of every group, and the programs of fresh.py. (The zygo
 lose.) A group of ranks then costs milliseconds, and killing one after a failure is cheap. The zygote is the parent of
 all ranks: when its connection to the test session closes, for any reason, it kills every process group that it made.
 ``preload`` names a module with further imports that take seconds. Groups with the same ``preload`` are forked from a
-separate zygote.
+separate zygote. Programs that test an import of the package are forked from one with torch alone.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def zygote_pids() -> list[int]:
 class _Zygote:
     """The session's end of the process that forks ranks."""
 
-    def __init__(self, preload: str) -> None:
+    def __init__(self, preload: str, has_package: bool) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         env = dict(os.environ)
         # Ranks share the machine with each other and with other test sessions. A BLAS that starts threads when it is
@@ -164,7 +164,7 @@ class _Zygote:
         env["PYTHONUNBUFFERED"] = "1"
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno()), preload],
+                [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno()), preload, str(int(has_package))],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=env,
@@ -213,14 +213,15 @@ class _Zygote:
             ended(self._process)
 
 
-def zygote_of(preload: str) -> _Zygote:
-    """The zygote that has imported ``preload``. It is started if there is none."""
+def zygote_of(preload: str, has_package: bool = True) -> _Zygote:
+    """The zygote that has imported ``preload``, and deepspeed_c or torch alone. It is started if there is none."""
+    key = (preload, has_package)
     with _zygotes_lock:
-        if preload in _zygotes and not _zygotes[preload].is_alive:
-            _zygotes.pop(preload).stop()
-        if preload not in _zygotes:
-            _zygotes[preload] = _Zygote(preload)
-        return _zygotes[preload]
+        if key in _zygotes and not _zygotes[key].is_alive:
+            _zygotes.pop(key).stop()
+        if key not in _zygotes:
+            _zygotes[key] = _Zygote(preload, has_package)
+        return _zygotes[key]
 
 
 class _Group:
@@ -368,7 +369,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 _groups: dict[tuple[int, str, tuple[int, ...]], _Group] = {}  # by number of ranks, preloaded module and hosts
-_zygotes: dict[str, _Zygote] = {}  # by preloaded module
+_zygotes: dict[tuple[str, bool], _Zygote] = {}  # by preloaded module, and whether the package is imported
 _zygotes_lock = threading.Lock()
 atexit.register(stop_ranks)
 
@@ -414,16 +415,13 @@ def _entries(variable: str) -> list[str]:
     return list(dict.fromkeys(map(os.path.abspath, variable.split(os.pathsep)))) if variable else []
 
 
-def _zygote_main(control: socket.socket, preload: str) -> None:
+def _zygote_main(control: socket.socket, preload: str, has_package: bool) -> None:
     named = _entries(os.environ.get("PYTHONPATH", ""))
     _python_path.extend(entry for entry in sys.path[1:] if entry not in named)
-    # Imports that every rank needs: a process's first optimizer imports torch._dynamo, which takes 2 s.
-    import torch._dynamo
-    import torch.distributed  # noqa: F401
-
-    # Imports of a body's file and of an engine: 0.4 s for every rank of a fresh group, and twice that without cached
-    # bytecode.
-    for module in ("pytest", "deepspeed_c.initialize", "tests.fresh"):
+    # Imports that every rank needs: a process's first optimizer imports torch._dynamo, which takes 2 s. Imports of a
+    # body's file and of an engine take 0.4 s for every rank of a fresh group, and twice that without cached bytecode.
+    of_package = ("torch._dynamo", "torch.distributed", "pytest", "deepspeed_c.initialize")
+    for module in (*(of_package if has_package else ("torch",)), "tests.fresh"):
         importlib.import_module(module)
     if preload:
         sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -614,4 +612,6 @@ def _timedelta(seconds: float) -> Any:
 
 if __name__ == "__main__":
     # Called in the module under its importable name, so that each side can unpickle objects of the other.
-    importlib.import_module("tests.ranks")._zygote_main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    importlib.import_module("tests.ranks")._zygote_main(
+        socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3] == "1"
+    )

@@ -126,6 +126,19 @@ def test_a_module_is_there_in_programs_that_name_it() -> None:
     assert fresh.run(["-c", text]).stdout == "False\n"
 
 
+def test_a_program_without_the_package_has_torch_alone() -> None:
+    text = (
+        "import sys; n = len([name for name in sys.modules if name.partition('.')[0] in ('deepspeed_c', 'pytest')])\n"
+        "has = [name in sys.modules for name in ('torch', 'torch._dynamo', 'deepspeed_c')]\n"
+        "from deepspeed_c import logging; print(n, has, logging.get_dist_msg('here', [-1]))"
+    )
+    environment = {**os.environ, "RANK": "3"}
+    wanted = plain(["-c", "import torch\n" + text], env=environment)
+    assert wanted.stdout == "0 [True, False, False] [Rank 3] here\n", wanted
+    assert fresh.run(["-c", text], env=environment, has_package=False).stdout == wanted.stdout
+    assert fresh.run(["-c", text], env=environment).stdout.split(" ", 1)[1] == "[True, True, True] [Rank 3] here\n"
+
+
 def test_nothing_of_the_test_session_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     logger = logging.getLogger("deepspeed_c")
     monkeypatch.setattr(logger, "level", logging.CRITICAL)
@@ -197,6 +210,13 @@ def test_programs_of_several_ranks_run_at_once(tmp_path: Path) -> None:
     )
     done = fresh.run_ranks_of(3, ["-c", text], cwd=tmp_path)
     assert [rank.stdout for rank in done] == ["[6.0, 6.0, 6.0]\n"] * 3, done
+
+
+def test_ranks_are_told_their_number_as_the_launcher_tells_them(tmp_path: Path) -> None:
+    (tmp_path / "said.py").write_text("import os, sys; print(sys.argv[1:], os.environ['LOCAL_RANK'])")
+    for words in (["said.py"], ["-m", "said"]):
+        done = fresh.run_ranks_of(2, [*words, "--a"], cwd=tmp_path, is_told=True)
+        assert [rank.stdout for rank in done] == [f"['--local_rank={i}', '--a'] {i}\n" for i in (0, 1)], done
 
 
 def test_the_zygote_keeps_no_descriptor_of_a_program() -> None:

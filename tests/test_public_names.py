@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 import deepspeed_c
 from deepspeed_c import errors
+from tests import fresh
 
 NAMES = {
     "initialize",
@@ -89,7 +87,7 @@ def test_name_can_be_imported_in_a_fresh_interpreter(name):
         f"from deepspeed_c import {name} as x; import deepspeed_c, types; assert deepspeed_c.{name} is x\n"
         "print('module' if isinstance(x, types.ModuleType) else 'callable' if callable(x) else type(x))"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=300)
+    done = fresh.run(["-c", code], has_package=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == ("module" if name in MODULES else "callable")
 
@@ -100,7 +98,7 @@ def test_function_wins_over_the_module_of_its_name():
         "import deepspeed_c.initialize\n"
         "assert deepspeed_c.initialize is initialize, deepspeed_c.initialize\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=300)
+    done = fresh.run(["-c", code], has_package=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -310,7 +310,7 @@ def test_all_ends_when_the_session_is_killed(tmp_path):
         "from tests.ranks import run_ranks, _zygotes\n"
         "from tests.test_ranks import pid\n"
         "pids = run_ranks(2, pid)\n"
-        "print(*pids, _zygotes['']._process.pid, flush=True)\n"
+        "print(*pids, _zygotes['', True]._process.pid, flush=True)\n"
         "time.sleep(1000)\n"
     )
     env = dict(os.environ, PYTHONPATH=str(ROOT))

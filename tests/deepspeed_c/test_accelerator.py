@@ -6,8 +6,6 @@ import importlib
 import inspect
 import mmap
 import os
-import subprocess
-import sys
 import time
 
 import pytest
@@ -23,6 +21,7 @@ from deepspeed_c.accelerator import (
     set_accelerator,
 )
 from deepspeed_c.errors import BuildError, ConfigError, StateError
+from tests import fresh
 
 NAMES = [
     "is_synchronized_device",
@@ -360,7 +359,7 @@ def test_cuda_names_without_a_context():
 
 def test_import_creates_no_context_and_prints_nothing():
     code = "import deepspeed_c.accelerator, torch; assert not torch.cuda.is_initialized()"
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=300)
+    done = fresh.run(["-c", code], has_package=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

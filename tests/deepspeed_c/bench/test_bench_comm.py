@@ -16,7 +16,7 @@ from deepspeed_c.bench.cli import main
 from deepspeed_c.bench.comm import CONTENDERS, OPS, CommBench, run
 from deepspeed_c.bench.plot import Chart, as_svg, as_text
 from deepspeed_c.errors import CommError, ConfigError
-from tests.waits import LIMIT_SECONDS
+from tests import fresh
 
 SMALL = ["--min", "100B", "--max", "6KiB", "--step", "60", "--rounds", "1"]
 
@@ -96,14 +96,7 @@ def test_a_rank_that_fails_ends_all(monkeypatch):
 
 
 def test_the_command_is_found():
-    done = subprocess.run(
-        [sys.executable, "-m", "deepspeed_c", "bench", "comm", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=LIMIT_SECONDS,
-        env={**os.environ, "COLUMNS": "200"},
-    )
+    done = fresh.run(["-m", "deepspeed_c", "bench", "comm", "--help"], env={**os.environ, "COLUMNS": "200"}, check=True)
     assert "--plot FILE" in done.stdout and "--ranks" in done.stdout
 
 

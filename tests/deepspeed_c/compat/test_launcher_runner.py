@@ -8,14 +8,13 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import subprocess
-import sys
 
 import pytest
 
 from deepspeed_c.compat import launcher_runner as runner
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.logging import logger
+from tests import fresh
 
 POOL = {"worker-0": [0, 1, 2, 3], "worker-1": [0, 1, 2, 3], "worker-2": [0, 1]}
 
@@ -139,9 +138,7 @@ def test_main_refuses_words_with_the_error_of_deepspeed(capsys):
 def test_main_ends_the_process_with_the_code_of_a_failed_rank(tmp_path):
     script = tmp_path / "exits.py"
     script.write_text("raise SystemExit(7)\n")
-    done = subprocess.run(
-        [sys.executable, "-c", f"from deepspeed_c.compat.launcher_runner import main; main({['--num_procs', '1', str(script)]})"],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    words = ["--num_procs", "1", str(script)]
+    done = fresh.run(["-c", f"from deepspeed_c.compat.launcher_runner import main; main({words})"])
     print(done.stdout, done.stderr)
     assert done.returncode == 7

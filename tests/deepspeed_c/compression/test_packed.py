@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import copy
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch import nn
 from deepspeed_c.compression.compress import init_compression, redundancy_clean
 from deepspeed_c.compression.packed import CodedLinear, PackedLinear
 from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError, StateError, UnsupportedConfigError
+from tests import fresh
 
 
 def config_of(bits: int, n_groups: int, modules: Any = ("*",), **shared: Any) -> dict[str, Any]:
@@ -240,8 +239,7 @@ def test_plain_transformers_loads_the_folder(config: dict[str, Any], pack: str, 
     groups = packed.config.quantization_config["config_groups"].values()
     is_refused = pack == "pack-quantized" and not all(group["weights"]["symmetric"] for group in groups)
     how = "dequantize" if is_refused else "as it is"
-    command = [sys.executable, "-c", LOAD, str(folder), str(tmp_path / "logits.pt"), how]
-    subprocess.run(command, check=True, cwd=tmp_path, timeout=200)
+    fresh.run(["-c", LOAD, folder, tmp_path / "logits.pt", how], cwd=tmp_path, check=True, has_package=False)
     found = torch.load(tmp_path / "logits.pt")
     with torch.no_grad():
         wanted = (packed if pack == "float-quantized" else cleaned)(torch.arange(20).view(2, 10)).logits

@@ -17,6 +17,7 @@ import pytest
 from deepspeed_c.launcher import main as command_line
 from deepspeed_c.launcher.commands import COMMANDS, find_command
 from deepspeed_c.launcher.main import main
+from tests import fresh
 from tests.network import answers, own_address
 from tests.ranks import free_port
 
@@ -56,17 +57,19 @@ while True:
 """
 
 
-def start(*argv, cwd=None, env=None, **keywords):
+def environment_with(env):
     environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")}
     # With this, slots are processes even on a machine with accelerators
-    environment.update(PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="", **(env or {}))
+    return {**environment, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **(env or {})}
+
+
+def start(*argv, env=None, **keywords):
     return subprocess.Popen(
         [sys.executable, "-m", "deepspeed_c", *map(str, argv)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=cwd,
-        env=environment,
+        env=environment_with(env),
         **keywords,
     )
 
@@ -80,8 +83,10 @@ def end(process):
     return process.returncode, out, err
 
 
-def run(*argv, **keywords):
-    return end(start(*argv, **keywords))
+def run(*argv, cwd=None, env=None):
+    """A launch that ends by itself. The launcher has imported torch already; ranks are new interpreters."""
+    done = fresh.run(["-m", "deepspeed_c", *map(str, argv)], cwd=cwd, env=environment_with(env))
+    return done.returncode, done.stdout, done.stderr
 
 
 def shown(*argv, **keywords):

@@ -22,8 +22,9 @@ from deepspeed_c.errors import ConfigError, EventError
 from deepspeed_c.monitor import MonitorMaster
 from deepspeed_c.monitor.base import Monitor
 from deepspeed_c.monitor.writer import EventWriter
+from tests import fresh
 from tests.ranks import run_ranks
-from tests.waits import ended, exit_status, first_line, fork_with_alarm
+from tests.waits import exit_status, fork_with_alarm
 
 
 def settings(**sections):
@@ -261,7 +262,7 @@ def test_events_after_close_are_counted(warnings):
 
 
 PROGRAM = """
-import os, sys, time
+import os, signal, sys
 from deepspeed_c.config import load_config
 from deepspeed_c.monitor import MonitorMaster
 section = {"enabled": True, "output_path": sys.argv[1], "job_name": "run"}
@@ -272,7 +273,7 @@ if sys.argv[2] == "exit":
     sys.exit(3)
 master.flush()
 print("written", flush=True)
-time.sleep(60)
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -284,11 +285,8 @@ def test_what_waits_at_exit_is_written(tmp_path):
 
 
 def test_what_was_written_survives_a_kill(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path), "wait"], stdout=subprocess.PIPE) as process:
-        assert first_line(process) == b"written\n"
-        process.send_signal(signal.SIGKILL)
-        ended(process)
-    assert process.returncode == -signal.SIGKILL
+    done = fresh.run(["-c", PROGRAM, tmp_path, "kill"])
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "written\n"), done.stderr
     assert rows_of(tmp_path / "run" / "loss.csv")[-1] == ["499", "249.5"]
     assert lines_of(tmp_path)[-1]["loss"] == 249.5
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import safetensors.torch
@@ -15,6 +13,7 @@ from deepspeed_c.checkpoint.open import open_checkpoint
 from deepspeed_c.checkpoint.tools.cli import _human
 from deepspeed_c.checkpoint.tools.convert import Target, convert
 from deepspeed_c.launcher.main import main
+from tests import fresh
 from tests.deepspeed_c.checkpoint.memory_source import adam_checkpoint
 
 
@@ -172,13 +171,7 @@ def test_bytes_are_shown(n, text):
 
 
 def test_help_names_it_all():
-    done = subprocess.run(
-        [sys.executable, "-m", "deepspeed_c", "checkpoint", "--help"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = fresh.run(["-m", "deepspeed_c", "checkpoint", "--help"])
     assert done.returncode == 0, done.stderr
     for word in ("info", "verify", "export", "convert"):
         assert word in done.stdout

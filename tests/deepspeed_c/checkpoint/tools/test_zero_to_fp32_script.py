@@ -11,6 +11,7 @@ import torch
 
 from deepspeed_c.checkpoint.native.save import write_native
 from deepspeed_c.checkpoint.tools.zero_to_fp32_script import NAME, write_script
+from tests import fresh
 from tests.deepspeed_c.checkpoint.memory_source import adam_checkpoint
 
 
@@ -44,15 +45,12 @@ def test_it_converts_the_checkpoint_beside_it(tmp_path):
 @pytest.mark.parametrize("what", ["latest", "package"])
 def test_what_goes_wrong_is_said(tmp_path, what):
     write_script(str(tmp_path))
-    # -I keeps the folder of the package's sources out of the path, also where the package is installed from them.
     code = (
         "import sys, runpy\nsys.argv[1:] = ['.', 'out']\n"
         + ("sys.modules['deepspeed_c'] = None\n" if what == "package" else "")
         + f"runpy.run_path({NAME!r}, run_name='__main__')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = fresh.run(["-c", code], cwd=tmp_path, has_package=False)
     assert done.returncode == 1
     assert ("holds no checkpoint" if what == "latest" else "pip install") in done.stderr, done.stderr
     assert "Traceback" not in done.stderr

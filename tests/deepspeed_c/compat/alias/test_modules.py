@@ -13,6 +13,7 @@ import pytest
 
 from deepspeed_c.compat.alias.install import SHIM
 from deepspeed_c.compat.alias.modules import ABSENT, MODULES, NAMES
+from tests import fresh
 
 ROOT = Path(__file__).resolve().parents[4]
 TIMEOUT_SECONDS = 300
@@ -283,12 +284,7 @@ print(n)
 
 
 def test_paths_of_runtime_answer_under_our_own_name():
-    import subprocess
-    import sys
-
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_ALIAS], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = fresh.run(["-c", WITHOUT_ALIAS], has_package=False)
     assert done.returncode == 0 and int(done.stdout) > 50, done.stderr
 
 

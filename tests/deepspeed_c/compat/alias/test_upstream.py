@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import deepspeed_c
 from deepspeed_c.compat.alias.install import SHIM
 from deepspeed_c.compat.alias.modules import MODULES, NAMES
 from deepspeed_c.compat.alias.upstream import FILE, upstream
+from tests import fresh
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -21,15 +21,8 @@ ROOT = Path(__file__).resolve().parents[4]
 def run(code: str, cwd: Path, *above: str) -> subprocess.CompletedProcess[str]:
     """Run a program that uses this package. above: folders that come before the package on the path (SHIM: the program
     uses both names)."""
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*above, str(ROOT)])},
-        cwd=cwd,
-    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*above, str(ROOT)])}
+    return fresh.run(["-c", code], cwd=cwd, env=env, has_package=False)
 
 
 ATTEMPTS = """
