@@ -2,7 +2,8 @@
 
 Formats: "int8" (-128 to 127), "int4" (-8 to 7), "e4m3" and "e5m2" (float8, arXiv 2209.05433). An element is (code -
 zero point) * scale; symmetric formats have no zero points. A group's scale is its largest magnitude over 127.5, 7.5,
-448 or 57344; an asymmetric group's is its range, which includes 0, over 255 or 15. A group of zeros has the scale 1. A
+448 or 57344, and with DeepSpeed's "int8_over_256" and "int4_over_16" over 128 or 8; an asymmetric group's is its range,
+which includes 0, over 255 or 15. A group of zeros has the scale 1. A
 group with NaN or inf has the scale NaN, so that every element reads as NaN. The formulas are in ``dsc/quant.h``.
 Results have the same bits for any number of threads, any instruction set, and on CUDA devices.
 
@@ -35,7 +36,7 @@ __all__ = [
     "quantize",
 ]
 
-FormatName = Literal["int8", "int4", "e4m3", "e5m2"]
+FormatName = Literal["int8", "int4", "int8_over_256", "int4_over_16", "e4m3", "e5m2"]
 ScaleType = Literal["float32", "bfloat16", "float16", "e8m0"]
 
 FORMATS: tuple[str, ...] = tuple(reference.FORMATS)
@@ -45,7 +46,7 @@ class Quantized(NamedTuple):
     """A quantized tensor of any shape [..., n_cols]; leading dimensions are rows."""
 
     codes: Tensor
-    """int8, float8, or for "int4" uint8 [..., 4 * ceil(n_cols / 8)]: two codes + 8 in a byte, the first in the low half
+    """int8, float8, or for formats of 4 bits uint8 [..., 4 * ceil(n_cols / 8)]: two codes + 8 in a byte, the first in the low half
     (compressed-tensors' int32 words)."""
     scales: Tensor
     """float32 [..., n_groups]."""
@@ -61,6 +62,8 @@ _SCALE_TYPES = ("float32", "bfloat16", "float16", "e8m0")
 _CODE_DTYPES = {
     "int8": torch.int8,
     "int4": torch.uint8,
+    "int8_over_256": torch.int8,
+    "int4_over_16": torch.uint8,
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
 }
@@ -276,7 +279,7 @@ def _fake_quantized(
     *lead, n_cols = x.shape
     has_elements = x.numel() > 0
     n_groups = -(-n_cols // (group or max(n_cols, 1))) if has_elements else 0
-    n_bytes = 4 * -(-n_cols // 8) if format_name == "int4" else n_cols
+    n_bytes = 4 * -(-n_cols // 8) if reference.FORMATS[format_name].is_half_byte else n_cols
     return (
         x.new_empty((*lead, n_bytes if has_elements else 0), dtype=torch.uint8),
         x.new_empty((*lead, n_groups), dtype=torch.float32),

@@ -12,7 +12,18 @@ from torch import Tensor
 
 from deepspeed_c.ops.reference import philox
 
-__all__ = ["FORMATS", "Format", "decode", "encode", "numbers_of", "pack", "scales_of", "stepped", "unpack"]
+__all__ = [
+    "FORMATS",
+    "LEAST_EXPONENT",
+    "Format",
+    "decode",
+    "encode",
+    "numbers_of",
+    "pack",
+    "scales_of",
+    "stepped",
+    "unpack",
+]
 
 
 class Format(NamedTuple):
@@ -33,6 +44,11 @@ class Format(NamedTuple):
     def is_integer(self) -> bool:
         return self.mantissa_bits is None
 
+    @property
+    def is_half_byte(self) -> bool:
+        """Whether two codes lie in a byte."""
+        return self.largest == 7.0
+
 
 LEAST_EXPONENT = -100
 """Of scales: a group whose scale would be less than 2 to this power is zeros, with the scale 1."""
@@ -40,6 +56,8 @@ LEAST_EXPONENT = -100
 FORMATS = {
     "int8": Format(-128.0, 127.0, 127.5, exponent=6),
     "int4": Format(-8.0, 7.0, 7.5, exponent=2),
+    "int8_over_256": Format(-128.0, 127.0, 128.0, exponent=6),
+    "int4_over_16": Format(-8.0, 7.0, 8.0, exponent=2),
     "e4m3": Format(-448.0, 448.0, 448.0, 3, -6, 8),
     "e5m2": Format(-57344.0, 57344.0, 57344.0, 2, -14, 15),
 }
@@ -123,11 +141,11 @@ def decode(numbers: Tensor, scales: Tensor, zero_points: Tensor | None, group: i
 
 
 def encode(numbers: Tensor, format_name: str) -> Tensor:
-    """The codes of a format's numbers: int8, for "int4" two in a byte (uint8), or bytes of float8 (uint8)."""
+    """The codes of a format's numbers: int8, for formats of 4 bits two in a byte (uint8), or bytes of float8 (uint8)."""
     format_ = FORMATS[format_name]
     if format_.is_integer:
         codes = numbers.nan_to_num(nan=0.0)
-        return pack(codes) if format_name == "int4" else codes.to(torch.int8)
+        return pack(codes) if format_.is_half_byte else codes.to(torch.int8)
     magnitudes = numbers.abs()
     exponents = (torch.frexp(magnitudes).exponent - 1).clamp(min=format_.least_exponent)
     exponents = torch.where(magnitudes == 0, format_.least_exponent, exponents)
@@ -141,7 +159,7 @@ def numbers_of(codes: Tensor, format_name: str, n_cols: int) -> Tensor:
     """The numbers that the codes of rows stand for, float32 [n_rows, n_cols]: what encode's results came from."""
     format_ = FORMATS[format_name]
     if format_.is_integer:
-        return (unpack(codes, n_cols) if format_name == "int4" else codes.view(torch.int8)).float()
+        return (unpack(codes, n_cols) if format_.is_half_byte else codes.view(torch.int8)).float()
     magnitudes = codes.to(torch.int32) & 127
     exponents = (magnitudes >> format_.mantissa_bits).clamp(min=1)
     counts = magnitudes - ((exponents - 1) << format_.mantissa_bits)

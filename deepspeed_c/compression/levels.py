@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed_c import ops  # ops.quant is loaded on first use: engines that compress nothing load this module, too
 from deepspeed_c.config.compression import Levels
-from deepspeed_c.ops.quant_reference import stepped
+from deepspeed_c.ops.quant_reference import LEAST_EXPONENT, stepped
 
 __all__ = ["Grid", "Levels", "codes_on", "grid_of", "on_grid", "quantize_rows", "rows_grid"]
 
@@ -41,12 +41,12 @@ def grid_of(
             low, high = low.clamp(max=0), high.clamp(min=0)
         scales = (high - low) / (2 * half - (not is_whole))
     scales = scales.to(getattr(torch, scale_type)).float()
+    if is_symmetric:
+        return Grid(bits, torch.where(scales < 2.0**LEAST_EXPONENT, 1, scales), None)
     is_flat = scales == 0
     # A range of one number has that number, where DeepSpeed divides by 0.
     scales = torch.where(is_flat & (low == high), low.abs(), scales)
     scales = torch.where(scales == 0, 1, scales)
-    if is_symmetric:
-        return Grid(bits, scales, None)
     if not is_whole:
         return Grid(bits, scales, (-half - low / scales).round().clamp(-half, half - 1))
     first = torch.where(is_flat, low.clamp(max=0), low) / scales
@@ -103,10 +103,9 @@ def quantize_rows(
     """x [..., n] with each row rounded to the numbers of its own range. Other arguments as in ``on_grid``."""
     if x.numel() == 0:
         return x
-    if levels == "compressed-tensors":
-        return ops.quant.fake_quantize(
-            x, f"int{bits}", symmetric=is_symmetric, scale_type=scale_type, seed=seed, offset=offset
-        )
+    if levels == "compressed-tensors" or is_symmetric:
+        name = f"int{bits}" if levels == "compressed-tensors" else f"int{bits}_over_{2**bits}"
+        return ops.quant.fake_quantize(x, name, symmetric=is_symmetric, scale_type=scale_type, seed=seed, offset=offset)
     rows = x.reshape(-1, x.shape[-1])
     return on_grid(rows, rows_grid(rows, bits, levels, is_symmetric, scale_type), seed, offset).view(x.shape)
 

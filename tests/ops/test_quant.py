@@ -14,7 +14,7 @@ from deepspeed_c.ops.quantizer import ds_quantizer
 from tests.ops.data import DTYPES, normal
 
 SCALE_TYPES = ("float32", "bfloat16", "float16", "e8m0")
-SPAN = {"int8": 127.5, "int4": 7.5, "e4m3": 448.0, "e5m2": 57344.0}
+SPAN = {"int8": 127.5, "int4": 7.5, "int8_over_256": 128.0, "int4_over_16": 8.0, "e4m3": 448.0, "e5m2": 57344.0}
 # Bits of the mantissa, and the exponent of the smallest normal number.
 FLOATS = {"e4m3": (3, -6), "e5m2": (2, -14)}
 
@@ -103,20 +103,22 @@ def test_e8m0_scales_are_numbers_of_ml_dtypes(format_name: str) -> None:
     scales = quant.quantize(x, format_name, scale_type="e8m0").scales.view(-1)
     codes = scales.numpy().astype(ml_dtypes.float8_e8m0fnu)
     assert torch.equal(torch.from_numpy(codes.astype("float32")), scales), (codes, scales)
-    of_largest = {"int8": 6, "int4": 2, "e4m3": 8, "e5m2": 15}[format_name]
+    of_largest = {"int8": 6, "int4": 2, "int8_over_256": 6, "int4_over_16": 2, "e4m3": 8, "e5m2": 15}[format_name]
     wanted = exponents + 127 - of_largest
     assert codes.view("uint8").tolist() == wanted.tolist(), (codes, wanted)
 
 
 @pytest.mark.parametrize("format_name", quant.FORMATS)
 def test_error_of_an_element(format_name: str) -> None:
-    """In fp64: half a step of an integer, half a unit of the last place of a float."""
+    """In fp64: half a step of an integer, or the distance to the largest one; half a unit of a float's last place."""
     x = normal(64 * 50, 3).view(50, 64)
     y = quant.fake_quantize(x, format_name, group=64).double()
     scale = x.double().abs().amax(1, keepdim=True) / SPAN[format_name]
     if format_name.startswith("int"):
-        # The largest element is half a step above the largest number; its quotient is rounded to fp32.
-        bound = scale / 2 * (1 + 2**-16)
+        # The largest element may be above the largest number; its quotient is rounded to fp32.
+        numbers = x.double() / scale
+        largest = 7 if format_name.startswith("int4") else 127
+        bound = scale * (numbers - largest).clamp(min=0.5) * (1 + 2**-16)
     else:
         bits, least = FLOATS[format_name]
         exponents = (torch.frexp(x.double() / scale).exponent - 1).clamp(min=least)
@@ -129,7 +131,10 @@ def test_int4_words_are_those_of_compressed_tensors() -> None:
     """Eight codes + 8 in an int32, the first in the lowest bits; a row is filled up with zeros."""
     x = torch.arange(-8, 3).float().expand(2, 11)
     found = torch.ops.deepspeed_c.quant_quantize(x * 7.5 / 8, "int4", 0, True, 0, None, 0)[0]
-    words = [sum((q + 8) << 4 * i for i, q in enumerate(range(-8, 0))), sum((q + 8) << 4 * i for i, q in enumerate(range(3)))]
+    words = [
+        sum((q + 8) << 4 * i for i, q in enumerate(range(-8, 0))),
+        sum((q + 8) << 4 * i for i, q in enumerate(range(3))),
+    ]
     assert (found.view(torch.int32).long() & 0xFFFFFFFF).tolist() == [words] * 2
 
 
@@ -174,7 +179,7 @@ def test_refusals() -> None:
     x = torch.randn(2, 8)
     for text, call in {
         "there is no format": lambda: quant.fake_quantize(x, "int3"),
-        "int8, int4, e4m3, e5m2": lambda: quant.quantize(x, "int3"),
+        "int8, int4, int8_over_256, int4_over_16, e4m3, e5m2": lambda: quant.quantize(x, "int3"),
         "no zero points": lambda: quant.fake_quantize(x, "e4m3", symmetric=False),
         "group is -1": lambda: quant.fake_quantize(x, group=-1),
         "type of scales 'fp8'": lambda: quant.fake_quantize(x, scale_type="fp8"),
@@ -199,7 +204,10 @@ def test_products_with_packed_codes(bits: int, dtype: torch.dtype) -> None:
     codes = torch.stack([words >> bits * i & 2**bits - 1 for i in range(n_codes)], 2).flatten(1)[:, :n_cols]
     weight = (codes - 2 ** (bits - 1)).double() * scales.double().repeat_interleave(group, 1)[:, :n_cols]
     for n_rows in (0, 1, quant.FEW_ROWS, quant.FEW_ROWS + 1):
-        x, b = normal(n_rows * n_cols, 3).view(n_rows, n_cols).to(dtype).requires_grad_(), bias[:, 0].clone().requires_grad_()
+        x, b = (
+            normal(n_rows * n_cols, 3).view(n_rows, n_cols).to(dtype).requires_grad_(),
+            bias[:, 0].clone().requires_grad_(),
+        )
         y = quant.packed_linear(x.view(n_rows, 1, n_cols), packed, scales, b, bits=bits, group=group)
         dy = normal(n_rows * n_outputs, 4).view(n_rows, 1, n_outputs).to(dtype)
         found = (y, *torch.autograd.grad(y, (x, b), dy))

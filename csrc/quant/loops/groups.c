@@ -251,7 +251,7 @@ STEP void code_columns(dsc_dtype dtype, bool is_integer, bool is_random, const s
                        struct dsc_quant_affine affine, int64_t row, int64_t begin, int64_t end)
 {
     columns(dtype, is_integer, is_random, code_step, call, affine, row, begin, end);
-    if (call->format == DSC_QUANT_FORMAT_int4 && end == call->n_cols) {
+    if (dsc_quant_numbers[call->format].code_bits == 4 && end == call->n_cols) {
         int64_t row_bytes = dsc_quant_row_bytes(call->format, call->n_cols);
 
         memset((char *)call->codes + row * row_bytes + (end + 1) / 2, 0, (size_t)(row_bytes - (end + 1) / 2));

@@ -16,6 +16,8 @@ struct format {
 static const struct format formats[] = {
     {8, -128, 127, 127.5, 6, -1, 0},
     {4, -8, 7, 7.5, 2, -1, 0},
+    {8, -128, 127, 128, 6, -1, 0},
+    {4, -8, 7, 8, 2, -1, 0},
     {8, -448, 448, 448, 8, 3, 7},
     {8, -57344, 57344, 57344, 15, 2, 15},
 };
@@ -108,7 +110,7 @@ static int code_at(const struct run *run, int64_t row, int64_t column)
 {
     const unsigned char *codes = run->codes + row * dsc_quant_row_bytes(run->call.format, run->call.n_cols);
 
-    return run->call.format == DSC_QUANT_FORMAT_int4 ? codes[column / 2] >> (column % 2 * 4) & 15 : codes[column];
+    return formats[run->call.format].bits == 4 ? codes[column / 2] >> (column % 2 * 4) & 15 : codes[column];
 }
 
 /* Rounds to `bits` significant bits, with the least exponent of a type, in f64. */
@@ -432,7 +434,8 @@ static void test_refusals(void)
     bad.y = NULL;
     CHECK_ERROR(dsc_quant_fake(&bad, NULL), DSC_EINVAL, "y is NULL");
     CHECK_ERROR(dsc_quant_dequantize(&bad, NULL), DSC_EINVAL, "y is NULL");
-    CHECK_ERROR(dsc_quant_find("int3", &format), DSC_ENOTFOUND, "int8, int4, e4m3, e5m2");
+    CHECK_ERROR(dsc_quant_find("int3", &format), DSC_ENOTFOUND,
+                "int8, int4, int8_over_256, int4_over_16, e4m3, e5m2");
     CHECK_STATUS(dsc_quant_find("e5m2", &format), DSC_OK);
     CHECK_EQ(format, DSC_QUANT_FORMAT_e5m2);
     CHECK_EQ(dsc_quant_row_bytes(DSC_QUANT_FORMAT_int4, 9), 8);

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_c.compression.compress import init_compression, redundancy_clean
-from deepspeed_c.compression.levels import quantize_rows
+from deepspeed_c.compression.levels import Levels, codes_on, quantize_rows, rows_grid
 from deepspeed_c.errors import UnsupportedConfigError
 from tests.deepspeed_c.compression.peer_compression import model_of, outputs_of
 
@@ -210,3 +210,19 @@ def test_outputs_and_cleaned_weights_are_those_of_deepspeed(tmp_path: Path):
         assert max(apart) <= 1e-5, (name, apart)
         for key, value in wanted["state"].items():
             torch.testing.assert_close(state[key], value, rtol=0, atol=2e-6, msg=f"{name} {key}")
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("levels", ["deepspeed", "compressed-tensors"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_training_rounds_to_the_numbers_that_packing_takes(bits: int, levels: Levels, seed: int | None) -> None:
+    """The fused pass of training, and scales and codes by themselves: equal bits, also for groups of zeros, of tiny
+    numbers and of NaN."""
+    rows = torch.randn(9, 37, generator=torch.Generator().manual_seed(1)) * torch.logspace(-44, 30, 9).view(9, 1)
+    rows[3], rows[5, 7] = 0.0, torch.nan
+    grid = rows_grid(rows, bits, levels, is_symmetric=True)
+    packed = codes_on(rows, grid, seed, 11) * grid.scales
+    trained = quantize_rows(rows, bits, levels=levels, is_symmetric=True, seed=seed, offset=11)
+    assert torch.equal(trained.nan_to_num(nan=7e33), packed.nan_to_num(nan=7e33)), (trained, packed)
+    assert trained[5].isnan().all() and trained[3].eq(0).all() and trained[0].eq(0).all()
+    assert trained[1].isfinite().all() and trained[8].ne(0).any()
