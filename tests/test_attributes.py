@@ -59,6 +59,8 @@ PERMITTED: dict[str, str] = {
     ),
     "sequence/layer.py: ctx.sizes": "torch's own: the context of an autograd function",
     "sequence/huggingface.py: module.num_key_value_groups": "transformers' own: its functions read it off the layer, during one call",
+    "pipe/transformers.py: self._decoder[0].training": "a flag of torch, for one shell: train() would reach the layers that it shares with the pipeline",
+    "pipe/transformers.py: whole.training": "a flag of torch, for one shell: train() would reach the layers that it shares with the pipeline",
     "engine/training.py: optimizer.optimizer._opt_called": "torch's own: its schedules ask whether an optimizer has stepped, and through which method",
     "zero/states/kinds.py: self._base._opt_called": "torch's own: its schedules ask whether an optimizer has stepped, and through which method",
     "zero/states/lent.py: method._wrapped_by_lr_sched": "torch's own: its schedules ask whether an optimizer has stepped, and through which method",

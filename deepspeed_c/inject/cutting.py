@@ -285,7 +285,9 @@ class _Surgeon:
         """Require a rule for each parameter of a block that took part in no trial: names alone tell what such
         parameters hold.
         """
-        known = {param for step in self.planned for param in step.module.parameters()}
+        # The whole factor of a cut adapter is known too: see adapters.py.
+        modules = [self.model.get_submodule(step.adapted) if step.adapted else step.module for step in self.planned]
+        known = {param for module in modules for param in module.parameters()}
         styles: dict[str, dict[str, str]] = {}
         for step in self.planned:
             if step.source.startswith(("policy", "preset", "tp_plan")) and step.name not in findings.ran:

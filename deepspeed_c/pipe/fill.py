@@ -101,7 +101,7 @@ def fill_from_model(own: torch.nn.Module, model: torch.nn.Module) -> None:
             raise ModelError(
                 f"{name} of shape {tuple(tensor.shape)} is not in the model, or has another shape there",
                 where=_WHERE,
-                fix="pass a model as its configuration makes it, without adapters and replaced layers",
+                fix="pass a model as its configuration makes it, or one with adapters of peft on it",
             )
     holders = TensorHolders(own)
     for name, tensor in named.items():

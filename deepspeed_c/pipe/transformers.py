@@ -81,9 +81,10 @@ def from_transformers(
 
     model: a folder of weights (each rank reads those of its stages, by ranges), a configuration (each layer is seeded,
     so weights do not depend on the number of stages), or a model of transformers, from which each rank copies its
-    stages; a model on the meta device counts as its configuration. dtype: dtype of the weights; default: the
-    configuration's. options: as in ``PipelineModule``, such as ``schedule`` and ``partition_method``. For "profile" the
-    default of ``example_input`` is one row of token ids, as long as the model's longest sequence, and 512 at most.
+    stages; a model on the meta device counts as its configuration. A model may have adapters of peft within its layers:
+    call ``get_peft_model`` first. dtype: dtype of the weights, except adapters; default: the configuration's. options:
+    as in ``PipelineModule``, such as ``schedule`` and ``partition_method``. For "profile" the default of
+    ``example_input`` is one row of token ids, as long as the model's longest sequence, and 512 at most.
 
     A micro-batch of the engine is (inputs, labels). Inputs: input_ids [batch, length], or a dictionary of input_ids,
     attention_mask and position_ids. Labels [batch, length] are shifted by the loss, and -100 is left out, as in
@@ -162,8 +163,15 @@ class CausalLMPipeline(PipelineModule):
         Rank 0 writes, and gets one tensor after the other, stage by stage in the order of the model. Weights have
         their dtype in training. parts: puts tensors together that tensor-parallel ranks hold parts of, as
         ``engine.save_16bit_model`` does. Raises CheckpointError on all ranks if it cannot be written; an older model
-        there is intact then. Raises FeatureError if weights are cut and ``parts`` is None.
+        there is intact then. Raises FeatureError if weights are cut and ``parts`` is None, and for adapters.
         """
+        if _adapters_of(self._whole[0]):
+            raise FeatureError(
+                "from_pretrained would not find the weights of a model with adapters under their names",
+                where=f"{type(self).__name__}.save_pretrained",
+                fix="call save_checkpoint; for a file of the adapter, load own_tensors() of all stages, without"
+                " tensor_parallel, into get_base_model() of the model of peft, and call its save_pretrained",
+            )
         if self.mesh.size(TP) > 1 and parts is None:
             raise FeatureError(
                 "this rank has parts of tensors",
@@ -250,6 +258,8 @@ class Prologue(_ModelPart):
 
     def forward(self, given: dict[str, Any]) -> tuple[Any, ...]:
         self._calls.clear()
+        # train() and eval() do not reach the shell, whose code may drop elements itself.
+        self._decoder[0].training = self.training
         self._decoder[0](**given, use_cache=False)
         hidden = self._calls[0][0]
         tensors: dict[int, torch.Tensor] = {}
@@ -292,12 +302,17 @@ class FinalNorm(_ModelPart):
 class Head(_ModelPart):
     """The head, and what the model does with its output: hidden states -> logits."""
 
-    def __init__(self, skeleton: Any, paths: Sequence[str], run: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        skeleton: Any,
+        paths: Sequence[str],
+        run: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor],
+    ) -> None:
         super().__init__(skeleton, paths)
         self._run = run
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._run(hidden)
+        return self._run(self, hidden)
 
 
 class _Recorder(torch.nn.Module):
@@ -400,10 +415,13 @@ def _skeleton_of(model: Any, dtype: torch.dtype | None) -> tuple[Any, Any, Any]:
                 fix="name a folder that save_pretrained has written; one of a hub has to be fetched first",
             )
         config = transformers.AutoConfig.from_pretrained(source)
-    elif isinstance(model, transformers.PreTrainedModel):
+    elif isinstance(adapted := _without_wrapper(model), transformers.PreTrainedModel):
+        model = adapted
         config, made_by = model.config, type(model)._from_config
         if not all(tensor.is_meta for tensor in model.parameters()):
             source = model
+        elif _adapters_of(model):
+            raise ModelError("its adapters have no values", where=_WHERE, fix="adapt a model that is not on the meta device")
         dtype = model.dtype if dtype is None else dtype
     elif not isinstance(model, transformers.PreTrainedConfig):
         raise ModelError(
@@ -415,6 +433,8 @@ def _skeleton_of(model: Any, dtype: torch.dtype | None) -> tuple[Any, Any, Any]:
     _check_config(config)
     with torch.device("meta"):
         skeleton = made_by(config, **({} if dtype is None else {"dtype": dtype}))
+    if _adapters_of(model):
+        skeleton = _with_adapters(skeleton, model)
     if skeleton.get_output_embeddings() is None:
         raise ModelError(
             f"{type(model).__name__} has no head of words", where=_WHERE, fix="pass a model of class ...ForCausalLM"
@@ -425,6 +445,48 @@ def _skeleton_of(model: Any, dtype: torch.dtype | None) -> tuple[Any, Any, Any]:
     elif source is not None and os.path.exists(os.path.join(source, "generation_config.json")):
         generation = transformers.GenerationConfig.from_pretrained(source)
     return source, skeleton.eval(), copy.deepcopy(generation)
+
+
+def _without_wrapper(model: Any) -> Any:
+    """The model of transformers that holds the adapters, if ``model`` is a model of peft."""
+    if not _adapters_of(model) or not callable(getattr(model, "get_base_model", None)):
+        return model
+    for name, adapter in _adapters_of(model).items():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise FeatureError(
+                f"adapter {name!r} ({adapter.peft_type}) puts learned tokens before those of the batch, and stages do"
+                " not run that",
+                where=_WHERE,
+                fix="use an adapter within layers, such as LoRA",
+            )
+    return model.get_base_model()
+
+
+def _adapters_of(model: Any) -> Mapping[str, Any]:
+    """The configurations of the adapters of peft, by name."""
+    return getattr(model, "peft_config", None) or {}
+
+
+def _with_adapters(skeleton: Any, model: Any) -> Any:
+    """A copy of ``model`` on the meta device, because its configuration says nothing about adapters. Weights below and
+    beside adapters have the dtypes of ``skeleton``, which the configuration has made.
+
+    Raises ModelError for weights of other shapes than in ``skeleton``, such as quantized ones.
+    """
+    plain = dict(skeleton.named_parameters(remove_duplicate=False))
+    memo: dict[int, Any] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        before = plain.get(name.replace(".base_layer.", ".").replace(".original_module.", "."))
+        if before is not None and before.shape != param.shape:
+            raise ModelError(
+                f"{name} has shape {tuple(param.shape)}, the configuration says {tuple(before.shape)}",
+                where=_WHERE,
+                fix="put adapters on a model with whole weights that are not quantized",
+            )
+        blank = torch.empty(param.shape, dtype=param.dtype if before is None else before.dtype, device="meta")
+        memo[id(param)] = torch.nn.Parameter(blank, param.requires_grad)
+    memo.update((id(buffer), buffer.to("meta")) for buffer in model.buffers())
+    return copy.deepcopy(model, memo)
 
 
 def _check_config(config: Any) -> None:
@@ -462,14 +524,13 @@ def _specs_of(skeleton: Any) -> list[LayerSpec]:
         replaced[head_path] = _TiedHead(embedding)
     whole = _shell(skeleton, replaced)
 
-    def run_head(hidden: torch.Tensor) -> torch.Tensor:
+    def run_head(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        whole.training = module.training
         return whole(inputs_embeds=hidden, use_cache=False, return_dict=True).logits
 
     if is_tied:
         first: LayerSpec = TiedLayerSpec(_TIED_KEY, Words, skeleton, [words])
-        last: LayerSpec = TiedLayerSpec(
-            _TIED_KEY, Words, skeleton, [words], forward_fn=lambda module, hidden: run_head(hidden)
-        )
+        last: LayerSpec = TiedLayerSpec(_TIED_KEY, Words, skeleton, [words], forward_fn=run_head)
     else:
         first, last = LayerSpec(Words, skeleton, [words]), LayerSpec(Head, skeleton, [head_path], run_head)
     _check_coverage(skeleton, [words, *before, *layers, *after, *(() if is_tied else (head_path,))])

@@ -245,6 +245,105 @@ def test_two_pipelines_whose_layers_are_recomputed():
     check(on_ranks(4, train, "qwen2 tied", "1f1b", 1, more), plain_run("qwen2 tied", 2))
 
 
+DROPPING = {
+    "xglm": {"dropout": 0.5},
+    "biogpt": {"hidden_dropout_prob": 0.5},
+    "starcoder2": {"embedding_dropout": 0.5},
+    "gpt2": {"embd_pdrop": 0.5, "resid_pdrop": 0.5},
+}
+
+
+def dropping_body(rank: int, world: int) -> dict[str, list[torch.Tensor]]:
+    """By family: logits of the model and of its pipeline, in training and in evaluation."""
+    from transformers import AutoModelForCausalLM
+
+    from deepspeed_c.pipe import from_transformers
+
+    ids, found = torch.arange(14).view(2, 7), {}
+    for name, dropouts in DROPPING.items():
+        config = config_of(name)
+        config.update(dropouts)
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config)
+        pipeline = from_transformers(model, 1)
+        logits = found[name] = []
+        for is_training in (True, False):
+            for module in (model, pipeline):
+                torch.manual_seed(5)
+                output = module.train(is_training)(ids)
+                logits.append((output if module is pipeline else output.logits).detach())
+    return found
+
+
+def test_a_decoder_that_drops_elements_itself_drops_them_in_training_alone():
+    """Some decoders call ``torch.nn.functional.dropout`` on their embeddings."""
+    for name, (trained, trained_in_stages, evaluated, evaluated_in_stages) in on_ranks(1, dropping_body)[0].items():
+        assert not torch.allclose(trained, evaluated), name
+        torch.testing.assert_close(trained_in_stages, trained, msg=lambda m, name=name: f"{name} in training: {m}")
+        torch.testing.assert_close(evaluated_in_stages, evaluated, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def adapted(name: str, **options: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(
+        model_of(name), LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, **options)
+    )
+    for p in model.parameters():
+        p.data = p.data.to(torch.float32 if p.requires_grad else torch.bfloat16)
+    return model
+
+
+def adapted_body(rank: int, world: int, folder: str) -> Any:
+    from peft import PromptTuningConfig, get_peft_model
+
+    from deepspeed_c.errors import DeepSpeedCError
+    from deepspeed_c.pipe import from_transformers
+
+    model = adapted("llama", modules_to_save=["lm_head"])
+    pipeline = from_transformers(model, world)
+    given = dict(model.get_base_model().named_parameters())
+    for name, p in pipeline.named_parameters():
+        origin = given[bare(name)]
+        assert torch.equal(p, origin) and (p.dtype, p.requires_grad) == (origin.dtype, origin.requires_grad), name
+    # The way to a file of the adapter.
+    stages: list[Any] = [None] * world
+    torch.distributed.all_gather_object(stages, {name: value.detach() for name, value in pipeline.own_tensors().items()})
+    whole = adapted("llama", modules_to_save=["lm_head"])
+    for p in whole.parameters():
+        p.data.zero_()
+    for tensors in stages:
+        whole.get_base_model().load_state_dict(tensors, strict=False)
+    assert all(torch.equal(p, given[name]) for name, p in whole.get_base_model().named_parameters())
+    found = []
+    quantized = adapted("llama")
+    layer = quantized.get_base_model().model.layers[0].mlp.up_proj.base_layer
+    layer.weight.data = layer.weight.data.flatten()
+    for call in (
+        lambda: pipeline.save_pretrained(folder),
+        lambda: from_transformers(get_peft_model(model_of("llama"), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")), world),
+        lambda: from_transformers(quantized, world),
+        lambda: from_transformers(model.to("meta"), world),
+    ):  # fmt: skip
+        with pytest.raises(DeepSpeedCError) as caught:
+            call()
+        found.append(str(caught.value))
+    return {bare(name) for name, _ in pipeline.named_parameters()}, found
+
+
+def test_adapters_are_cut_with_their_layers(tmp_path):
+    """Values, dtypes and frozen weights of each stage. tests/deepspeed_c/engine/fuzz_parallel.py trains them."""
+    outcomes = on_ranks(2, adapted_body, str(tmp_path))
+    assert set.union(*(names for names, _ in outcomes)) == {
+        name for name, _ in adapted("llama", modules_to_save=["lm_head"]).get_base_model().named_parameters()
+    }
+    for _, (saved, prompts, quantized, blank) in outcomes:
+        assert "its adapters have no values" in blank
+        assert "adapters" in saved and "own_tensors()" in saved
+        assert "'default'" in prompts and "such as LoRA" in prompts
+        assert "model.layers.0.mlp.up_proj.base_layer.weight has shape (1536,)" in quantized
+
+
 def load_body(rank: int, world: int, folder: str, schedule: str) -> Any:
     """Returns (names -> tensors, bytes that were read, elements with memory among those of the whole model)."""
     from unittest import mock

@@ -10,6 +10,8 @@ class OPT:
         Rule(r"self_attn\.q_proj", "column", ("queries",)),
         Rule(r"self_attn\.[kv]_proj", "column", ("keys",)),
         Rule(r"self_attn\.out_proj", "row", ("queries",)),
+        # The MLP lies in the layer itself, so the norms are beside cut matrices.
+        Rule(r"layers\.\d+\.(?:self_attn|final)_layer_norm", "skip"),
         Rule(r"layers\.\d+\.fc1", "column"),
         Rule(r"layers\.\d+\.fc2", "row"),
     )
