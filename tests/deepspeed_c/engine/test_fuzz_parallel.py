@@ -7,7 +7,16 @@ import pytest
 
 from tests.cells import every
 from tests.deepspeed_c.engine import fuzz_parallel
-from tests.deepspeed_c.engine.fuzz_parallel import CHOICES, check_case, draw, settled, told
+from tests.deepspeed_c.engine.fuzz_parallel import (
+    CHOICES,
+    TOKENS,
+    Outcome,
+    check_case,
+    draw,
+    forwards_of,
+    settled,
+    told,
+)
 
 DEFAULT = {name: values[0] for name, values in CHOICES.items()}
 
@@ -29,6 +38,13 @@ FOUND = {
         "gas": 2,
         "bucket": 3000,
     },
+    "adapters in a pipeline whose weights are cut, and norms beside an MLP without a module, had no rule": {
+        "family": "opt",
+        "tp": 2,
+        "pp": 2,
+        "pipeline_of": "transformers",
+        "peft": "all",
+    },
 }
 
 
@@ -37,16 +53,53 @@ def test_what_was_found_stays_mended(what: str) -> None:
     assert check_case(settled({**DEFAULT, **FOUND[what]})) == ""
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("case", [{"data": 2}, {"tp": 2}, {"sp": 2}, {"pp": 2}], ids=str)
-def test_a_rate_that_is_off_by_a_half_is_noticed(case: dict, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"data": 2, "dropout": "own"},
+        {"tp": 2, "dropout": "keyed"},
+        {"sp": 2, "dropout": "keyed"},
+        {"pp": 2, "dropout": "keyed"},
+        {"data": 2, "precision": "bf16"},
+        {"tp": 2, "precision": "autocast"},
+        {"sp": 2, "precision": "autocast", "attention": "ring"},
+        {"pp": 2, "precision": "bf16", "pipeline_of": "transformers", "peft": "attention"},
+    ],
+    ids=str,
+)
+def test_a_rate_that_is_off_by_a_half_is_noticed(case: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain run gets 1.5 times the learning rate. Each case must fail then."""
     plain, rate = fuzz_parallel.plain, fuzz_parallel.RATE
 
-    def with_another_rate(case: dict):
+    def with_another_rate(case: dict, outcomes: list[Outcome]):
         with monkeypatch.context() as patch:
             patch.setattr(fuzz_parallel, "RATE", 1.5 * rate)
-            return plain(case)
+            return plain(case, outcomes)
 
     monkeypatch.setattr(fuzz_parallel, "plain", with_another_rate)
-    assert "moved 0." in check_case(settled({**DEFAULT, **case, "precision": precision}))
+    assert "moved 0." in check_case(settled({**DEFAULT, **case}))
+
+
+def outcome(keys: list[int], positions: list[int]) -> Outcome:
+    return Outcome({}, 0, {"norm": keys}, [positions] * 2)
+
+
+ALL, FIRST, LAST = list(range(TOKENS)), list(range(TOKENS // 2)), list(range(TOKENS // 2, TOKENS))
+
+
+def test_keys_of_parts_are_put_together() -> None:
+    outcomes = [outcome([1, 2], FIRST), outcome([1, 2], FIRST), outcome([3, 4], LAST)]
+    assert forwards_of(DEFAULT, outcomes) == {"norm": [[(1, FIRST), (3, LAST)], [(2, FIRST), (4, LAST)]]}
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "problem"),
+    [
+        ([outcome([1, 2, 5], ALL)], "rank 0: norm drew 3 keys in 2 forwards"),
+        ([outcome([1, 2], ALL), outcome([1, 5], ALL)], "have other keys of norm"),
+    ],
+)
+def test_keys_that_are_not_those_of_one_run_are_noticed(outcomes: list[Outcome], problem: str) -> None:
+    """A layer was computed again with other random numbers, or tensor-parallel ranks dropped other elements."""
+    with pytest.raises(AssertionError, match=problem):
+        forwards_of(DEFAULT, outcomes)
