@@ -46,7 +46,7 @@ class Quantized(NamedTuple):
     """A quantized tensor of any shape [..., n_cols]; leading dimensions are rows."""
 
     codes: Tensor
-    """int8, float8, or for formats of 4 bits uint8 [..., 4 * ceil(n_cols / 8)]: two codes + 8 in a byte, the first in the low half
+    """int8, float8, or uint8 [..., 4 * ceil(n_cols / 8)] for 4 bits: two codes + 8 in a byte, the first in the low half
     (compressed-tensors' int32 words)."""
     scales: Tensor
     """float32 [..., n_groups]."""

@@ -141,7 +141,7 @@ def decode(numbers: Tensor, scales: Tensor, zero_points: Tensor | None, group: i
 
 
 def encode(numbers: Tensor, format_name: str) -> Tensor:
-    """The codes of a format's numbers: int8, for formats of 4 bits two in a byte (uint8), or bytes of float8 (uint8)."""
+    """The codes of a format's numbers: int8, for formats of 4 bits two in a byte, or bytes of float8 (uint8)."""
     format_ = FORMATS[format_name]
     if format_.is_integer:
         codes = numbers.nan_to_num(nan=0.0)

@@ -44,10 +44,11 @@ class Plan:
 
 
 def arm(engine: Any, kind: str, n_before: int) -> Plan:
-    """Has the last block of this rank's stage fail: between its two collectives, or with its output."""
+    """Has the last block of this rank's stage fail between its two collectives, or the stage with its output."""
     plan = Plan(kind, n_before)
     block = [module for module in engine.module.modules() if isinstance(module, (Block, HandCut))][-1]
-    (block if kind == "pickle" else block.norm2).register_forward_hook(plan)
+    last = [module for name, module in engine.module.named_children() if name.isdigit()][-1]
+    (last if kind == "pickle" else block.norm2).register_forward_hook(plan)
     return plan
 
 
