@@ -12,6 +12,7 @@ import pytest
 from deepspeed_c.config.features import AREAS, FEATURES
 from scripts import missing
 from scripts.compatibility import UNBUILT, read_rows
+from tests import fresh
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -20,9 +21,7 @@ TRANSCRIPT = re.compile(r"^```\w*\n(>>> .*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def test_lists_of_what_is_missing_are_of_today() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.missing"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = fresh.run(["-m", "scripts.missing"], cwd=ROOT, has_package=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 

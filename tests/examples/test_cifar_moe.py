@@ -1,10 +1,8 @@
-"""examples/cifar_moe.py as a user starts it, on two ranks: experts over ranks learn the classes, and wrong options are refused."""
+"""examples/cifar_moe.py on two ranks: experts over ranks learn the classes, and wrong options are refused."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,24 +13,20 @@ from tests import fresh
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "examples" / "cifar_moe.py")
-LAUNCH = [sys.executable, "-m", "deepspeed_c", "--num_procs", "2", SCRIPT]
 RESIDUAL = ["--mlp-type", "residual", "--top-k", "1", "--min-capacity", "0", "--noisy-gate-policy", "RSample"]
-
-
-def start(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([*LAUNCH, *arguments], cwd=folder, check=False, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_experts_on_two_ranks_learn_the_classes(tmp_path, stage):
     output = tmp_path / "result.json"
     given = ["--moe", "--ep-world-size", "2", "--num-experts", "2", "2", *RESIDUAL, "--stage", str(stage)]
-    done = start(tmp_path, *given, "--output", str(output))
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = fresh.run_ranks_of(2, [SCRIPT, *given, "--output", str(output)], cwd=tmp_path, is_told=True)
+    said = "".join(rank.stdout + rank.stderr for rank in done)
+    assert all(rank.returncode == 0 for rank in done), said
     result = json.loads(output.read_text())
     assert len(result["losses"]) == 160  # 640 images in batches of 32, eight times
     assert result["before"] <= 0.25 and result["after"] >= 0.75, (result["before"], result["after"])
-    assert f"{result['after']:.1%} after; chance is 10%" in done.stdout
+    assert f"{result['after']:.1%} after; chance is 10%" in said
 
 
 def test_more_ranks_for_experts_than_there_are_is_an_error_that_says_so(tmp_path):

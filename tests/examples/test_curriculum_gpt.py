@@ -1,11 +1,9 @@
-"""examples/curriculum_gpt.py as a user starts it, with a tiny model on 2 ranks: its table and plot, and its metric."""
+"""examples/curriculum_gpt.py with a tiny model on 2 ranks: its table and plot, and its metric."""
 
 from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -13,20 +11,20 @@ from curriculum_gpt import analyze
 from text import Windows
 
 from deepspeed_c.data.indexed import MMapIndexedDataset
+from tests import fresh
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "curriculum_gpt.py"
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--tokens", "8192", "--points", "4"]
 
 
 def test_it_trains_with_each_curriculum(tmp_path):
-    command = [sys.executable, "-m", "deepspeed_c", "--num_procs", "2", str(SCRIPT), *TINY]
-    done = subprocess.run(
-        [*command, "--grow-steps", "8", "--out", str(tmp_path)], check=False, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [SCRIPT, *TINY, "--grow-steps", "8", "--out", tmp_path]
+    done = fresh.run_ranks_of(2, command, cwd=tmp_path, is_told=True)
+    said = "".join(rank.stdout + rank.stderr for rank in done)
+    assert all(rank.returncode == 0 for rank in done), said
     curves = json.loads((tmp_path / "curriculum.json").read_text())
     assert list(curves) == ["none", "length", "frequency"]
-    assert "| none | length | frequency |" in done.stdout and (tmp_path / "curriculum.svg").stat().st_size > 1000
+    assert "| none | length | frequency |" in said and (tmp_path / "curriculum.svg").stat().st_size > 1000
     # Windows of 8, 11, ... bytes in multiples of 8, as fixed_linear has it, then whole ones.
     lengths = [max(8, min(32, (8 + 24 * step // 8) // 8 * 8)) for step in range(1, 41)]
     n_tokens = {sum(lengths[:k]) * 8 for k in range(1, 41)}

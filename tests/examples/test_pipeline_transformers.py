@@ -1,28 +1,26 @@
-"""examples/pipeline_transformers.py as a user starts it: it learns, and transformers computes the loss of its folder."""
+"""examples/pipeline_transformers.py on two ranks: it learns, and transformers computes the loss of its folder."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import fresh
+
 pytest.importorskip("transformers")
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "pipeline_transformers.py"
-LAUNCH = [sys.executable, "-m", "deepspeed_c", "--num_procs", "2", str(SCRIPT)]
 TINY = ["--layers", "2", "--width", "32", "--context", "32", "--lib-bytes", "200000"]
 
 
 def losses_of(folder: Path, *more: str) -> tuple[float, float, float]:
     """(held-out loss of the pipeline, entropy of bytes, held-out loss of the saved model)."""
-    done = subprocess.run(
-        [*LAUNCH, *TINY, "--out", str(folder), *more], check=False, capture_output=True, text=True, timeout=300
-    )
-    text = done.stdout + done.stderr
-    assert done.returncode == 0, text
+    command = [SCRIPT, *TINY, "--out", folder, *more]
+    done = fresh.run_ranks_of(2, command, cwd=folder.parent, preload="tests.deepspeed_c.inject.preload", is_told=True)
+    text = "".join(rank.stdout + rank.stderr for rank in done)
+    assert all(rank.returncode == 0 for rank in done), text
     (first,) = re.findall(r"held-out loss ([\d.]+) nats/byte; entropy of bytes ([\d.]+)", text)
     (second,) = re.findall(r"the same loss by transformers ([\d.]+)", text)
     return float(first[0]), float(first[1]), float(second)

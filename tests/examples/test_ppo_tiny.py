@@ -1,10 +1,8 @@
-"""examples/ppo_tiny.py as a user starts it, on two ranks: the reward rises, in the same way at each stage."""
+"""examples/ppo_tiny.py on two ranks: the reward rises, in the same way at each stage."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,16 +11,18 @@ import torch
 pytest.importorskip("transformers")
 from ppo_tiny import FLOOR, GAMMA, LAMBDA, advantages_of, likelihoods  # it needs transformers
 
+from tests import fresh
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "ppo_tiny.py"
-LAUNCH = [sys.executable, "-m", "deepspeed_c", "--num_procs", "2", str(SCRIPT)]
 
 
 def rewards_of(tmp_path: Path, stage: int, n_rounds: int, *more: str) -> list[float]:
     output = tmp_path / "rewards.json"
-    command = [*LAUNCH, "--stage", str(stage), "--rounds", str(n_rounds), "--output", str(output), *more]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "E2E latency=" in done.stderr + done.stdout or n_rounds < 20
+    command = [SCRIPT, "--stage", str(stage), "--rounds", str(n_rounds), "--output", output, *more]
+    done = fresh.run_ranks_of(2, command, cwd=tmp_path, preload="tests.deepspeed_c.inject.preload", is_told=True)
+    said = "".join(rank.stdout + rank.stderr for rank in done)
+    assert all(rank.returncode == 0 for rank in done), said
+    assert "E2E latency=" in said or n_rounds < 20
     found = json.loads(output.read_text())
     assert len(found) == n_rounds
     return found

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import fresh
 
 SCRIPT = Path(__file__).with_name("facts.py")
 RECORD = Path(__file__).with_name("facts_of_deepspeed_0_19_6.json")
@@ -23,7 +24,11 @@ PEER = os.environ.get("DSC_PEER_PYTHON", "")
 def facts_of(python: str, *arguments: str) -> dict[str, Any]:
     done = subprocess.run([python, str(SCRIPT), *arguments], check=False, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FACTS ")]
+    return facts_in(done.stdout)
+
+
+def facts_in(printed: str) -> dict[str, Any]:
+    (line,) = [line for line in printed.splitlines() if line.startswith("FACTS ")]
     return json.loads(line.removeprefix("FACTS "))
 
 
@@ -41,7 +46,8 @@ def differences(theirs: Any, ours: Any, where: str = "") -> list[str]:
 def test_facts_are_those_of_deepspeed() -> None:
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))
     assert sum(len(part) if isinstance(part, dict) else 1 for part in recorded.values()) > 400
-    found = differences(recorded, facts_of(sys.executable, "ours"))
+    ours = fresh.run([SCRIPT, "ours"], check=True, has_package=False)
+    found = differences(recorded, facts_in(ours.stdout))
     assert found == [], "\n".join(found)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 from deepspeed_c.launcher.main import main
+from tests import fresh
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = {
@@ -87,10 +86,9 @@ def test_a_script_whose_arguments_are_its_own(folder, capsys):
 
 def test_the_example_in_a_process_of_its_own():
     """Runs the command as a user types it, with the configuration file of the script."""
-    command = [sys.executable, "-m", "deepspeed_c", "plan", "--ranks", "2", "--json", "examples/train_gpt.py"]
+    command = ["-m", "deepspeed_c", "plan", "--ranks", "2", "--json", "examples/train_gpt.py"]
     command += ["--deepspeed_config", "examples/ds_config.json", "--stage", "3", "--layers", "2"]
-    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = fresh.run(command, cwd=ROOT, check=True)
     found = json.loads(done.stdout)
     chosen = next(row for row in found["rows"] if row["is_chosen"])
     assert chosen["stage"] == 3 and found["optimizer"] == "FusedAdam"
