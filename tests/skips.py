@@ -104,6 +104,7 @@ WAYS = (
         r"torchdata is not installed",
         "`pip install --no-deps torchdata` into a copy of the environment, and pytest there",
     ),
+    Way("Python 3.13 or older", r"^Python 3\.14", "PYTHON=python3.13 make test"),
     Way("Python 3.11", r"came with Python 3\.11", "PYTHON=python3.11 make test"),
     Way("clang-format", r"clang-format \S+ is not installed", "make test, which installs it"),
     Way("fio", r"fio is not installed", "apt-get install fio, then make test"),
