@@ -73,7 +73,7 @@ test: $(BUILT) programs ## everything that CI runs
 	scripts/system_packages.sh --tests
 	$(BIN)/ruff check .
 	@$(MAKE) -s -C csrc has-cuda || echo "no nvcc: the CUDA kernels are not compiled"
-	# Three processes for two cores, because many tests wait for what they have started: two took 1272 s, three 1120 s.
+	# Three processes for two cores, because many tests wait for what they have started: two took 1272 s, three 970 s.
 	# Without bytecode (PYTHONDONTWRITEBYTECODE) each program that a test starts would compile the package again.
 	$(BIN)/python -m compileall -q deepspeed_c ops
 	$(BIN)/python -m pytest -n 3 $(TEST_FLAGS)
