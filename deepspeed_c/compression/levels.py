@@ -33,16 +33,14 @@ def grid_of(
 ) -> Grid:
     """The numbers for ranges ``low`` to ``high`` [rows, 1]. scale_type: the dtype that scales are rounded to."""
     half, is_whole = 2 ** (bits - 1), levels == "deepspeed"
+    dtype = getattr(torch, scale_type)
     low, high = low.float(), high.float()
     if is_symmetric:
-        scales = torch.maximum(low.abs(), high.abs()) / (half if is_whole else half - 0.5)
-    else:
-        if not is_whole:
-            low, high = low.clamp(max=0), high.clamp(min=0)
-        scales = (high - low) / (2 * half - (not is_whole))
-    scales = scales.to(getattr(torch, scale_type)).float()
-    if is_symmetric:
+        scales = (torch.maximum(low.abs(), high.abs()) / (half if is_whole else half - 0.5)).to(dtype).float()
         return Grid(bits, torch.where(scales < 2.0**LEAST_EXPONENT, 1, scales), None)
+    if not is_whole:
+        low, high = low.clamp(max=0), high.clamp(min=0)
+    scales = ((high - low) / (2 * half - (not is_whole))).to(dtype).float()
     is_flat = scales == 0
     # A range of one number has that number, where DeepSpeed divides by 0.
     scales = torch.where(is_flat & (low == high), low.abs(), scales)
@@ -80,14 +78,17 @@ class _StraightThrough(torch.autograd.Function):
         return dy, None
 
 
-def on_grid(rows: Tensor, grid: Grid, seed: int | None = None, offset: int = 0) -> Tensor:
-    """``rows`` [rows, n] rounded to their grid, in their dtype. The gradient passes unchanged."""
-    if grid.zero_points is None and seed is None:
+def on_grid(rows: Tensor, grid: Grid) -> Tensor:
+    """``rows`` [rows, n] rounded to the nearest of their grid, in their dtype. The gradient passes unchanged."""
+    if grid.zero_points is None:
         return ops.quant.fake_quantize_with(rows, grid.scales, None, f"int{grid.bits}")
+    return _around_zero_points(rows, grid)
+
+
+def _around_zero_points(rows: Tensor, grid: Grid, seed: int | None = None, offset: int = 0) -> Tensor:
+    """``rows`` on an asymmetric grid. seed and offset: as in ``codes_on``."""
     codes = codes_on(rows, grid, seed, offset)
-    if grid.zero_points is not None:
-        codes.sub_(grid.zero_points)
-    return _StraightThrough.apply(rows, codes.mul_(grid.scales).to(rows.dtype))
+    return _StraightThrough.apply(rows, codes.sub_(grid.zero_points).mul_(grid.scales).to(rows.dtype))
 
 
 def quantize_rows(
@@ -100,14 +101,16 @@ def quantize_rows(
     seed: int | None = None,
     offset: int = 0,
 ) -> Tensor:
-    """x [..., n] with each row rounded to the numbers of its own range. Other arguments as in ``on_grid``."""
+    """x [..., n] with each row rounded to the numbers of its own range. Other arguments as in ``grid_of`` and
+    ``codes_on``."""
     if x.numel() == 0:
         return x
     if levels == "compressed-tensors" or is_symmetric:
         name = f"int{bits}" if levels == "compressed-tensors" else f"int{bits}_over_{2**bits}"
         return ops.quant.fake_quantize(x, name, symmetric=is_symmetric, scale_type=scale_type, seed=seed, offset=offset)
     rows = x.reshape(-1, x.shape[-1])
-    return on_grid(rows, rows_grid(rows, bits, levels, is_symmetric, scale_type), seed, offset).view(x.shape)
+    grid = rows_grid(rows, bits, levels, is_symmetric, scale_type)
+    return _around_zero_points(rows, grid, seed, offset).view(x.shape)
 
 
 def rows_grid(rows: Tensor, bits: int, levels: Levels, is_symmetric: bool, scale_type: str = "float32") -> Grid:

@@ -16,6 +16,7 @@ from deepspeed_c.comm.axes import PP
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import CommError, DeepSpeedCError, ModelError, RankMismatchError
 from deepspeed_c.pipe.link import Link, LocalLink, RemoteLink
+from deepspeed_c.pipe.writable import needs_gradient
 from deepspeed_c.recompute.conditions import Conditions
 from deepspeed_c.weights.meta import TensorHolders
 
@@ -113,7 +114,7 @@ def _time(layer: Callable[[Any], Any], value: Any) -> tuple[int, Any]:
         get_accelerator().synchronize()
         begin = time.perf_counter_ns()
         outputs = layer(given)
-        roots = [leaf for leaf in tree_flatten(outputs)[0] if torch.is_tensor(leaf) and leaf.requires_grad]
+        roots = [leaf for leaf in tree_flatten(outputs)[0] if needs_gradient(leaf)]
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         get_accelerator().synchronize()

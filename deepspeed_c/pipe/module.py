@@ -25,7 +25,7 @@ from deepspeed_c.pipe.topology import (
     cut_over_tensors,
     mesh_of_topology,
 )
-from deepspeed_c.pipe.writable import copied
+from deepspeed_c.pipe.writable import copied, needs_gradient
 from deepspeed_c.recompute.configured import checkpoint
 from deepspeed_c.utils.runtime import call_to_str, set_random_seed
 
@@ -306,7 +306,7 @@ class PipelineModule(torch.nn.Module):
 
     def _run_recomputed(self, indices: Sequence[int], value: Any) -> Any:
         inputs = _as_tuple(value)
-        if self._recompute is not checkpoint and not any(map(_requires_grad, inputs)):
+        if self._recompute is not checkpoint and not any(map(needs_gradient, inputs)):
             # A reentrant function, like torch's, has a backward only if an input requires a gradient.
             inputs = tuple(
                 each.detach().requires_grad_() if torch.is_tensor(each) and each.is_floating_point() else each
@@ -314,9 +314,9 @@ class PipelineModule(torch.nn.Module):
             )
         # The kept inputs have to stay as they are, even if the first of the layers writes to its input.
         outputs = self._recompute(lambda *values: self._run_layers(indices, copied(values)), *inputs)
-        has_backward = any(map(_requires_grad, tree_leaves(outputs)))
+        has_backward = any(map(needs_gradient, tree_leaves(outputs)))
         params = () if has_backward else (p for i in indices for p in getattr(self._layer(i), "parameters", tuple)())
-        if any(map(_requires_grad, params)):
+        if any(map(needs_gradient, params)):
             raise RecomputeError(
                 f"layers {indices[0]} to {indices[-1]} have parameters to train, and their result has no backward",
                 where="PipelineModule(activation_checkpoint_func=...)",
@@ -413,10 +413,6 @@ def _tie_shared(layers: list[Any]) -> list[Any]:
             module = layers[index]
             tied[index] = TiedLayerSpec(str(found[0]), lambda module=module: module)
     return tied
-
-
-def _requires_grad(value: Any) -> bool:
-    return torch.is_tensor(value) and value.requires_grad
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from deepspeed_c.errors import CommError, DeepSpeedCError, ModelError, RankMisma
 from deepspeed_c.pipe.link import Link, LocalLink
 from deepspeed_c.pipe.split import SplitBackward
 from deepspeed_c.pipe.stopping import Peers, Stopped
+from deepspeed_c.pipe.writable import needs_gradient
 
 __all__ = ["Lent", "Runner", "Stage"]
 
@@ -65,13 +66,9 @@ class _Flight:
     Outputs themselves are freed as soon as they are sent."""
 
     def __init__(self, inputs: Any, outputs: Any) -> None:
-        self.inputs = [leaf for leaf in tree_flatten(inputs)[0] if _needs_gradient(leaf)]
-        self.roots = [get_gradient_edge(leaf) for leaf in tree_flatten(outputs)[0] if _needs_gradient(leaf)]
+        self.inputs = [leaf for leaf in tree_flatten(inputs)[0] if needs_gradient(leaf)]
+        self.roots = [get_gradient_edge(leaf) for leaf in tree_flatten(outputs)[0] if needs_gradient(leaf)]
         self.half: SplitBackward | None = None
-
-
-def _needs_gradient(leaf: Any) -> bool:
-    return torch.is_tensor(leaf) and leaf.requires_grad
 
 
 class Runner:

@@ -10,6 +10,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from deepspeed_c.pipe.split import bytes_between_halves
+from deepspeed_c.pipe.writable import needs_gradient
 
 __all__ = ["Scale"]
 
@@ -75,4 +76,4 @@ class Scale:
 
 
 def _differentiable(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if torch.is_tensor(leaf) and leaf.requires_grad]
+    return [leaf for leaf in tree_leaves(value) if needs_gradient(leaf)]

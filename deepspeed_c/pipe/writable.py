@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-__all__ = ["copied", "writable"]
+__all__ = ["copied", "needs_gradient", "writable"]
 
 
 class _SameMemory(torch.autograd.Function):
@@ -27,13 +27,16 @@ class _SameMemory(torch.autograd.Function):
         return grad
 
 
+def needs_gradient(leaf: Any) -> bool:
+    """Whether ``leaf`` is a tensor that requires a gradient."""
+    return torch.is_tensor(leaf) and leaf.requires_grad
+
+
 def writable(value: Any) -> Any:
     """``value``, in the same memory, with other tensors in place of leaves that require gradients. Their gradients go
     to the leaves.
     """
-    return tree_map(
-        lambda leaf: _SameMemory.apply(leaf) if torch.is_tensor(leaf) and leaf.requires_grad else leaf, value
-    )
+    return tree_map(lambda leaf: _SameMemory.apply(leaf) if needs_gradient(leaf) else leaf, value)
 
 
 def copied(value: Any) -> Any:
