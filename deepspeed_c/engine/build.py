@@ -138,8 +138,11 @@ def _warn_of_other_groups(optimizer: torch.optim.Optimizer, given: Groups) -> No
             " initialize(optimizer=...), and are not trained: give that optimizer all parameters"
         )
     for i, group in enumerate(given):
+        acting_groups = [group_of[id(p)] for p in group["params"] if id(p) in group_of]
         for name, value in group.items():
-            acting = [group_of[id(p)].get(name) for p in group["params"] if id(p) in group_of and name != "params"]
+            if name == "params":
+                continue
+            acting = [each.get(name) for each in acting_groups]
             others = [each for each in acting if each is not None and each != value]
             if others:
                 logger.warning(
