@@ -15,10 +15,10 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.comm import configure
 from deepspeed_c.comm.mesh import Mesh, mesh_of_device_mesh, mesh_of_mpu, mesh_of_pair
 from deepspeed_c.comm.watchdog import watch
-from deepspeed_c.config import Config, load_config, sequence_parallel_size, tensor_parallel_size
+from deepspeed_c.config import Config, ReadConfig, read_config
 from deepspeed_c.config.offload import OffloadParam
 from deepspeed_c.config.schedule import Scheduler
-from deepspeed_c.config.source import source_of_engine
+from deepspeed_c.config.source import GivenConfig, source_of_engine
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.build import OptimizerFactory, build_optimizer
 from deepspeed_c.engine.consistency import broadcast_model, check_same_model, check_same_text
@@ -108,13 +108,14 @@ def initialize(
             fix="pass the model",
         )
     source = _config_source(args, config, config_params)
+    read = read_config(source)
     if dist_init_required is not False and not is_initialized():
         init_distributed(distributed_port=distributed_port)
     pipeline = model if isinstance(model, PipelineModule) else None
     mesh = _make_mesh(pipeline, mpu, mesh_param, mesh_device)
     comm = mesh.comm
-    mesh = _cut_for_sequences(_cut_for_tensors(mesh, source), source)
-    settings = load_config(source, world_size=mesh.size(*DATA))
+    mesh = _cut_for_sequences(_cut_for_tensors(mesh, read), read)
+    settings = read.resolve(world_size=mesh.size(*DATA))
     if pipeline is not None:
         check_pipeline(pipeline, settings.pipeline, settings.zero)
         pipeline.lie_on(mesh)
@@ -141,7 +142,7 @@ def initialize(
     sharding = STAGES[settings.zero.stage]
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         if sharding.parameters:  # shard by shard
-            Init(module=model, config_dict_or_path=settings.as_dict(), data_parallel_group=mesh.tokens.group)
+            Init(module=model, config_dict_or_path=source, data_parallel_group=mesh.tokens.group)
         else:
             materialize(model, device)
     if not sharding.parameters:
@@ -195,7 +196,7 @@ def _engine_class(settings: Config, *, is_pipeline: bool) -> type[TrainingHost]:
     return DeepSpeedHybridEngine
 
 
-def _config_source(args: Any, config: Any, config_params: Any) -> Any:
+def _config_source(args: Any, config: Any, config_params: Any) -> GivenConfig:
     source = source_of_engine({"config": config, "config_params": config_params, "args": args})
     if source is None:
         raise ConfigError(
@@ -234,11 +235,11 @@ def _make_mesh(pipeline: PipelineModule | None, mpu: Any, mesh_param: Any, mesh_
     return Mesh(Collectives()) if mesh_param is None else mesh_of_pair(mesh_param)
 
 
-def _cut_for_tensors(mesh: Mesh, source: Any) -> Mesh:
+def _cut_for_tensors(mesh: Mesh, config: ReadConfig) -> Mesh:
     """The mesh, divided into tensor-parallel groups if the configuration requests them.
 
     Raises ConfigError where the ranks cannot be divided so, or have been divided otherwise."""
-    wanted, key = tensor_parallel_size(source)
+    wanted, key = config.tensor_parallel_size
     if wanted in (1, mesh.size(TP)):
         return mesh
     try:
@@ -247,11 +248,11 @@ def _cut_for_tensors(mesh: Mesh, source: Any) -> Mesh:
         raise ConfigError(error.what, where=key, fix=error.fix) from error
 
 
-def _cut_for_sequences(mesh: Mesh, source: Any) -> Mesh:
+def _cut_for_sequences(mesh: Mesh, config: ReadConfig) -> Mesh:
     """The mesh, divided into sequence-parallel groups if the configuration requests them.
 
     Raises ConfigError where the ranks cannot be divided so, or have been divided otherwise."""
-    wanted = sequence_parallel_size(source)
+    wanted = config.sequence_parallel_size
     if wanted in (1, mesh.size(SP)):
         return mesh
     try:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from deepspeed_c.autotuning.experiment import Launch, metric_path
 from deepspeed_c.autotuning.space import Candidate
 from deepspeed_c.cgroups import memory_left
+from deepspeed_c.config.source import GivenConfig
 from deepspeed_c.engine.experiment import write_json
 from deepspeed_c.quantity import as_binary
 
@@ -180,9 +181,9 @@ class _Models:
         """Host memory of a process that is about to call ``initialize``: interpreter, libraries, the script's data."""
 
     def find(self, job: dict[str, Any]) -> Any:
-        """The model of the job's group; None if the script passes another configuration than it is given. Raises
-        ModelError."""
-        from deepspeed_c.config import tensor_parallel_size
+        """The model of the job's group and the script's configuration; None if the script passes another configuration
+        than it is given. Raises ModelError."""
+        from deepspeed_c.config import read_config
         from deepspeed_c.plan.script import find_model
         from deepspeed_c.profile.timers import resident_bytes
 
@@ -192,27 +193,29 @@ class _Models:
         if not self.base_bytes:
             self.base_bytes = resident_bytes() or 0
         self.known_as = self.known_as or _known_as(model.model)
-        if not _is_given(model.config, job["metric_path"]):
+        source = model.read_source()
+        if source is None or not _is_given(source, job["metric_path"]):
             return None
         if isinstance(model.model_parameters, Iterator):  # each plan reads them
             model = model._replace(model_parameters=list(model.model_parameters))
-        if tensor_parallel_size(model.config)[0] == 1:  # otherwise a plan cuts the model
-            self._found[job["group"]] = model
-        return model
+        if read_config(source).tensor_parallel_size[0] == 1:  # otherwise a plan cuts the model
+            self._found[job["group"]] = model, source
+        return model, source
 
     def work_of(self, job: dict[str, Any], batch: Any, table: Any, device_type: str) -> dict[str, Any]:
         """Counts the work of a step. A micro-batch of one size and dtype is traced once, because the other keys of a
         configuration do not change its products."""
         from deepspeed_c.autotuning.work import state_work, trace_products
-        from deepspeed_c.config import load_config, sequence_parallel_size
+        from deepspeed_c.config import read_config
         from deepspeed_c.engine.precision import Precision
 
-        model = self._found.get(job["group"])
-        if model is None or table.n_tensor > 1:
+        if job["group"] not in self._found or table.n_tensor > 1:
             return {}
-        config = load_config(model.config, world_size=self._n_ranks, batch="skip")
+        model, source = self._found[job["group"]]
+        read = read_config(source)
+        config = read.resolve(world_size=self._n_ranks, batch="skip")
         flops = 0
-        if batch is not None and sequence_parallel_size(model.config) == 1:
+        if batch is not None and read.sequence_parallel_size == 1:
             precision = Precision(config, model.model)
             key = (batch, precision.dtype, precision.autocast_dtype, table.sizes.numel)
             if key not in self._products:
@@ -236,16 +239,17 @@ def _plan(job: dict[str, Any], request: dict[str, Any], found: _Models, device_t
     from deepspeed_c.plan.table import plan_table
 
     try:
-        model = found.find(job)
-        if model is None:
+        planned = found.find(job)
+        if planned is None:
             return MemoryNeed(ignores=True)
+        model, source = planned
         shape = request["shape"]
         batch = None
         if shape is not None:
             sample = None if shape.get("sample") is None else tuple(shape["sample"])
             batch = ForwardShape(job["n_samples"], shape.get("n_tokens"), sample)
         table = plan_table(
-            model.config,
+            source,
             request["n_ranks"],
             model=model.model,
             optimizer=model.optimizer,
@@ -271,10 +275,8 @@ def _plan(job: dict[str, Any], request: dict[str, Any], found: _Models, device_t
     return MemoryNeed(device, found.base_bytes + host, buckets, work=work)
 
 
-def _is_given(config: Any, path: str) -> bool:
-    from deepspeed_c.config.source import read_source
-
-    section = {} if config is None else read_source(config)[0].get("autotuning")
+def _is_given(config: GivenConfig, path: str) -> bool:
+    section = config.keys.get("autotuning")
     return isinstance(section, dict) and section.get("metric_path") == path
 
 

@@ -12,8 +12,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from deepspeed_c.config import sequence_parallel_size, tensor_parallel_size
-from deepspeed_c.config.load import load_with_problems, problems_of
+from deepspeed_c.config import problems_of, read_config
+from deepspeed_c.config.source import read_source
 from deepspeed_c.config.tuning import Autotuning
 from deepspeed_c.errors import ConfigError
 
@@ -79,7 +79,7 @@ def make_space(config: Mapping[str, Any], n_ranks: int, *, has_accelerator: bool
             wrong = [each for each in problems_of(config, batch="skip") if each.where == path]
             if wrong:
                 raise wrong[0]
-    loaded, problems = load_with_problems(config, world_size=1, batch="skip")
+    loaded, problems = read_config(read_source(config)).resolve_with_problems(world_size=1, batch="skip")
     if problems:
         raise problems[0]
     section = loaded.autotuning
@@ -90,7 +90,7 @@ def make_space(config: Mapping[str, Any], n_ranks: int, *, has_accelerator: bool
     if not candidates:
         raise ConfigError(
             f"no micro-batch from {section.min_train_micro_batch_size_per_gpu} to"
-            f" {section.max_train_micro_batch_size_per_gpu} fits the global batch on {_n_copies(config, section, n_ranks)} data-parallel ranks",
+            f" {section.max_train_micro_batch_size_per_gpu} fits the global batch on {_n_copies(section, n_ranks, _n_together(config))} data-parallel ranks",
             where="autotuning",
             fix="widen min_train_micro_batch_size_per_gpu, max_train_micro_batch_size_per_gpu, min_train_batch_size"
             " and max_train_batch_size, or remove train_batch_size",
@@ -196,9 +196,10 @@ def _candidates(
                 choices = {**dict(zip(others, values, strict=True)), **dict(zip(steps, batch, strict=True))}
                 for path, value in choices.items():
                     _put(made, path, value)
-                if not _makes_sense(made, n_ranks):
+                n_together = _n_together(made)
+                if not _makes_sense(made, n_ranks, n_together):
                     continue
-                n_steps = _accumulation(made, size, section, _n_copies(made, section, n_ranks))
+                n_steps = _accumulation(made, size, section, _n_copies(section, n_ranks, n_together))
                 if n_steps is None:
                     continue
                 made[MICRO_BATCH], made[ACCUMULATION] = size, n_steps
@@ -235,19 +236,20 @@ def _accumulation(
 
 def _n_together(config: Mapping[str, Any]) -> int:
     """Ranks that hold a model, or a sequence, together."""
-    return tensor_parallel_size(config)[0] * sequence_parallel_size(config)
+    read = read_config(read_source(config))
+    return read.tensor_parallel_size[0] * read.sequence_parallel_size
 
 
-def _n_copies(config: Mapping[str, Any], section: Autotuning, n_ranks: int) -> int:
+def _n_copies(section: Autotuning, n_ranks: int, n_together: int) -> int:
     """Data-parallel ranks."""
-    return max(n_ranks // max(section.mp_size, _n_together(config)), 1)
+    return max(n_ranks // max(section.mp_size, n_together), 1)
 
 
-def _makes_sense(config: Mapping[str, Any], n_ranks: int) -> bool:
+def _makes_sense(config: Mapping[str, Any], n_ranks: int, n_together: int) -> bool:
     """Whether stage and offload go together, since a stage that shards no states offloads none, and whether the ranks
     can be cut like this."""
     offloads = get(config, "zero_optimization.offload_optimizer.device", "none") not in ("none", None)
-    return not (offloads and get(config, STAGE, 0) == 0) and n_ranks % _n_together(config) == 0
+    return not (offloads and get(config, STAGE, 0) == 0) and n_ranks % n_together == 0
 
 
 def _name(config: Mapping[str, Any], ranges: Mapping[str, Any], n_steps: int | str) -> str:

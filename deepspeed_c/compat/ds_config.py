@@ -37,10 +37,10 @@ from deepspeed_c.compat.config_utils import ScientificNotationEncoder
 from deepspeed_c.compat.runtime_constants import *
 from deepspeed_c.compat.runtime_constants import ValidationMode
 from deepspeed_c.compat.swap_constants import AIO
+from deepspeed_c.config import read_config
 from deepspeed_c.config.batch import resolve_batch
 from deepspeed_c.config.inference import WeightQuantConfig
 from deepspeed_c.config.keys import DTYPE_NAMES
-from deepspeed_c.config.load import load_with_problems
 from deepspeed_c.config.source import read_source
 from deepspeed_c.errors import ConfigError, UnsupportedConfigError
 from deepspeed_c.logging import logger
@@ -114,7 +114,7 @@ def load_ds_config(config: str | os.PathLike[str] | dict[str, Any]) -> dict[str,
     Raises:
         ConfigError: ``config`` has none of these forms, or the text is not JSON.
     """
-    return config if isinstance(config, dict) else read_source(config)[0]
+    return config if isinstance(config, dict) else read_source(config).keys
 
 
 def set_optimizer_flags(config_class: DeepSpeedConfig, model: torch.nn.Module) -> None:
@@ -146,10 +146,11 @@ class DeepSpeedConfig:
     """
 
     def __init__(self, config: str | dict[str, Any], mpu: Any = None, mesh_device: Any = None) -> None:
-        self._param_dict, self._origin = read_source(config)
+        source = read_source(config)
+        self._param_dict, self._origin = source
         self.global_rank = groups.get_rank() if comm.is_initialized() else 0
         self.world_size = self._data_parallel_ranks(mpu, mesh_device)
-        known, problems = load_with_problems(self._param_dict, world_size=self.world_size, batch="skip")
+        known, problems = read_config(source).resolve_with_problems(world_size=self.world_size, batch="skip")
         self.elasticity_enabled = known.elasticity.enabled
         wrong = [each for each in problems if not isinstance(each, UnsupportedConfigError)]
         if self.elasticity_enabled:

@@ -39,10 +39,12 @@ class _ShownRun:
 
     def initialize(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Stands in for ``deepspeed_c.initialize``: turns deepcompile on for the first engine."""
-        source = self._config if self._config is not None else source_of_engine(given)
-        if self._engine is not None or source is None:
+        if self._engine is not None:
             return original(**given)
-        config = read_source(source)[0]
+        source = source_of_engine(given) if self._config is None else read_source(self._config)
+        if source is None:
+            return original(**given)
+        config = source.keys
         section = config.get("compile", {})
         if isinstance(section, Mapping):
             config["compile"] = {**section, "deepcompile": True}

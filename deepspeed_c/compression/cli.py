@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    config, path = _finished(read_source(options.config)[0]), Path(options.path)
+    config, path = _finished(read_source(options.config).keys), Path(options.path)
     section = _section(config)
     if (path / "config.json").is_file():
         model = _pretrained(path)
@@ -83,7 +83,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    config, folder, out = _finished(read_source(options.config)[0]), Path(options.path), Path(options.out)
+    config, folder, out = _finished(read_source(options.config).keys), Path(options.path), Path(options.out)
     section = _section(config)
     _refuse_learned_scores(section)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

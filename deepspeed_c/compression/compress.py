@@ -59,7 +59,7 @@ def check_deepspeed_config(config: Any) -> dict[str, Any]:
             where="deepspeed_config",
             fix="pass a dict, or the path of a JSON file",
         )
-    return read_source(config)[0]
+    return read_source(config).keys
 
 
 def get_module_name(

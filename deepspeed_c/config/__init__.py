@@ -2,6 +2,7 @@
 
 from .batch import Batch
 from .config import Config
-from .load import load_config, problems_of, sequence_parallel_size, tensor_parallel_size
+from .load import load_config, problems_of, read_config
+from .resolve import ReadConfig
 
-__all__ = ["Batch", "Config", "load_config", "problems_of", "sequence_parallel_size", "tensor_parallel_size"]
+__all__ = ["Batch", "Config", "ReadConfig", "load_config", "problems_of", "read_config"]

@@ -14,7 +14,7 @@ from typing_extensions import Self
 from deepspeed_c.config.coerce import show
 from deepspeed_c.config.config_model import DeepSpeedConfigModel, Field
 from deepspeed_c.config.keys import DTYPE_NAMES
-from deepspeed_c.config.load import load_with_problems
+from deepspeed_c.config.load import read_config
 from deepspeed_c.config.source import is_parked, read_source
 from deepspeed_c.errors import ConfigError, FeatureError
 
@@ -585,5 +585,6 @@ def _as_zero(value: Any) -> Any:
 
 def _read_zero(section: Mapping[str, Any]) -> tuple[tuple[str, ...], list[ConfigError]]:
     """(notes, problems) of the section."""
-    read, problems = load_with_problems({"zero_optimization": dict(section)}, world_size=1, batch="skip")
+    source = read_source({"zero_optimization": dict(section)})
+    read, problems = read_config(source).resolve_with_problems(world_size=1, batch="skip")
     return read.notes, problems

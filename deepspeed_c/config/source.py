@@ -6,11 +6,20 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ConfigError
 
-__all__ = ["CONFIG_ARGUMENTS", "PARKED", "copy_plain", "is_parked", "read_source", "source_among", "source_of_engine"]
+__all__ = [
+    "CONFIG_ARGUMENTS",
+    "PARKED",
+    "GivenConfig",
+    "copy_plain",
+    "is_parked",
+    "read_source",
+    "source_among",
+    "source_of_engine",
+]
 
 # Prefix of a key that is kept in the file and not read.
 PARKED = "x-"
@@ -20,12 +29,23 @@ _MAX_DEPTH = 64
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]+={0,2}\s*\Z")
 
 
-def read_source(source: Any) -> tuple[dict[str, Any], str]:
-    """A new dict with the configuration, and a description of its source.
+class GivenConfig(NamedTuple):
+    """A configuration as it was written."""
+
+    keys: dict[str, Any]
+    """A dict of its own, which may be changed until ``read_config`` gets it."""
+    origin: str
+    """A path, "dict" or "base64 text"."""
+
+
+def read_source(source: Any) -> GivenConfig:
+    """Read a configuration, unless it is one that has been read. Nothing else opens, parses or copies one.
 
     Raises:
         ConfigError: the file does not exist, the text is not JSON or not a JSON object, or a key occurs twice.
     """
+    if isinstance(source, GivenConfig):
+        return source
     if isinstance(source, Mapping):
         data, origin = source, "dict"
     elif isinstance(source, (str, os.PathLike)):
@@ -40,23 +60,24 @@ def read_source(source: Any) -> tuple[dict[str, Any], str]:
         raise ConfigError(
             f"is a JSON {_json_kind(data)}, not an object", where=origin, fix="write the keys between { and }"
         )
-    return copy_plain(data, origin), origin
+    return GivenConfig(copy_plain(data, origin), origin)
 
 
-def source_among(given: Mapping[str, Any], where: str) -> Any:
-    """The configuration among the arguments of a call, by name; None if none was given.
+def source_among(given: Mapping[str, Any], where: str) -> GivenConfig | None:
+    """Read the configuration among the arguments of a call, by name; None if none was given.
 
     Raises:
-        ConfigError: several arguments give configurations, and these differ.
+        ConfigError: it cannot be read; or several arguments give configurations, and these differ.
     """
     sources = {name: source for name, source in given.items() if source is not None}
     if not sources:
         return None
-    (first, chosen), *others = sources.items()
-    for name, source in others:
-        if source is chosen or source == chosen:
+    (first, written), *others = sources.items()
+    chosen = read_source(written)
+    for name, other in others:
+        if other is written or other == written:
             continue
-        keys, other_keys = read_source(chosen)[0], read_source(source)[0]
+        keys, other_keys = chosen.keys, read_source(other).keys
         differing = [
             k for k in (*keys, *other_keys) if k not in keys or k not in other_keys or keys[k] != other_keys[k]
         ]
@@ -73,8 +94,8 @@ CONFIG_ARGUMENTS = ("config", "config_params", "args")
 """Arguments of ``initialize`` that give the configuration."""
 
 
-def source_of_engine(given: Mapping[str, Any]) -> Any:
-    """The configuration among the arguments of ``initialize``, by name; None if none was given. Raises as
+def source_of_engine(given: Mapping[str, Any]) -> GivenConfig | None:
+    """Read the configuration among the arguments of ``initialize``, by name; None if none was given. Raises as
     `source_among`.
     """
     config, config_params, args = (given.get(name) for name in CONFIG_ARGUMENTS)

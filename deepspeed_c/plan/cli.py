@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     }
     if script:
         found = find_model(script, arguments, n_ranks)
-        source = options.config if options.config is not None else found.config
+        source = options.config if options.config is not None else found.read_source()
         _require_config(source, f"--config, or {script}")
         table = plan_table(
             source,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
-from deepspeed_c.config.source import source_of_engine
+from deepspeed_c.config.source import CONFIG_ARGUMENTS, GivenConfig, source_of_engine
 from deepspeed_c.errors import FeatureError, ModelError
 from deepspeed_c.pipe import PipelineModule
 from deepspeed_c.script import StopScript, line_of, run_script
@@ -33,8 +33,12 @@ class Found(NamedTuple):
     model: torch.nn.Module
     optimizer: Any
     model_parameters: Any
-    config: Any  # None if the script passed none
+    configs: dict[str, Any]  # the arguments that give the configuration, by name
     is_sharded: bool  # the model was built under ``zero.Init``
+
+    def read_source(self) -> GivenConfig | None:
+        """Read the script's configuration; None if it passed none. Raises ConfigError."""
+        return source_of_engine(self.configs)
 
 
 class _Reached(StopScript):
@@ -103,8 +107,9 @@ def _stopping(notes: dict[str, bool]) -> Callable:
                 where="initialize(model=...)",
                 fix="pass the model",
             )
-        found = (model, given.get("optimizer"), given.get("model_parameters"), source_of_engine(given))
-        raise _Reached(Found(*found, notes["is_sharded"]))
+        configs = {name: given.get(name) for name in CONFIG_ARGUMENTS}
+        found = Found(model, given.get("optimizer"), given.get("model_parameters"), configs, notes["is_sharded"])
+        raise _Reached(found)
 
     return stop
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed_c.buffers import BufferPool
-from deepspeed_c.config import load_config, tensor_parallel_size
+from deepspeed_c.config import ReadConfig, read_config
+from deepspeed_c.config.source import GivenConfig, read_source
 from deepspeed_c.engine.build import build_optimizer
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError
@@ -106,12 +107,14 @@ def plan_table(
     """
     notes: list[str] = []
     overrides: dict[str, Any] = {}
-    n_tensor, n_ranks = _tensor_ranks(source, n_tensor, n_ranks, overrides, has_model=model is not None)
-    config = load_config(source, world_size=n_ranks, overrides=overrides, batch="skip")
+    source = read_source(source)
+    read = read_config(source)
+    n_tensor, n_ranks = _tensor_ranks(read, n_tensor, n_ranks, overrides, has_model=model is not None)
+    config = read_config(source, overrides=overrides).resolve(world_size=n_ranks, batch="skip")
     if sizes is not None and config.optimizer is None:
         overrides["optimizer"] = ASSUMED_OPTIMIZER
         notes.append(f"the configuration names no optimizer: {ASSUMED_OPTIMIZER['type']} is assumed")
-        config = load_config(source, world_size=n_ranks, overrides=overrides, batch="skip")
+        config = read_config(source, overrides=overrides).resolve(world_size=n_ranks, batch="skip")
     asked = Offload.of(config.zero)
     chosen = (config.zero.stage, asked)
     nvme_path = config.zero.offload_optimizer.nvme_path or config.zero.offload_param.nvme_path
@@ -199,11 +202,11 @@ def plan_table(
 
 
 def _tensor_ranks(
-    source: Any, wanted: int | None, n_ranks: int, overrides: dict[str, Any], *, has_model: bool
+    config: ReadConfig, wanted: int | None, n_ranks: int, overrides: dict[str, Any], *, has_model: bool
 ) -> tuple[int, int]:
     """(number of tensor-parallel ranks, number of data-parallel ranks) of ``n_ranks``. The first number is also written
     to ``overrides``."""
-    found, key = tensor_parallel_size(source)
+    found, key = config.tensor_parallel_size
     n_tensor = found if wanted is None else wanted
     where = key if wanted is None else "--tp"
     if n_tensor < 1 or n_ranks % n_tensor:
@@ -256,7 +259,7 @@ def _sizes_of(
 def _row(
     stage: int,
     offload: Offload,
-    source: Any,
+    source: GivenConfig,
     overrides: dict[str, Any],
     sizes: ModelSizes,
     n_ranks: int,
@@ -275,7 +278,8 @@ def _row(
     if offload.optimizer != "cpu":
         choice["zero_optimization.offload_optimizer.super_offload"] = False
     try:
-        config = load_config(source, world_size=n_ranks, overrides={**overrides, **choice}, batch="skip")
+        read = read_config(source, overrides={**overrides, **choice})
+        config = read.resolve(world_size=n_ranks, batch="skip")
         optimizer = None
         if base is not None:
             place(config, base, torch.device(device_type))  # raises an error for an impossible offload

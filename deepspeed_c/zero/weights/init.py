@@ -21,7 +21,7 @@ from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm import get_world_group, init_distributed, is_initialized
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.parallel import LocalTransport
-from deepspeed_c.config.source import read_source, source_among
+from deepspeed_c.config.source import source_among
 from deepspeed_c.errors import ConfigError, FeatureError, ModelError, StateError
 from deepspeed_c.logging import logger
 from deepspeed_c.zero.weights.fp32_buffers import keep_buffers_in_fp32
@@ -197,7 +197,7 @@ class Init:
             group = mpu.get_data_parallel_group()
         sources = {"config_dict_or_path": config_dict_or_path, "config": config, "param_dict": param_dict}
         source = source_among({name: each or None for name, each in sources.items()}, "zero.Init")
-        keys = {} if source is None else read_source(source)[0]
+        keys = {} if source is None else source.keys
         self.comm = Collectives(group=group)
         self.comm.use_shared_memory(_local_of(keys))
         if self.comm.world_size == 1:

@@ -65,7 +65,7 @@ def test_what_is_passed_is_found_and_takes_no_memory(script, tmp_path):
     found = find_model(script(USUAL), ["--width", str(WIDTH), "--cuda"], 64)
     weight = found.model[0].weight
     assert weight.is_meta and weight.shape == (WIDTH, WIDTH) and weight.dtype == torch.bfloat16
-    assert found.config == {"zero_optimization": {"stage": 3}}
+    assert found.read_source().keys == {"zero_optimization": {"stage": 3}}
     assert found.optimizer is None and not found.is_sharded
     after = (
         sys.argv,
@@ -96,7 +96,9 @@ def test_every_way_to_name_initialize_and_to_pass_things(script):
     )
     assert isinstance(found.optimizer, torch.optim.SGD)
     assert found.model_parameters[0] is found.model.weight
-    assert found.config == "ds.json" and found.is_sharded
+    assert found.is_sharded
+    with pytest.raises(ConfigError, match="ds.json: there is no such file"):
+        found.read_source()
 
 
 def test_init_that_is_disabled_shards_nothing(script):
@@ -112,7 +114,7 @@ def test_init_that_is_disabled_shards_nothing(script):
         [],
         2,
     )
-    assert found.config is None and not found.is_sharded
+    assert found.read_source() is None and not found.is_sharded
 
 
 @pytest.mark.parametrize(
