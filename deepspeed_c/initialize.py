@@ -15,8 +15,10 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.comm import configure
 from deepspeed_c.comm.mesh import Mesh, mesh_of_device_mesh, mesh_of_mpu, mesh_of_pair
 from deepspeed_c.comm.watchdog import watch
-from deepspeed_c.config import Config, ReadConfig, read_config
+from deepspeed_c.config import ReadConfig, read_config
 from deepspeed_c.config.offload import OffloadParam
+from deepspeed_c.config.optim import OptimizerSection
+from deepspeed_c.config.parallel import HybridEngine
 from deepspeed_c.config.schedule import Scheduler
 from deepspeed_c.config.source import GivenConfig, source_of_engine
 from deepspeed_c.data.loader import DeepSpeedDataLoader
@@ -119,14 +121,14 @@ def initialize(
     if pipeline is not None:
         check_pipeline(pipeline, settings.pipeline, settings.zero)
         pipeline.lie_on(mesh)
-    engine_class = _engine_class(settings, is_pipeline=pipeline is not None)
+    engine_class = _engine_class(settings.hybrid_engine, is_pipeline=pipeline is not None)
     _check_data_parallel_size(settings.data_parallel_size, mesh)
     mesh = mesh_of_config(settings.zero, mesh)
     mesh.place_experts(data_first=settings.use_data_before_expert_parallelism)
     groups.set_mesh(mesh)
     set_level(settings.log_level)
     watch(comm, settings.collective_timeout_s)
-    log_dist(settings.summary_line(_idle_sections(settings, optimizer, lr_scheduler, pipeline)), ranks=[0])
+    log_dist(settings.summary_line(_idle_sections(settings.optimizer, optimizer, lr_scheduler, pipeline)), ranks=[0])
     for note in settings.notes:
         log_dist(note, ranks=[0])
     if "comms_logger" in settings.as_dict():  # without this section the log keeps the settings of `comm.configure`
@@ -183,9 +185,9 @@ def initialize(
     return engine, face, engine.training_dataloader, scheduler
 
 
-def _engine_class(settings: Config, *, is_pipeline: bool) -> type[TrainingHost]:
+def _engine_class(section: HybridEngine, *, is_pipeline: bool) -> type[TrainingHost]:
     """Raises FeatureError for a pipeline that is to generate."""
-    if not settings.hybrid_engine.enabled:
+    if not section.enabled:
         return PipelineEngine if is_pipeline else DeepSpeedEngine
     if is_pipeline:
         raise FeatureError(
@@ -285,7 +287,7 @@ def _bring_model(model: torch.nn.Module, device: torch.device, offload: OffloadP
 
 
 def _idle_sections(
-    settings: Config, optimizer: Any, lr_scheduler: Any, pipeline: PipelineModule | None
+    section: OptimizerSection | None, optimizer: Any, lr_scheduler: Any, pipeline: PipelineModule | None
 ) -> dict[str, str]:
     """Sections without an effect beside these arguments, each with the reason."""
     idle = {}
@@ -293,7 +295,7 @@ def _idle_sections(
         idle["optimizer"] = "initialize(optimizer=...) acts in its place"
     if lr_scheduler is not None:
         idle["scheduler"] = "initialize(lr_scheduler=...) acts in its place"
-    elif optimizer is None and settings.optimizer is None:
+    elif optimizer is None and section is None:
         idle["scheduler"] = "there is no optimizer"
     if pipeline is None:
         idle["pipeline"] = "the model is no PipelineModule"

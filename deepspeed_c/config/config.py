@@ -70,6 +70,15 @@ class Config(Root, kw_only=True, rename={"zero": "zero_optimization"}):
             )
         return "default"
 
+    def is_chosen(self, path: str) -> bool:
+        """Whether the user or a program chose the key's value, and "auto" does not stand there."""
+        return self.source_of(path) not in ("default", "auto")
+
+    @property
+    def forces_own_optimizer(self) -> bool:
+        """Whether the user demands an optimizer of this package with offload. The default demands none."""
+        return self.zero_force_ds_cpu_optimizer and self.is_chosen("zero_force_ds_cpu_optimizer")
+
     def as_dict(self) -> dict[str, Any]:
         """A copy of the user's configuration as given, with "auto" values and parked keys. The copy may be changed."""
         return copy.deepcopy(self._given)

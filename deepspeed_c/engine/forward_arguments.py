@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from deepspeed_c.config import Config
+from deepspeed_c.config.data import Curriculum, DataEfficiency
+from deepspeed_c.config.model import LayerDrop
 from deepspeed_c.data.curriculum import CurriculumScheduler
 from deepspeed_c.errors import ConfigError
 
@@ -38,8 +39,7 @@ class ProgressiveLayerDrop:
 class ForwardArguments:
     """The arguments of each step. A pipeline has no forward of its own, so it only keeps the difficulty."""
 
-    def __init__(self, config: Config, *, takes_arguments: bool) -> None:
-        section, drop = config.curriculum_learning, config.progressive_layer_drop
+    def __init__(self, section: Curriculum, drop: LayerDrop, *, takes_arguments: bool) -> None:
         self.curriculum: CurriculumScheduler | None = None
         self.layer_drop: ProgressiveLayerDrop | None = None
         self._has_length = section.enabled and section.curriculum_type == "seqlen"
@@ -79,6 +79,6 @@ class ForwardArguments:
         layer_drop.update_state(max(global_steps - 1, 0))
 
 
-def sampling_section(config: Config) -> dict[str, Any] | None:
+def sampling_section(section: DataEfficiency) -> dict[str, Any] | None:
     """The section ``data_efficiency`` if it chooses the samples."""
-    return msgspec.to_builtins(config.data_efficiency) if config.data_efficiency.chooses_samples else None
+    return msgspec.to_builtins(section) if section.chooses_samples else None

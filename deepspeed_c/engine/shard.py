@@ -38,7 +38,19 @@ def lay_out_model(
         mark_leaves(model, config.zero)
     groups = [] if base is None else [group["params"] for group in base.param_groups]
     device = torch.device(get_accelerator().current_device_name())
-    layout = lay_out(model, groups, config, precision, mesh, place(config, base, device), device)
+    placement = place(config.zero, base, device, forces_own=config.forces_own_optimizer)
+    layout = lay_out(
+        model,
+        groups,
+        config.zero,
+        precision,
+        mesh,
+        placement,
+        device,
+        is_chosen=config.is_chosen,
+        joins=config.comm.zero_copy_gather,
+        broadcasts=config.disable_allgather,
+    )
     if layout.fetcher is not None:
         store_weights(config.zero.offload_param, config.aio, layout.fetcher, mesh.comm)
     return layout

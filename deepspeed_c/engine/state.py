@@ -13,7 +13,6 @@ from deepspeed_c import checkpoint as files
 from deepspeed_c.checkpoint.source import Source
 from deepspeed_c.comm.axes import DATA, SAME_SAMPLES, SP, TOKENS, TP
 from deepspeed_c.comm.mesh import Mesh
-from deepspeed_c.config import Config
 from deepspeed_c.data.history import SampleHistory
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.backward import BackwardPass
@@ -36,21 +35,24 @@ class TrainState:
 
     def __init__(
         self,
-        config: Config,
+        window: Window,
         mesh: Mesh,
         precision: Precision,
         device: torch.device,
         optimizer: ZeroOptimizer | NoOptimizer,
         lr_scheduler: Any,
+        *,
+        loss: str,
+        seed: int,
     ) -> None:
-        self.config, self.mesh, self.precision, self.device = config, mesh, precision, device
+        self.window, self.mesh, self.precision, self.device = window, mesh, precision, device
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self._seed = seed
         self._loader: DeepSpeedDataLoader | None = None
         self.layout = Layout([], [], None)
         self.dormant: dict[torch.nn.Parameter, KeptState] = {}
         """States of parameters that were frozen during the run."""
-        self.window = Window(config.batch, is_managed=config.managed_gradient_accumulation)
-        needs_weights = mesh.size(SP) > 1 and config.sequence_parallel.loss != "part"
+        needs_weights = mesh.size(SP) > 1 and loss != "part"
         self.passes = BackwardPass(self.window, precision.scaler, mesh, self.begin_window, needs_weights)
         self.global_steps = self.global_samples = self.skipped_steps = 0
         self.n_tokens = 0
@@ -250,7 +252,7 @@ class TrainState:
         elif source.rank_state(0) is not None:
             # A rank that did not exist in the saved run gets a new seed, the same in every run that resumes from this
             # checkpoint in this way.
-            torch.manual_seed(self.config.seed + 7919 * (self.global_steps + 1) + self.mesh.index(*TOKENS))
+            torch.manual_seed(self._seed + 7919 * (self.global_steps + 1) + self.mesh.index(*TOKENS))
         if self._loader is None:
             return
         saved = (first if saved_ranks == n_ranks else source.rank_state(0)) or {}

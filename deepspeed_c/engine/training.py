@@ -35,6 +35,7 @@ from deepspeed_c.engine.shard import shard_model, take_cores_back
 from deepspeed_c.engine.share import LossShare
 from deepspeed_c.engine.state import TrainState
 from deepspeed_c.engine.trainable import assign_groups, match_names, put_states, take_states
+from deepspeed_c.engine.window import Window
 from deepspeed_c.errors import BatchSizeError, StateError
 from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.monitor.monitor import MonitorMaster
@@ -98,7 +99,17 @@ class TrainingHost(Reductions, ModelHost):
         super().__init__(model, config, mesh, precision, device, edits)
         self.mpu, self.mesh_device = training.mpu, training.mesh_device
         optimizer = training.optimizer or NoOptimizer()
-        self._state = TrainState(config, mesh, precision, device, optimizer, training.lr_scheduler)
+        window = Window(config.batch, is_managed=config.managed_gradient_accumulation)
+        self._state = TrainState(
+            window,
+            mesh,
+            precision,
+            device,
+            optimizer,
+            training.lr_scheduler,
+            loss=config.sequence_parallel.loss,
+            seed=config.seed,
+        )
         self._window, self._passes = self._state.window, self._state.passes
         self.phases = Phases(enabled=config.wall_clock_breakdown or config.autotuning.enabled, device=device)
         if config.wall_clock_breakdown:
@@ -109,13 +120,15 @@ class TrainingHost(Reductions, ModelHost):
         if training.data is not None:
             self.training_dataloader = self.deepspeed_io(training.data, collate_fn=training.collate_fn)
         self._inputs = InputCheck(mesh, device)
-        self._arguments = ForwardArguments(config, takes_arguments=self.takes_arguments)
+        self._arguments = ForwardArguments(
+            config.curriculum_learning, config.progressive_layer_drop, takes_arguments=self.takes_arguments
+        )
         self._share = LossShare(mesh, config.sequence_parallel.loss)
         self._step_applied = False
         self._tput_timer: ThroughputTimer | None = None
-        self._flops = StepFlops(profiled_section(config), self)
+        self._flops = StepFlops(profiled_section(config.flops_profiler, config.autotuning), self)
         self._experiment = ExperimentMeter(config.autotuning, self, mesh.comm, lambda: self._flops.forward_flops)
-        self._checkpoints = Checkpoints(self._state)
+        self._checkpoints = Checkpoints(self._state, config.checkpoint, config.zero, config.as_dict())
         self.checkpoint_engine = TorchCheckpointEngine.with_zip(config.checkpoint.checkpoint_serialization)
         """Writes and reads files for programs. The engine does not use it for its own checkpoints."""
         self.monitor = MonitorMaster(config, comm=mesh.comm)
@@ -369,7 +382,7 @@ class TrainingHost(Reductions, ModelHost):
             drop_last=self._config.dataloader_drop_last,
             seed=self._config.seed,
             measure=self.phases.measure,
-            efficiency=sampling_section(self._config),
+            efficiency=sampling_section(self._config.data_efficiency),
             accumulation_steps=self._config.batch.accumulation_steps,
         )
 

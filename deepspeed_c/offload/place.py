@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.config import Config
 from deepspeed_c.config.offload import Aio, OffloadOptimizer, OffloadParam
+from deepspeed_c.config.zero import Zero
 from deepspeed_c.errors import AioError, ConfigError, DeepSpeedCError, FeatureError
 from deepspeed_c.logging import log_dist
 from deepspeed_c.offload.file import SWAP_ELEMS, FileHome
@@ -55,15 +55,15 @@ def is_apart(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def place(config: Config, base: torch.optim.Optimizer | None, device: torch.device) -> Placement:
+def place(zero: Zero, base: torch.optim.Optimizer | None, device: torch.device, *, forces_own: bool) -> Placement:
     """The placement of the states and weights of a model's units. ``base`` trains the model (None: it is not trained)
-    on ``device``. Raises FeatureError for an offload that is not possible.
+    on ``device``; ``forces_own``: the configuration demands an optimizer of this package. Raises FeatureError for an
+    offload that is not possible.
     """
-    states, params = config.zero.offload_optimizer, config.zero.offload_param
+    states, params = zero.offload_optimizer, zero.offload_param
     apart = is_apart(device)
     if base is not None:
-        forced = config.zero_force_ds_cpu_optimizer and config.source_of("zero_force_ds_cpu_optimizer") != "default"
-        _check_states(states, base, apart=apart, forced=forced)
+        _check_states(states, base, apart=apart, forced=forces_own)
     has_states = base is not None and states.device != "none"
     return placement_of(
         states.device if has_states else "none",

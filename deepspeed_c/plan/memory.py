@@ -306,10 +306,13 @@ class _Walk:
         layout = lay_out(
             self._model,
             groups if optimizer is not None else [],
-            config,
+            config.zero,
             _Policy(self._precision, sizes),
             mesh,
             placement,
+            is_chosen=config.is_chosen,
+            joins=config.comm.zero_copy_gather,
+            broadcasts=config.disable_allgather,
             gather_pool=BufferPool(keeps=lambda _: keeps_gathered(device_type), count=book.counter(GATHERED)),
         )
         self._trained, self._frozen, self.fetcher = layout.trained, layout.frozen, layout.fetcher

@@ -282,7 +282,8 @@ def _row(
         config = read.resolve(world_size=n_ranks, batch="skip")
         optimizer = None
         if base is not None:
-            place(config, base, torch.device(device_type))  # raises an error for an impossible offload
+            # Raises an error for an impossible offload.
+            place(config.zero, base, torch.device(device_type), forces_own=config.forces_own_optimizer)
             is_cut = STAGES[stage].optimizer and n_ranks > 1
             optimizer = group_sizes(base, is_sharded=is_cut, allow_untested=config.zero_allow_untested_optimizer)
         plan = plan_memory(

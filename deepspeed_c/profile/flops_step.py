@@ -9,8 +9,8 @@ from typing import Protocol
 import msgspec
 import torch
 
-from deepspeed_c.config import Config
 from deepspeed_c.config.monitor import FlopsProfilerSection
+from deepspeed_c.config.tuning import Autotuning
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.logging import logger
 from deepspeed_c.profile.flops import FlopsProfiler
@@ -26,14 +26,13 @@ class ProfiledEngine(Protocol):
     global_steps: int
 
 
-def profiled_section(config: Config) -> FlopsProfilerSection:
+def profiled_section(section: FlopsProfilerSection, tuning: Autotuning) -> FlopsProfilerSection:
     """The section ``flops_profiler`` of an engine. An experiment of the tuner that is measured in FLOPs counts them in
     the step before the measured ones, because counting slows a step down."""
-    tuning = config.autotuning
     if not (tuning.enabled and tuning.metric == "flops"):
-        return config.flops_profiler
+        return section
     step = max(tuning.start_profile_step - 1, 0)
-    return msgspec.structs.replace(config.flops_profiler, enabled=True, profile_step=step, detailed=False)
+    return msgspec.structs.replace(section, enabled=True, profile_step=step, detailed=False)
 
 
 class StepFlops:

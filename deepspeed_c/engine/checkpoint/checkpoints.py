@@ -15,6 +15,8 @@ from deepspeed_c.checkpoint.experts import expert_name
 from deepspeed_c.checkpoint.native.background import BackgroundSave, Save, Snapshot
 from deepspeed_c.checkpoint.native.ranks import Ranks
 from deepspeed_c.checkpoint.source import PARAM, ParamInfo, Read, Source, Topology
+from deepspeed_c.config.checkpoint import Checkpoint
+from deepspeed_c.config.zero import Zero
 from deepspeed_c.engine.checkpoint.contents import Reading, names_of, names_of_all, owned_pieces, param_infos
 from deepspeed_c.engine.checkpoint.restore import LoadOptions, plan_restore
 from deepspeed_c.engine.parts import take_parts
@@ -35,10 +37,12 @@ LOAD_ATTEMPTS = 5
 
 
 class Checkpoints:
-    """Saves and loads one engine. Every method is collective."""
+    """Saves and loads one engine. Every method is collective. ``written``: the user's configuration, which a checkpoint
+    keeps."""
 
-    def __init__(self, state: TrainState) -> None:
+    def __init__(self, state: TrainState, section: Checkpoint, zero: Zero, written: dict[str, Any]) -> None:
         self._state, self._comm = state, state.mesh.comm
+        self._section, self._zero, self._written = section, zero, written
         self._ranks = Ranks(self._comm.rank, self._comm.global_ranks)
         self._snapshot = Snapshot()
         self._reading = Reading()
@@ -63,7 +67,7 @@ class Checkpoints:
         exclude_frozen: bool,
         is_async: bool | None,
     ) -> Save | bool:
-        state, config = self._state, self._state.config.checkpoint
+        state, config = self._state, self._section
         self.wait()
         tag = f"global_step{state.global_steps}" if tag is None else str(tag)
         contents, error, expert_ranks = None, None, {}
@@ -109,10 +113,10 @@ class Checkpoints:
 
         Raises CheckpointError if these files cannot hold the model's experts.
         """
-        if self._state.config.checkpoint.format != "deepspeed":
+        if self._section.format != "deepspeed":
             return {}
         layers = {split.layer for name in names if (split := expert_name(name)) is not None}
-        if layers and self._state.config.zero.stage == 3:
+        if layers and self._zero.stage == 3:
             raise CheckpointError(
                 "DeepSpeed does not train mixtures of experts at stage 3, and has no files for them",
                 where="checkpoint.format",
@@ -130,7 +134,7 @@ class Checkpoints:
         """Returns the function that writes this rank's files in DeepSpeed's layout. The function may run later on
         another thread, so it gets everything that it needs from the engine now."""
         state, n_ranks = self._state, self._ranks.world_size
-        stage, dtype = state.config.zero.stage, state.precision.dtype or torch.float32
+        stage, dtype = self._zero.stage, state.precision.dtype or torch.float32
         # DeepSpeed stores a group in the optimizer's order; our manifest has the module's order.
         order = [name for of_group in state.layout.groups for name in of_group]
         is_fused = declaration(state.optimizer.optimizer).is_fused_in_deepspeed
@@ -166,7 +170,7 @@ class Checkpoints:
         for rank, (_, _, hindrance) in enumerate(offers):
             if hindrance is not None:
                 raise CheckpointError(hindrance.what, where=f"rank {rank}: {hindrance.where}", fix=hindrance.fix)
-        rule = self._state.config.checkpoint.tag_validation
+        rule = self._section.tag_validation
         first_tag, first_dir, _ = offers[0]
         other = next((rank for rank, offer in enumerate(offers) if offer[0] != first_tag), None)
         if other is not None and rule != "IGNORE":
@@ -174,7 +178,7 @@ class Checkpoints:
             if rule == "FAIL":
                 raise CheckpointError(message, where="save_checkpoint", fix="pass the same tag on all ranks")
             logger.warning("save_checkpoint: %s; rank 0's tag is used", message)
-        is_node_local = self._state.config.checkpoint.use_node_local_storage
+        is_node_local = self._section.use_node_local_storage
         return files.commit.check_tag(first_tag), save_dir if is_node_local else first_dir
 
     def _contents(self, module: torch.nn.Module, client_state: Mapping[str, Any], exclude_frozen: bool) -> Contents:
@@ -192,14 +196,14 @@ class Checkpoints:
                 reading=self._reading,
                 exclude_frozen=exclude_frozen,
             ),
-            stage=state.config.zero.stage,
+            stage=self._zero.stage,
             axes=state.mesh.wide_axes,
             expert_parallel=max(named.expert_ranks.values(), default=1),
             params=param_infos(layout, optimizer, state.dormant, state.mesh.stage.rank),
             names=named.names,
             aliases=named.aliases,
             counters=state.counters(),
-            config=state.config.as_dict(),
+            config=self._written,
             mine=files.state.pack(state.of_rank(), f"rank {rank}"),
             common=self._common(client_state, named.others) if rank == 0 else b"",
             excludes_frozen=exclude_frozen,
@@ -230,7 +234,7 @@ class Checkpoints:
             strict=strict,
             optimizer=wants_optimizer,
             states=wants_optimizer and bool(self._state.optimizer.units),
-            masters=self._state.config.zero.load_from_fp32_weights,
+            masters=self._zero.load_from_fp32_weights,
         )
         candidates = self._candidates(load_dir, tag)
         if not candidates:

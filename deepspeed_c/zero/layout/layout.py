@@ -13,7 +13,6 @@ from deepspeed_c.buffers import BufferPool
 from deepspeed_c.comm.axes import DP_SHARD, PP, SHARDS, TOKENS, TP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
-from deepspeed_c.config import Config
 from deepspeed_c.config.zero import Zero
 from deepspeed_c.errors import CommError, ConfigError
 from deepspeed_c.logging import log_dist
@@ -164,26 +163,31 @@ def _why_copied(
 def lay_out(
     model: torch.nn.Module,
     groups: Sequence[Sequence[torch.nn.Parameter]],
-    config: Config,
+    zero: Zero,
     precision: DtypePolicy,
     mesh: Mesh,
     placement: Placement = ON_DEVICE,
     device: torch.device | None = None,
     *,
+    is_chosen: Callable[[str], bool],
+    joins: bool,
+    broadcasts: bool,
     shard_axes: Callable[[torch.nn.Parameter], Sequence[str]] = lambda param: SHARDS,
     gather_pool: BufferPool | None = None,
 ) -> Layout:
     """Makes the units of a model with the optimizer groups ``groups`` (empty for an engine that only evaluates), and
     shards the model's states as the stage says.
 
-    ``device``: the device that computes (default: each parameter's own). ``shard_axes``: returns the axes among
-    ``TOKENS`` over which the stage cuts a parameter; ranks along the other axes hold copies. ``gather_pool``: a pool
-    for the fetcher to use instead of a new one. Collective if the process groups of such axes have not been made yet.
+    ``is_chosen``: whether the user chose the value of a key (``Config.is_chosen``). ``joins``: weights are gathered
+    without copies where this is possible. ``broadcasts``: updated weights are broadcast and not gathered. ``device``:
+    the device that computes (default: each parameter's own). ``shard_axes``: returns the axes among ``TOKENS`` over
+    which the stage cuts a parameter; ranks along the other axes hold copies. ``gather_pool``: a pool for the fetcher to
+    use instead of a new one. Collective if the process groups of such axes have not been made yet.
     """
-    zero, sharding = config.zero, STAGES[config.zero.stage]
+    sharding = STAGES[zero.stage]
 
     def is_sized(key: str) -> bool:
-        return config.source_of(f"zero_optimization.{key}") not in ("default", "auto")
+        return is_chosen(f"zero_optimization.{key}")
 
     def unit_groups(param: torch.nn.Parameter, axes: Sequence[str]) -> UnitGroups:
         others = [axis for axis in TOKENS if axis not in axes]
@@ -232,7 +236,6 @@ def lay_out(
 
         return elems_of_bucket
 
-    joins = config.comm.zero_copy_gather
     if joins:
         why = _why_copied(
             zero, mesh.along(*SHARDS), placement, device or torch.device("cpu"), shards_params=shards_params
@@ -285,7 +288,7 @@ def lay_out(
         [unit for unit in units if unit not in sharded],
         mesh.tokens,
         _limits(zero, largest, is_sized=is_sized("stage3_prefetch_bucket_size")),
-        use_broadcast=not zero.allgather_partitions or config.disable_allgather,
+        use_broadcast=not zero.allgather_partitions or broadcasts,
         pool=gather_pool,
     )
     return Layout(trained_units, frozen_units, fetcher, names_by_group)

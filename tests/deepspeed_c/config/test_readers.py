@@ -16,13 +16,14 @@ ROOT = Path(deepspeed_c.__file__).parent
 # Files that do not act on the values of keys: some read, check and print all keys alike; the others are DeepSpeed's
 # getters and objects, which pass values on.
 NO_READERS = {
-    *(ROOT / "config" / f"{name}.py" for name in ("checks", "coerce", "config", "docs", "keys", "load", "schema")),
+    *(ROOT / "config" / f"{name}.py" for name in ("checks", "coerce", "config", "docs", "keys", "load", "resolve", "schema")),
     ROOT / "engine" / "getters.py",
     *(ROOT / "compat").glob("*.py"),
 }
 # Key that has an effect without a reader in the package -> how it has the effect.
 ELSEWHERE = {
     "autotuning.metric_path": "an experiment reads it by the engine's getter, which knows the default file",
+    "zero_force_ds_cpu_optimizer": "Config.forces_own_optimizer reads it, with whether the user wrote it",
     "data_types.param_dtype": "a value that contradicts fp16.enabled and bf16.enabled is an error (checks.py)",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "accelerate and the Trainer read it by the engine's getter",
 }

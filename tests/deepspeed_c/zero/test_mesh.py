@@ -41,9 +41,9 @@ def mixed_units():
     def shard_axes(names: dict[int, int], param: torch.nn.Parameter) -> tuple[str, ...]:
         return MIXED[names[id(param)] % len(MIXED)]
 
-    def mixed(model, *args):
+    def mixed(model, *args, **settings):
         turns = {id(p): i for i, (_, p) in enumerate(model.named_parameters())}
-        return lay_out(model, *args, shard_axes=partial(shard_axes, turns))
+        return lay_out(model, *args, **settings, shard_axes=partial(shard_axes, turns))
 
     return mock.patch.object(shard, "lay_out", mixed)
 
