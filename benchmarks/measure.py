@@ -27,6 +27,7 @@ __all__ = [
     "machine",
     "median_spread",
     "peer_extensions",
+    "ratio_text",
     "ratios",
     "require",
     "require_equal",
@@ -73,6 +74,15 @@ def ratios(key: str, mine: Sequence[float], theirs: Sequence[float]) -> dict[str
     """
     found = median_spread([a / b for a, b in zip(mine, theirs, strict=True)])
     return dict(zip((key, f"{key}_min", f"{key}_max"), (round(value, 4) for value in found), strict=True))
+
+
+def ratio_text(mine: Sequence[float], theirs: Sequence[float]) -> str:
+    """Return the median ratio of mine to theirs over the rounds, and the quartiles.
+
+    On a machine with other work, single rounds differ by a factor of two. Quartiles do not.
+    """
+    low, middle, high = statistics.quantiles([a / b for a, b in zip(mine, theirs, strict=True)], n=4)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def bound(key: str, mine: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ rest of the design. All parameters of the small layers lie below the default per
 would be sharded. Their "stage3" therefore sets the threshold to 0, and "stage3_persistent" has the default. All
 contenders run in the same processes, in an order that changes with the round. Each round times one step of each
 contender. All losses have to be the same at every step, and the weights of "stage3" have to be sharded, and gathered in
-each step. "stage3_zero_copy" is "stage3" with ``comm.zero_copy_gather``, with which a gather sends nothing. "replica"
+each step. CI prints the small layers with "--brief". "stage3_zero_copy" is "stage3" with ``comm.zero_copy_gather``, with which a gather sends nothing. "replica"
 trains independently on each rank and sends nothing.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.stage3_step --model gpt|mlp|small
 """
@@ -37,7 +37,7 @@ from benchmarks.deepspeed_c.train_step import (
     seeded,
 )
 from benchmarks.engines import n_gathers, require_gathers_copy, require_weights_sharded, sharded_elems
-from benchmarks.measure import machine, median_spread, ratios, time_alternately
+from benchmarks.measure import machine, median_spread, ratio_text, ratios, time_alternately
 from deepspeed_c.comm.collectives import Collectives
 
 WARMUP = 3
@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), default="gpt")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", nargs="+", help="contenders", choices=CONTENDERS)
+    parser.add_argument("--brief", action="store_true", help="print one line for a reader; needs stage3, ddp, replica")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -149,7 +150,15 @@ def main() -> None:
     for name in {"stage3", "stage3_zero_copy"} & set(steps):
         require_weights_sharded(steps[name].engine, MOST, gathers[name].per_step())
         require_gathers_copy(steps[name].engine, name == "stage3")
-    if rank == 0:
+    if rank == 0 and args.brief:
+        print(
+            f"stage 3, model {args.model}, {dist.get_world_size()} ranks: a step takes"
+            f" {ratio_text(times['stage3'], times['ddp'])} of DDP's time, and"
+            f" {ratio_text(times['stage3'], times['replica'])} of that of replicas that send nothing"
+            f" (median and middle half of {args.rounds} rounds)",
+            flush=True,
+        )
+    elif rank == 0:
         n = sum(p.numel() for p in make().parameters())
         for name, step in steps.items():
             line = {"benchmark": "stage3_step", "model": args.model, "contender": name, "params": n}

@@ -9,13 +9,21 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.measure import bound, calls_of_a_round, in_turn, ratios, require, require_equal
+from benchmarks.measure import bound, calls_of_a_round, in_turn, ratio_text, ratios, require, require_equal
 
 
 def test_a_ratio_is_the_median_of_rounds_and_not_of_medians():
     assert ratios("r", [1.0, 4.0, 9.0], [1.0, 2.0, 3.0]) == {"r": 2.0, "r_min": 1.0, "r_max": 3.0}
     with pytest.raises(ValueError):
         ratios("r", [1.0], [1.0, 2.0])
+
+
+def test_one_disturbed_round_changes_no_figure_of_a_ratio_in_words():
+    mine = [0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4]
+    assert ratio_text(mine, [1.0] * 7) == "1.10 (0.90 to 1.30)"
+    assert ratio_text([*mine[:-1], 90.0], [1.0] * 7) == "1.10 (0.90 to 1.30)"
+    with pytest.raises(ValueError):
+        ratio_text([1.0, 2.0], [1.0])
 
 
 def test_a_bound_that_is_undercut_says_so_and_noise_does_not():
