@@ -61,7 +61,7 @@ def require_weights_sharded(engine: Any, share: float, gathers_per_step: float) 
 def require_gathers_copy(engine: Any, copies: bool) -> None:
     """Require that every gather copies the weights, or that none does."""
     fetcher = engine._optimizer.fetcher
-    n_joint = sum(group.is_joint for group in fetcher.groups)
+    n_joint = sum(not group.source.is_collective for group in fetcher.groups)
     require(
         n_joint == (0 if copies else len(fetcher.groups)),
         f"gathers {'copy' if copies else 'copy nothing'}: {n_joint} of {len(fetcher.groups)} units are joint memory",

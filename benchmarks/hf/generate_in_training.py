@@ -136,10 +136,19 @@ class Rank:
 
         return n_gathers(self.engine)
 
+    def _lease(self) -> Any:
+        """Our driver of leases, if any weights are sharded."""
+        fetcher = self.engine._optimizer.fetcher if self.is_ours else None
+        if fetcher is None:
+            return None
+        from deepspeed_c.zero.weights.drivers.lease import Lease
+
+        return fetcher.drivers.of(Lease)
+
     def switch(self) -> dict[str, float]:
         """Median milliseconds of a switch and its parts, and of a switch with one token."""
         found: dict[str, list[float]] = {"one_token": [], "switch": [], "lease": [], "end_lease": []}
-        fetcher = self.engine._optimizer.fetcher if self.is_ours else None
+        lease = self._lease()
         prompt = self.prompts[:1, :1].contiguous()
         for _ in range(SWITCHES):
             found["one_token"].append(self.generate([1] * WORLD, prompt)["seconds"])
@@ -148,11 +157,11 @@ class Rank:
                 begin = time.perf_counter()
                 self.engine.eval()
                 after_eval = time.perf_counter()
-                if fetcher is not None:
-                    fetcher.lease()
+                if lease is not None:
+                    lease.begin()
                 leased = time.perf_counter()
-                if fetcher is not None:
-                    fetcher.end_lease()
+                if lease is not None:
+                    lease.end()
                 ended = time.perf_counter()
                 self.engine.train()
                 found["switch"].append(time.perf_counter() - begin)
@@ -190,7 +199,7 @@ class Rank:
             fetcher = engine._optimizer.fetcher
             groups = [] if fetcher is None else fetcher.groups
             found |= {"sharded": sharded_elems(engine)[0], "units": len(groups)}
-            found["joint_units"] = sum(group.is_joint for group in groups)
+            found["joint_units"] = sum(not group.source.is_collective for group in groups)
         return found
 
 
@@ -259,6 +268,15 @@ class Contender:
                 n_units = about["units"]
                 require(0 < found["gathers"] <= n_units, f"each of {n_units} units is gathered once at most: {found}")
         self.calls.setdefault(new, []).append(answers)
+
+    def _lease(self) -> Any:
+        """Our driver of leases, if any weights are sharded."""
+        fetcher = self.engine._optimizer.fetcher if self.is_ours else None
+        if fetcher is None:
+            return None
+        from deepspeed_c.zero.weights.drivers.lease import Lease
+
+        return fetcher.drivers.of(Lease)
 
     def switch(self) -> None:
         answers = self.ranks.ask(json.dumps("switch"))

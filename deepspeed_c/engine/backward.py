@@ -24,6 +24,7 @@ from deepspeed_c.engine.window import Window
 from deepspeed_c.errors import BackwardError
 from deepspeed_c.logging import logger
 from deepspeed_c.zero.gradients.reducer import GradientReducer
+from deepspeed_c.zero.weights.drivers.recorded import RecordedPlan
 from deepspeed_c.zero.weights.fetch import Fetcher
 from deepspeed_c.zero.weights.param import saved_parameters_answer
 
@@ -114,7 +115,7 @@ class BackwardPass:
             return
         if not self._reducer.is_in_backward:
             if self._fetcher is not None:
-                self._fetcher.drop_reading()
+                self._fetcher.drivers.of(RecordedPlan).drop_reading()
             return
         logger.warning(
             "rank %d: a backward pass raised before it had ended; the gradients of this accumulation window are dropped",
@@ -265,7 +266,7 @@ class BackwardPass:
             # so it does not belong to the window.
             self._has_gradient_graph |= torch.is_grad_enabled()
             if self._fetcher is not None:
-                self._fetcher.begin_reading()
+                self._fetcher.driver.begin_reading()
             return 1.0
         if not self._reducer.is_in_backward:
             self._begin_by_caller(task, made_in)

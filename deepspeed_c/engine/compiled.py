@@ -20,6 +20,7 @@ from deepspeed_c.config.compiler import Compile
 from deepspeed_c.engine.backward import BackwardPass
 from deepspeed_c.inject.swap import swap_forward
 from deepspeed_c.zero.gradients.reducer import GradientReducer
+from deepspeed_c.zero.weights.drivers.graphs import Graphs
 from deepspeed_c.zero.weights.fetch import Fetcher
 from deepspeed_c.zero.weights.gather_unit import PlacedShard
 from deepspeed_c.zero.weights.grad_face import GradFace, notice_cleared, stop_noticing
@@ -48,6 +49,7 @@ class CompiledModel:
         log: Path | None,
     ) -> None:
         self._module, self._fetcher, self._reducer = module, fetcher, reducer
+        self._graphs = None if fetcher is None else fetcher.drivers.of(Graphs)
         self._config = config
         self.step = step
         self.number = register_host(self)
@@ -113,18 +115,18 @@ class CompiledModel:
         self._read.clear()
 
     def running_graph(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._fetcher is None else self._fetcher.in_graph()
+        return nullcontext() if self._graphs is None else self._graphs.running()
 
     def gather(self, unit: int) -> None:
         if self._config.sync_before_allgather:
             get_accelerator().synchronize()
-        self._fetcher.start_in_graph(unit)
+        self._graphs.start(unit)
         if self._config.sync_after_allgather:
-            self._fetcher.finish_in_graph(unit)
+            self._graphs.finish(unit)
             get_accelerator().synchronize()
 
     def wait(self, unit: int, weights: Sequence[torch.Tensor], places: Sequence[int]) -> None:
-        self._fetcher.finish_in_graph(unit)
+        self._graphs.finish(unit)
         # Autograd gives a backward other tensor objects than the forward has saved.
         slots = self._fetcher.groups[unit].slots
         for weight, place in zip(weights, places):
@@ -136,7 +138,7 @@ class CompiledModel:
         for weight, place in zip(weights, places):
             if weight is not slots[place].param:
                 weight.data = state_of(slots[place].param).hollow
-        self._fetcher.release_in_graph(unit)
+        self._graphs.release(unit)
 
     def reduce(self, gradient: torch.Tensor, slot: int) -> None:
         # A pass of ``autograd.grad`` runs the whole backward graph too, but adds to no parameter's gradient.

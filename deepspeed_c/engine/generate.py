@@ -1,8 +1,8 @@
 """Generation with the weights of an engine in training: they are made whole once for all tokens.
 
-A *lease* makes all sharded weights available while a model generates (``Fetcher.lease``). No forward gathers anything
-then, so each rank ends when it has all of its tokens. A model that is too large for it is gathered for each token, in
-join mode (``Fetcher.joined``): a rank that has all of its tokens serves the others.
+A *lease* makes all sharded weights available while a model generates (``drivers/lease.py``). No forward gathers then,
+so each rank ends when it has all of its tokens. A model that is too large for it is gathered for each token, in join
+mode (``drivers/join.py``): a rank that has all of its tokens serves the others.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import torch
 from deepspeed_c.engine.group_generation import GroupGeneration, generates
 from deepspeed_c.engine.prompts import prompts_of
 from deepspeed_c.errors import DeepSpeedCError, StateError
+from deepspeed_c.zero.weights.drivers.join import JoinMode
+from deepspeed_c.zero.weights.drivers.lease import Lease
 from deepspeed_c.zero.weights.fetch import Fetcher
 
 __all__ = ["Generation", "GenerationCost"]
@@ -103,7 +105,7 @@ class Generation:
         """
         is_outermost = threading.get_ident() not in self._threads
         fetcher, group = self._fetcher(), self._group()
-        joins = group is None and fetcher is not None and not fetcher.can_lease
+        joins = group is None and fetcher is not None and not fetcher.drivers.of(Lease).can_begin
         try:
             self._check(args, kwargs, is_outermost and not joins)
         except DeepSpeedCError as error:
@@ -112,11 +114,11 @@ class Generation:
             raise
         began = time.perf_counter()
         try:
-            with self.running(), fetcher.joined() if joins else nullcontext():
+            with self.running(), fetcher.drivers.of(JoinMode).running() if joins else nullcontext():
                 if joins and is_outermost:
                     self._check_prompts(args, kwargs)
                 taken_s = 0.0 if group is None else group.taken_s
-                may_differ = group is not None or fetcher is None or fetcher.lease() or fetcher.is_joined
+                may_differ = group is not None or fetcher is None or _gathers_nothing_alone(fetcher)
                 lease_s = time.perf_counter() - began
                 yield may_differ
                 if group is not None:
@@ -137,7 +139,7 @@ class Generation:
         if group is not None:
             group.refuse(error, fetcher)
         elif fetcher is not None:
-            fetcher.refuse_lease()
+            fetcher.drivers.of(Lease).refuse()
 
     def _check(self, args: tuple, kwargs: dict[str, Any], checks_prompts: bool) -> None:
         self._require_ready()
@@ -159,14 +161,14 @@ class Generation:
         """
         if self.is_running:
             return
-        if fetcher is None or fetcher.is_joint or self._module.training or not self._trains():
+        if fetcher is None or not fetcher.is_collective or self._module.training or not self._trains():
             self._let_weights_go()
 
     def _let_weights_go(self) -> None:
         if (group := self._group()) is not None:
             group.drop()
         if (fetcher := self._fetcher()) is not None:
-            fetcher.end_lease()
+            fetcher.drivers.of(Lease).end()
 
     def end(self, what: str) -> None:
         """Ends the lease, if there is one, because weights are about to change. ``what``: the engine's method.
@@ -197,6 +199,11 @@ class Generation:
                     attributes["generate"] = generate
 
         return undo
+
+
+def _gathers_nothing_alone(fetcher: Fetcher) -> bool:
+    """Begins a lease if there can be one. Returns whether each rank may run its own number of forwards."""
+    return fetcher.drivers.of(Lease).begin() or fetcher.drivers.of(JoinMode).is_running
 
 
 class _LeasedGenerate:

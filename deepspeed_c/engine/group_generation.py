@@ -18,6 +18,7 @@ from deepspeed_c.engine.prompts import prompts_of
 from deepspeed_c.errors import CommError, ConfigError, DeepSpeedCError, FeatureError, ModelError, StateError
 from deepspeed_c.inject.part_copy import PartCopy
 from deepspeed_c.logging import log_dist
+from deepspeed_c.zero.weights.drivers.lease import Lease, read_in_turns
 from deepspeed_c.zero.weights.fetch import Fetcher
 
 __all__ = ["GroupGeneration", "generates"]
@@ -99,13 +100,13 @@ class GroupGeneration:
 
     def _is_read(self, fetcher: Fetcher | None) -> bool:
         """Whether no shards have to be read: weights are whole somewhere, or parts of the newest shards are here."""
-        return fetcher is None or fetcher.is_joint or self._n_writes == fetcher.n_writes
+        return fetcher is None or not fetcher.is_collective or self._n_writes == fetcher.n_writes
 
     def _take(self, fetcher: Fetcher | None) -> None:
         """Gives the copy its weights. Whole weights, and weights in joint memory, are read where they lie. Of shards
         each rank gathers a few units at a time, and keeps its parts until ``drop``."""
         self._copy.follow()
-        if fetcher is None or (fetcher.is_joint and fetcher.lease()):
+        if fetcher is None or (not fetcher.is_collective and fetcher.drivers.of(Lease).begin()):
             self._copy.take(self._params, copies=False)
             return
         if self._n_writes == fetcher.n_writes:
@@ -116,7 +117,7 @@ class GroupGeneration:
             self._copy.take(params, copies=True)
             in_turns.update(params)
 
-        fetcher.read_in_turns(self._n_units_a_turn, read)
+        read_in_turns(fetcher, self._n_units_a_turn, read)
         self._copy.take([param for param in self._params if param not in in_turns], copies=False)
         self._n_writes = fetcher.n_writes
 

@@ -267,14 +267,14 @@ class ModelHost(Compiling, ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         self._require_open()
         if self._fetcher is not None:
             self._generation.end("empty_partition_cache")
-            if self._fetcher.is_active:
+            if self._fetcher.phase.is_active:
                 raise StateError(
                     "called within a forward or backward pass",
                     where="empty_partition_cache",
                     fix="call it between two of them",
                 )
-            self._fetcher.abort()
-            self._fetcher.pool.clear()
+            self._fetcher.driver.abort()
+            self._fetcher.means.pool.clear()
         get_accelerator().empty_cache()
 
     def __getattr__(self, name: str) -> Any:

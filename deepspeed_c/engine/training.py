@@ -543,7 +543,7 @@ class TrainingHost(Reductions, ModelHost):
         self._require_open()
         self._require_window_start("offload_states")
         if self._fetcher is not None:
-            self._fetcher.abort()
+            self._fetcher.driver.abort()
             self._fetcher.begin_writes()
         self._offloaded.offload(include, device, pin_memory, non_blocking)
 

@@ -11,6 +11,7 @@ import torch
 
 from deepspeed_c.engine.checkpoint.model_files import save_model
 from deepspeed_c.engine.weights import consolidate, save_weights
+from deepspeed_c.zero.weights.drivers.join import JoinMode
 
 __all__ = ["WholeModel"]
 
@@ -108,5 +109,5 @@ class WholeModel:
         takes part in the gathers of the other ranks until all have finished, also if it raises. Forwards within it have
         no backward. Its end is collective.
         """
-        with self._generation.running(), self._fetcher.joined() if self._shards_parameters else nullcontext():
+        with self._generation.running(), self._fetcher.drivers.of(JoinMode).running() if self._shards_parameters else nullcontext():
             yield

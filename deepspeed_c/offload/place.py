@@ -200,17 +200,18 @@ def store_weights(
     if not groups:
         return
     sizes = [group.unit.slice_elems[group.bucket] * group.unit.dtype.itemsize for group in groups]
-    # Of the buffers one holds the bucket that is being gathered and one a bucket that is being written. The others are
-    # for buckets that are being read.
-    n_ahead = max(offload.buffer_count - 2, 0)
     n_bytes, folder = sum(map(whole_pages, sizes)), offload.nvme_path or ""
-    settings = _settings(aio, (1 + n_ahead) * max(sizes))
+    settings = _settings(aio, (1 + fetcher.limits.read_ahead) * max(sizes))
     store = (make or make_swapper)(
         folder, n_bytes, settings, f"{PARAMS}.nvme_path", comm, n_buffers=offload.buffer_count, what="weights"
     )
     for group in groups:
         group.unit.weights.attach(store)
-    fetcher.store_weights(groups, n_ahead)
+    for group in groups:
+        group.unit.read_bucket(group.bucket)
+        group.source.move_in()
+    for group in groups:
+        group.unit.weights.wait()
 
 
 def _settings(aio: Aio, n_bytes: int) -> SwapSettings:

@@ -42,10 +42,11 @@ from deepspeed_c.zero.layout.layout import lay_out, mesh_of_config
 from deepspeed_c.zero.layout.stages import STAGES
 from deepspeed_c.zero.layout.unit import Dtypes, Slot, Unit
 from deepspeed_c.zero.states.home import MakeZeros, Tagged
+from deepspeed_c.zero.weights.drivers.lease import Lease
 from deepspeed_c.zero.weights.fetch import keeps_gathered
 from deepspeed_c.zero.weights.hooks import ModuleHooks
 
-__all__ = ["KINDS", "PHASES", "Activations", "Lease", "MemoryPlan", "Offload", "plan_memory"]
+__all__ = ["KINDS", "PHASES", "Activations", "LeasePlan", "MemoryPlan", "Offload", "plan_memory"]
 
 PHASES = ("initialize", "forward", "backward", "step", "generate")
 
@@ -163,13 +164,12 @@ class Offload(NamedTuple):
         return ", ".join(f"{' and '.join(names)} on {place}" for place, names in places.items()) or "none"
 
 
-class Lease(NamedTuple):
-    """What a lease on whole weights (``Fetcher.lease``) is in this layout."""
+class LeasePlan(NamedTuple):
+    """What a lease on whole weights (``drivers/lease.py``) is in this layout."""
 
     is_taken: bool
-    is_joint: bool  # weights lie in joint memory, and nothing is gathered
     elems: int  # elements of all gather units
-    nbytes: int  # their bytes
+    nbytes: int  # the memory that they take while they are gathered; 0 in joint memory
     max_elems: int  # stage3_max_live_parameters
 
 
@@ -184,7 +184,7 @@ class MemoryPlan(NamedTuple):
     largest_unit: str  # first parameter of the largest gather unit, or of the largest bucket
     largest_unit_bytes: int
     window_elems: int  # most elements that training gathers at the same time; 0 below stage 3
-    lease: Lease | None = None  # None if no weights are sharded
+    lease: LeasePlan | None = None  # None if no weights are sharded
 
     @property
     def peak(self) -> Phase:
@@ -502,14 +502,14 @@ class _Walk:
             self.step()
 
     @property
-    def lease(self) -> Lease | None:
+    def lease(self) -> LeasePlan | None:
         """None if no weights are sharded."""
         fetcher = self.fetcher
         if fetcher is None or not fetcher.groups:
             return None
         elems = sum(group.numel for group in fetcher.groups)
-        n_bytes = sum(group.numel * group.unit.dtype.itemsize for group in fetcher.groups)
-        return Lease(fetcher.can_lease, fetcher.is_joint, elems, n_bytes, fetcher.limits.max_live)
+        n_bytes = sum(group.source.cost.memory for group in fetcher.groups)
+        return LeasePlan(fetcher.drivers.of(Lease).can_begin, elems, n_bytes, fetcher.limits.max_live)
 
     def generate(self, moment: GenerationMoment) -> None:
         """Run one call of ``generate``: with a lease, or else one of its forwards."""

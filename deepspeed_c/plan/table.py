@@ -20,7 +20,7 @@ from deepspeed_c.offload.place import place
 from deepspeed_c.ops.scope import declaration
 from deepspeed_c.plan.activations import ForwardShape, Traced, trace_activations
 from deepspeed_c.plan.generation import GenerationMoment, GenerationShape, trace_generation
-from deepspeed_c.plan.memory import KINDS, PHASES, Activations, Lease, MemoryPlan, Offload, plan_memory
+from deepspeed_c.plan.memory import KINDS, PHASES, Activations, LeasePlan, MemoryPlan, Offload, plan_memory
 from deepspeed_c.plan.pretended import PretendedRanks, PretendedSharedMemory
 from deepspeed_c.plan.sizes import ModelSizes, group_sizes, model_of, sizes_of
 from deepspeed_c.plan.tiers import NVME_PATH, Budgets, Placed, Rates, offload_section, place_states, suggest_ratio
@@ -395,10 +395,10 @@ def _generation_lines(table: Table, unit: str, scale: int) -> list[str]:
     return lines
 
 
-def _lease_line(lease: Lease | None, unit: str, scale: int) -> str:
+def _lease_line(lease: LeasePlan | None, unit: str, scale: int) -> str:
     if lease is None:
         return "weights are whole, nothing is gathered"
-    if lease.is_joint:
+    if not lease.nbytes:
         return "weights lie in joint memory, a lease takes nothing"
     n_bytes = f"{lease.nbytes / scale:.2f} {unit}"
     if lease.is_taken:

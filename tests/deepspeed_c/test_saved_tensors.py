@@ -110,7 +110,7 @@ def sharded_body(rank: int, world: int, kind: str) -> tuple[list[float], list[to
             engine.backward(second)
             engine.backward(first)
             engine.step()
-        assert engine._fetcher.live_elems == 0
+        assert engine._fetcher.stats.live_elems == 0
         with GatheredParameters(list(model.parameters())):
             weights = [p.detach().clone() for p in model.parameters()]
     return losses, weights, [dict(packer.n) for packer in packers]
@@ -277,7 +277,7 @@ def around_body(rank: int, world: int, kind: str, is_sharded: bool) -> tuple[lis
                 losses.append(loss.item())
                 engine.backward(loss)
                 engine.step()
-            assert engine._fetcher.live_elems == 0
+            assert engine._fetcher.stats.live_elems == 0
         return losses, len(packed), model[-1].n_forwards
     for step in range(STEPS):
         shares = [run(model, batch(step, r)) for r in range(world)]

@@ -45,6 +45,7 @@ from deepspeed_c.zero.gradients.early import EarlyHooks
 from deepspeed_c.zero.gradients.shown import ShownGradients
 from deepspeed_c.zero.layout.stages import Sharding
 from deepspeed_c.zero.layout.unit import Slot, Unit
+from deepspeed_c.zero.weights.drivers.recorded import RecordedPlan
 from deepspeed_c.zero.weights.grad_face import GRAD
 
 if TYPE_CHECKING:
@@ -270,7 +271,7 @@ class GradientReducer:
         ``fetcher`` decides when a bucket is launched."""
         self._fetcher = fetcher
         self._set_mode()
-        fetcher.connect(self)
+        fetcher.drivers.of(RecordedPlan).connect(self)
 
     @property
     def has_window(self) -> bool:
@@ -302,7 +303,7 @@ class GradientReducer:
         if self._reduces_each_pass or not self._has_passed:
             self._path.reset()
         if self._fetcher is not None:
-            self._fetcher.begin_backward(starts)
+            self._fetcher.driver.begin_backward(starts)
 
     @property
     def _reduces_each_pass(self) -> bool:
@@ -417,7 +418,7 @@ class GradientReducer:
                 self._path_hooks[i](self.slots[i].param)
             self._parts.clear()
             if self._fetcher is not None:
-                self._fetcher.end_backward()
+                self._fetcher.driver.end_backward()
             self.is_in_backward = self._early.is_in_backward = False
             self._set_mode()
             self.is_complete = self._is_boundary
@@ -653,8 +654,8 @@ class GradientReducer:
     def discard(self) -> None:
         """Drops all gradients of this window. It also works after a backward pass that raised and left the window
         incomplete."""
-        if self._fetcher is not None and self._fetcher.is_in_backward:
-            self._fetcher.abort()
+        if self._fetcher is not None and self._fetcher.phase.is_in_backward:
+            self._fetcher.driver.abort()
         while self._works:
             try:
                 self._works.popleft().wait()

@@ -27,7 +27,9 @@ from deepspeed_c.zero.layout.leaf import (
 from deepspeed_c.zero.layout.stages import STAGES
 from deepspeed_c.zero.layout.unit import Dtypes, Unit, UnitGroups, build_units
 from deepspeed_c.zero.states.home import ON_DEVICE, Placement
-from deepspeed_c.zero.weights.fetch import Fetcher, FetchLimits
+from deepspeed_c.zero.weights.drivers.recorded import RecordedPlan
+from deepspeed_c.zero.weights.drivers.run import FetchLimits
+from deepspeed_c.zero.weights.fetch import Fetcher
 from deepspeed_c.zero.weights.param import state_of, take_over, whole_of
 
 __all__ = ["Layout", "bucket_elems", "gather_for_good", "lay_out", "mark_leaves", "mesh_of_config", "persistent_params"]
@@ -138,12 +140,16 @@ def bucket_elems(zero: Zero, n_elems: int, *, is_sized: bool) -> int:
 
 
 def _limits(zero: Zero, elems: int, *, is_sized: bool) -> FetchLimits:
-    """The fetcher's limits in elements. Unless the user sets the amount to prefetch (``is_sized``), it is at most one
-    bucket of ``elems`` elements, which is enough to hide a gather."""
+    """The fetcher's limits. Unless the user sets the amount to prefetch (``is_sized``), it is at most one bucket of
+    ``elems`` elements, which is enough to hide a gather."""
     ahead = zero.stage3_prefetch_bucket_size
     if not is_sized:
         ahead = min(ahead, elems)
-    return FetchLimits(zero.stage3_max_live_parameters, ahead, zero.stage3_max_reuse_distance)
+    offload = zero.offload_param
+    # Of the buffers one holds the bucket that is being gathered and one a bucket that is being written. The others are
+    # for buckets that are being read.
+    n_read_ahead = max(offload.buffer_count - 2, 0) if offload.device == "nvme" else 0
+    return FetchLimits(zero.stage3_max_live_parameters, ahead, zero.stage3_max_reuse_distance, n_read_ahead)
 
 
 def _why_copied(
@@ -288,6 +294,8 @@ def lay_out(
         [unit for unit in units if unit not in sharded],
         mesh.tokens,
         _limits(zero, largest, is_sized=is_sized("stage3_prefetch_bucket_size")),
+        RecordedPlan,
+        zero,
         use_broadcast=not zero.allgather_partitions or broadcasts,
         pool=gather_pool,
     )

@@ -1,18 +1,15 @@
-"""A gather unit: one bucket of a sharded unit, which is gathered into a buffer of the pool, and its parameters' places
-in the buffer.
+"""A gather unit: one bucket of a sharded unit, whose source gathers it into a buffer, and its parameters' places in the
+buffer.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.comm.work import Work
 from deepspeed_c.zero.layout.unit import Slot, Unit
 from deepspeed_c.zero.weights.param import (
     ShardState,
@@ -23,48 +20,13 @@ from deepspeed_c.zero.weights.param import (
     point_at_nothing,
     state_of,
 )
+from deepspeed_c.zero.weights.sources import source_of
+from deepspeed_c.zero.weights.sources.source import lasting
 
 if TYPE_CHECKING:
     from deepspeed_c.zero.weights.fetch import Fetcher
 
-__all__ = ["GatherUnit", "PlacedShard", "Places", "WholeShard"]
-
-
-_AS_IT_IS = nullcontext()
-
-
-def _lasting() -> AbstractContextManager:
-    """Context for tensors that must outlive inference mode. Outside of that mode, where passes of training are, nothing
-    is entered: weights require no gradient in their buffers, and a context of torch takes as long as a view.
-    """
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
-
-
-class Places:
-    """The gathered units, sorted by address, so that the unit at an address can be found."""
-
-    def __init__(self) -> None:
-        self._begins: list[int] = []
-        self._ends: list[int] = []
-        self._units: list[GatherUnit] = []
-
-    def __len__(self) -> int:
-        return len(self._units)
-
-    def add(self, unit: GatherUnit) -> None:
-        begin = unit.buffer.data_ptr()
-        i = bisect_right(self._begins, begin)
-        self._begins.insert(i, begin)
-        self._ends.insert(i, begin + unit.buffer.nbytes)
-        self._units.insert(i, unit)
-
-    def remove(self, unit: GatherUnit) -> None:
-        i = self._units.index(unit, bisect_left(self._begins, unit.buffer.data_ptr()))
-        del self._begins[i], self._ends[i], self._units[i]
-
-    def find(self, address: int) -> GatherUnit | None:
-        i = bisect_right(self._begins, address) - 1
-        return self._units[i] if i >= 0 and address < self._ends[i] else None
+__all__ = ["GatherUnit", "PlacedShard", "WholeShard"]
 
 
 class GatherUnit:
@@ -76,26 +38,23 @@ class GatherUnit:
         self.numel = unit.bucket_numel(bucket)
         first = min(self.slots, key=lambda slot: slot.order)
         self.label = first.name if len(self.slots) == 1 else f"{first.name} (+{len(self.slots) - 1} more)"
-        self.buffer: torch.Tensor | None = None  # [numel], from the pool or in joint memory
-        self._work: Work | None = None
+        self.source = source_of(unit, bucket, self.label, fetcher.means)
+        self.buffer: torch.Tensor | None = None  # [numel], of the source
         self.is_ready = False  # the parameters point into the buffer
         self._expects_grads = False  # released, but trained parameters have their whole shape for gradients
         self.pins = 0
         self.is_leaving = False  # released by the plan while pinned
         self._begin = unit.bucket_begin[bucket]
-        with torch.inference_mode(False):
-            self._whole = None if unit.joint is None else unit.joint.whole(bucket).view(unit.dtype)
-        # Joint memory stays in one place, so the views are made once.
-        self._views = [] if self._whole is None else self._views_of(self._whole)
+        self._views: list[torch.Tensor] = []  # kept if the source always gives the same buffer
 
-    def _views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        with _lasting():
-            return [slot.view(buffer, self._begin) for slot in self.slots]
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether the weights lie in joint memory. A gather then sends nothing and waits for no other rank."""
-        return self._whole is not None
+    def _views_of_buffer(self) -> list[torch.Tensor]:
+        if self._views:
+            return self._views
+        with lasting():
+            views = [slot.view(self.buffer, self._begin) for slot in self.slots]
+        if self.source.keeps_buffer:
+            self._views = views
+        return views
 
     @property
     def status(self) -> ZeroParamStatus:
@@ -106,49 +65,30 @@ class GatherUnit:
     @property
     def is_in_place(self) -> bool:
         """Whether the parameters of this gathered unit are still its views."""
-        views = self._views or self._views_of(self.buffer)
         return all(
             slot.param.data_ptr() == view.data_ptr() and slot.param.shape == view.shape and slot.param.dtype == view.dtype
-            for slot, view in zip(self.slots, views)
+            for slot, view in zip(self.slots, self._views_of_buffer())
         )
 
     def start(self) -> None:
         """Starts the gather. If the unit is gathered already (its weights were updated, or a plan asks for it again),
         the same buffer is filled again."""
-        fetcher = self._fetcher
-        if self._whole is not None:
-            if self.buffer is None:
-                self.buffer = self._whole
-                fetcher.places.add(self)
-                fetcher.count_live(self.numel)
-            self.is_leaving = False
-            return
-        self.wait()
-        with (
-            self.unit.weights.open(self.bucket, writes=False),
-            fetcher.on_gather_stream(self.unit.device),
-            _lasting(),
-        ):
-            if self.buffer is None:
-                self.buffer = fetcher.pool.take(self.numel, self.unit.dtype, self.unit.device)
-                fetcher.places.add(self)
-                fetcher.count_live(self.numel)
-            self.unit.own_slice(self.buffer, self.bucket).copy_(self.unit.param_slice(self.bucket))
-            self._work = self.unit.comm.all_gather(self.buffer, use_broadcast=fetcher.use_broadcast, label=self.label)
+        is_new = self.buffer is None
+        self.buffer = self.source.start(self.buffer)
+        if is_new:
+            self._fetcher.packer.places.add(self)
+            self._fetcher.stats.count_live(self.numel)
         self.is_leaving = False
 
     def wait(self) -> None:
-        if self._work is not None:
-            work, self._work = self._work, None
-            with _lasting():
-                work.wait()
-                self._fetcher.after_gather(self.buffer)
+        """Waits for the gather."""
+        self.source.finish(self.buffer)
 
     def finish(self) -> None:
         """Waits for the gather and makes the parameters available."""
         self.wait()
         if not self.is_ready:
-            for slot, view in zip(self.slots, self._views or self._views_of(self.buffer)):
+            for slot, view in zip(self.slots, self._views_of_buffer()):
                 point_at(slot.param, view)
             self.is_ready, self._expects_grads = True, False
 
@@ -184,12 +124,11 @@ class GatherUnit:
         self.wait()
         fetcher = self._fetcher
         # Without training no backward is announced, so a gradient may arrive at any time while a graph is alive.
-        self._release(expects_grads or not fetcher.is_trained)
-        fetcher.places.remove(self)
-        fetcher.count_live(-self.numel)
-        if self._whole is None:
-            fetcher.pool.give(self.buffer)
-        self.buffer = None
+        self._release(expects_grads or not fetcher.phase.is_trained)
+        fetcher.packer.places.remove(self)
+        fetcher.stats.count_live(-self.numel)
+        buffer, self.buffer = self.buffer, None
+        self.source.let_go(buffer)
         self.is_ready = self.is_leaving = False
 
     def expect_grads(self, expects: bool) -> None:
@@ -205,7 +144,7 @@ class GatherUnit:
 
     def _release(self, expects_grads: bool) -> None:
         self._expects_grads = expects_grads
-        if self._fetcher.runs_graphs:
+        if self._fetcher.phase.hollows:
             release = hollow_out
         else:
             release = adopt_shape if expects_grads else point_at_nothing
@@ -273,9 +212,9 @@ class PlacedShard(ShardState):
     def open_for_edit(self, param: torch.nn.Parameter) -> bool:
         """Gathers the parameter if a pass is running. This serves reads that no hook has announced, and parameters that
         were released after they had been looked up."""
-        if not self.fetcher.is_active:
+        if not self.fetcher.phase.is_active:
             return False
-        self.fetcher.use(self.group.index)
+        self.fetcher.use(self.group)
         return True
 
     def hold(self) -> Callable[[], None]:

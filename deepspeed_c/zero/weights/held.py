@@ -34,8 +34,8 @@ def held_whole(params: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def _hold(state: ShardState, param: torch.Tensor) -> Callable[[], None]:
-    if type(state) is PlacedShard and state.fetcher.is_active:
-        state.fetcher.use(state.group.index)
+    if type(state) is PlacedShard and state.fetcher.phase.is_active:
+        state.fetcher.use(state.group)
         return state.hold()
     state.acquire([param])
     return partial(state.give_back, [param])

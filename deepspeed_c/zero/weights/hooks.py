@@ -14,8 +14,10 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from deepspeed_c.zero.layout.leaf import is_leaf, mark_parameters
+from deepspeed_c.zero.weights.drivers.forwards import Forward
+from deepspeed_c.zero.weights.drivers.graphs import Graphs
+from deepspeed_c.zero.weights.drivers.recorded import RecordedPlan
 from deepspeed_c.zero.weights.fetch import Fetcher
-from deepspeed_c.zero.weights.forwards import Forward
 from deepspeed_c.zero.weights.gather_unit import GatherUnit, PlacedShard
 from deepspeed_c.zero.weights.param import is_released, state_of
 
@@ -76,10 +78,10 @@ class _Parameters(dict):
 
     def __getitem__(self, name: str) -> Any:
         param = dict.__getitem__(self, name)
-        if is_released(param) or (self.fetcher.runs_graphs and not torch.compiler.is_compiling()):
+        if is_released(param) or (self.fetcher.phase.hollows and not torch.compiler.is_compiling()):
             state = state_of(param)
-            if type(state) is PlacedShard and self.fetcher.is_active:
-                self.use(state.group.index)
+            if type(state) is PlacedShard and self.fetcher.phase.is_active:
+                self.use(state.group)
         return param
 
     def __reduce_ex__(self, protocol: int) -> Any:
@@ -96,15 +98,15 @@ class ParamCoordinator:
     generation."""
 
     def __init__(self, fetcher: Fetcher) -> None:
-        self._fetcher = fetcher
+        self._plan = fetcher.drivers.of(RecordedPlan)
 
     def is_invalid_trace(self) -> bool:
         """Whether no pass has been recorded yet, or no pass since ``_invalidate_trace``."""
-        return not self._fetcher.has_learnt
+        return not self._plan.has_learnt
 
     def _invalidate_trace(self) -> None:
         """Discards the recorded order of use; the next passes record it again. Call it on all ranks."""
-        self._fetcher.learn_anew()
+        self._plan.learn_anew()
 
 
 class ModuleHooks:
@@ -205,7 +207,7 @@ class ModuleHooks:
 
     def _hook_using(self, module: torch.nn.Module, group: GatherUnit) -> None:
         fetcher = self._fetcher
-        use = _outside_of_graphs(lambda: fetcher.use(group.index))
+        use = _outside_of_graphs(lambda: fetcher.use(group))
 
         def enter(*_: Any) -> None:
             # Small modules often share a unit, and all but the first find it in use. A compiler that traces this hook
@@ -223,14 +225,14 @@ class ModuleHooks:
 
         def enter(*_: Any) -> None:
             for group in groups:
-                fetcher.use(group.index)
+                fetcher.use(group)
                 fetcher.hold(group)
 
         def leave(_: torch.nn.Module, args: Any, output: Any) -> None:
             for group in groups:
                 fetcher.unhold(group)
             if leaf:
-                fetcher.hold_in_backward(groups, _in_graph(args), _in_graph(output))
+                fetcher.drivers.of(RecordedPlan).hold_in_backward(groups, _in_graph(args), _in_graph(output))
 
         keep_out = _only_outside_of_graphs if self._is_compiled else _outside_of_graphs
         self.forward_hooks += [
@@ -254,13 +256,13 @@ class ModuleHooks:
     def _enter_root(self, i: int) -> None:
         self._depth += 1
         fetcher = self._fetcher
-        if self._depth > 1 or fetcher.is_in_backward:
+        if self._depth > 1 or fetcher.phase.is_in_backward:
             return
         if self._n_registrations != _n_registrations:
             self._scan()
         self._failing = sys.exc_info()[1]
         units = partial(self._units_of, self._roots[i]) if i else None
-        forward = fetcher.begin_forward(self._name_of_pass(), i, units)
+        forward = fetcher.driver.begin_forward(self._name_of_pass(), i, units)
         if torch.is_grad_enabled():
             self._saving = fetcher.saved.hooks_of(forward, Forward.enter)
             self._saving.__enter__()
@@ -272,13 +274,13 @@ class ModuleHooks:
         if self._saving is not None:
             self._saving.__exit__(None, None, None)
             self._saving = None
-        if self._fetcher.is_in_backward:
+        if self._fetcher.phase.is_in_backward:
             return
         # The hook is called even if forward has raised.
         if sys.exc_info()[1] is not self._failing:
-            self._fetcher.abort()
-        elif self._fetcher.is_active:  # not so in a forward within a lease
-            self._fetcher.end_forward(_in_graph(output))
+            self._fetcher.driver.abort()
+        elif self._fetcher.phase.is_active:  # not so in a forward within a lease
+            self._fetcher.driver.end_forward(_in_graph(output))
         self._failing = None
 
     def compile(self, is_compiled: bool) -> None:
@@ -286,7 +288,7 @@ class ModuleHooks:
         outside of a graph."""
         self.remove()
         self._is_compiled = is_compiled
-        self._fetcher.compile(is_compiled)
+        self._fetcher.drivers.of(Graphs).compile(is_compiled)
         self.install()
 
     def remove(self) -> None:

@@ -3,17 +3,43 @@ needs it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from deepspeed_c.zero.weights.gather_unit import GatherUnit, PlacedShard
 from deepspeed_c.zero.weights.param import state_of
 
-if TYPE_CHECKING:
-    from deepspeed_c.zero.weights.fetch import Fetcher
+__all__ = ["Places", "WeightPacker"]
 
-__all__ = ["WeightPacker"]
+
+class Places:
+    """The gathered units, sorted by address, so that the unit at an address can be found."""
+
+    def __init__(self) -> None:
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        self._units: list[GatherUnit] = []
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def add(self, unit: GatherUnit) -> None:
+        begin = unit.buffer.data_ptr()
+        i = bisect_right(self._begins, begin)
+        self._begins.insert(i, begin)
+        self._ends.insert(i, begin + unit.buffer.nbytes)
+        self._units.insert(i, unit)
+
+    def remove(self, unit: GatherUnit) -> None:
+        i = self._units.index(unit, bisect_left(self._begins, unit.buffer.data_ptr()))
+        del self._begins[i], self._ends[i], self._units[i]
+
+    def find(self, address: int) -> GatherUnit | None:
+        i = bisect_right(self._begins, address) - 1
+        return self._units[i] if i >= 0 and address < self._ends[i] else None
 
 
 class _Reference:
@@ -27,20 +53,31 @@ class _Reference:
 
 
 class WeightPacker:
-    """Packs tensors whose memory lies in a gathered unit of ``fetcher``."""
+    """Packs tensors whose memory lies in a gathered unit of ``places``. ``use``: makes a unit available."""
 
-    def __init__(self, fetcher: Fetcher) -> None:
-        self._fetcher = fetcher
+    def __init__(self, use: Callable[[GatherUnit], None]) -> None:
+        self._use = use
+        self.places = Places()
+        self._keeps_params = False
+
+    @contextmanager
+    def keeping_params(self) -> Iterator[None]:
+        """Context within which autograd saves parameters as they are, because the backward makes them available before
+        it reads them."""
+        before, self._keeps_params = self._keeps_params, True
+        try:
+            yield
+        finally:
+            self._keeps_params = before
 
     def pack(self, tensor: torch.Tensor) -> _Reference | torch.Tensor | None:
-        if self._fetcher.is_in_graph:
-            # A backward graph gathers the parameter itself, just before it reads it.
+        if self._keeps_params:
             state = state_of(tensor)
-            return tensor if type(state) is PlacedShard and state.fetcher is self._fetcher else None
+            return tensor if type(state) is PlacedShard and state.fetcher.packer is self else None
         try:
             # A tensor without elements has no data address, but it keeps its storage alive, so the storage's address is
             # used.
-            group = self._fetcher.places.find(tensor.data_ptr() or tensor.untyped_storage().data_ptr())
+            group = self.places.find(tensor.data_ptr() or tensor.untyped_storage().data_ptr())
         except RuntimeError:  # sparse and wrapped tensors have no storage
             return None
         if group is None or tensor.dtype != group.unit.dtype or tensor.is_conj() or tensor.is_neg():
@@ -51,6 +88,5 @@ class WeightPacker:
         if not isinstance(packed, _Reference):
             return packed
         group = packed.group
-        if not self._fetcher.is_in_use(group):
-            self._fetcher.use(group.index)
+        self._use(group)
         return group.buffer.as_strided(packed.shape, packed.stride, packed.offset)

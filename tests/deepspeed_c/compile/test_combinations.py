@@ -326,7 +326,7 @@ def failing_body(rank: int, world: int) -> None:
         with make_engine(stage, make=FailsInBackward) as engine:
             engine.compile(backend="eager")
             got = failing_train(engine, rank)
-            assert engine._fetcher is None or engine._fetcher.live_elems == 0
+            assert engine._fetcher is None or engine._fetcher.stats.live_elems == 0
         same(got, want)
 
 

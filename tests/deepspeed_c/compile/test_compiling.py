@@ -85,11 +85,11 @@ def waits_body(rank: int, world: int) -> None:
     keys = ("sync_before_reduce", "sync_after_reduce", "sync_before_allgather", "sync_after_allgather")
     with make_engine(3, graphs=dict.fromkeys(keys, True)) as engine:
         engine.compile(backend="eager")
-        reducer, fetcher = engine._compiled._reducer, engine._compiled._fetcher
+        reducer, graphs = engine._compiled._reducer, engine._compiled._graphs
         with (
             mock.patch.object(reducer, "wait", wraps=reducer.wait) as waited,
-            mock.patch.object(fetcher, "finish_in_graph", wraps=fetcher.finish_in_graph) as finished,
-            mock.patch.object(fetcher, "start_in_graph", wraps=fetcher.start_in_graph) as started,
+            mock.patch.object(graphs, "finish", wraps=graphs.finish) as finished,
+            mock.patch.object(graphs, "start", wraps=graphs.start) as started,
         ):
             same(train(engine, rank), want)
         assert waited.call_count > len(list(engine.module.parameters()))

@@ -15,6 +15,7 @@ import torch
 import deepspeed_c
 from deepspeed_c.errors import StateError
 from deepspeed_c.zero import GatheredParameters
+from deepspeed_c.zero.weights.drivers.lease import Lease
 from tests.ranks import run_ranks
 from tests.waits import joined
 
@@ -141,7 +142,7 @@ def turns_body(rank: int, world: int, stage: int, joint: bool, generates: bool) 
                 assert found == ([2 * n_units, 0, 0] if joint else [n_units, 0, n_units + 1]), found
             assert got == chat(twin, rank, n_tokens), f"turn {turn}"
             engine.train()
-            assert engine.module.training and (stage < 3 or engine._fetcher.live_elems == 0)
+            assert engine.module.training and (stage < 3 or engine._fetcher.stats.live_elems == 0)
         return losses, bits_of(engine)
 
 
@@ -189,10 +190,10 @@ def too_large_body(rank: int, world: int) -> None:
         engine.eval()
         passes = engine._fetcher.stats.n_passes
         assert torch.equal(write(engine.module, prompt_of(rank), 5), write(twin, prompt_of(rank), 5))
-        assert engine._fetcher.stats.n_passes == passes + 5 and not engine._fetcher.is_leased
+        assert engine._fetcher.stats.n_passes == passes + 5 and not engine._fetcher.drivers.of(Lease).is_held
         got = write(engine, prompt_of(rank), 2 + rank, synced=True)
         assert torch.equal(got, write(twin, prompt_of(rank), 2 + rank))
-        assert engine._fetcher.live_elems <= 9000
+        assert engine._fetcher.stats.live_elems <= 9000
 
 
 def test_a_model_beyond_the_limit_is_gathered_for_each_token() -> None:
@@ -215,17 +216,17 @@ def ends_body(rank: int, world: int, stage: int, joint: bool) -> None:
                 with pytest.raises(ZeroDivisionError):
                     write(engine.module, prompt_of(rank), 5, **in_midst(fail))
             write(engine.module, prompt_of(rank), 3)
-            assert fetcher is None or fetcher.is_leased is not joint
+            assert fetcher is None or fetcher.drivers.of(Lease).is_held is not joint
             if step == 1:
                 engine.module.train()  # the engine is not told: the next training forward ends the lease
                 engine.module(input_ids=prompt_of(rank))
-                assert fetcher is None or not fetcher.is_leased
+                assert fetcher is None or not fetcher.drivers.of(Lease).is_held
             elif step == 2:
                 engine.empty_partition_cache()
-                assert fetcher is None or not fetcher.is_leased
+                assert fetcher is None or not fetcher.drivers.of(Lease).is_held
             elif step == 3:
                 engine.load_module_state_dict(engine.module_state_dict())
-                assert fetcher is None or not fetcher.is_leased
+                assert fetcher is None or not fetcher.drivers.of(Lease).is_held
             if step != 1:
                 engine.train()
         # A window that generates between its backward and its step.
@@ -234,7 +235,7 @@ def ends_body(rank: int, world: int, stage: int, joint: bool) -> None:
         engine.eval()
         write(engine.module, prompt_of(rank), 3)
         engine.step()
-        assert engine.was_step_applied() and (fetcher is None or fetcher.live_elems == 0)
+        assert engine.was_step_applied() and (fetcher is None or fetcher.stats.live_elems == 0)
         engine.eval()
         write(engine.module, prompt_of(rank), 3)
     assert "generate" not in vars(engine.module)

@@ -54,7 +54,7 @@ def body(rank: int, world: int, is_learnt: bool, synced: bool) -> list[list[int]
                 engine(start)
         for turn in range(3):
             results.append(engine.generate(start, FORWARDS[(rank + turn) % 3], synced=synced).tolist())
-        assert engine._fetcher.live_elems == 0
+        assert engine._fetcher.stats.live_elems == 0
         # Training goes on as if nothing had been generated.
         engine.train()
         loss = engine(start).square().mean()
@@ -83,7 +83,7 @@ def graphs_body(rank: int, world: int) -> None:
         for turn in range(4):
             n = FORWARDS[(rank + turn) % 3]
             assert engine.generate(start, n).tolist() == plain.generate(start, n).tolist(), turn
-            assert engine._fetcher.live_elems == 0
+            assert engine._fetcher.stats.live_elems == 0
         assert engine.is_compiled and engine._fetcher.stats.max_live_elems <= 300
 
 

@@ -115,7 +115,7 @@ def engine_body(rank: int, world: int) -> None:
             before = engine(*batch(1, 0, rank, 0))
         engine.empty_partition_cache()
         live = [group for group in engine._fetcher.groups if group.buffer is not None]
-        assert not live and engine._fetcher.pool.n_free == 0
+        assert not live and engine._fetcher.means.pool.n_free == 0
         with torch.no_grad():
             assert torch.equal(engine(*batch(1, 0, rank, 0)), before)
         state = engine.module_state_dict()

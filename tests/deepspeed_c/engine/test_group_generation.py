@@ -152,7 +152,7 @@ def parts_body(rank: int, world: int) -> None:
         write(engine.module, prompt_of(rank), 6)
         assert fetcher.stats.n_gathers - n_before == n_units > 4, "once for both calls"
         most = max(a.numel + b.numel for a, b in zip(fetcher.groups, fetcher.groups[1:]))
-        assert 0 < fetcher.stats.max_live_elems <= most < n_elems / 2 and fetcher.live_elems == 0
+        assert 0 < fetcher.stats.max_live_elems <= most < n_elems / 2 and fetcher.stats.live_elems == 0
         held = sum(param.numel() for param in copy_of(engine).parameters())
         assert not any(param.is_meta for param in copy_of(engine).parameters()) and held < 0.65 * n_elems, (held, n_elems)
         # An edit of the weights is seen by the next call.

@@ -14,7 +14,8 @@ from torch import nn
 
 import deepspeed_c
 from deepspeed_c.errors import StateError
-from deepspeed_c.zero.weights.join import DONE, FORWARD, Join
+from deepspeed_c.zero.weights.drivers.lease import Lease
+from deepspeed_c.zero.weights.drivers.rounds import DONE, FORWARD, Rounds
 from tests.deepspeed_c.engine.test_generate import (
     bits_of,
     chat,
@@ -58,7 +59,7 @@ def turns_body(rank: int, world: int, generates: bool) -> Any:
                 engine.eval()
                 n_tokens = (9, 2, 5)[(rank + turn) % 3]
                 assert chat(engine.module, rank, n_tokens) == chat(twin, rank, n_tokens), f"turn {turn}"
-                assert not fetcher.is_leased and fetcher.live_elems == 0
+                assert not fetcher.drivers.of(Lease).is_held and fetcher.stats.live_elems == 0
                 # The first generation comes before any forward, so no order of use is known.
                 assert fetcher.stats.max_live_elems <= LIMIT < sum(group.numel for group in fetcher.groups)
                 got = write(engine.module, prompt_of(rank), n_tokens + 1, synced_gpus=True)
@@ -126,7 +127,7 @@ def raises_body(rank: int, world: int, when: str) -> None:
                 with pytest.raises(ZeroDivisionError):
                     write(engine.module, prompt_of(rank), 4)
                 hook.remove()
-            assert engine._fetcher.live_elems == 0
+            assert engine._fetcher.stats.live_elems == 0
         assert engine._fetcher.stats.max_live_elems <= LIMIT
         engine.train()
         train(engine, rank, 1)
@@ -281,7 +282,7 @@ def paths_body(rank: int, world: int) -> int:
                 n_raised += 1
             else:
                 assert torch.equal(got, want), (turn, paths)
-            assert engine._fetcher.live_elems == 0
+            assert engine._fetcher.stats.live_elems == 0
     return n_raised
 
 
@@ -308,7 +309,7 @@ class Told:
 
 def test_rounds() -> None:
     told = Told()
-    join = Join(told, 4)  # type: ignore[arg-type]
+    join = Rounds(told, 4)  # type: ignore[arg-type]
 
     def meet(*events: int) -> tuple[list[int], bool, bool]:
         told.events = list(events)

@@ -161,7 +161,7 @@ def window_of(engine) -> tuple:
 def assert_at_rest(engine) -> None:
     fetcher = engine._fetcher
     if fetcher is not None:
-        assert not fetcher.is_in_backward and not fetcher.is_active and fetcher.live_elems == 0
+        assert not fetcher.phase.is_in_backward and not fetcher.phase.is_active and fetcher.stats.live_elems == 0
         assert all(group.pins == 0 for group in fetcher.groups)
 
 

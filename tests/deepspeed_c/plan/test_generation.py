@@ -19,6 +19,7 @@ from deepspeed_c.plan.live_bytes import LiveBytes
 from deepspeed_c.plan.memory import GATHERED
 from deepspeed_c.plan.table import as_json, as_text, plan_table
 from deepspeed_c.zero.weights import fetch
+from deepspeed_c.zero.weights.drivers.lease import Lease
 from tests.cells import cells, every
 from tests.deepspeed_c.plan.families import FAMILIES
 from tests.deepspeed_c.plan.families import make as make_family
@@ -98,7 +99,7 @@ def run_engine(rank: int, world: int, case: Case) -> tuple[dict[str, int], int]:
                 made = engine.module.generate(prompts, attention_mask=mask, max_new_tokens=n_new, **SAMPLED)
             assert made.shape == (n_samples, n_prompt + n_new), made.shape
             fetcher = engine.optimizer.fetcher
-            n_leases += fetcher is not None and fetcher.is_leased
+            n_leases += fetcher is not None and fetcher.drivers.of(Lease).is_held
             engine.train()
     return live.peaks, n_leases
 
@@ -113,7 +114,8 @@ def test_generation_is_planned_as_it_runs(run_ranks, name):
     measured = run_ranks(2, run_engine, case)
     lines = [f"{name}: MB planned, measured on each rank"]
     # Each rank also maps the slices of the other ranks in joint memory, which is counted where they hold it.
-    mapped = plan.lease.nbytes if plan.lease is not None and plan.lease.is_joint else 0
+    is_joint = plan.lease is not None and not plan.lease.nbytes
+    mapped = 2 * plan.lease.elems if is_joint else 0
     ratios = []
     for phase in ("step", "generate"):
         nbytes, peaks = plan.phases[phase].nbytes, [peaks[phase] - mapped for peaks, _ in measured]
@@ -122,7 +124,7 @@ def test_generation_is_planned_as_it_runs(run_ranks, name):
     print("\n".join(lines))
     assert all(abs(ratio - 1) <= TOLERANCE for ratio in ratios), "\n".join(lines)
     # A lease in joint memory has ended with the call.
-    is_seen = plan.lease is not None and plan.lease.is_taken and not plan.lease.is_joint
+    is_seen = plan.lease is not None and plan.lease.is_taken and not is_joint
     assert [n for _, n in measured] == [3 * is_seen] * 2, (measured, plan.lease)
     kinds = plan.phases["generate"].kinds
     if is_seen:

@@ -334,7 +334,7 @@ def pools_of_engines(rank: int, world: int, cases: list[Case]) -> list[tuple[dic
             held = {
                 STAGING: reducer.pools.staging.n_bytes,
                 SCRATCH: reducer.pools.copies.n_bytes + sum(scratch.n_bytes for scratch in comms.values()),
-                GATHERED: 0 if fetcher is None else fetcher.pool.n_bytes,
+                GATHERED: 0 if fetcher is None else fetcher.means.pool.n_bytes,
             }
             homes = [home for unit in reducer.units for home in (unit.states, unit.weights) if home.label == "file"]
             held[SWAP] = sum(store.buffer_bytes for store in {id(home.store): home.store for home in homes}.values())

@@ -146,7 +146,7 @@ def trained(rank: int, world: int, stage: int, section: dict | None, flow: str) 
         counts = [block.n_forwards for block in model.blocks]
         kinds = [type(block) is Block for block in model.blocks]
         if stage == 3:
-            assert engine._fetcher.live_elems == 0
+            assert engine._fetcher.stats.live_elems == 0
         with GatheredParameters(params):
             weights = [p.detach().clone() for p in params]
     assert all(type(block) is Block for block in model.blocks), "closed"

@@ -19,6 +19,8 @@ from torch import nn
 import deepspeed_c
 from deepspeed_c.utils import safe_get_full_fp32_param
 from deepspeed_c.zero.weights import gather_unit
+from deepspeed_c.zero.weights.drivers.join import JoinMode
+from deepspeed_c.zero.weights.drivers.recorded import RecordedPlan
 
 WIDTH, LAYERS, STEPS = 16, 6, 8
 LAYER_ELEMS = WIDTH * WIDTH
@@ -66,7 +68,7 @@ def train(engine: Any, step: int, rank: int, dtype: torch.dtype = torch.float32)
     engine.backward(engine(x).float().square().mean())
     engine.step()
     fetcher = engine._fetcher
-    assert fetcher.live_elems == 0 and not fetcher.places
+    assert fetcher.stats.live_elems == 0 and not len(fetcher.packer.places)
     assert all(group.buffer is None for group in fetcher.groups)
 
 
@@ -198,11 +200,11 @@ def modes_body(rank: int, world: int) -> None:
 
         for step in range(9):
             a_round(step)
-        modes = engine._fetcher._modes
+        modes = engine._fetcher.drivers.of(RecordedPlan)._modes
         assert modes["train"].steps == list(range(LAYERS)), modes["train"].steps
         assert modes["eval"].steps == list(range(LAYERS))[::-1], modes["eval"].steps
         assert set(modes) == {"train", "eval", *(key for key in modes if key[0] == "backward")}, list(modes)
-        assert engine._fetcher._join.steps == [0, 2, 4]  # what a forward of a generation has used
+        assert engine._fetcher.drivers.of(JoinMode).rounds.steps == [0, 2, 4]  # what a forward of a generation has used
         before = engine._fetcher.stats.as_dict()
         for step in range(9, 12):
             a_round(step)
@@ -226,7 +228,7 @@ def limited_body(rank: int, world: int) -> None:
             for step in range(5):
                 train(engine, step, rank)
             fetcher = engine._fetcher
-            planned = max(mode.plan.peak_elems for mode in fetcher._modes.values())
+            planned = max(mode.plan.peak_elems for mode in fetcher.drivers.of(RecordedPlan)._modes.values())
             assert fetcher.stats.max_live_elems <= planned, (max_live, fetcher.stats.max_live_elems, planned)
             assert planned <= max(max_live, LAYER_ELEMS), (max_live, planned)
 
@@ -274,7 +276,7 @@ def leak_body(rank: int, world: int) -> None:
         sizes = []
         for step in range(60):
             train(engine, step, rank)
-            sizes.append((tensors_alive(), engine._fetcher.pool.n_free))
+            sizes.append((tensors_alive(), engine._fetcher.means.pool.n_free))
         tensors, buffers = zip(*sizes)
         # A leak never goes down again. The number of buffers that gloo's threads hold does go down.
         assert min(tensors[-20:]) <= max(tensors[20:40]), tensors
@@ -387,7 +389,8 @@ def work_body(rank: int, world: int) -> None:
         assert len(engine._fetcher.groups) == 1
         for step in range(4):
             train(engine, step, rank)
-        engine._fetcher._run = Runner(engine._fetcher._run)
+        run = engine._fetcher.drivers.of(RecordedPlan)._run
+        run._run = Runner(run._run)
         for name, function in before.items():
             setattr(gather_unit, name, counted(name, function))
         try:
@@ -431,20 +434,20 @@ def stray_body(rank: int, world: int, keeps: str) -> None:
             output = engine(batch(step, rank).requires_grad_())
             if keeps == "all" or (keeps == "rank 0" and rank == 0):
                 kept.append(output)
-            most = max(most, len(fetcher._in_flight))
+            most = max(most, len(fetcher.drivers.of(RecordedPlan)._in_flight))
         del output
-        n_modes, before = len(fetcher._modes), fetcher.stats.as_dict()
+        n_modes, before = len(fetcher.drivers.of(RecordedPlan)._modes), fetcher.stats.as_dict()
         if keeps == "none":
             assert most <= 16, most
             train(engine, 4, rank)
             got = since(engine, before)
             assert got["n_gathers"] == 2 * LAYERS and got["n_unexpected"] == got["n_replans"] == 0, got
-            assert len(fetcher._modes) == n_modes, fetcher._modes.keys()
+            assert len(fetcher.drivers.of(RecordedPlan)._modes) == n_modes, fetcher.drivers.of(RecordedPlan)._modes.keys()
         else:
-            assert most == len(fetcher._in_flight) == 100
+            assert most == len(fetcher.drivers.of(RecordedPlan)._in_flight) == 100
             train(engine, 4, rank)
             # A backward may still follow on the rank that keeps the outputs. Another step does not touch them.
-            assert len(fetcher._in_flight) == 100
+            assert len(fetcher.drivers.of(RecordedPlan)._in_flight) == 100
             assert since(engine, before)["n_gathers"] == 2 * LAYERS
         kept.clear()
         for _ in range(3):
@@ -452,7 +455,7 @@ def stray_body(rank: int, world: int, keeps: str) -> None:
         before = fetcher.stats.as_dict()
         train(engine, 5, rank)
         assert since(engine, before)["n_gathers"] == 2 * LAYERS
-        assert len(fetcher._in_flight) == 0
+        assert len(fetcher.drivers.of(RecordedPlan)._in_flight) == 0
 
 
 @pytest.mark.parametrize("keeps", ["none", "rank 0", "all"])
@@ -470,7 +473,7 @@ def untrained_body(rank: int, world: int) -> None:
             x = batch(step, rank).requires_grad_()
             engine(x).sum().backward()
             assert x.grad.abs().sum() > 0
-        assert len(engine._fetcher._in_flight) == 0
+        assert len(engine._fetcher.drivers.of(RecordedPlan)._in_flight) == 0
 
 
 def test_an_engine_without_optimizer_keeps_no_forwards(run_ranks) -> None:

@@ -607,7 +607,7 @@ def check(what: str, got: torch.Tensor | None, want: torch.Tensor | None) -> Non
 def check_rest(engine: Any) -> None:
     """Between steps no gathered weights are alive, and every parameter has the status of a released one."""
     fetcher = engine._fetcher
-    assert fetcher.live_elems == 0 and not fetcher.places, (fetcher.live_elems, fetcher.places)
+    assert fetcher.stats.live_elems == 0 and not len(fetcher.packer.places), (fetcher.stats.live_elems, fetcher.packer.places)
     for group in fetcher.groups:
         assert group.buffer is None and group.pins == 0, (group.label, group.pins)
     for name, p in engine.module.named_parameters():
@@ -865,7 +865,7 @@ def eval_only_body(rank: int, world: int) -> None:
             assert sum(group.buffer is not None for group in fetcher.groups) <= 1
             with torch.no_grad():
                 engine(x)
-            assert fetcher.live_elems == 0, fetcher.live_elems
+            assert fetcher.stats.live_elems == 0, fetcher.stats.live_elems
 
 
 def test_an_engine_without_optimizer(run_ranks) -> None:

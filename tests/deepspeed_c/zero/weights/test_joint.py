@@ -107,7 +107,7 @@ def test_the_oracle_holds_and_bits_are_those_of_gathers(trait, dtype, world, fin
 def nothing_is_sent_body(rank, world):
     model, engine = make("bf16")
     units = [group.unit for group in engine._fetcher.groups]
-    assert len(units) > 3 and all(group.is_joint for group in engine._fetcher.groups)
+    assert len(units) > 3 and not any(group.source.is_collective for group in engine._fetcher.groups)
     train(engine, rank, 1)
     ledger = engine._comm.ledger
     before = engine._fetcher.stats.as_dict()
@@ -144,7 +144,7 @@ def nothing_is_sent_body(rank, world):
     # The host has one copy: the views of all ranks show the slices themselves.
     group = engine._fetcher.groups[0]
     with GatheredParameters(model.parameters()):
-        lent = engine._fetcher.pool.n_bytes
+        lent = engine._fetcher.means.pool.n_bytes
         mine = group.unit.own_slice(group.buffer, group.bucket)
         assert torch.equal(mine, group.unit.param_slice(group.bucket)) and lent == 0
         assert mine.data_ptr() != group.unit.param_slice(group.bucket).data_ptr()
@@ -228,7 +228,7 @@ def edits_body(rank, world, dtype):
         with torch.inference_mode():
             found["inference"] = engine(*inputs).clone()
         found["loss.5"] = torch.tensor(train(engine, rank, 1, 7))
-        assert all(group.is_joint == (on is ON) for group in engine._fetcher.groups)
+        assert all(group.source.is_collective != (on is ON) for group in engine._fetcher.groups)
         engine.close()
         found |= {f"closed.{n}": v for n, v in whole(model).items()}
         return found
@@ -277,7 +277,7 @@ def mics_body(rank, world):
     def run(on):
         model, engine = make(extra={"zero_optimization": {**UNITS["zero_optimization"], "mics_shard_size": 2}}, on=on)
         losses = train(engine, rank, 3)
-        assert all(group.is_joint == (on is ON) for group in engine._fetcher.groups)
+        assert all(group.source.is_collective != (on is ON) for group in engine._fetcher.groups)
         found = whole(model)
         engine.close()
         return losses, found
@@ -359,7 +359,7 @@ def without_body(rank, world, extra, stage, why):
     train(engine, rank, 1)
     assert len(said) == 1 and "zero_copy_gather" in said[0] and why in said[0], said
     if engine._fetcher is not None:
-        assert not any(group.is_joint for group in engine._fetcher.groups) and engine._fetcher.stats.n_fences == 0
+        assert all(group.source.is_collective for group in engine._fetcher.groups) and engine._fetcher.stats.n_fences == 0
     engine.close()
 
 
@@ -398,7 +398,7 @@ def no_room_body(rank, world):
         _, engine = make()
     finally:
         joint_memory._C.ShmJoint, joint_memory.logger = real, logger
-    assert not any(group.is_joint for group in engine._fetcher.groups)
+    assert all(group.source.is_collective for group in engine._fetcher.groups)
     assert len(set(said)) == (rank == 0) and all("rank 1: 4096 bytes" in text for text in said), said
     train(engine, rank, 1)
     engine.close()

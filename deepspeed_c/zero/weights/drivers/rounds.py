@@ -1,12 +1,7 @@
-"""Join mode: ranks run different numbers of forwards with weights that every rank has to take part in gathering.
+"""The rounds of join mode (``join.py``): in each, every rank announces one event, and all ranks hear all of them.
 
-The ranks proceed in *rounds*. In a round each rank announces one event: it has ended, it begins a forward, or it wants
-a gather unit. A rank announces its end again and again, and serves the others meanwhile, until all have ended.
-
-The first forward runs *on demand*: each unit is announced before it is used. As all ranks hear all announcements, the
-units that one rank wanted from the beginning to the end of its forward are an order of use that all ranks know. From
-then on one round is enough for each forward: all ranks run through the plan of this order, with gathers ahead of their
-use. A forward that needs more than the plan continues on demand, and the order is learnt anew.
+A rank has ended, begins a forward, or wants a gather unit. The units that one rank wanted from the beginning to the end
+of its forward are an order of use that all ranks know. From then on one round is enough for each forward.
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ from typing import NamedTuple
 
 from deepspeed_c.comm.collectives import Collectives
 
-__all__ = ["DONE", "FORWARD", "Join", "Round"]
+__all__ = ["DONE", "FORWARD", "Round", "Rounds"]
 
 DONE, FORWARD = -2, -1
 
@@ -26,12 +21,12 @@ class Round(NamedTuple):
     wanted: list[int]
     """The gather units to gather now, in this order."""
     runs_plan: bool
-    """Whether all ranks now run through the plan of ``Join.steps``."""
+    """Whether all ranks now run through the plan of ``Rounds.steps``."""
     is_over: bool
     """Whether all ranks have ended."""
 
 
-class Join:
+class Rounds:
     """The rounds of one fetcher, and the order of use that they have shown. comm: the ranks. n_units: gather units."""
 
     def __init__(self, comm: Collectives, n_units: int) -> None:
