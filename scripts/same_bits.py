@@ -3,7 +3,8 @@ change results.
 
 ``python -m scripts.same_bits BEFORE AFTER``: BEFORE and AFTER are two Python interpreters with the package installed
 from two commits. Each runs every case below on 1, 2 and 4 ranks, with an optimizer step after each window, and hashes
-every loss, weight and master. Cases that differ are printed, and the exit code is then 1.
+every loss, weight and master, and the collectives in their order. Cases that differ are printed, and the exit code is
+then 1.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "host weights": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
     "file weights": {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}},
     "groups of 2": {"mics_shard_size": 2},
+    "in joint memory": {},
 }
 WORLDS = (1, 2, 4)
 STEPS, MICRO_BATCHES, WIDTH = 4, 2, 13
@@ -51,6 +53,8 @@ def cases(world: int) -> list[tuple[int, str, str, str]]:
             continue
         if "offload_param" in keys and stage < 3:
             continue
+        if variant == "in joint memory" and (stage < 3 or world == 1):
+            continue
         if "mics_shard_size" in keys and world % 2:
             continue
         if optimizer in ("Lamb", "Muon", "torch") and variant not in ("plain", "groups of 2", "host states"):
@@ -64,6 +68,16 @@ def run_cases(path: str) -> None:
     import torch
 
     import deepspeed_c
+    from deepspeed_c.comm.ledger import Ledger, LedgerEntry
+
+    entered: list[tuple[str, str]] = []  # (group, collective): groups are independent of one another
+
+    class Noted(LedgerEntry):
+        def __init__(self, ledger: Ledger, seq: int, op: str, n_bytes: int, label: str, *more: Any) -> None:
+            super().__init__(ledger, seq, op, n_bytes, label, *more)
+            entered.append((f"{ledger.axes} {ledger.ranks}", f"{seq} {op} {n_bytes} {label}"))
+
+    Ledger.make_entries(Noted)
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -101,6 +115,8 @@ def run_cases(path: str) -> None:
             "zero_optimization": zero,
             **PRECISIONS[precision],
         }
+        if variant == "in joint memory":
+            config["comm"] = {"local": "shm", "zero_copy_gather": True}
         client = None
         if optimizer == "torch":
             client = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
@@ -112,7 +128,8 @@ def run_cases(path: str) -> None:
         except deepspeed_c.DeepSpeedCError as error:
             results[name] = [type(error).__name__]
             continue
-        bits = []
+        bits: list[str] = []
+        entered.clear()
         with engine:
             for step in range(STEPS * MICRO_BATCHES):
                 generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -130,6 +147,8 @@ def run_cases(path: str) -> None:
             consolidated = engine.module_state_dict() if stage < 3 else engine._consolidated_16bit_state_dict()
             for param_name, value in sorted((consolidated or {}).items()):
                 bits.append(f"{param_name} {digest(value)}")
+        entered.sort(key=lambda entry: entry[0])
+        bits.append(f"collectives {hashlib.sha256(repr(entered).encode()).hexdigest()[:16]} of {len(entered)}")
         everyone: list[Any] = [None] * world
         torch.distributed.all_gather_object(everyone, bits)
         results[name] = everyone

@@ -24,22 +24,21 @@ class FetchPhase:
         """Whether a reducer takes the gradients. Also True for a closed engine, which gets no gradients."""
         self.used_last: GatherUnit | None = None
         """The last unit that the running pass has used."""
-        self._has_graphs = False
-
-    @property
-    def hollows(self) -> bool:
+        # Modules ask at each read of a parameter, so this is no property.
+        self.hollows = False
         """Whether a pass of a compiled model is running. Released parameters are hollow then (``hollow_out``)."""
-        return self._has_graphs and self.is_active
+        self._has_graphs = False
 
     def begin(self, *, is_backward: bool, expects_grads: bool) -> None:
         self.is_active, self.is_in_backward, self.expects_grads = True, is_backward, expects_grads
+        self.hollows = self._has_graphs
 
     def expect_no_more(self) -> None:
         """All gradients of the running pass have arrived."""
         self.expects_grads = False
 
     def rest(self) -> None:
-        self.is_active = self.is_in_backward = self.expects_grads = False
+        self.is_active = self.is_in_backward = self.expects_grads = self.hollows = False
 
     def note_use(self, group: GatherUnit | None) -> None:
         self.used_last = group
