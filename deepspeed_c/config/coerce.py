@@ -12,10 +12,13 @@ import msgspec
 from .keys import DTYPE_NAMES, FrozenDict, Infinity, KeyInfo, Section
 from .schema import arms, bare
 
-__all__ = ["BadValue", "coerce", "describe", "freeze", "show"]
+__all__ = ["FALSE_WORDS", "TRUE_WORDS", "BadValue", "coerce", "describe", "freeze", "refusal", "show"]
 
 _INT64_MAX = 2**63 - 1
 _TRUE_FALSE = {"true": True, "false": False}
+TRUE_WORDS = ("1", "true", "t", "yes", "y", "on")
+FALSE_WORDS = ("0", "false", "f", "no", "n", "off")
+_WORDS = {**dict.fromkeys(TRUE_WORDS, True), **dict.fromkeys(FALSE_WORDS, False)}
 _DTYPES = frozenset(DTYPE_NAMES.values())
 
 
@@ -28,10 +31,11 @@ def coerce(value: Any, hint: Any, info: KeyInfo) -> Any:
 
     - integers: also floats and strings that are whole (5e8, "8"); with ``info.floor`` fractions are rounded down;
     - numbers: also integers and strings that spell one ("1e-3"); never NaN, infinity with ``info.allow_inf``;
-    - booleans: also 0, 1 and "true", "false";
+    - booleans: also 0, 1 and "true", "false"; with ``info.is_lax`` more words;
     - choices from a list of words: in any case; formats under any spelling of DTYPE_NAMES, and torch's dtype objects;
     - strings: also paths;
-    - lists: any sequence, with ``info.one_or_many`` a single string too.
+    - lists: any sequence, with ``info.one_or_many`` a single string too;
+    - types whose values may be changed (``list[...]``, ``dict``): as lists and mappings, in a copy.
 
     Raises:
         BadValue: the value has none of these forms, or is out of range.
@@ -62,8 +66,10 @@ def _as(value: Any, kind: Any, info: KeyInfo) -> Any:
         return _as_word(value, args)
     if origin is tuple:
         return _as_tuple(value, args, info)
+    if origin is list:
+        return list(_as_tuple(value, (*args, ...), info))
     if kind is bool:
-        return _as_bool(value)
+        return _as_bool(value, info)
     if kind is int:
         return _as_int(value, info)
     if kind is float:
@@ -72,23 +78,24 @@ def _as(value: Any, kind: Any, info: KeyInfo) -> Any:
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
         if isinstance(value, str):
-            return str(value)
+            return str.__str__(value)  # the value of a member of an enumeration
         raise BadValue()
-    if kind is FrozenDict:
+    if kind in (FrozenDict, dict):
         if isinstance(value, Mapping):
-            return freeze(value)
+            return freeze(value) if kind is FrozenDict else dict(value)
         raise BadValue()
     if kind is Any:
         return freeze(value)
     raise TypeError(f"the schema uses a type that coerce does not know: {kind!r}")
 
 
-def _as_bool(value: Any) -> bool:
+def _as_bool(value: Any, info: KeyInfo) -> bool:
     if isinstance(value, bool):
         return value
-    if isinstance(value, str) and value.lower() in _TRUE_FALSE:
-        return _TRUE_FALSE[value.lower()]
-    if isinstance(value, numbers.Integral) and value in (0, 1):
+    words, numeric = (_WORDS, numbers.Real) if info.is_lax else (_TRUE_FALSE, numbers.Integral)
+    if isinstance(value, str) and value.lower() in words:
+        return words[value.lower()]
+    if isinstance(value, numeric) and value in (0, 1):
         return bool(value)
     raise BadValue()
 
@@ -114,7 +121,7 @@ def _as_float(value: Any, info: KeyInfo) -> float:
 
 
 def _as_int(value: Any, info: KeyInfo) -> int:
-    if isinstance(value, bool):
+    if isinstance(value, bool) and not info.is_lax:
         raise BadValue()
     if isinstance(value, str):
         try:
@@ -195,11 +202,11 @@ def _describe_arm(arm: Any, info: KeyInfo) -> str:
     if origin is Literal:
         quoted = [str(word) if isinstance(word, int) else f'"{word}"' for word in args]
         return quoted[0] if len(quoted) == 1 else f"one of {', '.join(quoted)}"
-    if origin is tuple:
-        if args[-1] is Ellipsis:
+    if origin in (tuple, list):
+        if origin is list or args[-1] is Ellipsis:
             return f"a list, each {_describe_arm(args[0], info)}"
         return f"a list of {len(args)}, each {_describe_arm(args[0], info)}"
-    if isinstance(kind, type) and issubclass(kind, (Section, dict)) or origin is dict:
+    if isinstance(kind, type) and issubclass(kind, (Section, dict)) or hasattr(kind, "model_fields") or origin is dict:
         return "an object {...}"
     if arm == Infinity:
         return "Infinity"
@@ -210,6 +217,15 @@ def _describe_arm(arm: Any, info: KeyInfo) -> str:
             if bound is not None:
                 bounds.append(f"{sign} {bound}")
     return f"{name} {' and '.join(bounds)}" if bounds else name
+
+
+def refusal(value: Any, hint: Any, info: KeyInfo, default: Any, reason: str) -> tuple[str, str]:
+    """(what is wrong with a value that ``coerce`` refuses, how to mend it). ``default``: msgspec.NODEFAULT for a
+    required key."""
+    words = describe(hint, info)
+    what = f"{show(value)} is not {words}" + (f" ({reason})" if reason else "")
+    fix = f"write {words}"
+    return what, fix if default is msgspec.NODEFAULT else f"{fix}; the default is {show(default)}"
 
 
 def show(value: Any, limit: int = 60) -> str:

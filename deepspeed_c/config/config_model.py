@@ -173,11 +173,7 @@ class DeepSpeedConfigModel:
         fields = self.model_fields
         by_key = self._names_by_key()
         if unknown := sorted(data.keys() - by_key.keys()):
-            raise ConfigError(
-                f"{', '.join(unknown)}: no such key" + ("s" if len(unknown) > 1 else ""),
-                where=self._title(),
-                fix=self._advice(unknown[0], by_key),
-            )
+            raise self._unknown(unknown, by_key)
         given: dict[str, Any] = {}
         for key, value in data.items():
             name = by_key[key]
@@ -200,15 +196,14 @@ class DeepSpeedConfigModel:
         return {key: name for name, field in cls.model_fields.items() for key in (name, field.alias) if key}
 
     @classmethod
-    def _advice(cls, unknown: str, known: Iterable[str]) -> str:
-        """The fix for an unknown key. A subclass may override this."""
-        near = nearest(unknown, known)
-        return f"did you mean {' or '.join(near)}?" if near else f"the keys are {', '.join(known)}"
-
-    @classmethod
-    def _title(cls) -> str:
-        """The place of the whole model in errors. A subclass may override this."""
-        return cls.__name__
+    def _unknown(cls, names: list[str], known: Iterable[str]) -> ConfigError:
+        """The error about unknown keys. A subclass may override this."""
+        near = nearest(names[0], known)
+        return ConfigError(
+            f"{', '.join(names)}: no such key" + ("s" if len(names) > 1 else ""),
+            where=cls.__name__,
+            fix=f"did you mean {' or '.join(near)}?" if near else f"the keys are {', '.join(known)}",
+        )
 
     @classmethod
     def _where(cls, name: str) -> str:

@@ -15,13 +15,12 @@ from typing import Any
 
 import msgspec
 
+from deepspeed_c.config.coerce import FALSE_WORDS, TRUE_WORDS
 from deepspeed_c.config.keys import FrozenDict
 from deepspeed_c.errors import ConfigError
 
 __all__ = ["convert", "kind_of", "thaw", "thawed_kind"]
 
-_TRUE = ("1", "true", "t", "yes", "y", "on")
-_FALSE = ("0", "false", "f", "no", "n", "off")
 _BOUNDS = {
     "ge": (lambda value, bound: value >= bound, ">="),
     "gt": (lambda value, bound: value > bound, ">"),
@@ -155,8 +154,8 @@ def _to_bool(value: Any, where: str) -> bool:
         return value
     if isinstance(value, (int, float)) and value in (0, 1):
         return bool(value)
-    if isinstance(value, str) and value.lower() in _TRUE + _FALSE:
-        return value.lower() in _TRUE
+    if isinstance(value, str) and value.lower() in TRUE_WORDS + FALSE_WORDS:
+        return value.lower() in TRUE_WORDS
     raise _wrong(value, where, "true or false")
 
 

@@ -5,21 +5,22 @@ and keywords.
 from __future__ import annotations
 
 import enum
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from typing_extensions import Self
 
-from deepspeed_c.config.coerce import show
+from deepspeed_c.config.coerce import BadValue, coerce, refusal, show
 from deepspeed_c.config.config_model import DeepSpeedConfigModel, Field
-from deepspeed_c.config.keys import DTYPE_NAMES
+from deepspeed_c.config.keys import DTYPE_NAMES, NonNeg, Positive, acts, inherent
 from deepspeed_c.config.load import read_config
-from deepspeed_c.config.source import is_parked, read_source
+from deepspeed_c.config.nearest import nearest
+from deepspeed_c.config.schema import bare, info_of
+from deepspeed_c.config.source import PARKED, is_parked, read_source
 from deepspeed_c.errors import ConfigError, FeatureError
 
 __all__ = [
-    "WITHOUT_EFFECT",
     "ActivationQuantConfig",
     "BaseQuantConfig",
     "DeepSpeedInferenceConfig",
@@ -52,24 +53,6 @@ _NAMES_ELSEWHERE = {
     "min_length": "min_out_tokens",
     "min_new_tokens": "min_out_tokens",
     "num_experts": "moe.moe_experts",
-}
-
-# A key -> why a value other than the default has no effect.
-WITHOUT_EFFECT = {
-    "enable_cuda_graph": "this version captures no CUDA graphs",
-    "use_triton": "no kernel of this version is written in Triton",
-    "triton_autotune": "no kernel of this version is written in Triton",
-    "triangular_masking": "each layer masks as its own model does",
-    "transposed_mode": "weights keep the layout of the model",
-    "config": "no part of the engine reads it",
-    "injection_policy_tuple": "injection_policy has the names for each class of layers",
-    "training_mp_size": "the files of a checkpoint say how they are cut",
-    "replace_method": "layers are found by the model's family, or by injection_policy",
-    "quant": "int8 weights have one scale for each row",
-    "moe.moe_experts": "experts run as the modules of the model",
-    "moe.type": "experts run as the modules of the model",
-    "moe.ep_group": "experts are not cut over ranks",
-    "moe.ep_mp_group": "experts are not cut over ranks",
 }
 
 
@@ -151,42 +134,65 @@ class InferenceSection(DeepSpeedConfigModel):
 
     @classmethod
     def _checked(cls, name: str, value: Any) -> Any:
-        if name in cls.sections():
+        field, section = cls.model_fields[name], cls.sections().get(name)
+        hint, info = field.annotation, msgspec.structs.replace(info_of(field.annotation), is_lax=True)
+        if section is not None:
             value = {} if value is None else value
             if isinstance(value, Mapping):
                 _refuse_other_keys(value, cls._where(name))
-        if isinstance(value, os.PathLike):
-            value = os.fspath(value)
-        new = super()._checked(name, value)
-        # An old key is written into its section, and a section may be the caller's object.
-        return new.model_copy() if new is value and isinstance(new, DeepSpeedConfigModel) else new
+                return section(**value)
+            if isinstance(value, section):
+                # An old key is written into its section, and a section may be the caller's object.
+                return value.model_copy()
+            default, reason = msgspec.NODEFAULT, ""
+        elif bare(hint) is Any:
+            return value
+        else:
+            try:
+                return coerce(value, hint, info)
+            except BadValue as error:
+                default, reason = field.get_default(), str(error)
+        what, fix = refusal(value, hint, info, default, reason)
+        raise ConfigError(what, where=cls._where(name), fix=fix)
 
     @classmethod
     def sections(cls) -> dict[str, type[InferenceSection]]:
         """The sections within this section by their names."""
+        kinds = {name: bare(field.annotation) for name, field in cls.model_fields.items()}
         return {
-            name: field.annotation
-            for name, field in cls.model_fields.items()
-            if isinstance(field.annotation, type) and issubclass(field.annotation, InferenceSection)
+            name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, InferenceSection)
         }
-
-    @classmethod
-    def _title(cls) -> str:
-        return cls.place or cls.__name__
 
     @classmethod
     def _where(cls, name: str) -> str:
         return f"{cls.place}.{name}" if cls.place else name
 
     @classmethod
-    def _advice(cls, unknown: str, known: Iterable[str]) -> str:
-        if not cls.place and unknown in _NAMES_ELSEWHERE:
-            return f"did you mean {_NAMES_ELSEWHERE[unknown]}?"
-        below = [f"{name}.{unknown}" for name, section in cls.sections().items() if unknown in section.model_fields]
-        return f"did you mean {' or '.join(below)}?" if below else super()._advice(unknown, known)
+    def _unknown(cls, names: list[str], known: Iterable[str]) -> ConfigError:
+        below = [f"{name}.{names[0]}" for name, section in cls.sections().items() if names[0] in section.model_fields]
+        if not cls.place and names[0] in _NAMES_ELSEWHERE:
+            below = [_NAMES_ELSEWHERE[names[0]]]
+        near = below or [cls._where(name) for name in nearest(names[0], known)]
+        fix = f"did you mean {' or '.join(near)}?" if near else f"the keys here are {', '.join(known)}"
+        return ConfigError(
+            "is not a known key" if len(names) == 1 else "are not known keys",
+            where=", ".join(map(cls._where, names)),
+            fix=f"{fix} To park a key, put {PARKED} in front of it.",
+        )
 
     def _report_old_key(self, name: str, new: str, message: str) -> None:
         """``notes`` has a sentence about each old key, and the engine logs it from one rank."""
+
+    def _without_effect(self) -> Iterator[str]:
+        """A sentence about each value that is not the default and changes nothing."""
+        for name, value in self:
+            field = self.model_fields[name]
+            why = info_of(field.annotation).inherent
+            if why and value != self._checked(name, field.get_default()):
+                shown = "" if name in self.sections() else f" = {show(value)}"
+                yield f"{self._where(name)}{shown} has no effect: {why}"
+            elif name in self.sections():
+                yield from value._without_effect()
 
     def _all_remarks(self) -> Iterator[str]:
         yield from self._remarks
@@ -199,16 +205,13 @@ class DeepSpeedTPConfig(InferenceSection):
 
     place = "tensor_parallel"
 
-    enabled: bool = True
-    """false: the model stays whole."""
-    tp_size: int = Field(1, ge=1)
-    """Ranks that hold one model together."""
-    tp_grain_size: int = Field(64, ge=1)
-    """Parts of a network's width are multiples of this number of elements."""
-    mpu: object = None
-    """An object with Megatron's methods; its model-parallel ranks hold the model."""
-    tp_group: object = None
-    """The process group of the ranks that hold the model."""
+    enabled: Annotated[bool, acts("false: the model stays whole.")] = True
+    tp_size: Annotated[Positive, acts("Ranks that hold one model together.")] = 1
+    tp_grain_size: Annotated[Positive, acts("Parts of a network's width are multiples of this number of elements.")] = (
+        64
+    )
+    mpu: Annotated[Any, acts("An object with Megatron's methods; its model-parallel ranks hold the model.")] = None
+    tp_group: Annotated[Any, acts("The process group of the ranks that hold the model.")] = None
 
 
 class MoETypeEnum(str, enum.Enum):
@@ -223,18 +226,23 @@ class DeepSpeedMoEConfig(InferenceSection):
 
     place = "moe"
 
-    enabled: bool = True
-    """Whether the model may have experts."""
-    ep_size: int = Field(1, ge=1)
-    """Ranks that share the experts of a layer."""
-    moe_experts: list[int] = Field([1], alias="num_experts")
-    """Experts of each layer."""
-    type: MoETypeEnum = MoETypeEnum.standard.value
-    """The kind of the layers."""
-    ep_mp_group: object = None
-    """The process group of the ranks that hold one expert together."""
-    ep_group: object = Field(None, alias="expert_group")
-    """The process group of the ranks that share the experts."""
+    enabled: Annotated[bool, acts("Whether the model may have experts.")] = True
+    ep_size: Annotated[
+        Positive,
+        acts("Ranks that share the experts of a layer. Above 1: a `FeatureError`, experts over ranks come later."),
+    ] = 1
+    moe_experts: Annotated[list[int], inherent("Experts of each layer.", "experts run as the modules of the model")] = (
+        Field([1], alias="num_experts")
+    )
+    type: Annotated[
+        Literal["residual", "standard"], inherent("The kind of the layers.", "experts run as the modules of the model")
+    ] = "standard"
+    ep_mp_group: Annotated[
+        Any, inherent("The process group of the ranks that hold one expert together.", "experts are not cut over ranks")
+    ] = None
+    ep_group: Annotated[
+        Any, inherent("The process group of the ranks that share the experts.", "experts are not cut over ranks")
+    ] = Field(None, alias="expert_group")
 
 
 class QuantTypeEnum(str, enum.Enum):
@@ -247,14 +255,10 @@ class QuantTypeEnum(str, enum.Enum):
 class BaseQuantConfig(InferenceSection):
     """Quantization of one kind of tensors."""
 
-    enabled: bool = True
-    """Whether these tensors are quantized."""
-    num_bits: int = Field(8, ge=1)
-    """Bits of one element."""
-    q_type: QuantTypeEnum = QuantTypeEnum.sym.value
-    """The kind of scale."""
-    q_groups: int = Field(1, ge=1)
-    """Blocks of a tensor, each with its own scale."""
+    enabled: Annotated[bool, acts("Whether these tensors are quantized.")] = True
+    num_bits: Annotated[Positive, acts("Bits of one element.")] = 8
+    q_type: Annotated[Literal["asymmetric", "symmetric"], acts("The kind of scale.")] = "symmetric"
+    q_groups: Annotated[Positive, acts("Blocks of a tensor, each with its own scale.")] = 1
 
 
 class WeightQuantConfig(BaseQuantConfig):
@@ -263,10 +267,8 @@ class WeightQuantConfig(BaseQuantConfig):
 
     place = "quant.weight"
 
-    quantized_initialization: dict[str, Any] = {}  # noqa: RUF012  (copied for each object)
-    """How weights are quantized while a model is made."""
-    post_init_quant: dict[str, Any] = {}  # noqa: RUF012
-    """How weights of a finished model are quantized, by module."""
+    quantized_initialization: Annotated[dict, acts("How weights are quantized while a model is made.")] = Field({})
+    post_init_quant: Annotated[dict, acts("How weights of a finished model are quantized, by module.")] = Field({})
 
 
 class ActivationQuantConfig(BaseQuantConfig):
@@ -280,8 +282,7 @@ class QKVQuantConfig(InferenceSection):
 
     place = "quant.qkv"
 
-    enabled: bool = True
-    """Whether these projections are quantized."""
+    enabled: Annotated[bool, acts("Whether these projections are quantized.")] = True
 
 
 class QuantizationConfig(InferenceSection):
@@ -289,14 +290,14 @@ class QuantizationConfig(InferenceSection):
 
     place = "quant"
 
-    enabled: bool = True
-    """Switch of the section."""
-    activation: ActivationQuantConfig = Field(default_factory=ActivationQuantConfig)
-    """Quantization of activations."""
-    weight: WeightQuantConfig = Field(default_factory=WeightQuantConfig)
-    """Quantization of weights."""
-    qkv: QKVQuantConfig = Field(default_factory=QKVQuantConfig)
-    """Quantization of the projections of attention."""
+    enabled: Annotated[bool, acts("Switch of the section.")] = True
+    activation: Annotated[ActivationQuantConfig, acts("Quantization of activations.")] = Field(
+        default_factory=ActivationQuantConfig
+    )
+    weight: Annotated[WeightQuantConfig, acts("Quantization of weights.")] = Field(default_factory=WeightQuantConfig)
+    qkv: Annotated[QKVQuantConfig, acts("Quantization of the projections of attention.")] = Field(
+        default_factory=QKVQuantConfig
+    )
 
 
 class InferenceCheckpointConfig(InferenceSection):
@@ -304,12 +305,9 @@ class InferenceCheckpointConfig(InferenceSection):
 
     place = "checkpoint_config"
 
-    checkpoint_dir: str | None = None
-    """As ``checkpoint``."""
-    save_mp_checkpoint_path: str | None = None
-    """As the key of the top level."""
-    base_dir: str | None = None
-    """As the key of the top level."""
+    checkpoint_dir: Annotated[str | None, acts("As `checkpoint`.")] = None
+    save_mp_checkpoint_path: Annotated[str | None, acts("As the key of the top level.")] = None
+    base_dir: Annotated[str | None, acts("As the key of the top level.")] = None
 
 
 def _old(default: Any, new: str, **options: Any) -> Field:
@@ -323,70 +321,92 @@ class DeepSpeedInferenceConfig(InferenceSection):
     FeatureError for experts over ranks.
     """
 
-    replace_with_kernel_inject: bool = Field(False, alias="kernel_inject")
-    """Layers of a known family run the operators of ``deepspeed_c.ops.nn``."""
-    dtype: object = "torch.float16"
-    """Format of the weights: torch.float16, torch.bfloat16, torch.float32 or torch.int8, or one of their names."""
-    tensor_parallel: DeepSpeedTPConfig = Field(default_factory=DeepSpeedTPConfig, alias="tp")
-    """How layers are cut over ranks; an integer is ``tp_size``."""
-    enable_cuda_graph: bool = False
-    """Capture generation in CUDA graphs."""
-    use_triton: bool = False
-    """Run kernels of Triton."""
-    triton_autotune: bool = False
-    """Tune kernels of Triton at the first call."""
-    zero: dict[str, Any] = {}  # noqa: RUF012  (copied for each object)
-    """Keys of a training configuration's ``zero_optimization``: at stage 3, weights stay sharded or offloaded."""
-    triangular_masking: bool = Field(True, alias="tm")
-    """Whether attention is causal."""
-    moe: DeepSpeedMoEConfig = Field(default_factory=DeepSpeedMoEConfig)
-    """Layers with experts."""
-    keep_module_on_host: bool = False
-    """Leave the weights in host memory, and run there."""
-    quant: QuantizationConfig = Field(default_factory=QuantizationConfig)
-    """How int8 weights are made."""
-    checkpoint: str | dict[str, Any] | None = None
-    """Folder or file of the weights, or DeepSpeed's list of files as a JSON file or a dictionary."""
-    base_dir: str = ""
-    """Folder that paths in a list of files start from."""
-    set_empty_params: bool = False
-    """Whether the model was made without memory for its weights."""
-    save_mp_checkpoint_path: str | None = None
-    """Folder to which the weights are written, for a later start on any number of ranks."""
-    checkpoint_config: InferenceCheckpointConfig = Field(default_factory=InferenceCheckpointConfig, alias="ckpt_config")
-    """Second places for the keys of checkpoints."""
-    return_tuple: bool = True
-    """Whether a replaced layer returns a tuple, or the tensor alone."""
-    training_mp_size: int = Field(1, ge=1)
-    """Tensor-parallel ranks that wrote the checkpoint."""
-    replace_method: str = "auto"
-    """How layers to replace are found."""
-    injection_policy: dict[Any, Any] | None = Field(None, alias="injection_dict")
-    """Class of layers -> names of the projections after which partial sums are added over ranks, or a policy."""
-    injection_policy_tuple: tuple | None = None
-    """The names of ``injection_policy`` without a class."""
-    config: dict[str, Any] | None = Field(None, alias="args")
-    """Arguments of the caller's own program."""
-    max_out_tokens: int = Field(1024, alias="max_tokens", ge=1)
-    """Most tokens of a sequence, the prompt included."""
-    min_out_tokens: int = Field(1, alias="min_tokens", ge=0)
-    """Tokens of a sequence for which memory has to suffice."""
-    transposed_mode: bool = False
-    """Whether weights are stored transposed."""
-    mp_size: int = _old(1, "tensor_parallel.tp_size", ge=1)
-    """Old name."""
-    mpu: object = _old(None, "tensor_parallel.mpu")
-    """Old name."""
-    ep_size: int = _old(1, "moe.ep_size", ge=1)
-    """Old name."""
-    ep_group: object = _old(None, "moe.ep_group", alias="expert_group")
-    """Old name."""
-    ep_mp_group: object = _old(None, "moe.ep_mp_group", alias="expert_mp_group")
-    """Old name."""
-    moe_experts: list[int] = _old([1], "moe.moe_experts")
-    """Old name."""
-    moe_type: MoETypeEnum = _old(MoETypeEnum.standard.value, "moe.type")
-    """Old name."""
+    replace_with_kernel_inject: Annotated[
+        bool, acts("Layers of a known family run the operators of `deepspeed_c.ops.nn`.")
+    ] = Field(False, alias="kernel_inject")
+    dtype: Annotated[
+        Any,
+        acts(
+            "Format of the weights: torch.float16, torch.bfloat16, torch.float32 or torch.int8, or one of their names."
+        ),
+    ] = "torch.float16"
+    tensor_parallel: Annotated[DeepSpeedTPConfig, acts("How layers are cut over ranks; an integer is `tp_size`.")] = (
+        Field(default_factory=DeepSpeedTPConfig, alias="tp")
+    )
+    enable_cuda_graph: Annotated[
+        bool, inherent("Capture generation in CUDA graphs.", "this version captures no CUDA graphs")
+    ] = False
+    use_triton: Annotated[
+        bool, inherent("Run kernels of Triton.", "no kernel of this version is written in Triton")
+    ] = False
+    triton_autotune: Annotated[
+        bool, inherent("Tune kernels of Triton at the first call.", "no kernel of this version is written in Triton")
+    ] = False
+    zero: Annotated[
+        dict,
+        acts("Keys of a training configuration's `zero_optimization`: at stage 3, weights stay sharded or offloaded."),
+    ] = Field({})
+    triangular_masking: Annotated[
+        bool, inherent("Whether attention is causal.", "each layer masks as its own model does")
+    ] = Field(True, alias="tm")
+    moe: Annotated[DeepSpeedMoEConfig, acts("Layers with experts.")] = Field(default_factory=DeepSpeedMoEConfig)
+    keep_module_on_host: Annotated[bool, acts("Leave the weights in host memory, and run there.")] = False
+    quant: Annotated[
+        QuantizationConfig, inherent("How int8 weights are made.", "int8 weights have one scale for each row")
+    ] = Field(default_factory=QuantizationConfig)
+    checkpoint: Annotated[
+        str | dict | None,
+        acts("Folder or file of the weights, or DeepSpeed's list of files as a JSON file or a dictionary."),
+    ] = None
+    base_dir: Annotated[str, acts("Folder that paths in a list of files start from.")] = ""
+    set_empty_params: Annotated[bool, acts("Whether the model was made without memory for its weights.")] = False
+    save_mp_checkpoint_path: Annotated[
+        str | None, acts("Folder to which the weights are written, for a later start on any number of ranks.")
+    ] = None
+    checkpoint_config: Annotated[InferenceCheckpointConfig, acts("Second places for the keys of checkpoints.")] = Field(
+        default_factory=InferenceCheckpointConfig, alias="ckpt_config"
+    )
+    return_tuple: Annotated[bool, acts("Whether a replaced layer returns a tuple, or the tensor alone.")] = True
+    training_mp_size: Annotated[
+        Positive,
+        inherent("Tensor-parallel ranks that wrote the checkpoint.", "the files of a checkpoint say how they are cut"),
+    ] = 1
+    replace_method: Annotated[
+        str,
+        inherent("How layers to replace are found.", "layers are found by the model's family, or by injection_policy"),
+    ] = "auto"
+    injection_policy: Annotated[
+        dict | None,
+        acts("Class of layers -> names of the projections after which partial sums are added over ranks, or a policy."),
+    ] = Field(None, alias="injection_dict")
+    injection_policy_tuple: Annotated[
+        tuple[Any, ...] | None,
+        inherent(
+            "The names of `injection_policy` without a class.",
+            "injection_policy has the names for each class of layers",
+        ),
+    ] = None
+    config: Annotated[
+        dict | None, inherent("Arguments of the caller's own program.", "no part of the engine reads it")
+    ] = Field(None, alias="args")
+    max_out_tokens: Annotated[Positive, acts("Most tokens of a sequence, the prompt included.")] = Field(
+        1024, alias="max_tokens"
+    )
+    min_out_tokens: Annotated[NonNeg, acts("Tokens of a sequence for which memory has to suffice.")] = Field(
+        1, alias="min_tokens"
+    )
+    transposed_mode: Annotated[
+        bool, inherent("Whether weights are stored transposed.", "weights keep the layout of the model")
+    ] = False
+    mp_size: Annotated[Positive, acts("Old name of `tensor_parallel.tp_size`.")] = _old(1, "tensor_parallel.tp_size")
+    mpu: Annotated[Any, acts("Old name of `tensor_parallel.mpu`.")] = _old(None, "tensor_parallel.mpu")
+    ep_size: Annotated[Positive, acts("Old name of `moe.ep_size`.")] = _old(1, "moe.ep_size")
+    ep_group: Annotated[Any, acts("Old name of `moe.ep_group`.")] = _old(None, "moe.ep_group", alias="expert_group")
+    ep_mp_group: Annotated[Any, acts("Old name of `moe.ep_mp_group`.")] = _old(
+        None, "moe.ep_mp_group", alias="expert_mp_group"
+    )
+    moe_experts: Annotated[list[int], acts("Old name of `moe.moe_experts`.")] = _old([1], "moe.moe_experts")
+    moe_type: Annotated[Literal["residual", "standard"], acts("Old name of `moe.type`.")] = _old("standard", "moe.type")
 
     @classmethod
     def _checked(cls, name: str, value: Any) -> Any:
@@ -465,7 +485,7 @@ class DeepSpeedInferenceConfig(InferenceSection):
         """An object from the keys of all ``sources``. Raises ConfigError also if a key has two values."""
         values = cls._without_spellings(*sources)
         if "strict" in values:  # an argument of the constructor
-            raise ConfigError("strict: no such key", where=cls.__name__, fix="remove it; notes are never errors here")
+            raise ConfigError("is not a known key", where="strict", fix="remove it; notes are never errors here")
         made = cls(**values)
         made._remark(remark for source in sources for remark in cls._left_out(source, False))
         return made
@@ -492,15 +512,7 @@ class DeepSpeedInferenceConfig(InferenceSection):
             new = field.json_schema_extra.get("new_param")
             if new and name not in self.__dict__:
                 found.append(f"{name} is read as {new}")
-        for path, why in WITHOUT_EFFECT.items():
-            owner: DeepSpeedConfigModel = self
-            *sections, name = path.split(".")
-            for section in sections:
-                owner = getattr(owner, section)
-            value = getattr(owner, name)
-            if value != owner._checked(name, owner.model_fields[name].get_default()):
-                shown = "" if isinstance(value, DeepSpeedConfigModel) else f" = {show(value)}"
-                found.append(f"{path}{shown} has no effect: {why}")
+        found += self._without_effect()
         if self.zero:
             found += [note.replace("zero_optimization", "zero") for note in _read_zero(self.zero)[0]]
         return found

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-import enum
 import inspect
-import types
-import typing
 from collections.abc import Iterator
 
-from . import inference
-from .coerce import show
-from .config_model import Field
-from .convert import kind_of
-from .inference import DeepSpeedInferenceConfig, DeepSpeedMoEConfig, InferenceSection
+from .coerce import describe, show
+from .inference import DeepSpeedInferenceConfig, DeepSpeedMoEConfig, DeepSpeedTPConfig, InferenceSection
+from .schema import bare, info_of
 
 __all__ = ["PAGE", "render_inference"]
+
+# A section -> what may stand in place of its object.
+_SHORT_FORMS = {DeepSpeedMoEConfig: " or true or false", DeepSpeedTPConfig: " or an integer"}
 
 PAGE = "config/init_inference.md"
 
@@ -44,83 +41,25 @@ from a `DeepSpeedInferenceConfig`, and from keywords. The names, old names and d
 
 def render_inference(written: str) -> str:
     """The text of the page. ``written``: the comment that says which command writes it."""
-    docs = _docs()
-    lines = [_HEAD.replace("{written}", written), "## Top level\n", *_table(DeepSpeedInferenceConfig, docs)]
-    lines += _sections(DeepSpeedInferenceConfig, docs)
-    return "\n".join(lines)
+    lines = [_HEAD.replace("{written}", written), "## Top level\n", *_table(DeepSpeedInferenceConfig)]
+    return "\n".join([*lines, *_sections(DeepSpeedInferenceConfig)])
 
 
-def _sections(cls: type[InferenceSection], docs: dict[str, dict[str, str]]) -> Iterator[str]:
+def _sections(cls: type[InferenceSection]) -> Iterator[str]:
     for section in cls.sections().values():
         yield f"## `{section.place}`\n"
-        yield _as_markdown(inspect.getdoc(section)) + "\n"
-        yield from _table(section, docs)
-        yield from _sections(section, docs)
+        yield " ".join(inspect.getdoc(section).split()).replace("``", "`") + "\n"
+        yield from _table(section)
+        yield from _sections(section)
 
 
-def _table(cls: type[InferenceSection], docs: dict[str, dict[str, str]]) -> Iterator[str]:
+def _table(cls: type[InferenceSection]) -> Iterator[str]:
     yield "| key | other names | value | default | meaning |"
     yield "| --- | --- | --- | --- | --- |"
-    told = {name: text for base in reversed(cls.__mro__) for name, text in docs.get(base.__name__, {}).items()}
     for name, field in cls.model_fields.items():
-        path = f"{cls.place}.{name}" if cls.place else name
-        meaning = told[name]
-        if new := field.json_schema_extra.get("new_param"):
-            meaning = f"Old name of `{new}`."
-        if why := inference.WITHOUT_EFFECT.get(path):
-            meaning += f" No effect: {why}."
-        if name == "ep_size":
-            meaning += " Above 1: a `FeatureError`, experts over ranks come later."
-        cells = (f"`{name}`", f"`{field.alias}`" if field.alias else "", _value(cls, name, field), _default(cls, name))
-        yield f"| {' | '.join(cells)} | {meaning} |"
+        info = info_of(field.annotation)
+        meaning = info.doc + (f" No effect: {info.inherent}." if info.inherent else "")
+        words = describe(field.annotation, info) + _SHORT_FORMS.get(bare(field.annotation), "")
+        default = "*see below*" if name in cls.sections() else f"`{show(field.get_default())}`"
+        yield f"| `{name}` | {f'`{field.alias}`' if field.alias else ''} | {words} | {default} | {meaning} |"
     yield ""
-
-
-def _value(cls: type[InferenceSection], name: str, field: Field) -> str:
-    if name == "dtype":
-        return "a dtype"
-    words = " or ".join(_words(arm) for arm in _arms(field.annotation))
-    if field.annotation is DeepSpeedMoEConfig:
-        words += ", true or false"
-    elif name == "tensor_parallel":
-        words += " or an integer"
-    return words + (f" >= {field.bounds['ge']}" if field.bounds["ge"] is not None else "")
-
-
-def _arms(kind: typing.Any) -> tuple[typing.Any, ...]:
-    return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-
-
-def _words(kind: typing.Any) -> str:
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return "one of " + ", ".join(f'"{member.value}"' for member in kind)
-    if isinstance(kind, type) and issubclass(kind, InferenceSection) or typing.get_origin(kind) is dict:
-        return "an object {...}"
-    if typing.get_origin(kind) is list:
-        return f"a list, each {_words(typing.get_args(kind)[0])}"
-    known = {bool: "true or false", int: "an integer", str: "a string", tuple: "a list", type(None): "null"}
-    return known.get(kind, "an object of Python" if kind is object else kind_of(kind))
-
-
-def _default(cls: type[InferenceSection], name: str) -> str:
-    return "*see below*" if name in cls.sections() else f"`{show(cls.model_fields[name].get_default())}`"
-
-
-def _docs() -> dict[str, dict[str, str]]:
-    """The docstring under each key by class and name. Python itself does not keep these texts."""
-    found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(inference)).body:
-        if isinstance(node, ast.ClassDef):
-            texts = found.setdefault(node.name, {})
-            for key, text in zip(node.body, node.body[1:]):
-                if (
-                    isinstance(key, ast.AnnAssign)
-                    and isinstance(text, ast.Expr)
-                    and isinstance(text.value, ast.Constant)
-                ):
-                    texts[key.target.id] = _as_markdown(str(text.value.value))
-    return found
-
-
-def _as_markdown(docstring: str) -> str:
-    return " ".join(docstring.split()).replace("``", "`")

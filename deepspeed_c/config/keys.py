@@ -110,6 +110,8 @@ class KeyInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whether an infinite number is accepted. NaN never is."""
     floor: bool = False
     """Whether a fractional number is rounded down (counts of elements that other tools compute as floats)."""
+    is_lax: bool = False
+    """Whether a boolean may also be a word such as "yes" or "off" or the number 1.0, and an integer a boolean."""
     one_or_many: bool = False
     """Whether a single string stands for a list of one."""
 

@@ -8,7 +8,7 @@ import msgspec
 
 from ..errors import ConfigError, UnsupportedConfigError
 from .aliases import NAMES_ELSEWHERE, OLD_KEYS, stage_from_switch
-from .coerce import BadValue, coerce, describe, show
+from .coerce import BadValue, coerce, describe, refusal, show
 from .config import Config
 from .features import FEATURES
 from .findings import Findings
@@ -214,11 +214,8 @@ class _Reader:
             try:
                 values[field.attribute] = coerce(value, field.hint, field.info)
             except BadValue as error:
-                reason = f" ({error})" if str(error) else ""
-                fix = f"write {describe(field.hint, field.info)}"
-                if field.default is not msgspec.NODEFAULT:
-                    fix += f"; the default is {show(field.default)}"
-                self.found.fail(f"{show(value)} is not {describe(field.hint, field.info)}{reason}", where, fix)
+                what, fix = refusal(value, field.hint, field.info, field.default, str(error))
+                self.found.fail(what, where, fix)
                 return
         self.found.mark(where, "user")
         self.feature(field, values[field.attribute], value, where)

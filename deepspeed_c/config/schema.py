@@ -34,7 +34,7 @@ from .sequence import SequenceParallel
 from .tuning import Autotuning, Elasticity
 from .zero import Zero
 
-__all__ = ["Root", "SectionField", "fields_of", "find", "kinds_of", "walk"]
+__all__ = ["Root", "SectionField", "fields_of", "find", "info_of", "kinds_of", "walk"]
 
 
 class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
@@ -208,7 +208,7 @@ def fields_of(cls: type[Section]) -> dict[str, SectionField]:
     """The keys of a section by their JSON names, in the order of the struct."""
     fields = {}
     for field in msgspec.structs.fields(cls):
-        info = _info_of(field.type)
+        info = info_of(field.type)
         if info is None:
             raise TypeError(f"{cls.__name__}.{field.name} has no acts(), inherent(), asks() or tunes()")
         section, container = _section_of(field.type)
@@ -235,7 +235,8 @@ def bare(hint: Any) -> Any:
     return hint
 
 
-def _info_of(hint: Any) -> KeyInfo | None:
+def info_of(hint: Any) -> KeyInfo | None:
+    """The facts about a key, which its annotation has; None for another type."""
     for meta in getattr(hint, "__metadata__", ()):
         if isinstance(meta, msgspec.Meta) and meta.extra and "key" in meta.extra:
             return meta.extra["key"]

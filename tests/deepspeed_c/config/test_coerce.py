@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from deepspeed_c.config import load_config, problems_of
-from deepspeed_c.config.coerce import show
+from deepspeed_c.config.coerce import BadValue, coerce, describe, show
+from deepspeed_c.config.keys import KeyInfo
 
 NAN, INF = float("nan"), float("inf")
 
@@ -185,3 +186,27 @@ def test_nan_is_not_compared_away():
         (problem,) = problems_of(tree, batch="skip")
         assert problem.where == path and "not finite" in problem.what
     assert math.isnan(NAN)
+
+
+def test_a_lax_key_takes_more_words_and_booleans_as_integers():
+    lax = KeyInfo(doc="", is_lax=True)
+    words = {"yes": True, "ON": True, "t": True, "no": False, "Off": False, "0": False, 1.0: True, 0: False, "true": True}
+    for word, meant in words.items():
+        assert coerce(word, bool, lax) is meant, word
+    for value in ("maybe", "", 2, 0.5, None, []):
+        with pytest.raises(BadValue):
+            coerce(value, bool, lax)
+    assert coerce(True, int, lax) == 1 and type(coerce(True, int, lax)) is int
+    for kind, value in ((bool, "yes"), (bool, 1.0), (int, True)):
+        with pytest.raises(BadValue):
+            coerce(value, kind, KeyInfo(doc=""))
+
+
+def test_values_that_may_be_changed_are_copies():
+    given, section = [1, "2"], {"a": (1,)}
+    numbers, mapping = coerce(given, list[int], KeyInfo(doc="")), coerce(section, dict, KeyInfo(doc=""))
+    assert (numbers, mapping) == ([1, 2], {"a": (1,)}) and mapping is not section
+    assert type(coerce((1,), list[int], KeyInfo(doc=""))) is list
+    with pytest.raises(BadValue):
+        coerce(["x"], list[int], KeyInfo(doc=""))
+    assert describe(list[int], KeyInfo(doc="")) == "a list, each an integer"
