@@ -38,12 +38,15 @@ MONITOR = [
 # A transport takes one module and one row.
 TRANSPORT = [f"deepspeed_c/comm/transports/{name}.py" for name in ("table", "ucc")]
 
+# A source of weights takes one file and one line, and here the feature that its key asks for.
+SOURCE = ["deepspeed_c/config/features.py", *(f"deepspeed_c/zero/weights/sources/{name}.py" for name in ("__init__", "second"))]
+
 
 @pytest.mark.parametrize(
     "page, parts",
     [
         *(("optimizer", OPTIMIZER), ("nn-kernel", ACTIVATION), ("schedule", SCHEDULE), ("inject-policy", POLICY)),
-        *(("monitor", MONITOR), ("transport", TRANSPORT), ("quant-format", FORMAT)),
+        *(("monitor", MONITOR), ("transport", TRANSPORT), ("quant-format", FORMAT), ("weight-source", SOURCE)),
     ],
 )
 def test_the_diff_fits(page: str, parts: list[str]) -> None:

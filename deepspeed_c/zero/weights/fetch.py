@@ -169,9 +169,10 @@ class Fetcher:
 
     def gather(self, group: GatherUnit) -> None:
         """Starts a gather, and counts it."""
+        n_bytes = group.source.cost.received
         group.start()
         self.stats.n_gathers += 1
-        self.stats.n_received_bytes += group.source.cost.received
+        self.stats.n_received_bytes += n_bytes
 
     def let_all_go(self, keep: int = -1) -> None:
         """Releases all gathered units except held units and unit ``keep``."""

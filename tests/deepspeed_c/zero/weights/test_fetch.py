@@ -244,9 +244,12 @@ def wire_body(rank: int, world: int) -> tuple[int, int]:
         for step in range(4):
             train(engine, step, rank, torch.bfloat16)
         ledger.reset_totals()
+        before = engine._fetcher.stats.n_received_bytes
         for step in range(4, 4 + STEPS):
             train(engine, step, rank, torch.bfloat16)
         totals = ledger.totals
+        received = engine._fetcher.stats.n_received_bytes - before
+        assert received == totals["all-gather"].wire_bytes, (received, totals["all-gather"])
         wire = totals["all-gather"].wire_bytes + totals["reduce-scatter"].wire_bytes
         units = {group.unit for group in engine._fetcher.groups}
         return wire, sum(unit.flat_elems for unit in units)
