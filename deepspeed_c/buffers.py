@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -21,6 +22,9 @@ PATIENCE_SECONDS = 0.002
 # Attribute of a lent tensor: the tensor of the whole buffer. Making it again from the storage would take longer than
 # all else that a loan needs.
 _WHOLE = "_dsc_whole"
+# Attribute of the tensor of a whole buffer: (weak reference to their owner, views, references to the storage that they
+# hold).
+_VIEWS = "_dsc_views"
 
 
 def ordinary_memory(n_bytes: int, device: torch.device) -> torch.Tensor:
@@ -85,6 +89,25 @@ class BufferPool:
         lent.__dict__[_WHOLE] = buffer
         return lent
 
+    def views(
+        self, lent: torch.Tensor, owner: object, make: Callable[[torch.Tensor], list[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """Return ``make(lent)``, which makes views of ``lent``. An ``owner`` that is lent the same bytes again, with no
+        other owner between, gets the same views again: hundreds of them take longer than a gather of small weights.
+
+        The views stay with the buffer, and do not count as views that outlive a loan.
+        """
+        whole: torch.Tensor = lent.__dict__[_WHOLE]
+        kept = whole.__dict__.get(_VIEWS)
+        if kept is None or kept[0]() is not owner:
+            whole.__dict__.pop(_VIEWS, None)
+            n_before = _use_count(whole)
+            # Views of ``lent`` itself would hold it, and it holds this attribute: the memory would never be freed.
+            with torch.inference_mode(False):
+                made = make(lent.data)
+            kept = whole.__dict__[_VIEWS] = weakref.ref(owner), made, _use_count(whole) - n_before
+        return kept[1]
+
     def _find_exact(self, size: int, device: torch.device) -> torch.Tensor | None:
         """The first free buffer of exactly this length that no view holds."""
         free = self._free.get((device, size), ())
@@ -112,7 +135,10 @@ class BufferPool:
         return None
 
     def _is_held(self, buffer: torch.Tensor) -> bool:
-        return self._alone is not None and _use_count(buffer) != self._alone
+        if self._alone is None:
+            return False
+        kept = buffer.__dict__.get(_VIEWS)
+        return _use_count(buffer) != self._alone + (0 if kept is None else kept[2])
 
     def _becomes_free(self, buffer: torch.Tensor) -> bool:
         until = time.monotonic() + PATIENCE_SECONDS
@@ -148,4 +174,7 @@ class BufferPool:
 
 
 def _use_count(tensor: torch.Tensor) -> int:
+    """Number of references to the storage of ``tensor``; 0 in a torch that does not tell."""
+    if not hasattr(torch._C, "_storage_Use_Count"):
+        return 0
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -127,3 +127,62 @@ def test_a_loan_of_another_dtype_in_inference_mode_leaves_an_ordinary_buffer():
     x = torch.ones(1031, dtype=torch.bfloat16, requires_grad=True)
     (x * lent).sum().backward()
     assert x.grad.eq(6.0).all()
+
+
+class _Owner:
+    def __init__(self, *lengths):
+        self.lengths, self.n_made = lengths, 0
+
+    def make(self, flat):
+        self.n_made += 1
+        return list(flat[: sum(self.lengths)].split(self.lengths))
+
+
+def test_views_are_made_anew_only_for_other_bytes_or_another_owner():
+    pool, first, second = BufferPool(waits=True), _Owner(3, 5), _Owner(7)
+    for _ in range(3):
+        lent = pool.take(8, torch.float32, CPU)
+        lent.copy_(torch.arange(8.0))
+        views = pool.views(lent, first, first.make)
+        assert [view.tolist() for view in views] == [[0, 1, 2], [3, 4, 5, 6, 7]]
+        assert views[1].data_ptr() == lent.data_ptr() + 12
+        pool.give(lent)
+        del lent
+    assert first.n_made == 1 and pool.n_bytes == GRANULE_BYTES, "kept views counted as views that outlive their loan"
+    lent = pool.take(8, torch.float32, CPU)
+    assert [view.numel() for view in pool.views(lent, second, second.make)] == [7]
+    pool.give(lent)
+    del lent
+    # A new owner may have the address of one that is gone.
+    del first
+    third = _Owner(2, 2)
+    large, small = pool.take(100_000, torch.float32, CPU), pool.take(8, torch.float32, CPU)
+    for lent in (large, small, large):
+        assert [view.data_ptr() - lent.data_ptr() for view in pool.views(lent, third, third.make)] == [0, 8]
+    assert third.n_made == 2
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_a_buffer_with_kept_views_is_still_given_up_to_a_holder_and_freed(is_inference):
+    pool, owner = BufferPool(waits=True), _Owner(4, 4)
+    with torch.inference_mode(is_inference):
+        lent = pool.take(8, torch.float32, CPU)
+        views = pool.views(lent, owner, owner.make)
+    assert not any(view.is_inference() for view in views)
+    address, holder = lent.data_ptr(), torch.empty(0)
+    holder.data = views[0]
+    del views
+    pool.give(lent)
+    other = pool.take(8, torch.float32, CPU)
+    assert other.data_ptr() != address, "memory was lent while a tensor pointed into it"
+    pool.views(other, owner, owner.make)
+    storage = weakref.ref(other.untyped_storage())
+    whole = weakref.ref(other.__dict__["_dsc_whole"])
+    pool.give(other)
+    del other
+    gc.disable()
+    try:
+        pool.clear()
+        assert whole() is None and storage() is None, "views kept their buffer alive"
+    finally:
+        gc.enable()

@@ -45,16 +45,13 @@ class GatherUnit:
         self.pins = 0
         self.is_leaving = False  # released by the plan while pinned
         self._begin = unit.bucket_begin[bucket]
-        self._views: list[torch.Tensor] = []  # kept if the source always gives the same buffer
+
+    def _make_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        with lasting():
+            return [slot.view(buffer, self._begin) for slot in self.slots]
 
     def _views_of_buffer(self) -> list[torch.Tensor]:
-        if self._views:
-            return self._views
-        with lasting():
-            views = [slot.view(self.buffer, self._begin) for slot in self.slots]
-        if self.source.keeps_buffer:
-            self._views = views
-        return views
+        return self.source.views(self.buffer, self._make_views)
 
     @property
     def status(self) -> ZeroParamStatus:

@@ -52,6 +52,7 @@ __all__ = [
 
 _ATTRIBUTE = "_dsc_shard"
 _DATA = torch.Tensor.data  # torch's descriptor: reads and writes storage without the checks below
+_set_data = _DATA.__set__  # bound once, because each step calls it twice for each parameter
 _ids = itertools.count()
 
 
@@ -435,11 +436,11 @@ class _Released(_Face):
         state = self._dsc_shard
         if value.numel():
             _open_or_refuse(self)
-            _DATA.__set__(self, value)
+            _set_data(self, value)
         else:
             # Module.to() and similar methods assign the empty data that they were given, possibly in another dtype.
             state.change_dtype(value.dtype)
-            _DATA.__set__(self, state.empty)
+            _set_data(self, state.empty)
 
     # Shapes and sizes are the whole parameter's. So code that asks for sizes works as with a plain model:
     # ``torch.nn.init``, Muon's choice of matrices, counts of parameters.
@@ -775,7 +776,7 @@ def whole_of(param: torch.nn.Parameter) -> torch.Tensor:
 
 def take_over(param: torch.nn.Parameter, data: torch.Tensor) -> None:
     """Makes ``param`` an ordinary parameter with this data, whatever state it was in."""
-    _DATA.__set__(param, data)
+    _set_data(param, data)
     unmake_sharded(param)
 
 
@@ -811,7 +812,7 @@ def point_at(param: torch.nn.Parameter, whole: torch.Tensor) -> None:
     """Makes ``whole`` the storage of a sharded parameter. The parameter is available afterwards."""
     # The class is changed first, because every access to a released parameter goes through Python.
     param.__class__ = param._dsc_available
-    _DATA.__set__(param, whole)
+    _set_data(param, whole)
 
 
 def point_at_nothing(param: torch.nn.Parameter) -> None:
@@ -819,7 +820,7 @@ def point_at_nothing(param: torch.nn.Parameter) -> None:
     # The data is set while the parameter has the class of an available parameter, because every access to a released
     # one goes through Python.
     param.__class__ = param._dsc_available
-    _DATA.__set__(param, param._dsc_shard.empty)
+    _set_data(param, param._dsc_shard.empty)
     param.__class__ = param._dsc_released
 
 
@@ -827,7 +828,7 @@ def adopt_shape(param: torch.nn.Parameter) -> None:
     """As ``point_at_nothing``, but a trained parameter has its whole shape. Used while a gradient may arrive."""
     param.__class__ = param._dsc_available
     state = param._dsc_shard
-    _DATA.__set__(param, state.stand_in if param.requires_grad else state.empty)
+    _set_data(param, state.stand_in if param.requires_grad else state.empty)
     param.__class__ = param._dsc_released
 
 
@@ -835,7 +836,7 @@ def hollow_out(param: torch.nn.Parameter) -> None:
     """As ``adopt_shape``, but the parameter has the class, shape and strides of an available one. The guards of
     ``torch.compile`` compare these, so a graph does not depend on what is gathered."""
     param.__class__ = param._dsc_available
-    _DATA.__set__(param, param._dsc_shard.hollow)
+    _set_data(param, param._dsc_shard.hollow)
 
 
 def is_released(param: Any) -> bool:

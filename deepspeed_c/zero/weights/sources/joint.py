@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from deepspeed_c.zero.layout.unit import Unit
@@ -16,13 +18,13 @@ class JointShards(WeightSource):
     except around writes."""
 
     is_collective = False
-    keeps_buffer = True
 
     def __init__(self, unit: Unit, bucket: int, label: str, means: Means) -> None:
         super().__init__(unit, bucket, label, means)
         self.shared = unit.joint
         with torch.inference_mode(False):
             self._whole = unit.joint.whole(bucket).view(unit.dtype)
+        self._views: list[torch.Tensor] = []
 
     @classmethod
     def serves(cls, unit: Unit, bucket: int, means: Means) -> bool:
@@ -34,3 +36,8 @@ class JointShards(WeightSource):
 
     def start(self, buffer: torch.Tensor | None) -> torch.Tensor:
         return self._whole
+
+    def views(self, buffer: torch.Tensor, make: Callable[[torch.Tensor], list[torch.Tensor]]) -> list[torch.Tensor]:
+        if not self._views:
+            self._views = make(buffer)
+        return self._views

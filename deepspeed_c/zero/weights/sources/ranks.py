@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from deepspeed_c.comm.work import Work
@@ -51,6 +53,9 @@ class RankShards(WeightSource):
             with lasting():
                 work.wait()
                 self.means.stream.hand_over(buffer)
+
+    def views(self, buffer: torch.Tensor, make: Callable[[torch.Tensor], list[torch.Tensor]]) -> list[torch.Tensor]:
+        return self.means.pool.views(buffer, self, make)
 
     def let_go(self, buffer: torch.Tensor) -> None:
         self.means.pool.give(buffer)

@@ -8,6 +8,7 @@ source.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -61,8 +62,6 @@ class WeightSource(ABC):
 
     is_collective = True
     """Whether a gather needs the other ranks. If so, all ranks must start it, in the same order."""
-    keeps_buffer = False
-    """Whether each gather returns the same buffer, so that views of it may be kept."""
     shared: JointMemory | None = None
     """Memory of several ranks: the others see this rank's shard there without a copy. Writes to it are fenced."""
 
@@ -85,6 +84,11 @@ class WeightSource(ABC):
 
     def finish(self, buffer: torch.Tensor) -> None:
         """Waits until all elements have come. Does nothing if they have."""
+
+    def views(self, buffer: torch.Tensor, make: Callable[[torch.Tensor], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Returns ``make(buffer)``, the parameters as views of the buffer. A source may keep them for the next gather
+        into the same memory: hundreds of views take longer than a gather of small weights."""
+        return make(buffer)
 
     def let_go(self, buffer: torch.Tensor) -> None:
         """Takes a buffer back that nothing points into any more."""
