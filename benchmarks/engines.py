@@ -74,7 +74,7 @@ def step_parts(engine: Any) -> list[Part]:
     base, parts = optimizer.optimizer, []
     for unit in optimizer.units:
         for entry in (entry for entry in optimizer.pieces.entries if entry.unit is unit):
-            gradient = entry.part_of(optimizer.reducer.results[unit]).view(-1)
+            gradient = entry.part_of(optimizer.reducer.sums.results[unit]).view(-1)
             copy = None
             if not unit.master_is_param:
                 copy = entry.part_of([unit.param_slice(bucket) for bucket in range(unit.n_buckets)]).view(-1)

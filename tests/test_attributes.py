@@ -131,8 +131,7 @@ PERMITTED: dict[str, str] = {
     "comm/comm.py: setattr(comms_logger, name)": "one log a process, which collectives know nothing of",
     "comm/comm.py: entry.module": "to be a method of the ledger",
     "comm/mesh.py: part.ledger.phase": "to be a method of the ledger",
-    "zero/gradients/reducer.py: bucket.is_launched": "the reducer numbers the slots of its buckets, and has them launched once a backward",
-    "zero/gradients/reducer.py: slot.tracker_index": "the reducer numbers the slots of its buckets, and has them launched once a backward",
+    "zero/gradients/slots.py: slot.tracker_index": "the reducer numbers the slots of its buckets",
 }
 
 

@@ -120,7 +120,7 @@ def hand_over(engine, gradients: list[torch.Tensor]) -> None:
     reducer.begin_backward(is_boundary=True, factor=1.0)
     for slot, gradient in zip(reversed(reducer.slots), gradients, strict=True):
         slot.param.grad = gradient
-        reducer._hook(slot)(slot.param)
+        reducer.intake._hook(slot)(slot.param)
     reducer.end_backward()
 
 
@@ -137,7 +137,7 @@ def make_parts_of_it(engine) -> Callable[[], None]:
         for bucket in range(unit.n_buckets):
             n = unit.slice_elems[bucket] * comm.world_size
             pairs.append(
-                (torch.zeros(n, dtype=unit.comm_dtype), torch.zeros_like(optimizer.reducer.results[unit][bucket]))
+                (torch.zeros(n, dtype=unit.comm_dtype), torch.zeros_like(optimizer.reducer.sums.results[unit][bucket]))
             )
             weights.append(torch.zeros(n, dtype=unit.dtype))
     parts = step_parts(engine)

@@ -30,6 +30,7 @@ from benchmarks.engines import require_gathers_copy
 from benchmarks.measure import machine, median_spread, require
 from deepspeed_c.comm.work import Work
 from deepspeed_c.zero.gradients.bucket import Bucket
+from deepspeed_c.zero.gradients.intake import GradientIntake
 from deepspeed_c.zero.gradients.reducer import GradientReducer
 from deepspeed_c.zero.weights.gather_unit import GatherUnit
 
@@ -38,7 +39,7 @@ WARMUP = 5
 # Name of a figure -> the timed method. For gradients this is the hook that autograd calls.
 GRADIENT = "gradient"
 TIMED: dict[str, tuple[type, str]] = {
-    "bucket_open": (GradientReducer, "_open"),
+    "bucket_open": (GradientIntake, "_open"),
     "bucket_launch": (GradientReducer, "_start"),
     "bucket_start": (Bucket, "reduce"),
     "wait": (Work, "wait"),
@@ -76,10 +77,10 @@ def timed() -> Iterator[dict[str, list[float]]]:
 
         return method
 
-    make_hook = GradientReducer._hook
+    make_hook = GradientIntake._hook
     with ExitStack() as stack:
         hook = mock.patch.object(
-            GradientReducer, "_hook", lambda self, slot: timing(make_hook(self, slot), found[GRADIENT])
+            GradientIntake, "_hook", lambda self, slot: timing(make_hook(self, slot), found[GRADIENT])
         )
         stack.enter_context(hook)
         for name, (owner, method) in TIMED.items():

@@ -70,7 +70,7 @@ def rank_main(n_params: int) -> None:
             require(n_sharded == expected, f"{expected} elements of weights are sharded at stage {stage}: {n_sharded}")
             with live.phase("states"):
                 # Count the states between steps without the buffers that are kept for the next step.
-                engine._optimizer.reducer.drop_spare_buffers()
+                engine._optimizer.drop_spare_buffers()
                 if engine._optimizer.fetcher is not None:
                     engine._optimizer.fetcher.pool.clear()
                 states = live.nbytes()

@@ -102,7 +102,7 @@ class CompiledModel:
     def _slots_of(self, tensors: Sequence[Any], runs: bool) -> tuple[int | None, ...]:
         if self._reducer is None:
             return (None,) * len(tensors)
-        slots = [self._reducer.number_of(tensor) for tensor in tensors]
+        slots = [self._reducer.intake.number_of(tensor) for tensor in tensors]
         if torch.is_grad_enabled() and not self._reducer.is_in_backward:
             reads = {slot for slot in slots if slot is not None}
             self._shared |= reads & self._read
@@ -148,11 +148,11 @@ class CompiledModel:
             get_accelerator().synchronize()
         if slot in self._shared:
             # The graph was chosen before another frame of its forward has read the parameter.
-            self._reducer.take_part(slot, gradient)
+            self._reducer.intake.take_part(slot, gradient)
         else:
-            self._reducer.take(slot, gradient)
+            self._reducer.intake.take(slot, gradient)
         if self._config.sync_after_reduce:
-            self._reducer.wait()
+            self._reducer.flight.wait()
             get_accelerator().synchronize()
 
 
@@ -170,7 +170,7 @@ class CompiledBackward:
         self._compiler = torch.compile(**options)
         self._order = torch.empty(1, dtype=torch.uint8)
         self._number = register_host(self)
-        reducer.wrap_hooks(lambda i, _: self._hook(i))
+        reducer.intake.wrap_hooks(lambda i, _: self._hook(i))
         passes.compile_by(self)
 
     def _hook(self, i: int) -> Callable[[torch.Tensor], None]:
@@ -183,7 +183,7 @@ class CompiledBackward:
         return hook
 
     def reduce(self, gradient: torch.Tensor, slot: int) -> None:
-        self._reducer.take(slot, gradient)
+        self._reducer.intake.take(slot, gradient)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -204,4 +204,4 @@ class CompiledBackward:
     def close(self) -> None:
         """Passes run as they are again."""
         self._passes.compile_by(None)
-        self._reducer.wrap_hooks(lambda _, hook: hook)
+        self._reducer.intake.wrap_hooks(lambda _, hook: hook)

@@ -16,7 +16,8 @@ from deepspeed_c.engine.precision import Precision
 from deepspeed_c.logging import log_dist
 from deepspeed_c.offload.place import place, store_states, store_weights
 from deepspeed_c.zero.gradients.bucket import GradientPools
-from deepspeed_c.zero.gradients.reducer import GradientReducer, ReduceSettings
+from deepspeed_c.zero.gradients.reducer import GradientReducer
+from deepspeed_c.zero.gradients.summing import ReduceSettings
 from deepspeed_c.zero.layout.layout import Layout, lay_out, mark_leaves
 from deepspeed_c.zero.layout.stages import STAGES
 from deepspeed_c.zero.states.kinds import kind_of

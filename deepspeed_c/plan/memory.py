@@ -414,7 +414,7 @@ class _Walk:
             return
         self._store_states()
         for unit in self._trained:
-            book.take(GRADIENTS, self._reducer.sum_bytes[unit], self._place_of(unit))
+            book.take(GRADIENTS, self._reducer.sums.n_bytes[unit], self._place_of(unit))
 
     def _store_weights(self) -> None:
         if self.fetcher is not None:
@@ -562,7 +562,7 @@ class _Walk:
         return sum(
             unit.shard_elems * unit.master_dtype.itemsize
             for unit in self._trained
-            if self._reducer.sum_dtype(unit) != unit.master_dtype
+            if self._reducer.sums.summing.dtype_of(unit) != unit.master_dtype
         )
 
     def _largest_update(self) -> int:

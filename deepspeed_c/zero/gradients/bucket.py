@@ -13,9 +13,10 @@ from deepspeed_c.accelerator import has_streams
 from deepspeed_c.buffers import Allocate, BufferPool, ordinary_memory
 from deepspeed_c.comm.work import Work
 from deepspeed_c.zero.gradients.sparse import sparse_sum
+from deepspeed_c.zero.gradients.summing import Summing
 from deepspeed_c.zero.layout.unit import Slot, Unit
 
-__all__ = ["Bucket", "GradientPools", "Summing"]
+__all__ = ["Bucket", "GradientPools"]
 
 
 class GradientPools(NamedTuple):
@@ -38,19 +39,6 @@ class GradientPools(NamedTuple):
             staging=BufferPool(allocate=allocate, count=count("staging")),
             copies=BufferPool(keeps=lambda device: False, count=count("copies")),
         )
-
-
-class Summing(NamedTuple):
-    """How the gradients of all buckets are summed over ranks."""
-
-    reduce_scatter: bool
-    pre_factor: float  # of gradients, before they are summed
-    post_factor: float = 1.0  # of sums
-
-    def is_in_place(self, unit: Unit) -> bool:
-        """Whether collected gradients of ``unit`` are their sum already. An expert that no other rank holds has nobody
-        to sum with, but the factors of a mean over all data-parallel ranks apply to it as well."""
-        return unit.sums_in_place and self.pre_factor == self.post_factor == 1.0
 
 
 class Bucket:
@@ -111,6 +99,10 @@ class Bucket:
         self._close()
         self.is_launched = False
         self.has_result = False
+
+    def end_pass(self) -> None:
+        """The next backward pass launches the bucket again."""
+        self.is_launched = False
 
     def _close(self) -> None:
         """Detaches the staging buffer: later gradients are collected in a new one."""
@@ -233,7 +225,7 @@ class Bucket:
             replicas.all_reduce(own).wait()
             self._store(own, accumulate)
 
-        if not self._summing.reduce_scatter:
+        if not self._summing.settings.reduce_scatter:
             return comm.all_reduce(sent).then(lambda: finish(unit.own_slice(sent, self.index)))
         if replicas.world_size == 1 and not unit.states.is_apart:
             return comm.reduce_scatter(sent, self.result, scale=1.0, accumulate=accumulate)

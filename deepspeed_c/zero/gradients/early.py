@@ -18,15 +18,15 @@ class EarlyHooks:
     """A tensor hook on each of some parameters, in front of all other hooks.
 
     If a gradient arrives while no pass is running, the hook calls ``begin`` with the parameter. The hook multiplies the
-    gradient by ``factor``, so that hooks of users see the gradient of loss / accumulation steps, as in a hand-written
-    loop.
+    gradient by the factor of the pass, so that hooks of users see the gradient of loss / accumulation steps, as in a
+    hand-written loop.
     """
 
     def __init__(self, begin: Callable[[torch.nn.Parameter], None]) -> None:
         self._begin = begin
         self._handles: dict[Slot, torch.utils.hooks.RemovableHandle] = {}
-        self.factor = 1.0
-        self.is_in_backward = False
+        self._factor = 1.0
+        self._is_in_backward = False
 
     def __contains__(self, slot: Slot) -> bool:
         return slot in self._handles
@@ -47,11 +47,17 @@ class EarlyHooks:
 
     def _hook(self, param: torch.nn.Parameter) -> Callable[[torch.Tensor], torch.Tensor | None]:
         def hook(grad: torch.Tensor) -> torch.Tensor | None:
-            if not self.is_in_backward:
+            if not self._is_in_backward:
                 self._begin(param)
-            return grad * self.factor if self.is_in_backward and self.factor != 1.0 else None
+            return grad * self._factor if self._is_in_backward and self._factor != 1.0 else None
 
         return hook
+
+    def begin_pass(self, factor: float) -> None:
+        self._factor, self._is_in_backward = factor, True
+
+    def end_pass(self) -> None:
+        self._is_in_backward = False
 
     def close(self) -> None:
         for handle in self._handles.values():

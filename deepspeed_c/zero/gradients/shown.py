@@ -24,13 +24,19 @@ class ShownGradients:
     ranks.
 
     views: for each parameter a view of its gradient, in its shape and dtype, with a version counter of its own. place:
-    called with a parameter's slot before a gradient that a caller has assigned is written to the buffer.
+    called with a parameter's slot before a gradient that a caller has assigned is written to the buffer. are_sums: the
+    gradients are summed over several ranks.
     """
 
     def __init__(
-        self, path: _C.GradientPath, views: Mapping[Slot, torch.Tensor], place: Callable[[Slot], None]
+        self,
+        path: _C.GradientPath,
+        views: Mapping[Slot, torch.Tensor],
+        place: Callable[[Slot], None],
+        *,
+        are_sums: bool,
     ) -> None:
-        self._path, self._place = path, place
+        self._path, self._place, self._are_sums, self._slots = path, place, are_sums, views.keys()
         self._views = [(slot, slot.tracker_index, view) for slot, view in views.items()]
         # The version of each view when it was shown; -1 if it is not shown.
         self._versions = [-1] * len(self._views)
@@ -38,11 +44,14 @@ class ShownGradients:
     def __bool__(self) -> bool:
         return bool(self._views)
 
-    def show(self, *, everything: bool) -> None:
-        """Sets ``param.grad``.
+    def __contains__(self, slot: Slot) -> bool:
+        """Whether callers find the gradient of ``slot`` in ``param.grad``."""
+        return slot in self._slots
 
-        everything: also set it for parameters without a gradient on this rank, because other ranks may have one."""
-        seen = self._path.seen()
+    def show(self, *, is_reduced: bool) -> None:
+        """Sets ``param.grad``. is_reduced: whether the gradients have been reduced. Then parameters without a gradient
+        on this rank may have one of another rank."""
+        seen, everything = self._path.seen(), is_reduced and self._are_sums
         for k, (slot, i, view) in enumerate(self._views):
             if (everything or seen[i]) and slot.param.requires_grad:
                 slot.param.grad = view

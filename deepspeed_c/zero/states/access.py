@@ -105,7 +105,7 @@ def attach(optimizer: ZeroOptimizer, slot: Slot) -> None:
             fix="close that engine first, or leave shared parameters to one of the engines",
         )
     setattr(slot.param, HANDLE, ParamHandle(optimizer, slot))
-    if not optimizer.reducer.shows(slot):
+    if slot not in optimizer.reducer.shown:
         notice_cleared(slot.param)
 
 

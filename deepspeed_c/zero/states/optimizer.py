@@ -21,7 +21,8 @@ from deepspeed_c.config.zero import Zero
 from deepspeed_c.errors import AioError, OffloadError, OptimizerError, StateError
 from deepspeed_c.logging import logger
 from deepspeed_c.zero.gradients.bucket import Bucket
-from deepspeed_c.zero.gradients.reducer import GradientReducer, WindowFacts, WindowNotes
+from deepspeed_c.zero.gradients.facts import WindowFacts, WindowNotes
+from deepspeed_c.zero.gradients.reducer import GradientReducer
 from deepspeed_c.zero.layout.unit import Slot, Unit
 from deepspeed_c.zero.states.ahead import StepAhead
 from deepspeed_c.zero.states.attributes import ATTRIBUTES
@@ -147,7 +148,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self._stored = StoredBuckets(base, self.pieces, units, order=self._order, settle=self.settle)
         self._updates = Updates(
             base,
-            reducer,
+            reducer.sums,
+            self.comm,
             self.pieces,
             self._stored,
             fetcher,
@@ -220,11 +222,12 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     def sums_of(self, unit: Unit) -> list[torch.Tensor]:
         """This rank's sums of the gradients of ``unit``, one tensor per bucket; empty if the unit has no gradients."""
-        return self.reducer.results.get(unit, [])
+        return self.reducer.sums.results.get(unit, [])
 
     def drop_spare_buffers(self) -> None:
         """Frees gradient buffers that are not in use. The next backward makes them again."""
-        self.reducer.drop_spare_buffers()
+        self.reducer.sums.pools.staging.clear()
+        self.comm.scratch.clear()
 
     def release(self) -> None:
         """Removes its hooks from the parameters. Afterwards ``lay_out`` may be called with other parameters."""
@@ -247,8 +250,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     @property
     def gradient_factor(self) -> float:
         """The factor that turns stored sums into averaged, unscaled gradients."""
-        factor = 1.0 if self.reducer.factor is None else self.reducer.factor
-        return self.reducer.post_factor * factor / self.loss_scale
+        factor = self.reducer.scaling.window_factor
+        return self.reducer.sums.summing.step_factor * (1.0 if factor is None else factor) / self.loss_scale
 
     def complete_gradients(self) -> WindowFacts:
         """Finishes the window's reductions; further calls do nothing. Afterwards gradients may be read and edited until
@@ -284,7 +287,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 self.overflow = True
                 raise self._losses.error(self.comm)
             if self.overflow:
-                warn_of_overflow(self.reducer, self.comm.rank, facts.n_nonfinite, self.scaler)
+                warn_of_overflow(self.reducer.sums, self.comm.rank, facts.n_nonfinite, self.scaler)
             else:
                 if facts.unused and not self._options.ignores_unused:
                     self.overflow = True
@@ -333,7 +336,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         fragment = slot.unit.fragment_of.get(slot)
         if fragment is None:
             return None
-        return slot.unit.piece(self.reducer.results[slot.unit], fragment)
+        return slot.unit.piece(self.reducer.sums.results[slot.unit], fragment)
 
     @property
     def can_read_gradients(self) -> bool:

@@ -11,7 +11,7 @@ from deepspeed_c import _C
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import LossScaleError, NonFiniteLossError, OptimizerError, StateError
 from deepspeed_c.logging import logger
-from deepspeed_c.zero.gradients.reducer import GradientReducer
+from deepspeed_c.zero.gradients.sums import GradientSums
 from deepspeed_c.zero.layout.unit import Slot
 
 __all__ = ["WindowLosses", "broken_error", "lowest_scale_error", "unused_error", "warn_of_overflow"]
@@ -55,9 +55,9 @@ class WindowLosses:
         )
 
 
-def warn_of_overflow(reducer: GradientReducer, rank: int, n_nonfinite: int, scaler: _C.LossScaler | None) -> None:
+def warn_of_overflow(sums: GradientSums, rank: int, n_nonfinite: int, scaler: _C.LossScaler | None) -> None:
     """Logs the first parameter of this rank's shard whose gradient is not finite."""
-    found = reducer.first_nonfinite()
+    found = sums.first_nonfinite()
     if found is not None:
         name, n_inf, n_nan = found
         logger.warning(

@@ -8,10 +8,11 @@ from itertools import chain
 
 import torch
 
+from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.work import Work
 from deepspeed_c.ops.optim import Call
 from deepspeed_c.ops.scope import Shards, declaration
-from deepspeed_c.zero.gradients.reducer import GradientReducer
+from deepspeed_c.zero.gradients.sums import GradientSums
 from deepspeed_c.zero.layout.unit import Slot, Unit
 from deepspeed_c.zero.states.entries import Entry
 from deepspeed_c.zero.states.pieces import Pieces
@@ -35,7 +36,8 @@ class Updates:
     def __init__(
         self,
         base: torch.optim.Optimizer,
-        reducer: GradientReducer,
+        sums: GradientSums,
+        comm: Collectives,
         pieces: Pieces,
         stored: StoredBuckets,
         fetcher: Fetcher | None,
@@ -44,7 +46,7 @@ class Updates:
         step_base: Callable[[], None],
         use_broadcast: bool,
     ) -> None:
-        self._base, self._reducer, self._pieces, self._stored = base, reducer, pieces, stored
+        self._base, self._sums, self._comm, self._pieces, self._stored = base, sums, comm, pieces, stored
         self._fetcher, self._order, self._step_base = fetcher, order, step_base
         self._use_broadcast = use_broadcast
 
@@ -165,7 +167,7 @@ class Updates:
         """Updates a streamed bucket whose weights are open."""
         base, unit, bucket = self._base, entry.unit, entry.bucket
         piece, names = unit.piece_elems(bucket), base.names_of_states(unit.group)
-        weights, gradients = unit.param_slice(bucket), self._reducer.results[unit][bucket]
+        weights, gradients = unit.param_slice(bucket), self._sums.results[unit][bucket]
         has_masters, copies = bool(unit.masters(bucket)), unit.copies(bucket)
         with closing(self._stored.stream(entry, names)) as pieces:
             # ``pieces`` comes first in ``zip``: the home writes the last pieces when it is asked for more and has none.
@@ -182,7 +184,7 @@ class Updates:
         """(masters, gradients, 16-bit copies) of entries of one bucket. The list of copies is empty if masters are the
         parameters themselves or weights lie in another place."""
         unit, bucket = entries[0].unit, entries[0].bucket
-        results = self._reducer.results[unit]
+        results = self._sums.results[unit]
         params = [entry.param for entry in entries]
         grads = [entry.part_of(results) for entry in entries]
         copies = [{bucket: copy} for copy in unit.copies(bucket)]
@@ -195,14 +197,14 @@ class Updates:
     def _sum_norms(self, grad_scale: float, used: dict[Key, list[Entry]]) -> dict[Key, torch.Tensor]:
         keys = self._stored.visit([key for key, entries in used.items() if entries])
         buckets = ((key, used[key], self._shards(key[0], used[key], grad_scale)) for key in keys)
-        return sum_norms(self._base, buckets, self._reducer.units, self._reducer.comm)
+        return sum_norms(self._base, buckets, self._sums.units, self._comm)
 
     def _run_plain(self, grad_scale: float, skipped: set[Slot]) -> list[Work]:
         """Updates with any ``torch.optim`` optimizer: sets scaled gradients in the masters' dtype, calls the
         optimizer's own step, then makes the 16-bit copies."""
         for unit, bucket in self._order:
             for entry in self._used_entries(unit, bucket, skipped):
-                grad = entry.part_of(self._reducer.results[unit]).to(entry.param.dtype)
+                grad = entry.part_of(self._sums.results[unit]).to(entry.param.dtype)
                 if grad_scale != 1.0:
                     torch.ops.deepspeed_c.flat_scale_([grad], grad_scale)
                 entry.param.grad = grad

@@ -87,7 +87,7 @@ def waits_body(rank: int, world: int) -> None:
         engine.compile(backend="eager")
         reducer, graphs = engine._compiled._reducer, engine._compiled._graphs
         with (
-            mock.patch.object(reducer, "wait", wraps=reducer.wait) as waited,
+            mock.patch.object(reducer.flight, "wait", wraps=reducer.flight.wait) as waited,
             mock.patch.object(graphs, "finish", wraps=graphs.finish) as finished,
             mock.patch.object(graphs, "start", wraps=graphs.start) as started,
         ):

@@ -150,7 +150,7 @@ def window_of(engine) -> tuple:
     buckets = [(b.is_launched, b.has_result, b.is_pending) for b in reducer.buckets]
     return (
         engine._passes.n_backwards,
-        reducer.factor,
+        reducer.scaling.window_factor,
         reducer.is_in_backward,
         reducer.is_complete,
         reducer._path.seen(),
@@ -204,7 +204,7 @@ def passes_body(rank: int, world: int, stage: int, precision: str) -> None:
         disturbed = train(engine, rank, run_all)
         assert all(p.grad is None for p in engine.module.parameters())
         if stage < 3:
-            assert not engine._optimizer.reducer._waiting
+            assert not engine._optimizer.reducer.late.waiting
     with make(stage, precision) as engine:
         undisturbed = train(engine, rank, lambda step: None)
     for name, value in undisturbed.items():
@@ -263,7 +263,7 @@ def penalty_body(rank: int, world: int, stage: int, precision: str, backward: st
                 assert worst < 4 * TOLERANCE[precision], f"window {window}: {name} is off by {worst:g}"
         engine.step()
         if stage < 3:
-            assert not engine._optimizer.reducer._waiting
+            assert not engine._optimizer.reducer.late.waiting
 
 
 @pytest.mark.parametrize(("stage", "precision"), CELLS)

@@ -227,7 +227,7 @@ def run_cut(rank: int, world: int, family: str, stage: int, section: dict) -> di
         assert {each.op for each in entries} == {"all-reduce", "all-gather"}
         sent = sum(each.n_bytes // 2 * (2 if each.op == "all-reduce" else 1) for each in entries)
         held = sum(p.numel() for p in engine.module.parameters())
-        units = {*engine.optimizer.reducer.units}
+        units = {*engine.optimizer.reducer.sums.units}
         engine.step()
         return {
             "elements": held,

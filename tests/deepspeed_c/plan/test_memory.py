@@ -330,13 +330,13 @@ def pools_of_engines(rank: int, world: int, cases: list[Case]) -> list[tuple[dic
                 engine.step()
             optimizer = engine.optimizer
             reducer, fetcher = optimizer.reducer, optimizer.fetcher
-            comms = {id(c.scratch): c.scratch for unit in reducer.units for c in (unit.comm, unit.replicas)}
+            comms = {id(c.scratch): c.scratch for unit in reducer.sums.units for c in (unit.comm, unit.replicas)}
             held = {
-                STAGING: reducer.pools.staging.n_bytes,
-                SCRATCH: reducer.pools.copies.n_bytes + sum(scratch.n_bytes for scratch in comms.values()),
+                STAGING: reducer.sums.pools.staging.n_bytes,
+                SCRATCH: reducer.sums.pools.copies.n_bytes + sum(scratch.n_bytes for scratch in comms.values()),
                 GATHERED: 0 if fetcher is None else fetcher.means.pool.n_bytes,
             }
-            homes = [home for unit in reducer.units for home in (unit.states, unit.weights) if home.label == "file"]
+            homes = [home for unit in reducer.sums.units for home in (unit.states, unit.weights) if home.label == "file"]
             held[SWAP] = sum(store.buffer_bytes for store in {id(home.store): home.store for home in homes}.values())
             live = 0 if fetcher is None else fetcher.stats.max_live_elems
             found.append(({kind: n for kind, n in held.items() if n}, live, len(reducer.buckets)))

@@ -25,8 +25,7 @@ import torch
 from torch import nn
 
 from deepspeed_c.zero.gradients.bucket import Bucket
-from deepspeed_c.zero.gradients.reducer import GradientReducer
-from deepspeed_c.zero.layout.unit import Slot
+from deepspeed_c.zero.layout.unit import Slot, Unit
 from tests.deepspeed_c.zero.gradients.hooks import Hook, wrapped
 
 __all__ = ["Event", "Flow", "Reference", "flow_of", "recorded"]
@@ -50,14 +49,14 @@ def recorded(*engines: Any) -> Iterator[list[Event]]:
     events: list[Event] = []
     open_bucket, reduce, reset = Bucket.open, Bucket.reduce, Bucket.reset
     n_adds = 0
-    dtypes: dict[Bucket, torch.dtype] = {}
+    dtypes: dict[tuple[Unit, int], torch.dtype] = {}
 
     def open_and_note(bucket: Bucket, will_reduce: bool) -> torch.Tensor:
         staging = open_bucket(bucket, will_reduce)
-        dtypes[bucket] = staging.dtype
+        dtypes[bucket.unit, bucket.index] = staging.dtype
         return staging
 
-    def telling(reducer: GradientReducer, slot: Slot, hook: Hook) -> Hook:
+    def telling(slot: Slot, hook: Hook) -> Hook:
         def hook_and_tell(param: torch.Tensor) -> None:
             nonlocal n_adds
             if param.grad is None:
@@ -66,8 +65,7 @@ def recorded(*engines: Any) -> Iterator[list[Event]]:
             at = len(events)  # this event comes before the reduction that the hook may start
             events.append(Event("add", (slot.name,)))
             hook(param)
-            bucket = reducer.buckets[reducer._bucket_of[slot.tracker_index]]
-            events[at] = events[at]._replace(dtype=dtypes[bucket])
+            events[at] = events[at]._replace(dtype=dtypes[slot.unit, slot.bucket])
             return None
 
         return hook_and_tell

@@ -20,7 +20,6 @@ import torch
 import deepspeed_c
 from deepspeed_c.offload import place
 from deepspeed_c.utils import safe_get_full_fp32_param
-from deepspeed_c.zero.gradients.reducer import GradientReducer
 from deepspeed_c.zero.layout.unit import Slot
 from tests.deepspeed_c.zero.gradients.hooks import Hook, wrapped
 from tests.deepspeed_c.zero.reference import flow_of, recorded
@@ -321,7 +320,8 @@ def l2_instead_of_decoupled(engine) -> Iterator[None]:
 @contextmanager
 def averaged_wrongly(engine) -> Iterator[None]:
     """Scales gradients by 3/4, as if there were one rank or micro-batch more than three. Clipping hides most of it."""
-    engine._optimizer.reducer.post_factor *= 0.75
+    sums = engine._optimizer.reducer.sums
+    sums.summing = sums.summing._replace(step_factor=0.75 * sums.summing.step_factor)
     yield
 
 
@@ -330,7 +330,7 @@ def without_gradient_of(name: str, is_lost: Callable[[int], bool]) -> Callable:
     def plant(engine) -> Iterator[None]:
         numbers = itertools.count()
 
-        def losing(reducer: GradientReducer, slot: Slot, hook: Hook) -> Hook:
+        def losing(slot: Slot, hook: Hook) -> Hook:
             def lossy(param: torch.Tensor) -> None:
                 if is_lost(next(numbers)):
                     param.grad = torch.zeros_like(param.grad)

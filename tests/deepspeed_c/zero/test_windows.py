@@ -162,7 +162,7 @@ def late_body(rank: int, world: int, stage: int) -> tuple[list[bool], list[torch
             engine.backward(engine(torch.ones(2, 4)))
             engine.step()
             reducer = engine._optimizer.reducer
-            seen.append(bool(reducer._waiting))
+            seen.append(bool(reducer.late.waiting))
         return seen, list(whole_params(engine.module).values())
 
 

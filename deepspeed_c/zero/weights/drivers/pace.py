@@ -50,4 +50,4 @@ class Pace:
 
     def forget(self) -> None:
         """Called when the plan of a backward has changed."""
-        self._reducer.forget_lateness()
+        self._reducer.late.forget()

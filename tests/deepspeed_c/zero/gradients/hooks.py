@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from deepspeed_c.zero.gradients.reducer import GradientReducer
+from deepspeed_c.zero.gradients.intake import GradientIntake
 from deepspeed_c.zero.layout.unit import Slot
 
 __all__ = ["Hook", "wrapped"]
@@ -18,19 +18,19 @@ Hook = Callable[[torch.Tensor], None]
 
 
 @contextmanager
-def wrapped(wrap: Callable[[GradientReducer, Slot, Hook], Hook], *engines: Any) -> Iterator[None]:
-    """Within the context autograd calls ``wrap(reducer, slot, hook)`` instead of each hook of ``engines``, and of each
-    reducer that is made meanwhile."""
-    make = GradientReducer._hook
+def wrapped(wrap: Callable[[Slot, Hook], Hook], *engines: Any) -> Iterator[None]:
+    """Within the context autograd calls ``wrap(slot, hook)`` instead of each hook of ``engines``, and of each
+    engine that is made meanwhile."""
+    make = GradientIntake._hook
     before: list[tuple[dict[int, Hook], int, Hook]] = []
     for engine in engines:
         reducer = engine._optimizer.reducer
-        for slot, handle in zip(reducer.slots, reducer._hooks, strict=True):
+        for slot, handle in zip(reducer.slots, reducer.intake._handles, strict=True):
             hooks = slot.param._post_accumulate_grad_hooks
             before.append((hooks, handle.id, hooks[handle.id]))
-            hooks[handle.id] = wrap(reducer, slot, hooks[handle.id])
+            hooks[handle.id] = wrap(slot, hooks[handle.id])
     try:
-        with mock.patch.object(GradientReducer, "_hook", lambda self, slot: wrap(self, slot, make(self, slot))):
+        with mock.patch.object(GradientIntake, "_hook", lambda self, slot: wrap(slot, make(self, slot))):
             yield
     finally:
         for hooks, number, hook in before:

@@ -116,7 +116,7 @@ def late_body(
                         engine.backward(loss / n, retain_graph=i < n - 1)
                     left.append(held())
                     engine.step()
-                steps.append(Step(list(order), peak, left, set(reducer._waiting)))
+                steps.append(Step(list(order), peak, left, set(reducer.late.waiting)))
                 order.clear()
                 peak = 0
         finally:

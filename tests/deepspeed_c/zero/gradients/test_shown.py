@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed_c
-from deepspeed_c import errors
 from deepspeed_c.utils import safe_get_full_grad, safe_set_full_grad
 from tests.ranks import run_ranks
 
@@ -223,40 +222,3 @@ def copied_model(rank: int, world: int) -> None:
 
 def test_copies_of_a_model_have_no_engine():
     run_ranks(1, copied_model)
-
-
-def assigned_gradients(rank: int, world: int, stage: int) -> None:
-    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
-    engine = make_engine(net, 1, stage)
-    engine.backward(engine(batch(0, 0)).sum())
-    net[1].bias.grad = torch.ones(1)
-    with pytest.raises(errors.StateError, match=r"param\.grad of 1\.bias was assigned[\s\S]*safe_set_full_grad"):
-        engine.step()
-    with pytest.raises(errors.StateError, match=r"param\.grad of 1\.bias"):
-        engine.backward(engine(batch(0, 1)).sum())
-    net[1].bias.grad = None
-    engine.zero_grad()
-    engine.backward(engine(batch(0, 1)).sum())
-    engine.step()
-    assert engine.was_step_applied()
-    engine.close()
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_assigned_gradients_are_errors(stage: int):
-    run_ranks(1, assigned_gradients, stage)
-
-
-def earlier_gradients(rank: int, world: int, stage: int) -> None:
-    net = nn.Linear(WIDTH, 1)
-    net(batch(0, 0)).sum().backward()
-    engine = make_engine(net, 1, stage)
-    assert net.weight.grad is None
-    engine.backward(engine(batch(0, 1)).sum())
-    assert torch.allclose(safe_get_full_grad(net.weight), batch(0, 1).sum(0, keepdim=True))
-    engine.close()
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_from_before_the_engine_are_none_of_its(stage: int):
-    run_ranks(1, earlier_gradients, stage)

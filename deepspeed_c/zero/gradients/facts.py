@@ -1,0 +1,100 @@
+"""The facts of a window that all ranks agree on: norm, non-finite elements, bad losses, requests to stop, tokens. They
+travel in one small collective, together with a flag for each parameter and the hashes of the check for drift."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from deepspeed_c.comm.axes import SP
+from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.zero.gradients.drift import DriftCheck
+from deepspeed_c.zero.gradients.sums import GradientSums
+
+if TYPE_CHECKING:
+    from deepspeed_c.zero.layout.unit import Slot
+
+__all__ = ["FactsExchange", "StageFacts", "WindowFacts", "WindowNotes"]
+
+
+class WindowNotes(NamedTuple):
+    """A rank's own part of the facts of a window, beside its gradients."""
+
+    has_bad_loss: bool
+    wants_stop: bool
+    loss: float | None  # sum of this rank's losses, each times 1 / accumulation steps
+    n_tokens: int  # in the batches of this rank
+
+
+class WindowFacts(NamedTuple):
+    """The facts that all ranks agree on at the end of a window."""
+
+    norm: float  # global L2 norm of the summed gradients as stored; padding and unused parameters are zero
+    n_nonfinite: int  # inf or NaN elements over all ranks
+    n_bad_losses: int  # ranks whose loss was inf or NaN
+    unused: list[Slot]  # parameters that no rank gave a gradient
+    n_stops: int = 0  # ranks that have been asked to end after this step
+    loss: float | None = None  # mean over ranks and micro-batches; None where no rank's loss is known
+    n_tokens: int = 0  # of all ranks; tokens that several ranks were given count once
+
+
+class StageFacts(NamedTuple):
+    """Facts summed over the ranks that hold the same layers."""
+
+    numbers: list[float]
+    """[sum of squares, non-finite elements, bad losses, stops, losses, ranks with a loss, tokens]."""
+    flags: list[float]
+    hashes: list[float]
+
+
+# The length of ``StageFacts.numbers``.
+_N_NUMBERS = 7
+
+
+class FactsExchange:
+    """Exchanges the facts about the gradients in ``sums``. ``sum_over_stage`` sums over the ranks with the same layers.
+    ``sum_over_stages`` sums the result over the stages of a pipeline."""
+
+    def __init__(self, sums: GradientSums, mesh: Mesh) -> None:
+        self._sums, self._stage, self._pipeline = sums, mesh.stage, mesh.pipeline
+        self._drift = DriftCheck(sums.units, mesh)
+        self._n_parts = mesh.size(SP)
+        self._is_first_twin = mesh.tensors.rank == 0
+
+    def sum_over_stage(
+        self, notes: WindowNotes, flags: Sequence[float], hash_of_inputs: Callable[[], int]
+    ) -> StageFacts:
+        """flags: this rank's numbers to be added up beside the facts."""
+        # If several ranks hold the same sums, only one of them counts them. The sums of twins stand apart, because the
+        # exchange also checks that twins agree.
+        units = self._sums.units
+        with_twins = [unit for unit in units if unit.twins.world_size > 1]
+        facts = [0.0, 0.0, float(notes.has_bad_loss), float(notes.wants_stop)]
+        facts += [notes.loss or 0.0, float(notes.loss is not None), float(notes.n_tokens * self._is_first_twin)]
+        squares = self._sums.squares(unit for unit in units if unit not in with_twins and unit.speaks)
+        of_twins = self._sums.squares(unit for unit in with_twins if unit.replicas.rank == 0)
+        for both in (squares, of_twins) if self._is_first_twin else (squares,):
+            facts[0], facts[1] = facts[0] + both[0], facts[1] + both[1]
+        facts += flags
+        facts += self._drift.numbers(float(of_twins[1]) if of_twins[1] else of_twins[0], hash_of_inputs)
+        summed, end = self._stage.sum_numbers(facts), _N_NUMBERS + len(flags)
+        return StageFacts(summed[:_N_NUMBERS], summed[_N_NUMBERS:end], summed[end:])
+
+    def sum_over_stages(self, facts: StageFacts, unused: list[Slot]) -> WindowFacts:
+        """Raises DriftFound on all ranks if twins of any stage differ. unused: the parameters of this stage that no
+        rank gave a gradient."""
+        mine = [*facts.numbers, float(self._drift.differs(facts.hashes))]
+        *numbers, n_drifting = self._pipeline.sum_numbers(mine, label="facts of all stages")
+        if n_drifting:
+            self._drift.report(facts.hashes, self._sums.results)
+        return WindowFacts(
+            norm=math.sqrt(numbers[0]),
+            n_nonfinite=int(numbers[1]),
+            n_bad_losses=int(numbers[2]),
+            unused=unused,
+            n_stops=int(numbers[3]),
+            # Ranks of a sequence have terms of its loss, and each counts as a rank with a loss.
+            loss=numbers[4] / numbers[5] * self._n_parts if numbers[5] else None,
+            n_tokens=int(numbers[6]),
+        )
