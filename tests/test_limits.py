@@ -13,7 +13,7 @@ LEAST_SECONDS = 200
 CALLS = ("run_ranks", "run", "call", "check_output", "check_call", "communicate", "join")
 # ``wait`` of these ends at the limit of the collective or of the transfer, or is no wait for another process at all.
 NO_PROCESSES = {
-    *("handle", "request", "work", "other", "saved"),  # of collectives, of aio, of saves in the background
+    *("handle", "request", "work", "flight", "other", "saved"),  # of collectives, of aio, of saves in the background
     *("home", "store"),  # of offloaded tensors
     "end",  # an event of the CPU as an accelerator
     *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_reduce", "all_to_all", "reduce_scatter"),
