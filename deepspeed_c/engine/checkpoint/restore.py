@@ -248,11 +248,14 @@ def _fits(found: LogicalTensor, shape: Iterable[int], name: str, problems: list[
 
 def _plan_weights(plan: RestorePlan, finder: _Finder, unit: Unit, slot: Slot, name: str, options: LoadOptions) -> None:
     weight, fragment = finder.weight(name, unit.dtype), unit.fragment_of.get(slot)
-    if fragment is not None and unit.weights.needs_open(slot.bucket):
+    if fragment is None:
+        return
+    piece = unit.weight_piece_at_hand(fragment)
+    if piece is None:
         plan.stored.setdefault((unit, slot.bucket), []).append((weight, fragment))
-    elif fragment is not None:
-        plan.read(weight, slot.cut, fragment.begin, unit.weight_piece(fragment))
-    if fragment is not None and not unit.states.needs_open(slot.bucket):
+    else:
+        plan.read(weight, slot.cut, fragment.begin, piece)
+    if not unit.states.needs_open(slot.bucket):
         master = unit.master_piece(fragment)
         if master is not None:
             source = finder.master(name) if options.masters else weight

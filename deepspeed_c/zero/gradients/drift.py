@@ -78,11 +78,12 @@ class DriftCheck:
 
     def _hash_of_some_weights(self) -> int:
         total, elems = 0, 0
-        buckets = [(unit, b) for unit in self._units for b in range(unit.n_buckets) if not unit.weights.needs_open(b)]
-        for _ in buckets:
-            unit, bucket = buckets[self._turn % len(buckets)]
-            total += hash_of(unit.param_slice(bucket))
-            elems += unit.slice_elems[bucket]
+        slices = [unit.slice_at_hand(bucket) for unit in self._units for bucket in range(unit.n_buckets)]
+        at_hand = [weights for weights in slices if weights is not None]
+        for _ in at_hand:
+            weights = at_hand[self._turn % len(at_hand)]
+            total += hash_of(weights)
+            elems += weights.numel()
             self._turn += 1
             if elems >= WEIGHTS_A_STEP:
                 break
@@ -115,7 +116,7 @@ class DriftCheck:
         mine = {
             fragment.slot.name: (
                 hash_of(unit.piece(results[unit], fragment)),
-                None if unit.weights.needs_open(fragment.slot.bucket) else hash_of(unit.weight_piece(fragment)),
+                None if (piece := unit.weight_piece_at_hand(fragment)) is None else hash_of(piece),
             )
             for unit in self._units
             for fragment in sorted(unit.fragments, key=lambda fragment: fragment.slot.order)

@@ -445,6 +445,18 @@ class Unit:
             return self.piece(self.weight_slices, fragment)
         return self.flat_param.narrow(0, fragment.flat_begin, fragment.numel)
 
+    def weight_piece_at_hand(self, fragment: Fragment) -> torch.Tensor | None:
+        """A fragment's elements of the weights, flat, if they may be used at any time; None if they live in a file."""
+        return None if self.weights.needs_open(fragment.slot.bucket) else self.weight_piece(fragment)
+
+    def slice_at_hand(self, bucket: int) -> torch.Tensor | None:
+        """This rank's slice of a bucket's weights, if it may be used at any time; None if it lives in a file."""
+        return None if self.weights.needs_open(bucket) else self.param_slice(bucket)
+
+    def is_at_hand(self, bucket: int) -> bool:
+        """Whether all tensors of a bucket may be used at any time: weights, masters and states."""
+        return not (self.states.needs_open(bucket) or self.weights.needs_open(bucket))
+
     def master_piece(self, fragment: Fragment) -> torch.Tensor | None:
         """A fragment's elements of the masters, flat; None if the parameter is its own master. Use it within
         ``states.open``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -18,6 +18,11 @@ from deepspeed_c.zero.states.pieces import Pieces
 __all__ = ["StoredBuckets"]
 
 Key = tuple[Unit, int]
+
+
+def _read(keys: Iterable[Key]) -> Iterator[Key]:
+    """The buckets among ``keys`` whose masters and states are read before use."""
+    return (key for key in keys if key[0].states.needs_open(key[1]))
 
 
 class StoredBuckets:
@@ -98,8 +103,7 @@ class StoredBuckets:
     def read_first(self) -> None:
         """Starts to read the first tensors of an update while the norm of the gradients is computed. If the step is
         skipped, the tensors stay in memory for the next step."""
-        read = (key for key in self._order if key[0].states.needs_open(key[1]))
-        for unit, bucket in itertools.islice(read, 2):
+        for unit, bucket in itertools.islice(_read(self._order), 2):
             if self.is_streamed(unit, bucket):
                 break
             unit.states.read_ahead(bucket)
@@ -107,7 +111,7 @@ class StoredBuckets:
     def visit(self, keys: Sequence[Key]) -> Iterator[Key]:
         """Yields one bucket after the other, each opened, while the next one is being read. A streamed bucket is not
         opened."""
-        read = deque(key for key in keys if key[0].states.needs_open(key[1]) and not self.is_streamed(*key))
+        read = deque(key for key in _read(keys) if not self.is_streamed(*key))
         for key in keys:
             unit, bucket = key
             if self.is_streamed(unit, bucket):

@@ -138,7 +138,8 @@ class Updates:
         takes no other ranks, and nothing is to be sent or copied while the next bucket is updated."""
         return (
             self._base.scope_of_group(unit.group) == "element"
-            and not (unit.copies_up or unit.states.needs_open(bucket) or unit.weights.needs_open(bucket))
+            and unit.is_at_hand(bucket)
+            and not unit.copies_up
             and (unit.is_sharded or unit.comm.world_size == 1)
         )
 

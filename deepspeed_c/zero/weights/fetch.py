@@ -118,7 +118,7 @@ class Fetcher:
         for slot in self._whole_slots:
             make_sharded(slot.param, WholeShard(slot, comm))
         self._shared: dict[JointMemory, Collectives] = {
-            unit.joint: unit.comm for unit in units if unit.joint is not None
+            group.source.shared: group.unit.comm for group in self.groups if group.source.shared is not None
         }
         self.drivers = Drivers(self, driver)
         self.end_writes()

@@ -177,9 +177,11 @@ class PlacedShard(ShardState):
         fragment = unit.fragment_of.get(self.slot)
         if fragment is None:
             return self.empty
+        at_hand = unit.weight_piece_at_hand(fragment)
+        if at_hand is not None:
+            return at_hand
         with unit.weights.open(bucket, writes=False):
-            piece = unit.weight_piece(fragment)
-            return piece.clone() if unit.weights.needs_open(bucket) else piece
+            return unit.weight_piece(fragment).clone()
 
     def put_piece(self, values: torch.Tensor) -> None:
         """Overwrites this rank's elements of the weights; ``values`` is flat."""
