@@ -587,6 +587,8 @@ def _as_zero(value: Any) -> Any:
         value = value.model_dump(exclude_unset=True, by_alias=True)
     if not isinstance(value, Mapping):
         raise ConfigError(f"{show(value)} is not a section", where="zero", fix="write an object {...}")
+    if not value:
+        return {}
     _, problems = _read_zero(value)
     if problems:
         first = problems[0]

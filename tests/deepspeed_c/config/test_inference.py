@@ -381,6 +381,12 @@ def test_zero_is_checked_as_the_section_of_training() -> None:
     assert DeepSpeedInferenceConfig().zero == {}
 
 
+def test_without_zero_nothing_of_training_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed_c.config.inference.read_config", None)  # a call raises TypeError
+    for given in ({}, {"zero": {}}, {"zero": None, "mp_size": 2}):
+        assert load_inference_config(given, {}).zero == {}
+
+
 def test_checkpoint_config_is_a_second_place() -> None:
     section = {"checkpoint_dir": "/c", "base_dir": "/b", "save_mp_checkpoint_path": "/s"}
     read = load_inference_config({"ckpt_config": section, "base_dir": "/b"}, {})
