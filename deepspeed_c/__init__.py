@@ -111,6 +111,13 @@ def _decide_threads() -> int:
     return decide()
 
 
+def _tables() -> types.ModuleType:
+    """The module with DeepSpeed's paths and names, which is loaded when it is first needed."""
+    from deepspeed_c.compat.alias import finder
+
+    return finder
+
+
 class SharedModule(types.ModuleType):
     """A module at a path of ``_SHARED_PATHS``. At the first request for a name that it lacks, it becomes an
     ``AliasedModule``, so that the tables of ``AliasedModule`` are loaded only then.
@@ -134,9 +141,7 @@ class SharedModule(types.ModuleType):
         share(value)  # the import system is binding a submodule
 
     def _aliased(self) -> Any:
-        from deepspeed_c.compat.alias.finder import adopt
-
-        adopt(self)
+        _tables().adopt(self)
         return self
 
 
@@ -169,9 +174,7 @@ class _Package(types.ModuleType):
             value.pool_decided_by(_decide_threads)
         super().__setattr__(name, value)
         if isinstance(value, types.ModuleType) and sys.modules.get("deepspeed") is self:
-            from deepspeed_c.compat.alias.finder import adopt
-
-            adopt(value)
+            _tables().adopt(value)
         else:
             share(value)
 
@@ -185,9 +188,7 @@ class _UpstreamPaths:
     def find_spec(name: str, path: object = None, target: object = None) -> Any:
         if not name.startswith(_UPSTREAM_PATHS):
             return None
-        from deepspeed_c.compat.alias.finder import spec_of_ours
-
-        return spec_of_ours(name)
+        return _tables().spec_of_ours(name)
 
 
 class _OtherPaths:
@@ -198,9 +199,7 @@ class _OtherPaths:
     def find_spec(name: str, path: object = None, target: object = None) -> Any:
         if not name.startswith(f"{__name__}."):
             return None
-        from deepspeed_c.compat.alias.finder import spec_of_listed
-
-        return spec_of_listed(name)
+        return _tables().spec_of_listed(name)
 
 
 def __getattr__(name: str) -> Any:
@@ -216,11 +215,10 @@ def __getattr__(name: str) -> Any:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = importlib.import_module(f"{__name__}.{name}")
     else:
-        from deepspeed_c.compat.alias.finder import is_active, is_listed, upstream_attribute
-
-        if not is_listed("deepspeed", name) and not is_active():
+        tables = _tables()
+        if not tables.is_listed("deepspeed", name) and not tables.is_active():
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = upstream_attribute("deepspeed", name)
+        value = tables.upstream_attribute("deepspeed", name)
     globals()[name] = value
     return value
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
+from types import ModuleType
 
 from deepspeed_c.cgroups import least
 from deepspeed_c.env import Env, read_env
@@ -20,22 +21,28 @@ VARIABLES = ("DSC_NUM_THREADS", "LOCAL_WORLD_SIZE", "DSC_CPU_ISA")
 _parts: list[float] = []
 
 
+def _core() -> ModuleType:
+    """The compiled module. It needs torch, and programs read ``number`` without it."""
+    from deepspeed_c import _C
+
+    return _C
+
+
 def decide() -> int:
     """Chooses the instruction set and returns the number of threads of the pool. The binding calls it at the first
     operator on host tensors, and after ``pool_resize(0)``.
 
     Raises ConfigError if an environment variable requests too many threads or an unavailable instruction set.
     """
-    from deepspeed_c import _C
-
+    core = _core()
     env = read_env({name: os.environ[name] for name in VARIABLES if name in os.environ})
     if env.cpu_isa is not None:
         try:
-            _C.cpu_isa_force(env.cpu_isa)
+            core.cpu_isa_force(env.cpu_isa)
         except NotImplementedError as error:
             raise ConfigError(f"is {env.cpu_isa!r}: {error}", where="DSC_CPU_ISA", fix="unset it") from error
     _decide_again_after_fork()
-    n_threads = number(env, _C.POOL_MAX_THREADS)
+    n_threads = number(env, core.POOL_MAX_THREADS)
     return max(1, int(n_threads * min(_parts))) if _parts else n_threads
 
 
@@ -46,20 +53,16 @@ def leave(part: float) -> None:
     An engine calls this before it makes states, because the threads that will update a state must be the first to write
     to it.
     """
-    from deepspeed_c import _C
-
     _parts.append(part)
-    _C.pool_resize(0)
+    _core().pool_resize(0)
 
 
 def take_back(part: float) -> None:
     """Ends one ``leave`` with this ``part``. Passes over host memory then use all of this rank's processors again,
     unless ``leave`` of another engine is in effect.
     """
-    from deepspeed_c import _C
-
     _parts.remove(part)
-    _C.pool_resize(0)
+    _core().pool_resize(0)
 
 
 def number(env: Env, most: int) -> int:
@@ -126,6 +129,4 @@ def _processors_of(pid: int, otherwise: set[int] | None = None) -> set[int]:
 @functools.cache
 def _decide_again_after_fork() -> None:
     """Chooses again in a child process, which may be bound to other processors."""
-    from deepspeed_c import _C
-
-    os.register_at_fork(after_in_child=functools.partial(_C.pool_resize, 0))
+    os.register_at_fork(after_in_child=functools.partial(_core().pool_resize, 0))

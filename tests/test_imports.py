@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "comm": {"config", "logging", "accelerator", "ops", "_C"},
     "recompute": {
         *("saved_tensors", "config", "logging", "comm", "accelerator", "ops", "_C"),
-        *("offload", "quantity"),
+        *("inject", "offload", "quantity"),
     },
     "lr_schedules": {"config", "logging"},
     "checkpoint": {"config", "logging", "_C"},
@@ -232,7 +232,7 @@ TORCH_FREE = {
     "logging",
     "threads",
 }
-LOADED_LATE = {ROOT / "deepspeed_c" / "launcher" / name for name in ("run.py", "meeting.py")}
+LOADED_LATE = {ROOT / "deepspeed_c" / "launcher" / name for name in ("run.py", "meeting.py", "presiding.py")}
 
 
 def test_what_starts_without_torch_does_not_name_it():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_c.autotuning.experiment import Launch, config_index, metric_path, run_experiment
-from deepspeed_c.autotuning.feasible import machine_memory
+from deepspeed_c.autotuning.planning import machine_memory
 from deepspeed_c.autotuning.search import is_better
 from deepspeed_c.autotuning.show import RECORDS, as_text
 from deepspeed_c.autotuning.space import ACCUMULATION, Candidate

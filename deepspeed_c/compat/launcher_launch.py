@@ -12,9 +12,9 @@ from typing import Any
 
 from deepspeed_c.comm.discover import DEFAULT_PORT
 from deepspeed_c.errors import LaunchError
-from deepspeed_c.launcher.cluster import launch_without_runner
 from deepspeed_c.launcher.main import report_errors
 from deepspeed_c.launcher.options import Options, parse_options, script_index
+from deepspeed_c.launcher.without_runner import launch_without_runner
 
 __all__ = ["decode_world_info", "main"]
 

@@ -14,6 +14,8 @@ from deepspeed_c.comm.discover import DEFAULT_PORT
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.exports import EXCLUDED, PREFIXES
 from deepspeed_c.launcher.hostfile import filter_hosts, parse_filter, parse_hostfile, read_hostfile
+from deepspeed_c.launcher.launch import main as launch
+from deepspeed_c.launcher.main import main as command
 from deepspeed_c.launcher.options import DEFAULT_HOSTFILES, parse_options
 from deepspeed_c.logging import logger
 
@@ -44,9 +46,6 @@ def main(args: Sequence[str] | None = None) -> None:
     args: words of a command line, without the program's name. Words that cannot be launched raise LaunchError, which is
     a ValueError. None takes the words of this process, and reports an error as the command `deepspeed_c` does.
     """
-    from deepspeed_c.launcher.launch import main as launch
-    from deepspeed_c.launcher.main import main as command
-
     code = command() if args is None else launch(args)
     if code:
         sys.exit(code)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Collection
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,9 +92,7 @@ class Compiling:
             self._prepare_compiler()
             self.module.compile(backend=backend, **options)
         if passes is not None:
-            from deepspeed_c.engine.compiled import CompiledBackward
-
-            self._compiled_backward = CompiledBackward(self._graph_reducer(), passes, backend=backend, **options)
+            self._compiled_backward = _compiled().CompiledBackward(self._graph_reducer(), passes, backend=backend, **options)
         self._is_compiled = True
 
     def _prepare_compiler(self) -> None:
@@ -136,14 +135,10 @@ class Compiling:
             logger.info("deepcompile begins at stage 1 of ZeRO: the model is compiled as it is")
             return None
         if self._compiled is None:
-            # Importing torch's compiler takes seconds.
-            from deepspeed_c.compile.torch_internals import BACKENDS
-            from deepspeed_c.engine.compiled import CompiledModel
-
-            _check_backend(backend, BACKENDS, "cannot take graphs with gathers and reductions in them")
+            _check_backend(backend, _torch_internals().BACKENDS, "cannot take graphs with gathers and reductions in them")
             self._prepare_compiler()
             log = Path(f"compiled_graphs/rank{get_rank()}") if self._config.compile.debug_log else None
-            self._compiled = CompiledModel(
+            self._compiled = _compiled().CompiledModel(
                 self.module,
                 self._fetcher,
                 self._graph_reducer(),
@@ -214,11 +209,24 @@ class Compiling:
         self._compiled = self._compiled_backward = None
 
 
+# Importing torch's compiler takes seconds, so these modules are imported when a model is compiled.
+
+
+def _compiled() -> ModuleType:
+    from deepspeed_c.engine import compiled
+
+    return compiled
+
+
+def _torch_internals() -> ModuleType:
+    from deepspeed_c.compile import torch_internals
+
+    return torch_internals
+
+
 @lru_cache(maxsize=1)
 def _leave_collectives_alone() -> None:
-    from deepspeed_c.compile.torch_internals import leave_modules_alone
-
-    leave_modules_alone(*_UNTRACED)
+    _torch_internals().leave_modules_alone(*_UNTRACED)
 
 
 def _checked_options(compile_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -246,9 +254,7 @@ def _check_backend(backend: Any, known: Collection[str], otherwise: str = "is no
             where="engine.compile(backend=...)",
             fix=f"pass {' or '.join(map(repr, nearest(backend, known) or sorted(known)))}",
         )
-    from deepspeed_c.compile.torch_internals import has_compiler
-
-    if not has_compiler(backend):
+    if not _torch_internals().has_compiler(backend):
         raise ConfigError(
             "Inductor finds no C++ compiler",
             where='engine.compile(backend="inductor")',

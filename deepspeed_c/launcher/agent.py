@@ -16,7 +16,9 @@ from deepspeed_c.launcher.addresses import interface_of, own_address
 from deepspeed_c.launcher.hostfile import is_this_host
 from deepspeed_c.launcher.job import JOB_VARIABLE, HostPlace, Job, name_of
 from deepspeed_c.launcher.main import report_errors
+from deepspeed_c.launcher.meeting import Failure, Meeting, connect
 from deepspeed_c.launcher.plan import make_plan
+from deepspeed_c.launcher.run import launch
 
 __all__ = ["main", "run_host"]
 
@@ -59,9 +61,6 @@ def run_host(job: Job, place: HostPlace, *, hides_code: bool = False) -> int:
 
     hides_code: return 0 if the launching command knows the exit code from the agents' reports.
     """
-    from deepspeed_c.launcher.meeting import Failure, Meeting, connect
-    from deepspeed_c.launcher.run import launch
-
     meeting = Meeting(connect(job.store), job.token, place.name, place.index, place.n_hosts)
     try:
         options = job.options

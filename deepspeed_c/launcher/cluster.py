@@ -1,7 +1,8 @@
-"""A launch on several hosts: starts the host agents by a runner, waits for them, and says how the launch ended.
+"""A launch on several hosts: starts the host agents by a runner, and passes on what they print and the signals of the
+launching command. ``presiding.py`` waits for the agents and says how the launch ended.
 
-The launching command holds the agents' store, and need not run on one of the hosts. Everything that a rank prints
-reaches it through the runner's program.
+The launching command need not run on one of the hosts. Everything that a rank prints reaches it through the runner's
+program.
 """
 
 from __future__ import annotations
@@ -10,22 +11,18 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from dataclasses import replace
 from types import FrameType
-from typing import IO, TYPE_CHECKING, BinaryIO, final
+from typing import IO, BinaryIO, final
 
 from deepspeed_c.background import BackgroundThread
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.addresses import own_address
-from deepspeed_c.launcher.agent import run_host
 from deepspeed_c.launcher.exports import exports
 from deepspeed_c.launcher.hostfile import is_this_host
 from deepspeed_c.launcher.job import SIGNALS, Job, name_of, new_token
@@ -34,14 +31,9 @@ from deepspeed_c.launcher.output import log_name, log_stamp
 from deepspeed_c.launcher.runners.runner import HostRunner, python_path
 from deepspeed_c.listening import listening_socket
 from deepspeed_c.logging import write_line
-from deepspeed_c.scheduled import DEFAULT_PORT
 
-if TYPE_CHECKING:
-    from deepspeed_c.launcher.meeting import Chair
+__all__ = ["END_SECONDS", "RunnerProcess", "Signals", "launch_on_hosts"]
 
-__all__ = ["launch_on_hosts", "launch_without_runner"]
-
-FAREWELL_STEPS = 5
 END_SECONDS = 10  # for the runner's program, after all agents have ended
 _MOMENT_SECONDS = 0.1
 SAID_LINES = 20
@@ -65,129 +57,15 @@ def launch_on_hosts(options: Options, hosts: Mapping[str, list[int]], runner: Ho
         token=new_token(),
         store=(address, listening.getsockname()[1]),
     )
-    with _Signals() as signals, _RunnerProcess(runner, job) as process:
+    with Signals() as signals, RunnerProcess(runner, job) as process:
         # Now, while the agents start: this import takes as long as all that they do.
-        from deepspeed_c.launcher.meeting import Chair
-        from deepspeed_c.launcher.run import explain, set_up_logging
+        from deepspeed_c.launcher.presiding import preside
 
-        set_up_logging(options.log_level)
-        store = _store_at(listening.detach(), job.store)
-        chair = Chair(store, job.token, list(hosts), process.said)
-        try:
-            _preside(chair, process, signals)
-            process.wait(END_SECONDS)
-        finally:
-            process.kill()
-        if chair.failure is not None:
-            explain(chair.failure, job.world_size if chair.has_begun else 0)
-        elif signals.n_taken and chair.code == 0:
-            write_line("deepspeed_c: all ranks ended by themselves, with exit code 0", sys.stderr)
-        del store  # the agents have read the exit code
-    return chair.code
-
-
-def _store_at(listening: int, address: tuple[str, int]):
-    from torch.distributed import TCPStore
-
-    return TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listening)
-
-
-def _preside(chair: Chair, process: _RunnerProcess, signals: _Signals) -> None:
-    """Read reports and write orders until the launch is over."""
-    ended_at: float | None = None
-    while not chair.is_over:
-        for number in signals.take():
-            chair.signal(number)
-        chair.step()
-        for host, code in process.take_ends():
-            chair.end_of_agent(host, code)
-        if ended_at is None and process.has_ended():
-            ended_at = time.monotonic()
-        # The agents end a moment before their runner. If they do not report it, they are lost with it.
-        if ended_at is not None and time.monotonic() - ended_at > 2 * chair.period and not chair.is_over:
-            chair.fail(_early_end(chair, process))
-        time.sleep(chair.period)
-    chair.step()
-
-
-def _early_end(chair: Chair, process: _RunnerProcess):
-    from deepspeed_c.launcher.meeting import Failure
-
-    code = process.exit_code()
-    how = f"{process.name} ended with exit code {code}" if code >= 0 else f"{process.name} was ended by signal {-code}"
-    if chair.missing:
-        return chair.absent(chair.missing, f"did not come: {how}")
-    return Failure("", code if code > 0 else 1, f"{how} before the ranks had ended", tail=process.said(""))
-
-
-def launch_without_runner(options: Options, hosts: Mapping[str, list[int]]) -> int:
-    """Start the ranks of this host, as number --node_rank of ``hosts``; the same command runs on each host.
-
-    The host of number 0 holds the agents' store, and says how the launch ended. Returns the exit code, the same on all
-    hosts. Raises LaunchError for a number that is too large, or an address that is missing or of another host.
-    """
-    from deepspeed_c.env import read_env
-
-    index = options.node_rank or 0
-    if index >= len(hosts):
-        raise LaunchError(
-            f"is {index}, and there are {len(hosts)} hosts", where="--node_rank", fix="hosts are numbered from 0"
-        )
-    address = options.master_addr or next(iter(hosts))
-    if options.master_addr is None and options.hostfile is None and len(hosts) > 1:
-        raise LaunchError("is missing", where="--master_addr", fix="give an address of host 0 that all hosts reach")
-    port = options.master_port or DEFAULT_PORT
-    job = Job(
-        # The ranks' store takes another port.
-        options=replace(options, master_addr=address if index == 0 else None, master_port=None, gather_logs=False),
-        hosts=dict(hosts),
-        environment={},
-        folder=os.getcwd(),
-        token=read_env().run_token or "",
-        store=(address, port),
-    )
-    if index:
-        return run_host(job, job.place(index))
-    from deepspeed_c.launcher.meeting import Chair
-    from deepspeed_c.launcher.run import explain, open_store
-
-    _wait_for_name(address)
-    store = open_store(address, port)
-    chair = Chair(store, job.token, list(hosts), lambda _: "")
-    left = threading.Event()
-    thread = BackgroundThread(_preside_alone, chair, left, name="dsc_chair", end=left.set, limit_s=END_SECONDS)
-    thread.start()
-    code = run_host(job, job.place(0))
-    thread.join()
-    if chair.failure is not None:
-        explain(chair.failure, job.world_size if chair.has_begun else 0)
-    return code
-
-
-def _wait_for_name(address: str) -> None:
-    """Wait until the name of this host is known: a new pod's name may take a while."""
-    from deepspeed_c.launcher.meeting import COME_SECONDS
-
-    end = time.monotonic() + COME_SECONDS
-    while time.monotonic() < end:
-        try:
-            socket.getaddrinfo(address, None)
-        except OSError:
-            time.sleep(1)
-            continue
-        return
-
-
-def _preside_alone(chair: Chair, left: threading.Event) -> None:
-    """Preside until the launch is over, or this process is about to end."""
-    n_steps = 0
-    while n_steps < FAREWELL_STEPS and not left.wait(chair.period):
-        n_steps += chair.is_over  # until the other agents have read the exit code
-        chair.step()
+        return preside(job, listening.detach(), process, signals)
 
 
 @final
-class _Signals:
+class Signals:
     """Signals of this process, kept until they are taken. Restores the handlers at its end."""
 
     def __init__(self) -> None:
@@ -195,7 +73,7 @@ class _Signals:
         self.n_taken = 0
         self._handlers = {number: signal.getsignal(number) for number in SIGNALS}
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> Signals:
         for number, handler in self._handlers.items():
             if handler is not signal.SIG_IGN:  # under nohup SIGHUP stays ignored
                 signal.signal(number, self._keep)
@@ -220,7 +98,7 @@ class _Signals:
 
 
 @final
-class _RunnerProcess:
+class RunnerProcess:
     """The runner's program, with threads that pass on what it prints."""
 
     def __init__(self, runner: HostRunner, job: Job) -> None:
@@ -251,7 +129,7 @@ class _RunnerProcess:
         except OSError as error:
             raise LaunchError(f"cannot be started: {error}", where=start.command[0]) from error
 
-    def __enter__(self) -> _RunnerProcess:
+    def __enter__(self) -> RunnerProcess:
         for stream, target in ((self._process.stdout, sys.stdout.buffer), (self._process.stderr, sys.stderr.buffer)):
             # A pipe that a left-behind process holds open is not waited for: its reader is in no C++ code.
             carry = (self._carry, stream, target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from deepspeed_c.launcher.cluster import launch_on_hosts
 from deepspeed_c.launcher.hostfile import allocated_hosts, hostfile_of, is_this_host, select_hosts
 from deepspeed_c.launcher.options import Options, parse_options
 from deepspeed_c.launcher.plan import find_devices, make_plan
@@ -28,14 +29,12 @@ def main(argv: Sequence[str]) -> int:
         return main(words) if options.autotuning == "run" else 0
     # The modules that start ranks import torch, so help and errors must not need them.
     if options.no_ssh:
-        from deepspeed_c.launcher.cluster import launch_without_runner
+        from deepspeed_c.launcher.without_runner import launch_without_runner
 
         return launch_without_runner(options, _hosts(options))
     if _names_hosts(options) or options.force_multi:
         hosts = _hosts(options)
         if options.force_multi or len(hosts) > 1 or not all(map(is_this_host, hosts)):
-            from deepspeed_c.launcher.cluster import launch_on_hosts
-
             return launch_on_hosts(options, hosts, runner)
     plan = make_plan(options)
     from deepspeed_c.launcher.run import launch

@@ -14,6 +14,9 @@ import sys
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
 
+from deepspeed_c.compat.alias.finder import install_finders
+from deepspeed_c.compat.alias.version import API_VERSION
+from deepspeed_c.env import read_env
 from deepspeed_c.errors import AliasError
 
 __all__ = ["BIN", "SHIM", "activate", "environment", "find_real", "install_as_deepspeed"]
@@ -134,15 +137,9 @@ def activate() -> None:
     Raises:
         AliasError: a real DeepSpeed is on this interpreter's path too, and the user did not ask to hide it.
     """
-    from deepspeed_c.compat.alias.finder import install_finders
-    from deepspeed_c.compat.alias.version import API_VERSION
-
     real = find_real()
-    if real is not None:
-        from deepspeed_c.env import read_env
-
-        if read_env().alias_force != "1":
-            raise real_present(real, "import deepspeed", f"set {FORCE}=1 to hide it (`deepspeed_c run --force` does)")
+    if real is not None and read_env().alias_force != "1":
+        raise real_present(real, "import deepspeed", f"set {FORCE}=1 to hide it (`deepspeed_c run --force` does)")
     # Programs compare deepspeed.__version__ with DeepSpeed's releases.
     _PACKAGE.__version__ = API_VERSION
     sys.modules["deepspeed"] = _PACKAGE
