@@ -12,7 +12,6 @@ ROOT = Path(__file__).resolve().parents[1]
 FOREIGN = {
     "data": "of a tensor",
     "grad": "of a tensor",
-    "__class__": "of any object",
     "__doc__": "of a function",
     "__kwdefaults__": "of a function",
     "__name__": "of a function",
@@ -113,6 +112,21 @@ PERMITTED: dict[str, str] = {
     "compression/shrink.py: layer.in_features": "torch's own: the sizes of a linear layer, which may be plain, that is cut",
     "compression/shrink.py: layer.out_features": "torch's own: the sizes of a linear layer, which may be plain, that is cut",
     "compression/shrink.py: setattr(holder, key)": "transformers' own: the numbers of heads that attention modules compute with",
+    "inject/swap.py: module.__class__": "torch's own: the one place that gives a module another class",
+    **dict.fromkeys(
+        (
+            *("zero/weights/param.py: made.__class__", "zero/weights/param.py: param.__class__"),
+            *("zero/weights/grad_face.py: copied.__class__", "zero/weights/grad_face.py: param.__class__"),
+        ),
+        "torch's own: a parameter's class says what its attributes answer",
+    ),
+    **dict.fromkeys(
+        (
+            *("__init__.py: value.__class__", "__init__.py: sys.modules[__name__].__class__"),
+            "compat/alias/finder.py: module.__class__",
+        ),
+        "Python's own: a module of Python, not of torch",
+    ),
     "inject/swap.py: module.forward": "torch's own: the one place that gives a module another forward",
     "inject/swap.py: model.loss_function": "transformers' own: the one place that gives a model another loss",
     "inject/kernels.py: module.forward": "torch's own: a module has its own forward again",
@@ -161,7 +175,8 @@ def set_from_outside(tree: ast.Module) -> Iterator[tuple[int, str]]:
     own = own_attributes(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
-            if node.attr == "__dict__" or not (_is_own(node.value) or node.attr in own or node.attr in FOREIGN):
+            is_known = _is_own(node.value) or node.attr in own or node.attr in FOREIGN
+            if node.attr in ("__dict__", "__class__") or not is_known:
                 yield node.lineno, ast.unparse(node)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in SETTERS and not _is_own(node.args[0]):
             yield node.lineno, f"setattr({ast.unparse(node.args[0])}, {ast.unparse(node.args[1])})"
@@ -177,6 +192,7 @@ class Own:
         other.mine = other.known = 4
         other.data = self.part
         self.__dict__ = other.__dict__
+        self.__class__ = other.__class__
         setattr(other, "late", 1)
         setattr(self, "late", 1)
         del other.gone
@@ -190,6 +206,7 @@ def read(other):
         "other.theirs",
         "self.part.deep",
         "self.__dict__",
+        "self.__class__",
         "setattr(other, 'late')",
         "other.gone",
         "other.file",

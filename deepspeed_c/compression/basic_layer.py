@@ -20,6 +20,7 @@ from deepspeed_c.compression.pruning import Kind, Pruner
 from deepspeed_c.compression.steps import AppliedSteps
 from deepspeed_c.errors import ModelError
 from deepspeed_c.inject.layers import LinearAllreduce, LinearLayer
+from deepspeed_c.inject.swap import swap_class
 
 __all__ = [
     "ActivationRule",
@@ -174,7 +175,7 @@ class CompressedLayer(nn.Module):
     @classmethod
     def take_over(cls, module: nn.Module, quantization: Quantization) -> None:
         """Make ``module`` a layer of this class, in place."""
-        module.__class__ = cls
+        swap_class(module, cls)
         module._begin(quantization)
 
     def _begin(self, quantization: Quantization) -> None:
@@ -193,7 +194,7 @@ class CompressedLayer(nn.Module):
         self.quantization = rules
         if rules.is_empty:
             del self.quantization
-            self.__class__ = rules.plain_class
+            swap_class(self, rules.plain_class)
 
     @property
     def weight_quantization_enabled(self) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from deepspeed_c.errors import ModelError, StateError
+from deepspeed_c.inject.swap import swap_class
 from deepspeed_c.zero.weights.param import StandaloneShard, shape_of, state_of
 
 __all__ = ["convert_conv1d_to_linear"]
@@ -30,8 +31,7 @@ def convert_conv1d_to_linear(model: _Model, convert_type: type[nn.Module]) -> _M
     for weight in weights.values():
         _transpose(weight)
     for layer in layers.values():
-        # The class changes and not the object, as in ``compress``, so hooks and other references to the layer stay.
-        layer.__class__ = nn.Linear
+        swap_class(layer, nn.Linear)
         n_outputs, n_inputs = shape_of(layer.weight)
         vars(layer).update(out_features=n_outputs, in_features=n_inputs)
         if "bias" not in layer._parameters:

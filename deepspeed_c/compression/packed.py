@@ -17,6 +17,7 @@ from typing_extensions import Self
 from deepspeed_c.compression.basic_layer import CompressedLayer, WeightRule, check_finite, scale_type_of
 from deepspeed_c.compression.levels import codes_on, rows_grid
 from deepspeed_c.errors import ConfigError, StateError, UnsupportedConfigError
+from deepspeed_c.inject.swap import swap_class
 from deepspeed_c.ops.quant import Quantized, dequantize, packed_linear, packed_weight, quantize
 from deepspeed_c.ops.quant_reference import pack
 from deepspeed_c.zero.weights.param import state_of
@@ -101,7 +102,7 @@ class PackedLinear(_HoldsCodes):
         """Make ``module``, which has passed ``check_packable``, a layer of this class, in place. kept: where the weight
         is not pruned; None: everywhere."""
         weight = module.weight.detach()
-        module.__class__ = cls
+        swap_class(module, cls)
         module._pack(weight, rule, kept)
 
     @classmethod
@@ -113,7 +114,7 @@ class PackedLinear(_HoldsCodes):
         n_words, n_down = (-(-n * bits // 32) for n in (columns, rows))
         empty = module.weight.detach().new_empty
         zeros = None if is_symmetric else empty((n_down, n_groups), dtype=torch.int32)
-        module.__class__ = cls
+        swap_class(module, cls)
         words, shape = empty((rows, n_words), dtype=torch.int32), empty(2, dtype=torch.int64)
         module._hold(bits, words, empty((rows, n_groups)), zeros, shape)
 
@@ -164,7 +165,7 @@ class CodedLinear(_HoldsCodes):
         """Make ``module``, which has passed ``check_packable``, a layer of this class, in place. kept: as in
         ``PackedLinear``. is_float: codes are numbers of 8 bits with a fraction, not integers."""
         weight = module.weight.detach()
-        module.__class__ = cls
+        swap_class(module, cls)
         module._encode(weight, rule, kept, is_float)
 
     def _encode(self, weight: Tensor, rule: WeightRule, kept: Tensor | None, is_float: bool) -> None:

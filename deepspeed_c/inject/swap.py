@@ -1,4 +1,4 @@
-"""The one place that gives a user's module another ``forward``, or a model another ``loss_function``."""
+"""The one place that gives a user's module another ``forward`` or class, or a model another ``loss_function``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["swap_forward", "swap_loss"]
+__all__ = ["swap_class", "swap_forward", "swap_loss"]
 
 _OWN_LOSS = "_loss_function"  # transformers' property ``loss_function`` reads this attribute first
 
@@ -20,6 +20,13 @@ def swap_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Callab
     undo = partial(_put_back, module, "forward", vars(module).get("forward"))
     module.forward = forward
     return undo
+
+
+def swap_class(module: torch.nn.Module, cls: type[torch.nn.Module]) -> None:
+    """Makes ``module`` a ``cls``, in place: hooks, and all references to the module, stay. The caller sets the
+    attributes that the new class needs, and swaps again to undo it.
+    """
+    module.__class__ = cls
 
 
 def swap_loss(model: torch.nn.Module, loss: Callable[..., Any]) -> Callable[[], None]:

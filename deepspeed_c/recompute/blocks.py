@@ -17,6 +17,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.config.offload import Aio
 from deepspeed_c.errors import ConfigError
+from deepspeed_c.inject.swap import swap_class
 from deepspeed_c.offload.place import raise_together
 from deepspeed_c.recompute import report
 from deepspeed_c.recompute.budget import Budget, BudgetRole
@@ -234,7 +235,7 @@ class Blocks:
         for module in {id(module): module for module in modules.values()}.values():
             made = classes[_plain(module)]
             self._undo.append(functools.partial(_unwrap, module, made))
-            module.__class__ = made
+            swap_class(module, made)
 
     def _take_over(self, model: torch.nn.Module) -> None:
         """Makes layers of transformers that recompute themselves already follow the section."""
@@ -283,7 +284,7 @@ def _plain(module: torch.nn.Module) -> type:
 
 def _unwrap(module: torch.nn.Module, made: type) -> None:
     if type(module) is made:
-        module.__class__ = _plain(module)
+        swap_class(module, _plain(module))
 
 
 def _put_back(module: torch.nn.Module, names: tuple[str, ...], before: dict[str, Any]) -> None:
