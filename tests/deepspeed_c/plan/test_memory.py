@@ -142,8 +142,9 @@ class PatientPool(buffers.BufferPool):
     def give(self, buffer: torch.Tensor) -> None:
         super().give(buffer)
         deadline = time.monotonic() + 60.0
-        # The caller's view and its base also hold the buffer. They go when this method returns.
-        while buffers._use_count(buffer) > self._alone + 2 and time.monotonic() < deadline:
+        _, _, n_kept = vars(vars(buffer)[buffers._WHOLE]).get(buffers._VIEWS, (None, [], 0))
+        # The caller's view and its base also hold the buffer. They go when this method returns. The pool's views stay.
+        while buffers._use_count(buffer) > self._alone + 2 + n_kept and time.monotonic() < deadline:
             time.sleep(1e-4)
 
 
