@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.comm import configure
 from deepspeed_c.comm.mesh import Mesh, mesh_of_device_mesh, mesh_of_mpu, mesh_of_pair
 from deepspeed_c.comm.watchdog import watch
+from deepspeed_c.compression.model import check_compression
 from deepspeed_c.config import ReadConfig, read_config
 from deepspeed_c.config.offload import OffloadParam
 from deepspeed_c.config.optim import OptimizerSection
@@ -30,6 +32,7 @@ from deepspeed_c.engine.host import take_from_others
 from deepspeed_c.engine.hybrid import DeepSpeedHybridEngine
 from deepspeed_c.engine.pipeline import PipelineEngine, check_pipeline, connect_pipeline
 from deepspeed_c.engine.precision import Precision
+from deepspeed_c.engine.python_gc import CollectorPause
 from deepspeed_c.engine.shard import lay_out_model, shard_model
 from deepspeed_c.engine.training import Training, TrainingHost
 from deepspeed_c.errors import CommError, ConfigError, FeatureError, ModelError, OptimizerError
@@ -150,8 +153,10 @@ def initialize(
     if not sharding.parameters:
         gather_for_good(model)
     _bring_model(model, device, settings.zero.offload_param)
+    check_compression(model, settings.compression_training, settings.tensor_parallel)
     edits = Edits(model)
-    with edits.undone_on_error():
+    with ExitStack() as undo:
+        undo.callback(edits.close)
         edits.make(EditContext(settings, mesh))
         broadcast_model(model, mesh, device)
 
@@ -171,6 +176,7 @@ def initialize(
         get_accelerator().empty_cache()
 
         scheduler = _build_scheduler(settings.scheduler, lr_scheduler, base)
+        pause = undo.enter_context(closing(CollectorPause())) if settings.disable_python_gc else None
         engine = engine_class(
             model,
             settings,
@@ -179,8 +185,9 @@ def initialize(
             device,
             edits,
             layout,
-            Training(zero_optimizer, scheduler, training_data, collate_fn, mpu, mesh_device),
+            Training(zero_optimizer, scheduler, training_data, collate_fn, mpu, mesh_device, pause),
         )
+        undo.pop_all()
     face = None if zero_optimizer is None else zero_optimizer.face
     return engine, face, engine.training_dataloader, scheduler
 

@@ -3,8 +3,8 @@ of the table and undone in reverse."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -14,12 +14,11 @@ import torch
 from deepspeed_c.comm.axes import SP, TP, WITHIN_STAGE
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
-from deepspeed_c.compression.model import CompressedModel
 from deepspeed_c.config import Config
 from deepspeed_c.engine.generate import Generation
 from deepspeed_c.engine.group_generation import GroupGeneration
-from deepspeed_c.engine.python_gc import CollectorPause
 from deepspeed_c.env import read_env
+from deepspeed_c.errors import ModelError
 from deepspeed_c.inject import cut_model
 from deepspeed_c.inject.alike import raised_on_all
 from deepspeed_c.inject.kernels import inject_as_asked, revert_kernels
@@ -50,6 +49,11 @@ class EditContext:
     """Returns "train" or "eval". Gathers have one plan for each."""
     generation: Generation | None = None
     """The generation of the engine that gets the model; None where no engine is made."""
+    trains: bool = True
+    """False for inference: a model without a module that has a kernel stays as it is, and the log has totals in place
+    of lists."""
+    injection_policy: Mapping[type, Sequence[str]] | None = None
+    """The caller's rules of the cut, in place of those of the model's family."""
 
 
 class Made(Protocol):
@@ -82,27 +86,20 @@ class _Undo:
         self._undo()
 
 
-def _compression(model: torch.nn.Module, context: EditContext) -> CompressedModel:
-    section = context.config.tensor_parallel
-    compressed = CompressedModel(model, is_asked=context.config.compression_training.is_enabled)
-    if section.replace_with_kernel_inject:
-        key, fix = "tensor_parallel.replace_with_kernel_inject", "set it to false"
-        compressed.refuse(key, "kernels read the weights themselves", fix)
-    is_cut = any(cut_of(param) is not None for param in model.parameters())
-    if max(section.autotp_size, section.tp.tp_size) > 1 and not is_cut:
-        fix = "call deepspeed_c.tp_model_init(model, ...) before init_compression"
-        compressed.refuse("tensor_parallel", "layers would be cut that are compressed already", fix)
-    return compressed
-
-
 def _group_generation(model: torch.nn.Module, context: EditContext) -> GroupGeneration:
     section = context.config.hybrid_engine
     return GroupGeneration(model, context.mesh, section.inference_tp_size, section.tp_gather_partition_size)
 
 
-def _inject_kernels(model: torch.nn.Module, context: EditContext) -> Made:
-    report = inject_as_asked(model, context.config.tensor_parallel)
-    log_dist(f"kernels:\n{report}", ranks=[0])
+def _inject_kernels(model: torch.nn.Module, context: EditContext) -> Made | None:
+    try:
+        report = inject_as_asked(model, context.config.tensor_parallel)
+    except ModelError as error:
+        if context.trains:
+            raise
+        log_dist(f"replace_with_kernel_inject: {type(model).__name__} runs as it is: {error.what}", ranks=[0])
+        return None
+    log_dist(f"kernels:\n{report}" if context.trains else f"kernels: {report.summary}", ranks=[0])
     return _Undo(partial(revert_kernels, model))
 
 
@@ -116,7 +113,9 @@ def _cut_tensors(model: torch.nn.Module, context: EditContext) -> None:
     is_cut = any(stages.gather_objects(any(cut_of(param) is not None for param in model.parameters())))
     if max(section.autotp_size, section.tp.tp_size) > 1 and not is_cut:
         gather_for_good(model)  # rules need whole weights; the stage shards their parts later
-        log_dist(f"tensor parallelism:\n{cut_model(model, section, tp, stages=stages)}", ranks=[0])
+        report = cut_model(model, section, tp, context.injection_policy, stages=stages)
+        told = f"\n{report}" if context.trains else f" {report.summary}"
+        log_dist(f"tensor parallelism:{told}", ranks=[0])
     take_sums_over(model)
     with raised_on_all(stages, "marks of parameters"):
         read_marks(model, tp)
@@ -173,7 +172,6 @@ def _watch_generation(model: torch.nn.Module, context: EditContext) -> Made:
 
 
 EDITS: tuple[ModelEdit, ...] = (
-    ModelEdit("compression", wanted=lambda context: True, apply=_compression, needs_layout=False),
     ModelEdit(
         "group generation",
         wanted=lambda context: context.config.hybrid_engine.enabled and context.config.hybrid_engine.inference_tp_size > 1,
@@ -207,11 +205,6 @@ EDITS: tuple[ModelEdit, ...] = (
         wanted=lambda context: context.generation is not None,
         apply=_watch_generation,
         after=("tensor cut", "attention"),
-    ),
-    ModelEdit(
-        "collector pause",
-        wanted=lambda context: context.config.disable_python_gc,
-        apply=lambda model, context: CollectorPause(),
     ),
 )
 """The copy for group generation is made first, because an edited forward refers to the model that was edited. Kernels
@@ -258,12 +251,3 @@ class Edits:
             for made in self._made.values():
                 stack.callback(made.close)
             self._made.clear()
-
-    @contextmanager
-    def undone_on_error(self) -> Iterator[None]:
-        """Context that undoes all edits if an exception is raised in it."""
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise

@@ -131,8 +131,12 @@ class ModelHost(Compiling, ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
     def _hand_over(self) -> None:
         """Called when the model gets another host. This host can still run the module."""
         self._uncompile()
-        self._edits.close()
+        self._undo_edits()
         self._release()
+
+    def _undo_edits(self) -> None:
+        """Makes the module what it was before this host, but for its cut."""
+        self._edits.close()
 
     def _release(self) -> None:
         """Removes hooks and buffers. Parameters keep their values; sharded parameters stay sharded without an engine.
@@ -331,7 +335,7 @@ class ModelHost(Compiling, ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
 
     def _end(self) -> None:
         self._uncompile()
-        self._edits.close()
+        self._undo_edits()
         self._release()
         self._mesh.close()
 

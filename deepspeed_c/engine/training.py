@@ -5,7 +5,7 @@ the engines, run the micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from deepspeed_c.checkpoint.native.background import Save
 from deepspeed_c.comm.axes import SP
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.comm.observed import listen, stop_listening
+from deepspeed_c.compression.model import CompressionSteps
 from deepspeed_c.config import Config
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.data.sampler import DeepSpeedDataSampler
@@ -30,6 +31,7 @@ from deepspeed_c.engine.no_optimizer import NoOptimizer
 from deepspeed_c.engine.offload import OffloadDeviceEnum, OffloadedStates, OffloadStateTypeEnum
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.preemption import Preemption
+from deepspeed_c.engine.python_gc import CollectorPause
 from deepspeed_c.engine.reductions import Reductions
 from deepspeed_c.engine.shard import shard_model, take_cores_back
 from deepspeed_c.engine.share import LossShare
@@ -77,6 +79,8 @@ class Training(NamedTuple):
     collate_fn: Any = None
     mpu: Any = None
     mesh_device: Any = None
+    pause: CollectorPause | None = None
+    """The pause of Python's collector, which the engine ends."""
 
 
 class TrainingHost(Reductions, ModelHost):
@@ -98,6 +102,7 @@ class TrainingHost(Reductions, ModelHost):
     ) -> None:
         super().__init__(model, config, mesh, precision, device, edits)
         self.mpu, self.mesh_device = training.mpu, training.mesh_device
+        self._pause = training.pause
         optimizer = training.optimizer or NoOptimizer()
         window = Window(config.batch, is_managed=config.managed_gradient_accumulation)
         self._state = TrainState(
@@ -134,7 +139,7 @@ class TrainingHost(Reductions, ModelHost):
         self.monitor = MonitorMaster(config, comm=mesh.comm)
         self._preemption = Preemption(config.checkpoint.preemption, can_step=self._trains)
         self._open(layout)
-        edits["compression"].follow(self._state.applied_steps)
+        self._compression = CompressionSteps(model, self._state.applied_steps)
         if config.dump_state:
             log_dist("state of the engine:\n" + self.describe(), ranks=[0])
 
@@ -184,6 +189,13 @@ class TrainingHost(Reductions, ModelHost):
                 n_tokens=lambda: self._state.n_tokens,
                 measure=self.phases.measure,
             )
+
+    def _undo_edits(self) -> None:
+        with ExitStack() as stack:
+            if self._pause is not None:
+                stack.callback(self._pause.close)
+            stack.callback(self._compression.close)
+            super()._undo_edits()
 
     def _claimed_params(self) -> list[torch.nn.Parameter]:
         return [slot.param for slot in self._optimizer.slots]
@@ -670,7 +682,7 @@ class TrainingHost(Reductions, ModelHost):
 
     def _end_training(self) -> None:
         self._uncompile()
-        self._edits.close()
+        self._undo_edits()
         try:
             self._offloaded.close()
         finally:

@@ -13,8 +13,9 @@ from deepspeed_c.comm import init_distributed, is_initialized
 from deepspeed_c.comm.axes import DATA, TP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh, mesh_of_mpu
-from deepspeed_c.config import Config, load_config
+from deepspeed_c.config import Config, read_config
 from deepspeed_c.config.inference import DeepSpeedInferenceConfig, load_inference_config
+from deepspeed_c.config.source import GivenConfig, copy_plain
 from deepspeed_c.engine.consistency import check_same_model
 from deepspeed_c.engine.edits import EditContext, Edits
 from deepspeed_c.engine.host import ModelHost, take_from_others
@@ -26,11 +27,8 @@ from deepspeed_c.errors import CommError, ConfigError, FeatureError, ModelError,
 from deepspeed_c.inference.int8 import quantize_weights
 from deepspeed_c.inference.limits import check_heads, positions_of
 from deepspeed_c.inference.load import load_checkpoint, save_mp_checkpoint, shards_from_files
-from deepspeed_c.inject import cut_model
-from deepspeed_c.inject.kernels import inject_kernels, revert_kernels
 from deepspeed_c.logging import log_dist
 from deepspeed_c.utils import groups
-from deepspeed_c.zero.layout.cuts import cut_of
 from deepspeed_c.zero.layout.layout import Layout, gather_for_good
 from deepspeed_c.zero.layout.stages import STAGES
 from deepspeed_c.zero.weights.fp32_buffers import names_in_fp32
@@ -76,11 +74,11 @@ class InferenceEngine(WholeModel, ModelHost):
         if not is_initialized():
             init_distributed()
         mesh = _mesh_of(config)
-        settings = load_config(_engine_config(config), world_size=mesh.size(*DATA))
+        n_ranks = mesh.size(TP)
+        settings = read_config(_engine_config(config, n_ranks)).resolve(world_size=mesh.size(*DATA))
         groups.set_mesh(mesh)
         for note in config.notes:
             log_dist(note, ranks=[0])
-        n_ranks = mesh.size(TP)
         check_heads(getattr(model, "config", None), n_ranks)
         if not config.checkpoint:
             _require_weights(model)
@@ -92,14 +90,7 @@ class InferenceEngine(WholeModel, ModelHost):
             undo.callback(edits.close)
             gather_for_good(model)
             _cast_weights(model, config.dtype)
-            if config.replace_with_kernel_inject:
-                _inject_kernels(model)
-                undo.callback(revert_kernels, model)
-            # A model that an earlier engine has cut stays cut: the edits below find out whether over the same ranks.
-            if n_ranks > 1 and not any(cut_of(param) is not None for param in model.parameters()):
-                report = cut_model(model, settings.tensor_parallel, mesh.tensors, config.injection_policy)
-                log_dist(f"tensor parallelism: {report.summary}", ranks=[0])
-            edits.make(EditContext(settings, mesh))
+            edits.make(EditContext(settings, mesh, trains=False, injection_policy=config.injection_policy))
             precision, layout = _load_and_lay_out(model, config, settings, mesh)
             model.to(device)
             model.eval()
@@ -180,17 +171,16 @@ class InferenceEngine(WholeModel, ModelHost):
         return list(self.module.parameters())
 
     def _hand_over(self) -> None:
-        self._undo_own()
+        self._end_times()
         super()._hand_over()
 
     def _end(self) -> None:
-        self._undo_own()
+        self._end_times()
         super()._end()
 
-    def _undo_own(self) -> None:
+    def _end_times(self) -> None:
         if self._times is not None:
             self._times.close()
-        revert_kernels(self.module)
 
 
 class _Times:
@@ -247,16 +237,14 @@ def _mesh_of(config: DeepSpeedInferenceConfig) -> Mesh:
     return mesh
 
 
-def _engine_config(config: DeepSpeedInferenceConfig) -> dict[str, Any]:
-    """The configuration of an engine that trains nothing."""
-    source: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "tensor_parallel": {"autotp_size": config.tensor_parallel.tp_size},
-    }
+def _engine_config(config: DeepSpeedInferenceConfig, n_ranks: int) -> GivenConfig:
+    """The configuration of an engine that trains nothing. n_ranks: tensor-parallel ranks, which an mpu may give."""
+    tensors = {"autotp_size": n_ranks, "replace_with_kernel_inject": config.replace_with_kernel_inject}
+    source: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": tensors}
     if config.zero:
         # Sections fp16 and bf16 stay out: each weight has its dtype already, and some stay in fp32.
-        source["zero_optimization"] = config.zero
-    return source
+        source["zero_optimization"] = copy_plain(config.zero, "zero")
+    return GivenConfig(source, "dict")
 
 
 def _cast_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -308,17 +296,6 @@ def _drop(layout: Layout) -> None:
     """Close the files of a layout whose weights could not be read."""
     for unit in layout.frozen:
         unit.weights.end()
-
-
-def _inject_kernels(model: torch.nn.Module) -> None:
-    """Swaps kernels in. A model without a module of a known kind stays as it is, and a line says so."""
-    try:
-        report = inject_kernels(model)
-    except ModelError as error:
-        log_dist(f"replace_with_kernel_inject: {type(model).__name__} runs as it is: {error.what}", ranks=[0])
-    else:
-        n, n_rest = len(report.swapped), len(report.remainder)
-        log_dist(f"kernels: {n} modules run them, {n_rest} keep their own forward", ranks=[0])
 
 
 def _require_weights(model: torch.nn.Module) -> None:

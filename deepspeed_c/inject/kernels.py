@@ -51,6 +51,11 @@ class KernelReport:
     remainder: dict[str, str] = field(default_factory=dict)
     """Dotted name of a module of a kind with a kernel -> the reason why the module keeps its own forward."""
 
+    @property
+    def summary(self) -> str:
+        """The totals in one line."""
+        return f"{len(self.swapped)} modules run them, {len(self.remainder)} keep their own forward"
+
     def __str__(self) -> str:
         width = max((len(name) for name in (*self.swapped, *self.remainder)), default=0)
         lines = [f"{name:<{width}}  {what}" for name, what in self.swapped.items()]

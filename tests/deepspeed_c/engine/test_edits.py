@@ -3,6 +3,7 @@ way, restores the model."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import deepspeed_c
 from deepspeed_c.engine import edits
 from deepspeed_c.engine.edits import EDITS, Edits, ModelEdit
 from deepspeed_c.errors import ConfigError
+from deepspeed_c.inject.kernels import inject_kernels
 from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -136,6 +138,39 @@ def half_way(rank: int, world: int, broken: str) -> None:
 @pytest.mark.parametrize("broken", [edit.name for edit in EDITS])
 def test_an_exception_half_way_undoes_what_was_made(broken: str):
     run_ranks(1, half_way, broken)
+
+
+def inference(rank: int, world: int, broken: str) -> None:
+    """``init_inference`` makes kernels by the row of the table. It undoes its own only."""
+    config = {"dtype": torch.float32, "replace_with_kernel_inject": True}
+    model = make_llama().eval()
+    before = face(model)
+    engine = deepspeed_c.init_inference(model, config)
+    made = engine._edits.get("kernels")
+    engine.close()
+    assert made is not None and face(model) == before
+
+    def fail(model: nn.Module, context: Any) -> None:
+        raise Breaks
+
+    whole = edits.EDITS
+    edits.EDITS = tuple(replace(edit, apply=fail) if edit.name == broken else edit for edit in EDITS)
+    try:
+        with pytest.raises(Breaks):
+            deepspeed_c.init_inference(model, config)
+    finally:
+        edits.EDITS = whole
+    assert face(model) == before
+
+    inject_kernels(model)
+    with_kernels = face(model)
+    deepspeed_c.init_inference(model, dtype=torch.float32).close()
+    assert face(model) == with_kernels != before
+
+
+@pytest.mark.parametrize("broken", ["kernels", "tensor cut"])
+def test_inference_makes_its_edits_by_the_table(broken: str):
+    run_ranks(1, inference, broken)
 
 
 def bad_layers(rank: int, world: int) -> None:

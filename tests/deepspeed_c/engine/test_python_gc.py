@@ -74,7 +74,7 @@ def test_collections_are_off_until_the_last_engine_is_closed():
 
 
 def failed_body(rank: int, world: int) -> list[bool]:
-    """The edit that follows the pause fails; the pause must end."""
+    """The last edit fails, which is made during the pause; the pause must end."""
     gc.enable()
     seen = []
 
