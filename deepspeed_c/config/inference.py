@@ -4,6 +4,7 @@ and keywords.
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -17,7 +18,7 @@ from deepspeed_c.config.keys import DTYPE_NAMES, NonNeg, Positive, acts, inheren
 from deepspeed_c.config.load import read_config
 from deepspeed_c.config.nearest import nearest
 from deepspeed_c.config.schema import bare, info_of
-from deepspeed_c.config.source import PARKED, is_parked, read_source
+from deepspeed_c.config.source import PARKED, copy_plain, is_parked, read_source
 from deepspeed_c.errors import ConfigError, FeatureError
 
 __all__ = [
@@ -417,7 +418,7 @@ class DeepSpeedInferenceConfig(InferenceSection):
         elif name == "moe" and isinstance(value, bool):
             value = {"enabled": value}
         elif name == "zero":
-            value = _as_zero(value)
+            return _as_zero(value)
         return super()._checked(name, value)
 
     def _check(self) -> None:
@@ -514,7 +515,7 @@ class DeepSpeedInferenceConfig(InferenceSection):
                 found.append(f"{name} is read as {new}")
         found += self._without_effect()
         if self.zero:
-            found += [note.replace("zero_optimization", "zero") for note in _read_zero(self.zero)[0]]
+            found += _notes_of_zero(self.zero)
         return found
 
 
@@ -579,26 +580,51 @@ def dtype_of(value: Any) -> Any:
     return getattr(torch, _FORMATS[short])
 
 
+class _CheckedZero(dict):
+    """The section ``zero``, and what its check found. A caller may change it: it is checked again then."""
+
+    def __init__(self, keys: Mapping[str, Any], notes: tuple[str, ...]) -> None:
+        super().__init__(keys)
+        self.notes, self._checked_text = notes, repr(keys)
+
+    @property
+    def is_checked(self) -> bool:
+        # Text tells 1 from True, which are equal.
+        return repr(dict(self)) == self._checked_text
+
+    def __copy__(self) -> Self:
+        return type(self)(copy_plain(self, "zero"), self.notes)
+
+
 def _as_zero(value: Any) -> Any:
-    """The section ``zero`` as a dictionary, after the checks of a training configuration's ``zero_optimization``."""
+    """The section ``zero`` as a dictionary of its own, after the checks of a training configuration's
+    ``zero_optimization``. Nothing is checked twice."""
     if value is None:
         return {}
+    if isinstance(value, _CheckedZero) and value.is_checked:
+        return copy.copy(value)
     if isinstance(value, DeepSpeedConfigModel):
         value = value.model_dump(exclude_unset=True, by_alias=True)
     if not isinstance(value, Mapping):
         raise ConfigError(f"{show(value)} is not a section", where="zero", fix="write an object {...}")
     if not value:
         return {}
-    _, problems = _read_zero(value)
+    checked, problems = _read_zero(value)
     if problems:
         first = problems[0]
         where = first.where.replace("zero_optimization", "zero")
         raise type(first)(first.what, where=where, fix=first.fix.replace("zero_optimization.", "zero."))
-    return value
+    return checked
 
 
-def _read_zero(section: Mapping[str, Any]) -> tuple[tuple[str, ...], list[ConfigError]]:
-    """(notes, problems) of the section."""
+def _read_zero(section: Mapping[str, Any]) -> tuple[_CheckedZero, list[ConfigError]]:
+    """(the section with its notes, its problems)."""
     source = read_source({"zero_optimization": dict(section)})
     read, problems = read_config(source).resolve_with_problems(world_size=1, batch="skip")
-    return read.notes, problems
+    notes = tuple(note.replace("zero_optimization", "zero") for note in read.notes)
+    return _CheckedZero(source.keys["zero_optimization"], notes), problems
+
+
+def _notes_of_zero(section: Mapping[str, Any]) -> tuple[str, ...]:
+    is_known = isinstance(section, _CheckedZero) and section.is_checked
+    return section.notes if is_known else _read_zero(section)[0].notes

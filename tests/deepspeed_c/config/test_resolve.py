@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import deepspeed_c
+from deepspeed_c.compat.ds_config import DeepSpeedConfig
 from deepspeed_c.config import load_config, read_config
 from deepspeed_c.config.source import GivenConfig, read_source
 from deepspeed_c.errors import BatchSizeError, ConfigError
@@ -71,6 +72,21 @@ AUTO = {
     "bf16": {"enabled": "auto"},
     "zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}, "overlap_comm": None},
 }
+
+
+def test_the_hooks_of_hugging_face_read_once():
+    """``from_pretrained`` gives the Trainer's configuration to ``zero.Init``; accelerate asks ``DeepSpeedConfig``."""
+    keys = {**SMALL, "zero_optimization": {"stage": 3}}
+    with counted_reads() as counts:
+        DeepSpeedConfig(keys)
+    assert counts == {"read": 1, "checked": 1}
+    assert run_ranks(1, init_body, keys) == [{"read": 1, "checked": 0}]
+
+
+def init_body(rank: int, world: int, keys: dict) -> dict[str, int]:
+    with counted_reads() as counts, deepspeed_c.zero.Init(config_dict_or_path=keys):
+        torch.nn.Linear(3, 5)
+    return counts
 
 
 def test_one_reading_serves_any_number_of_ranks():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed_c
+from deepspeed_c.config.inference import DeepSpeedInferenceConfig
 from deepspeed_c.errors import ConfigError, FeatureError, ModelError, StateError
 from deepspeed_c.inference.limits import positions_of
 from deepspeed_c.zero.weights.param import state_of
+from scripts.house import times_read
 from tests.deepspeed_c.inference.models import GENERATING, like_bart, padded_prompts, require_same_tokens, whisper
 from tests.deepspeed_c.inject import families
 from tests.ranks import run_ranks
@@ -303,6 +306,30 @@ def test_bad_input_changes_nothing():
         engine.generate(torch.ones(1, 1))
     with pytest.raises(StateError, match="closed"):
         engine(torch.ones(1, 3))
+
+
+def test_the_configuration_is_read_once(tmp_path):
+    """``zero`` is read once, and its file once. A section that a caller has changed since then is read again."""
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}, "prefetch_bucket_size": 5}
+    given = {"dtype": "fp32", "zero": zero}
+    file = tmp_path / "inference.json"
+    file.write_text(json.dumps(given))
+    made = DeepSpeedInferenceConfig(**given)
+    for config, n in ((given, 1), (str(file), 2), (made, 0), (copy.deepcopy(made), 0), ({"dtype": "fp32"}, 0)):
+        found = times_read(lambda: deepspeed_c.init_inference(nn.Linear(3, 2), config).close())  # noqa: B023
+        print(type(config), found, n)
+        assert found == n
+    made.zero["stage"] = True  # equal to 1, and no stage
+    with pytest.raises(ConfigError, match=r"zero\.stage: true"):
+        deepspeed_c.init_inference(nn.Linear(3, 2), made)
+    made.zero["stage"] = 3
+    made.zero["offload_param"]["device"] = "moon"
+    with pytest.raises(ConfigError, match=r'zero\.offload_param\.device: "moon"'):
+        deepspeed_c.init_inference(nn.Linear(3, 2), made)
+    made.zero["offload_param"]["device"] = "none"
+    with deepspeed_c.init_inference(nn.Linear(3, 2), made) as engine:
+        assert engine._config.zero.offload_param.device == "none" and engine.inference_config.zero is not made.zero
+    assert zero["offload_param"] == {"device": "cpu"}
 
 
 def test_more_ranks_than_heads():
