@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.groups import new_group, require_initialized
+from deepspeed_c.config import read_config
 from deepspeed_c.config.parallel import TensorParallel
+from deepspeed_c.config.schema import Root, fields_of
+from deepspeed_c.config.source import GivenConfig, read_source
 from deepspeed_c.errors import CommError, ConfigError
 from deepspeed_c.inject.autotp_config import AutoTPConfig
 from deepspeed_c.inject.cutting import cut_model
 from deepspeed_c.inject.kernels import kernels_as_asked
+from deepspeed_c.logging import log_dist
 
 __all__ = ["tp_model_init"]
 
@@ -24,7 +27,7 @@ def tp_model_init(
     model: torch.nn.Module,
     tp_size: int,
     dtype: torch.dtype | None,
-    config: dict[str, Any] | None = None,
+    config: Mapping[str, Any] | str | None = None,
     *,
     tp_group: dist.ProcessGroup | None = None,
     injection_policy: Mapping[type, Sequence[str]] | None = None,
@@ -32,22 +35,17 @@ def tp_model_init(
     """Cut ``model`` in place over ``tp_size`` ranks and return it. Every rank of the job calls it.
 
     Neighbouring ranks make a group: 0 to tp_size - 1, and so on. tp_group: this rank's group instead. dtype: new dtype
-    of floating-point weights; None keeps their dtype. config: the section ``tensor_parallel``, or a mapping that
-    contains it; its ``partition_config`` may be an ``AutoTPConfig``. injection_policy: {class of blocks: ends of the
-    names of the linear layers in such a block that are cut by rows}, for models without a policy. All other linear
-    layers of the block are cut by columns.
+    of floating-point weights; None keeps their dtype. config: the section ``tensor_parallel``, or a configuration that
+    contains it, of which nothing else is read; a mapping or the path of a JSON file. ``partition_config`` of the
+    section may be an ``AutoTPConfig``. injection_policy: {class of blocks: ends of the names of the linear layers in
+    such a block that are cut by rows}, for models without a policy. All other linear layers of the block are cut by
+    columns.
 
-    Raises ConfigError where sizes contradict one another or the world is no multiple of ``tp_size``, and ModelError
-    where no rule fits. The model is then unchanged.
+    Raises ConfigError for keys that ``initialize`` refuses, where sizes contradict one another, or where the world is
+    no multiple of ``tp_size``, and ModelError where no rule fits. The model is then unchanged.
     """
     require_initialized("tp_model_init")
-    values = dict((config or {}).get("tensor_parallel", config or {}))
-    if isinstance(values.get("partition_config"), AutoTPConfig):
-        values["partition_config"] = values["partition_config"].as_dict()
-    try:
-        section = msgspec.convert(values, TensorParallel)
-    except msgspec.ValidationError as error:
-        raise ConfigError(str(error), where="tp_model_init(config=...)", fix="see docs/config.md") from error
+    section = _read_section({} if config is None else config)
     if section.autotp_size not in (0, tp_size):
         raise ConfigError(
             f"tp_size is {tp_size}, autotp_size {section.autotp_size}",
@@ -76,3 +74,15 @@ def tp_model_init(
     with kernels_as_asked(model, section):
         cut_model(model, section, comm, injection_policy)
     return model if dtype is None else model.to(dtype)
+
+
+def _read_section(config: Any) -> TensorParallel:
+    keys = read_source(config).keys
+    is_whole = not keys.keys().isdisjoint(fields_of(Root).keys() - fields_of(TensorParallel).keys())
+    section = keys.get("tensor_parallel", {} if is_whole else keys)
+    if isinstance(section, dict) and isinstance(section.get("partition_config"), AutoTPConfig):
+        section = {**section, "partition_config": section["partition_config"].as_dict()}
+    read = read_config(GivenConfig({"tensor_parallel": section}, "dict")).resolve(world_size=1, batch="skip")
+    for note in read.notes:
+        log_dist(note, ranks=[0])
+    return read.tensor_parallel
