@@ -151,6 +151,22 @@ def _nn_softmax_backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
     return torch.empty_like(y)
 
 
+@torch.library.impl(_LIBRARY, "nn_linear", "Meta")
+def _nn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@torch.library.impl(_LIBRARY, "nn_linear_backward", "Meta")
+def _nn_linear_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool, needs_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        _dense_like(x) if needs_x else x.new_empty(0),
+        _dense_like(weight) if needs_weight else x.new_empty(0),
+        x.new_empty(weight.shape[0] if needs_bias else 0),
+    )
+
+
 @torch.library.impl(_LIBRARY, "nn_attention", "Meta")
 def _nn_attention(q: Tensor, k: Tensor, v: Tensor, *rules: Any) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q) if v.shape[-1] == q.shape[-1] else q.new_empty((*q.shape[:-1], v.shape[-1]))

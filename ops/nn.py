@@ -1,5 +1,5 @@
 """Fused operators of transformer layers, forward and backward: norms, activations, dropout, rotary positions, softmax,
-attention.
+attention; and products of 16-bit elements.
 
 Each reads its operands once and keeps no intermediate result. Elements are float32, bfloat16 or float16, computed in
 float32 and rounded once; results have the same bits for any number of threads and any instruction set. The formulas are
@@ -10,7 +10,7 @@ Under autocast ``attention`` casts as torch's does. A bias takes the dtype of x,
 multiplied take the wider of their dtypes.
 
 Kernels have first derivatives. A second derivative raises BackwardError, except for dropout and rotary positions, which
-are linear.
+are linear, and for ``linear``.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ __all__ = [
     "bias_gelu",
     "geglu",
     "layer_norm",
+    "linear",
     "masked_softmax",
     "rms_norm",
     "rotary",
@@ -184,6 +185,23 @@ def masked_softmax(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, *,
     if not _has_kernels(x):
         return reference.nn_softmax(x, mask, scale, is_causal)
     return _call(_ops.nn_softmax, x, mask, scale, is_causal)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x weight^T + bias, for processors whose own products of 16-bit elements are slow.
+
+    x: [..., n_cols]. weight: [n_outputs, n_cols]. bias: [n_outputs]. All of one dtype: bfloat16, float16 or float32.
+    Returns [..., n_outputs]. Operands are widened tile by tile and multiplied in float32; no whole float32 copy is
+    made, and the result is rounded once. Results and the gradient of x have the same bits for any number of rows. Under
+    autocast operands are cast as torch's ``linear`` does.
+
+    The product has derivatives of any order; only the first one runs in the same kernels. On devices without a kernel
+    this is torch's ``linear``.
+    """
+    x, weight, bias = cast_by_autocast(x, weight, bias)
+    if x.device.type not in ("cpu", "meta"):
+        return torch.nn.functional.linear(x, weight, bias)
+    return _call(_ops.nn_linear, x, weight, bias)
 
 
 def attention(
@@ -383,6 +401,25 @@ def _softmax_backward(ctx: Any, dy: Tensor) -> tuple:
     return dx, dmask, None, None
 
 
+def _linear_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, weight, _ = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _linear_backward(ctx: Any, dy: Tensor) -> tuple:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+    if torch.is_grad_enabled():  # a second derivative may follow
+        rows, dy_rows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        return (
+            linear(dy, weight.t()) if needs_x else None,
+            linear(dy_rows.t(), rows.t()) if needs_weight else None,
+            dy_rows.sum(0) if needs_bias else None,
+        )
+    found = _ops.nn_linear_backward(dy, x, weight, needs_x, needs_weight, needs_bias)
+    return tuple(grad if is_needed else None for grad, is_needed in zip(found, ctx.needs_input_grad, strict=True))
+
+
 def _attention_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     q, k, v, sinks, slopes, documents, *ctx.rules = inputs
     ctx.set_materialize_grads(False)
@@ -411,5 +448,6 @@ for _name, _backward, _context in (
     ("nn_rotary", _rotary_backward, _rotary_context),
     ("nn_softmax", _softmax_backward, _softmax_context),
     ("nn_attention", _attention_backward, _attention_context),
+    ("nn_linear", _linear_backward, _linear_context),
 ):
     torch.library.register_autograd(f"deepspeed_c::{_name}", _backward, setup_context=_context)

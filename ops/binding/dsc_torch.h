@@ -97,6 +97,17 @@ double *f64_data(const Tensor &tensor);
 
 /* Uninitialised tensors on the device of `like`: of its dtype, of f32, int64, uint8 or int8. */
 Tensor new_like(const Tensor &like, const std::vector<int64_t> &sizes);
+
+/* The sizes of x with another last dimension. */
+inline std::vector<int64_t> sizes_with(const Tensor &x, int64_t last)
+{
+    const auto sizes = x.sizes();
+    std::vector<int64_t> found(sizes.begin(), sizes.end());
+
+    found.back() = last;
+    return found;
+}
+
 Tensor new_f32(const Tensor &like, const std::vector<int64_t> &sizes);
 Tensor new_i64(const Tensor &like, const std::vector<int64_t> &sizes);
 Tensor new_bytes(const Tensor &like, const std::vector<int64_t> &sizes);

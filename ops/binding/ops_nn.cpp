@@ -158,22 +158,13 @@ struct Gates {
     void *up;
 };
 
-std::vector<int64_t> sizes_with(const Tensor &tensor, int64_t last)
-{
-    const auto sizes = tensor.sizes();
-    std::vector<int64_t> made(sizes.begin(), sizes.end());
-
-    made.back() = last;
-    return made;
-}
-
 Tensor nn_gated(const Tensor &x_in, const MaybeTensor &up_in, const std::string &act)
 {
     const Tensor x = dsc::contiguous(x_in);
     const MaybeTensor up = dense_of(up_in);
     const Operands o("nn_gated", x, "x");
     const Gates gates(o, x, up);
-    const Tensor y = dsc::new_like(x, sizes_with(x, up.has_value() ? x.sizes().back() : x.sizes().back() / 2));
+    const Tensor y = dsc::new_like(x, dsc::sizes_with(x, up.has_value() ? x.sizes().back() : x.sizes().back() / 2));
     auto call = o.begin<struct dsc_nn_gated>();
 
     call.n_cols = gates.n_cols;

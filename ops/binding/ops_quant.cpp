@@ -39,16 +39,6 @@ struct dsc_quant begin(const Operands &o, const How &how, const char *op)
     return call;
 }
 
-/* The sizes of x with another last dimension. */
-std::vector<int64_t> sizes_with(const Tensor &x, int64_t last)
-{
-    const auto sizes = x.sizes();
-    std::vector<int64_t> found(sizes.begin(), sizes.end());
-
-    found.back() = last;
-    return found;
-}
-
 /* Sets scales and zero points that are given, or that make the call's format symmetric. */
 void give(const Operands &o, const Tensor &scales, const MaybeTensor &zero_points, struct dsc_quant *call)
 {
@@ -114,9 +104,9 @@ std::tuple<Tensor, Tensor, Tensor> quant_quantize(const Tensor &x_in, const std:
     auto call = begin(o, {format, group, is_symmetric, scale_type, seed, offset}, "quant_quantize");
     const int64_t n_groups = o.n_rows == 0 ? 0 : dsc_quant_n_groups(call.n_cols, call.group);
     const int64_t row_bytes = o.n_rows == 0 ? 0 : dsc_quant_row_bytes(call.format, call.n_cols);
-    const Tensor codes = dsc::new_bytes(x, sizes_with(x, row_bytes));
-    const Tensor scales = dsc::new_f32(x, sizes_with(x, n_groups));
-    const Tensor zero_points = dsc::new_int8(x, sizes_with(x, is_symmetric ? 0 : n_groups));
+    const Tensor codes = dsc::new_bytes(x, dsc::sizes_with(x, row_bytes));
+    const Tensor scales = dsc::new_f32(x, dsc::sizes_with(x, n_groups));
+    const Tensor zero_points = dsc::new_int8(x, dsc::sizes_with(x, is_symmetric ? 0 : n_groups));
 
     call.x = o.read_all(x, "x");
     call.codes = codes.mutable_data_ptr();
@@ -167,7 +157,7 @@ Tensor quant_packed_linear(const Tensor &x_in, const Tensor &packed, const Tenso
     if (bias.has_value())
         call.bias = o.read_any(*bias, "bias", call.n_outputs, &call.bias_dtype);
 
-    const Tensor y = dsc::new_like(x, sizes_with(x, call.n_outputs));
+    const Tensor y = dsc::new_like(x, dsc::sizes_with(x, call.n_outputs));
 
     call.y = y.mutable_data_ptr();
     o.run(dsc_quant_product, call);

@@ -1,6 +1,7 @@
 /*
  * Operators of neural networks on rows of elements, forward and backward: norms with residual, activations with bias,
- * gated activations, dropout with bias and residual, rotary positions, softmax with a mask, attention.
+ * gated activations, dropout with bias and residual, rotary positions, softmax with a mask, attention, products with a
+ * weight.
  *
  * Elements are f32, bf16 or f16; each is computed in f32 and rounded once. Sums over a row are held in f64; softmax and
  * the gradients of norms first sum groups of four elements in f32. Sums over rows (gradients of weights) are held in
@@ -319,6 +320,54 @@ struct dsc_nn_attention_grad {
 DSC_API int64_t dsc_nn_attention_scratch_elems(const struct dsc_nn_attention *forward);
 
 DSC_API dsc_status dsc_nn_attention_grad(const struct dsc_nn_attention_grad *call, const struct dsc_par *par);
+
+/*
+ * The product of rows with a weight:   y = x weight^T + bias
+ *
+ * For processors whose own products of 16-bit elements are slow. Operands are widened to f32 tile by tile, into buffers
+ * that stay in the second-level cache, so that memory delivers 16 bits for an element; no whole f32 copy is made.
+ *
+ * Everything is computed in f32, in one order: within a block of DSC_NN_DOT_COLS columns, column i adds to sum i % 8 of
+ * 8 (one rounding for product and sum), and the sums are folded in halves; the blocks add up in order; then bias. So an
+ * element has the same bits for any n_rows, any thread count and any instruction set.
+ */
+#define DSC_NN_DOT_COLS 512
+
+struct dsc_nn_linear {
+    int64_t n_rows;    /* of x and y */
+    int64_t n_cols;    /* of x and of the weight */
+    int64_t n_outputs; /* rows of the weight, columns of y */
+    dsc_dtype dtype;   /* the dtype of the operands */
+    const void *x;
+    const void *weight; /* [n_outputs, n_cols] */
+    const void *bias;   /* [n_outputs]; may be NULL */
+    void *y;            /* overlaps no operand */
+};
+
+DSC_API dsc_status dsc_nn_linear(const struct dsc_nn_linear *call, const struct dsc_par *par);
+
+/*
+ * The gradients:   dx = dy weight,   dweight = dy^T x,   dbias = the sum of the rows of dy
+ *
+ * An element is a sum over n_outputs (dx) or over n_rows (the others): within a block of DSC_NN_OUTER_TERMS terms it
+ * adds them in order, and the blocks add up in order.
+ */
+#define DSC_NN_OUTER_TERMS 128
+
+struct dsc_nn_linear_grad {
+    int64_t n_rows;
+    int64_t n_cols;
+    int64_t n_outputs;
+    dsc_dtype dtype;    /* the dtype of operands and results */
+    const void *x;      /* read for dweight */
+    const void *weight; /* read for dx */
+    const void *dy;
+    void *dx;      /* [n_rows, n_cols]; NULL: not wanted; results overlap no operand */
+    void *dweight; /* [n_outputs, n_cols]; likewise */
+    void *dbias;   /* [n_outputs]; likewise */
+};
+
+DSC_API dsc_status dsc_nn_linear_grad(const struct dsc_nn_linear_grad *call, const struct dsc_par *par);
 
 #ifdef __cplusplus
 }
