@@ -87,7 +87,7 @@ PERMITTED: dict[str, str] = {
             "inject/ranks.py: ctx.begin",
             "inject/ranks.py: ctx.held",
         )
-        + ("inject/stand_ins.py: ctx.begin", "inject/stand_ins.py: ctx.label", "inject/stand_ins.py: ctx.size")
+        + ("inject/trial_runs.py: ctx.begin", "inject/trial_runs.py: ctx.label", "inject/trial_runs.py: ctx.size")
         + ("inject/ranks.py: ctx.size", "inject/overlap.py: ctx.held"),
         "torch's own: the context of an autograd function",
     ),
@@ -103,7 +103,7 @@ PERMITTED: dict[str, str] = {
             "inject/own_heads.py: setattr(owner, name)",
         )
         + (
-            "inject/cutting.py: setattr(model.get_submodule(parent), last)",
+            "inject/replacement.py: setattr(holder, last)",
             "inject/loss.py: output.logits",
         ),
         "transformers' own: a model's modules and the counts that they compute with",

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["Compiling"]
 
 # Collectives are written down before they run, and ``inject.ranks`` finds an input that it has seen by its identity.
-_UNTRACED = ("deepspeed_c.comm", "deepspeed_c.inject.ranks", "deepspeed_c.inject.overlap")
+# ``inject.draws`` sets the states of generators, which a graph does not.
+_UNTRACED = ("deepspeed_c.comm", "deepspeed_c.inject.ranks", "deepspeed_c.inject.draws", "deepspeed_c.inject.overlap")
 
 
 class Compiling:

@@ -14,27 +14,15 @@ from dataclasses import replace
 import torch
 
 from deepspeed_c.errors import ModelError
-from deepspeed_c.inject.layers import product_of
+from deepspeed_c.inject.linear import product_of
 from deepspeed_c.inject.plan import Planned
-from deepspeed_c.inject.ranks import DropoutRegion, TensorRanks
 
-__all__ = ["PartDropout", "WholeDropout", "check_adapters", "cut_dropout", "with_adapters"]
+__all__ = ["with_adapters"]
 
 _FIX = (
     "use LoRA without variants on plain linear layers, merge the adapter first (merge_and_unload), or leave these"
     ' layers whole: "partition_type": "skip" in tensor_parallel.partition_config'
 )
-
-
-def check_adapters(model: torch.nn.Module) -> None:
-    """Raises ModelError for a peft configuration that puts whole tensors between cut layers."""
-    for name, config in (getattr(model, "peft_config", None) or {}).items():
-        if getattr(config, "is_prompt_learning", False):
-            raise ModelError(
-                f"{config.peft_type} learns tokens or keys of whole width, which cut attention does not take",
-                where=f"adapter {name!r}",
-                fix="use LoRA, or train this adapter without tensor_parallel",
-            )
 
 
 def with_adapters(planned: Iterable[Planned]) -> Iterator[Planned]:
@@ -69,48 +57,3 @@ def _factors_of(step: Planned, base: torch.nn.Module) -> list[tuple[str, torch.n
         which = "lora_B" if step.rule.style == "column" else "lora_A"
         return [(f"{which}.{adapter}", factor) for adapter, factor in getattr(step.module, which).items()]
     raise ModelError(problem, where=step.name, fix=_FIX)
-
-
-def cut_dropout(layer: torch.nn.Module, ranks: TensorRanks, region: DropoutRegion | None, *, is_part: bool) -> None:
-    """Make the adapters of ``layer`` drop the same elements of a whole input on all ranks.
-
-    is_part: the input is this rank's columns only, so this rank draws separate numbers. region: the region of the layer
-    in which ranks draw different numbers; None where there is none."""
-    for name, dropout in list(layer.lora_dropout.items()):
-        if isinstance(dropout, torch.nn.Dropout) and dropout.p > 0:
-            layer.lora_dropout[name] = PartDropout(dropout, ranks) if is_part else WholeDropout(dropout, region)
-
-
-class WholeDropout(torch.nn.Dropout):
-    """Dropout on a tensor that is whole on all ranks. All ranks draw the same numbers for it, even inside a region
-    where ranks draw different numbers.
-    """
-
-    def __init__(self, dropout: torch.nn.Dropout, region: DropoutRegion | None) -> None:
-        super().__init__(dropout.p, dropout.inplace)
-        self.region = region
-        self.train(dropout.training)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.region is None or not self.training:
-            return super().forward(x)
-        with self.region.drawn_alike(x.device):
-            return super().forward(x)
-
-
-class PartDropout(torch.nn.Dropout):
-    """Dropout on a rank's own columns, with numbers that differ between ranks."""
-
-    def __init__(self, dropout: torch.nn.Dropout, ranks: TensorRanks) -> None:
-        super().__init__(dropout.p, dropout.inplace)
-        self.region = DropoutRegion(ranks)
-        self.train(dropout.training)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training:
-            return x
-        self.region.enter(x.device)
-        try:
-            return super().forward(x)
-        finally:
-            self.region.leave(x.device)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from deepspeed_c.errors import ConfigError, ModelError
-from deepspeed_c.inject.layers import is_transposed
+from deepspeed_c.inject.linear import is_transposed
 from deepspeed_c.inject.plan import RuleSet, ends_with
 from deepspeed_c.inject.policy import Heads, Policy, Rule, find_policy
 

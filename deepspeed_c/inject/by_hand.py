@@ -12,16 +12,8 @@ import torch.nn.functional as F
 from deepspeed_c.errors import ModelError
 from deepspeed_c.inject.cut import keep_part
 from deepspeed_c.inject.layers import LinearLayer, RowPicker
-from deepspeed_c.inject.plan import (
-    Attention,
-    Planned,
-    RankPlace,
-    RuleSet,
-    cut_along,
-    find_attentions,
-    match_rules,
-    parts_of,
-)
+from deepspeed_c.inject.parts import cut_along, parts_of
+from deepspeed_c.inject.plan import Attention, Planned, RankPlace, RuleSet, find_attentions, match_rules
 from deepspeed_c.inject.policy import find_policy
 from deepspeed_c.inject.ranks import TensorRanks
 

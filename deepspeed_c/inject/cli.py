@@ -13,8 +13,9 @@ from deepspeed_c.command_line import command_parser
 from deepspeed_c.config import load_config
 from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import ConfigError
-from deepspeed_c.inject.cutting import CutReport, preview_cut
+from deepspeed_c.inject.cutting import preview_cut
 from deepspeed_c.inject.folder import model_on_meta
+from deepspeed_c.inject.report import CutReport
 
 __all__ = ["main"]
 

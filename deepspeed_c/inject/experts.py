@@ -5,63 +5,15 @@ expert.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from deepspeed_c.inject.ranks import TensorRanks
 
-__all__ = ["EmptyExperts", "ExpertCut", "ExpertsBorder", "expert_cuts"]
+__all__ = ["EmptyExperts", "ExpertsBorder"]
 
 _OUT_BIAS = "down_proj_bias"
-
-
-class ExpertCut(NamedTuple):
-    """How one parameter of experts is cut."""
-
-    dim: int
-    n_parts: int
-    """Number of equal parts that lie one behind the other along ``dim``: gate and up."""
-    n_mixed: int
-    """Number of elements of ``dim`` for one column of the inner dimension: 2 where gate and up alternate column by
-    column.
-    """
-
-
-def expert_cuts(experts: torch.nn.Module) -> dict[str, ExpertCut | None] | str:
-    """Return the cut of each parameter (None for a bias that stays whole), or the reason why the experts cannot be cut.
-    """
-    # Weights are [experts, out, in], and in some families [experts, in, out].
-    out, inner = (2, 1) if _are_transposed(experts) else (1, 2)
-    is_mixed = not getattr(experts, "is_concatenated", True)
-    gate_up = (1, 2) if is_mixed else (2, 1)
-    known = {
-        "gate_up_proj": ExpertCut(out, *gate_up),
-        "gate_up_proj_bias": ExpertCut(1, *gate_up),
-        "gate_proj": ExpertCut(out, 1, 1),
-        "up_proj": ExpertCut(out, 1, 1),
-        "up_proj_bias": ExpertCut(1, 1, 1),
-        "down_proj": ExpertCut(inner, 1, 1),
-        _OUT_BIAS: None,
-    }
-    names = [name for name, _ in experts.named_parameters(recurse=False)]
-    inside = [name for name, _ in experts.named_parameters() if "." in name]
-    if inside or getattr(experts, "has_post_expert_norm", False):
-        # The output of down_proj is summed over ranks. A norm of one expert's output must not come before that sum.
-        return f"its experts have modules in them ({', '.join(inside) or 'a norm behind down_proj'})"
-    if "down_proj" not in names or any(name not in known or experts.get_parameter(name).dim() < 2 for name in names):
-        return f"its experts have other weights than are known ({', '.join(names)})"
-    return {name: known[name] for name in names}
-
-
-def _are_transposed(experts: torch.nn.Module) -> bool:
-    """Whether the experts' weights are [experts, in, out]. Their shapes tell; where both orders fit, the class tells.
-    """
-    first = getattr(experts, "gate_up_proj", getattr(experts, "up_proj", None))
-    last = getattr(experts, "down_proj", None)
-    if first is None or last is None or first.dim() != 3 or last.dim() != 3 or first.shape[2] == last.shape[1]:
-        return bool(getattr(experts, "is_transposed", False))
-    return first.shape[1] == last.shape[2]
 
 
 class ExpertsBorder:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import ModelError
 from deepspeed_c.inject.plan import Attention, Planned
 from deepspeed_c.inject.policy import Stream
@@ -33,6 +34,10 @@ class Flow:
     regions: list[Region]
     notes: list[str]
     """Texts about requests that can be met only in part."""
+    summed: list[torch.nn.Parameter] = field(default_factory=list)
+    """Parameters that every rank uses on its own tokens."""
+    refusal: ModelError | None = None
+    """The reason why ranks cannot have their own tokens although the configuration asks for it."""
 
 
 def plan_flow(
@@ -40,15 +45,26 @@ def plan_flow(
     stream: Stream | None,
     planned: Sequence[Planned],
     attentions: Mapping[str, Attention],
-    *,
-    wants_tokens: bool,
+    section: TensorParallel,
 ) -> Flow:
-    """Find layers and regions. Nothing is changed.
+    """Find layers and regions, if norms are to see a rank's own tokens (``sequence_parallel_norms``) or halves of
+    batches are to run in turn (``tp_overlap_comm``). Nothing is changed.
 
-    wants_tokens: norms are to see a rank's own tokens (``sequence_parallel_norms``). Raises ModelError where that is
-    impossible. If only halves of batches are wanted, the notes name the parts of the model that run without halves.
+    If only halves are wanted, the notes name the parts of the model that run without halves.
     """
     key = "tensor_parallel.sequence_parallel_norms"
+    wants_tokens = section.sequence_parallel_norms
+    if not wants_tokens and not section.tp_overlap_comm:
+        return Flow([], [], [])
+    adapted = next((step.adapted for step in planned if step.adapted), "")
+    if adapted:
+        refusal = ModelError(
+            "an adapter takes whole tokens, and each rank has its own here",
+            where=f"{adapted} with {key}",
+            fix="set sequence_parallel_norms to false",
+        )
+        notes = [f"{adapted} is adapted: sums travel in backward alone"]
+        return Flow([], [], notes, refusal=refusal if wants_tokens else None)
     lists = [] if stream is None else list(_lists(model, stream))
     if len(lists) != 1:
         what = (
@@ -57,9 +73,9 @@ def plan_flow(
             else f"{type(model).__name__} has {len(lists)} lists of layers named {stream.layers!r} with a norm"
             f" {stream.norm!r} beside them, and one is needed"
         )
-        if wants_tokens:
-            raise ModelError(what, where=key, fix="set it to false, or add a stream to the model's policy")
-        return Flow([], [], [f"tp_overlap_comm: in backward alone, {what}"])
+        refusal = ModelError(what, where=key, fix="set it to false, or add a stream to the model's policy")
+        notes = [f"tp_overlap_comm: in backward alone, {what}"]
+        return Flow([], [], notes, refusal=refusal if wants_tokens else None)
     (name,) = lists
     prefix = name.rpartition(".")[0]
     flow = Flow([], [], [])
@@ -71,10 +87,17 @@ def plan_flow(
             if isinstance(found, Region):
                 flow.regions.append(found)
             elif wants_tokens:
-                raise ModelError(found, where=where, fix=f"set {key} to false, or cut all of its layers")
+                refusal = ModelError(found, where=where, fix=f"set {key} to false, or cut all of its layers")
+                flow.refusal = flow.refusal or refusal
             else:
                 flow.notes.append(f"tp_overlap_comm: in backward alone in {where}, {found}")
     flow.layers.append(f"{prefix}.{stream.norm}" if prefix else stream.norm)
+    if wants_tokens:
+        inside = {param for region in flow.regions for param in model.get_submodule(region.name).parameters()}
+        biases = [model.get_submodule(region.row).bias for region in flow.regions]
+        outside = [param for name in flow.layers for param in model.get_submodule(name).parameters()]
+        flow.summed = [param for param in outside if param not in inside]
+        flow.summed += [bias for bias in biases if bias is not None]
     return flow
 
 

@@ -8,7 +8,7 @@ are [out, in].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,12 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ModelError, StateError
 from deepspeed_c.inject.candidates import ColumnGather
 from deepspeed_c.inject.cut import keep_part
+from deepspeed_c.inject.draws import DropoutRegion
+from deepspeed_c.inject.linear import Product, is_transposed, product_of
 from deepspeed_c.inject.overlap import Border
-from deepspeed_c.inject.plan import RankPlace, column_sizes, cut_along, part_sizes
-from deepspeed_c.inject.ranks import DropoutRegion, TensorRanks
+from deepspeed_c.inject.parts import column_sizes, cut_along
+from deepspeed_c.inject.plan import RankPlace, part_sizes
+from deepspeed_c.inject.ranks import TensorRanks
 
 __all__ = [
     "LinearAllreduce",
@@ -32,31 +35,7 @@ __all__ = [
     "SubParamLinearLayer",
     "TensorParallelLayer",
     "WordsEmbedding",
-    "is_transposed",
-    "product_of",
 ]
-
-
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-
-
-def product_of(module: torch.nn.Module) -> Product | None:
-    """Return the linear layer's function of (x, weight [out, in], bias). It is the ``product`` of the layer's class if
-    there is one. None if the function is unknown, because the class has its own forward.
-    """
-    own = getattr(type(module), "product", None)
-    if callable(own):
-        return own
-    # FalconLinear is another class with the computation of a linear layer.
-    if type(module).__name__ in ("Conv1D", "FalconLinear"):
-        return F.linear
-    is_plain = isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
-    return F.linear if is_plain else None
-
-
-def is_transposed(module: torch.nn.Module) -> bool:
-    """Whether the linear layer's weight is [in, out]."""
-    return type(module).__name__ == "Conv1D"
 
 
 class TensorParallelLayer(torch.nn.Module):

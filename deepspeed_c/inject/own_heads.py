@@ -1,4 +1,6 @@
-"""The changes to an attention besides its layers, for one rank: counts of heads, rows of arguments, the shared key."""
+"""The changes to an attention besides its layers, for one rank: counts of heads, rows of arguments, the shared key, and
+weights that no rank has for all heads.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
+from deepspeed_c.errors import StateError
 from deepspeed_c.inject.plan import Attention
 
-__all__ = ["RegionEntry", "SharedKey", "count_own_heads"]
+__all__ = ["RegionEntry", "SharedKey", "count_own_heads", "refuse_attentions"]
 
 
 class RegionEntry(Protocol):
@@ -72,4 +75,23 @@ def count_own_heads(module: torch.nn.Module, attention: Attention) -> None:
     if heads.per_head:
         module.register_forward_pre_hook(
             _OwnRows(heads.per_head, attention.n_heads, attention.queries), with_kwargs=True
+        )
+
+
+def refuse_attentions(model: torch.nn.Module) -> None:
+    """Let ``model``, and models inside it, refuse to return attention weights, because a rank has only the weights of
+    its heads.
+    """
+    for module in model.modules():
+        if hasattr(module, "config") and hasattr(type(module), "get_input_embeddings"):
+            module.register_forward_pre_hook(_ask_for_no_attentions, with_kwargs=True)
+
+
+def _ask_for_no_attentions(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    wanted = kwargs.get("output_attentions")
+    if getattr(module.config, "output_attentions", False) if wanted is None else wanted:
+        raise StateError(
+            "each rank has the attention weights of its own heads",
+            where="output_attentions of a model that is cut over tensor-parallel ranks",
+            fix="set it to false; look at attention weights in one process",
         )

@@ -11,7 +11,8 @@ import torch
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.inject.cut import view_part
-from deepspeed_c.inject.cutting import CutReport, cut_model
+from deepspeed_c.inject.cutting import cut_model
+from deepspeed_c.inject.report import CutReport
 from deepspeed_c.inject.stand_ins import shared_handles
 
 __all__ = ["PartCopy"]

@@ -1,33 +1,28 @@
-"""The plan of a cut. It is made and checked before a weight is changed: each rule with its modules, heads and runs."""
+"""The modules of a model that the rules cut, and the heads of its attentions. Nothing is changed."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from deepspeed_c import _C
-from deepspeed_c.errors import ConfigError, ModelError
-from deepspeed_c.inject.cut import Cut, CutBox
+from deepspeed_c.errors import ConfigError
 from deepspeed_c.inject.policy import Heads, Rule
 
 __all__ = [
     "Attention",
+    "ParamCut",
     "Planned",
     "RankPlace",
     "RuleSet",
-    "column_sizes",
-    "cut_along",
     "ends_with",
     "find_attentions",
     "match_rules",
     "part_sizes",
-    "parts_of",
 ]
-
-_KINDS = {"queries": _C.TP_QUERIES, "keys": _C.TP_KEYS, "columns": _C.TP_COLUMNS}
 
 
 @dataclass(frozen=True)
@@ -74,11 +69,29 @@ class Planned:
     attention: Attention | None = field(default=None)
     adapted: str = ""
     """Dotted name of the adapted layer that the module is a part of; empty for a plain layer."""
+    block: str = ""
+    """Dotted name of the module that holds the layer, plain or adapted."""
+    region: str = ""
+    """Dotted name of the attention, or of ``block``: between its column and row layers each rank computes a part."""
 
-    @property
-    def block(self) -> str:
-        """Dotted name of the module that holds the layer."""
-        return (self.adapted or self.name).rpartition(".")[0]
+
+@dataclass(frozen=True)
+class ParamCut:
+    """One line of the list of cuts: a parameter, and the dimension along which a rule cuts it."""
+
+    param: torch.nn.Parameter
+    name: str = ""
+    """Dotted name of the parameter, as the rule's module has it."""
+    dim: int | None = None
+    """None: every rank holds the whole parameter."""
+    step: Planned | None = None
+    """The module with its rule, which says what lies along ``dim``."""
+    grain: int = 1
+    """Number of elements along ``dim`` that stay together."""
+    reason: str = ""
+    """The reason why the parameter is whole."""
+    is_summed: bool = False
+    """Whether ranks use the whole parameter on parts, so that its gradient is their sum."""
 
 
 def ends_with(pattern: str, name: str) -> bool:
@@ -142,7 +155,10 @@ def match_rules(
             elif rule.style == "skip":
                 whole[name] = f"{rules.source} leaves it whole"
             else:
-                planned.append(Planned(name, module, rule, rules.source, attention if needs_heads else None))
+                own = attention if needs_heads else None
+                block = name.rpartition(".")[0]
+                region = block if own is None else own.name
+                planned.append(Planned(name, module, rule, rules.source, own, block=block, region=region))
             break
     return planned, whole
 
@@ -153,69 +169,6 @@ def _attention_of(name: str, attentions: dict[str, Attention]) -> Attention | No
         if name in attentions:
             return attentions[name]
     return None
-
-
-def parts_of(planned: Planned, n_elems: int, grain: int, where: str) -> tuple[list[tuple[int, int, int]], int]:
-    """([(kind, elements, grain)] of the parts of one block, number of blocks) for a dimension of ``n_elems``.
-
-    grain: columns that stay together. Raises ModelError with both numbers where the parts do not add up to ``n_elems``.
-    """
-    rule, attention = planned.rule, planned.attention
-    if rule.sizes is not None:
-        if sum(rule.sizes) != n_elems:
-            raise ModelError(
-                f"the parts {list(rule.sizes)} make {sum(rule.sizes)}, the dimension has {n_elems}",
-                where=where,
-                fix="write the size of each part in shape, in the order in which they lie",
-            )
-        return [(_C.TP_COLUMNS, size, grain) for size in rule.sizes], 1
-    if attention is None:
-        if n_elems % len(rule.parts):
-            raise ModelError(
-                f"{n_elems} elements are no {len(rule.parts)} equal parts",
-                where=where,
-                fix="name the sizes of the parts in tensor_parallel.partition_config",
-            )
-        return [(_C.TP_COLUMNS, n_elems // len(rule.parts), grain) for _ in rule.parts], 1
-    n_heads = {"queries": attention.n_heads, "keys": attention.n_key_heads}
-    n_all = sum(n_heads[part] for part in rule.parts)
-    if n_elems % n_all:
-        raise ModelError(
-            f"{n_elems} elements are no multiple of {n_all} heads ({', '.join(rule.parts)})",
-            where=where,
-            fix="name the sizes of the parts in tensor_parallel.partition_config",
-        )
-    head_elems = n_elems // n_all
-    n_blocks = attention.n_key_heads if rule.is_interleaved else 1
-    return [(_KINDS[part], n_heads[part] // n_blocks * head_elems, head_elems) for part in rule.parts], n_blocks
-
-
-def cut_along(
-    shape: torch.Size,
-    dim: int,
-    parts: list[tuple[int, int, int]],
-    n_blocks: int,
-    heads: tuple[int, int],
-    place: RankPlace,
-) -> Cut | list[tuple[int, int]]:
-    """Return the part of a parameter [shape], cut along ``dim``, that ``place`` holds.
-
-    heads: numbers of query heads and of key heads. If on any rank some elements of the part have more copies than
-    others, the parameter stays whole on all ranks, and the result is the runs (first element, number of elements) of
-    the rank's part.
-    """
-    of_ranks = [_C.tp_runs(parts, n_blocks, *heads, place.n_ranks, rank) for rank in range(place.n_ranks)]
-    runs, first, n_copies = of_ranks[place.rank]
-    if any(copies == 0 for _, _, copies in of_ranks):
-        return [(begin, n_elems) for _, begin, n_elems in runs]
-    boxes = tuple(CutBox(*_along(shape, dim, run)) for run in runs or [(0, 0, 0)])
-    return Cut(shape, boxes, n_copies, place.rank, place.n_ranks, tuple(range(first, first + n_copies)))
-
-
-def column_sizes(n_elems: int, n_ranks: int, grain: int) -> list[int]:
-    """Number of elements of each rank, if only the total number and ``grain`` decide."""
-    parts = [(_C.TP_COLUMNS, n_elems, grain)]
-    return [sum(run[2] for run in _C.tp_runs(parts, 1, 0, 0, n_ranks, rank)[0]) for rank in range(n_ranks)]
 
 
 def part_sizes(
@@ -242,11 +195,3 @@ def part_sizes(
             f"{n_elems} elements of {name} are no {entry} equal parts", where=where, fix="list the parts' sizes"
         )
     return (n_elems // entry,) * entry
-
-
-def _along(shape: torch.Size, dim: int, run: tuple[int, int, int]) -> Iterator[tuple[int, ...]]:
-    zeros = (0,) * len(shape)
-    local, logical, n_elems = run
-    yield (*zeros[:dim], local, *zeros[dim + 1 :])
-    yield (*zeros[:dim], logical, *zeros[dim + 1 :])
-    yield (*shape[:dim], n_elems, *shape[dim + 1 :])

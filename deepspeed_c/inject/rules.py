@@ -42,15 +42,6 @@ class FoundRules:
     unmatched: list[str] = field(default_factory=list)
     """Patterns of the configuration that match no parameter."""
 
-    def check(self, names: Iterable[str]) -> None:
-        """Raises ConfigError where a pattern of the configuration matches none of ``names``."""
-        if self.unmatched:
-            raise ConfigError(
-                f"{self.unmatched[0]!r} matches none of the model's parameters ({', '.join(sorted(names)[:4])}, ...)",
-                where=f"{_WHERE}.partition_config.layer_specs",
-                fix="write a regular expression that matches the parameter's whole dotted name",
-            )
-
 
 def rule_sets(
     model: torch.nn.Module,

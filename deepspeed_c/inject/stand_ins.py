@@ -1,31 +1,28 @@
-"""A small copy of a model for the trial of a cut. It computes in one process, as the whole model or as one of several
-ranks.
+"""A small copy of a model for the trial of a cut. It computes in one process.
 
 See [Note: trial] in ``trial.py``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from deepspeed_c.background import BackgroundThread
-from deepspeed_c.inject.cut import Cut
-from deepspeed_c.inject.layers import RowPicker, is_transposed, product_of
-from deepspeed_c.inject.own_heads import SharedKey, count_own_heads
-from deepspeed_c.inject.plan import Attention, Planned
+from deepspeed_c.inject.linear import is_transposed, product_of
+from deepspeed_c.inject.parts import RankParts
+from deepspeed_c.inject.plan import Planned
 
-__all__ = ["RAISED", "CutPlan", "Skeleton", "SmallModel", "TrialRank", "TrialRanks", "TrialTooLong", "shared_handles", "tensors_of"]
+if TYPE_CHECKING:
+    from deepspeed_c.inject.trial_runs import TrialRank
+
+__all__ = ["RAISED", "Skeleton", "SmallModel", "TrialTooLong", "shared_handles", "shared_parts", "tensors_of"]
 
 _THIN = 7  # inner dimension of the product of two factors that stands for a weight
 _TABLE_ROWS = 61
@@ -42,8 +39,6 @@ RAISED = (
     TypeError,
     ValueError,
 )
-_FAILED = "nothing: it has failed"
-_LAST_SECONDS = 5.0  # more than the time between two exchanges of a small copy
 _CALL_ELEMS = 10_000  # the computation of so many elements takes about as long as the overhead of one call of torch
 
 
@@ -71,21 +66,11 @@ class _Effort(TorchFunctionMode):
         return output
 
 
-class CutPlan(Protocol):
-    """The plan of one rank, given by the model's own modules and parameters."""
-
-    planned: list[Planned]
-    cuts: dict[torch.nn.Parameter, tuple[Cut, int]]
-    pickers: dict[torch.nn.Parameter, RowPicker]
-    shared: set[torch.nn.Parameter]
-    attentions: dict[str, Attention]
-
-
 class Skeleton:
     """A copy of a model on the meta device. In lists of layers it has one layer of each kind."""
 
     def __init__(self, model: torch.nn.Module, names: Sequence[str], *, shortens: bool) -> None:
-        self.names = names
+        """names: the modules with a rule."""
         self._moved: list[tuple[str, str]] = []  # (prefix of a layer, prefix in the copy of the layer of its kind)
         memo: dict[int, Any] = {}
         for param in model.parameters():
@@ -142,7 +127,7 @@ def shared_handles(model: torch.nn.Module) -> dict[int, Any]:
     return found
 
 
-def _shared_parts(model: torch.nn.Module) -> dict[int, Any]:
+def shared_parts(model: torch.nn.Module) -> dict[int, Any]:
     """A memo as in ``shared_handles`` with which copies also share buffers."""
     return {id(buffer): buffer for buffer in model.buffers()} | shared_handles(model)
 
@@ -180,10 +165,10 @@ def _kind(layer: torch.nn.Module) -> tuple:
 class SmallModel:
     """A small copy of the model that runs in one process."""
 
-    def __init__(self, skeleton: torch.nn.Module, plan: CutPlan) -> None:
+    def __init__(self, skeleton: torch.nn.Module, parts: RankParts) -> None:
         self.weights = torch.Generator().manual_seed(5)
-        self.model = copy.deepcopy(skeleton, _shared_parts(skeleton))
-        by_name = {step.name: step for step in plan.planned}
+        self.model = copy.deepcopy(skeleton, shared_parts(skeleton))
+        by_name = {step.name: step for step in parts.listed.planned}
         stands: dict[int, torch.nn.Module] = {}
         for name, module in list(self.model.named_modules()):
             stand = self._stand_in(module, by_name.get(name))
@@ -202,7 +187,7 @@ class SmallModel:
             return _TrialExperts(module)
         own = dict(module.named_parameters(recurse=False))
         if product_of(module) is not None and "weight" in own:
-            return _ThinLinear(module, self.weights)
+            return _ThinLinear(module, self.weights, is_row=step is not None and step.rule.style == "row")
         if type(module) is torch.nn.Embedding and module.num_embeddings > _TABLE_ROWS and (step is None):
             return _ShortTable(module)
         return None
@@ -276,70 +261,12 @@ class SmallModel:
                 failure = error
         raise failure or ValueError("it has no inputs")
 
-    def on_rank(self, plan: CutPlan, rank: TrialRank) -> torch.nn.Module:
-        """A copy that computes with the part of ``rank``."""
-        made = copy.deepcopy(self.model, _shared_parts(self.model))
-        for step in plan.planned:
-            style, module = step.rule.style, made.get_submodule(step.name)
-            if style in ("column", "row"):
-                weight = step.module.weight
-                dim = 0 if (style == "column") != is_transposed(step.module) else 1
-                module.cut(rank, step, _indices(plan, weight, dim), _sizes(plan, weight, dim))
-            elif style == "slice":
-                _cut_in_place(module, "weight", _indices(plan, step.module.weight, 1), 1)
-            elif style == "heads":
-                for name in step.rule.params:
-                    if name in dict(step.module.named_parameters(recurse=False)):
-                        _cut_in_place(module, name, _indices(plan, step.module.get_parameter(name), 0), 0)
-            elif style == "latent":
-                rope = step.attention.owner.qk_rope_head_dim if step.attention is not None else 0
-                module.register_forward_hook(SharedKey(rank, rope, step.name))
-        for name in {step.attention.name for step in plan.planned if step.attention is not None}:
-            attention = plan.attentions[name]
-            module = made.get_submodule(name)
-            owner = module.get_submodule(attention.heads.owner) if attention.heads.owner else module
-            count_own_heads(module, replace(attention, owner=owner))
-        return made
-
 
 def _vocabulary(config: Any) -> int:
     """A number of token ids that are safe to look up."""
     text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
     vocab_size = getattr(text, "vocab_size", None)
     return min(vocab_size, 40) if isinstance(vocab_size, int) and vocab_size > 4 else 40
-
-
-def _indices(plan: CutPlan, param: torch.nn.Parameter, dim: int) -> torch.Tensor | None:
-    """Indices along ``dim`` of those elements of the whole parameter with which the rank computes; None: all elements.
-    """
-    if param in plan.pickers:
-        return torch.cat([torch.arange(begin, begin + size) for begin, size in plan.pickers[param].runs])
-    if param not in plan.cuts:
-        return None
-    boxes = plan.cuts[param][0].boxes
-    return torch.cat([torch.arange(box.logical_offset[dim], box.logical_offset[dim] + box.size[dim]) for box in boxes])
-
-
-def _sizes(plan: CutPlan, param: torch.nn.Parameter, dim: int) -> tuple[int, int] | None:
-    if param not in plan.cuts:
-        return None
-    box = plan.cuts[param][0].boxes[0]
-    return box.logical_offset[dim], box.size[dim]
-
-
-def _cut_in_place(module: torch.nn.Module, name: str, index: torch.Tensor | None, dim: int) -> None:
-    """Makes ``module`` read elements ``index`` of its parameter. The gradient has the whole shape, and is zero
-    elsewhere.
-    """
-    if index is None:
-        return
-    param = module._parameters.pop(name)
-    module.register_parameter(f"{name}_whole", param)
-
-    def pick(module: torch.nn.Module, args: Any) -> None:
-        module.__dict__[name] = param.index_select(dim, index)
-
-    module.register_forward_pre_hook(pick)
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -355,119 +282,10 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(item)
 
 
-class _TrialStopped(Exception):
-    """Raised in the other threads when a rank has failed."""
-
-
-class TrialRanks:
-    """Ranks as threads. In an exchange each rank gives a value and gets the values of all ranks."""
-
-    def __init__(self, n_ranks: int) -> None:
-        self.n_ranks = n_ranks
-        self.errors: list[BaseException | None] = [None] * n_ranks
-        self._values: list[tuple[str, Any]] = [("", None)] * n_ranks
-        self._barrier = threading.Barrier(n_ranks)
-
-    def exchange(self, rank: int, label: str, value: Any) -> list[Any]:
-        self._values[rank] = (label, value)
-        self._barrier.wait()
-        labels, values = zip(*self._values, strict=True)
-        self._barrier.wait()
-        if _FAILED in labels:
-            raise _TrialStopped
-        if len(set(labels)) > 1:
-            raise RuntimeError(f"ranks send different things: {', '.join(sorted(set(labels)))}")
-        return list(values)
-
-    def run(self, bodies: Sequence[Callable[[], None]]) -> None:
-        """Run all ranks at once. ``errors`` gets the error of each rank that fails."""
-
-        def one(rank: int) -> None:
-            try:
-                bodies[rank]()
-                self.exchange(rank, "the end", None)
-            except _TrialStopped:
-                pass
-            except RAISED as error:
-                self.errors[rank] = error
-                # All other ranks reach this point too, at their next exchange. So the set of failed ranks does not
-                # depend on timing.
-                with contextlib.suppress(_TrialStopped, threading.BrokenBarrierError):
-                    self.exchange(rank, _FAILED, None)
-            except BaseException:
-                self._barrier.abort()  # so that no thread waits for this one
-                raise
-
-        # They are left behind where an interrupt ends the wait for them.
-        threads = [
-            BackgroundThread(one, rank, name="deepspeed_c trial", end=self._barrier.abort, limit_s=_LAST_SECONDS)
-            for rank in range(self.n_ranks)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-
-class TrialRank:
-    """One rank of a trial. It stands in for the ``TensorRanks`` of a cut model."""
-
-    def __init__(self, together: TrialRanks, rank: int) -> None:
-        self._together, self.rank = together, rank
-
-    def __deepcopy__(self, memo: dict) -> TrialRank:
-        return self
-
-    def exchange(self, label: str, value: torch.Tensor) -> list[torch.Tensor]:
-        return self._together.exchange(self.rank, label, value)
-
-    def enter(self, x: torch.Tensor, label: str) -> torch.Tensor:
-        return _TrialEnter.apply(x, self, label) if x.requires_grad else x
-
-    def leave(self, x: torch.Tensor, label: str) -> torch.Tensor:
-        return _TrialLeave.apply(x, self, label)
-
-    def gather(self, x: torch.Tensor, label: str) -> torch.Tensor:
-        return _TrialGather.apply(x, self, label)
-
-
-class _TrialEnter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rank: TrialRank, label: str) -> torch.Tensor:
-        ctx.rank, ctx.label = rank, label
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return sum(ctx.rank.exchange(f"input gradient of {ctx.label}", grad)), None, None
-
-
-class _TrialLeave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rank: TrialRank, label: str) -> torch.Tensor:
-        return sum(rank.exchange(f"output of {label}", x.detach()))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad, None, None
-
-
-class _TrialGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rank: TrialRank, label: str) -> torch.Tensor:
-        parts = rank.exchange(f"columns of {label}", x.detach())
-        ctx.begin, ctx.size = sum(part.shape[-1] for part in parts[: rank.rank]), x.shape[-1]
-        return torch.cat(parts, -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad.narrow(-1, ctx.begin, ctx.size), None, None
-
-
 class _ThinLinear(torch.nn.Module):
     """A linear layer whose weight is a product of two thin matrices: the whole weight, or one rank's part of it."""
 
-    def __init__(self, module: torch.nn.Module, weights: torch.Generator) -> None:
+    def __init__(self, module: torch.nn.Module, weights: torch.Generator, *, is_row: bool) -> None:
         super().__init__()
         shape = tuple(module.weight.shape)
         self.out_features, self.in_features = reversed(shape) if is_transposed(module) else shape
@@ -478,7 +296,7 @@ class _ThinLinear(torch.nn.Module):
         self.second = torch.nn.Parameter(torch.randn(_THIN, self.out_features, generator=weights) / _THIN**0.5)
         bias = getattr(module, "bias", None)
         self.bias = None if bias is None else torch.nn.Parameter(0.3 * torch.randn(bias.shape, generator=weights))
-        self.is_row = False
+        self.is_row = is_row
         self._rank: TrialRank | None = None
         self._style, self._label, self._gathers = "", "", False
         self._index: torch.Tensor | None = None
@@ -490,13 +308,9 @@ class _ThinLinear(torch.nn.Module):
         whole = first @ second
         return whole if self._is_transposed else whole.t()
 
-    def mark_row(self) -> None:
-        self.is_row = True
-
     def cut(self, rank: TrialRank, step: Planned, index: torch.Tensor | None, run: tuple[int, int] | None) -> None:
         self._rank, self._style, self._label, self._gathers = rank, step.rule.style, step.name, step.rule.gathers
         self._index, self._run = index, run
-        self.is_row = step.rule.style == "row"
 
     def _factors(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._index is None:

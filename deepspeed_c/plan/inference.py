@@ -19,10 +19,11 @@ import torch
 from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import ConfigError, ModelError
 from deepspeed_c.inference.int8 import int8_weights
-from deepspeed_c.inject.cutting import CutReport, preview_cut
+from deepspeed_c.inject.cutting import preview_cut
 from deepspeed_c.inject.folder import model_on_meta
-from deepspeed_c.inject.layers import is_transposed, product_of
+from deepspeed_c.inject.linear import is_transposed, product_of
 from deepspeed_c.inject.plan import Attention, RankPlace, find_attentions
+from deepspeed_c.inject.report import CutReport
 from deepspeed_c.inject.rules import rule_sets
 from deepspeed_c.quantity import as_binary
 from deepspeed_c.zero.weights.fp32_buffers import names_in_fp32

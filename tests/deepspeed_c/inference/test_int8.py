@@ -12,7 +12,8 @@ from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError, StateError
 from deepspeed_c.inference.int8 import Int8Linear, Int8Product, quantize_weights
 from deepspeed_c.inject import cut_model
-from deepspeed_c.inject.layers import TensorParallelLayer, is_transposed
+from deepspeed_c.inject.layers import TensorParallelLayer
+from deepspeed_c.inject.linear import is_transposed
 from tests.deepspeed_c.inject.families import feed, make
 from tests.ranks import run_ranks
 

@@ -197,7 +197,7 @@ def test_an_adapter_that_cannot_be_cut_is_refused_before_anything_changes() -> N
 
 
 def drop(rank: int, world: int, recompute: bool) -> tuple:
-    from deepspeed_c.inject.adapters import PartDropout, WholeDropout
+    from deepspeed_c.inject.dropout import PartDropout, WholeDropout
 
     model = make("llama")
     model.config.attention_dropout = 0.3

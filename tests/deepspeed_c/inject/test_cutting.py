@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -239,3 +242,33 @@ def test_a_model_on_the_meta_device_is_cut_as_one_with_data() -> None:
         assert sum(wanted is not None for _, _, wanted in of_rank) > 20
         for name, got, wanted in of_rank:
             assert got == wanted, f"{name}: {got} {wanted}"
+
+
+def walk(rank: int, world: int) -> list[str]:
+    """The files of the folder that a reader of one call of ``cut_model`` meets, function by function."""
+    model = make("llama")
+    cut_model(make("llama"), TensorParallel(), Collectives())  # so that imports are done
+    seen, files = set(), []
+
+    def look(frame: Any, kind: str, _: Any) -> None:
+        code = frame.f_code
+        is_function = not code.co_name.startswith("<")
+        if kind == "call" and is_function and "/deepspeed_c/inject/" in code.co_filename and code not in seen:
+            seen.add(code)
+            files.append(Path(code.co_filename).name)
+
+    sys.setprofile(look)
+    try:
+        cut_model(model, TensorParallel(), Collectives())
+    finally:
+        sys.setprofile(None)
+    return [name for name, _ in itertools.groupby(files)]
+
+
+def test_a_reader_meets_the_three_steps_in_order_and_enters_each_once() -> None:
+    files = run_ranks(2, walk)[0]
+    print(" ".join(files))
+    steps = ("cutting.py", "listing.py", "checking.py", "making.py")
+    assert [name for name in files if name in steps] == list(steps)
+    n_returns = len(files) - len(set(files))
+    assert n_returns <= 7, f"{n_returns} returns to a file that was left; there were 7 when this was written, and 42 before"

@@ -10,7 +10,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.parallel import PartitionConfig, TensorParallel
 from deepspeed_c.errors import ModelError
 from deepspeed_c.inject import cut_model
-from deepspeed_c.inject.experts import expert_cuts
+from deepspeed_c.inject.styles import expert_cuts
 from tests.deepspeed_c.inject.families import feed, make
 from tests.deepspeed_c.zero.test_tensor_parallel import logical
 from tests.ranks import run_ranks
