@@ -13,6 +13,10 @@ import torch.utils.checkpoint
 __all__ = ["Packer", "SavedTensors", "counts_all", "give_back", "hooks_around", "keep", "overwritten"]
 
 
+_Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""The methods ``pack`` and ``unpack`` of a packer."""
+
+
 class Packer(Protocol):
     """Stores some saved tensors in its own form, such as a reference, a copy in other memory, or fewer bits."""
 
@@ -75,11 +79,11 @@ class SavedTensors:
     """
 
     def __init__(self) -> None:
-        self._packers: tuple[Packer, ...] = ()
+        self._packers: tuple[_Pair, ...] = ()
 
     def add(self, packer: Packer) -> None:
         """Adds ``packer`` at the end of the chain. Must not be called while a forward runs."""
-        self._packers = (*self._packers, packer)
+        self._packers = (*self._packers, (packer.pack, packer.unpack))
 
     def hooks_of(self, owner: object, on_unpack: Callable[[Any], None]) -> torch.autograd.graph.saved_tensors_hooks:
         """The context of one forward. Inside it autograd saves tensors through the chain.
@@ -94,7 +98,7 @@ class SavedTensors:
 class _Chain:
     """The packers of one forward, and the hooks around it."""
 
-    def __init__(self, packers: tuple[Packer, ...], owner: object, on_unpack: Callable[[Any], None]) -> None:
+    def __init__(self, packers: tuple[_Pair, ...], owner: object, on_unpack: Callable[[Any], None]) -> None:
         self._packers, self._owner, self._on_unpack = packers, owner, on_unpack
         # Autograd calls only the innermost hooks, which are this chain's. So the chain calls outer hooks (such as
         # save_on_cpu) itself.
@@ -102,12 +106,12 @@ class _Chain:
         self.counts_all = counts_all(self._pack_rest)
 
     def pack(self, tensor: torch.Tensor) -> tuple[Callable[[Any], torch.Tensor], Any]:
-        for packer in self._packers:
-            packed = packer.pack(tensor)
+        for pack, unpack in self._packers:
+            packed = pack(tensor)
             if packed is not None:
                 if self.counts_all:
                     self._pack_rest(tensor)
-                return packer.unpack, packed
+                return unpack, packed
         return self._unpack_rest, self._pack_rest(tensor)
 
     def unpack(self, kept: tuple[Callable[[Any], torch.Tensor], Any]) -> torch.Tensor:

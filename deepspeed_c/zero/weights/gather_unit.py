@@ -73,7 +73,7 @@ class GatherUnit:
         is_new = self.buffer is None
         self.buffer = self.source.start(self.buffer)
         if is_new:
-            self._fetcher.packer.places.add(self)
+            self._fetcher.packer.add(self)
             self._fetcher.stats.count_live(self.numel)
         self.is_leaving = False
 
@@ -122,7 +122,7 @@ class GatherUnit:
         fetcher = self._fetcher
         # Without training no backward is announced, so a gradient may arrive at any time while a graph is alive.
         self._release(expects_grads or not fetcher.phase.is_trained)
-        fetcher.packer.places.remove(self)
+        fetcher.packer.remove(self)
         fetcher.stats.count_live(-self.numel)
         buffer, self.buffer = self.buffer, None
         self.source.let_go(buffer)

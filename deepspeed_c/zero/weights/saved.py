@@ -12,34 +12,7 @@ import torch
 from deepspeed_c.zero.weights.gather_unit import GatherUnit, PlacedShard
 from deepspeed_c.zero.weights.param import state_of
 
-__all__ = ["Places", "WeightPacker"]
-
-
-class Places:
-    """The gathered units, sorted by address, so that the unit at an address can be found."""
-
-    def __init__(self) -> None:
-        self._begins: list[int] = []
-        self._ends: list[int] = []
-        self._units: list[GatherUnit] = []
-
-    def __len__(self) -> int:
-        return len(self._units)
-
-    def add(self, unit: GatherUnit) -> None:
-        begin = unit.buffer.data_ptr()
-        i = bisect_right(self._begins, begin)
-        self._begins.insert(i, begin)
-        self._ends.insert(i, begin + unit.buffer.nbytes)
-        self._units.insert(i, unit)
-
-    def remove(self, unit: GatherUnit) -> None:
-        i = self._units.index(unit, bisect_left(self._begins, unit.buffer.data_ptr()))
-        del self._begins[i], self._ends[i], self._units[i]
-
-    def find(self, address: int) -> GatherUnit | None:
-        i = bisect_right(self._begins, address) - 1
-        return self._units[i] if i >= 0 and address < self._ends[i] else None
+__all__ = ["WeightPacker"]
 
 
 class _Reference:
@@ -53,12 +26,31 @@ class _Reference:
 
 
 class WeightPacker:
-    """Packs tensors whose memory lies in a gathered unit of ``places``. ``use``: makes a unit available."""
+    """Packs tensors whose memory lies in a gathered unit. ``use``: makes a unit available."""
 
     def __init__(self, use: Callable[[GatherUnit], None]) -> None:
         self._use = use
-        self.places = Places()
         self._keeps_params = False
+        # The gathered units and their memory, sorted by address, so that the unit at an address can be found.
+        self._units: list[GatherUnit] = []
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def add(self, unit: GatherUnit) -> None:
+        """Called when ``unit`` has got a buffer."""
+        begin = unit.buffer.data_ptr()
+        i = bisect_right(self._begins, begin)
+        self._begins.insert(i, begin)
+        self._ends.insert(i, begin + unit.buffer.nbytes)
+        self._units.insert(i, unit)
+
+    def remove(self, unit: GatherUnit) -> None:
+        """Called before ``unit`` gives up its buffer."""
+        i = self._units.index(unit, bisect_left(self._begins, unit.buffer.data_ptr()))
+        del self._begins[i], self._ends[i], self._units[i]
 
     @contextmanager
     def keeping_params(self) -> Iterator[None]:
@@ -77,10 +69,15 @@ class WeightPacker:
         try:
             # A tensor without elements has no data address, but it keeps its storage alive, so the storage's address is
             # used.
-            group = self.places.find(tensor.data_ptr() or tensor.untyped_storage().data_ptr())
+            address = tensor.data_ptr() or tensor.untyped_storage().data_ptr()
         except RuntimeError:  # sparse and wrapped tensors have no storage
             return None
-        if group is None or tensor.dtype != group.unit.dtype or tensor.is_conj() or tensor.is_neg():
+        # Each saved tensor comes here, so nothing is called to find its unit.
+        i = bisect_right(self._begins, address) - 1
+        if i < 0 or address >= self._ends[i]:
+            return None
+        group = self._units[i]
+        if tensor.dtype != group.unit.dtype or tensor.is_conj() or tensor.is_neg():
             return None
         return _Reference(group, tensor)
 

@@ -68,7 +68,7 @@ def train(engine: Any, step: int, rank: int, dtype: torch.dtype = torch.float32)
     engine.backward(engine(x).float().square().mean())
     engine.step()
     fetcher = engine._fetcher
-    assert fetcher.stats.live_elems == 0 and not len(fetcher.packer.places)
+    assert fetcher.stats.live_elems == 0 and not len(fetcher.packer)
     assert all(group.buffer is None for group in fetcher.groups)
 
 

@@ -607,7 +607,7 @@ def check(what: str, got: torch.Tensor | None, want: torch.Tensor | None) -> Non
 def check_rest(engine: Any) -> None:
     """Between steps no gathered weights are alive, and every parameter has the status of a released one."""
     fetcher = engine._fetcher
-    assert fetcher.stats.live_elems == 0 and not len(fetcher.packer.places), (fetcher.stats.live_elems, fetcher.packer.places)
+    assert fetcher.stats.live_elems == 0 and not len(fetcher.packer), (fetcher.stats.live_elems, len(fetcher.packer))
     for group in fetcher.groups:
         assert group.buffer is None and group.pins == 0, (group.label, group.pins)
     for name, p in engine.module.named_parameters():
