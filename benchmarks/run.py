@@ -328,6 +328,7 @@ BENCHMARKS = [
         60,
         "--width 128 --rounds 2",
     ),
+    _script("linear", "benchmarks/ops/linear.py", (*CORES, "csrc/nn", "ops"), 60, "--width 64 --rows 8 --rounds 2"),
     _script(
         "compress",
         f"{OURS}/compress.py",

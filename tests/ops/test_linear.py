@@ -11,9 +11,9 @@ from deepspeed_c.ops import nn
 
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALVES, torch.float32)
-# Sizes around the steps of the loops: 3, 4, 6, 8, 16, 48, 64, 128, 256, 512.
+# Sizes around the steps of the loops: 3, 4, 6, 8, 16, 48, 64, 96, 128, 256, 1024.
 SHAPES = [
-    ((1,), 1, 1), ((7,), 3, 5), ((2, 3), 17, 11), ((3, 1, 5), 513, 67), ((131,), 130, 9), ((0, 4), 5, 3), ((4,), 0, 3),
+    ((1,), 1, 1), ((7,), 3, 5), ((2, 3), 17, 11), ((3, 1, 5), 1025, 67), ((131,), 130, 9), ((0, 4), 5, 3), ((4,), 0, 3),
     ((5,), 8, 0), ((), 33, 4),
 ]  # fmt: skip
 

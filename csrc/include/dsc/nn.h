@@ -331,7 +331,7 @@ DSC_API dsc_status dsc_nn_attention_grad(const struct dsc_nn_attention_grad *cal
  * 8 (one rounding for product and sum), and the sums are folded in halves; the blocks add up in order; then bias. So an
  * element has the same bits for any n_rows, any thread count and any instruction set.
  */
-#define DSC_NN_DOT_COLS 512
+#define DSC_NN_DOT_COLS 1024
 
 struct dsc_nn_linear {
     int64_t n_rows;    /* of x and y */

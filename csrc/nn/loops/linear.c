@@ -85,7 +85,7 @@ static void narrow(dsc_dtype dtype, const float *values, int64_t n, void *y, int
 
 /* Most rows of x, and most outputs, of a panel. */
 #define PANEL_ROWS 64
-#define PANEL_OUTPUTS 64
+#define PANEL_OUTPUTS 256
 
 struct panel {
     DSC_ALIGNED float x[PANEL_ROWS][DSC_NN_DOT_COLS];
@@ -137,6 +137,15 @@ STEP void dot_rows(int n_outputs, struct panel *panel, int64_t n_rows, int64_t o
         dot_tile(1, n_outputs, panel, row, output, n);
 }
 
+/* Asks for elements [begin, begin + n) ahead of their use: the pieces of rows are too short for the hardware to see. */
+STEP void fetch(dsc_dtype dtype, const void *src, int64_t begin, int64_t n)
+{
+    int64_t size = dtype == DSC_DTYPE_F32 ? 4 : 2;
+
+    for (int64_t at = 0; at < n * size; at += 64)
+        __builtin_prefetch((const char *)src + begin * size + at);
+}
+
 static void add_block(const struct dsc_nn_linear *call, struct panel *panel, int64_t n_rows, int64_t output,
                       int64_t n_outputs, int64_t col, int64_t n)
 {
@@ -145,6 +154,8 @@ static void add_block(const struct dsc_nn_linear *call, struct panel *panel, int
 
         for (int64_t i = 0; i < n_in_tile; i++)
             widen(call->dtype, call->weight, (output + o + i) * call->n_cols + col, n, panel->weight[i]);
+        for (int64_t i = DOT_OUTPUTS; i < 2 * DOT_OUTPUTS && o + i < n_outputs; i++)
+            fetch(call->dtype, call->weight, (output + o + i) * call->n_cols + col, n);
         if (n_in_tile == 3)
             dot_rows(3, panel, n_rows, o, n);
         else if (n_in_tile == 2)
@@ -189,8 +200,8 @@ void DSC_K(nn_linear)(const struct dsc_nn_linear *call, int64_t row, int64_t end
 #define OUTER_COLS (2 * LANES)
 
 /* Most rows (a multiple of OUTER_ROWS) and columns of a block. */
-#define BLOCK_ROWS 48
-#define BLOCK_COLS 256
+#define BLOCK_ROWS 96
+#define BLOCK_COLS 128
 
 struct block {
     DSC_ALIGNED float a[BLOCK_ROWS * DSC_NN_OUTER_TERMS]; /* by row, or by term */
@@ -237,20 +248,26 @@ static void widen_a(const struct dsc_nn_outer_sum *sum, struct block *block, int
     }
 }
 
+/* Widens n elements from `begin` on to row t of each strip of the block's b, and zeros up to OUTER_COLS. */
+STEP void widen_row_as(dsc_dtype dtype, const void *src, int64_t begin, int64_t n, struct block *block, int64_t t)
+{
+    int64_t c = 0;
+
+    for (; c + OUTER_COLS <= n; c += OUTER_COLS)
+        for (int i = 0; i < OUTER_COLS; i += WIDE_LANES)
+            dsc_wide_store(dsc_wide_load_as(dtype, src, begin + c + i, WIDE_LANES), block->b[c / OUTER_COLS][t] + i,
+                           WIDE_LANES);
+    for (int i = 0; c < n && i < OUTER_COLS; i++)
+        block->b[c / OUTER_COLS][t][i] = c + i < n ? element(dtype, src, begin + c + i) : 0;
+}
+
+#define WIDEN_ROW(dtype, src, begin, n, block, t) widen_row_as(dtype, src, begin, n, block, t)
+
 static void widen_b(const struct dsc_nn_outer_sum *sum, struct block *block, int64_t col, int64_t n_cols, int64_t term,
                     int64_t n_terms)
 {
-    for (int64_t c = 0; c < n_cols; c += OUTER_COLS) {
-        int64_t n = n_cols - c < OUTER_COLS ? n_cols - c : OUTER_COLS;
-
-        for (int64_t t = 0; t < n_terms; t++) {
-            float *b = block->b[c / OUTER_COLS][t];
-
-            if (n < OUTER_COLS)
-                memset(b, 0, OUTER_COLS * sizeof(float));
-            widen(sum->dtype, sum->b, (term + t) * sum->n_cols + col + c, n, b);
-        }
-    }
+    for (int64_t t = 0; t < n_terms; t++)
+        WITH_DTYPE(sum->dtype, WIDEN_ROW, sum->b, (term + t) * sum->n_cols + col, n_cols, block, t);
 }
 
 static void run_block(const struct dsc_nn_outer_sum *sum, struct block *block, int64_t row, int64_t n_rows, int64_t col,
