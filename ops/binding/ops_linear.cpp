@@ -32,14 +32,11 @@ struct Sizes {
     int64_t n_outputs;
 };
 
-Tensor nn_linear(const Tensor &x_in, const Tensor &weight_in, const MaybeTensor &bias_in)
+/* A call, or its gradient, with its sizes and operands. */
+template <class Call>
+Call begin(const Operands &o, const Sizes &sizes, const Tensor &x, const Tensor &weight)
 {
-    const Tensor x = dsc::contiguous(x_in), weight = dsc::contiguous(weight_in);
-    const MaybeTensor bias = dense_of(bias_in);
-    const Operands o("nn_linear", x, "x");
-    const Sizes sizes(o, x, weight);
-    const Tensor y = dsc::new_like(x, dsc::sizes_with(x, sizes.n_outputs));
-    struct dsc_nn_linear call {};
+    Call call{};
 
     call.n_rows = sizes.n_rows;
     call.n_cols = sizes.n_cols;
@@ -47,6 +44,18 @@ Tensor nn_linear(const Tensor &x_in, const Tensor &weight_in, const MaybeTensor 
     call.dtype = o.dtype;
     call.x = o.read(x, "x", sizes.n_rows * sizes.n_cols);
     call.weight = o.read(weight, "weight", sizes.n_outputs * sizes.n_cols);
+    return call;
+}
+
+Tensor nn_linear(const Tensor &x_in, const Tensor &weight_in, const MaybeTensor &bias_in)
+{
+    const Tensor x = dsc::contiguous(x_in), weight = dsc::contiguous(weight_in);
+    const MaybeTensor bias = dense_of(bias_in);
+    const Operands o("nn_linear", x, "x");
+    const Sizes sizes(o, x, weight);
+    const Tensor y = dsc::new_like(x, dsc::sizes_with(x, sizes.n_outputs));
+    auto call = begin<struct dsc_nn_linear>(o, sizes, x, weight);
+
     call.bias = bias.has_value() ? o.read(*bias, "bias", sizes.n_outputs) : nullptr;
     call.y = y.mutable_data_ptr();
     o.run(dsc_nn_linear, call);
@@ -62,14 +71,8 @@ std::tuple<Tensor, Tensor, Tensor> nn_linear_backward(const Tensor &dy_in, const
     const Tensor dx = needs_x ? dsc::empty_like(x) : dsc::new_like(x, {0});
     const Tensor dweight = needs_weight ? dsc::empty_like(weight) : dsc::new_like(x, {0});
     const Tensor dbias = dsc::new_like(x, {needs_bias ? sizes.n_outputs : 0});
-    struct dsc_nn_linear_grad call {};
+    auto call = begin<struct dsc_nn_linear_grad>(o, sizes, x, weight);
 
-    call.n_rows = sizes.n_rows;
-    call.n_cols = sizes.n_cols;
-    call.n_outputs = sizes.n_outputs;
-    call.dtype = o.dtype;
-    call.x = o.read(x, "x", sizes.n_rows * sizes.n_cols);
-    call.weight = o.read(weight, "weight", sizes.n_outputs * sizes.n_cols);
     call.dy = o.read(dy, "dy", sizes.n_rows * sizes.n_outputs);
     call.dx = needs_x ? dx.mutable_data_ptr() : nullptr;
     call.dweight = needs_weight ? dweight.mutable_data_ptr() : nullptr;
