@@ -22,3 +22,19 @@ dsc_status dsc_check_shared_heads(int64_t n_heads, int64_t n_key_heads, int32_t 
         return dsc_fail(DSC_EINVAL, "%lld query heads for %d ranks: each needs one", (long long)n_heads, (int)n_ranks);
     return DSC_OK;
 }
+
+dsc_status dsc_check_product(int64_t n_rows, int64_t n_cols, int64_t n_outputs, const char *outputs)
+{
+    const int64_t most = INT64_MAX / (int64_t)sizeof(float);
+    int64_t n_elems;
+
+    if (n_rows < 0 || n_cols < 0 || n_outputs < 0)
+        return dsc_fail(DSC_EINVAL, "%lld rows of %lld elements, %lld %s: none may be negative", (long long)n_rows,
+                        (long long)n_cols, (long long)n_outputs, outputs);
+    if (__builtin_mul_overflow(n_rows, n_cols, &n_elems) || n_elems > most ||
+        __builtin_mul_overflow(n_outputs, n_cols, &n_elems) || n_elems > most ||
+        __builtin_mul_overflow(n_rows, n_outputs, &n_elems) || n_elems > most)
+        return dsc_fail(DSC_EOVERFLOW, "%lld rows of %lld elements, %lld %s: more bytes than int64_t counts",
+                        (long long)n_rows, (long long)n_cols, (long long)n_outputs, outputs);
+    return DSC_OK;
+}

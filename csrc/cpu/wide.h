@@ -170,6 +170,23 @@ static inline __attribute__((always_inline)) wide dsc_wide_load_as(dsc_dtype dty
     return dtype == DSC_DTYPE_BF16 ? dsc_wide_of_bf16(halves) : dsc_wide_of_f16(halves);
 }
 
+/* Element i of data. */
+static inline __attribute__((always_inline)) float dsc_element(dsc_dtype dtype, const void *data, int64_t i)
+{
+    if (dtype == DSC_DTYPE_F32)
+        return ((const dsc_f32 *)data)[i];
+    return dtype == DSC_DTYPE_BF16 ? dsc_bf16_to_f32(((const dsc_half *)data)[i])
+                                   : dsc_f16_to_f32(((const dsc_half *)data)[i]);
+}
+
+static inline __attribute__((always_inline)) void dsc_put_element(dsc_dtype dtype, float value, void *data, int64_t i)
+{
+    if (dtype == DSC_DTYPE_F32)
+        ((dsc_f32 *)data)[i] = value;
+    else
+        ((dsc_half *)data)[i] = dtype == DSC_DTYPE_BF16 ? dsc_f32_to_bf16(value) : dsc_f32_to_f16(value);
+}
+
 static inline __attribute__((always_inline)) void dsc_wide_store_as(dsc_dtype dtype, wide x, void *data, int64_t i,
                                                                     int64_t n)
 {

@@ -1,4 +1,5 @@
 /* Products of rows with a weight, and their gradients: checks, and tiles for threads. */
+#include "base/check.h"
 #include "base/fail.h"
 #include "base/par.h"
 #include "nn/rows.h"
@@ -23,16 +24,7 @@ static int64_t pieces(int64_t n, int64_t size)
 
 static dsc_status check_sizes(int64_t n_rows, int64_t n_cols, int64_t n_outputs, dsc_dtype dtype)
 {
-    int64_t n_elems;
-
-    if (n_rows < 0 || n_cols < 0 || n_outputs < 0)
-        return dsc_fail(DSC_EINVAL, "%lld rows of %lld elements, %lld outputs: none may be negative", (long long)n_rows,
-                        (long long)n_cols, (long long)n_outputs);
-    if (__builtin_mul_overflow(n_rows, n_cols, &n_elems) || n_elems > INT64_MAX / (int64_t)sizeof(float) ||
-        __builtin_mul_overflow(n_outputs, n_cols, &n_elems) || n_elems > INT64_MAX / (int64_t)sizeof(float) ||
-        __builtin_mul_overflow(n_rows, n_outputs, &n_elems) || n_elems > INT64_MAX / (int64_t)sizeof(float))
-        return dsc_fail(DSC_EOVERFLOW, "%lld rows of %lld elements, %lld outputs: more bytes than int64_t counts",
-                        (long long)n_rows, (long long)n_cols, (long long)n_outputs);
+    DSC_TRY(dsc_check_product(n_rows, n_cols, n_outputs, "outputs"));
     if (dsc_dtype_bytes(dtype) == 0)
         return dsc_fail(DSC_EINVAL, "dtype is %d, which is no dsc_dtype", (int)dtype);
     return DSC_OK;

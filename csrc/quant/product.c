@@ -1,21 +1,12 @@
 /* Checks a product with packed codes, and spreads the rows of the weight over threads. */
+#include "base/check.h"
 #include "base/fail.h"
 #include "base/par.h"
 #include "quant/table.h"
 
 static dsc_status check_sizes(const struct dsc_quant_product *call)
 {
-    int64_t n_elems;
-
-    if (call->n_rows < 0 || call->n_cols < 0 || call->n_outputs < 0)
-        return dsc_fail(DSC_EINVAL, "%lld rows of %lld elements, %lld rows of codes: none may be negative",
-                        (long long)call->n_rows, (long long)call->n_cols, (long long)call->n_outputs);
-    if (__builtin_mul_overflow(call->n_rows, call->n_cols, &n_elems) || n_elems > INT64_MAX / (int64_t)sizeof(float) ||
-        __builtin_mul_overflow(call->n_outputs, call->n_cols, &n_elems) ||
-        n_elems > INT64_MAX / (int64_t)sizeof(float) ||
-        __builtin_mul_overflow(call->n_rows, call->n_outputs, &n_elems) || n_elems > INT64_MAX / (int64_t)sizeof(float))
-        return dsc_fail(DSC_EOVERFLOW, "%lld rows of %lld elements, %lld rows of codes: more bytes than int64_t counts",
-                        (long long)call->n_rows, (long long)call->n_cols, (long long)call->n_outputs);
+    DSC_TRY(dsc_check_product(call->n_rows, call->n_cols, call->n_outputs, "rows of codes"));
     if (call->group < 1)
         return dsc_fail(DSC_EINVAL, "group is %lld, must be positive", (long long)call->group);
     if (call->bits != 8 && call->bits != 4)

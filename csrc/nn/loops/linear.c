@@ -36,47 +36,32 @@ STEP lanes fused(lanes a, lanes b, lanes c)
 #endif
 }
 
-STEP float element(dsc_dtype dtype, const void *data, int64_t i)
+STEP void widen_step(dsc_dtype dtype, const void *src, int64_t begin, float *dst, int64_t i, int64_t n)
 {
-    if (dtype == DSC_DTYPE_F32)
-        return ((const dsc_f32 *)data)[i];
-    return dtype == DSC_DTYPE_BF16 ? dsc_bf16_to_f32(((const dsc_half *)data)[i])
-                                   : dsc_f16_to_f32(((const dsc_half *)data)[i]);
+    dsc_wide_store(dsc_wide_load_as(dtype, src, begin + i, n), dst + i, WIDE_LANES);
 }
 
-STEP void put(dsc_dtype dtype, float value, void *y, int64_t i)
-{
-    if (dtype == DSC_DTYPE_F32)
-        ((dsc_f32 *)y)[i] = value;
-    else
-        ((dsc_half *)y)[i] = dtype == DSC_DTYPE_BF16 ? dsc_f32_to_bf16(value) : dsc_f32_to_f16(value);
-}
+#define WIDEN(dtype, src, begin, n, dst) EACH_WIDE_AS(dtype, n, widen_step, src, begin, dst)
 
-/* Elements [begin, begin + n) as f32, and zeros up to a multiple of LANES. */
-STEP void widen_as(dsc_dtype dtype, const void *src, int64_t begin, int64_t n, float *dst)
-{
-    int64_t i = 0;
-
-    for (; i + WIDE_LANES <= n; i += WIDE_LANES)
-        dsc_wide_store(dsc_wide_load_as(dtype, src, begin + i, WIDE_LANES), dst + i, WIDE_LANES);
-    for (; i < n; i++)
-        dst[i] = element(dtype, src, begin + i);
-    for (; i % LANES != 0; i++)
-        dst[i] = 0;
-}
-
-#define WIDEN(dtype, src, begin, n, dst) widen_as(dtype, src, begin, n, dst)
-
+/* Elements [begin, begin + n) as f32, and zeros up to a multiple of LANES or of a register. */
 static void widen(dsc_dtype dtype, const void *src, int64_t begin, int64_t n, float *dst)
 {
     WITH_DTYPE(dtype, WIDEN, src, begin, n, dst);
+    for (int64_t i = n; i % LANES != 0; i++)
+        dst[i] = 0;
 }
 
-/* Elements of `values` rounded to y. */
+STEP void narrow_step(dsc_dtype dtype, const float *values, void *y, int64_t begin, int64_t i, int64_t n)
+{
+    dsc_wide_store_as(dtype, dsc_wide_load(values + i, n), y, begin + i, n);
+}
+
+#define NARROW(dtype, values, n, y, begin) EACH_WIDE_AS(dtype, n, narrow_step, values, y, begin)
+
+/* The first n of `values`, rounded to elements [begin, begin + n) of y. */
 static void narrow(dsc_dtype dtype, const float *values, int64_t n, void *y, int64_t begin)
 {
-    for (int64_t i = 0; i < n; i++)
-        put(dtype, values[i], y, begin + i);
+    WITH_DTYPE(dtype, NARROW, values, n, y, begin);
 }
 
 /* A step of `dot_tile` adds to this many rows times this many outputs, each in a register. */
@@ -179,7 +164,7 @@ static void run_panel(const struct dsc_nn_linear *call, struct panel *panel, int
     }
     for (int64_t r = 0; r < n_rows; r++) {
         for (int64_t o = 0; call->bias != NULL && o < n_outputs; o++)
-            panel->y[r][o] += element(call->dtype, call->bias, output + o);
+            panel->y[r][o] += dsc_element(call->dtype, call->bias, output + o);
         narrow(call->dtype, panel->y[r], n_outputs, call->y, (row + r) * call->n_outputs + output);
     }
 }
@@ -248,26 +233,24 @@ static void widen_a(const struct dsc_nn_outer_sum *sum, struct block *block, int
     }
 }
 
-/* Widens n elements from `begin` on to row t of each strip of the block's b, and zeros up to OUTER_COLS. */
-STEP void widen_row_as(dsc_dtype dtype, const void *src, int64_t begin, int64_t n, struct block *block, int64_t t)
+STEP void widen_strip_step(dsc_dtype dtype, const void *src, int64_t begin, struct block *block, int64_t t, int64_t i,
+                           int64_t n)
 {
-    int64_t c = 0;
-
-    for (; c + OUTER_COLS <= n; c += OUTER_COLS)
-        for (int i = 0; i < OUTER_COLS; i += WIDE_LANES)
-            dsc_wide_store(dsc_wide_load_as(dtype, src, begin + c + i, WIDE_LANES), block->b[c / OUTER_COLS][t] + i,
-                           WIDE_LANES);
-    for (int i = 0; c < n && i < OUTER_COLS; i++)
-        block->b[c / OUTER_COLS][t][i] = c + i < n ? element(dtype, src, begin + c + i) : 0;
+    dsc_wide_store(dsc_wide_load_as(dtype, src, begin + i, n), block->b[i / OUTER_COLS][t] + i % OUTER_COLS,
+                   WIDE_LANES);
 }
 
-#define WIDEN_ROW(dtype, src, begin, n, block, t) widen_row_as(dtype, src, begin, n, block, t)
+/* Elements [begin, begin + n), over row t of the strips of the block's b. */
+#define WIDEN_STRIPS(dtype, src, begin, n, block, t) EACH_WIDE_AS(dtype, n, widen_strip_step, src, begin, block, t)
 
 static void widen_b(const struct dsc_nn_outer_sum *sum, struct block *block, int64_t col, int64_t n_cols, int64_t term,
                     int64_t n_terms)
 {
+    /* The last strip's columns past the end are computed, and not stored. */
+    for (int64_t t = 0; n_cols % OUTER_COLS != 0 && t < n_terms; t++)
+        memset(block->b[n_cols / OUTER_COLS][t], 0, OUTER_COLS * sizeof(float));
     for (int64_t t = 0; t < n_terms; t++)
-        WITH_DTYPE(sum->dtype, WIDEN_ROW, sum->b, (term + t) * sum->n_cols + col, n_cols, block, t);
+        WITH_DTYPE(sum->dtype, WIDEN_STRIPS, sum->b, (term + t) * sum->n_cols + col, n_cols, block, t);
 }
 
 static void run_block(const struct dsc_nn_outer_sum *sum, struct block *block, int64_t row, int64_t n_rows, int64_t col,

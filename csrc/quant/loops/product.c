@@ -96,14 +96,6 @@ STEP struct sums elements_of(dsc_dtype dtype, const void *x, int64_t i)
     return found;
 }
 
-STEP float element(dsc_dtype dtype, const void *data, int64_t i)
-{
-    if (dtype == DSC_DTYPE_F32)
-        return ((const dsc_f32 *)data)[i];
-    return dtype == DSC_DTYPE_BF16 ? dsc_bf16_to_f32(((const dsc_half *)data)[i])
-                                   : dsc_f16_to_f32(((const dsc_half *)data)[i]);
-}
-
 /* n codes from any column on, and n elements; zeros up to SUMS. */
 static __attribute__((noinline)) struct sums few_numbers_of(int bits, const uint8_t *codes, int64_t column, int64_t n)
 {
@@ -122,7 +114,7 @@ static __attribute__((noinline)) struct sums few_elements_of(dsc_dtype dtype, co
     float lanes[SUMS] = {0};
 
     for (int64_t lane = 0; lane < n; lane++)
-        lanes[lane] = element(dtype, x, i + lane);
+        lanes[lane] = dsc_element(dtype, x, i + lane);
     memcpy(&found, lanes, sizeof found);
     return found;
 }
@@ -178,14 +170,6 @@ static float folded(const struct sums *sums)
     return lanes[0];
 }
 
-STEP void put(dsc_dtype dtype, float value, void *y, int64_t i)
-{
-    if (dtype == DSC_DTYPE_F32)
-        ((dsc_f32 *)y)[i] = value;
-    else
-        ((dsc_half *)y)[i] = dtype == DSC_DTYPE_BF16 ? dsc_f32_to_bf16(value) : dsc_f32_to_f16(value);
-}
-
 /* Scales of n groups from g on as f32, by row of codes. */
 static __attribute__((noinline)) void load_scales(const struct dsc_quant_product *call, int64_t output, int n_outputs,
                                                   int64_t g, int64_t n, float scales[DSC_PRODUCT_STRIP * SCALES])
@@ -194,7 +178,7 @@ static __attribute__((noinline)) void load_scales(const struct dsc_quant_product
 
     for (int o = 0; o < n_outputs; o++)
         for (int64_t i = 0; i < n; i++)
-            scales[o * SCALES + i] = element(call->scale_dtype, call->scales, (output + o) * n_groups + g + i);
+            scales[o * SCALES + i] = dsc_element(call->scale_dtype, call->scales, (output + o) * n_groups + g + i);
 }
 
 static __attribute__((noinline)) void store(const struct dsc_quant_product *call, int64_t row, int64_t output,
@@ -203,8 +187,8 @@ static __attribute__((noinline)) void store(const struct dsc_quant_product *call
     float value = folded(total);
 
     if (call->bias != NULL)
-        value += element(call->bias_dtype, call->bias, output);
-    put(call->dtype, value, call->y, row * call->n_outputs + output);
+        value += dsc_element(call->bias_dtype, call->bias, output);
+    dsc_put_element(call->dtype, value, call->y, row * call->n_outputs + output);
 }
 
 STEP void run_tile(int bits, dsc_dtype dtype, int n_outputs, int n_rows, bool is_even,
