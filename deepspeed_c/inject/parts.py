@@ -20,10 +20,9 @@ _KINDS = {"queries": _C.TP_QUERIES, "keys": _C.TP_KEYS, "columns": _C.TP_COLUMNS
 
 @dataclass
 class RankParts:
-    """The parts of the rank at ``place``."""
+    """The parts of the rank at ``listed.place``."""
 
     listed: CutList
-    place: RankPlace
     cuts: dict[torch.nn.Parameter, tuple[Cut, int]] = field(default_factory=dict)
     """With the dimension that is cut."""
     runs: dict[torch.nn.Parameter, list[tuple[int, int]]] = field(default_factory=dict)
@@ -37,10 +36,18 @@ class RankParts:
     reasons: dict[torch.nn.Parameter, str] = field(default_factory=dict)
     """The rule, or the reason why the parameter is whole."""
 
+    @property
+    def place(self) -> RankPlace:
+        return self.listed.place
+
+    def sum_whole(self, param: torch.nn.Parameter) -> None:
+        """All ranks sum the gradient of ``param``."""
+        self.sums[param] = tuple(range(self.place.n_ranks))
+
     def sum_on_all(self, param: torch.nn.Parameter, reason: str) -> None:
         """Keep ``param`` whole. All ranks use it on their parts, and sum its gradient."""
         self.used_on_parts.add(param)
-        self.sums[param] = tuple(range(self.place.n_ranks))
+        self.sum_whole(param)
         self.reasons[param] = reason
 
 
@@ -48,7 +55,7 @@ def fit_parts(listed: CutList) -> RankParts:
     """Raises ModelError where a dimension is no multiple of its parts or heads, or where two rules cut one parameter in
     two ways.
     """
-    parts = RankParts(listed, listed.place)
+    parts = RankParts(listed)
     for line in listed.params:
         if line.step is not None and line.dim is not None:
             _fit(line, line.dim, parts)
@@ -57,9 +64,9 @@ def fit_parts(listed: CutList) -> RankParts:
         else:
             parts.reasons[line.param] = line.reason
             if line.is_summed:
-                parts.sums[line.param] = tuple(range(listed.place.n_ranks))
+                parts.sum_whole(line.param)
     for param in listed.flow.summed:
-        parts.sums[param] = tuple(range(listed.place.n_ranks))
+        parts.sum_whole(param)
     return parts
 
 

@@ -508,8 +508,7 @@ class _Walk:
         if fetcher is None or not fetcher.groups:
             return None
         elems = sum(group.numel for group in fetcher.groups)
-        n_bytes = sum(group.source.cost.memory for group in fetcher.groups)
-        return LeasePlan(fetcher.drivers.of(Lease).can_begin, elems, n_bytes, fetcher.limits.max_live)
+        return LeasePlan(fetcher.drivers.of(Lease).can_begin, elems, fetcher.whole_bytes, fetcher.limits.max_live)
 
     def generate(self, moment: GenerationMoment) -> None:
         """Run one call of ``generate``: with a lease, or else one of its forwards."""

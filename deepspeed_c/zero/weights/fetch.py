@@ -141,6 +141,11 @@ class Fetcher:
         return any(group.source.is_collective for group in self.groups)
 
     @property
+    def whole_bytes(self) -> int:
+        """Bytes of memory that all units take if they are gathered at once."""
+        return sum(group.source.cost.memory for group in self.groups)
+
+    @property
     def is_too_large(self) -> bool:
         """Whether all units gathered at once take memory for more elements than ``FetchLimits.max_live``."""
         return sum(group.numel for group in self.groups if group.source.cost.memory) > self.limits.max_live
@@ -150,7 +155,6 @@ class Fetcher:
         return [group.index for group in self.groups if group.buffer is not None and not group.is_leaving]
 
     def begin_pass(self, *, is_backward: bool, expects_grads: bool) -> None:
-        self.phase.note_use(None)
         self.phase.begin(is_backward=is_backward, expects_grads=expects_grads)
         if self.phase.hollows:
             self._show_released()
@@ -158,7 +162,6 @@ class Fetcher:
 
     def end_pass(self) -> None:
         was_hollow = self.phase.hollows
-        self.phase.note_use(None)
         self.phase.rest()
         if was_hollow:
             self._show_released()

@@ -31,7 +31,7 @@ class FetchPhase:
 
     def begin(self, *, is_backward: bool, expects_grads: bool) -> None:
         self.is_active, self.is_in_backward, self.expects_grads = True, is_backward, expects_grads
-        self.hollows = self._has_graphs
+        self.hollows, self.used_last = self._has_graphs, None
 
     def expect_no_more(self) -> None:
         """All gradients of the running pass have arrived."""
@@ -39,8 +39,9 @@ class FetchPhase:
 
     def rest(self) -> None:
         self.is_active = self.is_in_backward = self.expects_grads = self.hollows = False
+        self.used_last = None
 
-    def note_use(self, group: GatherUnit | None) -> None:
+    def note_use(self, group: GatherUnit) -> None:
         self.used_last = group
 
     def train(self) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,30 +12,12 @@ import torch
 import deepspeed_c
 from deepspeed_c.compat.ds_config import DeepSpeedConfig
 from deepspeed_c.config import load_config, read_config
-from deepspeed_c.config.source import GivenConfig, read_source
+from deepspeed_c.config.source import read_source
 from deepspeed_c.errors import BatchSizeError, ConfigError
+from scripts.house import counted_reads
 from tests.ranks import run_ranks
 
 SMALL = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
-
-
-@contextmanager
-def counted_reads() -> Iterator[dict[str, int]]:
-    """Counts the calls that read a source, and those that check its keys, whatever module they are called from."""
-    counts = {"read": 0, "checked": 0}
-
-    def watch(frame, event, argument) -> None:
-        if event == "call" and frame.f_code is read_source.__code__:
-            counts["read"] += not isinstance(frame.f_locals["source"], GivenConfig)
-        elif event == "call" and frame.f_code is read_config.__code__:
-            counts["checked"] += 1
-
-    before = sys.getprofile()
-    sys.setprofile(watch)
-    try:
-        yield counts
-    finally:
-        sys.setprofile(before)
 
 
 def initialize_body(rank: int, world: int, folder: str) -> None:

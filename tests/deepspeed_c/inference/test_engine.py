@@ -17,7 +17,7 @@ from deepspeed_c.config.inference import DeepSpeedInferenceConfig
 from deepspeed_c.errors import ConfigError, FeatureError, ModelError, StateError
 from deepspeed_c.inference.limits import positions_of
 from deepspeed_c.zero.weights.param import state_of
-from scripts.house import times_read
+from scripts.house import counted_reads
 from tests.deepspeed_c.inference.models import GENERATING, like_bart, padded_prompts, require_same_tokens, whisper
 from tests.deepspeed_c.inject import families
 from tests.ranks import run_ranks
@@ -316,7 +316,9 @@ def test_the_configuration_is_read_once(tmp_path):
     file.write_text(json.dumps(given))
     made = DeepSpeedInferenceConfig(**given)
     for config, n in ((given, 1), (str(file), 2), (made, 0), (copy.deepcopy(made), 0), ({"dtype": "fp32"}, 0)):
-        found = times_read(lambda: deepspeed_c.init_inference(nn.Linear(3, 2), config).close())  # noqa: B023
+        with counted_reads() as counts:
+            deepspeed_c.init_inference(nn.Linear(3, 2), config).close()
+        found = counts["read"]
         print(type(config), found, n)
         assert found == n
     made.zero["stage"] = True  # equal to 1, and no stage

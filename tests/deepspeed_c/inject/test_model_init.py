@@ -15,7 +15,7 @@ from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.inject import model_init
 from deepspeed_c.inject.autotp_config import AutoTPConfig, PartitionType, TPLayerSpec
-from scripts.house import times_read
+from scripts.house import counted_reads
 from tests.ranks import run_ranks
 
 RULES = {"layer_specs": [{"patterns": [".*0.weight$"], "partition_type": "column"}], "strict_mode": False}
@@ -46,7 +46,9 @@ def reads_body(rank: int, world: int, folder: str) -> None:
             wanted = load_config({"tensor_parallel": section}, world_size=1, batch="skip").tensor_parallel
             file.write_text(json.dumps({"tensor_parallel": section, "optimizer": "nonsense"}))
             for config in (section, {"tensor_parallel": section}, str(file)):
-                n = times_read(lambda: deepspeed_c.tp_model_init(torch.nn.Linear(4, 4), 1, None, config))  # noqa: B023
+                with counted_reads() as counts:
+                    deepspeed_c.tp_model_init(torch.nn.Linear(4, 4), 1, None, config)
+                n = counts["read"]
                 print(section, n, found[-1], wanted)
                 assert n == 1 and found[-1] == wanted
         deepspeed_c.tp_model_init(torch.nn.Linear(4, 4), 1, None, {"train_batch_size": 4})  # without a section

@@ -82,7 +82,7 @@ class Lease(Driver):
             if self.is_held or not self.can_begin:
                 return self.is_held
             self._agree(refuses=False)
-            n_bytes = sum(group.source.cost.memory for group in fetcher.groups)
+            n_bytes = fetcher.whole_bytes
             if n_bytes and not self._has_told:
                 self._has_told = True
                 log_dist(f"generation gathers all weights once: {n_bytes / 2**20:.1f} MiB on each rank", ranks=[0])
@@ -136,27 +136,25 @@ class Lease(Driver):
             self.fetcher.drivers.take(self)
             self.fetcher.unpin(groups)
 
+    def _ended(self) -> Driver:
+        """Ends the lease. Returns the driver that decides instead."""
+        under = self.under
+        self.end()
+        return under
+
     def begin_forward(self, name: str, root: int = 0, units: Callable[[], list[int]] | None = None) -> Forward | None:
         if name != "train":
             return None
-        under = self.under
-        self.end()
-        return under.begin_forward(name, root, units)
+        return self._ended().begin_forward(name, root, units)
 
     def begin_backward(self, starts: Sequence[Any] | None = None) -> None:
-        under = self.under
-        self.end()
-        under.begin_backward(starts)
+        self._ended().begin_backward(starts)
 
     def begin_reading(self) -> None:
-        under = self.under
-        self.end()
-        under.begin_reading()
+        self._ended().begin_reading()
 
     def begin_writes(self) -> None:
-        under = self.under
-        self.end()
-        under.begin_writes()
+        self._ended().begin_writes()
 
     def end_writes(self) -> None:
         under = self.under
