@@ -151,20 +151,9 @@ def _nn_softmax_backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
     return torch.empty_like(y)
 
 
-@torch.library.impl(_LIBRARY, "nn_linear", "Meta")
-def _nn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-@torch.library.impl(_LIBRARY, "nn_linear_backward", "Meta")
-def _nn_linear_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool, needs_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        _dense_like(x) if needs_x else x.new_empty(0),
-        _dense_like(weight) if needs_weight else x.new_empty(0),
-        x.new_empty(weight.shape[0] if needs_bias else 0),
-    )
+@torch.library.impl(_LIBRARY, "nn_product", "Meta")
+def _nn_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[-1]))
 
 
 @torch.library.impl(_LIBRARY, "nn_attention", "Meta")

@@ -195,13 +195,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     made, and the result is rounded once. Results and the gradient of x have the same bits for any number of rows. Under
     autocast operands are cast as torch's ``linear`` does.
 
-    The product has derivatives of any order; only the first one runs in the same kernels. On devices without a kernel
-    this is torch's ``linear``.
+    The product has derivatives of any order. On devices without a kernel this is torch's ``linear``.
     """
     x, weight, bias = cast_by_autocast(x, weight, bias)
     if x.device.type not in ("cpu", "meta"):
         return torch.nn.functional.linear(x, weight, bias)
-    return _call(_ops.nn_linear, x, weight, bias)
+    if not x.dim():
+        raise ValueError("argument x has no dimension; rows of elements are needed")
+    if weight.dim() != 2:
+        raise ValueError(f"argument weight must have 2 dimensions, not {weight.dim()}")
+    if weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"argument weight has {weight.shape[1]} columns, x has {x.shape[-1]}")
+    if weight.dtype != x.dtype:
+        raise ValueError(f"argument weight is of {str(weight.dtype)[6:]}, unlike x, which is of {str(x.dtype)[6:]}")
+    y = _call(_ops.nn_product, x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight.t(), bias)
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def attention(
@@ -401,23 +409,19 @@ def _softmax_backward(ctx: Any, dy: Tensor) -> tuple:
     return dx, dmask, None, None
 
 
-def _linear_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, weight, _ = inputs
-    ctx.save_for_backward(x, weight)
+def _product_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    a, b, _ = inputs
+    ctx.save_for_backward(a, b)
 
 
-def _linear_backward(ctx: Any, dy: Tensor) -> tuple:
-    x, weight = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-    if torch.is_grad_enabled():  # a second derivative may follow
-        rows, dy_rows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        return (
-            linear(dy, weight.t()) if needs_x else None,
-            linear(dy_rows.t(), rows.t()) if needs_weight else None,
-            dy_rows.sum(0) if needs_bias else None,
-        )
-    found = _ops.nn_linear_backward(dy, x, weight, needs_x, needs_weight, needs_bias)
-    return tuple(grad if is_needed else None for grad, is_needed in zip(found, ctx.needs_input_grad, strict=True))
+def _product_backward(ctx: Any, dy: Tensor) -> tuple:
+    a, b = ctx.saved_tensors
+    needs_a, needs_b, needs_bias = ctx.needs_input_grad
+    return (
+        _call(_ops.nn_product, dy, b.mT, None) if needs_a else None,
+        _call(_ops.nn_product, a.mT, dy, None) if needs_b else None,
+        dy.flatten(0, -2).sum(0) if needs_bias else None,
+    )
 
 
 def _attention_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -448,6 +452,6 @@ for _name, _backward, _context in (
     ("nn_rotary", _rotary_backward, _rotary_context),
     ("nn_softmax", _softmax_backward, _softmax_context),
     ("nn_attention", _attention_backward, _attention_context),
-    ("nn_linear", _linear_backward, _linear_context),
+    ("nn_product", _product_backward, _product_context),
 ):
     torch.library.register_autograd(f"deepspeed_c::{_name}", _backward, setup_context=_context)

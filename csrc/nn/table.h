@@ -8,18 +8,6 @@
 /* Rows that mul_add writes are padded to a multiple of this. */
 #define DSC_NN_LANES 16
 
-/* y[i][j] = the sum over t of a[t * a_term + i * a_row] * b[t][j]. */
-struct dsc_nn_outer_sum {
-    int64_t n_terms;
-    int64_t n_cols; /* of b and y */
-    dsc_dtype dtype;
-    const void *a;
-    int64_t a_term; /* elements from a term to the next; this or a_row is 1 */
-    int64_t a_row;  /* elements from a row to the next */
-    const void *b;
-    void *y;
-};
-
 struct dsc_nn_kernels {
 #define DSC_NN_KERNEL(name, params) void(*name) params;
 #include "nn/kernels.inc"

@@ -39,11 +39,17 @@ class Operands {
     /* Reads a dense tensor of the first operand's dtype with n_elems elements. */
     void *read(const Tensor &tensor, const char *name, int64_t n_elems) const
     {
+        read_strided(tensor, name);
+        return dense(view_of(tensor, name), name, n_elems);
+    }
+    /* Reads a tensor of the first operand's dtype, of any strides. */
+    void *read_strided(const Tensor &tensor, const char *name) const
+    {
         const View view = view_of(tensor, name);
 
         if (element_dtype(view, name) != dtype)
             fail(name, std::string("is of ") + dtype_name(view.dtype) + ", unlike " + first_name_);
-        return dense(view, name, n_elems);
+        return view.data;
     }
     void *read_all(const Tensor &tensor, const char *name) const { return read(tensor, name, n_rows * n_cols); }
     void *read_all(const MaybeTensor &tensor, const char *name) const

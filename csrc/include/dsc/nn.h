@@ -322,52 +322,44 @@ DSC_API int64_t dsc_nn_attention_scratch_elems(const struct dsc_nn_attention *fo
 DSC_API dsc_status dsc_nn_attention_grad(const struct dsc_nn_attention_grad *call, const struct dsc_par *par);
 
 /*
- * The product of rows with a weight:   y = x weight^T + bias
+ * Products of matrices:   y = a b + bias,   one for each of n_batches
  *
  * For processors whose own products of 16-bit elements are slow. Operands are widened to f32 tile by tile, into buffers
  * that stay in the second-level cache, so that memory delivers 16 bits for an element; no whole f32 copy is made.
  *
- * Everything is computed in f32, in one order: within a block of DSC_NN_DOT_COLS columns, column i adds to sum i % 8 of
- * 8 (one rounding for product and sum), and the sums are folded in halves; the blocks add up in order; then bias. So an
- * element has the same bits for any n_rows, any thread count and any instruction set.
- */
-#define DSC_NN_DOT_COLS 1024
-
-struct dsc_nn_linear {
-    int64_t n_rows;    /* of x and y */
-    int64_t n_cols;    /* of x and of the weight */
-    int64_t n_outputs; /* rows of the weight, columns of y */
-    dsc_dtype dtype;   /* the dtype of the operands */
-    const void *x;
-    const void *weight; /* [n_outputs, n_cols] */
-    const void *bias;   /* [n_outputs]; may be NULL */
-    void *y;            /* overlaps no operand */
-};
-
-DSC_API dsc_status dsc_nn_linear(const struct dsc_nn_linear *call, const struct dsc_par *par);
-
-/*
- * The gradients:   dx = dy weight,   dweight = dy^T x,   dbias = the sum of the rows of dy
+ * Operands have strides, in elements. Either the terms of a sum lie one behind the other in both operands (a_term and
+ * b_term are 1: a layer with its weight [n_cols, n_terms]), or the columns of b do (b_col is 1), and then the terms or
+ * the rows of a (a_term or a_row is 1: the gradients of such a layer). The stride of a dimension with at most one
+ * element may be anything.
  *
- * An element is a sum over n_outputs (dx) or over n_rows (the others): within a block of DSC_NN_OUTER_TERMS terms it
- * adds them in order, and the blocks add up in order.
+ * Everything is computed in f32, in one order. Where terms lie one behind the other: within a block of DSC_NN_DOT_TERMS
+ * terms, term i adds to sum i % 8 of 8 (one rounding for product and sum), and the sums are folded in halves.
+ * Otherwise: within a block of DSC_NN_OUTER_TERMS terms, the products add up in order. The blocks add up in order; then
+ * bias. So an element has the same bits for any n_rows, any n_batches, any thread count and any instruction set.
  */
+#define DSC_NN_DOT_TERMS 1024
 #define DSC_NN_OUTER_TERMS 128
 
-struct dsc_nn_linear_grad {
-    int64_t n_rows;
-    int64_t n_cols;
-    int64_t n_outputs;
-    dsc_dtype dtype;    /* the dtype of operands and results */
-    const void *x;      /* read for dweight */
-    const void *weight; /* read for dx */
-    const void *dy;
-    void *dx;      /* [n_rows, n_cols]; NULL: not wanted; results overlap no operand */
-    void *dweight; /* [n_outputs, n_cols]; likewise */
-    void *dbias;   /* [n_outputs]; likewise */
+struct dsc_nn_product {
+    int64_t n_batches;
+    int64_t n_rows;  /* of a and y */
+    int64_t n_terms; /* columns of a, rows of b */
+    int64_t n_cols;  /* of b and y */
+    dsc_dtype dtype; /* the dtype of operands and results */
+    const void *a;
+    int64_t a_batch;
+    int64_t a_row;
+    int64_t a_term;
+    const void *b;
+    int64_t b_batch;
+    int64_t b_term;
+    int64_t b_col;
+    const void *bias; /* [n_cols]; may be NULL */
+    void *y;          /* [n_batches, n_rows, n_cols]; overlaps no operand */
 };
 
-DSC_API dsc_status dsc_nn_linear_grad(const struct dsc_nn_linear_grad *call, const struct dsc_par *par);
+/* DSC_EINVAL for strides that are neither. */
+DSC_API dsc_status dsc_nn_product(const struct dsc_nn_product *call, const struct dsc_par *par);
 
 #ifdef __cplusplus
 }

@@ -1,5 +1,5 @@
 /*
- * Compiled once per instruction set: products of 16-bit rows with a 16-bit weight, in f32.
+ * Compiled once per instruction set: products of 16-bit matrices, in f32.
  *
  * Registers hold 8 lanes on every instruction set, so that all of them add in the same order.
  */
@@ -64,62 +64,62 @@ static void narrow(dsc_dtype dtype, const float *values, int64_t n, void *y, int
     WITH_DTYPE(dtype, NARROW, values, n, y, begin);
 }
 
-/* A step of `dot_tile` adds to this many rows times this many outputs, each in a register. */
+/* A step of `dot_tile` adds to this many rows times this many columns, each in a register. */
 #define DOT_ROWS 4
-#define DOT_OUTPUTS 3
+#define DOT_COLS 3
 
-/* Most rows of x, and most outputs, of a panel. */
+/* Most rows and columns of a panel. */
 #define PANEL_ROWS 64
-#define PANEL_OUTPUTS 256
+#define PANEL_COLS 256
 
 struct panel {
-    DSC_ALIGNED float x[PANEL_ROWS][DSC_NN_DOT_COLS];
-    DSC_ALIGNED float weight[DOT_OUTPUTS][DSC_NN_DOT_COLS];
-    float y[PANEL_ROWS][PANEL_OUTPUTS];
+    DSC_ALIGNED float a[PANEL_ROWS][DSC_NN_DOT_TERMS];
+    DSC_ALIGNED float b[DOT_COLS][DSC_NN_DOT_TERMS];
+    float y[PANEL_ROWS][PANEL_COLS];
 };
 
-STEP void dot_tile(int n_rows, int n_outputs, struct panel *panel, int64_t row, int64_t output, int64_t n)
+STEP void dot_tile(int n_rows, int n_cols, struct panel *panel, int64_t row, int64_t col, int64_t n_terms)
 {
-    lanes sums[DOT_ROWS][DOT_OUTPUTS] = {{{0}}};
+    lanes sums[DOT_ROWS][DOT_COLS] = {{{0}}};
 
-    for (int64_t i = 0; i < n; i += LANES) {
-        lanes weight[DOT_OUTPUTS];
+    for (int64_t t = 0; t < n_terms; t += LANES) {
+        lanes b[DOT_COLS];
 
-        for (int o = 0; o < n_outputs; o++)
-            weight[o] = load(panel->weight[o] + i);
+        for (int c = 0; c < n_cols; c++)
+            b[c] = load(panel->b[c] + t);
         for (int r = 0; r < n_rows; r++) {
-            lanes x = load(panel->x[row + r] + i);
+            lanes a = load(panel->a[row + r] + t);
 
-            for (int o = 0; o < n_outputs; o++)
-                sums[r][o] = fused(x, weight[o], sums[r][o]);
+            for (int c = 0; c < n_cols; c++)
+                sums[r][c] = fused(a, b[c], sums[r][c]);
         }
     }
     for (int r = 0; r < n_rows; r++) {
-        for (int o = 0; o < n_outputs; o++) {
+        for (int c = 0; c < n_cols; c++) {
             float folded[LANES];
 
-            store(sums[r][o], folded);
+            store(sums[r][c], folded);
             for (int half = LANES / 2; half > 0; half /= 2)
                 for (int lane = 0; lane < half; lane++)
                     folded[lane] += folded[lane + half];
-            panel->y[row + r][output + o] += folded[0];
+            panel->y[row + r][col + c] += folded[0];
         }
     }
 }
 
 /* A function for each number of rows, so that their sums stay in registers. */
-STEP void dot_rows(int n_outputs, struct panel *panel, int64_t n_rows, int64_t output, int64_t n)
+STEP void dot_rows(int n_cols, struct panel *panel, int64_t n_rows, int64_t col, int64_t n_terms)
 {
     int64_t row = 0;
 
     for (; row + 4 <= n_rows; row += 4)
-        dot_tile(4, n_outputs, panel, row, output, n);
+        dot_tile(4, n_cols, panel, row, col, n_terms);
     if (n_rows - row == 3)
-        dot_tile(3, n_outputs, panel, row, output, n);
+        dot_tile(3, n_cols, panel, row, col, n_terms);
     else if (n_rows - row == 2)
-        dot_tile(2, n_outputs, panel, row, output, n);
+        dot_tile(2, n_cols, panel, row, col, n_terms);
     else if (n_rows - row == 1)
-        dot_tile(1, n_outputs, panel, row, output, n);
+        dot_tile(1, n_cols, panel, row, col, n_terms);
 }
 
 /* Asks for elements [begin, begin + n) ahead of their use: the pieces of rows are too short for the hardware to see. */
@@ -131,53 +131,62 @@ STEP void fetch(dsc_dtype dtype, const void *src, int64_t begin, int64_t n)
         __builtin_prefetch((const char *)src + begin * size + at);
 }
 
-static void add_block(const struct dsc_nn_linear *call, struct panel *panel, int64_t n_rows, int64_t output,
-                      int64_t n_outputs, int64_t col, int64_t n)
+/* begin: the element of b at the first column and term. */
+static void add_block(const struct dsc_nn_product *call, struct panel *panel, int64_t n_rows, int64_t begin,
+                      int64_t n_cols, int64_t n_terms)
 {
-    for (int64_t o = 0; o < n_outputs; o += DOT_OUTPUTS) {
-        int64_t n_in_tile = n_outputs - o < DOT_OUTPUTS ? n_outputs - o : DOT_OUTPUTS;
+    for (int64_t c = 0; c < n_cols; c += DOT_COLS) {
+        int64_t n_in_tile = n_cols - c < DOT_COLS ? n_cols - c : DOT_COLS;
 
         for (int64_t i = 0; i < n_in_tile; i++)
-            widen(call->dtype, call->weight, (output + o + i) * call->n_cols + col, n, panel->weight[i]);
-        for (int64_t i = DOT_OUTPUTS; i < 2 * DOT_OUTPUTS && o + i < n_outputs; i++)
-            fetch(call->dtype, call->weight, (output + o + i) * call->n_cols + col, n);
+            widen(call->dtype, call->b, begin + (c + i) * call->b_col, n_terms, panel->b[i]);
+        for (int64_t i = DOT_COLS; i < 2 * DOT_COLS && c + i < n_cols; i++)
+            fetch(call->dtype, call->b, begin + (c + i) * call->b_col, n_terms);
         if (n_in_tile == 3)
-            dot_rows(3, panel, n_rows, o, n);
+            dot_rows(3, panel, n_rows, c, n_terms);
         else if (n_in_tile == 2)
-            dot_rows(2, panel, n_rows, o, n);
+            dot_rows(2, panel, n_rows, c, n_terms);
         else
-            dot_rows(1, panel, n_rows, o, n);
+            dot_rows(1, panel, n_rows, c, n_terms);
     }
 }
 
-static void run_panel(const struct dsc_nn_linear *call, struct panel *panel, int64_t row, int64_t n_rows,
-                      int64_t output, int64_t n_outputs)
+/* Adds the bias of columns from `col`, and rounds values to the row of y. */
+static void finish_row(const struct dsc_nn_product *call, int64_t batch, int64_t row, int64_t col, float *values,
+                       int64_t n_cols)
 {
+    for (int64_t c = 0; call->bias != NULL && c < n_cols; c++)
+        values[c] += dsc_element(call->dtype, call->bias, col + c);
+    narrow(call->dtype, values, n_cols, call->y, (batch * call->n_rows + row) * call->n_cols + col);
+}
+
+static void run_panel(const struct dsc_nn_product *call, struct panel *panel, int64_t batch, int64_t row,
+                      int64_t n_rows, int64_t col, int64_t n_cols)
+{
+    int64_t a = batch * call->a_batch + row * call->a_row, b = batch * call->b_batch + col * call->b_col;
+
     for (int64_t r = 0; r < n_rows; r++)
-        memset(panel->y[r], 0, (size_t)n_outputs * sizeof(float));
-    for (int64_t col = 0; col < call->n_cols; col += DSC_NN_DOT_COLS) {
-        int64_t n = call->n_cols - col < DSC_NN_DOT_COLS ? call->n_cols - col : DSC_NN_DOT_COLS;
+        memset(panel->y[r], 0, (size_t)n_cols * sizeof(float));
+    for (int64_t term = 0; term < call->n_terms; term += DSC_NN_DOT_TERMS) {
+        int64_t n = call->n_terms - term < DSC_NN_DOT_TERMS ? call->n_terms - term : DSC_NN_DOT_TERMS;
 
         for (int64_t r = 0; r < n_rows; r++)
-            widen(call->dtype, call->x, (row + r) * call->n_cols + col, n, panel->x[r]);
-        add_block(call, panel, n_rows, output, n_outputs, col, n);
+            widen(call->dtype, call->a, a + r * call->a_row + term, n, panel->a[r]);
+        add_block(call, panel, n_rows, b + term, n_cols, n);
     }
-    for (int64_t r = 0; r < n_rows; r++) {
-        for (int64_t o = 0; call->bias != NULL && o < n_outputs; o++)
-            panel->y[r][o] += dsc_element(call->dtype, call->bias, output + o);
-        narrow(call->dtype, panel->y[r], n_outputs, call->y, (row + r) * call->n_outputs + output);
-    }
+    for (int64_t r = 0; r < n_rows; r++)
+        finish_row(call, batch, row + r, col, panel->y[r], n_cols);
 }
 
-void DSC_K(nn_linear)(const struct dsc_nn_linear *call, int64_t row, int64_t end_row, int64_t output,
-                      int64_t end_output)
+void DSC_K(nn_dot_product)(const struct dsc_nn_product *call, int64_t batch, int64_t row, int64_t end_row, int64_t col,
+                           int64_t end_col)
 {
     struct panel panel;
 
     for (int64_t r = row; r < end_row; r += PANEL_ROWS)
-        for (int64_t o = output; o < end_output; o += PANEL_OUTPUTS)
-            run_panel(call, &panel, r, end_row - r < PANEL_ROWS ? end_row - r : PANEL_ROWS, o,
-                      end_output - o < PANEL_OUTPUTS ? end_output - o : PANEL_OUTPUTS);
+        for (int64_t c = col; c < end_col; c += PANEL_COLS)
+            run_panel(call, &panel, batch, r, end_row - r < PANEL_ROWS ? end_row - r : PANEL_ROWS, c,
+                      end_col - c < PANEL_COLS ? end_col - c : PANEL_COLS);
 }
 
 /* Rows and columns of a step of `outer_tile`. */
@@ -215,18 +224,20 @@ STEP void outer_tile(const float *a, int64_t a_row, int64_t a_term, float (*b)[O
     }
 }
 
-/* Widens the block's part of a: terms [term, term + n_terms), rows [row, row + n_rows), zeros up to OUTER_ROWS. */
-static void widen_a(const struct dsc_nn_outer_sum *sum, struct block *block, int64_t row, int64_t n_rows, int64_t term,
+/*
+ * Widens the block's part of a, n_rows by n_terms from element `begin`; zeros up to OUTER_ROWS.
+ */
+static void widen_a(const struct dsc_nn_product *call, struct block *block, int64_t begin, int64_t n_rows,
                     int64_t n_terms)
 {
-    if (sum->a_term == 1) {
+    if (call->a_term == 1) {
         for (int64_t r = 0; r < n_rows; r++)
-            widen(sum->dtype, sum->a, (row + r) * sum->a_row + term, n_terms, block->a + r * DSC_NN_OUTER_TERMS);
+            widen(call->dtype, call->a, begin + r * call->a_row, n_terms, block->a + r * DSC_NN_OUTER_TERMS);
         for (int64_t r = n_rows; r % OUTER_ROWS != 0; r++)
             memset(block->a + r * DSC_NN_OUTER_TERMS, 0, DSC_NN_OUTER_TERMS * sizeof(float));
     } else {
         for (int64_t t = 0; t < n_terms; t++) {
-            widen(sum->dtype, sum->a, (term + t) * sum->a_term + row, n_rows, block->a + t * BLOCK_ROWS);
+            widen(call->dtype, call->a, begin + t * call->a_term, n_rows, block->a + t * BLOCK_ROWS);
             for (int64_t r = n_rows; r % OUTER_ROWS != 0; r++)
                 block->a[t * BLOCK_ROWS + r] = 0;
         }
@@ -243,68 +254,46 @@ STEP void widen_strip_step(dsc_dtype dtype, const void *src, int64_t begin, stru
 /* Elements [begin, begin + n), over row t of the strips of the block's b. */
 #define WIDEN_STRIPS(dtype, src, begin, n, block, t) EACH_WIDE_AS(dtype, n, widen_strip_step, src, begin, block, t)
 
-static void widen_b(const struct dsc_nn_outer_sum *sum, struct block *block, int64_t col, int64_t n_cols, int64_t term,
+static void widen_b(const struct dsc_nn_product *call, struct block *block, int64_t begin, int64_t n_cols,
                     int64_t n_terms)
 {
     /* The last strip's columns past the end are computed, and not stored. */
     for (int64_t t = 0; n_cols % OUTER_COLS != 0 && t < n_terms; t++)
         memset(block->b[n_cols / OUTER_COLS][t], 0, OUTER_COLS * sizeof(float));
     for (int64_t t = 0; t < n_terms; t++)
-        WITH_DTYPE(sum->dtype, WIDEN_STRIPS, sum->b, (term + t) * sum->n_cols + col, n_cols, block, t);
+        WITH_DTYPE(call->dtype, WIDEN_STRIPS, call->b, begin + t * call->b_term, n_cols, block, t);
 }
 
-static void run_block(const struct dsc_nn_outer_sum *sum, struct block *block, int64_t row, int64_t n_rows, int64_t col,
-                      int64_t n_cols)
+static void run_block(const struct dsc_nn_product *call, struct block *block, int64_t batch, int64_t row,
+                      int64_t n_rows, int64_t col, int64_t n_cols)
 {
-    bool is_by_row = sum->a_term == 1;
+    bool is_by_row = call->a_term == 1;
     int64_t a_row = is_by_row ? DSC_NN_OUTER_TERMS : 1, a_term = is_by_row ? 1 : BLOCK_ROWS;
+    int64_t a = batch * call->a_batch + row * call->a_row, b = batch * call->b_batch + col;
 
-    memset(block->y, 0, sizeof block->y);
-    for (int64_t term = 0; term < sum->n_terms; term += DSC_NN_OUTER_TERMS) {
-        int64_t n = sum->n_terms - term < DSC_NN_OUTER_TERMS ? sum->n_terms - term : DSC_NN_OUTER_TERMS;
+    for (int64_t r = 0; r < n_rows || r % OUTER_ROWS != 0; r++)
+        memset(block->y[r], 0, sizeof block->y[r]);
+    for (int64_t term = 0; term < call->n_terms; term += DSC_NN_OUTER_TERMS) {
+        int64_t n = call->n_terms - term < DSC_NN_OUTER_TERMS ? call->n_terms - term : DSC_NN_OUTER_TERMS;
 
-        widen_a(sum, block, row, n_rows, term, n);
-        widen_b(sum, block, col, n_cols, term, n);
+        widen_a(call, block, a + term * call->a_term, n_rows, n);
+        widen_b(call, block, b + term * call->b_term, n_cols, n);
         for (int64_t c = 0; c < n_cols; c += OUTER_COLS)
             for (int64_t r = 0; r < n_rows; r += OUTER_ROWS)
                 outer_tile(block->a + r * a_row, a_row, a_term, block->b[c / OUTER_COLS], n,
                            (float(*)[BLOCK_COLS]) & block->y[r][c]);
     }
     for (int64_t r = 0; r < n_rows; r++)
-        narrow(sum->dtype, block->y[r], n_cols, sum->y, (row + r) * sum->n_cols + col);
+        finish_row(call, batch, row + r, col, block->y[r], n_cols);
 }
 
-void DSC_K(nn_outer_sum)(const struct dsc_nn_outer_sum *sum, int64_t row, int64_t end_row, int64_t col, int64_t end_col)
+void DSC_K(nn_outer_product)(const struct dsc_nn_product *call, int64_t batch, int64_t row, int64_t end_row,
+                             int64_t col, int64_t end_col)
 {
     struct block block;
 
     for (int64_t r = row; r < end_row; r += BLOCK_ROWS)
         for (int64_t c = col; c < end_col; c += BLOCK_COLS)
-            run_block(sum, &block, r, end_row - r < BLOCK_ROWS ? end_row - r : BLOCK_ROWS, c,
+            run_block(call, &block, batch, r, end_row - r < BLOCK_ROWS ? end_row - r : BLOCK_ROWS, c,
                       end_col - c < BLOCK_COLS ? end_col - c : BLOCK_COLS);
-}
-
-void DSC_K(nn_column_sums)(int64_t n_rows, int64_t n_cols, dsc_dtype dtype, const void *x, int64_t col, int64_t end_col,
-                           void *y)
-{
-    DSC_ALIGNED float row[BLOCK_COLS], sums[BLOCK_COLS], totals[BLOCK_COLS];
-
-    for (int64_t c = col; c < end_col; c += BLOCK_COLS) {
-        int64_t n = end_col - c < BLOCK_COLS ? end_col - c : BLOCK_COLS;
-
-        memset(totals, 0, sizeof totals);
-        for (int64_t first = 0; first < n_rows; first += DSC_NN_OUTER_TERMS) {
-            int64_t last = n_rows - first < DSC_NN_OUTER_TERMS ? n_rows : first + DSC_NN_OUTER_TERMS;
-
-            memset(sums, 0, sizeof sums);
-            for (int64_t r = first; r < last; r++) {
-                widen(dtype, x, r * n_cols + c, n, row);
-                for (int64_t i = 0; i < n; i++)
-                    sums[i] += row[i];
-            }
-            for (int64_t i = 0; i < n; i++)
-                totals[i] += sums[i];
-        }
-        narrow(dtype, totals, n, y, c);
-    }
 }

@@ -1,0 +1,108 @@
+/* Products of matrices: checks, and tiles for threads. */
+#include "base/check.h"
+#include "base/fail.h"
+#include "base/par.h"
+#include "nn/rows.h"
+#include "nn/table.h"
+
+/* A chunk is a tile of results, of at least this many products. */
+#define CHUNK_PRODUCTS (1 << 20)
+/* Sides of tiles: multiples of the steps of the loops. */
+#define TILE_ROWS 192
+#define TILE_COLS 256
+#define GRAIN_COLS 16
+
+static int64_t least(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+static int64_t pieces(int64_t n, int64_t size)
+{
+    return (n + size - 1) / size;
+}
+
+struct job {
+    struct dsc_nn_product call;
+    void (*run)(const struct dsc_nn_product *call, int64_t batch, int64_t row, int64_t end_row, int64_t col,
+                int64_t end_col);
+    int64_t tile_rows;
+    int64_t tile_cols;
+    int64_t n_across; /* tiles beside one another */
+    int64_t n_tiles;  /* of a batch */
+};
+
+static void find_tiles(struct job *job)
+{
+    const struct dsc_nn_product *call = &job->call;
+    int64_t n_wanted;
+
+    job->tile_rows = least(call->n_rows, TILE_ROWS);
+    n_wanted = CHUNK_PRODUCTS / ((call->n_terms + 1) * job->tile_rows) + 1;
+    job->tile_cols = least(pieces(n_wanted, GRAIN_COLS) * GRAIN_COLS, TILE_COLS);
+    job->n_across = pieces(call->n_cols, job->tile_cols);
+    job->n_tiles = pieces(call->n_rows, job->tile_rows) * job->n_across;
+}
+
+static void run_tiles(void *arg, int64_t first, int64_t last)
+{
+    const struct job *job = arg;
+    const struct dsc_nn_product *call = &job->call;
+
+    for (int64_t i = first; i < last; i++) {
+        int64_t tile = i % job->n_tiles;
+        int64_t row = tile / job->n_across * job->tile_rows, col = tile % job->n_across * job->tile_cols;
+
+        job->run(call, i / job->n_tiles, row, least(row + job->tile_rows, call->n_rows), col,
+                 least(col + job->tile_cols, call->n_cols));
+    }
+}
+
+static dsc_status check_sizes(const struct dsc_nn_product *call)
+{
+    int64_t n_elems;
+
+    DSC_TRY(dsc_check_product(call->n_rows, call->n_terms, call->n_cols, "columns"));
+    if (call->n_batches < 0)
+        return dsc_fail(DSC_EINVAL, "%lld batches: may not be negative", (long long)call->n_batches);
+    if (__builtin_mul_overflow(call->n_rows * call->n_cols, call->n_batches, &n_elems))
+        return dsc_fail(DSC_EOVERFLOW, "%lld batches of %lld rows, %lld columns: more elements than int64_t counts",
+                        (long long)call->n_batches, (long long)call->n_rows, (long long)call->n_cols);
+    if (dsc_dtype_bytes(call->dtype) == 0)
+        return dsc_fail(DSC_EINVAL, "dtype is %d, which is no dsc_dtype", (int)call->dtype);
+    return DSC_OK;
+}
+
+static void set_lone_stride(int64_t size, int64_t *stride)
+{
+    if (size <= 1)
+        *stride = 1;
+}
+
+dsc_status dsc_nn_product(const struct dsc_nn_product *given, const struct dsc_par *par)
+{
+    struct job job = {.call = *given};
+    struct dsc_nn_product *call = &job.call;
+
+    DSC_TRY(check_sizes(call));
+    if (call->n_batches == 0 || call->n_rows == 0 || call->n_cols == 0)
+        return DSC_OK;
+    DSC_TRY(CHECK_PRESENT(1, NAMED(call, y)));
+    DSC_TRY(CHECK_PRESENT(call->n_terms, NAMED(call, a), NAMED(call, b)));
+    set_lone_stride(call->n_terms, &call->a_term);
+    set_lone_stride(call->n_terms, &call->b_term);
+    set_lone_stride(call->n_cols, &call->b_col);
+    if (call->a_term == 1 && call->b_term == 1)
+        job.run = dsc_nn_kernels_get()->dot_product;
+    else if (call->b_col == 1 && (call->a_term == 1 || call->a_row == 1))
+        job.run = dsc_nn_kernels_get()->outer_product;
+    else
+        return dsc_fail(
+            DSC_EINVAL, "strides are %lld, %lld of a and %lld, %lld of b: neither terms nor columns are dense",
+            (long long)call->a_row, (long long)call->a_term, (long long)call->b_term, (long long)call->b_col);
+    find_tiles(&job);
+    if (call->n_rows * call->n_cols * call->n_batches < CHUNK_PRODUCTS / (call->n_terms + 1))
+        par = NULL; /* less work than it takes to wake a thread */
+    dsc_par_run(par, call->n_batches * job.n_tiles, run_tiles, &job);
+    return DSC_OK;
+}
