@@ -84,6 +84,12 @@ class Env:
     cpu_isa: str | None = _Variable("DSC_CPU_ISA", None, str, words=("scalar", "avx2", "avx512", "neon"))
     """DSC_CPU_ISA: instruction set of the CPU loops, instead of the best available."""
 
+    onednn_isa: str | None = _Variable("ONEDNN_MAX_CPU_ISA", None, str)
+    """ONEDNN_MAX_CPU_ISA: the most of the instruction sets that torch's matrix products may use."""
+
+    cache_home: str | None = _Variable("XDG_CACHE_HOME", None, str)
+    """XDG_CACHE_HOME: folder of measurements that are kept from run to run, instead of ~/.cache."""
+
     num_threads: int | None = _Variable("DSC_NUM_THREADS", None, int, 1)
     """DSC_NUM_THREADS: number of threads for a pass over host memory, such as an optimizer step; default: this rank's
     share of the host's processors. OMP_NUM_THREADS has no effect on it."""

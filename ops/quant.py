@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from deepspeed_c import _C  # noqa: F401  (registers the operators)
+from deepspeed_c.ops import nn
 from deepspeed_c.ops import quant_reference as reference
 from deepspeed_c.ops.autocast import cast_by_autocast
+from deepspeed_c.ops.product_times import product_times
 
 __all__ = [
     "FEW_ROWS",
@@ -202,21 +204,15 @@ def _formula_packed_linear(
     group: int,
     zero_points: Tensor | None = None,
 ) -> Tensor:
-    dtype = _product_dtype(x)
     # Rounded to x's dtype on every processor.
-    weight = packed_weight(packed, scales, bits, group, x.shape[-1], x.dtype, zero_points).to(dtype)
-    return torch.nn.functional.linear(x.to(dtype), weight, None if bias is None else bias.to(dtype)).to(x.dtype)
-
-
-def _product_dtype(x: Tensor) -> torch.dtype:
-    """x's dtype, or float32 where torch's product of 16 bits takes several times as long: below AVX-512."""
-    is_slow = x.device.type == "cpu" and x.itemsize == 2 and not _has_avx512()
-    return torch.float32 if is_slow else x.dtype
+    weight = packed_weight(packed, scales, bits, group, x.shape[-1], x.dtype, zero_points)
+    is_slow = x.device.type == "cpu" and x.itemsize == 2 and _is_torch_slow(x.dtype)
+    return (nn.linear if is_slow else torch.nn.functional.linear)(x, weight, bias)
 
 
 @cache
-def _has_avx512() -> bool:
-    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+def _is_torch_slow(dtype: torch.dtype) -> bool:
+    return product_times(dtype).is_torch_slow
 
 
 def _rows(x: Tensor) -> Tensor:

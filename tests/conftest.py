@@ -30,6 +30,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+_CACHE = "XDG_CACHE_HOME"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,9 +39,17 @@ def pytest_configure(config: pytest.Config) -> None:
     item_limits.register(config)
     defects.register(config)
     if _INDUCTOR not in os.environ:
-        os.environ[_INDUCTOR] = folder = tempfile.mkdtemp(prefix="dsc_inductor_")
-        config.add_cleanup(lambda: (os.environ.pop(_INDUCTOR), shutil.rmtree(folder, ignore_errors=True)))
+        _make_folder(config, _INDUCTOR, "dsc_inductor_")
+    _make_folder(config, _CACHE, "dsc_cache_")
     meter.register(config)
+
+
+def _make_folder(config: pytest.Config, name: str, prefix: str) -> None:
+    """A new folder for the session, whose path the environment variable ``name`` has until the session ends."""
+    before, os.environ[name] = os.environ.get(name), tempfile.mkdtemp(prefix=prefix)
+    folder = os.environ[name]
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    config.add_cleanup(lambda: os.environ.pop(name) if before is None else os.environ.update({name: before}))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,6 +83,18 @@ def one_torch_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def torch_multiplies() -> None:
+    """``"cpu_products": "auto"`` finds times with which torch multiplies, so that a test has the same bits on every
+    machine. Tests of this key have other times."""
+    import torch
+
+    from deepspeed_c.ops.product_times import ProductTimes, keep_times
+
+    for dtype in (torch.bfloat16, torch.float16):
+        keep_times(dtype, ProductTimes(1e-3, 1e-3))
 
 
 @pytest.fixture(autouse=True)

@@ -32,11 +32,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quantity": set(),
     "script": set(),
     "cgroups": set(),
+    "processor": set(),
     "guard": set(),
     "threads": {"_C", "cgroups"},
     "alias": set(),
     "_C": set(),
-    "ops": {"_C"},
+    "ops": {"_C", "processor"},
     "config": {"logging"},
     "logging": set(),
     "accelerator": {"config", "ops", "_C", "cgroups"},
@@ -107,7 +108,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "autotuning": {"accelerator", "config", "logging", "plan", "engine", "profile", "cgroups", "quantity"},
     "launcher": {
         *("autotuning", "alias", "config", "logging", "plan", "checkpoint", "io", "bench", "inject", "sequence", "pipe", "threads"),
-        *("inference", "comm", "compression"),
+        *("inference", "comm", "compression", "ops", "processor"),
     },
 }
 # The top modules put the parts together. Only they import one another.

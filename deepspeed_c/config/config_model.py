@@ -169,7 +169,7 @@ class DeepSpeedConfigModel:
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
         if not strict:
-            data = {key: value for key, value in data.items() if _is_not_auto(key, value)}
+            data = {key: value for key, value in data.items() if not is_unfilled(key, value)}
         fields = self.model_fields
         by_key = self._names_by_key()
         if unknown := sorted(data.keys() - by_key.keys()):
@@ -336,9 +336,13 @@ def setattr_unchecked(model: DeepSpeedConfigModel, name: str, value: Any) -> Non
     model.__dict__[name] = value
 
 
-def _is_not_auto(key: str, value: Any) -> bool:
-    # "replace_method" is the only key of DeepSpeed's models for which "auto" is a real value.
-    return key == "replace_method" or not (isinstance(value, str) and value == "auto")
+# Keys for which "auto" is an ordinary value.
+_AUTO_IS_A_VALUE = ("replace_method", "cpu_products")
+
+
+def is_unfilled(key: str, value: Any) -> bool:
+    """Whether ``value`` is the "auto" that another program was to fill."""
+    return isinstance(value, str) and value == "auto" and key not in _AUTO_IS_A_VALUE
 
 
 def _dumped(value: Any, options: Mapping[str, Any]) -> Any:

@@ -13,7 +13,7 @@ import msgspec
 from typing_extensions import Self
 
 from deepspeed_c.config.coerce import BadValue, coerce, refusal, show
-from deepspeed_c.config.config_model import DeepSpeedConfigModel, Field
+from deepspeed_c.config.config_model import DeepSpeedConfigModel, Field, is_unfilled
 from deepspeed_c.config.keys import DTYPE_NAMES, NonNeg, Positive, acts, inherent
 from deepspeed_c.config.load import read_config
 from deepspeed_c.config.nearest import nearest
@@ -80,7 +80,7 @@ class InferenceSection(DeepSpeedConfigModel):
             path = f"{cls.place}.{key}" if cls.place else key
             if is_parked(key):
                 yield f"{path} is parked"
-            elif not strict and _is_auto(value) and key != "replace_method" and key in cls._names_by_key():
+            elif not strict and is_unfilled(key, value) and key in cls._names_by_key():
                 default = cls.model_fields[cls._names_by_key()[key]].get_default()
                 yield f'{path} is "auto", and no other program fills it: its default {show(default)} holds'
 
@@ -98,14 +98,14 @@ class InferenceSection(DeepSpeedConfigModel):
         unknown: dict[str, Any] = {}
         for source in sources:
             for key, value in source.items():
-                if is_parked(key) or (not strict and _is_auto(value) and key != "replace_method"):
+                if is_parked(key) or (not strict and is_unfilled(key, value)):
                     continue
                 if key not in names:
                     unknown[key] = value
                     continue
                 name = names[key]
                 read = cls._read(name, value, key)
-                if name in found and found[name][2] != read:
+                if name in found and _are_two(found[name][2], read):
                     other, before, _ = found[name]
                     spelt = f"{key} = {show(value)}" if key != other else show(value)
                     raise ConfigError(
@@ -399,6 +399,13 @@ class DeepSpeedInferenceConfig(InferenceSection):
     transposed_mode: Annotated[
         bool, inherent("Whether weights are stored transposed.", "weights keep the layout of the model")
     ] = False
+    cpu_products: Annotated[
+        Literal["auto", "torch"],
+        acts(
+            "Who multiplies 16-bit elements on a CPU. auto: until the last engine with this value is closed, kernels"
+            " that compute in fp32, if torch takes longer by half or more (processors below AVX-512). torch: torch."
+        ),
+    ] = "auto"
     mp_size: Annotated[Positive, acts("Old name of `tensor_parallel.tp_size`.")] = _old(1, "tensor_parallel.tp_size")
     mpu: Annotated[Any, acts("Old name of `tensor_parallel.mpu`.")] = _old(None, "tensor_parallel.mpu")
     ep_size: Annotated[Positive, acts("Old name of `moe.ep_size`.")] = _old(1, "moe.ep_size")
@@ -557,8 +564,13 @@ def _refuse_other_keys(section: Mapping[Any, Any], where: str) -> None:
             raise ConfigError(f"the key {key!r} is not a string", where=where, fix="write it as a string")
 
 
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == "auto"
+def _are_two(a: Any, b: Any) -> bool:
+    """Whether two values of a key differ. Objects that can't be compared, such as tensors, are the same only if they
+    are one."""
+    try:
+        return bool(a != b)
+    except (TypeError, ValueError, RuntimeError):
+        return a is not b
 
 
 def _is_int(value: Any) -> bool:

@@ -89,6 +89,14 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     bf16: Annotated[Bf16, acts("bf16 training.")] = Bf16()
     torch_autocast: Annotated[TorchAutocast, acts("Autocast training.")] = TorchAutocast()
     data_types: Annotated[DataTypes, acts("Formats that do not follow from these.")] = DataTypes()
+    cpu_products: Annotated[
+        Literal["auto", "torch"],
+        acts(
+            "Who multiplies bf16 and fp16 on a CPU. auto: until the last engine with this value is closed, kernels that"
+            " compute in fp32, if torch takes longer by half or more (processors below AVX-512). torch: torch.",
+            auto="value",
+        ),
+    ] = "auto"
     amp: Annotated[Amp, tunes("Apex AMP.", "amp")] = Amp()
     msamp: Annotated[MsAmp, tunes("MS-AMP.", "msamp")] = MsAmp()
 

@@ -11,12 +11,15 @@ from typing import Any, Protocol
 
 import torch
 
+from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm.axes import SP, TP, WITHIN_STAGE
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.engine.generate import Generation
 from deepspeed_c.engine.group_generation import GroupGeneration
+from deepspeed_c.engine.precision import DTYPES
+from deepspeed_c.engine.products import take_over_products
 from deepspeed_c.env import read_env
 from deepspeed_c.errors import ModelError
 from deepspeed_c.inject import cut_model
@@ -171,7 +174,19 @@ def _watch_generation(model: torch.nn.Module, context: EditContext) -> Made:
     return _Undo(context.generation.watch(model))
 
 
+def _computes_on_cpu(context: EditContext) -> bool:
+    return context.config.cpu_products == "auto" and get_accelerator().device_name() == "cpu"
+
+
+def _take_over_products(model: torch.nn.Module, context: EditContext) -> Made:
+    config = context.config
+    sections = (("fp16", config.fp16), ("bf16", config.bf16), (config.torch_autocast.dtype, config.torch_autocast))
+    dtypes = [DTYPES[name] for name, section in sections if section.enabled]
+    return _Undo(take_over_products(model, dtypes, context.mesh.comm))
+
+
 EDITS: tuple[ModelEdit, ...] = (
+    ModelEdit("products", wanted=_computes_on_cpu, apply=_take_over_products, needs_layout=False),
     ModelEdit(
         "group generation",
         wanted=lambda context: context.config.hybrid_engine.enabled and context.config.hybrid_engine.inference_tp_size > 1,

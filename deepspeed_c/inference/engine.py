@@ -241,6 +241,7 @@ def _engine_config(config: DeepSpeedInferenceConfig, n_ranks: int) -> GivenConfi
     """The configuration of an engine that trains nothing. n_ranks: tensor-parallel ranks, which an mpu may give."""
     tensors = {"autotp_size": n_ranks, "replace_with_kernel_inject": config.replace_with_kernel_inject}
     source: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": tensors}
+    source["cpu_products"] = config.cpu_products
     if config.zero:
         # Sections fp16 and bf16 stay out: each weight has its dtype already, and some stay in fp32.
         source["zero_optimization"] = copy_plain(config.zero, "zero")

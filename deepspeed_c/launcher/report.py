@@ -22,6 +22,7 @@ from deepspeed_c._version import __version__
 from deepspeed_c.command_line import command_parser
 from deepspeed_c.launcher.compare import CLOCK, SECONDS, report_of_hosts
 from deepspeed_c.launcher.cores import allowed_cpus, as_ranges, threads_per_rank
+from deepspeed_c.processor import processor_name
 
 __all__ = ["gather", "main"]
 
@@ -138,7 +139,7 @@ def _built(extension: ModuleType) -> dict[str, Any]:
 def _cpu(extension: ModuleType | None) -> dict[str, Any]:
     cpus = allowed_cpus()
     values: dict[str, Any] = {
-        "model": _cpu_model(),
+        "model": processor_name(),
         "cores": f"{os.cpu_count()}, allowed: {as_ranges(cpus)}",
         "threads of one process": threads_per_rank(1),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
@@ -150,19 +151,19 @@ def _cpu(extension: ModuleType | None) -> dict[str, Any]:
         try:
             values["threads of an optimizer step"] = extension.pool_n_threads()
             values["... in use"] = extension.cpu_isa()
+            values.update(_products())
         except ValueError as error:  # an environment variable has an invalid value, which every operator reports too
             values["threads of an optimizer step"] = str(error)
     return values
 
 
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+def _products() -> dict[str, str]:
+    """Who multiplies 16-bit elements under "cpu_products": "auto"."""
+    import torch
+
+    from deepspeed_c.ops.product_times import product_times
+
+    return {f"products of {str(dtype)[6:]}": str(product_times(dtype)) for dtype in (torch.bfloat16, torch.float16)}
 
 
 def _memory() -> dict[str, Any]:
