@@ -1,6 +1,6 @@
-"""How long products of 16-bit elements take on this machine: torch's own, and those of ``deepspeed_c.ops.products``.
+"""How long products of 16-bit elements take on this machine, in torch and in the core of ``deepspeed_c.ops.products``.
 
-The three products of a layer's training step are timed: its output, the gradient of its input and that of its weight.
+The three products of a layer's training step are timed: its output and the gradients of its input and its weight.
 Times are kept in a file of the user's cache folder, so that a machine measures once for each version of torch, and all
 runs on it decide alike.
 """
@@ -75,7 +75,7 @@ def _file() -> Path:
 
 
 def _read(path: Path) -> dict[str, list[float]]:
-    """The file's times. Whatever else it holds, and a file that can't be read, is measured again."""
+    """The file's times. An unreadable file has none, and other entries are left out: they are measured again."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -5,10 +5,10 @@ Below AVX-512 torch multiplies bfloat16 and float16 by a plain loop, in 20 to 10
 the CPU: matrix products run in ``dsc_nn_product``, which keeps no float32 copy of an operand; convolutions, attention
 and sums with factors run in torch's float32 kernels, between casts. Each result is rounded once.
 
-The kernels lie below autograd, autocast and the tracers of compiled graphs, at the dispatch key at which torch selects
-a backend. So whatever multiplies in torch gets them: layers of any class, experts, functions of the user, backward
-passes, second derivatives, compiled graphs, recomputation. Calls that they don't take are torch's, errors included:
-operands of mixed dtypes or of shapes that don't fit, sparse tensors, meta tensors.
+The kernels have torch's dispatch key BackendSelect, below autograd, autocast and the tracers of compiled graphs. So all
+products of torch get them: layers of any class, experts, functions of the user, backward passes, second derivatives,
+compiled graphs, recomputation. Other calls are torch's, errors included: operands of mixed dtypes or shapes, sparse
+tensors, meta tensors.
 """
 
 from __future__ import annotations

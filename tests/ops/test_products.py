@@ -124,7 +124,7 @@ def test_no_further_from_float64_than_torch(name: str, dtype: torch.dtype) -> No
     mine, other = errors(ours, wanted), errors(theirs, wanted)
     print(name, dtype, mine, other)
     unit = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
-    # Attention rounds what lies between its steps: the output that its gradient reads, or the operators' results.
+    # Attention rounds between its steps, too: its gradient reads the rounded output.
     n_rounded = 3 if "attention" in name else 1
     assert all(a <= max(n_rounded * unit, b) for a, b in zip(mine, other, strict=True)), (mine, other)
 
@@ -143,7 +143,7 @@ def counted(function: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> int
 def test_the_core_multiplies_whoever_asks(widened: None, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = torch.nn.Linear(8, 4, dtype=torch.bfloat16)
     x = randn(3, 8).bfloat16().requires_grad_()
-    n_of = lambda function: counted(function, monkeypatch)  # noqa: E731
+    n_of = lambda function: counted(function, monkeypatch)
     assert n_of(lambda: layer(x)) == 1
     assert n_of(lambda: layer(x).sum().backward()) == 3
     with torch.inference_mode():
@@ -162,7 +162,7 @@ def test_the_core_multiplies_whoever_asks(widened: None, monkeypatch: pytest.Mon
 
 def test_others_stay_with_torch(widened: None, monkeypatch: pytest.MonkeyPatch) -> None:
     half, wide = randn(3, 4).bfloat16(), randn(3, 4)
-    n_of = lambda function: counted(function, monkeypatch)  # noqa: E731
+    n_of = lambda function: counted(function, monkeypatch)
     assert n_of(lambda: wide @ wide.mT) == 0
     assert n_of(lambda: wide.double() @ wide.double().mT) == 0
     assert n_of(lambda: half.to("meta") @ half.mT.to("meta")) == 0
