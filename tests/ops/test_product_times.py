@@ -110,7 +110,7 @@ def test_slow_is_longer_by_half() -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_a_measurement_takes_each_side_by_its_own_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while products are widened: then torch's time would be that of the core."""
+    """Widened products would give torch the time of the core."""
     from deepspeed_c.ops import products
 
     end = widen_products(HALVES)

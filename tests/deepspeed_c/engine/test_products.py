@@ -54,7 +54,7 @@ class Keeper(torch.nn.Linear):
 
 
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}
-# What is slow -> (model, keys, whether products are widened).
+# (slow dtypes, model, keys, whether products are widened)
 CASES = [
     ("both", None, BF16, True),
     ("both", None, FP16, True),
