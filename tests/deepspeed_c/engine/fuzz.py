@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -28,7 +28,10 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed_c
 from deepspeed_c import utils
+from deepspeed_c.engine import products
 from deepspeed_c.offload import place
+from deepspeed_c.ops.product_times import ProductTimes
+from deepspeed_c.ops.products import widen_products
 from tests.deepspeed_c.zero.reference import Event, Reference, flow_of, recorded
 from tests.ranks import RanksFailed, run_ranks
 
@@ -66,6 +69,7 @@ CHOICES: dict[str, list[Any]] = {
     "trainable": [False, False, False, True],
     "load": ["none", "none", "full", "weights", "module"],
     "moment": ["start", "within", "between"],
+    "products": ["torch", "widened"],
 }
 STEPS = 4
 ADAMW = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
@@ -103,7 +107,7 @@ def settled(case: Case) -> Case:
     if case["offload"] == case["offload_params"] == "none":
         case["apart"] = False
     if case["precision"] == "fp32":
-        case["accumulates_in_fp32"] = False
+        case["accumulates_in_fp32"], case["products"] = False, default["products"]
     if case["edit"] == "state" and case["precision"] == "fp16_dynamic":
         case["edit"] = "master"  # there may be no state to edit: perhaps no step was applied yet
     if case["load"] == "none":
@@ -198,6 +202,12 @@ def config_of(case: Case, folder: str) -> dict:
     }
 
 
+def machine_of(case: Case) -> AbstractContextManager:
+    """A machine on which products of 16-bit elements are widened or not, as the case says, whatever it would measure."""
+    times = ProductTimes(1.0, 1e-3) if case["products"] == "widened" else ProductTimes(1e-3, 1e-3)
+    return mock.patch.object(products, "product_times", lambda dtype: times)
+
+
 # ---- the acts of a run, by an engine and by the reference ------------------------------------------------------------
 
 # The names and patterns passed to set_trainable at the beginning of steps 1 and 3.
@@ -257,7 +267,7 @@ class Outcome(NamedTuple):
 
 def engine_outcome(rank: int, world: int, case: Case, folder: str, planted: dict) -> Outcome:
     """``planted``: wrong options that the optimizer is given on purpose."""
-    with mock.patch.object(place, "is_apart", lambda device: case["apart"]), recorded() as order:
+    with mock.patch.object(place, "is_apart", lambda device: case["apart"]), machine_of(case), recorded() as order:
         model = make(case)
         engine = deepspeed_c.initialize(
             model=model, model_parameters=groups_of(model, case), config=config_of(case, folder)
@@ -398,7 +408,10 @@ def check_case(case: Case, *, planted: dict | None = None, timeout: float = 60.0
         except RanksFailed as error:
             return str(error)
     try:
-        wants = reference_outcomes(case, gots)
+        with ExitStack() as stack:
+            if case["products"] == "widened":  # the reference rounds where the engine rounds
+                stack.callback(widen_products((torch.bfloat16, torch.float16)))
+            wants = reference_outcomes(case, gots)
     except AssertionError as error:
         return str(error)
     return next(filter(None, (_difference(case, rank, *both) for rank, both in enumerate(zip(gots, wants)))), "")

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 import deepspeed_c
-from tests.deepspeed_c.engine.fuzz import Case, cases_of, parser_of
+from tests.deepspeed_c.engine.fuzz import Case, cases_of, machine_of, parser_of
 from tests.deepspeed_c.inject.families import VOCAB, make
 from tests.deepspeed_c.pipe.models import Plain, loss_fn, micro_batches, module_of
 from tests.deepspeed_c.zero.test_tensor_parallel import logical
@@ -55,6 +55,7 @@ CHOICES: dict[str, list[Any]] = {
     "schedule": ["1f1b", "gpipe", "zb_h1", "zb_v", "interleaved", "dualpipe_v"],
     "user_backward": [False, False, True],
     "bucket": [100_000, 3000],
+    "products": ["torch", "widened"],
 }
 STEPS, RATE, BATCH, TOKENS, DROPPED = 2, 0.3, 2, 12, 0.2
 WITH_SEQUENCES = ("llama", "llama_tied_shared", "qwen3")
@@ -112,6 +113,8 @@ def settled(case: Case) -> Case:
         case["dropout"] = "keyed"
     if case["pp"] * case["tp"] * case["sp"] * case["data"] > 4:
         put_back("data")
+    if case["precision"] == "fp32":
+        put_back("products")
     return case
 
 
@@ -365,8 +368,11 @@ def outcome_of(engine: Any, data_rank: int, drops: Drops | None, positions: list
 
 
 def train(rank: int, world: int, case: Case) -> Outcome:
-    if case["pp"] > 1:
-        return train_pipeline(case)
+    with machine_of(case):
+        return train_pipeline(case) if case["pp"] > 1 else train_whole(case)
+
+
+def train_whole(case: Case) -> Outcome:
     from deepspeed_c.sequence.loader import UlyssesSPDataLoaderAdapter
 
     model, sp = model_of(case), case["sp"]
