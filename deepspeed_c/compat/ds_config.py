@@ -108,11 +108,11 @@ class DtypeEnum(enum.Enum):
 
 
 def load_ds_config(config: str | os.PathLike[str] | dict[str, Any]) -> dict[str, Any]:
-    """The configuration as a dictionary: ``config`` itself if it is a dictionary, else the content of a JSON file or
-    base64 text.
+    """The configuration as a dictionary: ``config`` itself if it is a dictionary, else the content of a JSON or
+    Hjson file, or of base64 text.
 
     Raises:
-        ConfigError: ``config`` has none of these forms, or the text is not JSON.
+        ConfigError: ``config`` has none of these forms, or the text is neither JSON nor Hjson.
     """
     return config if isinstance(config, dict) else read_source(config).keys
 
@@ -135,7 +135,7 @@ class DeepSpeedConfig:
     class refuses elasticity, because it determines batch sizes.
 
     Args:
-        config: a dictionary, which is not changed, the path of a JSON file, or base64 text.
+        config: a dictionary, which is not changed, the path of a JSON or Hjson file, or base64 text.
         mpu: an object with ``get_data_parallel_world_size()`` or ``get_sequence_parallel_world_size()``, needed if not
             all ranks of the process group are data-parallel. Without a process group there is one rank.
         mesh_device: a device mesh whose dimension "data_parallel" contains the data-parallel ranks.

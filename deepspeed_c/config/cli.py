@@ -23,7 +23,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--all", action="store_true", help="also keys of features that are not in use")
     check = actions.add("check", _check, "print everything that is wrong")
     for command in (show, check):
-        command.add_argument("file", metavar="FILE", help="JSON file, or base64-encoded JSON")
+        command.add_argument("file", metavar="FILE", help="JSON or Hjson file, or either as base64 text")
         command.add_argument(
             "--world-size",
             type=int,

@@ -28,8 +28,11 @@ _HEAD = """\
 {written}
 
 The configuration is DeepSpeed's JSON (with the names, types and defaults of DeepSpeed 0.19.6), given as a dict, as
-the path of a JSON file, or as base64-encoded JSON. `deepspeed_c config check FILE` lists the errors of a file
-and `deepspeed_c config show FILE` every value with its origin; neither needs a GPU or torch.
+the path of a file, or as base64 text. A file that is not plain JSON is read as Hjson, by DeepSpeed's package `hjson`:
+comments after `#` and `//` and in `/* */`, a comma before a closing bracket or none at the end of a line, keys and texts
+without quotes, texts of several lines in `'''`. A key that stands twice is an error in both. `deepspeed_c config check
+FILE` lists the errors of a file and `deepspeed_c config show FILE` every value with its origin; neither needs a GPU or
+torch.
 
 ## Rules
 

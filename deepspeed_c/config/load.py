@@ -49,7 +49,7 @@ def load_config(
     """Read and check a DeepSpeed configuration.
 
     Args:
-        source: a dict (never changed), the path of a JSON file, or base64-encoded JSON.
+        source: a dict (never changed), the path of a JSON or Hjson file, or base64 text.
         world_size: data-parallel ranks, at least 1.
         overrides: keys that replace keys of ``source``, nested or dotted ("optimizer.params.lr"); this is how a caller
             resolves an "auto".

@@ -1,4 +1,4 @@
-"""Read the configuration's text: a dict, a JSON file, or base64-encoded JSON."""
+"""Read the configuration's text: a dict, a file, or base64 text. Text is JSON, or Hjson where JSON refuses it."""
 
 import base64
 import binascii
@@ -26,6 +26,8 @@ PARKED = "x-"
 _COMMENT = re.compile(r"(_|//|#).*|comments?([ :].*|[_-]?\d+)?", re.IGNORECASE | re.DOTALL)
 
 _MAX_DEPTH = 64
+# Decoded text that begins otherwise was not meant as a configuration.
+_OPENINGS = ("{", "#", "//", "/*")
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]+={0,2}\s*\Z")
 
 
@@ -42,7 +44,8 @@ def read_source(source: Any) -> GivenConfig:
     """Read a configuration, unless it is one that has been read. Nothing else opens, parses or copies one.
 
     Raises:
-        ConfigError: the file does not exist, the text is not JSON or not a JSON object, or a key occurs twice.
+        ConfigError: the file does not exist, the text is neither JSON nor Hjson, it is not an object, or a key occurs
+            twice.
     """
     if isinstance(source, GivenConfig):
         return source
@@ -54,7 +57,7 @@ def read_source(source: Any) -> GivenConfig:
         raise ConfigError(
             f"cannot be read from a {type(source).__name__}",
             where="configuration",
-            fix="pass a dict, the path of a JSON file, or base64-encoded JSON",
+            fix="pass a dict, the path of a JSON or Hjson file, or either encoded by base64",
         )
     if not isinstance(data, Mapping):
         raise ConfigError(
@@ -166,7 +169,7 @@ def _read_text(text: str) -> tuple[Any, str]:
         decoded = base64.urlsafe_b64decode(raw + "=" * (-len(raw) % 4)).decode("utf-8")
     except (binascii.Error, UnicodeDecodeError):
         raise missing from None
-    if not decoded.lstrip().startswith("{"):
+    if not decoded.lstrip().startswith(_OPENINGS):
         raise missing
     return _parse(decoded, "base64 text"), "base64 text"
 
@@ -175,27 +178,50 @@ def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_without_doubles(where))
     except json.JSONDecodeError as error:
-        lines = error.doc.splitlines()
-        line = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
-        hint = "correct that line" if text.strip() else "write at least {}"
-        if re.search(r"(^|\s)(//|#|/\*)", text) or re.search(r",\s*[}\]]", text):
-            hint += (
-                "; JSON knows no comments and no comma before a closing bracket (to park a key, put x- in front of it)"
-            )
-        raise ConfigError(
-            f"line {error.lineno}, column {error.colno} is not JSON ({error.msg}): {_cut(line)!r}",
-            where=where,
-            fix=hint,
-        ) from None
-    except RecursionError:
-        raise ConfigError("is nested too deep", where=where, fix="flatten it") from None
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        # json.loads raises this error also for an integer of thousands of digits.
-        raise ConfigError(
-            f"holds a number that cannot be read ({error})", where=where, fix="write a shorter one"
-        ) from None
+        as_json = error
+    except (RecursionError, ValueError) as error:
+        raise _unreadable(error, where) from None
+    if not text.strip():
+        raise ConfigError("is empty: line 1, column 1 is not JSON", where=where, fix="write at least {}")
+    return _parse_hjson(text, where, as_json)
+
+
+def _parse_hjson(text: str, where: str, as_json: json.JSONDecodeError) -> Any:
+    """Read text that plain JSON refuses, as ``as_json`` says, by the package that DeepSpeed reads it with."""
+    # Few files need the package: the others do not wait for its import.
+    import hjson
+
+    try:
+        return hjson.loads(text, object_pairs_hook=_without_doubles(where))
+    except hjson.HjsonDecodeError as error:
+        message, at = error.msg, error.pos
+    except IndexError:
+        # The package looks for the end of a comment or of a text in ''' behind the end of the file.
+        message, at = "a comment /* or a text in ''' does not end", len(text)
+    except (RecursionError, OverflowError, ValueError) as error:
+        raise _unreadable(error, where) from None
+    place, line = _place(text, at)
+    json_place, _ = _place(text, as_json.pos)
+    raise ConfigError(
+        f"{place} is not Hjson ({message}): {_cut(line)!r}",
+        where=where,
+        fix=f"correct that line, or, if the file is plain JSON, {json_place} ({as_json.msg})",
+    )
+
+
+def _place(text: str, at: int) -> tuple[str, str]:
+    """``line L, column C`` of the character number ``at``, and that line."""
+    before = text[:at].split("\n")
+    return f"line {len(before)}, column {len(before[-1]) + 1}", text.split("\n")[len(before) - 1].strip()
+
+
+def _unreadable(error: Exception, where: str) -> ConfigError:
+    if isinstance(error, ConfigError):
+        return error
+    if isinstance(error, RecursionError):
+        return ConfigError("is nested too deep", where=where, fix="flatten it")
+    # An integer of thousands of digits, or a number above the largest one of 64 bits.
+    return ConfigError(f"holds a number that cannot be read ({error})", where=where, fix="write a shorter one")
 
 
 def _without_doubles(where: str):

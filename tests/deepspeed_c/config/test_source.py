@@ -1,11 +1,19 @@
-"""Configurations from files, from base64 text and from malformed JSON: the results, and the message of each failure."""
+"""Configurations from files of JSON and Hjson, from base64 text and from malformed text: the results, and the message of
+each failure.
+
+If DSC_PEER_PYTHON names a Python that has DeepSpeed, DeepSpeed's reader reads the same Hjson files.
+"""
 
 import base64
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
+from deepspeed_c.config.cli import main
+from deepspeed_c.config.inference import load_inference_config
 from deepspeed_c.config.source import copy_plain, read_source
 from deepspeed_c.errors import ConfigError
 
@@ -65,11 +73,21 @@ def test_a_file_wins_over_base64(tmp_path, monkeypatch):
     "text, part",
     [
         ("", "line 1, column 1"),
-        ('{"a": 1,}', "comma before a closing bracket"),
-        ('{\n  // why\n  "a": 1}', "no comments"),
-        ('{"a": 1 # why\n}', "no comments"),
+        (" \n ", "line 1, column 1"),
         ('{"a": 1', "line 1, column 8"),
-        ("{'a': 1}", "line 1, column 2"),
+        ('{\n  "a": 1,\n  "b": }', "line 3, column 8 is not Hjson"),
+        ('{\n  # why\n  "a": [1, 2\n}', "line 4, column 1 is not Hjson"),
+        ('{\n  # why\n  "a": [1, 2\n}', "plain JSON, line 2, column 3"),
+        ('{"a": 1} b', "line 1, column 10 is not Hjson (Extra data)"),
+        ('{\n/* why', "line 2, column 7 is not Hjson (a comment"),
+        ("{\n  a: '''why", "line 2, column 12 is not Hjson"),
+        ("{\n  a b: 1\n}", "line 2, column 4 is not Hjson"),
+        ("words and nothing else", "JSON string"),
+        ("{a: 1, a: 2}", "twice: a"),
+        ("# why\na: 1\nb: {c: 1, c: 2}", "twice: c"),
+        ("{a: " + "[" * 100_000, "deep"),
+        ("{a: 1" + "0" * 5000 + "}", "number that cannot be read"),
+        ("{a: 1e400}", "number that cannot be read"),
         ("[1]", "JSON list"),
         ('"text"', "JSON string"),
         ("null", "JSON null"),
@@ -80,7 +98,7 @@ def test_a_file_wins_over_base64(tmp_path, monkeypatch):
         ('{"a": ' + "[" * 100_000, "deep"),
         ('{"a": ' + "[" * 70 + "]" * 70 + "}", "deep"),
         ('{"a": 1' + "0" * 5000 + "}", "number that cannot be read"),
-        ("{\x00}", "not JSON"),
+        ("{\x00}", "line 1, column 2 is not Hjson"),
     ],
 )
 def test_malformed_file(tmp_path, text, part):
@@ -88,6 +106,108 @@ def test_malformed_file(tmp_path, text, part):
     path.write_text(text, encoding="utf-8")
     message = failure(path)
     assert part in message and str(path) in message, message
+
+
+# Files that plain JSON refuses -> what is in them.
+HJSON = [
+    ('{"a": 1,}', {"a": 1}),
+    ('{\n  // why\n  "a": 1, "b": [1, 2,],\n}', {"a": 1, "b": [1, 2]}),
+    ('{"a": 1 # why\n}', {"a": 1}),
+    ("{'a': 1, /* why\n so */ 'b': 'c\"d'}", {"a": 1, "b": 'c"d'}),
+    ("{\n  a: 1\n  b: two words, and more # with this\n}", {"a": 1, "b": "two words, and more # with this"}),
+    (
+        "# no braces\ntrain_batch_size: 8\nzero_optimization: {\n  stage: 2\n}\n",
+        {"train_batch_size": 8, "zero_optimization": {"stage": 2}},
+    ),
+    ("{\n  note:\n    '''\n    first\n      second\n    '''\n}", {"note": "first\n  second"}),
+    ("{a: 5e8, b: 0.001, c: -1.5E-3, d: 1.0, e: 0x10\n}", {"a": 500000000, "b": 0.001, "c": -0.0015, "d": 1, "e": "0x10"}),
+    ("{a: true, b: false, c: null, d: True\n}", {"a": True, "b": False, "c": None, "d": "True"}),
+    ("{a: [1\n2\n3], b: [one\ntwo\n], c: {}, d: [],}", {"a": [1, 2, 3], "b": ["one", "two"], "c": {}, "d": []}),
+    ("\ufeff{\r\n  // \u00fc\r\n  a: \u00df\r\n}\r\n", {"a": "\u00df"}),
+    ("# a comment alone", {}),
+]
+
+
+@pytest.mark.parametrize("text, keys", HJSON, ids=range(len(HJSON)))
+def test_hjson(tmp_path, text, keys):
+    path = tmp_path / "c.json"
+    path.write_text(text, encoding="utf-8", newline="")
+    found = read_source(path)
+    assert found == (keys, str(path)), found
+    assert [type(value) for value in found.keys.values()] == [type(value) for value in keys.values()]
+
+
+PEER = os.environ.get("DSC_PEER_PYTHON", "")
+# Reads each file as the constructor of DeepSpeed's configuration does: the keys as they were written.
+SCRIPT = """
+import json, sys
+from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
+print("READ " + json.dumps([load_ds_config(path) for path in json.load(sys.stdin)]))
+"""
+
+
+@pytest.mark.skipif(not PEER, reason="DSC_PEER_PYTHON names no Python that has DeepSpeed")
+def test_deepspeed_reads_the_same_hjson(tmp_path):
+    paths = [tmp_path / f"{i}.json" for i in range(len(HJSON))]
+    for path, (text, _) in zip(paths, HJSON):
+        path.write_text(text, encoding="utf-8", newline="")
+    done = subprocess.run(
+        [PEER, "-c", SCRIPT],
+        input=json.dumps([str(path) for path in paths]),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("READ ")]
+    theirs = json.loads(line.removeprefix("READ "))
+    for path, (text, _), their_keys in zip(paths, HJSON, theirs, strict=True):
+        assert json.dumps(read_source(path).keys) == json.dumps(their_keys), text
+
+
+def test_cut_files_are_read_or_refused_with_their_place(tmp_path):
+    """A file of which only the beginning was written."""
+    path = tmp_path / "c.json"
+    refused = 0
+    for text, _ in HJSON:
+        for end in range(1, len(text)):
+            path.write_text(text[:end], encoding="utf-8", newline="")
+            try:
+                read_source(path)
+            except ConfigError as error:
+                refused += 1
+                assert str(path) in str(error), (text[:end], error)
+                assert "line " in error.what or "JSON " in error.what, (text[:end], error)
+    assert refused > 300, refused
+
+
+def test_every_way_in_reads_hjson(tmp_path, capsys):
+    path = tmp_path / "c.json"
+    path.write_text("{\n  // why\n  train_batch_size: 8\n  optimizer: {type: AdamW\n  }\n}")
+    assert main(["check", str(path)]) == 0, capsys.readouterr()
+    assert main(["show", str(path), "--world-size", "2"]) == 0
+    assert "AdamW" in capsys.readouterr().out
+    encoded = base64.urlsafe_b64encode(b"# why\ntrain_batch_size: 8").decode()
+    assert read_source(encoded) == ({"train_batch_size": 8}, "base64 text")
+    path.write_text("{\n  # why\n  max_out_tokens: 99,\n}")
+    assert load_inference_config(str(path), {}).max_out_tokens == 99
+
+
+def test_plain_json_does_not_import_hjson(tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text('{"steps_per_print": 1e3}')
+    code = (
+        "import sys; from deepspeed_c.config.source import read_source\n"
+        "for name in sys.argv[1:]: print(read_source(name).keys, 'hjson' in sys.modules)\n"
+    )
+    other = tmp_path / "other.json"
+    other.write_text("{steps_per_print: 1e3}")
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path), str(other)], capture_output=True, text=True, timeout=300, check=True
+    )
+    # Plain JSON keeps a number as it was written.
+    assert done.stdout.split("\n")[:2] == ["{'steps_per_print': 1000.0} False", "{'steps_per_print': 1000} True"]
 
 
 def test_not_utf8(tmp_path):
