@@ -23,6 +23,8 @@ TRAIN_FLAGS := $(if $(STAGE),--stage $(STAGE)) $(if $(STEPS),--steps $(STEPS)) $
 SYSTEM := $(VENV)/.system
 ENV := $(VENV)/.made
 BUILT := $(VENV)/.built
+HF := $(VENV)/.hf
+ALL := $(VENV)/.all
 
 # Python files are installed as links (-e) and need no new build.
 SOURCES := setup.py pyproject.toml $(shell find csrc ops/binding -type f \
@@ -37,7 +39,7 @@ unexport MAKEFLAGS
 
 .PHONY: help
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "variables: PYTHON=$(PYTHON) VENV=$(VENV) NPROC=$(NPROC) STAGE=0|1|2|3 STEPS=n BUDGET=10MiB TP=n PP=n EXPERTS=n EP=n"
 
 .PHONY: train
@@ -48,7 +50,7 @@ train: $(BUILT) ## set up what is missing, then train a GPT on the Python standa
 # Trains a new model at stage 2, resumes the run, and trains adapters for the model at stage 3: uses of DeepSpeed by
 # transformers and peft, on deepspeed_c.
 .PHONY: hf
-hf: $(BUILT) ## the same text with transformers.Trainer: train at stage 2, resume, add LoRA at stage 3, generate
+hf: $(HF) ## the same text with transformers.Trainer: train at stage 2, resume, add LoRA at stage 3, generate
 	rm -rf out/hf out/hf_lora
 	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/hf_trainer.py --deepspeed examples/ds_hf_stage2.json $(HF_FLAGS)
 	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/hf_trainer.py --deepspeed examples/ds_hf_stage3.json --resume $(HF_FLAGS) --max_steps 150
@@ -57,7 +59,7 @@ hf: $(BUILT) ## the same text with transformers.Trainer: train at stage 2, resum
 	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/hf_generate.py out/hf/model
 
 .PHONY: rl
-rl: $(BUILT) ## an actor that trains and generates in turn: policy optimization of a small OPT at stage 3
+rl: $(HF) ## an actor that trains and generates in turn: policy optimization of a small OPT at stage 3
 	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/ppo_tiny.py --stage $(or $(STAGE),3)
 
 .PHONY: compress
@@ -69,7 +71,7 @@ curriculum: $(BUILT) ## a GPT without and with two curricula: held-out loss over
 	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/curriculum_gpt.py $(CURRICULUM_FLAGS)
 
 .PHONY: test
-test: $(BUILT) programs ## everything that CI runs
+test: $(ALL) programs ## everything that CI runs
 	scripts/system_packages.sh --tests
 	$(BIN)/ruff check .
 	@$(MAKE) -s -C csrc has-cuda || echo "no nvcc: the CUDA kernels are not compiled"
@@ -78,12 +80,20 @@ test: $(BUILT) programs ## everything that CI runs
 	$(BIN)/python -m compileall -q deepspeed_c ops
 	$(BIN)/python -m pytest -n 3 $(TEST_FLAGS)
 
+# The rules of the tree. Tests of a file share what they have parsed, so a file is run by one process.
+CHECKS := attributes c_style dead_code documents house imports includes limits makefile prose words
+
+.PHONY: check
+check: $(ALL) ## the rules of the tree (names, prose, imports, layout) without what runs the package (30 s)
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(CHECKS:%=tests/test_%.py)
+
 .PHONY: test-full
 test-full: ## test, with all cells of products of parameters (hours)
 	$(MAKE) test TEST_FLAGS=--full
 
 .PHONY: format
-format: $(BUILT) ## lay out C, C++ and CUDA as .clang-format says
+format: $(ALL) ## lay out C, C++ and CUDA as .clang-format says
 	git ls-files csrc ops/binding | grep -E '\.(c|h|cu|cuh|cpp)$$' | xargs $(BIN)/clang-format -i
 
 # The C tests build missing programs themselves, and fail if they cannot. This target serves `make -j2 test`: the
@@ -93,7 +103,7 @@ programs: cores
 	-@for san in "" address,undefined thread; do $(MAKE) -s -j2 -C csrc programs SAN=$$san >/dev/null || exit; done
 
 .PHONY: bench
-bench: $(BUILT) ## measure everything, alone on the machine (about 40 min), and write docs/performance.md
+bench: $(ALL) ## measure everything, alone on the machine (about 40 min), and write docs/performance.md
 	$(BIN)/python -m benchmarks.run
 
 # In CI, so that a loss of time in a step's bookkeeping is seen on the day it comes. Times of one run decide nothing: the
@@ -104,7 +114,7 @@ ratio: $(BUILT) ## print the time of a step of 200 small layers at stage 3 over 
 		--model small --only ddp replica stage3 --rounds 90 --brief
 
 .PHONY: docs
-docs: $(BUILT) ## write what is made: docs/config.md, docs/config, docs/compatibility.md, docs/performance.md, deepspeed_c/_C.pyi
+docs: $(ALL) ## write what is made: docs/config.md, docs/config, docs/compatibility.md, docs/performance.md, deepspeed_c/_C.pyi
 	$(BIN)/python -m deepspeed_c.config.docs docs
 	$(BIN)/python -m scripts.compatibility docs/compatibility.md
 	$(BIN)/python -m scripts.missing --write
@@ -121,7 +131,7 @@ build: $(BUILT) ## environment and compiled extension only
 
 .PHONY: clean
 clean: ## remove what was built, but keep the environment's packages
-	rm -rf build dist out logs *.egg-info deepspeed_c/*.so $(BUILT)
+	rm -rf build dist out logs *.egg-info deepspeed_c/*.so $(BUILT) $(HF) $(ALL)
 	$(MAKE) -C csrc clean
 
 # The package and the C tests link the same objects, so that these are compiled once, while pip installs.
@@ -135,12 +145,27 @@ $(SYSTEM): scripts/system_packages.sh
 	@touch $@
 
 $(ENV): constraints.txt $(SYSTEM)
+	@echo "making the environment $(VENV) with torch (1 min, 1 GB)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt torch setuptools pybind11
 	@touch $@
 
-# One command installs the packages of tests and examples too, because a second install takes longer. Object files are
-# kept: tests/test_package.py makes a wheel of them.
+# Object files are kept: tests/test_package.py makes a wheel of them.
+INSTALL := DSC_BUILD_DIR=$(CURDIR)/build/objects $(PIP) install --no-build-isolation -c constraints.txt
+
+# What `make train` runs on. Each target brings its own packages: CONTRIBUTING.md has the table.
 $(BUILT): $(ENV) $(SOURCES) | cores
-	DSC_BUILD_DIR=$(CURDIR)/build/objects $(PIP) install --no-build-isolation -c constraints.txt -e ".[examples,hf,monitor,test,tuning]" ruff clang-format
+	@echo "building deepspeed_c, and installing matplotlib and tqdm (1 min; 5 min on one core without a compiler cache)"
+	$(INSTALL) -e ".[examples]"
 	@touch $@
+
+$(HF): $(BUILT)
+	@echo "installing transformers, accelerate, peft and trl (1 min)"
+	$(INSTALL) -e ".[hf]"
+	@touch $@
+
+# One command, because a second install takes longer. It holds what the stamps above stand for.
+$(ALL): $(ENV) $(SOURCES) | cores
+	@echo "building deepspeed_c, and installing 110 packages of tests and examples (2 GB, 5 min)"
+	$(INSTALL) -e ".[examples,hf,monitor,test,tuning]" ruff clang-format
+	@touch $(BUILT) $(HF) $@
