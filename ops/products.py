@@ -105,6 +105,20 @@ def _sum_kernel(own: Any, n_dims: int) -> Kernel:
     return kernel
 
 
+def _activation_kernel(own: Any, sums: Kernel) -> Kernel:
+    """_addmm_activation: the sum of ``sums``, through a ReLU or a GELU. Layers of torch that don't train call it."""
+
+    def kernel(
+        keys: torch.DispatchKeySet, added: Tensor, a: Tensor, b: Tensor, *, use_gelu: bool = False, **factors: float
+    ) -> Tensor:
+        if not _is_ours(keys, added, a, b):
+            return own.redispatch(keys & _BELOW_SELECTION, added, a, b, use_gelu=use_gelu, **factors)
+        y = sums(keys, added, a, b, **factors)
+        return _aten.gelu_(y) if use_gelu else y.relu_()
+
+    return kernel
+
+
 def _cast_kernel(own: Any, n_operands: int, n_results: int = 1) -> Kernel:
     """An operator in float32: the operands, its first arguments, are cast, and the first results are cast back."""
 
@@ -167,6 +181,9 @@ def _make_kernels() -> dict[str, Kernel]:
         found[f"{name}.out"] = _kernel_with_out(getattr(_aten, name).out, kernel, n_operands)
         if n_operands == 3:
             found[f"{name}_"] = _kernel_in_place(getattr(_aten, f"{name}_").default, kernel)
+    own = _aten._addmm_activation
+    found["_addmm_activation"] = kernel = _activation_kernel(own.default, found["addmm"])
+    found["_addmm_activation.out"] = _kernel_with_out(own.out, kernel, 3)
     # The gradient of a convolution: of its input, weight and bias. Attention also returns sums of exponentials, in
     # float32 for any operands.
     for name, n_operands, n_results in (

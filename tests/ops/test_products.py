@@ -160,6 +160,30 @@ def test_the_core_multiplies_whoever_asks(widened: None, monkeypatch: pytest.Mon
     assert errors([added], [out.double() * 2])[0] <= 2**-7
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("uses_gelu", [False, True])
+@pytest.mark.parametrize("factors", [{}, {"beta": 0.5, "alpha": 2}], ids=str)
+def test_a_sum_with_its_activation(factors: dict[str, float], uses_gelu: bool, dtype: torch.dtype) -> None:
+    """torch calls it for layers of ``TransformerEncoderLayer`` that don't train."""
+    c, a, b = (value.to(dtype) for value in (randn(7), randn(5, 33), randn(33, 7)))
+    run = lambda *operands: torch._addmm_activation(*operands, use_gelu=uses_gelu, **factors)
+    wanted = run(c.double(), a.double(), b.double())
+    theirs, ours = with_torch(lambda: run(c, a, b)), with_ours(lambda: run(c, a, b))
+    assert torch.equal(with_ours(lambda: run(c.float(), a.float(), b.float())), run(c.float(), a.float(), b.float()))
+    out = torch.empty(0, dtype=dtype)
+    with_ours(lambda: torch._addmm_activation(c, a, b, use_gelu=uses_gelu, out=out, **factors))
+    mine, other = errors([ours, out], [wanted] * 2), errors([theirs], [wanted])
+    print(dtype, factors, uses_gelu, mine, other)
+    assert max(mine) <= max(*other, {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]), (mine, other)
+
+
+def test_all_products_of_an_encoder_are_widened(widened: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, dtype=torch.bfloat16).eval()
+    x = randn(2, 3, 8).bfloat16()
+    with torch.no_grad():  # of queries, keys and values, of scores, of values, of outputs, and two of the MLP
+        assert counted(lambda: layer(x), monkeypatch) == 6
+
+
 def test_others_stay_with_torch(widened: None, monkeypatch: pytest.MonkeyPatch) -> None:
     half, wide = randn(3, 4).bfloat16(), randn(3, 4)
     n_of = lambda function: counted(function, monkeypatch)
