@@ -41,7 +41,6 @@ from deepspeed_c.moe.connect import connect_experts
 from deepspeed_c.pipe import PipelineModule
 from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.layout import Layout, gather_for_good, mesh_of_config
-from deepspeed_c.zero.layout.stages import STAGES
 from deepspeed_c.zero.states.optimizer import DeepSpeedOptimizer
 from deepspeed_c.zero.weights.init import Init, materialize
 
@@ -144,7 +143,7 @@ def initialize(
     connect_experts(model, mesh)
     take_from_others(model)
     device = torch.device(get_accelerator().current_device_name())
-    sharding = STAGES[settings.zero.stage]
+    sharding = settings.zero.sharding
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         if sharding.parameters:  # shard by shard
             Init(module=model, config_dict_or_path=source, data_parallel_group=mesh.tokens.group)

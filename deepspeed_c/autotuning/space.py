@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from deepspeed_c.config import problems_of, read_config
 from deepspeed_c.config.source import read_source
+from deepspeed_c.config.stages import STAGES
 from deepspeed_c.config.tuning import Autotuning
 from deepspeed_c.errors import ConfigError
 
@@ -28,7 +29,6 @@ _BUCKETS = ("zero_optimization.reduce_bucket_size", "zero_optimization.allgather
 _BUCKET_ELEMS = (5 * 10**7, 5 * 10**8)
 _LONGEST_NAME = 120
 _MISSING = object()
-STAGES = (0, 1, 2, 3)
 
 
 class Candidate(NamedTuple):

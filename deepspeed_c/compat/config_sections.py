@@ -27,10 +27,10 @@ from deepspeed_c.config.monitor import (
 from deepspeed_c.config.offload import OffloadOptimizer, OffloadParam, ZenFlow
 from deepspeed_c.config.parallel import ExpertParallel, HybridEngine, TensorParallel, TpGroup
 from deepspeed_c.config.precision import Bf16, Fp16
+from deepspeed_c.config.stages import ZeroStageEnum
 from deepspeed_c.config.tuning import Autotuning
 from deepspeed_c.config.zero import LeafModule, Zero
 from deepspeed_c.errors import ConfigError
-from deepspeed_c.zero.layout.stages import ZeroStageEnum
 
 __all__ = [
     "AutoEPConfig",

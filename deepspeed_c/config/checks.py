@@ -69,7 +69,7 @@ def _find(root: Root) -> Iterator[tuple[str, str, str]]:
             "is true while bf16_master_weights_and_grads is false",
             "set both to true: moments are kept in bf16 only along with master weights",
         )
-    if bf16.bf16_master_weights_and_grads and zero.stage == 0:
+    if bf16.bf16_master_weights_and_grads and not zero.sharding.optimizer:
         yield "bf16.bf16_master_weights_and_grads", "is true at ZeRO stage 0", 'set "stage" to 1 or more'
     if root.data_types.param_dtype is not None:
         mode = "fp16" if fp16.enabled else "bf16" if bf16.enabled else "fp32"
@@ -80,7 +80,7 @@ def _find(root: Root) -> Iterator[tuple[str, str, str]]:
                 "remove it: it follows from fp16.enabled and bf16.enabled",
             )
     offload = zero.offload_optimizer
-    if offload.device != "none" and zero.stage == 0:
+    if offload.device != "none" and not zero.sharding.optimizer:
         yield (
             "zero_optimization.offload_optimizer.device",
             f"is {offload.device} at ZeRO stage 0, which shards no states",
@@ -120,9 +120,9 @@ def _find(root: Root) -> Iterator[tuple[str, str, str]]:
         )
     yield from _state_dtype(root)
     yield from compression_conflicts(root.compression_training)
-    if root.gradient_allreduce_op == "sum" and zero.stage == 3:
+    if root.gradient_allreduce_op == "sum" and zero.sharding.parameters:
         yield "gradient_allreduce_op", "is sum at ZeRO stage 3", 'use "mean", or a stage below 3'
-    if not root.managed_gradient_accumulation and zero.overlap_comm and zero.stage not in (2, 3):
+    if not root.managed_gradient_accumulation and zero.overlap_comm and not zero.sharding.gradients:
         yield (
             "managed_gradient_accumulation",
             f"is false with overlap_comm at ZeRO stage {zero.stage}",

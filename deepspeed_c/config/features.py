@@ -32,7 +32,7 @@ AREAS: dict[str, dict[str, Feature]] = {
             "ZeRO stage 3",
             True,
             'use "stage": 2 (or 0, 1): optimizer state and gradients are sharded there',
-            is_on=lambda root: root.zero.stage == 3,
+            is_on=lambda root: root.zero.sharding.parameters,
         ),
         "offload_optimizer": Feature(
             "optimizer offload",

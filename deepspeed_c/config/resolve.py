@@ -70,7 +70,7 @@ class ReadConfig:
         root, sizes = _with_batch(self._root, found, world_size if batch == "resolve" else None)
         to_fill = _report_unfilled(found, is_error=batch == "resolve")
         if root.zero.overlap_comm is None:
-            zero = msgspec.structs.replace(root.zero, overlap_comm=root.zero.stage == 3)
+            zero = msgspec.structs.replace(root.zero, overlap_comm=root.zero.sharding.parameters)
             root = msgspec.structs.replace(root, zero=zero)
             found.sources["zero_optimization.overlap_comm"] = "derived"
         root, inert = _without_inert(root, found)
@@ -176,7 +176,7 @@ def _without_inert(root: Root, found: Findings) -> tuple[Root, dict[str, Any]]:
     """The configuration without values that have no effect in DeepSpeed because of other keys, and the reason for each
     such key."""
     param = root.zero.offload_param
-    if param.device == "none" or root.zero.stage == 3 or "zero_optimization.stage" in found.unfilled:
+    if param.device == "none" or root.zero.sharding.parameters or "zero_optimization.stage" in found.unfilled:
         return root, {}
     where = "zero_optimization.offload_param.device"
     why = f"ZeRO stage {root.zero.stage} keeps weights whole on each rank"

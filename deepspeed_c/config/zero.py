@@ -7,6 +7,7 @@ import msgspec
 
 from .keys import NonNeg, Positive, Section, acts, asks, inherent, tunes
 from .offload import OffloadOptimizer, OffloadParam, ZenFlow
+from .stages import STAGES, Sharding
 
 __all__ = ["LeafModule", "LoCo", "Zero"]
 
@@ -190,3 +191,8 @@ class Zero(Section, kw_only=True):
     mics_hierarchical_params_gather: Annotated[
         bool, asks("Gather within a node, then between nodes.", "hierarchical_gather")
     ] = False
+
+    @property
+    def sharding(self) -> Sharding:
+        """The model states that the stage shards. Nothing else asks for its number."""
+        return STAGES[self.stage]

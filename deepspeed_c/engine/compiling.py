@@ -76,7 +76,7 @@ class Compiling:
             logger.info("engine.compile: the module is compiled already, and stays as it is")
             return
         options = _checked_options(compile_kwargs or {})
-        is_deep = self._config.compile.deepcompile and self._config.zero.stage > 0
+        is_deep = self._config.compile.deepcompile and self._config.zero.sharding.optimizer
         passes = self._backward_passes(is_deep) if compiled_autograd_enabled else None
         if is_deep:
             self.get_deepcompile_backend(backend, options, schedule)
@@ -113,7 +113,7 @@ class Compiling:
         """The passes to compile. None if compiled autograd has nothing to do, which is logged. Raises FeatureError."""
         if is_deep:
             logger.warning("compiled_autograd_enabled is not used: with deepcompile the backward is compiled already")
-        elif self._config.zero.stage == 3:
+        elif self._config.zero.sharding.parameters:
             raise FeatureError(
                 "compiled autograd does not work at stage 3: hooks gather weights within a backward pass",
                 where="engine.compile(compiled_autograd_enabled=True)",
@@ -132,7 +132,7 @@ class Compiling:
         at stage 0. The arguments and errors are those of ``compile``. From the first call on the engine's hooks expect
         such graphs, and further calls return the same backend.
         """
-        if self._config.zero.stage == 0:
+        if not self._config.zero.sharding.optimizer:
             logger.info("deepcompile begins at stage 1 of ZeRO: the model is compiled as it is")
             return None
         if self._compiled is None:

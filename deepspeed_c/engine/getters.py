@@ -172,13 +172,13 @@ class ConfigGetters:
         return None if self._config.scheduler is None else dict(self._config.scheduler.params)
 
     def zero_optimization(self) -> bool:
-        return self._config.zero.stage > 0
+        return self._config.zero.sharding.optimizer
 
     def zero_optimization_partition_gradients(self) -> bool:
-        return self._config.zero.stage >= 2
+        return self._config.zero.sharding.gradients
 
     def zero_optimization_partition_weights(self) -> bool:
-        return self._config.zero.stage >= 3
+        return self._config.zero.sharding.parameters
 
     def zero_use_cpu_optimizer(self) -> bool:
         """Whether the host does the update: the optimizer's states live in host memory or on NVMe."""
@@ -192,7 +192,7 @@ class ConfigGetters:
 
     def is_first_weights_partition_group(self) -> bool:
         """Whether this rank's group writes the weights' shards. There is only one group, so this is True at stage 3."""
-        return self._config.zero.stage >= 3
+        return self._config.zero.sharding.parameters
 
     def checkpoint_tag_validation_enabled(self) -> bool:
         return self._config.checkpoint.tag_validation != "IGNORE"

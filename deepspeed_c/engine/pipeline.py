@@ -38,7 +38,6 @@ from deepspeed_c.pipe.stopping import Peers, Stopped, raise_on_all
 from deepspeed_c.pipe.weigh import Scale
 from deepspeed_c.pipe.writable import copied, writable
 from deepspeed_c.recompute.conditions import Conditions
-from deepspeed_c.zero.layout.stages import STAGES
 
 __all__ = ["PipelineEngine", "check_pipeline", "connect_pipeline"]
 
@@ -49,7 +48,7 @@ _NO_DATA, _OTHER_SIZE = -1, -2
 def check_pipeline(module: PipelineModule, section: Pipeline, zero: Zero) -> None:
     """Raises before anything is sent if the configuration, or its number of ranks, does not fit the module."""
     n_ranks = module.num_stages
-    if STAGES[zero.stage].parameters:
+    if zero.sharding.parameters:
         has_offload = zero.offload_param.device != "none"
         raise FeatureError(
             f"ZeRO stage {zero.stage} under a pipeline: a stage's weights would be gathered for each micro-batch anew"

@@ -19,7 +19,6 @@ from deepspeed_c.zero.gradients.bucket import GradientPools
 from deepspeed_c.zero.gradients.reducer import GradientReducer
 from deepspeed_c.zero.gradients.summing import ReduceSettings
 from deepspeed_c.zero.layout.layout import Layout, lay_out, mark_leaves
-from deepspeed_c.zero.layout.stages import STAGES
 from deepspeed_c.zero.states.kinds import kind_of
 from deepspeed_c.zero.states.optimizer import StepOptions, ZeroOptimizer
 
@@ -35,7 +34,7 @@ def lay_out_model(
 ) -> Layout:
     """Lays the model out in units, and puts their states and weights where the configuration says. ``base``: the
     optimizer that trains the model; None if it is only evaluated (stage 3)."""
-    if STAGES[config.zero.stage].parameters:
+    if config.zero.sharding.parameters:
         mark_leaves(model, config.zero)
     groups = [] if base is None else [group["params"] for group in base.param_groups]
     device = torch.device(get_accelerator().current_device_name())
@@ -122,10 +121,10 @@ def make_reducer(
     layout: Layout, config: Config, precision: Precision, mesh: Mesh, pools: GradientPools | None = None
 ) -> GradientReducer:
     """Puts hooks on the trained parameters for their gradients, and makes the buffers for the sums of gradients."""
-    sharding = STAGES[config.zero.stage]
+    sharding = config.zero.sharding
     if any(unit.states.is_apart for unit in layout.trained):
         # Gradients move to the host's memory as they arrive. Without sharding their sums would stay on the device.
-        sharding = STAGES[max(config.zero.stage, 2)]
+        sharding = config.zero.sharding._replace(optimizer=True, gradients=True)
     reducer = GradientReducer(
         layout.trained,
         sharding,

@@ -30,7 +30,6 @@ from deepspeed_c.inference.load import load_checkpoint, save_mp_checkpoint, shar
 from deepspeed_c.logging import log_dist
 from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.layout import Layout, gather_for_good
-from deepspeed_c.zero.layout.stages import STAGES
 from deepspeed_c.zero.weights.fp32_buffers import names_in_fp32
 
 __all__ = ["InferenceEngine", "init_inference"]
@@ -269,7 +268,7 @@ def _load_and_lay_out(
     model: torch.nn.Module, config: DeepSpeedInferenceConfig, settings: Config, mesh: Mesh
 ) -> tuple[Precision, Layout]:
     """Give ``model``, which has been cut, its weights and 8-bit values, and shard it if the configuration says so."""
-    is_sharded, is_int8 = STAGES[settings.zero.stage].parameters, config.dtype == torch.int8
+    is_sharded, is_int8 = settings.zero.sharding.parameters, config.dtype == torch.int8
     how = {
         "base_dir": config.base_dir,
         "mesh": mesh,

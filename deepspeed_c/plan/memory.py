@@ -24,6 +24,7 @@ from deepspeed_c.comm.transports.torch_backend import TorchBackend
 from deepspeed_c.comm.transports.transport import Transport
 from deepspeed_c.config import Config
 from deepspeed_c.config.parallel import Comm
+from deepspeed_c.config.stages import STAGES
 from deepspeed_c.config.zero import Zero
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.shard import make_reducer
@@ -39,7 +40,6 @@ from deepspeed_c.zero.gradients.bucket import Bucket, GradientPools
 from deepspeed_c.zero.gradients.reducer import GradientReducer
 from deepspeed_c.zero.layout.experts import check_experts
 from deepspeed_c.zero.layout.layout import lay_out, mesh_of_config
-from deepspeed_c.zero.layout.stages import STAGES
 from deepspeed_c.zero.layout.unit import Dtypes, Slot, Unit
 from deepspeed_c.zero.states.home import MakeZeros, Tagged
 from deepspeed_c.zero.weights.drivers.lease import Lease
@@ -285,7 +285,7 @@ class _Walk:
         self.book = book = Book(host | {HOST_ACTIVATIONS}, nvme | {NVME_ACTIVATIONS})
         self._sizes, self._config, self._n_ranks, self._optimizer = sizes, config, n_ranks, optimizer
         self._is_host = is_host
-        self._sharding = STAGES[config.zero.stage]
+        self._sharding = config.zero.sharding
         self._model, groups = outline_of(sizes, lambda n_bytes: book.take(INCOMING, n_bytes))
         self._precision = Precision(config, self._model)
         placement = placement_of(

@@ -12,6 +12,7 @@ import torch
 from deepspeed_c.buffers import BufferPool
 from deepspeed_c.config import ReadConfig, read_config
 from deepspeed_c.config.source import GivenConfig, read_source
+from deepspeed_c.config.stages import STAGES
 from deepspeed_c.engine.build import build_optimizer
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError
@@ -26,7 +27,6 @@ from deepspeed_c.plan.sizes import ModelSizes, group_sizes, model_of, sizes_of
 from deepspeed_c.plan.tiers import NVME_PATH, Budgets, Placed, Rates, offload_section, place_states, suggest_ratio
 from deepspeed_c.plan.timeline import Option, options_of
 from deepspeed_c.zero.layout.layout import mark_leaves
-from deepspeed_c.zero.layout.stages import STAGES
 
 __all__ = ["Row", "Table", "as_json", "as_text", "plan_table"]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from deepspeed_c import _C
+from deepspeed_c.config.stages import STAGES
 from deepspeed_c.plan.memory import GRADIENTS, MASTERS, STATE, SWAP, WEIGHTS, MemoryPlan, Offload
-from deepspeed_c.zero.layout.stages import STAGES
 
 __all__ = ["NVME_PATH", "TIERS", "Budgets", "Placed", "Rates", "offload_section", "place_states", "suggest_ratio"]
 

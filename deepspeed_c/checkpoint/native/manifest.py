@@ -19,6 +19,7 @@ import torch
 from deepspeed_c import _C
 from deepspeed_c.checkpoint.formats.torch_file import TENSORS_AT_LEAST_BYTES, TENSORS_PER_BYTE
 from deepspeed_c.checkpoint.formats.weight_file import SAFETENSORS_DTYPES
+from deepspeed_c.config.stages import STAGES
 from deepspeed_c.errors import CheckpointError
 
 __all__ = [
@@ -251,7 +252,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     for count in (topology.world_size, *of_kinds, *topology.axes.values()):
         if not 0 < count <= RANKS_LIMIT:
             yield f"{count} ranks"
-    if not 0 <= topology.stage <= 3:
+    if topology.stage not in STAGES:
         yield f"stage {topology.stage}"
     for name, number in manifest.counters.items():
         if not 0 <= number < 1 << 63:

@@ -548,7 +548,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "DeepSpeedZeroLeafModuleConfig": f"{_SECTIONS}:DeepSpeedZeroLeafModuleConfig",
         "ZERO_OPTIMIZATION": f"{_CONSTANTS}:ZERO_OPTIMIZATION",
         "ZenFlowConfig": f"{_SECTIONS}:ZenFlowConfig",
-        "ZeroStageEnum": "deepspeed_c.zero.layout.stages:ZeroStageEnum",
+        "ZeroStageEnum": "deepspeed_c.config.stages:ZeroStageEnum",
         "get_zero_config": f"{_SECTIONS}:get_zero_config",
     },
     "deepspeed.runtime.zero.offload_config": _ZERO_CONFIG,

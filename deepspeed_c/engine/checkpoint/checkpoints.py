@@ -116,7 +116,7 @@ class Checkpoints:
         if self._section.format != "deepspeed":
             return {}
         layers = {split.layer for name in names if (split := expert_name(name)) is not None}
-        if layers and self._zero.stage == 3:
+        if layers and self._zero.sharding.parameters:
             raise CheckpointError(
                 "DeepSpeed does not train mixtures of experts at stage 3, and has no files for them",
                 where="checkpoint.format",

@@ -32,6 +32,7 @@ import torch
 from deepspeed_c import _C
 from deepspeed_c.comm.axes import DATA
 from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.config.stages import Sharding
 from deepspeed_c.errors import BackwardError
 from deepspeed_c.zero.gradients.bucket import Bucket, GradientPools
 from deepspeed_c.zero.gradients.facts import FactsExchange, WindowFacts, WindowNotes
@@ -44,7 +45,6 @@ from deepspeed_c.zero.gradients.shown import ShownGradients
 from deepspeed_c.zero.gradients.slots import SlotTable
 from deepspeed_c.zero.gradients.summing import ReduceSettings, Summing
 from deepspeed_c.zero.gradients.sums import GradientSums
-from deepspeed_c.zero.layout.stages import Sharding
 from deepspeed_c.zero.layout.unit import Slot, Unit
 from deepspeed_c.zero.weights.drivers.recorded import RecordedPlan
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from deepspeed_c.zero.layout.stages import Sharding
+from deepspeed_c.config.stages import Sharding
 
 if TYPE_CHECKING:
     from deepspeed_c.zero.layout.unit import Unit

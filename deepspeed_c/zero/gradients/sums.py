@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepspeed_c import _C
+from deepspeed_c.config.stages import Sharding
 from deepspeed_c.zero.gradients.bucket import Bucket, GradientPools
 from deepspeed_c.zero.gradients.slots import SlotTable
 from deepspeed_c.zero.gradients.summing import Summing
-from deepspeed_c.zero.layout.stages import Sharding
 
 if TYPE_CHECKING:
     from deepspeed_c.zero.layout.unit import Slot, Unit

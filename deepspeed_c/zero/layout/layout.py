@@ -24,7 +24,6 @@ from deepspeed_c.zero.layout.leaf import (
     mark_fine_modules,
     set_z3_leaf_module,
 )
-from deepspeed_c.zero.layout.stages import STAGES
 from deepspeed_c.zero.layout.unit import Dtypes, Unit, UnitGroups, build_units
 from deepspeed_c.zero.states.home import ON_DEVICE, Placement
 from deepspeed_c.zero.weights.drivers.recorded import RecordedPlan
@@ -128,11 +127,11 @@ def bucket_elems(zero: Zero, n_elems: int, *, is_sized: bool) -> int:
     """The most elements that a bucket may have in a model of ``n_elems`` elements. All collectives use the same
     buckets, so the smallest of their keys' limits applies. ``is_sized``: the user sets the size of buckets."""
     limit = min(zero.reduce_bucket_size, zero.allgather_bucket_size or zero.reduce_bucket_size)
-    if STAGES[zero.stage].parameters:
+    if zero.sharding.parameters:
         limit = min(limit, zero.sub_group_size)
     if not is_sized:
         limit = min(limit, max(n_elems // DEFAULT_BUCKETS, DEFAULT_BUCKET_FLOOR_ELEMS))
-        if STAGES[zero.stage].parameters:
+        if zero.sharding.parameters:
             # Two or three buckets are gathered at a time. Together they must not become larger than a shard of a large
             # model on many ranks.
             limit = min(limit, max(zero.stage3_prefetch_bucket_size, DEFAULT_BUCKET_FLOOR_ELEMS))
@@ -157,7 +156,7 @@ def _why_copied(
 ) -> str:
     """The reason why gathers copy the weights although ``comm.zero_copy_gather`` asks for gathers without a copy; "" if
     they need no copy."""
-    if not STAGES[zero.stage].parameters:
+    if not zero.sharding.parameters:
         return f"no weights are gathered at ZeRO stage {zero.stage}"
     if not shards_params:
         return "there is nobody to gather weights from"
@@ -190,7 +189,7 @@ def lay_out(
     which the stage cuts a parameter; ranks along the other axes hold copies. ``gather_pool``: a pool for the fetcher to
     use instead of a new one. Collective if the process groups of such axes have not been made yet.
     """
-    sharding = STAGES[zero.stage]
+    sharding = zero.sharding
 
     def is_sized(key: str) -> bool:
         return is_chosen(f"zero_optimization.{key}")

@@ -98,7 +98,7 @@ OF_STAGES_1_TO_3: dict[str, Callable[[Any], Any]] = {
 }
 
 OF_STAGES_1_AND_2: dict[str, Callable[[Any], Any]] = {
-    "partition_gradients": lambda optimizer: optimizer.section.stage > 1,
+    "partition_gradients": lambda optimizer: optimizer.section.sharding.gradients,
     "zero_stage_string": lambda optimizer: f"ZeRO-{optimizer.section.stage}",
     "overlap_comm": _key("overlap_comm"),
     "allgather_bucket_size": _key("allgather_bucket_size"),

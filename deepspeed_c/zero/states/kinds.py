@@ -106,11 +106,12 @@ def kind_of(
     """The class that stands for DeepSpeed's with this configuration and base. ``units``: the units of trained
     parameters. ``is_16bit``: training is in fp16 or bf16. ``gathers_fp32``: it is in bf16 and ``grad_accum_dtype`` is
     fp32."""
-    if zero.stage == 3:
+    if zero.sharding.parameters:
         return DeepSpeedZeroOptimizer_Stage3
-    if zero.stage > 0:
+    if zero.sharding.optimizer:
         on_host = zero.offload_optimizer.device == "cpu"
-        return BF16_Optimizer if zero.stage == 1 and gathers_fp32 and not on_host else DeepSpeedZeroOptimizer
+        is_bf16s = gathers_fp32 and not on_host and not zero.sharding.gradients
+        return BF16_Optimizer if is_bf16s else DeepSpeedZeroOptimizer
     if is_16bit:
         return FP16_Optimizer if declaration(base).is_fused_in_deepspeed else FP16_UnfusedOptimizer
     # DeepSpeed has no class for states that are offloaded here, nor for 8-bit states, whose scales belong to whole

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
+from deepspeed_c.config.stages import STAGES
 from deepspeed_c.zero.gradients.summing import ReduceSettings, Summing
-from deepspeed_c.zero.layout.stages import STAGES
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
