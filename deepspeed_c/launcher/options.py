@@ -349,23 +349,6 @@ host), with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MAST
   deepspeed_c --num_procs 2 --bind_cores_to_rank train.py --lr 0.1
   deepspeed_c --include localhost:0,2 --module package.train
   deepspeed_c --hostfile hosts --exclude worker-1:0 train.py --deepspeed_config ds_config.json
-
-Other commands:
-  deepspeed_c run COMMAND ...     run a command whose processes all see deepspeed_c as `deepspeed` (Hugging Face, Lightning)
-  eval "$(deepspeed_c env)"       the same for a shell
-  deepspeed_c report              what was built, what was found on this machine, versions; with --hostfile on all hosts
-  deepspeed_c ssh -f FILE CMD     a command on all hosts of a hostfile
-  deepspeed_c config show FILE    every value of a configuration and where it comes from
-  deepspeed_c config check FILE   what is wrong with a configuration
-  deepspeed_c plan --help         the memory that each rank of a run will take, for each ZeRO stage; with --inference, of generation
-  deepspeed_c compile show SCRIPT what engine.compile makes of its model: graphs, passes, what stays eager and why
-  deepspeed_c generate --help     text by the model of a Hugging Face folder, on one rank or on several
-  deepspeed_c checkpoint --help   what is in a checkpoint, whether it is whole, and its weights or all of it in other formats
-  deepspeed_c io --help           how fast the device of checkpoints and offloaded state is, and the settings that suit it
-  deepspeed_c bench --help        how fast ranks of this host exchange data, over shared memory and over gloo
-  deepspeed_c inject --help       how a model is cut over tensor-parallel ranks: the rule of each parameter, what a rank holds
-  deepspeed_c pipe --help         a pipeline's schedule, drawn: who does what when, idle time, what ranks hold
-  deepspeed_c sequence --help     which rank has which tokens of a sequence, computes which part of attention, sends what
 """
 
 _EPILOG = """\
@@ -374,11 +357,15 @@ n ended it, and when signal n ended the launcher), 2 when nothing could be start
 """
 
 
+def _commands() -> str:
+    return "\n".join(f"  {use:<31} {text}" for command in COMMANDS.values() for use, text in command.uses)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="deepspeed_c",
         usage="deepspeed_c [OPTIONS] SCRIPT [ARGS ...]\n       deepspeed_c {" + "|".join(COMMANDS) + "} ...",
-        description=_DESCRIPTION,
+        description=f"{_DESCRIPTION}\nOther commands:\n{_commands()}\n",
         epilog=_EPILOG,
         formatter_class=_HelpFormatter,
         # argparse would accept a prefix of an option, but script_index would not

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -213,6 +214,13 @@ def test_each_word_finds_its_command(name, capsys):
     assert stop.value.code == 0
     told = f"usage: deepspeed_c {name}" if name in COMMANDS else "usage: deepspeed_c [OPTIONS] SCRIPT"
     assert told in capsys.readouterr().out.replace('eval "$(', "").replace("\n", " "), name
+
+
+def test_help_has_a_line_for_each_command(capsys):
+    assert main(["--help"]) == 0
+    _, _, told = capsys.readouterr().out.partition("Other commands:")
+    words = [re.search(r"deepspeed_c (\w+)", line)[1] for line in told.partition("\n\n")[0].splitlines()[1:]]
+    assert list(dict.fromkeys(words)) == list(COMMANDS), words
 
 
 # ---- environment and arguments of ranks ----
