@@ -1,4 +1,6 @@
-"""Every environment variable of the package, in one class. comm/discover.py reads the variables of other launchers."""
+"""Every environment variable that the package reads by its name, in one class. The variables by which launchers give
+ranks and hosts their places are read from a mapping, by ``comm/discover.py`` and ``scheduled.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ from typing import Any, NamedTuple
 
 from .errors import ConfigError
 
-__all__ = ["RUN_TOKEN", "VARIABLES", "Env", "read_env"]
+__all__ = ["JOB_VARIABLE", "RUN_TOKEN", "VARIABLES", "Env", "read_env"]
 
+JOB_VARIABLE = "DSC_LAUNCH_JOB"
 RUN_TOKEN = "DSC_RUN_TOKEN"
 
 
@@ -78,8 +81,23 @@ class Env:
     master_port: int | None = _Variable("MASTER_PORT", None, int, 1)
     """MASTER_PORT: TCP port at which rank 0 waits for the other ranks."""
 
-    omp_num_threads: int | None = _Variable("OMP_NUM_THREADS", None, int, 1)
-    """OMP_NUM_THREADS: threads of one process; launchers set it to 1 if the user has not set it."""
+    omp_num_threads: str | None = _Variable("OMP_NUM_THREADS", None, str)
+    """OMP_NUM_THREADS: threads of one process, or of each level ("4,2"); the launcher sets it if the user has not."""
+
+    kmp_affinity: str | None = _Variable("KMP_AFFINITY", None, str)
+    """KMP_AFFINITY: how OpenMP binds threads to cores; ranks are not bound then."""
+
+    gloo_interface: str | None = _Variable("GLOO_SOCKET_IFNAME", None, str)
+    """GLOO_SOCKET_IFNAME: network interface of gloo; the launcher sets it if the user has not."""
+
+    agent_store: str | None = _Variable("TORCHELASTIC_USE_AGENT_STORE", None, str)
+    """TORCHELASTIC_USE_AGENT_STORE: "True" if torchrun's agent listens at MASTER_PORT, and not rank 0."""
+
+    visible_devices: str | None = _Variable("CUDA_VISIBLE_DEVICES", None, str)
+    """CUDA_VISIBLE_DEVICES: names of the devices that torch may use."""
+
+    python_path: str | None = _Variable("PYTHONPATH", None, str)
+    """PYTHONPATH: folders of modules, which agents and ranks get as well."""
 
     cpu_isa: str | None = _Variable("DSC_CPU_ISA", None, str, words=("scalar", "avx2", "avx512", "neon"))
     """DSC_CPU_ISA: instruction set of the CPU loops, instead of the best available."""
@@ -109,6 +127,37 @@ class Env:
     """DSC_ALIAS_PYTHON: interpreter for DeepSpeed's programs in compat/alias/bin, which read this variable themselves;
     `deepspeed_c run` sets it to its own interpreter.
     """
+
+    environment_file: str | None = _Variable("DS_ENV_FILE", None, str)
+    """DS_ENV_FILE: file of variables for ranks on all hosts, instead of .deepspeed_env."""
+
+    pdsh_ssh_arguments: str | None = _Variable("PDSH_SSH_ARGS_APPEND", None, str)
+    """PDSH_SSH_ARGS_APPEND: further options of ssh, as for pdsh."""
+
+    impi_root: str | None = _Variable("I_MPI_ROOT", None, str)
+    """I_MPI_ROOT: folder of Intel MPI."""
+
+    slurm_job: str | None = _Variable("SLURM_JOB_ID", None, str)
+    """SLURM_JOB_ID: the allocation that the launching command is in."""
+
+    slurm_hosts: str | None = _Variable("SLURM_JOB_NODELIST", None, str)
+    """SLURM_JOB_NODELIST: the hosts of that allocation."""
+
+    launch_job: str | None = _Variable(JOB_VARIABLE, None, str, is_secret=True)
+    """DSC_LAUNCH_JOB: the job as JSON, for agents that MPI or Slurm starts. The job holds the run's secret, so it is
+    passed in the environment, never on a command line."""
+
+    azure_ml_experiment: str | None = _Variable("AZUREML_EXPERIMENT_ID", None, str)
+    """AZUREML_EXPERIMENT_ID: set in jobs of Azure Machine Learning."""
+
+    sagemaker_environment: str | None = _Variable("SM_TRAINING_ENV", None, str)
+    """SM_TRAINING_ENV: set in jobs of AWS SageMaker."""
+
+    dlts_job: str | None = _Variable("DLTS_JOB_ID", None, str)
+    """DLTS_JOB_ID: set in jobs of DLTS."""
+
+    ascend_home: str | None = _Variable("ASCEND_HOME_PATH", None, str)
+    """ASCEND_HOME_PATH: folder of Ascend's toolkit."""
 
     timeout_minutes: float | None = _Variable("DEEPSPEED_TIMEOUT", None, float, 0.0)
     """DEEPSPEED_TIMEOUT: minutes that one collective may take."""

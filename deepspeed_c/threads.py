@@ -35,7 +35,7 @@ def decide() -> int:
     Raises ConfigError if an environment variable requests too many threads or an unavailable instruction set.
     """
     core = _core()
-    env = read_env({name: os.environ[name] for name in VARIABLES if name in os.environ})
+    env = read_env({name: value for name, value in os.environ.items() if name in VARIABLES})
     if env.cpu_isa is not None:
         try:
             core.cpu_isa_force(env.cpu_isa)

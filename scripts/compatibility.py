@@ -163,7 +163,7 @@ def _problem(row: Row) -> str | None:
     if row.where == COMMAND:
         return _problem_of_flag(row)
     if row.where == VARIABLES:
-        read = {variable.name for variable in ENV_VARIABLES.values()} | _READ_ELSEWHERE
+        read = {variable.name for variable in ENV_VARIABLES.values()}
         return None if (row.state == "same") == (row.name in read) else f"is read: {row.name in read}"
     if row.where in _ELSEWHERE:
         return None
@@ -194,9 +194,6 @@ def _problem(row: Row) -> str | None:
         found = misfits(row.parameters, inspect.signature(ours)) if row.parameters else []
         return "; ".join(found) or None
     return None
-
-
-_READ_ELSEWHERE = {"DS_ENV_FILE"}
 
 
 def _problem_of_flag(row: Row) -> str | None:

@@ -25,6 +25,7 @@ from deepspeed_c.comm import destroy_process_group, init_distributed
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.log import bandwidths_gbps
 from deepspeed_c.config.keys import DTYPE_NAMES
+from deepspeed_c.env import read_env
 from deepspeed_c.errors import CommError
 
 __all__ = ["CONTENDERS", "OPS", "BenchedCall", "CommBench", "run"]
@@ -203,7 +204,7 @@ def _rank_main(folder: str, told: str) -> None:
     torch.set_num_threads(1)
     init_distributed("gloo", init_method=f"file://{folder}/store", timeout=_START_LIMIT, verbose=False)
     rows, absent = _measure(bench)
-    if os.environ["RANK"] == "0":
+    if read_env().rank == 0:
         result = {"rows": msgspec.to_builtins(rows), "absent": absent}
         Path(folder, "result").write_text(json.dumps(result))
     Collectives().barrier()

@@ -29,6 +29,7 @@ from deepspeed_c.comm.ledger import Ledger, LedgerEntry, ledger_of
 from deepspeed_c.comm.log import CommsLogger, EngineCollectives, shared_calls_of
 from deepspeed_c.comm.transports import torch_backend
 from deepspeed_c.comm.transports.described import Members, as_bytes, lists_described
+from deepspeed_c.env import read_env
 from deepspeed_c.errors import CommError
 from deepspeed_c.logging import logger
 
@@ -686,17 +687,17 @@ def enable_symm_mem_for_group(group_name: str) -> None:
 
 def in_aml() -> bool:
     """Whether this is an Azure Machine Learning job."""
-    return "AZUREML_EXPERIMENT_ID" in os.environ
+    return read_env().azure_ml_experiment is not None
 
 
 def in_aws_sm() -> bool:
     """Whether this is an AWS SageMaker job."""
-    return "SM_TRAINING_ENV" in os.environ
+    return read_env().sagemaker_environment is not None
 
 
 def in_dlts() -> bool:
     """Whether this is a DLTS job."""
-    return "DLTS_JOB_ID" in os.environ
+    return read_env().dlts_job is not None
 
 
 def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool = True) -> None:

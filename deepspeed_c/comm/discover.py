@@ -12,7 +12,7 @@ from deepspeed_c.env import RUN_TOKEN
 from deepspeed_c.errors import CommError
 from deepspeed_c.scheduled import DEFAULT_PORT, environ_integer, environ_port, first_host, pod_of, port_of_slurm_job
 
-__all__ = ["DEFAULT_PORT", "LAUNCHERS", "LaunchPlace", "Launcher", "discover", "local_rank_of"]
+__all__ = ["DEFAULT_PORT", "LAUNCHERS", "LaunchPlace", "Launcher", "discover", "local_rank_of", "number_given"]
 
 
 class LaunchPlace(NamedTuple):
@@ -180,6 +180,12 @@ def local_rank_of(environ: Mapping[str, str]) -> int:
         if launcher.local_rank in environ:
             return environ_integer(environ, launcher.local_rank, 0)
     return 0
+
+
+def number_given(environ: Mapping[str, str], fact: str, default: int) -> int:
+    """The number that the environment, or else Open MPI, gives for ``fact``, a field of ``Launcher``."""
+    names = [getattr(launcher, fact) for launcher in LAUNCHERS[:2]]
+    return int(next((environ[name] for name in names if name in environ), default))
 
 
 def _placement(launcher: Launcher, environ: Mapping[str, str], distributed_port: int) -> LaunchPlace:

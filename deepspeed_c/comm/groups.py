@@ -157,9 +157,8 @@ def _place(
             environ.pop("MASTER_PORT", None)
         return discover(environ, distributed_port=distributed_port, auto_mpi_discovery=auto_mpi_discovery)
     given = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        if name in os.environ:
-            given[name] = os.environ[name]
+    of_launcher = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    given.update({name: value for name, value in os.environ.items() if name in of_launcher})
     if init_method is not None and init_method.startswith("tcp://"):
         host, port = _tcp_address(init_method)
         given.update(MASTER_ADDR=host, MASTER_PORT=str(port))
@@ -229,7 +228,7 @@ def _open_store(place: LaunchPlace, init_method: str | None, timeout: timedelta)
         store, _, _ = next(dist.rendezvous(init_method, place.rank, place.world_size, timeout=timeout))
         return store
     # torchrun's agent, if there is one, listens at MASTER_PORT itself; otherwise rank 0 does.
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    has_agent = read_env().agent_store == str(True)
     is_host = place.rank == 0 and not has_agent
     listening = _listening_socket(place) if is_host else None
     try:

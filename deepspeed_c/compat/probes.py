@@ -17,7 +17,9 @@ import torch
 import torch.utils.cpp_extension
 
 from deepspeed_c.accelerator import get_accelerator
+from deepspeed_c.comm.discover import number_given
 from deepspeed_c.compat.torch_version import required_torch_version
+from deepspeed_c.env import read_env
 from deepspeed_c.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed_c.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed_c.ops.lion import DeepSpeedCPULion, FusedLion
@@ -135,7 +137,7 @@ def get_default_compute_capabilities() -> str:
 
 def installed_cann_path() -> str | None:
     """The folder of Ascend's toolkit, from the environment."""
-    return os.environ.get("ASCEND_HOME_PATH")
+    return read_env().ascend_home
 
 
 def installed_cann_version() -> str:
@@ -278,23 +280,19 @@ def is_dynamo_guard_evaluation() -> bool:
     return False
 
 
-def _from_launcher(*names: str, default: int) -> int:
-    return int(next((os.environ[name] for name in names if name in os.environ), default))
-
-
 def get_local_rank_from_launcher() -> int:
     """The rank on this host, from the variables of the launcher or of Open MPI; 0 without them."""
-    return _from_launcher("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", default=0)
+    return number_given(os.environ, "local_rank", default=0)
 
 
 def get_world_rank_from_launcher() -> int:
     """The rank, from the variables of the launcher or of Open MPI; 0 without them."""
-    return _from_launcher("RANK", "OMPI_COMM_WORLD_RANK", default=0)
+    return number_given(os.environ, "rank", default=0)
 
 
 def get_world_size_from_launcher() -> int:
     """The number of ranks, from the variables of the launcher or of Open MPI; 1 without them."""
-    return _from_launcher("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", default=1)
+    return number_given(os.environ, "world_size", default=1)
 
 
 def get_shm_size() -> tuple[str, list[str] | None]:

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from deepspeed_c.env import JOB_VARIABLE, read_env
 from deepspeed_c.errors import DeepSpeedCError, LaunchError
 from deepspeed_c.launcher.addresses import interface_of, own_address
 from deepspeed_c.launcher.hostfile import is_this_host
-from deepspeed_c.launcher.job import JOB_VARIABLE, HostPlace, Job, name_of
+from deepspeed_c.launcher.job import HostPlace, Job, name_of
 from deepspeed_c.launcher.main import report_errors
 from deepspeed_c.launcher.meeting import Failure, Meeting, connect
 from deepspeed_c.launcher.plan import make_plan
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(name: str | None) -> int:
-    job = Job.from_json(sys.stdin.readline() if name else os.environ.get(JOB_VARIABLE, ""))
+    job = Job.from_json(sys.stdin.readline() if name else read_env().launch_job or "")
     # Ranks find no job, and nothing to read, as with the launching command under a batch system.
     os.environ.pop(JOB_VARIABLE, None)
     index = _index(job, name, os.environ)
@@ -69,7 +70,7 @@ def run_host(job: Job, place: HostPlace, *, hides_code: bool = False) -> int:
             options = replace(options, master_addr=address)
         environment = dict(job.environment)
         interface = interface_of(address)
-        if interface and not (environment.get("GLOO_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME")):
+        if interface and not (environment.get("GLOO_SOCKET_IFNAME") or read_env().gloo_interface):
             # gloo would take the address of the host's name, which on many systems is a loopback address.
             environment["GLOO_SOCKET_IFNAME"] = interface
         plan = make_plan(options, place=place, environment=environment, token=job.token)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from deepspeed_c.env import read_env
 from deepspeed_c.errors import LaunchError
 
 __all__ = [
@@ -61,7 +62,7 @@ def exports(environ: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def environment_file_paths(environ: Mapping[str, str]) -> list[Path]:
     """The files with variables that exist, in the order in which they are read."""
-    given = environ.get("DS_ENV_FILE")
+    given = read_env(environ).environment_file
     name = Path(given or ENVIRONMENT_FILE).expanduser()
     paths = [path for path in dict.fromkeys(folder / name for folder in (Path.home(), Path.cwd())) if path.is_file()]
     if given and not paths:

@@ -11,14 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.options import Options
 
-__all__ = ["JOB_VARIABLE", "SIGNALS", "HostPlace", "Job", "name_of", "new_token"]
+__all__ = ["SIGNALS", "HostPlace", "Job", "name_of", "new_token"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """The signals that are passed on to ranks; torchelastic's default."""
 TOKEN_BYTES = 32
-JOB_VARIABLE = "DSC_LAUNCH_JOB"
-"""The job as JSON, for agents that MPI or Slurm starts. The job holds the run's secret, so it is passed in the
-environment, never on a command line."""
 
 
 def new_token() -> str:

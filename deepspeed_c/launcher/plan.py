@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from deepspeed_c.env import read_env
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.cores import split_cores, threads_per_rank
 from deepspeed_c.launcher.hostfile import is_this_host, select_hosts
@@ -108,7 +109,7 @@ def make_plan(
     n_ranks = len(place.slots)
     cores = split_cores(n_ranks, options.bind_core_list) if options.bind_cores_to_rank else None
     n_threads = len(cores[0]) if cores else threads_per_rank(n_ranks)
-    if not (environment.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")):
+    if not (environment.get("OMP_NUM_THREADS") or read_env().omp_num_threads):
         # torchrun sets 1, so that every CPU operator of torch uses only one core
         shared["OMP_NUM_THREADS"] = str(n_threads)
     ranks = []
@@ -164,7 +165,7 @@ def find_devices() -> Devices | None:
     if not torch.accelerator.is_available():
         return None
     kind, count = torch.accelerator.current_accelerator().type, torch.accelerator.device_count()
-    visible = [name.strip() for name in os.environ.get(VISIBLE_DEVICES, "").split(",") if name.strip()]
+    visible = [name.strip() for name in (read_env().visible_devices or "").split(",") if name.strip()]
     if kind != "cuda" or len(visible) < count:
         visible = [str(i) for i in range(count)]
     return Devices(kind, tuple(visible[:count]))

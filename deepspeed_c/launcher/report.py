@@ -20,6 +20,7 @@ from typing import Any
 
 from deepspeed_c._version import __version__
 from deepspeed_c.command_line import command_parser
+from deepspeed_c.env import read_env
 from deepspeed_c.launcher.compare import CLOCK, SECONDS, report_of_hosts
 from deepspeed_c.launcher.cores import allowed_cpus, as_ranges, threads_per_rank
 from deepspeed_c.processor import processor_name
@@ -142,7 +143,7 @@ def _cpu(extension: ModuleType | None) -> dict[str, Any]:
         "model": processor_name(),
         "cores": f"{os.cpu_count()}, allowed: {as_ranges(cpus)}",
         "threads of one process": threads_per_rank(1),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
+        "OMP_NUM_THREADS": read_env().omp_num_threads or "not set",
     }
     if extension:
         isas = extension.cpu_isas()

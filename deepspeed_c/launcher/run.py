@@ -30,7 +30,7 @@ from torch.distributed import DistNetworkError, TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
-from deepspeed_c.env import RUN_TOKEN
+from deepspeed_c.env import RUN_TOKEN, read_env
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.job import SIGNALS, new_token
 from deepspeed_c.launcher.meeting import Failure, Meeting
@@ -364,7 +364,7 @@ def _network_environment(master_addr: str) -> dict[str, str]:
     """Ranks that meet at a loopback address have no peers on other hosts. gloo then also listens at the loopback
     address, not at the address of the host's name.
     """
-    if is_loopback(master_addr) and not os.environ.get("GLOO_SOCKET_IFNAME"):
+    if is_loopback(master_addr) and not read_env().gloo_interface:
         return {"GLOO_SOCKET_IFNAME": "lo"}
     return {}
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
 
+from deepspeed_c.env import read_env
 from deepspeed_c.errors import ConfigError, LaunchError
 
 __all__ = ["check_for_numactl_pkg", "get_numa_cores", "get_numactl_cmd", "parse_range", "parse_range_list"]
@@ -78,7 +78,7 @@ def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank
         LaunchError: KMP_AFFINITY is set, which binds threads by itself, or there are fewer cores than ranks.
         ConfigError: ``bind_core_list`` cannot be read.
     """
-    if "KMP_AFFINITY" in os.environ:
+    if read_env().kmp_affinity:
         raise LaunchError("is set, and binds threads to cores too", where="KMP_AFFINITY", fix="unset KMP_AFFINITY")
     cores = list(range(_physical_cores())) if bind_core_list is None else parse_range_list(bind_core_list)
     n_each = len(cores) // num_local_procs

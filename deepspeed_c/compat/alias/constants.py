@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 from deepspeed_c.compat.alias.version import API_VERSION
+from deepspeed_c.env import read_env
 
 # File of NAME=VALUE lines, written by accelerate. A launch over several hosts passes these variables to its processes.
-DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
+DEEPSPEED_ENVIRONMENT_NAME = read_env().environment_file or ".deepspeed_env"
 
 VERSION_MAJOR, VERSION_MINOR, VERSION_PATCH = (int(part) for part in API_VERSION.split("+")[0].split("."))
 

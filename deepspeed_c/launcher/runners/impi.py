@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
+from deepspeed_c.env import read_env
 from deepspeed_c.launcher.runners.hydra import HydraRunner
 from deepspeed_c.launcher.runners.mpi import installed
 
@@ -28,6 +29,6 @@ class IntelMpiRunner(HydraRunner):
     agent_settings: ClassVar[Mapping[str, str]] = {"I_MPI_PIN": "0"}  # agents bind their ranks themselves
 
     def paths(self) -> Iterator[str]:
-        if root := os.environ.get("I_MPI_ROOT"):
+        if root := read_env().impi_root:
             yield from installed(self.programs, [os.path.join(root, "bin")])
         yield from super().paths()

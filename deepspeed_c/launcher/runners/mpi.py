@@ -33,7 +33,7 @@ class MpiRunner(HostRunner, ABC):
 
     def paths(self) -> Iterator[str]:
         """The programs with one of the names, in the order of the names, then of the folders of PATH."""
-        return installed(self.programs, os.environ.get("PATH", "").split(os.pathsep))
+        return installed(self.programs, os.get_exec_path())
 
     def check(self) -> None:
         if self.program() is None:

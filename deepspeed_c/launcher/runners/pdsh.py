@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 from collections.abc import Iterable
 
+from deepspeed_c.env import read_env
 from deepspeed_c.launcher.job import Job
 from deepspeed_c.launcher.runners.runner import HostRunner, Start, which
 
@@ -76,5 +76,5 @@ def ssh_command(port: int | None) -> list[str]:
         "LogLevel": "ERROR",
     }
     words = [word for key, value in options.items() for word in ("-o", f"{key}={value}")]
-    more = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))  # pdsh's own variable
+    more = shlex.split(read_env().pdsh_ssh_arguments or "")  # pdsh's own variable
     return [which(["ssh"]) or "ssh", "-x", *words, *(["-p", str(port)] if port else []), *more]

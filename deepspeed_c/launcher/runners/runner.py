@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from deepspeed_c.env import JOB_VARIABLE, read_env
 from deepspeed_c.errors import LaunchError
-from deepspeed_c.launcher.job import JOB_VARIABLE, Job
+from deepspeed_c.launcher.job import Job
 from deepspeed_c.launcher.options import Options
 
 __all__ = ["HostRunner", "Start"]
@@ -97,4 +98,4 @@ def which(names: Sequence[str]) -> str | None:
 
 def python_path() -> str:
     """PYTHONPATH for agents and ranks: the working directory, as DeepSpeed has it, then the launching command's."""
-    return os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH", ""))))
+    return os.pathsep.join(filter(None, (os.getcwd(), read_env().python_path or "")))

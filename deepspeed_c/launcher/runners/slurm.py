@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Mapping
 
+from deepspeed_c.env import read_env
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.job import Job
 from deepspeed_c.launcher.options import Options
@@ -16,12 +17,12 @@ __all__ = ["SrunRunner"]
 
 # Options of the job that srun reads from the environment. With one task a host, the step would have only a part of the
 # devices and cores.
-_PER_TASK = (
+_PER_TASK = {
     *("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_BIND", "SLURM_NTASKS_PER_GPU"),
     *("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_SOCKET", "SLURM_CPUS_PER_GPU", "SLURM_CPUS_PER_TASK"),
     *("SRUN_CPUS_PER_TASK", "SLURM_NTASKS_PER_CORE", "SLURM_NTASKS_PER_SOCKET", "SLURM_DISTRIBUTION", "SLURM_EXACT"),
     *("SLURM_THREADS_PER_CORE", "SLURM_HINT"),
-)
+}
 
 
 class SrunRunner(HostRunner):
@@ -39,20 +40,20 @@ class SrunRunner(HostRunner):
         words += ["--export", "ALL", "--chdir", job.folder, "--unbuffered"]
         # Agents bind their ranks themselves, and end together.
         words += ["--cpu-bind", "none", "--kill-on-bad-exit=0", "--wait", "0"]
-        if "SLURM_JOB_ID" in os.environ:
+        if read_env().slurm_job:
             # The launching command may be a step itself, which holds the allocation's cores and devices.
             words.append("--overlap")
         else:
             words += ["--exclusive", "--mem", "0"]  # the whole hosts
-        unset = [word for name in _PER_TASK if name in os.environ for word in ("-u", name)]
+        unset = [word for name in sorted(os.environ.keys() & _PER_TASK) for word in ("-u", name)]
         program = [*(["env", *unset] if unset else []), self.program() or "srun"]
         return Start([*program, *words, *self.more_words(job), *self.agent(job)], self.job_environment(job))
 
     def allocated(self, options: Options) -> dict[str, int] | None:
-        nodelist = os.environ.get("SLURM_JOB_NODELIST")
-        if "SLURM_JOB_ID" not in os.environ or not nodelist:
+        env = read_env()
+        if not env.slurm_job or not env.slurm_hosts:
             return None
-        return dict.fromkeys(expand_nodelist(nodelist), options.num_procs or _slots(os.environ))
+        return dict.fromkeys(expand_nodelist(env.slurm_hosts), options.num_procs or _slots(os.environ))
 
 
 def _slots(environ: Mapping[str, str]) -> int:
