@@ -41,6 +41,7 @@ WHY_NOT = {
     ("bias_dropout_residual", "backward"): "half of its time in cache is drawing the numbers again, so that no mask is kept",
 }
 _HALVES = "most of it is not exchange: it takes `ratio_to_halves` of two processes of half the tokens each that share none"
+_LINEAR = "torch multiplies by the weights of `nn.Linear` in 4 times the time of fp32, which is the bound, and by transposed ones in 40 times"
 # If the rounds differ by more than this factor, the measurement does not count.
 MAX_SPREAD = 2.0
 
@@ -56,6 +57,27 @@ FIGURES = [
         )
         for dtype in ("fp32", "bf16")
         for stage in (0, 1, 2)
+    ),
+    *(
+        Figure(
+            f"training step, 29M GPT, bf16, instructions up to AVX2, 2 ranks, stage 2: over {what}",
+            goal,
+            "products_step",
+            {"contender": "auto", "isa": "avx2"},
+            f"ratio_to_{other}",
+        )
+        for other, what, goal in (
+            ("fp32", "the same in fp32", "<= 1.15"),
+            ("fsdp2", "FSDP2's in bf16", "<= 0.1"),
+            ("deepspeed", "DeepSpeed's in bf16", "<= 0.1"),
+        )
+    ),
+    Figure(
+        'training step, 29M GPT, bf16, AVX-512, 2 ranks, stage 2: over the same with `"cpu_products": "torch"`',
+        "<= 1.03",
+        "products_step",
+        {"contender": "auto", "isa": "native"},
+        "ratio_to_torch",
     ),
     *(
         Figure(
@@ -569,6 +591,23 @@ FIGURES = [
         )
         for contender, how, goal in (("engine", "without kernels", "<= 1.02"), ("kernels", "with kernels", "<= 1"))
         for rows in (1, 8)
+    ),
+    *(
+        Figure(
+            f"{what} in fp16, {model_name}, {isa_name}, 1 thread, through `init_inference`: over transformers'{' in fp32' * (other == 'fp32')}",
+            goal,
+            "prompt",
+            {"contender": "deepspeed_c", "model": model, "isa": isa},
+            f"{key}_to_{other}",
+            why_not=_LINEAR if (model, other) == ("llama", "transformers") else "",
+        )
+        for isa, isa_name in (("avx2", "instructions up to AVX2"), ("native", "AVX-512"))
+        for model, model_name in (("llama", "a 55M Llama"), ("gpt2", "a 46M GPT-2"))
+        for what, key, other, goal in (
+            ("a prompt of 512 tokens", "prompt", "transformers", "<= 0.1"),
+            ("a prompt of 512 tokens", "prompt", "fp32", "<= 1.15"),
+            ("a token after it", "token", "transformers", "<= 1"),
+        )
     ),
     *(
         Figure(

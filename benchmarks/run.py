@@ -263,6 +263,13 @@ BENCHMARKS = [
         "--rounds 1 --params 4e6",
     ),
     _script(
+        "products_step",
+        f"{OURS}/products_step.py",
+        (*ENGINE, "csrc/nn"),
+        240,
+        "--rounds 1 --slow-rounds 1 --tokens 8",
+    ),
+    _script(
         "trainer_step",
         "benchmarks/hf/trainer_step.py",
         (*ENGINE, "deepspeed_c/compat/alias", "deepspeed_c/initialize.py"),
@@ -282,6 +289,13 @@ BENCHMARKS = [
         (*CORES, "csrc/nn", "ops", "deepspeed_c/inference", "deepspeed_c/inject/kernels.py"),
         200,
         "--rounds 1 --layers 2 --width 128",
+    ),
+    _script(
+        "prompt",
+        "benchmarks/hf/prompt.py",
+        (*CORES, "csrc/nn", "ops", "deepspeed_c/inference", "deepspeed_c/engine/products.py"),
+        200,
+        "--rounds 1 --layers 1 --width 128 --prompt 32",
     ),
     _script(
         "generate_in_training",

@@ -18,8 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-import deepspeed_c
-from benchmarks.engines import require_fused, require_states_sharded
 from benchmarks.measure import machine, median_spread, ratios, require, require_equal, time_alternately
 
 VOCAB, WIDTH, LAYERS, HEADS, LENGTH, BATCH = 8192, 512, 8, 8, 128, 2
@@ -105,6 +103,10 @@ def ours(
     compile: dict | None = None,
     **zero,
 ) -> Contender:
+    # Imported here, because the environment of a peer, which uses the model of this file, has neither.
+    import deepspeed_c
+    from benchmarks.engines import require_fused
+
     config = {
         "comm": comm or {},
         "compile": compile or {},
@@ -139,6 +141,8 @@ def seeded(make):
 
 
 def main() -> None:
+    from benchmarks.engines import require_states_sharded
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--rounds", type=int, default=9)

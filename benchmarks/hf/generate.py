@@ -21,11 +21,11 @@ import deepspeed_c
 from benchmarks.measure import bound, in_turn, machine, median_spread, ratios, require
 from deepspeed_c import _C
 
-PROMPT, NEW = 32, 16
+PROMPT, NEW, VOCAB = 32, 16, 32000
 WARMUP = 1
 
 
-def make_model(layers: int, width: int) -> Any:
+def make_model(layers: int, width: int, vocab: int = VOCAB) -> Any:
     import transformers
 
     torch.manual_seed(0)
@@ -35,14 +35,14 @@ def make_model(layers: int, width: int) -> Any:
         num_hidden_layers=layers,
         num_attention_heads=width // 64,
         num_key_value_heads=width // 64,
-        vocab_size=32000,
+        vocab_size=vocab,
         max_position_embeddings=2048,
     )
     return transformers.LlamaForCausalLM(config).eval()
 
 
 def measure(rows: int, rounds: int, contenders: dict[str, Any], exact: torch.nn.Module) -> None:
-    ids = torch.randint(3, 32000, (rows, PROMPT), generator=torch.Generator().manual_seed(rows))
+    ids = torch.randint(3, VOCAB, (rows, PROMPT), generator=torch.Generator().manual_seed(rows))
     weights = [param.detach().view(-1).view(torch.int16) for param in contenders["transformers"].parameters()]
 
     def pass_over_weights() -> None:
