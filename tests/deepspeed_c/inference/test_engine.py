@@ -122,7 +122,8 @@ def test_16_bits_are_no_further_from_fp32_than_transformers_are(family, dtype, t
                 logits = engine(**given).logits
                 assert logits.dtype == dtype
                 mine = (logits.float() - exact).abs().mean()
-            assert mine <= 1.1 * far, f"{mine} and {far}"
+            # By chance: over seeds of t5 in bf16 the ratio is 0.82 to 1.13 where others multiply, 0.995 in the mean.
+            assert mine <= 1.2 * far, f"{mine} and {far}"
 
 
 def test_a_module_that_no_policy_knows():
