@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def run(rank: int, world: int, folder: str, arguments: list[str]) -> None:
     before, sys.argv = os.getcwd(), ["fine_tune.py", "model", "text.txt", *SIZES, *arguments]
     os.chdir(folder)
     try:
-        exec(compile(block("python"), "fine_tune.py", "exec"), {"__name__": "__main__"})
+        runpy.run_path("fine_tune.py", run_name="__main__")
     finally:
         os.chdir(before)
 
@@ -67,6 +68,7 @@ def steps_of(folder: Path) -> dict[int, float]:
 def test_train_go_on_and_adapt(tmp_path: Path) -> None:
     save_model(tmp_path / "model", tmp_path / "text.txt")
     (tmp_path / "ds_config.json").write_text(block("json"))
+    (tmp_path / "fine_tune.py").write_text(block("python"))
     on_ranks(2, run, str(tmp_path), ["--steps", "20"])
     first = steps_of(tmp_path / "out")
     on_ranks(2, run, str(tmp_path), ["--steps", "40"])
