@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import deepspeed_c
 from tests.ranks import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -147,3 +149,9 @@ def test_the_other_commands_are_known_and_tested_elsewhere() -> None:
     assert all((ROOT / place).is_file() for place in COVERED.values())
     for target in (command.split()[1] for command in COVERED if command.startswith("make ")):
         assert re.search(rf"^{target}:.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE), target
+
+
+def test_its_configuration_is_accepted() -> None:
+    (text,) = re.findall(r"^```json\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    config = json.loads(text)
+    assert deepspeed_c.DeepSpeedConfig({**config, "strict": True}).zero_config.stage == config["zero_optimization"]["stage"]
