@@ -21,9 +21,11 @@ import torch
 from deepspeed_c import errors
 from deepspeed_c.config import load_config
 from deepspeed_c.config.schedule import SCHEDULES
+from deepspeed_c.engine import inputs
 from deepspeed_c.launcher.commands import COMMANDS
 from deepspeed_c.launcher.runners import RUNNERS
 from deepspeed_c.monitor.monitor import MONITORS
+from deepspeed_c.offload import file as offload_file
 from tests import item_limits
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,12 +43,16 @@ def is_below(path: Path, *places: str) -> bool:
     return any(path.is_relative_to(ROOT / place) for place in places)
 
 
+NODES = [
+    (path, node)
+    for path in files("*.py", "deepspeed_c", "ops")
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+]
+
+
 def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[Path, ast.AST]]:
     """The nodes of these kinds in all files of the package."""
-    for path in files("*.py", "deepspeed_c", "ops"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, kinds):
-                yield path, node
+    return ((path, node) for path, node in NODES if isinstance(node, kinds))
 
 
 def shown(path: Path, node: ast.AST) -> str:
@@ -100,24 +106,37 @@ def compared_stages() -> list[str]:
 
 def read_variables() -> list[str]:
     """Reads of an environment variable by its name."""
+    # A statement that is a call drops the value: it removes the variable.
+    dropped = {id(node.value) for _, node in NODES if isinstance(node, ast.Expr)}
     found = []
     for path, node in nodes(ast.Call, ast.Subscript, ast.Compare):
         if is_below(path, "deepspeed_c/env.py", "deepspeed_c/compat/alias/bin"):
             continue
-        text = ast.unparse(node)
-        is_read = (
-            (isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv", "os.environ.pop"))
-            or (
-                isinstance(node, ast.Subscript)
-                and ast.unparse(node.value) == "os.environ"
-                and isinstance(node.ctx, ast.Load)
+        if isinstance(node, ast.Call):
+            reads = (
+                ast.unparse(node.func) in ("os.environ.get", "os.getenv", "os.environ.pop") and id(node) not in dropped
             )
-            or (isinstance(node, ast.Compare) and text.endswith(" in os.environ"))
-        )
-        # agent.py removes a variable, and does not use its value.
-        if is_read and text != "os.environ.pop(JOB_VARIABLE, None)":
+        elif isinstance(node, ast.Subscript):
+            reads = ast.unparse(node.value) == "os.environ" and isinstance(node.ctx, ast.Load)
+        else:
+            reads = ast.unparse(node).endswith(" in os.environ")
+        if reads:
             found.append(shown(path, node))
     return found
+
+
+COLLECTIVES = r"(?:all_|reduce|broadcast|barrier|gather|scatter|send|recv|isend|irecv|monitored_barrier)\w*"
+
+
+def collectives_of_torch() -> list[str]:
+    """Calls of torch's collectives in the engine and the parts below it."""
+    parts = ("engine", "zero", "pipe", "inject", "sequence", "moe", "offload", "inference", "checkpoint", "observe")
+    paths = [path for part in parts for path in files("*.py", f"deepspeed_c/{part}")]
+    torchs = [path for path in paths if "import torch.distributed as dist" in path.read_text(encoding="utf-8")]
+    assert torchs
+    return matches(rf"(?<![\w.])dist\.{COLLECTIVES}\(", torchs) + matches(
+        rf"torch\.distributed\.{COLLECTIVES}\(", paths
+    )
 
 
 C_FILES = ("*.c", "*.h", "*.inc", "*.cu")
@@ -256,6 +275,14 @@ def seconds_of_an_item() -> list[str]:
     return [] if item_limits.ITEM_SECONDS == 120 else [f"{item_limits.ITEM_SECONDS} s"]
 
 
+def steps_between_digests() -> list[str]:
+    return [] if inputs.EVERY == 100 else [f"each {inputs.EVERY} steps"]
+
+
+def elements_of_a_swap_buffer() -> list[str]:
+    return [] if offload_file.SWAP_ELEMS == 4 << 20 else [f"{offload_file.SWAP_ELEMS} elements"]
+
+
 def hours_of_the_benchmarks() -> list[str]:
     """A whole run takes the sum of the last runs."""
     firsts = [path.read_text(encoding="utf-8").partition("\n")[0] for path in files("*.jsonl", "benchmarks/results")]
@@ -307,6 +334,13 @@ STATEMENTS: list[tuple[str, str, Callable[[], list[str]]]] = [
     (ARCHITECTURE, "decorates four methods of `torch.optim.Optimizer`", decorated_methods_of_torch),
     (CHANGELOG, "- The command `deepspeed_c`: launch,", commands_of_the_changelog),
     (CHANGELOG, "- Monitors for TensorBoard,", monitors),
+    (
+        "docs/concepts/communication.md",
+        "The engine communicates only through methods of `Collectives`",
+        collectives_of_torch,
+    ),
+    ("docs/concepts/zero.md", "and at every hundredth step, these ranks compare digests", steps_between_digests),
+    ("docs/concepts/zero.md", "in *swap buffers* of at most 4 Mi elements", elements_of_a_swap_buffer),
     (
         "docs/migrating-from-deepspeed.md",
         "Every error of deepspeed_c is a `DeepSpeedCError` with the attributes `what`, `where` and `fix`.",

@@ -44,7 +44,7 @@ def _main(name: str | None) -> int:
     os.environ.pop(JOB_VARIABLE, None)
     index = _index(job, name, os.environ)
     for variable in [v for v in os.environ if v.startswith(_MPI_VARIABLES)]:
-        del os.environ[variable]
+        os.environ.pop(variable)
     try:
         os.chdir(job.folder)
     except OSError as error:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from deepspeed_c.comm.comm import all_reduce
 from deepspeed_c.comm.groups import get_rank, get_world_size, is_initialized
 from deepspeed_c.errors import ConfigError, ModelError, RoutingError
 from deepspeed_c.logging import warning_once
@@ -367,7 +368,7 @@ def _capacity(n_tokens: int, n_experts: int, factor: float, min_capacity: int) -
 def _largest(counts: Tensor, ep_group: dist.ProcessGroup | None) -> int:
     largest = counts.max()
     if ep_group is not None and get_world_size(ep_group) > 1:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ep_group)
+        all_reduce(largest, op=dist.ReduceOp.MAX, group=ep_group)
     return int(largest)
 
 

@@ -61,6 +61,14 @@ def test_values():
     assert "s3cret" not in repr(env) and "s3cret" not in str(env)
 
 
+def test_each_text_is_read_under_its_own_name():
+    texts = {name: facts for name, facts in VARIABLES.items() if facts.kind is str and not facts.words}
+    assert len(texts) > 20
+    for attribute, facts in texts.items():
+        env = read_env({facts.name: " a,b \n"})
+        assert {name: value for name in texts if (value := getattr(env, name)) is not None} == {attribute: "a,b"}
+
+
 @pytest.mark.parametrize(
     "name, text",
     [

@@ -17,11 +17,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from deepspeed_c.comm.ledger import ledger_of
 from deepspeed_c.errors import ConfigError, ModelError, RoutingError
 from deepspeed_c.moe.gate import Draws, Routes, TopKGate, gumbel_rsample, top1gating, top2gating, topkgating
 from tests.deepspeed_c.moe import moe_oracle as oracle
+from tests.ranks import run_ranks
 
 PEER = os.environ.get("DSC_PEER_PYTHON", "")
 SCRIPT = Path(__file__).with_name("peer_gates.py")
@@ -343,6 +346,22 @@ def gates_of(python: str, *arguments: str) -> dict:
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("GATES ")]
     return json.loads(line.removeprefix("GATES "))
+
+
+def capacity_body(rank: int, world: int) -> tuple[torch.Size, int]:
+    group = dist.group.WORLD
+    # Rank 0 sends 5 of its tokens to expert 0, rank 1 sends 3 of its tokens to expert 2.
+    chosen = [0, 0, 0, 0, 0, 1, 2] if rank == 0 else [2, 2, 2, 1]
+    logits = torch.nn.functional.one_hot(torch.tensor(chosen), 3).float()
+    before = ledger_of(group).last
+    found = top1gating(logits, 1.0, 1, drop_tokens=False, ep_group=group)
+    return found[1].shape, ledger_of(group).last - before
+
+
+def test_ranks_without_drops_agree_on_the_largest_expert_by_a_recorded_collective():
+    by_rank = run_ranks(2, capacity_body)
+    assert [shape for shape, _ in by_rank] == [(7, 3, 5), (4, 3, 5)], by_rank
+    assert all(n > 0 for _, n in by_rank), "the watchdog would not see this collective"
 
 
 @pytest.mark.skipif(not PEER, reason="DSC_PEER_PYTHON names no Python that has DeepSpeed")
