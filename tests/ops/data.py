@@ -26,6 +26,14 @@ def positive(n: int, seed: int, dtype: torch.dtype = torch.float32, scale: float
     return normal(n, seed, torch.float32, scale, offset).abs().add_(0.01 * scale).to(dtype)
 
 
+def errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
+    """The largest difference of each, over the largest element."""
+    return [
+        ((a.double() - b).abs().max() / b.abs().max().clamp_min(1e-300)).item() if b.numel() else 0.0
+        for a, b in zip(found, wanted, strict=True)
+    ]
+
+
 def bits(tensor: Tensor) -> Tensor:
     """The tensor's bytes. Comparing bytes distinguishes -0 from 0 and one NaN from another."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

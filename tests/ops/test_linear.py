@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deepspeed_c.ops import nn
+from tests.ops.data import errors
 
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALVES, torch.float32)
@@ -28,14 +29,6 @@ def gradients(function, x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tens
     leaves = [value.detach().clone().requires_grad_() for value in (x, weight, bias) if value is not None]
     y = function(*leaves)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
-
-
-def errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
-    """The largest difference of each, over the largest element."""
-    return [
-        ((a.double() - b).abs().max() / b.abs().max().clamp_min(1e-300)).item() if b.numel() else 0.0
-        for a, b in zip(found, wanted, strict=True)
-    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

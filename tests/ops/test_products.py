@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from deepspeed_c.ops.products import widen_products
+from tests.ops.data import errors
 
 HALVES = (torch.bfloat16, torch.float16)
 Function = Callable[..., Tensor]
@@ -103,14 +104,6 @@ CASES = {
     "attention with a mask": Case(masked_attention, randn(1, 2, 5, 8), randn(1, 2, 6, 8), randn(1, 2, 6, 8, seed=1)),
     "attention by its formula": Case(by_formula, randn(2, 5, 16), randn(2, 6, 16), randn(2, 6, 16, seed=1)),
 }
-
-
-def errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
-    """The largest difference of each, over the largest element."""
-    return [
-        ((a.double() - b).abs().max() / b.abs().max().clamp_min(1e-300)).item() if b.numel() else 0.0
-        for a, b in zip(found, wanted, strict=True)
-    ]
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
