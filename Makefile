@@ -74,6 +74,7 @@ curriculum: $(BUILT) ## a GPT without and with two curricula: held-out loss over
 test: $(ALL) programs ## everything that CI runs
 	scripts/system_packages.sh --tests
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check -q .
 	@$(MAKE) -s -C csrc has-cuda || echo "no nvcc: the CUDA kernels are not compiled"
 	# Three processes for two cores, because many tests wait for what they have started: two took 1272 s, three 970 s.
 	# Without bytecode (PYTHONDONTWRITEBYTECODE) each program that a test starts would compile the package again.
@@ -86,6 +87,7 @@ CHECKS := attributes c_style dead_code documents house imports includes limits m
 .PHONY: check
 check: $(ALL) ## the rules of the tree (names, prose, imports, layout) without what runs the package (30 s)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check -q .
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(CHECKS:%=tests/test_%.py)
 
 .PHONY: test-full
@@ -93,7 +95,8 @@ test-full: ## test, with all cells of products of parameters (hours)
 	$(MAKE) test TEST_FLAGS=--full
 
 .PHONY: format
-format: $(ALL) ## lay out C, C++ and CUDA as .clang-format says
+format: $(ALL) ## lay out Python as ruff does, and C, C++ and CUDA as .clang-format says
+	$(BIN)/ruff format -q .
 	git ls-files csrc ops/binding | grep -E '\.(c|h|cu|cuh|cpp)$$' | xargs $(BIN)/clang-format -i
 
 # The C tests build missing programs themselves, and fail if they cannot. This target serves `make -j2 test`: the

@@ -32,15 +32,25 @@ class Figure(NamedTuple):
 
 # By case and phase: the reason why an operator of nn_ops may miss its goal. Each reason was found by timing the
 # operator's loop alone in the first-level cache.
-_ACTIVATION = "most of its time in cache is a division and an exponential an element, which keep the same bits on any processor"
+_ACTIVATION = (
+    "most of its time in cache is a division and an exponential an element, which keep the same bits on any processor"
+)
 WHY_NOT = {
     ("gelu", "forward"): "most of its time in cache is the error function, which keeps the same bits on any processor",
-    ("rms_norm + residual", "forward"): "in float32 two thirds of its time are memory: two tensors are read and two written",
+    (
+        "rms_norm + residual",
+        "forward",
+    ): "in float32 two thirds of its time are memory: two tensors are read and two written",
     ("swiglu", "forward"): _ACTIVATION,
     ("swiglu", "backward"): _ACTIVATION,
-    ("bias_dropout_residual", "backward"): "half of its time in cache is drawing the numbers again, so that no mask is kept",
+    (
+        "bias_dropout_residual",
+        "backward",
+    ): "half of its time in cache is drawing the numbers again, so that no mask is kept",
 }
-_HALVES = "most of it is not exchange: it takes `ratio_to_halves` of two processes of half the tokens each that share none"
+_HALVES = (
+    "most of it is not exchange: it takes `ratio_to_halves` of two processes of half the tokens each that share none"
+)
 _LINEAR = "torch multiplies by the weights of `nn.Linear` in 4 times the time of fp32, which is the bound, and by transposed ones in 40 times"
 # If the rounds differ by more than this factor, the measurement does not count.
 MAX_SPREAD = 2.0
@@ -267,12 +277,21 @@ FIGURES = [
         Figure(f"the order of samples: {what}", goal, "data_order", {"contender": contender}, key)
         for contender, what, goal, key in (
             ("round", "microseconds for the next of 10^9 samples", "<= 1", "us_per_sample"),
-            ("resume", "the first batch of a run that resumes at step 10^6 over one at step 10", "<= 1.1", "ratio_to_step_10"),
+            (
+                "resume",
+                "the first batch of a run that resumes at step 10^6 over one at step 10",
+                "<= 1.1",
+                "ratio_to_step_10",
+            ),
             ("batch", "a batch over torch's DataLoader", "<= 1.05", "ratio_to_torch"),
         )
     ),
     Figure(
-        "metrics of 1,000,000 samples, 2 processes: DeepSpeed's DataAnalyzer over ours", ">= 5", "analyzer", {}, "deepspeed_over_it"
+        "metrics of 1,000,000 samples, 2 processes: DeepSpeed's DataAnalyzer over ours",
+        ">= 5",
+        "analyzer",
+        {},
+        "deepspeed_over_it",
     ),
     *(
         Figure(
@@ -403,8 +422,22 @@ FIGURES = [
             f"ratio_to_{peer}",
         )
         for model, what, stage, peer, peer_name, goal in (
-            ("gpt", "29M GPT", 3, "better", "the better of the same without a compiler and FSDP2 with compiled blocks", "<= 1"),
-            ("gpt", "29M GPT", 2, "better", "the better of the same without a compiler and a compiled model in DDP", "<= 1"),
+            (
+                "gpt",
+                "29M GPT",
+                3,
+                "better",
+                "the better of the same without a compiler and FSDP2 with compiled blocks",
+                "<= 1",
+            ),
+            (
+                "gpt",
+                "29M GPT",
+                2,
+                "better",
+                "the better of the same without a compiler and a compiled model in DDP",
+                "<= 1",
+            ),
             ("swiglu", "narrow SwiGLU blocks", 3, "uncompiled", "the same without a compiler", "<= 0.9"),
             ("swiglu", "narrow SwiGLU blocks", 2, "uncompiled", "the same without a compiler", "<= 0.9"),
         )
@@ -436,7 +469,9 @@ FIGURES = [
             "stage3_step_mlp",
             {"contender": contender},
             "ratio_to_replica",
-            why_not="gathered weights are copies, twice a step, which `zero_copy_gather` saves" if contender == "stage3" else "",
+            why_not="gathered weights are copies, twice a step, which `zero_copy_gather` saves"
+            if contender == "stage3"
+            else "",
         )
         for contender in ("stage1", "stage2", "stage3", "stage3_zero_copy")
     ),
@@ -517,8 +552,12 @@ FIGURES = [
     ),
     Figure("experiments of both searches that ran out of memory", "<= 0", "tuning", {}, "killed"),
     Figure("an experiment over its script by itself, seconds", "<= 1.2", "tuning", {}, "experiment_over_script"),
-    Figure("plan over peak memory of the grid's experiments, the highest", "<= 1.05", "tuning", {}, "planned_over_peak_max"),
-    Figure("plan over peak memory of the grid's experiments, the lowest", ">= 0.95", "tuning", {}, "planned_over_peak_min"),
+    Figure(
+        "plan over peak memory of the grid's experiments, the highest", "<= 1.05", "tuning", {}, "planned_over_peak_max"
+    ),
+    Figure(
+        "plan over peak memory of the grid's experiments, the lowest", ">= 0.95", "tuning", {}, "planned_over_peak_min"
+    ),
     Figure(
         "48 MB of weights on NVMe beside states, stage 3, 1 rank: peak resident memory above that with states on NVMe alone, over the buffers asked for",
         "<= 1",
@@ -641,7 +680,13 @@ FIGURES = [
         )
     ),
     *(
-        Figure(f"loading a Llama of 1,000M parameters in bf16 on 2 ranks through `init_inference`: {what}", goal, "load", {}, key)
+        Figure(
+            f"loading a Llama of 1,000M parameters in bf16 on 2 ranks through `init_inference`: {what}",
+            goal,
+            "load",
+            {},
+            key,
+        )
         for what, goal, key in (
             ("time over a read of the file into new memory", "<= 1.2", "ratio_to_read"),
             ("peak of a rank over its part and the largest tensor", "<= 1.1", "peak_of_part_and_tensor"),

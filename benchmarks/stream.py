@@ -84,8 +84,7 @@ def _checked(part: Part) -> _Part:
 
 
 def bytes_of(parts: Sequence[Part], *, with_norm: bool) -> int:
-    """Return the least bytes that one pass moves: gradients (twice with the norm), params and states both ways, copies.
-    """
+    """Return the least bytes that one pass moves: gradients (twice with the norm), params and states both ways, copies."""
     total = 0
     for part in parts:
         per_elem = part.grad.element_size() * (2 if with_norm else 1) + 24 + (0 if part.copy is None else 2)

@@ -1,5 +1,4 @@
-"""The public names. Each is imported at its first use, so that ``import deepspeed_c`` is fast and needs no torch.
-"""
+"""The public names. Each is imported at its first use, so that ``import deepspeed_c`` is fast and needs no torch."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ class Accelerator:
         return self._type == "cpu"
 
     def device_name(self, device_index: int | str | None = None) -> str:
-        """"cuda:1", or "cuda" without an index; always "cpu" on the host."""
+        """ "cuda:1", or "cuda" without an index; always "cpu" on the host."""
         return self._type if device_index is None or self._is_host else f"{self._type}:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
@@ -438,8 +438,7 @@ def get_accelerator() -> Accelerator:
 
 
 def set_accelerator(accel_obj: Accelerator) -> None:
-    """Sets the object that ``get_accelerator`` returns. Raises ConfigError if ``accel_obj`` is no ``Accelerator``.
-    """
+    """Sets the object that ``get_accelerator`` returns. Raises ConfigError if ``accel_obj`` is no ``Accelerator``."""
     if not isinstance(accel_obj, Accelerator):
         raise ConfigError(
             f"{type(accel_obj).__name__} is no Accelerator",

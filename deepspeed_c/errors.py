@@ -190,8 +190,7 @@ class FeatureError(DeepSpeedCError, NotImplementedError):
 
 
 class MissingNameError(FeatureError, AttributeError):
-    """A name of DeepSpeed that this version does not have was read as an attribute of its module.
-    """
+    """A name of DeepSpeed that this version does not have was read as an attribute of its module."""
 
 
 class MissingModuleError(FeatureError, ModuleNotFoundError):

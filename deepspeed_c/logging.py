@@ -155,6 +155,7 @@ def _is_named(ranks: Collection[int] | None) -> bool:
     wanted = (0,) if ranks is None else ranks
     return _settings.rank in wanted or -1 in wanted
 
+
 def get_dist_msg(message: str, ranks: Collection[int] | None = None) -> str | None:
     """``message`` with this rank as prefix, or None on a rank that is not in ``ranks`` (as in ``log_dist``)."""
     return f"[Rank {_settings.rank}] {message}" if _is_named(ranks) else None

@@ -300,7 +300,9 @@ class _Warmup(_Schedule):
         self.warmup_num_steps = max(2, n) if n else 0
         if warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
             # As in DeepSpeed, so that a run with a misspelt type trains the same here.
-            logger.warning('%s: %r is not "log" or "linear"; warming up by "log"', _where(self, "warmup_type"), warmup_type)
+            logger.warning(
+                '%s: %r is not "log" or "linear"; warming up by "log"', _where(self, "warmup_type"), warmup_type
+            )
             warmup_type = WARMUP_LOG_RATE
         self.warmup_type = warmup_type
 

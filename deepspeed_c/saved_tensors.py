@@ -28,8 +28,7 @@ class Packer(Protocol):
         """
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """Returns the tensor when a backward needs it, with the same shape and dtype, on the same device.
-        """
+        """Returns the tensor when a backward needs it, with the same shape and dtype, on the same device."""
 
 
 def keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

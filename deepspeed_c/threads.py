@@ -1,5 +1,4 @@
-"""Chooses the threads and the instruction set of passes over host memory for the C cores.
-"""
+"""Chooses the threads and the instruction set of passes over host memory for the C cores."""
 
 from __future__ import annotations
 
@@ -75,7 +74,9 @@ def number(env: Env, most: int) -> int:
     if env.num_threads is not None:
         if env.num_threads > most:
             raise ConfigError(
-                f"is {env.num_threads}", where="DSC_NUM_THREADS", fix=f"set it to a whole number from 1 to {most}, or unset it"
+                f"is {env.num_threads}",
+                where="DSC_NUM_THREADS",
+                fix=f"set it to a whole number from 1 to {most}, or unset it",
             )
         return env.num_threads
     own = _processors_of(os.getpid())

@@ -139,7 +139,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a classifier of images with mixtures of experts.")
     parser.add_argument("--moe", action="store_true", help="use layers of experts")
     parser.add_argument("--ep-world-size", type=int, default=1, help="ranks that hold the experts of a layer together")
-    parser.add_argument("--num-experts", type=int, nargs="+", default=[2], help="experts of each layer, one number each")
+    parser.add_argument(
+        "--num-experts", type=int, nargs="+", default=[2], help="experts of each layer, one number each"
+    )
     parser.add_argument("--mlp-type", choices=("standard", "residual"), default="standard", help="MoE, or residual MoE")
     parser.add_argument("--top-k", type=int, default=1, help="experts of each image")
     parser.add_argument("--min-capacity", type=int, default=0, help="least number of places of an expert")

@@ -95,7 +95,10 @@ def sections(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
     def pruned(modules: str, related: list[str], **shared: Any) -> dict[str, Any]:
         group = {"params": {"dense_ratio": 0.5}, "modules": [modules], "related_modules": [related]}
-        return {"shared_parameters": {"enabled": True, "schedule_offset": 0, **shared}, "different_groups": {"half": group}}
+        return {
+            "shared_parameters": {"enabled": True, "schedule_offset": 0, **shared},
+            "different_groups": {"half": group},
+        }
 
     half = {
         "row_pruning": pruned(r"mlp\.up", [r"mlp\.down"], method="l1"),
@@ -180,7 +183,11 @@ def report(models: dict[str, CompressibleGPT], losses: dict[str, float], args: a
         for key, values in columns.items():
             row |= {key: round(values[name], 5), f"{key}_to_fp32": round(values[name] / values["fp32"], 5)}
         rows.append(row)
-        print("| " + " | ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()) + " |")
+        print(
+            "| "
+            + " | ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values())
+            + " |"
+        )
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "compress.json").write_text(json.dumps(rows, indent=2) + "\n")
 

@@ -58,7 +58,10 @@ def analyze(data: Windows, text: bytes, folder: str, rank: int = 0, n_ranks: int
 
 def curricula(args: argparse.Namespace, folder: str) -> dict[str, dict[str, Any]]:
     """Return the section ``curriculum_metrics`` of each run."""
-    grows = {"schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": args.grow_steps, "difficulty_step": 8}}
+    grows = {
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": args.grow_steps, "difficulty_step": 8},
+    }
     length = {
         "difficulty_type": "value",
         "clustering_type": "single_cluster",  # each step may have all samples, and cuts them
@@ -79,14 +82,21 @@ def curricula(args: argparse.Namespace, folder: str) -> dict[str, dict[str, Any]
 
 
 def settings(args: argparse.Namespace, metrics: dict[str, Any]) -> dict[str, Any]:
-    sampling = {"enabled": True, "num_epochs": 100, "curriculum_learning": {"enabled": bool(metrics), "curriculum_metrics": metrics}}
+    sampling = {
+        "enabled": True,
+        "num_epochs": 100,
+        "curriculum_learning": {"enabled": bool(metrics), "curriculum_metrics": metrics},
+    }
     return {
         "train_batch_size": args.batch,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         # Runs with shorter windows take more steps for the same tokens: the rate does not depend on the number of steps.
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": args.lr, "warmup_num_steps": 30, "warmup_type": "linear"}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": args.lr, "warmup_num_steps": 30, "warmup_type": "linear"},
+        },
         "steps_per_print": None,
         "data_efficiency": {"enabled": True, "seed": args.seed, "data_sampling": sampling},
     }
@@ -98,7 +108,9 @@ def cut(windows: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
     return windows if length is None else windows[:, : length + 1]
 
 
-def train(data: Windows, held_out: Windows, args: argparse.Namespace, metrics: dict[str, Any]) -> list[tuple[int, float]]:
+def train(
+    data: Windows, held_out: Windows, args: argparse.Namespace, metrics: dict[str, Any]
+) -> list[tuple[int, float]]:
     """Train until ``args.tokens`` tokens were read. Return (tokens so far, held-out loss) at points of equal distance."""
     torch.manual_seed(args.seed)
     model = GPT(args.layers, args.width, args.heads, args.context)
@@ -112,7 +124,9 @@ def train(data: Windows, held_out: Windows, args: argparse.Namespace, metrics: d
             n_tokens += args.batch * (windows.shape[1] - 1)
             if n_tokens >= args.tokens * (len(points) + 1) / args.points:
                 points.append((n_tokens, evaluate(engine, held_out)))
-                say(f"{'+'.join(metrics) or 'none'}: step {engine.global_steps}, {n_tokens} tokens, {points[-1][1]:.3f}")
+                say(
+                    f"{'+'.join(metrics) or 'none'}: step {engine.global_steps}, {n_tokens} tokens, {points[-1][1]:.3f}"
+                )
             if n_tokens >= args.tokens:
                 break
     return points

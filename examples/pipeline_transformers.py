@@ -89,7 +89,9 @@ def loss_by_transformers(folder: Path, text: bytes, context: int) -> float:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     data = batches(text, context, 1)
     with torch.no_grad():
-        losses = [float(model(**inputs, labels=labels).loss) for inputs, labels in (next(data) for _ in range(ACCUMULATION))]
+        losses = [
+            float(model(**inputs, labels=labels).loss) for inputs, labels in (next(data) for _ in range(ACCUMULATION))
+        ]
     return sum(losses) / len(losses)
 
 

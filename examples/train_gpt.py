@@ -129,8 +129,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, n_windows: int) -> float:
-        """Return nats per byte over ``n_windows`` windows spread evenly over the held-out text, shared among the ranks.
-        """
+        """Return nats per byte over ``n_windows`` windows spread evenly over the held-out text, shared among the ranks."""
         # Windows are shared among data-parallel ranks only: tensor-parallel ranks need the same windows.
         n_shares, share = groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()
         n_windows = min(n_windows, len(self.held_out)) // n_shares * n_shares
@@ -281,8 +280,7 @@ def load_config(args: argparse.Namespace) -> dict:
 
 
 def tensor_parallel(args: argparse.Namespace) -> dict:
-    """Return the configuration that cuts the model over ``args.tp`` ranks: by whole heads, query, key and value alike.
-    """
+    """Return the configuration that cuts the model over ``args.tp`` ranks: by whole heads, query, key and value alike."""
     width = args.width
     specs = [
         {"patterns": [r".*\.qkv\.weight"], "partition_type": "column", "shape": [[width] * 3, -1]},

@@ -1,5 +1,4 @@
-"""Fake (meta) kernels of all operators: shapes and dtypes without data, for torch.compile and opcheck.
-"""
+"""Fake (meta) kernels of all operators: shapes and dtypes without data, for torch.compile and opcheck."""
 
 from __future__ import annotations
 

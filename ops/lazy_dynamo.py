@@ -1,5 +1,4 @@
-"""``torch.optim.Optimizer`` whose methods do not import ``torch._dynamo``, for programs that may never compile.
-"""
+"""``torch.optim.Optimizer`` whose methods do not import ``torch._dynamo``, for programs that may never compile."""
 
 from __future__ import annotations
 

@@ -86,8 +86,10 @@ def route(
     if not 1 <= n_limited_groups <= n_groups:
         raise ValueError(f"n_limited_groups is {n_limited_groups}, must be 1 to {n_groups}, the number of groups")
     if k > n_experts // n_groups * n_limited_groups:
-        raise ValueError(f"k is {k}, but {n_limited_groups} of {n_groups} groups have only"
-                         f" {n_experts // n_groups * n_limited_groups} experts")
+        raise ValueError(
+            f"k is {k}, but {n_limited_groups} of {n_groups} groups have only"
+            f" {n_experts // n_groups * n_limited_groups} experts"
+        )
     if bias is not None:
         _require(bias, "bias", torch.float32, "experts")
         _require_shape(bias, "bias", (n_experts,), "the experts")

@@ -1,5 +1,4 @@
-"""Muon (Jordan 2024): momentum, orthogonalised by a Newton-Schulz iteration, for matrices; AdamW for everything else.
-"""
+"""Muon (Jordan 2024): momentum, orthogonalised by a Newton-Schulz iteration, for matrices; AdamW for everything else."""
 
 from __future__ import annotations
 

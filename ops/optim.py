@@ -1,5 +1,4 @@
-"""The common base of the fused optimizers: groups, states, and one operator call for all tensors of a group.
-"""
+"""The common base of the fused optimizers: groups, states, and one operator call for all tensors of a group."""
 
 from __future__ import annotations
 
@@ -534,8 +533,7 @@ class FusedOptimizer(Optimizer):
         )
 
     def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
-        """The operators' hyper-parameters from lr to max_coeff; values that the kind does not use are always in range.
-        """
+        """The operators' hyper-parameters from lr to max_coeff; values that the kind does not use are always in range."""
         beta1, beta2 = group.get("betas", (0.9, 0.999))
         return (
             float(group["lr"]),

@@ -50,8 +50,7 @@ _MIN_WORDS = 4
 
 
 class Shares(NamedTuple):
-    """Numbers of sentences: all sentences, sentences with such a clause, and sentences that begin with such a clause.
-    """
+    """Numbers of sentences: all sentences, sentences with such a clause, and sentences that begin with such a clause."""
 
     n: int = 0
     n_with: int = 0

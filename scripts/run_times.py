@@ -60,7 +60,10 @@ def table(runs: Sequence[Run]) -> str:
             "",
             "| commit | `.ci/run` | pytest | tests |",
             "| --- | --- | --- | --- |",
-            *(f"| {run.commit} | {_minutes(run.seconds)} | {_minutes(run.test_seconds)} | {run.tests} |" for run in runs),
+            *(
+                f"| {run.commit} | {_minutes(run.seconds)} | {_minutes(run.test_seconds)} | {run.tests} |"
+                for run in runs
+            ),
             "",
             f"Processor seconds of the last one, {total:.0f} together: "
             + ", ".join(f"{kind} {100 * seconds / total:.0f} %" for kind, seconds in runs[-1].kinds.items())

@@ -24,7 +24,17 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["CELL_SECONDS", "FUNCTION_SECONDS", "chosen", "function_of", "is_of_the_tree", "leave_out", "near_changes", "read", "write"]
+__all__ = [
+    "CELL_SECONDS",
+    "FUNCTION_SECONDS",
+    "chosen",
+    "function_of",
+    "is_of_the_tree",
+    "leave_out",
+    "near_changes",
+    "read",
+    "write",
+]
 
 TABLE = Path(__file__).with_name("costs.tsv")
 FUNCTION_SECONDS = 5.0

@@ -145,5 +145,7 @@ def summary(reasons: Iterable[str], ci: bool = False) -> tuple[list[str], list[s
     unknown = sorted(reason for reason in counts if way_of(reason) is None)
     lines += [f"{counts[reason]:5} with no way to run them in tests/skips.py: {reason}" for reason in unknown]
     hidden = sorted(reason for way, found in by_way.items() if ci and way.ci_has_it for reason in found)
-    lines += [f"{counts[reason]:5} that continuous integration must run, so this run failed: {reason}" for reason in hidden]
+    lines += [
+        f"{counts[reason]:5} that continuous integration must run, so this run failed: {reason}" for reason in hidden
+    ]
     return lines, unknown + hidden

@@ -89,7 +89,9 @@ class SshHosts:
         """Starts a process on host ``i``, from which ssh reaches all hosts."""
         shown = {"PDSH_SSH_ARGS_APPEND": f"-F {self.folder}/ssh_config", **(env or {})}
         # Entering a mount namespace leads to its root.
-        return self._hosts[i].start(["env", "-u", "GLOO_SOCKET_IFNAME", "-C", os.path.abspath(cwd), *command], env=shown, **options)
+        return self._hosts[i].start(
+            ["env", "-u", "GLOO_SOCKET_IFNAME", "-C", os.path.abspath(cwd), *command], env=shown, **options
+        )
 
     def launch(self, i: int, words: Sequence[str], **options: Any) -> Any:
         """Starts ``deepspeed_c`` with ``words`` on host ``i``, with its output in pipes."""

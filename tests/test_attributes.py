@@ -41,7 +41,11 @@ PERMITTED: dict[str, str] = {
         "torch's own: the context of an autograd function",
     ),
     **dict.fromkeys(
-        (f"{file}: param.{mark}" for file in ("moe/experts.py", "plan/sizes.py") for mark in ("allreduce", "group_name")),
+        (
+            f"{file}: param.{mark}"
+            for file in ("moe/experts.py", "plan/sizes.py")
+            for mark in ("allreduce", "group_name")
+        ),
         "DeepSpeed's marks of an expert's parameter",
     ),
     "sequence/exchange.py: ctx.comm": "torch's own: the context of an autograd function",

@@ -140,7 +140,9 @@ def test_a_function_without_a_line_fails_the_run_of_continuous_integration(pytes
         result.assert_outcomes(passed=2)
         assert result.ret == (1 if is_ci else 0)
         result.stdout.re_match_lines([r".*add these lines to costs.tsv.*", rf"\d.*\t{dear}$"])
-        result.stdout.fnmatch_lines(["by kind:", "*in the test process", "by folder:", "*dearest functions:", f"*{dear}"])
+        result.stdout.fnmatch_lines(
+            ["by kind:", "*in the test process", "by folder:", "*dearest functions:", f"*{dear}"]
+        )
     (pytester.path / "costs.tsv").write_text(f"1.0\t{dear}\n")
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
     result.assert_outcomes(passed=2)

@@ -17,7 +17,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A part of the package -> the parts it may import. A part is a folder or a file directly below deepspeed_c/; ops/ is
 # the part "ops". Every part may import itself and the leaves. A part that is not listed may import no other part.
-LEAVES = {"errors", "_version", "env", "command_line", "listening", "buffers", "saved_tensors", "scheduled", "background"}
+LEAVES = {
+    "errors",
+    "_version",
+    "env",
+    "command_line",
+    "listening",
+    "buffers",
+    "saved_tensors",
+    "scheduled",
+    "background",
+}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "_version": set(),
@@ -66,7 +76,18 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("zero", "recompute", "offload", "quantity", "inject"),
     },
     "weights": {"logging", "accelerator", "checkpoint"},
-    "pipe": {"config", "logging", "comm", "accelerator", "utils", "recompute", "_C", "checkpoint", "offload", "weights"},
+    "pipe": {
+        "config",
+        "logging",
+        "comm",
+        "accelerator",
+        "utils",
+        "recompute",
+        "_C",
+        "checkpoint",
+        "offload",
+        "weights",
+    },
     "engine": {
         "pipe",
         "offload",
@@ -107,7 +128,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": {"config", "comm", "quantity"},
     "autotuning": {"accelerator", "config", "logging", "plan", "engine", "profile", "cgroups", "quantity"},
     "launcher": {
-        *("autotuning", "alias", "config", "logging", "plan", "checkpoint", "io", "bench", "inject", "sequence", "pipe", "threads"),
+        *(
+            "autotuning",
+            "alias",
+            "config",
+            "logging",
+            "plan",
+            "checkpoint",
+            "io",
+            "bench",
+            "inject",
+            "sequence",
+            "pipe",
+            "threads",
+        ),
         *("inference", "comm", "compression", "ops", "processor"),
     },
 }
@@ -146,7 +180,10 @@ def names_imported(path: Path) -> list[tuple[str, int]]:
 
 # Names that Python's own modules have since 3.11 or later. The package runs on 3.10; typing_extensions has those of typing.
 NEWER_THAN_3_10 = {
-    *(f"typing.{name}" for name in ("LiteralString", "Never", "NotRequired", "Required", "Self", "TypeVarTuple", "Unpack")),
+    *(
+        f"typing.{name}"
+        for name in ("LiteralString", "Never", "NotRequired", "Required", "Self", "TypeVarTuple", "Unpack")
+    ),
     *(f"typing.{name}" for name in ("assert_never", "assert_type", "dataclass_transform", "override", "reveal_type")),
     *("contextlib.chdir", "datetime.UTC", "enum.StrEnum", "itertools.batched", "tomllib"),
 }

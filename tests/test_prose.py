@@ -44,8 +44,9 @@ def prose_lines(source: str) -> set[int]:
 
 
 def too_long(source: str) -> list[int]:
+    """The numbers of too long lines of prose. The formatter lets the quotes that end a docstring stand out."""
     lines = source.splitlines()
-    return [number for number in sorted(prose_lines(source)) if len(lines[number - 1]) > LIMIT]
+    return [number for number in sorted(prose_lines(source)) if len(lines[number - 1].removesuffix('"""')) > LIMIT]
 
 
 def banners(source: str) -> list[tuple[int, str]]:

@@ -1,5 +1,4 @@
-"""Pins the public names and checks that each can be imported, so that the public interface does not grow by accident.
-"""
+"""Pins the public names and checks that each can be imported, so that the public interface does not grow by accident."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Every command in the README runs unchanged, with a script and a configuration under the names that the command uses.
-"""
+"""Every command in the README runs unchanged, with a script and a configuration under the names that the command uses."""
 
 from __future__ import annotations
 
@@ -152,6 +151,11 @@ def test_the_other_commands_are_known_and_tested_elsewhere() -> None:
 
 
 def test_its_configuration_is_accepted() -> None:
-    (text,) = re.findall(r"^```json\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    (text,) = re.findall(
+        r"^```json\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     config = json.loads(text)
-    assert deepspeed_c.DeepSpeedConfig({**config, "strict": True}).zero_config.stage == config["zero_optimization"]["stage"]
+    assert (
+        deepspeed_c.DeepSpeedConfig({**config, "strict": True}).zero_config.stage
+        == config["zero_optimization"]["stage"]
+    )

@@ -68,7 +68,9 @@ def reached(changes: Iterable[str], texts: dict[str, str]) -> list[str]:
     found = dict.fromkeys(changes)
     ring = list(found)
     while ring:
-        ring = [user for user in dict.fromkeys(user for file in ring for user in users.get(file, ())) if user not in found]
+        ring = [
+            user for user in dict.fromkeys(user for file in ring for user in users.get(file, ())) if user not in found
+        ]
         found.update(dict.fromkeys(ring))
     return [file for file in found if file in texts]
 

@@ -120,7 +120,9 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 python = peer if contender == THEIRS else sys.executable
                 command = [python, str(Path(__file__).resolve()), "--contender", contender, "--folder", folder]
-                done = subprocess.run([*command, "--samples", str(args.samples)], capture_output=True, text=True, check=False)
+                done = subprocess.run(
+                    [*command, "--samples", str(args.samples)], capture_output=True, text=True, check=False
+                )
                 require(done.returncode == 0, f"{contender} ends with exit code 0: {done.stderr[-2000:]}")
                 results.append(json.loads(done.stdout.splitlines()[-1]))
     digests = {result["digest"] for name in (OURS, THEIRS) for result in found[name]}

@@ -56,7 +56,12 @@ def measure(contender: str, layers: int) -> None:
         require(step.engine._compiled.backend.n_frames == 1, "the whole model is one graph")
     if dist.get_rank() == 0:
         passes = sum(t[3] for t in step.engine.get_compile_time()) if step.engine is not None else 0.0
-        found = {"first": times[0], "again": statistics.median(times[1:]), "loss": step.losses[0].item(), "passes": passes}
+        found = {
+            "first": times[0],
+            "again": statistics.median(times[1:]),
+            "loss": step.losses[0].item(),
+            "passes": passes,
+        }
         print("found " + json.dumps(found), flush=True)
     dist.barrier()
     os._exit(0)

@@ -43,8 +43,7 @@ def memory_cgroup(limit: int) -> Iterator[tuple[str, str]]:
 
 
 def join_cgroup(procs: str) -> Callable[[], None] | None:
-    """Return the function that a new process calls first to join the cgroup with this file of processes; None for "".
-    """
+    """Return the function that a new process calls first to join the cgroup with this file of processes; None for ""."""
 
     def join() -> None:
         with open(procs, "w") as file:

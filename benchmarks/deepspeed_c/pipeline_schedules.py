@@ -186,7 +186,9 @@ def measure(n_ranks: int, numbers: list[int], rounds: int) -> None:
             for name in names:
                 sleeps = Cost(*[int(SLEEP_S * 1e9)] * 3)
                 least = simulated(name, n_ranks, n, sleeps, sleeps)
-                require(medians[name] > 0.99 * least, f"{name} takes no less than is slept: {medians[name]} s, {least} s")
+                require(
+                    medians[name] > 0.99 * least, f"{name} takes no less than is slept: {medians[name]} s, {least} s"
+                )
                 line = {"benchmark": "pipeline_schedules", "schedule": name, "ranks": n_ranks, "micro_batches": n}
                 line |= {"ms": round(1e3 * medians[name], 1), "ms_simulated": round(1e3 * expected[name], 1)}
                 line |= ratios("ratio_to_simulated", found[name], wanted[name])

@@ -82,9 +82,9 @@ class Rank:
             package.init_distributed("gloo")
             config = {"train_micro_batch_size_per_gpu": TRAIN_ROWS, **config}
             config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0}}
-            self.engine = package.initialize(
-                model=self.model, model_parameters=self.model.parameters(), config=config
-            )[0]
+            self.engine = package.initialize(model=self.model, model_parameters=self.model.parameters(), config=config)[
+                0
+            ]
         self.is_ours = config is not None and contender != "deepspeed"
         self.torch, self.dist, self.rank = torch, dist, dist.get_rank()
         self.prompts = self._ids(ROWS, prompt)

@@ -70,6 +70,7 @@ def measure(folder: str, config: Any, rounds: int) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     path = next(Path(folder).glob("*.safetensors"))
     n_bytes = path.stat().st_size
+
     def read() -> None:
         part = memoryview(torch.empty(n_bytes // world, dtype=torch.uint8).numpy())
         with open(path, "rb", buffering=0) as file:

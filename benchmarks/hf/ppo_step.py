@@ -296,7 +296,13 @@ def compare(options: argparse.Namespace) -> None:
     for name in running:
         median, least, most = median_spread(slower(name, "seconds"))
         line: dict[str, Any] = {"benchmark": "ppo_step", "contender": name, "actor": abouts[name][0]["actor"]}
-        line |= {"params": abouts[name][0]["params"], "ranks": WORLD, "rows": ROWS, "prompt": PROMPT, "new": options.new}
+        line |= {
+            "params": abouts[name][0]["params"],
+            "ranks": WORLD,
+            "rows": ROWS,
+            "prompt": PROMPT,
+            "new": options.new,
+        }
         line |= {"rounds": options.rounds, "seconds": round(median, 4)}
         line |= {"seconds_min": round(least, 4), "seconds_max": round(most, 4)}
         line |= {f"{phase}_s": round(median_spread(slower(name, phase))[0], 4) for phase in PHASES}

@@ -59,8 +59,7 @@ def status_bytes(key: str) -> int:
 
 
 def peak_bytes(step: Callable[[], object]) -> int:
-    """Return the largest growth of the resident set while ``step`` runs, after freed memory was returned to the system.
-    """
+    """Return the largest growth of the resident set while ``step`` runs, after freed memory was returned to the system."""
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/clear_refs", "w") as refs:
         refs.write("5")

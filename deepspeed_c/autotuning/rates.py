@@ -88,6 +88,7 @@ def _product_rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
 
 def _copy_rate(source: torch.device, to: torch.device, n_bytes: int) -> float:
     """Bytes copied in a second."""
+
     def made(device: torch.device) -> torch.Tensor:
         is_pinned = device.type == "cpu" and source != to
         return torch.ones(n_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)

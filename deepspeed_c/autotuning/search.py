@@ -125,7 +125,7 @@ def check_kind(kind: str) -> None:
         raise ConfigError(
             f'"{kind}" needs optuna and scipy: {error}',
             where="autotuning.tuner_type",
-            fix="pip install 'deepspeed_c[tuning]', or choose \"gridsearch\" or \"random\"",
+            fix='pip install \'deepspeed_c[tuning]\', or choose "gridsearch" or "random"',
         ) from error
 
 

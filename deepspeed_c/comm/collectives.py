@@ -361,7 +361,9 @@ class Collectives:
         block = torch.zeros(_LENGTH_BYTES + usual_bytes, dtype=torch.uint8)
         block[:_LENGTH_BYTES].view(torch.int64).fill_(len(pickled))
         if len(pickled) <= usual_bytes:
-            block[_LENGTH_BYTES : _LENGTH_BYTES + len(pickled)] = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
+            block[_LENGTH_BYTES : _LENGTH_BYTES + len(pickled)] = torch.frombuffer(
+                bytearray(pickled), dtype=torch.uint8
+            )
         blocks = self._all_gather_list("all-gather", block.to(self._number_device), label or "gather_small_objects")
         blocks = [each.cpu() for each in blocks]
         lengths = [int(each[:_LENGTH_BYTES].clone().view(torch.int64)) for each in blocks]

@@ -170,8 +170,7 @@ def _shared(group: dist.ProcessGroup | None) -> SharedMemory | None:
 
 
 def _is_ours(tensor: Any, peer: int | None, group: dist.ProcessGroup | None, tag: int) -> bool:
-    """Whether a message takes one of our ways. The others go by torch, which also refuses arguments that make no sense.
-    """
+    """Whether a message takes one of our ways. The others go by torch, which also refuses arguments that make no sense."""
     if not is_over_gloo(tensor, group) or tensor.layout != torch.strided or not tensor.is_contiguous():
         return False
     if tag < 0 or peer == dist.get_rank():

@@ -216,6 +216,5 @@ def life_of(presence: Presence) -> Life:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the third on (proc(5)). The second field is skipped because it may hold spaces.
-    """
+    """The fields of /proc/PID/stat from the third on (proc(5)). The second field is skipped because it may hold spaces."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

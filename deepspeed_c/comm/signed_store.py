@@ -41,8 +41,7 @@ class SignedStore:
         return self._store.compare_set(key, "", mine) == mine.encode()
 
     def read(self, key: str) -> str | None:
-        """The value of ``key``. None where there is no value, or where the value was not written by a rank of this run.
-        """
+        """The value of ``key``. None where there is no value, or where the value was not written by a rank of this run."""
         if not self._store.check([key]):
             return None
         code, _, value = self._store.get(key).partition(b" ")

@@ -140,8 +140,7 @@ class _Judge:
         return Verdict("transfer", "\n".join(["all ranks are in what the others wait for", *self._standing()]))
 
     def _missing(self, rank: int) -> set[int]:
-        """Ranks that ``rank`` waits for: members of the group that have not entered its collective, as far as is known.
-        """
+        """Ranks that ``rank`` waits for: members of the group that have not entered its collective, as far as is known."""
         missing: set[int] = set()
         for group, call in _blocking(self._positions[rank]):
             if call.seq == 0:

@@ -1,5 +1,4 @@
-"""Names of the entries and files of checkpoints in DeepSpeed's layout, as ``deepspeed.checkpoint.constants`` has them.
-"""
+"""Names of the entries and files of checkpoints in DeepSpeed's layout, as ``deepspeed.checkpoint.constants`` has them."""
 
 OPTIMIZER_STATE_DICT = "optimizer_state_dict"
 

@@ -1,5 +1,4 @@
-"""Small helpers that integrations import under DeepSpeed's names: file names of its layout, and copies for torch.save.
-"""
+"""Small helpers that integrations import under DeepSpeed's names: file names of its layout, and copies for torch.save."""
 
 from __future__ import annotations
 

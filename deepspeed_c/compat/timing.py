@@ -1,5 +1,4 @@
-"""Names of the engine's timers in DeepSpeed's log lines, and a timer of two events, as in ``deepspeed.utils.timer``.
-"""
+"""Names of the engine's timers in DeepSpeed's log lines, and a timer of two events, as in ``deepspeed.utils.timer``."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Properties of the installed torch, as in ``deepspeed.utils.torch`` and ``deepspeed.git_version_info``.
-"""
+"""Properties of the installed torch, as in ``deepspeed.utils.torch`` and ``deepspeed.git_version_info``."""
 
 from __future__ import annotations
 

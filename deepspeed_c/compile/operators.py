@@ -68,7 +68,9 @@ def _wait(weights: Tensors, order: torch.Tensor, host: int, unit: int, places: S
     _hosts[host].wait(unit, weights, places)
 
 
-def _release(weights: Tensors, after: Tensors, order: torch.Tensor, host: int, unit: int, places: Sequence[int]) -> None:
+def _release(
+    weights: Tensors, after: Tensors, order: torch.Tensor, host: int, unit: int, places: Sequence[int]
+) -> None:
     _hosts[host].release(unit, weights, places)
 
 

@@ -38,7 +38,9 @@ def register_compile_pass(name: str, opt_pass_fn: Callable[..., Any], contract: 
     Raises ConfigError if it cannot be called, or if the name is that of a pass of ZeRO.
     """
     if any(name == pass_.name for pass_ in ZERO_PASSES.values()):
-        raise ConfigError(f"{name!r} is the name of a pass of ZeRO", where="register_compile_pass", fix="choose another name")
+        raise ConfigError(
+            f"{name!r} is the name of a pass of ZeRO", where="register_compile_pass", fix="choose another name"
+        )
     if not isinstance(name, str) or not callable(opt_pass_fn):
         raise ConfigError(
             f"a pass is a name and a function, not {name!r} and {opt_pass_fn!r}",
@@ -98,7 +100,9 @@ def _find(asked: Any) -> CompilePass:
             raise ConfigError(
                 f"no pass {asked!r} is registered",
                 where=_SCHEDULE,
-                fix=f"did you mean {' or '.join(map(repr, close))}?" if close else "call engine.register_compile_pass first",
+                fix=f"did you mean {' or '.join(map(repr, close))}?"
+                if close
+                else "call engine.register_compile_pass first",
             )
         return _passes[asked]
     if not callable(asked):
@@ -120,7 +124,9 @@ def _check(step: int, passes: Sequence[CompilePass], own: CompilePass) -> None:
     for pass_ in passes:
         if pass_ in ZERO_PASSES.values() and pass_ is not own:
             raise ConfigError(
-                f"the pass {pass_.name!r} is of another stage of ZeRO", where=where, fix=f"schedule {own.name!r} instead"
+                f"the pass {pass_.name!r} is of another stage of ZeRO",
+                where=where,
+                fix=f"schedule {own.name!r} instead",
             )
         missing = sorted(pass_.contract.requires - provided)
         if missing:
@@ -140,5 +146,7 @@ def _check(step: int, passes: Sequence[CompilePass], own: CompilePass) -> None:
         before.append(pass_)
     if own is ZERO_PASSES[3] and own not in before:
         raise PassContractError(
-            f"without {own.name!r} the graphs would read weights that are not gathered", where=where, fix=f"add {own.name!r}"
+            f"without {own.name!r} the graphs would read weights that are not gathered",
+            where=where,
+            fix=f"add {own.name!r}",
         )

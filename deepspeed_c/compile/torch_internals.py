@@ -241,9 +241,7 @@ def _run_operators(traced: torch.fx.GraphModule, inputs: Sequence[Any], edit: Ed
 
         return compile_graph
 
-    compile_ = aot_autograd(
-        fw_compiler=compiler(False), bw_compiler=compiler(True), partition_fn=default_partition
-    )
+    compile_ = aot_autograd(fw_compiler=compiler(False), bw_compiler=compiler(True), partition_fn=default_partition)
     return compile_(traced, inputs)
 
 

@@ -135,8 +135,7 @@ def _in_range(x: Tensor, limits: Tensor, bits: int, levels: Levels, is_symmetric
 
 
 class QuantAct(nn.Module):
-    """Quantizes activations in a running range, which training forwards move and which is saved as ``x_min_max`` [2].
-    """
+    """Quantizes activations in a running range, which training forwards move and which is saved as ``x_min_max`` [2]."""
 
     def __init__(
         self, act_range_momentum: float = 0.95, quant_mode: str = "symmetric", *, levels: Levels = "deepspeed"
@@ -206,9 +205,7 @@ class CompressedLayer(nn.Module):
     def activation_quantization_enabled(self) -> bool:
         """Whether the schedule has reached the input's quantization."""
         rules = self.quantization
-        return (
-            rules is not None and rules.activations is not None and rules.steps.count >= rules.activations.first_step
-        )
+        return rules is not None and rules.activations is not None and rules.steps.count >= rules.activations.first_step
 
     def _seed(self) -> int | None:
         rules = self.quantization

@@ -241,7 +241,9 @@ def _parser() -> argparse.ArgumentParser:
         action.add_argument("--json", metavar="FILE", help="write the report as JSON as well")
         action.add_argument("--plot", metavar="FILE", help="write a picture of the report, SVG, as well")
         action.add_argument("--text", metavar="FILE", help="a text: show the loss and the time of a forward as well")
-        action.add_argument("--context", type=int, default=128, metavar="N", help="tokens of a window of it; %(default)s")
+        action.add_argument(
+            "--context", type=int, default=128, metavar="N", help="tokens of a window of it; %(default)s"
+        )
 
     report = actions.add("report", _report, "bits, bytes and error of each layer that the configuration compresses")
     report.add_argument("path", metavar="CKPT", help="Hugging Face folder, folder of checkpoints, or one checkpoint")

@@ -199,7 +199,9 @@ def _check_new(root: nn.Module, where: str) -> None:
         )
     if compressed_layers(root):
         raise StateError(
-            "the model is compressed already", where=where, fix="call init_compression once, before initialize, and nothing else after it"
+            "the model is compressed already",
+            where=where,
+            fix="call init_compression once, before initialize, and nothing else after it",
         )
     for name, param in root.named_parameters():
         if isinstance(state_of(param), (PlacedShard, WholeShard)):

@@ -130,6 +130,10 @@ class Distillation:
 def _output(out: Any, what: str, whose: str) -> Any:
     value = getattr(out, what, None)
     if value is None or (isinstance(value, tuple) and any(item is None for item in value)):
-        fix = "return them" if what == "logits" else f"run it with output_{what}=True (attention needs attn_implementation=\"eager\")"
+        fix = (
+            "return them"
+            if what == "logits"
+            else f'run it with output_{what}=True (attention needs attn_implementation="eager")'
+        )
         raise ModelError(f"the {whose}'s output has none", where=what, fix=fix)
     return value

@@ -56,8 +56,7 @@ class PruneRule:
         return step - (step - self.first_step) % self.stride
 
     def density(self, step: int) -> float:
-        """Part that a mask of a step keeps: a cubic curve down from 1 (Zhu and Gupta 2017, To prune, or not to prune).
-        """
+        """Part that a mask of a step keeps: a cubic curve down from 1 (Zhu and Gupta 2017, To prune, or not to prune)."""
         left = 0.0
         if step < self.last_step:
             left = 1 - (step - self.first_step) / (self.last_step - self.first_step)

@@ -251,8 +251,7 @@ def _tell_widths(model: nn.Module, widths: Mapping[str, tuple[int, int]]) -> Non
 
 
 def _tell_configurations(model: nn.Module, heads: Mapping[nn.Module, tuple[int, int, int]]) -> None:
-    """Writes the new numbers into the configuration if it holds for all attention modules. It has one for all layers.
-    """
+    """Writes the new numbers into the configuration if it holds for all attention modules. It has one for all layers."""
     configs = {id(a.config): a.config for a in heads if getattr(a, "config", None) is not None}
     for config in configs.values():
         cut = [attention for attention in heads if getattr(attention, "config", None) is config]

@@ -25,7 +25,9 @@ def initialize_student(student: nn.Module, teacher: nn.Module, section: LayerRed
     Collective if parameters are sharded. Raises ConfigError for a key that is missing or names no module, ModelError
     for modules whose tensors differ; the student is then unchanged.
     """
-    copies = [copy for name, source in _pairs(student, teacher, section) for copy in _tensors(student, name, teacher, source)]
+    copies = [
+        copy for name, source in _pairs(student, teacher, section) for copy in _tensors(student, name, teacher, source)
+    ]
     for target, source in copies:
         _copy(target, source)
 
@@ -38,7 +40,9 @@ def _pairs(student: nn.Module, teacher: nn.Module, section: LayerReduction) -> I
             "is missing", where=f"{_KEY}.module_name_prefix", fix='name the list of layers, for example "transformer.h"'
         )
     if not numbers and not section.other_module_name:
-        raise ConfigError("is missing", where=f"{_KEY}.teacher_layer", fix="list the numbers of the teacher's layers, from 0")
+        raise ConfigError(
+            "is missing", where=f"{_KEY}.teacher_layer", fix="list the numbers of the teacher's layers, from 0"
+        )
     if numbers:
         yield from _layers(student, teacher, section)
     for name in section.other_module_name or ():

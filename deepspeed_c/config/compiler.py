@@ -12,7 +12,9 @@ _NO_RUNS = "no graph is run to be measured"
 class Compile(Section, kw_only=True):
     """Compiled graphs that gather weights and reduce gradients by themselves."""
 
-    deepcompile: Annotated[bool, asks("Let engine.compile put gathers and reductions into the graphs, at stages 1 to 3.", "deepcompile")] = False
+    deepcompile: Annotated[
+        bool, asks("Let engine.compile put gathers and reductions into the graphs, at stages 1 to 3.", "deepcompile")
+    ] = False
     autoep_non_moe: Annotated[bool, asks("Compile all but the experts of AutoEP.", "expert_parallel")] = False
     free_activation: Annotated[
         bool, inherent("Free activations early.", "a graph frees each value after its last use")
@@ -26,10 +28,13 @@ class Compile(Section, kw_only=True):
     ] = True
     offload_opt_states: Annotated[bool, asks("Move optimizer state to the host.", "graph_state_offload")] = False
     double_buffer: Annotated[
-        bool, inherent("Use two gather buffers.", "as many units are gathered ahead as stage3_max_live_parameters allows")
+        bool,
+        inherent("Use two gather buffers.", "as many units are gathered ahead as stage3_max_live_parameters allows"),
     ] = True
     symmetric_memory: Annotated[bool, asks("Gather through symmetric memory.", "symmetric_memory")] = False
-    debug_log: Annotated[bool, tunes("Write each graph after each pass to the folder compiled_graphs.", "deepcompile")] = False
+    debug_log: Annotated[
+        bool, tunes("Write each graph after each pass to the folder compiled_graphs.", "deepcompile")
+    ] = False
     offload_parameters: Annotated[bool, asks("Move parameters to the host.", "graph_parameter_offload")] = False
     sync_before_reduce: Annotated[bool, tunes("Wait for the device before each reduction.", "deepcompile")] = False
     sync_after_reduce: Annotated[bool, tunes("Wait for each reduction.", "deepcompile")] = False

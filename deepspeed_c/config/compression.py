@@ -11,7 +11,9 @@ from .keys import Fraction, FrozenDict, NonNeg, Positive, Section, acts, asks, i
 __all__ = ["Compression", "Levels", "compression_conflicts", "n_of_m"]
 
 _C, _P, _CHANNELS, _LAYERS = "compression", "pruning", "channel_pruning", "layer_reduction"
-_MOQ = "bits that shrink over the steps (MoQ) are not built; quantize_weight_in_forward quantizes to target_bits at once"
+_MOQ = (
+    "bits that shrink over the steps (MoQ) are not built; quantize_weight_in_forward quantizes to target_bits at once"
+)
 Scale = Literal["symmetric", "asymmetric"]
 Levels = Literal["deepspeed", "compressed-tensors"]
 _LEVELS = "Scale of b bits: the range over 2^b as in DeepSpeed, or over 2^b - 1 as in compressed-tensors."
@@ -83,7 +85,9 @@ class ActivationShared(Section, kw_only=True):
     schedule_offset: Annotated[NonNeg, tunes("Number of applied steps before it starts.", _C)] = 1000
     quantization_type: Annotated[Scale, tunes("Kind of scale.", _C)] = "symmetric"
     levels: Annotated[Levels, tunes(_LEVELS, _C)] = "deepspeed"
-    range_calibration: Annotated[Literal["dynamic", "static"], tunes("Range of each row, or a running range of all rows.", _C)] = "dynamic"
+    range_calibration: Annotated[
+        Literal["dynamic", "static"], tunes("Range of each row, or a running range of all rows.", _C)
+    ] = "dynamic"
 
 
 class ActivationGroupParams(Section, kw_only=True):
@@ -210,9 +214,9 @@ class LayerReduction(Section, kw_only=True):
     teacher_layer: Annotated[
         tuple[NonNeg, ...] | None, tunes("Number of the teacher's layer, from 0, for each of the student's.", _LAYERS)
     ] = None
-    other_module_name: Annotated[
-        tuple[str, ...] | None, tunes("Names of other modules that are copied.", _LAYERS)
-    ] = None
+    other_module_name: Annotated[tuple[str, ...] | None, tunes("Names of other modules that are copied.", _LAYERS)] = (
+        None
+    )
 
 
 class Compression(Section, kw_only=True):
@@ -265,7 +269,11 @@ def compression_conflicts(section: Compression) -> Iterator[tuple[str, str, str]
                 "set it to true",
             )
         if weights.shared_parameters.fp16_mixed_quantize.enabled:
-            yield f"{path}.shared_parameters.fp16_mixed_quantize.enabled", "is true: MoQ is not built", "set it to false"
+            yield (
+                f"{path}.shared_parameters.fp16_mixed_quantize.enabled",
+                "is true: MoQ is not built",
+                "set it to false",
+            )
         bits = {name: group.params.target_bits for name, group in weights.different_groups.items()}
         yield from _group_conflicts(f"{path}.different_groups", bits, "target_bits")
     if activations.shared_parameters.enabled:

@@ -1,5 +1,4 @@
-"""Convert a value of a configuration to the type of an annotation, by pydantic's lenient rules.
-"""
+"""Convert a value of a configuration to the type of an annotation, by pydantic's lenient rules."""
 
 from __future__ import annotations
 

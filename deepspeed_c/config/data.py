@@ -82,9 +82,9 @@ class Sampling(Section, kw_only=True):
     enabled: Annotated[bool, asks("Switch of the section.", _D)] = False
     num_epochs: Annotated[Positive, tunes("Passes over the data.", _D)] = 1000
     num_workers: Annotated[NonNeg, tunes("Loader processes.", _D)] = 0
-    pin_memory: Annotated[
-        bool, inherent("Use page-locked memory.", "engine.deepspeed_io(pin_memory=...) says it")
-    ] = False
+    pin_memory: Annotated[bool, inherent("Use page-locked memory.", "engine.deepspeed_io(pin_memory=...) says it")] = (
+        False
+    )
     curriculum_learning: Annotated[SamplingCurriculum, tunes("Curriculum learning.", _D)] = SamplingCurriculum()
     dynamic_batching: Annotated[DynamicBatching, tunes("Batches by tokens.", _T)] = DynamicBatching()
 

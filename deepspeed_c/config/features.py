@@ -183,9 +183,7 @@ AREAS: dict[str, dict[str, Feature]] = {
         "nebula": _later("Nebula checkpoints", 'set "enabled": false'),
         "datastates": _later("DataStates checkpoints", "remove the section"),
         "elasticity": _later("elasticity", 'set "enabled": false and give the batch sizes'),
-        "autotuning": Feature(
-            "autotuning", True, 'set "enabled": false', is_on=lambda root: root.autotuning.enabled
-        ),
+        "autotuning": Feature("autotuning", True, 'set "enabled": false', is_on=lambda root: root.autotuning.enabled),
     },
     "monitoring": {
         **{

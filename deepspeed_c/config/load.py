@@ -353,7 +353,9 @@ class _Reader:
                         self.found.mark(place, "auto")
                         self.found.unfilled[place] = f"what torch.optim.{kind.name} takes, or nothing for its default"
                     else:
-                        self.found.fail('"auto" is not a value of this key, and nobody fills it', place, "write a value")
+                        self.found.fail(
+                            '"auto" is not a value of this key, and nobody fills it', place, "write a value"
+                        )
                 else:
                     passed[name] = value
                     self.found.mark(place, "user")
@@ -406,6 +408,7 @@ class _Reader:
         else:
             fix = f"the keys here are {', '.join(known)}" if path else "docs/config.md lists the keys"
         self.found.fail("is not a known key", path + name, f"{fix} To park a key, put {PARKED} in front of it.")
+
 
 def _is_asking(section: Section, given: dict[str, Any]) -> bool:
     """Whether a section that is null by default requests its feature. A disabled or empty section does not. In a

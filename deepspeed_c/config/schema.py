@@ -178,9 +178,7 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     prometheus: Annotated[Prometheus, tunes("Prometheus.", "prometheus")] = Prometheus()
     comms_logger: Annotated[CommsLoggerSection, tunes("Log of collectives.", "comms_logger")] = CommsLoggerSection()
     sparse_attention: Annotated[SparseAttention | None, asks("Block-sparse attention.", "sparse_attention")] = None
-    progressive_layer_drop: Annotated[LayerDrop, tunes("Layer drop.", "progressive_layer_drop")] = (
-        LayerDrop()
-    )
+    progressive_layer_drop: Annotated[LayerDrop, tunes("Layer drop.", "progressive_layer_drop")] = LayerDrop()
     eigenvalue: Annotated[Eigenvalue, tunes("Curvature.", "eigenvalue")] = Eigenvalue()
     quantize_training: Annotated[QuantizeTraining, tunes("Old section.", "eigenvalue")] = QuantizeTraining()
     curriculum_learning: Annotated[Curriculum, tunes("Old form of curriculum learning.", "curriculum")] = Curriculum()

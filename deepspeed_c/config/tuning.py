@@ -45,24 +45,42 @@ class Autotuning(Section, kw_only=True):
 
     enabled: Annotated[bool, asks("Switch of the section.", _A)] = False
     start_profile_step: Annotated[NonNeg, tunes("First step that is timed, from 0.", _A)] = 3
-    end_profile_step: Annotated[NonNeg, tunes("Last step that is timed; the run of an experiment ends after it.", _A)] = 5
+    end_profile_step: Annotated[
+        NonNeg, tunes("Last step that is timed; the run of an experiment ends after it.", _A)
+    ] = 5
     results_dir: Annotated[str, tunes("Directory of the results.", _A)] = "autotuning_results"
     exps_dir: Annotated[str, tunes("Directory of the experiments.", _A)] = "autotuning_exps"
     overwrite: Annotated[bool, tunes("Begin anew after a finished search, and remove its experiments.", _A)] = True
-    metric: Annotated[Literal["throughput", "latency", "flops", "forward", "step"], tunes("What is tuned: samples/s, s a step, FLOP/s a rank, s of forwards or of steps.", _A)] = (
-        "throughput"
-    )
+    metric: Annotated[
+        Literal["throughput", "latency", "flops", "forward", "step"],
+        tunes("What is tuned: samples/s, s a step, FLOP/s a rank, s of forwards or of steps.", _A),
+    ] = "throughput"
     metric_path: Annotated[str | None, tunes("File that an experiment writes its times to.", _A)] = None
-    fast: Annotated[bool, tunes("Tune the micro batch and the keys that are lists; otherwise also stage, offload, buckets, recomputation.", _A)] = True
-    max_train_batch_size: Annotated[Positive | None, tunes("Largest global batch, which accumulation steps fill.", _A)] = None
+    fast: Annotated[
+        bool,
+        tunes(
+            "Tune the micro batch and the keys that are lists; otherwise also stage, offload, buckets, recomputation.",
+            _A,
+        ),
+    ] = True
+    max_train_batch_size: Annotated[
+        Positive | None, tunes("Largest global batch, which accumulation steps fill.", _A)
+    ] = None
     min_train_batch_size: Annotated[Positive, tunes("Smallest global batch.", _A)] = 1
     max_train_micro_batch_size_per_gpu: Annotated[Positive, tunes("Largest micro batch.", _A)] = 1024
     min_train_micro_batch_size_per_gpu: Annotated[Positive, tunes("Smallest micro batch.", _A)] = 1
-    num_tuning_micro_batch_sizes: Annotated[Positive, tunes("Micro batches that are tried, of the powers of two that fit.", _A)] = 3
-    tuner_type: Annotated[Literal["gridsearch", "random", "model_based"], tunes("Kind of search; model_based needs the extra [tuning].", _A)] = "gridsearch"
+    num_tuning_micro_batch_sizes: Annotated[
+        Positive, tunes("Micro batches that are tried, of the powers of two that fit.", _A)
+    ] = 3
+    tuner_type: Annotated[
+        Literal["gridsearch", "random", "model_based"],
+        tunes("Kind of search; model_based needs the extra [tuning].", _A),
+    ] = "gridsearch"
     tuner_early_stopping: Annotated[NonNeg, tunes("Experiments without gain before it stops; 0: it does not.", _A)] = 5
     tuner_num_trials: Annotated[Positive, tunes("Most experiments.", _A)] = 50
-    max_minutes_without_step: Annotated[Positive, tunes("Minutes without an optimizer step after which an experiment is ended.", _A)] = 30
+    max_minutes_without_step: Annotated[
+        Positive, tunes("Minutes without an optimizer step after which an experiment is ended.", _A)
+    ] = 30
     mp_size: Annotated[Positive, tunes("Ranks of one model copy.", _A)] = 1
     model_info: Annotated[ModelInfo | None, inherent("What is known of the model.", _FOUND)] = None
     model_info_path: Annotated[str | None, inherent("File of the model info.", _FOUND)] = None

@@ -124,11 +124,17 @@ class DataAnalyzer:
         n = len(metric_names)
         for name, given in (("metric_functions", metric_functions), ("metric_types", metric_types)):
             if len(given) != n and custom_map_update is None:
-                raise ConfigError(f"has {len(given)} entries for {n} metrics", where=name, fix="give one for each metric")
+                raise ConfigError(
+                    f"has {len(given)} entries for {n} metrics", where=name, fix="give one for each metric"
+                )
         for name, kind in zip(metric_names, metric_types):
             if kind not in (SINGLE, SUM) and custom_map_update is None:
                 raise ConfigError(f"is {kind!r} for {name}", where="metric_types", fix=f"use {SINGLE} or {SUM}")
-        for name, number, low in (("num_workers", num_workers, 1), ("num_threads", num_threads, 1), ("batch_size", batch_size, 1)):
+        for name, number, low in (
+            ("num_workers", num_workers, 1),
+            ("num_threads", num_threads, 1),
+            ("batch_size", batch_size, 1),
+        ):
             if number < low:
                 raise ConfigError(f"is {number}", where=f"DataAnalyzer({name}=)", fix=f"use {low} or more")
         if not 0 <= worker_id < num_workers:
@@ -230,7 +236,8 @@ class DataAnalyzer:
             logger.info("data analyzer: worker %d, thread %d has been done before", self.worker_id, thread)
             return
         results: Any = [
-            _PartMetric(*row) for row in zip(self.metric_names, self.metric_types, self.metric_functions, self.metric_dtypes)
+            _PartMetric(*row)
+            for row in zip(self.metric_names, self.metric_types, self.metric_functions, self.metric_dtypes)
         ]
         if self.custom_map_init is not None:
             results = self.custom_map_init(
@@ -245,7 +252,9 @@ class DataAnalyzer:
                 # The number of samples: a mapping's or a tuple's length is that of its fields (DeepSpeed issue 8505).
                 n = min(self.batch_size, end - at)
                 if is_custom:
-                    self.custom_map_update(batch, self.metric_types, self.metric_dtypes, self.metric_functions, results, at)
+                    self.custom_map_update(
+                        batch, self.metric_types, self.metric_dtypes, self.metric_functions, results, at
+                    )
                 else:
                     samples = self._numbers(batch, at, n)
                     for found in results:

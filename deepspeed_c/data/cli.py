@@ -72,12 +72,12 @@ def _range(history: SampleHistory) -> str:
 def _head(step: StepSamples) -> str:
     reading = step.reading
     places = " and ".join(f"{n} from epoch {epoch}, position {position}" for epoch, position, n in step.runs)
-    order = {"order": f"seed {reading['seed']}", "steps": "data_sampling", "own": "the program's own order"}[reading["kind"]]
+    order = {"order": f"seed {reading['seed']}", "steps": "data_sampling", "own": "the program's own order"}[
+        reading["kind"]
+    ]
     if reading["kind"] == "order" and reading["seed"] is None:
         order = "in the data set's order"
-    return (
-        f"{step.step}: micro-batches of {reading['micro_batch']} on {reading['n_ranks']} ranks: {places or 'none'}; {order}"
-    )
+    return f"{step.step}: micro-batches of {reading['micro_batch']} on {reading['n_ranks']} ranks: {places or 'none'}; {order}"
 
 
 def _lines(step: StepSamples) -> list[str]:

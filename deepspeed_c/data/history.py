@@ -42,7 +42,9 @@ class SampleHistory:
         self._last_step = 0
         self._expected: list[list[int]] | None = None  # runs of the next step, if reading goes on as before
 
-    def note(self, step: int, runs: list[list[int]], reading: Mapping[str, Any], place: Mapping[str, Any] | None) -> None:
+    def note(
+        self, step: int, runs: list[list[int]], reading: Mapping[str, Any], place: Mapping[str, Any] | None
+    ) -> None:
         """Notes a step that has ended. runs: as in ``StepSamples``. place: the state of the loader's sampler at the
         beginning of the step, if it has one."""
         goes_on = step == self._last_step + 1 and runs == self._expected and reading == self._entries[-1]["reading"]
@@ -198,7 +200,9 @@ def _is_entry(entry: Any) -> bool:
         and type(entry.get("step")) is int
         and isinstance(entry.get("place"), (dict, type(None)))
         and isinstance(entry.get("runs"), list)
-        and all(isinstance(run, list) and [type(n) for n in run] == [int] * 3 and min(run) >= 0 for run in entry["runs"])
+        and all(
+            isinstance(run, list) and [type(n) for n in run] == [int] * 3 and min(run) >= 0 for run in entry["runs"]
+        )
         and _is_reading(entry.get("reading"))
         # Something was read, so an epoch is not empty.
         and (not entry["runs"] or entry["reading"]["kind"] != "order" or _n_rounds(0, entry["reading"]) > 0)

@@ -105,16 +105,21 @@ class _Index:
 
     def _require(self, is_good: bool, problem: str) -> None:
         if not is_good:
-            raise DataFileError(problem, where=self.path, fix="make the files again; they are damaged or of another kind")
+            raise DataFileError(
+                problem, where=self.path, fix="make the files again; they are damaged or of another kind"
+            )
 
     def _check(self, n_bytes: int) -> None:
         for i in range(0, self.n_items, _BLOCK):
             sizes, pointers = self.sizes[i : i + _BLOCK], self.pointers[i : i + _BLOCK]
             self._require(bool((sizes >= 0).all()), "has an item of negative length")
-            self._require(bool((pointers >= 0).all() and (pointers <= n_bytes).all()), "has an offset outside of the data")
+            self._require(
+                bool((pointers >= 0).all() and (pointers <= n_bytes).all()), "has an offset outside of the data"
+            )
         bounds = self.doc_idx
         self._require(
-            not len(bounds) or bool((bounds >= 0).all() and (bounds <= self.n_items).all() and (np.diff(bounds) >= 0).all()),
+            not len(bounds)
+            or bool((bounds >= 0).all() and (bounds <= self.n_items).all() and (np.diff(bounds) >= 0).all()),
             f"has document boundaries outside of its {self.n_items} items, or not in order",
         )
 
@@ -297,7 +302,9 @@ class MMapIndexedDatasetBuilder:
         sizes = np.array(self._sizes, dtype=np.int64)
         if len(sizes) and sizes.max() > np.iinfo(np.int32).max:
             raise DataFileError(
-                f"an item has {sizes.max()} elements, lengths have 32 bits", where=self._out, fix="cut it into several items"
+                f"an item has {sizes.max()} elements, lengths have 32 bits",
+                where=self._out,
+                fix="cut it into several items",
             )
         pointers = np.zeros(len(sizes), dtype="<i8")
         np.cumsum(sizes[:-1] * self._dtype.itemsize, out=pointers[1:])

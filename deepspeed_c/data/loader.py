@@ -73,7 +73,9 @@ class _EpochOrder(Sampler[int]):
     """This rank's samples of an epoch, in an order that depends on seed and epoch, or in the data set's. ``rounds``
     gives them in batches."""
 
-    def __init__(self, n_samples: int, batch: int, rank: int, world_size: int, drop_last: bool, seed: int | None) -> None:
+    def __init__(
+        self, n_samples: int, batch: int, rank: int, world_size: int, drop_last: bool, seed: int | None
+    ) -> None:
         self._order = _C.SampleOrder(
             n_samples, n_ranks=world_size, rank=rank, batch=batch, drop_last=drop_last, seed=seed
         )
@@ -203,7 +205,9 @@ class DeepSpeedDataLoader:
         if self._is_stream:
             streams.check_stream(dataset, data_sampler, rank, world_size)
         elif config.get("curriculum_learning"):
-            self.data_sampler = self._steps = _steps(dataset, config, batch_size, rank, world_size, dataloader_drop_last)
+            self.data_sampler = self._steps = _steps(
+                dataset, config, batch_size, rank, world_size, dataloader_drop_last
+            )
             seed = config["data_efficiency"]["seed"]
         elif data_sampler is None:
             self.data_sampler = self._order = _EpochOrder(

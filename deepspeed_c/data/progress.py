@@ -21,4 +21,6 @@ def progress_bar(n: int, what: str, unit: str, *, is_shown: bool = True) -> tqdm
     from tqdm import tqdm  # takes a while, and most programs draw nothing
 
     seconds = _ON_TERMINAL if sys.stderr.isatty() else _IN_FILE
-    return tqdm(total=n, desc=what, unit=unit, disable=not is_shown, delay=DELAY_SECONDS, mininterval=seconds, file=sys.stderr)
+    return tqdm(
+        total=n, desc=what, unit=unit, disable=not is_shown, delay=DELAY_SECONDS, mininterval=seconds, file=sys.stderr
+    )

@@ -39,7 +39,9 @@ class _Metric:
     def __init__(self, name: str, section: Mapping[str, Any], n_samples: int, where: str) -> None:
         self.name, self.where = name, where
         self.scheduler = CurriculumScheduler(section, where=where)
-        self.is_everything = _word(section, "clustering_type", ("schedule_based", "single_cluster"), where) == "single_cluster"
+        self.is_everything = (
+            _word(section, "clustering_type", ("schedule_based", "single_cluster"), where) == "single_cluster"
+        )
         self._max = int(section["max_difficulty"])
         if self.is_everything:
             return
@@ -302,7 +304,9 @@ class DeepSpeedDataSampler:
             )
         cursors = tuple(state["data_cluster_current_position"])
         difficulties = tuple(state["current_difficulties"].values())
-        return SamplePlace(state["consumed_samples"], state["curriculum_step"], state["offset"], pools, cursors, difficulties)
+        return SamplePlace(
+            state["consumed_samples"], state["curriculum_step"], state["offset"], pools, cursors, difficulties
+        )
 
     def go_to(self, place: SamplePlace) -> None:
         """Goes on at a place of ``rounds``."""
@@ -322,7 +326,9 @@ def _word(section: Mapping[str, Any], key: str, words: tuple[str, ...], where: s
 def _open(section: Mapping[str, Any], key: str, where: str) -> MMapIndexedDataset:
     path = section.get(key)
     if not path:
-        raise ConfigError("is missing", where=f"{where}.{key}", fix="run DataAnalyzer, and give the file without its ending")
+        raise ConfigError(
+            "is missing", where=f"{where}.{key}", fix="run DataAnalyzer, and give the file without its ending"
+        )
     if not MMapIndexedDataset.exists(path):
         raise ConfigError(f"there is no {path}.idx and .bin", where=f"{where}.{key}", fix="run DataAnalyzer first")
     return MMapIndexedDataset(path, skip_warmup=True)

@@ -233,8 +233,7 @@ class BackwardPass:
         self._begin(factor=self._loss_scale * self._window.factor() / (carried or 1.0))
 
     def begin_before(self, param: torch.nn.Parameter) -> None:
-        """Called before a gradient of ``param`` is added to the collected gradients, or returned by ``autograd.grad``.
-        """
+        """Called before a gradient of ``param`` is added to the collected gradients, or returned by ``autograd.grad``."""
         if accumulates_into([param], ()):
             self.begin_inside()
 

@@ -88,12 +88,16 @@ class Compiling:
                 raise
         else:
             if schedule:
-                logger.warning('schedule is not used: it needs "compile": {"deepcompile": true} and ZeRO from stage 1 on')
+                logger.warning(
+                    'schedule is not used: it needs "compile": {"deepcompile": true} and ZeRO from stage 1 on'
+                )
             _check_backend(backend, torch.compiler.list_backends(exclude_tags=()))
             self._prepare_compiler()
             self.module.compile(backend=backend, **options)
         if passes is not None:
-            self._compiled_backward = _compiled().CompiledBackward(self._graph_reducer(), passes, backend=backend, **options)
+            self._compiled_backward = _compiled().CompiledBackward(
+                self._graph_reducer(), passes, backend=backend, **options
+            )
         self._is_compiled = True
 
     def _prepare_compiler(self) -> None:
@@ -136,7 +140,9 @@ class Compiling:
             logger.info("deepcompile begins at stage 1 of ZeRO: the model is compiled as it is")
             return None
         if self._compiled is None:
-            _check_backend(backend, _torch_internals().BACKENDS, "cannot take graphs with gathers and reductions in them")
+            _check_backend(
+                backend, _torch_internals().BACKENDS, "cannot take graphs with gathers and reductions in them"
+            )
             self._prepare_compiler()
             log = Path(f"compiled_graphs/rank{get_rank()}") if self._config.compile.debug_log else None
             self._compiled = _compiled().CompiledModel(

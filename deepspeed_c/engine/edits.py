@@ -189,7 +189,9 @@ EDITS: tuple[ModelEdit, ...] = (
     ModelEdit("products", wanted=_computes_on_cpu, apply=_take_over_products, needs_layout=False),
     ModelEdit(
         "group generation",
-        wanted=lambda context: context.config.hybrid_engine.enabled and context.config.hybrid_engine.inference_tp_size > 1,
+        wanted=lambda context: (
+            context.config.hybrid_engine.enabled and context.config.hybrid_engine.inference_tp_size > 1
+        ),
         apply=_group_generation,
         needs_layout=False,
     ),

@@ -91,7 +91,10 @@ class ExperimentMeter:
 
     def _tell_progress(self, n_steps: int) -> None:
         """Writes the number of steps for a tuner, which does without if it cannot be written."""
-        with suppress(OSError), open(progress_path(self._engine.autotuning_metric_path()), "w", encoding="ascii") as file:
+        with (
+            suppress(OSError),
+            open(progress_path(self._engine.autotuning_metric_path()), "w", encoding="ascii") as file,
+        ):
             file.write(str(n_steps))
 
     def _now(self) -> float:

@@ -18,7 +18,16 @@ __all__ = ["GroupBatch", "Request", "request_of"]
 
 _WHERE = "generate with hybrid_engine.inference_tp_size"
 # Arguments that each rank may choose for itself, because they concern its own prompts.
-_OWN = ("inputs", "input_ids", "attention_mask", "synced_gpus", "max_new_tokens", "max_length", "min_new_tokens", "min_length")
+_OWN = (
+    "inputs",
+    "input_ids",
+    "attention_mask",
+    "synced_gpus",
+    "max_new_tokens",
+    "max_length",
+    "min_new_tokens",
+    "min_length",
+)
 
 
 class Request(NamedTuple):
@@ -168,7 +177,9 @@ def _compare(requests: Sequence[Request]) -> None:
         for name in sorted({*first, *request.settings}):
             values = [side.get(name, "absent") for side in (first, request.settings)]
             if values[0] != values[1]:
-                raise _mismatch(f"{name} is {values[0]} on rank 0 of the group and {values[1]} on rank {rank}", "pass the same")
+                raise _mismatch(
+                    f"{name} is {values[0]} on rank 0 of the group and {values[1]} on rank {rank}", "pass the same"
+                )
 
 
 def _mismatch(what: str, fix: str) -> RankMismatchError:

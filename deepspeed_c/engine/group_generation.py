@@ -52,7 +52,9 @@ class GroupGeneration:
         """Seconds that the copy has waited for its weights, in all calls."""
         log_dist(f"generation over {n_ranks} ranks: {self._copy.report.summary}", ranks=[0])
 
-    def generate(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any], fetcher: Fetcher | None) -> torch.Tensor:
+    def generate(
+        self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any], fetcher: Fetcher | None
+    ) -> torch.Tensor:
         """``model.generate(*args, **kwargs)`` for the prompts of all ranks of the group in one batch. Returns the rows
         of this rank. ``model``: a module of the model in training. ``fetcher``: of its shards; None without shards.
 

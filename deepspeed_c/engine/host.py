@@ -139,8 +139,7 @@ class ModelHost(Compiling, ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
         self._edits.close()
 
     def _release(self) -> None:
-        """Removes hooks and buffers. Parameters keep their values; sharded parameters stay sharded without an engine.
-        """
+        """Removes hooks and buffers. Parameters keep their values; sharded parameters stay sharded without an engine."""
         self._edits.undo("gathering")
         if self._fetcher is not None:
             self._fetcher.close()

@@ -46,7 +46,11 @@ class Parts:
             return
         ep = self._mesh.with_experts(len(names)).along(EP)
         for rank, logical in enumerate(names):
-            sent = whole.contiguous() if rank == ep.rank else torch.empty_like(whole, memory_format=torch.contiguous_format)
+            sent = (
+                whole.contiguous()
+                if rank == ep.rank
+                else torch.empty_like(whole, memory_format=torch.contiguous_format)
+            )
             ep.broadcast(sent, rank, label=logical)
             yield logical, sent
 

@@ -100,8 +100,7 @@ class Preemption:
             _handler.add(self)
 
     def notice(self, number: int) -> bool:
-        """Notes a signal. Returns whether it may belong to the same request as the signal before it, if there was one.
-        """
+        """Notes a signal. Returns whether it may belong to the same request as the signal before it, if there was one."""
         now = time.monotonic()
         if self.received is None:
             self.received, self._received_at = number, now

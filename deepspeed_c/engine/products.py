@@ -14,9 +14,7 @@ from deepspeed_c.ops.products import widen_products
 __all__ = ["take_over_products"]
 
 
-def take_over_products(
-    model: torch.nn.Module, dtypes: Iterable[torch.dtype], ranks: Collectives
-) -> Callable[[], None]:
+def take_over_products(model: torch.nn.Module, dtypes: Iterable[torch.dtype], ranks: Collectives) -> Callable[[], None]:
     """Widens the products of 16-bit dtypes, of the model or of ``dtypes``, if torch's are slow on any rank: all ranks
     must round alike. Returns the function that ends it. Collective.
     """

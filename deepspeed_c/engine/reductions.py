@@ -41,8 +41,7 @@ class Reductions:
 
     @property
     def seq_parallel_group(self) -> Any:
-        """The process group of the ranks that hold parts of the same sequences; None if each rank has whole sequences.
-        """
+        """The process group of the ranks that hold parts of the same sequences; None if each rank has whole sequences."""
         return None if self.sequence_parallel_size == 1 else self._mesh.process_group(SP)
 
     def get_sequence_parallel_group(self) -> Any:

@@ -30,8 +30,7 @@ __all__ = ["TrainState"]
 
 
 class TrainState:
-    """The state of one engine's training. The engine has attributes with DeepSpeed's names for the public parts of it.
-    """
+    """The state of one engine's training. The engine has attributes with DeepSpeed's names for the public parts of it."""
 
     def __init__(
         self,

@@ -85,7 +85,9 @@ def aliases_of(tensors: Mapping[str, torch.Tensor], parts: Parts) -> dict[str, s
     first: dict[int, str] = {}
     own = {name: first[id(t)] for name, t in tensors.items() if first.setdefault(id(t), name) != name}
     return {
-        other: known for name, first_name in own.items() for other, known in zip(parts.names(name), parts.names(first_name))
+        other: known
+        for name, first_name in own.items()
+        for other, known in zip(parts.names(name), parts.names(first_name))
     }
 
 

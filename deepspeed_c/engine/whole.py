@@ -109,5 +109,8 @@ class WholeModel:
         takes part in the gathers of the other ranks until all have finished, also if it raises. Forwards within it have
         no backward. Its end is collective.
         """
-        with self._generation.running(), self._fetcher.drivers.of(JoinMode).running() if self._shards_parameters else nullcontext():
+        with (
+            self._generation.running(),
+            self._fetcher.drivers.of(JoinMode).running() if self._shards_parameters else nullcontext(),
+        ):
             yield

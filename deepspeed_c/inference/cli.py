@@ -52,7 +52,9 @@ def main(argv: Sequence[str]) -> int:
     packed = getattr(config, "quantization_config", None)
     if packed is not None and options.tp > 1:
         raise UnsupportedConfigError(
-            "layers that are packed are not cut over ranks", where="--tp", fix="write --tp 1, or name a folder of floats"
+            "layers that are packed are not cut over ranks",
+            where="--tp",
+            fix="write --tp 1, or name a folder of floats",
         )
     tokenizer = None if options.ids is not None else tokenizer_of(folder, _WHERE, "or pass token ids: --ids 1,2,3")
     ids = _ids(options.ids) if tokenizer is None else tokenizer(options.prompt)["input_ids"]

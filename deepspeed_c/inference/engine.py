@@ -284,7 +284,9 @@ def _load_and_lay_out(
         return precision, layout
     if config.checkpoint:
         if is_sharded:
-            log_dist("dtype int8: weights are read whole before they are sharded, because scales are of whole rows", [0])
+            log_dist(
+                "dtype int8: weights are read whole before they are sharded, because scales are of whole rows", [0]
+            )
         load_checkpoint(model, config.checkpoint, **how)
     if is_int8:
         log_dist(str(quantize_weights(model)), ranks=[0])

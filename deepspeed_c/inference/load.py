@@ -338,9 +338,7 @@ def save_mp_checkpoint(
     aliases = aliases_of(tensors, parts)
     whole_names, sharded_names = stream_order(tensors)
     order = [*whole_names, *(name for names in sharded_names.values() for name in names)]
-    entries = [
-        (name, parts.shape(own, tensors[own]), tensors[own].dtype) for own in order for name in parts.names(own)
-    ]
+    entries = [(name, parts.shape(own, tensors[own]), tensors[own].dtype) for own in order for name in parts.names(own)]
     problem: DeepSpeedCError | None = None
     writer: ModelFolderWriter | None = None
     if mesh.comm.rank == 0:

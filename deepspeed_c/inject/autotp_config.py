@@ -106,8 +106,7 @@ class TPLayerSpec:
         return entry if entry is not None and entry > 0 else None
 
     def matches(self, param_name: str, model_type: str | None = None) -> bool:
-        """Whether the rule is for ``param_name`` in a model of ``model_type``. A pattern has to match the whole name.
-        """
+        """Whether the rule is for ``param_name`` in a model of ``model_type``. A pattern has to match the whole name."""
         if self.model_types and (model_type or "").lower() not in [name.lower() for name in self.model_types]:
             return False
         return any(re.fullmatch(pattern, param_name) for pattern in self.patterns)

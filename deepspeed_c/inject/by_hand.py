@@ -39,7 +39,9 @@ class EmbeddingLayer(torch.nn.Module):
             raise ValueError("EmbeddingLayer has no bias to add; leave it None")
         if weight is None:
             if weight_shape is None or len(weight_shape) != 2:
-                raise ValueError(f"EmbeddingLayer needs a weight, or weight_shape (vocab_size, width), not {weight_shape}")
+                raise ValueError(
+                    f"EmbeddingLayer needs a weight, or weight_shape (vocab_size, width), not {weight_shape}"
+                )
             weight = torch.nn.Parameter(torch.empty(*weight_shape, dtype=dtype))
         self.weight = weight
 

@@ -20,6 +20,8 @@ def check_cuts(listed: CutList) -> RankParts:
     refuse_misfits(parts)
     try_cut(parts)
     is_first = listed.place.rank == 0
-    first = parts if is_first else fit_parts(list_cuts(listed.model, RankPlace(0, listed.place.n_ranks), listed.request))
+    first = (
+        parts if is_first else fit_parts(list_cuts(listed.model, RankPlace(0, listed.place.n_ranks), listed.request))
+    )
     refuse_large_parts(report_of(first), listed.request.section, warns=is_first)
     return parts

@@ -34,8 +34,7 @@ class CutBox(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of one parameter that one rank of a tensor-parallel group holds, and its place in the whole parameter.
-    """
+    """The part of one parameter that one rank of a tensor-parallel group holds, and its place in the whole parameter."""
 
     logical_shape: torch.Size
     """Shape of the whole parameter."""

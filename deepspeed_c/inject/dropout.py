@@ -43,9 +43,7 @@ def drops_out(module: torch.nn.Module) -> bool:
     return False
 
 
-def _cut_adapter(
-    layer: torch.nn.Module, ranks: TensorRanks, region: DropoutRegion | None, *, is_part: bool
-) -> None:
+def _cut_adapter(layer: torch.nn.Module, ranks: TensorRanks, region: DropoutRegion | None, *, is_part: bool) -> None:
     """Make the adapters of ``layer`` drop the same elements of a whole input on all ranks.
 
     is_part: the input is this rank's columns only, so this rank draws separate numbers. region: the region of the layer

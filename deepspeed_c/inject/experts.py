@@ -57,8 +57,7 @@ def _show_bias(module: torch.nn.Module, args: Any, output: Any) -> None:
 
 
 class EmptyExperts(torch.nn.Module):
-    """The experts of a rank without columns. The output is zeros, but connected to every tensor that needs a gradient.
-    """
+    """The experts of a rank without columns. The output is zeros, but connected to every tensor that needs a gradient."""
 
     def __init__(self, experts: torch.nn.Module) -> None:
         super().__init__()

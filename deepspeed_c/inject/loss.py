@@ -1,5 +1,4 @@
-"""Cross-entropy without whole logits: each rank keeps its part of the vocabulary and sends four numbers for each token.
-"""
+"""Cross-entropy without whole logits: each rank keeps its part of the vocabulary and sends four numbers for each token."""
 
 from __future__ import annotations
 
@@ -169,8 +168,7 @@ class CutCausalLoss:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """logits [..., tokens, columns of this rank], labels [..., tokens]. The logits of token t predict label t + 1.
-        """
+        """logits [..., tokens, columns of this rank], labels [..., tokens]. The logits of token t predict label t + 1."""
         if not self.is_cut:
             return self.usual(
                 logits=logits,

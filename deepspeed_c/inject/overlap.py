@@ -174,8 +174,7 @@ class _Factors:
 
 
 class _Weights(torch.autograd.Function):
-    """Stands for weight and bias in the graph. Its value is an empty tensor, and its backward computes their gradients.
-    """
+    """Stands for weight and bias in the graph. Its value is an empty tensor, and its backward computes their gradients."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, bias: torch.Tensor | None, note: _Factors) -> torch.Tensor:

@@ -55,8 +55,7 @@ class _OwnRows:
 
 
 def count_own_heads(module: torch.nn.Module, attention: Attention) -> None:
-    """Set an attention's counts to the numbers of the rank's own heads. module: the module that ``attention`` is for.
-    """
+    """Set an attention's counts to the numbers of the rank's own heads. module: the module that ``attention`` is for."""
     heads, owner = attention.heads, attention.owner
     n_queries = (attention.queries[1] - attention.queries[0]) * heads.stripes
     n_keys = (attention.keys[1] - attention.keys[0]) * heads.stripes

@@ -51,9 +51,7 @@ class PartCopy:
         copied = dict(self.module.named_modules())
         self._copied = [(module, copied[name]) for name, module in model.named_modules() if name in copied]
         self._pairs: list[tuple[torch.nn.Module, torch.nn.Module, dict[str, Any]]] = [
-            (module, other, _plain_values(module))
-            for module, other in self._copied
-            if type(other) is type(module)
+            (module, other, _plain_values(module)) for module, other in self._copied if type(other) is type(module)
         ]
         self._empty: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # by the model's parameter
         self._places: dict[torch.nn.Parameter, list[tuple[torch.nn.Module, str]]] = {}

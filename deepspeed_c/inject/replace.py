@@ -247,8 +247,7 @@ def _replacer(*, inference: bool) -> Callable[..., torch.nn.Module]:
 
 @torch.no_grad()
 def _copy(layer: DeepSpeedTransformerLayer, parts: LayerParts, where: str, *, back: bool = False) -> None:
-    """Copies the values of ``layer`` into ``parts``, or with ``back`` from ``parts``. ``requires_grad`` is copied, too.
-    """
+    """Copies the values of ``layer`` into ``parts``, or with ``back`` from ``parts``. ``requires_grad`` is copied, too."""
     hidden = layer.attn_ow.shape[0]
     pairs: list[tuple[torch.Tensor, torch.nn.Parameter, torch.nn.Parameter]] = []
     for number, name in enumerate(_QKV):

@@ -73,8 +73,7 @@ class ExpertCut(NamedTuple):
 
 
 def expert_cuts(experts: torch.nn.Module) -> dict[str, ExpertCut | None] | str:
-    """Return the cut of each parameter (None for a bias that stays whole), or the reason why the experts cannot be cut.
-    """
+    """Return the cut of each parameter (None for a bias that stays whole), or the reason why the experts cannot be cut."""
     # Weights are [experts, out, in], and in some families [experts, in, out].
     out, inner = (2, 1) if _are_transposed(experts) else (1, 2)
     is_mixed = not getattr(experts, "is_concatenated", True)
@@ -99,8 +98,7 @@ def expert_cuts(experts: torch.nn.Module) -> dict[str, ExpertCut | None] | str:
 
 
 def _are_transposed(experts: torch.nn.Module) -> bool:
-    """Whether the experts' weights are [experts, in, out]. Their shapes tell; where both orders fit, the class tells.
-    """
+    """Whether the experts' weights are [experts, in, out]. Their shapes tell; where both orders fit, the class tells."""
     first = getattr(experts, "gate_up_proj", getattr(experts, "up_proj", None))
     last = getattr(experts, "down_proj", None)
     if first is None or last is None or first.dim() != 3 or last.dim() != 3 or first.shape[2] == last.shape[1]:

@@ -69,8 +69,7 @@ def _copy_of_rank(whole: torch.nn.Module, parts: RankParts, rank: TrialRank) -> 
 
 
 def _indices(parts: RankParts, param: torch.nn.Parameter, dim: int) -> torch.Tensor | None:
-    """Indices along ``dim`` of those elements of the whole parameter with which the rank computes; None: all elements.
-    """
+    """Indices along ``dim`` of those elements of the whole parameter with which the rank computes; None: all elements."""
     if param in parts.runs:
         return torch.cat([torch.arange(begin, begin + size) for begin, size in parts.runs[param]])
     if param not in parts.cuts:

@@ -1,5 +1,4 @@
-"""What the launching command tells the agent of each host: the user's options, the hosts, and the variables for ranks.
-"""
+"""What the launching command tells the agent of each host: the user's options, the hosts, and the variables for ranks."""
 
 from __future__ import annotations
 

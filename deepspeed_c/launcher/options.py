@@ -301,7 +301,10 @@ _OPTIONS = (
                 ("--gather_logs",),
                 dict(_FLAG, help="... on the launching host, also for ranks of other hosts"),
             ),
-            (("--tag_output",), dict(_FLAG, help="begin each line with the rank it comes from, and show whole lines only")),
+            (
+                ("--tag_output",),
+                dict(_FLAG, help="begin each line with the rank it comes from, and show whole lines only"),
+            ),
             (
                 ("--grace",),
                 {

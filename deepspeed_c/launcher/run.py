@@ -91,9 +91,7 @@ def _supervise(ranks: _RankProcesses, plan: Plan, output: Output, meeting: Meeti
     try:
         ranks.start()
         for rank, pid in ranks.pids().items():
-            logger.info(
-                "rank %d is process %d: %s", plan.first_rank + rank, pid, shlex.join(plan.ranks[rank].command)
-            )
+            logger.info("rank %d is process %d: %s", plan.first_rank + rank, pid, shlex.join(plan.ranks[rank].command))
         while (result := ranks.wait(timeout=0)) is None:
             if meeting is not None and _ends_by_order(ranks, plan, output, meeting):
                 return _end(ranks, meeting)

@@ -87,9 +87,7 @@ def find_way(comm: Collectives, counts: Tensor, name: str) -> Way:
     of them has called ``report_failure``.
     """
     n_ranks = comm.world_size
-    table = once(
-        lambda: _ops.moe_exchange_counts(counts, number_of(comm), f"counts of tokens to experts of {name}")
-    )
+    table = once(lambda: _ops.moe_exchange_counts(counts, number_of(comm), f"counts of tokens to experts of {name}"))
     rows = table.view(n_ranks, -1).tolist()
     for rank, row in enumerate(rows):
         if _FAILED in row:

@@ -256,9 +256,7 @@ def top1gating(
     """
     routing = _Routing(logits, used_token, draws, where)
     choice = routing.top1(indices, is_noisy=noisy_gate_policy == "RSample", is_random=use_rts and drop_tokens)
-    return routing.results(
-        choice, capacity_factor, min_capacity, ep_group, drops=drop_tokens, is_sparse=sparse_routes
-    )
+    return routing.results(choice, capacity_factor, min_capacity, ep_group, drops=drop_tokens, is_sparse=sparse_routes)
 
 
 def top2gating(
@@ -283,9 +281,7 @@ def top2gating(
     """
     routing = _Routing(logits, used_token, draws, where)
     choice = routing.top2(indices, is_sampled=top2_2nd_expert_sampling)
-    return routing.results(
-        choice, capacity_factor, min_capacity, ep_group, drops=drop_tokens, is_sparse=sparse_routes
-    )
+    return routing.results(choice, capacity_factor, min_capacity, ep_group, drops=drop_tokens, is_sparse=sparse_routes)
 
 
 def topkgating(
@@ -309,9 +305,7 @@ def topkgating(
     """
     routing = _Routing(logits, used_token, None, where)
     choice = routing.topk(k, indices, drop_policy)
-    return routing.results(
-        choice, capacity_factor, min_capacity, ep_group, drops=drop_tokens, is_sparse=sparse_routes
-    )
+    return routing.results(choice, capacity_factor, min_capacity, ep_group, drops=drop_tokens, is_sparse=sparse_routes)
 
 
 def _check_k(k: int, n_experts: int, where: str) -> None:

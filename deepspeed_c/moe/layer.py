@@ -63,7 +63,14 @@ class MOELayer(SpreadLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         # The loss is a part of a graph, which cannot be copied or pickled; and ranks belong to this process.
-        return {**self.__dict__, "l_aux": None, "exp_counts": None, "kept_counts": None, "_ranks": None, "ep_group": None}
+        return {
+            **self.__dict__,
+            "l_aux": None,
+            "exp_counts": None,
+            "kept_counts": None,
+            "_ranks": None,
+            "ep_group": None,
+        }
 
     @property
     def name(self) -> str:

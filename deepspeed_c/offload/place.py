@@ -87,8 +87,7 @@ def placement_of(states: str, weights: str, *, is_apart: bool, is_pinned: bool, 
 
 
 def _check_states(states: OffloadOptimizer, base: torch.optim.Optimizer, *, apart: bool, forced: bool) -> None:
-    """``apart``: the device has memory of its own. ``forced``: the configuration demands an optimizer of this package.
-    """
+    """``apart``: the device has memory of its own. ``forced``: the configuration demands an optimizer of this package."""
     declared = declaration(base)
     if states.device == "nvme" and not declared.updates_buckets:
         raise FeatureError(

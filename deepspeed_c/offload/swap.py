@@ -509,8 +509,7 @@ class Swapper:
             self._finish_write(self._writes.popleft())
 
     def let_go(self, tensors: Sequence[Tagged]) -> None:
-        """Frees the buffers of ``tensors`` without writing, for tensors that were only read. They are away afterwards.
-        """
+        """Frees the buffers of ``tensors`` without writing, for tensors that were only read. They are away afterwards."""
         for tagged in tensors:
             extent = self._extents.get(id(tagged.tensor))
             if extent is None or extent.is_away or extent.buffer is None:

@@ -109,9 +109,7 @@ def fill_from_model(own: torch.nn.Module, model: torch.nn.Module) -> None:
         holders.replace(tensor, values).requires_grad_(given[name].requires_grad)
 
 
-def fill_from_seeds(
-    own: Any, layers: Mapping[int, Iterable[torch.nn.Module]], seed: Callable[[int], None]
-) -> None:
+def fill_from_seeds(own: Any, layers: Mapping[int, Iterable[torch.nn.Module]], seed: Callable[[int], None]) -> None:
     """Draw values as the model's ``_init_weights`` does, after ``seed(index)`` for each of ``layers``.
 
     Raises ModelError if it leaves a weight as it was.

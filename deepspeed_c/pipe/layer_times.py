@@ -24,6 +24,7 @@ __all__ = ["lent", "measure_layers"]
 
 N_WARMUP, N_TIMED = 1, 5
 
+
 def _device() -> torch.device:
     return torch.device(get_accelerator().current_device_name())
 

@@ -107,9 +107,7 @@ def choose(
     names = [
         name
         for name, traits in SCHEDULES.items()
-        if traits.has_backward
-        and traits.min_virtual <= n_virtual <= traits.max_virtual
-        and is_v in (None, traits.is_v)
+        if traits.has_backward and traits.min_virtual <= n_virtual <= traits.max_virtual and is_v in (None, traits.is_v)
     ]
     candidates = [(name, n_ranks, n_virtual, n_micro_batches, [tuple(cost) for cost in costs]) for name in names]
     try:

@@ -73,8 +73,7 @@ class Peers:
         self._begin_s = time.monotonic()
 
     def notice(self) -> str | None:
-        """The text of a peer that has stopped in this run: "" if it raised nothing itself; None if no peer has stopped.
-        """
+        """The text of a peer that has stopped in this run: "" if it raised nothing itself; None if no peer has stopped."""
         found: list[str | None] = []
         with contextlib.suppress(RuntimeError):  # the store has gone with the process that held it
             found += [self._store.read(self._key(rank)) for rank in self._others]

@@ -106,9 +106,7 @@ class CausalLMPipeline(PipelineModule):
     after "tied_modules.embeddings".
     """
 
-    def __init__(
-        self, skeleton: Any, num_stages: int | None, generation_config: Any = None, **options: Any
-    ) -> None:
+    def __init__(self, skeleton: Any, num_stages: int | None, generation_config: Any = None, **options: Any) -> None:
         """skeleton: the whole model on the meta device; it takes the weights of this rank's stages."""
         options = {"seed_layers": True, **options}
         if "loss_fn" not in options:
@@ -421,7 +419,9 @@ def _skeleton_of(model: Any, dtype: torch.dtype | None) -> tuple[Any, Any, Any]:
         if not all(tensor.is_meta for tensor in model.parameters()):
             source = model
         elif _adapters_of(model):
-            raise ModelError("its adapters have no values", where=_WHERE, fix="adapt a model that is not on the meta device")
+            raise ModelError(
+                "its adapters have no values", where=_WHERE, fix="adapt a model that is not on the meta device"
+            )
         dtype = model.dtype if dtype is None else dtype
     elif not isinstance(model, transformers.PreTrainedConfig):
         raise ModelError(

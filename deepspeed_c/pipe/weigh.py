@@ -42,9 +42,7 @@ class Scale:
 
         return weighed
 
-    def result(
-        self, s: int, run: Callable[[Any, int], Any], *, splits: bool
-    ) -> Callable[[Any, int], Any]:
+    def result(self, s: int, run: Callable[[Any, int], Any], *, splits: bool) -> Callable[[Any, int], Any]:
         """``run`` makes the loss of the output of the last stage ``s``; it is weighed with the stage."""
 
         def weighed(outputs: Any, k: int) -> Any:

@@ -187,9 +187,7 @@ def layers_of_cache(cache: Any) -> Iterator[tuple[int, Any]]:
         yield from enumerate(getattr(part, "layers", ()))
 
 
-def _inputs_of(
-    model: torch.nn.Module, n_samples: int, n_tokens: int, notes: list[str]
-) -> tuple[dict[str, Any], int]:
+def _inputs_of(model: torch.nn.Module, n_samples: int, n_tokens: int, notes: list[str]) -> tuple[dict[str, Any], int]:
     """(inputs of a forward of ``n_tokens`` tokens, positions of the longest sequence in it): token ids, and the sounds
     or pictures that a model needs beside them."""
     config = model.config
@@ -205,7 +203,11 @@ def _inputs_of(
         notes.append("the encoder's input and the decoder's output have that many tokens each")
         return {"input_ids": ids, "decoder_input_ids": ids}, n_tokens
     vision = getattr(config, "vision_config", None)
-    if vision is not None and not model.can_generate() and "pixel_values" in inspect.signature(model.forward).parameters:
+    if (
+        vision is not None
+        and not model.can_generate()
+        and "pixel_values" in inspect.signature(model.forward).parameters
+    ):
         # A model of two towers (CLIP) compares texts with pictures, and needs both.
         size = (n_samples, vision.num_channels, vision.image_size, vision.image_size)
         notes.append(f"with each text comes a picture of {vision.image_size} x {vision.image_size} pixels")

@@ -1,5 +1,4 @@
-"""Measure allocated memory: the bytes of live tensor storages, sampled after every operator, at the peak of each phase.
-"""
+"""Measure allocated memory: the bytes of live tensor storages, sampled after every operator, at the peak of each phase."""
 
 from __future__ import annotations
 

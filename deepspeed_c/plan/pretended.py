@@ -100,7 +100,11 @@ class PretendedRanks(Collectives):
         return Work.done()
 
     def why_not_joint(self, device: torch.device) -> str:
-        return "" if isinstance(self._transports["meta"], SharedMemory) else "nobody knows yet which ranks will share memory"
+        return (
+            ""
+            if isinstance(self._transports["meta"], SharedMemory)
+            else "nobody knows yet which ranks will share memory"
+        )
 
     def join(self, sizes: Sequence[int]) -> Any:
         return PretendedJoint(sizes, self.world_size)

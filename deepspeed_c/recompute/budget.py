@@ -387,8 +387,7 @@ def _with_median(layer: MeasuredLayer, alike: Sequence[MeasuredLayer]) -> Measur
 
 
 def _free_bytes() -> int:
-    """Free bytes of this rank's device. The ranks of a host share the CPU's memory, so each rank counts its part of it.
-    """
+    """Free bytes of this rank's device. The ranks of a host share the CPU's memory, so each rank counts its part of it."""
     accelerator = get_accelerator()
     free = accelerator.available_memory()
     return free // read_env().local_world_size if accelerator.device_name() == "cpu" else free

@@ -211,8 +211,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Again:
-    """The tensors that autograd saves while a layer is run again. Each is stored in the matching blank of the forward.
-    """
+    """The tensors that autograd saves while a layer is run again. Each is stored in the matching blank of the forward."""
 
     counts_all = True
 

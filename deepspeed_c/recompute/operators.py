@@ -249,8 +249,7 @@ class Measurement(_Onlooker):
         return outputs
 
     def _note_start(self, name: str, args: Any, outputs: Any) -> None:
-        """Notes a collective that may be under way from now on. Several are under way where halves of a batch overlap.
-        """
+        """Notes a collective that may be under way from now on. Several are under way where halves of a batch overlap."""
         if name.startswith((_COLLECTIVES, *_OWN_SENDS)):
             results = args[0] if name in _SUMS_IN_PLACE else outputs
             self._under_way.update({_place_of(t): self._seen[-1] for t in tree_leaves(results) if torch.is_tensor(t)})

@@ -116,8 +116,7 @@ class Recomputer:
         return _Keeping(packers)
 
     def _probe(self, n_bytes: int) -> Tier | None:
-        """The speed of moving ``n_bytes`` of inputs to the place where inputs wait; None if inputs wait where they are.
-        """
+        """The speed of moving ``n_bytes`` of inputs to the place where inputs wait; None if inputs wait where they are."""
         device = torch.device(get_accelerator().current_device_name())
         if not self.stash.takes(device):
             return None
@@ -355,8 +354,7 @@ def bytes_of(max_in_cpu: int | str | None) -> int:
 
 
 def check_section(section: ActivationCheckpointing, n_layers: int | None, where: str) -> None:
-    """Raises ConfigError for options whose conditions are not met. n_layers: number of layers, if the caller knows it.
-    """
+    """Raises ConfigError for options whose conditions are not met. n_layers: number of layers, if the caller knows it."""
     bytes_of(section.offload.max_in_cpu)
     if not section.contiguous_memory_optimization:
         return

@@ -1,5 +1,4 @@
-"""A layer as one operator of the graph. The operator's backward runs the layer again and then an inner backward pass.
-"""
+"""A layer as one operator of the graph. The operator's backward runs the layer again and then an inner backward pass."""
 
 from __future__ import annotations
 

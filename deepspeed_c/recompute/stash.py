@@ -327,8 +327,7 @@ class Stash:
         return stashed
 
     def touch(self, stashed: Stashed, values: torch.Tensor | None) -> None:
-        """Makes ``stashed`` an input of this thread's current call as well. values: its values, if the caller has them.
-        """
+        """Makes ``stashed`` an input of this thread's current call as well. values: its values, if the caller has them."""
         with self._lock:
             self._settle()
             stashed.is_shared |= stashed.call != self._calls.number

@@ -344,7 +344,7 @@ class FPDT_Attention(torch.nn.Module):
         self.return_bias, self.chunk_size, self.dropout = return_bias, chunk_size, config.attention_dropout
         self.enable_offloading, self.nvme_path = enable_offloading, nvme_path
         self._comm = Collectives(sequence_process_group)
-        plan_heads(self.n_heads, self.n_keys, self._comm.world_size, self._comm.rank) # refuses heads that do not fit
+        plan_heads(self.n_heads, self.n_keys, self._comm.world_size, self._comm.rank)  # refuses heads that do not fit
 
     def forward(
         self,

@@ -249,12 +249,18 @@ def vocab_sequence_parallel_cross_entropy(
     vocab = None if vocab_group is None else Collectives(vocab_group)
     logits = vocab_parallel_logits
     vocab_size = logits.shape[-1] if logits.dim() else 0
-    sizes = [vocab_size] if vocab is None else [int(n) for n in vocab.gather_numbers(vocab_size, label="columns of each rank's logits")]
+    sizes = (
+        [vocab_size]
+        if vocab is None
+        else [int(n) for n in vocab.gather_numbers(vocab_size, label="columns of each rank's logits")]
+    )
 
     def losses() -> torch.Tensor:
         if logits.dim() != 3:
             raise ModelError(
-                f"logits have the shape {tuple(logits.shape)}", where=where, fix="give them as [tokens, batch, vocab_size]"
+                f"logits have the shape {tuple(logits.shape)}",
+                where=where,
+                fix="give them as [tokens, batch, vocab_size]",
             )
         _check_targets(logits, target, sum(sizes), ignore_index, where)
         flat = logits.reshape(-1, vocab_size) if logits.numel() else logits.flatten(0, 1)

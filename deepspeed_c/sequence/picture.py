@@ -113,8 +113,7 @@ def as_json(plan: SequencePlan) -> dict[str, object]:
 
 
 def as_svg(plan: SequencePlan) -> str:
-    """The plan as a picture: bars with the tokens of each rank, and a grid of queries (down) and keys (across) by hop.
-    """
+    """The plan as a picture: bars with the tokens of each rank, and a grid of queries (down) and keys (across) by hop."""
     cut, n_hops = plan.cut, plan.cut.n_parts
     below = _MARGIN + _BAR_HEIGHT + 40
     width, height = _SIDE + 2 * _MARGIN + 140, below + _SIDE + 40

@@ -118,8 +118,7 @@ class SequenceCut:
         return torch.cat([whole.narrow(dim, run.begin, run.n_tokens) for run in runs], dim)
 
     def join(self, parts: Sequence[torch.Tensor], dim: int = -1) -> torch.Tensor:
-        """Join the parts of all ranks, in the order of ranks, to the whole sequence. This is the inverse of ``take``.
-        """
+        """Join the parts of all ranks, in the order of ranks, to the whole sequence. This is the inverse of ``take``."""
         sizes = tuple(part.shape[dim] for part in parts)
         if sizes != self.tokens:
             raise ConfigError(

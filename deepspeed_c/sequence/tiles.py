@@ -133,8 +133,7 @@ def _leaves_of(output: torch.Tensor, inputs: Sequence[torch.Tensor], first_node:
 
 
 class _TileSum:
-    """A gradient that tiles add to. Gradients of 16 bits are summed in float32, as in a single product over all rows.
-    """
+    """A gradient that tiles add to. Gradients of 16 bits are summed in float32, as in a single product over all rows."""
 
     def __init__(self) -> None:
         self.total: torch.Tensor | None = None

@@ -73,9 +73,7 @@ def tile_model(model: torch.nn.Module, n_tensor_ranks: int = 1) -> TiledModel:
             where='"sequence_parallel": {"tiles": "auto"}',
             fix="call TiledMLP and TiledFusedLogitsLoss in the model, or leave tiles out",
         )
-    logger.info(
-        "%d MLPs%s run in tiles of the sequence", tiled.n_mlps, " and the loss" if tiled.has_loss else ""
-    )
+    logger.info("%d MLPs%s run in tiles of the sequence", tiled.n_mlps, " and the loss" if tiled.has_loss else "")
     return tiled
 
 
@@ -238,7 +236,9 @@ class PromisedLogits(torch.Tensor):
     computed: torch.Tensor | None
 
     @classmethod
-    def of(cls, hidden: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], vocab_size: int) -> PromisedLogits:
+    def of(
+        cls, hidden: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], vocab_size: int
+    ) -> PromisedLogits:
         """Placeholder for ``project(hidden)``: logits of a vocabulary of ``vocab_size``."""
         made = torch.Tensor._make_wrapper_subclass(
             cls, (*hidden.shape[:-1], vocab_size), dtype=hidden.dtype, device=hidden.device

@@ -52,8 +52,7 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 
 def set_mesh(mesh: Mesh | None) -> None:
-    """From now on answers come from ``mesh``; None: all ranks are data-parallel. No groups of experts are known yet.
-    """
+    """From now on answers come from ``mesh``; None: all ranks are data-parallel. No groups of experts are known yet."""
     _told[:] = [] if mesh is None else [mesh]
     _expert_sizes.clear()
 
@@ -170,8 +169,7 @@ get_model_parallel_group = get_tensor_model_parallel_group
 
 
 def _get_sequence_parallel_group() -> Any:
-    """The ranks that hold parts of the same sequences. Raises StateError where it is one rank: there is no group of it.
-    """
+    """The ranks that hold parts of the same sequences. Raises StateError where it is one rank: there is no group of it."""
     if _size(SP) == 1:
         raise StateError(
             "sequences are not cut over ranks, and there is no group of one rank",
@@ -209,7 +207,9 @@ def create_expert_groups(n_ranks: int, *, data_first: bool = False) -> None:
     _expert_sizes[f"ep_size_{n_ranks}"] = n_ranks
 
 
-def _create_expert_and_data_parallel(expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False) -> None:
+def _create_expert_and_data_parallel(
+    expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
+) -> None:
     create_expert_groups(expert_parallel_size_, data_first=use_data_before_expert_parallel_)
 
 

@@ -126,8 +126,7 @@ def get_tensor_bytes(item: Any) -> int:
 
 
 def compare_tensors_in_structures(inputs1: list[Any] | dict[Any, Any], inputs2: list[Any] | dict[Any, Any]) -> bool:
-    """Whether two lists, or two dictionaries, hold equal values; tensors are compared by their elements, on any device.
-    """
+    """Whether two lists, or two dictionaries, hold equal values; tensors are compared by their elements, on any device."""
     if type(inputs1) is not type(inputs2) or len(inputs1) != len(inputs2):
         return False
     if isinstance(inputs1, dict):

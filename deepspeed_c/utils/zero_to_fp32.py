@@ -1,5 +1,4 @@
-"""fp32 weights from a checkpoint of ours or of DeepSpeed: DeepSpeed's functions, and its program ``zero_to_fp32``.
-"""
+"""fp32 weights from a checkpoint of ours or of DeepSpeed: DeepSpeed's functions, and its program ``zero_to_fp32``."""
 
 from __future__ import annotations
 

@@ -45,7 +45,9 @@ sys.exit(3)
 
 
 def ran(text: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", text, *words], check=False, capture_output=True, text=True, timeout=SECONDS)
+    return subprocess.run(
+        [sys.executable, "-c", text, *words], check=False, capture_output=True, text=True, timeout=SECONDS
+    )
 
 
 def test_a_thread_inside_a_store_ends_before_the_interpreter():
@@ -131,7 +133,14 @@ def threads_in(text: str) -> list[tuple[str, bool]]:
             ]
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            if name in ("threading.Thread", "Thread", "threading.Timer", "Timer", "ThreadPoolExecutor", "futures.ThreadPoolExecutor"):
+            if name in (
+                "threading.Thread",
+                "Thread",
+                "threading.Timer",
+                "Timer",
+                "ThreadPoolExecutor",
+                "futures.ThreadPoolExecutor",
+            ):
                 is_daemon = any(word.arg == "daemon" and ast.unparse(word.value) != "False" for word in node.keywords)
                 found.append((name, is_daemon))
     return found

@@ -229,7 +229,10 @@ def test_an_unknown_kind_of_warm_up_is_log_with_a_warning(caplog, monkeypatch, k
     monkeypatch.setattr(lr_schedules.logger, "propagate", True)
     total = {} if kind is WarmupLR else {"total_num_steps": 50}
     misspelt, log = make(), make()
-    schedules = [kind(misspelt, warmup_num_steps=9, warmup_type="cubic", **total), kind(log, warmup_num_steps=9, **total)]
+    schedules = [
+        kind(misspelt, warmup_num_steps=9, warmup_type="cubic", **total),
+        kind(log, warmup_num_steps=9, **total),
+    ]
     assert f"{kind.__name__}.warmup_type: 'cubic' is not" in caplog.text
     for _ in range(12):
         assert rates(misspelt) == rates(log)

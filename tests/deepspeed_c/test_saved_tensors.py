@@ -249,7 +249,10 @@ def around_body(rank: int, world: int, kind: str, is_sharded: bool) -> tuple[lis
     losses, packed = [], []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, nn.Parameter) and tensor.shape != (WIDTH, WIDTH):  # a transposed weight is no parameter
+        if not isinstance(tensor, nn.Parameter) and tensor.shape != (
+            WIDTH,
+            WIDTH,
+        ):  # a transposed weight is no parameter
             packed.append(tensor.shape)
         return tensor.detach().clone()
 

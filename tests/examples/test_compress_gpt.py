@@ -24,7 +24,10 @@ def test_it_compresses_and_prints_a_table(tmp_path):
     assert all(f"| {name} | " in done.stdout for name in rows), done.stdout
     # Untrained, the loss is the logarithm of 256: 5.55.
     assert all(3 < row["loss"] < 5.2 and abs(row["loss_to_fp32"] - 1) < 0.05 for row in rows.values()), rows
-    n_square, rest = 4 * 32 * 32, 4 * (256 * 32 + 3 * 32)  # weights of attention; bytes of the embedding and three norms
+    n_square, rest = (
+        4 * 32 * 32,
+        4 * (256 * 32 + 3 * 32),
+    )  # weights of attention; bytes of the embedding and three norms
     n_linear = n_square + 8 * 32 * 32
     n_packed, n_rows = 6, 5 * 32 + 128  # of the MLP, 128 rows
     wanted = {

@@ -17,9 +17,21 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 def launch(folder: Path, script: str, *arguments: str) -> None:
-    command = [sys.executable, "-m", "deepspeed_c", "run", "deepspeed", "--num_gpus", "2", str(SCRIPTS / script), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed_c",
+        "run",
+        "deepspeed",
+        "--num_gpus",
+        "2",
+        str(SCRIPTS / script),
+        *arguments,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -46,7 +58,11 @@ def test_the_first_step_of_deepspeed_chat(tmp_path, arguments):
     launch(tmp_path, "chat_sft.py", *arguments, "--output_dir", str(tmp_path))
     result = json.loads((tmp_path / "result.json").read_text())
     losses = result["losses"]
-    assert result["stage"] == int(arguments[1]) and result["steps"] == 12 and result["rate"] == pytest.approx(0.0, abs=1e-6)
+    assert (
+        result["stage"] == int(arguments[1])
+        and result["steps"] == 12
+        and result["rate"] == pytest.approx(0.0, abs=1e-6)
+    )
     assert losses[0] > 4.5 and losses[3] < losses[2] < losses[1] < losses[0] - 0.3, losses
     assert (tmp_path / "latest").read_text() == "last" and (tmp_path / "last").is_dir()
 
@@ -63,7 +79,13 @@ def plain_loss(weights: dict[str, torch.Tensor], rows: torch.Tensor) -> float:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     vocab_size, width = weights["model.embed_tokens.weight"].shape
-    sizes = {"hidden_size": width, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
     model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64, vocab_size=vocab_size))
     model.load_state_dict({name: value.float() for name, value in weights.items()})
     with torch.no_grad():

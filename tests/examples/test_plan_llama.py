@@ -14,7 +14,9 @@ from deepspeed_c.plan.cli import main
 pytest.importorskip("transformers")
 
 ROOT = Path(__file__).resolve().parents[2]
-ROWS = re.findall(r"^\| (?:(\d)\. )?[^|]*\| `?[^|]* \| (\d+\.\d\d) \|", (ROOT / "docs/out-of-memory.md").read_text(), re.MULTILINE)
+ROWS = re.findall(
+    r"^\| (?:(\d)\. )?[^|]*\| `?[^|]* \| (\d+\.\d\d) \|", (ROOT / "docs/out-of-memory.md").read_text(), re.MULTILINE
+)
 FIRST: dict[str, Any] = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
 HOST = {"device": "cpu"}
 

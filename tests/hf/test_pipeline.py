@@ -73,9 +73,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {
             **LLAMA,
-            "num_key_value_heads": 4, "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2,
-            "n_group": 2, "topk_group": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "first_k_dense_replace": 1,
         },
     ),
     "gpt_bigcode": ("gpt_bigcode", {**GPT, **NO_DROPOUT}),
@@ -92,32 +101,79 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {**HEADS, "partial_rotary_factor": 0.5, "attention_bias": True}),
     "glm4": ("glm4", {**HEADS, "partial_rotary_factor": 0.5}),
     "smollm3": ("smollm3", {**LLAMA, "no_rope_layer_interval": 2}),
-    "gemma3_text": ("gemma3_text", {**HEADS, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "gemma3_text": (
+        "gemma3_text",
+        {**HEADS, "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
     "cohere2": ("cohere2", {**HEADS, "sliding_window": 3, "sliding_window_pattern": 2}),
     "deepseek_v2": (
         "deepseek_v2",
         {
-            **EXPERTS, "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 8, "v_head_dim": 8,
+            **EXPERTS,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
         },
     ),
-    "qwen3_next": ("qwen3_next", {**EXPERTS, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}),
+    "qwen3_next": (
+        "qwen3_next",
+        {**EXPERTS, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
     "seed_oss": ("seed_oss", {**HEADS, "attention_dropout": 0.0, "residual_dropout": 0.0}),
-    "xglm": ("xglm", {**LLAMA, "d_model": WIDTH, "ffn_dim": 48, "num_layers": LAYERS, "attention_heads": 4,
-                      "dropout": 0.0, "attention_dropout": 0.0}),
+    "xglm": (
+        "xglm",
+        {
+            **LLAMA,
+            "d_model": WIDTH,
+            "ffn_dim": 48,
+            "num_layers": LAYERS,
+            "attention_heads": 4,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+    ),
     "biogpt": ("biogpt", {**LLAMA, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
     **{
         kind: (kind, HEADS)
         for kind in (
-            "apertus", "arcee", "bitnet", "cohere", "cwm", "diffllama", "doge", "ernie4_5", "exaone4", "helium",
-            "hunyuan_v1_dense", "hyperclovax", "jais2", "lfm2", "ministral", "ministral3", "nemotron", "olmo2", "olmo3",
-            "persimmon", "vaultgemma",
+            "apertus",
+            "arcee",
+            "bitnet",
+            "cohere",
+            "cwm",
+            "diffllama",
+            "doge",
+            "ernie4_5",
+            "exaone4",
+            "helium",
+            "hunyuan_v1_dense",
+            "hyperclovax",
+            "jais2",
+            "lfm2",
+            "ministral",
+            "ministral3",
+            "nemotron",
+            "olmo2",
+            "olmo3",
+            "persimmon",
+            "vaultgemma",
         )
     },
     **{
         kind: (kind, EXPERTS)
         for kind in (
-            "afmoe", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "jetmoe", "minimax_m2", "olmoe", "phimoe",
+            "afmoe",
+            "ernie4_5_moe",
+            "exaone_moe",
+            "flex_olmo",
+            "glm4_moe",
+            "jetmoe",
+            "minimax_m2",
+            "olmoe",
+            "phimoe",
             "solar_open",
         )
     },
@@ -210,7 +266,9 @@ def check(outcome: list[Any], expected: Any) -> None:
     for got, evaluated, mine in outcome:
         assert got == pytest.approx(losses, rel=1e-5) and evaluated == pytest.approx(evaluation, rel=1e-5)
         for name, value in mine.items():
-            torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                value, weights[name], rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+            )
             seen.add(name)
     assert seen == set(weights)
 
@@ -308,7 +366,9 @@ def adapted_body(rank: int, world: int, folder: str) -> Any:
         assert torch.equal(p, origin) and (p.dtype, p.requires_grad) == (origin.dtype, origin.requires_grad), name
     # The way to a file of the adapter.
     stages: list[Any] = [None] * world
-    torch.distributed.all_gather_object(stages, {name: value.detach() for name, value in pipeline.own_tensors().items()})
+    torch.distributed.all_gather_object(
+        stages, {name: value.detach() for name, value in pipeline.own_tensors().items()}
+    )
     whole = adapted("llama", modules_to_save=["lm_head"])
     for p in whole.parameters():
         p.data.zero_()
@@ -455,7 +515,9 @@ def test_stages_over_tensor_parallel_ranks(tmp_path, name):
     saved = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "model").named_parameters())
     assert saved.keys() == weights.keys()
     for key, value in saved.items():
-        torch.testing.assert_close(value.detach(), weights[key], rtol=1e-5, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            value.detach(), weights[key], rtol=1e-5, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}"
+        )
 
 
 def resume_body(rank: int, world: int, folder: str, step: int, schedule: str) -> tuple[list[float], set[torch.dtype]]:

@@ -49,7 +49,9 @@ def more_ranks_than_heads(rank: int, world: int) -> bool:
         train(rank, world, world, [cell("pair", "plain", "gathered", 1, 0.0, 0, attention="ulysses")])
     expected, expected_norms = plain("pair", "plain", 1, 0.0)
     for attention in ("ring", "auto"):
-        weights, norms, *_ = train(rank, world, world, [cell("pair", "plain", "gathered", 1, 0.0, 0, attention=attention)])[0]
+        weights, norms, *_ = train(
+            rank, world, world, [cell("pair", "plain", "gathered", 1, 0.0, 0, attention=attention)]
+        )[0]
         torch.testing.assert_close(norms, expected_norms, rtol=1e-4, atol=0)
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)

@@ -1,5 +1,4 @@
-"""Models of transformers whose MLPs and loss run in tiles automatically, compared with the same models without tiles.
-"""
+"""Models of transformers whose MLPs and loss run in tiles automatically, compared with the same models without tiles."""
 
 from __future__ import annotations
 
@@ -198,7 +197,13 @@ def shared_by_tensor_ranks(rank, world):
                 (expected / gas).backward()
                 output = engine(**batch, **options)
                 assert type(output.logits) is tiles_auto.PromisedLogits and not output.logits.is_computed
-                assert abs(output.loss.item() - expected.item()) < 1e-5, (stage, section, options, output.loss.item(), expected.item())
+                assert abs(output.loss.item() - expected.item()) < 1e-5, (
+                    stage,
+                    section,
+                    options,
+                    output.loss.item(),
+                    expected.item(),
+                )
                 engine.backward(output.loss)
                 engine.step()
             optimizer.step()

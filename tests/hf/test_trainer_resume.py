@@ -44,7 +44,9 @@ def run(rank, world, folder, stage, resumes, changes, kills=False):
     forget()
     model = llama()
     model.register_forward_pre_hook(
-        lambda module, args, kwargs: steps[-1].extend(((kwargs["input_ids"][:, :2] - 3) @ torch.tensor([10, 1])).tolist()),
+        lambda module, args, kwargs: steps[-1].extend(
+            ((kwargs["input_ids"][:, :2] - 3) @ torch.tensor([10, 1])).tolist()
+        ),
         with_kwargs=True,
     )
     own = {"save_strategy": "steps", "save_steps": SAVED, "max_steps": STEPS, "warmup_steps": 0, "max_grad_norm": 1.0}
@@ -76,7 +78,9 @@ def test_a_killed_run_resumes_on_another_number_of_ranks(tmp_path, stage, change
         on_ranks(2, run, tmp_path / "killed", stage, False, changes, True)
     found = {}
     for world in (1, 3):
-        results = on_ranks(world, run, tmp_path / "killed", stage, str(tmp_path / "killed" / f"checkpoint-{SAVED}"), changes)
+        results = on_ranks(
+            world, run, tmp_path / "killed", stage, str(tmp_path / "killed" / f"checkpoint-{SAVED}"), changes
+        )
         found[world] = results[0][0], samples(results)
     for world, (losses, steps) in found.items():
         print(world, losses, whole[0][0])

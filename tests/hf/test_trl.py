@@ -245,7 +245,12 @@ def online(rank, world, folder, deepspeed, how, gathers):
         if rank == 0:
             llama(**small).save_pretrained(folder / "model")  # the trainer reads the reference from there
         torch.distributed.barrier()
-        sizes = {"num_generations": 4, "max_completion_length": 8, "beta": 0.1, "model_init_kwargs": {"dtype": "float32"}}
+        sizes = {
+            "num_generations": 4,
+            "max_completion_length": 8,
+            "beta": 0.1,
+            "model_init_kwargs": {"dtype": "float32"},
+        }
         args = settings(GRPOConfig, folder, deepspeed, **made.pop("args"), **sizes)
         trainer = GRPOTrainer(model=str(folder / "model"), args=args, **made)
     else:

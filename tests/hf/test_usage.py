@@ -371,7 +371,6 @@ def test_the_trainer_trains_a_model_that_is_cut(tmp_path):
     assert batch == 4  # 2 samples in 2 micro-batches, on one data-parallel rank
 
 
-
 class FloatModel(torch.nn.Module):
     """Takes rows of floats, like models of images and sounds, and records their dtype."""
 

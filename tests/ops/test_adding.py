@@ -39,7 +39,10 @@ MONITOR = [
 TRANSPORT = [f"deepspeed_c/comm/transports/{name}.py" for name in ("table", "ucc")]
 
 # A source of weights takes one file and one line, and here the feature that its key asks for.
-SOURCE = ["deepspeed_c/config/features.py", *(f"deepspeed_c/zero/weights/sources/{name}.py" for name in ("__init__", "second"))]
+SOURCE = [
+    "deepspeed_c/config/features.py",
+    *(f"deepspeed_c/zero/weights/sources/{name}.py" for name in ("__init__", "second")),
+]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from tests.ops.data import DTYPES
 ROWS, WIDTH = 6, 5
 
 
-def merged(parts: list[torch.Tensor], values: torch.Tensor, dtype: torch.dtype, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def merged(
+    parts: list[torch.Tensor], values: torch.Tensor, dtype: torch.dtype, wide: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The merge of parts of the scores; the last part covers only some rows."""
     out, log_sum = torch.zeros(2, ROWS, WIDTH, dtype=wide), torch.full((2, ROWS), -torch.inf, dtype=wide)
     begin = 0
@@ -35,7 +37,9 @@ def test_parts_become_the_softmax_of_all(dtype: torch.dtype, spread: float) -> N
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     out, log_sum = merged([scores[..., :3], scores[..., 3:8], scores[:, 2:, 8:]], values, dtype, wide)
     scores[:, :2, 8:] = -torch.inf
-    allowed = {torch.float64: 1e-13, torch.float32: 2e-7 * (4 + spread), torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
+    allowed = {torch.float64: 1e-13, torch.float32: 2e-7 * (4 + spread), torch.float16: 3e-3, torch.bfloat16: 2e-2}[
+        dtype
+    ]
     assert (out - scores.softmax(-1) @ values).abs().max() < allowed
     assert (log_sum - torch.logsumexp(scores, -1)).abs().max() < allowed
 

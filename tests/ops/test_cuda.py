@@ -522,7 +522,9 @@ def test_orders_of_experts_that_do_not_fit_are_nan():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format_name", quant.FORMATS)
-@pytest.mark.parametrize("shape, group", [((0, 5), 2), ((1, 1), 0), ((7, 33), 5), ((300, 129), 64), ((1024, 512), 64), ((3, 50_001), 0)])
+@pytest.mark.parametrize(
+    "shape, group", [((0, 5), 2), ((1, 1), 0), ((7, 33), 5), ((300, 129), 64), ((1024, 512), 64), ((3, 50_001), 0)]
+)
 def test_quantization_by_groups(shape, group, format_name, dtype):
     """Codes, scales and values have the host's bits, to the nearest and at random, also with given scales."""
     torch.manual_seed(0)

@@ -51,7 +51,11 @@ def cases():
     yield "cross_entropy_rows_", "cross_entropy_rows_", (torch.rand(3, 5), targets, torch.zeros(3, 4))
     logits, log_sum = torch.rand(3, 5).bfloat16(), torch.full((3,), 2.0)
     yield "cross_entropy_grad_", "cross_entropy_grad_", (logits, targets, log_sum, torch.ones(3), 0.1, 9)
-    yield "attention_merge_", "attention_merge_", (torch.zeros(2, 5, 3), torch.zeros(2, 5), torch.ones(2, 2, 3).bfloat16(), torch.ones(2, 2), 2, 1)
+    yield (
+        "attention_merge_",
+        "attention_merge_",
+        (torch.zeros(2, 5, 3), torch.zeros(2, 5), torch.ones(2, 2, 3).bfloat16(), torch.ones(2, 2), 2, 1),
+    )
     yield from nn_cases()
     yield from moe_cases()
     yield from quant_cases()

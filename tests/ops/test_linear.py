@@ -117,5 +117,7 @@ def test_inputs_that_do_not_fit() -> None:
 def test_a_compiled_function_has_the_same_bits() -> None:
     x, weight, bias, dy = operands((5,), 40, 7, torch.bfloat16)
     compiled = torch.compile(nn.linear, backend="aot_eager", fullgraph=True)
-    for ours, theirs in zip(gradients(compiled, x, weight, bias, dy), gradients(nn.linear, x, weight, bias, dy), strict=True):
+    for ours, theirs in zip(
+        gradients(compiled, x, weight, bias, dy), gradients(nn.linear, x, weight, bias, dy), strict=True
+    ):
         assert torch.equal(ours, theirs)

@@ -12,7 +12,17 @@ from deepspeed_c.ops import moe, moe_reference, reference
 from tests.ops.data import DTYPES, bits
 
 # Tokens, experts, choices: nothing, one of everything, primes, every expert chosen, and several chunks of threads.
-SHAPES = [(0, 1, 1), (0, 8, 2), (1, 1, 1), (3, 7, 7), (17, 5, 0), (31, 8, 2), (127, 13, 3), (1009, 64, 6), (2048, 256, 8)]
+SHAPES = [
+    (0, 1, 1),
+    (0, 8, 2),
+    (1, 1, 1),
+    (3, 7, 7),
+    (17, 5, 0),
+    (31, 8, 2),
+    (127, 13, 3),
+    (1009, 64, 6),
+    (2048, 256, 8),
+]
 
 
 def random(seed: int) -> torch.Generator:
@@ -76,14 +86,14 @@ def assert_choices(got, want, logits, score, bias):
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("n_experts, n_groups, n_limited, k", [(8, 4, 2, 3), (16, 4, 1, 4), (6, 6, 3, 2), (256, 8, 4, 8)])
+@pytest.mark.parametrize(
+    "n_experts, n_groups, n_limited, k", [(8, 4, 2, 3), (16, 4, 1, 4), (6, 6, 3, 2), (256, 8, 4, 8)]
+)
 def test_route_within_the_best_groups(n_experts, n_groups, n_limited, k, has_bias, score):
     logits = torch.randn(97, n_experts, generator=random(n_experts))
     bias = torch.randn(n_experts, generator=random(5)) * 0.3 if has_bias else None
     got = moe.route(logits, k, score=score, bias=bias, n_groups=n_groups, n_limited_groups=n_limited)
-    want = [
-        chosen(row, k, score, bias.tolist() if has_bias else None, n_groups, n_limited) for row in logits.tolist()
-    ]
+    want = [chosen(row, k, score, bias.tolist() if has_bias else None, n_groups, n_limited) for row in logits.tolist()]
     n_equal = sum(a == b for a, b in zip(got.tolist(), want))
     # Two groups may be as good as each other in float32; random logits make this rare.
     assert n_equal >= 96, (n_equal, got.tolist()[:3], want[:3])

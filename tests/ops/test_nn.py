@@ -253,7 +253,10 @@ def test_the_same_bits_for_any_thread_count_and_instruction_set():
         (lambda: nn.layer_norm(torch.ones(())), "x has no dimension"),
         (lambda: nn.rms_norm(torch.ones(2, 3), torch.ones(3), -1.0), "eps is -1"),
         (lambda: nn.layer_norm(torch.ones(2, 3), torch.ones(3), torch.ones(3).half()), "bias must have weight's dtype"),
-        (lambda: nn.bias_act(torch.ones(2, 3), None, "swish"), 'no activation "swish"; there are: gelu gelu_tanh silu relu'),
+        (
+            lambda: nn.bias_act(torch.ones(2, 3), None, "swish"),
+            'no activation "swish"; there are: gelu gelu_tanh silu relu',
+        ),
         (lambda: nn.swiglu(torch.ones(2, 3)), "rows of 3 elements, which are no two halves"),
         (lambda: nn.swiglu(torch.ones(2, 3), torch.ones(2, 3).half()), "up is of float16, unlike x"),
         (lambda: nn.bias_dropout_residual(torch.ones(2, 3), p=1.5), "p is 1.5"),

@@ -96,7 +96,9 @@ CASES = {
     "transposed": Case(lambda a, b: a.mT @ b.mT, randn(2, 7, 5), randn(2, 3, 7)),
     "slices": Case(lambda a, b: a[:, ::2] @ b[1:, 1:], randn(5, 14), randn(8, 9)),
     "einsum": Case(lambda a, b: torch.einsum("bhid,bhjd->bhij", a, b), randn(2, 3, 4, 5), randn(2, 3, 6, 5)),
-    "convolution of lines": Case(lambda x, w, b: F.conv1d(x, w, b, padding=1), randn(2, 3, 11), randn(5, 3, 3), randn(5)),
+    "convolution of lines": Case(
+        lambda x, w, b: F.conv1d(x, w, b, padding=1), randn(2, 3, 11), randn(5, 3, 3), randn(5)
+    ),
     "depthwise": Case(lambda x, w: F.conv1d(x, w, groups=4), randn(2, 4, 9), randn(4, 1, 4)),
     "convolution": Case(lambda x, w, b: F.conv2d(x, w, b, stride=2), randn(2, 3, 9, 7), randn(4, 3, 3, 3), randn(4)),
     "transposed convolution": Case(F.conv_transpose2d, randn(2, 3, 5, 4), randn(3, 2, 3, 3), randn(2)),

@@ -39,7 +39,10 @@ WRONG = [
     (Row("deepspeed", "init_distributed", "function", "", "not yet", ""), "is there"),
     (Row("deepspeed", "get_accelerator", "function", "()", "different", ""), "for no reason"),
     (Row("deepspeed", "init_inference", "function", "(config=None)", "same", ""), "needs model"),
-    (Row("deepspeed.compression.basic_layer", "Conv2dLayer_Compress", "function", "()", "different", "a reason"), "is not built"),
+    (
+        Row("deepspeed.compression.basic_layer", "Conv2dLayer_Compress", "function", "()", "different", "a reason"),
+        "is not built",
+    ),
     (Row("deepspeed.comm", "get_rank", "function", "", "raises when called", ""), "is there"),
     (Row("deepspeed.zero", "MiCS_Init", "class", "", "not yet", ""), "is not built"),
     (Row("deepspeed.ops", "no_such_name", "function", "()", "absent", ""), "raises deepspeed.ops.no_such_name"),

@@ -1,5 +1,4 @@
-"""Reads ranges of a logical tensor from a file that holds the whole tensor, into the caller's memory.
-"""
+"""Reads ranges of a logical tensor from a file that holds the whole tensor, into the caller's memory."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ GAP_BYTES = 4096
 
 
 class Snapshot:
-    """Host buffers for copies of pieces. The next save uses them again, so they are only as large as the largest save.
-    """
+    """Host buffers for copies of pieces. The next save uses them again, so they are only as large as the largest save."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []

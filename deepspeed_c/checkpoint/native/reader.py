@@ -1,5 +1,4 @@
-"""Reads checkpoints in the format of deepspeed_c, by ranges of tensors, whatever ranks have written them.
-"""
+"""Reads checkpoints in the format of deepspeed_c, by ranges of tensors, whatever ranks have written them."""
 
 from __future__ import annotations
 
@@ -259,8 +258,7 @@ class NativeSource(Source):
             ) from error
 
     def _path_of(self, name: str) -> str:
-        """A path to the file in the folder that was opened, even if that folder has another name by now, or none.
-        """
+        """A path to the file in the folder that was opened, even if that folder has another name by now, or none."""
         if name not in self._files:
             try:
                 self._files[name] = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._folder)

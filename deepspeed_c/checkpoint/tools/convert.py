@@ -133,7 +133,16 @@ def convert(source: Source, folder: str | os.PathLike[str], to: str, target: Tar
     if write is None:
         raise CheckpointError(f"{to!r} is no format", where="to", fix=f"write one of {', '.join(TARGETS)}")
     default = Target()
-    for name in ("tag", "world_size", "stage", "dtype", "max_shard_size", "tensor_ranks", "tensor_info", "expert_ranks"):
+    for name in (
+        "tag",
+        "world_size",
+        "stage",
+        "dtype",
+        "max_shard_size",
+        "tensor_ranks",
+        "tensor_info",
+        "expert_ranks",
+    ):
         if getattr(target, name) != getattr(default, name) and name not in TAKES[to]:
             raise CheckpointError(f"the format {to} has no {name}", where=name, fix=f"leave {name} out")
     if source.problem and to != "safetensors":

@@ -18,8 +18,7 @@ EXIT_FAILED = 1
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments of DeepSpeed's program; options for its worker processes and temporary files change nothing here.
-    """
+    """The arguments of DeepSpeed's program; options for its worker processes and temporary files change nothing here."""
     parser = argparse.ArgumentParser(
         prog="ds_to_universal", description="Writes DeepSpeed's universal format from one checkpoint."
     )

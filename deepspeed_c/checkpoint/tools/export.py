@@ -1,5 +1,4 @@
-"""Exports any checkpoint as a folder of whole weights in Hugging Face's layout, with a bounded amount of memory.
-"""
+"""Exports any checkpoint as a folder of whole weights in Hugging Face's layout, with a bounded amount of memory."""
 
 from __future__ import annotations
 

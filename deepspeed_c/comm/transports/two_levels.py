@@ -718,8 +718,7 @@ def _travels_as(dtype: torch.dtype, n_summed: int) -> torch.dtype:
 
 
 def connect(hosts: Hosts) -> TwoLevels:
-    """The two levels of ranks on several hosts, one of which has several ranks. Collective. Raises NotConnectedError.
-    """
+    """The two levels of ranks on several hosts, one of which has several ranks. Collective. Raises NotConnectedError."""
     comm, by_host = hosts.comm, hosts.by_host
     if len(by_host) == 1 or max(map(len, by_host)) == 1:
         raise NotConnectedError("")
@@ -738,8 +737,7 @@ def connect(hosts: Hosts) -> TwoLevels:
 
 
 def _between(hosts: Hosts, name: str) -> dist.ProcessGroup:
-    """A gloo group of the same ranks that no other code uses. It ends with its last reference. ``name`` must be unique.
-    """
+    """A gloo group of the same ranks that no other code uses. It ends with its last reference. ``name`` must be unique."""
     store = dist.PrefixStore(f"deepspeed_c/hosts/{name}", dist.distributed_c10d._get_default_store())
     try:
         return dist.ProcessGroupGloo(store, hosts.comm.rank, hosts.comm.world_size, timeout_of(hosts.group))

@@ -1,5 +1,4 @@
-"""An engine's checkpoints: saves them durably, and chooses the checkpoint to load, even if the last one is broken.
-"""
+"""An engine's checkpoints: saves them durably, and chooses the checkpoint to load, even if the last one is broken."""
 
 from __future__ import annotations
 
@@ -336,7 +335,8 @@ class Checkpoints:
             verdicts = self._ranks.all_gather(str(error) if error else "")
             if any(verdicts):
                 raise error or StateError(
-                    f"the checkpoint does not fit the engine of another rank: {next(v for v in verdicts if v)}", where=source.where
+                    f"the checkpoint does not fit the engine of another rank: {next(v for v in verdicts if v)}",
+                    where=source.where,
                 )
         else:
             try:

@@ -1,5 +1,4 @@
-"""GPT-BigCode (StarCoder): GPT-2's structure with one fused projection. With multi_query, all heads share one key head.
-"""
+"""GPT-BigCode (StarCoder): GPT-2's structure with one fused projection. With multi_query, all heads share one key head."""
 
 from deepspeed_c.inject.policy import Heads, Rule, policy
 

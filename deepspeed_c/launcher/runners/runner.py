@@ -63,9 +63,7 @@ class HostRunner(ABC):
     def check(self) -> None:
         """Raises LaunchError if the program is not installed."""
         if self.program() is None:
-            raise LaunchError(
-                "is not installed here", where=f"--launcher {self.name}", fix=f"install {self.package}"
-            )
+            raise LaunchError("is not installed here", where=f"--launcher {self.name}", fix=f"install {self.package}")
 
     def agent(self, job: Job, *words: str) -> list[str]:
         """The command line of an agent, to be run on its host by ``execve``, without a shell."""

@@ -1,5 +1,4 @@
-"""Leaf modules, which are gathered as a whole because ranks may run different parts of them (the experts of a mixture).
-"""
+"""Leaf modules, which are gathered as a whole because ranks may run different parts of them (the experts of a mixture)."""
 
 from __future__ import annotations
 
@@ -136,8 +135,7 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: torch.nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[torch.nn.Module], list[str]]:
-    """Marks modules whose full names end with any of the suffixes. Returns (marked modules, suffixes that fit nothing).
-    """
+    """Marks modules whose full names end with any of the suffixes. Returns (marked modules, suffixes that fit nothing)."""
     suffixes = _listed(module_name_suffixes)
 
     def fits(name: str, suffix: str) -> bool:

@@ -326,8 +326,7 @@ class Unit:
 
     @property
     def is_cut(self) -> bool:
-        """Whether each rank has only a part of the unit's masters and states, and of its weights if they are sharded.
-        """
+        """Whether each rank has only a part of the unit's masters and states, and of its weights if they are sharded."""
         return self.comm.world_size > 1
 
     @property
@@ -552,8 +551,7 @@ class Unit:
                     self._versions[slot.index] = slot.param._version
 
     def ranges_of(self, slot: Slot) -> tuple[list[int], list[int]]:
-        """The range of a parameter's elements in each rank's shard: (first element of each rank, count of each rank).
-        """
+        """The range of a parameter's elements in each rank's shard: (first element of each rank, count of each rank)."""
         begins, numels = [], []
         first, slice_elems = self.bucket_begin[slot.bucket], self.slice_elems[slot.bucket]
         for rank in range(self.comm.world_size):

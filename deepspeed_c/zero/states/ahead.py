@@ -26,8 +26,7 @@ Key = tuple[Unit, int]
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies ``source`` to ``target``. If the flat kernels support the dtype, the threads that update the tensor do it.
-    """
+    """Copies ``source`` to ``target``. If the flat kernels support the dtype, the threads that update the tensor do it."""
     if source.is_floating_point():
         flat.cast(source, target)
     else:

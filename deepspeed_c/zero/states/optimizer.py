@@ -203,8 +203,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             )
 
     def note_loss(self, loss: torch.Tensor, factor: float) -> None:
-        """Remembers a loss of this window; ``factor`` is its weight in the window's mean. Does not wait for a device.
-        """
+        """Remembers a loss of this window; ``factor`` is its weight in the window's mean. Does not wait for a device."""
         self._losses.note(loss, factor)
 
     def forget_losses(self) -> None:
@@ -349,8 +348,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self._updates.begin_writes()
 
     def write_back(self, slot: Slot) -> None:
-        """Copies an edited master to the weights that forward uses, on every rank. Collective if masters are sharded.
-        """
+        """Copies an edited master to the weights that forward uses, on every rank. Collective if masters are sharded."""
         self._updates.write_back(slot.unit, slot.bucket)
 
     @property

@@ -33,8 +33,7 @@ class WindowLosses:
 
     @property
     def total(self) -> float | None:
-        """The sum of the losses; None if there are none. The first read of this or of ``has_bad`` waits for the device.
-        """
+        """The sum of the losses; None if there are none. The first read of this or of ``has_bad`` waits for the device."""
         self._terms = [float(term) for term in self._terms]
         return sum(self._terms) if self._terms else None
 

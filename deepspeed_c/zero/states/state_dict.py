@@ -16,8 +16,7 @@ __all__ = ["check_fits", "fp32_masters", "put_shard", "require_in_memory", "shar
 
 
 def require_in_memory(units: Sequence[Unit], base: torch.optim.Optimizer, what: str) -> None:
-    """Raises StateError if masters or states live in files, or have been offloaded.
-    """
+    """Raises StateError if masters or states live in files, or have been offloaded."""
     if any(unit.states.has_slices for unit in units):
         raise StateError(
             "masters and optimizer states live on NVMe, where they have room; a dict of them would be in memory",

@@ -97,7 +97,9 @@ class Fetcher:
         self.phase = FetchPhase()
         largest = max(units, key=lambda unit: unit.flat_elems, default=None)
         carrier = comm if largest is None else largest.carrier
-        self.means = Means(_gather_pool(carrier.allocate) if pool is None else pool, GatherStream(), zero, use_broadcast)
+        self.means = Means(
+            _gather_pool(carrier.allocate) if pool is None else pool, GatherStream(), zero, use_broadcast
+        )
         self.lock = threading.RLock()  # autograd runs one thread per device
         self.packer = WeightPacker(self.use)
         self.saved = SavedTensors()

@@ -63,7 +63,9 @@ class GatherUnit:
     def is_in_place(self) -> bool:
         """Whether the parameters of this gathered unit are still its views."""
         return all(
-            slot.param.data_ptr() == view.data_ptr() and slot.param.shape == view.shape and slot.param.dtype == view.dtype
+            slot.param.data_ptr() == view.data_ptr()
+            and slot.param.shape == view.shape
+            and slot.param.dtype == view.dtype
             for slot, view in zip(self.slots, self._views_of_buffer())
         )
 

@@ -62,7 +62,9 @@ class GatheredParameters:
         # A parameter that stays whole has no shards to restore it from, so it is copied. Such parameters are small.
         self._copies = [p.data.clone() if isinstance(state_of(p), WholeShard) else None for p in self._params]
         if self._modifier_rank is None:
-            self._before = [None if c is not None else fingerprint_of(p.data) for p, c in zip(self._params, self._copies)]
+            self._before = [
+                None if c is not None else fingerprint_of(p.data) for p, c in zip(self._params, self._copies)
+            ]
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         if not self._params:
@@ -79,8 +81,7 @@ class GatheredParameters:
         return False
 
     def _together(self) -> list[list[torch.nn.Parameter]]:
-        """Lists of parameters to gather together: one list for each engine, and one for parameters without an engine.
-        """
+        """Lists of parameters to gather together: one list for each engine, and one for parameters without an engine."""
         sets: dict[Any, list[torch.nn.Parameter]] = {}
         for param in self._params:
             state = state_of(param)

@@ -40,8 +40,7 @@ def _count_registration(module: torch.nn.Module, *_: Any) -> None:
 
 
 def external_parameters(module: torch.nn.Module) -> dict[int, torch.nn.Parameter]:
-    """Parameters by id that ``module`` reads although they belong to another module (``register_external_parameter``).
-    """
+    """Parameters by id that ``module`` reads although they belong to another module (``register_external_parameter``)."""
     return module.__dict__.setdefault(_EXTERNAL, {})
 
 

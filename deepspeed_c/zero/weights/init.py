@@ -247,7 +247,9 @@ class Init:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         if self.enabled:
             if not _open or _open[-1] is not self:
-                raise StateError("contexts were not left in the reverse order of their entry", where="zero.Init", fix="nest them")
+                raise StateError(
+                    "contexts were not left in the reverse order of their entry", where="zero.Init", fix="nest them"
+                )
             try:
                 self._shard_edited(keep=kind is None)
             finally:
@@ -337,7 +339,9 @@ def _local_of(keys: dict[str, Any]) -> LocalTransport:
     local = section.get("local", "auto") if isinstance(section, dict) else "auto"
     if local not in get_args(LocalTransport):
         raise ConfigError(
-            f"{local!r} is not a way of communication between ranks of one host", where="comm.local", fix='write "auto", "shm" or "off"'
+            f"{local!r} is not a way of communication between ranks of one host",
+            where="comm.local",
+            fix='write "auto", "shm" or "off"',
         )
     return local
 

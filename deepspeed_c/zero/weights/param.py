@@ -766,8 +766,7 @@ def shape_of(param: torch.nn.Parameter) -> torch.Size:
 
 
 def whole_of(param: torch.nn.Parameter) -> torch.Tensor:
-    """The whole parameter's data. If the parameter is sharded and released, the data is gathered, which is collective.
-    """
+    """The whole parameter's data. If the parameter is sharded and released, the data is gathered, which is collective."""
     state = state_of(param)
     if isinstance(state, StandaloneShard) and not state.is_available:
         return state.whole()

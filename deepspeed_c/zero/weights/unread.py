@@ -42,9 +42,7 @@ class UnreadShard(ShardState):
         )
 
 
-def leave_unread(
-    param: torch.nn.Parameter, name: str, comm: Collectives, shape: torch.Size, read: ReadRange
-) -> None:
+def leave_unread(param: torch.nn.Parameter, name: str, comm: Collectives, shape: torch.Size, read: ReadRange) -> None:
     """Make ``param``, which has no elements yet, a sharded parameter of ``shape`` whose values ``read`` provides."""
     make_sharded(param, UnreadShard(param, name, comm, shape, read))
     point_at_nothing(param)

@@ -48,7 +48,9 @@ def test_bound_is_the_shortest_schedule():
     amounts = [0.0, 1.0, 7.0, 1e9, 1.3e15]
     for _ in range(2000):
         work = StepWork(*(numbers.choice(amounts) for _ in range(4)), is_serial=numbers.random() < 0.5)
-        rates = MachineRates(*(numbers.choice([0.0, 1.0, 3e9, 1e12]) for _ in range(4)), cached=numbers.choice([0.0, 3.0, 1e8]))
+        rates = MachineRates(
+            *(numbers.choice([0.0, 1.0, 3e9, 1e12]) for _ in range(4)), cached=numbers.choice([0.0, 3.0, 1e8])
+        )
         n = numbers.choice([1, 2, 13])
         assert least_seconds(work, n, rates) == pytest.approx(shortest(work, n, rates), rel=1e-12)
 
@@ -59,7 +61,13 @@ def test_bound_is_the_shortest_schedule():
         ("latency", 2.1, 4, 1.0, "cannot beat: at least 2.1 s a step, the best takes 1 s"),
         ("latency", 1.0, 4, 1.0, "cannot beat: at least 1 s a step, the best takes 1 s"),
         ("latency", 0.9, 4, 1.0, ""),
-        ("throughput", 2.0, 4, 2.5, "cannot beat: at most 2 samples/s (at least 2 s a step), the best has 2.5 samples/s"),
+        (
+            "throughput",
+            2.0,
+            4,
+            2.5,
+            "cannot beat: at most 2 samples/s (at least 2 s a step), the best has 2.5 samples/s",
+        ),
         ("throughput", 2.0, 4, 1.9, ""),
         ("throughput", 0.0, 4, 1e9, ""),
         ("latency", 0.0, 4, 0.0, ""),
@@ -73,7 +81,9 @@ def test_why_a_candidate_is_beaten(metric, seconds, n_samples, best, expected):
 
 
 def precision(**keys):
-    return Precision(load_config({"train_micro_batch_size_per_gpu": 1, **keys}, world_size=1, batch="skip"), torch.nn.Linear(1, 1))
+    return Precision(
+        load_config({"train_micro_batch_size_per_gpu": 1, **keys}, world_size=1, batch="skip"), torch.nn.Linear(1, 1)
+    )
 
 
 class Two(torch.nn.Module):
@@ -88,7 +98,9 @@ class Two(torch.nn.Module):
         return {"loss": self.second(self.first(x).relu()).square().mean(), "other": None}
 
 
-@pytest.mark.parametrize("keys", [{}, {"bf16": {"enabled": True}}, {"torch_autocast": {"enabled": True, "dtype": "bf16"}}])
+@pytest.mark.parametrize(
+    "keys", [{}, {"bf16": {"enabled": True}}, {"torch_autocast": {"enabled": True, "dtype": "bf16"}}]
+)
 @pytest.mark.parametrize(("is_frozen", "n_second"), [(False, 3), (True, 2)])
 def test_products_of_forward_and_backward(keys, is_frozen, n_second):
     """Forward, and the gradients that are needed: none of the input; and of frozen layers none of the weights."""

@@ -25,7 +25,12 @@ class Shell(Launch):
     """A launch of a shell that leaves its process id in the experiment's folder."""
 
     def command(self, arguments):
-        return ["/bin/sh", "-c", f'cd "$(dirname "$0")"; echo $$ > pid.part; mv pid.part pid; {self.script}', arguments[-1]]
+        return [
+            "/bin/sh",
+            "-c",
+            f'cd "$(dirname "$0")"; echo $$ > pid.part; mv pid.part pid; {self.script}',
+            arguments[-1],
+        ]
 
 
 def shell(script):
@@ -80,7 +85,9 @@ def test_an_experiment_that_fills_its_control_group_is_out_of_memory(tmp_path):
     script = f"sleep 1; {sys.executable} -S -c 'x = bytearray(512 << 20)'"
     result = run_experiment(candidate(1), shell(script), tmp_path, {}, host_limit=64 << 20)
     assert result.problem == f"out of memory: killed by its cgroup at {64 << 20} bytes (64 MiB)", result
-    larger = run_experiment(candidate(1), shell(f"{script}; echo {{}} > metrics.json"), tmp_path, {}, host_limit=2 << 30)
+    larger = run_experiment(
+        candidate(1), shell(f"{script}; echo {{}} > metrics.json"), tmp_path, {}, host_limit=2 << 30
+    )
     assert larger.problem == "" and larger.metrics == {}
 
 

@@ -166,7 +166,8 @@ def test_absent_packages_are_a_typed_error_before_anything_starts(tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    ("metric", "expected"), [("throughput", True), ("flops", True), ("latency", False), ("forward", False), ("step", False)]
+    ("metric", "expected"),
+    [("throughput", True), ("flops", True), ("latency", False), ("forward", False), ("step", False)],
 )
 def test_direction_of_each_metric(metric, expected):
     assert is_better(metric, 2.0, 1.0) == expected and is_better(metric, 1.0, 2.0) != expected

@@ -15,7 +15,15 @@ SVG = "{http://www.w3.org/2000/svg}"
 def row(name, status, value=None, size=1, stage=2, **facts):
     choices = {"train_micro_batch_size_per_gpu": size, "zero_optimization.stage": stage}
     ran = {"value": value, "seconds": 2.0, "metrics": {"peak_host_bytes": 3 << 20}} if status == "ran" else {}
-    return {"name": name, "choices": choices, "status": status, "plan": {"host": 2 << 20}, "problem": "", **ran, **facts}
+    return {
+        "name": name,
+        "choices": choices,
+        "status": status,
+        "plan": {"host": 2 << 20},
+        "problem": "",
+        **ran,
+        **facts,
+    }
 
 
 def written(folder, rows, metric="throughput", best="c", **facts):

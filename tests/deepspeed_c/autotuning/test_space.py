@@ -116,7 +116,9 @@ def test_whole_space():
     assert len(on_host) == 4 * 4 * 2
     for every in ("all", ["all"]):
         asked = {**plain, "zero_optimization": {"stage": every}}
-        assert [c.choices["zero_optimization.stage"] for c in make_space(asked, 2, has_accelerator=True).candidates] == [0, 1, 2, 3]
+        assert [
+            c.choices["zero_optimization.stage"] for c in make_space(asked, 2, has_accelerator=True).candidates
+        ] == [0, 1, 2, 3]
     fixed = {"stage": 2, "reduce_bucket_size": 5, "allgather_bucket_size": 5, "offload_optimizer": {"device": "none"}}
     of_user = {**plain, "zero_optimization": fixed, "activation_checkpointing": {"layers": None}}
     assert len(make_space({**of_user, "autotuning": {"fast": False}}, 2, has_accelerator=True).candidates) == 1

@@ -73,7 +73,9 @@ def test_a_signal_ends_the_experiment_too(tmp_path):
     words = [*write_config(tmp_path, end_profile_step=10**8), "--steps", "1000000000"]
     process = start("--num_procs", 1, "--autotuning", "tune", SCRIPT, *words, cwd=tmp_path)
     folder = tmp_path / "autotuning_exps" / "z0_gas1_tmbspg1"
-    wait_for(lambda: (folder / "stderr.log").exists() and "only a word" in (folder / "stderr.log").read_text(), "training")
+    wait_for(
+        lambda: (folder / "stderr.log").exists() and "only a word" in (folder / "stderr.log").read_text(), "training"
+    )
     process.send_signal(signal.SIGTERM)
     code, _, _ = end(process)
     assert code == 128 + signal.SIGTERM
@@ -147,7 +149,12 @@ def test_buckets_that_hold_the_whole_model_are_one_candidate(tmp_path, monkeypat
     search(tmp_path, monkeypatch, sizes=[1], zero=ranges)
     rows = {row["name"]: row for row in records_in(tmp_path)["experiments"]}
     assert len(rows) == 6
-    assert made.ran == ["z0_gas1_tmbspg1_rbs40", "z0_gas1_tmbspg1_rbs1000", "z2_gas1_tmbspg1_rbs40", "z2_gas1_tmbspg1_rbs1000"]
+    assert made.ran == [
+        "z0_gas1_tmbspg1_rbs40",
+        "z0_gas1_tmbspg1_rbs1000",
+        "z2_gas1_tmbspg1_rbs40",
+        "z2_gas1_tmbspg1_rbs1000",
+    ]
     assert "runs as z2_gas1_tmbspg1_rbs1000 does" in rows["z2_gas1_tmbspg1_rbs5000"]["problem"]
 
 

@@ -140,7 +140,10 @@ def look_body(rank: int, world: int, grids: list[tuple[dict[str, int], int]]) ->
                 Found(
                     samples=None if loader is None else tuple(next(iter(loader)).tolist()),
                     layers=tuple(named),
-                    box=(None if cut is None else cut.boxes, getattr(model, "ep_size", 1) > 1 and model.experts.first_expert),
+                    box=(
+                        None if cut is None else cut.boxes,
+                        getattr(model, "ep_size", 1) > 1 and model.experts.first_expert,
+                    ),
                     shard=unit.comm.global_ranks,
                     replicas=unit.replicas.global_ranks,
                     twins=unit.twins.global_ranks,

@@ -264,7 +264,9 @@ def numbers_body(rank, world):
         before = comm.ledger.last
         found = comm.gather_small_objects(mine, limit)
         wanted = [b"xxx"] * (world - 1) + [b"x" * n_bytes]
-        assert found == wanted, f"{n_bytes} bytes: found {[len(each) for each in found]}, wanted {[len(w) for w in wanted]}"
+        assert found == wanted, (
+            f"{n_bytes} bytes: found {[len(each) for each in found]}, wanted {[len(w) for w in wanted]}"
+        )
         done = comm.ledger.last - before
         assert done == (n_exchanges if world > 1 else 0), f"{n_bytes} bytes: {done} exchanges, wanted {n_exchanges}"
     tensor = torch.full((2, 3), float(rank), dtype=torch.bfloat16)

@@ -95,7 +95,12 @@ def differ(rank: int, world: int, shifts: bool, lengths: list[int], labels: list
 @pytest.mark.parametrize("shifts", [False, True])
 @pytest.mark.parametrize(
     ("lengths", "labels", "word"),
-    [([5, 4], ["a", "a"], "[5]"), ([0, 4], ["a", "a"], "[4]"), ([50_000, 3], ["a", "a"], "[3]"), ([2, 2], ["x", "yy"], "yy")],
+    [
+        ([5, 4], ["a", "a"], "[5]"),
+        ([0, 4], ["a", "a"], "[4]"),
+        ([50_000, 3], ["a", "a"], "[3]"),
+        ([2, 2], ["x", "yy"], "yy"),
+    ],
     ids=["longer", "empty", "long", "label"],
 )
 def test_ends_that_differ_end_both_ranks(shifts: bool, lengths: list[int], labels: list[str], word: str) -> None:

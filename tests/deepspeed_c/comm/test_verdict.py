@@ -24,12 +24,16 @@ def waits(*args, seconds=LONG + 1, **kwargs):
 def at(rank, *calls, where="train.py:7 in step", dist_call="", neighbours=None, name="0", ranks=(), axes=""):
     """The position of a rank with one group. Its calls in state WAITING are the blocking ones."""
     blocking = [c for c in calls if c.state == WAITING]
-    return Position(rank, [GroupPosition(name, list(ranks), axes, blocking, list(calls))], where, dist_call, neighbours or {})
+    return Position(
+        rank, [GroupPosition(name, list(ranks), axes, blocking, list(calls))], where, dist_call, neighbours or {}
+    )
 
 
 def both(rank, *groups, where="train.py:7 in step"):
     """The position of a rank in several groups, each (name, ranks, calls)."""
-    parts = [GroupPosition(n, list(r), "", [c for c in calls if c.state == WAITING], list(calls)) for n, r, calls in groups]
+    parts = [
+        GroupPosition(n, list(r), "", [c for c in calls if c.state == WAITING], list(calls)) for n, r, calls in groups
+    ]
     return Position(rank, parts, where, "", {})
 
 

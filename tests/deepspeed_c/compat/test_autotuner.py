@@ -70,7 +70,9 @@ def test_the_smallest_time_and_the_largest_rate_are_best(tmp_path):
 def test_what_a_section_says(tmp_path):
     (tmp_path / "x").mkdir()
     mappings = {"gradient_accumulation_steps": "--steps"}
-    args = args_of(tmp_path, "--steps", "4", n_ranks=2, arg_mappings=mappings, max_train_batch_size=64, metric="latency")
+    args = args_of(
+        tmp_path, "--steps", "4", n_ranks=2, arg_mappings=mappings, max_train_batch_size=64, metric="latency"
+    )
     path = tmp_path / "ds.json"
     config = json.loads(path.read_text()) | {"gradient_accumulation_steps": "auto", "fp16": {"enabled": True}}
     path.write_text(json.dumps(config))

@@ -25,7 +25,6 @@ def graphs():
     torch._dynamo.reset()
 
 
-
 @pytest.mark.parametrize(
     "decorate, n_graphs",
     [

@@ -1,5 +1,4 @@
-"""A compiled engine in many combinations with other features: its bits are those of the same engine without a compiler.
-"""
+"""A compiled engine in many combinations with other features: its bits are those of the same engine without a compiler."""
 
 from __future__ import annotations
 

@@ -35,7 +35,9 @@ def traced_body(rank: int, world: int, stage: int, precision: str) -> None:
         assert counted["captures"] == captures and engine.get_global_grad_norm() >= 0
 
 
-@pytest.mark.parametrize("stage, precision", [pytest.param(0, "fp32", marks=full), (1, "fp16"), pytest.param(2, "bf16", marks=full)])
+@pytest.mark.parametrize(
+    "stage, precision", [pytest.param(0, "fp32", marks=full), (1, "fp16"), pytest.param(2, "bf16", marks=full)]
+)
 def test_compiled_autograd_gives_the_bits_of_plain_autograd(run_ranks, stage: int, precision: str) -> None:
     run_ranks(2, traced_body, stage, precision, preload="torch._dynamo")
 
@@ -159,7 +161,9 @@ def test_a_backward_frees_each_saved_value_after_its_last_use() -> None:
         return x.sum()
 
     torch._dynamo.reset()
-    compiled = torch.compile(forward, backend=lambda graph, given: torch_internals.BACKENDS["eager"](graph, given, edit))
+    compiled = torch.compile(
+        forward, backend=lambda graph, given: torch_internals.BACKENDS["eager"](graph, given, edit)
+    )
     compiled(torch.ones(SIDE, SIDE, requires_grad=True)).backward()
     begin, end = alive
     assert begin >= 2 * N_LAYERS and end <= 3, f"{begin} matrices at the beginning of the backward, {end} at its end"

@@ -24,9 +24,7 @@ def bits_body(rank: int, world: int, stage: int, precision: str) -> None:
         assert engine._compiled.backend.n_frames == 2, "a frame with gradients, and one without"
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision"), cells((1, 2, 3), ("fp32", "bf16", "fp16", "autocast"), at_once=1)
-)
+@pytest.mark.parametrize(("stage", "precision"), cells((1, 2, 3), ("fp32", "bf16", "fp16", "autocast"), at_once=1))
 def test_the_bits_are_those_without_a_compiler(run_ranks, stage: int, precision: str) -> None:
     run_ranks(2, bits_body, stage, precision, preload="torch._dynamo")
 

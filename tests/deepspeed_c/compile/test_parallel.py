@@ -82,9 +82,7 @@ def cell_body(rank: int, world: int, cell: Cell) -> None:
         same(cell(True, stage), want)
 
 
-@pytest.mark.parametrize(
-    "cell", [cut_by_hand, cut_by_configuration, sequence], ids=lambda cell: cell.__name__
-)
+@pytest.mark.parametrize("cell", [cut_by_hand, cut_by_configuration, sequence], ids=lambda cell: cell.__name__)
 def test_the_bits_are_those_without_a_compiler(cell: Cell) -> None:
     run_ranks(2, cell_body, cell, preload="torch._dynamo")
 

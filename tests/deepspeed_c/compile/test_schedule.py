@@ -91,7 +91,9 @@ class Passes:
         self.calls: list[tuple[Any, ...]] = []
         self.messages: list[str] = []
 
-    def look(self, graph: Any, number: int, order: Any, profiles: Any, inputs: Any, budget: float, params: Any, bwd: bool):
+    def look(
+        self, graph: Any, number: int, order: Any, profiles: Any, inputs: Any, budget: float, params: Any, bwd: bool
+    ):
         n_operators = sum("deepspeed_c.zero" in str(node.target) for node in graph.graph.nodes)
         sizes = profiles[number].bwd_tensor_sizes if bwd else profiles[number].fwd_tensor_sizes
         self.calls.append((number, bwd, n_operators, len(inputs()), len(sizes), len(params[number].param_names)))

@@ -60,10 +60,25 @@ def test_a_right_graph():
 @pytest.mark.parametrize(
     ("nodes", "wanted", "fault", "sentence"),
     [
-        (without(3), WANTED, ("read_not_held", 4, 2), "node 4: unit 2 is read, but not between its wait and its release"),
+        (
+            without(3),
+            WANTED,
+            ("read_not_held", 4, 2),
+            "node 4: unit 2 is read, but not between its wait and its release",
+        ),
         (without(1), WANTED, ("wait_not_gathered", 3, 2), "node 3: unit 2 is waited for, but not gathered"),
-        ([*RIGHT[:3], *RIGHT[1:]], WANTED, ("gather_twice", 3, 2), "node 3: unit 2 is gathered again before its release"),
-        ([*RIGHT[:8], RIGHT[7]], WANTED, ("release_not_gathered", 8, 2), "node 8: unit 2 is released, but not gathered"),
+        (
+            [*RIGHT[:3], *RIGHT[1:]],
+            WANTED,
+            ("gather_twice", 3, 2),
+            "node 3: unit 2 is gathered again before its release",
+        ),
+        (
+            [*RIGHT[:8], RIGHT[7]],
+            WANTED,
+            ("release_not_gathered", 8, 2),
+            "node 8: unit 2 is released, but not gathered",
+        ),
         (
             [*RIGHT[:3], RIGHT[7]],
             WANTED,

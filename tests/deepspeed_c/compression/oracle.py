@@ -43,7 +43,11 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.table, self.mid, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS, False)
+        self.table, self.mid, self.head = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WORDS, False),
+        )
         self.head.weight = self.table.weight
         with torch.no_grad():
             self.table.weight[3] = 0  # a row of zeros

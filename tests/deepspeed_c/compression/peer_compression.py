@@ -42,7 +42,9 @@ def main() -> None:
         scheduler.step()
         outputs = outputs_of(case, made)
         redundancy_clean(made, config)
-        results.append({"outputs": outputs, "state": {name: value.detach() for name, value in made.state_dict().items()}})
+        results.append(
+            {"outputs": outputs, "state": {name: value.detach() for name, value in made.state_dict().items()}}
+        )
     torch.save(results, sys.argv[2])
 
 

@@ -92,8 +92,16 @@ def test_pruned_layers_show_what_is_left(tmp_path: Path) -> None:
     llama().save_pretrained(folder)
     groups = {"up": {"params": {"dense_ratio": 0.5}, "modules": ["up_proj"], "related_modules": [["down_proj"]]}}
     rows = {"shared_parameters": {"enabled": True, "method": "topk"}, "different_groups": groups}
-    heads = {"shared_parameters": {"enabled": True, "num_heads": 2}, "different_groups": {
-        "all": {"params": {"dense_ratio": 0.5}, "modules": ["o_proj"], "related_modules": [["q_proj", "k_proj", "v_proj"]]}}}
+    heads = {
+        "shared_parameters": {"enabled": True, "num_heads": 2},
+        "different_groups": {
+            "all": {
+                "params": {"dense_ratio": 0.5},
+                "modules": ["o_proj"],
+                "related_modules": [["q_proj", "k_proj", "v_proj"]],
+            }
+        },
+    }
     config = written(tmp_path, {"compression_training": {"row_pruning": rows, "head_pruning": heads}})
     found = report(tmp_path, "report", str(folder), "--config", config)
     halves = {layer["name"].rpartition(".")[2]: layer for layer in found["layers"]}
@@ -167,7 +175,9 @@ def test_models_that_are_not_packed(tmp_path: Path, capsys: Any) -> None:
     groups = {"up": {"params": {"dense_ratio": 0.5}, "modules": ["up_proj"], "related_modules": [["down_proj"]]}}
     rows = {"shared_parameters": {"enabled": True, "method": "l1"}, "different_groups": groups}
     config = written(tmp_path, {"compression_training": {"row_pruning": rows}})
-    refused(capsys, ["report", str(folder), "--config", config, "--text", str(text)], "LlamaForCausalLM", "related_modules")
+    refused(
+        capsys, ["report", str(folder), "--config", config, "--text", str(text)], "LlamaForCausalLM", "related_modules"
+    )
 
 
 def refused(capsys: Any, words: list[str], *texts: str) -> None:
@@ -205,7 +215,9 @@ def test_names_say_which_matrices_are_embeddings(tmp_path: Path) -> None:
     """A group for each row of an embedding, and layers below a layer."""
     tensors = {"wte.weight": torch.randn(6, 4), "a.weight": torch.randn(4, 4), "a.b.weight": torch.randn(4, 4)}
     file = tmp_path / "weights.safetensors"
-    SAFETENSORS.save_file({**tensors, "norm.weight": torch.ones(4), "ids.weight": torch.ones(2, 2, dtype=torch.int64)}, file)
+    SAFETENSORS.save_file(
+        {**tensors, "norm.weight": torch.ones(4), "ids.weight": torch.ones(2, 2, dtype=torch.int64)}, file
+    )
     config, found = written(tmp_path, config_of(4, 2)), tmp_path / "found.json"
     assert compress(["report", str(file), "--config", config, "--json", str(found)]) == 0
     groups = {layer["name"]: layer["group"] for layer in json.loads(found.read_text())["layers"]}

@@ -121,7 +121,10 @@ def test_the_scheduler_counts_without_an_engine(tmp_path):
     model = init_compression(Model(), str(path))
     methods = load_config(config, world_size=1, batch="skip").resolved_dict()["compression_training"]
     scheduler = compression_scheduler(model, methods)
-    assert scheduler.different_compression_methods["activation_quantization"]["different_groups"][0][1] == ["mid", "head"]
+    assert scheduler.different_compression_methods["activation_quantization"]["different_groups"][0][1] == [
+        "mid",
+        "head",
+    ]
     plain, found = Model()(batch(0)), []
     for _ in range(3):
         found.append((torch.equal(model(batch(0)), plain), scheduler.weight_quantization_enabled))
@@ -190,11 +193,21 @@ def tied() -> nn.Module:
 
 W = "compression_training.weight_quantization"
 CASES: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "no such module": (Odd, wrong(["frist"]), ConfigError, rf"{W}.different_groups.g.modules: 'frist' matches no .*\n.*first"),
+    "no such module": (
+        Odd,
+        wrong(["frist"]),
+        ConfigError,
+        rf"{W}.different_groups.g.modules: 'frist' matches no .*\n.*first",
+    ),
     "no regular expression": (Odd, wrong(["(x"]), ConfigError, r"g.modules: '\(x' is not a regular expression"),
     "twice": (Odd, two_groups(8, 8, "f"), ConfigError, "h.modules: 'f' matches first, which another pattern"),
     "twice in a group": (Odd, wrong(["first", "fir"]), ConfigError, "'fir' matches first, which another"),
-    "two bits for one weight": (tied, two_groups(8, 4, "second"), ConfigError, "first, second share one weight, .* 4 and 8"),
+    "two bits for one weight": (
+        tied,
+        two_groups(8, 4, "second"),
+        ConfigError,
+        "first, second share one weight, .* 4 and 8",
+    ),
     "bits": (Odd, wrong(bits=3), ConfigError, rf"{W}.different_groups.g.params.target_bits: is 3.*\nFix: write 8 or 4"),
     "no bits": (Odd, wrong(bits=None), ConfigError, "target_bits: is missing"),
     "bits of activations": (Odd, wrong(bits=2, acts=True), ConfigError, "activation_quantization.*g.params.bits: is 2"),
@@ -204,15 +217,35 @@ CASES: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         ConfigError,
         "activation_quantization.different_groups: is empty",
     ),
-    "groups": (Odd, wrong(quantize_groups=7), ConfigError, r"quantize_groups: 7 does not divide the 24 .*first.*\nFix: write 6"),
+    "groups": (
+        Odd,
+        wrong(quantize_groups=7),
+        ConfigError,
+        r"quantize_groups: 7 does not divide the 24 .*first.*\nFix: write 6",
+    ),
     "convolution": (Odd, wrong(["*"]), ConfigError, r"'\*' matches conv, and convolutions are not built"),
     "batch norm": (Odd, wrong(["norm"]), ConfigError, "'norm' matches no Linear or Embedding"),
     "embedding's input": (Model, wrong(["table"], acts=True), ConfigError, "'table' matches no Linear"),
     "attention": (Odd, wrong(["attention"]), ModelError, "attention.out_proj: .* torch.nn.MultiheadAttention reads"),
-    "own forward": (with_own_forward, wrong(), ModelError, "first: the Own cannot be compressed: it has its own forward"),
+    "own forward": (
+        with_own_forward,
+        wrong(),
+        ModelError,
+        "first: the Own cannot be compressed: it has its own forward",
+    ),
     "NaN": (nan_weights, wrong(["second"]), ModelError, "second.weight: the weight has NaN or inf"),
-    "MoQ": (Odd, wrong(quantize_weight_in_forward=False), ConfigError, r"quantize_weight_in_forward: .*MoQ.*\n.*set it to true"),
-    "MoQ's mix": (Odd, wrong(fp16_mixed_quantize={"enabled": True}), ConfigError, "fp16_mixed_quantize.enabled: is true"),
+    "MoQ": (
+        Odd,
+        wrong(quantize_weight_in_forward=False),
+        ConfigError,
+        r"quantize_weight_in_forward: .*MoQ.*\n.*set it to true",
+    ),
+    "MoQ's mix": (
+        Odd,
+        wrong(fp16_mixed_quantize={"enabled": True}),
+        ConfigError,
+        "fp16_mixed_quantize.enabled: is true",
+    ),
     "channels": (
         Odd,
         {"compression_training": {"channel_pruning": {"shared_parameters": {"enabled": True}}}},

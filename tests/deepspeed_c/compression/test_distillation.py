@@ -17,7 +17,9 @@ from tests.ranks import run_ranks
 
 
 def divergence(student: torch.Tensor, teacher: torch.Tensor, temperature: float, mask: np.ndarray | None) -> float:
-    own, wanted = (np.float64(t.detach().float().numpy()).reshape(-1, t.shape[-1]) / temperature for t in (student, teacher))
+    own, wanted = (
+        np.float64(t.detach().float().numpy()).reshape(-1, t.shape[-1]) / temperature for t in (student, teacher)
+    )
     p, q = (np.exp(x - x.max(1, keepdims=True)) for x in (wanted, own))
     p, q = (x / x.sum(1, keepdims=True) for x in (p, q))
     each = (p * (np.log(p) - np.log(q))).sum(1)
@@ -53,18 +55,27 @@ def test_hidden_states_and_attention_compare_the_layers_that_are_named():
     torch.manual_seed(1)
     teacher = [torch.randn(2, 3, 4) for _ in range(5)]  # the embeddings and four layers
     student = [torch.randn(2, 3, 4) for _ in range(3)]
-    wanted = np.mean([((a - b).double() ** 2).mean().item() for a, b in zip(student, (teacher[0], teacher[2], teacher[4]), strict=True)])
+    wanted = np.mean(
+        [
+            ((a - b).double() ** 2).mean().item()
+            for a, b in zip(student, (teacher[0], teacher[2], teacher[4]), strict=True)
+        ]
+    )
     ours = hidden_states_loss(student, teacher, (1, 3)).item()
     print(ours, wanted)
     assert abs(ours - wanted) < 1e-6
-    wanted = np.mean([((a - b).double() ** 2).mean().item() for a, b in zip(student[:2], (teacher[3], teacher[0]), strict=True)])
+    wanted = np.mean(
+        [((a - b).double() ** 2).mean().item() for a, b in zip(student[:2], (teacher[3], teacher[0]), strict=True)]
+    )
     assert abs(attention_loss(student[:2], teacher, (3, 0)).item() - wanted) < 1e-6
 
 
 def test_the_weighted_sum():
     torch.manual_seed(2)
     outputs = [
-        SimpleNamespace(logits=torch.randn(2, 3), hidden_states=tuple(torch.randn(2, 2, 2)), attentions=tuple(torch.randn(1, 2, 2)))
+        SimpleNamespace(
+            logits=torch.randn(2, 3), hidden_states=tuple(torch.randn(2, 2, 2)), attentions=tuple(torch.randn(1, 2, 2))
+        )
         for _ in range(2)
     ]
     distil = Distillation(layers=(0,), logits=0.5, hidden_states=2.0, attentions=3.0, temperature=2.0)
@@ -79,9 +90,17 @@ def test_the_weighted_sum():
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: logits_loss(torch.zeros(2, 3), torch.zeros(2, 4)), ModelError, "the student's are [2, 3], the teacher's [2, 4]"),
+        (
+            lambda: logits_loss(torch.zeros(2, 3), torch.zeros(2, 4)),
+            ModelError,
+            "the student's are [2, 3], the teacher's [2, 4]",
+        ),
         (lambda: logits_loss(torch.zeros(2, 3), torch.zeros(2, 3), 0.0), ConfigError, "temperature: is 0.0"),
-        (lambda: hidden_states_loss([torch.zeros(1)] * 2, [torch.zeros(1)] * 2, (3,)), ModelError, "output_hidden_states=True"),
+        (
+            lambda: hidden_states_loss([torch.zeros(1)] * 2, [torch.zeros(1)] * 2, (3,)),
+            ModelError,
+            "output_hidden_states=True",
+        ),
         (lambda: attention_loss([torch.zeros(1)], [torch.zeros(1)] * 2, (0, 1)), ModelError, "output_attentions=True"),
         (lambda: Distillation(logits=0.0)(None, None), ConfigError, "give logits a weight above 0"),
         (lambda: Distillation()(SimpleNamespace(logits=None), None), ModelError, "the student's output has none"),
@@ -98,8 +117,15 @@ def teacher_body(rank: int, world: int) -> tuple[list[float], dict[str, torch.Te
     teacher = Model()
     with torch.no_grad():
         teacher.mid.weight.mul_(-1)
-    frozen = deepspeed_c.initialize(model=teacher, config={"train_batch_size": 4, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})[0]
-    config = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "zero_optimization": {"stage": 2}}
+    frozen = deepspeed_c.initialize(
+        model=teacher,
+        config={"train_batch_size": 4, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+    )[0]
+    config = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_optimization": {"stage": 2},
+    }
     engine = deepspeed_c.initialize(model=Model(), config=config)[0]
     losses = []
     for step in range(3):

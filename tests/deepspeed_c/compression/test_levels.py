@@ -77,13 +77,22 @@ def test_random_directions_keep_the_mean_and_gradients_pass(kind: str):
         for i, part in enumerate((x.detach(), x.detach() * 2))
     ]
     whole = torch.cat([x.detach(), x.detach() * 2])
-    assert torch.equal(torch.cat(parts), quantize_rows(whole, 4, levels="deepspeed", is_symmetric=kind == "symmetric", seed=3))
+    assert torch.equal(
+        torch.cat(parts), quantize_rows(whole, 4, levels="deepspeed", is_symmetric=kind == "symmetric", seed=3)
+    )
     drawn[0].square().sum().backward()
     assert torch.equal(x.grad, 2 * drawn[0].detach())
 
 
-def weights(bits: int, kind: str, n_groups: int, modules: tuple[str, ...] = ("0", "1", "3"), **shared: Any) -> dict[str, Any]:
-    parameters = {"enabled": True, "quantize_weight_in_forward": True, "quantize_groups": n_groups, "schedule_offset": 0}
+def weights(
+    bits: int, kind: str, n_groups: int, modules: tuple[str, ...] = ("0", "1", "3"), **shared: Any
+) -> dict[str, Any]:
+    parameters = {
+        "enabled": True,
+        "quantize_weight_in_forward": True,
+        "quantize_groups": n_groups,
+        "schedule_offset": 0,
+    }
     params = {"start_bits": bits, "target_bits": bits, "quantization_period": 0}
     return {
         "shared_parameters": {**parameters, "quantization_type": kind, **shared},
@@ -110,7 +119,9 @@ def test_packed_values_are_those_of_training(prunes: bool, levels: str, kind: st
     if prunes:
         config["compression_training"]["sparse_pruning"] = pruned("l1", 0.4, ["1"])
         config["compression_training"]["row_pruning"] = pruned("topk", 0.4, ["3"])
-    model = init_compression(nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 8)).eval(), config)
+    model = init_compression(
+        nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 8)).eval(), config
+    )
     words = torch.randint(0, 12, (4, 6))
     trained = model(words).detach()
     packed = redundancy_clean(copy.deepcopy(model), config, pack=pack)
@@ -133,7 +144,9 @@ def test_a_zero_point_that_is_no_code_is_named_and_changes_nothing(pack: Any):
     init_compression(model.eval(), config)
     x = torch.randn(3, 8)
     before = model(x)
-    with pytest.raises(UnsupportedConfigError, match=r"0\.weight: the zero point -1408 of group 2[^$]*compressed-tensors"):
+    with pytest.raises(
+        UnsupportedConfigError, match=r"0\.weight: the zero point -1408 of group 2[^$]*compressed-tensors"
+    ):
         redundancy_clean(model, config, pack=pack)
     assert torch.equal(model(x), before)
     config["compression_training"]["weight_quantization"]["shared_parameters"]["levels"] = "compressed-tensors"
@@ -146,7 +159,10 @@ def test_a_zero_point_that_is_no_code_is_named_and_changes_nothing(pack: Any):
 def activations(bits: int, kind: str, calibration: str) -> dict[str, Any]:
     return {
         "shared_parameters": {
-            "enabled": True, "schedule_offset": 0, "quantization_type": kind, "range_calibration": calibration
+            "enabled": True,
+            "schedule_offset": 0,
+            "quantization_type": kind,
+            "range_calibration": calibration,
         },
         "different_groups": {"g": {"params": {"bits": bits}, "modules": ["1", "3"]}},
     }

@@ -56,7 +56,9 @@ def unpacked(layer: PackedLinear) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("n_out", "n_in", "n_groups"), [(6, 24, 6), (6, 24, 18), (6, 24, 2), (5, 13, 5), (5, 13, 1), (1, 1, 1)])
+@pytest.mark.parametrize(
+    ("n_out", "n_in", "n_groups"), [(6, 24, 6), (6, 24, 18), (6, 24, 2), (5, 13, 5), (5, 13, 1), (1, 1, 1)]
+)
 @pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
 def test_words_hold_the_cleaned_weights(
     kind: str, n_out: int, n_in: int, n_groups: int, bits: int, dtype: torch.dtype
@@ -88,7 +90,16 @@ def decoded(layer: CodedLinear) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("n_out", "n_in", "n_groups"), [(6, 24, 6), (6, 24, 18), (6, 24, 2), (5, 13, 5), (1, 1, 1)])
-@pytest.mark.parametrize(("pack", "bits", "kind"), [("int", 8, "symmetric"), ("int", 8, "asymmetric"), ("int", 4, "symmetric"), ("int", 4, "asymmetric"), ("float", 8, "symmetric")])
+@pytest.mark.parametrize(
+    ("pack", "bits", "kind"),
+    [
+        ("int", 8, "symmetric"),
+        ("int", 8, "asymmetric"),
+        ("int", 4, "symmetric"),
+        ("int", 4, "asymmetric"),
+        ("float", 8, "symmetric"),
+    ],
+)
 def test_codes_of_a_byte_hold_the_weights(
     pack: str, bits: int, kind: str, n_out: int, n_in: int, n_groups: int, dtype: torch.dtype
 ) -> None:
@@ -275,7 +286,9 @@ def test_each_kind_of_layer_is_a_group_of_the_configuration() -> None:
         assert torch.equal(unpacked(layer).float(), cleaned.get_submodule(name).weight), name
 
 
-def refused(model: nn.Module, config: dict[str, Any], kind: type[DeepSpeedCError], *texts: str, pack: Any = True) -> None:
+def refused(
+    model: nn.Module, config: dict[str, Any], kind: type[DeepSpeedCError], *texts: str, pack: Any = True
+) -> None:
     model = init_compression(model, config)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(kind) as caught:
@@ -291,7 +304,10 @@ def test_what_is_refused_changes_nothing() -> None:
         return nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4))
 
     refused(layers(), config_of(8, 4, schedule_offset=3), StateError, "0: ", "step 3", "schedule_offset")
-    dynamic = {"shared_parameters": {"enabled": True}, "different_groups": {"all": {"params": {"bits": 8}, "modules": ["*"]}}}
+    dynamic = {
+        "shared_parameters": {"enabled": True},
+        "different_groups": {"all": {"params": {"bits": 8}, "modules": ["*"]}},
+    }
     config = config_of(8, 4)
     config["compression_training"]["activation_quantization"] = dynamic
     refused(layers(), config, UnsupportedConfigError, "quantized activations")

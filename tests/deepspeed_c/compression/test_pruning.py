@@ -118,7 +118,10 @@ def technique(ratio: float | None, modules: list[str], related: Any = None, offs
 
 BITS = {
     "shared_parameters": {
-        "enabled": True, "quantize_weight_in_forward": True, "quantize_groups": 24, "schedule_offset": 2
+        "enabled": True,
+        "quantize_weight_in_forward": True,
+        "quantize_groups": 24,
+        "schedule_offset": 2,
     },
     "different_groups": {"g": {"params": {"target_bits": 8}, "modules": ["^up$"]}},
 }
@@ -442,7 +445,9 @@ class OwnNumbers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         size = self.embed_dim // self.num_heads
-        q, k, v = (layer(x).view(*x.shape[:2], self.num_heads, size).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(x).view(*x.shape[:2], self.num_heads, size).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
         return self.o(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
@@ -489,40 +494,152 @@ class Gated(nn.Module):
 
 S, R, H = (f"compression_training.{kind}_pruning" for kind in ("sparse", "row", "head"))
 CASES: dict[str, tuple[Any, str, dict, type[Exception], str]] = {
-    "no ratio": (Block, "row", technique(None, ["up"]), ConfigError, rf"{R}.different_groups.g.params.dense_ratio: is missing"),
-    "all": (Block, "sparse", technique(1.0, ["up"]), ConfigError, rf"{S}.different_groups.g.params.dense_ratio: is 1.0: nothing"),
-    "none": (Block, "head", technique(0, ["^o$"], num_heads=4), ConfigError, rf"{H}.different_groups.g.params.dense_ratio: is 0"),
-    "no groups": (Block, "row", {"shared_parameters": {"enabled": True}}, ConfigError, rf"{R}.different_groups: is empty"),
-    "snip": (Block, "sparse", technique(0.5, ["up"], method="snip_momentum"), ConfigError, "method: is snip_momentum, which is not"),
-    "pattern": (Block, "sparse", technique(0.5, ["up"], block_pattern="4x4"), ConfigError, "block_pattern: is 4x4: this pattern"),
-    "4:2": (Block, "sparse", technique(0.5, ["up"], block_pattern="4:2"), ConfigError, "block_pattern: is 4:2: this pattern"),
-    "2:4 of 0.3": (Block, "sparse", technique(0.3, ["up"], block_pattern="2:4"), ConfigError, "dense_ratio: is 0.3, and .* keeps 0.5"),
-    "2:5": (Block, "sparse", technique(None, ["up"], block_pattern="2:5"), ConfigError, "block_pattern: 5 does not divide the 8"),
+    "no ratio": (
+        Block,
+        "row",
+        technique(None, ["up"]),
+        ConfigError,
+        rf"{R}.different_groups.g.params.dense_ratio: is missing",
+    ),
+    "all": (
+        Block,
+        "sparse",
+        technique(1.0, ["up"]),
+        ConfigError,
+        rf"{S}.different_groups.g.params.dense_ratio: is 1.0: nothing",
+    ),
+    "none": (
+        Block,
+        "head",
+        technique(0, ["^o$"], num_heads=4),
+        ConfigError,
+        rf"{H}.different_groups.g.params.dense_ratio: is 0",
+    ),
+    "no groups": (
+        Block,
+        "row",
+        {"shared_parameters": {"enabled": True}},
+        ConfigError,
+        rf"{R}.different_groups: is empty",
+    ),
+    "snip": (
+        Block,
+        "sparse",
+        technique(0.5, ["up"], method="snip_momentum"),
+        ConfigError,
+        "method: is snip_momentum, which is not",
+    ),
+    "pattern": (
+        Block,
+        "sparse",
+        technique(0.5, ["up"], block_pattern="4x4"),
+        ConfigError,
+        "block_pattern: is 4x4: this pattern",
+    ),
+    "4:2": (
+        Block,
+        "sparse",
+        technique(0.5, ["up"], block_pattern="4:2"),
+        ConfigError,
+        "block_pattern: is 4:2: this pattern",
+    ),
+    "2:4 of 0.3": (
+        Block,
+        "sparse",
+        technique(0.3, ["up"], block_pattern="2:4"),
+        ConfigError,
+        "dense_ratio: is 0.3, and .* keeps 0.5",
+    ),
+    "2:5": (
+        Block,
+        "sparse",
+        technique(None, ["up"], block_pattern="2:5"),
+        ConfigError,
+        "block_pattern: 5 does not divide the 8",
+    ),
     "end": (
-        Block, "sparse", technique(0.5, ["up"], offset=5, gradual=True, schedule_offset_end=4), ConfigError, "schedule_offset_end: is 4, before"
+        Block,
+        "sparse",
+        technique(0.5, ["up"], offset=5, gradual=True, schedule_offset_end=4),
+        ConfigError,
+        "schedule_offset_end: is 4, before",
     ),
     "no end": (
-        Block, "sparse", technique(0.5, ["up"], gradual=True), ConfigError, "schedule_offset_end: is missing, and gradual"
+        Block,
+        "sparse",
+        technique(0.5, ["up"], gradual=True),
+        ConfigError,
+        "schedule_offset_end: is missing, and gradual",
     ),
-    "related of weights": (Block, "sparse", technique(0.5, ["up"], [["down"]]), ConfigError, "related_modules: is given, and single"),
+    "related of weights": (
+        Block,
+        "sparse",
+        technique(0.5, ["up"], [["down"]]),
+        ConfigError,
+        "related_modules: is given, and single",
+    ),
     "no heads": (Block, "head", technique(0.5, ["^o$"]), ConfigError, rf"{H}.shared_parameters.num_heads: is missing"),
-    "heads": (Block, "head", technique(0.5, ["^o$"], num_heads=3), ConfigError, "num_heads: 3 does not divide the 8 input columns of o"),
-    "flat": (Block, "row", technique(0.5, ["up"], ["down"]), ConfigError, "related_modules: is no list of lists of patterns"),
-    "one list": (Block, "row", technique(0.5, ["up", "^q$"], [["down"]]), ConfigError, "has 1 lists, and modules has 2 patterns"),
-    "number": (Block, "row", technique(0.5, ["up"], [["^[qk]$"]]), ConfigError, "matches 2 linear layers, and 'up' of modules matches 1"),
+    "heads": (
+        Block,
+        "head",
+        technique(0.5, ["^o$"], num_heads=3),
+        ConfigError,
+        "num_heads: 3 does not divide the 8 input columns of o",
+    ),
+    "flat": (
+        Block,
+        "row",
+        technique(0.5, ["up"], ["down"]),
+        ConfigError,
+        "related_modules: is no list of lists of patterns",
+    ),
+    "one list": (
+        Block,
+        "row",
+        technique(0.5, ["up", "^q$"], [["down"]]),
+        ConfigError,
+        "has 1 lists, and modules has 2 patterns",
+    ),
+    "number": (
+        Block,
+        "row",
+        technique(0.5, ["up"], [["^[qk]$"]]),
+        ConfigError,
+        "matches 2 linear layers, and 'up' of modules matches 1",
+    ),
     "size": (Block, "row", technique(0.5, ["up"], [["^q$"]]), ConfigError, "q has 8 input columns, and up has 12 rows"),
     "rows of heads": (
-        Block, "head", technique(0.5, ["^o$"], [["up"]], num_heads=4), ConfigError, "up has 12 rows, and o has 8 input columns"
+        Block,
+        "head",
+        technique(0.5, ["^o$"], [["up"]], num_heads=4),
+        ConfigError,
+        "up has 12 rows, and o has 8 input columns",
     ),
     "gate alone": (
-        Gated, "row", technique(0.5, ["up", "gate"], [["down"], ["down"]]), ConfigError, "down are cut twice[^$]*outputs are multiplied"
+        Gated,
+        "row",
+        technique(0.5, ["up", "gate"], [["down"], ["down"]]),
+        ConfigError,
+        "down are cut twice[^$]*outputs are multiplied",
     ),
-    "cut twice": (Block, "row", technique(0.5, ["^q$"], [["^k$", "^k$"]]), ConfigError, "the columns of k are cut twice"),
+    "cut twice": (
+        Block,
+        "row",
+        technique(0.5, ["^q$"], [["^k$", "^k$"]]),
+        ConfigError,
+        "the columns of k are cut twice",
+    ),
     "twice": (Block, "row", two_groups(), ConfigError, "'q' matches q, which another pattern of row_pruning matches"),
     "shared weight": (tied, "row", technique(0.5, ["head"]), ModelError, "head: it shares its weight with table"),
     "NaN": (nan_weights, "sparse", technique(0.5, ["up"]), ModelError, r"up\.weight: the weight has NaN or inf"),
     "meta": (lambda: Block().to("meta"), "row", technique(0.5, ["up"]), ModelError, "up: a weight on the meta device"),
-    "channels": (Block, "channel", technique(0.5, ["up"]), UnsupportedConfigError, "channel_pruning.* asks for channel pruning"),
+    "channels": (
+        Block,
+        "channel",
+        technique(0.5, ["up"]),
+        UnsupportedConfigError,
+        "channel_pruning.* asks for channel pruning",
+    ),
 }
 
 

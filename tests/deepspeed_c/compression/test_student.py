@@ -20,14 +20,22 @@ class Stack(nn.Module):
         torch.manual_seed(seed)
         self.table = nn.Embedding(5, width)
         self.body = nn.Module()
-        self.body.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(n_layers))
+        self.body.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(n_layers)
+        )
         self.head = nn.Linear(width, 5)
         for norm in (layer[1] for layer in self.body.layers):
             nn.init.normal_(norm.running_mean)
 
 
 def config_of(**keys: object) -> dict:
-    section = {"enabled": True, "keep_number_layer": 2, "module_name_prefix": "body.layers", "teacher_layer": [1, 3], "other_module_name": ["table"]}
+    section = {
+        "enabled": True,
+        "keep_number_layer": 2,
+        "module_name_prefix": "body.layers",
+        "teacher_layer": [1, 3],
+        "other_module_name": ["table"],
+    }
     return {"train_batch_size": 2, "compression_training": {"layer_reduction": {**section, **keys}}}
 
 
@@ -41,7 +49,9 @@ def differences(student: nn.Module, teacher: nn.Module, before: dict[str, torch.
                 wanted[name] = state[f"body.layers.{source}." + name.removeprefix(prefix)]
         if name.startswith("table"):
             wanted[name] = state[name]
-    return [name for name, value in student.state_dict().items() if not torch.equal(value.float(), wanted[name].float())]
+    return [
+        name for name, value in student.state_dict().items() if not torch.equal(value.float(), wanted[name].float())
+    ]
 
 
 @pytest.mark.parametrize("by", ["init_compression", "student_initialization"])
@@ -61,7 +71,9 @@ def test_layers_and_modules_of_the_teacher_are_copied(by: str):
 def test_only_other_modules():
     teacher, student = Stack(4), Stack(2, seed=1)
     layers = copy.deepcopy(student.body.state_dict())
-    student_initialization(student, teacher, config_of(keep_number_layer=None, teacher_layer=None, module_name_prefix=None))
+    student_initialization(
+        student, teacher, config_of(keep_number_layer=None, teacher_layer=None, module_name_prefix=None)
+    )
     assert torch.equal(student.table.weight, teacher.table.weight)
     assert all(torch.equal(value, layers[name]) for name, value in student.body.state_dict().items())
 
@@ -71,12 +83,22 @@ def test_only_other_modules():
     [
         ({"module_name_prefix": "body.layer"}, Stack(2), ConfigError, "body.layers"),
         ({"module_name_prefix": None}, Stack(2), ConfigError, "layer_reduction.module_name_prefix: is missing"),
-        ({"teacher_layer": None, "other_module_name": None}, Stack(2), ConfigError, "layer_reduction.teacher_layer: is missing"),
+        (
+            {"teacher_layer": None, "other_module_name": None},
+            Stack(2),
+            ConfigError,
+            "layer_reduction.teacher_layer: is missing",
+        ),
         ({"teacher_layer": [1, 4]}, Stack(2), ConfigError, "write numbers from 0 to 3"),
         ({"keep_number_layer": 3}, Stack(2), ConfigError, "is 3, and teacher_layer names 2 layers"),
         ({}, Stack(3), ConfigError, "the student has 3 in body.layers"),
         ({"other_module_name": ["tables"]}, Stack(2), ConfigError, "the teacher has no module 'tables'"),
-        ({}, Stack(2, width=3), ModelError, "body.layers.0.0.weight: is [3, 3], and body.layers.1.0.weight of the teacher is [4, 4]"),
+        (
+            {},
+            Stack(2, width=3),
+            ModelError,
+            "body.layers.0.0.weight: is [3, 3], and body.layers.1.0.weight of the teacher is [4, 4]",
+        ),
     ],
 )
 def test_wrong_input_changes_nothing(keys: dict, student: nn.Module, error: type[DeepSpeedCError], text: str):

@@ -19,7 +19,11 @@ TECHNIQUES = {
     "weights of 8 bits": {"bits": 8, "symmetric": True, "offset": 1},
     "weights of 4 bits": {"bits": 4, "symmetric": False, "offset": 0},
     "weights and rows on compressed-tensors' levels": {
-        "bits": 4, "acts": "dynamic", "symmetric": False, "offset": 1, "levels": "compressed-tensors"
+        "bits": 4,
+        "acts": "dynamic",
+        "symmetric": False,
+        "offset": 1,
+        "levels": "compressed-tensors",
     },
     "rows of activations": {"acts": "dynamic", "symmetric": False, "offset": 1},
     "both": {"bits": 8, "acts": "dynamic", "symmetric": True, "offset": 2},
@@ -173,7 +177,9 @@ def test_ranges_draws_and_a_schedule_that_goes_on_with_more_ranks(tmp_path: Path
     nearest, _ = theory({"bits": 4, "symmetric": True, "offset": 0}, 2)
     others = alone["stochastic", 2][0], mean_of([each[3][0] for each in everyone])
     print("stochastic", drawn, others, nearest)
-    assert all(other == pytest.approx(drawn, abs=1e-5) for other in others) and drawn != pytest.approx(nearest, abs=1e-4)
+    assert all(other == pytest.approx(drawn, abs=1e-5) for other in others) and drawn != pytest.approx(
+        nearest, abs=1e-4
+    )
     for key, weight in drawn_weights.items():
         torch.testing.assert_close(everyone[0][3][1][key], weight, rtol=0, atol=1e-5)
 

@@ -190,7 +190,17 @@ def test_nan_is_not_compared_away():
 
 def test_a_lax_key_takes_more_words_and_booleans_as_integers():
     lax = KeyInfo(doc="", is_lax=True)
-    words = {"yes": True, "ON": True, "t": True, "no": False, "Off": False, "0": False, 1.0: True, 0: False, "true": True}
+    words = {
+        "yes": True,
+        "ON": True,
+        "t": True,
+        "no": False,
+        "Off": False,
+        "0": False,
+        1.0: True,
+        0: False,
+        "true": True,
+    }
     for word, meant in words.items():
         assert coerce(word, bool, lax) is meant, word
     for value in ("maybe", "", 2, 0.5, None, []):

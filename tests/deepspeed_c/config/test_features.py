@@ -241,7 +241,11 @@ def test_section_that_asks_by_being_there_is_refused(path, field):
     given = defaults_of(field.section) or dict.fromkeys(fields_of(field.section), 1)
     given.pop("enabled", None)
     problems = problems_of(tree_of(path, given), batch="skip")
-    assert problems and all(isinstance(problem, UnsupportedConfigError) for problem in problems), (path, given, problems)
+    assert problems and all(isinstance(problem, UnsupportedConfigError) for problem in problems), (
+        path,
+        given,
+        problems,
+    )
     assert problems_of(tree_of(path, {"//": "a comment"}), batch="skip") == []
 
 

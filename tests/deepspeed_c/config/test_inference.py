@@ -328,14 +328,26 @@ def test_sources_are_merged_and_compared_as_they_are_read(tmp_path: Path) -> Non
     [
         ({"dtyp": 1}, r"^dtyp: is not a known key\nFix: did you mean dtype\? To park a key, put x- in front of it."),
         ({"tp_size": 2}, r"did you mean tensor_parallel.tp_size\?"),
-        ({"num_bits": 4, "q": 1}, r"^num_bits, q: are not known keys\nFix: the keys here are replace_with_kernel_inject,"),
+        (
+            {"num_bits": 4, "q": 1},
+            r"^num_bits, q: are not known keys\nFix: the keys here are replace_with_kernel_inject,",
+        ),
         ({"zero_optimization": {}}, r"did you mean zero\?"),
         ({"torch_dtype": "fp16"}, r"did you mean dtype\?"),
         ({"max_new_tokens": 4}, r"did you mean max_out_tokens\?"),
-        ({"tp": {"tp_sise": 4}}, r"^tensor_parallel.tp_sise \(given as tp\): is not a known key\nFix: did you mean tensor_parallel.tp_size\?"),
+        (
+            {"tp": {"tp_sise": 4}},
+            r"^tensor_parallel.tp_sise \(given as tp\): is not a known key\nFix: did you mean tensor_parallel.tp_size\?",
+        ),
         ({"strict": True}, r"^strict: is not a known key"),
-        ({"max_tokens": -3}, r"max_out_tokens \(given as max_tokens\): -3 is not an integer > 0\nFix: write .* > 0; the default is 1024"),
-        ({"tp": {"tp_size": 0}}, r"tensor_parallel.tp_size \(given as tp\): 0 is not an integer > 0\nFix: write an integer > 0; the default is 1"),
+        (
+            {"max_tokens": -3},
+            r"max_out_tokens \(given as max_tokens\): -3 is not an integer > 0\nFix: write .* > 0; the default is 1024",
+        ),
+        (
+            {"tp": {"tp_size": 0}},
+            r"tensor_parallel.tp_size \(given as tp\): 0 is not an integer > 0\nFix: write an integer > 0; the default is 1",
+        ),
         ({"mp_size": 0}, r"mp_size: 0 is not an integer > 0\nFix: write an integer > 0"),
         ({"mp_size": "x"}, r'mp_size: "x" is not an integer > 0\nFix: write an integer > 0'),
         (

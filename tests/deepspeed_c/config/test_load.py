@@ -255,9 +255,7 @@ def test_what_is_inert_in_deepspeed_is_noted_and_stands_in_the_table():
         "train_batch_size": 2,
         "zero_optimization": {"stage": 2, "offload_param": {"device": "nvme", "pin_memory": True}},
         "activation_checkpointing": {"partition_activations": True, "number_checkpoints": 4},
-        "compression_training": {
-            "channel_pruning": {"different_groups": {"a": {"modules": ["conv"]}}}
-        },
+        "compression_training": {"channel_pruning": {"different_groups": {"a": {"modules": ["conv"]}}}},
         "log": {"anything": 1},
         "monitor_config": {"stage": 3},
         "_comment": "ours",

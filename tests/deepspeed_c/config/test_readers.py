@@ -16,7 +16,10 @@ ROOT = Path(deepspeed_c.__file__).parent
 # Files that do not act on the values of keys: some read, check and print all keys alike; the others are DeepSpeed's
 # getters and objects, which pass values on.
 NO_READERS = {
-    *(ROOT / "config" / f"{name}.py" for name in ("checks", "coerce", "config", "docs", "keys", "load", "resolve", "schema")),
+    *(
+        ROOT / "config" / f"{name}.py"
+        for name in ("checks", "coerce", "config", "docs", "keys", "load", "resolve", "schema")
+    ),
     ROOT / "engine" / "getters.py",
     *(ROOT / "compat").glob("*.py"),
 }

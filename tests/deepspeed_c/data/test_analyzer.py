@@ -31,7 +31,10 @@ def counts(batch):
 
 def make_samples(n, seed=0):
     random = Random(seed)
-    return [torch.tensor([random.randint(1, 10) for _ in range(k)] + [0] * (6 - k)) for k in (random.randint(1, 6) for _ in range(n))]
+    return [
+        torch.tensor([random.randint(1, 10) for _ in range(k)] + [0] * (6 - k))
+        for k in (random.randint(1, 6) for _ in range(n))
+    ]
 
 
 def analyze(samples, folder, workers=1, threads=1, batch=4, **changes):
@@ -167,7 +170,16 @@ def test_a_map_goes_on_after_a_crash(tmp_path):
         analyze(Fragile(samples, notes), tmp_path, threads=2)
     assert "keeps the parts" in caught.value.fix
     with pytest.raises(StateError, match="part of worker 0, thread 1 is missing"):
-        DataAnalyzer(samples, 1, 0, 2, metric_names=["length"], metric_functions=[lengths], metric_types=[SINGLE], save_path=str(tmp_path)).run_reduce()
+        DataAnalyzer(
+            samples,
+            1,
+            0,
+            2,
+            metric_names=["length"],
+            metric_functions=[lengths],
+            metric_types=[SINGLE],
+            save_path=str(tmp_path),
+        ).run_reduce()
     for note in notes.iterdir():
         note.unlink()
     (notes / "mended").touch()
@@ -233,4 +245,7 @@ def test_mistakes(tmp_path, changes, message):
 def test_percentiles_are_told(tmp_path):
     with LogLines() as log:
         analyze([torch.tensor([1] * k + [0] * (6 - k)) for k in range(1, 7)], tmp_path)
-    assert any("length of 6 samples: 5 % at most 1, 25 % at most 2, 50 % at most 3, 75 % at most 5, 95 % at most 6" in line for line in log.lines)
+    assert any(
+        "length of 6 samples: 5 % at most 1, 25 % at most 2, 50 % at most 3, 75 % at most 5, 95 % at most 6" in line
+        for line in log.lines
+    )

@@ -24,7 +24,9 @@ def section(kind, config, low=8, high=1024):
 @pytest.mark.parametrize("low, high", [(8, 1024), (5, 5), (0, 7), (60, 999)])
 @pytest.mark.parametrize("multiple", [1, 8])
 def test_linear_is_the_formula_in_integers(low, high, multiple):
-    scheduler = CurriculumScheduler(section("fixed_linear", {"total_curriculum_step": 100, "difficulty_step": multiple}, low, high))
+    scheduler = CurriculumScheduler(
+        section("fixed_linear", {"total_curriculum_step": 100, "difficulty_step": multiple}, low, high)
+    )
     for step in range(130):
         exact = low + (high - low) * step // 100
         wanted = min(high, max(low, exact - exact % multiple))
@@ -43,7 +45,9 @@ def test_roots(degree):
 
 def test_the_maximum_comes_when_the_formula_reaches_it():
     """A maximum that is no multiple: DeepSpeed 0.19.6 gives these values too."""
-    scheduler = CurriculumScheduler(section("fixed_linear", {"total_curriculum_step": 50, "difficulty_step": 8}, 8, 100))
+    scheduler = CurriculumScheduler(
+        section("fixed_linear", {"total_curriculum_step": 50, "difficulty_step": 8}, 8, 100)
+    )
     found = [scheduler.get_difficulty(step) for step in (49, 50, 52, 53, 54, 10**15)]
     assert found == [96, 96, 96, 100, 100, 100]
     assert [scheduler.update_difficulty(step) for step in (50, 53, 60)] == [96, 100, 100]
@@ -62,7 +66,9 @@ def test_difficulties_are_those_of_deepspeed():
         "import json, sys; from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler as S\n"
         "print('FOUND', json.dumps([[S(c).get_difficulty(i) for i in range(150)] for c in json.loads(sys.argv[1])]))"
     )
-    done = subprocess.run([PEER, "-c", code, json.dumps(cases)], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        [PEER, "-c", code, json.dumps(cases)], capture_output=True, text=True, timeout=300, check=True
+    )
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("FOUND "))
     for case, theirs in zip(cases, json.loads(line.removeprefix("FOUND ")), strict=True):
         scheduler = CurriculumScheduler(case)

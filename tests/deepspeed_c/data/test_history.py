@@ -168,7 +168,9 @@ def test_metrics_that_are_gone(run_ranks, tmp_path):
 
 @pytest.mark.parametrize("kind", ["plain", "in turn"])
 def test_damaged_histories_are_refused(run_ranks, tmp_path, kind):
-    sections = {"plain": {}, "in turn": {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}}[kind]
+    sections = {"plain": {}, "in turn": {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}}[
+        kind
+    ]
     run_ranks(1, body, str(tmp_path), sections, False, 2)
     with open_checkpoint(str(tmp_path), None) as source:
         good = source.state["samples"]

@@ -256,7 +256,9 @@ def test_workers_that_die_are_started_again_and_no_sample_is_lost_or_repeated(tm
 
 def test_a_sample_that_kills_every_worker_is_an_error(tmp_path):
     loader = DeepSpeedDataLoader(Deadly(4, tmp_path, 0, 99), 1, False, -1, None, num_local_io_workers=1, shuffle=False)
-    with pytest.raises(StateError, match="SIGKILL, the 4th death for the same batch .epoch 0, after 0 samples") as caught:
+    with pytest.raises(
+        StateError, match="SIGKILL, the 4th death for the same batch .epoch 0, after 0 samples"
+    ) as caught:
         next(loader)
     assert "num_local_io_workers=0" in caught.value.fix
 

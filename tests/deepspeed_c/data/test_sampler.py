@@ -30,7 +30,9 @@ def metric(folder, values, low, high, by="value", **changes):
     """A section of ``curriculum_metrics``, with the files of DataAnalyzer for the samples' values."""
     kinds = sorted(set(values))
     return {
-        "index_to_sample_path": write_items(f"{folder}_samples", [[i for i, v in enumerate(values) if v == k] for k in kinds]),
+        "index_to_sample_path": write_items(
+            f"{folder}_samples", [[i for i, v in enumerate(values) if v == k] for k in kinds]
+        ),
         "index_to_metric_path": write_items(f"{folder}_values", [[k] for k in kinds]),
         "difficulty_type": by,
         "clustering_type": "schedule_based",
@@ -64,7 +66,12 @@ def steps_of(config, n, n_steps, micro=BATCH, ranks=1, accumulation=1, states=No
     return found, samplers[0].state_dict()
 
 
-LAYOUTS = [(micro, ranks, BATCH // micro // ranks) for ranks in (1, 2, 3, 4) for micro in (1, 2, 3, 6, 12) if BATCH % (micro * ranks) == 0]
+LAYOUTS = [
+    (micro, ranks, BATCH // micro // ranks)
+    for ranks in (1, 2, 3, 4)
+    for micro in (1, 2, 3, 6, 12)
+    if BATCH % (micro * ranks) == 0
+]
 
 
 @pytest.mark.parametrize("n", [1, 5, 12, 13, 29, 101])
@@ -84,7 +91,9 @@ def test_steps_are_the_same_in_any_layout_and_after_any_resume(tmp_path, case, h
     random = Random(case)
     n, n_steps = random.randint(5, 60), 16
     values = [random.randint(1, 20) for _ in range(n)]
-    config = section({"length": metric(tmp_path / "m", values, max(values) // 2 + 1, 20)} if has_curriculum else None, epochs=99)
+    config = section(
+        {"length": metric(tmp_path / "m", values, max(values) // 2 + 1, 20)} if has_curriculum else None, epochs=99
+    )
     if has_curriculum and min(values) > max(values) // 2 + 1:
         pytest.fail("the case has no easy sample: choose another")
     wanted, _ = steps_of(config, n, n_steps)
@@ -136,7 +145,11 @@ def test_a_sample_must_be_easy_by_each_metric(tmp_path):
     metrics = {
         "one": metric(tmp_path / "one", one, 15, 30),
         "two": metric(tmp_path / "two", two, 20, 30),
-        "all": {**metric(tmp_path / "all", one, 1, 2), "clustering_type": "single_cluster", "index_to_sample_path": None},
+        "all": {
+            **metric(tmp_path / "all", one, 1, 2),
+            "clustering_type": "single_cluster",
+            "index_to_sample_path": None,
+        },
     }
     steps = iter(make(section(metrics, epochs=90), 150))
     for step in range(1, 15):
@@ -208,7 +221,20 @@ def test_places_within_a_step(tmp_path):
 def test_mistakes_are_found_before_the_first_step(tmp_path, changes, message):
     values = [3, 9, 9, 4]
     with pytest.raises(ConfigError, match=message) as caught:
-        make(section({"length": metric(tmp_path / "m", values, 3, 9, **{"schedule_config": {**LINEAR, "total_curriculum_step": 10**6}, **changes})}), 4)
+        make(
+            section(
+                {
+                    "length": metric(
+                        tmp_path / "m",
+                        values,
+                        3,
+                        9,
+                        **{"schedule_config": {**LINEAR, "total_curriculum_step": 10**6}, **changes},
+                    )
+                }
+            ),
+            4,
+        )
     assert caught.value.fix and "curriculum_metrics.length" in caught.value.where
 
 

@@ -104,7 +104,11 @@ def efficiency_of(folder):
         "schedule_config": {"total_curriculum_step": 12, "difficulty_step": 1},
     }
     curriculum = {"enabled": True, "curriculum_metrics": {"size": metric}}
-    return {"enabled": True, "seed": 3, "data_sampling": {"enabled": True, "num_epochs": 9, "curriculum_learning": curriculum}}
+    return {
+        "enabled": True,
+        "seed": 3,
+        "data_sampling": {"enabled": True, "num_epochs": 9, "curriculum_learning": curriculum},
+    }
 
 
 @pytest.mark.parametrize("kind", ["plain", "in turn", "curriculum"])
@@ -177,7 +181,11 @@ def test_the_old_section_and_layer_drop_reach_forward(run_ranks):
         keep = 0.5 * math.exp(-0.1 * max(step - 1, 0)) + 0.5  # DeepSpeed's step 1 has the probability of step 0, too
         length = min(64, (8 + 56 * (step + 1) // 4) // 8 * 8)
         print(step, arguments, keep, length)
-        assert arguments == {"progressive_layer_drop": True, "pld_theta": pytest.approx(keep), "curriculum_seqlen": length}
+        assert arguments == {
+            "progressive_layer_drop": True,
+            "pld_theta": pytest.approx(keep),
+            "curriculum_seqlen": length,
+        }
     assert in_eval == {} and theta == pytest.approx(0.5 * math.exp(-0.5) + 0.5) and difficulty == 64
 
 

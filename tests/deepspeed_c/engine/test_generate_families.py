@@ -26,12 +26,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     ),
     "opt": (
         "OPTConfig",
-        {**_SIZES, "ffn_dim": 40, "word_embed_proj_dim": 24, "max_position_embeddings": 64, "dropout": 0.0, "init_std": 0.3},
+        {
+            **_SIZES,
+            "ffn_dim": 40,
+            "word_embed_proj_dim": 24,
+            "max_position_embeddings": 64,
+            "dropout": 0.0,
+            "init_std": 0.3,
+        },
         ["v_proj", "fc2"],
     ),
     "gpt2": (  # query, key and value in one matrix, [in, out]; tied tables
         "GPT2Config",
-        {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        {
+            "n_embd": 24,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
         ["c_attn", "mlp.c_proj"],
     ),
     "gpt_neox": (  # query, key and value in one matrix, head by head
@@ -91,7 +106,11 @@ def cell_body(rank: int, world: int, family: str) -> list[str]:
                 "train_micro_batch_size_per_gpu": 2,
                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
                 "comm": {"local": "shm", "zero_copy_gather": joint},
-                "zero_optimization": {"stage": stage, "reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 30},
+                "zero_optimization": {
+                    "stage": stage,
+                    "reduce_bucket_size": 3000,
+                    "stage3_param_persistence_threshold": 30,
+                },
                 "hybrid_engine": {"enabled": True, "inference_tp_size": n_together},
             }
             with deepspeed_c.initialize(model=make_model(family, lora=lora), config=config)[0] as engine:

@@ -64,7 +64,9 @@ def body(rank: int, world: int, is_learnt: bool, synced: bool) -> list[list[int]
     return results
 
 
-@pytest.mark.parametrize("world, is_learnt, synced", [(2, True, True), (2, False, False), (3, True, False), (3, False, False)])
+@pytest.mark.parametrize(
+    "world, is_learnt, synced", [(2, True, True), (2, False, False), (3, True, False), (3, False, False)]
+)
 def test_ranks_stop_after_different_numbers_of_forwards(world: int, is_learnt: bool, synced: bool) -> None:
     plain = make()
     for rank, got in enumerate(run_ranks(world, body, is_learnt, synced)):
@@ -112,7 +114,9 @@ def within_body(rank: int, world: int) -> None:
     plain = Judge()
     torch.manual_seed(1)
     start = torch.tensor([rank + 1, 3])
-    with deepspeed_c.initialize(model=Judge(), config=make_config(3, "fp32", 1, {"zero_optimization": zero}))[0] as engine:
+    with deepspeed_c.initialize(model=Judge(), config=make_config(3, "fp32", 1, {"zero_optimization": zero}))[
+        0
+    ] as engine:
         assert torch.equal(engine(start), plain(start))  # in training: one pass, in which all ranks do the same
         engine.eval()
         with engine.synced_generation(), torch.no_grad():

@@ -89,7 +89,12 @@ def test_what_is_configured() -> None:
     assert said["is_first_weights_partition_group"] and said["checkpoint_tag_validation_fail"]
     assert said["loss_scale"] == 32
     # Passes are refused until the graph compiler is there.
-    for name in ("compile_zero_optimization_stage", "compile_autotp", "compile_autosp", "uses_parallelization_pass_only"):
+    for name in (
+        "compile_zero_optimization_stage",
+        "compile_autotp",
+        "compile_autosp",
+        "uses_parallelization_pass_only",
+    ):
         assert said[name] is False, name
 
 

@@ -65,7 +65,10 @@ def test_rows_end_where_they_would_alone(model: Any) -> None:
     lengths = set()
     for seed in range(8):
         calls = [
-            ((prompts(1 + (seed + rank) % 3, 1 + 2 * rank, 10 * seed + rank),), {"max_new_tokens": 7 - 2 * rank, "do_sample": False})
+            (
+                (prompts(1 + (seed + rank) % 3, 1 + 2 * rank, 10 * seed + rank),),
+                {"max_new_tokens": 7 - 2 * rank, "do_sample": False},
+            )
             for rank in range(3)
         ]
         lengths |= {got.shape[1] - call[0][0].shape[1] for got, call in zip(check(model, calls), calls, strict=True)}
@@ -120,7 +123,9 @@ def test_what_cannot_be_one_batch(model: Any) -> None:
     batch({"max_new_tokens": 9, "min_new_tokens": 3}, {"max_new_tokens": 9})
     config = transformers.GenerationConfig
     batch({"generation_config": config(temperature=0.5)}, {"generation_config": config(temperature=0.25)})
-    for text, part in zip(texts, ("top_k is 5", "do_sample is absent", "how many tokens", "end after [0, 3]", "0.25"), strict=True):
+    for text, part in zip(
+        texts, ("top_k is 5", "do_sample is absent", "how many tokens", "end after [0, 3]", "0.25"), strict=True
+    ):
         assert part in text, text
     # A row that may not end before its last token has the same tokens with a larger minimum.
     same = [{"max_new_tokens": 9, "min_new_tokens": 5}, {"max_new_tokens": 4, "min_new_tokens": 4}]

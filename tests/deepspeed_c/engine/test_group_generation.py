@@ -40,7 +40,12 @@ def llama(**more: Any) -> Any:
 
 
 def configuration(stage: int, joint: bool = False, n_together: int = 2, **more: Any) -> dict[str, Any]:
-    zero = {"stage": stage, "reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 40, **more.pop("zero", {})}
+    zero = {
+        "stage": stage,
+        "reduce_bucket_size": 3000,
+        "stage3_param_persistence_threshold": 40,
+        **more.pop("zero", {}),
+    }
     return {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
@@ -154,7 +159,10 @@ def parts_body(rank: int, world: int) -> None:
         most = max(a.numel + b.numel for a, b in zip(fetcher.groups, fetcher.groups[1:]))
         assert 0 < fetcher.stats.max_live_elems <= most < n_elems / 2 and fetcher.stats.live_elems == 0
         held = sum(param.numel() for param in copy_of(engine).parameters())
-        assert not any(param.is_meta for param in copy_of(engine).parameters()) and held < 0.65 * n_elems, (held, n_elems)
+        assert not any(param.is_meta for param in copy_of(engine).parameters()) and held < 0.65 * n_elems, (
+            held,
+            n_elems,
+        )
         # An edit of the weights is seen by the next call.
         head = engine.module.lm_head.weight
         with GatheredParameters([head], modifier_rank=0), torch.no_grad():
@@ -193,7 +201,9 @@ def adapters_body(rank: int, world: int) -> None:
 
     def adapted() -> Any:
         torch.manual_seed(8)
-        lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        lora = peft.LoraConfig(
+            r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+        )
         made = peft.get_peft_model(llama(), lora)
         made.add_adapter("other", lora)
         return made
@@ -240,7 +250,11 @@ def refused_body(rank: int, world: int, stage: int) -> None:
         engine.eval()
         twin = twin_of(engine)
         good, long, right = prompt_of(rank), torch.full((1, 513), 4), torch.tensor([[5, 6, 0]])
-        for wrong, text in ((long, "513 tokens is longer"), (right, "padded on the right"), (good.float(), "token numbers")):
+        for wrong, text in (
+            (long, "513 tokens is longer"),
+            (right, "padded on the right"),
+            (good.float(), "token numbers"),
+        ):
             with pytest.raises(DeepSpeedCError, match=text) as raised:
                 if rank < 2 and stage < 3:  # the other group neither waits nor hears of it
                     write(engine.module, good, 2)

@@ -71,7 +71,12 @@ def settings(stage: int, *, hybrid: dict[str, Any] | None = None, trains: bool =
 
 
 def make_actor(stage: int, **more: Any) -> Any:
-    hybrid = {"max_out_tokens": LENGTH, "inference_tp_size": 1, "release_inference_cache": True, "pin_parameters": False}
+    hybrid = {
+        "max_out_tokens": LENGTH,
+        "inference_tp_size": 1,
+        "release_inference_cache": True,
+        "pin_parameters": False,
+    }
     return deepspeed_c.initialize(model=opt(1), config=settings(stage, hybrid=hybrid, **more))[0]
 
 
@@ -89,7 +94,9 @@ def prompts_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def write(model: Any, prompts: torch.Tensor, mask: torch.Tensor | None, **more: Any) -> torch.Tensor:
-    return model.generate(input_ids=prompts, attention_mask=mask, max_length=LENGTH, min_length=LENGTH, do_sample=False, **more)
+    return model.generate(
+        input_ids=prompts, attention_mask=mask, max_length=LENGTH, min_length=LENGTH, do_sample=False, **more
+    )
 
 
 def log_probs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -217,7 +224,9 @@ def test_which_padding_is_refused() -> None:
     with pytest.raises(StateError, match="right"):
         check_padding(model, (ended,), {})
     with pytest.raises(StateError, match="right"):
-        check_padding(model, (), {"input_ids": ended, "generation_config": transformers.GenerationConfig(pad_token_id=PAD)})
+        check_padding(
+            model, (), {"input_ids": ended, "generation_config": transformers.GenerationConfig(pad_token_id=PAD)}
+        )
     for none in ({"pad_token_id": None}, {"eos_token_id": PAD}, {"eos_token_id": [2, PAD]}, {"pad_token_id": 9}):
         check_padding(model, (ended,), none)
     check_padding(model, (ended,), {"attention_mask": torch.ones(1, 3)})

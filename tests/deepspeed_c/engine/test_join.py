@@ -96,7 +96,9 @@ def rounds_body(rank: int, world: int) -> list[str]:
 
 def test_one_number_is_exchanged_for_each_forward_and_ranks_may_have_no_prompts() -> None:
     lines, other = run_ranks(2, rounds_body)
-    assert len(lines) == 1 and "for each token" in lines[0] and "stage3_max_live_parameters (9000); set it to" in lines[0]
+    assert (
+        len(lines) == 1 and "for each token" in lines[0] and "stage3_max_live_parameters (9000); set it to" in lines[0]
+    )
     assert other == []
 
 
@@ -176,7 +178,14 @@ def test_ranks_may_call_a_different_number_of_times_within_synced_generation() -
 def t5() -> Any:
     torch.manual_seed(5)
     config = transformers.T5Config(
-        vocab_size=61, d_model=24, d_kv=6, d_ff=40, num_layers=2, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0
+        vocab_size=61,
+        d_model=24,
+        d_kv=6,
+        d_ff=40,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
     )
     return transformers.T5ForConditionalGeneration(config).eval()
 
@@ -272,7 +281,9 @@ def paths_body(rank: int, world: int) -> int:
     torch.manual_seed(3)
     plain = Paths()
     draw, n_raised = random.Random(100 + rank), 0
-    with deepspeed_c.initialize(model=model, config=make_config(3, "fp32", 1, {"zero_optimization": zero}))[0] as engine:
+    with deepspeed_c.initialize(model=model, config=make_config(3, "fp32", 1, {"zero_optimization": zero}))[
+        0
+    ] as engine:
         engine.eval()
         for turn in range(60):
             x, paths = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(turn)), paths_of(draw)

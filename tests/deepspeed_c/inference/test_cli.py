@@ -119,7 +119,10 @@ def test_packed_layers_are_read(kind: str, tmp_path: Path, capsys: pytest.Captur
     packed, words = str(tmp_path / "packed"), ["--ids", ",".join(map(str, IDS)), "--max-new-tokens", "9"]
     for more in ([], ["--kernels"]):
         assert run_ranks(1, printed, [packed, *words, *more], preload=PRELOAD) == [(0, expected)]
-    for refused, said in (([packed, *words, "--tp", "2"], "not cut over ranks"), ([str(tmp_path / "bytes"), *words], "int-quantized")):
+    for refused, said in (
+        ([packed, *words, "--tp", "2"], "not cut over ranks"),
+        ([str(tmp_path / "bytes"), *words], "int-quantized"),
+    ):
         code, found = main(["generate", *refused]), capsys.readouterr().err
         assert code == 2 and said in found and "Fix: " in found, found
 

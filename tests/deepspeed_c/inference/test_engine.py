@@ -416,9 +416,12 @@ def int8_body(rank: int, world: int) -> tuple[float, float]:
     plain = families.make("llama").eval()
     given = {"input_ids": padded_prompts()["input_ids"]}
     exact = plain(**given).logits
-    with deepspeed_c.init_inference(
-        families.make("llama"), dtype=torch.int8, tensor_parallel={"tp_size": world}
-    ) as engine, torch.no_grad():
+    with (
+        deepspeed_c.init_inference(
+            families.make("llama"), dtype=torch.int8, tensor_parallel={"tp_size": world}
+        ) as engine,
+        torch.no_grad(),
+    ):
         engine.generate(**padded_prompts(), max_new_tokens=2)
         return float((engine(**given).logits - exact).abs().max()), float(exact.abs().max())
 
@@ -442,7 +445,9 @@ def sharded_body(rank: int, world: int, offload: dict[str, Any], folder: str) ->
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
-    "offload", [{}, {"device": "cpu"}, {"device": "nvme", "nvme_path": "FOLDER", "max_in_cpu": 0}], ids=["shards", "host", "nvme"]
+    "offload",
+    [{}, {"device": "cpu"}, {"device": "nvme", "nvme_path": "FOLDER", "max_in_cpu": 0}],
+    ids=["shards", "host", "nvme"],
 )
 def test_weights_that_are_sharded_or_offloaded(offload, world, tmp_path):
     """ZeRO-Inference: a layer's weights are in memory while it runs."""

@@ -76,7 +76,9 @@ def stream_families(rank: int, world: int, kind: str, folder: str, tp: int) -> l
 
 
 @pytest.mark.parametrize(("kind", "ranks"), cells(("shards", "host", "nvme"), ((1, 1), (2, 1), (4, 2)), at_once=1))
-def test_models_that_are_streamed_compute_as_those_that_were_saved(tmp_path: Path, kind: str, ranks: tuple[int, int]) -> None:
+def test_models_that_are_streamed_compute_as_those_that_were_saved(
+    tmp_path: Path, kind: str, ranks: tuple[int, int]
+) -> None:
     for family in FAMILIES:
         make(family).save_pretrained(tmp_path / family)
     world, tp = ranks
@@ -180,9 +182,12 @@ def test_weights_are_cast_as_they_are_read(tmp_path: Path, world: int, dtype: to
 
 
 def in_8_bits(rank: int, world: int, folder: str) -> tuple[torch.Tensor, torch.Tensor]:
-    with deepspeed_c.init_inference(
-        on_meta("llama"), checkpoint=folder, dtype=torch.int8, zero=zero_of("shards", "")
-    ) as engine, torch.no_grad():
+    with (
+        deepspeed_c.init_inference(
+            on_meta("llama"), checkpoint=folder, dtype=torch.int8, zero=zero_of("shards", "")
+        ) as engine,
+        torch.no_grad(),
+    ):
         got = engine(**feed("llama")).logits
         assert torch.int8 in {tensor.dtype for tensor in engine.module_state_dict().values()}
     with deepspeed_c.init_inference(make("llama").eval(), dtype=torch.int8) as engine, torch.no_grad():
@@ -214,9 +219,12 @@ def stream_normed(rank: int, world: int, kind: str, folder: str) -> torch.Tensor
         model = Normed()
     for param in model.lstm.parameters():
         param.requires_grad_(False)
-    with deepspeed_c.init_inference(
-        model, checkpoint=f"{folder}/normed.safetensors", dtype=torch.float32, zero=zero_of(kind, folder)
-    ) as engine, torch.no_grad():
+    with (
+        deepspeed_c.init_inference(
+            model, checkpoint=f"{folder}/normed.safetensors", dtype=torch.float32, zero=zero_of(kind, folder)
+        ) as engine,
+        torch.no_grad(),
+    ):
         return engine(torch.arange(12.0).view(4, 3))
 
 
@@ -253,9 +261,12 @@ def fail_on_rank_1(rank: int, world: int, kind: str, folder: str) -> tuple[str, 
     finally:
         huggingface.fill_from_file = read
     # The ranks are still in step: a second load of another model works.
-    with deepspeed_c.init_inference(
-        on_meta("gpt2"), checkpoint=f"{folder}/gpt2", dtype=torch.float32, zero=zero_of(kind, folder)
-    ) as engine, torch.no_grad():
+    with (
+        deepspeed_c.init_inference(
+            on_meta("gpt2"), checkpoint=f"{folder}/gpt2", dtype=torch.float32, zero=zero_of(kind, folder)
+        ) as engine,
+        torch.no_grad(),
+    ):
         torch.testing.assert_close(engine(**feed("gpt2")).logits, make("gpt2").eval()(**feed("gpt2")).logits)
     return str(raised.value)
 
@@ -271,9 +282,7 @@ def test_a_file_that_cannot_be_read_is_an_error_on_all_ranks(tmp_path: Path, kin
 def no_folder(rank: int, world: int, folder: str) -> tuple[str, str]:
     model = on_meta("gpt2")
     with pytest.raises(ConfigError) as raised:
-        deepspeed_c.init_inference(
-            model, checkpoint=f"{folder}/gpt2", zero=zero_of("nvme", f"{folder}/file/below")
-        )
+        deepspeed_c.init_inference(model, checkpoint=f"{folder}/gpt2", zero=zero_of("nvme", f"{folder}/file/below"))
     with pytest.raises(StateError) as unread:
         next(model.parameters()).sum()
     return str(raised.value), str(unread.value)

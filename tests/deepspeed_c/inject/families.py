@@ -82,12 +82,43 @@ def make(family: str) -> torch.nn.Module:
                               hidden_dropout_prob=0, attention_probs_dropout_prob=0)  # fmt: skip
         return _text(config, "AutoModelForMaskedLM")
     if family == "distilbert":
-        return _text(t.DistilBertConfig(dim=48, n_heads=6, n_layers=2, hidden_dim=70, vocab_size=VOCAB, dropout=0, attention_dropout=0), "AutoModelForMaskedLM")
+        return _text(
+            t.DistilBertConfig(
+                dim=48, n_heads=6, n_layers=2, hidden_dim=70, vocab_size=VOCAB, dropout=0, attention_dropout=0
+            ),
+            "AutoModelForMaskedLM",
+        )
     if family == "t5":
-        return _text(t.T5Config(d_model=48, d_kv=8, num_heads=6, num_layers=2, d_ff=70, vocab_size=VOCAB, dropout_rate=0.0, pad_token_id=0, decoder_start_token_id=0), "AutoModelForSeq2SeqLM")
+        return _text(
+            t.T5Config(
+                d_model=48,
+                d_kv=8,
+                num_heads=6,
+                num_layers=2,
+                d_ff=70,
+                vocab_size=VOCAB,
+                dropout_rate=0.0,
+                pad_token_id=0,
+                decoder_start_token_id=0,
+            ),
+            "AutoModelForSeq2SeqLM",
+        )
     if family == "clip":
-        text = {"hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 2, "intermediate_size": 70, "vocab_size": VOCAB}
-        vision = {"hidden_size": 40, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 50, "image_size": 8, "patch_size": 4}
+        text = {
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_hidden_layers": 2,
+            "intermediate_size": 70,
+            "vocab_size": VOCAB,
+        }
+        vision = {
+            "hidden_size": 40,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 2,
+            "intermediate_size": 50,
+            "image_size": 8,
+            "patch_size": 4,
+        }
         return t.CLIPModel(t.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
     raise KeyError(family)
 
@@ -107,7 +138,7 @@ FAMILIES = (
     *("llama", "llama_tied_shared", "qwen2", "qwen3", "mixtral", "deepseek_v3", "phi", "phi3", "gpt2", "gpt_neox", "gptj", "opt", "bloom"),
     *("falcon", "falcon_7b", "starcoder2", "bert", "distilbert", "t5", "clip", "gpt_bigcode", "gpt_bigcode_heads"),
     *("codegen", "mpt", "gpt_oss"),
-)
+)  # fmt: skip
 """Families that a policy cuts."""
 PLANNED = ("cohere", "granite", "aria", "llama4", "apertus", "granite_swa", "inkling")
 """Families without a policy, which are cut by transformers' own plan."""

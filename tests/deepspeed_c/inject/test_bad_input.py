@@ -53,8 +53,14 @@ def start(rank: int, world: int, names: list[str]) -> list[tuple[str, str, bool]
 
 HEADS = {
     "none": ({}, "names no output layer"),
-    "skipped": ({"patterns": [r"lm_head\.weight"], "partition_type": "skip"}, "lm_head.weight stays whole (partition_config leaves"),
-    "by its inputs": ({"patterns": [r"lm_head\.weight"], "partition_type": "row"}, "cuts the output layer lm_head.weight along its inputs"),
+    "skipped": (
+        {"patterns": [r"lm_head\.weight"], "partition_type": "skip"},
+        "lm_head.weight stays whole (partition_config leaves",
+    ),
+    "by its inputs": (
+        {"patterns": [r"lm_head\.weight"], "partition_type": "row"},
+        "cuts the output layer lm_head.weight along its inputs",
+    ),
 }
 
 

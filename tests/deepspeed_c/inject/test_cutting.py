@@ -35,12 +35,18 @@ class Fused(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.qkv(self.norm(x))
         third = y.shape[-1] * 3 // 7
-        q, k, v = y[..., :third], y[..., third : third + (y.shape[-1] - third) // 2], y[..., third + (y.shape[-1] - third) // 2 :]
+        q, k, v = (
+            y[..., :third],
+            y[..., third : third + (y.shape[-1] - third) // 2],
+            y[..., third + (y.shape[-1] - third) // 2 :],
+        )
         return self.out(q * (k * v).sum(-1, keepdim=True).detach().mul(0) + q) + v.sum() * 0
 
 
 def specs(*entries: dict[str, Any], **more: Any) -> TensorParallel:
-    return msgspec.convert({"partition_config": {"layer_specs": entries, "use_default_specs": False, **more}}, TensorParallel)
+    return msgspec.convert(
+        {"partition_config": {"layer_specs": entries, "use_default_specs": False, **more}}, TensorParallel
+    )
 
 
 QKV = {"patterns": [r"qkv\.weight"], "partition_type": "column", "shape": [[6, 4, 4], -1], "partition_dim": 0}
@@ -76,7 +82,11 @@ def test_parts_of_a_fused_matrix_are_cut_one_by_one() -> None:
         assert max(errors.values()) < 1e-5, errors
         assert "qkv.weight" in report and "[14, 5] -> [7, 5]" in report
     # Of the 6, 4 and 4 rows each of two ranks has 3, 2 and 2.
-    assert results[1][1] == (CutBox((0, 0), (3, 0), (3, 5)), CutBox((3, 0), (8, 0), (2, 5)), CutBox((5, 0), (12, 0), (2, 5)))
+    assert results[1][1] == (
+        CutBox((0, 0), (3, 0), (3, 5)),
+        CutBox((3, 0), (8, 0), (2, 5)),
+        CutBox((5, 0), (12, 0), (2, 5)),
+    )
 
 
 BAD = {
@@ -116,7 +126,9 @@ def test_a_linear_layer_that_computes_something_else() -> None:
         preview_cut(model, specs(QKV, OUT), 1, 2)
     llama = make("llama")
     torch.nn.utils.parametrizations.weight_norm(llama.model.layers[0].mlp.up_proj)
-    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.up_proj: ParametrizedLinear cannot be cut, and .*_proj beside"):
+    with pytest.raises(
+        ModelError, match=r"layers\.0\.mlp\.up_proj: ParametrizedLinear cannot be cut, and .*_proj beside"
+    ):
         preview_cut(llama, TensorParallel(), 0, 2)
     assert type(llama.model.layers[0].mlp.gate_proj) is torch.nn.Linear
 
@@ -131,7 +143,9 @@ def refuse(rank: int, world: int) -> list[tuple[str, str, bool]]:
             text = "nothing"
         except DeepSpeedCError as error:
             text = str(error) if isinstance(error, kind) else repr(error)
-        same = type(model.qkv) is torch.nn.Linear and all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+        same = type(model.qkv) is torch.nn.Linear and all(
+            torch.equal(before[key], value) for key, value in model.state_dict().items()
+        )
         found.append((name, text, same and not hasattr(model.qkv.weight, "tp_cut")))
     return found
 
@@ -193,7 +207,10 @@ def test_a_style_of_a_plan_that_is_not_known() -> None:
         preview_cut(llama, TensorParallel(), 0, 2)
     assert "Fix: " in str(caught.value)
     llama.tp_plan = {name: style for name, style in llama.tp_plan.items() if style != "packed_rowwise"}
-    assert preview_cut(llama, TensorParallel(), 0, 2).local_elems < preview_cut(make("llama"), TensorParallel(), 0, 1).logical_elems
+    assert (
+        preview_cut(llama, TensorParallel(), 0, 2).local_elems
+        < preview_cut(make("llama"), TensorParallel(), 0, 1).logical_elems
+    )
 
 
 def wide() -> torch.nn.Module:
@@ -202,7 +219,9 @@ def wide() -> torch.nn.Module:
     return model
 
 
-def test_a_model_that_is_hardly_cut_is_a_warning_and_an_error_with_strict_mode(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_is_hardly_cut_is_a_warning_and_an_error_with_strict_mode(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     logging.getLogger("deepspeed_c").propagate, kept = True, logging.getLogger("deepspeed_c").propagate
     try:
         report = preview_cut(wide(), specs(QKV, OUT), 0, 2)
@@ -211,7 +230,10 @@ def test_a_model_that_is_hardly_cut_is_a_warning_and_an_error_with_strict_mode(c
     assert report.local_elems / report.logical_elems > 0.75
     assert "saves little" in caplog.text and "norm.weight [900]" in caplog.text, caplog.text
     for rank in (0, 1):
-        with pytest.raises(ModelError, match=r"rank 0 of 2 holds .*whole on every rank are 3 parameters, the largest: norm\.weight \[900\]"):
+        with pytest.raises(
+            ModelError,
+            match=r"rank 0 of 2 holds .*whole on every rank are 3 parameters, the largest: norm\.weight \[900\]",
+        ):
             preview_cut(wide(), specs(QKV, OUT, strict_mode=True), rank, 2)
 
 
@@ -271,4 +293,6 @@ def test_a_reader_meets_the_three_steps_in_order_and_enters_each_once() -> None:
     steps = ("cutting.py", "listing.py", "checking.py", "making.py")
     assert [name for name in files if name in steps] == list(steps)
     n_returns = len(files) - len(set(files))
-    assert n_returns <= 7, f"{n_returns} returns to a file that was left; there were 7 when this was written, and 42 before"
+    assert n_returns <= 7, (
+        f"{n_returns} returns to a file that was left; there were 7 when this was written, and 42 before"
+    )

@@ -84,7 +84,9 @@ def load_body(rank: int, world: int, family: str, folder: str):
 )
 def test_cut_by_the_configuration_alone(tmp_path, family: str, n_tp: int, n_data: int, stages: list[int]) -> None:
     weights, norms = plain(family, n_data)
-    everyone = run_ranks(n_tp * n_data, body, n_tp, family, stages, str(tmp_path), preload="tests.deepspeed_c.inject.preload")
+    everyone = run_ranks(
+        n_tp * n_data, body, n_tp, family, stages, str(tmp_path), preload="tests.deepspeed_c.inject.preload"
+    )
     for of_rank in everyone:
         for stage, (got, got_norms) in zip(stages, of_rank):
             torch.testing.assert_close(got_norms, norms, rtol=1e-4, atol=0, msg=f"{stage=} {got_norms} {norms}")
@@ -124,8 +126,12 @@ def test_dropout_in_the_cut_region_is_drawn_again_alike(tmp_path, stage: int) ->
     """Recomputation and a load change no bit of the results."""
     kept = run_ranks(2, drop_body, stage, {}, str(tmp_path / "kept"), preload="tests.deepspeed_c.inject.preload")
     again = {"activation_checkpointing": {"layers": "auto"}}
-    recomputed = run_ranks(2, drop_body, stage, again, str(tmp_path / "again"), preload="tests.deepspeed_c.inject.preload")
-    for ((norms, more, weights), loaded), ((same_norms, same_more, same_weights), _) in zip(kept, recomputed, strict=True):
+    recomputed = run_ranks(
+        2, drop_body, stage, again, str(tmp_path / "again"), preload="tests.deepspeed_c.inject.preload"
+    )
+    for ((norms, more, weights), loaded), ((same_norms, same_more, same_weights), _) in zip(
+        kept, recomputed, strict=True
+    ):
         assert (norms, more) == (same_norms, same_more)
         assert max(abs(a / b - 1) for a, b in zip(norms, plain("llama", 1)[1])) > 0.01, norms  # dropout had an effect
         assert more == loaded[1]

@@ -57,7 +57,12 @@ def compare(rank: int, world: int, family: str) -> dict[str, Any]:
         expected, got = whole(**batch), cut(**batch)
     errors["logits without labels"] = (logits_of(got) - logits_of(expected)).abs().max().item()
     n_cut = sum(row.is_cut for row in report.rows)
-    return {"worst": max(errors, key=errors.get), "error": max(errors.values()), "n_cut": n_cut, "share": report.local_elems / report.logical_elems}
+    return {
+        "worst": max(errors, key=errors.get),
+        "error": max(errors.values()),
+        "n_cut": n_cut,
+        "share": report.local_elems / report.logical_elems,
+    }
 
 
 # These families are cut over 2, 3 and 4 ranks, the others over one or two of these numbers. 6 heads over 4 ranks are
@@ -79,7 +84,11 @@ def copies_agree(rank: int, world: int) -> list[tuple]:
     cut = make("llama_tied_shared")
     cut_model(cut, TensorParallel(), Collectives())
     cut(**feed("llama")).loss.backward()
-    return [(name, param.detach().numpy().tobytes(), param.grad.numpy().tobytes()) for name, param in cut.named_parameters() if not param.tensor_model_parallel]
+    return [
+        (name, param.detach().numpy().tobytes(), param.grad.numpy().tobytes())
+        for name, param in cut.named_parameters()
+        if not param.tensor_model_parallel
+    ]
 
 
 def test_whole_parameters_and_shared_key_heads_have_the_same_bits_on_all_ranks() -> None:
@@ -105,7 +114,12 @@ def shared_in_part(rank: int, world: int) -> tuple:
     cut(**batch).loss.backward()
     key = "model.layers.1.self_attn.k_proj.weight"
     param, grad = cut.get_parameter(key), whole.get_parameter(key).grad
-    return param.tp_cut.copies, param.tp_cut.n_copies, (param.tp_cut.take(grad) - param.grad).abs().max().item(), param.grad.sum().item()
+    return (
+        param.tp_cut.copies,
+        param.tp_cut.n_copies,
+        (param.tp_cut.take(grad) - param.grad).abs().max().item(),
+        param.grad.sum().item(),
+    )
 
 
 def test_ranks_that_share_a_key_head_have_its_whole_gradient() -> None:
@@ -129,7 +143,12 @@ def read_and_generate(rank: int, world: int) -> tuple:
     except StateError as error:
         refused = str(error)
     generated = cut.eval().generate(ids, max_new_tokens=5, do_sample=False)
-    return shape, same, refused, bool((generated == whole.eval().generate(ids, max_new_tokens=5, do_sample=False)).all())
+    return (
+        shape,
+        same,
+        refused,
+        bool((generated == whole.eval().generate(ids, max_new_tokens=5, do_sample=False)).all()),
+    )
 
 
 def test_logits_are_whole_when_read_and_tokens_are_the_whole_models() -> None:

@@ -88,7 +88,9 @@ def test_what_one_process_refuses_or_ranks_cannot_do_together_is_refused_on_all(
         for name in ("attentions", "attentions of the model inside", "attentions of generate"):
             assert first[name].startswith(StateError.__name__) and "own heads" in first[name], first[name]
         assert "embed_tokens: id 101 is not in the vocabulary of 101" in first["an id past the vocabulary"], first
-        assert "IndexError" in first["a far id"] and "id -1 is not in the vocabulary of 101" in first["a negative id"], first
+        assert (
+            "IndexError" in first["a far id"] and "id -1 is not in the vocabulary of 101" in first["a negative id"]
+        ), first
         assert first["a good call"] == "no error"
 
 

@@ -52,7 +52,9 @@ def pairs(group: dist.ProcessGroup | None) -> dict[str, tuple[nn.Module, nn.Modu
         (
             "two parts, row",
             Gated(nn.Linear(6, 20), nn.Linear(10, 5)),
-            lambda m: Gated(SubParamLinearLayer(m.up, group, (2, -1), 0, name="gate_up"), LinearAllreduce(m.down, group)),
+            lambda m: Gated(
+                SubParamLinearLayer(m.up, group, (2, -1), 0, name="gate_up"), LinearAllreduce(m.down, group)
+            ),
         ),
         (
             "unequal parts on both sides",
@@ -75,7 +77,10 @@ def compute(rank: int, world: int) -> list[tuple[str, float]]:
         expected, got = whole(x), cut(mine)
         expected.square().sum().backward()
         got.square().sum().backward()
-        found += [(f"{name}: output", (got - expected).abs().max().item()), (f"{name}: input", (mine.grad - x.grad).abs().max().item())]
+        found += [
+            (f"{name}: output", (got - expected).abs().max().item()),
+            (f"{name}: input", (mine.grad - x.grad).abs().max().item()),
+        ]
         for (label, before), param in zip(whole.named_parameters(), cut.parameters(), strict=True):
             of = param.tp_cut.take if hasattr(param, "tp_cut") else torch.Tensor.clone
             assert torch.equal(param, of(before.detach()))

@@ -55,9 +55,12 @@ def reads_body(rank: int, world: int, folder: str) -> None:
         assert found[-1] == TensorParallel()
         rules = AutoTPConfig(layer_specs=[TPLayerSpec([".*0.weight$"], PartitionType.COLUMN)])
         deepspeed_c.tp_model_init(torch.nn.Linear(4, 4), 1, None, {"partition_config": rules})
-        assert found[-1].partition_config == load_config(
-            {"tensor_parallel": {"partition_config": RULES}}, world_size=1, batch="skip"
-        ).tensor_parallel.partition_config
+        assert (
+            found[-1].partition_config
+            == load_config(
+                {"tensor_parallel": {"partition_config": RULES}}, world_size=1, batch="skip"
+            ).tensor_parallel.partition_config
+        )
         n_before = len(found)
         for section in BAD:
             with pytest.raises(ConfigError) as theirs:

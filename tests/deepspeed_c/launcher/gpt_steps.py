@@ -22,7 +22,8 @@ class Gpt(nn.Module):
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2)
+            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, WORDS)
 

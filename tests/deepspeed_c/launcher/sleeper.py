@@ -1,6 +1,6 @@
 """A rank of a launch in the tests: says that it is up, starts a process, and waits. Needs no torch.
 
-    sleeper.py [--save] [--deaf] [--fail RANK CODE FOLDER]
+sleeper.py [--save] [--deaf] [--fail RANK CODE FOLDER]
 """
 
 import os

@@ -91,7 +91,7 @@ def nothing_is_left(hosts, *numbers: int) -> None:
 @pytest.mark.always
 def test_a_run_over_two_hosts_trains_as_one_process(hosts, tmp_path):
     words = ["it's", 'a "b" $HOME', "%h", ""]
-    (tmp_path / ".deepspeed_env").write_text('# comment\n\nexport A_VALUE="x = 1 \'y\'"\n')
+    (tmp_path / ".deepspeed_env").write_text("# comment\n\nexport A_VALUE=\"x = 1 'y'\"\n")
     launch = Launch(hosts, "--tag_output", GPT, *words, cwd=tmp_path, env={"NCCL_MINE": "a b", "OTHER": "c"})
     assert launch.end() == 0, launch.err
     want = losses_of_one_process()
@@ -100,7 +100,9 @@ def test_a_run_over_two_hosts_trains_as_one_process(hosts, tmp_path):
     got = json.loads(line.split("losses ")[1])
     print(got, want)
     assert got == pytest.approx(want, rel=1e-5)
-    seen = sorted((json.loads(line.split("seen ")[1]) for line in launch.out if "seen" in line), key=lambda s: s["rank"])
+    seen = sorted(
+        (json.loads(line.split("seen ")[1]) for line in launch.out if "seen" in line), key=lambda s: s["rank"]
+    )
     assert [(s["rank"], s["host"], s["env"]["LOCAL_RANK"], s["env"]["GROUP_RANK"]) for s in seen] == [
         (0, "host-0", "0", "0"),
         (1, "host-0", "1", "0"),
@@ -177,7 +179,11 @@ def test_what_is_deaf_is_killed_after_the_grace(hosts):
 def test_a_process_of_the_launcher_is_killed(hosts, lost):
     launch = Launch(hosts, SLEEPER)
     launch.wait_for("up", 4)
-    host, text = {"the launching command": (0, LAUNCHER), "pdsh": (0, "pdsh -S"), "an agent": (1, "agent --host host-1")}[lost]
+    host, text = {
+        "the launching command": (0, LAUNCHER),
+        "pdsh": (0, "pdsh -S"),
+        "an agent": (1, "agent --host host-1"),
+    }[lost]
     assert hosts.signal(host, text, signal.SIGKILL)
     code = launch.end()
     if lost == "pdsh":
@@ -214,7 +220,9 @@ def test_a_host_that_cannot_be_reached(hosts):
 def test_the_same_command_on_each_host(hosts, tmp_path):
     path = hosts.hostfile([1, 1])
     words = ["--hostfile", path, "--no_ssh", "--master_addr", hosts[0].address]
-    processes = [hosts.launch(i, [*words, "--node_rank", str(i), SLEEPER, "--fail", "1", "9", str(tmp_path)]) for i in (1, 0)]
+    processes = [
+        hosts.launch(i, [*words, "--node_rank", str(i), SLEEPER, "--fail", "1", "9", str(tmp_path)]) for i in (1, 0)
+    ]
     outputs = [process.communicate(timeout=SECONDS) for process in processes]
     assert [process.returncode for process in processes] == [9, 9], outputs
     assert "rank 1 (process " in outputs[1][1]

@@ -99,7 +99,17 @@ def test_typed_errors(argv, text):
 
 
 def test_options_for_several_hosts():
-    words = ["--launcher", "PDSH", "--launcher_args", "-x 'a b'", "--ssh_port", "2222", "--venv_script", "v", "--no_ssh_check"]
+    words = [
+        "--launcher",
+        "PDSH",
+        "--launcher_args",
+        "-x 'a b'",
+        "--ssh_port",
+        "2222",
+        "--venv_script",
+        "v",
+        "--no_ssh_check",
+    ]
     options = parse_options([*words, "--force_multi", "--num_nodes", "3", "t.py"])
     assert (options.launcher, options.launcher_args, options.ssh_port) == ("pdsh", "-x 'a b'", 2222)
     assert (options.venv_script, options.force_multi, options.num_nodes) == ("v", True, 3)
@@ -147,7 +157,14 @@ def test_help_is_complete(capsys):
         parse_options(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    for word in ("--num_gpus", "--include", "--bind_cores_to_rank", "--enable_each_rank_log", "--no_ssh", "deepspeed_c report"):
+    for word in (
+        "--num_gpus",
+        "--include",
+        "--bind_cores_to_rank",
+        "--enable_each_rank_log",
+        "--no_ssh",
+        "deepspeed_c report",
+    ):
         assert word in text, word
     assert "--no_ssh_check" not in text  # accepted, and needless
     assert max(map(len, text.splitlines())) <= 132, [line for line in text.splitlines() if len(line) > 132]

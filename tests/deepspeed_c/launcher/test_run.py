@@ -86,7 +86,9 @@ def children() -> set[str]:
 def test_first_failure_is_reported_not_the_lowest_rank(tmp_path, capfd):
     """Rank 1 fails first. Rank 0 fails later, when it is ended because of rank 1."""
     ready = str(tmp_path / "ready")
-    first = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(4)); open(sys.argv[1], 'w'); time.sleep(1000)"
+    first = (
+        "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(4)); open(sys.argv[1], 'w'); time.sleep(1000)"
+    )
     second = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)\nsys.exit(5)"
     assert launch(plan_of(*([sys.executable, "-c", code, ready] for code in (first, second)))) == 5
     assert "rank 1" in capfd.readouterr().err

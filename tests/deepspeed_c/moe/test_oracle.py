@@ -117,7 +117,10 @@ CELLS = {
         (1, 2, 3, 2, DROP, {}),
     ],
     4: [
-        *((4, k, stage, 1, options, {}) for stage, k, options in ((0, 2, DROP), (1, 1, ALL), (2, 3, ALL), (3, 2, RESIDUAL))),
+        *(
+            (4, k, stage, 1, options, {})
+            for stage, k, options in ((0, 2, DROP), (1, 1, ALL), (2, 3, ALL), (3, 2, RESIDUAL))
+        ),
         *((2, k, stage, 2, options, {}) for stage, k, options in ((2, 1, DROP), (3, 3, ALL))),
     ],
 }

@@ -113,9 +113,9 @@ def test_settings_on_two_ranks(tmp_path: Path) -> None:
                 want = whole[i][key]
                 worst = (got - want).abs().max()
                 assert torch.allclose(got, want, **close), f"{name}, rank {rank}: {key} is off by {worst:g}"
-                is_frozen = (name.startswith("frozen") and "first" in key and ".0.weight" in key and "experts" in key) or (
-                    ".base." in key
-                )
+                is_frozen = (
+                    name.startswith("frozen") and "first" in key and ".0.weight" in key and "experts" in key
+                ) or (".base." in key)
                 if key in start and is_frozen:
                     assert torch.equal(got, start[key]), (name, key)
         assert seen == whole[i].keys(), (name, seen ^ whole[i].keys())
@@ -163,7 +163,11 @@ def recomputing_body(rank: int, world: int, layers: str | None) -> tuple[list[fl
             engine.step()
             losses.append(loss.item())
         entries = ledger.recent(ledger.last - begin)
-        return losses, sum(1 for entry in entries if entry.label.startswith(("tokens ", "counts of tokens"))), len(gated)
+        return (
+            losses,
+            sum(1 for entry in entries if entry.label.startswith(("tokens ", "counts of tokens"))),
+            len(gated),
+        )
 
 
 def test_recomputed_layers_of_experts_send_once() -> None:
@@ -215,7 +219,9 @@ def test_experts_in_stages_of_a_pipeline(tmp_path: Path, experts_at: tuple[int, 
     for rank in range(4):
         assert spread[rank] == pytest.approx(whole[rank], rel=1e-5), (rank, spread[rank], whole[rank])
     with open_checkpoint(str(tmp_path), "one") as source:
-        names = {name.partition("deepspeed_experts.")[2][:1] for _, name in source.tensors if "deepspeed_experts" in name}
+        names = {
+            name.partition("deepspeed_experts.")[2][:1] for _, name in source.tensors if "deepspeed_experts" in name
+        }
         assert names == set("0123"), names
 
 
@@ -245,7 +251,9 @@ def mesh_body(rank: int, world: int, sizes: dict[str, int], ep: int, stage: int)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("sizes", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "sp": 2}, {"dp_replicate": 2, "dp_shard": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "sp": 2}, {"dp_replicate": 2, "dp_shard": 2}]
+)
 def test_experts_beside_other_axes(sizes: dict[str, int], stage: int) -> None:
     whole = run_ranks(4, mesh_body, sizes, 1, stage)[0]
     seen: set[str] = set()
@@ -253,7 +261,9 @@ def test_experts_beside_other_axes(sizes: dict[str, int], stage: int) -> None:
         seen |= params.keys()
         for name, got in params.items():
             worst = (got - whole[name]).abs().max()
-            assert torch.allclose(got, whole[name], **CLOSE), f"{sizes}, stage {stage}, rank {rank}: {name} off by {worst:g}"
+            assert torch.allclose(got, whole[name], **CLOSE), (
+                f"{sizes}, stage {stage}, rank {rank}: {name} off by {worst:g}"
+            )
     assert seen == whole.keys(), seen ^ whole.keys()
 
 
@@ -263,7 +273,9 @@ def across_sequences_body(rank: int, world: int) -> tuple[list[int], list[int]]:
     with deepspeed_c.initialize(model=Net(4, 1, **ALL), config=config_of(1, 1, extra), mesh_device=mesh)[0] as engine:
         engine.backward(engine(*batch(0, 0, rank, ROWS)))
         engine.step()
-        return groups._get_expert_parallel_group_ranks("ep_size_4"), groups._get_expert_data_parallel_group_ranks("ep_size_4")
+        return groups._get_expert_parallel_group_ranks("ep_size_4"), groups._get_expert_data_parallel_group_ranks(
+            "ep_size_4"
+        )
 
 
 def test_experts_are_spread_over_ranks_of_a_sequence_too() -> None:

@@ -38,7 +38,9 @@ def whole_params(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {numbered.logical(name): safe_get_full_fp32_param(p).clone() for name, p in model.named_parameters()}
 
 
-def engine_run(world: int, rank: int, sizes: tuple[int, int], stage: int, k: int, gas: int, optimizer: str, extra: dict):
+def engine_run(
+    world: int, rank: int, sizes: tuple[int, int], stage: int, k: int, gas: int, optimizer: str, extra: dict
+):
     extra = dict(extra)
     with deepspeed_c.zero.Init() if extra.pop("init", False) else nullcontext():
         model = Model(N_EXPERTS, sizes, k)
@@ -90,7 +92,14 @@ CELLS = {
         ((2, 2), 1, 2, 1, "SGD", {"init": True}),
         ((2, 2), 0, 1, 1, "SGD", {"gradient_predivide_factor": 4.0}),
         ((2, 2), 2, 1, 1, "SGD", {"prescale_gradients": True}),
-        ((2, 1), 3, 2, 1, "AdamW", {"zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}),
+        (
+            (2, 1),
+            3,
+            2,
+            1,
+            "AdamW",
+            {"zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
+        ),
     ],
     4: [
         *(((2, 4), stage, 2, 1, "SGD", {}) for stage in range(4)),

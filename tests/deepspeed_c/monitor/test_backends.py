@@ -86,7 +86,7 @@ def wandb_records(folder):
 
     The file is a log in the format of LevelDB after a header of 7 bytes. It has blocks of 32 KiB, which contain parts
     (crc, length, kind) of records. Classes of W&B parse the records, but W&B's Python package has no reader of the
-    file. """
+    file."""
     messages = importlib.import_module("wandb.proto.wandb_internal_pb2")
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     data, place, whole, losses, config = path.read_bytes(), 7, b"", {}, {}
@@ -195,7 +195,9 @@ def test_promtool_has_nothing_to_say():
     master.flush()
     text = scraped(port)
     master.close()
-    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS)
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -225,13 +225,14 @@ def few_micro_batches(rank: int, world: int) -> tuple[str, str]:
 
 def test_too_few_micro_batches_for_a_schedule_are_refused() -> None:
     for kind, text in run_ranks(PP * TP, few_micro_batches):
-        assert kind == ConfigError.__name__ and "dualpipe_v on 2 ranks needs at least 4 micro-batches" in text, (kind, text)
+        assert kind == ConfigError.__name__ and "dualpipe_v on 2 ranks needs at least 4 micro-batches" in text, (
+            kind,
+            text,
+        )
 
 
 CELLS = {
-    f"{schedule}, stage {stage}": (schedule, stage, {})
-    for schedule in ("1f1b", "zb_h1", "zb_v")
-    for stage in (0, 1, 2)
+    f"{schedule}, stage {stage}": (schedule, stage, {}) for schedule in ("1f1b", "zb_h1", "zb_v") for stage in (0, 1, 2)
 } | {
     "overlap": ("zb_h1", 1, {"tp_overlap_comm": True}),
     "recomputed": ("1f1b", 1, {}),
@@ -290,7 +291,11 @@ def train_topology(rank: int, world: int, axes: list[str], dims: list[int]) -> A
 
 @pytest.mark.parametrize(
     ("axes", "dims"),
-    [(["pipe", "data", "model"], [2, 1, 2]), (["data", "model", "pipe"], [1, 2, 2]), (["model", "data", "pipe"], [2, 2, 2])],
+    [
+        (["pipe", "data", "model"], [2, 1, 2]),
+        (["data", "model", "pipe"], [1, 2, 2]),
+        (["model", "data", "pipe"], [2, 2, 2]),
+    ],
     ids=str,
 )
 def test_a_topology_places_ranks(axes: list[str], dims: list[int]) -> None:

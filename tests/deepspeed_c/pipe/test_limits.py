@@ -25,9 +25,13 @@ def test_fitting():
     assert fitting("gpipe", 4, N, costs, 100 * N, is_v=False) == "gpipe"
     assert fitting("auto", 4, N, costs, None, is_v=False) == "zb_h1"
     assert fitting("auto", 4, N, costs, 400, is_v=False) == "1f1b"
-    with pytest.raises(ConfigError, match=rf"is 599, and 'gpipe' holds {100 * N} bytes[^\n]*\n.*\"schedule\": \"1f1b\""):
+    with pytest.raises(
+        ConfigError, match=rf"is 599, and 'gpipe' holds {100 * N} bytes[^\n]*\n.*\"schedule\": \"1f1b\""
+    ):
         fitting("gpipe", 4, N, costs, 599, is_v=False)
-    with pytest.raises(ConfigError, match="is 399, and '1f1b' holds 400 bytes of activations on pipeline rank 0.*\n.*least, 400"):
+    with pytest.raises(
+        ConfigError, match="is 399, and '1f1b' holds 400 bytes of activations on pipeline rank 0.*\n.*least, 400"
+    ):
         fitting("1f1b", 4, N, costs, 399, is_v=False)
     with pytest.raises(ConfigError, match="at most 1 bytes"):
         fitting("auto", 4, N, costs, 1, is_v=False)

@@ -128,7 +128,9 @@ def test_states_elsewhere_do_not_change_a_bit(schedule: str, dtype: str, tmp_pat
             assert len(places) == (2 if "ratio" in where else 1), (what, places)
 
 
-def go_on(rank: int, world: int, where: str, loaded: str, saved: str, first: int, last: int, folder: str) -> list[float]:
+def go_on(
+    rank: int, world: int, where: str, loaded: str, saved: str, first: int, last: int, folder: str
+) -> list[float]:
     stages = {"schedule": "zb_h1"} if world == 4 else {"schedule": "1f1b"}
     with engine_of(world, where, config_of(where, folder, 1 + first % 2), **stages) as engine:
         if loaded:

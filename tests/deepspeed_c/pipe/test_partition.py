@@ -61,7 +61,15 @@ def test_partition_methods():
 
 
 def parts_of(rank: int, world: int) -> list[list[int]]:
-    alexnet = [nn.Dropout(0.0), nn.Linear(96, 64), nn.ReLU(), nn.Dropout(0.0), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)]
+    alexnet = [
+        nn.Dropout(0.0),
+        nn.Linear(96, 64),
+        nn.ReLU(),
+        nn.Dropout(0.0),
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, 4),
+    ]
     tied = TiedLayerSpec("words", nn.Linear, 50, 8)
     gpt = [tied, *[LayerSpec(nn.Linear, 8, 8) for _ in range(4)], lambda x: x, tied]
     again = nn.Linear(30, 30)

@@ -121,7 +121,9 @@ def check(outcome: list[Any]) -> None:
         assert got == pytest.approx(losses, rel=1e-5), (got, losses)
         assert evaluated == pytest.approx(evaluation, rel=1e-5), (evaluated, evaluation)
         for name, value in mine.items():
-            torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                value, weights[name], rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+            )
             seen.add(name)
         assert is_intact, "the loader's tensors were overwritten"
     assert seen == set(weights)

@@ -78,9 +78,7 @@ def test_a_script_whose_arguments_are_its_own(folder, capsys):
     words = ["plan", "--config", str(folder / "ds.json"), "--ranks", "3", "--json", str(folder / "train.py")]
     assert main([*words, "--ranks", "5", "--config", "x", "-h"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (
-        found["params"] == (1 << 36) + (1 << 18) and found["ranks"] == 3
-    )  # 256 GiB in fp32, which are not allocated
+    assert found["params"] == (1 << 36) + (1 << 18) and found["ranks"] == 3  # 256 GiB in fp32, which are not allocated
     assert [row["stage"] for row in found["rows"] if row["is_chosen"]] == [3]
 
 

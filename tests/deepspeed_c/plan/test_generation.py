@@ -64,9 +64,7 @@ SHM = {"local": "shm"}
 CASES = {
     "stage 0": Case("llama", config(0), GenerationShape(5, 67, 11)),
     "stage 2": Case("opt, not tied", config(2, zero=SMALL_BUCKETS), GenerationShape(32, 1, 23)),
-    "stage 1, fp32, one new token": Case(
-        "llama", config(1, precision="fp32"), GenerationShape(3, 101, 1)
-    ),
+    "stage 1, fp32, one new token": Case("llama", config(1, precision="fp32"), GenerationShape(3, 101, 1)),
     "stage 3, a lease": Case("llama of wide heads, tied", config(3, zero=SMALL_UNITS), GenerationShape(7, 31, 13)),
     "stage 3, too large for a lease": Case(
         "llama", config(3, zero={**SMALL_UNITS, "stage3_max_live_parameters": 500_000}), GenerationShape(7, 31, 13)
@@ -182,7 +180,9 @@ def llama(**changes: Any) -> Any:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("shape", [(5, 13, 7), (1, 1, 1), (7, 1, 2)], ids=str)
-@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 6}, {"num_key_value_heads": 1, "head_dim": 20}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"num_key_value_heads": 6}, {"num_key_value_heads": 1, "head_dim": 20}], ids=str
+)
 def test_keys_and_values_are_those_of_the_formula(
     changes: dict[str, int], shape: tuple[int, int, int], precision: str
 ) -> None:
@@ -240,12 +240,17 @@ def test_the_table_has_the_column_and_the_lease() -> None:
         lease = table.rows[table.chosen].plan.lease
         # Gather units are padded to whole slices, so a model of exactly the limit may be too large.
         table = plan_table(
-            config(3, zero={**zero, "stage3_max_live_parameters": lease.elems - (not is_taken)}), 2, model=model, generates=shape
+            config(3, zero={**zero, "stage3_max_live_parameters": lease.elems - (not is_taken)}),
+            2,
+            model=model,
+            generates=shape,
         )
         lease = table.rows[table.chosen].plan.lease
         assert lease.is_taken == is_taken and n_params <= lease.elems < n_params + 4096, (lease, n_params)
         text, found = as_text(table), as_json(table)
-        assert ("a lease gathers all weights once" if is_taken else "no lease, each forward gathers (join mode)") in text, text
+        assert (
+            "a lease gathers all weights once" if is_taken else "no lease, each forward gathers (join mode)"
+        ) in text, text
         assert f"{lease.elems}" in text and "keys and values" in text and "a forward of" in text, text
         assert found["generation"]["n_samples"] == 3 and len(found["generation"]["forwards"]) == 2
         chosen = next(row for row in found["rows"] if row["is_chosen"])

@@ -139,7 +139,9 @@ def held_by_towers(rank: int, world: int) -> list[tuple[int, int]]:
         with torch.no_grad():
             if model.config.is_encoder_decoder:
                 ids = torch.ones(3, 24, dtype=torch.long)
-                cache = model(input_features=torch.zeros(3, 8, 40), decoder_input_ids=ids, use_cache=True).past_key_values
+                cache = model(
+                    input_features=torch.zeros(3, 8, 40), decoder_input_ids=ids, use_cache=True
+                ).past_key_values
                 layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
             else:
                 model(**feed("clip"))

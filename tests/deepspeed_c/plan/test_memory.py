@@ -337,7 +337,9 @@ def pools_of_engines(rank: int, world: int, cases: list[Case]) -> list[tuple[dic
                 SCRATCH: reducer.sums.pools.copies.n_bytes + sum(scratch.n_bytes for scratch in comms.values()),
                 GATHERED: 0 if fetcher is None else fetcher.means.pool.n_bytes,
             }
-            homes = [home for unit in reducer.sums.units for home in (unit.states, unit.weights) if home.label == "file"]
+            homes = [
+                home for unit in reducer.sums.units for home in (unit.states, unit.weights) if home.label == "file"
+            ]
             held[SWAP] = sum(store.buffer_bytes for store in {id(home.store): home.store for home in homes}.values())
             live = 0 if fetcher is None else fetcher.stats.max_live_elems
             found.append(({kind: n for kind, n in held.items() if n}, live, len(reducer.buckets)))
@@ -460,7 +462,9 @@ class WithExperts(torch.nn.Module):
         return self.moe(self.first(x))[0][..., :512] + self.last(x)
 
 
-def bytes_with_experts(rank: int, world: int, settings: dict, n_experts: int, ep_size: int) -> tuple[dict[str, int], int]:
+def bytes_with_experts(
+    rank: int, world: int, settings: dict, n_experts: int, ep_size: int
+) -> tuple[dict[str, int], int]:
     """(peaks of the phases, bytes of states that the optimizer holds)."""
     with LiveBytes() as live, mock.patch.object(fetch, "BufferPool", PatientPool):
         with live.phase("initialize"):

@@ -28,19 +28,27 @@ def test_autocast_rounds_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("n_keys", [4, 2, 1])
 @pytest.mark.parametrize("kind", ["whole", "causal", "mask"])
 @pytest.mark.parametrize("way", ["kernel", "formula"])
-def test_a_block_is_the_formula(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n_keys: int, kind: str, way: str) -> None:
+def test_a_block_is_the_formula(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n_keys: int, kind: str, way: str
+) -> None:
     random = torch.Generator().manual_seed(n_keys)
     n_queries = 9 if kind == "causal" else 7
     q, grad = (torch.randn(2, 4, n_queries, 8, generator=random).to(dtype).double() for _ in range(2))
     k, v = (torch.randn(2, n_keys, 9, 8, generator=random).to(dtype).double() for _ in range(2))
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    mask = {"whole": torch.zeros(n_queries, 9), "causal": torch.full((9, 9), -torch.inf).triu(1), "mask": MASK}[kind].double()
+    mask = {"whole": torch.zeros(n_queries, 9), "causal": torch.full((9, 9), -torch.inf).triu(1), "mask": MASK}[
+        kind
+    ].double()
     scores = q @ k.repeat_interleave(4 // n_keys, 1).mT * 0.3 + mask
     whole = scores.softmax(-1) @ v.repeat_interleave(4 // n_keys, 1)
     expected = torch.autograd.grad(whole, inputs, grad)
     if way == "formula":
         monkeypatch.setattr(blocks, "_HAS_KERNEL", frozenset())
-    how: dict[str, Any] = {"scale": 0.3, "is_causal": kind == "causal", "mask": MASK.to(dtype) if kind == "mask" else None}
+    how: dict[str, Any] = {
+        "scale": 0.3,
+        "is_causal": kind == "causal",
+        "mask": MASK.to(dtype) if kind == "mask" else None,
+    }
     given = [x.detach().to(dtype) for x in inputs]
     out, log_sum = blocks.block_attention(*given, **how)
     found = blocks.block_attention_backward(grad.to(dtype), *given, out, log_sum, **how)

@@ -20,7 +20,9 @@ def show(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["--order", "contiguous"], [], ["--window", "7"], ["--not-causal"], ["--documents", "5,20,7"]])
+@pytest.mark.parametrize(
+    "words", [["--order", "contiguous"], [], ["--window", "7"], ["--not-causal"], ["--documents", "5,20,7"]]
+)
 def test_the_picture_is_who_sees_whom(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     """Each of 32 tokens is one character. A dot is hidden by the mask; a digit is the number of steps between the two
     ranks."""
@@ -49,10 +51,14 @@ def test_the_table_has_work_and_bytes(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_heads_of_ulysses_and_of_a_hybrid(capsys: pytest.CaptureFixture[str]) -> None:
-    ulysses = json.loads(show(capsys, "--tokens", "100", "--ranks", "3", "--attention", "ulysses", "--heads", "8:4", "--json"))
+    ulysses = json.loads(
+        show(capsys, "--tokens", "100", "--ranks", "3", "--attention", "ulysses", "--heads", "8:4", "--json")
+    )
     assert [entry["heads"] for entry in ulysses["ranks"]] == [[0, 3], [3, 6], [6, 8]]
     assert ulysses["ranks"][2]["key_heads"] == [3, 4]
-    hybrid = json.loads(show(capsys, "--tokens", "100", "--ranks", "12", "--attention", "hybrid", "--heads", "4", "--json"))
+    hybrid = json.loads(
+        show(capsys, "--tokens", "100", "--ranks", "12", "--attention", "hybrid", "--heads", "4", "--json")
+    )
     assert [entry["heads"] for entry in hybrid["ranks"]] == [[0, 1], [1, 2], [2, 3], [3, 4]] * 3
     assert "heads" in show(capsys, "--tokens", "100", "--ranks", "12", "--attention", "hybrid", "--inner", "3")
 
@@ -93,12 +99,29 @@ def test_words_that_no_plan_fits(capsys: pytest.CaptureFixture[str], words: list
 PICTURES = {
     "zigzag": ["--tokens", "4096", "--ranks", "4"],
     "contiguous": ["--tokens", "4096", "--ranks", "4", "--order", "contiguous"],
-    "hybrid": ["--tokens", "4096", "--ranks", "4", "--attention", "hybrid", "--inner", "2", "--documents", "1000,1500,1596", "--window", "600"],
+    "hybrid": [
+        "--tokens",
+        "4096",
+        "--ranks",
+        "4",
+        "--attention",
+        "hybrid",
+        "--inner",
+        "2",
+        "--documents",
+        "1000,1500,1596",
+        "--window",
+        "600",
+    ],
 }
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_pictures_in_the_documents_are_what_the_command_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
+def test_pictures_in_the_documents_are_what_the_command_draws(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
     show(capsys, *PICTURES[name], "--svg", str(tmp_path / "plan.svg"))
     kept = Path(__file__).resolve().parents[3] / "docs" / "images" / f"sequence-{name}.svg"
-    assert kept.read_text() == (tmp_path / "plan.svg").read_text(), f"deepspeed_c sequence show {' '.join(PICTURES[name])} --svg {kept.name}"
+    assert kept.read_text() == (tmp_path / "plan.svg").read_text(), (
+        f"deepspeed_c sequence show {' '.join(PICTURES[name])} --svg {kept.name}"
+    )

@@ -57,7 +57,9 @@ def test_rows_and_rings_compute_what_one_process_computes(n_inner: int) -> None:
         for j, whole in enumerate(case.expected()):
             parts = [results[rank][i][j] for rank in range(4)]
             found = sum(parts) if j == 4 else cut.join(parts, dim=2)
-            assert (found - whole).abs().max() <= TOLERANCES[case.dtype] * max(1.0, float(whole.abs().max())), f"{case}, tensor {j}"
+            assert (found - whole).abs().max() <= TOLERANCES[case.dtype] * max(1.0, float(whole.abs().max())), (
+                f"{case}, tensor {j}"
+            )
 
 
 def refused(rank: int, world: int) -> list[str]:

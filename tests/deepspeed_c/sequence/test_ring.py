@@ -95,7 +95,10 @@ def _wire(comm: Collectives) -> int:
 CASES = [
     *(Case(n, order) for n in (1, 2, 3, 16, 61) for order in ("zigzag", "contiguous")),
     *(Case(29, order, is_causal=False, heads=(3, 1)) for order in ("zigzag", "contiguous")),
-    *(Case(40, order, window=w, is_causal=c) for order, w, c in itertools.product(("zigzag", "contiguous"), (1, 7), (True, False))),
+    *(
+        Case(40, order, window=w, is_causal=c)
+        for order, w, c in itertools.product(("zigzag", "contiguous"), (1, 7), (True, False))
+    ),
     *(Case(37, order, ends=(3, 4, 20, 37), heads=(4, 4)) for order in ("zigzag", "contiguous", "documents")),
     Case(37, ends=(30, 37), window=5),
     Case(24, documents=((24,), (5, 24)), batch=2),
@@ -133,7 +136,9 @@ def test_what_is_sent_is_the_formula(world: int) -> None:
         if case.documents is not None:
             continue
         plan = plan_ring(
-            SequenceCut(case.n_tokens, world, case.order, document_ends=case.ends), is_causal=case.is_causal, window=case.window
+            SequenceCut(case.n_tokens, world, case.order, document_ends=case.ends),
+            is_causal=case.is_causal,
+            window=case.window,
         )
         bytes_of = case.dtype.itemsize
         for rank in range(world):
@@ -188,7 +193,9 @@ def refused(rank: int, world: int) -> list[str]:
         lambda: ring_attention(q, k, k, comm, cut, window=-3),
         lambda: ring_attention(q, k, k, comm, cut, documents=[(10,), (10,)]),
         lambda: ring_attention(q, k, k, comm, cut, documents=[(4, 9)]),
-        lambda: ring_attention(q, k, k, comm, SequenceCut(10, world, "documents", document_ends=(5, 10)), documents=[(10,)]),
+        lambda: ring_attention(
+            q, k, k, comm, SequenceCut(10, world, "documents", document_ends=(5, 10)), documents=[(10,)]
+        ),
         lambda: ring_attention(q, k, k, comm, cut, sinks=torch.zeros(2)),
     ]
     said = []

@@ -192,7 +192,9 @@ def cut_of(weights: list[int], n_parts: int) -> list[int]:
 
 def weights_for(seed: int) -> list[int]:
     chosen = random.Random(seed)
-    pool = chosen.choice([[0, 0, 0, 5, 7], [2, 3, 5, 7, 11, 13, 101, 7919], [4], [0], [0, 10**9 + 7, 2**40 + 1, 50257 * 768]])
+    pool = chosen.choice(
+        [[0, 0, 0, 5, 7], [2, 3, 5, 7, 11, 13, 101, 7919], [4], [0], [0, 10**9 + 7, 2**40 + 1, 50257 * 768]]
+    )
     return [chosen.choice(pool) for _ in range(chosen.randint(1, 14))]
 
 

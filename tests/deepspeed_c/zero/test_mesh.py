@@ -155,9 +155,7 @@ def test_other_optimizers_and_precisions_as_without_a_mesh(name: str, dtype: str
         optimizer["params"]["eps"] = 1e-3
     tolerance = {"rtol": 2e-5, "atol": 2e-6} if dtype == "fp32" else {"rtol": 0.02, "atol": 0.02}
     for stage in (2, 3):
-        for rank, (got, want) in enumerate(
-            run_ranks(WORLD, optimizers_body, "mixed", optimizer, dtype, stage)
-        ):
+        for rank, (got, want) in enumerate(run_ranks(WORLD, optimizers_body, "mixed", optimizer, dtype, stage)):
             for what, a, b in (("losses", got[0], want[0]), ("norms", got[1], want[1])):
                 assert torch.allclose(torch.tensor(a), torch.tensor(b), **tolerance), (stage, rank, what, a, b)
             for key, value in want[2].items():

@@ -75,7 +75,11 @@ def engine_run(
         engine.compile(backend="eager")
     to = next(model.parameters()).dtype
     losses, norms = [], []
-    with engine, (PLANTED | PLANTED_IN_GRAPHS)[planted](engine) if planted else nullcontext(), recorded(engine) as order:
+    with (
+        engine,
+        (PLANTED | PLANTED_IN_GRAPHS)[planted](engine) if planted else nullcontext(),
+        recorded(engine) as order,
+    ):
         for step in range(STEPS):
             for micro in range(gas):
                 for part in range(trait.n_backwards):
@@ -361,7 +365,6 @@ PLANTED = {
     "one gradient lost": without_gradient_of("out.bias", lambda n: n == 4),
     "moments of 16 bits": nullcontext,  # the configuration plants it
 }
-
 
 
 @contextmanager

@@ -49,7 +49,9 @@ def parse_args():
 def train_config(args):
     config = {
         "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
-        "train_batch_size": args.per_device_train_batch_size * torch.distributed.get_world_size() * args.gradient_accumulation_steps,
+        "train_batch_size": args.per_device_train_batch_size
+        * torch.distributed.get_world_size()
+        * args.gradient_accumulation_steps,
         "steps_per_print": 10,
         "zero_optimization": {
             "stage": args.zero_stage,
@@ -83,7 +85,11 @@ class Source(Dataset):
         return N_ROWS
 
     def __getitem__(self, i):
-        return {"input_ids": self.rows[i], "attention_mask": torch.ones(LENGTH, dtype=torch.long), "labels": self.rows[i]}
+        return {
+            "input_ids": self.rows[i],
+            "attention_mask": torch.ones(LENGTH, dtype=torch.long),
+            "labels": self.rows[i],
+        }
 
 
 class LoraLinear(nn.Module):
@@ -120,7 +126,9 @@ def fuse_lora(model, is_stage_3):
     for name in [name for name, module in model.named_modules() if isinstance(module, LoraLinear)]:
         module = recursive_getattr(model, name)
         params = [module.weight, module.bias, module.lora_left_weight, module.lora_right_weight]
-        with deepspeed.zero.GatheredParameters(to_fetch([p for p in params if p is not None]), modifier_rank=0, enabled=is_stage_3):
+        with deepspeed.zero.GatheredParameters(
+            to_fetch([p for p in params if p is not None]), modifier_rank=0, enabled=is_stage_3
+        ):
             module.fuse()
     return model
 
@@ -178,8 +186,16 @@ def main():
     torch.distributed.barrier()
 
     hf_config = HfDeepSpeedConfig(config) if args.zero_stage == 3 else None  # noqa: F841  as long as it lives, models are made in parts
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, max_position_embeddings=64, vocab_size=VOCABULARY - 5, use_cache=False))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(**sizes, max_position_embeddings=64, vocab_size=VOCABULARY - 5, use_cache=False)
+    )
     model.resize_token_embeddings(int(8 * math.ceil((VOCABULARY - 5) / 8.0)))
     if args.lora_dim > 0:
         model = add_lora(model, args.lora_module_name, args.lora_dim)
@@ -190,8 +206,14 @@ def main():
                 model.enable_input_require_grads()
 
     data, is_alone = Source(), args.local_rank == -1
-    samplers = [RandomSampler(data), SequentialSampler(data)] if is_alone else [DistributedSampler(data), DistributedSampler(data, shuffle=False)]
-    train_batches, eval_batches = (DataLoader(data, sampler=sampler, batch_size=args.per_device_train_batch_size) for sampler in samplers)
+    samplers = (
+        [RandomSampler(data), SequentialSampler(data)]
+        if is_alone
+        else [DistributedSampler(data), DistributedSampler(data, shuffle=False)]
+    )
+    train_batches, eval_batches = (
+        DataLoader(data, sampler=sampler, batch_size=args.per_device_train_batch_size) for sampler in samplers
+    )
     optimizer_class = DeepSpeedCPUAdam if args.offload else FusedAdam
     optimizer = optimizer_class(grouped_parameters(model, args.weight_decay), lr=args.learning_rate, betas=(0.9, 0.95))
     n_updates = args.num_train_epochs * math.ceil(len(train_batches) / args.gradient_accumulation_steps)
@@ -217,7 +239,13 @@ def main():
     plain = fuse_lora(model.module, args.zero_stage == 3) if args.lora_dim > 0 else model.module
     save_weights(plain, args)
     if args.global_rank == 0:
-        result = {"losses": losses, "n_params": n_params, "rate": scheduler.get_last_lr()[0], "steps": model.global_steps, "stage": model.zero_optimization_stage()}
+        result = {
+            "losses": losses,
+            "n_params": n_params,
+            "rate": scheduler.get_last_lr()[0],
+            "steps": model.global_steps,
+            "stage": model.zero_optimization_stage(),
+        }
         result["rows"] = [row.tolist() for row in data.rows]
         with open(os.path.join(args.output_dir, "result.json"), "w") as file:
             json.dump(result, file)

@@ -35,8 +35,14 @@ def ds_config(args):
     return {
         "train_batch_size": 16,
         "steps_per_print": 2000,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.003, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.003, "warmup_num_steps": 5}},
+        "optimizer": {
+            "type": "Adam",
+            "params": {"lr": 0.003, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.003, "warmup_num_steps": 5},
+        },
         "gradient_clipping": 1.0,
         "prescale_gradients": False,
         "bf16": {"enabled": args.dtype == "bf16"},
@@ -133,7 +139,10 @@ def main():
     after = accuracy(engine, testset, device, dtype)
     if engine.global_rank == 0:
         with open(args.output, "w") as file:
-            json.dump({"before": before, "after": after, "losses": losses, "steps": engine.global_steps, "dtype": str(dtype)}, file)
+            json.dump(
+                {"before": before, "after": after, "losses": losses, "steps": engine.global_steps, "dtype": str(dtype)},
+                file,
+            )
 
 
 if __name__ == "__main__":

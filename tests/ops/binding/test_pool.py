@@ -22,8 +22,7 @@ N_ELEMS = 400_003  # 13 chunks
 
 @pytest.fixture
 def automatic(monkeypatch):
-    """Removes the environment's variables that set the pool's size, and sizes the pool anew before and after the test.
-    """
+    """Removes the environment's variables that set the pool's size, and sizes the pool anew before and after the test."""
     monkeypatch.delenv("DSC_NUM_THREADS", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     _C.pool_resize(0)
@@ -89,7 +88,9 @@ def test_size_is_that_of_the_rank_and_not_torchs(automatic):
     assert done.stdout.splitlines() == [f"threads {n_threads}", "fork 0", "bound 1 0", "shared 1", "asked 5 4"]
 
 
-@pytest.mark.parametrize("name, text", [("DSC_NUM_THREADS", "many"), ("DSC_NUM_THREADS", "513"), ("LOCAL_WORLD_SIZE", "0")])
+@pytest.mark.parametrize(
+    "name, text", [("DSC_NUM_THREADS", "many"), ("DSC_NUM_THREADS", "513"), ("LOCAL_WORLD_SIZE", "0")]
+)
 def test_bad_size_is_an_error_of_the_first_operator(automatic, monkeypatch, name, text):
     tensor = torch.ones(3)
     monkeypatch.setenv(name, text)

@@ -87,7 +87,10 @@ class ExpertLayout:
         return found
 
     def split_groups(
-        self, options: Sequence[Mapping[str, Any]], by_group: Sequence[Sequence[str]], sizes: Mapping[str, Sequence[int]]
+        self,
+        options: Sequence[Mapping[str, Any]],
+        by_group: Sequence[Sequence[str]],
+        sizes: Mapping[str, Sequence[int]],
     ) -> tuple[list[dict[str, Any]], list[list[str]]]:
         """The optimizer's groups as DeepSpeed has them, options and names of parameters: experts in groups of their
         own, one for each number of ranks, behind all other groups. sizes: shapes of the parameters."""

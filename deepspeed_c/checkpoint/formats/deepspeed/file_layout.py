@@ -243,9 +243,7 @@ class FileLayout:
             "frozen_param_shapes": OrderedDict((name, torch.Size(self.weights[name].shape)) for name in self.frozen)
             if saves_frozen
             else None,
-            "shared_params": {
-                alias: name for alias, name in self.source.aliases.items() if expert_name(alias) is None
-            }
+            "shared_params": {alias: name for alias, name in self.source.aliases.items() if expert_name(alias) is None}
             if self.stage > 0
             else None,
             "frozen_param_fragments": self._frozen(rank) if saves_frozen else None,

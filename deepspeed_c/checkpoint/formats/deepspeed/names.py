@@ -40,8 +40,9 @@ def match_names(
     by_shape = _match(
         candidates,
         list(map(len, shapes)),
-        lambda g, i, c: may_be_in(g, candidates[c][0])
-        and (shapes[g][i] is None or shapes[g][i] == tuple(candidates[c][1].shape)),
+        lambda g, i, c: (
+            may_be_in(g, candidates[c][0]) and (shapes[g][i] is None or shapes[g][i] == tuple(candidates[c][1].shape))
+        ),
     )
     if isinstance(by_shape, list) or not any(master is not None for of_group in masters for master in of_group):
         return by_shape
@@ -49,9 +50,11 @@ def match_names(
     return _match(
         candidates,
         list(map(len, shapes)),
-        lambda g, i, c: may_be_in(g, candidates[c][0])
-        and shapes[g][i] == tuple(candidates[c][1].shape)
-        and compare(c, masters[g][i], 0),
+        lambda g, i, c: (
+            may_be_in(g, candidates[c][0])
+            and shapes[g][i] == tuple(candidates[c][1].shape)
+            and compare(c, masters[g][i], 0)
+        ),
     )
 
 

@@ -42,7 +42,9 @@ class PieceSource(Source):
         self.state: dict[str, Any] = {}
         self._pieces: dict[tuple[str, str], list[StoredPiece]] = {}
 
-    def _add(self, kind: str, name: str, shape: Sequence[int], dtype: torch.dtype, pieces: Iterable[StoredPiece]) -> None:
+    def _add(
+        self, kind: str, name: str, shape: Sequence[int], dtype: torch.dtype, pieces: Iterable[StoredPiece]
+    ) -> None:
         tensor = LogicalTensor(name=name, kind=kind, shape=tuple(shape), dtype=dtype)
         kept = [piece for piece in pieces if piece.n_elems]
         end = 0
@@ -63,7 +65,11 @@ class PieceSource(Source):
 
     def _add_whole(self, kind: str, name: str, stored: StoredTensor, shape: Sequence[int] | None = None) -> None:
         self._add(
-            kind, name, stored.shape if shape is None else shape, stored.dtype, [StoredPiece(0, stored.n_elems, stored, 0)]
+            kind,
+            name,
+            stored.shape if shape is None else shape,
+            stored.dtype,
+            [StoredPiece(0, stored.n_elems, stored, 0)],
         )
 
     def _order(self, names: Sequence[str]) -> None:

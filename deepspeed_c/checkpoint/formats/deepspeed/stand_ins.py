@@ -23,8 +23,7 @@ __all__ = [
 
 
 class _Frozen(type):
-    """Forbids setting attributes on these classes, because a pickle can set attributes on any class that it may name.
-    """
+    """Forbids setting attributes on these classes, because a pickle can set attributes on any class that it may name."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise TypeError(f"{cls.__name__} cannot be changed")

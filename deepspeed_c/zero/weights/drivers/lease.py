@@ -92,8 +92,7 @@ class Lease(Driver):
             return True
 
     def refuse(self) -> None:
-        """Takes the place of ``begin`` on a rank that cannot generate, so that no rank waits for its part of a gather.
-        """
+        """Takes the place of ``begin`` on a rank that cannot generate, so that no rank waits for its part of a gather."""
         with self.fetcher.lock:
             if not self.is_held and self.can_begin:
                 self._agree(refuses=True)

@@ -124,8 +124,7 @@ class RecordedPlan(Driver):
         self._run.begin(mode.steps, mode.plan)
 
     def _end(self, may_drop: Callable[[], list[bool]], keep: int) -> tuple[list[int], list[bool]]:
-        """Runs the rest of the plan and replaces the plan if the pass differed from it. Returns the record of the pass.
-        """
+        """Runs the rest of the plan and replaces the plan if the pass differed from it. Returns the record of the pass."""
         mode, fetcher = self._pass.mode, self.fetcher
         self._run.end(keep)
         steps, used = self._run.record

@@ -21,7 +21,12 @@ I16, F32, F8 = torch.int16, torch.float32, torch.float8_e4m3fn
 # (shape, dtype, label) at the sender and at the receiver, and the texts that name them.
 DIFFERENT = {
     "longer": (((9,), F32, "x"), ((4,), F32, "x"), "float32 [9] of 'x' (36 bytes)", "float32 [4] of 'x' (16 bytes)"),
-    "much longer": (((300_001,), F32, ""), ((1,), F32, ""), "float32 [300001] (1200004 bytes)", "float32 [1] (4 bytes)"),
+    "much longer": (
+        ((300_001,), F32, ""),
+        ((1,), F32, ""),
+        "float32 [300001] (1200004 bytes)",
+        "float32 [1] (4 bytes)",
+    ),
     "shorter": (((4,), F32, "x"), ((9,), F32, "x"), "float32 [4] of 'x' (16 bytes)", "float32 [9] of 'x' (36 bytes)"),
     "nothing": (((0,), F32, ""), ((5,), F32, ""), "float32 [0] (0 bytes)", "float32 [5] (20 bytes)"),
     "something": (((5,), F32, ""), ((0,), F32, ""), "float32 [5] (20 bytes)", "float32 [0] (0 bytes)"),
@@ -142,13 +147,17 @@ def splits_body(rank: int, world: int, to, of, local: str, late: int, twice: boo
         time.sleep(0.5)
     flat = torch.full((sum(to[rank]),), rank, dtype=I16)
     out = torch.full((sum(of[rank]),), UNTOUCHED, dtype=I16)
-    return [failure(lambda: comm.all_to_all(flat, out, to[rank], of[rank], label="rows").wait()) for _ in range(1 + twice)]
+    return [
+        failure(lambda: comm.all_to_all(flat, out, to[rank], of[rank], label="rows").wait()) for _ in range(1 + twice)
+    ]
 
 
 @pytest.mark.parametrize(("world", "local"), [(2, "off"), (3, "off"), (4, "off")])
 @pytest.mark.parametrize(("src", "dst"), [(0, 1), (1, 0), (1, 1)])
 @pytest.mark.parametrize(("n_sent", "n_expected"), [(5, 3), (3, 5), (0, 1), (1, 0), (100_003, 2)])
-def test_all_ranks_name_both_numbers_of_splits_that_differ(run_ranks, world, local, src, dst, n_sent, n_expected) -> None:
+def test_all_ranks_name_both_numbers_of_splits_that_differ(
+    run_ranks, world, local, src, dst, n_sent, n_expected
+) -> None:
     to, of = [[2] * world for _ in range(world)], [[2] * world for _ in range(world)]
     to[src][dst], of[dst][src] = n_sent, n_expected
     want = f"rank {src} sends {n_sent} elements to rank {dst}, which expects {n_expected}"

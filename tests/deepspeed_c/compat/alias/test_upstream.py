@@ -37,9 +37,11 @@ def attempt(code):
 """
 
 # Imports each name by `from module import name`, and then by the star of its module.
-IMPORT_ALL = f"""
+IMPORT_ALL = (
+    f"""
 import deepspeed
-{ATTEMPTS}""" + """
+{ATTEMPTS}"""
+    + """
 for top in ("deepspeed", "deepspeed_c"):
     for module, own in table.modules.items():
         path = module.replace("deepspeed", top, 1)
@@ -52,6 +54,7 @@ for top in ("deepspeed", "deepspeed_c"):
             failures.append(f"from {path} import *: lacks {sorted(lacking)}")
 print("RESULT " + json.dumps([n, failures]))
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +70,9 @@ def test_every_name_imports_under_both_package_names(result):
     assert not failures, f"{len(failures)} of {n} fail:\n" + "\n".join(failures[:40])
 
 
-WITHOUT_ALIAS = ATTEMPTS + """
+WITHOUT_ALIAS = (
+    ATTEMPTS
+    + """
 # Modules at the end of the table first: what stands at its beginning would load ours by their own paths
 for module, own in reversed(table.modules.items()):
     path = module.replace("deepspeed", "deepspeed_c", 1)
@@ -80,6 +85,7 @@ for module, own in reversed(table.modules.items()):
 assert "deepspeed" not in sys.modules
 print("RESULT " + json.dumps([n, failures]))
 """
+)
 
 
 def test_every_name_imports_without_the_alias():

@@ -445,7 +445,9 @@ def stray_body(rank: int, world: int, keeps: str) -> None:
             train(engine, 4, rank)
             got = since(engine, before)
             assert got["n_gathers"] == 2 * LAYERS and got["n_unexpected"] == got["n_replans"] == 0, got
-            assert len(fetcher.drivers.of(RecordedPlan)._modes) == n_modes, fetcher.drivers.of(RecordedPlan)._modes.keys()
+            assert len(fetcher.drivers.of(RecordedPlan)._modes) == n_modes, fetcher.drivers.of(
+                RecordedPlan
+            )._modes.keys()
         else:
             assert most == len(fetcher.drivers.of(RecordedPlan)._in_flight) == 100
             train(engine, 4, rank)

@@ -42,9 +42,7 @@ LIMITS = {
 }
 
 
-def config_of(
-    limits: str | dict = "frugal", gas: int = 1, optimizer: bool = True, compiled: bool = False
-) -> dict:
+def config_of(limits: str | dict = "frugal", gas: int = 1, optimizer: bool = True, compiled: bool = False) -> dict:
     zero = LIMITS[limits] if isinstance(limits, str) else limits
     config = {
         "train_micro_batch_size_per_gpu": 1,

@@ -359,7 +359,9 @@ def without_body(rank, world, extra, stage, why):
     train(engine, rank, 1)
     assert len(said) == 1 and "zero_copy_gather" in said[0] and why in said[0], said
     if engine._fetcher is not None:
-        assert all(group.source.is_collective for group in engine._fetcher.groups) and engine._fetcher.stats.n_fences == 0
+        assert (
+            all(group.source.is_collective for group in engine._fetcher.groups) and engine._fetcher.stats.n_fences == 0
+        )
     engine.close()
 
 

@@ -148,9 +148,7 @@ def test_groups_in_another_order_on_another_rank(tmp_path):
 
     source = MoeSource(torch.bfloat16)
     sizes = {"a.moe.deepspeed_moe": 2, "b.deepspeed_moe": 4}
-    path = write_deepspeed(
-        source, tmp_path, tag="t", world_size=4, stage=1, dtype=torch.bfloat16, expert_ranks=sizes
-    )
+    path = write_deepspeed(source, tmp_path, tag="t", world_size=4, stage=1, dtype=torch.bfloat16, expert_ranks=sizes)
     for rank in (1, 3):
         file = f"{path}/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         content = materialize(read_file(file).content)

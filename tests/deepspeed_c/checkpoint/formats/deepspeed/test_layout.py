@@ -20,7 +20,27 @@ from tests.deepspeed_c.checkpoint.formats.deepspeed.test_read import FIXTURES, u
 N_MUTATIONS = 30
 # Every tensor of the fixtures is smaller. A shape in a changed file may have any number.
 MOST_ELEMS = 1 << 20
-JUNK = [None, True, -1, 0, 1, 7, 2**70, -(2**63), 1.5, math.nan, "", "text", b"bytes", (), [], {}, [None], {"a": 1}, {0: {}}]
+JUNK = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    7,
+    2**70,
+    -(2**63),
+    1.5,
+    math.nan,
+    "",
+    "text",
+    b"bytes",
+    (),
+    [],
+    {},
+    [None],
+    {"a": 1},
+    {0: {}},
+]
 JUNK += [torch.Size([10**9, 10**9]), (2, -3), range(3)]
 
 
@@ -55,6 +75,7 @@ def mutated(dice: random.Random, content):
         path = dice.choice(found)
         kind = dice.randrange(4)
         if kind == 0 and path:  # an element is left out or added
+
             def make(value, key=path[-1]):
                 if isinstance(value, Mapping):
                     return {k: v for k, v in value.items() if k != key}

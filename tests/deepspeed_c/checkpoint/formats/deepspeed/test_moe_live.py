@@ -113,9 +113,7 @@ def both(request, tmp_path_factory) -> dict[Cell, tuple[Any, ...]]:
     cells = CELLS[world]
     ours = run_ranks(world, save_ours, str(folder / "ours"), cells)
     common = [{"config": settings(cell), "ep_sizes": cell.ep_sizes} for cell in cells]
-    loads = [
-        {**spec, "load": str(folder / "ours" / cell.label), "steps": MORE} for spec, cell in zip(common, cells)
-    ]
+    loads = [{**spec, "load": str(folder / "ours" / cell.label), "steps": MORE} for spec, cell in zip(common, cells)]
     saves = [
         {
             **spec,
