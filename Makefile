@@ -106,7 +106,7 @@ programs: cores
 	-@for san in "" address,undefined thread; do $(MAKE) -s -j2 -C csrc programs SAN=$$san >/dev/null || exit; done
 
 .PHONY: bench
-bench: $(ALL) ## measure everything, alone on the machine (about 40 min), and write docs/performance.md
+bench: $(ALL) ## measure everything, alone on the machine (about 2 h), and write docs/performance.md
 	$(BIN)/python -m benchmarks.run
 
 # In CI, so that a loss of time in a step's bookkeeping is seen on the day it comes. Times of one run decide nothing: the

@@ -118,6 +118,7 @@ WAYS = (
         r"no /proc|read from /proc|peak",
         "make test on Linux with /proc mounted, where a process may reset its own peak (/proc/self/clear_refs)",
     ),
+    Way("git's history", r"needs a git checkout", "git clone without --depth, then make test"),
     Way("a folder for temporary files", r"no temporary folder", "make test, with TMPDIR naming one"),
 )
 
