@@ -1,9 +1,10 @@
 """Products of 16-bit elements on processors that have none: torch's own operators get other kernels, in this process.
 
-Below AVX-512 torch multiplies bfloat16 and float16 by a plain loop, in 20 to 100 times the time of float32
-(pytorch#146508). ``widen_products`` puts kernels that compute in float32 before torch's kernels, for dense tensors of
-the CPU: matrix products run in ``dsc_nn_product``, which keeps no float32 copy of an operand; convolutions, attention
-and sums with factors run in torch's float32 kernels, between casts. Each result is rounded once.
+Below AVX-512 torch multiplies bfloat16 and float16 by a plain loop, in up to 100 times the time of float32
+(pytorch#146508); float16 also above it. ``widen_products`` puts kernels that compute in float32 before torch's kernels,
+for dense tensors of the CPU: matrix products run in ``dsc_nn_product``, which keeps no float32 copy of an operand;
+convolutions, attention and sums with factors run in torch's float32 kernels, between casts. Each result is rounded
+once.
 
 The kernels have torch's dispatch key BackendSelect, below autograd, autocast and the tracers of compiled graphs. So all
 products of torch get them: layers of any class, experts, functions of the user, backward passes, second derivatives,
@@ -45,7 +46,7 @@ def widen_products(dtypes: Iterable[torch.dtype]) -> Callable[[], None]:
     _holders.update(held)
     if _holders and _library is None:
         _library = torch.library.Library("aten", "IMPL")
-        for name, kernel in _KERNELS.items():
+        for name, kernel in _make_kernels().items():
             _library.impl(name, kernel, _SELECTION.name, with_keyset=True)
 
     def end() -> None:
@@ -194,6 +195,3 @@ def _make_kernels() -> dict[str, Kernel]:
     ):
         found[name] = _cast_kernel(getattr(_aten, name).default, n_operands, n_results)
     return found
-
-
-_KERNELS = _make_kernels()
