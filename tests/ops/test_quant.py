@@ -198,7 +198,8 @@ def test_refusals() -> None:
 def test_products_with_packed_codes(bits: int, dtype: torch.dtype) -> None:
     """Against fp64, for few rows and for many; gradients of x and bias too."""
     n_cols, n_outputs, group = 75, 6, 32
-    packed = torch.randint(-(2**31), 2**31 - 1, (n_outputs, -(-n_cols * bits // 32)), dtype=torch.int32)
+    shape, generator = (n_outputs, -(-n_cols * bits // 32)), torch.Generator().manual_seed(bits)
+    packed = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, generator=generator)
     scales, bias = (normal(n_outputs * n, n).view(n_outputs, n).to(dtype) for n in (3, 1))
     words, n_codes = packed.long() & 0xFFFFFFFF, 32 // bits
     codes = torch.stack([words >> bits * i & 2**bits - 1 for i in range(n_codes)], 2).flatten(1)[:, :n_cols]
