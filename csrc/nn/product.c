@@ -89,6 +89,7 @@ dsc_status dsc_nn_product(const struct dsc_nn_product *given, const struct dsc_p
         return DSC_OK;
     DSC_TRY(CHECK_PRESENT(1, NAMED(call, y)));
     DSC_TRY(CHECK_PRESENT(call->n_terms, NAMED(call, a), NAMED(call, b)));
+    set_lone_stride(call->n_rows, &call->a_row);
     set_lone_stride(call->n_terms, &call->a_term);
     set_lone_stride(call->n_terms, &call->b_term);
     set_lone_stride(call->n_cols, &call->b_col);

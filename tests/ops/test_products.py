@@ -95,6 +95,8 @@ CASES = {
     "batch of one row": Case(torch.bmm, randn(4, 1, 9), randn(4, 9, 130)),
     "transposed": Case(lambda a, b: a.mT @ b.mT, randn(2, 7, 5), randn(2, 3, 7)),
     "slices": Case(lambda a, b: a[:, ::2] @ b[1:, 1:], randn(5, 14), randn(8, 9)),
+    "slice of one row": Case(lambda a, b: a[:, ::2] @ b, randn(1, 14), randn(7, 9)),
+    "slice of one column": Case(lambda a, b: a @ b[::2], randn(3, 7), randn(14, 1)),
     "einsum": Case(lambda a, b: torch.einsum("bhid,bhjd->bhij", a, b), randn(2, 3, 4, 5), randn(2, 3, 6, 5)),
     "convolution of lines": Case(
         lambda x, w, b: F.conv1d(x, w, b, padding=1), randn(2, 3, 11), randn(5, 3, 3), randn(5)

@@ -212,6 +212,28 @@ static void test_lone_strides(void)
         CHECK_EQ((int)y[i], (int)(a[i / 3] * b[i % 3]));
 }
 
+/* A slice of one row: its stride says nothing, and its terms lie apart. */
+static void test_one_row_of_spread_terms(void)
+{
+    float a[5] = {1, 9, 2, 9, 3}, b[6] = {1, 2, 3, 4, 5, 6}, y[2] = {0};
+    struct dsc_nn_product call = {.n_batches = 1,
+                                  .n_rows = 1,
+                                  .n_terms = 3,
+                                  .n_cols = 2,
+                                  .a = a,
+                                  .a_row = 14,
+                                  .a_term = 2,
+                                  .b = b,
+                                  .b_term = 2,
+                                  .b_col = 1,
+                                  .y = y};
+
+    TEST_CASE("one row of every second element");
+    CHECK_STATUS(dsc_nn_product(&call, NULL), DSC_OK);
+    CHECK_EQ((int)y[0], 1 * 1 + 2 * 3 + 3 * 5);
+    CHECK_EQ((int)y[1], 1 * 2 + 2 * 4 + 3 * 6);
+}
+
 static void test_refusals(void)
 {
     float a[8] = {0}, b[16] = {0}, y[2] = {0};
@@ -260,6 +282,7 @@ int main(void)
     test_same_bits(&pool.par);
     test_special_values();
     test_lone_strides();
+    test_one_row_of_spread_terms();
     test_refusals();
     pool_clear(&pool);
     return test_finish(__FILE__);
