@@ -19,7 +19,7 @@ from typing_extensions import Self
 from deepspeed_c.config.convert import convert, kind_of, thaw, thawed_kind
 from deepspeed_c.config.keys import Section
 from deepspeed_c.config.nearest import nearest
-from deepspeed_c.config.schema import fields_of
+from deepspeed_c.config.schema import fields_of, info_of
 from deepspeed_c.errors import ConfigError, FeatureError
 from deepspeed_c.logging import logger
 
@@ -167,9 +167,18 @@ class DeepSpeedConfigModel:
         cls._all_fields = found
         return found
 
+    @classmethod
+    def _is_unfilled(cls, key: str, value: Any) -> bool:
+        """Whether ``value`` is an "auto" that another program was to fill, and no ordinary value of the key."""
+        if not (isinstance(value, str) and value == "auto"):
+            return False
+        name = cls._names_by_key().get(key)
+        info = None if name is None else info_of(cls.model_fields[name].annotation)
+        return info is None or info.auto != "value"
+
     def __init__(self, strict: bool = False, **data: Any) -> None:
         if not strict:
-            data = {key: value for key, value in data.items() if not is_unfilled(key, value)}
+            data = {key: value for key, value in data.items() if not self._is_unfilled(key, value)}
         fields = self.model_fields
         by_key = self._names_by_key()
         if unknown := sorted(data.keys() - by_key.keys()):
@@ -334,15 +343,6 @@ class DeepSpeedConfigModel:
 
 def setattr_unchecked(model: DeepSpeedConfigModel, name: str, value: Any) -> None:
     model.__dict__[name] = value
-
-
-# Keys for which "auto" is an ordinary value.
-_AUTO_IS_A_VALUE = ("replace_method", "cpu_products")
-
-
-def is_unfilled(key: str, value: Any) -> bool:
-    """Whether ``value`` is the "auto" that another program was to fill."""
-    return isinstance(value, str) and value == "auto" and key not in _AUTO_IS_A_VALUE
 
 
 def _dumped(value: Any, options: Mapping[str, Any]) -> Any:

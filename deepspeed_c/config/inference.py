@@ -13,7 +13,7 @@ import msgspec
 from typing_extensions import Self
 
 from deepspeed_c.config.coerce import BadValue, coerce, refusal, show
-from deepspeed_c.config.config_model import DeepSpeedConfigModel, Field, is_unfilled
+from deepspeed_c.config.config_model import DeepSpeedConfigModel, Field
 from deepspeed_c.config.keys import DTYPE_NAMES, NonNeg, Positive, acts, inherent
 from deepspeed_c.config.load import read_config
 from deepspeed_c.config.nearest import nearest
@@ -80,7 +80,7 @@ class InferenceSection(DeepSpeedConfigModel):
             path = f"{cls.place}.{key}" if cls.place else key
             if is_parked(key):
                 yield f"{path} is parked"
-            elif not strict and is_unfilled(key, value) and key in cls._names_by_key():
+            elif not strict and cls._is_unfilled(key, value) and key in cls._names_by_key():
                 default = cls.model_fields[cls._names_by_key()[key]].get_default()
                 yield f'{path} is "auto", and no other program fills it: its default {show(default)} holds'
 
@@ -98,7 +98,7 @@ class InferenceSection(DeepSpeedConfigModel):
         unknown: dict[str, Any] = {}
         for source in sources:
             for key, value in source.items():
-                if is_parked(key) or (not strict and is_unfilled(key, value)):
+                if is_parked(key) or (not strict and cls._is_unfilled(key, value)):
                     continue
                 if key not in names:
                     unknown[key] = value
@@ -374,7 +374,11 @@ class DeepSpeedInferenceConfig(InferenceSection):
     ] = 1
     replace_method: Annotated[
         str,
-        inherent("How layers to replace are found.", "layers are found by the model's family, or by injection_policy"),
+        inherent(
+            "How layers to replace are found.",
+            "layers are found by the model's family, or by injection_policy",
+            auto="value",
+        ),
     ] = "auto"
     injection_policy: Annotated[
         dict | None,
@@ -403,7 +407,8 @@ class DeepSpeedInferenceConfig(InferenceSection):
         Literal["auto", "torch"],
         acts(
             "Who multiplies 16-bit elements on a CPU. auto: until the last engine with this value is closed, kernels"
-            " that compute in fp32, if torch takes longer by half or more (processors below AVX-512). torch: torch."
+            " that compute in fp32, if torch takes longer by half or more (processors below AVX-512). torch: torch.",
+            auto="value",
         ),
     ] = "auto"
     mp_size: Annotated[Positive, acts("Old name of `tensor_parallel.tp_size`.")] = _old(1, "tensor_parallel.tp_size")
