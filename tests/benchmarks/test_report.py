@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import report, results, run
+from benchmarks.figures import FIGURES, N_MAIN
 from benchmarks.results import Origin, Result
 
 ORIGIN = Origin("0123456789abcdef", False, "2026-02-03T04:05:06+00:00", "a machine", 17)
@@ -43,8 +44,8 @@ def test_what_was_not_measured_is_shown_with_its_reason_and_its_goal(store):
     assert "Not measured: no CUDA device." in section(text, "cuda_step")
     assert "Not measured." in section(text, "cores")
     goals = section(text, "Goals")
-    assert goals.count("| not measured |") == len(report.FIGURES)
-    for figure in report.FIGURES:
+    assert goals.count("| not measured |") == len(FIGURES)
+    for figure in FIGURES:
         assert f"| {figure.what} | {figure.goal} | not measured |" in goals
 
 
@@ -78,7 +79,7 @@ def test_a_time_below_its_bound_is_flagged_in_its_row_and_at_its_goal(store):
 
 
 def test_a_missed_goal_says_why_where_a_reason_is_known(store):
-    figure = next(figure for figure in report.FIGURES if figure.why_not)
+    figure = next(figure for figure in FIGURES if figure.why_not)
     line = {**figure.chosen, f"{figure.key}_min": 1.4, figure.key: 1.5, f"{figure.key}_max": 1.6}
     store(figure.benchmark, line)
     assert report.measured(figure).is_met == f"no: {figure.why_not}"
@@ -114,7 +115,7 @@ def test_the_readme_has_the_eight_main_figures_measured_or_not(store):
     readme = f"before\n{report.README_BEGIN}\nold\n{report.README_END}\nafter\n"
     empty = report.with_figures(readme)
     assert empty.startswith("before\n") and empty.endswith("after\n") and "old" not in empty
-    assert empty.count("| not measured |") == report.N_MAIN == 8
+    assert empty.count("| not measured |") == N_MAIN == 8
     store("engine_step", {"stage": 2, "ratio_to_bound": 1.1, "ratio_to_bound_min": 1.0, "ratio_to_bound_max": 1.2})
     filled = report.with_figures(empty)
     assert "over a C pass over the same memory | <= 1.25 | 1.1 (1 to 1.2) | 0123456, 2026-02-03 |" in filled
@@ -130,8 +131,8 @@ def test_the_documents_are_what_the_results_in_the_tree_say():
 
 def test_every_figure_names_a_benchmark_and_a_goal_that_can_be_compared():
     names = {benchmark.name for benchmark in run.BENCHMARKS}
-    for figure in report.FIGURES:
+    for figure in FIGURES:
         relation, limit = figure.goal.split()
         assert relation in ("<=", ">=") and float(limit) >= 0
         assert figure.benchmark in names
-    assert len({figure.what for figure in report.FIGURES}) == len(report.FIGURES)
+    assert len({figure.what for figure in FIGURES}) == len(FIGURES)

@@ -48,6 +48,7 @@ def test_no_script_is_left_out_of_the_list():
     listed = {one.source for one in run.BENCHMARKS}
     shared = {
         "engines.py",
+        "figures.py",
         "fio.py",
         "hosts.py",
         "measure.py",
