@@ -1,7 +1,8 @@
 """Configurations, engines and training loops that tests share.
 
-A test names what is special about it, and leaves the rest to the defaults here. ``config`` writes a configuration,
-``engine_of`` makes an engine from it, ``step`` and ``train`` run it, and ``whole_weights`` reads it at any stage.
+A test names its special values, and leaves the rest to the defaults here. ``config`` writes a configuration,
+``engine_of`` makes an engine from it, ``step`` and ``train`` run it, ``update`` takes a loss, and ``whole_weights`` reads
+it at any stage.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import nn
 import deepspeed_c
 from deepspeed_c.zero import GatheredParameters
 
-__all__ = ["config", "engine_of", "loss_of", "step", "train", "whole_weights"]
+__all__ = ["config", "descend", "engine_of", "loss_of", "step", "train", "update", "whole_weights"]
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
@@ -23,17 +24,17 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 
 def config(
     stage: int | None = None,
-    optimizer: str | None = "SGD",
+    optimizer: str | dict[str, Any] | None = "SGD",
     *,
     rows: int = 1,
     accumulate: int | None = None,
     zero: dict[str, Any] | None = None,
     **sections: Any,
 ) -> dict[str, Any]:
-    """A configuration with one of our optimizers. Keys that are not asked for are left out.
+    """A configuration with an optimizer of this package. Other keys are left out, unless a test gives them.
 
-    ``stage`` and ``zero``: the section ``zero_optimization``. ``rows``: samples of a micro-batch.
-    ``accumulate``: micro-batches a step. ``sections``: further keys of the configuration, among them ``lr`` and other
+    ``stage`` and ``zero``: the section ``zero_optimization``. ``optimizer``: a type, or the whole section. ``rows``:
+    samples of a micro-batch. ``accumulate``: micro-batches a step. ``sections``: further keys of the configuration, among them ``lr`` and other
     parameters of the optimizer by ``params``.
     """
     found: dict[str, Any] = {"train_micro_batch_size_per_gpu": rows}
@@ -41,7 +42,7 @@ def config(
     if accumulate is not None:
         found["gradient_accumulation_steps"] = accumulate
     if optimizer is not None:
-        found["optimizer"] = {"type": optimizer, "params": params}
+        found["optimizer"] = optimizer if isinstance(optimizer, dict) else {"type": optimizer, "params": params}
     if stage is not None or zero:
         found["zero_optimization"] = {**({} if stage is None else {"stage": stage}), **(zero or {})}
     return {**found, **sections}
@@ -61,12 +62,24 @@ def loss_of(output: Any) -> torch.Tensor:
     return output["loss"] if isinstance(output, dict) else output.loss
 
 
-def step(engine: Any, *inputs: Any, **named: Any) -> float:
-    """Forward, backward and step with one micro-batch. Returns the loss."""
-    loss = loss_of(engine(*inputs, **named))
+def update(engine: Any, loss: torch.Tensor) -> float:
+    """Backward and step. Returns the loss."""
     engine.backward(loss)
     engine.step()
     return loss.item()
+
+
+def descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
+    """A step of plain torch, with no gradients of earlier steps. Returns the loss."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def step(engine: Any, *inputs: Any, **named: Any) -> float:
+    """Forward, backward and step with one micro-batch. Returns the loss."""
+    return update(engine, loss_of(engine(*inputs, **named)))
 
 
 def train(engine: Any, batches: Iterable[Any]) -> list[float]:

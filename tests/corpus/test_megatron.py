@@ -82,8 +82,7 @@ def test_it_trains_with_quantized_weights(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("switch", "name"),
-    [("--random-ltd", "deepspeed.runtime.data_pipeline.data_routing.helper.convert_to_random_ltd")],
+    ("switch", "name"), [("--random-ltd", "deepspeed.runtime.data_pipeline.data_routing.helper.convert_to_random_ltd")]
 )
 def test_it_stops_where_a_feature_is_used(tmp_path, switch, name):
     done = train(tmp_path, "--stage", "1", switch)
