@@ -34,8 +34,8 @@ def config(
     """A configuration with an optimizer of this package. Other keys are left out, unless a test gives them.
 
     ``stage`` and ``zero``: the section ``zero_optimization``. ``optimizer``: a type, or the whole section. ``rows``:
-    samples of a micro-batch. ``accumulate``: micro-batches a step. ``sections``: further keys of the configuration, among them ``lr`` and other
-    parameters of the optimizer by ``params``.
+    samples of a micro-batch. ``accumulate``: micro-batches a step. ``sections``: further keys of the configuration,
+    among them ``lr`` and other parameters of the optimizer by ``params``.
     """
     found: dict[str, Any] = {"train_micro_batch_size_per_gpu": rows}
     params = {"lr": sections.pop("lr", 0.1), **sections.pop("params", {})}
