@@ -1,8 +1,8 @@
 """Configurations, engines and training loops that tests share.
 
 A test names its special values, and leaves the rest to the defaults here. ``config`` writes a configuration,
-``engine_of`` makes an engine from it, ``step`` and ``train`` run it, ``update`` takes a loss, and ``whole_weights`` reads
-it at any stage.
+``engine_of`` makes an engine from it, ``step`` and ``train`` run it, ``update`` takes a loss, and ``whole_weights``
+reads it at any stage.
 """
 
 from __future__ import annotations
