@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.hf.stack import LEARNING_RATE, MICRO_BATCH, Text, forget, llama, on_ranks
+from tests.training import config
 
 STEPS = 4
 
@@ -24,18 +25,16 @@ def loader(rows=64):
 def plugin(stage, **changes):
     from accelerate import DeepSpeedPlugin
 
-    config = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": "auto",
-            "stage3_gather_16bit_weights_on_model_save": True,
-        },
-        "bf16": {"enabled": False},
-    }
-    return DeepSpeedPlugin(hf_ds_config={**config, **changes})
+    settings = config(
+        stage,
+        None,
+        rows="auto",
+        accumulate="auto",
+        zero={"reduce_bucket_size": "auto", "stage3_gather_16bit_weights_on_model_save": True},
+        gradient_clipping="auto",
+        bf16={"enabled": False},
+    )
+    return DeepSpeedPlugin(hf_ds_config={**settings, **changes})
 
 
 def accelerator(deepspeed, **kwargs):
@@ -208,12 +207,8 @@ def file_from_environment(rank, world, path):
 
 
 def test_file_from_the_environment(tmp_path):
-    config = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_clipping": 0.75,
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
-    }
-    (tmp_path / "ds.json").write_text(json.dumps(config))
+    settings = config(3, None, rows="auto", zero={"reduce_bucket_size": "auto"}, gradient_clipping=0.75)
+    (tmp_path / "ds.json").write_text(json.dumps(settings))
     found = on_ranks(2, file_from_environment, tmp_path / "ds.json")
     assert [rest for _, *rest in found] == [[3, 0.75, 2 * MICRO_BATCH]] * 2
     (held, whole), (held_there, _) = (held for held, *_ in found)

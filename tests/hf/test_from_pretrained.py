@@ -8,17 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.hf.stack import (
-    VOCAB,
-    WIDTH,
-    ds_config,
-    forget,
-    llama,
-    llama_config,
-    numbers,
-    on_ranks,
-    weights,
-)
+from tests.hf.stack import VOCAB, WIDTH, ds_config, forget, llama, llama_config, numbers, on_ranks, weights
 
 MISSING = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
 

@@ -14,6 +14,7 @@ import torch
 
 from tests.hf.stack import Text, llama, on_ranks
 from tests.ranks import run_ranks
+from tests.training import update
 
 
 def fit(rank, world, folder, stage):
@@ -64,10 +65,7 @@ def fit(rank, world, folder, stage):
             batches = batches[2:]
         losses = []
         for i, batch in enumerate(batches):
-            loss = engine(**batch).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(update(engine, engine(**batch).loss))
             if not is_resumed and i == 1:
                 engine.save_checkpoint(
                     str(folder), client_state={"epoch": 3}, tag="checkpoint", exclude_frozen_parameters=False
@@ -126,8 +124,7 @@ def files(rank, world, folder):
         "checkpoint": {"format": "deepspeed"},
     }
     engine = deepspeed.initialize(model=llama(), config=config)[0]
-    engine.backward(engine(**Text().batch(0, 2)).loss)
-    engine.step()
+    update(engine, engine(**Text().batch(0, 2)).loss)
     engine.save_checkpoint(str(folder), tag="checkpoint")
     engine.destroy()
     found = get_optim_files(str(folder / "checkpoint"))
@@ -188,8 +185,7 @@ def fabric(rank, world, folder, stage):
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("lightning") is None,
-    reason="the extra [test] is not installed: no lightning",
+    importlib.util.find_spec("lightning") is None, reason="the extra [test] is not installed: no lightning"
 )
 @pytest.mark.parametrize("stage", [2, 3])
 def test_fabric(tmp_path, stage):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.hf.stack import on_ranks
+from tests.training import config
 
 VOCAB, WIDTH, STEPS, N_BATCHES, LAYERS = 61, 32, 2, 3, 3
 LLAMA = {
@@ -52,10 +53,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {**LLAMA, **WINDOWS}),
     "qwen2 tied": ("qwen2", {**LLAMA, "tie_word_embeddings": True}),
     "gpt2": ("gpt2", {**GPT, **NO_DROPOUT}),
-    "opt": (
-        "opt",
-        {**LLAMA, "ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0, "activation_function": "relu"},
-    ),
+    "opt": ("opt", {**LLAMA, "ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0, "activation_function": "relu"}),
     "mistral": ("mistral", {**LLAMA, "sliding_window": 3}),
     "qwen3": ("qwen3", {**LLAMA, "head_dim": 8}),
     "gemma": ("gemma", {**LLAMA, "head_dim": 8}),
@@ -233,15 +231,10 @@ def plain_run(name: str, n_pipelines: int = 1) -> tuple[list[float], float, dict
 def engine_of(module: Any, stage: int = 0, **more: Any) -> Any:
     import deepspeed_c
 
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": N_BATCHES,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-        "zero_optimization": {"stage": stage},
-        **more,
-    }
-    return deepspeed_c.initialize(model=module, model_parameters=list(module.parameters()), config=config)[0]
+    settings = config(
+        stage, rows=2, params={"momentum": 0.9}, accumulate=N_BATCHES, **{"gradient_clipping": 0.0, **more}
+    )
+    return deepspeed_c.initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
 
 
 def bare(name: str) -> str:

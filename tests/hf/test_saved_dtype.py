@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import deepspeed_c
+from tests import training
 from tests.ranks import run_ranks
+from tests.training import engine_of
 
 
 def save(rank: int, world: int, stage: int, section: dict[str, Any], dtype: torch.dtype | None, folder: str) -> None:
@@ -25,13 +26,7 @@ def save(rank: int, world: int, stage: int, section: dict[str, Any], dtype: torc
         vocab_size=31,
         dtype=torch.float32,
     )
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage},
-        **section,
-    }
-    engine, *_ = deepspeed_c.initialize(model=LlamaForCausalLM(config), config=settings)
+    engine = engine_of(LlamaForCausalLM(config), training.config(stage, "AdamW", lr=1e-3, **section))
     with engine:
         engine.save_model(folder, dtype=dtype)
         assert engine.module.config.dtype == torch.float32  # the caller's configuration stays as it is

@@ -13,6 +13,7 @@ import torch
 
 import deepspeed_c
 from tests.hf.stack import VOCAB, llama, on_ranks
+from tests.training import engine_of, update
 
 STEPS, TOKENS, BATCH = 2, 13, 2
 RATE = 0.5
@@ -126,7 +127,7 @@ def train(rank: int, world: int, sp: int, cells: list[dict[str, Any]]) -> list[A
             **cell.get("config", {}),
         }
         mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", sp, BATCH)
-        engine, *_ = deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config, mpu=mpu)
+        engine = engine_of(model, config, mpu=mpu)
         # All ranks of a sequence load the same data here. Each batch therefore arrives once for each rank, and only the
         # first copy is trained on.
         data = [batches(case, i) for i in range(STEPS * gas)]
@@ -138,8 +139,7 @@ def train(rank: int, world: int, sp: int, cells: list[dict[str, Any]]) -> list[A
             for micro in range(gas):
                 batch = given[step * gas + micro]
                 outputs = engine(**batch, labels=batch["shift_labels"], use_cache=False)
-                engine.backward(WAYS[cell["way"]](outputs.loss, batch["shift_labels"]))
-                engine.step()
+                update(engine, WAYS[cell["way"]](outputs.loss, batch["shift_labels"]))
             norms.append(engine.get_global_grad_norm())
         weights = {name: deepspeed_c.utils.safe_get_full_fp32_param(p) for name, p in model.named_parameters()}
         found.append((weights, norms, engine.dp_world_size, engine.train_batch_size()))

@@ -12,12 +12,9 @@ import torch
 import deepspeed_c
 from deepspeed_c.errors import ConfigError, ModelError
 from tests.hf.stack import VOCAB, llama, on_ranks
+from tests.training import config, update
 
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    "zero_optimization": {"stage": 2},
-}
+CONFIG = config(2)
 
 
 def register(model: Any, core: str = "sdpa", **more: Any) -> Any:
@@ -65,8 +62,7 @@ def autocast_program(rank: int, world: int) -> None:
                 batch = next(iter(loader))
                 with torch.autocast("cpu", torch.bfloat16, enabled=where == "script"):
                     mine = engine(**batch, labels=batch["shift_labels"], use_cache=False).loss
-                engine.backward(mine)
-                engine.step()
+                update(engine, mine)
                 for (name, p), want in zip(engine.module.named_parameters(), plain.parameters(), strict=True):
                     off = ((before[name] - p) - want.grad).norm() / want.grad.norm()
                     assert off < 0.05, f"{attention}, {where}, {name}: moved {off} away from the plain gradient"
@@ -133,8 +129,7 @@ def lora(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
         return weight.detach() - 0.1 * weight.grad, loss.detach()
     with engine_of(model, config={**CONFIG, "gradient_clipping": 0.0}) as engine:
         loss = engine(**batch, labels=labels, shift_labels=labels).loss
-        engine.backward(loss)
-        engine.step()
+        update(engine, loss)
         return weight.detach().clone(), loss.detach()
 
 

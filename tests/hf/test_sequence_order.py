@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-import deepspeed_c
 from deepspeed_c.errors import ModelError, StateError
 from tests.hf.stack import VOCAB, llama, on_ranks
+from tests.training import engine_of
 
 TOKENS = 16
 HEADS = {"ulysses": (4, 2), "ring": (1, 1)}
@@ -34,8 +34,8 @@ def body(rank: int, world: int) -> None:
             wanted[attention] = model_of(attention)(input_ids=tokens, use_cache=False).logits
         model = model_of(attention)
         mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", world, 1)
-        engines[attention], *_ = deepspeed_c.initialize(
-            model=model, mpu=mpu, config={"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}}
+        engines[attention] = engine_of(
+            model, {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}}, mpu=mpu
         )
 
     def batch_for(engine: Any) -> dict[str, torch.Tensor]:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-import deepspeed_c
 from deepspeed_c.errors import RankMismatchError
 from deepspeed_c.sequence import SequenceCut
 from tests.deepspeed_c.zero.test_tensor_parallel import logical
 from tests.hf.stack import llama, on_ranks
 from tests.hf.test_sequence import BATCH, RATE, STEPS, batches, make_model, plain
+from tests.training import engine_of, update
 
 # (model, attention, case, stage, accumulation, clipping)
 CELLS: list[tuple[str, str, str, int, int, float]] = [
@@ -50,7 +50,7 @@ def train(rank: int, world: int, has_mpu: bool) -> list[Any]:
         if has_mpu:  # its groups are adjacent ranks, so tensor-parallel groups are not
             mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, BATCH)
             del config["sequence_parallel_size"]
-        engine = deepspeed_c.initialize(model=model, config=config, mpu=mpu)[0]
+        engine = engine_of(model, config, mpu=mpu)
         group = engine.get_sequence_parallel_group()
         data = [batches(case, i) for i in range(STEPS * gas)]
         loader = UlyssesSPDataLoaderAdapter(data, torch.distributed.get_rank(group), group, 2, engine.device)
@@ -58,8 +58,7 @@ def train(rank: int, world: int, has_mpu: bool) -> list[Any]:
         for step in range(STEPS):
             for micro in range(gas):
                 batch = given[step * gas + micro]
-                engine.backward(engine(**batch, labels=batch["shift_labels"], use_cache=False).loss)
-                engine.step()
+                update(engine, engine(**batch, labels=batch["shift_labels"], use_cache=False).loss)
             norms.append(engine.get_global_grad_norm())
         found.append((logical(engine), norms, engine.dp_world_size, engine.mp_world_size))
         engine.close()
@@ -83,7 +82,7 @@ def test_with_tensor_parallel_ranks_as_one_plain_process(has_mpu: bool) -> None:
 def cut_by_hand(rank: int, world: int, attention: str) -> list[str]:
     """Ranks whose parts have different shapes raise errors. Training continues afterwards."""
     said = []
-    with deepspeed_c.initialize(model=llama().train(), config=config_of(attention, 1, 1, 0.0))[0] as engine:
+    with engine_of(llama().train(), config_of(attention, 1, 1, 0.0)) as engine:
         for n_rows, n_tokens in ((BATCH, 6 + rank), (1 + rank, 6), (BATCH, 6)):
             cut = SequenceCut(2 * n_tokens, world, "zigzag" if attention == "ring" else "contiguous")
             tokens = torch.arange(3, 3 + 2 * n_tokens).expand(n_rows, -1)
@@ -91,8 +90,7 @@ def cut_by_hand(rank: int, world: int, attention: str) -> list[str]:
             given = {"input_ids": cut.take(tokens, rank, 1), "position_ids": cut.take(places, rank, 1)}
             labels = {"labels": given["input_ids"], "shift_labels": given["input_ids"]}
             if (n_rows, n_tokens) == (BATCH, 6) and len(said) == 2:
-                engine.backward(engine(**given, **labels, use_cache=False).loss)
-                engine.step()
+                update(engine, engine(**given, **labels, use_cache=False).loss)
                 continue
             with pytest.raises(RankMismatchError) as caught:
                 engine(**given, **labels, use_cache=False)

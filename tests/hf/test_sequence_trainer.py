@@ -40,10 +40,7 @@ def make(folder: Path, stage: int, sp: int, rows: int = 32, **changes: Any) -> A
     config["optimizer"] = {"type": "SGD", "params": {"lr": RATE}}
     handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
     parallelism = ParallelismConfig(
-        sp_backend="deepspeed",
-        sp_size=sp,
-        dp_shard_size=int(os.environ["WORLD_SIZE"]) // sp,
-        sp_handler=handler,
+        sp_backend="deepspeed", sp_size=sp, dp_shard_size=int(os.environ["WORLD_SIZE"]) // sp, sp_handler=handler
     )
     given = {
         "gradient_accumulation_steps": GAS,

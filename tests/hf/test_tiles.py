@@ -7,6 +7,7 @@ import torch
 
 from tests.hf.stack import WIDTH, Text, llama, on_ranks
 from tests.hf.test_sequence import cell, plain, train
+from tests.training import config, engine_of, update
 
 ROWS = slice(0, 3)
 
@@ -84,32 +85,25 @@ def test_a_llama_in_tiles_is_the_whole_one(kind):
 
 
 def engine_losses(rank, world, stage, tiles):
-    import deepspeed_c
 
     tiles_auto = prepare()
     model = llama()
     promised = []
     of = tiles_auto.PromisedLogits.of
     tiles_auto.PromisedLogits.of = classmethod(lambda cls, *args: promised.append(1) or of(*args))
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.2}},
-        "sequence_parallel": {"tiles": tiles, "offload_activations": True},
-        "activation_checkpointing": {"layers": "repeated"},
-        "zero_optimization": {
-            "stage": stage,
-            "stage3_param_persistence_threshold": 0,
-            "reduce_bucket_size": WIDTH * WIDTH,
-        },
-    }
-    engine = deepspeed_c.initialize(model=model, config=config)[0]
+    settings = config(
+        stage,
+        rows=2,
+        lr=0.2,
+        zero={"stage3_param_persistence_threshold": 0, "reduce_bucket_size": WIDTH * WIDTH},
+        sequence_parallel={"tiles": tiles, "offload_activations": True},
+        activation_checkpointing={"layers": "repeated"},
+    )
+    engine = engine_of(model, settings)
     losses = []
     for step in range(4):
         begin = 4 * step + 2 * rank
-        loss = engine(**Text().batch(begin, begin + 2)).loss
-        losses.append(loss.item())
-        engine.backward(loss)
-        engine.step()
+        losses.append(update(engine, engine(**Text().batch(begin, begin + 2)).loss))
     assert bool(promised) == (tiles == "auto")
     assert engine._blocks.recomputer.stash is not None
     engine.close()
@@ -169,7 +163,6 @@ def shared_by_tensor_ranks(rank, world):
     """Compares weights after steps of SGD, and logits, between tensor parallelism with a tiled loss and a plain
     process.
     """
-    import deepspeed_c
     from tests.deepspeed_c.zero.test_tensor_parallel import logical
 
     tiles_auto = prepare(n_elems=60)
@@ -187,7 +180,7 @@ def shared_by_tensor_ranks(rank, world):
             **more,
         }
         model, want = llama(tie_word_embeddings=is_tied), llama(tie_word_embeddings=is_tied).train()
-        engine = deepspeed_c.initialize(model=model, config=config)[0]
+        engine = engine_of(model, config)
         optimizer = torch.optim.SGD(want.parameters(), lr=0.2)
         del promised[:]
         for step in range(3):
@@ -204,8 +197,7 @@ def shared_by_tensor_ranks(rank, world):
                     output.loss.item(),
                     expected.item(),
                 )
-                engine.backward(output.loss)
-                engine.step()
+                update(engine, output.loss)
             optimizer.step()
             optimizer.zero_grad()
         assert len(promised) == 3 * gas
@@ -236,14 +228,9 @@ def not_shared(rank, world):
     import deepspeed_c
     from deepspeed_c.errors import ModelError
 
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.2}},
-        "sequence_parallel": {"tiles": "auto"},
-        "tensor_parallel": {"autotp_size": 2},
-    }
+    settings = config(rows=2, lr=0.2, sequence_parallel={"tiles": "auto"}, tensor_parallel={"autotp_size": 2})
     with pytest.raises(ModelError, match="LlamaModel is cut over 2 tensor-parallel ranks"):
-        deepspeed_c.initialize(model=llama().model, config=config)
+        deepspeed_c.initialize(model=llama().model, config=settings)
 
 
 def test_models_whose_loss_cannot_be_shared_are_refused_by_name():

@@ -65,9 +65,7 @@ def samples(results):
 
 
 @pytest.mark.parametrize(
-    "stage, changes",
-    [(2, {}), (3, {"dataloader_num_workers": 2})],
-    ids=["stage 2", "stage 3 with workers"],
+    "stage, changes", [(2, {}), (3, {"dataloader_num_workers": 2})], ids=["stage 2", "stage 3 with workers"]
 )
 def test_a_killed_run_resumes_on_another_number_of_ranks(tmp_path, stage, changes):
     whole = on_ranks(2, run, tmp_path / "whole", stage, False, changes)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests import training
 from tests.hf.stack import LEARNING_RATE, ds_config, forget, llama, numbers, on_ranks
 
 WORDS = ["a", "b", "c", "d", "e", "f"]
@@ -122,10 +123,7 @@ def generate(rank, world, stage):
     results = []
     for generates in (False, True):
         forget()
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 40},
-        }
+        config = training.config(stage, None, rows=2, zero={"stage3_param_persistence_threshold": 40})
         PartialState(cpu=True)
         acc = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
         model = llama()

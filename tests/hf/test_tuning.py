@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.training import config
+
 SCRIPT = """
 import deepspeed_c
 
@@ -33,19 +35,20 @@ trainer = Trainer(model=model, args=args, train_dataset=Ones())
 trainer.train()
 print(f"trained with {args.per_device_train_batch_size} x {args.gradient_accumulation_steps}")
 """
-CONFIG = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "zero_optimization": {"stage": 2},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
-    "autotuning": {
+CONFIG = config(
+    2,
+    "AdamW",
+    rows="auto",
+    lr="auto",
+    accumulate="auto",
+    train_batch_size="auto",
+    autotuning={
         "start_profile_step": 1,
         "end_profile_step": 2,
         "min_train_micro_batch_size_per_gpu": 2,
         "max_train_micro_batch_size_per_gpu": 2,
     },
-}
+)
 
 
 @pytest.mark.limit(900, reason="three processes import transformers one after the other")

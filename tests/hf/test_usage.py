@@ -13,6 +13,7 @@ import torch
 import deepspeed_c
 from tests.hf.stack import LEARNING_RATE, Text, forget, llama, on_ranks
 from tests.ranks import run_ranks
+from tests.training import config
 
 
 def detect(rank, world):
@@ -158,16 +159,10 @@ def initialize_as_accelerate(rank, world):
         given.append(optimizer)
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "steps_per_print": math.inf,
-        "zero_optimization": {"stage": 2},
-        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
-    }
+    settings = config(2, "AdamW", rows=2, lr=LEARNING_RATE, accumulate=2, steps_per_print=math.inf)
     model = llama()
     engine, optimizer, loader, schedule = deepspeed.initialize(
-        model=model, config_params=config, model_parameters=list(model.parameters()), lr_scheduler=make_schedule
+        model=model, config_params=settings, model_parameters=list(model.parameters()), lr_scheduler=make_schedule
     )
     assert type(engine) is deepspeed.DeepSpeedEngine and loader is None
     assert isinstance(optimizer, deepspeed.runtime.base_optimizer.DeepSpeedOptimizer)

@@ -7,6 +7,7 @@ import torch
 
 from tests.hf.stack import forget, on_ranks
 from tests.hf.test_from_pretrained import stage3
+from tests.training import config, engine_of, update
 
 RATE, SAMPLES = 0.05, 400
 FAMILIES = ("Wav2Vec2", "Hubert", "WavLM", "UniSpeech")
@@ -51,22 +52,15 @@ def written(rank: int, world: int, family: str, folder: str) -> dict[str, torch.
 def trained(rank: int, world: int, family: str, folder: str) -> dict[str, torch.Tensor]:
     import transformers
 
-    import deepspeed_c
     from tests.deepspeed_c.zero.traits import whole_params
 
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    }
+    settings = config(3, lr=RATE, zero={"stage3_param_persistence_threshold": 0}, gradient_clipping=0.0)
     held = stage3()
     model = getattr(transformers, f"{family}ForCTC").from_pretrained(folder).train()
-    engine = deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    engine = engine_of(model, settings)
     del held
     for step in range(2):
-        engine.backward(engine(**batch(step, rank)).loss)
-        engine.step()
+        update(engine, engine(**batch(step, rank)).loss)
     found = whole_params(model)
     engine.close()
     return found

@@ -56,10 +56,7 @@ ELEMENTS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         lambda x, bias, wide: nn.bias_dropout_residual(x, bias, wide, 0.0),
         lambda x, bias, wide: wide + (x + bias.to(x.dtype)),
     ),
-    "bias_gelu": (
-        lambda x, bias, wide: nn.bias_gelu(x, bias),
-        lambda x, bias, wide: F.gelu(x + bias.to(x.dtype)),
-    ),
+    "bias_gelu": (lambda x, bias, wide: nn.bias_gelu(x, bias), lambda x, bias, wide: F.gelu(x + bias.to(x.dtype))),
     "swiglu": (lambda x, bias, wide: nn.swiglu(x, wide), lambda x, bias, wide: F.silu(x) * wide),
     "layer_norm": (
         lambda x, bias, wide: nn.layer_norm(wide, bias, bias),

@@ -25,10 +25,7 @@ from tests.ops.data import DTYPES, SIZES, bits, normal
 from tests.ops.test_optim import HYPER, KINDS, MAKERS, SHAPES, call_step, hyper_args, make_operands
 
 DEVICE = "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 OPS = torch.ops.deepspeed_c
 SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-40, 3.4e38, 65504.0, 65520.0, 6e-8]

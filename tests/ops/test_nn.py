@@ -380,11 +380,7 @@ def test_empty_rows_answer_as_torchs(shape):
 def test_empty_tensors_of_heads_answer_as_torchs(shape):
     x = torch.ones(shape, requires_grad=True)
     angles = torch.ones(1, shape[1], shape[3] // 2)
-    for y in (
-        nn.rotary(x, angles, angles),
-        nn.masked_softmax(x),
-        nn.attention(x, x, x, causal=True),
-    ):
+    for y in (nn.rotary(x, angles, angles), nn.masked_softmax(x), nn.attention(x, x, x, causal=True)):
         (grad,) = torch.autograd.grad(y.sum(), x)
         assert y.shape == grad.shape == torch.Size(shape)
     # Without queries, no query attends to the keys.

@@ -25,6 +25,7 @@ from deepspeed_c.ops.lion import FusedLion
 from deepspeed_c.ops.muon import Muon
 from deepspeed_c.ops.sgd import FusedSGD
 from tests.ops.data import bits, normal
+from tests.training import descend
 
 SIZES = (0, 1, 255, 256, 257, 1021, 70_001)
 
@@ -356,9 +357,7 @@ def learn(data, state_dtype, steps=250):
 
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 3e-3 * (1 - 0.9 * step / steps)
-        optimizer.zero_grad()
-        loss(0, cut, 64).backward()
-        optimizer.step()
+        descend(optimizer, loss(0, cut, 64))
     with torch.no_grad():
         return float(loss(cut, len(data), 4096))
 

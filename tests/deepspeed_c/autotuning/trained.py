@@ -6,6 +6,7 @@ import sys
 import torch
 
 import deepspeed_c
+from tests.training import engine_of, step
 
 
 class Layer(torch.nn.Module):
@@ -29,13 +30,12 @@ config = args.deepspeed_config
 if args.behaviour == "own configuration":
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}}
 model = Layer(args.width)
-engine = deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+engine = engine_of(model, config)
 size = 3 if args.behaviour == "own batch" else engine.train_micro_batch_size_per_gpu()
 if args.behaviour == "fails at 2" and size == 2:
     sys.exit("no batch of 2 is wanted")
 print("error: only a word on stderr", file=sys.stderr)
 for _ in range(args.steps):
     for _ in range(engine.gradient_accumulation_steps()):
-        engine.backward(engine(torch.ones(size, args.width)))
-        engine.step()
+        step(engine, torch.ones(size, args.width))
 print(f"trained to the end, micro {args.micro}")

@@ -26,6 +26,7 @@ from deepspeed_c.zero.layout.cuts import cut_of
 from deepspeed_c.zero.layout.experts import ExpertNames
 from tests.deepspeed_c.moe.dense import Experts
 from tests.ranks import run_ranks
+from tests.training import step
 
 ROOT = Path(__file__).resolve().parents[3]
 MICRO, GAS, N_SAMPLES, WIDTH = 2, 3, 64, 6
@@ -120,8 +121,7 @@ def look_body(rank: int, world: int, grids: list[tuple[dict[str, int], int]]) ->
         with engine_of(sizes, stage) as engine:
             model, mesh, layout = engine.module, engine._mesh, engine._layout
             for _ in range(0 if "pp" in sizes else GAS):  # the first step makes states
-                engine.backward(engine(torch.arange(float(WIDTH))))
-                engine.step()
+                step(engine, torch.arange(float(WIDTH)))
             named = dict(model.named_parameters())
             numbered = ExpertNames(model)
             whole = next(p for p in named.values() if cut_of(p) is None and getattr(p, "allreduce", True))

@@ -52,10 +52,7 @@ INIT_DISTRIBUTED = (
         ("all_gather_coalesced", "output_tensors input_tensors group async_op"),
         ("log_summary", "show_straggler return_dict"),
         ("configure", "deepspeed_config enabled prof_all prof_ops verbose debug"),
-        (
-            "init_distributed",
-            INIT_DISTRIBUTED,
-        ),
+        ("init_distributed", INIT_DISTRIBUTED),
         ("new_group", "ranks timeout"),
         ("get_world_size", "group"),
         ("get_rank", "group"),

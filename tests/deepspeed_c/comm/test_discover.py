@@ -200,10 +200,7 @@ TRAINER = {
         ),
         (TRAINER, (2, 4, 0, "job-node-0-0.job", 29400, "Kubernetes (PET_*)")),
         # torchrun and our launcher in such pods
-        (
-            {**TRAINER, "PET_NPROC_PER_NODE": "2", **TORCHRUN},
-            (3, 8, 1, "node7", 1234, "environment"),
-        ),
+        ({**TRAINER, "PET_NPROC_PER_NODE": "2", **TORCHRUN}, (3, 8, 1, "node7", 1234, "environment")),
         ({**TRAINER, "PET_NNODES": "1", "PET_NODE_RANK": "0"}, (0, 1, 0, None, None, "Kubernetes (PET_*)")),
         (
             {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7"},

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import deepspeed_c
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.verdict import EXIT_CODE
 from deepspeed_c.errors import CommError
 from tests.hosts import why_no_hosts
 from tests.ranks import RanksFailed
+from tests.training import engine_of, step
 
 TIMEOUT_S = 1.5
 
@@ -54,14 +54,12 @@ def body(rank: int, world: int, folder: str, how: str, local: str) -> None:
             "reduce_bucket_size": 64,
         },
     }
-    engine = deepspeed_c.initialize(model=Branching(), config=config)[0]
+    engine = engine_of(Branching(), config)
     x = torch.ones(2, 8)
     for _ in range(2):
-        engine.backward(engine(x, True))
-        engine.step()
+        step(engine, x, True)
     if how == "branch":
-        engine.backward(engine(x, rank == 0))
-        engine.step()
+        step(engine, x, rank == 0)
     elif rank == 0:
         engine(x, True)
     else:

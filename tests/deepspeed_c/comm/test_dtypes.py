@@ -9,9 +9,9 @@ import warnings
 import pytest
 import torch
 
-import deepspeed_c
 from deepspeed_c.comm.collectives import Collectives
 from tests.hosts import why_no_hosts
+from tests.training import config, engine_of, update
 
 DTYPES = [
     torch.float64,
@@ -110,18 +110,10 @@ class Buffered(torch.nn.Module):
 def buffers_body(rank: int, world: int, stage: int) -> list[object]:
     torch.manual_seed(rank)
     model = Buffered(rank)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage},
-        "comm": {"local": "off"},
-    }
-    engine, *_ = deepspeed_c.initialize(model=model, config=config)
+    engine = engine_of(model, config(stage, "AdamW", rows=2, lr=1e-2, comm={"local": "off"}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loss = engine(torch.ones(2, 6)).square().mean()
-        engine.backward(loss)
-        engine.step()
+        update(engine, engine(torch.ones(2, 6)).square().mean())
     found = [model.places.tolist(), bits(model.codes), int(model.count)]
     engine.close()
     return found

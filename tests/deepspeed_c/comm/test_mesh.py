@@ -17,6 +17,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh, mesh_of_device_mesh
 from deepspeed_c.errors import CommError, ConfigError, FeatureError
 from tests.ranks import run_ranks
+from tests.training import engine_of, update
 
 
 class Ranks:
@@ -152,21 +153,20 @@ def interop_body(rank: int, world: int) -> None:
     pipeline = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     with pytest.raises(FeatureError, match="axis 'pp' has 2 ranks"):
         deepspeed_c.initialize(model=model, config=config, mesh_device=pipeline)
-    with deepspeed_c.initialize(model=model, config=config, mesh_param=(2, 2))[0] as engine:
+    with engine_of(model, config, mesh_param=(2, 2)) as engine:
         assert engine.dp_world_size == engine.sequence_parallel_size == 2
         assert "mesh: dp_shard 2 x sp 2" in engine.describe()
     with pytest.raises(ConfigError, match="mesh_param and mesh_device"):
         deepspeed_c.initialize(model=model, config=config, mesh_param=(4, 1), mesh_device=theirs)
-    with deepspeed_c.initialize(model=model, config=config, mesh_param=(4, 1))[0] as engine:
+    with engine_of(model, config, mesh_param=(4, 1)) as engine:
         assert engine.dp_world_size == 4 and "mesh: dp_shard 4" in engine.describe()
     # Two engines with different meshes.
     config = {**config, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 1}}
-    one = deepspeed_c.initialize(model=torch.nn.Linear(2, 2), config=config, mesh_device=theirs)[0]
-    two = deepspeed_c.initialize(model=torch.nn.Linear(2, 2), config=config)[0]
+    one = engine_of(torch.nn.Linear(2, 2), config, mesh_device=theirs)
+    two = engine_of(torch.nn.Linear(2, 2), config)
     for _ in range(2):
         for engine in (one, two):
-            engine.backward(engine(torch.ones(1, 2)).sum())
-            engine.step()
+            update(engine, engine(torch.ones(1, 2)).sum())
     assert "dp_replicate 2 x dp_shard 2" in one.describe() and "copy" in one.describe()
     two.close()
     one.close()

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import deepspeed_c
 from deepspeed_c.utils import safe_get_full_fp32_param
+from tests.training import engine_of, step
 
 __all__ = ["STEPS", "WIDTH", "WORDS", "Block", "Model", "batch_of", "close", "make_engine", "peak_of", "same", "train"]
 
@@ -86,7 +86,7 @@ def make_engine(
         config[precision] = {"enabled": True}
     elif precision == "autocast":
         config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    return deepspeed_c.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+    return engine_of(module, config)
 
 
 def batch_of(rank: int, i: int, length: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,10 +99,7 @@ def train(engine: Any, rank: int, length: Any = lambda i: 5) -> list[Any]:
     found: list[Any] = []
     for i in range(2 * STEPS):
         x, y = batch_of(rank, i, length(i))
-        loss = engine(x, y)
-        found.append(loss.item())
-        engine.backward(loss)
-        engine.step()
+        found.append(step(engine, x, y))
         if i == STEPS:
             with torch.no_grad():
                 found.append(engine.eval()(x, y).item())

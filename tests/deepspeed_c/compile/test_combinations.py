@@ -18,6 +18,7 @@ from deepspeed_c.utils import safe_get_full_fp32_param
 from tests.cells import full
 from tests.deepspeed_c.compile.models import STEPS, WIDTH, Block, Model, batch_of, close, make_engine, same, train
 from tests.ranks import run_ranks
+from tests.training import step, update
 
 
 def weights_of(engine: Any) -> list[torch.Tensor]:
@@ -50,8 +51,7 @@ def two_losses_train(engine: Any, rank: int) -> list[Any]:
         engine.backward(second)
         third = engine(*batch_of(rank, i + 70))
         engine.backward(third, retain_graph=True)
-        engine.backward(third)
-        engine.step()
+        update(engine, third)
         found += [first.item(), second.item(), third.item(), engine.get_global_grad_norm()]
     return found + weights_of(engine)
 
@@ -64,9 +64,7 @@ def tokens_train(engine: Any, rank: int) -> list[Any]:
     """Between steps the model continues a text word by word, without gradients, and is evaluated."""
     found: list[Any] = []
     for i in range(2 * STEPS):
-        loss = engine(*batch_of(rank, i))
-        engine.backward(loss)
-        engine.step()
+        step(engine, *batch_of(rank, i))
         engine.eval()
         text = batch_of(rank, i)[0][:, :1]
         with torch.no_grad():
@@ -143,8 +141,7 @@ def odd_train(engine: Any, rank: int, parts: bool = False) -> list[Any]:
     for i in range(3 * STEPS):
         engine.module.takes_some = i % 3 == 1 or (parts and rank == 0)
         loss = engine(*batch_of(rank, i))
-        engine.backward(loss)
-        engine.step()
+        update(engine, loss)
         found += [loss.item(), engine.get_global_grad_norm()]
     return found + weights_of(engine)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import deepspeed_c
+from tests.training import config, engine_of, update
 
 WIDTH, HEADS = 16, 2
 LENGTHS = (5, 5, 7, 11, 5, 13)
@@ -71,20 +71,16 @@ def graphs_body(rank: int, world: int, stage: int) -> None:
     assert alone >= 2, "graphs with gradients and without differ"
     torch._dynamo.reset()
     torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "compile": {"deepcompile": True},
-    }
+    settings = config(
+        stage, rows=2, lr=0.01, zero={"stage3_param_persistence_threshold": 0}, compile={"deepcompile": True}
+    )
     block = GptBlock()
-    with deepspeed_c.initialize(model=block, model_parameters=block.parameters(), config=config)[0] as engine:
+    with engine_of(block, settings) as engine:
         # With fullgraph a break of the graph raises.
         engine.compile(backend="eager", compile_kwargs={"fullgraph": True})
 
         def finish(loss: torch.Tensor) -> None:
-            engine.backward(loss)
-            engine.step()
+            update(engine, loss)
 
         run(engine, finish)
         n_frames = engine._compiled.backend.n_frames

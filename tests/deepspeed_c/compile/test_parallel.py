@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import deepspeed_c
 from deepspeed_c.errors import FeatureError
 from deepspeed_c.utils import safe_get_full_fp32_param
 from tests.deepspeed_c.compile.models import same
@@ -19,6 +18,7 @@ from tests.deepspeed_c.sequence import test_engine as sequences
 from tests.deepspeed_c.zero import megatron
 from tests.deepspeed_c.zero import test_tensor_parallel as by_hand
 from tests.ranks import run_ranks
+from tests.training import engine_of, update
 
 STEPS = 2
 Cell = Callable[[bool, int], list[Any]]
@@ -31,10 +31,7 @@ def run(engine: Any, compiled: bool, loss_of: Callable[[int], torch.Tensor]) -> 
         if compiled:
             engine.compile(backend="eager")
         for i in range(2 * STEPS):
-            loss = loss_of(i)
-            found.append(loss.item())
-            engine.backward(loss)
-            engine.step()
+            found.append(update(engine, loss_of(i)))
             found.append(engine.get_global_grad_norm())
         assert not compiled or engine._compiled.backend.n_frames > 0
         return found + [safe_get_full_fp32_param(p) for p in engine.module.parameters()]
@@ -61,7 +58,7 @@ def cut_by_configuration(compiled: bool, stage: int, **more: Any) -> list[Any]:
     """Of GPT-2, because its norms are one operator. The gradient of a tensor that goes to three operators is added in
     another order if two of them are in one graph."""
     config = config_of(compiled, stage, tensor_parallel={"autotp_size": 2, **more})
-    engine = deepspeed_c.initialize(model=families.make("gpt2").train(), config=config)[0]
+    engine = engine_of(families.make("gpt2").train(), config)
     return run(engine, compiled, lambda i: engine(**words_of(i, 0)).loss)
 
 
@@ -89,7 +86,7 @@ def test_the_bits_are_those_without_a_compiler(cell: Cell) -> None:
 
 def refused_body(rank: int, world: int, key: str) -> None:
     config = config_of(True, 2, tensor_parallel={"autotp_size": 2, key: True})
-    with deepspeed_c.initialize(model=families.make("llama").train(), config=config)[0] as engine:
+    with engine_of(families.make("llama").train(), config) as engine:
         with pytest.raises(FeatureError, match=f"tensor_parallel.{key} to false"):
             engine.compile(backend="eager")
         assert not engine.is_compiled and "forward" not in vars(engine.module)

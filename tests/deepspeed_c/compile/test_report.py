@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-import deepspeed_c
 from deepspeed_c.compile.report import GraphEdits, operators_of
 from deepspeed_c.logging import logger
 from tests.deepspeed_c.compile.test_engine import batch_of, make_engine, same, train
+from tests.training import config, engine_of, step
 
 WIDTH = 5
 
@@ -73,22 +73,14 @@ class Messages(logging.Handler):
 def net_engine(compiled: bool = True) -> Any:
     torch.manual_seed(0)
     module = Net()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "compile": {"deepcompile": compiled},
-    }
-    return deepspeed_c.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+    settings = config(
+        3, rows=2, lr=0.01, zero={"stage3_param_persistence_threshold": 0}, compile={"deepcompile": compiled}
+    )
+    return engine_of(module, settings)
 
 
 def losses(engine: Any, sizes: tuple[int, ...]) -> list[float]:
-    found = []
-    for n in sizes:
-        loss = engine(torch.linspace(-1, 1, n * WIDTH).view(n, WIDTH))
-        engine.backward(loss)
-        engine.step()
-        found.append(loss.item())
+    found = [step(engine, torch.linspace(-1, 1, n * WIDTH).view(n, WIDTH)) for n in sizes]
     return found
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-import deepspeed_c
 from deepspeed_c.compile.passes.contract import CAP_Z3_GATHER_RELEASE, PassContract, PassContractError
 from deepspeed_c.compile.schedule import Schedule, register_compile_pass
 from deepspeed_c.errors import ConfigError, FeatureError
 from tests.deepspeed_c.compile.models import make_engine, same, train
+from tests.training import config, engine_of, update
 
 
 def nothing(graph: Any, *_: Any) -> None:
@@ -220,21 +220,13 @@ def writing_body(rank: int, world: int) -> None:
     for is_compiled in (False, True):
         torch.manual_seed(0)
         module = Clamped()
-        config = {
-            "train_micro_batch_size_per_gpu": 7,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-            "compile": {"deepcompile": is_compiled},
-        }
-        engine, *_ = deepspeed_c.initialize(model=module, model_parameters=module.parameters(), config=config)
+        settings = config(
+            3, rows=7, zero={"stage3_param_persistence_threshold": 0}, compile={"deepcompile": is_compiled}
+        )
+        engine = engine_of(module, settings)
         if is_compiled:
             engine.compile(backend="inductor", schedule=[(0, ["zero3_compile", lambda *_: None])])
-        losses = []
-        for _ in range(3):
-            loss = engine(torch.arange(7))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+        losses = [update(engine, engine(torch.arange(7))) for _ in range(3)]
         with torch.no_grad():  # with Inductor, a graph without a backward writes itself
             losses.append(engine.eval()(torch.arange(7)).item())
         engine.close()

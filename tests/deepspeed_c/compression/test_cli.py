@@ -11,12 +11,12 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-import deepspeed_c
 from deepspeed_c.compression.cli import main as compress
 from deepspeed_c.launcher.main import main
 from tests.deepspeed_c.compression.oracle import Model, rounded
 from tests.deepspeed_c.compression.test_packed import config_of, llama
 from tests.ranks import run_ranks
+from tests.training import engine_of
 
 SAFETENSORS = pytest.importorskip("safetensors.torch")
 
@@ -68,7 +68,7 @@ def test_a_report_says_what_an_export_writes(bits: int, n_groups: int, kind: str
 
 def save(rank: int, world: int, folder: str) -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
-    engine, *_ = deepspeed_c.initialize(model=Model(), config=config)
+    engine = engine_of(Model(), config)
     engine.save_checkpoint(folder)
     engine.destroy()
 

@@ -19,6 +19,8 @@ from tests.ranks import run_ranks
 transformers = pytest.importorskip("transformers")
 from transformers.pytorch_utils import Conv1D
 
+from tests.training import config, engine_of, update
+
 
 def gpt2(**settings: Any) -> Any:
     torch.manual_seed(3)
@@ -147,12 +149,8 @@ def test_what_is_refused_changes_nothing() -> None:
 
 def sharded_body(rank: int, world: int) -> None:
     plain = convert_conv1d_to_linear(gpt2(attn_pdrop=0, embd_pdrop=0, resid_pdrop=0), Conv1D)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    }
-    with deepspeed_c.zero.Init(config_dict_or_path=config):
+    settings = config(3, "AdamW", lr=0.01, zero={"stage3_param_persistence_threshold": 0})
+    with deepspeed_c.zero.Init(config_dict_or_path=settings):
         model = gpt2(attn_pdrop=0, embd_pdrop=0, resid_pdrop=0)
     held = model.transformer.h[0].attn.c_attn.weight
     with deepspeed_c.zero.GatheredParameters(held), pytest.raises(StateError, match="outside such contexts"):
@@ -166,17 +164,14 @@ def sharded_body(rank: int, world: int) -> None:
             assert torch.equal(param, wanted), name
     losses = []
     for each in (model, plain):
-        engine = deepspeed_c.initialize(model=each, config=config)[0]
+        engine = engine_of(each, settings)
         ids = (torch.arange(11) + rank).view(1, 11)
         losses.append([])
         for _ in range(3):
-            loss = engine(ids, labels=ids).loss
-            engine.backward(loss)
-            engine.step()
-            losses[-1].append(loss.item())
+            losses[-1].append(update(engine, engine(ids, labels=ids).loss))
         engine.close()
     assert losses[0] == losses[1] and losses[0][2] < losses[0][0], losses
-    engine = deepspeed_c.initialize(model=nn.Sequential(Conv1D(5, 7)), config=config)[0]
+    engine = engine_of(nn.Sequential(Conv1D(5, 7)), settings)
     with pytest.raises(StateError, match=r"before deepspeed_c\.initialize"):
         convert_conv1d_to_linear(engine.module, Conv1D)
     assert type(engine.module[0]) is Conv1D and engine.module[0].weight.ds_shape == (7, 5)

@@ -15,6 +15,7 @@ from deepspeed_c.errors import ConfigError, StateError
 from deepspeed_c.inject.layers import LinearAllreduce, LinearLayer
 from tests.deepspeed_c.compression.oracle import Model, batch, loss_of, section
 from tests.ranks import run_ranks
+from tests.training import engine_of, update
 
 
 def whole() -> nn.Sequential:
@@ -75,13 +76,12 @@ def engines_body(rank: int, world: int) -> dict:
     ):
         config = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}, **more}
         config["compression_training"] = section(bits=8, symmetric=True, offset=2)
-        engine = deepspeed_c.initialize(model=init_compression(Model(), config), config=config)[0]
+        engine = engine_of(init_compression(Model(), config), config)
         losses = []
         while engine.compression_scheduler.training_steps < 4 and engine.global_steps < 60:
             words = batch(engine.compression_scheduler.training_steps)
             losses.append(loss_of(engine(words), words))
-            engine.backward(losses[-1])
-            engine.step()
+            update(engine, losses[-1])
         found[name] = [loss.item() for loss in losses[engine.skipped_steps :]], engine.skipped_steps
         with pytest.raises(StateError):
             init_compression(engine, config)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-import deepspeed_c
 from deepspeed_c.compression.distillation import Distillation, attention_loss, hidden_states_loss, logits_loss
 from deepspeed_c.errors import ConfigError, ModelError
 from tests.deepspeed_c.compression.oracle import Model, batch, loss_of
 from tests.ranks import run_ranks
+from tests.training import engine_of, update
 
 
 def divergence(student: torch.Tensor, teacher: torch.Tensor, temperature: float, mask: np.ndarray | None) -> float:
@@ -117,26 +117,22 @@ def teacher_body(rank: int, world: int) -> tuple[list[float], dict[str, torch.Te
     teacher = Model()
     with torch.no_grad():
         teacher.mid.weight.mul_(-1)
-    frozen = deepspeed_c.initialize(
-        model=teacher,
-        config={"train_batch_size": 4, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
-    )[0]
+    frozen = engine_of(
+        teacher, {"train_batch_size": 4, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    )
     config = {
         "train_batch_size": 4,
         "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
         "zero_optimization": {"stage": 2},
     }
-    engine = deepspeed_c.initialize(model=Model(), config=config)[0]
+    engine = engine_of(Model(), config)
     losses = []
     for step in range(3):
         words = batch(step).chunk(world)[rank]
         with torch.no_grad():
             wanted = frozen(words)
         out = engine(words)
-        loss = loss_of(out, words) + logits_loss(out, wanted, 2.0)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(update(engine, loss_of(out, words) + logits_loss(out, wanted, 2.0)))
     return losses, {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 

@@ -20,6 +20,7 @@ from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError, StateEr
 from tests.deepspeed_c.compression.oracle import batch, loss_of, rounded
 from tests.log_lines import LogLines
 from tests.ranks import run_ranks
+from tests.training import update
 
 N_STEPS, HEADS, WIDTH = 5, 4, 8
 
@@ -162,10 +163,7 @@ def train(engine, rank: int, world: int, steps: range) -> list[float]:
     losses = []
     for step in steps:
         words = batch(step).chunk(world)[rank]
-        loss = loss_of(engine(words), words)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(update(engine, loss_of(engine(words), words)))
     return losses
 
 

@@ -12,6 +12,7 @@ import deepspeed_c
 from deepspeed_c.compression.compress import init_compression, student_initialization
 from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError, StateError
 from tests.ranks import run_ranks
+from tests.training import engine_of
 
 
 class Stack(nn.Module):
@@ -117,7 +118,7 @@ def sharded_body(rank: int, world: int) -> list[str]:
         teacher, student = Stack(4), Stack(2, seed=1)
     config = {**config_of(), **base, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
     student_initialization(student, teacher, config)
-    engine = deepspeed_c.initialize(model=student, config=config)[0]
+    engine = engine_of(student, config)
     state = engine.module_state_dict()
     try:
         student_initialization(engine.module, teacher, config)

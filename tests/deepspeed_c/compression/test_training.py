@@ -14,6 +14,7 @@ from deepspeed_c.compression.compress import init_compression, redundancy_clean
 from deepspeed_c.errors import ConfigError
 from tests.deepspeed_c.compression.oracle import Model, Oracle, batch, loss_of, section
 from tests.ranks import run_ranks
+from tests.training import update
 
 TECHNIQUES = {
     "weights of 8 bits": {"bits": 8, "symmetric": True, "offset": 1},
@@ -50,10 +51,7 @@ def train(engine, rank: int, world: int, steps: range) -> list[float]:
     losses = []
     for step in steps:
         words = batch(step).chunk(world)[rank]
-        loss = loss_of(engine(words), words)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(update(engine, loss_of(engine(words), words)))
     return losses
 
 

@@ -9,7 +9,6 @@ from random import Random
 import pytest
 import torch
 
-import deepspeed_c
 from deepspeed_c.checkpoint.open import open_checkpoint
 from deepspeed_c.data import cli
 from deepspeed_c.data.history import MOST_ENTRIES, SampleHistory
@@ -17,6 +16,7 @@ from deepspeed_c.errors import CheckpointError, ConfigError, StateError
 from deepspeed_c.launcher.main import main
 from tests.deepspeed_c.data.test_loader import make as loader_of
 from tests.deepspeed_c.engine.test_data import Model, Numbers, efficiency_of, make, train
+from tests.training import engine_of
 
 
 def body(rank, world, folder, sections, load, n_steps):
@@ -137,13 +137,13 @@ def test_runs_that_nobody_takes_are_bounded():
 
 def own_body(rank, world, folder):
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
-    engine, *_ = deepspeed_c.initialize(model=Model(), config=config)
+    engine = engine_of(Model(), config)
     sampler = torch.utils.data.SequentialSampler(Numbers(9))
     engine.training_dataloader = engine.deepspeed_io(Numbers(9), data_sampler=sampler)
     train(engine, iter(engine.training_dataloader), 2)
     engine.save_checkpoint(folder + "/own")
     engine.close()
-    engine, *_ = deepspeed_c.initialize(model=Model(), config=config)
+    engine = engine_of(Model(), config)
     engine.save_checkpoint(folder + "/none")
     engine.close()
 

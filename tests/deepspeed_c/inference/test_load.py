@@ -24,6 +24,7 @@ from deepspeed_c.inference.load import load_checkpoint, save_mp_checkpoint
 from deepspeed_c.logging import logger
 from tests.deepspeed_c.inject.families import feed, make
 from tests.ranks import run_ranks
+from tests.training import config, engine_of
 
 PRELOAD = "tests.deepspeed_c.inject.preload"
 FAMILIES = ("llama_tied_shared", "gpt2", "bloom", "opt", "mixtral", "t5", "gptj", "deepseek_v3")
@@ -124,13 +125,7 @@ def write_forms(folder: Path) -> list[Any]:
 
 def save_engine(rank: int, world: int, folder: str) -> None:
     """Weights in bf16 with masters in fp32, of an engine that shards them."""
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 3},
-    }
-    with deepspeed_c.initialize(model=make("gpt2"), config=config)[0] as engine:
+    with engine_of(make("gpt2"), config(3, "Adam", lr=1e-3, bf16={"enabled": True})) as engine:
         engine.save_checkpoint(folder, "step")
 
 

@@ -48,11 +48,7 @@ def stream_families(rank: int, world: int, kind: str, folder: str, tp: int) -> l
         plain, model = make(family).eval(), on_meta(family)
         zero = zero_of(kind, folder, reduce_bucket_size=3001)
         with deepspeed_c.init_inference(
-            model,
-            checkpoint=f"{folder}/{family}",
-            dtype=torch.float32,
-            zero=zero,
-            tensor_parallel={"tp_size": tp},
+            model, checkpoint=f"{folder}/{family}", dtype=torch.float32, zero=zero, tensor_parallel={"tp_size": tp}
         ) as engine:
             is_whole_here = world // tp == 1 and kind != "nvme"
             sharded = [p for p in model.parameters() if not is_whole_here and state_of(p).persists is False]

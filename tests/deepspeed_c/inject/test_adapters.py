@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-import deepspeed_c
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.parallel import TensorParallel
 from deepspeed_c.errors import ModelError
 from deepspeed_c.inject import cut_model
 from tests.deepspeed_c.inject.families import VOCAB, feed, make
 from tests.ranks import run_ranks
+from tests.training import config, descend, engine_of, update
 
 PRELOAD = "tests.deepspeed_c.inject.preload"
 STEPS, LR = 3, 0.3
@@ -57,13 +57,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 def plain(family: str, options: dict[str, Any]) -> tuple[torch.nn.Module, list[float]]:
     model = adapt(family, options)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(**batch(step)).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = [descend(optimizer, model(**batch(step)).loss) for step in range(STEPS)]
     return model, losses
 
 
@@ -78,13 +72,8 @@ def body(rank: int, world: int, case: str, folder: str) -> list[tuple]:
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
             "tensor_parallel": {"autotp_size": world},
         }
-        with deepspeed_c.initialize(model=adapt(family, options), config=config)[0] as engine:
-            losses = []
-            for step in range(STEPS):
-                loss = engine(**batch(step)).loss
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.item())
+        with engine_of(adapt(family, options), config) as engine:
+            losses = [update(engine, engine(**batch(step)).loss) for step in range(STEPS)]
             cut = {name for name, p in engine.module.named_parameters() if getattr(p, "tp_cut", None) is not None}
             state = engine._consolidated_16bit_state_dict()
             if stage == 3:
@@ -168,8 +157,8 @@ def refuse(rank: int, world: int) -> dict[str, tuple[str, bool]]:
         "own tokens": (LoraConfig(**lora, target_modules=["q_proj"]), {"sequence_parallel_norms": True}),
     }  # fmt: skip
     found = {}
-    for name, (config, more) in ways.items():
-        model = get_peft_model(make("llama"), config)
+    for name, (adapter, more) in ways.items():
+        model = get_peft_model(make("llama"), adapter)
         before = copy.deepcopy(model.state_dict())
         kinds = [type(module) for module in model.modules()]
         try:
@@ -212,12 +201,7 @@ def drop(rank: int, world: int, recompute: bool) -> tuple:
     options = {"r": 3, "target_modules": "all-linear", "lora_dropout": 0.5, "init_lora_weights": False}
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options)).train()
     model.config._attn_implementation = "eager"
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "tensor_parallel": {"autotp_size": world},
-    }
-    with deepspeed_c.initialize(model=model, config=config)[0] as engine:
+    with engine_of(model, config(rows=2, lr=LR, tensor_parallel={"autotp_size": world})) as engine:
         masks: dict[str, bytes] = {}
         for name, module in engine.module.named_modules():
             if isinstance(module, (WholeDropout, PartDropout)):
@@ -228,8 +212,7 @@ def drop(rank: int, world: int, recompute: bool) -> tuple:
         torch.manual_seed(5)
         for step in range(2):  # the step refuses ranks whose uncut factors differ
             loss = engine(**batch(step)).loss
-            engine.backward(loss)
-            engine.step()
+            update(engine, loss)
         whole = {n: p.detach().numpy().tobytes() for n, p in model.named_parameters() if not p.tensor_model_parallel}
         return masks, torch.rand(3).tolist(), loss.item(), whole
 

@@ -10,6 +10,7 @@ from deepspeed_c.errors import CommError, ConfigError, DeepSpeedCError, ModelErr
 from tests.deepspeed_c.inject.families import make
 from tests.deepspeed_c.zero.megatron import Mpu
 from tests.ranks import run_ranks
+from tests.training import engine_of
 
 BASE = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
 ROW = {"patterns": [r".*\.o_proj\.weight"], "partition_type": "row"}
@@ -74,7 +75,7 @@ def ask_for_a_cut_head(rank: int, world: int, name: str) -> tuple[str, bool]:
         section["partition_config"] = {"layer_specs": [spec], "use_default_specs": True}
     before = {key: value.clone() for key, value in model.state_dict().items()}
     try:
-        engine, *_ = deepspeed_c.initialize(model=model, config={**BASE, "tensor_parallel": section})
+        engine = engine_of(model, {**BASE, "tensor_parallel": section})
     except ModelError as error:
         same = all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
         return str(error), same

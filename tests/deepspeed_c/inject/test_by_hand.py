@@ -11,12 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed_c.errors import ModelError
-from deepspeed_c.inject.by_hand import (
-    EmbeddingLayer,
-    fused_LinearLayer,
-    is_autotp_training_mode,
-    set_autotp_mode,
-)
+from deepspeed_c.inject.by_hand import EmbeddingLayer, fused_LinearLayer, is_autotp_training_mode, set_autotp_mode
 from tests.deepspeed_c.inject.families import make
 from tests.ranks import run_ranks
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import deepspeed_c
 from tests.deepspeed_c.inject.families import VOCAB, make
 from tests.deepspeed_c.zero.test_tensor_parallel import logical
 from tests.ranks import run_ranks
+from tests.training import engine_of, update
 
 STEPS = 2
 
@@ -46,9 +46,7 @@ def plain(family: str, n_data: int, steps: int = STEPS):
 def train(engine, first: int = 0) -> list[float]:
     norms = []
     for step in range(first, first + STEPS):
-        loss = engine(**batch(step, engine._mesh.index("dp_replicate", "dp_shard"))).loss
-        engine.backward(loss)
-        engine.step()
+        update(engine, engine(**batch(step, engine._mesh.index("dp_replicate", "dp_shard"))).loss)
         norms.append(engine.get_global_grad_norm())
     return norms
 
@@ -57,10 +55,10 @@ def body(rank: int, world: int, n_tp: int, family: str, stages: list[int], folde
     found = []
     for stage in stages:
         config = make_config(n_tp, stage)
-        with deepspeed_c.initialize(model=make(family).train(), config=config)[0] as engine:
+        with engine_of(make(family).train(), config) as engine:
             norms = train(engine)
             found.append((logical(engine), norms))
-    with deepspeed_c.initialize(model=make(family).train(), config=config)[0] as engine:
+    with engine_of(make(family).train(), config) as engine:
         train(engine)
         engine.save_checkpoint(folder, "t")
         engine.save_model(folder + "/hf")
@@ -71,7 +69,7 @@ def load_body(rank: int, world: int, family: str, folder: str):
     import transformers
 
     read = transformers.AutoModelForCausalLM.from_pretrained(folder + "/hf")
-    with deepspeed_c.initialize(model=make(family).train(), config=make_config(1, 0))[0] as engine:
+    with engine_of(make(family).train(), make_config(1, 0)) as engine:
         engine.load_checkpoint(folder)
         weights = logical(engine)
         assert all(torch.equal(weights[name], p.detach()) for name, p in read.named_parameters())
@@ -110,7 +108,7 @@ def drop_body(rank: int, world: int, stage: int, recompute: dict, folder: str):
         for layer in model.model.layers:
             layer.self_attn.attention_dropout = 0.4
         torch.manual_seed(seed)
-        with deepspeed_c.initialize(model=model, config={**make_config(2, stage), **recompute})[0] as engine:
+        with engine_of(model, {**make_config(2, stage), **recompute}) as engine:
             if seed == 5:
                 norms = train(engine)
                 engine.save_checkpoint(folder, "t")

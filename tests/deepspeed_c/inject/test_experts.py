@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import deepspeed_c
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.parallel import PartitionConfig, TensorParallel
 from deepspeed_c.errors import ModelError
@@ -14,6 +13,7 @@ from deepspeed_c.inject.styles import expert_cuts
 from tests.deepspeed_c.inject.families import feed, make
 from tests.deepspeed_c.zero.test_tensor_parallel import logical
 from tests.ranks import run_ranks
+from tests.training import descend, engine_of, update
 
 PRELOAD = "tests.deepspeed_c.inject.preload"
 STEPS, LR = 3, 0.3
@@ -22,13 +22,7 @@ STEPS, LR = 3, 0.3
 def trained(model: torch.nn.Module) -> tuple[torch.nn.Module, list[float]]:
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(**feed("gpt_oss")).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = [descend(optimizer, model(**feed("gpt_oss")).loss) for _ in range(STEPS)]
     return model, losses
 
 
@@ -54,12 +48,9 @@ def steps(rank: int, world: int, family: str, stages: list[int]) -> list[tuple]:
             "tensor_parallel": {"autotp_size": world},
         }
         losses = []
-        with deepspeed_c.initialize(model=with_values(family).train(), config=config)[0] as engine:
+        with engine_of(with_values(family).train(), config) as engine:
             for _ in range(STEPS):
-                loss = engine(**feed("gpt_oss")).loss
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.item())
+                losses.append(update(engine, engine(**feed("gpt_oss")).loss))
             found.append((logical(engine), losses))
     return found
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import deepspeed_c
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.parallel import PartitionConfig, TensorParallel
 from deepspeed_c.errors import ConfigError, ModelError, StateError
@@ -20,6 +19,7 @@ from deepspeed_c.inject.kernels import inject_kernels, kernels_as_asked, revert_
 from tests.deepspeed_c.inject.families import FAMILIES, PLANNED, feed, make
 from tests.deepspeed_c.inject.test_families import logits_of
 from tests.ranks import run_ranks
+from tests.training import descend, engine_of, update
 
 PRELOAD = "tests.deepspeed_c.inject.preload"
 # The families whose modules must be swapped, besides norms; and families with similar modules that must stay.
@@ -315,14 +315,9 @@ def train(rank: int, world: int, stage: int, tp: int) -> list[float]:
         "tensor_parallel": {"autotp_size": tp, "replace_with_kernel_inject": True},
     }
     model = make("llama").train()
-    engine, *_ = deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine = engine_of(model, config)
     assert sum("forward" in vars(module) for module in model.modules()) == 11
-    losses = []
-    for _ in range(4):
-        loss = engine(**feed("llama")).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    losses = [update(engine, engine(**feed("llama")).loss) for _ in range(4)]
     return losses
 
 
@@ -330,11 +325,7 @@ def plain_losses() -> list[float]:
     model, losses = make("llama").train(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     for _ in range(4):
-        loss = model(**feed("llama")).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(descend(optimizer, model(**feed("llama")).loss))
     return losses
 
 

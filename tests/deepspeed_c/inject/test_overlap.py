@@ -15,6 +15,7 @@ from tests.cells import full
 from tests.deepspeed_c.inject.families import VOCAB, make
 from tests.deepspeed_c.zero.test_tensor_parallel import logical
 from tests.ranks import run_ranks
+from tests.training import engine_of, update
 
 STEPS = 2
 SHAPES = ((2, 9), (3, 10), (1, 7))  # (samples, tokens): not all are divisible by 2 or by the ranks
@@ -54,13 +55,11 @@ def body(rank: int, world: int, family: str, cells: list[dict]):
         cell = dict(cell)
         more = cell.pop("more", {})
         config = {**make_config(autotp_size=world, **cell), **more}
-        with deepspeed_c.initialize(model=make(family).train(), config=config)[0] as engine:
+        with engine_of(make(family).train(), config) as engine:
             norms = []
             for step in range(STEPS):
                 for shape in SHAPES:
-                    loss = engine(**batch(step, shape)).loss
-                    engine.backward(loss)
-                    engine.step()
+                    update(engine, engine(**batch(step, shape)).loss)
                     norms.append(engine.get_global_grad_norm())
             found.append((logical(engine), norms))
     return found
@@ -131,14 +130,13 @@ def order_body(rank: int, world: int, section: dict, more: dict):
         return weights(ctx, grad)
 
     config = {**make_config(autotp_size=world, **section), **more}
-    with deepspeed_c.initialize(model=make("llama").train(), config=config)[0] as engine:
+    with engine_of(make("llama").train(), config) as engine:
         exchange.sum_start, exchange.wait, exchange.sum_ = started, waited, summed
         overlap._Weights.backward = staticmethod(computed)
         try:
             loss = engine(**batch(0, (2, 9))).loss
             forward, events[:] = list(events), []
-            engine.backward(loss)
-            engine.step()
+            update(engine, loss)
         finally:
             exchange.sum_start, exchange.wait, exchange.sum_ = start, wait, sum_
             overlap._Weights.backward = staticmethod(weights)
@@ -163,9 +161,7 @@ def test_halves_run_in_turn_and_sums_travel_under_the_weights_gradients() -> Non
 
 def bytes_body(rank: int, world: int, section: dict, shapes: list[tuple[int, int]]):
     found = []
-    with deepspeed_c.initialize(model=make("llama").train(), config=make_config(autotp_size=world, **section))[
-        0
-    ] as engine:
+    with engine_of(make("llama").train(), make_config(autotp_size=world, **section)) as engine:
         ledger = engine._mesh.along("tp").ledger
         for step, shape in enumerate([(2, 9), *shapes]):  # in the first step ranks also compare their data
             before = {op: total.n_bytes for op, total in ledger.totals.items()}
@@ -202,12 +198,9 @@ def drop_body(rank: int, world: int, recompute: dict):
             module.p = 0.3
     torch.manual_seed(5)
     norms = []
-    with deepspeed_c.initialize(model=model, config={**make_config(autotp_size=world, **BOTH), **recompute})[
-        0
-    ] as engine:
+    with engine_of(model, {**make_config(autotp_size=world, **BOTH), **recompute}) as engine:
         for step in range(STEPS):
-            engine.backward(engine(**batch(step, (2, 9))).loss)
-            engine.step()
+            update(engine, engine(**batch(step, (2, 9))).loss)
             norms.append(engine.get_global_grad_norm())
         return norms, torch.rand(3).tolist()
 
@@ -228,7 +221,7 @@ def refusal_body(rank: int, world: int) -> None:
     with pytest.raises(ModelError, match=r"layers\.1\.mlp: it has layers of another kind"):
         deepspeed_c.initialize(model=model, config=make_config(**section))
     assert not any(hasattr(param, "tp_cut") for param in model.parameters())
-    with deepspeed_c.initialize(model=model, config=make_config(autotp_size=world, **NORMS))[0] as engine:
+    with engine_of(model, make_config(autotp_size=world, **NORMS)) as engine:
         with pytest.raises(StateError, match="own tokens of hidden states"):
             engine(**batch(0, (2, 9)), output_hidden_states=True)
         engine.eval()
@@ -236,7 +229,7 @@ def refusal_body(rank: int, world: int) -> None:
             hidden = engine(**batch(0, (2, 9)), output_hidden_states=True).hidden_states
         assert hidden[-1].shape == (2, 9, 48)
     again = {**make_config(autotp_size=world, **NORMS), **AGAIN}
-    with deepspeed_c.initialize(model=make("llama").train(), config=again)[0] as engine:
+    with engine_of(make("llama").train(), again) as engine:
         first = engine(**batch(0, (2, 9))).loss
         engine(**batch(0, (2, 12)))
         with pytest.raises(StateError, match=r"tokens are here, and the last forward began with \[6, 6\]"):
@@ -252,7 +245,7 @@ def cache_body(rank: int, world: int):
     found = []
     for section in ({}, OVERLAP):
         model = make("llama").train()
-        with deepspeed_c.initialize(model=model, config=make_config(autotp_size=world, **section))[0] as engine:
+        with engine_of(model, make_config(autotp_size=world, **section)) as engine:
             output = engine(**batch(0, (3, 10)), use_cache=True)
             found.append([(layer.keys.detach(), layer.values.detach()) for layer in output.past_key_values.layers])
     return found
@@ -325,12 +318,9 @@ def variant_body(rank: int, world: int, section: dict, kind: str):
     elif kind == "accumulated":
         more = {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
     losses = []
-    with deepspeed_c.initialize(model=model, config={**make_config(autotp_size=world, **section), **more})[0] as engine:
+    with engine_of(model, {**make_config(autotp_size=world, **section), **more}) as engine:
         for step in range(4):
-            loss = engine(**batch(step, (2, 9))).loss
-            losses.append(loss.item())
-            engine.backward(loss)
-            engine.step()
+            losses.append(update(engine, engine(**batch(step, (2, 9))).loss))
         return losses, {name: value.clone() for name, value in engine.module_state_dict().items()}
 
 

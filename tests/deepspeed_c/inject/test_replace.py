@@ -23,6 +23,7 @@ from deepspeed_c.inject.replace import (
 )
 from deepspeed_c.ops.transformer import DeepSpeedTransformerLayer
 from tests.deepspeed_c.inject.families import VOCAB, make
+from tests.training import descend
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -90,9 +91,7 @@ def test_layers_are_replaced_train_and_come_back(name: str) -> None:
     for run in (reference, model):  # each makes three steps of plain SGD
         optimizer = torch.optim.SGD(run.parameters(), lr=0.1)
         for _ in range(3):
-            optimizer.zero_grad()
-            run(**data).loss.backward()
-            optimizer.step()
+            descend(optimizer, run(**data).loss)
     revert_transformer_layer(kind, model, model.config)
     after, wanted = model.state_dict(), reference.state_dict()
     assert list(after) == list(wanted) and type(model.get_submodule(_first(model, kind))) is kind

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-import deepspeed_c
 from deepspeed_c.errors import BackwardError
 from tests.deepspeed_c.inject.families import feed, make
 from tests.deepspeed_c.sequence.test_engine import batch, config_of, make_engine, part
 from tests.ranks import run_ranks
+from tests.training import config, engine_of
 
 
 def penalised(rank: int, world: int, way: str) -> tuple[str, str]:
@@ -19,12 +19,8 @@ def penalised(rank: int, world: int, way: str) -> tuple[str, str]:
         x = x.requires_grad_()
         loss = engine(x, labels=labels)["loss"]
     else:
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "tensor_parallel": {"autotp_size": world, "tp_overlap_comm": way == "overlap"},
-        }
-        engine = deepspeed_c.initialize(model=make("llama").train(), config=config)[0]
+        settings = config(rows=2, tensor_parallel={"autotp_size": world, "tp_overlap_comm": way == "overlap"})
+        engine = engine_of(make("llama").train(), settings)
         given = feed("llama")
         x = torch.randn(*given["input_ids"].shape, 48, generator=torch.Generator().manual_seed(1)).requires_grad_()
         loss = engine(inputs_embeds=x, labels=given["labels"]).loss

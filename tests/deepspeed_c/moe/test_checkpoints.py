@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import deepspeed_c
 from deepspeed_c.checkpoint.open import open_checkpoint
 from deepspeed_c.checkpoint.source import Read
 from deepspeed_c.errors import FeatureError, ModelError, StateError
@@ -18,6 +17,7 @@ from deepspeed_c.zero.layout.experts import ExpertNames
 from tests.deepspeed_c.moe.dense import Model, batch, fill
 from tests.deepspeed_c.moe.test_zero import N_EXPERTS, config_of, fill_engine, whole_params
 from tests.ranks import run_ranks
+from tests.training import engine_of, update
 
 
 def states_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -32,11 +32,10 @@ def states_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def save_body(rank: int, world: int, folder: str, sizes: tuple[int, int], stage: int, extra: dict[str, Any]):
     model = Model(N_EXPERTS, sizes)
-    with deepspeed_c.initialize(model=model, config=config_of(stage, 1, "AdamW", extra))[0] as engine:
+    with engine_of(model, config_of(stage, 1, "AdamW", extra)) as engine:
         fill_engine(engine)
         for step in range(2):
-            engine.backward(engine(*batch(step, 0, rank)))
-            engine.step()
+            update(engine, engine(*batch(step, 0, rank)))
         engine.save_checkpoint(folder, tag="saved")
         return states_of(model)
 
@@ -45,7 +44,7 @@ def load_body(rank: int, world: int, folder: str, cells: list[tuple]) -> list[di
     found = []
     for sizes, stage, extra in cells:
         model = Model(N_EXPERTS, sizes)
-        with deepspeed_c.initialize(model=model, config=config_of(stage, 1, "AdamW", extra))[0] as engine:
+        with engine_of(model, config_of(stage, 1, "AdamW", extra)) as engine:
             path, _ = engine.load_checkpoint(folder, tag="saved")
             assert path is not None
             found.append(states_of(model))
@@ -94,7 +93,7 @@ def test_a_checkpoint_says_how_experts_were_spread(tmp_path: Path) -> None:
 def whole_body(rank: int, world: int, folder: str, stage: int) -> dict[str, Any]:
     model = Model(N_EXPERTS, (2, 1))
     config = config_of(stage, 1, "AdamW", {"zero": {"stage3_gather_16bit_weights_on_model_save": True}})
-    with deepspeed_c.initialize(model=model, config=config)[0] as engine:
+    with engine_of(model, config) as engine:
         fill_engine(engine)
         engine.save_16bit_model(folder, "whole.bin")
         engine.save_model(folder + "/model")
@@ -122,7 +121,7 @@ LACKING = "first.experts.deepspeed_experts.3.2.bias"  # of rank 1
 
 def load_plain_body(rank: int, world: int, state: dict[str, torch.Tensor], stage: int) -> list[Any]:
     model = Model(N_EXPERTS, (2, 2))
-    with deepspeed_c.initialize(model=model, config=config_of(stage, 1, "AdamW", {}))[0] as engine:
+    with engine_of(model, config_of(stage, 1, "AdamW", {})) as engine:
         before = whole_params(model)
         lacking = {name: value for name, value in state.items() if name != LACKING}
         with pytest.raises(StateError) as caught:
@@ -147,7 +146,7 @@ def test_a_plain_state_dict_gives_each_rank_its_own_experts(stage: int) -> None:
 
 def load_experts_body(rank: int, world: int, folder: str) -> dict[str, Any]:
     model = Model(N_EXPERTS, (2, 1))
-    with deepspeed_c.initialize(model=model, config=config_of(1, 1, "AdamW", {}))[0] as engine:
+    with engine_of(model, config_of(1, 1, "AdamW", {})) as engine:
         state: dict[str, Any] = {"other": 1}
         engine.load_moe_state_dict(folder, "saved", state, old_moe_load=False, model=model)
         with pytest.raises(ModelError, match="a model is needed"):

@@ -131,10 +131,7 @@ def test_ledger_has_each_way_with_exact_rows(k):
     for rank, (entries, counts) in enumerate(found):
         row = 4 * HIDDEN
         n_out, n_in = sum(counts), sum(other[rank] for _, other in found)
-        wanted = [
-            (COUNTS, 8 * N_EXPERTS),
-            *zip(WAYS, [n_out * row, n_in * row, n_out * row, n_in * row], strict=True),
-        ]
+        wanted = [(COUNTS, 8 * N_EXPERTS), *zip(WAYS, [n_out * row, n_in * row, n_out * row, n_in * row], strict=True)]
         assert [entry[1:] for entry in entries] == wanted, (rank, entries, wanted)
         assert {entry[0] for entry in entries} == {"all-to-all"} and n_out == 12 * k
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-import deepspeed_c
 from deepspeed_c.moe.layer import MoE
 from deepspeed_c.utils import safe_get_full_fp32_param
 from deepspeed_c.zero.layout.experts import ExpertNames
 from tests.ranks import run_ranks
+from tests.training import config, engine_of, update
 
 HIDDEN, N_EXPERTS, STEPS, ROWS, LR = 8, 4, 3, 13, 0.4
 CLOSE = {"rtol": 5e-5, "atol": 5e-6}
@@ -57,14 +57,13 @@ def batch(step: int, micro: int, rank: int, rows: int) -> tuple[torch.Tensor, to
 
 
 def config_of(stage: int, gas: int, extra: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": gas,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **extra,
-    }
+    return config(
+        stage,
+        lr=LR,
+        accumulate=gas,
+        zero={"stage3_param_persistence_threshold": 0},
+        **{"gradient_clipping": 0.5, **extra},
+    )
 
 
 def run_body(rank: int, world: int, cells: list[tuple]) -> list[Any]:
@@ -72,14 +71,13 @@ def run_body(rank: int, world: int, cells: list[tuple]) -> list[Any]:
     whole = fill(Net(1, 1, use_residual=True))
     for ep, k, stage, gas, options, extra in cells:
         model = Net(ep, k, **options)
-        with deepspeed_c.initialize(model=model, config=config_of(stage, gas, extra))[0] as engine:
+        with engine_of(model, config_of(stage, gas, extra)) as engine:
             engine.load_module_state_dict({n: whole[n] for n in Net(1, 1, **options).state_dict()})
             norms, to = [], next(model.parameters()).dtype
             for step in range(STEPS):
                 for micro in range(gas):
                     x, y = batch(step, micro, rank, ROWS)
-                    engine.backward(engine(x.to(to), y))
-                    engine.step()
+                    update(engine, engine(x.to(to), y))
                 norms.append(float(engine.get_global_grad_norm()))
             load = engine.expert_load()
             numbered = ExpertNames(model)
@@ -169,13 +167,12 @@ def test_bf16_has_the_same_bits_for_any_number_of_expert_ranks(stage: int) -> No
 def diverging_body(rank: int, world: int, stage: int) -> float:
     """Rank 1 has no token for half of the layers' experts, and then no token at all."""
     model = Net(2, 1, drop_tokens=False)
-    with deepspeed_c.initialize(model=model, config=config_of(stage, 1, {}))[0] as engine:
+    with engine_of(model, config_of(stage, 1, {})) as engine:
         for step in range(3):
             x, y = batch(step, 0, rank, ROWS)
             used = torch.ones(ROWS) if rank == 0 or step == 0 else torch.zeros(ROWS)
             loss = engine(x, y, used)
-            engine.backward(loss)
-            engine.step()
+            update(engine, loss)
         return loss.item()
 
 

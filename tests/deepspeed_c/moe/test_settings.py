@@ -20,6 +20,7 @@ from deepspeed_c.utils import groups, safe_get_full_fp32_param
 from deepspeed_c.zero.layout.experts import ExpertNames
 from tests.deepspeed_c.moe.test_oracle import ALL, DROP, HIDDEN, ROWS, STEPS, Net, batch, config_of, fill
 from tests.ranks import run_ranks
+from tests.training import engine_of, update
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 0.02}}}
@@ -82,11 +83,10 @@ def body(rank: int, world: int, ep: int, folder: str, names: list[str]) -> list[
             zero = {"offload_optimizer": place, "offload_param": {**place, "max_in_cpu": 0}}
         config = config_of(stage, 1, extra)
         config["zero_optimization"].update(zero)
-        with deepspeed_c.initialize(model=model, config=config)[0] as engine:
+        with engine_of(model, config) as engine:
             engine.load_module_state_dict(fill(whole))
             for step in range(STEPS):
-                engine.backward(engine(*batch(step, 0, rank, ROWS)))
-                engine.step()
+                update(engine, engine(*batch(step, 0, rank, ROWS)))
             numbered = ExpertNames(model)
             params = {}
             for own, param in model.named_parameters():
@@ -127,15 +127,12 @@ def noisy_body(rank: int, world: int, ep: int, folder: str, resumes: bool) -> li
     model = Net(ep, 1, **options)
     torch.manual_seed(100 + rank if not resumes else 7)
     losses = []
-    with deepspeed_c.initialize(model=model, config=config_of(1, 1, ADAMW))[0] as engine:
+    with engine_of(model, config_of(1, 1, ADAMW)) as engine:
         engine.load_module_state_dict(fill(Net(1, 1, **options)))
         if resumes:
             assert engine.load_checkpoint(folder, tag="two")[0] is not None
         for step in range(2 if resumes else 0, 4):
-            loss = engine(*batch(step, 0, rank, ROWS))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(update(engine, engine(*batch(step, 0, rank, ROWS))))
             if step == 1:
                 engine.save_checkpoint(folder, tag="two")
     return losses
@@ -153,15 +150,12 @@ def recomputing_body(rank: int, world: int, layers: str | None) -> tuple[list[fl
     model, gated = Net(2, 2, **DROP), []
     model.first.deepspeed_moe.gate.register_forward_pre_hook(lambda module, args: gated.append(1))
     extra = {**ADAMW, **({} if layers is None else {"activation_checkpointing": {"layers": layers}})}
-    with deepspeed_c.initialize(model=model, config=config_of(3, 1, extra))[0] as engine:
+    with engine_of(model, config_of(3, 1, extra)) as engine:
         engine.load_module_state_dict(fill(Net(1, 2, **DROP)))
         ledger = model.first.deepspeed_moe._ranks.ledger
         losses, begin = [], ledger.last
         for step in range(3):
-            loss = engine(*batch(step, 0, rank, ROWS))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(update(engine, engine(*batch(step, 0, rank, ROWS))))
         entries = ledger.recent(ledger.last - begin)
         return (
             losses,
@@ -203,7 +197,7 @@ def pipeline_body(rank: int, world: int, ep: int, experts_at: tuple[int, ...], f
 
     losses = []
     config = {**config_of(1, 2, ADAMW), "train_micro_batch_size_per_gpu": ROWS}
-    with deepspeed_c.initialize(model=module, config=config)[0] as engine:
+    with engine_of(module, config) as engine:
         data = samples()
         for step in range(4):
             losses.append(float(engine.train_batch(data)))
@@ -226,7 +220,7 @@ def test_experts_in_stages_of_a_pipeline(tmp_path: Path, experts_at: tuple[int, 
 
 
 def attributes_body(rank: int, world: int) -> list[Any]:
-    with deepspeed_c.initialize(model=Net(2, 1, **ALL), config=config_of(1, 1, ADAMW))[0] as engine:
+    with engine_of(Net(2, 1, **ALL), config_of(1, 1, ADAMW)) as engine:
         found = [engine.has_moe_layers, engine.num_experts, len(engine.gate_modules), len(engine.moe_layers)]
         return [*found, sorted(engine.expert_parallel_group), sorted(engine.expert_data_parallel_group)]
 
@@ -240,12 +234,11 @@ def mesh_body(rank: int, world: int, sizes: dict[str, int], ep: int, stage: int)
     model = Net(ep, 2, **ALL)
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     extra = {**ADAMW, "sequence_parallel": {"loss": "part"}} if "sp" in sizes else ADAMW
-    with deepspeed_c.initialize(model=model, config=config_of(stage, 1, extra), mesh_device=mesh)[0] as engine:
+    with engine_of(model, config_of(stage, 1, extra), mesh_device=mesh) as engine:
         engine.load_module_state_dict(fill(Net(1, 2, **ALL)))
         place = rank // sizes["tp"] if "tp" in sizes else rank
         for step in range(STEPS):
-            engine.backward(engine(*batch(step, 0, place, ROWS)))
-            engine.step()
+            update(engine, engine(*batch(step, 0, place, ROWS)))
         numbered = ExpertNames(model)
         return {numbered.logical(n): safe_get_full_fp32_param(p).clone() for n, p in model.named_parameters()}
 
@@ -270,9 +263,8 @@ def test_experts_beside_other_axes(sizes: dict[str, int], stage: int) -> None:
 def across_sequences_body(rank: int, world: int) -> tuple[list[int], list[int]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "sp"))
     extra = {**ADAMW, "sequence_parallel": {"loss": "part"}}
-    with deepspeed_c.initialize(model=Net(4, 1, **ALL), config=config_of(1, 1, extra), mesh_device=mesh)[0] as engine:
-        engine.backward(engine(*batch(0, 0, rank, ROWS)))
-        engine.step()
+    with engine_of(Net(4, 1, **ALL), config_of(1, 1, extra), mesh_device=mesh) as engine:
+        update(engine, engine(*batch(0, 0, rank, ROWS)))
         return groups._get_expert_parallel_group_ranks("ep_size_4"), groups._get_expert_data_parallel_group_ranks(
             "ep_size_4"
         )

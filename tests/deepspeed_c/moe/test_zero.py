@@ -15,6 +15,7 @@ from deepspeed_c.utils import groups, safe_get_full_fp32_param, safe_get_full_gr
 from deepspeed_c.zero.layout.experts import ExpertNames
 from tests.deepspeed_c.moe.dense import DenseMoE, Model, batch, fill
 from tests.ranks import run_ranks
+from tests.training import engine_of, update
 
 STEPS, N_EXPERTS, CLIP = 3, 4, 0.3
 CLOSE = {"rtol": 3e-5, "atol": 3e-6}
@@ -44,14 +45,13 @@ def engine_run(
     extra = dict(extra)
     with deepspeed_c.zero.Init() if extra.pop("init", False) else nullcontext():
         model = Model(N_EXPERTS, sizes, k)
-    engine, *_ = deepspeed_c.initialize(model=model, config=config_of(stage, gas, optimizer, extra))
+    engine = engine_of(model, config_of(stage, gas, optimizer, extra))
     with engine:
         fill_engine(engine)
         norms = []
         for step in range(STEPS):
             for micro in range(gas):
-                engine.backward(engine(*batch(step, micro, rank)))
-                engine.step()
+                update(engine, engine(*batch(step, micro, rank)))
             norms.append(float(engine.get_global_grad_norm()))
         return norms, whole_params(model)
 
@@ -130,7 +130,7 @@ def test_training_equals_one_process_with_all_experts(world: int) -> None:
 def groups_body(rank: int, world: int, data_first: bool) -> dict[str, Any]:
     model = Model(N_EXPERTS, (2, 4))
     config = config_of(1, 1, "SGD", {"use_data_before_expert_parallelism": data_first})
-    with deepspeed_c.initialize(model=model, config=config)[0]:
+    with engine_of(model, config):
         return {
             name: (
                 groups._get_expert_parallel_group_ranks(name),
@@ -185,7 +185,7 @@ def test_experts_that_fit_no_ranks_are_refused() -> None:
 
 def gradients_body(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
     model = Model(N_EXPERTS, (2, 2))
-    engine, *_ = deepspeed_c.initialize(model=model, config=config_of(2, 1, "SGD", {}))
+    engine = engine_of(model, config_of(2, 1, "SGD", {}))
     with engine:
         fill_engine(engine)
         engine.backward(engine(*batch(0, 0, rank)))

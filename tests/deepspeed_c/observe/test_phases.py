@@ -14,6 +14,7 @@ from deepspeed_c.comm.observed import listen, stop_listening
 from deepspeed_c.observe.phases import Phases
 from tests.deepspeed_c.profile.test_timers import Clock
 from tests.ranks import run_ranks
+from tests.training import update
 from tests.waits import joined
 
 CPU = torch.device("cpu")
@@ -226,8 +227,7 @@ def engine_body(rank: int, world: int, stage: int) -> None:
         for step in range(3):
             for _ in range(2):
                 inputs, _ = next(batches)
-                engine.backward(engine(inputs).square().mean())
-                engine.step()
+                update(engine, engine(inputs).square().mean())
             found, now = engine.get_wall_clock_timers(), next(ticks)
             total = sum(found[phase] for phase in ("data", "forward", "backward", "step", "other"))
             print(f"stage {stage}, rank {rank}, step {step}: {now - 1 - last} s, phases {total / 1e3} s")

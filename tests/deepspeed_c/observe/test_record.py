@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-import deepspeed_c
 from deepspeed_c.engine.inputs import count_tokens
 from deepspeed_c.observe.record import Event, SampleRate, StepRecord
 from deepspeed_c.pipe.module import LayerSpec, PipelineModule
 from tests.log_lines import LogLines
 from tests.ranks import run_ranks
+from tests.training import config, engine_of, update
 
 KNOWN = StepRecord(step=3, samples=24, skipped_steps=1, lr=[0.1, 0.2], momentum=[(0.9, 0.999), 0.5])
 
@@ -114,15 +114,16 @@ def plain(world: int) -> list[tuple[float, float]]:
 
 def numbers_body(rank: int, world: int, stage: int, by_caller: bool, extra: dict) -> None:
     torch.manual_seed(0)
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": MICRO,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.01}},
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage},
-        **extra,
-    }
-    with deepspeed_c.initialize(model=Model(), config=config)[0] as engine:
+    settings = config(
+        stage,
+        "AdamW",
+        rows=3,
+        lr=0.05,
+        params={"weight_decay": 0.01},
+        accumulate=MICRO,
+        **{"gradient_clipping": 0.0, **extra},
+    )
+    with engine_of(Model(), settings) as engine:
         for step, (loss, norm) in enumerate(plain(world)):
             for micro in range(MICRO):
                 value = engine(ids(step, micro, rank))
@@ -152,12 +153,11 @@ def test_numbers_under_a_loss_scale() -> None:
 
 def unscaled_body(rank: int, world: int) -> None:
     config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    with deepspeed_c.initialize(model=Model(), config=config)[0] as engine:
+    with engine_of(Model(), config) as engine:
         engine(ids(0, 0, rank)).backward()
         engine.step()
         assert engine._record().loss is None, "nobody has shown the loss to the engine"
-        engine.backward(engine(ids(1, 0, rank)))
-        engine.step()
+        update(engine, engine(ids(1, 0, rank)))
         assert engine._record().loss is not None
 
 
@@ -169,13 +169,8 @@ def pipeline_body(rank: int, world: int) -> list[str]:
     torch.manual_seed(0)
     layers = [LayerSpec(torch.nn.Embedding, 13, 8), LayerSpec(torch.nn.Linear, 8, 1)]
     module = PipelineModule(layers, num_stages=2, loss_fn=lambda outputs, labels: outputs.square().mean())
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": MICRO,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
-        "wall_clock_breakdown": True,
-    }
-    with LogLines() as log, deepspeed_c.initialize(model=module, config=config)[0] as engine:
+    settings = config(None, "AdamW", rows=3, lr=0.05, accumulate=MICRO, wall_clock_breakdown=True)
+    with LogLines() as log, engine_of(module, settings) as engine:
         batches = [(ids(0, micro, 0), torch.zeros(1)) for micro in range(MICRO)]
         loss = engine.train_batch(iter(batches))
         record, found = engine._record(), engine.get_wall_clock_timers()
@@ -202,12 +197,11 @@ def monitored_body(rank: int, world: int, folder: str) -> None:
         "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"},
     }
     torch.manual_seed(0)
-    with deepspeed_c.initialize(model=Model(), config=config)[0] as engine:
+    with engine_of(Model(), config) as engine:
         assert engine.monitor.enabled
         for step in range(STEPS):
             for micro in range(MICRO):
-                engine.backward(engine(ids(step, micro, rank)))
-                engine.step()
+                update(engine, engine(ids(step, micro, rank)))
 
 
 def test_monitors_get_each_steps_numbers_once(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.cuts import cut_of
 from tests.cells import cells
 from tests.ranks import run_ranks
+from tests.training import config
 
 VOCABULARY, HEAD, N_HEADS, N_HIDDEN, STEPS = 23, 4, 5, 7, 3
 WIDTH = HEAD * N_HEADS
@@ -83,19 +84,11 @@ SPECS = [
 
 
 def config_of(n: int, stage: int = 0, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": n,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}},
-        "zero_optimization": {"stage": stage},
-        "tensor_parallel": {
-            "autotp_size": TP,
-            "tp": {"tp_grain_size": HEAD},
-            "partition_config": {"use_default_specs": False, "layer_specs": SPECS},
-        },
-        **more,
-    }
+    specs = {"use_default_specs": False, "layer_specs": SPECS}
+    cut = {"autotp_size": TP, "tp": {"tp_grain_size": HEAD}, "partition_config": specs}
+    params = {"weight_decay": 0.1, "eps": 1e-4}
+    given = {"gradient_clipping": 0.5, "tensor_parallel": cut, **more}
+    return config(stage, "AdamW", rows=2, lr=1e-2, params=params, accumulate=n, **given)
 
 
 def batches_of(step: int, n: int = N_MICRO) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -233,10 +226,7 @@ def test_too_few_micro_batches_for_a_schedule_are_refused() -> None:
 
 CELLS = {
     f"{schedule}, stage {stage}": (schedule, stage, {}) for schedule in ("1f1b", "zb_h1", "zb_v") for stage in (0, 1, 2)
-} | {
-    "overlap": ("zb_h1", 1, {"tp_overlap_comm": True}),
-    "recomputed": ("1f1b", 1, {}),
-}
+} | {"overlap": ("zb_h1", 1, {"tp_overlap_comm": True}), "recomputed": ("1f1b", 1, {})}
 
 
 def train_cells(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-import deepspeed_c
 from deepspeed_c.errors import BackwardError, BatchSizeError, StageError, StateError
 from deepspeed_c.pipe import PipelineModule
 from tests.deepspeed_c.pipe.models import layers, loss_fn, micro_batches, module_of
 from tests.deepspeed_c.pipe.test_engine import SCHEDULES, STEPS, check, config_of, plain_run
 from tests.ranks import run_ranks
+from tests.training import engine_of
 
 N = 5
 
@@ -74,7 +74,7 @@ def run_batches(world: int, stages: int, options: dict[str, Any], faults: list[t
 
     net = PipelineModule(specs, num_stages=stages, loss_fn=loss, base_seed=0, seed_layers=True,
                          seed_fn=lambda seed: torch.manual_seed(1234 + seed // 2), **options)  # fmt: skip
-    engine, *_ = deepspeed_c.initialize(model=net, model_parameters=list(net.parameters()), config=config_of(N))
+    engine = engine_of(net, config_of(N))
     data_rank = net.mpu().get_data_parallel_rank()
     is_bad = data_rank == world // stages - 1
     texts, causes = [], []
@@ -146,7 +146,7 @@ def broken_data(n: int) -> Any:
 
 def data_body(rank: int, world: int) -> Any:
     net = module_of(world)
-    engine, *_ = deepspeed_c.initialize(model=net, model_parameters=list(net.parameters()), config=config_of(2))
+    engine = engine_of(net, config_of(2))
     texts = []
     with engine:
         for sizes in (1, 1), (2, 3), (2, 0):
@@ -180,7 +180,7 @@ def test_data_of_other_sizes_are_refused_on_all_ranks():
 def sizeless_body(rank: int, world: int) -> float:
     net = PipelineModule([lambda _: torch.ones(3), torch.nn.Linear(3, 1), torch.nn.Linear(1, 1)], num_stages=world,
                          loss_fn=lambda x, _: x.sum(), partition_method=[0, 2, 3])  # fmt: skip
-    engine, *_ = deepspeed_c.initialize(model=net, model_parameters=list(net.parameters()), config=config_of(3))
+    engine = engine_of(net, config_of(3))
     with engine:
         return float(engine.train_batch(iter([(None, None), ("text", None), (torch.tensor(7), None)])))
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-import deepspeed_c
 from deepspeed_c.checkpoint.open import open_checkpoint
 from tests.deepspeed_c.pipe.models import micro_batches, module_of
 from tests.deepspeed_c.pipe.test_engine import config_of
 from tests.ranks import run_ranks
+from tests.training import engine_of
 
 N = 4
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
@@ -24,9 +24,7 @@ def go_on(
     them."""
     net = module_of(stages, **options)
     n = N // (world // stages)
-    engine, *_ = deepspeed_c.initialize(
-        model=net, model_parameters=net.parameters(), config=config_of(n, **ADAM, zero_optimization={"stage": zero})
-    )
+    engine = engine_of(net, config_of(n, **ADAM, zero_optimization={"stage": zero}))
     with engine:
         if first:
             engine.load_checkpoint(folder)
@@ -96,7 +94,7 @@ def plain_load(rank: int, world: int, folder: str) -> tuple[list[str], list[str]
 
     layers = torch.nn.Sequential(torch.nn.Identity(), *(Block(WIDTH) for _ in range(6)), torch.nn.LayerNorm(WIDTH))
     layers.tied_modules = torch.nn.ModuleDict({"embed": torch.nn.Embedding(VOCABULARY, WIDTH)})
-    engine, *_ = deepspeed_c.initialize(model=layers, config=config_of(1, **ADAM))
+    engine = engine_of(layers, config_of(1, **ADAM))
     with engine:
         engine.load_checkpoint(folder, tag="two")
         return float(layers[1].up.weight.double().sum()), float(layers.tied_modules["embed"].weight.double().sum())

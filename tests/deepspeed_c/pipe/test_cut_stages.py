@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-import deepspeed_c
 from deepspeed_c.inject.layers import LinearAllreduce, LinearLayer
 from deepspeed_c.inject.ranks import MOST_ENTERED
 from deepspeed_c.pipe import LayerSpec, PipelineModule, PipelineParallelGrid
 from deepspeed_c.pipe.topology import PipeModelDataParallelTopology
 from tests.ranks import run_ranks
+from tests.training import config, engine_of
 
 WIDTH, N_HIDDEN, N, STEPS = 5, 7, 3, 4
 
@@ -85,13 +85,7 @@ def train(rank: int, world: int, first_of_second: int, schedule: str) -> tuple[l
         partition_method=[0, first_of_second, 6],
         schedule=schedule,
     )
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": N,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
-    engine, *_ = deepspeed_c.initialize(model=net, model_parameters=list(net.parameters()), config=config)
+    engine = engine_of(net, config(rows=2, accumulate=N, gradient_clipping=0.0))
     columns = [module for module in net.modules() if isinstance(module, Up)]
     losses, alive = [], []
     with engine:

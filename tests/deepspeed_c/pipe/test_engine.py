@@ -16,19 +16,14 @@ from deepspeed_c.pipe import LayerSpec, PipelineModule
 from deepspeed_c.recompute.budget import Budget
 from tests.deepspeed_c.pipe.models import N_BLOCKS, Block, Plain, loss_fn, micro_batches, module_of
 from tests.ranks import run_ranks
+from tests.training import config, engine_of
 
 STEPS = 3
 SCHEDULES = {"1f1b": {}, "gpipe": {}, "interleaved": {"virtual_stages": 2}, "zb_h1": {}, "zb_v": {}, "dualpipe_v": {}}
 
 
 def config_of(n_micro_batches: int, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": n_micro_batches,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-        **more,
-    }
+    return config(rows=2, params={"momentum": 0.9}, accumulate=n_micro_batches, **{"gradient_clipping": 0.0, **more})
 
 
 def plain_run(n_pipelines: int, n: int, *, clip: float = 0.0, tied: bool = True) -> tuple[list[float], dict[str, Any]]:
@@ -50,9 +45,7 @@ def plain_run(n_pipelines: int, n: int, *, clip: float = 0.0, tied: bool = True)
 
 def train(rank: int, world: int, stages: int, n: int, config: dict[str, Any], options: dict[str, Any]) -> Any:
     net = module_of(stages, **options)
-    engine, *_ = deepspeed_c.initialize(
-        model=net, model_parameters=[p for p in net.parameters() if p.requires_grad], config=config
-    )
+    engine = engine_of(net, config, model_parameters=[p for p in net.parameters() if p.requires_grad])
     data_rank = net.mpu().get_data_parallel_rank()
     with engine:
         losses = [float(engine.train_batch(iter(micro_batches(step, data_rank, n)))) for step in range(STEPS)]
@@ -106,7 +99,7 @@ def count_forwards_body(rank: int, world: int, schedule: str) -> Any:
         if isinstance(module, Block):
             module.norm.register_forward_hook(lambda *_, name=name: calls.update({name: calls.get(name, 0) + 1}))
     config = config_of(3, activation_checkpointing={"layers": "auto"})
-    engine, *_ = deepspeed_c.initialize(model=net, model_parameters=list(net.parameters()), config=config)
+    engine = engine_of(net, config)
     with engine:
         engine.train_batch(iter(micro_batches(0, 0, 3)))
     alone = PipelineModule([nn.Linear(2, 2), nn.Tanh(), LayerSpec(nn.Linear, 2, 3)], num_stages=2)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-import deepspeed_c
 from deepspeed_c.errors import ConfigError, ModelError
 from deepspeed_c.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from tests.deepspeed_c.pipe.models import VOCABULARY, WIDTH, loss_fn, micro_batches, module_of
 from tests.deepspeed_c.pipe.test_engine import config_of
 from tests.deepspeed_c.pipe.test_values import float_batches, many_layers
 from tests.ranks import run_ranks
+from tests.training import engine_of
 
 UNIT_S = 0.02
 HEAVY = 20
@@ -121,7 +121,7 @@ def nested(rank: int, world: int) -> list[list[int]]:
                          partition_method="profile", example_input=float_batches(0)[0][0])  # fmt: skip
     ids = torch.zeros(1, 1, dtype=torch.int64)
     tied = module_of(world, partition_method="Profile", example_input=(ids,))
-    with deepspeed_c.initialize(model=tied, model_parameters=tied.parameters(), config=config_of(2))[0] as engine:
+    with engine_of(tied, config_of(2)) as engine:
         engine.train_batch(iter(micro_batches(0, 0, 2)))
     return [net.partitions(), tied.partitions()]
 

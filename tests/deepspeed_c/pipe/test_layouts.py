@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-import deepspeed_c
 from deepspeed_c.errors import BatchSizeError
 from deepspeed_c.pipe import LayerSpec, PipelineModule
 from tests.ranks import run_ranks
+from tests.training import config, engine_of
 
 WIDTH, N, SAMPLES, TOKENS = 5, 3, 2, 7
 
@@ -43,13 +43,7 @@ def loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def train(rank: int, world: int) -> tuple[list[float], str]:
     specs: list[Any] = [swap, *(LayerSpec(Recurrent) for _ in range(4))]
     net = PipelineModule(specs, num_stages=2, loss_fn=loss_fn, seed_layers=True)
-    config = {
-        "train_micro_batch_size_per_gpu": SAMPLES,
-        "gradient_accumulation_steps": N,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
-    engine, *_ = deepspeed_c.initialize(model=net, model_parameters=list(net.parameters()), config=config)
+    engine = engine_of(net, config(rows=SAMPLES, accumulate=N, gradient_clipping=0.0))
     with engine:
         with pytest.raises(BatchSizeError) as caught:
             engine.train_batch((swap(x), y) for x, y in batches_of(0))

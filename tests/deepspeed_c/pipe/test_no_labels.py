@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import deepspeed_c
 from deepspeed_c.errors import NonFiniteLossError
 from tests.deepspeed_c.pipe.models import Plain, loss_fn, micro_batches, module_of
 from tests.ranks import run_ranks
+from tests.training import config, engine_of
 
 N = 3
 # (data-parallel rank, micro-batch) without labels.
@@ -29,14 +29,7 @@ def config_of(dtype: str) -> dict[str, Any]:
     section = {} if dtype == "fp32" else {dtype: {"enabled": True}}
     if dtype == "fp16":
         section["fp16"]["initial_scale_power"] = 8
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": N,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 1},
-        **section,
-    }
+    return config(1, rows=2, accumulate=N, **{"gradient_clipping": 0.0, **section})
 
 
 def batches_of(step: int, data_rank: int, empty: set[tuple[int, int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -52,7 +45,7 @@ def train(rank: int, world: int, dtype: str, is_pipeline: bool) -> dict[str, Any
     for what, empty in EMPTY.items():
         net = module_of(2) if is_pipeline else Plain()
         config = config_of(dtype)
-        engine, *_ = deepspeed_c.initialize(model=net, model_parameters=list(net.parameters()), config=config)
+        engine = engine_of(net, config)
         mine = rank % 2 if not is_pipeline else engine.grid.get_data_parallel_rank()
 
         def step(number: int, empty: set[tuple[int, int]]) -> float:
@@ -99,7 +92,7 @@ def train_parts(rank: int, world: int, empty: int) -> list[tuple[float, float]]:
     """(eval_batch, train_batch) of sequences of 6 tokens over two ranks. Their first ``empty`` labels do not count."""
     net = module_of(2)
     config = config_of("fp32") | {"sequence_parallel_size": 2}
-    engine, *_ = deepspeed_c.initialize(model=net, model_parameters=list(net.parameters()), config=config)
+    engine = engine_of(net, config)
     place = rank % 2
     found = []
     with engine:
@@ -139,7 +132,7 @@ def test_a_rank_whose_part_of_a_sequence_has_no_label_adds_nothing(empty: int) -
 def train_empty_parts(rank: int, world: int) -> tuple[str, bool]:
     net = module_of(2)
     config = config_of("fp32") | {"sequence_parallel_size": 2}
-    engine, *_ = deepspeed_c.initialize(model=net, model_parameters=list(net.parameters()), config=config)
+    engine = engine_of(net, config)
     with engine:
         before = [p.detach().clone() for p in net.parameters()]
         try:
@@ -155,7 +148,7 @@ def test_sequences_without_any_label_are_an_error_as_without_a_cut() -> None:
 
 def evaluate(rank: int, world: int) -> tuple[float, list[float] | None]:
     net = module_of(2)
-    engine, *_ = deepspeed_c.initialize(model=net, model_parameters=list(net.parameters()), config=config_of("fp32"))
+    engine = engine_of(net, config_of("fp32"))
     with engine:
         batches = batches_of(0, engine.grid.get_data_parallel_rank(), EMPTY["one"])
         mean = float(engine.eval_batch(iter(batches)))

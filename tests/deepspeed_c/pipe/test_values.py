@@ -19,11 +19,12 @@ from deepspeed_c.pipe.link import RemoteLink, _Form, _pickle_form
 from tests.deepspeed_c.pipe.models import WIDTH, Block, Plain, loss_fn, micro_batches, module_of
 from tests.deepspeed_c.pipe.test_engine import config_of
 from tests.ranks import run_ranks
+from tests.training import descend, engine_of
 
 
 def build(stages: int, config: dict[str, Any], **options: Any) -> Any:
     net = module_of(stages, **options)
-    return deepspeed_c.initialize(model=net, model_parameters=net.parameters(), config=config)[0]
+    return engine_of(net, config)
 
 
 def train_bf16(rank: int, world: int, schedule: str, dtype: str) -> tuple[list[float], int]:
@@ -122,7 +123,7 @@ def float_batches(step: int) -> list[tuple[Any, Any]]:
 
 def train_many(rank: int, world: int, schedule: str) -> list[float]:
     net = PipelineModule(many_layers(), num_stages=world, loss_fn=squares, seed_layers=True, schedule=schedule)
-    engine, *_ = deepspeed_c.initialize(model=net, model_parameters=net.parameters(), config=config_of(len(SHAPES)))
+    engine = engine_of(net, config_of(len(SHAPES)))
     with engine:
         return [float(engine.train_batch(iter(float_batches(step)))) for step in range(3)]
 
@@ -217,7 +218,7 @@ def train_shared(rank: int, world: int) -> tuple[list[float], list[str]]:
     both = nn.Linear(WIDTH, WIDTH)
     layers = [both, *(Block(WIDTH) for _ in range(3)), both]
     net = PipelineModule(layers, num_stages=world, loss_fn=squares)
-    engine, *_ = deepspeed_c.initialize(model=net, model_parameters=net.parameters(), config=config_of(len(SHAPES)))
+    engine = engine_of(net, config_of(len(SHAPES)))
     with engine:
         losses = [float(engine.train_batch(iter(float_batches(step)))) for step in range(3)]
         return losses, [name for name, _ in net.named_parameters()]
@@ -228,13 +229,9 @@ def test_a_module_in_two_places_is_tied():
     both = nn.Linear(WIDTH, WIDTH)
     model = nn.Sequential(both, *(Block(WIDTH) for _ in range(3)), both)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    expected = []
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = sum(squares(model(x), y) for x, y in float_batches(step)) / len(SHAPES)
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
+    expected = [
+        descend(optimizer, sum(squares(model(x), y) for x, y in float_batches(step)) / len(SHAPES)) for step in range(3)
+    ]
     outcomes = run_ranks(2, train_shared)
     for losses, names in outcomes:
         assert losses == pytest.approx(expected, rel=1e-5)

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import deepspeed_c
 from deepspeed_c.errors import StageError
 from deepspeed_c.pipe import PipelineModule
 from deepspeed_c.pipe.writable import copied, writable
 from tests.deepspeed_c.pipe.models import micro_batches, module_of
 from tests.deepspeed_c.pipe.test_engine import SCHEDULES, config_of
 from tests.ranks import run_ranks
+from tests.training import engine_of
 
 WIDTH, STEPS, N = 6, 2, 4
 
@@ -104,7 +104,7 @@ def train(rank: int, world: int, how: str, schedule: str, limit: int | None) -> 
                          partition_method=cut, **RECOMPUTED[how], **more)  # fmt: skip
     config = config_of(N, **({"pipeline": {"activation_bytes_limit": limit}} if limit else {}))
     config["train_micro_batch_size_per_gpu"] = 2
-    engine, *_ = deepspeed_c.initialize(model=net, model_parameters=net.parameters(), config=config)
+    engine = engine_of(net, config)
     data = batches()  # the same tensors in each step
     with engine:
         losses = [float(engine.train_batch(iter(data))) for _ in range(STEPS)]
@@ -144,7 +144,7 @@ def token_body(rank: int, world: int) -> str:
     """Numbers of words have no gradient: with a reentrant function the embedding would never be trained."""
     reentrant = partial(checkpoint, use_reentrant=True)
     net = module_of(1, activation_checkpoint_interval=1, activation_checkpoint_func=reentrant)
-    engine, *_ = deepspeed_c.initialize(model=net, model_parameters=net.parameters(), config=config_of(N))
+    engine = engine_of(net, config_of(N))
     with engine, pytest.raises(StageError) as caught:
         engine.train_batch(iter(micro_batches(0, 0, N)))
     return str(caught.value)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-import deepspeed_c
 from deepspeed_c.logging import logger
 from deepspeed_c.profile.flops import FlopsProfiler
 from tests.ranks import run_ranks
+from tests.training import engine_of
 
 B, D, N_STEPS = 3, 12, 4
 
@@ -54,7 +54,7 @@ def make_engine(stage=0, **sections):
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "flops_profiler": {"enabled": True, "profile_step": 2},
     }
-    return deepspeed_c.initialize(model=make_model(), config={**config, **sections})[0]
+    return engine_of(make_model(), {**config, **sections})
 
 
 def inputs(step, rank=0):

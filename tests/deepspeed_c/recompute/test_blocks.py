@@ -29,6 +29,7 @@ from deepspeed_c.recompute.blocks import Blocks, find_blocks
 from deepspeed_c.zero import GatheredParameters
 from tests.cells import cells
 from tests.deepspeed_c.zero.megatron import Mpu
+from tests.training import config, engine_of, update, whole_weights
 
 WIDTH, LAYERS, STEPS, ROWS, LR = 13, 4, 3, 3, 0.05
 
@@ -237,15 +238,13 @@ def test_partitioned_over_tensor_parallel_ranks(run_ranks: Callable, name: str, 
 
 
 def no_room_body(rank: int, world: int, folder: str) -> str:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "activation_checkpointing": {"layers": "auto", "offload": {"device": "nvme", "nvme_path": folder}},
-    }
+    settings = config(
+        lr=LR, activation_checkpointing={"layers": "auto", "offload": {"device": "nvme", "nvme_path": folder}}
+    )
     model, room = make_model(), SimpleNamespace(f_bavail=1000 if rank else 1 << 40, f_frsize=1)
     try:
         with mock.patch.object(os, "fstatvfs", lambda descriptor: room):
-            deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)
+            deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=settings)
     except ConfigError as error:
         return str(error)
     return ""
@@ -257,20 +256,18 @@ def test_a_device_that_one_rank_finds_full_is_an_error_on_all(run_ranks: Callabl
 
 
 def profile_body(rank: int, world: int, folder: str) -> list[str]:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "steps_per_print": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "activation_checkpointing": {"layers": "auto", "profile": True, "profile_path": folder, "offload": FILES},
-    }
+    settings = config(
+        lr=LR,
+        steps_per_print=2,
+        activation_checkpointing={"layers": "auto", "profile": True, "profile_path": folder, "offload": FILES},
+    )
     model, said = make_model(), []
     original = engine_module.log_dist
     engine_module.log_dist = lambda text, **more: said.append(text)
     try:
-        with deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0] as engine:
+        with engine_of(model, settings) as engine:
             for step in range(4):
-                engine.backward(engine(batch(step, rank)))
-                engine.step()
+                update(engine, engine(batch(step, rank)))
     finally:
         engine_module.log_dist = original
     return [text for text in said if text.startswith("recomputed layers")]
@@ -296,23 +293,17 @@ def saved_body(rank: int, world: int, stage: int, section: dict) -> int:
     """The bytes that autograd saves in one forward, without weights."""
     model, saved = make_model(), []
     weights = {id(p) for p in model.parameters()}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "activation_checkpointing": section,
-    }
+    settings = config(stage, lr=LR, zero={"stage3_param_persistence_threshold": 0}, activation_checkpointing=section)
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in weights and tensor.shape[-1] in (WIDTH, 29) and tensor.shape[0] == 50:
             saved.append(tensor.nbytes)
         return tensor.detach()
 
-    with deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0] as engine:
+    with engine_of(model, settings) as engine:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = engine(torch.randn(50, WIDTH))
-        engine.backward(loss)
-        engine.step()
+        update(engine, loss)
     return sum(saved)
 
 
@@ -365,14 +356,10 @@ def calls_body(rank: int, world: int, stage: int, section: dict) -> tuple[list[f
         },
         "activation_checkpointing": section,
     }
-    with deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0] as engine:
+    with engine_of(model, config) as engine:
         for step in range(STEPS):
-            loss = engine(batch(step, rank))
-            losses.append(loss.item())
-            engine.backward(loss)
-            engine.step()
-        with GatheredParameters(list(model.parameters())):
-            weights = [p.detach().clone() for p in model.parameters()]
+            losses.append(update(engine, engine(batch(step, rank))))
+        weights = list(whole_weights(model).values())
     return losses, weights
 
 
@@ -434,14 +421,10 @@ def penalty_body(rank: int, world: int, stage: int) -> tuple[list[float], list[t
         },
         "activation_checkpointing": {"layers": "auto"},
     }
-    with deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0] as engine:
+    with engine_of(model, config) as engine:
         for step in range(STEPS):
-            loss = penalized(engine, batch(step, rank))
-            losses.append(loss.item())
-            engine.backward(loss)
-            engine.step()
-        with GatheredParameters(list(model.parameters())):
-            weights = [p.detach().clone() for p in model.parameters()]
+            losses.append(update(engine, penalized(engine, batch(step, rank))))
+        weights = list(whole_weights(model).values())
     return losses, weights
 
 
@@ -469,11 +452,10 @@ def engines_body(rank: int, world: int) -> list[int]:
     models = [make_model() for _ in range(2)]
     base = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": LR}}}
     sections = [{"activation_checkpointing": {"layers": "auto"}}, {}]
-    engines = [deepspeed_c.initialize(model=m, config={**base, **s})[0] for m, s in zip(models, sections)]
+    engines = [engine_of(m, {**base, **s}) for m, s in zip(models, sections)]
     for engine in engines:
         seed(0, 0, rank)
-        engine.backward(engine(batch(0, rank)))
-        engine.step()
+        update(engine, engine(batch(0, rank)))
     counts = [model.blocks[1].n_forwards for model in models]
     same = [torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models))]
     for engine in engines:

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-import deepspeed_c
 from deepspeed_c import accelerator, checkpointing
 from deepspeed_c.cgroups import memory_left
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
@@ -40,6 +39,7 @@ from deepspeed_c.recompute.budget import (
 )
 from deepspeed_c.recompute.operators import MeasuredLayer, MeasuredOperator
 from deepspeed_c.recompute.recomputer import Recomputer
+from tests.training import config, engine_of, update
 
 WIDTH, HEADS, LAYERS, ROWS, TOKENS = 32, 4, 8, 2, 128
 
@@ -82,17 +82,9 @@ class Model(nn.Module):
 def train(section: dict, shapes: list[tuple[int, int]], stage: int = 0, rank: int = 0, dropout: float = 0.1) -> Any:
     """(losses, peaks of live bytes of forward and backward, the plan after each step, weights)."""
     model = Model(dropout)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-        "activation_checkpointing": section,
-    }
+    settings = config(stage, activation_checkpointing=section)
     losses, peaks, plans = [], [], []
-    with (
-        LiveBytes() as live,
-        deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0] as engine,
-    ):
+    with LiveBytes() as live, engine_of(model, settings) as engine:
         for step, (rows, tokens) in enumerate(shapes):
             torch.manual_seed(100 * step + rank)
             x = torch.randn(rows, tokens, WIDTH)
@@ -281,15 +273,10 @@ def chain_run(
 ) -> Any:
     """Returns (losses, weights, bytes that each forward keeps besides weights, plans)."""
     model = Chain(kind)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-        "activation_checkpointing": section,
-    }
+    settings = config(stage, activation_checkpointing=section)
     losses, kept, plans = [], [], []
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    with deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0] as engine:
+    with engine_of(model, settings) as engine:
         for step, (rows, tokens) in enumerate(shapes):
             torch.manual_seed(100 * step + rank)
             if drops:
@@ -303,8 +290,7 @@ def chain_run(
             with saved_tensors_hooks(note, lambda tensor: tensor):
                 loss = engine(torch.randn(rows, tokens, WIDTH))
             kept.append(sum(n for place, n in held.items() if place not in weights))
-            engine.backward(loss)
-            engine.step()
+            update(engine, loss)
             losses.append(loss.item())
             blocks = engine._blocks.recomputer.budget
             plans.append(None if blocks is None else blocks.plan)

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-import deepspeed_c
 from deepspeed_c import checkpointing
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.recompute.blocks import Blocks
 from deepspeed_c.zero import GatheredParameters
+from tests.training import engine_of, update
 
 LR, STEPS, ROWS, TOKENS, N_WORDS, WIDTH = 0.05, 3, 2, 12, 61, 16
 FILES = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
@@ -119,13 +119,10 @@ def trained(rank: int, world: int, kind: str, stage: int, section: dict) -> Any:
         "activation_checkpointing": section,
     }
     losses = []
-    with deepspeed_c.initialize(model=model, config=config)[0] as engine:
+    with engine_of(model, config) as engine:
         for step in range(STEPS):
             torch.manual_seed(100 * step + rank)
-            loss = loss_of(engine(**tokens(step, rank)))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(update(engine, loss_of(engine(**tokens(step, rank)))))
         with GatheredParameters(params):
             weights = [p.detach().clone() for p in params]
     return losses, weights

@@ -11,7 +11,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import deepspeed_c
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.errors import RecomputeError
@@ -21,6 +20,7 @@ from deepspeed_c.ops import nn as own_nn
 from deepspeed_c.recompute.operators import KeptOutputs, Measurement
 from deepspeed_c.recompute.recomputer import Recomputer
 from tests.ranks import run_ranks
+from tests.training import engine_of
 
 WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "in place": lambda y: y.relu_(),
@@ -121,7 +121,7 @@ def test_an_operator_that_is_not_run_again_takes_no_time(
 def summed_body(rank: int, world: int) -> list[bool]:
     model = nn.Linear(4, 4)
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    with deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0] as engine:
+    with engine_of(model, config) as engine:
         layer, x = nn.Linear(4, 6, bias=False), torch.randn(2, 3, 4)
         with (measurement := Measurement("layer", layer, [x], set())), torch.no_grad():
             sum_(layer(x), engine._comm, "test")

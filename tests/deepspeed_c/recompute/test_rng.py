@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-import deepspeed_c
 from deepspeed_c import checkpointing
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.errors import CheckpointError, RecomputeError, StateError
 from deepspeed_c.recompute.configured import configured
 from deepspeed_c.recompute.recomputer import Recomputer
+from tests.training import engine_of
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +149,7 @@ def resume_body(rank: int, world: int, folder: str) -> list[list[float]]:
     checkpointing.model_parallel_cuda_manual_seed(40 + rank)
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     model = nn.Linear(3, 3)
-    with deepspeed_c.initialize(model=model, config=config)[0] as engine:
+    with engine_of(model, config) as engine:
         with tracker.fork():
             torch.rand(5)
         engine.save_checkpoint(folder, tag="x")

@@ -251,10 +251,7 @@ def mends(mine: Recomputer, plan: Any) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "words"),
-    [
-        ({"bad_begin": 0, "bad_end": 1 << 40}, os.strerror(errno.EIO)),
-        ({"full_at": PAGES}, os.strerror(errno.ENOSPC)),
-    ],
+    [({"bad_begin": 0, "bad_end": 1 << 40}, os.strerror(errno.EIO)), ({"full_at": PAGES}, os.strerror(errno.ENOSPC))],
     ids=["EIO", "ENOSPC"],
 )
 @pytest.mark.parametrize("is_reentrant", [False, True])
@@ -268,10 +265,7 @@ def test_a_write_that_fails(tmp_path: Path, broken: Any, plan: dict, words: str,
 
 @pytest.mark.parametrize(
     ("plan", "words"),
-    [
-        ({"bad_begin": 0, "bad_end": 1 << 40}, os.strerror(errno.EIO)),
-        ({"flip_chance": 256}, "had 0x"),
-    ],
+    [({"bad_begin": 0, "bad_end": 1 << 40}, os.strerror(errno.EIO)), ({"flip_chance": 256}, "had 0x")],
     ids=["EIO", "flipped"],
 )
 def test_a_read_that_fails(tmp_path: Path, broken: Any, plan: dict, words: str) -> None:

@@ -17,6 +17,7 @@ from deepspeed_c.sequence import parallel_state
 from deepspeed_c.sequence.layer import DistributedAttention
 from deepspeed_c.utils import groups
 from tests.ranks import run_ranks
+from tests.training import update
 
 TOKENS, BATCH, WIDTH, HEADS = 8, 2, 8, 4
 STEPS, RATE = 3, 0.3
@@ -108,8 +109,7 @@ def train(engine: Any, gas: int, steps: range = range(STEPS)) -> list[float]:
     for step in steps:
         for micro in range(gas):
             x, labels = part(engine, batch(step, micro, groups.get_data_parallel_rank()))
-            engine.backward(engine(x, labels=labels)["loss"])
-            engine.step()
+            update(engine, engine(x, labels=labels)["loss"])
         norms.append(engine.get_global_grad_norm())
     return norms
 
@@ -309,8 +309,7 @@ def ways_body(rank: int, world: int, way: str) -> tuple[list[float], dict[str, t
                 loss = functional.all_reduce(total, "sum", group) / n_all
             else:
                 loss = functional.all_gather_single(total[None], 0, group).sum() / n_all
-            engine.backward(loss)
-            engine.step()
+            update(engine, loss)
             norms.append(engine.get_global_grad_norm())
         return norms, weights_of(engine)
 

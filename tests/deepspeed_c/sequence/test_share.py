@@ -31,6 +31,7 @@ from tests.deepspeed_c.sequence.test_engine import (
 )
 from tests.log_lines import LogLines
 from tests.ranks import run_ranks
+from tests.training import update
 
 
 class Unlabelled(Toy):
@@ -209,8 +210,7 @@ def inside_body(rank: int, world: int) -> tuple[Any, list[str]]:
     with LogLines(logging.WARNING) as records, engine_of(Inside(), 2) as engine:
         for step in range(STEPS):
             x, labels = part(engine, batch(step, 0, groups.get_data_parallel_rank()))
-            engine.backward(engine(x, labels)["loss"])
-            engine.step()
+            update(engine, engine(x, labels)["loss"])
         return weights_of(engine), records.lines
 
 
@@ -331,8 +331,7 @@ def items_body(rank: int, world: int, counts_all: bool) -> tuple[dict[str, torch
             whole = batch(step, 0, 0)
             x, labels = part(engine, whole)
             n_items = int(((whole[1] if counts_all else labels) != -100).sum())
-            engine.backward(engine(x, labels=labels, num_items_in_batch=n_items)["loss"])
-            engine.step()
+            update(engine, engine(x, labels=labels, num_items_in_batch=n_items)["loss"])
         return weights_of(engine), records.lines
 
 

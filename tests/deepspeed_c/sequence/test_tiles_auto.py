@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import deepspeed_c
 from deepspeed_c.config import load_config
 from deepspeed_c.config.checkpoint import ActivationCheckpointing, ActivationOffload
 from deepspeed_c.errors import ConfigError, ModelError
@@ -15,6 +14,7 @@ from deepspeed_c.recompute.recomputer import parked
 from deepspeed_c.sequence import tiles_auto
 from deepspeed_c.sequence.tiles_auto import tile_model, tiles_of_loss, tiles_of_mlp
 from tests.ranks import run_ranks
+from tests.training import config, engine_of, update
 
 
 def test_numbers_of_tiles():
@@ -92,20 +92,11 @@ def test_forwards_are_replaced_and_given_back():
 def train(rank, world, tiles):
     torch.manual_seed(3)
     model = nn.Sequential(SmallMLP(), nn.Linear(4, 4))
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.3}},
-        "zero_optimization": {"stage": 2},
-        "sequence_parallel": {"tiles": tiles},
-    }
-    engine = deepspeed_c.initialize(model=model, config=config)[0]
+    engine = engine_of(model, config(2, lr=0.3, sequence_parallel={"tiles": tiles}))
     losses = []
     for step in range(3):
         x = torch.randn(1, 30, 4, generator=torch.Generator().manual_seed(10 * step + rank))
-        loss = F.mse_loss(engine(x), x.flip(-1))
-        losses.append(loss.item())
-        engine.backward(loss)
-        engine.step()
+        losses.append(update(engine, F.mse_loss(engine(x), x.flip(-1))))
     assert ("forward" in model[0].__dict__) == (tiles == "auto")
     engine.close()
     assert "forward" not in model[0].__dict__

@@ -13,6 +13,7 @@ from deepspeed_c.checkpointing import checkpoint
 from deepspeed_c.sequence.tiles import TiledFusedLogitsLoss, TiledMLP
 from deepspeed_c.zero.weights.gather_unit import GatherUnit
 from tests.ranks import run_ranks
+from tests.training import engine_of, update
 
 WIDTH, INNER, WORDS, TOKENS, STEPS = 8, 24, 17, 11, 3
 
@@ -80,14 +81,11 @@ def train(rank, world, stage, n_tiles, gas=1, freeze=(), traits=None, more=None)
     model = Model(n_tiles, **(traits or {}))
     for name, p in model.named_parameters():
         p.requires_grad_(not any(part in name for part in freeze))
-    engine = deepspeed_c.initialize(model=model, config=config)[0]
+    engine = engine_of(model, config)
     losses, norms = [], []
     for step in range(STEPS):
         for micro in range(gas):
-            loss = engine(*batch(step, micro, rank))
-            losses.append(loss.item())
-            engine.backward(loss)
-            engine.step()
+            losses.append(update(engine, engine(*batch(step, micro, rank))))
         norms.append(float(engine.get_global_grad_norm()))
     with deepspeed_c.zero.GatheredParameters(list(engine.module.parameters())):
         weights = {name: p.detach().float().clone() for name, p in engine.module.named_parameters()}
@@ -167,7 +165,7 @@ def log_gathers(rank, world, n_tiles):
             "stage3_prefetch_bucket_size": 0,
         },
     }
-    engine = deepspeed_c.initialize(model=Model(n_tiles), config=config)[0]
+    engine = engine_of(Model(n_tiles), config)
     passes, start = [], GatherUnit.start
 
     def noted(unit):
@@ -180,8 +178,7 @@ def log_gathers(rank, world, n_tiles):
             passes.append([])
             loss = engine(*batch(step, 0, rank))
             passes.append([])
-            engine.backward(loss)
-            engine.step()
+            update(engine, loss)
     finally:
         GatherUnit.start = start
     return passes[-2:]

@@ -21,6 +21,7 @@ from deepspeed_c.comm.transports.two_levels import TwoLevels, _overlaps, _piece_
 from deepspeed_c.errors import CommError
 from tests.hosts import why_no_hosts
 from tests.ranks import RanksFailed
+from tests.training import descend, engine_of, update
 from tests.waits import exit_status, fork_with_alarm
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -410,14 +411,11 @@ def train_body(rank, world, stage, dtype):
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 200},
         **({"bf16": {"enabled": True}} if dtype == "bf16" else {}),
     }
-    engine, *_ = deepspeed_c.initialize(model=net, model_parameters=net.parameters(), config=config)
+    engine = engine_of(net, config)
     losses = []
     for batch in batches():
         mine = batch.chunk(world)[rank]
-        loss = engine(mine.to(torch.bfloat16) if dtype == "bf16" else mine).square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(update(engine, engine(mine.to(torch.bfloat16) if dtype == "bf16" else mine).square().mean()))
     carried = engine.optimizer.comm.ledger.carried
     assert carried.keys() == {"shm+gloo", "gloo"} and carried["shm+gloo"] > 0, carried
     with deepspeed_c.zero.GatheredParameters(list(net.parameters())):
@@ -436,9 +434,7 @@ def test_training_over_two_hosts_is_that_of_one_process_and_the_same_twice(run_r
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
     for i, batch in enumerate(batches()):
         loss = net(batch).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(optimizer, loss)
         mean = sum(losses[i] for losses, _ in first) / 4
         assert mean == pytest.approx(loss.item(), rel=1e-5 if dtype == "fp32" else 3e-2), f"step {i}"
     if dtype == "fp32":
