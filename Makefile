@@ -106,7 +106,7 @@ programs: cores
 	-@for san in "" address,undefined thread; do $(MAKE) -s -j2 -C csrc programs SAN=$$san >/dev/null || exit; done
 
 .PHONY: bench
-bench: $(ALL) ## measure everything, alone on the machine (about 2 h), and write docs/performance.md
+bench: $(ALL) ## measure everything, alone on the machine (about 2 h), and write docs/performance.md and docs/performance
 	$(BIN)/python -m benchmarks.run
 
 # In CI, so that a loss of time in a step's bookkeeping is seen on the day it comes. Times of one run decide nothing: the
@@ -117,7 +117,7 @@ ratio: $(BUILT) ## print the time of a step of 200 small layers at stage 3 over 
 		--model small --only ddp replica stage3 --rounds 90 --brief
 
 .PHONY: docs
-docs: $(ALL) ## write what is made: docs/config.md, docs/config, docs/compatibility.md, docs/performance.md, deepspeed_c/_C.pyi
+docs: $(ALL) ## write what is made: docs/config.md, docs/config, docs/compatibility.md, docs/performance*, deepspeed_c/_C.pyi
 	$(BIN)/python -m deepspeed_c.config.docs docs
 	$(BIN)/python -m scripts.compatibility docs/compatibility.md
 	$(BIN)/python -m scripts.missing --write

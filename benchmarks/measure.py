@@ -8,7 +8,6 @@ import ctypes
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import tempfile
@@ -38,17 +37,30 @@ __all__ = [
 NOISE = 0.03
 
 
+INSTRUCTION_SETS = {"scalar": "no vector instructions", "avx2": "AVX2", "avx512": "AVX-512"}
+# Instructions for products of 16-bit elements. Processors with AVX-512 differ in them, and so do torch's times.
+PRODUCTS = ("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
+
+
+def instructions(isa: str, flags: Sequence[str]) -> str:
+    """Return the name of the cores' instruction set, with the processor's instructions for 16-bit products."""
+    products = [name for name in PRODUCTS if name in flags] if isa == "avx512" else []
+    return INSTRUCTION_SETS.get(isa, isa) + (f" ({', '.join(products)})" if products else "")
+
+
 @cache
 def machine() -> str:
-    """Return processor, cores that this process may use, and memory, in one line."""
-    model = platform.processor() or platform.machine()
-    with open("/proc/cpuinfo") as f:
-        for line in f:
-            if line.startswith("model name"):
-                model = line.split(":", 1)[1].strip()
-                break
+    """Return processor, instruction set, cores that this process may use, and memory, in one line."""
+    # A process that times the import of the package asks for its machine at the end.
+    from deepspeed_c import _C
+    from deepspeed_c.env import read_env
+    from deepspeed_c.processor import processor_name
+
+    isa = read_env().cpu_isa or _C.cpu_isa()
+    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{model}, {len(os.sched_getaffinity(0))} cores, {gib:.0f} GiB"
+    cores = len(os.sched_getaffinity(0))
+    return f"{processor_name()}, {instructions(isa, flags.split())}, {cores} cores, {gib:.0f} GiB"
 
 
 def peer_extensions() -> str:

@@ -11,13 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["RESULTS", "WRITTEN", "Origin", "Result", "age", "commit_of", "is_dirty", "load", "store"]
+__all__ = ["RESULTS", "WRITTEN", "Origin", "Result", "age", "commit_of", "commits_since", "is_dirty", "load", "store"]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 # Files that a run of benchmarks writes. Changes to these files do not make the tree dirty.
-WRITTEN = ("benchmarks/results", "docs/performance.md", "docs/images/memory_by_stage.svg", "README.md")
+WRITTEN = (
+    "benchmarks/results",
+    "docs/performance.md",
+    "docs/performance",
+    "docs/images/memory_by_stage.svg",
+    "README.md",
+)
 
 Line = dict[str, Any]
 
@@ -57,8 +63,11 @@ def store(name: str, result: Result) -> None:
 
 
 def git(*args: str) -> str | None:
-    """Return git's output; None where it fails, as outside a repository."""
-    done = subprocess.run(["git", *args], cwd=ROOT, check=False, capture_output=True, text=True)
+    """Return git's output; None where it fails, as outside a repository or without git."""
+    try:
+        done = subprocess.run(["git", *args], cwd=ROOT, check=False, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
     return done.stdout.rstrip("\n") if done.returncode == 0 else None
 
 
@@ -71,16 +80,24 @@ def is_dirty() -> bool:
     return bool(git("status", "--porcelain", "--", ".", *(f":(exclude){path}" for path in WRITTEN)))
 
 
+def commits_since(origin: Origin, paths: Sequence[str]) -> int | None:
+    """Return the number of commits to the measured code since ``origin``; None if its commit is not in this history."""
+    if not origin.commit or git("merge-base", "--is-ancestor", origin.commit, "HEAD") is None:
+        return None
+    found = git("rev-list", "--count", f"{origin.commit}..HEAD", "--", *paths)
+    return None if found is None else int(found)
+
+
 def age(origin: Origin, paths: Sequence[str]) -> str:
     """Return changes of the measured code since ``origin``, in words; "" when there are none."""
-    if not origin.commit or git("merge-base", "--is-ancestor", origin.commit, "HEAD") is None:
+    n_commits = commits_since(origin, paths)
+    if n_commits is None:
         return f"{origin} is not in this history"
     parts = []
     if origin.is_dirty:
         parts.append("measured with changes that were not committed")
-    found = git("rev-list", "--count", f"{origin.commit}..HEAD", "--", *paths)
-    if found != "0":
-        parts.append(f"{found} commits since {origin}")
+    if n_commits:
+        parts.append(f"{n_commits} commits since {origin}")
     if git("status", "--porcelain", "--", *paths):
         parts.append("changes that are not committed")
     return ", ".join(parts)

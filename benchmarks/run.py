@@ -56,8 +56,10 @@ def _files_of(source: str) -> tuple[str, ...]:
         found["benchmarks/csrc/stream.c"] = None
     if source.endswith(".py") and (ROOT / source).exists():
         for node in ast.walk(ast.parse((ROOT / source).read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("benchmarks."):
-                found |= dict.fromkeys(_files_of(node.module.replace(".", "/") + ".py"))
+            module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            # This file and the pages measure nothing.
+            if module.startswith("benchmarks.") and module != "benchmarks.run":
+                found |= dict.fromkeys(_files_of(module.replace(".", "/") + ".py"))
     return tuple(found)
 
 
@@ -65,6 +67,7 @@ class Benchmark(NamedTuple):
     """One run of one script. Its standard output holds JSON objects, one a line."""
 
     name: str  # name of its results file
+    area: str  # name of its area in benchmarks/areas.py
     source: str  # the script, whose first line or sentence is the question that it answers
     command: list[str]
     code: tuple[str, ...]  # paths of the measured code: results are old when these have changed
@@ -79,6 +82,7 @@ class Benchmark(NamedTuple):
 
 def _script(
     name: str,
+    area: str,
     source: str,
     code: tuple[str, ...],
     seconds: int,
@@ -90,12 +94,13 @@ def _script(
     """Return the benchmark of a script. ``n_ranks`` is 0 if the script starts its own processes, or needs only one."""
     start = ranks(n_ranks) if n_ranks else [PYTHON, "-m"]
     module = source.removesuffix(".py").replace("/", ".")
-    return Benchmark(name, source, [*start, module, *args.split()], code, seconds, tuple(smoke.split()))
+    return Benchmark(name, area, source, [*start, module, *args.split()], code, seconds, tuple(smoke.split()))
 
 
 OURS = "benchmarks/deepspeed_c"
 BENCHMARKS = [
     Benchmark(
+        "cores",
         "cores",
         "benchmarks/csrc/bench.c",
         ["make", "-s", "-C", "csrc", "bench", "BENCH_ARGS=-r 7"],
@@ -103,11 +108,14 @@ BENCHMARKS = [
         170,
         ("BENCH_ARGS=-n 65536 -r 3",),
     ),
-    _script("engine_step", f"{OURS}/engine_step.py", ENGINE, 40, "--params 4e6 --rounds 3"),
-    _script("engine_step_2_ranks", f"{OURS}/engine_step.py", ENGINE, 50, "--params 4e6 --rounds 3", n_ranks=2),
+    _script("engine_step", "training", f"{OURS}/engine_step.py", ENGINE, 40, "--params 4e6 --rounds 3"),
+    _script(
+        "engine_step_2_ranks", "training", f"{OURS}/engine_step.py", ENGINE, 50, "--params 4e6 --rounds 3", n_ranks=2
+    ),
     *(
         _script(
             f"train_step_{dtype}",
+            "training",
             f"{OURS}/train_step.py",
             ENGINE,
             seconds,
@@ -120,6 +128,7 @@ BENCHMARKS = [
     *(
         _script(
             f"stage3_step_{model}",
+            "memory",
             f"{OURS}/stage3_step.py",
             ENGINE,
             seconds,
@@ -133,6 +142,7 @@ BENCHMARKS = [
     *(
         _script(
             f"compiled_step_{model}",
+            "compiled",
             f"{OURS}/compiled_step.py",
             (*ENGINE, "deepspeed_c/compile", "csrc/compile"),
             seconds,
@@ -144,14 +154,24 @@ BENCHMARKS = [
     ),
     _script(
         "compile_time",
+        "compiled",
         f"{OURS}/compile_time.py",
         (*ENGINE, "deepspeed_c/compile", "csrc/compile"),
         400,
         "--rounds 1 --layers 1",
     ),
-    _script("init_memory", f"{OURS}/init_memory.py", ("deepspeed_c/zero",), 30, "--layers 8 --width 1024", n_ranks=4),
+    _script(
+        "init_memory",
+        "memory",
+        f"{OURS}/init_memory.py",
+        ("deepspeed_c/zero",),
+        30,
+        "--layers 8 --width 1024",
+        n_ranks=4,
+    ),
     _script(
         "messages",
+        "parallel",
         f"{OURS}/messages.py",
         (*ENGINE, "csrc/comm", "deepspeed_c/pipe", "deepspeed_c/sequence", "examples/gpt.py"),
         150,
@@ -160,6 +180,7 @@ BENCHMARKS = [
     ),
     _script(
         "pipeline_step",
+        "parallel",
         f"{OURS}/pipeline_step.py",
         (*ENGINE, "csrc/comm", "csrc/pipe", "deepspeed_c/pipe", "deepspeed_c/engine/pipeline.py"),
         120,
@@ -167,6 +188,7 @@ BENCHMARKS = [
     ),
     _script(
         "pipeline_schedules",
+        "parallel",
         f"{OURS}/pipeline_schedules.py",
         ("csrc/comm", "csrc/pipe", "deepspeed_c/pipe", "deepspeed_c/engine/pipeline.py"),
         120,
@@ -174,6 +196,7 @@ BENCHMARKS = [
     ),
     _script(
         "pipeline_actions",
+        "parallel",
         f"{OURS}/pipeline_actions.py",
         ("csrc/comm", "csrc/pipe", "deepspeed_c/pipe", "deepspeed_c/comm"),
         20,
@@ -181,14 +204,24 @@ BENCHMARKS = [
     ),
     _script(
         "all_reduce_to_deepspeed",
+        "parallel",
         f"{OURS}/all_reduce_to_deepspeed.py",
         ("csrc/comm", "ops/binding", "deepspeed_c/comm/transports"),
         60,
         "--rounds 1 --mib 1 --dtype float32",
     ),
-    _script("comm_ops", f"{OURS}/comm_ops.py", ("csrc/comm", "ops/binding"), 60, "--rounds 2 --kib 4 1024", n_ranks=2),
+    _script(
+        "comm_ops",
+        "parallel",
+        f"{OURS}/comm_ops.py",
+        ("csrc/comm", "ops/binding"),
+        60,
+        "--rounds 2 --kib 4 1024",
+        n_ranks=2,
+    ),
     _script(
         "hosts_step",
+        "parallel",
         f"{OURS}/hosts_step.py",
         (*ENGINE, "csrc/comm"),
         120,
@@ -196,6 +229,7 @@ BENCHMARKS = [
     ),
     _script(
         "overlap",
+        "parallel",
         f"{OURS}/overlap.py",
         (*ENGINE, "csrc/comm"),
         90,
@@ -203,6 +237,7 @@ BENCHMARKS = [
     ),
     _script(
         "ring_attention",
+        "parallel",
         f"{OURS}/ring_attention.py",
         ("csrc/seq", "deepspeed_c/comm", "deepspeed_c/sequence", "ops"),
         60,
@@ -210,6 +245,7 @@ BENCHMARKS = [
     ),
     _script(
         "tensor_parallel",
+        "parallel",
         f"{OURS}/tensor_parallel.py",
         (*ENGINE, "csrc/tp", "csrc/comm", "deepspeed_c/inject"),
         420,
@@ -217,22 +253,31 @@ BENCHMARKS = [
     ),
     _script(
         "tp_overlap",
+        "parallel",
         f"{OURS}/tp_overlap.py",
         (*ENGINE, "deepspeed_c/inject"),
         60,
         "--rounds 1 --layers 2",
     ),
-    _script("launch_overhead", f"{OURS}/launch_overhead.py", ENGINE, 30, "--rounds 2", n_ranks=2),
-    _script("ledger_cost", f"{OURS}/ledger_cost.py", (*ENGINE,), 60, "--rounds 2", n_ranks=2),
-    _script("observe_step", f"{OURS}/observe_step.py", OBSERVED, 120, "--rounds 1"),
+    _script("launch_overhead", "training", f"{OURS}/launch_overhead.py", ENGINE, 30, "--rounds 2", n_ranks=2),
+    _script("ledger_cost", "training", f"{OURS}/ledger_cost.py", (*ENGINE,), 60, "--rounds 2", n_ranks=2),
+    _script("observe_step", "training", f"{OURS}/observe_step.py", OBSERVED, 120, "--rounds 1"),
     _script(
-        "monitor_events", f"{OURS}/monitor_events.py", ("deepspeed_c/monitor", "deepspeed_c/observe"), 60, "--rounds 1"
+        "monitor_events",
+        "training",
+        f"{OURS}/monitor_events.py",
+        ("deepspeed_c/monitor", "deepspeed_c/observe"),
+        60,
+        "--rounds 1",
     ),
-    _script("flops_step", f"{OURS}/flops_step.py", (*ENGINE, "deepspeed_c/profile"), 60, "--rounds 2", n_ranks=1),
-    _script("phases", f"{OURS}/phases.py", OBSERVED, 60, "--rounds 1 --steps 2", n_ranks=2),
-    _script("memory", f"{OURS}/memory.py", ENGINE, 60, "--params 8e6"),
+    _script(
+        "flops_step", "training", f"{OURS}/flops_step.py", (*ENGINE, "deepspeed_c/profile"), 60, "--rounds 2", n_ranks=1
+    ),
+    _script("phases", "training", f"{OURS}/phases.py", OBSERVED, 60, "--rounds 1 --steps 2", n_ranks=2),
+    _script("memory", "memory", f"{OURS}/memory.py", ENGINE, 60, "--params 8e6"),
     _script(
         "memory_by_stage",
+        "memory",
         f"{OURS}/memory_by_stage.py",
         (*ENGINE, "deepspeed_c/plan"),
         150,
@@ -240,23 +285,28 @@ BENCHMARKS = [
     ),
     _script(
         "activation_budget",
+        "memory",
         f"{OURS}/activation_budget.py",
         ("deepspeed_c/recompute", "csrc/recompute"),
         60,
         "--rounds 2 --width 64 --tokens 64",
     ),
-    _script("memory_limit", f"{OURS}/memory_limit.py", OFFLOAD, 120),
+    _script("memory_limit", "offload", f"{OURS}/memory_limit.py", OFFLOAD, 120),
     _script(
         "tuning",
+        "memory",
         f"{OURS}/tuning.py",
         ("deepspeed_c/autotuning", "deepspeed_c/plan", "deepspeed_c/engine/experiment.py"),
         480,
         "--micro-batches 1 2048 --stages 2 --rounds 1",
     ),
-    _script("nvme_weights", f"{OURS}/nvme_weights.py", OFFLOAD, 40, "--rounds 1"),
-    _script("offload_step", f"{OURS}/offload_step.py", OFFLOAD, 130, "--params 20e6 --host-params 4e6 --rounds 2"),
+    _script("nvme_weights", "offload", f"{OURS}/nvme_weights.py", OFFLOAD, 40, "--rounds 1"),
+    _script(
+        "offload_step", "offload", f"{OURS}/offload_step.py", OFFLOAD, 130, "--params 20e6 --host-params 4e6 --rounds 2"
+    ),
     _script(
         "step_to_deepspeed",
+        "training",
         f"{OURS}/step_to_deepspeed.py",
         (*OFFLOAD, "deepspeed_c/compat/alias"),
         120,
@@ -264,6 +314,7 @@ BENCHMARKS = [
     ),
     _script(
         "products_step",
+        "training",
         f"{OURS}/products_step.py",
         (*ENGINE, "csrc/nn"),
         240,
@@ -271,6 +322,7 @@ BENCHMARKS = [
     ),
     _script(
         "trainer_step",
+        "training",
         "benchmarks/hf/trainer_step.py",
         (*ENGINE, "deepspeed_c/compat/alias", "deepspeed_c/initialize.py"),
         420,
@@ -278,6 +330,7 @@ BENCHMARKS = [
     ),
     _script(
         "ulysses_step",
+        "parallel",
         "benchmarks/hf/ulysses_step.py",
         (*ENGINE, "csrc/comm", "csrc/seq", "deepspeed_c/sequence"),
         240,
@@ -285,6 +338,7 @@ BENCHMARKS = [
     ),
     _script(
         "generate",
+        "inference",
         "benchmarks/hf/generate.py",
         (*CORES, "csrc/nn", "ops", "deepspeed_c/inference", "deepspeed_c/inject/kernels.py"),
         200,
@@ -292,6 +346,7 @@ BENCHMARKS = [
     ),
     _script(
         "prompt",
+        "inference",
         "benchmarks/hf/prompt.py",
         (*CORES, "csrc/nn", "ops", "deepspeed_c/inference", "deepspeed_c/engine/products.py"),
         200,
@@ -299,6 +354,7 @@ BENCHMARKS = [
     ),
     _script(
         "generate_in_training",
+        "inference",
         "benchmarks/hf/generate_in_training.py",
         ENGINE,
         360,
@@ -306,6 +362,7 @@ BENCHMARKS = [
     ),
     _script(
         "ppo_step",
+        "inference",
         "benchmarks/hf/ppo_step.py",
         ENGINE,
         240,
@@ -313,23 +370,35 @@ BENCHMARKS = [
     ),
     _script(
         "load",
+        "inference",
         "benchmarks/hf/load.py",
         ("deepspeed_c/inference", "deepspeed_c/checkpoint", "deepspeed_c/inject"),
         90,
         "--rounds 1 --layers 8 --width 512",
         n_ranks=2,
     ),
-    _script("adam_step", "benchmarks/ops/adam_step.py", (*CORES, "ops"), 30, "--params 1e6 --tensors 100 --rounds 2"),
+    _script(
+        "adam_step",
+        "cores",
+        "benchmarks/ops/adam_step.py",
+        (*CORES, "ops"),
+        30,
+        "--params 1e6 --tensors 100 --rounds 2",
+    ),
     _script(
         "nn_ops",
+        "cores",
         "benchmarks/ops/nn_ops.py",
         (*CORES, "csrc/nn", "ops"),
         120,
         "--rows 256 --cols 64 --rounds 1 --seconds 0.001",
     ),
-    _script("attention", "benchmarks/ops/attention.py", (*CORES, "csrc/nn", "ops"), 60, "--tokens 128 --rounds 1"),
+    _script(
+        "attention", "cores", "benchmarks/ops/attention.py", (*CORES, "csrc/nn", "ops"), 60, "--tokens 128 --rounds 1"
+    ),
     _script(
         "fake_quantize",
+        "data",
         "benchmarks/ops/fake_quantize.py",
         (*CORES, "csrc/quant", "ops"),
         20,
@@ -337,22 +406,34 @@ BENCHMARKS = [
     ),
     _script(
         "packed_linear",
+        "data",
         "benchmarks/ops/packed_linear.py",
         (*CORES, "csrc/quant", "ops"),
         60,
         "--width 128 --rounds 2",
     ),
-    _script("linear", "benchmarks/ops/linear.py", (*CORES, "csrc/nn", "ops"), 60, "--width 64 --rows 8 --rounds 2"),
+    _script(
+        "linear", "cores", "benchmarks/ops/linear.py", (*CORES, "csrc/nn", "ops"), 60, "--width 64 --rows 8 --rounds 2"
+    ),
     _script(
         "compress",
+        "data",
         f"{OURS}/compress.py",
         (*ENGINE, "csrc/quant", "deepspeed_c/compression", "examples/compress_gpt.py", "examples/gpt.py"),
         400,
         "--layers 1 --width 32 --heads 2 --context 32 --steps 2 --tune-steps 1",
     ),
-    _script("int8_step", f"{OURS}/int8_step.py", (*ENGINE, "csrc/quant", "deepspeed_c/compression"), 60, "--rounds 1"),
+    _script(
+        "int8_step",
+        "data",
+        f"{OURS}/int8_step.py",
+        (*ENGINE, "csrc/quant", "deepspeed_c/compression"),
+        60,
+        "--rounds 1",
+    ),
     _script(
         "curriculum",
+        "data",
         f"{OURS}/curriculum.py",
         ("csrc/data", "deepspeed_c/data", "examples/curriculum_gpt.py", "examples/gpt.py"),
         400,
@@ -360,6 +441,7 @@ BENCHMARKS = [
     ),
     _script(
         "data_order",
+        "data",
         f"{OURS}/data_order.py",
         ("csrc/data", "csrc/include", "ops/binding/handles_data.cpp", "deepspeed_c/data"),
         30,
@@ -367,6 +449,7 @@ BENCHMARKS = [
     ),
     _script(
         "analyzer",
+        "data",
         f"{OURS}/analyzer.py",
         ("deepspeed_c/data/analyzer.py", "deepspeed_c/data/indexed.py"),
         400,
@@ -374,23 +457,26 @@ BENCHMARKS = [
     ),
     _script(
         "vocab_cross_entropy",
+        "parallel",
         "benchmarks/ops/vocab_cross_entropy.py",
         (*CORES, "csrc/tp", "csrc/comm", "ops", "deepspeed_c/inject/loss.py", "deepspeed_c/inject/ranks.py"),
         30,
         "--tokens 64 --words 512 --rounds 1",
         n_ranks=2,
     ),
-    _script("pool_step", "benchmarks/ops/pool_step.py", (*CORES, "ops"), 40, "--params 5e6 --rounds 1"),
+    _script("pool_step", "cores", "benchmarks/ops/pool_step.py", (*CORES, "ops"), 40, "--params 5e6 --rounds 1"),
     _script(
         "cuda_step",
+        "cores",
         "benchmarks/ops/cuda_step.py",
         (*CORES, "csrc/cuda", "csrc/accel", "ops"),
         5,
         "--params 1e6 --rounds 2",
     ),
-    _script("aio", "benchmarks/ops/aio.py", ("csrc/aio", "ops"), 150, "--size 64MiB --rounds 2"),
+    _script("aio", "files", "benchmarks/ops/aio.py", ("csrc/aio", "ops"), 150, "--size 64MiB --rounds 2"),
     _script(
         "checkpoint_io",
+        "files",
         f"{OURS}/checkpoint_io.py",
         ("csrc/ckpt", "csrc/aio", "deepspeed_c/checkpoint", "deepspeed_c/engine"),
         200,
@@ -400,6 +486,7 @@ BENCHMARKS = [
     *(
         _script(
             name,
+            "memory",
             f"{OURS}/activation_checkpointing.py",
             ("deepspeed_c/recompute", "deepspeed_c/offload/swap.py", "deepspeed_c/comm", "csrc/aio", "ops"),
             seconds,
@@ -413,6 +500,7 @@ BENCHMARKS = [
     ),
     _script(
         "tiled_loss",
+        "memory",
         f"{OURS}/tiles.py",
         ("deepspeed_c/sequence/tiles.py", "deepspeed_c/sequence/loss.py", "csrc/tp", "ops"),
         120,
@@ -420,6 +508,7 @@ BENCHMARKS = [
     ),
     _script(
         "moe_layer",
+        "experts",
         f"{OURS}/moe_layer.py",
         ("deepspeed_c/moe", "csrc/moe", "ops"),
         90,
@@ -427,17 +516,20 @@ BENCHMARKS = [
     ),
     _script(
         "moe_ranks",
+        "experts",
         f"{OURS}/moe_ranks.py",
         ("deepspeed_c/moe", "deepspeed_c/comm", "csrc/moe", "csrc/comm", "ops"),
         60,
         "--rounds 1 --tokens 128",
         n_ranks=2,
     ),
-    _script("import_time", f"{OURS}/import_time.py", ("deepspeed_c", "ops"), 80, "--rounds 1"),
-    _script("start_time", f"{OURS}/start_time.py", ("deepspeed_c", "ops"), 200, "--rounds 1"),
-    _script("alias_start", f"{OURS}/alias_start.py", ("deepspeed_c/compat/alias", *STARTING), 15, "--rounds 2"),
-    _script("launch", "benchmarks/launcher/noop.py", STARTING, 110, "--rounds 1"),
-    _script("launch_on_hosts", "benchmarks/launcher/two_hosts.py", STARTING, 120, "--rounds 1"),
+    _script("import_time", "starting", f"{OURS}/import_time.py", ("deepspeed_c", "ops"), 80, "--rounds 1"),
+    _script("start_time", "starting", f"{OURS}/start_time.py", ("deepspeed_c", "ops"), 200, "--rounds 1"),
+    _script(
+        "alias_start", "starting", f"{OURS}/alias_start.py", ("deepspeed_c/compat/alias", *STARTING), 15, "--rounds 2"
+    ),
+    _script("launch", "starting", "benchmarks/launcher/noop.py", STARTING, 110, "--rounds 1"),
+    _script("launch_on_hosts", "starting", "benchmarks/launcher/two_hosts.py", STARTING, 120, "--rounds 1"),
 ]
 
 
@@ -510,7 +602,7 @@ def estimate(benchmark: Benchmark) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run benchmarks and write docs/performance.md.")
+    parser = argparse.ArgumentParser(description="Run benchmarks and write docs/performance.md and docs/performance.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--list", action="store_true", help="print the names, and about how long each takes")

@@ -30,7 +30,7 @@ from tests import item_limits
 
 ROOT = Path(__file__).resolve().parents[1]
 README, ARCHITECTURE, CHANGELOG = "README.md", "docs/architecture.md", "CHANGELOG.md"
-PERFORMANCE = "docs/performance.md"
+PERFORMANCE = "docs/performance"
 
 
 def files(pattern: str, *folders: str) -> list[Path]:
@@ -245,6 +245,26 @@ def ratios_of_the_readme() -> list[str]:
     return [] if len(rows) == 8 else [f"{len(rows)} rows"]
 
 
+def ratios_said_twice() -> list[str]:
+    """Ratios of the comparison at the top of the README that differ from the table of figures."""
+    text = (ROOT / README).read_text(encoding="utf-8")
+    pairs = {
+        "| a step of `transformers.Trainer` at stage 3, ": (
+            "stage 3: time of a step over",
+            "stage 3: peak memory of a",
+        ),
+        "| a step at stage 3, 29M GPT, ": ("training step at stage 3, 29M GPT, fp32, 2 ranks: over FSDP2",),
+    }
+    found = []
+    for beginning, figures in pairs.items():
+        (row,) = (line for line in text.splitlines() if line.startswith(beginning))
+        said = re.findall(r"(0\.\d\d) of its", row)
+        rows = [next(line for line in text.splitlines() if figure in line) for figure in figures]
+        medians = [f"{float(line.split(' | ')[2].split()[0]):.2f}" for line in rows]
+        found += [] if said == medians else [f"{row}: {medians}"]
+    return found
+
+
 def errors_that_are_only_ours() -> list[str]:
     kinds = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, Exception)]
     assert len(kinds) > 20
@@ -261,7 +281,7 @@ def errors_that_are_only_ours() -> list[str]:
 
 def unknown_commits() -> list[str]:
     """Commits of figures outside the history."""
-    text = "".join((ROOT / document).read_text(encoding="utf-8") for document in (README, PERFORMANCE))
+    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / README, *files("*.md", PERFORMANCE)))
     found = set(re.findall(r"(?:\| |Commit )([0-9a-f]{7})(?=(?: and changes)?(?: \||, 20))", text))
     # A number of seven digits may stand in a table too.
     cited = {commit for commit in found if not commit.isdecimal()}
@@ -328,6 +348,7 @@ STATEMENTS: list[tuple[str, str, Callable[[], list[str]]]] = [
     (README, "| schedules | LRRangeTest,", schedules_of_rates),
     (README, "one command over ssh, Open MPI,", runners),
     (README, "The table has eight ratios", ratios_of_the_readme),
+    (README, "| a step of `transformers.Trainer` at stage 3, 2 CPU ranks |", ratios_said_twice),
     (README, "the smallest and the largest round, and the commit", unknown_commits),
     (README, "`make bench` measures everything again, in about 2 hours", hours_of_the_benchmarks),
     (README, "| wait for the timeout of NCCL or gloo | wait for it | end within 30 s,", seconds_of_the_watchdog),

@@ -9,7 +9,18 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.measure import bound, calls_of_a_round, in_turn, ratio_text, ratios, require, require_equal
+from benchmarks.measure import (
+    bound,
+    calls_of_a_round,
+    in_turn,
+    instructions,
+    machine,
+    ratio_text,
+    ratios,
+    require,
+    require_equal,
+)
+from deepspeed_c import _C
 
 
 def test_a_ratio_is_the_median_of_rounds_and_not_of_medians():
@@ -63,3 +74,11 @@ def test_a_benchmark_that_does_not_measure_what_it_says_ends():
         require_equal("losses", {"a": 1.0, "b": 1.1}, 1e-4)
     with pytest.raises(SystemExit, match="nan"):
         require_equal("losses", {"a": 1.0, "b": float("nan")}, 1e-4)
+
+
+def test_a_machine_is_named_with_its_instruction_set():
+    assert instructions("avx512", ["avx512f", "amx_bf16", "avx512_bf16"]) == "AVX-512 (avx512_bf16, amx_bf16)"
+    assert instructions("avx512", ["avx512f"]) == "AVX-512"
+    assert instructions("avx2", ["avx512_bf16"]) == "AVX2"
+    assert instructions("neon", []) == "neon"
+    assert instructions(_C.cpu_isa(), []) in machine()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import report, results, run
+from benchmarks.areas import AREAS
 from benchmarks.results import Origin, Result
 from tests.waits import LIMIT_SECONDS
 
@@ -24,7 +25,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def benchmark(program: str, **more) -> run.Benchmark:
-    return run.Benchmark("x", "source.py", [run.PYTHON, "-c", program], ("code",), 1, **more)
+    return run.Benchmark("x", "cores", "source.py", [run.PYTHON, "-c", program], ("code",), 1, **more)
 
 
 def test_every_benchmark_asks_a_question_and_names_code_that_is_there():
@@ -37,16 +38,26 @@ def test_every_benchmark_asks_a_question_and_names_code_that_is_there():
     assert len(set(names)) == len(names)
 
 
+def test_every_benchmark_is_in_one_area_and_every_area_has_benchmarks():
+    names = [area.name for area in AREAS]
+    assert len(set(names)) == len(names) == len({area.title for area in AREAS})
+    assert {one.area for one in run.BENCHMARKS} == set(names)
+    assert all(area.against.endswith(".") for area in AREAS)
+
+
 def test_what_a_script_imports_from_its_neighbours_is_its_code_too():
     found = {one.name: set(one.paths) for one in run.BENCHMARKS}
     assert {"csrc/optim", "benchmarks/engines.py", "benchmarks/csrc/stream.c"} <= found["engine_step"]
     assert {"benchmarks/deepspeed_c/train_step.py", "benchmarks/measure.py"} <= found["stage3_step_small"]
     assert "benchmarks/fio.py" in found["aio"] and "benchmarks/fio.py" not in found["adam_step"]
+    # The constant that it imports from run.py does not make the list of benchmarks its code.
+    assert "benchmarks/hosts.py" in found["overlap"] and "benchmarks/run.py" not in found["overlap"]
 
 
 def test_no_script_is_left_out_of_the_list():
     listed = {one.source for one in run.BENCHMARKS}
     shared = {
+        "areas.py",
         "engines.py",
         "figures.py",
         "fio.py",
@@ -130,6 +141,8 @@ def test_results_are_old_when_the_code_that_they_measure_has_changed(folder, rep
     assert results.age(origin, ("code",)) == ""
     repository("code/a.py", "2")
     assert results.age(origin, ("code",)) == f"1 commits since {first[:7]}"
+    assert results.commits_since(origin, ("code",)) == 1 and results.commits_since(origin, ("other",)) == 1
+    assert results.commits_since(origin._replace(commit="0" * 40), ("code",)) is None
     (folder / "code" / "a.py").write_text("3")
     assert "changes that are not committed" in results.age(origin, ("code",))
     assert results.age(origin._replace(commit="0" * 40), ("code",)) == "0000000 is not in this history"
