@@ -77,6 +77,12 @@ def run_ranks() -> Iterator[Callable[..., list[Any]]]:
     ranks.stop_ranks()
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """The path of ``tmp_path`` as a string."""
+    return str(tmp_path)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_torch_thread() -> None:
     """As many test processes as cores run at once, so torch's threads would compete with one another."""

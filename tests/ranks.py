@@ -10,6 +10,13 @@
     def test_sum():
         assert run_ranks(2, body, 10) == [[10.0] * 3] * 2
 
+A test with one body and nothing to compare is the body itself:
+
+    @pytest.mark.parametrize("factor", [1, 10])
+    @on_ranks(2)
+    def test_product(rank, world, factor):
+        ...
+
 [Note: zygote] Importing torch and the engine costs seconds, so one process per test session, the zygote, imports them
 once and forks the ranks of every group, and the programs of fresh.py. (The zygote never runs an operator, so it has no threads that a fork would
 lose.) A group of ranks then costs milliseconds, and killing one after a failure is cheap. The zygote is the parent of
@@ -23,6 +30,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
 import importlib.util
@@ -52,7 +60,7 @@ if __name__ == "__main__":  # in the zygote, which runs this file by its path
 from tests.hosts import Hosts
 from tests.waits import ended, exit_status
 
-__all__ = ["Outcome", "RanksFailed", "run_ranks", "stop_ranks", "zygote_pids"]
+__all__ = ["Outcome", "RanksFailed", "on_ranks", "run_ranks", "stop_ranks", "zygote_pids"]
 
 # These limits only end ranks that hang, so they are long: several test sessions may share two cores. Other waits end as
 # soon as possible.
@@ -132,6 +140,26 @@ def run_ranks(
     finally:
         if not group.is_usable:
             group.stop()
+
+
+def on_ranks(world: int | None = None, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Makes a test of a body for ``run_ranks(world, body, **options)``. pytest gives the arguments after ``rank`` and
+    ``world``, and also ``world`` where it is None here."""
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        parameters = list(inspect.signature(body).parameters.values())[2:]
+        names = [parameter.name for parameter in parameters]
+
+        @functools.wraps(body)
+        def test(**given: Any) -> None:
+            run_ranks(given["world"] if world is None else world, body, *(given[name] for name in names), **options)
+
+        of_world = [] if world is not None else [inspect.Parameter("world", inspect.Parameter.KEYWORD_ONLY)]
+        test.__signature__ = inspect.Signature(parameters + of_world)  # type: ignore[attr-defined]
+        test.body_for_ranks = body  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 def stop_ranks() -> None:
@@ -407,7 +435,7 @@ _python_path: list[
 
 
 def restore_path(variable: str) -> None:
-    """Gives ``sys.path`` the entries of ``variable``, a PYTHONPATH, and those of every interpreter."""
+    """Gives ``sys.path`` the entries of ``variable``, a PYTHONPATH, and the entries of every interpreter."""
     sys.path[:] = [*_entries(variable), *_python_path]
 
 
@@ -452,7 +480,7 @@ def _zygote_main(control: socket.socket, preload: str, has_package: bool) -> Non
                 with contextlib.suppress(PermissionError, ProcessLookupError):
                     os.setpgid(pid, pid)  # here and in the child, because either may run first
                 alive.add(pid)
-                codes.pop(pid, None)  # of an earlier process with this id: ids repeat after 32,768 processes
+                codes.pop(pid, None)  # an earlier process may have had this id: ids repeat after 32,768 processes
                 control.send(pickle.dumps(pid))
             else:
                 pid = request[1]
@@ -591,7 +619,8 @@ def _import(where: tuple[str, str | None, str], path: list[str]) -> Callable[...
             spec = importlib.util.spec_from_file_location(name, file)
             module = sys.modules[name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
-    return getattr(module, qualname)
+    fn = getattr(module, qualname)
+    return getattr(fn, "body_for_ranks", fn)
 
 
 def _pickled(error: BaseException) -> bytes | None:

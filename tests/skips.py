@@ -89,11 +89,7 @@ WAYS = (
         r"could not import '(tensorboard|wandb|comet_ml|prometheus_client)",
         'pip install -c constraints.txt "deepspeed_c[monitor]"',
     ),
-    Way(
-        "optuna",
-        r"the extra \[tuning\] is not installed",
-        'pip install -c constraints.txt "deepspeed_c[tuning]"',
-    ),
+    Way("optuna", r"the extra \[tuning\] is not installed", 'pip install -c constraints.txt "deepspeed_c[tuning]"'),
     Way(
         "the Hugging Face stack or Lightning",
         r"the extra \[(hf|test)\] is not installed",
@@ -124,7 +120,7 @@ WAYS = (
 
 
 def way_of(reason: str) -> Way | None:
-    """The kind of skip to which a reason belongs."""
+    """The kind of skip for a reason."""
     return next((way for way in WAYS if re.search(way.pattern, reason)), None)
 
 

@@ -106,10 +106,7 @@ PERMITTED: dict[str, str] = {
             "inject/own_heads.py: setattr(holder, name)",
             "inject/own_heads.py: setattr(owner, name)",
         )
-        + (
-            "inject/replacement.py: setattr(holder, last)",
-            "inject/loss.py: output.logits",
-        ),
+        + ("inject/replacement.py: setattr(holder, last)", "inject/loss.py: output.logits"),
         "transformers' own: a model's modules and the counts that they compute with",
     ),
     "data/streams.py: dataset.next_epoch": "mosaicml-streaming's own: the epoch that its stream begins next",

@@ -150,7 +150,7 @@ def test_nothing_of_the_test_session_is_there(monkeypatch: pytest.MonkeyPatch) -
         "      hasattr(deepspeed_c, 'mark'), len(os.listdir('/proc/self/fd')))"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DSC_")}
-    # The descriptors are the standard streams, and that of the listed folder.
+    # The descriptors are the standard streams, and the listed folder.
     assert fresh.run(["-c", text], env=environment).stdout == "20 [Rank 0] here False False False 4\n"
     assert fresh.run(["-c", text], env={**environment, "RANK": "2"}).stdout == "30 [Rank 2] here False False False 4\n"
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from deepspeed_c.errors import CommError
 from deepspeed_c.logging import get_dist_msg, logger
 from tests import ranks
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import RanksFailed, on_ranks, run_ranks
 from tests.waits import ended, first_line
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -262,6 +262,31 @@ def test_death_of_a_rank(how, text):
     if how == "segv":
         assert "in die_by" in second.text, second.text
     assert run_ranks(2, hang_on, -1) == [0, 1]
+
+
+@pytest.mark.parametrize("offset", [0, 5])
+@on_ranks(2)
+def test_a_body_that_is_a_test_runs_on_ranks(rank, world, offset, folder):
+    assert (rank, world) == (dist.get_rank(), dist.get_world_size()) and world == 2
+    assert gather(rank, world, offset)[0] == [offset, offset + 1.0] and os.path.isdir(folder)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@on_ranks()
+def test_a_body_that_is_a_test_runs_on_as_many_ranks_as_it_is_given(rank, world):
+    assert world == dist.get_world_size() and rank < world
+
+
+@on_ranks(2, fresh=True)
+def fails_on_a_rank(rank, world):
+    """Fails on one rank."""
+    assert rank == 0
+
+
+def test_a_body_that_is_a_test_fails_with_its_ranks():
+    with pytest.raises(RanksFailed, match="fails_on_a_rank: 1 of 2 ranks failed"):
+        fails_on_a_rank()
+    assert fails_on_a_rank.__doc__ == "Fails on one rank."
 
 
 def test_fresh_group_is_apart_and_ends():

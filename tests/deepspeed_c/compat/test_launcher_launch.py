@@ -51,11 +51,7 @@ def test_two_hosts_that_each_start_their_ranks(tmp_path):
     print(lines, *(err for _, err in done), sep="\n")
     assert [host.returncode for host in hosts] == [0, 0]
     # rank, local rank, ranks, ranks of the host, host
-    assert lines == [
-        "deepspeed_c 0 0 3 2 0 -- a b",
-        "deepspeed_c 1 1 3 2 0 -- a b",
-        "deepspeed_c 2 0 3 1 1 -- a b",
-    ]
+    assert lines == ["deepspeed_c 0 0 3 2 0 -- a b", "deepspeed_c 1 1 3 2 0 -- a b", "deepspeed_c 2 0 3 1 1 -- a b"]
 
 
 @pytest.fixture

@@ -31,18 +31,15 @@ from deepspeed_c.utils import groups
 from deepspeed_c.utils.runtime import all_gather_dp_groups, get_flattened_grad_norm, get_grad_zeros
 from deepspeed_c.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed_c.zero.weights.hooks import ModuleHooks
+from tests import training
 from tests.deepspeed_c.zero.traits import WIDTH, Mlp
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 def make_config(stage: int, **more: object) -> dict[str, object]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **more,
-    }
+    return training.config(
+        stage, "Adam", zero={"stage3_param_persistence_threshold": 0}, rows=2, bf16={"enabled": True}, **more
+    )
 
 
 def loss_of(engine, rank: int) -> torch.Tensor:
@@ -50,7 +47,9 @@ def loss_of(engine, rank: int) -> torch.Tensor:
     return engine(torch.randn(2, WIDTH, generator=generator).bfloat16(), torch.randn(2, 5, generator=generator))
 
 
-def access_body(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_masters_states_and_gradients(rank: int, world: int, stage: int) -> None:
     torch.manual_seed(0)
     with deepspeed_c.initialize(model=Mlp(), config=make_config(stage))[0] as engine:
         param = engine.module.inp.weight
@@ -80,12 +79,8 @@ def access_body(rank: int, world: int, stage: int) -> None:
         get_full_hp_param(torch.nn.Parameter(torch.ones(2)))
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_masters_states_and_gradients(stage: int) -> None:
-    run_ranks(2, access_body, stage)
-
-
-def linked_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_parameters_tied_to_another_optimizer(rank: int, world: int) -> None:
     # Three parameters of 5, 4 and 3 elements are a flat group of 12, with 6 on each rank. The second parameter is cut
     # after its first element.
     params = [torch.nn.Parameter(torch.arange(n) * 1.0 + 10 * n).bfloat16() for n in (5, 4, 3)]
@@ -133,10 +128,6 @@ def linked_body(rank: int, world: int) -> None:
         params[1].get_full_hp_grad()
 
 
-def test_parameters_tied_to_another_optimizer() -> None:
-    run_ranks(2, linked_body)
-
-
 class SequenceMpu:
     def get_sequence_parallel_world_size(self) -> int:
         return 2
@@ -181,7 +172,8 @@ class ModelMpu:
         return dist.get_rank()
 
 
-def gather_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_flat_groups_and_norms_over_ranks(rank: int, world: int) -> None:
     whole = [torch.full((6,), -1.0), torch.full((2,), -1.0)]
     parts = [list(flat.chunk(2)) for flat in whole]
     for group in parts:
@@ -200,10 +192,6 @@ def gather_body(rank: int, world: int) -> None:
     assert get_grad_zeros([shared, cut], mpu=ModelMpu()) == 3
     got = [get_flattened_grad_norm([cut], norm_type=p, mpu=ModelMpu()) for p in (2, float("inf"))]
     assert got == pytest.approx([(16 + 9 + 16) ** 0.5, 4.0]), got
-
-
-def test_flat_groups_and_norms_over_ranks() -> None:
-    run_ranks(2, gather_body)
 
 
 def save_body(rank: int, world: int, folder: str) -> None:

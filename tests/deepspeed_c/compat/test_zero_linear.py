@@ -5,7 +5,8 @@ import torch
 
 import deepspeed_c
 from deepspeed_c.compat.zero_linear import LinearModuleForZeroStage3, zero3_linear_wrap
-from tests.ranks import run_ranks
+from tests import training
+from tests.ranks import on_ranks
 
 
 def pair(bias, n_in=37, n_out=23):
@@ -38,27 +39,17 @@ def test_it_is_torchs(bias, shape, autocasts):
     )
 
 
-def sharded_body(rank, world):
+@on_ranks(2)
+def test_it_trains_sharded(rank, world):
     results = []
     for cls in (LinearModuleForZeroStage3, torch.nn.Linear):
         torch.manual_seed(3)
         model = torch.nn.Sequential(cls(37, 23), torch.nn.Tanh(), cls(23, 3))
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        }
+        config = training.config(3, "AdamW", zero={"stage3_param_persistence_threshold": 0}, lr=0.01)
         engine = deepspeed_c.initialize(model=model, config=config)[0]
         losses = []
         for step in range(3):
-            loss = engine(torch.linspace(-1, 1, 37) + step + rank).square().sum()
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(training.update(engine, engine(torch.linspace(-1, 1, 37) + step + rank).square().sum()))
         results.append(losses)
         engine.close()
     assert results[0] == results[1], results
-
-
-def test_it_trains_sharded():
-    run_ranks(2, sharded_body)

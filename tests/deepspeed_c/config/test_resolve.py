@@ -15,12 +15,13 @@ from deepspeed_c.config import load_config, read_config
 from deepspeed_c.config.source import read_source
 from deepspeed_c.errors import BatchSizeError, ConfigError
 from scripts.house import counted_reads
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 SMALL = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
 
 
-def initialize_body(rank: int, world: int, folder: str) -> None:
+@on_ranks(2)
+def test_initialize_reads_each_source_once(rank: int, world: int, folder: str) -> None:
     """Engines of every way to read weights: whole, sharded, and from the meta device."""
     file = Path(folder) / f"ds{rank}.json"
     for stage in (0, 1, 3):
@@ -39,10 +40,6 @@ def initialize_body(rank: int, world: int, folder: str) -> None:
     print("two sources", counts)
     assert counts == {"read": 2, "checked": 1}
     engine.close()
-
-
-def test_initialize_reads_each_source_once(tmp_path):
-    run_ranks(2, initialize_body, str(tmp_path))
 
 
 AUTO = {

@@ -34,6 +34,7 @@ from deepspeed_c.ops.product_times import ProductTimes
 from deepspeed_c.ops.products import widen_products
 from tests.deepspeed_c.zero.reference import Event, Reference, flow_of, recorded
 from tests.ranks import RanksFailed, run_ranks
+from tests.training import engine_of
 
 __all__ = ["CHOICES", "check_case", "draw", "main", "shrink"]
 
@@ -269,9 +270,7 @@ def engine_outcome(rank: int, world: int, case: Case, folder: str, planted: dict
     """``planted``: wrong options that the optimizer is given on purpose."""
     with mock.patch.object(place, "is_apart", lambda device: case["apart"]), machine_of(case), recorded() as order:
         model = make(case)
-        engine = deepspeed_c.initialize(
-            model=model, model_parameters=groups_of(model, case), config=config_of(case, folder)
-        )[0]
+        engine = engine_of(model, config_of(case, folder), model_parameters=groups_of(model, case))
         with engine:
             for group in engine.optimizer.param_groups:
                 group.update(planted)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 import deepspeed_c
+from tests import training
 from tests.deepspeed_c.engine.fuzz import Case, cases_of, machine_of, parser_of
 from tests.deepspeed_c.inject.families import VOCAB, make
 from tests.deepspeed_c.pipe.models import Plain, loss_fn, micro_batches, module_of
@@ -123,18 +124,15 @@ def world_of(case: Case) -> int:
 
 
 def config_of(case: Case) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": case["gas"],
-        "gradient_clipping": case["clip"],
-        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
-        "zero_optimization": {
-            "stage": case["stage"],
-            "stage3_param_persistence_threshold": 20,
-            "reduce_bucket_size": case["bucket"],
-        },
+    config: dict[str, Any] = training.config(
+        case["stage"],
+        zero={"stage3_param_persistence_threshold": 20, "reduce_bucket_size": case["bucket"]},
+        rows=BATCH,
+        accumulate=case["gas"],
+        gradient_clipping=case["clip"],
+        lr=RATE,
         **PRECISIONS[case["precision"]],
-    }
+    )
     if case["tp"] > 1:
         config["tensor_parallel"] = {"autotp_size": case["tp"]}
     if case["sp"] > 1:

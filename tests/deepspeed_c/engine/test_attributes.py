@@ -15,7 +15,8 @@ from deepspeed_c.engine.offload import OffloadStateTypeEnum
 from deepspeed_c.pipe import LayerSpec, PipelineModule
 from deepspeed_c.zero.states.attributes import ATTRIBUTES as OF_OPTIMIZERS
 from deepspeed_c.zero.states.attributes import OF_STAGE_3, OF_STAGES_1_AND_2, OF_STAGES_1_TO_3
-from tests.ranks import run_ranks
+from tests import training
+from tests.ranks import on_ranks, run_ranks
 
 
 class Words(nn.Module):
@@ -45,7 +46,9 @@ def make(stage: int, **more: Any) -> Any:
 ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}, "bf16": {"enabled": True}, "gradient_clipping": 0.5}
 
 
-def every_row_body(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(1)
+def test_every_row_answers(rank: int, world: int, stage: int) -> None:
     engine = make(stage, **ADAM)
     for name in ATTRIBUTES:
         getattr(engine, name)
@@ -59,11 +62,6 @@ def every_row_body(rank: int, world: int, stage: int) -> None:
     assert not engine.has_moe_layers and not engine.pipeline_parallelism and engine.sparse_tensor_module_names == set()
     assert not hasattr(engine, "no_such_name") and not hasattr(engine.optimizer, "no_such_name")
     engine.destroy()
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_row_answers(stage):
-    run_ranks(1, every_row_body, stage)
 
 
 KEYS = {
@@ -80,7 +78,20 @@ KEYS = {
 }
 
 
-def configured_body(rank: int, world: int, stage: int) -> None:
+@on_ranks(1)
+def test_names_of_timers_are_those_that_the_engine_measures(rank: int, world: int) -> None:
+    engine = make(1, **ADAM, wall_clock_breakdown=True)
+    training.step(engine, torch.tensor([[1, 2], [3, 4]]))
+    names, times = engine.engine_timers, engine.get_wall_clock_timers()
+    print(names, times)
+    assert names.step_timers == ["step_microstep", "step"] and len(names.active_timers()) == 10
+    assert set(names.active_timers()) <= times.keys(), times.keys()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(1)
+def test_the_optimizer_answers_with_the_values_of_the_configuration(rank: int, world: int, stage: int) -> None:
     more = {**ADAM, "zero_optimization": {**KEYS, "stage": stage}, "prescale_gradients": True}
     more |= {"data_types": {"grad_accum_dtype": "fp32"}} if stage > 1 else {}
     engine = make(stage, **more, communication_data_type="fp32")
@@ -108,32 +119,11 @@ def configured_body(rank: int, world: int, stage: int) -> None:
     scheduler = engine.compression_scheduler
     assert not scheduler.weight_quantization_enabled and scheduler.training_steps == 0
     scheduler.step(step_zero_check=True)
-    engine.backward(engine(torch.tensor([[1, 2], [3, 4]])))
-    engine.step()
+    training.step(engine, torch.tensor([[1, 2], [3, 4]]))
     assert engine.compression_scheduler.training_steps == 1 and not any(engine.compression_scheduler.verbose.values())
     assert engine.mesh_device is None
     assert engine.engine_timers.active_timers() == engine.engine_timers.forward_timers == []
     engine.destroy()
-
-
-def timers_body(rank: int, world: int) -> None:
-    engine = make(1, **ADAM, wall_clock_breakdown=True)
-    engine.backward(engine(torch.tensor([[1, 2], [3, 4]])))
-    engine.step()
-    names, times = engine.engine_timers, engine.get_wall_clock_timers()
-    print(names, times)
-    assert names.step_timers == ["step_microstep", "step"] and len(names.active_timers()) == 10
-    assert set(names.active_timers()) <= times.keys(), times.keys()
-    engine.destroy()
-
-
-def test_names_of_timers_are_those_that_the_engine_measures():
-    run_ranks(1, timers_body)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_optimizer_answers_with_the_values_of_the_configuration(stage):
-    run_ranks(1, configured_body, stage)
 
 
 def mesh_body(rank: int, world: int) -> None:
@@ -147,31 +137,6 @@ def mesh_body(rank: int, world: int) -> None:
 
 def test_the_engine_answers_with_the_mesh_that_it_was_given():
     run_ranks(2, mesh_body)
-
-
-def engine_body(rank: int, world: int) -> None:
-    data = [torch.tensor([1, 2]) for _ in range(8)]
-    model = Words()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = {"train_micro_batch_size_per_gpu": 2, "sparse_gradients": True, "gradient_accumulation_steps": 2}
-    engine, *_ = deepspeed_c.initialize(model=model, optimizer=optimizer, config=config, training_data=data)
-    assert engine.client_optimizer is optimizer and engine.client_lr_scheduler is None
-    assert engine.training_data is data and engine.collate_fn is None
-    assert engine.param_names == {param: name for name, param in model.named_parameters()}
-    assert engine.sparse_tensor_module_names == {"table.weight"}
-    assert engine.dist_backend == torch.distributed.get_backend()
-    tensors = [torch.ones(2), torch.zeros(3, 1)]
-    flat = engine.flatten(tensors)
-    assert flat.tolist() == [1, 1, 0, 0, 0]
-    assert all(torch.equal(a, b) for a, b in zip(engine.unflatten(flat, tensors), tensors, strict=True))
-    assert not engine.inside_no_sync_ctxt
-    with engine.no_sync():
-        assert engine.inside_no_sync_ctxt
-    for step in range(4):
-        engine.backward(engine(torch.tensor([1, 2])))
-        engine.step()
-        assert engine.gas_boundary_ctr == (step + 1) // 2
-    engine.destroy()
 
 
 def loaded_body(rank: int, world: int, folder: str) -> tuple[Any, ...]:
@@ -216,11 +181,34 @@ def test_values_of_a_pipeline():
     run_ranks(2, pipeline_body)
 
 
-def test_values_of_the_engine():
-    run_ranks(1, engine_body)
+@on_ranks(1)
+def test_values_of_the_engine(rank: int, world: int) -> None:
+    data = [torch.tensor([1, 2]) for _ in range(8)]
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"train_micro_batch_size_per_gpu": 2, "sparse_gradients": True, "gradient_accumulation_steps": 2}
+    engine, *_ = deepspeed_c.initialize(model=model, optimizer=optimizer, config=config, training_data=data)
+    assert engine.client_optimizer is optimizer and engine.client_lr_scheduler is None
+    assert engine.training_data is data and engine.collate_fn is None
+    assert engine.param_names == {param: name for name, param in model.named_parameters()}
+    assert engine.sparse_tensor_module_names == {"table.weight"}
+    assert engine.dist_backend == torch.distributed.get_backend()
+    tensors = [torch.ones(2), torch.zeros(3, 1)]
+    flat = engine.flatten(tensors)
+    assert flat.tolist() == [1, 1, 0, 0, 0]
+    assert all(torch.equal(a, b) for a, b in zip(engine.unflatten(flat, tensors), tensors, strict=True))
+    assert not engine.inside_no_sync_ctxt
+    with engine.no_sync():
+        assert engine.inside_no_sync_ctxt
+    for step in range(4):
+        training.step(engine, torch.tensor([1, 2]))
+        assert engine.gas_boundary_ctr == (step + 1) // 2
+    engine.destroy()
 
 
-def optimizer_body(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(1)
+def test_values_of_the_optimizer(rank: int, world: int, stage: int) -> None:
     engine = make(stage, **ADAM)
     optimizer, model = engine.optimizer, engine.module
     assert (optimizer.dtype, optimizer.device, optimizer.clip_grad) == (torch.bfloat16, torch.device("cpu"), 0.5)
@@ -234,22 +222,14 @@ def optimizer_body(rank: int, world: int, stage: int) -> None:
     assert not hasattr(optimizer, "dtype"), "a closed one has no units to ask"
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_values_of_the_optimizer(stage):
-    run_ranks(1, optimizer_body, stage)
-
-
-def scaler_body(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_the_loss_scaler_of_fp16(rank: int, world: int) -> None:
     more = {"optimizer": ADAM["optimizer"], "fp16": {"enabled": True, "initial_scale_power": 5}}
     engine = make(2, **more)
     scaler = engine.optimizer.loss_scaler
     assert (scaler.cur_scale, scaler.loss_scale, scaler.dynamic) == (32.0, 32.0, True)
     assert engine.optimizer.dynamic_loss_scale
     engine.destroy()
-
-
-def test_the_loss_scaler_of_fp16():
-    run_ranks(1, scaler_body)
 
 
 def gathered(rank: int, world: int) -> tuple[list[bool], list[bool]]:

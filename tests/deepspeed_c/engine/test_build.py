@@ -9,10 +9,7 @@ from deepspeed_c.config import load_config
 from deepspeed_c.engine.build import build_optimizer
 from deepspeed_c.errors import ConfigError
 
-MASTERS = {
-    "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
-    "zero_optimization": {"stage": 1},
-}
+MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "zero_optimization": {"stage": 1}}
 
 
 def built(kind, params, **sections):

@@ -13,8 +13,9 @@ from deepspeed_c.comm.comm import comms_logger
 from deepspeed_c.comm.ledger import Ledger, LedgerEntry
 from deepspeed_c.inject.layers import LinearAllreduce, LinearLayer
 from deepspeed_c.pipe import LayerSpec, PipelineModule
+from tests import training
 from tests.deepspeed_c.sequence import test_engine as sequences
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 WIDTH, LAYERS, STEPS, MICRO_BATCHES = 192, 3, 2, 2
 N_BYTES = 4 * LAYERS * WIDTH * WIDTH  # all weights, or all gradients, in fp32
@@ -23,18 +24,13 @@ N_BYTES = 4 * LAYERS * WIDTH * WIDTH  # all weights, or all gradients, in fp32
 def _train(rank, stage, section, **keys):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage, **keys},
-        **({} if section is None else {"comms_logger": section}),
-    }
+    config = training.config(
+        stage, zero=keys, accumulate=MICRO_BATCHES, **({} if section is None else {"comms_logger": section})
+    )
     engine, *_ = deepspeed_c.initialize(model=model, config=config)
     comm.reset_log()  # forget the messages of the engine's start
     for _ in range(STEPS * MICRO_BATCHES):
-        engine.backward(engine(torch.full((1, WIDTH), rank + 1.0)).square().mean())
-        engine.step()
+        training.update(engine, engine(torch.full((1, WIDTH), rank + 1.0)).square().mean())
     return engine
 
 
@@ -53,7 +49,9 @@ def _log():
     return large, small
 
 
-def counts_body(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_counts_and_sizes_are_those_of_the_model(rank, world, stage):
     with redirect_stdout(io.StringIO()):
         engine = _train(rank, stage, {"enabled": True}, stage3_param_persistence_threshold=0)
         large, small = _log()
@@ -87,12 +85,8 @@ def counts_body(rank, world, stage):
     engine.close()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_counts_and_sizes_are_those_of_the_model(stage):
-    run_ranks(2, counts_body, stage)
-
-
-def several_buckets_body(rank, world):
+@on_ranks(2)
+def test_each_bucket_is_a_call(rank, world):
     """Each bucket holds a layer, so there are as many calls as layers, each of a layer's size."""
     layer = 4 * WIDTH * WIDTH
     with redirect_stdout(io.StringIO()):
@@ -106,11 +100,8 @@ def several_buckets_body(rank, world):
     comm.reset_log()
 
 
-def test_each_bucket_is_a_call():
-    run_ranks(2, several_buckets_body)
-
-
-def settings_body(rank, world):
+@on_ranks(2, fresh=True)
+def test_the_section_and_the_summary(rank, world):
     engine = _train(rank, 1, None)
     assert comm.get_comm_operation_count() == 0 and Ledger.entry_type is LedgerEntry
     engine.close()
@@ -137,8 +128,7 @@ def settings_body(rank, world):
     comm.all_reduce(torch.ones(8))
     assert comm.get_comm_operation_count() == 1 and comm.get_logged_comm_ops() == ["all_reduce"]
     engine.backward(engine(torch.ones(1, WIDTH)).square().mean())
-    engine.backward(engine(torch.ones(1, WIDTH)).square().mean())
-    engine.step()
+    training.update(engine, engine(torch.ones(1, WIDTH)).square().mean())
 
     with redirect_stdout(io.StringIO()) as out:
         result = comm.log_summary(show_straggler=True, return_dict=True)
@@ -154,10 +144,6 @@ def settings_body(rank, world):
     engine.close()
     comm.configure(enabled=False, prof_all=True, prof_ops=[])
     comm.reset_log()
-
-
-def test_the_section_and_the_summary():
-    run_ranks(2, settings_body, fresh=True)
 
 
 def _counts(engine):
@@ -178,12 +164,7 @@ ROWS = 5
 def pipeline_body(rank, world):
     layers = [LayerSpec(torch.nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(2)]
     module = PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": 3,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "comms_logger": {"enabled": True},
-    }
+    config = training.config(rows=ROWS, accumulate=3, comms_logger={"enabled": True})
     engine, *_ = deepspeed_c.initialize(model=module, config=config)
     comm.reset_log()
     for _ in range(STEPS):

@@ -13,7 +13,9 @@ import deepspeed_c
 from deepspeed_c.data import RepeatingLoader
 from deepspeed_c.data.indexed import MMapIndexedDatasetBuilder
 from deepspeed_c.errors import ConfigError, StateError
+from tests import training
 from tests.log_lines import LogLines
+from tests.ranks import on_ranks
 
 BATCH = 6
 
@@ -45,13 +47,9 @@ class Model(torch.nn.Module):
 
 
 def make(n=40, world=1, **sections):
-    config = {
-        "train_batch_size": BATCH,
-        "train_micro_batch_size_per_gpu": 3 // world if world == 3 else 1,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
-        "seed": 7,
-        **sections,
-    }
+    config = training.config(
+        optimizer="Adam", train_batch_size=BATCH, rows=3 // world if world == 3 else 1, lr=0.01, seed=7, **sections
+    )
     model = Model()
     engine, _, loader, _ = deepspeed_c.initialize(model=model, training_data=Numbers(n), config=config)
     return engine, RepeatingLoader(loader), model
@@ -63,8 +61,7 @@ def train(engine, data, n_steps):
     for _ in range(n_steps):
         del engine.module.seen[:]
         for _ in range(engine.gradient_accumulation_steps()):
-            engine.backward(engine(next(data)))
-            engine.step()
+            training.step(engine, next(data))
         found.append(list(engine.module.seen))
     return found
 
@@ -207,10 +204,7 @@ def test_the_users_functions(run_ranks, tmp_path):
     assert any("no curriculum chooses the samples" in line for line in lines)
 
 
-def test_mistakes_are_found_at_the_start(run_ranks):
-    run_ranks(1, mistakes_body)
-
-
-def mistakes_body(rank, world):
+@on_ranks(1)
+def test_mistakes_are_found_at_the_start(rank, world):
     with pytest.raises(ConfigError, match="total_curriculum_step is 0|total_curriculum_step"):
         make(curriculum_learning={**LEGACY, "schedule_config": {"difficulty_step": 8}})

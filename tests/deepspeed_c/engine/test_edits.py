@@ -15,7 +15,7 @@ from deepspeed_c.engine import edits
 from deepspeed_c.engine.edits import EDITS, Edits, ModelEdit
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.inject.kernels import inject_kernels
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -77,7 +77,9 @@ def test_the_table_is_in_order():
         assert all(later.needs_layout for later in EDITS[i:]) or not edit.needs_layout
 
 
-def closed_engine(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks(1)
+def test_a_closed_engine_leaves_the_model_as_it_was(rank: int, world: int, stage: int) -> None:
     model = make_llama()
     before = face(model)
     engine = one_step(model, config(stage))
@@ -86,11 +88,6 @@ def closed_engine(rank: int, world: int, stage: int) -> None:
     engine.close()
     after = face(model)
     assert after == before, {name: (before[name], after[name]) for name in before if before[name] != after[name]}
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_closed_engine_leaves_the_model_as_it_was(stage: int):
-    run_ranks(1, closed_engine, stage)
 
 
 def twice(rank: int, world: int) -> None:
@@ -112,7 +109,9 @@ class Breaks(Exception):
     pass
 
 
-def half_way(rank: int, world: int, broken: str) -> None:
+@pytest.mark.parametrize("broken", [edit.name for edit in EDITS])
+@on_ranks(1)
+def test_an_exception_half_way_undoes_what_was_made(rank: int, world: int, broken: str) -> None:
     def fail(model: nn.Module, context: Any) -> None:
         raise Breaks
 
@@ -133,11 +132,6 @@ def half_way(rank: int, world: int, broken: str) -> None:
         edits.EDITS = whole
     assert face(model) == before
     one_step(model, config(1)).close()
-
-
-@pytest.mark.parametrize("broken", [edit.name for edit in EDITS])
-def test_an_exception_half_way_undoes_what_was_made(broken: str):
-    run_ranks(1, half_way, broken)
 
 
 def inference(rank: int, world: int, broken: str) -> None:
@@ -173,16 +167,13 @@ def test_inference_makes_its_edits_by_the_table(broken: str):
     run_ranks(1, inference, broken)
 
 
-def bad_layers(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_a_configuration_that_does_not_fit_undoes_them_too(rank: int, world: int) -> None:
     model = make_llama()
     before = face(model)
     with pytest.raises(ConfigError, match="fits the whole name of none"):
         one_step(model, config(2, activation_checkpointing={"layers": "nothing"}))
     assert face(model) == before
-
-
-def test_a_configuration_that_does_not_fit_undoes_them_too():
-    run_ranks(1, bad_layers)
 
 
 def test_all_are_undone_last_first_even_if_one_raises():

@@ -12,17 +12,13 @@ from torch import nn
 import deepspeed_c
 from deepspeed_c import errors
 from deepspeed_c.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from tests import training
 from tests.deepspeed_c.zero.traits import Mlp, Tied, batch, whole_params
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import RanksFailed, on_ranks, run_ranks
 
 
 def config(stage: int = 2, **extra) -> dict:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **extra,
-    }
+    return training.config(stage, "AdamW", zero={"stage3_param_persistence_threshold": 0}, lr=0.01, **extra)
 
 
 def make(stage: int = 2, model: nn.Module | None = None, **extra):
@@ -32,10 +28,7 @@ def make(stage: int = 2, model: nn.Module | None = None, **extra):
 
 def train_step(engine, step: int = 0, rank: int = 0) -> float:
     x, y = batch(step, 0, rank, 0)
-    loss = engine(x.to(next(engine.parameters()).dtype), y)
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
+    return training.step(engine, x.to(next(engine.parameters()).dtype), y)
 
 
 def state_of(engine) -> dict[str, torch.Tensor]:
@@ -69,7 +62,11 @@ def one_rank(fn):
     return test
 
 
-def skipped_steps_body(rank: int, world: int, stage: int, precision: str) -> dict:
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_a_skipped_step_changes_no_bit_and_not_the_schedule(rank: int, world: int, stage: int, precision: str) -> dict:
     extra = {precision: {"enabled": True}} if precision != "fp32" else {}
     engine = make(
         stage, **extra, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 0.01}}
@@ -96,13 +93,6 @@ def skipped_steps_body(rank: int, world: int, stage: int, precision: str) -> dic
         assert engine.was_step_applied() and engine.global_steps == 3
         assert engine.get_lr() != lr
     return {}
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_skipped_step_changes_no_bit_and_not_the_schedule(world, stage, precision):
-    run_ranks(world, skipped_steps_body, stage, precision)
 
 
 def nan_loss_body(rank: int, world: int, stage: int, precision: str) -> str:
@@ -199,7 +189,12 @@ def unmanaged_body(rank: int, world: int) -> None:
 test_unmanaged_accumulation = one_rank(unmanaged_body)
 
 
-def aborted_body(rank: int, world: int, stage: int, own_backward: bool) -> None:
+@pytest.mark.parametrize("own_backward", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_an_exception_in_backward_drops_the_window_and_nothing_else(
+    rank: int, world: int, stage: int, own_backward: bool
+) -> None:
     """Backward raises, and another step follows. The result is the same as without the broken window."""
 
     class Explode(torch.autograd.Function):
@@ -228,8 +223,7 @@ def aborted_body(rank: int, world: int, stage: int, own_backward: bool) -> None:
         for engine in (clean, dirty):
             if engine is dirty:
                 x, y = batch(5, 0, rank, 0)
-                engine.backward(engine(x, y))
-                engine.step()
+                training.step(engine, x, y)
                 engine.module.armed = True
                 loss = engine(x, y)
                 with pytest.raises(ValueError, match="boom"):
@@ -239,12 +233,6 @@ def aborted_body(rank: int, world: int, stage: int, own_backward: bool) -> None:
                 train_step(engine, step, rank)
         assert clean.global_steps == dirty.global_steps == 2
         assert_same_bits(state_of(clean), state_of(dirty))
-
-
-@pytest.mark.parametrize("own_backward", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_exception_in_backward_drops_the_window_and_nothing_else(stage, own_backward):
-    run_ranks(2, aborted_body, stage, own_backward)
 
 
 def bad_calls_body(rank: int, world: int) -> None:
@@ -319,8 +307,7 @@ def loader_and_scheduler_body(rank: int, world: int) -> None:
     with engine:
         n = 0
         for x, y in loader:
-            engine.backward(engine(x[0], y[0]))
-            engine.step()
+            training.step(engine, x[0], y[0])
             n += 1
         assert n == 4 // world * 1 if world > 1 else n == 4
         assert engine.get_lr() == [0.5 * 0.5**n] and scheduler.get_last_lr() == engine.get_lr()
@@ -330,7 +317,9 @@ def loader_and_scheduler_body(rank: int, world: int) -> None:
 test_loader_and_scheduler = one_rank(loader_and_scheduler_body)
 
 
-def close_body(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_the_model_outlives_its_engine(rank: int, world: int) -> None:
     model = Tied()
     engine = make(2, model, bf16={"enabled": True})
     train_step(engine, 0, rank)
@@ -345,17 +334,11 @@ def close_body(rank: int, world: int) -> None:
     again.close()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_model_outlives_its_engine(world):
-    run_ranks(world, close_body)
-
-
 def cycles_body(rank: int, world: int) -> list[tuple[int, int, int]]:
     seen = []
     for i in range(14):
         with make(2, nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))) as engine:
-            engine.backward(engine(torch.ones(2, 300)).sum())
-            engine.step()
+            training.update(engine, engine(torch.ones(2, 300)).sum())
         del engine
         gc.collect()
         with open("/proc/self/statm") as f:
@@ -432,8 +415,7 @@ def mismatch_body(rank: int, world: int, kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind, names",
-    [("shape", "mid.bias"), ("frozen", "out.bias"), ("missing", "gain"), ("config", "gradient_clipping")],
+    "kind, names", [("shape", "mid.bias"), ("frozen", "out.bias"), ("missing", "gain"), ("config", "gradient_clipping")]
 )
 def test_ranks_with_different_models_are_told_which_parameter(kind, names):
     for message in run_ranks(2, mismatch_body, kind):

@@ -13,6 +13,7 @@ import deepspeed_c
 from deepspeed_c.config import load_config
 from deepspeed_c.engine.experiment import write_json
 from deepspeed_c.errors import ConfigError
+from tests import training
 from tests.ranks import run_ranks
 
 WIDTH = 7
@@ -33,20 +34,14 @@ class Slow(nn.Module):
 
 def trained(rank: int, world: int, path: str, section: dict, most: int = 20) -> tuple[object, int, str]:
     """(exit code or None, steps that were taken, the text of a ConfigError)."""
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-        "autotuning": {"metric_path": path, **section},
-    }
+    config = training.config(rows=3, accumulate=2, lr=0.01, autotuning={"metric_path": path, **section})
     torch.manual_seed(0)
     engine = deepspeed_c.initialize(model=Slow(), config=config)[0]
     steps = 0
     try:
         for _ in range(most):
             for _ in range(2):
-                engine.backward(engine(torch.ones(3, WIDTH)))
-                engine.step()
+                training.step(engine, torch.ones(3, WIDTH))
             steps += 1
     except SystemExit as stop:
         return stop.code, steps + 1, ""

@@ -16,7 +16,8 @@ import deepspeed_c
 from deepspeed_c.errors import StateError
 from deepspeed_c.zero import GatheredParameters
 from deepspeed_c.zero.weights.drivers.lease import Lease
-from tests.ranks import run_ranks
+from tests import training
+from tests.ranks import on_ranks, run_ranks
 from tests.waits import joined
 
 transformers = pytest.importorskip("transformers")
@@ -45,27 +46,20 @@ def llama() -> Any:
 
 
 def make(stage: int, joint: bool, **zero: Any) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "comm": {"local": "shm", "zero_copy_gather": joint},
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 3000,
-            "stage3_param_persistence_threshold": 30,
-            **zero,
-        },
-    }
+    config = training.config(
+        stage,
+        "AdamW",
+        zero={"reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 30, **zero},
+        lr=1e-2,
+        comm={"local": "shm", "zero_copy_gather": joint},
+    )
     return deepspeed_c.initialize(model=llama(), config=config)[0]
 
 
 def train(engine: Any, rank: int, step: int) -> float:
     torch.manual_seed(100 * step + rank)
     tokens = torch.randint(1, VOCAB, (1, 11))
-    loss = engine(input_ids=tokens, labels=tokens).loss
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
+    return training.step(engine, input_ids=tokens, labels=tokens)
 
 
 def twin_of(engine: Any) -> Any:
@@ -158,7 +152,9 @@ def test_tokens_are_those_of_a_plain_model_and_training_keeps_its_bits(stage: in
 # -- ranks end alone -----------------------------------------------------------------------------------------------------------
 
 
-def alone_body(rank: int, world: int, stage: int, joint: bool) -> None:
+@pytest.mark.parametrize("stage, joint", CELLS)
+@on_ranks(2)
+def test_ranks_end_alone(rank: int, world: int, stage: int, joint: bool) -> None:
     with make(stage, joint) as engine:
         train(engine, rank, 0)
         twin = twin_of(engine)
@@ -179,12 +175,8 @@ def alone_body(rank: int, world: int, stage: int, joint: bool) -> None:
         train(engine, rank, 1)
 
 
-@pytest.mark.parametrize("stage, joint", CELLS)
-def test_ranks_end_alone(stage: int, joint: bool) -> None:
-    run_ranks(2, alone_body, stage, joint)
-
-
-def too_large_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_model_beyond_the_limit_is_gathered_for_each_token(rank: int, world: int) -> None:
     with make(3, False, stage3_max_live_parameters=9000) as engine:
         twin = twin_of(engine)
         engine.eval()
@@ -196,14 +188,12 @@ def too_large_body(rank: int, world: int) -> None:
         assert engine._fetcher.stats.live_elems <= 9000
 
 
-def test_a_model_beyond_the_limit_is_gathered_for_each_token() -> None:
-    run_ranks(2, too_large_body)
-
-
 # -- ends of a lease -----------------------------------------------------------------------------------------------------------
 
 
-def ends_body(rank: int, world: int, stage: int, joint: bool) -> None:
+@pytest.mark.parametrize("stage, joint", CELLS[1:])
+@on_ranks(2)
+def test_a_lease_ends_with_whatever_changes_weights(rank: int, world: int, stage: int, joint: bool) -> None:
     def fail() -> None:
         raise ZeroDivisionError
 
@@ -241,11 +231,6 @@ def ends_body(rank: int, world: int, stage: int, joint: bool) -> None:
     assert "generate" not in vars(engine.module)
     with make(stage, joint) as engine:
         assert losses == [train(engine, rank, step) for step in range(4)]
-
-
-@pytest.mark.parametrize("stage, joint", CELLS[1:])
-def test_a_lease_ends_with_whatever_changes_weights(stage: int, joint: bool) -> None:
-    run_ranks(2, ends_body, stage, joint)
 
 
 def written_body(rank: int, world: int, joint: bool, how: str) -> None:
@@ -347,7 +332,8 @@ def test_training_mode_and_steps_of_other_threads_are_refused(stage: int, joint:
 # -- copies --------------------------------------------------------------------------------------------------------------------
 
 
-def copies_body(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_a_copy_of_the_model_generates_with_its_own_weights(rank: int, world: int) -> None:
     with make(2, False) as engine:
         engine.eval()
         want = write(engine.module, prompt_of(rank), 4)
@@ -357,7 +343,3 @@ def copies_body(rank: int, world: int) -> None:
                 twin.lm_head.weight.neg_()
             assert not torch.equal(write(twin, prompt_of(rank), 4), want)
         assert torch.equal(write(engine.module, prompt_of(rank), 4), want)
-
-
-def test_a_copy_of_the_model_generates_with_its_own_weights() -> None:
-    run_ranks(1, copies_body)

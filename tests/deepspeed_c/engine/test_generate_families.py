@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import deepspeed_c
+from tests import training
 from tests.cells import every
 from tests.ranks import run_ranks
 
@@ -82,11 +83,7 @@ def make_model(family: str, *, lora: bool) -> Any:
     import peft
 
     adapter = peft.LoraConfig(
-        r=2,
-        target_modules=targets,
-        init_lora_weights=False,
-        task_type="CAUSAL_LM",
-        fan_in_fan_out=family == "gpt2",
+        r=2, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM", fan_in_fan_out=family == "gpt2"
     )
     return peft.get_peft_model(model, adapter)
 
@@ -102,17 +99,15 @@ def cell_body(rank: int, world: int, family: str) -> list[str]:
     n_tokens = 3 + 8 * rank  # rank 0 ends before rank 1
     for stage, joint in CELLS:
         for lora, n_together in ((False, 1), (True, 1), (False, 2), (True, 2)):
-            config = {
-                "train_micro_batch_size_per_gpu": 2,
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-                "comm": {"local": "shm", "zero_copy_gather": joint},
-                "zero_optimization": {
-                    "stage": stage,
-                    "reduce_bucket_size": 3000,
-                    "stage3_param_persistence_threshold": 30,
-                },
-                "hybrid_engine": {"enabled": True, "inference_tp_size": n_together},
-            }
+            config = training.config(
+                stage,
+                "AdamW",
+                zero={"reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 30},
+                rows=2,
+                lr=1e-2,
+                comm={"local": "shm", "zero_copy_gather": joint},
+                hybrid_engine={"enabled": True, "inference_tp_size": n_together},
+            )
             with deepspeed_c.initialize(model=make_model(family, lora=lora), config=config)[0] as engine:
                 for turn in range(2):
                     twin = make_model(family, lora=lora).eval()
@@ -123,8 +118,7 @@ def cell_body(rank: int, world: int, family: str) -> list[str]:
                         cell = f"stage {stage}, joint {joint}, lora {lora}, {n_together} together, turn {turn}"
                         wrong.append(f"{cell}: got {got.tolist()}, want {want.tolist()}")
                     engine.train()
-                    engine.backward(engine(input_ids=got, labels=got).loss)
-                    engine.step()
+                    training.step(engine, input_ids=got, labels=got)
     return wrong
 
 

@@ -9,7 +9,8 @@ from torch import nn
 
 import deepspeed_c
 from tests.deepspeed_c.zero.test_oracle import make_config
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
+from tests.training import engine_of, update
 
 VOCAB, WIDTH = 17, 9
 FORWARDS = (0, 5, 1)
@@ -57,9 +58,7 @@ def body(rank: int, world: int, is_learnt: bool, synced: bool) -> list[list[int]
         assert engine._fetcher.stats.live_elems == 0
         # Training goes on as if nothing had been generated.
         engine.train()
-        loss = engine(start).square().mean()
-        engine.backward(loss)
-        engine.step()
+        update(engine, engine(start).square().mean())
         assert engine.was_step_applied()
     return results
 
@@ -74,7 +73,8 @@ def test_ranks_stop_after_different_numbers_of_forwards(world: int, is_learnt: b
         assert got == want, f"rank {rank}: {got} is not {want}"
 
 
-def graphs_body(rank: int, world: int) -> None:
+@on_ranks(2, preload="torch._dynamo")
+def test_graphs_that_gather_by_themselves(rank: int, world: int) -> None:
     torch._dynamo.reset()
     plain, start = make(), torch.tensor([rank + 1, 3])
     zero = {"reduce_bucket_size": 60, "stage3_prefetch_bucket_size": 100, "stage3_max_live_parameters": 300}
@@ -87,10 +87,6 @@ def graphs_body(rank: int, world: int) -> None:
             assert engine.generate(start, n).tolist() == plain.generate(start, n).tolist(), turn
             assert engine._fetcher.stats.live_elems == 0
         assert engine.is_compiled and engine._fetcher.stats.max_live_elems <= 300
-
-
-def test_graphs_that_gather_by_themselves() -> None:
-    run_ranks(2, graphs_body, preload="torch._dynamo")
 
 
 class Judge(nn.Module):
@@ -108,15 +104,14 @@ class Judge(nn.Module):
         return self.writer.generate(tokens, n)
 
 
-def within_body(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_a_forward_that_generates(rank: int, world: int) -> None:
     zero = {"reduce_bucket_size": 60, "stage3_max_live_parameters": 300}
     torch.manual_seed(1)
     plain = Judge()
     torch.manual_seed(1)
     start = torch.tensor([rank + 1, 3])
-    with deepspeed_c.initialize(model=Judge(), config=make_config(3, "fp32", 1, {"zero_optimization": zero}))[
-        0
-    ] as engine:
+    with engine_of(Judge(), make_config(3, "fp32", 1, {"zero_optimization": zero})) as engine:
         assert torch.equal(engine(start), plain(start))  # in training: one pass, in which all ranks do the same
         engine.eval()
         with engine.synced_generation(), torch.no_grad():
@@ -124,7 +119,3 @@ def within_body(rank: int, world: int) -> None:
                 assert torch.equal(engine(start), plain(start))
         # Parts of the model are called without a forward of the whole.
         assert engine.generate(start, FORWARDS[rank]).tolist() == plain.generate(start, FORWARDS[rank]).tolist()
-
-
-def test_a_forward_that_generates() -> None:
-    run_ranks(3, within_body)

@@ -13,15 +13,11 @@ import deepspeed_c
 from deepspeed_c.engine.getters import GETTERS, ConfigGetters
 from deepspeed_c.errors import FeatureError
 from tests.deepspeed_c.zero.traits import Mlp, batch
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 def make(extra: dict, model: nn.Module | None = None):
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        **extra,
-    }
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, **extra}
     return deepspeed_c.initialize(model=model or Mlp(), config=config)[0]
 
 
@@ -106,7 +102,8 @@ def test_table_says_where_each_comes_from() -> None:
 # -- questions to the engine itself ------------------------------------------------------------------------------------
 
 
-def engine_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_engine_answers_for_itself(rank: int, world: int) -> None:
     torch.manual_seed(0)
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     with make({"zero_optimization": zero, "wall_clock_breakdown": True}) as engine:
@@ -132,10 +129,6 @@ def engine_body(rank: int, world: int) -> None:
             engine.load_module_state_dict(doubled, allowed_missing_keys={"gain"})
         with pytest.raises(FeatureError, match="compiled_autograd_enabled"):
             engine.compile(compiled_autograd_enabled=True)
-
-
-def test_engine_answers_for_itself() -> None:
-    run_ranks(2, engine_body)
 
 
 def test_paths_follow_the_working_folder(tmp_path, monkeypatch) -> None:

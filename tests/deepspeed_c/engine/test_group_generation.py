@@ -14,7 +14,8 @@ from deepspeed_c.errors import ConfigError, DeepSpeedCError, FeatureError, Model
 from deepspeed_c.moe.layer import MoE
 from deepspeed_c.zero import GatheredParameters
 from tests.cells import full
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
+from tests.training import step
 
 transformers = pytest.importorskip("transformers")
 
@@ -70,10 +71,7 @@ def twin_of(engine: Any) -> Any:
 
 def train(engine: Any, tokens: torch.Tensor) -> float:
     engine.train()
-    loss = engine(input_ids=tokens, labels=tokens).loss
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
+    return step(engine, input_ids=tokens, labels=tokens)
 
 
 def prompt_of(rank: int) -> torch.Tensor:
@@ -124,7 +122,9 @@ def test_one_group_of_all_ranks_with_weights_and_states_on_the_host() -> None:
 # -- where weights lie ---------------------------------------------------------------------------------------------------------
 
 
-def whole_body(rank: int, world: int, stage: int, joint: bool) -> None:
+@pytest.mark.parametrize(("stage", "joint"), [(0, False), (2, False), (3, True)])
+@on_ranks(2)
+def test_whole_weights_are_read_where_they_lie(rank: int, world: int, stage: int, joint: bool) -> None:
     with make(stage, joint) as engine:
         engine.eval()
         spans: list[tuple[int, int]] = []
@@ -141,12 +141,8 @@ def whole_body(rank: int, world: int, stage: int, joint: bool) -> None:
         assert not outside and len(parts) > 20, outside
 
 
-@pytest.mark.parametrize(("stage", "joint"), [(0, False), (2, False), (3, True)])
-def test_whole_weights_are_read_where_they_lie(stage: int, joint: bool) -> None:
-    run_ranks(2, whole_body, stage, joint)
-
-
-def parts_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_of_shards_each_rank_keeps_its_parts_until_training_goes_on(rank: int, world: int) -> None:
     with make(3) as engine:
         fetcher = engine._fetcher
         n_units, n_elems = len(fetcher.groups), sum(group.numel for group in fetcher.groups)
@@ -172,10 +168,6 @@ def parts_body(rank: int, world: int) -> None:
         assert torch.equal(write(engine.module, prompt_of(rank), 6), write(twin, prompt_of(rank), 6))
         engine.train()
         assert all(param.is_meta for param in copy_of(engine).parameters())
-
-
-def test_of_shards_each_rank_keeps_its_parts_until_training_goes_on() -> None:
-    run_ranks(2, parts_body)
 
 
 def sampled_body(rank: int, world: int) -> Any:
@@ -244,7 +236,9 @@ def test_adapters_that_are_chosen_later_and_merged_ones_are_generated_with() -> 
 # -- errors --------------------------------------------------------------------------------------------------------------------
 
 
-def refused_body(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(4)
+def test_the_mistake_of_one_rank_is_an_error_on_all_that_wait_for_it(rank: int, world: int, stage: int) -> None:
     """Rank 2 alone makes each of the mistakes. All ranks have an error then, and the next call works."""
     with make(stage) as engine:
         engine.eval()
@@ -268,11 +262,6 @@ def refused_body(rank: int, world: int, stage: int) -> None:
         assert torch.equal(write(engine.module, good, 4), write(twin, good, 4))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_the_mistake_of_one_rank_is_an_error_on_all_that_wait_for_it(stage: int) -> None:
-    run_ranks(4, refused_body, stage)
-
-
 class Chain(torch.nn.Module):
     def __init__(self, **parts: torch.nn.Module) -> None:
         super().__init__()
@@ -280,7 +269,8 @@ class Chain(torch.nn.Module):
             self.add_module(name, part)
 
 
-def configured_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_ranks_and_models_that_cannot_be_divided_are_refused_by_name(rank: int, world: int) -> None:
     t5 = {"vocab_size": 9, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
 
     def refuses(error: type[Exception], text: str, model: Any, **more: Any) -> None:
@@ -294,7 +284,3 @@ def configured_body(rank: int, world: int) -> None:
     mixed = Chain(model=llama(), experts=MoE(4, torch.nn.Linear(4, 4), num_experts=2, ep_size=2))
     refuses(FeatureError, "expert of this rank alone", mixed)
     refuses(FeatureError, "divided anew", llama(), tensor_parallel={"autotp_size": 2})
-
-
-def test_ranks_and_models_that_cannot_be_divided_are_refused_by_name() -> None:
-    run_ranks(2, configured_body)

@@ -15,8 +15,9 @@ from deepspeed_c.engine.hybrid import DeepSpeedHybridEngine, RoundTimes
 from deepspeed_c.engine.prompts import check_padding
 from deepspeed_c.errors import ConfigError, FeatureError, StateError
 from deepspeed_c.pipe import LayerSpec, PipelineModule
+from tests import training
 from tests.log_lines import LogLines
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -54,15 +55,9 @@ class Critic(torch.nn.Module):
 
 
 def settings(stage: int, *, hybrid: dict[str, Any] | None = None, trains: bool = True, **more: Any) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 3000,
-            "stage3_param_persistence_threshold": 30,
-        },
-        **more,
-    }
+    config: dict[str, Any] = training.config(
+        stage, None, zero={"reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 30}, rows=2, **more
+    )
     if trains:
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 5e-3}}
     if hybrid is not None:
@@ -129,13 +124,8 @@ def train_on(actor: Any, critic: Any, exp: dict[str, torch.Tensor]) -> tuple[flo
     gain = exp["score"][:, None] - 0.1 * (exp["old"] - exp["anchor"])
     advantage = gain - exp["values"][:, :-1]
     ratio = (log_probs(actor(input_ids=tokens, attention_mask=mask).logits, tokens) - exp["old"]).exp()
-    loss = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
-    actor.backward(loss)
-    actor.step()
-    critic_loss = (critic(tokens, mask)[:, :-1] - gain).square().mean()
-    critic.backward(critic_loss)
-    critic.step()
-    return loss.item(), critic_loss.item()
+    loss = training.update(actor, -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean())
+    return loss, training.update(critic, (critic(tokens, mask)[:, :-1] - gain).square().mean())
 
 
 def rounds_body(rank: int, world: int, stage: int, joint: bool) -> Any:
@@ -173,7 +163,9 @@ def test_rounds_at_each_stage_write_the_tokens_of_a_plain_model() -> None:
 # -- prompts -------------------------------------------------------------------------------------------------------------------
 
 
-def refused_body(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_prompts_that_cannot_be_continued_are_refused_before_a_collective(rank: int, world: int, stage: int) -> None:
     with make_actor(stage) as actor:
         twin = twin_of(actor)
         actor.eval()
@@ -205,11 +197,6 @@ def refused_body(rank: int, world: int, stage: int) -> None:
             actor.generate(too_long[:, : LENGTH - 1], max_new_tokens=2)
         assert write(actor.module, prompts[:0], mask[:0]).shape == (0, 5)
         actor.train()
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_prompts_that_cannot_be_continued_are_refused_before_a_collective(stage: int) -> None:
-    run_ranks(2, refused_body, stage)
 
 
 def test_which_padding_is_refused() -> None:
@@ -297,8 +284,7 @@ def said_body(rank: int, world: int) -> list[str]:
                 with torch.no_grad():
                     tokens = write(actor.module, *prompts_of(rank))
                 actor.train()
-                actor.backward(actor(input_ids=tokens, labels=tokens).loss)
-                actor.step()
+                training.step(actor, input_ids=tokens, labels=tokens)
         assert actor._generation.cost.n_prompts == 16
     return [line for line in log.lines if line.startswith(("step=", "E2E"))]
 
@@ -314,7 +300,9 @@ def test_a_line_of_latencies_follows_the_line_of_a_step() -> None:
 # -- LoRA ----------------------------------------------------------------------------------------------------------------------
 
 
-def lora_body(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_switches_leave_the_weights_below_lora_as_they_are(rank: int, world: int, stage: int) -> None:
     import peft
 
     def adapted() -> Any:
@@ -339,22 +327,17 @@ def lora_body(rank: int, world: int, stage: int) -> None:
                 assert torch.equal(got, want)
                 unfuse()
             actor.train()
-            actor.backward(actor(input_ids=got, labels=got).loss)
-            actor.step()
+            training.step(actor, input_ids=got, labels=got)
             assert actor.was_step_applied()
         after = actor.module_state_dict()
         assert all(torch.equal(after[name], value) for name, value in base.items()) and len(base) > 30
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_switches_leave_the_weights_below_lora_as_they_are(stage: int) -> None:
-    run_ranks(2, lora_body, stage)
-
-
 # -- what a configuration may ask for ------------------------------------------------------------------------------------------
 
 
-def configured_body(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_a_configuration_beyond_this_version_is_refused_by_name(rank: int, world: int) -> None:
     for key, value in (("enable_cuda_graph", True),):
         with pytest.raises(ConfigError, match=f"hybrid_engine.{key}"):
             deepspeed_c.initialize(model=opt(1), config=settings(0, hybrid={key: value}))
@@ -365,7 +348,3 @@ def configured_body(rank: int, world: int) -> None:
     pipeline = PipelineModule([LayerSpec(torch.nn.Linear, 2, 2)], num_stages=1, loss_fn=torch.nn.MSELoss())
     with pytest.raises(FeatureError, match="does not generate"):
         deepspeed_c.initialize(model=pipeline, config=settings(0, hybrid={}))
-
-
-def test_a_configuration_beyond_this_version_is_refused_by_name() -> None:
-    run_ranks(1, configured_body)

@@ -29,7 +29,8 @@ from tests.deepspeed_c.engine.test_generate import (
 )
 from tests.deepspeed_c.zero.test_oracle import make_config
 from tests.log_lines import LogLines
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
+from tests.training import engine_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -105,7 +106,9 @@ def test_one_number_is_exchanged_for_each_forward_and_ranks_may_have_no_prompts(
 # -- exceptions --------------------------------------------------------------------------------------------------------------
 
 
-def raises_body(rank: int, world: int, when: str) -> None:
+@pytest.mark.parametrize("when", ["first", "later", "between", "arguments"])
+@on_ranks(2)
+def test_a_rank_that_raises_serves_the_others_first(rank: int, world: int, when: str) -> None:
     with make_large() as engine:
         if when != "first":
             train(engine, rank, 0)
@@ -135,12 +138,8 @@ def raises_body(rank: int, world: int, when: str) -> None:
         train(engine, rank, 1)
 
 
-@pytest.mark.parametrize("when", ["first", "later", "between", "arguments"])
-def test_a_rank_that_raises_serves_the_others_first(when: str) -> None:
-    run_ranks(2, raises_body, when)
-
-
-def refused_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_rank_that_refuses_its_prompts_serves_the_others_first(rank: int, world: int) -> None:
     hybrid = {"hybrid_engine": {"enabled": True, "max_out_tokens": 8}}
     zero = {"zero_optimization": {"reduce_bucket_size": 3000, "stage3_max_live_parameters": LIMIT}}
     engine = deepspeed_c.initialize(model=llama(), config=make_config(3, "fp32", 1, {**zero, **hybrid}))[0]
@@ -153,14 +152,11 @@ def refused_body(rank: int, world: int) -> None:
             assert torch.equal(write(engine.module, prompt_of(rank), 3), write(llama().eval(), prompt_of(rank), 3))
 
 
-def test_a_rank_that_refuses_its_prompts_serves_the_others_first() -> None:
-    run_ranks(2, refused_body)
-
-
 # -- other ways to generate --------------------------------------------------------------------------------------------------
 
 
-def calls_body(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_ranks_may_call_a_different_number_of_times_within_synced_generation(rank: int, world: int) -> None:
     with make_large() as engine:
         twin = llama().eval()
         engine.eval()
@@ -169,10 +165,6 @@ def calls_body(rank: int, world: int) -> None:
                 got = engine.generate(prompt_of(rank), max_new_tokens=n_tokens, synced=True, do_sample=False)
                 assert torch.equal(got, twin.generate(prompt_of(rank), max_new_tokens=n_tokens, do_sample=False))
         assert engine._fetcher.stats.max_live_elems <= LIMIT
-
-
-def test_ranks_may_call_a_different_number_of_times_within_synced_generation() -> None:
-    run_ranks(3, calls_body)
 
 
 def t5() -> Any:
@@ -190,7 +182,9 @@ def t5() -> Any:
     return transformers.T5ForConditionalGeneration(config).eval()
 
 
-def encoder_body(rank: int, world: int, is_learnt: bool) -> None:
+@pytest.mark.parametrize("is_learnt", [False, True])
+@on_ranks(2)
+def test_an_encoder_outside_of_the_forward(rank: int, world: int, is_learnt: bool) -> None:
     zero = {"zero_optimization": {"reduce_bucket_size": 1500, "stage3_max_live_parameters": 9000}}
     with deepspeed_c.initialize(model=t5(), config=make_config(3, "fp32", 1, zero))[0] as engine:
         twin = t5()
@@ -205,11 +199,6 @@ def encoder_body(rank: int, world: int, is_learnt: bool) -> None:
             n_tokens = 2 + 3 * rank
             assert torch.equal(write(engine.module, prompt_of(rank), n_tokens), write(twin, prompt_of(rank), n_tokens))
         assert engine._fetcher.stats.max_live_elems <= 9000
-
-
-@pytest.mark.parametrize("is_learnt", [False, True])
-def test_an_encoder_outside_of_the_forward(is_learnt: bool) -> None:
-    run_ranks(2, encoder_body, is_learnt)
 
 
 # -- any sequence of forwards ------------------------------------------------------------------------------------------------
@@ -281,9 +270,7 @@ def paths_body(rank: int, world: int) -> int:
     torch.manual_seed(3)
     plain = Paths()
     draw, n_raised = random.Random(100 + rank), 0
-    with deepspeed_c.initialize(model=model, config=make_config(3, "fp32", 1, {"zero_optimization": zero}))[
-        0
-    ] as engine:
+    with engine_of(model, make_config(3, "fp32", 1, {"zero_optimization": zero})) as engine:
         engine.eval()
         for turn in range(60):
             x, paths = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(turn)), paths_of(draw)

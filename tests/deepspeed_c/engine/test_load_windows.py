@@ -17,8 +17,9 @@ from torch import nn
 import deepspeed_c
 from deepspeed_c.checkpoint.native.reader import NativeSource
 from deepspeed_c.errors import CheckpointError, StateError
+from tests import training
 from tests.deepspeed_c.zero.traits import whole_params
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 GAS, WORLD = 3, 2
 Engine = deepspeed_c.DeepSpeedEngine
@@ -156,7 +157,9 @@ def check_weights(engine: Engine, plain: Plain, where: str) -> None:
         assert torch.allclose(got, want, rtol=1e-5, atol=1e-6), f"{where}: {name} is\n{got}\nand not\n{want}"
 
 
-def check_loads(rank: int, world: int, stage: int, folder: str) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(WORLD)
+def test_a_load_begins_a_window(rank: int, world: int, stage: int, folder: str) -> None:
     for steering in STEERINGS:
         plain = Plain()
         with make_engine(stage, steering) as engine:
@@ -187,20 +190,16 @@ def check_loads(rank: int, world: int, stage: int, folder: str) -> None:
                 check_weights(engine, plain, where)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_load_begins_a_window(stage, tmp_path):
-    run_ranks(WORLD, check_loads, stage, str(tmp_path))
-
-
-def check_scale(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(WORLD)
+def test_gradients_of_another_loss_scale_are_dropped(rank: int, world: int, stage: int) -> None:
     """Loads an optimizer's dict, with masters and a loss scale, while gradients accumulated at the old scale wait."""
     found = []
     for abandons in (False, True):
         with make_engine(stage, fp16={"enabled": True, "initial_scale_power": 8}) as engine:
 
             def half(window: int, micro: int, engine: Engine = engine) -> None:
-                engine.backward(loss_of(engine(batch(window, micro, rank).half())))
-                engine.step()
+                training.update(engine, loss_of(engine(batch(window, micro, rank).half())))
 
             for micro in range(GAS):
                 half(0, micro)
@@ -216,11 +215,6 @@ def check_scale(rank: int, world: int, stage: int) -> None:
             found.append(whole_params(engine.module))
     for name in found[0]:
         assert torch.equal(found[0][name], found[1][name]), f"{name}: {found[1][name]} and not {found[0][name]}"
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_gradients_of_another_loss_scale_are_dropped(stage):
-    run_ranks(WORLD, check_scale, stage)
 
 
 # -- loads that are refused, and loads that break -----------------------------------------------------------------------
@@ -251,7 +245,9 @@ REFUSED: dict[str, tuple[type[Exception] | None, Callable[[Engine, str], object]
 }
 
 
-def check_refused(rank: int, world: int, stage: int, folder: str) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(WORLD)
+def test_a_load_that_is_refused_leaves_the_window_as_it_was(rank: int, world: int, stage: int, folder: str) -> None:
     with make_engine(stage) as engine:
         run(engine, "managed", 0)
         for tag in ("first", "damaged"):
@@ -276,11 +272,8 @@ def check_refused(rank: int, world: int, stage: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_load_that_is_refused_leaves_the_window_as_it_was(stage, tmp_path):
-    run_ranks(WORLD, check_refused, stage, str(tmp_path))
-
-
-def check_broken(rank: int, world: int, stage: int, folder: str) -> None:
+@on_ranks(WORLD)
+def test_a_load_that_breaks_begins_a_window_with_the_next_one(rank: int, world: int, stage: int, folder: str) -> None:
     """One rank finds a file unreadable after weights were overwritten. The window is lost, the engine refuses to train,
     and the next load begins a window."""
     plain = Plain()
@@ -311,15 +304,12 @@ def check_broken(rank: int, world: int, stage: int, folder: str) -> None:
         check_weights(engine, plain, f"stage {stage}")
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_load_that_breaks_begins_a_window_with_the_next_one(stage, tmp_path):
-    run_ranks(WORLD, check_broken, stage, str(tmp_path))
-
-
 # -- calls between two windows -----------------------------------------------------------------------------------------
 
 
-def check_between(rank: int, world: int, steering: str) -> None:
+@pytest.mark.parametrize("steering", STEERINGS)
+@on_ranks(WORLD)
+def test_a_window_is_open_from_its_first_backward_to_its_step(rank: int, world: int, steering: str) -> None:
     """A window is open from its first backward to the step that updates, both where the engine counts micro-batches and
     where the caller does."""
     with make_engine(2, steering) as engine:
@@ -332,11 +322,6 @@ def check_between(rank: int, world: int, steering: str) -> None:
                     engine.set_train_batch_size(engine.train_batch_size())
             engine.set_train_batch_size(engine.train_batch_size())
             engine._step_applied = False
-
-
-@pytest.mark.parametrize("steering", STEERINGS)
-def test_a_window_is_open_from_its_first_backward_to_its_step(steering):
-    run_ranks(WORLD, check_between, steering)
 
 
 # -- the place in the data at which a window began ---------------------------------------------------------------------
@@ -352,14 +337,11 @@ class Numbers(torch.utils.data.Dataset):
         return torch.full((5,), float(i))
 
 
-def check_places(rank: int, world: int, folder: str) -> None:
+@on_ranks(WORLD)
+def test_what_is_saved_within_a_window_goes_on_with_its_first_batch(rank: int, world: int, folder: str) -> None:
     """Training from a checkpoint that was saved within a window goes on with the first batch of that window, however
     the window began."""
-    settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": GAS,
-        "zero_optimization": {"stage": 2},
-    }
+    settings = training.config(2, None, rows=2, accumulate=GAS)
     settings["optimizer"] = {"type": "SGD", "params": {"lr": 1e-6}}
     model = make_model()
     engine, _, loader, _ = deepspeed_c.initialize(model=model, config=settings, training_data=Numbers())
@@ -399,7 +381,3 @@ def check_places(rank: int, world: int, folder: str) -> None:
             engine.load_checkpoint(folder, tag=tag)
             batches = iter(loader)
             assert next(batches)[:, 0].tolist() == first, tag
-
-
-def test_what_is_saved_within_a_window_goes_on_with_its_first_batch(tmp_path):
-    run_ranks(WORLD, check_places, str(tmp_path))

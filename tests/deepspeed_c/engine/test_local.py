@@ -16,7 +16,8 @@ import torch.distributed as dist
 import deepspeed_c
 from deepspeed_c.comm.ledger import all_ledgers
 from deepspeed_c.errors import CommError, ConfigError
-from tests.ranks import RanksFailed
+from tests import training
+from tests.ranks import RanksFailed, on_ranks
 
 WIDTH, STEPS = 24, 3
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
@@ -54,8 +55,7 @@ def step(engine, rank, seed):
     dtype = next(engine.module.parameters()).dtype
     for micro in range(2):
         generator = torch.Generator().manual_seed(1000 * seed + 10 * rank + micro)
-        engine.backward(engine(torch.randn(3, WIDTH, generator=generator).to(dtype)))
-        engine.step()
+        training.step(engine, torch.randn(3, WIDTH, generator=generator).to(dtype))
 
 
 def weights(engine):
@@ -109,7 +109,9 @@ def test_groups_of_a_mesh_share_memory_too(run_ranks):
     run_ranks(4, bits_body, 3, "fp32", {"zero": {"mics_shard_size": 2}})
 
 
-def place_body(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_what_is_sent_lies_where_others_read_it(rank, world, stage):
     with start(config("auto", stage)) as engine:
         optimizer = engine._optimizer
         owns = optimizer.comm.transport_of(torch.empty(1)).owns
@@ -131,11 +133,6 @@ def place_body(rank, world, stage):
             assert all(owns(p.data) for p in engine.module.parameters())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_is_sent_lies_where_others_read_it(run_ranks, stage):
-    run_ranks(2, place_body, stage)
-
-
 class Samples(torch.utils.data.Dataset):
     def __init__(self, model):
         self.model = model  # a forked worker holds the model too, and releases it
@@ -147,7 +144,9 @@ class Samples(torch.utils.data.Dataset):
         return torch.full((WIDTH,), float(i)) / 12
 
 
-def loader_body(rank, world, stage, folder):
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_loaders_that_fork_and_checkpoints(rank, world, stage, folder):
     with start(config("auto", stage)) as engine:
         step(engine, rank, 0)
         before = weights(engine)
@@ -160,8 +159,7 @@ def loader_body(rank, world, stage, folder):
         for batch in torch.utils.data.DataLoader(
             Samples(engine.module), batch_size=1, num_workers=2, multiprocessing_context="fork"
         ):
-            engine.backward(engine(batch))
-            engine.step()
+            training.step(engine, batch)
         # Copy the module in memory and through a file.
         if stage < 3:
             twin = copy.deepcopy(engine.module)
@@ -183,16 +181,12 @@ def loader_body(rank, world, stage, folder):
     assert all(map(torch.equal, after, weights(engine))) if stage < 3 else True
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_loaders_that_fork_and_checkpoints(run_ranks, tmp_path, stage):
-    run_ranks(2, loader_body, stage, str(tmp_path))
-
-
 def transport(comm):
     return comm.transport_of(torch.empty(1))
 
 
-def shared_body(rank, world):
+@on_ranks(2)
+def test_engines_share_the_connection(rank, world):
     """Engines, one beside the other and one after the other, on one connection; ``zero.Init`` before them."""
     with deepspeed_c.zero.Init(config_dict_or_path=config("auto", 3)) as init:
         torch.manual_seed(0)
@@ -218,10 +212,6 @@ def shared_body(rank, world):
     with pytest.raises(ConfigError, match="'both'"):
         deepspeed_c.zero.Init(config_dict_or_path={"comm": {"local": "both"}})
     dist.barrier()
-
-
-def test_engines_share_the_connection(run_ranks):
-    run_ranks(2, shared_body)
 
 
 def killed_body(rank, world, stage):

@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 
-import deepspeed_c
 from deepspeed_c.engine import offload
 from deepspeed_c.engine.offload import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed_c.errors import ConfigError, OffloadError, StateError
@@ -22,6 +21,7 @@ from tests.deepspeed_c.offload.test_swap import open_file
 from tests.deepspeed_c.zero.test_oracle import make_config
 from tests.deepspeed_c.zero.traits import TRAITS, batch, make_model, whole_params
 from tests.ranks import run_ranks
+from tests.training import engine_of, update
 
 PIECE_BYTES = offload.PIECE_BYTES
 
@@ -30,19 +30,14 @@ def make(stage: int, dtype: str, folder: str = "", **more):
     zero = {"reduce_bucket_size": 60}
     if folder:
         zero["offload_optimizer"] = {"nvme_path": folder}
-    return deepspeed_c.initialize(
-        model=make_model(TRAITS["plain"]), config=make_config(stage, dtype, 1, {"zero_optimization": zero, **more})
-    )[0]
+    return engine_of(make_model(TRAITS["plain"]), make_config(stage, dtype, 1, {"zero_optimization": zero, **more}))
 
 
 def train(engine, rank: int, steps: range) -> list[float]:
     losses = []
     for step in steps:
         x, y = batch(step, 0, rank, 0)
-        loss = engine(x.to(engine._precision.dtype or x.dtype), y)
-        losses.append(loss.item())
-        engine.backward(loss)
-        engine.step()
+        losses.append(update(engine, engine(x.to(engine._precision.dtype or x.dtype), y)))
     return losses
 
 
@@ -155,9 +150,7 @@ def homes_body(rank: int, world: int, stage: int, name: str, folder: str) -> Non
     runs = []
     with mock.patch("deepspeed_c.offload.place.is_apart", lambda device: is_apart):
         for device in (None, "cpu", "nvme"):
-            with deepspeed_c.initialize(
-                model=make_model(TRAITS["plain"]), config=make_config(stage, "bf16", 1, config)
-            )[0] as engine:
+            with engine_of(make_model(TRAITS["plain"]), make_config(stage, "bf16", 1, config)) as engine:
                 losses = train(engine, rank, range(2))
                 if device is not None:
                     units = engine._layout.trained
@@ -199,9 +192,7 @@ def weights_body(rank: int, world: int, folder: str) -> None:
     zero = {"reduce_bucket_size": 60, "offload_param": {"device": "nvme", "nvme_path": folder, "max_in_cpu": 60}}
     runs = []
     for device in (None, "cpu", "nvme"):
-        with deepspeed_c.initialize(
-            model=make_model(TRAITS["plain"]), config=make_config(3, "bf16", 1, {"zero_optimization": zero})
-        )[0] as engine:
+        with engine_of(make_model(TRAITS["plain"]), make_config(3, "bf16", 1, {"zero_optimization": zero})) as engine:
             losses = train(engine, rank, range(2))
             if device is not None:
                 units = [unit for unit in engine._layout.trained if unit.weights.label == "file"]

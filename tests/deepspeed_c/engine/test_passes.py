@@ -16,7 +16,8 @@ from deepspeed_c.utils import safe_get_full_grad, set_z3_leaf_modules
 from deepspeed_c.zero import GatheredParameters
 from tests.deepspeed_c.zero.traits import whole_params
 from tests.log_lines import LogLines
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
+from tests.training import engine_of
 
 WIDTH, GAS, SCALE = 13, 2, 2.0**10
 OPTIMIZER = {"lr": 0.02, "eps": 1e-3, "weight_decay": 0.1}
@@ -68,11 +69,7 @@ def make_config(stage: int, precision: str, gas: int = GAS) -> dict:
         "gradient_accumulation_steps": gas,
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": OPTIMIZER},
-        "zero_optimization": {
-            "stage": stage,
-            "stage3_param_persistence_threshold": 0,
-            "reduce_bucket_size": 100,
-        },
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 100},
         **copy.deepcopy(PRECISIONS[precision]),
     }
 
@@ -274,7 +271,8 @@ def test_a_gradient_penalty_is_that_of_plain_torch(stage, precision):
         run_ranks(2, penalty_body, stage, precision, "backward")
 
 
-def unscaled_penalty_body(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_a_penalty_that_fp16_cannot_scale_at_the_outputs_is_refused(rank: int, world: int) -> None:
     with make(1, "fp16", gas=1) as engine:
         with pytest.raises(errors.BackwardError, match=r"engine\.scale"):
             penalized(engine, make_input(engine, rank, 0)).backward()
@@ -283,10 +281,6 @@ def unscaled_penalty_body(rank: int, world: int) -> None:
         loss.backward()
         engine.step()
         assert engine.was_step_applied()
-
-
-def test_a_penalty_that_fp16_cannot_scale_at_the_outputs_is_refused():
-    run_ranks(1, unscaled_penalty_body)
 
 
 # -- parts of the module -----------------------------------------------------------------------------------------------
@@ -454,10 +448,7 @@ def make_tail() -> Tail:
 def chain_body(rank: int, world: int, stage: int, first: str, second: str, how: str) -> None:
     """The outputs of one engine are the inputs of another. ``how``: which engine, or the caller, runs backward."""
     precision = first if first != "fp32" else second
-    with (
-        make(stage, first) as head,
-        deepspeed_c.initialize(model=make_tail(), config=make_config(stage, second))[0] as tail,
-    ):
+    with make(stage, first) as head, engine_of(make_tail(), make_config(stage, second)) as tail:
         if second == "fp16":
             tail.optimizer.scaler.load_state_dict({**tail.optimizer.scaler.state_dict(), "scale": 64.0})
         plain, plain_tail = make_net(), make_tail()
@@ -511,10 +502,7 @@ def test_an_output_of_one_engine_feeds_another(first, second, how):
 
 
 def refused_chain_body(rank: int, world: int, how: str) -> None:
-    with (
-        make(1, "fp16") as head,
-        deepspeed_c.initialize(model=make_tail(), config=make_config(1, "fp16"))[0] as tail,
-    ):
+    with make(1, "fp16") as head, deepspeed_c.initialize(model=make_tail(), config=make_config(1, "fp16"))[0] as tail:
         loss = loss_of(tail(head(make_input(head, rank, 0))))
         with pytest.raises(errors.BackwardError, match="another engine"):
             loss.backward()
@@ -528,7 +516,8 @@ def test_a_chain_that_fp16_cannot_scale_is_refused():
     run_ranks(1, refused_chain_body, "user")
 
 
-def beside_body(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_two_engines_side_by_side(rank: int, world: int) -> None:
     """One loss depends on two engines in fp16, side by side."""
     with make(1, "fp16", gas=1) as one, make(1, "fp16", gas=1, seed=5) as two:
         for how in ("user", "scales", "one"):
@@ -547,14 +536,12 @@ def beside_body(rank: int, world: int) -> None:
                 engine.zero_grad()
 
 
-def test_two_engines_side_by_side():
-    run_ranks(1, beside_body)
-
-
 # -- passes that raise --------------------------------------------------------------------------------------------------
 
 
-def raising_body(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_a_pass_that_raises_leaves_the_window_alone(rank: int, world: int, stage: int) -> None:
     """A pass that raises changes neither the window nor later passes."""
 
     def refuse(grad):
@@ -574,8 +561,3 @@ def raising_body(rank: int, world: int, stage: int) -> None:
         undisturbed = train(engine, rank, lambda step: None)
     for name, value in undisturbed.items():
         assert torch.equal(disturbed[name], value), name
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_pass_that_raises_leaves_the_window_alone(stage):
-    run_ranks(2, raising_body, stage)

@@ -22,7 +22,7 @@ from deepspeed_c import errors
 from deepspeed_c.utils import RepeatingLoader
 from tests.deepspeed_c.engine.checkpoint.test_checkpoints import Numbers, make
 from tests.deepspeed_c.launcher.test_main import end, start, wait_for
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import RanksFailed, on_ranks, run_ranks
 from tests.waits import exit_status, fork_with_alarm, joined
 
 GAS = 2
@@ -322,7 +322,8 @@ def test_a_signal_reaches_both_engines(tmp_path, case):
         assert "another engine of this process has just been saved to" in results[0][1], results
 
 
-def handlers(rank: int, world: int, folder: str) -> None:
+@on_ranks(1)
+def test_signals_go_back_to_whom_they_belonged(rank: int, world: int, folder: str) -> None:
     heard: list[int] = []
 
     def mine(number: int, frame: Any) -> None:
@@ -361,7 +362,3 @@ def handlers(rank: int, world: int, folder: str) -> None:
     finally:
         signal.signal(signal.SIGUSR1, before)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def test_signals_go_back_to_whom_they_belonged(tmp_path):
-    run_ranks(1, handlers, str(tmp_path))

@@ -14,6 +14,7 @@ from deepspeed_c.errors import ConfigError, OptimizerError
 from deepspeed_c.ops import product_times
 from deepspeed_c.ops.product_times import ProductTimes, keep_times
 from tests.ranks import run_ranks
+from tests.training import update
 
 SLOW, FAST = ProductTimes(1.0, 1e-3), ProductTimes(1e-3, 1e-3)
 
@@ -119,10 +120,7 @@ def differ_body(rank: int, world: int, stage: int) -> tuple[bool, list[float], l
     losses = []
     for step in range(3):
         x = torch.randn(3, 40, generator=torch.Generator().manual_seed(step)).bfloat16()  # the same on both ranks
-        loss = engine(x).float().square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(update(engine, engine(x).float().square().mean()))
     norm = engine.get_global_grad_norm()
     widened = are_widened()
     engine.destroy()

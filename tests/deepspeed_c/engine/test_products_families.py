@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import deepspeed_c
 from deepspeed_c.ops import products
+from tests import training
 from tests.deepspeed_c.engine.test_products import SLOW, are_widened, found_times
 from tests.deepspeed_c.inject import families
 from tests.deepspeed_c.inject.families import VOCAB
@@ -150,10 +151,7 @@ def trained(engine: Any, start: dict[str, Tensor], given: dict[str, Any], count:
     """Some steps, and how far the masters have gone."""
     losses = []
     for _ in range(STEPS):
-        loss = loss_of(engine(**given))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(training.update(engine, loss_of(engine(**given))))
     after = {name: deepspeed_c.utils.safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
     return Run(losses, {name: after[name].double() - value for name, value in start.items()}, count.call_count)
 
@@ -161,13 +159,7 @@ def trained(engine: Any, start: dict[str, Tensor], given: dict[str, Any], count:
 def train(family: str, who: str) -> Run:
     model = rounded(make(family), torch.bfloat16)
     start = {name: p.detach().double() for name, p in model.named_parameters() if p.requires_grad}
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
-        "gradient_clipping": 0.0,
-        "bf16": {"enabled": True},
-        "cpu_products": who,
-    }
+    config = training.config(rows=2, lr=RATE, gradient_clipping=0.0, bf16={"enabled": True}, cpu_products=who)
     with found_times(SLOW, SLOW), counted() as count:
         with deepspeed_c.initialize(model=model, config=config)[0] as engine:
             assert are_widened() is (who == "auto")
@@ -317,11 +309,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "hybrid": {"hybrid_engine": {"enabled": True}, "zero_optimization": ZERO3},
 }
 # Recomputation -> the same without it.
-SAME_BITS = {
-    "recomputation": "stage 0",
-    "recomputation, stage 3": "stage 3",
-    "recomputation, autocast": "autocast",
-}
+SAME_BITS = {"recomputation": "stage 0", "recomputation, stage 3": "stage 3", "recomputation, autocast": "autocast"}
 
 
 def family_of(kind: str) -> str:
@@ -346,11 +334,7 @@ def train_kind(kind: str, who: str) -> tuple[list[float], dict[str, Tensor]]:
 
         model = from_transformers(model, 2)
     losses = []
-    with (
-        found_times(SLOW, SLOW),
-        counted() as count,
-        deepspeed_c.initialize(model=model, config=config)[0] as engine,
-    ):
+    with found_times(SLOW, SLOW), counted() as count, deepspeed_c.initialize(model=model, config=config)[0] as engine:
         assert are_widened() is (who == "auto")
         if kind.startswith("compiled"):
             engine.compile(backend="aot_eager")

@@ -12,6 +12,7 @@ import torch
 import deepspeed_c
 from deepspeed_c.engine import edits
 from deepspeed_c.engine.python_gc import CollectorPause
+from tests import training
 from tests.ranks import run_ranks
 from tests.waits import exit_status, fork_with_alarm
 
@@ -29,12 +30,7 @@ class Node:
 
 
 def make(*, is_off: bool) -> deepspeed_c.DeepSpeedEngine:
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 1},
-        "disable_python_gc": is_off,
-    }
+    config = training.config(1, rows=3, disable_python_gc=is_off)
     return deepspeed_c.initialize(model=torch.nn.Linear(5, 3), config=config)[0]
 
 
@@ -54,9 +50,7 @@ def engines_body(rank: int, world: int) -> list:
     first = make(is_off=True)
     seen += [gc.isenabled(), Node.freed - before]  # the garbage of the start has been collected once
     second, third = make(is_off=True), make(is_off=False)
-    loss = first(torch.ones(3, 5)).square().mean()
-    first.backward(loss)
-    first.step()
+    training.update(first, first(torch.ones(3, 5)).square().mean())
     seen += [freed_of_cycles(), first.collect_python_gc() >= 5000]
     third.close()
     seen.append(gc.isenabled())

@@ -8,7 +8,8 @@ import torch.distributed as dist
 import deepspeed_c
 from deepspeed_c.errors import MissingNameError
 from deepspeed_c.utils import groups, safe_get_full_grad
-from tests.ranks import run_ranks
+from tests import training
+from tests.ranks import on_ranks
 
 WIDTH = 6
 
@@ -16,13 +17,7 @@ WIDTH = 6
 def make(stage=1, mpu=None, **keys):
     torch.manual_seed(0)
     model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-        "zero_optimization": {"stage": stage},
-        "gradient_clipping": 0.0,
-        **keys,
-    }
+    config = training.config(stage, lr=0.5, gradient_clipping=0.0, **keys)
     return deepspeed_c.initialize(model=model, config=config, mpu=mpu)[0], model
 
 
@@ -35,7 +30,16 @@ def backward(engine, rank, k=1.0):
     engine.backward(engine(torch.full((1, WIDTH), float(rank + 1) * k)).sum())
 
 
-def gradients_body(rank, world, stage):
+def safe_weights(model, stage):
+    if stage < 3:
+        return model.weight.detach().clone()
+    with deepspeed_c.zero.GatheredParameters(model.weight):
+        return model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_gradients_are_completed_once_where_somebody_asks(rank, world, stage):
     engine, model = make(stage)
     engine.allreduce_gradients()  # no gradients have accumulated: nothing to do
     weights = safe_weights(model, stage)
@@ -64,19 +68,8 @@ def gradients_body(rank, world, stage):
     engine.close()
 
 
-def safe_weights(model, stage):
-    if stage < 3:
-        return model.weight.detach().clone()
-    with deepspeed_c.zero.GatheredParameters(model.weight):
-        return model.weight.detach().clone()
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_are_completed_once_where_somebody_asks(stage):
-    run_ranks(2, gradients_body, stage)
-
-
-def window_body(rank, world):
+@on_ranks(2)
+def test_within_a_window_nothing_is_sent(rank, world):
     """Within a window, at stage 1, nothing is sent; at its end everything is."""
     engine, model = make(1, gradient_accumulation_steps=2)
     backward(engine, rank)
@@ -93,10 +86,6 @@ def window_body(rank, world):
     engine.close()
 
 
-def test_within_a_window_nothing_is_sent():
-    run_ranks(2, window_body)
-
-
 SETTINGS = {
     "mean": ({}, lambda mean, total: mean),
     "sum": ({"gradient_allreduce_op": "sum"}, lambda mean, total: total),
@@ -106,7 +95,8 @@ SETTINGS = {
 }
 
 
-def tensors_body(rank, world):
+@on_ranks(2)
+def test_other_tensors(rank, world):
     total = sum(r + 1.0 for r in range(world))
     for name, (keys, expected) in SETTINGS.items():
         engine, _ = make(1, **keys)
@@ -133,10 +123,6 @@ def tensors_body(rank, world):
         engine.close()
 
 
-def test_other_tensors():
-    run_ranks(2, tensors_body)
-
-
 class Mpu:
     def __init__(self, group):
         self.group = group
@@ -148,7 +134,8 @@ class Mpu:
         return 1
 
 
-def groups_body(rank, world):
+@on_ranks(3, fresh=True)
+def test_the_groups(rank, world):
     engine, _ = make(1)
     assert engine.mpu is None and engine.data_parallel_group is dist.group.WORLD
     assert engine.seq_data_parallel_group is dist.group.WORLD
@@ -163,11 +150,8 @@ def groups_body(rank, world):
     groups.initialize(mpu=None)
 
 
-def test_the_groups():
-    run_ranks(3, groups_body, fresh=True)
-
-
-def timer_body(rank, world):
+@on_ranks(2)
+def test_the_throughput_timer(rank, world):
     engine, _ = make(1, gradient_accumulation_steps=2)
     assert engine._tput_timer is None, "a timer runs that nobody has asked for"
     timer = engine.tput_timer
@@ -184,7 +168,3 @@ def timer_body(rank, world):
     timer.update_epoch_count()
     assert (timer.epoch_count, timer.micro_step_count) == (1, 0)
     engine.close()
-
-
-def test_the_throughput_timer():
-    run_ranks(2, timer_body)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import deepspeed_c
+from tests import training
 from tests.deepspeed_c.zero.traits import Mlp, batch
 from tests.log_lines import LogLines
 from tests.ranks import run_ranks
@@ -16,16 +17,10 @@ from tests.ranks import run_ranks
 
 def said_body(rank: int, world: int, extra: dict, steps: int) -> list[str]:
     with LogLines() as log:
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": 2},
-            **extra,
-        }
+        config = training.config(2, **extra)
         with deepspeed_c.initialize(model=Mlp(), config=config)[0] as engine:
             for step in range(steps):
-                engine.backward(engine(*batch(step, 0, rank, 0)))
-                engine.step()
+                training.step(engine, *batch(step, 0, rank, 0))
     return log.lines
 
 
@@ -77,12 +72,7 @@ def test_an_overflow_names_the_first_bad_parameter() -> None:
 
 
 def overflow_body(rank: int, world: int) -> list[str]:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 2},
-    }
+    config = training.config(2, "AdamW", bf16={"enabled": True})
     torch.manual_seed(0)
     model = Mlp()
     with LogLines() as log, deepspeed_c.initialize(model=model, config=config)[0] as engine:
@@ -94,7 +84,6 @@ def overflow_body(rank: int, world: int) -> list[str]:
 
         model.mid.weight.register_hook(spoil)
         x, y = batch(0, 0, rank, 0)
-        engine.backward(engine(x.bfloat16(), y))
-        engine.step()
+        training.step(engine, x.bfloat16(), y)
         assert not engine.was_step_applied()
     return log.lines

@@ -11,6 +11,7 @@ import torch
 import deepspeed_c
 from deepspeed_c.zero import GatheredParameters
 from tests.ranks import run_ranks
+from tests.training import step
 
 transformers = pytest.importorskip("transformers")
 
@@ -50,10 +51,7 @@ def make(stage: int, joint: bool, seed: int = 2, *, trains: bool = True) -> Any:
 
 def train(engine: Any, tokens: torch.Tensor) -> float:
     engine.train()
-    loss = engine(input_ids=tokens, labels=tokens).loss
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
+    return step(engine, input_ids=tokens, labels=tokens)
 
 
 def write(model: Any, rank: int, n_tokens: int = 6) -> torch.Tensor:

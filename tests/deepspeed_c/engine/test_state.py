@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 
 from tests.deepspeed_c.engine.checkpoint.test_checkpoints import Numbers, make, train
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 COUNTERS = {"global_steps": 41, "global_samples": 12345, "micro_steps": 86, "skipped_steps": 3}
 
@@ -31,7 +31,8 @@ def test_counters_that_a_caller_sets_are_saved(tmp_path):
     assert run_ranks(2, set_and_saved, str(tmp_path)) == [COUNTERS, COUNTERS]
 
 
-def own_schedule_and_loader(rank: int, world: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_schedule_and_a_loader_that_a_caller_sets_are_saved(rank: int, world: int, folder: str) -> None:
     with make(1) as engine:
         assert engine.training_dataloader is None
         scheduler, engine.lr_scheduler = engine.lr_scheduler, None
@@ -50,7 +51,3 @@ def own_schedule_and_loader(rank: int, world: int, folder: str) -> None:
         assert engine.training_dataloader.state_dict() == place, (engine.training_dataloader.state_dict(), place)
         assert engine.lr_scheduler.state_dict() == scheduler.state_dict()
     assert engine.lr_scheduler is None and engine.training_dataloader is None  # the engine is closed
-
-
-def test_a_schedule_and_a_loader_that_a_caller_sets_are_saved(tmp_path):
-    run_ranks(2, own_schedule_and_loader, str(tmp_path))

@@ -13,7 +13,8 @@ import deepspeed_c
 from deepspeed_c.errors import StateError
 from tests.deepspeed_c.zero.traits import whole_params
 from tests.log_lines import LogLines
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
+from tests.training import update
 
 WIDTH, RATE = 7, 0.1
 
@@ -46,8 +47,7 @@ def made_twice(rank: int, world: int, stage: int, kind: str) -> tuple[float, lis
     with LogLines(logging.WARNING) as warnings:
         optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
         first = deepspeed_c.initialize(model=net, optimizer=optimizer, config=config_of(stage))[0]
-        first.backward(first(batch(0, rank)).square().sum())
-        first.step()
+        update(first, first(batch(0, rank)).square().sum())
         first.backward(first(batch(9, rank)).square().sum())  # this gradient is dropped with its engine
         model = wrapped(net) if kind == "wrapped" else net
         if kind != "same optimizer":
@@ -55,8 +55,7 @@ def made_twice(rank: int, world: int, stage: int, kind: str) -> tuple[float, lis
         second = deepspeed_c.initialize(model=model, optimizer=optimizer, config=config_of(stage))[0]
         with pytest.raises(StateError, match="the engine is closed"):
             first(batch(0, rank))
-        second.backward(second(batch(1, rank)).square().sum())
-        second.step()
+        update(second, second(batch(1, rank)).square().sum())
         got = whole_params(net)
         second.close()
     for step in range(2):
@@ -79,21 +78,17 @@ def test_the_second_engine_takes_over(world: int, stage: int, kind: str) -> None
         assert len(told) == 1, told
 
 
-def partly_shared(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks(1)
+def test_engines_that_share_a_part_are_refused(rank: int, world: int, stage: int) -> None:
     shared, first_head, second_head = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
     optimizer = {"optimizer": {"type": "SGD", "params": {"lr": RATE}}}
     config = {**config_of(stage), **optimizer}
     first = deepspeed_c.initialize(model=nn.Sequential(shared, first_head), config=config)[0]
     with pytest.raises(StateError, match="trained by another engine"):
         deepspeed_c.initialize(model=nn.Sequential(shared, second_head), config=config)
-    first.backward(first(batch(0, rank)).sum())
-    first.step()
+    update(first, first(batch(0, rank)).sum())
     first.close()
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_engines_that_share_a_part_are_refused(stage: int) -> None:
-    run_ranks(1, partly_shared, stage)
 
 
 def by_the_callers_optimizer(rank: int, world: int, stage: int) -> list[str]:

@@ -10,10 +10,11 @@ import torch
 import deepspeed_c
 from deepspeed_c.errors import ModelError, StateError
 from deepspeed_c.utils import safe_get_full_fp32_param
+from tests import training
 from tests.deepspeed_c.zero.reference import Event, Reference, flow_of, recorded
 from tests.deepspeed_c.zero.test_oracle import make_config
 from tests.deepspeed_c.zero.traits import CLIP, OPTIMIZER, TRAITS, batch, make_model, whole_params
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 # The patterns of the trained parameters in each phase. A phase has two steps.
 PHASES = (None, ["out.*", "gain"], ["inp.weight", "gain"], None)
@@ -89,8 +90,7 @@ def body(
                 assert len(engine._optimizer.reducer.slots) == len(trained) and n_held >= n_trained
             for _ in range(STEPS):
                 x, y = batch(step, 0, rank, 0)
-                engine.backward(engine(x.to(next(model.parameters()).dtype), y))
-                engine.step()
+                training.step(engine, x.to(next(model.parameters()).dtype), y)
                 step += 1
         weights = {n: p.float() for n, p in whole_params(model).items()}
         masters = {n: safe_get_full_fp32_param(p) for n, p in model.named_parameters()}
@@ -114,7 +114,8 @@ def test_what_is_trained_changes(world: int, stage: int, dtype: str, keep_state:
             assert is_right, f"rank {rank}, {name}: off by {(a - b).abs().max():g}\n{a}\n{b}"
 
 
-def refusals_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_refusals_change_nothing(rank: int, world: int) -> None:
     model = make_model(TRAITS["plain"])
     engine = deepspeed_c.initialize(model=model, config=make_config(3, "fp32", 2, {}))[0]
     with engine:
@@ -123,19 +124,13 @@ def refusals_body(rank: int, world: int) -> None:
             engine.set_trainable(["out.weight", "nope"])
         with pytest.raises(ModelError, match="nothing would be left"):
             engine.set_trainable([])
-        engine.backward(engine(*batch(0, 0, rank, 0)))
-        engine.step()
+        training.step(engine, *batch(0, 0, rank, 0))
         with pytest.raises(StateError, match="within an accumulation window"):
             engine.set_trainable(["out.weight"])
-        engine.backward(engine(*batch(0, 1, rank, 0)))
-        engine.step()
+        training.step(engine, *batch(0, 1, rank, 0))
         assert engine.was_step_applied() and all(p.requires_grad for p in model.parameters())
         after = whole_params(model)
         assert any(not torch.equal(before[n], after[n]) for n in after)
-
-
-def test_refusals_change_nothing() -> None:
-    run_ranks(2, refusals_body)
 
 
 def schedule_body(rank: int, world: int) -> list[float]:
@@ -146,8 +141,7 @@ def schedule_body(rank: int, world: int) -> list[float]:
         for step in range(4):
             if step == 2:
                 engine.set_trainable(["out.*"])
-            engine.backward(engine(*batch(step, 0, rank, 0)))
-            engine.step()
+            training.step(engine, *batch(step, 0, rank, 0))
             rates.append(engine.get_lr()[0])
     return rates
 

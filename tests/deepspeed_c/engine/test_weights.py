@@ -15,6 +15,7 @@ from deepspeed_c.zero import GatheredParameters
 from tests.deepspeed_c.zero.test_oracle import make_config
 from tests.deepspeed_c.zero.traits import TRAITS, batch, make_model
 from tests.ranks import run_ranks
+from tests.training import step
 
 UNITS = {"zero_optimization": {"reduce_bucket_size": 60}}
 HALF_WHOLE = {"zero_optimization": {"reduce_bucket_size": 60, "stage3_param_persistence_threshold": 30}}
@@ -84,8 +85,7 @@ def saving_body(rank: int, world: int, folder: str, trait: str, stage: int, dtyp
             check_equal(engine.module_state_dict(), want, label)
         # Training goes on, and a later save holds the trained weights.
         x, y = batch(0, 0, rank, 0)
-        engine.backward(engine(x.to(kind), y))
-        engine.step()
+        step(engine, x.to(kind), y)
         state = engine.module_state_dict()
         for name, p in model.named_parameters():
             master = safe_get_full_fp32_param(p)
@@ -208,8 +208,7 @@ def loading_body(rank: int, world: int, stage: int, dtype: str, half_whole: bool
         for name, p in model.named_parameters():
             if p.requires_grad:
                 assert torch.equal(safe_get_full_fp32_param(p), other[name].float()), f"{label}: {name}, custom"
-        engine.backward(engine(x.to(kind), y))
-        engine.step()
+        step(engine, x.to(kind), y)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -20,6 +20,7 @@ from deepspeed_c.plan.timeline import options_of
 from tests.cells import cells
 from tests.deepspeed_c.plan.families import FAMILIES, N_LAYERS, make, tokens
 from tests.ranks import run_ranks
+from tests.training import config, step
 
 N_SAMPLES, N_TOKENS = 2, 128
 PRECISIONS = {
@@ -161,11 +162,7 @@ def test_forward_ends_with_what_an_engine_holds(run_ranks, layers):
 
 def hold(rank: int, world: int, layers: str | None) -> tuple[int, int]:
     section = {"layers": layers}
-    settings = {
-        "train_micro_batch_size_per_gpu": SHAPE[0],
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "activation_checkpointing": section,
-    }
+    settings = config(optimizer="AdamW", rows=SHAPE[0], lr=1e-3, activation_checkpointing=section)
     with torch.device("meta"):
         options, asked = options_of(trace(Stack()), ActivationCheckpointing(**section), is_host=True)
     forward = [moment for moment in options[asked].moments if not moment.is_backward]
@@ -204,12 +201,7 @@ def test_a_forward_that_reads_values_is_refused_by_name():
         trace_activations(model, ForwardShape(2), policy(model, "fp32"), None, "cpu")
 
 
-TP = {
-    "train_micro_batch_size_per_gpu": N_SAMPLES,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "tensor_parallel": {"autotp_size": 2},
-    "bf16": {"enabled": True},
-}
+TP = config(optimizer="AdamW", rows=N_SAMPLES, lr=1e-3, tensor_parallel={"autotp_size": 2}, bf16={"enabled": True})
 
 
 def run_cut(rank: int, world: int, family: str, stage: int, section: dict) -> dict[str, int]:
@@ -217,8 +209,7 @@ def run_cut(rank: int, world: int, family: str, stage: int, section: dict) -> di
     with deepspeed_c.initialize(model=make(family), config=source)[0] as engine:
         ledger = next(each for each in all_ledgers() if each.ranks == [0, 1] or len(each.ranks) == 2)
         batch = tokens(N_SAMPLES, N_TOKENS)
-        engine.backward(engine(**batch).loss)
-        engine.step()
+        step(engine, **batch)
         n_before = ledger.last
         loss = engine(**batch).loss
         engine.backward(loss)

@@ -13,14 +13,10 @@ import torch
 
 from deepspeed_c.launcher.main import main
 from tests import fresh
+from tests.training import config
 
 ROOT = Path(__file__).resolve().parents[3]
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 1,
-    "bf16": {"enabled": True},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "zero_optimization": {"stage": 3},
-}
+CONFIG = config(3, "AdamW", bf16={"enabled": True}, lr=1e-3)
 SCRIPT = """
 import sys, torch, deepspeed_c
 assert sys.argv[1:] == ["--ranks", "5", "--config", "x", "-h"], sys.argv

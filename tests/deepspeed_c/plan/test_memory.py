@@ -19,21 +19,12 @@ from deepspeed_c.errors import ModelError
 from deepspeed_c.moe.layer import MoE
 from deepspeed_c.plan.activations import ForwardShape
 from deepspeed_c.plan.live_bytes import LiveBytes
-from deepspeed_c.plan.memory import (
-    COPIES,
-    GATHERED,
-    MASTERS,
-    SCRATCH,
-    STAGING,
-    STATE,
-    SWAP,
-    MemoryPlan,
-    plan_memory,
-)
+from deepspeed_c.plan.memory import COPIES, GATHERED, MASTERS, SCRATCH, STAGING, STATE, SWAP, MemoryPlan, plan_memory
 from deepspeed_c.plan.sizes import ModelSizes, OptimizerSizes, ParamSize, StateSize, group_sizes, sizes_of
 from deepspeed_c.plan.table import plan_table
 from deepspeed_c.zero.weights import fetch
 from tests.cells import every
+from tests.training import engine_of, update
 
 TOLERANCE = 0.05
 N_STEPS = 3
@@ -209,8 +200,7 @@ def state_bytes(rank: int, world: int, cases: list[Case]) -> list[int]:
     for case in cases:
         with deepspeed_c.initialize(model=make_model(case), config=case.config)[0] as engine:
             dtype = next(engine.module.parameters()).dtype
-            engine.backward(engine(torch.ones(1, case.widths[0], dtype=dtype)).float().square().mean())
-            engine.step()
+            update(engine, engine(torch.ones(1, case.widths[0], dtype=dtype)).float().square().mean())
             tensors = [t for s in engine.optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.dim()]
             found.append(sum(t.nbytes for t in tensors))
     return found
@@ -321,14 +311,10 @@ def put_path(section: dict[str, Any], path: str) -> dict[str, Any]:
 def pools_of_engines(rank: int, world: int, cases: list[Case]) -> list[tuple[dict[str, int], int, int]]:
     found = []
     for case in cases:
-        with (
-            mock.patch.object(fetch, "BufferPool", PatientPool),
-            deepspeed_c.initialize(model=make_model(case), config=case.config)[0] as engine,
-        ):
+        with mock.patch.object(fetch, "BufferPool", PatientPool), engine_of(make_model(case), case.config) as engine:
             dtype = next(engine.module.parameters()).dtype
             for _ in range(N_STEPS * case.micro_batches):
-                engine.backward(engine(torch.ones(1, case.widths[0], dtype=dtype)).float().square().mean())
-                engine.step()
+                update(engine, engine(torch.ones(1, case.widths[0], dtype=dtype)).float().square().mean())
             optimizer = engine.optimizer
             reducer, fetcher = optimizer.reducer, optimizer.fetcher
             comms = {id(c.scratch): c.scratch for unit in reducer.sums.units for c in (unit.comm, unit.replicas)}

@@ -61,11 +61,7 @@ def test_rows_and_the_chosen_one():
 
 def test_ranks_on_the_cpu_have_no_other_memory_than_the_hosts():
     table = plan_table(config(2), N, sizes=stack_of(P, 16))
-    assert {str(row.offload) for row in table.rows} == {
-        "none",
-        "optimizer on nvme",
-        "optimizer and parameters on nvme",
-    }
+    assert {str(row.offload) for row in table.rows} == {"none", "optimizer on nvme", "optimizer and parameters on nvme"}
     assert all(phase.host_nbytes == 0 for row in table.rows for phase in row.plan.phases.values())
 
 
@@ -172,10 +168,7 @@ def test_an_optimizer_that_cannot_be_cut_is_refused_where_it_would_be():
     with torch.device("meta"):
         model = torch.nn.Linear(512, 512)
     table = plan_table(
-        {"train_micro_batch_size_per_gpu": 1},
-        4,
-        model=model,
-        optimizer=torch.optim.Adafactor(model.parameters()),
+        {"train_micro_batch_size_per_gpu": 1}, 4, model=model, optimizer=torch.optim.Adafactor(model.parameters())
     )
     assert [row.stage for row in table.rows if row.plan is not None] == [0]
     assert "not known to be elementwise" in table.rows[1].refusal

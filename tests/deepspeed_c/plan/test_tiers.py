@@ -11,16 +11,12 @@ from deepspeed_c.plan.memory import Offload
 from deepspeed_c.plan.sizes import stack_of
 from deepspeed_c.plan.table import Table, as_json, as_text, plan_table
 from deepspeed_c.plan.tiers import Budgets, Rates, offload_section
+from tests import training
 
 P = 1_000_000_000
 N = 8
 PLENTY = 1 << 60
-BF16 = {
-    "bf16": {"enabled": True},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "train_micro_batch_size_per_gpu": 1,
-    "zero_optimization": {"stage": 3, "reduce_bucket_size": 100_000_000},
-}
+BF16 = training.config(3, "AdamW", zero={"reduce_bucket_size": 100_000_000}, bf16={"enabled": True}, lr=1e-3)
 
 
 def table_for(device: int, host: int = 0, nvme: int = 0, settings: dict = BF16, **more) -> Table:

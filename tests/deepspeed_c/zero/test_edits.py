@@ -12,7 +12,7 @@ import deepspeed_c
 from deepspeed_c.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.deepspeed_c.zero.test_oracle import make_config
 from tests.deepspeed_c.zero.traits import TRAITS, batch, make_model
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 STEPS = 4
 Masters = dict[str, torch.Tensor]
@@ -107,7 +107,9 @@ def test_the_next_step_goes_on_from_what_was_written(world, stage, precision, ze
     assert any(not torch.equal(untouched[name], master) for name, master in expected.items())
 
 
-def saved_body(rank: int, world: int, folder: str) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_checkpoints_hold_what_was_written(rank: int, world: int, folder: str) -> None:
     """A checkpoint saved before the next step holds the written values; a load after a write overrides it."""
     model = make_model(TRAITS["zero_size"])
     engine = deepspeed_c.initialize(model=model, config=make_config(2, "bf16", 1, {}))[0]
@@ -127,8 +129,3 @@ def saved_body(rank: int, world: int, folder: str) -> None:
             engine.load_checkpoint(folder, tag=tag)
             assert_same({name: safe_get_full_fp32_param(p) for name, p in model.named_parameters()}, masters)
         assert any(not torch.equal(before[name], master) for name, master in written.items())
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_checkpoints_hold_what_was_written(world, tmp_path):
-    run_ranks(world, saved_body, str(tmp_path))

@@ -25,7 +25,8 @@ from deepspeed_c.zero.layout.layout import lay_out
 from tests.cells import cells
 from tests.deepspeed_c.zero.test_oracle import by_rank, check, make_config
 from tests.deepspeed_c.zero.traits import STEPS, TRAITS, Run, batch, make_groups, make_model, plain_run
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
+from tests.training import engine_of, update
 
 WORLD = 4
 # The axes over which parameters are sharded, in turn. Along the other axes they are copied.
@@ -133,11 +134,7 @@ def optimizers_body(rank: int, world: int, kind: str, optimizer: dict, dtype: st
     for of in (kind, None):
         model = make_model(TRAITS["tied"])
         config = make_config(stage, dtype, 2, {"optimizer": optimizer})
-        made = (
-            deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-            if of is None
-            else make_engine(model, model.parameters(), config, of)
-        )
+        made = engine_of(model, config) if of is None else make_engine(model, model.parameters(), config, of)
         with made as engine:
             losses, norms = train(engine, rank, 2, 1)
             found.append((losses, norms, params_of(model)))
@@ -205,7 +202,9 @@ def test_checkpoints_of_one_mesh_are_loaded_on_another(tmp_path, kinds: list[str
         assert source.topology.axes == axes
 
 
-def access_body(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(WORLD)
+def test_reading_editing_and_freezing(rank: int, world: int, stage: int) -> None:
     model = make_model(TRAITS["plain"])
     engine = make_engine(model, model.parameters(), make_config(stage, "bf16", 1, {}), "mixed")
     with engine:
@@ -242,19 +241,13 @@ def access_body(rank: int, world: int, stage: int) -> None:
                 assert torch.isfinite(p).all()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_reading_editing_and_freezing(stage: int) -> None:
-    run_ranks(WORLD, access_body, stage)
-
-
 def nonfinite_body(rank: int, world: int) -> tuple[bool, dict[str, bool]]:
     model = make_model(TRAITS["plain"])
     with make_engine(model, model.parameters(), make_config(2, "fp16", 1, {}), "mixed") as engine:
         before = params_of(model)
         x, y = batch(0, 0, rank, 0)
         loss = engine(x.half(), y)
-        engine.backward(loss * (float("inf") if rank == 2 else 1.0) if rank != 2 else loss * 1e30)
-        engine.step()
+        update(engine, loss * (float("inf") if rank == 2 else 1.0) if rank != 2 else loss * 1e30)
         return engine.was_step_applied(), {n: torch.equal(v, before[n]) for n, v in params_of(model).items()}
 
 
@@ -263,12 +256,9 @@ def test_one_ranks_overflow_skips_the_step_of_all() -> None:
         assert not applied and all(unchanged.values()), unchanged
 
 
-def wrong_size_body(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_a_size_that_does_not_divide_the_ranks(rank: int, world: int) -> None:
     for size in (2, 4, 5):
         config = make_config(3, "fp32", 1, {"zero_optimization": {"mics_shard_size": size}})
         with pytest.raises(ConfigError, match=r"(?s)mics_shard_size.*divisor of 3"):
             deepspeed_c.initialize(model=make_model(TRAITS["plain"]), config=config)
-
-
-def test_a_size_that_does_not_divide_the_ranks() -> None:
-    run_ranks(3, wrong_size_body)

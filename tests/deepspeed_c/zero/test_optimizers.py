@@ -32,6 +32,7 @@ from tests.deepspeed_c.zero.traits import (
     whole_params,
 )
 from tests.ranks import run_ranks
+from tests.training import engine_of, update
 
 OURS = {
     "Adam": (FusedAdam, {"lr": 0.02, "eps": 1e-3, "adam_w_mode": False, "weight_decay": 0.1}),
@@ -60,10 +61,7 @@ def muon_body(rank: int, world: int, stage: int) -> Run:
     losses, norms = [], []
     with deepspeed_c.initialize(model=model, config=config)[0] as engine:
         for step in range(STEPS):
-            loss = engine(*batch(step, 0, rank, 0))
-            losses.append(loss.item())
-            engine.backward(loss)
-            engine.step()
+            losses.append(update(engine, engine(*batch(step, 0, rank, 0))))
             norms.append(engine.get_global_grad_norm())
         return Run(losses, norms, whole_params(model))
 
@@ -102,17 +100,11 @@ def client_body(rank: int, world: int, name: str, trait: str, stage: int, precis
     config = make_config(stage, precision, 1, {})
     del config["optimizer"]
     losses, norms = [], []
-    with (
-        deepspeed_c.initialize(model=model, optimizer=optimizer, config=config)[0] as engine,
-        recorded(engine) as order,
-    ):
+    with engine_of(model, config, optimizer=optimizer) as engine, recorded(engine) as order:
         assert engine._optimizer.optimizer is optimizer
         for step in range(STEPS):
             x, y = batch(step, 0, rank, 0)
-            loss = engine(x.to(next(model.parameters()).dtype), y)
-            losses.append(loss.item())
-            engine.backward(loss)
-            engine.step()
+            losses.append(update(engine, engine(x.to(next(model.parameters()).dtype), y)))
             norms.append(engine.get_global_grad_norm())
         params = {n: deepspeed_c.utils.safe_get_full_fp32_param(p) for n, p in model.named_parameters()}
     return Run(losses, norms, params, order=order)
@@ -209,10 +201,7 @@ def untested_body(rank: int, world: int) -> list[Run]:
         losses, norms = [], []
         with deepspeed_c.initialize(model=model, optimizer=Normalised(model.parameters()), config=config)[0] as engine:
             for step in range(STEPS):
-                loss = engine(*batch(step, 0, rank, 0))
-                losses.append(loss.item())
-                engine.backward(loss)
-                engine.step()
+                losses.append(update(engine, engine(*batch(step, 0, rank, 0))))
                 norms.append(engine.get_global_grad_norm())
         runs.append(Run(losses, norms, {n: p.detach().clone() for n, p in model.named_parameters()}))
     return runs

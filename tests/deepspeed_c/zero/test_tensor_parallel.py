@@ -17,7 +17,8 @@ from deepspeed_c.ops.muon import Muon
 from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.cuts import cut_of
 from tests.deepspeed_c.zero.megatron import Mpu, Toy, batch
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
+from tests.training import update
 
 STEPS = 3
 
@@ -43,10 +44,7 @@ def train(engine, gas: int, steps: int = STEPS, first: int = 0) -> tuple[list[fl
     losses, norms = [], []
     for step in range(first, first + steps):
         for micro in range(gas):
-            loss = engine(*batch(step, micro, data_rank))
-            losses.append(loss.item())
-            engine.backward(loss)
-            engine.step()
+            losses.append(update(engine, engine(*batch(step, micro, data_rank))))
         norms.append(engine.get_global_grad_norm())
     return losses, norms
 
@@ -302,8 +300,7 @@ def overflow_body(rank: int, world: int, stage: int):
         loss = engine(*batch(5, 0, 0))
         if rank == 1:  # no other rank has a part of this parameter
             engine.module.up.weight.register_hook(lambda grad: torch.full_like(grad, torch.inf))
-        engine.backward(loss)
-        engine.step()
+        update(engine, loss)
         same = all(torch.equal(before[name], value) for name, value in logical(engine).items())
         return engine.skipped_steps, same, engine.optimizer.loss_scale / scale
 
@@ -378,7 +375,8 @@ def test_exports_have_whole_tensors(tmp_path, stage: int) -> None:
             assert torch.equal(after[name], value + 1), name
 
 
-def mesh_body(rank: int, world: int) -> None:
+@on_ranks(4)
+def test_ranks_from_an_mpu_and_a_device_mesh(rank: int, world: int) -> None:
     for leaves_out in (
         ("get_tensor_model_parallel_rank",),
         ("get_tensor_model_parallel_world_size", "get_data_parallel_rank"),
@@ -410,7 +408,3 @@ def mesh_body(rank: int, world: int) -> None:
             deepspeed_c.initialize(model=Toy(), config=make_config(1), mpu=mpu)
     with pytest.raises(ConfigError, match=r"autotp_size: 4 ranks cannot be cut into groups of 3"):
         deepspeed_c.initialize(model=Toy(), config=make_config(1, tensor_parallel={"autotp_size": 3}))
-
-
-def test_ranks_from_an_mpu_and_a_device_mesh() -> None:
-    run_ranks(4, mesh_body)

@@ -9,6 +9,7 @@ from torch import nn
 
 import deepspeed_c
 from deepspeed_c.utils import safe_get_full_fp32_param
+from tests import training
 from tests.deepspeed_c.zero.reference import recorded
 from tests.deepspeed_c.zero.test_oracle import by_rank, check, check_runs, make_config
 from tests.deepspeed_c.zero.traits import (
@@ -95,10 +96,7 @@ def test_a_window_steered_by_the_caller_is_the_same_window(stage: int, dtype: st
 
 LOW_PRECISION = {
     "autocast_bf16": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-    "autocast_fp16": {
-        "torch_autocast": {"enabled": True, "dtype": "float16"},
-        "fp16": {"initial_scale_power": 8},
-    },
+    "autocast_fp16": {"torch_autocast": {"enabled": True, "dtype": "float16"}, "fp16": {"initial_scale_power": 8}},
     "bf16_masters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
     "bf16_states": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
 }
@@ -108,15 +106,12 @@ def low_precision_body(rank: int, world: int, stage: int, kind: str) -> Run:
     model = make_model(TRAITS["plain"])
     losses, norms = [], []
     with (
-        deepspeed_c.initialize(model=model, config=make_config(stage, "fp32", 1, LOW_PRECISION[kind]))[0] as engine,
+        training.engine_of(model, make_config(stage, "fp32", 1, LOW_PRECISION[kind])) as engine,
         recorded(engine) as order,
     ):
         for step in range(STEPS):
             x, y = batch(step, 0, rank, 0)
-            loss = engine(x.to(next(model.parameters()).dtype), y)
-            losses.append(loss.item())
-            engine.backward(loss)
-            engine.step()
+            losses.append(training.update(engine, engine(x.to(next(model.parameters()).dtype), y)))
             norms.append(engine.get_global_grad_norm())
         units = engine._optimizer.units
         state = engine.optimizer.state[engine._optimizer.pieces.entries[0].param]["exp_avg"].dtype
@@ -159,8 +154,7 @@ def late_body(rank: int, world: int, stage: int) -> tuple[list[bool], list[torch
     with deepspeed_c.initialize(model=Sometimes(), config=config)[0] as engine:
         seen = []
         for _ in range(3):
-            engine.backward(engine(torch.ones(2, 4)))
-            engine.step()
+            training.step(engine, torch.ones(2, 4))
             reducer = engine._optimizer.reducer
             seen.append(bool(reducer.late.waiting))
         return seen, list(whole_params(engine.module).values())
@@ -194,10 +188,7 @@ def compiled_body(rank: int, world: int, stage: int) -> Run:
         engine.compile(backend="aot_eager")
         assert engine.is_compiled
         for step in range(STEPS):
-            loss = engine(*batch(step, 0, rank, 0))
-            losses.append(loss.item())
-            engine.backward(loss)
-            engine.step()
+            losses.append(training.update(engine, engine(*batch(step, 0, rank, 0))))
             norms.append(engine.get_global_grad_norm())
         params = {n: safe_get_full_fp32_param(p) for n, p in model.named_parameters()}
     return Run(losses, norms, params)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from deepspeed_c.checkpoint.native.ranks import Ranks
 from deepspeed_c.errors import CheckpointError
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import RanksFailed, on_ranks, run_ranks
 
 
 def values_of(rank: int) -> list:
@@ -18,7 +18,9 @@ def values_of(rank: int) -> list:
     return [None, {"rank": rank, "text": "é" * rank}, b"x" * (10_000 * (2 - rank) + rank), list(range(3 + rank))]
 
 
-def talk(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [1, 2, 3])
+@on_ranks()
+def test_everybody_hears_the_same(rank: int, world: int) -> None:
     ranks = Ranks(rank, list(range(world)))
     ranks.connect()
     for number in range(4):
@@ -29,11 +31,6 @@ def talk(rank: int, world: int) -> None:
     ranks.close()
     ranks.close()
     assert dist.is_initialized()
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_everybody_hears_the_same(world):
-    run_ranks(world, talk)
 
 
 def talk_in_a_part(rank: int, world: int) -> list:

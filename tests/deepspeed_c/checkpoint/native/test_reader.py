@@ -122,12 +122,7 @@ def test_pipeline_stages_keep_their_layers_in_files_of_their_own(tmp_path):
                     file = (stage * n_data + data_rank) * n_tensor + tensor_rank
                     pieces.append((file, name, arrays[name], box, part.start, part.stop - part.start))
     files, tensors = write_pieces(tmp_path, pieces)
-    topology = {
-        "world_size": len(files),
-        "stage": 1,
-        "tensor_parallel": n_tensor,
-        "pipeline_parallel": n_stages,
-    }
+    topology = {"world_size": len(files), "stage": 1, "tensor_parallel": n_tensor, "pipeline_parallel": n_stages}
     put_manifest(tmp_path, manifest_of(files, tensors, topology=topology))
     with NativeSource(str(tmp_path)) as source:
         assert (source.topology.tensor_parallel, source.topology.pipeline_parallel) == (n_tensor, n_stages)

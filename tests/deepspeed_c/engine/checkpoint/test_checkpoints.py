@@ -21,6 +21,7 @@ from deepspeed_c.checkpoint.native import state as state_files
 from deepspeed_c.checkpoint.native.held import read_held
 from deepspeed_c.checkpoint.native.manifest import read_manifest
 from deepspeed_c.utils import RepeatingLoader, safe_get_full_fp32_param, safe_get_full_optimizer_state
+from tests import training
 from tests.deepspeed_c.zero.traits import whole_params
 from tests.ranks import run_ranks
 
@@ -75,10 +76,7 @@ def train(engine, steps: range) -> list[float]:
     losses = []
     for step in steps:
         generator = torch.Generator().manual_seed(1000 * step + engine.global_rank)
-        loss = engine(torch.randint(0, 37, (2, 3), generator=generator))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(training.step(engine, torch.randint(0, 37, (2, 3), generator=generator)))
     return losses
 
 
@@ -469,9 +467,7 @@ class Rows(torch.optim.Optimizer):
 def odd_states(rank: int, world: int, folder: str, is_resumed: bool) -> Any:
     torch.manual_seed(int(is_resumed))
     model = nn.Linear(5, 7)
-    engine = deepspeed_c.initialize(
-        model=model, optimizer=Rows(model.parameters()), config={"train_micro_batch_size_per_gpu": 1}
-    )[0]
+    engine = training.engine_of(model, {"train_micro_batch_size_per_gpu": 1}, optimizer=Rows(model.parameters()))
     with engine:
         if is_resumed:
             engine.load_checkpoint(folder)

@@ -8,6 +8,7 @@ import torch
 
 import deepspeed_c
 from deepspeed_c.errors import RankMismatchError
+from tests import training
 from tests.deepspeed_c.inject.families import feed, make
 from tests.ranks import run_ranks
 
@@ -34,17 +35,11 @@ def body(rank: int, world: int, cause: str) -> tuple[str, str]:
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.2
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 1},
-        "tensor_parallel": {"autotp_size": world},
-    }
+    config = training.config(1, rows=2, tensor_parallel={"autotp_size": world})
     batch = {**feed("gpt2"), "position_ids": torch.arange(9).expand(2, -1)}
 
     def step(engine, batch):
-        engine.backward(engine(**batch).loss)
-        engine.step()
+        training.step(engine, **batch)
 
     with deepspeed_c.initialize(model=model, config=config)[0] as engine:
         torch.manual_seed(3)

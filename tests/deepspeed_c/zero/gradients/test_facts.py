@@ -8,7 +8,7 @@ from torch import nn
 
 from deepspeed_c.zero.gradients.facts import WindowNotes
 from tests.deepspeed_c.zero.gradients.test_shown import batch, make_engine
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 WIDTH = 7
 
@@ -20,7 +20,9 @@ def make_net() -> nn.Module:
     return net
 
 
-def facts_body(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(3)
+def test_all_ranks_agree_on_the_facts(rank: int, world: int, stage: int) -> None:
     engine, want = make_engine(make_net(), 1, stage), make_net().double()
     reducer = engine._optimizer.reducer
     engine.backward(engine(batch(rank, 0)).square().mean())
@@ -43,8 +45,3 @@ def facts_body(rank: int, world: int, stage: int) -> None:
     facts = reducer.finish(notes)
     assert facts.n_nonfinite == 3 and facts.unused == [], facts
     engine.close()
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_all_ranks_agree_on_the_facts(stage: int) -> None:
-    run_ranks(3, facts_body, stage)

@@ -10,12 +10,14 @@ from deepspeed_c import errors
 from deepspeed_c.zero.gradients.hidden import HiddenGradients
 from tests.deepspeed_c.zero.gradients.slots import make_slots
 from tests.deepspeed_c.zero.gradients.test_shown import batch, make_engine
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 WIDTH = 7
 
 
-def assigned_gradients(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(1)
+def test_assigned_gradients_are_errors(rank: int, world: int, stage: int) -> None:
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
     engine = make_engine(net, 1, stage)
     engine.backward(engine(batch(0, 0)).sum())
@@ -30,11 +32,6 @@ def assigned_gradients(rank: int, world: int, stage: int) -> None:
     engine.step()
     assert engine.was_step_applied()
     engine.close()
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_assigned_gradients_are_errors(stage: int):
-    run_ranks(1, assigned_gradients, stage)
 
 
 class Answering(nn.Parameter):

@@ -14,7 +14,7 @@ from deepspeed_c.zero.gradients.scaling import PassScaling
 from deepspeed_c.zero.gradients.slots import SlotTable
 from tests.deepspeed_c.zero.gradients.slots import make_slots
 from tests.deepspeed_c.zero.gradients.test_shown import batch, make_engine
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 SIZES = (3, 5, 2)
 WIDTH = 7
@@ -154,7 +154,9 @@ def test_a_caller_gets_a_place_before_the_sums_are_there() -> None:
     assert rig.bucket.is_open and slot.tracker_index not in rig.path.missing(0)
 
 
-def earlier_gradients(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(1)
+def test_gradients_from_before_the_engine_are_none_of_its(rank: int, world: int, stage: int) -> None:
     net = nn.Linear(WIDTH, 1)
     net(batch(0, 0)).sum().backward()
     engine = make_engine(net, 1, stage)
@@ -162,8 +164,3 @@ def earlier_gradients(rank: int, world: int, stage: int) -> None:
     engine.backward(engine(batch(0, 1)).sum())
     assert torch.allclose(safe_get_full_grad(net.weight), batch(0, 1).sum(0, keepdim=True))
     engine.close()
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_from_before_the_engine_are_none_of_its(stage: int):
-    run_ranks(1, earlier_gradients, stage)

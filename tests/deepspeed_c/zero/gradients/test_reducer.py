@@ -17,6 +17,7 @@ from deepspeed_c.logging import logger
 from deepspeed_c.zero.gradients.bucket import Bucket
 from tests.deepspeed_c.zero.traits import whole_params
 from tests.ranks import run_ranks
+from tests.training import config
 
 WIDTH, N_LAYERS = 8, 6
 BUCKET_ELEMS = WIDTH * WIDTH  # a layer
@@ -64,17 +65,13 @@ class Step(NamedTuple):
 
 
 def make_config(stage: int, gas: int, zero: dict) -> dict:
-    return {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": gas,
-        "optimizer": {"type": "AdamW", "params": OPTIMIZER},
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": BUCKET_ELEMS,
-            "stage3_param_persistence_threshold": 0,
-            **zero,
-        },
-    }
+    return config(
+        stage,
+        {"type": "AdamW", "params": OPTIMIZER},
+        zero={"reduce_bucket_size": BUCKET_ELEMS, "stage3_param_persistence_threshold": 0, **zero},
+        rows=3,
+        accumulate=gas,
+    )
 
 
 def late_body(

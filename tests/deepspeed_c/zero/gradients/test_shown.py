@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed_c
 from deepspeed_c.utils import safe_get_full_grad, safe_set_full_grad
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 WIDTH, RATE = 7, 0.1
 
@@ -187,7 +187,8 @@ def test_sums_are_whole_after_each_pass(world: int):
     assert max(worst) < 1e-5, worst
 
 
-def bf16_gradients(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_bf16_and_set_full_grad(rank: int, world: int) -> None:
     def steps(net: nn.Module, engine: deepspeed_c.DeepSpeedEngine | None) -> None:
         loss = (net if engine is None else engine)(batch(0, 0, torch.bfloat16), False).float().square().mean()
         loss.backward() if engine is None else engine.backward(loss)
@@ -206,11 +207,8 @@ def bf16_gradients(rank: int, world: int) -> None:
     assert all(p.grad is None for p in net.parameters())
 
 
-def test_bf16_and_set_full_grad():
-    run_ranks(1, bf16_gradients)
-
-
-def copied_model(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_copies_of_a_model_have_no_engine(rank: int, world: int) -> None:
     net = Net()
     engine = make_engine(net, 1)
     engine.backward(engine(batch(0, 0), False).square().mean())
@@ -218,7 +216,3 @@ def copied_model(rank: int, world: int) -> None:
     copied.zero_grad()
     assert net.inp.weight.grad is not None
     engine.close()
-
-
-def test_copies_of_a_model_have_no_engine():
-    run_ranks(1, copied_model)

@@ -7,12 +7,14 @@ import torch
 from torch import nn
 
 from tests.deepspeed_c.zero.gradients.test_shown import batch, make_engine
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 WIDTH = 7
 
 
-def sums_body(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks(2)
+def test_sums_and_what_is_in_them(rank: int, world: int, stage: int) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(WIDTH, 11), nn.Linear(11, 5), nn.Linear(5, 3))
     engine = make_engine(net, 1, stage)
@@ -42,8 +44,3 @@ def sums_body(rank: int, world: int, stage: int) -> None:
         assert sums.squares(sums.units)[1] >= n_inf + n_nan
     engine.close()
     assert not sums.results and not sums.views
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_sums_and_what_is_in_them(stage: int) -> None:
-    run_ranks(2, sums_body, stage)

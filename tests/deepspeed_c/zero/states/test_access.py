@@ -14,7 +14,7 @@ from deepspeed_c.zero.weights.param import shape_of
 from tests.deepspeed_c.zero.test_oracle import make_config
 from tests.deepspeed_c.zero.traits import TRAITS, batch, make_model, whole_params
 from tests.log_lines import LogLines
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 FULL = {
     "master": (utils.safe_get_full_fp32_param, utils.safe_set_full_fp32_param),
@@ -33,7 +33,11 @@ def run_backward(engine, rank: int, step: int = 0):
     engine.backward(engine(x.to(next(engine.parameters()).dtype), y))
 
 
-def round_trip_body(rank: int, world: int, stage: int, precision: str) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
+@on_ranks()
+def test_round_trip(rank: int, world: int, stage: int, precision: str) -> None:
     model, engine = start(stage, precision)
     with engine:
         run_backward(engine, rank)
@@ -66,13 +70,6 @@ def round_trip_body(rank: int, world: int, stage: int, precision: str) -> None:
         with pytest.raises(errors.StateError, match="no state 'nope'"):
             utils.safe_get_full_optimizer_state(model.scalar, "nope")
         assert utils.safe_get_full_fp32_param(torch.nn.Parameter(torch.ones(1))) is None
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world", [1, 3])
-def test_round_trip(world, stage, precision):
-    run_ranks(world, round_trip_body, stage, precision)
 
 
 def gradient_body(rank: int, world: int, stage: int, gas: int) -> dict[str, torch.Tensor]:
@@ -134,7 +131,8 @@ def test_gradients_can_be_read_edited_and_added_to(stage, world):
         assert torch.allclose(twice, 2 * once, rtol=1e-5, atol=1e-7), f"{twice} != 2 * {once}"
 
 
-def vectorized_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_vectorized_update(rank: int, world: int) -> None:
     model, engine = start(2, "fp32", "plain")
     with engine:
         run_backward(engine, rank)
@@ -142,10 +140,6 @@ def vectorized_body(rank: int, world: int) -> None:
         utils.safe_update_full_grad_vectorized(list(model.parameters()), lambda g, p: g * 2 + 1)
         for old, p in zip(before, model.parameters()):
             assert torch.allclose(utils.safe_get_full_grad(p), old * 2 + 1, rtol=1e-5, atol=1e-6)
-
-
-def test_vectorized_update():
-    run_ranks(2, vectorized_body)
 
 
 class Branches(torch.nn.Module):
@@ -242,7 +236,10 @@ CLIPS = (
 )
 
 
-def clipping_body(rank: int, world: int, stage: int, gas: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("gas", [1, 2])
+@on_ranks(2)
+def test_clipping_of_gradients_that_the_engine_holds_is_not_silent(rank: int, world: int, stage: int, gas: int) -> None:
     model, engine = start(stage, "fp32", gas=gas)
     with engine, LogLines(logging.WARNING) as records:
         for clip in CLIPS[:2]:
@@ -268,9 +265,3 @@ def clipping_body(rank: int, world: int, stage: int, gas: int) -> None:
         # Ranks other than 0 log nothing. Reads before the first backward and after the step are no mistake.
         assert len(told) == (1 if stage and rank == 0 else 0), told
         assert all(__name__ in line and "gradient_clipping" in line for line in told), told
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("gas", [1, 2])
-def test_clipping_of_gradients_that_the_engine_holds_is_not_silent(stage: int, gas: int) -> None:
-    run_ranks(2, clipping_body, stage, gas)

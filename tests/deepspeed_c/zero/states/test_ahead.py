@@ -37,7 +37,8 @@ from deepspeed_c.utils import (
     safe_update_full_grad_vectorized,
 )
 from deepspeed_c.zero.states.ahead import StepAhead
-from tests.ranks import run_ranks
+from tests import training
+from tests.ranks import on_ranks, run_ranks
 
 STEPS = 5
 Tensors = dict[str, torch.Tensor]
@@ -148,13 +149,8 @@ def make_engine(stage: int, offload: dict, settings: dict, seed: int = 0) -> Eng
     torch.manual_seed(seed)
     zero = {"stage": stage, "reduce_bucket_size": 60, "stage3_param_persistence_threshold": 0}
     zero["offload_optimizer"] = {"device": "cpu", **offload}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
-        "gradient_clipping": 0.0,
-        "zero_optimization": zero,
-        **settings,
-    }
+    config = training.config(optimizer="AdamW", zero=zero, lr=0.01, params={"weight_decay": 0.1}, gradient_clipping=0.0)
+    config |= settings
     return deepspeed_c.initialize(model=Model(), config=config)[0]
 
 
@@ -514,7 +510,8 @@ def test_who_reads_or_writes_states_finds_those_of_the_last_step(world: int, sta
             assert act not in TAKES_BACK or steps[TAKES_BACK[act]] == 0, (act, steps)
 
 
-def check_closing(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_closing_between_backward_and_step(rank: int, world: int) -> None:
     """An engine is closed between backward and step. No thread is left, and the weights are those after the last
     step."""
     with (
@@ -522,8 +519,7 @@ def check_closing(rank: int, world: int) -> None:
         mock.patch.object(StepAhead, "submit", waiting(StepAhead.submit)),
     ):
         engine = make_engine(2, {"super_offload": True}, {"bf16": {"enabled": True}})
-        engine.backward(engine(inputs(engine, 0, 0)))
-        engine.step()
+        training.step(engine, inputs(engine, 0, 0))
         before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
         engine.backward(engine(inputs(engine, 1, 0)))
         module = engine.module
@@ -533,17 +529,13 @@ def check_closing(rank: int, world: int) -> None:
     assert all(torch.equal(p, before[name]) for name, p in module.named_parameters())
 
 
-def test_closing_between_backward_and_step() -> None:
-    run_ranks(2, check_closing)
-
-
-def check_bad_loss(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_bad_loss_leaves_all_as_it_was(rank: int, world: int) -> None:
     with (
         mock.patch.object(place, "is_apart", lambda device: True),
         make_engine(2, {"super_offload": True}, {}) as engine,
     ):
-        engine.backward(engine(inputs(engine, 0, 0)))
-        engine.step()
+        training.step(engine, inputs(engine, 0, 0))
         before = bits(engine)
         engine.backward(engine(inputs(engine, 1, 0)) * (math.nan if rank == 1 else 1.0))
         with pytest.raises(NonFiniteLossError):
@@ -552,10 +544,6 @@ def check_bad_loss(rank: int, world: int) -> None:
         assert all(torch.equal(before[name], after[name]) for name in before), (
             "a step that was refused has changed states"
         )
-
-
-def test_a_bad_loss_leaves_all_as_it_was() -> None:
-    run_ranks(2, check_bad_loss)
 
 
 def check_failing(rank: int, world: int) -> int:
@@ -578,8 +566,7 @@ def check_failing(rank: int, world: int) -> int:
 
             for step in range(3):
                 engine._optimizer._ahead._update = fail if fails and step == 1 else update
-                engine.backward(engine(inputs(engine, step, 0)))
-                engine.step()
+                training.step(engine, inputs(engine, step, 0))
             states.append(bits(engine))
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     return n_failed

@@ -12,7 +12,8 @@ from deepspeed_c.errors import OptimizerError, StateError
 from deepspeed_c.ops.adam import FusedAdam
 from deepspeed_c.zero.states import kinds
 from deepspeed_c.zero.states.optimizer import DeepSpeedOptimizer
-from tests.ranks import run_ranks
+from tests import training
+from tests.ranks import on_ranks, run_ranks
 
 NAMES = (
     *("BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "FP16_Optimizer"),
@@ -44,7 +45,8 @@ THEIRS = {
 OF_ZERO = {"BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"}
 
 
-def kinds_body(rank, world):
+@on_ranks(1)
+def test_isinstance_is_that_of_deepspeed(rank, world):
     for (stage, precision, base), theirs in THEIRS.items():
         model = torch.nn.Linear(8, 8)
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, **PRECISIONS[precision]}
@@ -70,21 +72,11 @@ def kinds_body(rank, world):
         engine.close()
 
 
-def test_isinstance_is_that_of_deepspeed():
-    run_ranks(1, kinds_body)
-
-
-def test_offload_makes_it_another_class():
-    run_ranks(1, offload_body)
-
-
-def offload_body(rank, world):
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
-        **PRECISIONS["bf16, sums in fp32"],
-    }
+@on_ranks(1)
+def test_offload_makes_it_another_class(rank, world):
+    config = training.config(
+        1, "AdamW", zero={"offload_optimizer": {"device": "cpu"}}, **PRECISIONS["bf16, sums in fp32"]
+    )
     engine, optimizer, *_ = deepspeed_c.initialize(model=torch.nn.Linear(8, 8), config=config)
     assert type(optimizer) is kinds.DeepSpeedZeroOptimizer
     engine.close()
@@ -197,39 +189,31 @@ def test_the_callers_optimizer_is_returned_and_is_what_plain_torch_has(name, wor
             assert a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-6), f"rank {rank}, {key}: {a}\n{b}"
 
 
-def unused_body(rank, world):
+@on_ranks(2)
+def test_unused_parameters_have_no_state(rank, world):
     """A parameter without a gradient stays as it is. The other parameters are updated."""
     model = make_model()
     model.extra = torch.nn.Parameter(torch.ones(4))
     engine, optimizer, *_ = deepspeed_c.initialize(model=model, optimizer=FusedAdam(model.parameters()), config=CONFIG)
     for step in range(2):
-        engine.backward(loss_of(engine, step, rank))
-        engine.step()
+        training.update(engine, loss_of(engine, step, rank))
     assert model.extra.tolist() == [1.0] * 4 and not optimizer.state.get(model.extra), optimizer.state[model.extra]
     steps = {float(optimizer.state[p]["step"]) for p in model.parameters() if p is not model.extra}
     assert steps == {2.0}, steps
     engine.close()
 
 
-def test_unused_parameters_have_no_state():
-    run_ranks(2, unused_body)
-
-
 # -- states moved by the optimizer --------------------------------------------------------------------------------------
 
 
-def moved_body(rank, world, stage):
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-        "bf16": {"enabled": True},
-    }
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@on_ranks(2)
+def test_the_optimizer_moves_its_states(rank, world, stage):
+    config = training.config(stage, "AdamW", bf16={"enabled": True})
     engine, optimizer, *_ = deepspeed_c.initialize(model=make_model(), config=config)
 
     def step():
-        engine.backward(engine(torch.ones(7, dtype=torch.bfloat16)).square().sum())
-        engine.step()
+        training.update(engine, engine(torch.ones(7, dtype=torch.bfloat16)).square().sum())
 
     def held():
         return [t.untyped_storage().nbytes() for s in optimizer.state.values() for t in s.values() if t.dim()]
@@ -250,8 +234,3 @@ def moved_body(rank, world, stage):
         assert not any(held())
         optimizer.reload_states()
     engine.close()
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_the_optimizer_moves_its_states(stage):
-    run_ranks(2, moved_body, stage)

@@ -21,6 +21,8 @@ from deepspeed_c.utils import safe_get_full_fp32_param
 from deepspeed_c.zero.weights import gather_unit
 from deepspeed_c.zero.weights.drivers.join import JoinMode
 from deepspeed_c.zero.weights.drivers.recorded import RecordedPlan
+from tests import training
+from tests.ranks import on_ranks
 
 WIDTH, LAYERS, STEPS = 16, 6, 8
 LAYER_ELEMS = WIDTH * WIDTH
@@ -65,8 +67,7 @@ def train(engine: Any, step: int, rank: int, dtype: torch.dtype = torch.float32)
     # The input requires a gradient. Otherwise backward would not need the weight of the first layer, and the plan would
     # learn to leave it out.
     x = batch(step, rank).to(dtype).requires_grad_()
-    engine.backward(engine(x).float().square().mean())
-    engine.step()
+    training.update(engine, engine(x).float().square().mean())
     fetcher = engine._fetcher
     assert fetcher.stats.live_elems == 0 and not len(fetcher.packer)
     assert all(group.buffer is None for group in fetcher.groups)
@@ -76,7 +77,10 @@ def since(engine: Any, before: dict[str, int]) -> dict[str, int]:
     return {key: n - before[key] for key, n in engine._fetcher.stats.as_dict().items()}
 
 
-def stable_body(rank: int, world: int, ahead: int) -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("ahead", [0, LAYER_ELEMS, 100 * LAYER_ELEMS])
+@on_ranks()
+def test_once_learnt_each_unit_is_gathered_once_a_pass(rank: int, world: int, ahead: int) -> None:
     with make_engine(Stack(), stage3_prefetch_bucket_size=ahead) as engine:
         fetcher = engine._fetcher
         assert len(fetcher.groups) == LAYERS
@@ -90,12 +94,6 @@ def stable_body(rank: int, world: int, ahead: int) -> None:
         assert got["n_gathers"] == 2 * LAYERS * STEPS, got
         assert got["n_passes"] == 2 * STEPS, got
         assert got["n_replans"] == got["n_unexpected"] == 0, got
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("ahead", [0, LAYER_ELEMS, 100 * LAYER_ELEMS])
-def test_once_learnt_each_unit_is_gathered_once_a_pass(run_ranks, world: int, ahead: int) -> None:
-    run_ranks(world, stable_body, ahead)
 
 
 @contextlib.contextmanager
@@ -143,7 +141,8 @@ def test_a_changed_order_is_counted_replanned_and_not_printed(run_ranks, tmp_pat
     assert not [line for line in said if "[INFO]" not in line], said
 
 
-def invalidated_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_an_order_that_is_made_invalid_is_recorded_anew(rank: int, world: int) -> None:
     """After a change of order a plan also holds the old places, until the ranks compare the order. An invalidated order
     makes them compare at once."""
     gathers = {}
@@ -168,10 +167,6 @@ def invalidated_body(rank: int, world: int) -> None:
     assert gathers[True] == 2 * LAYERS < gathers[False], gathers
 
 
-def test_an_order_that_is_made_invalid_is_recorded_anew(run_ranks) -> None:
-    run_ranks(2, invalidated_body)
-
-
 class Modal(Stack):
     def forward(self, x):
         order = self.order if torch.is_grad_enabled() else self.order[::2] if self.training else self.order[::-1]
@@ -184,7 +179,9 @@ class Modal(Stack):
             return self(self(x))
 
 
-def modes_body(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_each_mode_has_its_plan(rank: int, world: int) -> None:
     model = Modal()
     # One element less than the model has: generation is gathered for each forward.
     with make_engine(model, stage3_max_live_parameters=LAYERS * LAYER_ELEMS - 1) as engine:
@@ -212,12 +209,9 @@ def modes_body(rank: int, world: int) -> None:
         assert got["n_unexpected"] == got["n_replans"] == 0, got
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_each_mode_has_its_plan(run_ranks, world: int) -> None:
-    run_ranks(world, modes_body)
-
-
-def limited_body(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [2])
+@on_ranks()
+def test_no_more_is_live_than_the_plan_states(rank: int, world: int) -> None:
     for max_live in (0, LAYER_ELEMS, 2 * LAYER_ELEMS, 3 * LAYER_ELEMS + 1):
         with make_engine(
             Stack(),
@@ -231,11 +225,6 @@ def limited_body(rank: int, world: int) -> None:
             planned = max(mode.plan.peak_elems for mode in fetcher.drivers.of(RecordedPlan)._modes.values())
             assert fetcher.stats.max_live_elems <= planned, (max_live, fetcher.stats.max_live_elems, planned)
             assert planned <= max(max_live, LAYER_ELEMS), (max_live, planned)
-
-
-@pytest.mark.parametrize("world", [2])
-def test_no_more_is_live_than_the_plan_states(run_ranks, world: int) -> None:
-    run_ranks(world, limited_body)
 
 
 def wire_body(rank: int, world: int) -> tuple[int, int]:
@@ -274,7 +263,8 @@ def tensors_alive() -> int:
     return sum(1 for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
 
 
-def leak_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_nothing_is_left_over(rank: int, world: int) -> None:
     with make_engine(Stack()) as engine:
         sizes = []
         for step in range(60):
@@ -293,10 +283,6 @@ def leak_body(rank: int, world: int) -> None:
         del engine
         counts.append(tensors_alive())
     assert min(counts[-3:]) <= max(counts[:3]), counts
-
-
-def test_nothing_is_left_over(run_ranks) -> None:
-    run_ranks(2, leak_body)
 
 
 # ---- ranks that do not do the same ------------------------------------------------------------------------------------
@@ -368,7 +354,8 @@ def test_a_rank_that_skips_along_the_plan(run_ranks, world: int, zero: dict) -> 
 # ---- what it costs ----------------------------------------------------------------------------------------------------
 
 
-def work_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_modules_of_a_unit_that_is_there_cost_no_work_of_the_runner(rank: int, world: int) -> None:
     n_layers, done = 20, Counter()
 
     def counted(name: str, function: Callable) -> Callable:
@@ -408,10 +395,6 @@ def work_body(rank: int, world: int) -> None:
                 setattr(gather_unit, name, function)
 
 
-def test_modules_of_a_unit_that_is_there_cost_no_work_of_the_runner(run_ranks) -> None:
-    run_ranks(2, work_body)
-
-
 # ---- forwards that no backward follows --------------------------------------------------------------------------------
 
 
@@ -426,7 +409,9 @@ class Checkpointed(Stack):
         return self.Output(torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False))
 
 
-def stray_body(rank: int, world: int, keeps: str) -> None:
+@pytest.mark.parametrize("keeps", ["none", "rank 0", "all"])
+@on_ranks(2)
+def test_forwards_without_backward_are_forgotten_with_their_graphs(rank: int, world: int, keeps: str) -> None:
     """Runs forwards without a backward. ``keeps``: which ranks keep the outputs of these forwards."""
     with make_engine(Stack()) as engine:
         fetcher = engine._fetcher
@@ -463,26 +448,15 @@ def stray_body(rank: int, world: int, keeps: str) -> None:
         assert len(fetcher.drivers.of(RecordedPlan)._in_flight) == 0
 
 
-@pytest.mark.parametrize("keeps", ["none", "rank 0", "all"])
-def test_forwards_without_backward_are_forgotten_with_their_graphs(run_ranks, keeps: str) -> None:
-    run_ranks(2, stray_body, keeps)
-
-
-def untrained_body(rank: int, world: int) -> None:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": LAYER_ELEMS},
-    }
+@on_ranks(2)
+def test_an_engine_without_optimizer_keeps_no_forwards(rank: int, world: int) -> None:
+    config = training.config(3, None, zero={"stage3_param_persistence_threshold": 0, "reduce_bucket_size": LAYER_ELEMS})
     with deepspeed_c.initialize(model=Stack(), config=config)[0] as engine:
         for step in range(20):
             x = batch(step, rank).requires_grad_()
             engine(x).sum().backward()
             assert x.grad.abs().sum() > 0
         assert len(engine._fetcher.drivers.of(RecordedPlan)._in_flight) == 0
-
-
-def test_an_engine_without_optimizer_keeps_no_forwards(run_ranks) -> None:
-    run_ranks(2, untrained_body)
 
 
 def several_body(rank: int, world: int, how: str) -> list[torch.Tensor]:
@@ -498,8 +472,7 @@ def several_body(rank: int, world: int, how: str) -> list[torch.Tensor]:
             before = engine._fetcher.stats.as_dict()
             first = forward(step)
             forward(50 + step)
-            engine.backward(first + forward(100 + step))
-            engine.step()
+            training.update(engine, first + forward(100 + step))
             return since(engine, before)
 
         for step in range(STEPS):

@@ -12,9 +12,10 @@ from deepspeed_c.errors import StateError
 from deepspeed_c.utils import safe_get_full_fp32_param
 from deepspeed_c.zero import GatheredParameters, register_external_parameter, unregister_external_parameter
 from deepspeed_c.zero.weights.param import ZeroParamStatus
+from tests import training
 from tests.deepspeed_c.zero.test_oracle import make_config
 from tests.deepspeed_c.zero.traits import CLIP, WIDTH, batch
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 RELEASED, HERE = ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.AVAILABLE
 # UNITS: several gather units, and a parameter that is cut across ranks. HALF_WHOLE: some parameters stay whole too.
@@ -50,12 +51,8 @@ def make(kind: str, dtype: str = "fp32"):
         with deepspeed_c.zero.Init():
             return Net(), None
     model = Net()
-    stage, extra = {
-        "engine": (3, UNITS),
-        "joint": (3, JOINT),
-        "half_whole": (3, HALF_WHOLE),
-        "stage_2": (2, UNITS),
-    }[kind]
+    kinds = {"engine": (3, UNITS), "joint": (3, JOINT), "half_whole": (3, HALF_WHOLE), "stage_2": (2, UNITS)}
+    stage, extra = kinds[kind]
     return model, deepspeed_c.initialize(model=model, config=make_config(stage, dtype, 1, extra))[0]
 
 
@@ -232,8 +229,7 @@ def editing_body(rank: int, world: int, kind: str, dtype: str) -> None:
     with torch.no_grad():
         a, b = engine(x, y).item(), twin(x, y).item()
     assert a == b, f"{kind} {dtype}: the loss is {a}, of a plain model {b}"
-    engine.backward(engine(x, y))
-    engine.step()
+    training.step(engine, x, y)
     engine.close()
 
 
@@ -249,7 +245,9 @@ def test_edits_of_the_modifier_rank_reach_everything(kind: str) -> None:
 # -- edits without a modifier rank -------------------------------------------------------------------------------------
 
 
-def forbidden_body(rank: int, world: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["init", "engine", "joint", "half_whole"])
+@on_ranks(2)
+def test_an_edit_without_modifier_rank_raises_on_all_ranks_and_is_not_kept(rank: int, world: int, kind: str) -> None:
     model, engine = make(kind)
     params, want, rest = dict(model.named_parameters()), plain(), statuses(model)
 
@@ -302,14 +300,8 @@ def forbidden_body(rank: int, world: int, kind: str) -> None:
     check_weights(model, want, "nested")
     if engine is not None:
         x, y = batch(0, 0, rank, 0)
-        engine.backward(engine(x, y))
-        engine.step()
+        training.step(engine, x, y)
         engine.close()
-
-
-@pytest.mark.parametrize("kind", ["init", "engine", "joint", "half_whole"])
-def test_an_edit_without_modifier_rank_raises_on_all_ranks_and_is_not_kept(kind: str) -> None:
-    run_ranks(2, forbidden_body, kind)
 
 
 # -- external parameters ----------------------------------------------------------------------------------------------------
@@ -337,7 +329,9 @@ class Reader(nn.Module):
         return self.own(torch.nn.functional.linear(x, self.held[0]))
 
 
-def external_body(rank: int, world: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["before", "after", "fwd_module"])
+@on_ranks(2)
+def test_external_parameters(rank: int, world: int, how: str) -> None:
     torch.manual_seed(7)
     twin = Outside()
     torch.manual_seed(7)
@@ -356,8 +350,7 @@ def external_body(rank: int, world: int, how: str) -> None:
             x, y = batch(step, 0, 0, 0)
             loss, expected = engine(x, y), twin(x, y)
             assert abs(loss.item() - expected.item()) < 1e-5, f"step {step}: {loss.item()} is not {expected.item()}"
-            engine.backward(loss)
-            engine.step()
+            training.update(engine, loss)
             optimizer.zero_grad()
             expected.backward()
             torch.nn.utils.clip_grad_norm_(twin.parameters(), CLIP)
@@ -365,11 +358,6 @@ def external_body(rank: int, world: int, how: str) -> None:
         unregister_external_parameter(model.reader, model.owner.weight)
         assert "not registered" in caught(lambda: unregister_external_parameter(model.reader, model.owner.weight))
         assert "Parameter" in caught(lambda: register_external_parameter(model.reader, torch.zeros(3)))
-
-
-@pytest.mark.parametrize("how", ["before", "after", "fwd_module"])
-def test_external_parameters(how: str) -> None:
-    run_ranks(2, external_body, how)
 
 
 # -- generation ---------------------------------------------------------------------------------------------------------------
@@ -402,7 +390,9 @@ def _trl_add_hooks(engine) -> None:
     optimizer_offload._register_deepspeed_module(optimizer_offload.module)
 
 
-def generation_body(rank: int, world: int, way: str) -> None:
+@pytest.mark.parametrize("way", ["unwrap", "trl"])
+@on_ranks(2)
+def test_generation_without_hooks(rank: int, world: int, way: str) -> None:
     model, engine = make("engine")
     torch.manual_seed(7)
     twin = Net()
@@ -430,10 +420,7 @@ def generation_body(rank: int, world: int, way: str) -> None:
                         _trl_add_hooks(engine)
             assert _hooks_of(model) == n_hooks, f"{_hooks_of(model)} hooks, before {n_hooks}"
             assert statuses(model) == rest, statuses(model)
-            loss = engine(*batch(step, 0, rank, 0))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(training.step(engine, *batch(step, 0, rank, 0)))
         try:
             with deepspeed_c.zero.unwrap_model_for_generation(engine):
                 raise ZeroDivisionError
@@ -445,13 +432,7 @@ def generation_body(rank: int, world: int, way: str) -> None:
         for step, expected in enumerate(losses):
             loss = engine(*batch(step, 0, rank, 0))
             assert loss.item() == expected, f"{way}, step {step}: {expected} with generation, {loss.item()} without"
-            engine.backward(loss)
-            engine.step()
-
-
-@pytest.mark.parametrize("way", ["unwrap", "trl"])
-def test_generation_without_hooks(way: str) -> None:
-    run_ranks(2, generation_body, way)
+            training.update(engine, loss)
 
 
 # -- adapters -------------------------------------------------------------------------------------------------------------------
@@ -470,7 +451,8 @@ class Adapted(nn.Module):
         return (self.base(x.bfloat16()).float() + self.up(self.down(x)) - y).square().mean()
 
 
-def adapter_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_fp32_adapters_on_a_frozen_bf16_base(rank: int, world: int) -> None:
     torch.manual_seed(7)
     twin = Adapted()
     torch.manual_seed(7)
@@ -495,8 +477,7 @@ def adapter_body(rank: int, world: int) -> None:
             x, y = batch(step, 0, 0, 0)
             loss, expected = engine(x, y), twin(x, y)
             assert abs(loss.item() - expected.item()) < 1e-4 * expected.item(), (step, loss.item(), expected.item())
-            engine.backward(loss)
-            engine.step()
+            training.update(engine, loss)
             optimizer.zero_grad()
             expected.backward()
             torch.nn.utils.clip_grad_norm_(twin.parameters(), CLIP)
@@ -504,16 +485,9 @@ def adapter_body(rank: int, world: int) -> None:
         assert torch.equal(weights(model)["base.weight"], twin.base.weight)
 
 
-def test_fp32_adapters_on_a_frozen_bf16_base() -> None:
-    run_ranks(2, adapter_body)
-
-
-def stage_2_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_does_nothing_below_stage_3(rank: int, world: int) -> None:
     model, engine = make("stage_2")
     with engine, GatheredParameters(model.parameters()):
         assert torch.equal(model.inp.weight.data, plain()["inp.weight"])
         model.inp.weight.data.zero_()  # stage 2 has ordinary parameters: no edit is refused
-
-
-def test_does_nothing_below_stage_3() -> None:
-    run_ranks(2, stage_2_body)

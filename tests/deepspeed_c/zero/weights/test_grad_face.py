@@ -13,7 +13,8 @@ from torch import nn
 from deepspeed_c.utils import safe_get_full_grad
 from tests.deepspeed_c.zero.gradients.test_shown import RATE, batch, make_engine
 from tests.deepspeed_c.zero.traits import whole_params
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
+from tests.training import update
 
 WIDTH = 7
 
@@ -93,8 +94,7 @@ def one_of_many(rank: int, world: int, stage: int) -> tuple[list[float], bool]:
     for p in net.parameters():
         p.grad = None
     has_window = engine.optimizer.reducer.has_window
-    engine.backward(engine(batch(0, 0)).square().sum())
-    engine.step()
+    update(engine, engine(batch(0, 0)).square().sum())
     assert engine.was_step_applied()
     engine.close()
     return sizes, has_window
@@ -111,7 +111,9 @@ class Own(nn.Parameter):
     """A class of parameters that is not ours."""
 
 
-def classes_of_parameters(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks(1)
+def test_parameters_stay_what_they_were(rank: int, world: int, stage: int) -> None:
     net = make_net()
     net[0].weight = Own(net[0].weight.detach())
     plain = copy.deepcopy(net)
@@ -139,11 +141,6 @@ def classes_of_parameters(rank: int, world: int, stage: int) -> None:
     assert "_dsc_handle" not in weight.__dict__
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_parameters_stay_what_they_were(stage: int):
-    run_ranks(1, classes_of_parameters, stage)
-
-
 @pytest.mark.parametrize("stage", [0, 2])
 def test_fp16(stage: int):
     assert (
@@ -156,8 +153,7 @@ def nan_is_dropped(rank: int, world: int, stage: int) -> bool:
     engine = make_engine(net, 1, stage)
     engine.backward(engine(batch(0, 0)).sum() * float("nan"))
     net.zero_grad()
-    engine.backward(engine(batch(0, 1)).sum())
-    engine.step()
+    update(engine, engine(batch(0, 1)).sum())
     applied = engine.was_step_applied()
     engine.close()
     return applied
@@ -168,7 +164,8 @@ def test_a_loss_that_was_dropped_spoils_no_step(stage: int):
     assert run_ranks(1, nan_is_dropped, stage) == [True]
 
 
-def copies_and_pickles(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_copies_and_pickles_are_plain(rank: int, world: int) -> None:
     net = make_net()
     engine = make_engine(net, 1, 2)
     engine.backward(engine(batch(0, 0)).sum())
@@ -182,11 +179,8 @@ def copies_and_pickles(rank: int, world: int) -> None:
     engine.close()
 
 
-def test_copies_and_pickles_are_plain():
-    run_ranks(1, copies_and_pickles)
-
-
-def two_engines(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_modules_of_two_engines_are_left_as_they_were(rank: int, world: int) -> None:
     shared = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
     nets = [nn.Sequential(shared, nn.Linear(WIDTH, 1)) for _ in range(2)]
     first, second = (make_engine(net, 1, 2) for net in nets)
@@ -197,7 +191,3 @@ def two_engines(rank: int, world: int) -> None:
     nets[1].zero_grad()
     assert not second.optimizer.reducer.has_window
     second.close()
-
-
-def test_modules_of_two_engines_are_left_as_they_were():
-    run_ranks(1, two_engines)

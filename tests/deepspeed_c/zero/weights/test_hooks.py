@@ -25,6 +25,7 @@ from deepspeed_c.utils import safe_get_full_fp32_param, safe_get_full_grad
 from deepspeed_c.zero.weights.hooks import ModuleHooks
 from deepspeed_c.zero.weights.param import state_of
 from tests.cells import cells
+from tests.ranks import on_ranks
 
 WIDTH = 13  # prime, so that nothing divides evenly
 STEPS = 3
@@ -696,7 +697,8 @@ class Sliced(Net):
         return self.b(self.a(x))
 
 
-def sliced_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_hooks_look_for_new_modules_after_a_registration_within_the_model_alone(rank: int, world: int) -> None:
     engine, plain, optimizer = pair(Sliced, "frugal")
     with engine:
         train_and_compare(rank, world, engine, plain, optimizer, 0)
@@ -710,10 +712,6 @@ def sliced_body(rank: int, world: int) -> None:
             engine.module.late.append(nn.Tanh())
             train_and_compare(rank, world, engine, plain, optimizer, STEPS + 1)
         assert scan.called
-
-
-def test_hooks_look_for_new_modules_after_a_registration_within_the_model_alone(run_ranks) -> None:
-    run_ranks(2, sliced_body)
 
 
 class Raises(Net):
@@ -766,7 +764,8 @@ class Overwrites(Net):
         return out
 
 
-def inplace_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_saved_activation_that_is_overwritten_raises(rank: int, world: int) -> None:
     engine, plain, optimizer = pair(Overwrites, "frugal")
     with engine:
         train_and_compare(rank, world, engine, plain, optimizer, 0)
@@ -779,11 +778,8 @@ def inplace_body(rank: int, world: int) -> None:
         train_and_compare(rank, world, engine, plain, optimizer, 1)
 
 
-def test_a_saved_activation_that_is_overwritten_raises(run_ranks) -> None:
-    run_ranks(2, inplace_body)
-
-
-def func_grad_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_torch_func_grad_is_refused_by_torch(rank: int, world: int) -> None:
     """torch refuses its gradient transforms while saved-tensor hooks are set. The engine works on after the error."""
     engine, plain, optimizer = pair(Net, "eager")
     with engine:
@@ -794,10 +790,6 @@ def func_grad_body(rank: int, world: int) -> None:
             engine(data_of(0, rank)[0])
         engine.module.body = body
         train_and_compare(rank, world, engine, plain, optimizer, 1)
-
-
-def test_torch_func_grad_is_refused_by_torch(run_ranks) -> None:
-    run_ranks(2, func_grad_body)
 
 
 class Teacher(Net):
@@ -811,7 +803,9 @@ class Teacher(Net):
         return super().body(x) + F.pad(hint, (0, WIDTH - 5))
 
 
-def two_engines_body(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_two_engines(rank: int, world: int) -> None:
     for limits in LIMITS:
         one, plain_one, optimizer_one = pair(Net, limits)
         two, plain_two, optimizer_two = pair(Teacher, limits)
@@ -840,12 +834,8 @@ def two_engines_body(rank: int, world: int) -> None:
                     check(f"rank {rank}: {name}", safe_get_full_fp32_param(p), want.detach())
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_two_engines(run_ranks, world: int) -> None:
-    run_ranks(world, two_engines_body)
-
-
-def eval_only_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_an_engine_without_optimizer(rank: int, world: int) -> None:
     plain = make(ParentReads)
     engine = deepspeed_c.initialize(model=make(ParentReads), config=config_of("frugal", optimizer=False))[0]
     with engine:
@@ -866,11 +856,8 @@ def eval_only_body(rank: int, world: int) -> None:
             assert fetcher.stats.live_elems == 0, fetcher.stats.live_elems
 
 
-def test_an_engine_without_optimizer(run_ranks) -> None:
-    run_ranks(2, eval_only_body)
-
-
-def compiled_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_compiled_engine(rank: int, world: int) -> None:
     engine, plain, optimizer = pair(Net, "frugal")
     engine.compile(backend="aot_eager")
     with engine:
@@ -878,18 +865,11 @@ def compiled_body(rank: int, world: int) -> None:
             train_and_compare(rank, world, engine, plain, optimizer, step)
 
 
-def test_a_compiled_engine(run_ranks) -> None:
-    run_ranks(2, compiled_body)
-
-
-def released_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_released_parameter_refuses(rank: int, world: int) -> None:
     """Outside of passes a released parameter raises an error that names GatheredParameters."""
     with make_engine(make(Net)) as engine:
         with pytest.raises(StateError, match="GatheredParameters"):
             _ = engine.module.a.weight.data
         with pytest.raises(StateError, match="GatheredParameters"):
             _ = engine.module.a.weight.clone()
-
-
-def test_a_released_parameter_refuses(run_ranks) -> None:
-    run_ranks(2, released_body)

@@ -22,10 +22,10 @@ from deepspeed_c.zero.weights import init as pp
 from deepspeed_c.zero.weights.gather_unit import PlacedShard
 from deepspeed_c.zero.weights.init import ZeroParamStatus
 from deepspeed_c.zero.weights.param import state_of
-from tests import fresh
+from tests import fresh, training
 from tests.deepspeed_c.zero.test_oracle import make_config
 from tests.deepspeed_c.zero.traits import TRAITS, batch
-from tests.ranks import free_port, run_ranks
+from tests.ranks import free_port, on_ranks, run_ranks
 
 WORLDS = [1, 2, 3]
 
@@ -185,7 +185,15 @@ def overrides_body(rank: int, world: int) -> None:
             assert torch.distributed.get_process_group_ranks(group) == list(range(world))
 
 
-def context_body(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+def test_dtypes_and_buffers(world: int) -> None:
+    run_ranks(world, dtype_body)
+    run_ranks(world, overrides_body)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_contexts_nest_and_refuse(rank: int, world: int) -> None:
     with deepspeed_c.zero.Init(enabled=False, remote_device="nvme"):
         assert type(nn.Linear(3, 5).weight) is nn.Parameter and not hasattr(nn.Linear(3, 5).weight, "ds_id")
     with deepspeed_c.zero.Init(dtype=torch.bfloat16):
@@ -243,17 +251,6 @@ def context_body(rank: int, world: int) -> None:
             torch.distributed.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_dtypes_and_buffers(world: int) -> None:
-    run_ranks(world, dtype_body)
-    run_ranks(world, overrides_body)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_contexts_nest_and_refuse(world: int) -> None:
-    run_ranks(world, context_body)
-
-
 class NoReset(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +270,9 @@ class HfLike(nn.Module):
             param.fill_(3.0)
 
 
-def module_given_body(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_module_given(rank: int, world: int) -> None:
     torch.manual_seed(rank)
     model = Odd()
     params = dict(model.named_parameters())
@@ -310,11 +309,6 @@ def module_given_body(rank: int, world: int) -> None:
         model = nn.Sequential(nn.Linear(3, 3), NoReset())
     with raises(errors.ModelError, "NoReset", "reset_parameters", "1:"):
         deepspeed_c.zero.Init(module=model)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_module_given(world: int) -> None:
-    run_ranks(world, module_given_body)
 
 
 # -- constructors ---------------------------------------------------------------------------------------------------------
@@ -356,7 +350,9 @@ class Editor(nn.Module):
         assert self.halved.weight.std() > 0
 
 
-def editor_body(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_constructors_may_edit_what_is_sharded_already(rank: int, world: int) -> None:
     torch.manual_seed(0)
     want = dict(Editor().named_parameters())
     torch.manual_seed(rank)
@@ -377,11 +373,6 @@ def editor_body(rank: int, world: int) -> None:
     with raises(errors.StateError, "shape"), deepspeed_c.zero.Init():
         model = nn.Linear(3, 5)
         model.weight.data = torch.zeros(2 + rank, 3)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_constructors_may_edit_what_is_sharded_already(world: int) -> None:
-    run_ranks(world, editor_body)
 
 
 # -- zero.Init restores the process ------------------------------------------------------------------------------------
@@ -454,7 +445,13 @@ def unpatch_body(rank: int, world: int) -> None:
         torch.empty = original
 
 
-def arange_body(rank: int, world: int) -> None:
+def test_everything_is_as_before_afterwards() -> None:
+    run_ranks(1, unpatch_body)
+    run_ranks(2, unpatch_body)
+
+
+@on_ranks(1)
+def test_names_that_transformers_replaces(rank: int, world: int) -> None:
     """Replace DeepSpeed's wrapper of tensor constructors, as prevent_arange_dtype_change of transformers does."""
     seen = []
     original = pp.zero_wrapper_for_fp_tensor_constructor
@@ -474,15 +471,6 @@ def arange_body(rank: int, world: int) -> None:
     assert len(seen) == 1 and pp._orig_torch_arange is torch.arange
     assert pp.get_accelerator().device_name(os.environ["LOCAL_RANK"])
     assert pp.get_accelerator().current_device_name()
-
-
-def test_everything_is_as_before_afterwards() -> None:
-    run_ranks(1, unpatch_body)
-    run_ranks(2, unpatch_body)
-
-
-def test_names_that_transformers_replaces() -> None:
-    run_ranks(1, arange_body)
 
 
 # -- reading released parameters ---------------------------------------------------------------------------------------
@@ -531,7 +519,9 @@ def _check_refusals(model: nn.Module, param: nn.Parameter, name: str) -> None:
     assert name in repr(param) and param.ds_status is ZeroParamStatus.NOT_AVAILABLE
 
 
-def released_body(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_touching_a_released_parameter_says_what_to_do(rank: int, world: int) -> None:
     torch.manual_seed(0)
     with deepspeed_c.zero.Init():
         model = nn.Sequential(nn.Linear(3, 5))
@@ -569,7 +559,8 @@ def released_body(rank: int, world: int) -> None:
     assert torch.equal(torch.load(state, weights_only=True)["w"], expected.half())
 
 
-def released_by_engine_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_touching_a_parameter_that_an_engine_released(rank: int, world: int) -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     engine = deepspeed_c.initialize(model=model, config=make_config(3, "fp32", 1, {}))[0]
     with engine:
@@ -581,18 +572,8 @@ def released_by_engine_body(rank: int, world: int) -> None:
         engine.to("cpu")
         assert model[0].weight is param and torch.equal(whole(param), expected)
         assert param.numel() == param.ds_numel == 15
-        engine.backward(engine(torch.ones(1, 3)).sum())
-        engine.step()
+        training.update(engine, engine(torch.ones(1, 3)).sum())
         assert not torch.equal(whole(param), expected)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_touching_a_released_parameter_says_what_to_do(world: int) -> None:
-    run_ranks(world, released_body)
-
-
-def test_touching_a_parameter_that_an_engine_released() -> None:
-    run_ranks(2, released_by_engine_body)
 
 
 # -- training -----------------------------------------------------------------------------------------------------------
@@ -602,10 +583,7 @@ def _train(engine, rank: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     losses = []
     with engine:
         for step in range(3):
-            loss = engine(*batch(step, 0, rank, 0))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(training.step(engine, *batch(step, 0, rank, 0)))
         return losses, {n: safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters() if p.requires_grad}
 
 

@@ -21,9 +21,10 @@ from deepspeed_c.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed_c.zero import GatheredParameters
 from deepspeed_c.zero.states.update import Updates
 from deepspeed_c.zero.weights.param import ZeroParamStatus, is_released
+from tests import training
 from tests.deepspeed_c.zero.test_oracle import FINE, check_runs, engine_runs, make_config
 from tests.deepspeed_c.zero.traits import TRAITS, WIDTH, batch
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import RanksFailed, on_ranks, run_ranks
 from tests.waits import exit_status, fork_with_alarm
 
 UNITS = {"zero_optimization": {"reduce_bucket_size": 60}}
@@ -56,10 +57,7 @@ def train(engine, rank: int, steps: int = 2, first: int = 0) -> list[float]:
     losses = []
     for step in range(first, first + steps):
         x, y = batch(step, 0, rank, 0)
-        loss = engine(x.to(next(engine.parameters()).dtype), y)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(training.step(engine, x.to(next(engine.parameters()).dtype), y))
     return losses
 
 
@@ -104,7 +102,8 @@ def test_the_oracle_holds_and_bits_are_those_of_gathers(trait, dtype, world, fin
 # -- the mapping -------------------------------------------------------------------------------------------------------
 
 
-def nothing_is_sent_body(rank, world):
+@on_ranks(2)
+def test_no_gather_is_sent_and_two_fences_are(rank, world):
     model, engine = make("bf16")
     units = [group.unit for group in engine._fetcher.groups]
     assert len(units) > 3 and not any(group.source.is_collective for group in engine._fetcher.groups)
@@ -151,11 +150,8 @@ def nothing_is_sent_body(rank, world):
     engine.close()
 
 
-def test_no_gather_is_sent_and_two_fences_are(run_ranks):
-    run_ranks(2, nothing_is_sent_body)
-
-
-def own_write_body(rank, world):
+@on_ranks(2)
+def test_a_write_of_ones_own_is_nobody_elses(rank, world):
     """A direct write of a program to a weight stays on its rank, and the next update of weights overwrites it."""
     model, engine = make()
     weight = model.out.weight
@@ -190,11 +186,9 @@ def own_write_body(rank, world):
     other.close()
 
 
-def test_a_write_of_ones_own_is_nobody_elses(run_ranks):
-    run_ranks(2, own_write_body)
-
-
-def edits_body(rank, world, dtype):
+@pytest.mark.parametrize("dtype, world", [("fp32", 3), ("bf16", 2)])
+@on_ranks()
+def test_edits_from_outside_are_as_with_gathers(rank, world, dtype):
     """Every way to write weights from outside, each followed by training, gives the same result as with gathers."""
 
     def run(on):
@@ -236,12 +230,8 @@ def edits_body(rank, world, dtype):
     check_same(run(ON), run(OFF), f"rank {rank}")
 
 
-@pytest.mark.parametrize("dtype, world", [("fp32", 3), ("bf16", 2)])
-def test_edits_from_outside_are_as_with_gathers(dtype, world):
-    run_ranks(world, edits_body, dtype)
-
-
-def checkpoint_body(rank, world, folder):
+@on_ranks(2)
+def test_checkpoints_and_init(rank, world, folder):
     model, engine = make("bf16")
     train(engine, rank, 2)
     engine.save_checkpoint(folder)
@@ -269,11 +259,8 @@ def checkpoint_body(rank, world, folder):
     engine.close()
 
 
-def test_checkpoints_and_init(tmp_path):
-    run_ranks(2, checkpoint_body, str(tmp_path))
-
-
-def mics_body(rank, world):
+@on_ranks(4)
+def test_groups_of_ranks_each_hold_theirs(rank, world):
     def run(on):
         model, engine = make(extra={"zero_optimization": {**UNITS["zero_optimization"], "mics_shard_size": 2}}, on=on)
         losses = train(engine, rank, 3)
@@ -287,11 +274,8 @@ def mics_body(rank, world):
     check_same(found, want, f"rank {rank}")
 
 
-def test_groups_of_ranks_each_hold_theirs(run_ranks):
-    run_ranks(4, mics_body)
-
-
-def fork_body(rank, world):
+@on_ranks(2)
+def test_a_forked_child_reads_and_keeps_its_writes_to_itself(rank, world):
     """A forked child reads the current weights. Its writes stay private."""
     model, engine = make()
     with GatheredParameters(model.parameters()):
@@ -308,16 +292,13 @@ def fork_body(rank, world):
     engine.close()
 
 
-def test_a_forked_child_reads_and_keeps_its_writes_to_itself(run_ranks):
-    run_ranks(2, fork_body)
-
-
 def mapped() -> int:
     """The number of mappings of joint memory and of segments in this process."""
     return len(re.findall(r"memfd:deepspeed_c", Path("/proc/self/maps").read_text()))
 
 
-def ends_body(rank, world):
+@on_ranks(2)
+def test_the_memory_goes_with_who_holds_it(rank, world):
     model, engine = make()
     train(engine, rank, 1)
     group = engine._fetcher.groups[0]
@@ -333,10 +314,6 @@ def ends_body(rank, world):
         assert torch.equal(held, last), "memory that somebody holds went with the engine"
     del held
     gc.collect()
-
-
-def test_the_memory_goes_with_who_holds_it(run_ranks):
-    run_ranks(2, ends_body)
 
 
 # -- without joint memory ----------------------------------------------------------------------------------------------
@@ -379,7 +356,8 @@ def test_where_it_cannot_be_gathers_are_as_ever(extra, stage, why, tmp_path):
     run_ranks(2, without_body, extra, stage, why)
 
 
-def no_room_body(rank, world):
+@on_ranks(2)
+def test_no_room_on_one_rank(rank, world):
     """One rank has no room for its slices: all ranks gather, and one line of the log says why."""
     real, said = _C.ShmJoint, []
 
@@ -404,10 +382,6 @@ def no_room_body(rank, world):
     assert len(set(said)) == (rank == 0) and all("rank 1: 4096 bytes" in text for text in said), said
     train(engine, rank, 1)
     engine.close()
-
-
-def test_no_room_on_one_rank(run_ranks):
-    run_ranks(2, no_room_body)
 
 
 def hang_body(rank, world):

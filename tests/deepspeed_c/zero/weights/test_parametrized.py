@@ -13,7 +13,8 @@ from torch.nn.utils import parametrizations
 import deepspeed_c
 from deepspeed_c.zero import GatheredParameters, Init
 from tests.deepspeed_c.zero.traits import whole_params
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
+from tests.training import config, update
 
 RATE, STEPS = 0.1, 3
 NORMS = {
@@ -33,12 +34,7 @@ class Net(nn.Module):
 
 
 def config_of(stage: int) -> dict:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
+    return config(stage, zero={"stage3_param_persistence_threshold": 0}, rows=2, gradient_clipping=0.0, lr=RATE)
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
@@ -86,8 +82,7 @@ def trained(rank: int, world: int, way: str, norm: str) -> dict[str, float]:
             for p in want.parameters():
                 p -= RATE * p.grad
                 p.grad = None
-        engine.backward(engine(batch(step, rank)).square().sum())
-        engine.step()
+        update(engine, engine(batch(step, rank)).square().sum())
     got = whole_params(net)
     engine.close()
     off = {name: (got[name] - p.detach()).abs().max().item() for name, p in want.named_parameters()}
@@ -102,7 +97,8 @@ def test_trains_as_one_process(world: int, way: str, norm: str) -> None:
     assert run_ranks(world, trained, way, norm) == [{}] * world
 
 
-def new_parameter(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_parameter_that_is_made_of_one_is_whole_and_its_own(rank: int, world: int) -> None:
     with Init(config_dict_or_path=config_of(3)):
         layer = nn.Linear(5, 3)
     with GatheredParameters(layer.weight):
@@ -110,7 +106,3 @@ def new_parameter(rank: int, world: int) -> None:
         made = nn.Parameter(layer.weight, requires_grad=False)
     assert type(made) is nn.Parameter and torch.equal(made, value) and not made.requires_grad
     assert layer.weight.ds_status.name == "NOT_AVAILABLE" and not hasattr(made, "ds_status")
-
-
-def test_a_parameter_that_is_made_of_one_is_whole_and_its_own() -> None:
-    run_ranks(2, new_parameter)

@@ -22,10 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STATES = {"adamw": ["exp_avg", "exp_avg_sq"], "sgd": ["momentum_buffer"]}
 STEPS, MORE_STEPS = 3, 2
 # The parameter names of each optimizer group of the model in peer.py.
-GROUP_NAMES = [
-    ["embed.weight", "up.weight", "down.weight"],
-    ["gain", "up.bias", "norm.weight", "norm.bias"],
-]
+GROUP_NAMES = [["embed.weight", "up.weight", "down.weight"], ["gain", "up.bias", "norm.weight", "norm.bias"]]
 
 
 def config(stage: int, dtype: str, **more: Any) -> dict[str, Any]:
@@ -36,10 +33,7 @@ def config(stage: int, dtype: str, **more: Any) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": stage, **more.pop("zero", {})},
         "steps_per_print": 1000000,
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 5},
-        },
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 5}},
     }
     if dtype == "bf16":
         made["bf16"] = {"enabled": True}
@@ -54,12 +48,7 @@ def run_peer(python: str, spec: dict[str, Any], folder: Path, world_size: int, t
 
 
 def run_peers(
-    python: str,
-    specs: list[dict[str, Any]],
-    folder: Path,
-    world_size: int,
-    timeout: float = 120,
-    script: Path = PEER,
+    python: str, specs: list[dict[str, Any]], folder: Path, world_size: int, timeout: float = 120, script: Path = PEER
 ) -> list[dict[str, Any]]:
     """Run ``script`` on ``world_size`` ranks, one spec after the other, and return the reports of rank 0. Ranks that are
     still alive at the end are killed."""
