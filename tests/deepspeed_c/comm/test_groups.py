@@ -80,22 +80,12 @@ def test_no_launcher_is_one_process_without_a_port(run_ranks):
 WAYS = {
     "torchrun": torchrun,
     "no LOCAL_RANK": lambda r, n, port: {"RANK": r, "WORLD_SIZE": n, "MASTER_ADDR": "localhost", "MASTER_PORT": port},
-    "Open MPI": lambda r, n, port: {
-        "OMPI_COMM_WORLD_RANK": r,
-        "OMPI_COMM_WORLD_SIZE": n,
-        "OMPI_COMM_WORLD_LOCAL_RANK": r,
-        "OMPI_COMM_WORLD_LOCAL_SIZE": n,
-        "MASTER_PORT": port,
-    },
-    "Slurm": lambda r, n, port: {
-        "SLURM_PROCID": r,
-        "SLURM_STEP_NUM_TASKS": n,
-        "SLURM_LOCALID": r,
-        "SLURM_STEP_NODELIST": "localhost",
-        "MASTER_PORT": port,
-    },
+    "Open MPI": lambda r, n, port: {"OMPI_COMM_WORLD_RANK": r, "OMPI_COMM_WORLD_SIZE": n,
+     "OMPI_COMM_WORLD_LOCAL_RANK": r, "OMPI_COMM_WORLD_LOCAL_SIZE": n, "MASTER_PORT": port},
+    "Slurm": lambda r, n, port: {"SLURM_PROCID": r, "SLURM_STEP_NUM_TASKS": n, "SLURM_LOCALID": r,
+     "SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": port},
     "PMI": lambda r, n, port: {"PMI_RANK": r, "PMI_SIZE": n, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-}
+}  # fmt: skip
 
 
 def join_body(rank, world, way, port):

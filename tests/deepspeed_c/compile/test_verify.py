@@ -60,44 +60,24 @@ def test_a_right_graph():
 @pytest.mark.parametrize(
     ("nodes", "wanted", "fault", "sentence"),
     [
-        (
-            without(3),
-            WANTED,
-            ("read_not_held", 4, 2),
-            "node 4: unit 2 is read, but not between its wait and its release",
-        ),
+        (without(3), WANTED, ("read_not_held", 4, 2),
+         "node 4: unit 2 is read, but not between its wait and its release"),
         (without(1), WANTED, ("wait_not_gathered", 3, 2), "node 3: unit 2 is waited for, but not gathered"),
-        (
-            [*RIGHT[:3], *RIGHT[1:]],
-            WANTED,
-            ("gather_twice", 3, 2),
-            "node 3: unit 2 is gathered again before its release",
-        ),
-        (
-            [*RIGHT[:8], RIGHT[7]],
-            WANTED,
-            ("release_not_gathered", 8, 2),
-            "node 8: unit 2 is released, but not gathered",
-        ),
-        (
-            [*RIGHT[:3], RIGHT[7]],
-            WANTED,
-            ("release_not_waited", 3, 2),
-            "node 3: unit 2 is released, but was gathered without a wait",
-        ),
+        ([*RIGHT[:3], *RIGHT[1:]], WANTED, ("gather_twice", 3, 2),
+         "node 3: unit 2 is gathered again before its release"),
+        ([*RIGHT[:8], RIGHT[7]], WANTED, ("release_not_gathered", 8, 2),
+         "node 8: unit 2 is released, but not gathered"),
+        ([*RIGHT[:3], RIGHT[7]], WANTED, ("release_not_waited", 3, 2),
+         "node 3: unit 2 is released, but was gathered without a wait"),
         (without(9), WANTED, ("never_released", 10, 0), "node 10: unit 0 is still gathered at the end"),
         ([*RIGHT[:9], *RIGHT[8:]], WANTED, ("reduce_twice", 9, 1), "node 9: slot 1 is reduced a second time"),
         (RIGHT, [True, False], ("reduce_unwanted", 8, 1), "node 8: slot 1 is reduced, but not wanted"),
         (RIGHT, [True, True], ("never_reduced", 10, 0), "node 10: slot 0 is wanted, but never reduced"),
-        (
-            [*RIGHT[:6], (PLAIN, -1, [0], [2]), *RIGHT[7:]],
-            WANTED,
-            ("weight_written", 6, 2),
-            "node 6: unit 2 has a weight that is written to",
-        ),
+        ([*RIGHT[:6], (PLAIN, -1, [0], [2]), *RIGHT[7:]], WANTED, ("weight_written", 6, 2),
+         "node 6: unit 2 has a weight that is written to"),
     ],
     ids=lambda given: given[0] if isinstance(given, tuple) else "",
-)
+)  # fmt: skip
 def test_each_rule(nodes, wanted, fault, sentence):
     assert _C.compile_verify(**arguments(nodes, wanted)) == fault
     assert _C.compile_format(fault) == sentence

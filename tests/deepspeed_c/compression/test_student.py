@@ -84,24 +84,16 @@ def test_only_other_modules():
     [
         ({"module_name_prefix": "body.layer"}, Stack(2), ConfigError, "body.layers"),
         ({"module_name_prefix": None}, Stack(2), ConfigError, "layer_reduction.module_name_prefix: is missing"),
-        (
-            {"teacher_layer": None, "other_module_name": None},
-            Stack(2),
-            ConfigError,
-            "layer_reduction.teacher_layer: is missing",
-        ),
+        ({"teacher_layer": None, "other_module_name": None}, Stack(2), ConfigError,
+         "layer_reduction.teacher_layer: is missing"),
         ({"teacher_layer": [1, 4]}, Stack(2), ConfigError, "write numbers from 0 to 3"),
         ({"keep_number_layer": 3}, Stack(2), ConfigError, "is 3, and teacher_layer names 2 layers"),
         ({}, Stack(3), ConfigError, "the student has 3 in body.layers"),
         ({"other_module_name": ["tables"]}, Stack(2), ConfigError, "the teacher has no module 'tables'"),
-        (
-            {},
-            Stack(2, width=3),
-            ModelError,
-            "body.layers.0.0.weight: is [3, 3], and body.layers.1.0.weight of the teacher is [4, 4]",
-        ),
+        ({}, Stack(2, width=3), ModelError,
+         "body.layers.0.0.weight: is [3, 3], and body.layers.1.0.weight of the teacher is [4, 4]"),
     ],
-)
+)  # fmt: skip
 def test_wrong_input_changes_nothing(keys: dict, student: nn.Module, error: type[DeepSpeedCError], text: str):
     before = copy.deepcopy(student.state_dict())
     with pytest.raises(error) as raised:

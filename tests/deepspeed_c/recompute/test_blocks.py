@@ -92,24 +92,18 @@ def seed(step: int, micro: int, rank: int) -> None:
     torch.manual_seed(1000 * step + 10 * micro + rank)
 
 
+def config_of(stage: int, n_bucket: int, n_live: int, **sections: Any) -> dict[str, Any]:
+    zero = {"reduce_bucket_size": n_bucket, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    zero["stage3_max_live_parameters"] = n_live
+    return config(stage, lr=LR, zero=zero, gradient_clipping=0.0, **sections)
+
+
 def trained(rank: int, world: int, stage: int, section: dict | None, flow: str) -> Any:
     model, mpu = make_model(flow), None
     if flow == "tensor parallel":
         # Two neighbouring ranks hold one model together and get the same rows.
         mpu, rank = Mpu(2), rank // 2
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": WIDTH * 29,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_max_reuse_distance": 0,
-            "stage3_max_live_parameters": WIDTH * 60,
-        },
-    }
+    config = config_of(stage, WIDTH * 29, WIDTH * 60, gradient_accumulation_steps=2)
     if section is not None:
         config["activation_checkpointing"] = section
     losses, kinds = [], []
@@ -341,46 +335,42 @@ class Calls(nn.Module):
         )
 
 
-def calls_body(rank: int, world: int, stage: int, section: dict) -> tuple[list[float], list[torch.Tensor]]:
-    model, losses = Calls(), []
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {
-            "stage": stage,
-            "stage3_param_persistence_threshold": 0,
-            "reduce_bucket_size": WIDTH * WIDTH,
-            "stage3_max_reuse_distance": 0,
-            "stage3_max_live_parameters": WIDTH * WIDTH,
-        },
-        "activation_checkpointing": section,
-    }
-    with engine_of(model, config) as engine:
-        for step in range(STEPS):
-            losses.append(update(engine, engine(batch(step, rank))))
-        weights = list(whole_weights(model).values())
-    return losses, weights
+def loss_of(model: Callable, x: torch.Tensor) -> torch.Tensor:
+    return model(x)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("section", [{}, {"check": True}, {"use_reentrant": True}], ids=["hooks", "check", "reentrant"])
-def test_a_model_that_calls_checkpoint(run_ranks: Callable, section: dict, stage: int) -> None:
-    world, model = 2, Calls()
-    model.is_plain, losses = True, [[], []]
+def run(rank: int, world: int, stage: int, section: dict, kind: type, loss_of: Callable, n_elems: int) -> Any:
+    """(losses, weights) of an engine whose buckets have ``n_elems`` elements."""
+    model = kind()
+    settings = config_of(stage, n_elems, n_elems, activation_checkpointing=section)
+    with engine_of(model, settings) as engine:
+        losses = [update(engine, loss_of(engine, batch(step, rank))) for step in range(STEPS)]
+        return losses, list(whole_weights(model).values())
+
+
+def check_run(run_ranks: Callable, stage: int, section: dict, kind: type, loss_of: Callable, n_elems: int) -> None:
+    """Compares an engine over two ranks with plain torch."""
+    world, model, losses = 2, kind(), [[], []]
+    model.is_plain = True
     for step in range(STEPS):
         model.zero_grad()
         for rank in range(world):
-            loss = model(batch(step, rank))
+            loss = loss_of(model, batch(step, rank))
             losses[rank].append(loss.item())
             (loss / world).backward()
         with torch.no_grad():
             for p in model.parameters():
                 p -= LR * p.grad
-    for rank, (got, weights) in enumerate(run_ranks(world, calls_body, stage, section)):
+    for rank, (got, weights) in enumerate(run_ranks(world, run, stage, section, kind, loss_of, n_elems)):
         assert got == pytest.approx(losses[rank], rel=2e-5)
         for i, (a, b) in enumerate(zip(weights, model.parameters(), strict=True)):
             assert torch.allclose(a, b, rtol=2e-5, atol=2e-6), f"rank {rank}, {i}: {(a - b).abs().max():g} apart"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("section", [{}, {"check": True}, {"use_reentrant": True}], ids=["hooks", "check", "reentrant"])
+def test_a_model_that_calls_checkpoint(run_ranks: Callable, section: dict, stage: int) -> None:
+    check_run(run_ranks, stage, section, Calls, loss_of, WIDTH * WIDTH)
 
 
 class Smooth(nn.Module):
@@ -406,44 +396,9 @@ def penalized(model: Callable, x: torch.Tensor) -> torch.Tensor:
     return out.square().mean() + slope.square().mean()
 
 
-def penalty_body(rank: int, world: int, stage: int) -> tuple[list[float], list[torch.Tensor]]:
-    model, losses = Smooth(), []
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {
-            "stage": stage,
-            "stage3_param_persistence_threshold": 0,
-            "reduce_bucket_size": WIDTH * 30,
-            "stage3_max_reuse_distance": 0,
-            "stage3_max_live_parameters": WIDTH * 30,
-        },
-        "activation_checkpointing": {"layers": "auto"},
-    }
-    with engine_of(model, config) as engine:
-        for step in range(STEPS):
-            losses.append(update(engine, penalized(engine, batch(step, rank))))
-        weights = list(whole_weights(model).values())
-    return losses, weights
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_gradient_penalty(run_ranks: Callable, stage: int) -> None:
-    world, model, losses = 2, Smooth(), [[], []]
-    for step in range(STEPS):
-        model.zero_grad()
-        for rank in range(world):
-            loss = penalized(model, batch(step, rank))
-            losses[rank].append(loss.item())
-            (loss / world).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= LR * p.grad
-    for rank, (got, weights) in enumerate(run_ranks(world, penalty_body, stage)):
-        assert got == pytest.approx(losses[rank], rel=2e-5)
-        for i, (a, b) in enumerate(zip(weights, model.parameters(), strict=True)):
-            assert torch.allclose(a, b, rtol=2e-5, atol=2e-6), f"rank {rank}, {i}: {(a - b).abs().max():g} apart"
+    check_run(run_ranks, stage, {"layers": "auto"}, Smooth, penalized, WIDTH * 30)
 
 
 def engines_body(rank: int, world: int) -> list[int]:

@@ -99,21 +99,9 @@ def test_words_that_no_plan_fits(capsys: pytest.CaptureFixture[str], words: list
 PICTURES = {
     "zigzag": ["--tokens", "4096", "--ranks", "4"],
     "contiguous": ["--tokens", "4096", "--ranks", "4", "--order", "contiguous"],
-    "hybrid": [
-        "--tokens",
-        "4096",
-        "--ranks",
-        "4",
-        "--attention",
-        "hybrid",
-        "--inner",
-        "2",
-        "--documents",
-        "1000,1500,1596",
-        "--window",
-        "600",
-    ],
-}
+    "hybrid": ["--tokens", "4096", "--ranks", "4", "--attention", "hybrid", "--inner", "2", "--documents",
+     "1000,1500,1596", "--window", "600"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PICTURES)

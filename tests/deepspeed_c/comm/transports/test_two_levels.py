@@ -314,25 +314,15 @@ def differing_body(rank, world, hosts, calls, numels, dtypes):
 
 SAME = ("all_gather", "all_gather")
 MISMATCHES = {
-    "longer": (
-        SAME,
-        (1000, 2000),
-        (torch.float32,) * 2,
-        "all_gather of {n0} torch.float32",
-        "all_gather of {n1} torch.float32",
-    ),
-    "shorter by one": (
-        ("reduce_scatter",) * 2,
-        (7, 6),
-        (torch.float32,) * 2,
-        "of {n0} torch.float32",
-        "of {n1} torch.float32",
-    ),
+    "longer": (SAME, (1000, 2000), (torch.float32,) * 2, "all_gather of {n0} torch.float32",
+     "all_gather of {n1} torch.float32"),
+    "shorter by one": (("reduce_scatter",) * 2, (7, 6), (torch.float32,) * 2, "of {n0} torch.float32",
+     "of {n1} torch.float32"),
     "a number more": (("all_reduce",) * 2, (1, 2), (torch.int64,) * 2, "of 1 torch.int64", "of 2 torch.int64"),
     "dtype": (("all_reduce",) * 2, (64, 64), (torch.float32, torch.int32), "torch.float32", "torch.int32"),
     "broadcast": (("broadcast",) * 2, (5, 9), (torch.float32,) * 2, "broadcast of 5", "broadcast of 9"),
     "operation": (("all_gather", "broadcast"), (256, 1024), (torch.float32,) * 2, "all_gather", "broadcast"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", MISMATCHES)
