@@ -18,7 +18,7 @@ class Figure(NamedTuple):
     chosen: Line  # chooses the line of its results
     key: str  # name of the ratio in the line
     is_main: bool = False  # whether the README shows it
-    why_not: str = ""  # a reason, shown if the goal is not met
+    why_not: str = ""  # a reason, shown if the goal is not met; `a key` of the line stands for its value
     is_important: bool = False  # whether docs/performance.md shows it if the goal is met, as it shows the main ones
 
 
@@ -40,9 +40,7 @@ WHY_NOT = {
         "backward",
     ): "half of its time in cache is drawing the numbers again, so that no mask is kept",
 }
-_HALVES = (
-    "most of it is not exchange: it takes `ratio_to_halves` of two processes of half the tokens each that share none"
-)
+_HALVES = "most of it is not exchange: it takes `ratio_to_halves` of the time of two processes of half the tokens each that share none"
 _LINEAR = "torch multiplies by the weights of `nn.Linear` in 4 times the time of fp32, which is the bound, and by transposed ones in 40 times"
 
 FIGURES = [
@@ -322,7 +320,7 @@ FIGURES = [
                 "1F1B of `torch.distributed.pipelining`",
                 "<= 1",
                 "ratio_to_torch",
-                "the slower stage alone, m + 1 times, takes as long as torch's 1F1B: `ratio_to_stages`",
+                "a batch takes `ratio_to_stages` of the slower stage alone, m + 1 times, which is the bound",
             ),
             ("the slower stage alone, m + 1 times", "<= 1.05", "ratio_to_stages", ""),
         )
@@ -391,7 +389,7 @@ FIGURES = [
         "messages",
         {"contender": "pipeline of the example GPT"},
         "ratio_to_gloo",
-        why_not="nearly all of the batch is computation: the row has the time of its messages alone over gloo",
+        why_not="nearly all of the batch is computation: its messages alone take `ms_of_messages_gloo` of `ms_gloo` ms over gloo",
     ),
     *(
         Figure(
@@ -400,7 +398,7 @@ FIGURES = [
             "messages",
             {"contender": "attention around a ring", "tokens": tokens},
             "ratio_to_gloo",
-            why_not="the row has the time of ranks that send nothing, which no transport can undercut",
+            why_not="no transport can undercut ranks that send nothing: it takes `ratio_to_alone` of their time",
         )
         for tokens in (512, 2048)
     ),
@@ -727,13 +725,13 @@ FIGURES = [
                 ": over DeepSpeed's layer",
                 "<= 0.8",
                 "ratio_to_deepspeed",
-                "the dense MLP on as many rows, without gate and routing, takes itself `mlp_to_deepspeed` of DeepSpeed's layer",
+                "the dense MLP on as many rows, without gate and routing, takes `mlp_to_deepspeed` of the time of DeepSpeed's layer",
             ),
             (
                 ": over transformers' `grouped_mm` experts",
                 "<= 0.9",
                 "ratio_to_transformers",
-                "the dense MLP on as many rows, without gate and routing, takes itself `mlp_to_transformers` of these experts",
+                "the dense MLP on as many rows, without gate and routing, takes `mlp_to_transformers` of the time of these experts",
             ),
             (", without its experts: part of the layer's time", "<= 0.05", "routing_part", ""),
         )
@@ -809,7 +807,7 @@ FIGURES = [
             "flops_step",
             {"contender": model},
             "profiled_over_plain",
-            why_not="most is torch's: it enters Python for each operator, however little is done there (bare_mode_over_plain)"
+            why_not="most is torch's: it enters Python for each operator, and a mode that only passes operators on takes `bare_mode_over_plain` of a plain step"
             if model != "29M GPT"
             else "",
         )

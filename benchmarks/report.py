@@ -30,10 +30,8 @@ The figures are ratios to another program, or to a bound: the least that memory,
 round of a run ours and the other take turns. A ratio is the median over the rounds, beside the smallest and the largest.
 Absolute times hold for one machine in one hour: compare the ratios.
 
-- A benchmark has no result unless it has proved its claims: shards are shards, states are in files, losses equal the
-  peer's.
-- A goal is open if it is not measured, if its rounds lie further apart than a factor of 2, or if a time is below its
-  bound.
+- A benchmark has no result unless it has proved its claims: shards are shards, states are in files, losses are equal.
+- A goal is open if it is not measured, its rounds lie further apart than a factor of 2, or a time is below its bound.
 - A missed goal has the reason that measurements have shown, or "no reason found yet".
 - A result that is *older than its code* has a mark with the number of commits to the measured code since. The marks were
   right when this page was written; "unknown" is a commit outside of this history.
@@ -55,6 +53,7 @@ class Measured(NamedTuple):
     is_met: bool | None  # None: not measured, a wrong bound, or rounds that disagree
     origin: str
     date: str
+    reason: str = ""  # why it is missed
 
 
 Pair = tuple[Figure, Measured]
@@ -109,18 +108,22 @@ def measured(figure: Figure) -> Measured:
     if not is_met and median == cell(float(limit)):
         median = f"{line[figure.key]:.5g}"  # the rounded number would meet the goal
     median += f" ({note})" if note else ""
-    return Measured(median, spread, None if note else is_met, origin, date)
+    is_missed = not note and not is_met
+    reason = (with_values(figure.why_not, line) or NO_REASON) if is_missed else ""
+    return Measured(median, spread, None if note else is_met, origin, date, reason)
 
 
-def verdict(figure: Figure, is_met: bool | None) -> str:
-    return {None: "", True: "yes", False: f"no: {figure.why_not or NO_REASON}"}[is_met]
+def with_values(text: str, line: Line) -> str:
+    """Return the text with the values of the keys that it names."""
+    return re.sub(r"`(\w+)`", lambda word: cell(line[word[1]]) if word[1] in line else word[0], text)
 
 
 def goals_table(figures: Sequence[Figure], marks: Marks) -> str:
     rows = []
     for figure in figures:
         found = measured(figure)
-        row = [figure.what, figure.goal, found.median, found.spread, verdict(figure, found.is_met)]
+        verdict = {None: "", True: "yes", False: f"no: {found.reason}"}[found.is_met]
+        row = [figure.what, figure.goal, found.median, found.spread, verdict]
         rows.append([*row, found.origin, found.date, mark(marks.get(figure.benchmark, 0))])
     return table(["figure", "goal", "median", "from to", "met", "commit", "date", "older than its code"], rows)
 
@@ -173,11 +176,11 @@ def section(area: Area, met: Sequence[Pair], missed: Sequence[Pair], is_open: Se
         [figure.what, figure.goal, with_spread(found)] for figure, found in met if figure.is_important or figure.is_main
     ]
     by_reason: dict[str, list[str]] = {}
-    for figure, found in sorted(missed, key=lambda pair: pair[0].why_not):  # missing reasons first
+    for figure, found in sorted(missed, key=lambda pair: pair[1].reason != NO_REASON):
         goal = f"{figure.what}: {with_spread(found)}, goal {figure.goal}"
-        by_reason.setdefault(figure.why_not or NO_REASON, []).append(goal)
+        by_reason.setdefault(found.reason, []).append(goal)
     reasons = [
-        f"- {goals[0]}: {reason}" if len(goals) == 1 else "\n  - ".join([f"- {reason}:", *goals])
+        f"- {goals[0]}. {sentence(reason)}" if len(goals) == 1 else "\n  - ".join([f"- {reason}:", *goals])
         for reason, goals in by_reason.items()
     ]
     numbers = f"{len(met)} goals are met, {len(missed)} missed, {len(is_open)} open"
@@ -188,6 +191,10 @@ def section(area: Area, met: Sequence[Pair], missed: Sequence[Pair], is_open: Se
         "Missed, with the reason:" if reasons else "",
         "\n".join(reasons),
     )
+
+
+def sentence(reason: str) -> str:
+    return f"{reason[0].upper()}{reason[1:]}." if reason == NO_REASON else f"Reason: {reason}."
 
 
 def machines_table(benchmarks: Sequence[Any]) -> str:

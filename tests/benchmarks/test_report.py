@@ -93,11 +93,13 @@ def test_a_missed_goal_says_why_where_a_reason_is_known(store):
     line = {**figure.chosen, f"{figure.key}_min": 1.4, figure.key: 1.5, f"{figure.key}_max": 1.6}
     store(figure.benchmark, line)
     assert report.measured(figure).is_met is False
-    assert report.verdict(figure, False) == f"no: {figure.why_not}"
+    assert report.measured(figure).reason == figure.why_not
     summary = pages()["performance"]
-    assert f"- {figure.what}: 1.5 (1.4 to 1.6), goal {figure.goal}: {figure.why_not}\n" in summary
+    assert f"- {figure.what}: 1.5 (1.4 to 1.6), goal {figure.goal}. Reason: {figure.why_not}.\n" in summary
     assert report.NO_REASON not in summary.partition("\n## Machines\n")[2]
-    assert report.verdict(figure._replace(why_not=""), False) == f"no: {report.NO_REASON}"
+    assert report.measured(figure._replace(why_not="")).reason == report.NO_REASON
+    of_the_line = figure._replace(why_not=f"a peer takes `{figure.key}` of `time`")
+    assert report.measured(of_the_line).reason == "a peer takes 1.5 of `time`"
     store(figure.benchmark, {**line, figure.key: 0.4, f"{figure.key}_min": 0.3, f"{figure.key}_max": 0.5})
     assert report.measured(figure).is_met is True
     assert figure.what not in pages()["performance"]
