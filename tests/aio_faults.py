@@ -34,25 +34,13 @@ SOURCE = ROOT / "tests" / "aio_faults.c"
 
 class _Plan(ctypes.Structure):
     _fields_ = [
-        ("seed", ctypes.c_uint64),
-        ("short_chance", ctypes.c_int32),
-        ("passing_chance", ctypes.c_int32),
-        ("failure_chance", ctypes.c_int32),
-        ("failure_err", ctypes.c_int32),
-        ("late_chance", ctypes.c_int32),
-        ("refusal_chance", ctypes.c_int32),
-        ("reorders", ctypes.c_bool),
-        ("takes_part", ctypes.c_bool),
-        ("refuses_direct", ctypes.c_bool),
-        ("pretends", ctypes.c_bool),
-        ("flip_chance", ctypes.c_int32),
-        ("delay_us", ctypes.c_int32),
-        ("bad_begin", ctypes.c_int64),
-        ("bad_end", ctypes.c_int64),
-        ("bad_err", ctypes.c_int32),
-        ("full_at", ctypes.c_int64),
-        ("dies_after", ctypes.c_int64),
-    ]
+        ("seed", ctypes.c_uint64), ("short_chance", ctypes.c_int32), ("passing_chance", ctypes.c_int32),
+        ("failure_chance", ctypes.c_int32), ("failure_err", ctypes.c_int32), ("late_chance", ctypes.c_int32),
+        ("refusal_chance", ctypes.c_int32), ("reorders", ctypes.c_bool), ("takes_part", ctypes.c_bool),
+        ("refuses_direct", ctypes.c_bool), ("pretends", ctypes.c_bool), ("flip_chance", ctypes.c_int32),
+        ("delay_us", ctypes.c_int32), ("bad_begin", ctypes.c_int64), ("bad_end", ctypes.c_int64),
+        ("bad_err", ctypes.c_int32), ("full_at", ctypes.c_int64), ("dies_after", ctypes.c_int64),
+    ]  # fmt: skip
 
 
 class _Counts(ctypes.Structure):

@@ -25,16 +25,9 @@ from pathlib import Path
 import pytest
 
 __all__ = [
-    "CELL_SECONDS",
-    "FUNCTION_SECONDS",
-    "chosen",
-    "function_of",
-    "is_of_the_tree",
-    "leave_out",
-    "near_changes",
-    "read",
+    "CELL_SECONDS", "FUNCTION_SECONDS", "chosen", "function_of", "is_of_the_tree", "leave_out", "near_changes", "read",
     "write",
-]
+]  # fmt: skip
 
 TABLE = Path(__file__).with_name("costs.tsv")
 FUNCTION_SECONDS = 5.0

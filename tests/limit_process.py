@@ -142,12 +142,8 @@ def report(message: dict[str, Any], stacks: str, test_process: int, folder: str,
 
 def main() -> None:
     test_process, dump_signal, folder, is_worker, end = (
-        int(sys.argv[1]),
-        int(sys.argv[2]),
-        sys.argv[3],
-        sys.argv[4] == "1",
-        float(sys.argv[5]),
-    )
+        int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4] == "1", float(sys.argv[5]),
+    )  # fmt: skip
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for the test process
     message: dict[str, Any] | None = None
     deadline, pending = 0.0, b""

@@ -72,36 +72,19 @@ class SlurmHosts(SshHosts):
             for i in range(len(self))
         ]
         lines = [
-            "ClusterName=simulated",
-            f"SlurmctldHost={self[0].name}({self[0].address})",
-            "SlurmUser=root",
-            "SlurmdUser=root",
-            "AuthType=auth/munge",
-            f"AuthInfo=socket={socket}",
-            "CredType=cred/munge",
-            f"StateSaveLocation={self.folder}/state",
-            f"SlurmdSpoolDir={self.folder}/spool.%n",
-            f"SlurmctldPidFile={self.folder}/slurmctld.pid",
-            f"SlurmdPidFile={self.folder}/slurmd.%n.pid",
-            f"SlurmctldLogFile={self.folder}/slurmctld.log",
-            f"SlurmdLogFile={self.folder}/slurmd.%n.log",
-            "ProctrackType=proctrack/linuxproc",
-            "TaskPlugin=task/none",
-            "JobAcctGatherType=jobacct_gather/none",
-            "AccountingStorageType=accounting_storage/none",
-            "MpiDefault=none",
-            "SwitchType=switch/none",
-            "SelectType=select/cons_tres",
-            "SelectTypeParameters=CR_Core",
-            "GresTypes=gpu",
-            "ReturnToService=2",
-            "KillWait=5",
-            "SchedulerParameters=sched_interval=1",
+            "ClusterName=simulated", f"SlurmctldHost={self[0].name}({self[0].address})", "SlurmUser=root",
+            "SlurmdUser=root", "AuthType=auth/munge", f"AuthInfo=socket={socket}", "CredType=cred/munge",
+            f"StateSaveLocation={self.folder}/state", f"SlurmdSpoolDir={self.folder}/spool.%n",
+            f"SlurmctldPidFile={self.folder}/slurmctld.pid", f"SlurmdPidFile={self.folder}/slurmd.%n.pid",
+            f"SlurmctldLogFile={self.folder}/slurmctld.log", f"SlurmdLogFile={self.folder}/slurmd.%n.log",
+            "ProctrackType=proctrack/linuxproc", "TaskPlugin=task/none", "JobAcctGatherType=jobacct_gather/none",
+            "AccountingStorageType=accounting_storage/none", "MpiDefault=none", "SwitchType=switch/none",
+            "SelectType=select/cons_tres", "SelectTypeParameters=CR_Core", "GresTypes=gpu", "ReturnToService=2",
+            "KillWait=5", "SchedulerParameters=sched_interval=1",
             # The nodes declare more than this machine has.
-            "SlurmdParameters=config_overrides",
-            *nodes,
+            "SlurmdParameters=config_overrides", *nodes,
             "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
-        ]
+        ]  # fmt: skip
         return "\n".join(lines) + "\n"
 
     def _daemon(self, i: int, program: str, words: Sequence[str]) -> None:

@@ -82,12 +82,9 @@ def test_a_program_finds_what_a_new_interpreter_gives_it(how: str, tmp_path: Pat
     for folder in ("work", "scripts"):
         (tmp_path / folder / "show.py").write_text(SHOW)
     words = {
-        "-c": ["-c", SHOW],
-        "-m": ["-m", "show"],
-        "-": ["-"],
-        "file": ["show.py"],
+        "-c": ["-c", SHOW], "-m": ["-m", "show"], "-": ["-"], "file": ["show.py"],
         "folder entry": ["../scripts/show.py"],
-    }
+    }  # fmt: skip
     # The environment of a shell has other variables than the test session.
     env = {"PATH": "/bin", "PYTHONPATH": f"{tmp_path}/other:relative", "A": "b c", "LC_ALL": "C.UTF-8"}
     given = {"cwd": tmp_path / "work", "env": env, "input": SHOW if how == "-" else "a line\nand another"}

@@ -18,19 +18,11 @@ def test_no_part_outgrows_its_limit(row: house.Row) -> None:
 
 def test_a_class_is_measured_as_it_is_written(tmp_path, monkeypatch) -> None:
     text = [
-        "class Other:",
-        "    def one(self): self.other = 1",
-        "class Thing:",
-        "    def __init__(self, a):",
-        "        self.a, (self.b, *self.c) = a",
-        "        self.a.d = self.e",
-        "    @property",
-        "    def f(self) -> int:",
-        "        self.g: int = 1",
-        "        for self.h in (): pass",
-        "        def inner(): self.a += 1",
-        "    async def i(self): ...",
-    ]
+        "class Other:", "    def one(self): self.other = 1", "class Thing:", "    def __init__(self, a):",
+        "        self.a, (self.b, *self.c) = a", "        self.a.d = self.e", "    @property",
+        "    def f(self) -> int:", "        self.g: int = 1", "        for self.h in (): pass",
+        "        def inner(): self.a += 1", "    async def i(self): ...",
+    ]  # fmt: skip
     (tmp_path / "thing.py").write_text("\n".join(text))
     monkeypatch.setattr(house, "PACKAGE", tmp_path)
     assert house.size_of("thing.py", "Thing") == house.Size(lines=10, methods=3, attributes=5)

@@ -19,27 +19,15 @@ SOURCES = {".c", ".h", ".inc", ".cpp", ".cu", ".cuh"}
 
 # folder below csrc -> permitted includes in quotes of its files: a folder of ours, or one header.
 MAY_INCLUDE: dict[str, tuple[str, ...]] = {
-    "include": ("dsc/status.h", "dsc/types.h"),
-    "base": ("base/", "dsc/"),
-    "cpu": ("cpu/", "base/", "dsc/"),
-    "zero": ("zero/", "base/", "dsc/"),
-    "recompute": ("recompute/", "base/", "dsc/"),
-    "compile": ("base/", "dsc/"),
-    "tp": ("tp/", "cpu/", "base/", "dsc/"),
-    "pipe": ("pipe/", "base/", "dsc/"),
-    "seq": ("seq/", "cpu/", "base/", "dsc/"),
-    "scale": ("scale/", "base/", "dsc/"),
-    "data": ("data/", "base/", "dsc/"),
-    "quant": ("quant/", "cpu/", "base/", "dsc/"),
-    "optim": ("optim/", "quant/", "cpu/", "base/", "dsc/"),
-    "nn": ("nn/", "cpu/", "base/", "dsc/"),
-    "moe": ("nn/", "cpu/", "base/", "dsc/"),
-    "accel": ("accel/", "base/", "dsc/"),
-    "aio": ("aio/", "base/", "dsc/"),
-    "ckpt": ("ckpt/", "base/", "dsc/"),
-    "comm": ("comm/", "cpu/", "base/", "dsc/"),
-    "cuda": ("cuda/", "dsc/"),
-}
+    "include": ("dsc/status.h", "dsc/types.h"), "base": ("base/", "dsc/"), "cpu": ("cpu/", "base/", "dsc/"),
+    "zero": ("zero/", "base/", "dsc/"), "recompute": ("recompute/", "base/", "dsc/"), "compile": ("base/", "dsc/"),
+    "tp": ("tp/", "cpu/", "base/", "dsc/"), "pipe": ("pipe/", "base/", "dsc/"),
+    "seq": ("seq/", "cpu/", "base/", "dsc/"), "scale": ("scale/", "base/", "dsc/"), "data": ("data/", "base/", "dsc/"),
+    "quant": ("quant/", "cpu/", "base/", "dsc/"), "optim": ("optim/", "quant/", "cpu/", "base/", "dsc/"),
+    "nn": ("nn/", "cpu/", "base/", "dsc/"), "moe": ("nn/", "cpu/", "base/", "dsc/"),
+    "accel": ("accel/", "base/", "dsc/"), "aio": ("aio/", "base/", "dsc/"), "ckpt": ("ckpt/", "base/", "dsc/"),
+    "comm": ("comm/", "cpu/", "base/", "dsc/"), "cuda": ("cuda/", "dsc/"),
+}  # fmt: skip
 
 # The table of an accelerator refers to spans and tensors, and gradients are spans. The umbrella header includes all
 # headers.
@@ -47,40 +35,24 @@ MAY_INCLUDE_TOO: dict[str, tuple[str, ...]] = {
     "cuda/nn_math.cuh": ("cpu/gelu.inc",),  # a table of numbers that device and host share
     "cuda/quant_math.cuh": ("quant/format.h",),  # the scale of a group
     "include/dsc/accel.h": (
-        "dsc/flat.h",
-        "dsc/moe.h",
-        "dsc/moe_calls.inc",
-        "dsc/nn.h",
-        "dsc/nn_calls.inc",
-        "dsc/optim.h",
-        "dsc/quant.h",
-        "dsc/quant_calls.inc",
-        "dsc/tp.h",
+        "dsc/flat.h", "dsc/moe.h", "dsc/moe_calls.inc", "dsc/nn.h", "dsc/nn_calls.inc", "dsc/optim.h", "dsc/quant.h",
+        "dsc/quant_calls.inc", "dsc/tp.h",
     ),
-    "include/dsc/moe.h": ("dsc/moe_calls.inc",),
-    "include/dsc/nn.h": ("dsc/activations.inc", "dsc/nn_calls.inc"),
-    "include/dsc/quant.h": ("dsc/quant_calls.inc", "dsc/quant_formats.inc"),
-    "include/dsc/intake.h": ("dsc/flat.h",),
+    "include/dsc/moe.h": ("dsc/moe_calls.inc",), "include/dsc/nn.h": ("dsc/activations.inc", "dsc/nn_calls.inc"),
+    "include/dsc/quant.h": ("dsc/quant_calls.inc", "dsc/quant_formats.inc"), "include/dsc/intake.h": ("dsc/flat.h",),
     "include/dsc/dsc.h": ("dsc/",),
-}
+}  # fmt: skip
 
 # <header> that only some files may name -> those files, as globs from the root. Everything else in <> is libc, or the C++ library in C++ files.
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    r"(torch|ATen|c10)/": ("ops/binding/dsc_torch.*",),
-    r"(pybind11/|Python\.h)": ("ops/binding/*",),
-    r"(cuda|nccl|cub/|thrust/)": ("csrc/cuda/*",),
-    r"dlfcn\.h": ("csrc/accel/*", "ops/binding/*"),
+    r"(torch|ATen|c10)/": ("ops/binding/dsc_torch.*",), r"(pybind11/|Python\.h)": ("ops/binding/*",),
+    r"(cuda|nccl|cub/|thrust/)": ("csrc/cuda/*",), r"dlfcn\.h": ("csrc/accel/*", "ops/binding/*"),
     r"pthread\.h": (
-        "csrc/base/pool.c",
-        "csrc/base/process.c",
-        "csrc/cpu/dispatch.c",
-        "csrc/ckpt/crc32c.c",
-        "csrc/aio/threads.c",
+        "csrc/base/pool.c", "csrc/base/process.c", "csrc/cpu/dispatch.c", "csrc/ckpt/crc32c.c", "csrc/aio/threads.c",
         "csrc/comm/*",
     ),
-    r"immintrin\.h": ("csrc/cpu/*", "csrc/nn/loops/mul_add.c"),
-    r"(libaio|liburing)\.h": (),
-}
+    r"immintrin\.h": ("csrc/cpu/*", "csrc/nn/loops/mul_add.c"), r"(libaio|liburing)\.h": (),
+}  # fmt: skip
 
 
 def includes(path: Path) -> list[tuple[bool, str]]:
@@ -147,14 +119,8 @@ def test_public_headers_stand_alone(language: str) -> None:
         pytest.skip(f"no {tool} on PATH")
     kind = "c++" if language == "c++17" else "c"
     options = [
-        f"-std={language}",
-        "-Wall",
-        "-Wextra",
-        "-Wpedantic",
-        "-Werror",
-        "-fsyntax-only",
-        f"-I{CSRC / 'include'}",
-    ]
+        f"-std={language}", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", f"-I{CSRC / 'include'}",
+    ]  # fmt: skip
     messages = []
     for header in headers:
         done = subprocess.run(
@@ -197,11 +163,8 @@ def test_no_file_needs_a_table_of_contents() -> None:
     """A file that needs banners should be two files."""
     banner = re.compile(r"^\s*(#|//|/\*)\s*(-{2,}|={2,}|\*{3,})", re.MULTILINE)
     paths = [
-        *sources("csrc", "ops/binding"),
-        *(ROOT / "ops").glob("*.py"),
-        CSRC / "Makefile",
-        CSRC / "cuda" / "cuda.mk",
-    ]
+        *sources("csrc", "ops/binding"), *(ROOT / "ops").glob("*.py"), CSRC / "Makefile", CSRC / "cuda" / "cuda.mk",
+    ]  # fmt: skip
     assert [path.name for path in paths if banner.search(path.read_text())] == []
     assert (
         banner.search("    # -- saving ---")

@@ -27,16 +27,11 @@ def test_make_alone_lists_all_targets() -> None:
 @pytest.mark.parametrize(
     "target, extras",
     [
-        ("train", ["examples"]),
-        ("build", ["examples"]),
-        ("curriculum", ["examples"]),
-        ("hf", ["examples", "hf"]),
-        ("rl", ["examples", "hf"]),
-        ("test", ["examples,hf,monitor,test,tuning"]),
-        ("check", ["examples,hf,monitor,test,tuning"]),
-        ("format", ["examples,hf,monitor,test,tuning"]),
+        ("train", ["examples"]), ("build", ["examples"]), ("curriculum", ["examples"]), ("hf", ["examples", "hf"]),
+        ("rl", ["examples", "hf"]), ("test", ["examples,hf,monitor,test,tuning"]),
+        ("check", ["examples,hf,monitor,test,tuning"]), ("format", ["examples,hf,monitor,test,tuning"]),
     ],
-)
+)  # fmt: skip
 def test_a_target_installs_what_it_needs(target: str, extras: list[str], tmp_path: Path) -> None:
     commands = commands_of(target, tmp_path / "venv")
     assert re.findall(r'install .*-e "\.\[(.*)\]"', commands) == extras

@@ -9,66 +9,39 @@ from deepspeed_c import errors
 from tests import fresh
 
 NAMES = {
-    "initialize",
-    "DeepSpeedEngine",
-    "DeepSpeedOptimizer",
-    "init_distributed",
-    "add_config_arguments",
-    "get_accelerator",
-    "install_as_deepspeed",
-    "tp_model_init",
-    "default_inference_config",
-    "init_inference",
-    "InferenceEngine",
-    "DeepSpeedTransformerConfig",
-    "DeepSpeedTransformerLayer",
-}
+    "initialize", "DeepSpeedEngine", "DeepSpeedOptimizer", "init_distributed", "add_config_arguments",
+    "get_accelerator", "install_as_deepspeed", "tp_model_init", "default_inference_config", "init_inference",
+    "InferenceEngine", "DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer",
+}  # fmt: skip
 MODULES = {"accelerator", "checkpointing", "comm", "config", "errors", "lr_schedules", "ops", "utils", "zero"}
 
 # DeepSpeed's builder class -> its NAME, and our module with the operator or None if we do not have the operator.
 BUILDERS: dict[str, tuple[str, str | None]] = {
-    "AsyncIOBuilder": ("async_io", "aio"),
-    "CCLCommBuilder": ("deepspeed_ccl_comm", None),
-    "CPUAdagradBuilder": ("cpu_adagrad", "adagrad"),
-    "CPUAdamBuilder": ("cpu_adam", "adam"),
-    "CPULionBuilder": ("cpu_lion", "lion"),
-    "DeepCompileBuilder": ("dc", None),
-    "EvoformerAttnBuilder": ("evoformer_attn", None),
-    "FPQuantizerBuilder": ("fp_quantizer", None),
-    "FusedAdamBuilder": ("fused_adam", "adam"),
-    "FusedLambBuilder": ("fused_lamb", "lamb"),
-    "FusedLionBuilder": ("fused_lion", "lion"),
-    "GDSBuilder": ("gds", None),
-    "InferenceBuilder": ("transformer_inference", None),
-    "InferenceCoreBuilder": ("inference_core_ops", None),
-    "InferenceCutlassBuilder": ("cutlass_ops", None),
-    "NotImplementedBuilder": ("deepspeed_not_implemented", None),
-    "PinMemoryBuilder": ("pin_memory", None),
-    "QuantizerBuilder": ("quantizer", None),
-    "RaggedOpsBuilder": ("ragged_device_ops", None),
-    "RaggedUtilsBuilder": ("ragged_ops", None),
-    "RandomLTDBuilder": ("random_ltd", None),
-    "ShareMemCommBuilder": ("deepspeed_shm_comm", None),
-    "SparseAttnBuilder": ("sparse_attn", None),
-    "SpatialInferenceBuilder": ("spatial_inference", None),
-    "StochasticTransformerBuilder": ("stochastic_transformer", None),
-    "TransformerBuilder": ("transformer", None),
+    "AsyncIOBuilder": ("async_io", "aio"), "CCLCommBuilder": ("deepspeed_ccl_comm", None),
+    "CPUAdagradBuilder": ("cpu_adagrad", "adagrad"), "CPUAdamBuilder": ("cpu_adam", "adam"),
+    "CPULionBuilder": ("cpu_lion", "lion"), "DeepCompileBuilder": ("dc", None),
+    "EvoformerAttnBuilder": ("evoformer_attn", None), "FPQuantizerBuilder": ("fp_quantizer", None),
+    "FusedAdamBuilder": ("fused_adam", "adam"), "FusedLambBuilder": ("fused_lamb", "lamb"),
+    "FusedLionBuilder": ("fused_lion", "lion"), "GDSBuilder": ("gds", None),
+    "InferenceBuilder": ("transformer_inference", None), "InferenceCoreBuilder": ("inference_core_ops", None),
+    "InferenceCutlassBuilder": ("cutlass_ops", None), "NotImplementedBuilder": ("deepspeed_not_implemented", None),
+    "PinMemoryBuilder": ("pin_memory", None), "QuantizerBuilder": ("quantizer", None),
+    "RaggedOpsBuilder": ("ragged_device_ops", None), "RaggedUtilsBuilder": ("ragged_ops", None),
+    "RandomLTDBuilder": ("random_ltd", None), "ShareMemCommBuilder": ("deepspeed_shm_comm", None),
+    "SparseAttnBuilder": ("sparse_attn", None), "SpatialInferenceBuilder": ("spatial_inference", None),
+    "StochasticTransformerBuilder": ("stochastic_transformer", None), "TransformerBuilder": ("transformer", None),
     "UtilsBuilder": ("utils", "utils"),
-}
+}  # fmt: skip
 
 OPS = {
     "aio": {"AsyncIOBuilder", "PinnedPool", "aio_handle", "as_aio_error", "backends", "reserve_space", "unnamed_file"},
-    "adam": {"DeepSpeedCPUAdam", "FusedAdam"},
-    "adagrad": {"DeepSpeedCPUAdagrad"},
-    "lamb": {"FusedLamb"},
-    "lion": {"DeepSpeedCPULion", "FusedLion"},
-    "muon": {"Muon", "newton_schulz"},
-    "sgd": {"FusedSGD"},
+    "adam": {"DeepSpeedCPUAdam", "FusedAdam"}, "adagrad": {"DeepSpeedCPUAdagrad"}, "lamb": {"FusedLamb"},
+    "lion": {"DeepSpeedCPULion", "FusedLion"}, "muon": {"Muon", "newton_schulz"}, "sgd": {"FusedSGD"},
     "flat": {"Norm", "cast", "norm", "reduce_", "scale_", "zero_"},
     "q8": {"BLOCK_ELEMS", "dequantize", "n_scales", "quantize_", "scale_name"},
     "op_builder": {"ALL_OPS", "OpBuilder", "CUDAOpBuilder", "TorchCPUOpBuilder", "probe_is_compatible", *BUILDERS},
     "optim": {"BIAS_CORRECTION", "BY_TYPE", "MAXIMIZE", "NESTEROV", "Call", "FusedOptimizer", "NormedOptimizer"},
-}
+}  # fmt: skip
 
 
 def test_names_are_these():

@@ -66,13 +66,9 @@ def dirty(rank, world):
 
 def state(rank, world):
     return (
-        torch.rand(3).tolist(),
-        torch.get_num_threads(),
-        torch.get_default_dtype(),
-        torch.is_grad_enabled(),
-        "DSC_LEFT_BEHIND" in os.environ,
-        os.getcwd(),
-    )
+        torch.rand(3).tolist(), torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(),
+        "DSC_LEFT_BEHIND" in os.environ, os.getcwd(),
+    )  # fmt: skip
 
 
 def echo(rank, world, payload):

@@ -85,18 +85,13 @@ CONFIG = """{
 }"""
 # Part of a command -> what it prints.
 SAYS = {
-    "train_hf.py": "trained by deepspeed_c.engine.engine",
-    "--num_procs 2": "with 2 ranks by deepspeed_c.engine.engine",
+    "train_hf.py": "trained by deepspeed_c.engine.engine", "--num_procs 2": "with 2 ranks by deepspeed_c.engine.engine",
     "--num_processes 2": "with 2 ranks by deepspeed_c.engine.engine",
     "--num_gpus 2": "with 2 ranks by deepspeed_c.engine.engine",
-    "python train.py": "with 1 ranks by deepspeed_c.engine.engine",
-    "config show": "zero_optimization.stage",
-    "config check": "zero_optimization.stage 2",
-    "--params 7e9": "GiB per rank",
-    "--seq 4096": "sent along tp",
-    "compile show": "zero2_compile",
-    "deepspeed_c report": "torch",
-}
+    "python train.py": "with 1 ranks by deepspeed_c.engine.engine", "config show": "zero_optimization.stage",
+    "config check": "zero_optimization.stage 2", "--params 7e9": "GiB per rank", "--seq 4096": "sent along tp",
+    "compile show": "zero2_compile", "deepspeed_c report": "torch",
+}  # fmt: skip
 
 
 def commands() -> list[str]:

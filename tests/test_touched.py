@@ -12,20 +12,13 @@ ROOT = Path(__file__).resolve().parent.parent
 TEXTS = {
     "deepspeed_c/__init__.py": "",
     "deepspeed_c/a/__init__.py": "from deepspeed_c.a.deep import (  # why\n    one,\n    two as three,\n)\n",
-    "deepspeed_c/a/deep.py": "def f():\n    import deepspeed_c.b as b, os\n",
-    "deepspeed_c/b.py": "from . import c\n",
-    "deepspeed_c/c.py": "",
-    "deepspeed_c/alone.py": "# import deepspeed_c.c\n",
-    "tests/deepspeed_c/test_c.py": "",
+    "deepspeed_c/a/deep.py": "def f():\n    import deepspeed_c.b as b, os\n", "deepspeed_c/b.py": "from . import c\n",
+    "deepspeed_c/c.py": "", "deepspeed_c/alone.py": "# import deepspeed_c.c\n", "tests/deepspeed_c/test_c.py": "",
     "tests/deepspeed_c/a/test_deep.py": "from deepspeed_c.a import deep\n",
-    "tests/test_all.py": "from deepspeed_c import a\n",
-    "csrc/aio/file.c": '#include "aio/file.h"\n',
-    "csrc/aio/file.h": "",
-    "csrc/base/error.h": "",
-    "csrc/aio/ring.c": '# include "base/error.h"\n',
-    "tests/csrc/aio/test_file.c": '#include "folder.h"\n',
-    "tests/csrc/aio/folder.h": "",
-}
+    "tests/test_all.py": "from deepspeed_c import a\n", "csrc/aio/file.c": '#include "aio/file.h"\n',
+    "csrc/aio/file.h": "", "csrc/base/error.h": "", "csrc/aio/ring.c": '# include "base/error.h"\n',
+    "tests/csrc/aio/test_file.c": '#include "folder.h"\n', "tests/csrc/aio/folder.h": "",
+}  # fmt: skip
 
 
 def test_changes_reach_importers_the_nearest_first() -> None:

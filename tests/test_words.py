@@ -18,38 +18,14 @@ ROOT = Path(__file__).parents[1]
 GLOSSARY = ROOT / "docs" / "architecture.md"
 TERMS = {
     *(
-        "rank",
-        "mesh",
-        "axis",
-        "group",
-        "optimizer group",
-        "unit",
-        "bucket",
-        "slice",
-        "shard",
-        "twin",
-        "piece",
-        "fragment",
-        "slot",
+        "rank", "mesh", "axis", "group", "optimizer group", "unit", "bucket", "slice", "shard", "twin", "piece",
+        "fragment", "slot",
     ),
     *(
-        "gather unit",
-        "master",
-        "state",
-        "window",
-        "micro-batch",
-        "pass",
-        "boundary",
-        "plan",
-        "source of weights",
-        "driver",
-        "lease",
-        "ledger",
-        "verdict",
-        "home",
-        "cut",
+        "gather unit", "master", "state", "window", "micro-batch", "pass", "boundary", "plan", "source of weights",
+        "driver", "lease", "ledger", "verdict", "home", "cut",
     ),
-}
+}  # fmt: skip
 
 # Classes that must share their name with another class, each with the reason (for example, a name that DeepSpeed
 # publishes twice).

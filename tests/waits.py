@@ -26,16 +26,9 @@ import traceback
 from typing import IO, Any, Protocol
 
 __all__ = [
-    "LIMIT_SECONDS",
-    "ended",
-    "exit_status",
-    "first_line",
-    "fork_with_alarm",
-    "joined",
-    "output_of",
-    "set_within",
+    "LIMIT_SECONDS", "ended", "exit_status", "first_line", "fork_with_alarm", "joined", "output_of", "set_within",
     "zombie",
-]
+]  # fmt: skip
 
 # The limit only ends stuck waits, so it is long: several test sessions may share two cores.
 LIMIT_SECONDS = 300.0

@@ -7,7 +7,7 @@ import torch
 
 from tests.hf.stack import forget, on_ranks
 from tests.hf.test_from_pretrained import stage3
-from tests.training import config, engine_of, update
+from tests.training import config, engine_of, update, whole_weights
 
 RATE, SAMPLES = 0.05, 400
 FAMILIES = ("Wav2Vec2", "Hubert", "WavLM", "UniSpeech")
@@ -52,8 +52,6 @@ def written(rank: int, world: int, family: str, folder: str) -> dict[str, torch.
 def trained(rank: int, world: int, family: str, folder: str) -> dict[str, torch.Tensor]:
     import transformers
 
-    from tests.deepspeed_c.zero.traits import whole_params
-
     settings = config(3, lr=RATE, zero={"stage3_param_persistence_threshold": 0}, gradient_clipping=0.0)
     held = stage3()
     model = getattr(transformers, f"{family}ForCTC").from_pretrained(folder).train()
@@ -61,7 +59,7 @@ def trained(rank: int, world: int, family: str, folder: str) -> dict[str, torch.
     del held
     for step in range(2):
         update(engine, engine(**batch(step, rank)).loss)
-    found = whole_params(model)
+    found = whole_weights(model)
     engine.close()
     return found
 

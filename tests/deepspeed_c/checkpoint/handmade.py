@@ -83,22 +83,11 @@ def write_pieces(
 
 def manifest_of(files: list[dict[str, Any]], tensors: list[dict[str, Any]], **changed: Any) -> dict[str, Any]:
     return {
-        "format": "deepspeed_c",
-        "version": 1,
-        "tag": "handmade",
-        "block_bytes": BLOCK_BYTES,
-        "topology": {"world_size": max(len(files), 1), "stage": 0},
-        "counters": {"global_steps": 3},
-        "versions": {"author": "hand"},
-        "excludes_frozen": False,
-        "files": files,
-        "states": [],
-        "tensors": tensors,
-        "aliases": {},
-        "params": {},
-        "config": {},
-        **changed,
-    }
+        "format": "deepspeed_c", "version": 1, "tag": "handmade", "block_bytes": BLOCK_BYTES,
+        "topology": {"world_size": max(len(files), 1), "stage": 0}, "counters": {"global_steps": 3},
+        "versions": {"author": "hand"}, "excludes_frozen": False, "files": files, "states": [], "tensors": tensors,
+        "aliases": {}, "params": {}, "config": {}, **changed,
+    }  # fmt: skip
 
 
 def put_manifest(folder: Path, manifest: Any, checksum: Callable[[bytes], int] = crc32c) -> None:

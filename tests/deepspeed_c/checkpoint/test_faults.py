@@ -28,8 +28,8 @@ from deepspeed_c.checkpoint.native import save as saving
 from deepspeed_c.checkpoint.tools import cli
 from deepspeed_c.logging import logger
 from deepspeed_c.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from tests.deepspeed_c.zero.traits import whole_params
 from tests.ranks import run_ranks
+from tests.training import whole_weights
 from tests.waits import LIMIT_SECONDS
 
 WORLD = 2
@@ -76,7 +76,7 @@ def train(engine, n_steps: int) -> list[float]:
 def digest(engine) -> str:
     """Return a digest of all whole weights, masters and moments, and of the counters. Collective."""
     found = hashlib.sha256()
-    for _, tensor in sorted(whole_params(engine.module).items()):
+    for _, tensor in sorted(whole_weights(engine.module).items()):
         found.update(tensor.contiguous().view(torch.uint8).numpy())
     for param in engine.module.parameters():
         if param.requires_grad:
@@ -334,14 +334,9 @@ def test_a_checkpoint_that_latest_could_not_name_is_complete_and_said_to_be(tmp_
 # File -> whether it is damaged in every way. The checksum file, and files that differ from another only by their rank,
 # are damaged in two ways.
 FILES = {
-    "manifest.json": True,
-    "manifest.crc32c": False,
-    "rank_00000.safetensors": False,
-    "rank_00001.safetensors": True,
-    "state.pt": True,
-    "rank_00000.pt": False,
-    "rank_00001.pt": True,
-}
+    "manifest.json": True, "manifest.crc32c": False, "rank_00000.safetensors": False, "rank_00001.safetensors": True,
+    "state.pt": True, "rank_00000.pt": False, "rank_00001.pt": True,
+}  # fmt: skip
 FEW_DAMAGES = ("removed", "flipped in the last byte")
 
 

@@ -29,18 +29,13 @@ def make(path, *names):
 @pytest.mark.parametrize(
     ("names", "form"),
     [
-        (["manifest.json"], "deepspeed_c"),
-        (["rank_00003.safetensors"], "deepspeed_c"),
-        (["mp_rank_00_model_states.pt"], "deepspeed"),
-        (["zero_pp_rank_0_mp_rank_00_optim_states.pt"], "deepspeed"),
-        (["zero/", "mp_rank_00_model_states.pt"], "deepspeed-universal"),
-        ([".metadata", "__0_0.distcp"], "torch-dcp"),
-        (["model.safetensors"], "huggingface"),
-        (["model.safetensors.index.json"], "huggingface"),
-        (["latest", "zero_to_fp32.py"], None),
-        ([], None),
+        (["manifest.json"], "deepspeed_c"), (["rank_00003.safetensors"], "deepspeed_c"),
+        (["mp_rank_00_model_states.pt"], "deepspeed"), (["zero_pp_rank_0_mp_rank_00_optim_states.pt"], "deepspeed"),
+        (["zero/", "mp_rank_00_model_states.pt"], "deepspeed-universal"), ([".metadata", "__0_0.distcp"], "torch-dcp"),
+        (["model.safetensors"], "huggingface"), (["model.safetensors.index.json"], "huggingface"),
+        (["latest", "zero_to_fp32.py"], None), ([], None),
     ],
-)
+)  # fmt: skip
 def test_formats_by_their_files(tmp_path, names, form):
     folder = make(tmp_path / "c", *names)
     assert format_of(str(folder)) == form

@@ -131,12 +131,8 @@ def subclass() -> dict[str, object]:
         table: dict[str, int] = {"t": 1}  # noqa: RUF012
 
     cases = (
-        {"width": "3"},
-        {},
-        {"width": 1, "inner": {"names": ["a"]}},
-        {"width": 1, "table": {"x": "2"}},
-        {"width": "x"},
-    )
+        {"width": "3"}, {}, {"width": 1, "inner": {"names": ["a"]}}, {"width": 1, "table": {"x": "2"}}, {"width": "x"},
+    )  # fmt: skip
     cases += (
         {"width": 1, "inner": {"names": [1]}},
         {"width": 1, "ratio": "0.5"},
@@ -366,14 +362,10 @@ def folders() -> dict[str, object]:
         found["empty"] = [outcome(checkpoint.ZeROCheckpoint, folder), outcome(checkpoint.DeepSpeedCheckpoint, folder)]
         for mp in range(2):
             model = {
-                "module": {"b": torch.ones(2, dtype=torch.float16), "w": torch.ones(mp + 1, 3)},
-                "buffer_names": ["b"],
-                "param_shapes": [{"w": torch.Size([3, 1])}],
-                "shared_params": {"v": "w"},
-                "ds_version": "0.19.6",
-                "iteration": 5,
-                "args": {"lr": 1},
-            }
+                "module": {"b": torch.ones(2, dtype=torch.float16), "w": torch.ones(mp + 1, 3)}, "buffer_names": ["b"],
+                "param_shapes": [{"w": torch.Size([3, 1])}], "shared_params": {"v": "w"}, "ds_version": "0.19.6",
+                "iteration": 5, "args": {"lr": 1},
+            }  # fmt: skip
             torch.save(model, f"{folder}/mp_rank_{mp:02d}_model_states.pt")
             for dp in range(12):
                 optimizer = {
@@ -389,14 +381,8 @@ def folders() -> dict[str, object]:
         fewer = checkpoint.DeepSpeedCheckpoint(folder, tp_degree=1, dp_degree=4)
         optimizers = [f"{folder}/zero_pp_rank_{dp}_mp_rank_00_optim_states.pt" for dp in range(12)]
         names = (
-            "tp_degree",
-            "pp_degree",
-            "dp_degree",
-            "original_world_size",
-            "world_size",
-            "layer_count",
-            "layer_keys",
-        )
+            "tp_degree", "pp_degree", "dp_degree", "original_world_size", "world_size", "layer_count", "layer_keys",
+        )  # fmt: skip
         found |= {
             "descriptor": checkpoint.get_model_3d_descriptor(folder).get_desc(),
             "degrees": [[getattr(each, name) for name in names] for each in (whole, fewer)],
@@ -441,14 +427,8 @@ def cores() -> dict[str, object]:
         "fake": ["0 1 2 3", "0 1 2 3", "4 5 6 7", "4 5 6 7"],
     }
     calls = [
-        ("0-7", 2, 0),
-        ("0-7", 2, 1),
-        ("0-7", 1, 0),
-        ("0,2,4-7", 2, 1),
-        ("1-3,6", 4, 3),
-        ("0-1", 3, 0),
-        ("3-1", 1, 0),
-    ]
+        ("0-7", 2, 0), ("0-7", 2, 1), ("0-7", 1, 0), ("0,2,4-7", 2, 1), ("1-3,6", 4, 3), ("0-1", 3, 0), ("3-1", 1, 0),
+    ]  # fmt: skip
     found = {"lists": [outcome(parse_range_list, text) for text in ("0,2-4,6", "5", "2-4,3", "a", "1-2-3", "")]}
     with tempfile.TemporaryDirectory() as folder:
         path, os.environ["PATH"] = os.environ["PATH"], f"{folder}:/usr/bin:/bin"
@@ -507,13 +487,9 @@ def devices() -> dict[str, object]:
 
 
 CONSTANTS = (
-    "deepspeed.runtime.constants",
-    "deepspeed.runtime.lr_schedules",
-    "deepspeed.checkpoint.constants",
-    "deepspeed.runtime.swap_tensor.constants",
-    "deepspeed.comm.constants",
-    "deepspeed.utils.timer",
-)
+    "deepspeed.runtime.constants", "deepspeed.runtime.lr_schedules", "deepspeed.checkpoint.constants",
+    "deepspeed.runtime.swap_tensor.constants", "deepspeed.comm.constants", "deepspeed.utils.timer",
+)  # fmt: skip
 
 
 def main() -> None:

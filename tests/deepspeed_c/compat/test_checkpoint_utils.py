@@ -26,13 +26,10 @@ def test_copies_leave_the_flat_buffer_behind():
     flat = torch.arange(1_000_000.0, requires_grad=True)
     module = torch.nn.Linear(2, 2)
     item = {
-        "view": flat[10:20],
-        "strided": flat.view(1000, 1000)[:, 3],
-        "list": [flat[:3], "text", None, (flat[5], 7)],
-        "pair": Pair(flat[1:2], 3),
-        "default": collections.defaultdict(list, x=flat[4:5]),
+        "view": flat[10:20], "strided": flat.view(1000, 1000)[:, 3], "list": [flat[:3], "text", None, (flat[5], 7)],
+        "pair": Pair(flat[1:2], 3), "default": collections.defaultdict(list, x=flat[4:5]),
         "module": module.state_dict(),
-    }
+    }  # fmt: skip
     copy = utils.clone_tensors_for_torch_save(item)
     assert saved_bytes(copy) < 10_000
     assert saved_bytes(item["view"]) > 4_000_000

@@ -28,13 +28,10 @@ def graphs():
 @pytest.mark.parametrize(
     "decorate, n_graphs",
     [
-        (compiler.disable, 2),
-        (compiler.enable, 1),
-        (compiler.enable(), 1),
-        (compiler.enable("2.7.0"), 1),
+        (compiler.disable, 2), (compiler.enable, 1), (compiler.enable(), 1), (compiler.enable("2.7.0"), 1),
         (compiler.enable("999.0"), 2),
     ],
-)
+)  # fmt: skip
 def test_a_disabled_function_ends_a_graph(graphs, decorate, n_graphs: int) -> None:
     def double_here(x: torch.Tensor) -> torch.Tensor:
         return 2 * x

@@ -68,14 +68,10 @@ def test_filters(include, exclude, expected):
 @pytest.mark.parametrize(
     ("include", "exclude", "text"),
     [
-        ("worker-0", "worker-1", "exclude each other"),
-        ("worker-3", "", "worker-3"),
-        ("", "worker-3:0", "worker-3"),
-        ("worker-2:2", "", "no slot 2"),
-        ("", "worker-2:0,9", "no slot 9"),
-        ("worker-2:x", "", "worker-2:x"),
+        ("worker-0", "worker-1", "exclude each other"), ("worker-3", "", "worker-3"), ("", "worker-3:0", "worker-3"),
+        ("worker-2:2", "", "no slot 2"), ("", "worker-2:0,9", "no slot 9"), ("worker-2:x", "", "worker-2:x"),
     ],
-)
+)  # fmt: skip
 def test_bad_filters(include, exclude, text):
     with pytest.raises(ValueError, match=text):
         runner.parse_resource_filter(POOL, include_str=include, exclude_str=exclude)

@@ -17,13 +17,9 @@ from deepspeed_c.launcher.runners import RUNNERS, find_runner
 from tests.launcher_jobs import install
 
 NAMES = {
-    "pdsh": "PDSHRunner",
-    "openmpi": "OpenMPIRunner",
-    "mpich": "MPICHRunner",
-    "impi": "IMPIRunner",
-    "slurm": "SlurmRunner",
-    "mvapich": "MVAPICHRunner",
-}
+    "pdsh": "PDSHRunner", "openmpi": "OpenMPIRunner", "mpich": "MPICHRunner", "impi": "IMPIRunner",
+    "slurm": "SlurmRunner", "mvapich": "MVAPICHRunner",
+}  # fmt: skip
 HOSTS = {"one": [0, 2], "two": [1]}
 INFO = base64.urlsafe_b64encode(json.dumps(HOSTS).encode()).decode()
 

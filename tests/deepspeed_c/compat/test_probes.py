@@ -146,13 +146,8 @@ def test_questions_about_data_are_computed() -> None:
     adam, sgd = FusedAdam([plain]), torch.optim.SGD([plain], lr=0.1)
     assert probes.is_zero_supported_optimizer(adam) and not probes.is_zero_supported_optimizer(sgd)
     kinds = [
-        nn.Linear(1, 1),
-        nn.Conv2d(1, 1, 1),
-        nn.Embedding(1, 1),
-        nn.BatchNorm2d(1),
-        nn.LayerNorm(1),
-        nn.Conv1d(1, 1, 1),
-    ]
+        nn.Linear(1, 1), nn.Conv2d(1, 1, 1), nn.Embedding(1, 1), nn.BatchNorm2d(1), nn.LayerNorm(1), nn.Conv1d(1, 1, 1),
+    ]  # fmt: skip
     assert [probes.is_module_compressible(m) for m in kinds] == [True] * 4 + [False] * 2
     mpu = SimpleNamespace(RowParallelLinear=nn.LayerNorm, ColumnParallelLinear=nn.Conv1d)
     assert all(probes.is_module_compressible(m, mpu) for m in kinds)

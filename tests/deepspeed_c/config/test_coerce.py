@@ -39,51 +39,24 @@ BOOLEAN = "wall_clock_breakdown"
 @pytest.mark.parametrize(
     "path, value, expected",
     [
-        (INTEGER, 8, 8),
-        (INTEGER, 8.0, 8),
-        (INTEGER, "8", 8),
-        (INTEGER, " 8 ", 8),
-        (INTEGER, "8e0", 8),
-        (INTEGER, np.int64(8), 8),
-        (INTEGER, np.float32(8), 8),
-        (INTEGER, 2**63 - 1, 2**63 - 1),
-        (INTEGER, None, None),
-        (ELEMENTS, 5e8, 500_000_000),
-        (ELEMENTS, "5e8", 500_000_000),
-        (ELEMENTS, 921.6, 921),
-        (ELEMENTS, 1.999999, 1),
-        (NUMBER, 0, 0.0),
-        (NUMBER, -0.0, 0.0),
-        (NUMBER, 1, 1.0),
-        (NUMBER, "1e-3", 1e-3),
-        (NUMBER, Fraction(1, 4), 0.25),
-        (NUMBER, np.float64(0.5), 0.5),
-        (NUMBER, 5e-324, 5e-324),
-        (BOOLEAN, True, True),
-        (BOOLEAN, 1, True),
-        (BOOLEAN, 0, False),
-        (BOOLEAN, "true", True),
-        (BOOLEAN, "False", False),
-        ("steps_per_print", INF, INF),
-        ("steps_per_print", 10, 10),
-        ("steps_per_print", "10", 10),
-        ("steps_per_print", "inf", INF),
-        ("steps_per_print", None, None),
-        ("gradient_allreduce_op", "SUM", "sum"),
-        ("communication_data_type", "FP32", "fp32"),
-        ("communication_data_type", "torch.bfloat16", "bf16"),
-        ("data_types.grad_accum_dtype", "half", "fp16"),
-        ("zero_optimization.stage", "2", 2),
+        (INTEGER, 8, 8), (INTEGER, 8.0, 8), (INTEGER, "8", 8), (INTEGER, " 8 ", 8), (INTEGER, "8e0", 8),
+        (INTEGER, np.int64(8), 8), (INTEGER, np.float32(8), 8), (INTEGER, 2**63 - 1, 2**63 - 1), (INTEGER, None, None),
+        (ELEMENTS, 5e8, 500_000_000), (ELEMENTS, "5e8", 500_000_000), (ELEMENTS, 921.6, 921), (ELEMENTS, 1.999999, 1),
+        (NUMBER, 0, 0.0), (NUMBER, -0.0, 0.0), (NUMBER, 1, 1.0), (NUMBER, "1e-3", 1e-3), (NUMBER, Fraction(1, 4), 0.25),
+        (NUMBER, np.float64(0.5), 0.5), (NUMBER, 5e-324, 5e-324), (BOOLEAN, True, True), (BOOLEAN, 1, True),
+        (BOOLEAN, 0, False), (BOOLEAN, "true", True), (BOOLEAN, "False", False), ("steps_per_print", INF, INF),
+        ("steps_per_print", 10, 10), ("steps_per_print", "10", 10), ("steps_per_print", "inf", INF),
+        ("steps_per_print", None, None), ("gradient_allreduce_op", "SUM", "sum"),
+        ("communication_data_type", "FP32", "fp32"), ("communication_data_type", "torch.bfloat16", "bf16"),
+        ("data_types.grad_accum_dtype", "half", "fp16"), ("zero_optimization.stage", "2", 2),
         ("zero_optimization.stage", 2.0, 2),
         ("zero_optimization.offload_optimizer.nvme_path", pathlib.Path("a") / "b", "a/b"),
         ("zero_optimization.leaf_module.names", "one", ["one"]),
         ("zero_optimization.leaf_module.names", ("one", "two"), ["one", "two"]),
-        ("checkpoint.tag_validation", "Warn", "WARN"),
-        ("fp16.loss_scale", 128, 128.0),
-        ("tensor_parallel.dtype", "int8", "int8"),
-        ("tensor_parallel.dtype", "bfloat16", "bf16"),
+        ("checkpoint.tag_validation", "Warn", "WARN"), ("fp16.loss_scale", 128, 128.0),
+        ("tensor_parallel.dtype", "int8", "int8"), ("tensor_parallel.dtype", "bfloat16", "bf16"),
     ],
-)
+)  # fmt: skip
 def test_accepted(path, value, expected):
     result = read(path, value)
     assert result == expected and type(result) is type(expected), (result, expected)
@@ -161,20 +134,11 @@ def test_error_says_what_was_written_what_is_wanted_and_the_default():
 @pytest.mark.parametrize(
     "value, text",
     [
-        (True, "true"),
-        (None, "null"),
-        ("a", '"a"'),
-        (1.0, "1.0"),
-        (INF, "Infinity"),
-        (-INF, "-Infinity"),
-        (1e-8, "1e-08"),
-        (5e8, "5e+08"),
-        ([1, "b", None], '[1, "b", null]'),
-        ({"a": {"b": False}}, '{"a": {"b": false}}'),
-        (NAN, "nan"),
-        ("x" * 100, '"' + "x" * 56 + "..."),
+        (True, "true"), (None, "null"), ("a", '"a"'), (1.0, "1.0"), (INF, "Infinity"), (-INF, "-Infinity"),
+        (1e-8, "1e-08"), (5e8, "5e+08"), ([1, "b", None], '[1, "b", null]'),
+        ({"a": {"b": False}}, '{"a": {"b": false}}'), (NAN, "nan"), ("x" * 100, '"' + "x" * 56 + "..."),
     ],
-)
+)  # fmt: skip
 def test_show(value, text):
     assert show(value) == text
 
@@ -191,16 +155,8 @@ def test_nan_is_not_compared_away():
 def test_a_lax_key_takes_more_words_and_booleans_as_integers():
     lax = KeyInfo(doc="", is_lax=True)
     words = {
-        "yes": True,
-        "ON": True,
-        "t": True,
-        "no": False,
-        "Off": False,
-        "0": False,
-        1.0: True,
-        0: False,
-        "true": True,
-    }
+        "yes": True, "ON": True, "t": True, "no": False, "Off": False, "0": False, 1.0: True, 0: False, "true": True,
+    }  # fmt: skip
     for word, meant in words.items():
         assert coerce(word, bool, lax) is meant, word
     for value in ("maybe", "", 2, 0.5, None, []):

@@ -121,15 +121,11 @@ def test_resolved_dict_is_a_configuration_again(config):
 
 def test_sources(config):
     expected = {
-        "train_batch_size": "user",
-        "train_micro_batch_size_per_gpu": "derived",
-        "gradient_accumulation_steps": "default",
-        "zero_optimization.stage": "user",
-        "zero_optimization.overlap_comm": "derived",
-        "zero_optimization.reduce_bucket_size": "default",
-        "optimizer.params.lr": "user",
-        "optimizer.params.eps": "default",
-    }
+        "train_batch_size": "user", "train_micro_batch_size_per_gpu": "derived",
+        "gradient_accumulation_steps": "default", "zero_optimization.stage": "user",
+        "zero_optimization.overlap_comm": "derived", "zero_optimization.reduce_bucket_size": "default",
+        "optimizer.params.lr": "user", "optimizer.params.eps": "default",
+    }  # fmt: skip
     assert {path: config.source_of(path) for path in expected} == expected
     assert all(config.source_of(path) in ("user", "derived", "default") for path, _ in walk())
 

@@ -127,14 +127,10 @@ def _example(field):
 
 def test_what_hugging_face_writes_for_other_stages_is_harmless_at_stage_2():
     zero = {
-        "stage": 2,
-        "offload_optimizer": {"device": "none", "nvme_path": None, "pin_memory": True},
-        "offload_param": {"device": "none", "nvme_path": None},
-        "stage3_gather_16bit_weights_on_model_save": True,
-        "stage3_max_live_parameters": 1e9,
-        "stage3_prefetch_bucket_size": 5e7,
-        "sub_group_size": 1e12,
-    }
+        "stage": 2, "offload_optimizer": {"device": "none", "nvme_path": None, "pin_memory": True},
+        "offload_param": {"device": "none", "nvme_path": None}, "stage3_gather_16bit_weights_on_model_save": True,
+        "stage3_max_live_parameters": 1e9, "stage3_prefetch_bucket_size": 5e7, "sub_group_size": 1e12,
+    }  # fmt: skip
     config = load_config({"zero_optimization": zero}, world_size=1, batch="skip")
     assert config.zero.stage == 2
     assert "unused" in config.summary_line()

@@ -40,57 +40,28 @@ OURS = {"cpu_products": "auto"}
 
 # DeepSpeed's defaults, without ``zero``.
 DEFAULTS: dict[str, Any] = {
-    "replace_with_kernel_inject": False,
-    "dtype": "torch.float16",
+    "replace_with_kernel_inject": False, "dtype": "torch.float16",
     "tensor_parallel": {"enabled": True, "tp_size": 1, "tp_grain_size": 64, "mpu": None, "tp_group": None},
-    "enable_cuda_graph": False,
-    "use_triton": False,
-    "triton_autotune": False,
-    "triangular_masking": True,
+    "enable_cuda_graph": False, "use_triton": False, "triton_autotune": False, "triangular_masking": True,
     "moe": {
-        "enabled": True,
-        "ep_size": 1,
-        "moe_experts": [1],
-        "type": "standard",
-        "ep_mp_group": None,
-        "ep_group": None,
+        "enabled": True, "ep_size": 1, "moe_experts": [1], "type": "standard", "ep_mp_group": None, "ep_group": None,
     },
     "keep_module_on_host": False,
     "quant": {
-        "enabled": True,
-        "activation": {"enabled": True, "num_bits": 8, "q_type": "symmetric", "q_groups": 1},
+        "enabled": True, "activation": {"enabled": True, "num_bits": 8, "q_type": "symmetric", "q_groups": 1},
         "weight": {
-            "enabled": True,
-            "num_bits": 8,
-            "q_type": "symmetric",
-            "q_groups": 1,
-            "quantized_initialization": {},
+            "enabled": True, "num_bits": 8, "q_type": "symmetric", "q_groups": 1, "quantized_initialization": {},
             "post_init_quant": {},
         },
         "qkv": {"enabled": True},
     },
-    "checkpoint": None,
-    "base_dir": "",
-    "set_empty_params": False,
-    "save_mp_checkpoint_path": None,
+    "checkpoint": None, "base_dir": "", "set_empty_params": False, "save_mp_checkpoint_path": None,
     "checkpoint_config": {"checkpoint_dir": None, "save_mp_checkpoint_path": None, "base_dir": None},
-    "return_tuple": True,
-    "training_mp_size": 1,
-    "replace_method": "auto",
-    "injection_policy": None,
-    "injection_policy_tuple": None,
-    "config": None,
-    "max_out_tokens": 1024,
-    "min_out_tokens": 1,
-    "transposed_mode": False,
-    "mp_size": 1,
-    "mpu": None,
-    "ep_size": 1,
-    "ep_group": None,
-    "ep_mp_group": None,
-    "moe_experts": [1],
-    "moe_type": "standard",
-}
+    "return_tuple": True, "training_mp_size": 1, "replace_method": "auto", "injection_policy": None,
+    "injection_policy_tuple": None, "config": None, "max_out_tokens": 1024, "min_out_tokens": 1,
+    "transposed_mode": False, "mp_size": 1, "mpu": None, "ep_size": 1, "ep_group": None, "ep_mp_group": None,
+    "moe_experts": [1], "moe_type": "standard",
+}  # fmt: skip
 
 # (keys, paths whose values change from the defaults). "-": an old key that is no attribute once it was given.
 READ: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -421,18 +392,11 @@ def test_any_input_is_read_or_refused_with_a_typed_error() -> None:
     values = [
         *(None, 0, 1, -1, 2.5, 10**30, float("nan"), float("inf"), True, False, "", "x", "auto", b"x", [], [1], ("a",)),
         *(
-            {},
-            {"a": 1},
-            {1: 2},
-            {"enabled": None},
-            {"tp_size": None},
-            {"strict": True},
-            {"weight": None},
-            int,
+            {}, {"a": 1}, {1: 2}, {"enabled": None}, {"tp_size": None}, {"strict": True}, {"weight": None}, int,
             object(),
         ),
         *({"activation": []}, {"stage": float("nan")}, {"num_experts": ["a"]}, torch.int8, torch.ones(3), ValueError),
-    ]
+    ]  # fmt: skip
     n_read = 0
     for _ in range(3000):
         given = {key: chance.choice(values) for key in chance.sample(keys, chance.choice([1, 1, 2, 3]))}
@@ -450,15 +414,9 @@ def test_any_input_is_read_or_refused_with_a_typed_error() -> None:
 def test_notes_tell_what_has_no_effect() -> None:
     assert DeepSpeedInferenceConfig().notes == []
     given = {
-        "enable_cuda_graph": True,
-        "use_triton": True,
-        "dtype": "auto",
-        "mp_size": 2,
-        "moe_experts": [4],
-        "quant": {"weight": {"q_groups": 2}, "_why": "try"},
-        "x-later": 1,
-        "replace_method": "auto",
-    }
+        "enable_cuda_graph": True, "use_triton": True, "dtype": "auto", "mp_size": 2, "moe_experts": [4],
+        "quant": {"weight": {"q_groups": 2}, "_why": "try"}, "x-later": 1, "replace_method": "auto",
+    }  # fmt: skip
     notes = load_inference_config(given, {"comment": "text"}).notes
     assert notes == [
         'dtype is "auto", and no other program fills it: its default "torch.float16" holds',

@@ -15,18 +15,10 @@ from deepspeed_c.errors import BatchSizeError, ConfigError, UnsupportedConfigErr
 
 # The configuration in the documentation of the Hugging Face Trainer.
 HF = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "steps_per_print": float("inf"),
-    "zero_allow_untested_optimizer": True,
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto", "steps_per_print": float("inf"), "zero_allow_untested_optimizer": True,
     "fp16": {
-        "enabled": "auto",
-        "auto_cast": True,
-        "loss_scale": 0,
-        "initial_scale_power": 16,
-        "hysteresis": 2,
+        "enabled": "auto", "auto_cast": True, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2,
         "min_loss_scale": 1,
     },
     "bf16": {"enabled": "auto"},
@@ -34,47 +26,30 @@ HF = {
     "scheduler": {
         "type": "WarmupDecayLR",
         "params": {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
+            "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto",
         },
     },
     "zero_optimization": {
-        "stage": "auto",
-        "offload_optimizer": {"device": "auto", "nvme_path": "auto"},
-        "offload_param": {"device": "auto", "nvme_path": "auto"},
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": "auto",
+        "stage": "auto", "offload_optimizer": {"device": "auto", "nvme_path": "auto"},
+        "offload_param": {"device": "auto", "nvme_path": "auto"}, "overlap_comm": True, "contiguous_gradients": True,
+        "sub_group_size": 1e9, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": "auto",
     },
-    "msamp": {"enabled": False, "opt_level": "O1"},
-    "checkpoint": {"use_node_local_storage": False},
+    "msamp": {"enabled": False, "opt_level": "O1"}, "checkpoint": {"use_node_local_storage": False},
     "wall_clock_breakdown": False,
-}
+}  # fmt: skip
 # Values that the Trainer and accelerate fill in. The reader has to find the other ones.
 FILLED = {
-    "train_micro_batch_size_per_gpu": 4,
-    "gradient_accumulation_steps": 1,
-    "gradient_clipping": 1.0,
-    "fp16.enabled": False,
-    "bf16.enabled": True,
+    "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
+    "fp16.enabled": False, "bf16.enabled": True,
     "optimizer.params": {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
-    "scheduler.params.warmup_min_lr": 0,
-    "scheduler.params.warmup_max_lr": 5e-5,
-    "scheduler.params.warmup_num_steps": 1,
-    "scheduler.params.total_num_steps": 100,
-    "zero_optimization.stage": 2,
+    "scheduler.params.warmup_min_lr": 0, "scheduler.params.warmup_max_lr": 5e-5, "scheduler.params.warmup_num_steps": 1,
+    "scheduler.params.total_num_steps": 100, "zero_optimization.stage": 2,
     "zero_optimization.offload_optimizer": {"device": "none", "nvme_path": None},
     "zero_optimization.offload_param": {"device": "none", "nvme_path": None},
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
-}
+}  # fmt: skip
 OURS = {
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.stage3_prefetch_bucket_size",
@@ -146,19 +121,14 @@ def test_each_of_them_alone_is_an_error(missing):
 @pytest.mark.parametrize(
     "train, micro, steps, left",
     [
-        (8, "auto", 2, set()),
-        (8, 2, "auto", set()),
-        ("auto", 2, 2, set()),
-        ("auto", 2, None, set()),
-        (8, "auto", None, set()),
-        (8, "auto", "auto", {"gradient_accumulation_steps"}),
-        ("auto", 2, "auto", {"gradient_accumulation_steps"}),
-        (None, 2, "auto", {"gradient_accumulation_steps"}),
+        (8, "auto", 2, set()), (8, 2, "auto", set()), ("auto", 2, 2, set()), ("auto", 2, None, set()),
+        (8, "auto", None, set()), (8, "auto", "auto", {"gradient_accumulation_steps"}),
+        ("auto", 2, "auto", {"gradient_accumulation_steps"}), (None, 2, "auto", {"gradient_accumulation_steps"}),
         ("auto", "auto", 2, {"train_batch_size", "train_micro_batch_size_per_gpu"}),
         (None, "auto", 2, {"train_micro_batch_size_per_gpu"}),
         ("auto", None, "auto", {"train_batch_size", "gradient_accumulation_steps"}),
     ],
-)
+)  # fmt: skip
 def test_auto_of_a_batch_size_is_what_the_others_make_it(train, micro, steps, left):
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     tree = {name: value for name, value in zip(names, (train, micro, steps)) if value is not None}
@@ -256,13 +226,9 @@ def test_what_is_inert_in_deepspeed_is_noted_and_stands_in_the_table():
         "zero_optimization": {"stage": 2, "offload_param": {"device": "nvme", "pin_memory": True}},
         "activation_checkpointing": {"partition_activations": True, "number_checkpoints": 4},
         "compression_training": {"channel_pruning": {"different_groups": {"a": {"modules": ["conv"]}}}},
-        "log": {"anything": 1},
-        "monitor_config": {"stage": 3},
-        "_comment": "ours",
-        "comment": "theirs",
-        "// end": "of the file. Really",
-        "fp16": {"_why": "not", "comment_2": 1},
-    }
+        "log": {"anything": 1}, "monitor_config": {"stage": 3}, "_comment": "ours", "comment": "theirs",
+        "// end": "of the file. Really", "fp16": {"_why": "not", "comment_2": 1},
+    }  # fmt: skip
     config = load_config(tree, world_size=2)
     device = "zero_optimization.offload_param.device"
     noted = [device]
@@ -290,12 +256,8 @@ def test_strict_makes_every_note_an_error():
     tree = {
         "bfloat16": {"enabled": True},
         "zero_optimization": {"stage": 1, "sub_group_size": "auto", "offload_param": {"device": "cpu"}},
-        "allgather_size": 5,
-        "zero_optimization.stage": 2,
-        "log": 1,
-        "x-old": 1,
-        "_": 1,
-    }
+        "allgather_size": 5, "zero_optimization.stage": 2, "log": 1, "x-old": 1, "_": 1,
+    }  # fmt: skip
     notes = load_config(tree, world_size=1, batch="skip").notes
     assert len(notes) == 8
     problems = problems_of({**tree, "strict": True}, batch="skip")
@@ -318,13 +280,9 @@ def test_auto_that_is_a_value_stays_one(key):
 
 OLD_FORMS = {
     "zero_optimization": {"stage": 1, "cpu_offload": False, "prefetch_bucket_size": 3},
-    "zero_optimization.reduce_bucket_size": 921.6,
-    "bfloat16": {"enabled": True},
-    "x-old": {"anything": [1, {"b": 2}]},
-    "fp16.loss_scale": 2,
-    "train_batch_size": 2,
-    "allgather_size": 5,
-}
+    "zero_optimization.reduce_bucket_size": 921.6, "bfloat16": {"enabled": True}, "x-old": {"anything": [1, {"b": 2}]},
+    "fp16.loss_scale": 2, "train_batch_size": 2, "allgather_size": 5,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -104,19 +104,13 @@ def test_key_that_is_like_none_raises_in_a_section_and_is_noted_at_the_top(junk)
 @pytest.mark.parametrize(
     "name, meant",
     [
-        ("grad_clip", "gradient_clipping"),
-        ("max_grad_norm", "gradient_clipping"),
-        ("gradient_accumulation", "gradient_accumulation_steps"),
-        ("vocab_size", "vocabulary_size"),
-        ("optim", "optimizer"),
-        ("zero", "zero_optimization"),
-        ("zero_stage", "zero_optimization.stage"),
-        ("zero3", "zero_optimization.stage"),
-        ("learning_rate", "optimizer.params.lr"),
-        ("comments_logger", "comms_logger"),
-        ("half", "fp16"),
+        ("grad_clip", "gradient_clipping"), ("max_grad_norm", "gradient_clipping"),
+        ("gradient_accumulation", "gradient_accumulation_steps"), ("vocab_size", "vocabulary_size"),
+        ("optim", "optimizer"), ("zero", "zero_optimization"), ("zero_stage", "zero_optimization.stage"),
+        ("zero3", "zero_optimization.stage"), ("learning_rate", "optimizer.params.lr"),
+        ("comments_logger", "comms_logger"), ("half", "fp16"),
     ],
-)
+)  # fmt: skip
 def test_short_and_foreign_names_of_a_key_raise_and_name_it(name, meant):
     (problem,) = problems_of({name: 1}, batch="skip")
     assert problem.what == "is not a known key" and meant in problem.fix, problem

@@ -71,17 +71,11 @@ def test_params_hold_what_was_written_and_no_defaults():
 @pytest.mark.parametrize(
     "kind, params",
     [
-        ("Adam", {"lr": -1}),
-        ("Adam", {"betas": [0.9]}),
-        ("Adam", {"betas": [0.9, 1.0]}),
-        ("Adam", {"betas": [-0.1, 0.9]}),
-        ("Adam", {"eps": float("nan")}),
-        ("Lamb", {"max_coeff": 0}),
-        ("Muon", {"momentum": 1}),
-        ("SGD", {"nesterov": "maybe"}),
-        ("Lion", {"weight_decay": -1}),
+        ("Adam", {"lr": -1}), ("Adam", {"betas": [0.9]}), ("Adam", {"betas": [0.9, 1.0]}),
+        ("Adam", {"betas": [-0.1, 0.9]}), ("Adam", {"eps": float("nan")}), ("Lamb", {"max_coeff": 0}),
+        ("Muon", {"momentum": 1}), ("SGD", {"nesterov": "maybe"}), ("Lion", {"weight_decay": -1}),
     ],
-)
+)  # fmt: skip
 def test_params_out_of_range(kind, params):
     error = problem("optimizer", kind, **params)
     assert error.where == f"optimizer.params.{next(iter(params))}"

@@ -42,36 +42,19 @@ Case = dict[str, Any]
 
 # Setting -> its values. The first is the default and the simplest; all are drawn from, and likely values stand twice.
 CHOICES: dict[str, list[Any]] = {
-    "world": [1, 2, 2, 3],
-    "stage": [0, 1, 2, 3, 3],
-    "gas": [1, 2, 3],
+    "world": [1, 2, 2, 3], "stage": [0, 1, 2, 3, 3], "gas": [1, 2, 3],
     "precision": ["fp32", "fp32", "bf16", "bf16", "fp16", "fp16_dynamic", "bf16_masters"],
-    "accumulates_in_fp32": [False, False, True],
-    "groups": [1, 2],
-    "clip": [0.0, 0.1],
-    "tied": [False, True],
-    "frozen": [False, False, True],
-    "unused": [False, False, True],
-    "reentrant": [False, False, False, True],
-    "bucket": [100_000, 40, 120],
-    "threshold": [0, 0, 20],
-    "overlap": [True, False],
-    "reduce_scatter": [True, True, False],
-    "offload": ["none", "none", "cpu", "super", "nvme", "ratio", "ratio_nvme"],
-    "offload_params": ["none", "none", "cpu", "nvme"],
-    "apart": [False, True],
-    "parts": [1, 1, 2],
-    "user_backward": [False, False, True],
-    "no_sync": [False, False, True],
-    "evaluation": ["none", "none", "no_grad", "grad"],
-    "penalty": [False, False, False, True],
-    "new_lr": [False, False, True],
-    "edit": ["none", "none", "none", "grad", "master", "master_between", "state"],
-    "trainable": [False, False, False, True],
-    "load": ["none", "none", "full", "weights", "module"],
-    "moment": ["start", "within", "between"],
-    "products": ["torch", "widened"],
-}
+    "accumulates_in_fp32": [False, False, True], "groups": [1, 2], "clip": [0.0, 0.1], "tied": [False, True],
+    "frozen": [False, False, True], "unused": [False, False, True], "reentrant": [False, False, False, True],
+    "bucket": [100_000, 40, 120], "threshold": [0, 0, 20], "overlap": [True, False],
+    "reduce_scatter": [True, True, False], "offload": ["none", "none", "cpu", "super", "nvme", "ratio", "ratio_nvme"],
+    "offload_params": ["none", "none", "cpu", "nvme"], "apart": [False, True], "parts": [1, 1, 2],
+    "user_backward": [False, False, True], "no_sync": [False, False, True],
+    "evaluation": ["none", "none", "no_grad", "grad"], "penalty": [False, False, False, True],
+    "new_lr": [False, False, True], "edit": ["none", "none", "none", "grad", "master", "master_between", "state"],
+    "trainable": [False, False, False, True], "load": ["none", "none", "full", "weights", "module"],
+    "moment": ["start", "within", "between"], "products": ["torch", "widened"],
+}  # fmt: skip
 STEPS = 4
 ADAMW = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}
 SCALE_WINDOW = 2
@@ -174,12 +157,9 @@ def data(step: int, micro: int, rank: int, part: int, dtype: torch.dtype) -> tup
 
 def config_of(case: Case, folder: str) -> dict:
     zero: dict[str, Any] = {
-        "stage": case["stage"],
-        "stage3_param_persistence_threshold": case["threshold"],
-        "reduce_bucket_size": case["bucket"],
-        "overlap_comm": case["overlap"],
-        "reduce_scatter": case["reduce_scatter"],
-    }
+        "stage": case["stage"], "stage3_param_persistence_threshold": case["threshold"],
+        "reduce_bucket_size": case["bucket"], "overlap_comm": case["overlap"], "reduce_scatter": case["reduce_scatter"],
+    }  # fmt: skip
     offload = case["offload"]
     if offload != "none":
         device = "nvme" if offload.endswith("nvme") else "cpu"
@@ -193,14 +173,11 @@ def config_of(case: Case, folder: str) -> dict:
         if case["offload_params"] == "nvme":
             zero["offload_param"]["max_in_cpu"] = 50
     return {
-        "train_micro_batch_size_per_gpu": 5,
-        "gradient_accumulation_steps": case["gas"],
-        "gradient_clipping": case["clip"],
-        "optimizer": {"type": "AdamW", "params": ADAMW},
-        "zero_optimization": zero,
+        "train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": case["gas"],
+        "gradient_clipping": case["clip"], "optimizer": {"type": "AdamW", "params": ADAMW}, "zero_optimization": zero,
         **({"data_types": {"grad_accum_dtype": "fp32"}} if case["accumulates_in_fp32"] else {}),
         **PRECISIONS[case["precision"]],
-    }
+    }  # fmt: skip
 
 
 def machine_of(case: Case) -> AbstractContextManager:

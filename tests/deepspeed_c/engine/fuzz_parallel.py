@@ -38,26 +38,15 @@ __all__ = ["CHOICES", "check_case", "draw", "main", "settled"]
 
 # Setting -> its values. The first is the default and the simplest; all are drawn from, and likely values stand twice.
 CHOICES: dict[str, list[Any]] = {
-    "family": ["llama", "llama", "llama_tied_shared", "qwen3", "gpt2", "gpt_neox", "opt"],
-    "tp": [1, 1, 2, 2],
-    "sp": [1, 1, 2],
-    "pp": [1, 1, 1, 2, 4],
-    "pipeline_of": ["layers", "layers", "transformers"],
-    "data": [1, 1, 2],
-    "stage": [0, 1, 2, 3, 3],
-    "precision": ["fp32", "fp32", "fp32", "bf16", "fp16", "autocast", "autocast"],
-    "gas": [1, 2, 3],
-    "clip": [0.0, 0.0, 0.3],
-    "peft": ["none", "none", "all", "attention"],
-    "recompute": ["none", "none", "auto", "budget"],
-    "dropout": ["none", "none", "keyed", "own"],
-    "attention": ["auto", "auto", "ring"],
-    "loss": ["model's own", "gathered", "weighted", "of the vocabulary"],
-    "schedule": ["1f1b", "gpipe", "zb_h1", "zb_v", "interleaved", "dualpipe_v"],
-    "user_backward": [False, False, True],
-    "bucket": [100_000, 3000],
-    "products": ["torch", "widened"],
-}
+    "family": ["llama", "llama", "llama_tied_shared", "qwen3", "gpt2", "gpt_neox", "opt"], "tp": [1, 1, 2, 2],
+    "sp": [1, 1, 2], "pp": [1, 1, 1, 2, 4], "pipeline_of": ["layers", "layers", "transformers"], "data": [1, 1, 2],
+    "stage": [0, 1, 2, 3, 3], "precision": ["fp32", "fp32", "fp32", "bf16", "fp16", "autocast", "autocast"],
+    "gas": [1, 2, 3], "clip": [0.0, 0.0, 0.3], "peft": ["none", "none", "all", "attention"],
+    "recompute": ["none", "none", "auto", "budget"], "dropout": ["none", "none", "keyed", "own"],
+    "attention": ["auto", "auto", "ring"], "loss": ["model's own", "gathered", "weighted", "of the vocabulary"],
+    "schedule": ["1f1b", "gpipe", "zb_h1", "zb_v", "interleaved", "dualpipe_v"], "user_backward": [False, False, True],
+    "bucket": [100_000, 3000], "products": ["torch", "widened"],
+}  # fmt: skip
 STEPS, RATE, BATCH, TOKENS, DROPPED = 2, 0.3, 2, 12, 0.2
 WITH_SEQUENCES = ("llama", "llama_tied_shared", "qwen3")
 ATTENTION = {

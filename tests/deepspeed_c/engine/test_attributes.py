@@ -65,17 +65,10 @@ def test_every_row_answers(rank: int, world: int, stage: int) -> None:
 
 
 KEYS = {
-    "reduce_bucket_size": 7777,
-    "allgather_bucket_size": 8888,
-    "overlap_comm": True,
-    "reduce_scatter": False,
-    "contiguous_gradients": False,
-    "round_robin_gradients": True,
-    "ignore_unused_parameters": False,
-    "stage3_prefetch_bucket_size": 555,
-    "sub_group_size": 6666,
-    "stage3_param_persistence_threshold": 0,
-}
+    "reduce_bucket_size": 7777, "allgather_bucket_size": 8888, "overlap_comm": True, "reduce_scatter": False,
+    "contiguous_gradients": False, "round_robin_gradients": True, "ignore_unused_parameters": False,
+    "stage3_prefetch_bucket_size": 555, "sub_group_size": 6666, "stage3_param_persistence_threshold": 0,
+}  # fmt: skip
 
 
 @on_ranks(1)

@@ -91,15 +91,10 @@ def efficiency_of(folder):
     for name, builder in builders.items():
         builder.finalize(f"{folder}/{name}.idx")
     metric = {
-        "index_to_sample_path": f"{folder}/samples",
-        "index_to_metric_path": f"{folder}/values",
-        "difficulty_type": "value",
-        "clustering_type": "schedule_based",
-        "min_difficulty": 4,
-        "max_difficulty": 19,
-        "schedule_type": "fixed_linear",
-        "schedule_config": {"total_curriculum_step": 12, "difficulty_step": 1},
-    }
+        "index_to_sample_path": f"{folder}/samples", "index_to_metric_path": f"{folder}/values",
+        "difficulty_type": "value", "clustering_type": "schedule_based", "min_difficulty": 4, "max_difficulty": 19,
+        "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 12, "difficulty_step": 1},
+    }  # fmt: skip
     curriculum = {"enabled": True, "curriculum_metrics": {"size": metric}}
     return {
         "enabled": True,
@@ -150,13 +145,9 @@ def test_another_data_set_is_refused_before_anything_is_loaded(run_ranks, tmp_pa
 
 
 LEGACY = {
-    "enabled": True,
-    "curriculum_type": "seqlen",
-    "min_difficulty": 8,
-    "max_difficulty": 64,
-    "schedule_type": "fixed_linear",
-    "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 8},
-}
+    "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 64,
+    "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 8},
+}  # fmt: skip
 
 
 def arguments_body(rank, world):

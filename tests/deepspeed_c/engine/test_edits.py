@@ -37,14 +37,11 @@ def make_llama() -> nn.Module:
 
 def config(stage: int, **more: Any) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "tensor_parallel": {"replace_with_kernel_inject": True},
-        "sequence_parallel": {"tiles": "auto"},
-        "activation_checkpointing": {"layers": r"model\.layers\.\d+"},
-        **more,
-    }
+        "tensor_parallel": {"replace_with_kernel_inject": True}, "sequence_parallel": {"tiles": "auto"},
+        "activation_checkpointing": {"layers": r"model\.layers\.\d+"}, **more,
+    }  # fmt: skip
 
 
 def face(model: nn.Module) -> dict[str, tuple]:

@@ -13,7 +13,7 @@ import deepspeed_c
 from deepspeed_c import errors
 from deepspeed_c.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests import training
-from tests.deepspeed_c.zero.traits import Mlp, Tied, batch, whole_params
+from tests.deepspeed_c.zero.traits import Mlp, Tied, batch
 from tests.ranks import RanksFailed, on_ranks, run_ranks
 
 
@@ -33,7 +33,7 @@ def train_step(engine, step: int = 0, rank: int = 0) -> float:
 
 def state_of(engine) -> dict[str, torch.Tensor]:
     """Every bit that training changes."""
-    state = whole_params(engine.module)
+    state = training.whole_weights(engine.module)
     for slot in engine._optimizer.reducer.slots:
         state[slot.name + " master"] = safe_get_full_fp32_param(slot.param)
         for key in ("exp_avg", "exp_avg_sq"):

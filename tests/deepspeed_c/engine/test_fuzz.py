@@ -19,12 +19,9 @@ def test_a_random_run_is_the_reference(seed: int) -> None:
 # Bugs that the fuzzer has found.
 FOUND = {
     "the master of a frozen parameter that never had a gradient was lost by a load": {
-        "precision": "bf16",
-        "unused": True,
-        "trainable": True,
-        "load": "full",
+        "precision": "bf16", "unused": True, "trainable": True, "load": "full",
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", list(FOUND))
@@ -33,13 +30,10 @@ def test_what_was_found_stays_mended(what: str) -> None:
 
 
 PLANTED = {
-    "no weight decay": {"weight_decay": 0.0},
-    "learning rate 1 % lower": {"lr": 0.99 * ADAMW["lr"]},
-    "beta1": {"betas": (0.81, 0.95)},
-    "beta2": {"betas": (0.8, 0.96)},
-    "eps": {"eps": 1.1e-3},
+    "no weight decay": {"weight_decay": 0.0}, "learning rate 1 % lower": {"lr": 0.99 * ADAMW["lr"]},
+    "beta1": {"betas": (0.81, 0.95)}, "beta2": {"betas": (0.8, 0.96)}, "eps": {"eps": 1.1e-3},
     "no bias correction": {"bias_correction": False},
-}
+}  # fmt: skip
 KINDS = {
     "fp32": {"world": 3, "stage": 0},
     "bf16": {"precision": "bf16"},

@@ -32,20 +32,12 @@ def test_a_random_parallel_run_is_one_process(seed: int) -> None:
 FOUND = {
     "a kept product that a sum over ranks had overwritten was summed again": {"tp": 2, "recompute": "budget"},
     "gradients that were late on some tensor-parallel ranks were added in another order there": {
-        "tp": 2,
-        "data": 2,
-        "stage": 3,
-        "gas": 2,
-        "bucket": 3000,
+        "tp": 2, "data": 2, "stage": 3, "gas": 2, "bucket": 3000,
     },
     "adapters in a pipeline whose weights are cut, and norms beside an MLP without a module, had no rule": {
-        "family": "opt",
-        "tp": 2,
-        "pp": 2,
-        "pipeline_of": "transformers",
-        "peft": "all",
+        "family": "opt", "tp": 2, "pp": 2, "pipeline_of": "transformers", "peft": "all",
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", list(FOUND))
@@ -56,17 +48,13 @@ def test_what_was_found_stays_mended(what: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        {"data": 2, "dropout": "own"},
-        {"tp": 2, "dropout": "keyed"},
-        {"sp": 2, "dropout": "keyed"},
-        {"pp": 2, "dropout": "keyed"},
-        {"data": 2, "precision": "bf16"},
-        {"tp": 2, "precision": "autocast"},
+        {"data": 2, "dropout": "own"}, {"tp": 2, "dropout": "keyed"}, {"sp": 2, "dropout": "keyed"},
+        {"pp": 2, "dropout": "keyed"}, {"data": 2, "precision": "bf16"}, {"tp": 2, "precision": "autocast"},
         {"sp": 2, "precision": "autocast", "attention": "ring"},
         {"pp": 2, "precision": "bf16", "pipeline_of": "transformers", "peft": "attention"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_rate_that_is_off_by_a_half_is_noticed(case: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain run gets 1.5 times the learning rate. Each case must fail then."""
     plain, rate = fuzz_parallel.plain, fuzz_parallel.RATE

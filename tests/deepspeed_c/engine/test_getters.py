@@ -60,17 +60,12 @@ def test_defaults() -> None:
 def test_what_is_configured() -> None:
     extra = {
         "fp16": {
-            "enabled": True,
-            "initial_scale_power": 5,
-            "loss_scale_window": 7,
-            "hysteresis": 3,
-            "min_loss_scale": 2,
+            "enabled": True, "initial_scale_power": 5, "loss_scale_window": 7, "hysteresis": 3, "min_loss_scale": 2,
         },
-        "communication_data_type": "fp32",
-        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
         "checkpoint": {"tag_validation": "fail"},
-    }
+    }  # fmt: skip
     (said,) = run_ranks(1, answers_body, extra)
     assert said["dynamic_loss_scale_args"] == {
         "init_scale": 32,

@@ -26,35 +26,22 @@ CELLS = [(0, False), pytest.param(2, False, marks=full), pytest.param(3, False, 
 def llama(**more: Any) -> Any:
     torch.manual_seed(1)
     config = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "eos_token_id": None,
-        "initializer_range": 0.3,
-    }
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+        "eos_token_id": None, "initializer_range": 0.3,
+    }  # fmt: skip
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**config, **more}))
 
 
 def configuration(stage: int, joint: bool = False, n_together: int = 2, **more: Any) -> dict[str, Any]:
     zero = {
-        "stage": stage,
-        "reduce_bucket_size": 3000,
-        "stage3_param_persistence_threshold": 40,
-        **more.pop("zero", {}),
-    }
+        "stage": stage, "reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 40, **more.pop("zero", {}),
+    }  # fmt: skip
     return {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "comm": {"local": "shm", "zero_copy_gather": joint},
-        "zero_optimization": zero,
-        "hybrid_engine": {"enabled": True, "inference_tp_size": n_together, "tp_gather_partition_size": 2},
-        **more,
-    }
+        "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "comm": {"local": "shm", "zero_copy_gather": joint}, "zero_optimization": zero,
+        "hybrid_engine": {"enabled": True, "inference_tp_size": n_together, "tp_gather_partition_size": 2}, **more,
+    }  # fmt: skip
 
 
 def make(stage: int, joint: bool = False, n_together: int = 2, **more: Any) -> Any:

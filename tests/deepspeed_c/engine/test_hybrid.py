@@ -67,11 +67,8 @@ def settings(stage: int, *, hybrid: dict[str, Any] | None = None, trains: bool =
 
 def make_actor(stage: int, **more: Any) -> Any:
     hybrid = {
-        "max_out_tokens": LENGTH,
-        "inference_tp_size": 1,
-        "release_inference_cache": True,
-        "pin_parameters": False,
-    }
+        "max_out_tokens": LENGTH, "inference_tp_size": 1, "release_inference_cache": True, "pin_parameters": False,
+    }  # fmt: skip
     return deepspeed_c.initialize(model=opt(1), config=settings(stage, hybrid=hybrid, **more))[0]
 
 

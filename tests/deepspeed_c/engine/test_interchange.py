@@ -20,8 +20,8 @@ from deepspeed_c.utils import safe_get_full_fp32_param, safe_get_full_optimizer_
 from tests.deepspeed_c.checkpoint.formats.deepspeed.harness import GROUP_NAMES, MORE_STEPS, STATES, STEPS, config
 from tests.deepspeed_c.checkpoint.formats.deepspeed.test_read import FIXTURES, unpack
 from tests.deepspeed_c.checkpoint.formats.deepspeed.tiny import Tiny, batch, groups_of, train
-from tests.deepspeed_c.zero.traits import whole_params
 from tests.ranks import run_ranks
+from tests.training import whole_weights
 
 
 def make(stage: int, dtype: str, kind: str = "adamw", seed: int = 11, **more: Any):
@@ -40,7 +40,8 @@ def make(stage: int, dtype: str, kind: str = "adamw", seed: int = 11, **more: An
 
 def show(engine, states: list[str]) -> dict[str, Any]:
     """All tensors of our engine, in the form in which peer.py reports DeepSpeed's. Collective."""
-    shown: dict[str, Any] = {"param": whole_params(engine.module), "master": {}, "state": {name: {} for name in states}}
+    shown: dict[str, Any] = {"param": whole_weights(engine.module)}
+    shown |= {"master": {}, "state": {name: {} for name in states}}
     for name, param in engine.module.named_parameters():
         if param.requires_grad:
             shown["master"][name] = safe_get_full_fp32_param(param)
@@ -199,7 +200,7 @@ def load_weights(rank: int, world: int, folder: str, weights: dict[str, torch.Te
                 step = engine.global_steps, safe_get_full_optimizer_state(params["gain"], "exp_avg")
                 path, client_state = engine.load_checkpoint(f"{folder}/{place}", load_module_only=True)
                 check((path, client_state) == (f"{folder}/{place}", {}), f"{path}, {client_state}")
-                for name, got in whole_params(engine.module).items():
+                for name, got in whole_weights(engine.module).items():
                     want = weights[name]
                     check(torch.equal(got, want.to(got.dtype)), f"{place}: {name} is {got}, not {want}")
                 for name in ("embed.weight", "norm.bias"):
@@ -214,7 +215,7 @@ def load_weights(rank: int, world: int, folder: str, weights: dict[str, torch.Te
                 check(torch.equal(moment, step[1]), f"{place}: moment {moment}, not {step[1]}")
             train(engine, 1, 1)
             engine.load_checkpoint(f"{folder}/lacking", load_module_strict=False, load_module_only=True)
-            got = whole_params(engine.module)["embed.weight"]
+            got = whole_weights(engine.module)["embed.weight"]
             check(torch.equal(got, weights["embed.weight"].to(got.dtype)), "lacking: embed.weight was not loaded")
     return found
 

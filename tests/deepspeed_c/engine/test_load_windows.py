@@ -18,7 +18,6 @@ import deepspeed_c
 from deepspeed_c.checkpoint.native.reader import NativeSource
 from deepspeed_c.errors import CheckpointError, StateError
 from tests import training
-from tests.deepspeed_c.zero.traits import whole_params
 from tests.ranks import on_ranks
 
 GAS, WORLD = 3, 2
@@ -73,14 +72,11 @@ class Plain:
 
 def make_engine(stage: int, steering: str = "managed", **config) -> Engine:
     settings = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": GAS,
-        "gradient_clipping": 0.0,
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": GAS, "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 30},
-        "managed_gradient_accumulation": steering != "unmanaged",
-        **config,
-    }
+        "managed_gradient_accumulation": steering != "unmanaged", **config,
+    }  # fmt: skip
     return deepspeed_c.initialize(model=make_model(), config=settings)[0]
 
 
@@ -115,12 +111,8 @@ STEERINGS = ["managed", "boundary", "boundary_only", "unmanaged", "no_sync"]
 # The number of yields of `micro_batches` before a load: within no_sync() of the first backward, in the middle, before
 # the last step.
 MOMENTS = {
-    "managed": (1, 2, 3, 5),
-    "boundary": (1, 4, 5),
-    "boundary_only": (1, 3),
-    "unmanaged": (2, 3),
-    "no_sync": (1, 2, 5),
-}
+    "managed": (1, 2, 3, 5), "boundary": (1, 4, 5), "boundary_only": (1, 3), "unmanaged": (2, 3), "no_sync": (1, 2, 5),
+}  # fmt: skip
 
 
 def by_hand(src: Weights, dst: nn.Module) -> None:
@@ -153,7 +145,7 @@ def copied(state: object) -> object:
 
 def check_weights(engine: Engine, plain: Plain, where: str) -> None:
     for name, want in plain.model.named_parameters():
-        got = whole_params(engine.module)[name]
+        got = training.whole_weights(engine.module)[name]
         assert torch.allclose(got, want, rtol=1e-5, atol=1e-6), f"{where}: {name} is\n{got}\nand not\n{want}"
 
 
@@ -212,7 +204,7 @@ def test_gradients_of_another_loss_scale_are_dropped(rank: int, world: int, stag
             assert engine.loss_scale() == 32.0
             for micro in range(GAS):
                 half(2, micro)
-            found.append(whole_params(engine.module))
+            found.append(training.whole_weights(engine.module))
     for name in found[0]:
         assert torch.equal(found[0][name], found[1][name]), f"{name}: {found[1][name]} and not {found[0][name]}"
 

@@ -35,15 +35,10 @@ class Model(torch.nn.Module):
 def config(local, stage, precision="fp32", **more):
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 700, **more.pop("zero", {})}
     return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": zero,
-        **PRECISIONS[precision],
-        **({} if local is None else {"comm": {"local": local}}),
-        **more,
-    }
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "zero_optimization": zero, **PRECISIONS[precision],
+        **({} if local is None else {"comm": {"local": local}}), **more,
+    }  # fmt: skip
 
 
 def start(settings):

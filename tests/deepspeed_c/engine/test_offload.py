@@ -19,9 +19,9 @@ from deepspeed_c.errors import ConfigError, OffloadError, StateError
 from tests.aio_faults import faults
 from tests.deepspeed_c.offload.test_swap import open_file
 from tests.deepspeed_c.zero.test_oracle import make_config
-from tests.deepspeed_c.zero.traits import TRAITS, batch, make_model, whole_params
+from tests.deepspeed_c.zero.traits import TRAITS, batch, make_model
 from tests.ranks import run_ranks
-from tests.training import engine_of, update
+from tests.training import engine_of, update, whole_weights
 
 PIECE_BYTES = offload.PIECE_BYTES
 
@@ -88,7 +88,7 @@ def body(rank: int, world: int, stage: int, dtype: str, folder: str) -> None:
                         engine.offload_states(device="moon")
                     engine.offload_states(include=[OffloadStateTypeEnum.optim_states], device=place)
                     engine.reload_states(non_blocking=True)
-                runs.append((losses, whole_params(engine.module)))
+                runs.append((losses, whole_weights(engine.module)))
     finally:
         offload.PIECE_BYTES = PIECE_BYTES
     for losses, params in runs[1:]:
@@ -173,7 +173,7 @@ def homes_body(rank: int, world: int, stage: int, name: str, folder: str) -> Non
                     assert "have been offloaded" in failure(lambda: engine(*batch(0, 0, rank, 0)), StateError)
                     engine.reload_states()
                 losses += train(engine, rank, range(2, 4))
-                runs.append((losses, whole_params(engine.module)))
+                runs.append((losses, whole_weights(engine.module)))
     for losses, params in runs[1:]:
         assert losses == runs[0][0], f"{losses} != {runs[0][0]}"
         for param, value in params.items():
@@ -204,7 +204,7 @@ def weights_body(rank: int, world: int, folder: str) -> None:
                 assert storages(engine, OffloadStateTypeEnum.lp_params, device) == 0
                 engine.reload_states()
             losses += train(engine, rank, range(2, 4))
-            runs.append((losses, whole_params(engine.module)))
+            runs.append((losses, whole_weights(engine.module)))
     for losses, params in runs[1:]:
         assert losses == runs[0][0], f"{losses} != {runs[0][0]}"
         for name, value in params.items():
@@ -220,12 +220,12 @@ def close_body(rank: int, world: int, folder: str) -> None:
     for place in ("cpu", "nvme"):
         engine = make(3, "bf16", folder)
         train(engine, rank, range(1))
-        before = whole_params(engine.module)
+        before = whole_weights(engine.module)
         engine.offload_states(device=place)
         module = engine.module
         engine.close()
         assert files_in(folder) == []
-        for name, value in whole_params(module).items():
+        for name, value in whole_weights(module).items():
             assert torch.equal(value, before[name]), f"{place}: {name}: {value} != {before[name]}"
 
 
@@ -321,7 +321,7 @@ def failing(rank: int, world: int, folder: str) -> None:
                 broken.set(**EVERYTHING)
                 assert "failed" in failure(engine.destroy, Exception)
                 assert files_in(folder) == []
-                weights = whole_params(module)
+                weights = whole_weights(module)
                 assert any(value.isnan().all() for value in weights.values()), weights
     finally:
         offload.PIECE_BYTES = PIECE_BYTES

@@ -14,10 +14,9 @@ import deepspeed_c
 from deepspeed_c import errors
 from deepspeed_c.utils import safe_get_full_grad, set_z3_leaf_modules
 from deepspeed_c.zero import GatheredParameters
-from tests.deepspeed_c.zero.traits import whole_params
 from tests.log_lines import LogLines
 from tests.ranks import on_ranks, run_ranks
-from tests.training import engine_of
+from tests.training import engine_of, whole_weights
 
 WIDTH, GAS, SCALE = 13, 2, 2.0**10
 OPTIMIZER = {"lr": 0.02, "eps": 1e-3, "weight_decay": 0.1}
@@ -146,13 +145,9 @@ def window_of(engine) -> tuple:
     reducer = engine._optimizer.reducer
     buckets = [(b.is_launched, b.has_result, b.is_pending) for b in reducer.buckets]
     return (
-        engine._passes.n_backwards,
-        reducer.scaling.window_factor,
-        reducer.is_in_backward,
-        reducer.is_complete,
-        reducer._path.seen(),
-        buckets,
-    )
+        engine._passes.n_backwards, reducer.scaling.window_factor, reducer.is_in_backward, reducer.is_complete,
+        reducer._path.seen(), buckets,
+    )  # fmt: skip
 
 
 def assert_at_rest(engine) -> None:
@@ -171,7 +166,7 @@ def train(engine, rank: int, between, n_steps: int = 2) -> dict[str, torch.Tenso
             engine.backward(loss_of(out))
             between(step)
             engine.step()
-    return whole_params(engine.module)
+    return whole_weights(engine.module)
 
 
 def passes_body(rank: int, world: int, stage: int, precision: str) -> None:
@@ -483,16 +478,10 @@ def chain_body(rank: int, world: int, stage: int, first: str, second: str, how: 
 
 
 CHAINS = [
-    ("fp32", "fp32", "tail"),
-    ("fp32", "fp32", "head"),
-    ("fp32", "fp32", "user"),
-    ("bf16", "fp16", "tail"),
-    ("fp16", "fp16", "tail"),
-    ("fp16", "fp16", "head"),
-    ("fp16", "fp16", "scale"),
-    ("fp16", "fp32", "head"),
+    ("fp32", "fp32", "tail"), ("fp32", "fp32", "head"), ("fp32", "fp32", "user"), ("bf16", "fp16", "tail"),
+    ("fp16", "fp16", "tail"), ("fp16", "fp16", "head"), ("fp16", "fp16", "scale"), ("fp16", "fp32", "head"),
     ("fp16", "fp32", "user"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("first", "second", "how"), CHAINS)

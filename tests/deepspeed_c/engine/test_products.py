@@ -57,19 +57,13 @@ class Keeper(torch.nn.Linear):
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}
 # (slow dtypes, model, keys, whether products are widened)
 CASES = [
-    ("both", None, BF16, True),
-    ("both", None, FP16, True),
-    ("both", None, {}, False),
-    ("both", None, {**BF16, "cpu_products": "torch"}, False),
-    ("both", None, {**BF16, "cpu_products": "auto"}, True),
+    ("both", None, BF16, True), ("both", None, FP16, True), ("both", None, {}, False),
+    ("both", None, {**BF16, "cpu_products": "torch"}, False), ("both", None, {**BF16, "cpu_products": "auto"}, True),
     ("both", None, {"torch_autocast": {"enabled": True, "dtype": "fp16"}}, True),
-    ("bf16", None, {"torch_autocast": {"enabled": True, "dtype": "fp16"}}, False),
-    ("bf16", None, FP16, False),
-    ("fp16", None, FP16, True),
-    ("neither", None, BF16, False),
-    ("both", Keeper, {}, True),
+    ("bf16", None, {"torch_autocast": {"enabled": True, "dtype": "fp16"}}, False), ("bf16", None, FP16, False),
+    ("fp16", None, FP16, True), ("neither", None, BF16, False), ("both", Keeper, {}, True),
     ("both", lambda: torch.nn.Linear(5, 3, dtype=torch.bfloat16), {}, True),
-]
+]  # fmt: skip
 
 
 def which_body(rank: int, world: int) -> list[bool]:

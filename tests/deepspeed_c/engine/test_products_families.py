@@ -71,13 +71,9 @@ class Recurrent(nn.Module):
 
 def make(family: str) -> nn.Module:
     small = {
-        "vocab_size": VOCAB,
-        "hidden_size": 48,
-        "num_hidden_layers": 2,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
+        "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1,
         "eos_token_id": 2,
-    }
+    }  # fmt: skip
     heads = {**small, "intermediate_size": 70, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
     configs: dict[str, Callable[[], Any]] = {
         "mistral": lambda: transformers.MistralConfig(**heads, sliding_window=5),
@@ -322,13 +318,10 @@ def train_kind(kind: str, who: str) -> tuple[list[float], dict[str, Tensor]]:
     model: Any = rounded(make(family_of(kind)), torch.bfloat16)
     given = cast(feed(family_of(kind)), torch.bfloat16)
     config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
-        "gradient_clipping": 0.0,
-        **({} if "autocast" in kind else {"bf16": {"enabled": True}}),
-        "cpu_products": who,
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        "gradient_clipping": 0.0, **({} if "autocast" in kind else {"bf16": {"enabled": True}}), "cpu_products": who,
         **KINDS[kind],
-    }
+    }  # fmt: skip
     if kind == "pipeline":
         from deepspeed_c.pipe import from_transformers
 

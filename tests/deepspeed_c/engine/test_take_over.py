@@ -11,10 +11,9 @@ from torch import nn
 
 import deepspeed_c
 from deepspeed_c.errors import StateError
-from tests.deepspeed_c.zero.traits import whole_params
 from tests.log_lines import LogLines
 from tests.ranks import on_ranks, run_ranks
-from tests.training import update
+from tests.training import update, whole_weights
 
 WIDTH, RATE = 7, 0.1
 
@@ -56,7 +55,7 @@ def made_twice(rank: int, world: int, stage: int, kind: str) -> tuple[float, lis
         with pytest.raises(StateError, match="the engine is closed"):
             first(batch(0, rank))
         update(second, second(batch(1, rank)).square().sum())
-        got = whole_params(net)
+        got = whole_weights(net)
         second.close()
     for step in range(2):
         for r in range(world):
@@ -104,7 +103,7 @@ def by_the_callers_optimizer(rank: int, world: int, stage: int) -> list[str]:
             optimizer.step()
             optimizer.step()
         engine.step()
-        got = whole_params(net)
+        got = whole_weights(net)
         engine.close()
     want(batch(0, rank)).square().sum().backward()
     for name, p in want.named_parameters():

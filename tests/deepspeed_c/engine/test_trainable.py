@@ -13,7 +13,7 @@ from deepspeed_c.utils import safe_get_full_fp32_param
 from tests import training
 from tests.deepspeed_c.zero.reference import Event, Reference, flow_of, recorded
 from tests.deepspeed_c.zero.test_oracle import make_config
-from tests.deepspeed_c.zero.traits import CLIP, OPTIMIZER, TRAITS, batch, make_model, whole_params
+from tests.deepspeed_c.zero.traits import CLIP, OPTIMIZER, TRAITS, batch, make_model
 from tests.ranks import on_ranks, run_ranks
 
 # The patterns of the trained parameters in each phase. A phase has two steps.
@@ -92,7 +92,7 @@ def body(
                 x, y = batch(step, 0, rank, 0)
                 training.step(engine, x.to(next(model.parameters()).dtype), y)
                 step += 1
-        weights = {n: p.float() for n, p in whole_params(model).items()}
+        weights = {n: p.float() for n, p in training.whole_weights(model).items()}
         masters = {n: safe_get_full_fp32_param(p) for n, p in model.named_parameters()}
         for name, master in masters.items():
             assert torch.allclose(master, weights[name], rtol=1e-2, atol=1e-3), name
@@ -119,7 +119,7 @@ def test_refusals_change_nothing(rank: int, world: int) -> None:
     model = make_model(TRAITS["plain"])
     engine = deepspeed_c.initialize(model=model, config=make_config(3, "fp32", 2, {}))[0]
     with engine:
-        before = copy.deepcopy(whole_params(model))
+        before = copy.deepcopy(training.whole_weights(model))
         with pytest.raises(ModelError, match="no parameter is named 'nope'"):
             engine.set_trainable(["out.weight", "nope"])
         with pytest.raises(ModelError, match="nothing would be left"):
@@ -129,7 +129,7 @@ def test_refusals_change_nothing(rank: int, world: int) -> None:
             engine.set_trainable(["out.weight"])
         training.step(engine, *batch(0, 1, rank, 0))
         assert engine.was_step_applied() and all(p.requires_grad for p in model.parameters())
-        after = whole_params(model)
+        after = training.whole_weights(model)
         assert any(not torch.equal(before[n], after[n]) for n in after)
 
 

@@ -30,14 +30,10 @@ def make(folder: str, stage: int, dtype: str, offload: dict | None, state_dtype:
     if offload:
         zero["offload_optimizer"] = {**offload, "nvme_path": folder}
     config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "state_dtype": state_dtype}},
-        "zero_optimization": zero,
-        "data_types": {"grad_accum_dtype": "fp32"},
-        **more,
-        **({dtype: {"enabled": True}} if dtype != "fp32" else {}),
-    }
+        "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "state_dtype": state_dtype}}, "zero_optimization": zero,
+        "data_types": {"grad_accum_dtype": "fp32"}, **more, **({dtype: {"enabled": True}} if dtype != "fp32" else {}),
+    }  # fmt: skip
     return deepspeed_c.initialize(model=model, config=config)[0]
 
 

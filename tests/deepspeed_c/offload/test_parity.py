@@ -45,14 +45,10 @@ ALWAYS = {1: [("host", "fp32"), ("params", "fp32")], 2: [("nvme", "bf16"), ("all
 IN_TURN = {
     1: [("nvme_in_turn", "fp32"), ("params_host", "bf16")],
     2: [
-        ("host_all", "bf16"),
-        ("nvme_apart", "fp32"),
-        ("ratio", "bf16"),
-        ("ratio_nvme", "fp32"),
-        ("params_apart", "bf16"),
-        ("ahead", "bf16"),
+        ("host_all", "bf16"), ("nvme_apart", "fp32"), ("ratio", "bf16"), ("ratio_nvme", "fp32"),
+        ("params_apart", "bf16"), ("ahead", "bf16"),
     ],
-}
+}  # fmt: skip
 MICRO_BATCHES = 3
 
 

@@ -32,12 +32,9 @@ def build(seed: int = 3) -> nn.Module:
 
 def make(folder: str, model: nn.Module, params: dict | None, *, trains: bool, states: dict | None = None, **more):
     zero = {
-        "stage": 3,
-        "reduce_bucket_size": 100,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_max_reuse_distance": 0,
+        "stage": 3, "reduce_bucket_size": 100, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0,
         "stage3_prefetch_bucket_size": 0,
-    }
+    }  # fmt: skip
     if params:
         zero["offload_param"] = {"nvme_path": folder, **params}
     if states:

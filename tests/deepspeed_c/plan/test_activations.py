@@ -241,11 +241,8 @@ def test_two_ranks_that_hold_a_model_together(family, stage, layers):
     kinds = table.rows[table.chosen].plan.phases["step"].kinds
     option = table.options[table.asked]
     planned = {
-        "elements": table.sizes.numel,
-        WEIGHTS: kinds[WEIGHTS],
-        MASTERS: kinds[MASTERS],
-        STATE: kinds[STATE],
+        "elements": table.sizes.numel, WEIGHTS: kinds[WEIGHTS], MASTERS: kinds[MASTERS], STATE: kinds[STATE],
         "sent": option.wire_bytes,
-    }
+    }  # fmt: skip
     measured = run_ranks(2, run_cut, family, stage, section, preload="tests.deepspeed_c.inject.preload")[0]
     assert planned == measured

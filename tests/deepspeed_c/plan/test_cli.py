@@ -42,17 +42,8 @@ def test_sizes(folder, capsys):
 
 def test_budgets_are_of_a_rank_or_of_a_node(folder, capsys):
     words = [
-        "plan",
-        "--params",
-        "1e9",
-        "--config",
-        str(folder / "ds.json"),
-        "--ranks",
-        "16",
-        "--json",
-        "--device",
-        "cuda",
-    ]
+        "plan", "--params", "1e9", "--config", str(folder / "ds.json"), "--ranks", "16", "--json", "--device", "cuda",
+    ]  # fmt: skip
     words += ["--device-memory", "1GB", "--host-memory", "64GiB", "--nvme", "1TB"]
     for more, n_local in (([], 8), (["--ranks-per-node", "4"], 4)):
         assert main([*words, *more]) == 0

@@ -46,15 +46,12 @@ def config(
     params = {"lr": 1e-3, **({"momentum": 0.9} if optimizer == "SGD" else {})}
     zero = {"stage": stage, **more.pop("zero", {})}
     settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": micro_batches,
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches,
         "optimizer": optimizer if isinstance(optimizer, dict) else {"type": optimizer, "params": params},
-        "zero_optimization": zero,
-        "steps_per_print": None,
+        "zero_optimization": zero, "steps_per_print": None,
         # Plans assume that ranks do not share a host.
-        "comm": {"local": "off"},
-        **more,
-    }
+        "comm": {"local": "off"}, **more,
+    }  # fmt: skip
     if precision != "fp32":
         settings[precision] = {"enabled": True, **({"loss_scale": 1.0} if precision == "fp16" else {})}
     return settings

@@ -55,26 +55,16 @@ USUAL = """
 def test_what_is_passed_is_found_and_takes_no_memory(script, tmp_path):
     (tmp_path / "helper.py").write_text("VALUE = 7\n")
     before = (
-        sys.argv,
-        list(sys.path),
-        dict(os.environ),
-        deepspeed_c.initialize,
-        torch.nn.Module.to,
-        torch.nn.Module.cuda,
-    )
+        sys.argv, list(sys.path), dict(os.environ), deepspeed_c.initialize, torch.nn.Module.to, torch.nn.Module.cuda,
+    )  # fmt: skip
     found = find_model(script(USUAL), ["--width", str(WIDTH), "--cuda"], 64)
     weight = found.model[0].weight
     assert weight.is_meta and weight.shape == (WIDTH, WIDTH) and weight.dtype == torch.bfloat16
     assert found.read_source().keys == {"zero_optimization": {"stage": 3}}
     assert found.optimizer is None and not found.is_sharded
     after = (
-        sys.argv,
-        list(sys.path),
-        dict(os.environ),
-        deepspeed_c.initialize,
-        torch.nn.Module.to,
-        torch.nn.Module.cuda,
-    )
+        sys.argv, list(sys.path), dict(os.environ), deepspeed_c.initialize, torch.nn.Module.to, torch.nn.Module.cuda,
+    )  # fmt: skip
     assert before == after
     assert not dist.is_initialized()
     assert torch.empty(1).device.type == "cpu"

@@ -20,14 +20,11 @@ class Mpu:
         tp = [dist.new_group(list(range(first, first + n_tp))) for first in range(0, world, n_tp)]
         data = [dist.new_group(list(range(first, world, n_tp))) for first in range(n_tp)]
         self._answers = {
-            "get_tensor_model_parallel_group": tp[rank // n_tp],
-            "get_tensor_model_parallel_rank": rank % n_tp,
-            "get_tensor_model_parallel_world_size": n_tp,
-            "get_data_parallel_group": data[rank % n_tp],
-            "get_data_parallel_rank": rank // n_tp,
-            "get_data_parallel_world_size": world // n_tp,
+            "get_tensor_model_parallel_group": tp[rank // n_tp], "get_tensor_model_parallel_rank": rank % n_tp,
+            "get_tensor_model_parallel_world_size": n_tp, "get_data_parallel_group": data[rank % n_tp],
+            "get_data_parallel_rank": rank // n_tp, "get_data_parallel_world_size": world // n_tp,
             "get_pipeline_model_parallel_world_size": 1,
-        }
+        }  # fmt: skip
         for name in leaves_out:
             del self._answers[name]
 

@@ -82,13 +82,10 @@ def assert_same(found: Masters, expected: Masters) -> None:
 @pytest.mark.parametrize(
     "stage, precision, zero",
     [
-        (0, "bf16", {}),
-        (1, "fp16", {}),
-        (2, "bf16", {}),
-        (2, "bf16", {"offload_optimizer": {"device": "nvme"}}),
+        (0, "bf16", {}), (1, "fp16", {}), (2, "bf16", {}), (2, "bf16", {"offload_optimizer": {"device": "nvme"}}),
         (2, "fp32", {}),  # the weights are the masters
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("world", [1, 3])
 def test_the_next_step_goes_on_from_what_was_written(world, stage, precision, zero, is_late, tmp_path):
     zero = {section: {**settings, "nvme_path": str(tmp_path)} for section, settings in zero.items()}

@@ -29,10 +29,9 @@ from tests.deepspeed_c.zero.traits import (
     make_model,
     plain_run,
     rounded_run,
-    whole_params,
 )
 from tests.ranks import run_ranks
-from tests.training import engine_of, update
+from tests.training import engine_of, update, whole_weights
 
 OURS = {
     "Adam": (FusedAdam, {"lr": 0.02, "eps": 1e-3, "adam_w_mode": False, "weight_decay": 0.1}),
@@ -63,7 +62,7 @@ def muon_body(rank: int, world: int, stage: int) -> Run:
         for step in range(STEPS):
             losses.append(update(engine, engine(*batch(step, 0, rank, 0))))
             norms.append(engine.get_global_grad_norm())
-        return Run(losses, norms, whole_params(model))
+        return Run(losses, norms, whole_weights(model))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -49,13 +49,10 @@ NORM = {"rtol": 1e-12, "atol": 0.0}
 
 def make_config(stage: int, dtype: str, gas: int, extra: dict) -> dict:
     config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": gas,
-        "gradient_clipping": CLIP,
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": gas, "gradient_clipping": CLIP,
         # The models are small. With the default threshold all of their parameters would stay whole at stage 3.
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **copy.deepcopy(DTYPES[dtype]),
-    }
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, **copy.deepcopy(DTYPES[dtype]),
+    }  # fmt: skip
     for key, value in copy.deepcopy(extra).items():
         config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
     if "optimizer" not in config:

@@ -21,7 +21,6 @@ from tests.deepspeed_c.zero.traits import (
     batch,
     make_model,
     plain_run,
-    whole_params,
 )
 from tests.ranks import run_ranks
 
@@ -157,7 +156,7 @@ def late_body(rank: int, world: int, stage: int) -> tuple[list[bool], list[torch
             training.step(engine, torch.ones(2, 4))
             reducer = engine._optimizer.reducer
             seen.append(bool(reducer.late.waiting))
-        return seen, list(whole_params(engine.module).values())
+        return seen, list(training.whole_weights(engine.module).values())
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed_c.zero import GatheredParameters
 from tests.deepspeed_c.zero.reference import Event, Flow, Reference
 
 WIDTH = 13  # prime, so that nothing divides evenly
@@ -176,12 +175,6 @@ def batch(step: int, micro: int, rank: int, part: int) -> tuple[torch.Tensor, to
     g = torch.Generator().manual_seed(1000 * step + 100 * micro + 10 * rank + part)
     # Inputs that bf16 holds exactly, so that all precisions see the same numbers.
     return torch.randn(BATCH, WIDTH, generator=g).bfloat16().float(), torch.randn(BATCH, 5, generator=g)
-
-
-def whole_params(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the weights that forward uses, at any stage. Collective."""
-    with GatheredParameters(model.parameters()):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 class Run(NamedTuple):

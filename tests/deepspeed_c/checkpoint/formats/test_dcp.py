@@ -43,12 +43,9 @@ def save(value, folder):
 
 
 MODEL = {
-    "embed.weight": torch.randn(11, 3),
-    "half": torch.randn(5).bfloat16(),
-    "scalar": torch.tensor(3.5),
-    "none": torch.empty(0, 4),
-    "count": torch.tensor(7),
-}
+    "embed.weight": torch.randn(11, 3), "half": torch.randn(5).bfloat16(), "scalar": torch.tensor(3.5),
+    "none": torch.empty(0, 4), "count": torch.tensor(7),
+}  # fmt: skip
 STATE = {n: {"step": torch.tensor(4.0), "exp_avg": torch.randn(MODEL[n].shape)} for n in ("embed.weight", "half")}
 GROUPS = [
     {"lr": 0.1, "betas": (0.9, 0.99), "params": ["embed.weight"]},
@@ -297,13 +294,9 @@ class Evil:
 
 
 HOWS = [
-    (run_something, ("x",)),
-    (os.system, ("touch /tmp/never",)),
-    (eval, ("1",)),
-    (torch.load, ("x",)),
-    (torch.ones, (3,)),
-    (MetadataIndex.__init__, ()),
-]
+    (run_something, ("x",)), (os.system, ("touch /tmp/never",)), (eval, ("1",)), (torch.load, ("x",)),
+    (torch.ones, (3,)), (MetadataIndex.__init__, ()),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("how", HOWS, ids=lambda h: h[0].__name__)

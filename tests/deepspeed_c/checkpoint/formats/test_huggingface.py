@@ -97,11 +97,8 @@ def entry(begin, end, shape, dtype="F32"):
 
 
 HOSTILE = {
-    "no JSON": (b"{", b""),
-    "no object": ([1], b""),
-    "no text": (b'{"\xff":1}', b""),
-    "nested": (b'{"a":' * 100000 + b"1" + b"}" * 100000, b""),
-    "no fields": ({"a": {"dtype": "F32"}}, b""),
+    "no JSON": (b"{", b""), "no object": ([1], b""), "no text": (b'{"\xff":1}', b""),
+    "nested": (b'{"a":' * 100000 + b"1" + b"}" * 100000, b""), "no fields": ({"a": {"dtype": "F32"}}, b""),
     "not a dict": ({"a": 3}, b""),
     "twice": (
         b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}',
@@ -113,21 +110,15 @@ HOSTILE = {
     "overlap": ({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, bytes(12)),
     "the same": ({"a": entry(0, 8, [2]), "b": entry(0, 8, [2])}, bytes(8)),
     "gap": ({"a": entry(0, 4, [1]), "b": entry(8, 12, [1])}, bytes(12)),
-    "gap at the front": ({"a": entry(4, 8, [1])}, bytes(8)),
-    "beyond the end": ({"a": entry(0, 8, [2])}, bytes(4)),
-    "left over": ({"a": entry(0, 4, [1])}, bytes(5)),
-    "backwards": ({"a": entry(4, 0, [1])}, bytes(4)),
-    "shape": ({"a": entry(0, 4, [2])}, bytes(4)),
-    "negative": ({"a": entry(0, 4, [-1])}, bytes(4)),
-    "both negative": ({"a": entry(0, 4, [-1, -1])}, bytes(4)),
-    "fraction": ({"a": entry(0, 4, [1.0])}, bytes(4)),
-    "truth": ({"a": entry(0, 4, [True])}, bytes(4)),
-    "huge": ({"a": entry(0, 4, [2**62, 2**62])}, bytes(4)),
+    "gap at the front": ({"a": entry(4, 8, [1])}, bytes(8)), "beyond the end": ({"a": entry(0, 8, [2])}, bytes(4)),
+    "left over": ({"a": entry(0, 4, [1])}, bytes(5)), "backwards": ({"a": entry(4, 0, [1])}, bytes(4)),
+    "shape": ({"a": entry(0, 4, [2])}, bytes(4)), "negative": ({"a": entry(0, 4, [-1])}, bytes(4)),
+    "both negative": ({"a": entry(0, 4, [-1, -1])}, bytes(4)), "fraction": ({"a": entry(0, 4, [1.0])}, bytes(4)),
+    "truth": ({"a": entry(0, 4, [True])}, bytes(4)), "huge": ({"a": entry(0, 4, [2**62, 2**62])}, bytes(4)),
     "wraps": ({"a": entry(0, 4, [2**32, 2**32, 1])}, bytes(4)),
     "three offsets": ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 4]}}, bytes(4)),
-    "metadata": ({"__metadata__": {"a": 1}}, b""),
-    "metadata list": ({"__metadata__": []}, b""),
-}
+    "metadata": ({"__metadata__": {"a": 1}}, b""), "metadata list": ({"__metadata__": []}, b""),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", HOSTILE)

@@ -31,16 +31,10 @@ def names(folder):
 @pytest.mark.parametrize(
     ("text", "n_bytes"),
     [
-        ("5GB", 5 * 10**9),
-        ("5 gib", 5 << 30),
-        ("1.5MB", 1500000),
-        ("10", 10),
-        (7, 7),
-        ("3kb", 3000),
-        ("2TiB", 2 << 40),
-        (".5KiB", 512),
+        ("5GB", 5 * 10**9), ("5 gib", 5 << 30), ("1.5MB", 1500000), ("10", 10), (7, 7), ("3kb", 3000),
+        ("2TiB", 2 << 40), (".5KiB", 512),
     ],
-)
+)  # fmt: skip
 def test_sizes(text, n_bytes):
     assert parse_size(text) == n_bytes
 

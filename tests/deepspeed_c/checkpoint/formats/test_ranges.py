@@ -73,15 +73,10 @@ def test_filling_converts_in_pieces(monkeypatch, dtype, into_dtype):
 @pytest.mark.parametrize(
     ("begin", "n", "box"),
     [
-        (0, 13, None),
-        (12, 1, None),
-        (-1, 1, None),
-        (0, 5, Box((0, 0), (2, 2))),
-        (0, 1, Box((2, 0), (2, 4))),
-        (0, 1, Box((0,), (3,))),
-        (0, 1, Box((-1, 0), (2, 4))),
+        (0, 13, None), (12, 1, None), (-1, 1, None), (0, 5, Box((0, 0), (2, 2))), (0, 1, Box((2, 0), (2, 4))),
+        (0, 1, Box((0,), (3,))), (0, 1, Box((-1, 0), (2, 4))),
     ],
-)
+)  # fmt: skip
 def test_what_the_tensor_does_not_have(begin, n, box):
     tensor = LogicalTensor(name="w", kind=PARAM, shape=(3, 4), dtype=torch.float32)
     with pytest.raises(CheckpointError, match="f, w: "):

@@ -194,18 +194,14 @@ def test_strides_that_are_not_rows(tmp_path, file_name, monkeypatch):
     monkeypatch.setattr(stream, "STAGING_BYTES", 40)
     base = torch.arange(6 * 7 * 8, dtype=torch.int16).view(6, 7, 8)
     tensors = {
-        "transposed": base.permute(2, 0, 1),
-        "steps": base[::2, 1:6:3, ::3],
-        "expanded": torch.arange(5).unsqueeze(1).expand(5, 9),
-        "expanded rows": torch.arange(9).expand(5, 9),
-        "offset": base.view(-1)[3:],
-        "wide row": base.permute(2, 0, 1).reshape(1, 8, 42)[:, ::2],
+        "transposed": base.permute(2, 0, 1), "steps": base[::2, 1:6:3, ::3],
+        "expanded": torch.arange(5).unsqueeze(1).expand(5, 9), "expanded rows": torch.arange(9).expand(5, 9),
+        "offset": base.view(-1)[3:], "wide row": base.permute(2, 0, 1).reshape(1, 8, 42)[:, ::2],
         "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "conjugate": torch.view_as_real(torch.randn(4, dtype=torch.complex64)).t(),
-        "negative": torch.randn(4, dtype=torch.complex64).conj().imag,
-        "parameter": torch.nn.Parameter(torch.randn(11)),
+        "negative": torch.randn(4, dtype=torch.complex64).conj().imag, "parameter": torch.nn.Parameter(torch.randn(11)),
         "gradient": torch.randn(3, requires_grad=True) * 2,
-    }
+    }  # fmt: skip
     assert not any(tensors[n].is_contiguous() for n in ("transposed", "steps", "expanded", "wide row", "channels last"))
     save(tmp_path / file_name, tensors)
     check_same(tmp_path / file_name, {name: tensor.detach().resolve_neg() for name, tensor in tensors.items()})

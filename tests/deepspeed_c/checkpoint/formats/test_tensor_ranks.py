@@ -23,17 +23,13 @@ from deepspeed_c.errors import CheckpointError
 STATES = ("exp_avg", "exp_avg_sq")
 # name -> (shape, the dimension that Megatron cuts, parts)
 NAMES = {
-    "word_embeddings.weight": ((12, 6), 0, 1),
-    "layers.0.input_layernorm.weight": ((6,), None, 1),
+    "word_embeddings.weight": ((12, 6), 0, 1), "layers.0.input_layernorm.weight": ((6,), None, 1),
     "layers.0.attention.query_key_value.weight": ((36, 6), 0, 3),
-    "layers.0.attention.query_key_value.bias": ((36,), 0, 3),
-    "layers.0.attention.dense.weight": ((6, 12), 1, 1),
-    "layers.0.attention.dense.bias": ((6,), None, 1),
-    "layers.0.mlp.dense_h_to_4h.weight": ((24, 6), 0, 1),
-    "layers.0.mlp.dense_h_to_4h.bias": ((24,), 0, 1),
-    "layers.0.mlp.dense_4h_to_h.weight": ((6, 24), 1, 1),
+    "layers.0.attention.query_key_value.bias": ((36,), 0, 3), "layers.0.attention.dense.weight": ((6, 12), 1, 1),
+    "layers.0.attention.dense.bias": ((6,), None, 1), "layers.0.mlp.dense_h_to_4h.weight": ((24, 6), 0, 1),
+    "layers.0.mlp.dense_h_to_4h.bias": ((24,), 0, 1), "layers.0.mlp.dense_4h_to_h.weight": ((6, 24), 1, 1),
     "layers.0.mlp.dense_4h_to_h.bias": ((6,), None, 1),
-}
+}  # fmt: skip
 
 
 class Whole(Source):

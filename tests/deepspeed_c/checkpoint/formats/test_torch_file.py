@@ -52,20 +52,12 @@ def with_pickle(tmp_path: Path, data: bytes, is_zip: bool) -> Path:
 def values() -> dict:
     base = torch.arange(24.0)
     return {
-        "float32": base.view(2, 3, 4),
-        "slice": base[5:11],
-        "transposed": base.view(4, 6).t(),
-        "strided": base[1::3],
-        "bfloat16": torch.randn(7).bfloat16(),
-        "float16": torch.randn(3, 1).half(),
-        "int64": torch.tensor([-1, 2**60]),
-        "bool": torch.tensor([True, False, True]),
-        "fp8": torch.randn(5).to(torch.float8_e4m3fn),
-        "uint16": torch.tensor([1, 65535], dtype=torch.uint16),
-        "scalar": torch.tensor(3.5),
-        "empty": torch.empty(0, 4),
+        "float32": base.view(2, 3, 4), "slice": base[5:11], "transposed": base.view(4, 6).t(), "strided": base[1::3],
+        "bfloat16": torch.randn(7).bfloat16(), "float16": torch.randn(3, 1).half(), "int64": torch.tensor([-1, 2**60]),
+        "bool": torch.tensor([True, False, True]), "fp8": torch.randn(5).to(torch.float8_e4m3fn),
+        "uint16": torch.tensor([1, 65535], dtype=torch.uint16), "scalar": torch.tensor(3.5), "empty": torch.empty(0, 4),
         "parameter": torch.nn.Parameter(torch.randn(2, 2)),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("is_zip", FORMATS)
@@ -117,20 +109,12 @@ def test_tied_tensors_have_one_identity(tmp_path):
 @pytest.mark.parametrize("is_zip", FORMATS)
 def test_plain_python_survives(tmp_path, is_zip):
     want = {
-        "numbers": [1, 2.5, 1 + 2j, True, None, 2**70],
-        "text": ("a", b"\x00\xff", "ü"),
-        "sets": {1, 2},
-        "counter": collections.Counter("aab"),
-        "default": collections.defaultdict(list, {"k": [1]}),
-        "ordered": collections.OrderedDict(b=1, a=2),
-        "namespace": argparse.Namespace(lr=0.1),
-        "size": torch.Size([2, 3]),
-        "dtype": torch.bfloat16,
-        "device": torch.device("cpu"),
-        "numpy": numpy.float32(1.5),
-        "array": numpy.arange(6).reshape(2, 3),
-        "path": Path("/a/b"),
-    }
+        "numbers": [1, 2.5, 1 + 2j, True, None, 2**70], "text": ("a", b"\x00\xff", "ü"), "sets": {1, 2},
+        "counter": collections.Counter("aab"), "default": collections.defaultdict(list, {"k": [1]}),
+        "ordered": collections.OrderedDict(b=1, a=2), "namespace": argparse.Namespace(lr=0.1),
+        "size": torch.Size([2, 3]), "dtype": torch.bfloat16, "device": torch.device("cpu"), "numpy": numpy.float32(1.5),
+        "array": numpy.arange(6).reshape(2, 3), "path": Path("/a/b"),
+    }  # fmt: skip
     got = materialize(TorchFile(saved(tmp_path, want, is_zip)).content)
     assert list(got) == list(want)
     assert got["namespace"] == argparse.Namespace(lr=0.1)
@@ -156,13 +140,8 @@ def hostile_calls() -> dict[str, bytes]:
         "torch.serialization.load": Run(torch.load, "pwned"),
     }
     named = [
-        "builtins.getattr",
-        "builtins.__import__",
-        "types.FunctionType",
-        "os.execv",
-        "torch.hub.load",
-        "operator.call",
-    ]
+        "builtins.getattr", "builtins.__import__", "types.FunctionType", "os.execv", "torch.hub.load", "operator.call",
+    ]  # fmt: skip
     return {
         **{name: pickle.dumps(call, 2) for name, call in calls.items()},
         **{name: b"\x80\x02c" + "\n".join(name.rsplit(".", 1)).encode() + b"\n." for name in named},

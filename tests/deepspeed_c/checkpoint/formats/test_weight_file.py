@@ -18,14 +18,9 @@ from deepspeed_c.errors import CheckpointError
 
 GIB = 1 << 30
 DTYPES = [
-    *formats.TORCH_STORAGES,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
+    *formats.TORCH_STORAGES, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.float8_e4m3fnuz,
-]
+]  # fmt: skip
 
 
 def put(path, plan, crc32, payloads=()):
@@ -74,13 +69,10 @@ def zip_of_large_entries():
     # One record has 5 GiB, a header begins beyond 4 GiB, and sizes lie just below, at and just above the 32-bit
     # limit.
     entries = [
-        FileEntry("first", (3,), torch.float32),
-        FileEntry("large", (5 * GIB // 4,), torch.float32),
-        FileEntry("below", (0xFFFFFFFE,), torch.uint8),
-        FileEntry("border", (0xFFFFFFFF,), torch.uint8),
-        FileEntry("above", (0x100000000,), torch.int8),
-        FileEntry("last", (2, 2), torch.bfloat16),
-    ]
+        FileEntry("first", (3,), torch.float32), FileEntry("large", (5 * GIB // 4,), torch.float32),
+        FileEntry("below", (0xFFFFFFFE,), torch.uint8), FileEntry("border", (0xFFFFFFFF,), torch.uint8),
+        FileEntry("above", (0x100000000,), torch.int8), FileEntry("last", (2, 2), torch.bfloat16),
+    ]  # fmt: skip
     return entries, TorchZipPlan("file", entries, {"tied": "large"})
 
 

@@ -35,13 +35,9 @@ def piece(name: str, data: torch.Tensor) -> OwnedPiece:
 def test_snapshot_of_neighbours_strangers_and_nothing():
     flat, other = torch.arange(100.0), torch.arange(7, dtype=torch.bfloat16)
     pieces = [
-        piece("end", flat[40:]),
-        piece("none", flat.narrow(0, 10, 0)),
-        piece("begin", flat[:11]),
-        piece("other", other),
-        piece("middle", flat[13:40]),
-        piece("byte", torch.arange(5, dtype=torch.uint8)),
-    ]
+        piece("end", flat[40:]), piece("none", flat.narrow(0, 10, 0)), piece("begin", flat[:11]), piece("other", other),
+        piece("middle", flat[13:40]), piece("byte", torch.arange(5, dtype=torch.uint8)),
+    ]  # fmt: skip
     expected = [p.data.clone() for p in pieces]
     snapshot = Snapshot()
     taken = snapshot.take(pieces)

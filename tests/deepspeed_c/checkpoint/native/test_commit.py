@@ -94,13 +94,10 @@ def crash_at(savers, folder, world, version, tag, instant, **order) -> tuple[int
 @pytest.mark.parametrize(
     ("world", "is_same_tag", "has_exchange", "stride", "n_random"),
     [
-        (1, False, True, 1, 12),
-        (1, True, True, 1, 12),
-        (1, True, False, 2, 0),
-        (2, False, True, 2, 12),
+        (1, False, True, 1, 12), (1, True, True, 1, 12), (1, True, False, 2, 0), (2, False, True, 2, 12),
         (2, True, True, 2, 12),
     ],
-)
+)  # fmt: skip
 def test_a_rank_is_killed(savers, folder, world, is_same_tag, has_exchange, stride, n_random):
     order = {"has_exchange": has_exchange}
     counted = []
@@ -301,18 +298,11 @@ def test_two_runs_save_into_one_folder(folder, is_same_tag, keep_last):
 @pytest.mark.parametrize(
     ("keep_last", "keep_every", "expected"),
     [
-        (None, None, [1, 2, 3, 4, 5, 6, 7]),
-        (None, 3, [1, 2, 3, 4, 5, 6, 7]),
-        (1, None, [7]),
-        (2, None, [6, 7]),
-        (7, None, [1, 2, 3, 4, 5, 6, 7]),
-        (100, None, [1, 2, 3, 4, 5, 6, 7]),
-        (1, 3, [3, 6, 7]),
-        (2, 3, [3, 6, 7]),
-        (1, 7, [7]),
-        (3, 1, [1, 2, 3, 4, 5, 6, 7]),
+        (None, None, [1, 2, 3, 4, 5, 6, 7]), (None, 3, [1, 2, 3, 4, 5, 6, 7]), (1, None, [7]), (2, None, [6, 7]),
+        (7, None, [1, 2, 3, 4, 5, 6, 7]), (100, None, [1, 2, 3, 4, 5, 6, 7]), (1, 3, [3, 6, 7]), (2, 3, [3, 6, 7]),
+        (1, 7, [7]), (3, 1, [1, 2, 3, 4, 5, 6, 7]),
     ],
-)
+)  # fmt: skip
 def test_retention(folder, keep_last, keep_every, expected):
     for step in range(1, 8):
         save_here(folder, f"s{step}", step, keep_last=keep_last, keep_every=keep_every)

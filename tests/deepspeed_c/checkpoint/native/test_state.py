@@ -38,24 +38,16 @@ PLAIN: list[Any] = [
     *("", "text", "ü\0\n\U0001f600", b"", b"\0\xff" * 500, bytearray(b"abc"), 1j),
     *((), (1,), (1, (2, (3,))), [], [[], [[]]], {}, {1: "a", (2, 3): {"b": None}, None: 0, 1.5: 1, b"k": 2}),
     *(set(), {1, "a"}, frozenset({1, (2,)}), slice(1, None, 2), range(0, 10, 3)),
-    collections.OrderedDict([("b", 1), ("a", 2)]),
-    collections.Counter("aab"),
-    collections.defaultdict(list, {"a": [1]}),
-    collections.defaultdict(int, {"a": 1}),
-    collections.deque([1, 2], maxlen=5),
-    datetime.datetime(2026, 1, 2, 3, 4, 5, 6),
-    datetime.datetime(2026, 1, 2, tzinfo=UTC),
-    datetime.date(2026, 1, 2),
-    datetime.time(1, 2, 3, 4),
-    datetime.timedelta(days=1, microseconds=7),
-    pathlib.Path("a/b"),
-    argparse.Namespace(lr=0.1, nested=argparse.Namespace(x=[1])),
-    types.SimpleNamespace(a={"b": 1}),
+    collections.OrderedDict([("b", 1), ("a", 2)]), collections.Counter("aab"),
+    collections.defaultdict(list, {"a": [1]}), collections.defaultdict(int, {"a": 1}),
+    collections.deque([1, 2], maxlen=5), datetime.datetime(2026, 1, 2, 3, 4, 5, 6),
+    datetime.datetime(2026, 1, 2, tzinfo=UTC), datetime.date(2026, 1, 2), datetime.time(1, 2, 3, 4),
+    datetime.timedelta(days=1, microseconds=7), pathlib.Path("a/b"),
+    argparse.Namespace(lr=0.1, nested=argparse.Namespace(x=[1])), types.SimpleNamespace(a={"b": 1}),
     *(torch.Size([2, 3]), torch.bfloat16, torch.device("cpu")),
     *(np.float32(1.5), np.int64(-3), np.bool_(True), np.datetime64("2026-01-02"), np.dtype("float16"), np.str_("s")),
-    random.Random(5).getstate(),
-    np.random.default_rng(5).bit_generator.state,
-]
+    random.Random(5).getstate(), np.random.default_rng(5).bit_generator.state,
+]  # fmt: skip
 ARRAYS = [
     *(np.arange(6, dtype=kind).reshape(2, 3) for kind in ("f8", "f4", "f2", "i8", "u1", "c16", ">i4")),
     *(np.zeros((0, 3)), np.array(3.5), np.arange(12).reshape(3, 4).T[::2], np.asfortranarray(np.eye(3))),
@@ -155,15 +147,11 @@ class Touches:
 
     def __reduce__(self) -> Any:
         calls = {
-            "os.system": (os.system, (f"touch {self.path}",)),
-            "os.mkdir": (os.mkdir, (self.path,)),
-            "open": (open, (self.path, "w")),
-            "eval": (eval, (f"open({self.path!r}, 'w')",)),
-            "exec": (exec, (f"open({self.path!r}, 'w')",)),
-            "partial": (functools.partial(open, self.path, "w"), ()),
-            "numpy": (np.save, (self.path, np.ones(1))),
-            "Path.touch": (pathlib.Path.touch, (pathlib.Path(self.path),)),
-        }
+            "os.system": (os.system, (f"touch {self.path}",)), "os.mkdir": (os.mkdir, (self.path,)),
+            "open": (open, (self.path, "w")), "eval": (eval, (f"open({self.path!r}, 'w')",)),
+            "exec": (exec, (f"open({self.path!r}, 'w')",)), "partial": (functools.partial(open, self.path, "w"), ()),
+            "numpy": (np.save, (self.path, np.ones(1))), "Path.touch": (pathlib.Path.touch, (pathlib.Path(self.path),)),
+        }  # fmt: skip
         return calls[self.how]
 
 
@@ -175,23 +163,15 @@ def function() -> None: ...
 
 def test_what_would_not_come_back_is_refused_by_the_name_of_its_entry():
     cases = [
-        (Plain(), "test_state.Plain"),
-        (Plain, "builtins.type"),
-        (Hinders(), "test_state.Hinders"),
-        (lambda: 0, "builtins.function"),
-        (function, "builtins.function"),
-        (threading.Lock(), "_thread.lock"),
-        ((i for i in ()), "builtins.generator"),
-        (torch.Generator(), "torch._C.Generator"),
-        (torch.nn.Linear(1, 1), "torch.nn.modules.linear.Linear"),
-        (torch, "builtins.module"),
+        (Plain(), "test_state.Plain"), (Plain, "builtins.type"), (Hinders(), "test_state.Hinders"),
+        (lambda: 0, "builtins.function"), (function, "builtins.function"), (threading.Lock(), "_thread.lock"),
+        ((i for i in ()), "builtins.generator"), (torch.Generator(), "torch._C.Generator"),
+        (torch.nn.Linear(1, 1), "torch.nn.modules.linear.Linear"), (torch, "builtins.module"),
         (np.array([Plain()], dtype=object), "numpy.ndarray"),
-        (np.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8")]), "numpy.ndarray"),
-        (np.void(b"1234"), "numpy.void"),
-        (collections.UserDict(a=1), "collections.UserDict"),
-        (1 << 20_000, "builtins.int"),
+        (np.array([(1, 2.5)], dtype=[("a", "i4"), ("b", "f8")]), "numpy.ndarray"), (np.void(b"1234"), "numpy.void"),
+        (collections.UserDict(a=1), "collections.UserDict"), (1 << 20_000, "builtins.int"),
         (ValueError("x"), "builtins.ValueError"),
-    ]
+    ]  # fmt: skip
     for value, name in cases:
         for client_state, path in (
             ({"bad": value}, "['bad'] is a"),

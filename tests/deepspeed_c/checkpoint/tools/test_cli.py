@@ -157,15 +157,10 @@ def test_wrong_calls_are_exit_code_2(saved, tmp_path, capsys, monkeypatch, words
 @pytest.mark.parametrize(
     ("n", "text"),
     [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1 kB"),
-        (1234567, "1.23 MB"),
-        (999999, "1 MB"),
-        (5 * 10**12, "5 TB"),
+        (0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1234567, "1.23 MB"), (999999, "1 MB"), (5 * 10**12, "5 TB"),
         (10**19, "1e+04 PB"),
     ],
-)
+)  # fmt: skip
 def test_bytes_are_shown(n, text):
     assert _human(n) == text
 

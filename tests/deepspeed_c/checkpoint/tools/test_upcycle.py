@@ -58,17 +58,9 @@ def test_the_upcycled_model_computes_what_the_dense_one_does(tmp_path, capsys, n
     dense = Model()
     safetensors.torch.save_file(dense.state_dict(), tmp_path / "dense.safetensors")
     words = [
-        "--upcycle",
-        n_experts,
-        "--modules",
-        "layers.*.mlp",
-        "--router-std",
-        std,
-        "--new-tag",
-        "t",
-        "--hidden-size",
+        "--upcycle", n_experts, "--modules", "layers.*.mlp", "--router-std", std, "--new-tag", "t", "--hidden-size",
         HIDDEN,
-    ]
+    ]  # fmt: skip
     words = ["convert", tmp_path / "dense.safetensors", tmp_path / "out", "--to", "deepspeed_c", *words]
     assert main([str(word) for word in words]) == 0
     out = capsys.readouterr().out

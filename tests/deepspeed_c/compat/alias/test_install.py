@@ -93,13 +93,10 @@ def test_twice_is_once():
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (None, [SHIM]),
-        ("", [SHIM]),
-        ("/a:/b", [SHIM, "/a", "/b"]),
-        (f"/a:{SHIM}", [SHIM, "/a"]),
+        (None, [SHIM]), ("", [SHIM]), ("/a:/b", [SHIM, "/a", "/b"]), (f"/a:{SHIM}", [SHIM, "/a"]),
         (":/a", [SHIM, "", "/a"]),  # the working folder stays
     ],
-)
+)  # fmt: skip
 def test_path_of_the_children(before, after):
     environ = {"PATH": "/bin"} | ({} if before is None else {"PYTHONPATH": before})
     variables = {"PYTHONPATH": ":".join(after), "PATH": f"{BIN}:/bin", "DSC_ALIAS_PYTHON": sys.executable}

@@ -22,7 +22,6 @@ from deepspeed_c.checkpoint.native.held import read_held
 from deepspeed_c.checkpoint.native.manifest import read_manifest
 from deepspeed_c.utils import RepeatingLoader, safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests import training
-from tests.deepspeed_c.zero.traits import whole_params
 from tests.ranks import run_ranks
 
 WORLDS = (1, 2, 3, 4)
@@ -83,7 +82,7 @@ def train(engine, steps: range) -> list[float]:
 def whole_state(engine) -> dict[str, Any]:
     """All tensors and counts that a checkpoint has to restore. They are whole, and read without checkpoint code.
     Collective."""
-    state: dict[str, Any] = {f"weight {name}": value for name, value in whole_params(engine.module).items()}
+    state: dict[str, Any] = {f"weight {name}": value for name, value in training.whole_weights(engine.module).items()}
     state.update(
         {f"buffer {name}": value.clone() for name, value in engine.module.named_buffers() if name == "n_calls"}
     )
@@ -432,7 +431,7 @@ def other_optimizers(rank: int, world: int, stage: int, folder: str, is_resumed:
             else:
                 train(engine, range(2))
                 engine.save_checkpoint(folder, tag=name)
-            told[name] = train(engine, range(2, 4)), whole_params(engine.module)
+            told[name] = train(engine, range(2, 4)), training.whole_weights(engine.module)
     return told
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tests.deepspeed_c.zero.gradients.test_shown import batch, make_engine
-from tests.deepspeed_c.zero.traits import whole_params
 from tests.ranks import run_ranks
+from tests.training import whole_weights
 
 WIDTH, LIMIT = 7, 0.05
 WAYS = ("engine.backward", "engine.scale", "loss.backward")
@@ -55,7 +55,7 @@ def clamped_steps(rank: int, world: int, stage: int, gas: int, way: str, when: s
             p.grad = total[name]
         optimizer.step()
         optimizer.zero_grad()
-    got = whole_params(net)
+    got = whole_weights(net)
     engine.close()
     return max((got[name] - p.detach()).abs().max().item() for name, p in want.named_parameters())
 

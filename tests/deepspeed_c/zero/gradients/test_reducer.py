@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed_c
 from deepspeed_c.logging import logger
 from deepspeed_c.zero.gradients.bucket import Bucket
-from tests.deepspeed_c.zero.traits import whole_params
 from tests.ranks import run_ranks
-from tests.training import config
+from tests.training import config, whole_weights
 
 WIDTH, N_LAYERS = 8, 6
 BUCKET_ELEMS = WIDTH * WIDTH  # a layer
@@ -119,7 +118,7 @@ def late_body(
         finally:
             Bucket.reduce, Bucket.open = reduce, open_bucket
             logger.removeHandler(handler)
-        return steps, list(whole_params(engine.module).values()), [m for m in messages if "came again" in m]
+        return steps, list(whole_weights(engine.module).values()), [m for m in messages if "came again" in m]
 
 
 def plain(world: int, gas: int) -> list[torch.Tensor]:

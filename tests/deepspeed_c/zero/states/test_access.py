@@ -12,9 +12,10 @@ import deepspeed_c
 from deepspeed_c import errors, utils
 from deepspeed_c.zero.weights.param import shape_of
 from tests.deepspeed_c.zero.test_oracle import make_config
-from tests.deepspeed_c.zero.traits import TRAITS, batch, make_model, whole_params
+from tests.deepspeed_c.zero.traits import TRAITS, batch, make_model
 from tests.log_lines import LogLines
 from tests.ranks import on_ranks, run_ranks
+from tests.training import whole_weights
 
 FULL = {
     "master": (utils.safe_get_full_fp32_param, utils.safe_set_full_fp32_param),
@@ -46,7 +47,7 @@ def test_round_trip(rank: int, world: int, stage: int, precision: str) -> None:
             value = torch.full(shape_of(p), float(i) + 1 / 3)
             utils.safe_set_full_fp32_param(p, value)
             assert torch.equal(utils.safe_get_full_fp32_param(p), value), name
-            assert torch.equal(whole_params(model)[name].float(), value.to(p.dtype).float()), name
+            assert torch.equal(whole_weights(model)[name].float(), value.to(p.dtype).float()), name
             for key in ("exp_avg", "exp_avg_sq"):
                 utils.safe_set_full_optimizer_state(p, value + 1, key)
                 assert torch.equal(utils.safe_get_full_optimizer_state(p, key), value + 1), (name, key)

@@ -119,22 +119,16 @@ def save_and_load(engine: Engine, step: int) -> None:
 
 # Actions between the last backward of a window and its step, with their settings.
 SCENES: dict[str, tuple[Act, dict]] = {
-    "plain": (nothing, {}),
-    "accumulated": (nothing, {"gradient_accumulation_steps": 2}),
+    "plain": (nothing, {}), "accumulated": (nothing, {"gradient_accumulation_steps": 2}),
     # Some steps are clipped, others are not.
     "clipped": (nothing, {"gradient_clipping": 6.0}),
     "overflow": (nothing, {"fp16": {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}}),
-    "edited": (edit_gradient, {"gradient_clipping": 50.0}),
-    "edited_weight": (edit_weight, {}),
-    "other_lr": (other_lr, {}),
-    "dropped": (drop, {}),
-    "second_backward": (second_backward, {}),
-    "saved": (save_and_load, {}),
-    "read": (read_master, {}),
+    "edited": (edit_gradient, {"gradient_clipping": 50.0}), "edited_weight": (edit_weight, {}),
+    "other_lr": (other_lr, {}), "dropped": (drop, {}), "second_backward": (second_backward, {}),
+    "saved": (save_and_load, {}), "read": (read_master, {}),
     "int8": (nothing, {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "state_dtype": "int8"}}}),
-    "lion": (nothing, {"optimizer": {"type": "Lion", "params": {"lr": 0.001}}}),
-    "sometimes_unused": (nothing, {}),
-}
+    "lion": (nothing, {"optimizer": {"type": "Lion", "params": {"lr": 0.001}}}), "sometimes_unused": (nothing, {}),
+}  # fmt: skip
 # These scenes also run without waiting, so that updates may or may not have begun when backward ends.
 IN_A_RACE = {"plain", "clipped", "second_backward", "sometimes_unused"}
 BF16 = {"saved", "edited", "read"}  # other SCENES are fp32, unless they name a precision
@@ -235,14 +229,10 @@ def compare(rank: int, world: int, stage: int, scenes: list[str]) -> dict[str, l
 
 # Scene -> the steps that keep their update ahead.
 STANDS = {
-    "plain": [0, 1, 2, 3, 4],
-    "accumulated": [0, 1, 2, 3, 4],
-    "edited": [0, 1, 3, 4],
-    "int8": [0, 1, 2, 3, 4],
-    "lion": [0, 1, 2, 3, 4],
-    "other_lr": [],
+    "plain": [0, 1, 2, 3, 4], "accumulated": [0, 1, 2, 3, 4], "edited": [0, 1, 3, 4], "int8": [0, 1, 2, 3, 4],
+    "lion": [0, 1, 2, 3, 4], "other_lr": [],
     "saved": [0, 1, 4],  # the step after the load has no gradients
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 1), (2, 3)])
@@ -486,14 +476,9 @@ ACTS: dict[str, Act] = {
 # The actions that take no update back, then the actions that do and the step in which they do it.
 LEAVES_AHEAD = {"load_nothing", "refuse"}
 TAKES_BACK = {
-    "write_states": 2,
-    "write_flat_masters": 2,
-    "write_group_params": 2,
-    "write_betas": 2,
-    "load_base": 3,
-    "save_model": 2,
-    "set_states": 2,
-}
+    "write_states": 2, "write_flat_masters": 2, "write_group_params": 2, "write_betas": 2, "load_base": 3,
+    "save_model": 2, "set_states": 2,
+}  # fmt: skip
 
 
 # The actions that run other code where weights are whole.

@@ -44,18 +44,14 @@ class Stack(nn.Module):
 
 def make_engine(model: nn.Module, bf16: bool = False, **zero: Any) -> Any:
     config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
+        "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.0}},
         "zero_optimization": {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "reduce_bucket_size": LAYER_ELEMS,
-            "stage3_max_reuse_distance": 0,
-            **zero,
+            "stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": LAYER_ELEMS,
+            "stage3_max_reuse_distance": 0, **zero,
         },
         "bf16": {"enabled": bf16},
-    }
+    }  # fmt: skip
     return deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
@@ -303,17 +299,9 @@ class Skips(Stack):
 
 
 PLAN = [
+    None, None, ("forward", 2), ("backward", 3), None, ("forward", 4), ("forward", 0), ("backward", 0), ("forward", 5),
     None,
-    None,
-    ("forward", 2),
-    ("backward", 3),
-    None,
-    ("forward", 4),
-    ("forward", 0),
-    ("backward", 0),
-    ("forward", 5),
-    None,
-]
+]  # fmt: skip
 
 
 def skip_body(rank: int, world: int, zero: dict) -> list[torch.Tensor]:

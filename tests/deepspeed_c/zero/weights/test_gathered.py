@@ -61,13 +61,8 @@ def plain() -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in Net().named_parameters()}
 
 
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    with GatheredParameters(model.parameters()):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
 def check_weights(model: nn.Module, want: dict[str, torch.Tensor], label: str) -> None:
-    got = weights(model)
+    got = training.whole_weights(model)
     for name, value in want.items():
         assert torch.equal(got[name], value.to(got[name].dtype)), f"{label}, {name}: {got[name]} is not {value}"
 
@@ -93,17 +88,12 @@ def reading_body(rank: int, world: int, kind: str) -> None:
     params = dict(model.named_parameters())
     fresh = nn.Linear(3, 3)
     given = {
-        "one": model.inp.weight,
-        "list": [model.inp.weight, model.inp.weight, model.gain],
-        "set": set(model.parameters()),
-        "generator": model.parameters(),
-        "dict values": params.values(),
+        "one": model.inp.weight, "list": [model.inp.weight, model.inp.weight, model.gain],
+        "set": set(model.parameters()), "generator": model.parameters(), "dict values": params.values(),
         "state dict": set(model.state_dict(keep_vars=True).values()),
-        "mixed": [fresh.weight, model.out.weight, model.table, torch.zeros(2), model.nothing],
-        "empty": [],
-        "plain": fresh.weight,
-        "frozen": list(model.frozen.parameters()),
-    }
+        "mixed": [fresh.weight, model.out.weight, model.table, torch.zeros(2), model.nothing], "empty": [],
+        "plain": fresh.weight, "frozen": list(model.frozen.parameters()),
+    }  # fmt: skip
     sets = {
         label: list(value) if not torch.is_tensor(value) else [value]
         for label, value in given.items()
@@ -173,7 +163,9 @@ def _edit(param: nn.Parameter, how: str, value: torch.Tensor) -> None:
 def editing_body(rank: int, world: int, kind: str, dtype: str) -> None:
     model, engine = make(kind, dtype)
     params = dict(model.named_parameters())
-    want = dict(weights(model)) if kind != "stage_2" else {n: p.detach().clone() for n, p in params.items()}
+    want = (
+        dict(training.whole_weights(model)) if kind != "stage_2" else {n: p.detach().clone() for n, p in params.items()}
+    )
     generator = torch.Generator().manual_seed(3)
     for modifier in range(world):
         for how in ("in place", "data", "replaced", "strided", "other dtype", "turned"):
@@ -482,7 +474,7 @@ def test_fp32_adapters_on_a_frozen_bf16_base(rank: int, world: int) -> None:
             expected.backward()
             torch.nn.utils.clip_grad_norm_(twin.parameters(), CLIP)
             optimizer.step()
-        assert torch.equal(weights(model)["base.weight"], twin.base.weight)
+        assert torch.equal(training.whole_weights(model)["base.weight"], twin.base.weight)
 
 
 @on_ranks(2)

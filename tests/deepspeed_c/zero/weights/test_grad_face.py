@@ -12,9 +12,8 @@ from torch import nn
 
 from deepspeed_c.utils import safe_get_full_grad
 from tests.deepspeed_c.zero.gradients.test_shown import RATE, batch, make_engine
-from tests.deepspeed_c.zero.traits import whole_params
 from tests.ranks import on_ranks, run_ranks
-from tests.training import update
+from tests.training import update, whole_weights
 
 WIDTH = 7
 
@@ -60,7 +59,7 @@ def dropping_steps(
             engine.step()
         optimizer.step()
         optimizer.zero_grad()
-    got = whole_params(net)
+    got = whole_weights(net)
     engine.close()
     return max((got[name] - p.detach()).abs().max().item() for name, p in want.named_parameters())
 

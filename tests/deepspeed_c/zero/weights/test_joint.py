@@ -61,11 +61,6 @@ def train(engine, rank: int, steps: int = 2, first: int = 0) -> list[float]:
     return losses
 
 
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    with GatheredParameters(model.parameters()):
-        return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
 def check_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], label: str) -> None:
     assert got.keys() == want.keys()
     for name, value in want.items():
@@ -155,7 +150,7 @@ def test_a_write_of_ones_own_is_nobody_elses(rank, world):
     """A direct write of a program to a weight stays on its rank, and the next update of weights overwrites it."""
     model, engine = make()
     weight = model.out.weight
-    want = whole(model)
+    want = training.whole_weights(model)
     with GatheredParameters(model.parameters()):  # the context spans the forwards below
         if rank == 0:
             weight.data.fill_(7.0)
@@ -181,7 +176,7 @@ def test_a_write_of_ones_own_is_nobody_elses(rank, world):
             first.buffer.mul_(3.0)
         one._fetcher.unpin([first])
         one.step()
-    check_same(whole(model), whole(model2), f"rank {rank}")
+    check_same(training.whole_weights(model), training.whole_weights(model2), f"rank {rank}")
     engine.close()
     other.close()
 
@@ -198,23 +193,23 @@ def test_edits_from_outside_are_as_with_gathers(rank, world, dtype):
             if rank == 1:
                 model.inp.weight.data.mul_(0.5)
                 model.frozen.bias.fill_(0.25)
-        found = {f"gathered.{n}": v for n, v in whole(model).items()}
+        found = {f"gathered.{n}": v for n, v in training.whole_weights(model).items()}
         found["loss.0"] = torch.tensor(train(engine, rank, 1, 1))
         safe_set_full_fp32_param(model.out.weight, torch.full_like(safe_get_full_fp32_param(model.out.weight), 0.125))
-        found |= {f"set.{n}": v for n, v in whole(model).items()}
+        found |= {f"set.{n}": v for n, v in training.whole_weights(model).items()}
         safe_set_local_fp32_param(model.inp.bias, deepspeed_c.utils.safe_get_local_fp32_param(model.inp.bias) + 1)
-        found |= {f"local.{n}": v for n, v in whole(model).items()}
+        found |= {f"local.{n}": v for n, v in training.whole_weights(model).items()}
         found["loss.1"] = torch.tensor(train(engine, rank, 1, 2))
-        state = {n: v + 1 for n, v in whole(model).items()}
+        state = {n: v + 1 for n, v in training.whole_weights(model).items()}
         engine.load_module_state_dict(state)
-        found |= {f"loaded.{n}": v for n, v in whole(model).items()}
+        found |= {f"loaded.{n}": v for n, v in training.whole_weights(model).items()}
         found["loss.2"] = torch.tensor(train(engine, rank, 1, 3))
         engine.set_trainable(["inp.weight", "inp.bias", "frozen.weight"])
-        found |= {f"trainable.{n}": v for n, v in whole(model).items()}
+        found |= {f"trainable.{n}": v for n, v in training.whole_weights(model).items()}
         found["loss.3"] = torch.tensor(train(engine, rank, 2, 4))
         engine.offload_states()
         engine.reload_states()
-        found |= {f"moved.{n}": v for n, v in whole(model).items()}
+        found |= {f"moved.{n}": v for n, v in training.whole_weights(model).items()}
         found["loss.4"] = torch.tensor(train(engine, rank, 1, 6))
         inputs = [t.to(next(engine.parameters()).dtype) for t in batch(9, 0, rank, 0)]
         with torch.no_grad():
@@ -224,7 +219,7 @@ def test_edits_from_outside_are_as_with_gathers(rank, world, dtype):
         found["loss.5"] = torch.tensor(train(engine, rank, 1, 7))
         assert all(group.source.is_collective != (on is ON) for group in engine._fetcher.groups)
         engine.close()
-        found |= {f"closed.{n}": v for n, v in whole(model).items()}
+        found |= {f"closed.{n}": v for n, v in training.whole_weights(model).items()}
         return found
 
     check_same(run(ON), run(OFF), f"rank {rank}")
@@ -235,15 +230,15 @@ def test_checkpoints_and_init(rank, world, folder):
     model, engine = make("bf16")
     train(engine, rank, 2)
     engine.save_checkpoint(folder)
-    want, losses = whole(model), train(engine, rank, 2, 2)
+    want, losses = training.whole_weights(model), train(engine, rank, 2, 2)
     engine.load_checkpoint(folder)
-    check_same(whole(model), want, "loaded where it was saved")
+    check_same(training.whole_weights(model), want, "loaded where it was saved")
     assert train(engine, rank, 2, 2) == losses
     engine.close()
     for on in (OFF, ON):
         model, engine = make("bf16", on=on)
         engine.load_checkpoint(folder)
-        check_same(whole(model), want, f"loaded with {on}")
+        check_same(training.whole_weights(model), want, f"loaded with {on}")
         assert train(engine, rank, 2, 2) == losses
         engine.close()
     # Models built under zero.Init, and whole state dicts, work too.
@@ -265,7 +260,7 @@ def test_groups_of_ranks_each_hold_theirs(rank, world):
         model, engine = make(extra={"zero_optimization": {**UNITS["zero_optimization"], "mics_shard_size": 2}}, on=on)
         losses = train(engine, rank, 3)
         assert all(group.source.is_collective != (on is ON) for group in engine._fetcher.groups)
-        found = whole(model)
+        found = training.whole_weights(model)
         engine.close()
         return losses, found
 

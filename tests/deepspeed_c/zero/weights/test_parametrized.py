@@ -12,9 +12,8 @@ from torch.nn.utils import parametrizations
 
 import deepspeed_c
 from deepspeed_c.zero import GatheredParameters, Init
-from tests.deepspeed_c.zero.traits import whole_params
 from tests.ranks import on_ranks, run_ranks
-from tests.training import config, update
+from tests.training import config, update, whole_weights
 
 RATE, STEPS = 0.1, 3
 NORMS = {
@@ -83,7 +82,7 @@ def trained(rank: int, world: int, way: str, norm: str) -> dict[str, float]:
                 p -= RATE * p.grad
                 p.grad = None
         update(engine, engine(batch(step, rank)).square().sum())
-    got = whole_params(net)
+    got = whole_weights(net)
     engine.close()
     off = {name: (got[name] - p.detach()).abs().max().item() for name, p in want.named_parameters()}
     assert set(got) == set(off)

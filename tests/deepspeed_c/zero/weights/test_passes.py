@@ -25,25 +25,16 @@ LR = 0.05
 # autograd.grad of the loss to the input. f1.0: forward of chunk 0 alone, from the detached output of the chunk before.
 # Operations after | replace those before it on all ranks but the first.
 ORDERS = {
-    "one after another": "f1 b1 f2 b2",
-    "first in, first out": "f1 f2 b1 b2",
-    "last in, first out": "f1 f2 b2 b1",
-    "any order": "f1 f2 f3 b2 b3 b1",
-    "no_grad between": "f1 n2 f2 n1 b1 n2 b2",
-    "no backward": "f1 f2 f3 b1 d2 b3",
-    "no backward, kept": "f1 f2 f3 b1 b3",
-    "together": "f1 f2 f3 b1+3 b2",
-    "steady state": "f1 f2 b1 f3 b2 f4 b3 b4",
-    "gradient by the input": "f1 f2 g1 b2 b1",
-    "user's": "f1 f2 u1 u2",
-    "user's, last first": "f1 f2 f3 u3 u1 u2",
+    "one after another": "f1 b1 f2 b2", "first in, first out": "f1 f2 b1 b2", "last in, first out": "f1 f2 b2 b1",
+    "any order": "f1 f2 f3 b2 b3 b1", "no_grad between": "f1 n2 f2 n1 b1 n2 b2", "no backward": "f1 f2 f3 b1 d2 b3",
+    "no backward, kept": "f1 f2 f3 b1 b3", "together": "f1 f2 f3 b1+3 b2", "steady state": "f1 f2 b1 f3 b2 f4 b3 b4",
+    "gradient by the input": "f1 f2 g1 b2 b1", "user's": "f1 f2 u1 u2", "user's, last first": "f1 f2 f3 u3 u1 u2",
     "chunks": "f1.0 f2.0 f1.1 b1.1 f2.1 b1.0 b2.1 b2.0",
     "chunks, interleaved": "f1.0 f2.0 f1.1 f2.1 f3.0 b1.1 b2.1 f3.1 b1.0 b3.1 b2.0 b3.0",
-    "chunks and all": "f1.0 f2 f1.1 n3 b1.1 b2 b1.0",
-    "ranks that leave a loss out": "f1 f2 f3 b1+2 b3|f1 f2 f3 b2 b3",
+    "chunks and all": "f1.0 f2 f1.1 n3 b1.1 b2 b1.0", "ranks that leave a loss out": "f1 f2 f3 b1+2 b3|f1 f2 f3 b2 b3",
     "ranks that drop a graph": "f1 f2 f3 b1 b3|f1 f2 d2 f3 b1 b3",
     "user's, ranks that leave a loss out": "f1 f2 u1+2|f1 f2 u2",
-}
+}  # fmt: skip
 
 
 class Stack(nn.Module):
@@ -136,17 +127,13 @@ class Run:
 def sharded_body(rank: int, world: int, order: str, stage: int, kind: str, zero: dict) -> tuple:
     model = make_model(kind)
     config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
+        "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
         "zero_optimization": {
-            "stage": stage,
-            "stage3_param_persistence_threshold": 0,
-            "reduce_bucket_size": WIDTH * WIDTH,
-            "stage3_max_reuse_distance": 0,
-            **zero,
+            "stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": WIDTH * WIDTH,
+            "stage3_max_reuse_distance": 0, **zero,
         },
-    }
+    }  # fmt: skip
     losses, collectives = [], []
     with deepspeed_c.initialize(model=model, model_parameters=model.parameters(), config=config)[0] as engine:
         fetcher, ledger, before = engine._fetcher, engine._comm.ledger, None

@@ -28,13 +28,10 @@ GROUP_NAMES = [["embed.weight", "up.weight", "down.weight"], ["gain", "up.bias",
 def config(stage: int, dtype: str, **more: Any) -> dict[str, Any]:
     """A configuration of DeepSpeed for peer.py. ``zero``: more keys of the section on ZeRO."""
     made: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage, **more.pop("zero", {})},
-        "steps_per_print": 1000000,
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage, **more.pop("zero", {})}, "steps_per_print": 1000000,
         "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 5}},
-    }
+    }  # fmt: skip
     if dtype == "bf16":
         made["bf16"] = {"enabled": True}
     if dtype == "fp16":
@@ -61,18 +58,12 @@ def run_peers(
     try:
         for rank in range(world_size):
             environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "DS_ACCELERATOR": "cpu",
-                "OMP_NUM_THREADS": "1",
+                **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
+                "LOCAL_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
                 # DeepSpeed puts names of groups of experts into a set; all ranks must have it in the same order.
                 "PYTHONHASHSEED": "0",
-            }
+            }  # fmt: skip
             with open(folder / f"rank_{rank}.log", "w") as log:
                 ranks.append(
                     subprocess.Popen(

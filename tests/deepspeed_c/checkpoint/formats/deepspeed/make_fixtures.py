@@ -60,13 +60,9 @@ def make(python: str, name: str, stage: int, dtype: str, world_size: int, more: 
         folder = Path(made)
         spec = {
             "config": config(stage, dtype, zero=more.get("zero", {}), **more.get("more", {})),
-            "optimizer": more.get("optimizer", "adamw"),
-            "steps": STEPS,
-            "save": str(folder / "saved"),
-            "tag": "t3",
-            "client_state": {"epoch": 3, "note": "fixture"},
-            "more_steps": MORE_STEPS,
-        }
+            "optimizer": more.get("optimizer", "adamw"), "steps": STEPS, "save": str(folder / "saved"), "tag": "t3",
+            "client_state": {"epoch": 3, "note": "fixture"}, "more_steps": MORE_STEPS,
+        }  # fmt: skip
         report = run_peer(python, spec, folder / "run", world_size)
         (folder / "saved" / "zero_to_fp32.py").unlink(missing_ok=True)
         version = report["version"].split("+")[0]

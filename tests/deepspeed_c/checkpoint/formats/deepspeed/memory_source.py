@@ -13,15 +13,9 @@ from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, LogicalTensor, 
 
 NAMES = {
     # name -> (shape, group; None: frozen, -1: buffer)
-    "embed": ((7, 5), 0),
-    "frozen": ((3, 2), None),
-    "scale": ((), 1),
-    "wide": ((2, 3, 4), 0),
-    "mean": ((5,), -1),
-    "bias": ((11,), 1),
-    "empty": ((0, 4), 1),
-    "last": ((13,), 0),
-}
+    "embed": ((7, 5), 0), "frozen": ((3, 2), None), "scale": ((), 1), "wide": ((2, 3, 4), 0), "mean": ((5,), -1),
+    "bias": ((11,), 1), "empty": ((0, 4), 1), "last": ((13,), 0),
+}  # fmt: skip
 
 
 class MemorySource(Source):

@@ -270,12 +270,9 @@ def load_body(rank: int, world: int, folder: str, n_tags: int, cells: list[tuple
 
 
 SAVED = [
-    ((2, 2), 0, {}),
-    ((2, 1), 1, {}),
-    ((2, 4), 2, {}),
-    ((4, 2), 1, {"bf16": {"enabled": True}}),
+    ((2, 2), 0, {}), ((2, 1), 1, {}), ((2, 4), 2, {}), ((4, 2), 1, {"bf16": {"enabled": True}}),
     ((2, 2), 2, {"use_data_before_expert_parallelism": True}),
-]
+]  # fmt: skip
 LOADED = {1: [((1, 1), 0), ((1, 1), 3)], 2: [((2, 1), 2), ((2, 2), 3)]}
 
 

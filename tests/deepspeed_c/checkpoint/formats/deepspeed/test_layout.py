@@ -21,26 +21,9 @@ N_MUTATIONS = 30
 # Every tensor of the fixtures is smaller. A shape in a changed file may have any number.
 MOST_ELEMS = 1 << 20
 JUNK = [
-    None,
-    True,
-    -1,
-    0,
-    1,
-    7,
-    2**70,
-    -(2**63),
-    1.5,
-    math.nan,
-    "",
-    "text",
-    b"bytes",
-    (),
-    [],
-    {},
-    [None],
-    {"a": 1},
+    None, True, -1, 0, 1, 7, 2**70, -(2**63), 1.5, math.nan, "", "text", b"bytes", (), [], {}, [None], {"a": 1},
     {0: {}},
-]
+]  # fmt: skip
 JUNK += [torch.Size([10**9, 10**9]), (2, -3), range(3)]
 
 

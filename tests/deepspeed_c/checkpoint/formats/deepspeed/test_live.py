@@ -146,12 +146,9 @@ def test_we_go_on_from_what_deepspeed_saved(both, stage, dtype):
 
 # name -> (stage that saved, stage that loads, optimizer)
 UNIVERSAL = {
-    "stage1": (1, 1, "adamw"),
-    "stage1-to-2": (1, 2, "adamw"),
-    "stage1-to-3": (1, 3, "one_group"),
-    "stage3": (3, 3, "adamw"),
-    "stage3-one-group": (3, 3, "one_group"),
-}
+    "stage1": (1, 1, "adamw"), "stage1-to-2": (1, 2, "adamw"), "stage1-to-3": (1, 3, "one_group"),
+    "stage3": (3, 3, "adamw"), "stage3-one-group": (3, 3, "one_group"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from deepspeed_c.utils import safe_get_full_fp32_param, safe_get_full_optimizer_
 from deepspeed_c.zero.layout.experts import ExpertNames
 from tests.deepspeed_c.checkpoint.formats.deepspeed.harness import PEER_MOE, config, run_peers
 from tests.deepspeed_c.checkpoint.formats.deepspeed.tiny_moe import TinyMoE, train
-from tests.deepspeed_c.zero.traits import whole_params
 from tests.ranks import run_ranks
+from tests.training import whole_weights
 
 PYTHON = os.environ.get("DSC_PEER_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="DSC_PEER_PYTHON names no Python that has DeepSpeed")
@@ -60,7 +60,7 @@ def shown(engine) -> dict[str, dict[str, torch.Tensor]]:
     """This rank's tensors, with experts numbered over all ranks."""
     numbered = ExpertNames(engine.module)
     found: dict[str, dict[str, torch.Tensor]] = {"param": {}, "master": {}, "exp_avg": {}, "exp_avg_sq": {}}
-    for name, value in whole_params(engine.module).items():
+    for name, value in whole_weights(engine.module).items():
         found["param"][numbered.logical(name)] = value.clone()
     for name, param in engine.module.named_parameters():
         found["master"][numbered.logical(name)] = safe_get_full_fp32_param(param).clone()

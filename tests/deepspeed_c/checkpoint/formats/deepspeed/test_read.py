@@ -259,13 +259,8 @@ def save_stage0(folder: Path, module: dict, optimizer: dict, **more: object) -> 
     """Writes a checkpoint of stage 0 by hand, as DeepSpeed saves one in fp32 training."""
     folder.mkdir()
     content = {
-        "module": module,
-        "buffer_names": [],
-        "optimizer": optimizer,
-        "dp_world_size": 1,
-        "ds_config": {},
-        **more,
-    }
+        "module": module, "buffer_names": [], "optimizer": optimizer, "dp_world_size": 1, "ds_config": {}, **more,
+    }  # fmt: skip
     torch.save(content, folder / "mp_rank_00_model_states.pt")
     return DeepSpeedSource(str(folder))
 

@@ -22,17 +22,9 @@ WORLDS = (1, 2, 3)
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 # The globals that torch.save itself names, and Python's containers.
 HARMLESS = {
-    "collections.OrderedDict",
-    "torch._utils._rebuild_tensor_v2",
-    "torch.Size",
-    "torch.float16",
-    "torch.FloatStorage",
-    "torch.HalfStorage",
-    "torch.BFloat16Storage",
-    "torch.LongStorage",
-    "__builtin__.set",
-    "builtins.set",
-}
+    "collections.OrderedDict", "torch._utils._rebuild_tensor_v2", "torch.Size", "torch.float16", "torch.FloatStorage",
+    "torch.HalfStorage", "torch.BFloat16Storage", "torch.LongStorage", "__builtin__.set", "builtins.set",
+}  # fmt: skip
 
 
 def named_in(path: Path) -> set[str]:
