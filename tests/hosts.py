@@ -153,11 +153,9 @@ class Hosts:
         """The place of ``rank``. numbers: the number of each rank's host."""
         mine = numbers[rank]
         environment = {
-            "LOCAL_RANK": str(numbers[:rank].count(mine)),
-            "LOCAL_WORLD_SIZE": str(numbers.count(mine)),
-            "MASTER_ADDR": self[numbers[0]].address,
-            "GLOO_SOCKET_IFNAME": DEVICE,
-        }
+            "LOCAL_RANK": str(numbers[:rank].count(mine)), "LOCAL_WORLD_SIZE": str(numbers.count(mine)),
+            "MASTER_ADDR": self[numbers[0]].address, "GLOO_SOCKET_IFNAME": DEVICE,
+        }  # fmt: skip
         return Place(self[mine].pid, environment)
 
     def __getitem__(self, i: int) -> Host:

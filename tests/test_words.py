@@ -165,7 +165,5 @@ def test_prose_keeps_to_the_words() -> None:
 def test_other_words_are_found() -> None:
     source = 'x = "a gather group"  # of the microbatch\n"""The partition of a mesh dimension, `partition`, str.partition()."""\n'
     assert [line.partition(": ")[2] for line in wrong_words(source)] == [
-        "'mesh dimension': axis",
-        "'partition': shard",
-        "'microbatch': micro-batch",
-    ]
+        "'mesh dimension': axis", "'partition': shard", "'microbatch': micro-batch",
+    ]  # fmt: skip

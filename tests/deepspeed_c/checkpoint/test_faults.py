@@ -52,12 +52,10 @@ class Net(nn.Module):
 def make(stage: int, dtype: str, **config: Any):
     torch.manual_seed(stage)
     settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 14},
-        **({} if dtype == "fp32" else {dtype: {"enabled": True}}),
-        **config,
-    }
+        **({} if dtype == "fp32" else {dtype: {"enabled": True}}), **config,
+    }  # fmt: skip
     return deepspeed_c.initialize(model=Net(), config=settings)[0]
 
 

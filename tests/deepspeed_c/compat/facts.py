@@ -369,12 +369,10 @@ def folders() -> dict[str, object]:
             torch.save(model, f"{folder}/mp_rank_{mp:02d}_model_states.pt")
             for dp in range(12):
                 optimizer = {
-                    "zero_stage": 2,
-                    "partition_count": [12],
-                    "group_paddings": [1 if dp == 11 else 0],
+                    "zero_stage": 2, "partition_count": [12], "group_paddings": [1 if dp == 11 else 0],
                     "single_partition_of_fp32_groups": [torch.full((4,), 10.0 * mp + dp)],
                     "base_optimizer_state": {"state": {0: {"exp_avg": torch.arange(4.0) + dp, "step": 3}}},
-                }
+                }  # fmt: skip
                 state = {"optimizer_state_dict": optimizer, "param_shapes": "dropped"}
                 torch.save(state, f"{folder}/zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt")
         whole = checkpoint.DeepSpeedCheckpoint(folder)
@@ -421,11 +419,9 @@ def cores() -> dict[str, object]:
     from deepspeed.utils.numa import get_numa_cores, parse_range_list
 
     hosts = {
-        "two": ["0 1 2 3", "4 5 6 7"],
-        "one": ["0 1 2 3 4 5 6 7"],
-        "hbm": ["0 1 2 3", "4 5 6 7", "", ""],
+        "two": ["0 1 2 3", "4 5 6 7"], "one": ["0 1 2 3 4 5 6 7"], "hbm": ["0 1 2 3", "4 5 6 7", "", ""],
         "fake": ["0 1 2 3", "0 1 2 3", "4 5 6 7", "4 5 6 7"],
-    }
+    }  # fmt: skip
     calls = [
         ("0-7", 2, 0), ("0-7", 2, 1), ("0-7", 1, 0), ("0,2,4-7", 2, 1), ("1-3,6", 4, 3), ("0-1", 3, 0), ("3-1", 1, 0),
     ]  # fmt: skip

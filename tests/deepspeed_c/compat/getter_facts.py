@@ -53,11 +53,9 @@ BATCHING = {"enabled": True, "max_tokens": "900", "max_batch_size": 4.0, "lr_sca
 SAMPLING = {"enabled": True, "num_epochs": 7, "num_workers": 2, "pin_memory": True, "curriculum_learning": CURRICULUM}
 LTD = {"enabled": True, "total_layer_num": 24, "layer_token_lr_schedule": {"enabled": True}}
 EFFICIENCY = {
-    "enabled": True,
-    "seed": 5,
-    "data_sampling": {**SAMPLING, "dynamic_batching": BATCHING},
+    "enabled": True, "seed": 5, "data_sampling": {**SAMPLING, "dynamic_batching": BATCHING},
     "data_routing": {"enabled": True, "random_ltd": LTD},
-}
+}  # fmt: skip
 WRITER = {"type": "python", "io_buffer_size": 100, "data_parallel": "socket", "decoupled": True}
 CHECKPOINT = {"tag_validation": "fail", "parallel_write": {"pipeline_stage": True}, "writer": WRITER}
 EIGENVALUE = {

@@ -137,12 +137,8 @@ def test_questions_about_data_are_computed() -> None:
     assert probes.is_zero_param(plain)
     assert [probes.is_even(n) for n in (-3, -2, 0, 1, 2**70)] == [False, True, True, False, True]
     assert [probes.is_builtin_type(v) for v in (1, [], None, plain, SimpleNamespace())] == [
-        True,
-        True,
-        True,
-        False,
-        False,
-    ]
+        True, True, True, False, False,
+    ]  # fmt: skip
     adam, sgd = FusedAdam([plain]), torch.optim.SGD([plain], lr=0.1)
     assert probes.is_zero_supported_optimizer(adam) and not probes.is_zero_supported_optimizer(sgd)
     kinds = [
@@ -169,11 +165,8 @@ def test_questions_of_objects_are_answered() -> None:
     assert getters.is_elastic_model_parallel_supported() is False
     assert [getters.is_map_style_dataset(each) for each in (samples, [1], stream, None)] == [True, True, False, False]
     assert [getters.is_iterable_style_dataset(each) for each in (samples, [1], stream, None)] == [
-        False,
-        False,
-        True,
-        False,
-    ]
+        False, False, True, False,
+    ]  # fmt: skip
     assert get_accelerator().supports_nvtx_domain is False
 
 
@@ -203,10 +196,8 @@ def test_the_machine(tmp_path, monkeypatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ASCEND_HOME_PATH"):
         monkeypatch.delenv(name, raising=False)
     ask = (
-        probes.get_world_rank_from_launcher,
-        probes.get_local_rank_from_launcher,
-        probes.get_world_size_from_launcher,
-    )
+        probes.get_world_rank_from_launcher, probes.get_local_rank_from_launcher, probes.get_world_size_from_launcher,
+    )  # fmt: skip
     assert [each() for each in ask] == [0, 0, 1]
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "7")
     monkeypatch.setenv("WORLD_SIZE", "9")

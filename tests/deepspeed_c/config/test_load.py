@@ -420,12 +420,9 @@ def test_overrides_replace_and_are_marked():
         for path in ("optimizer.params.lr", "optimizer.params.eps", "bf16.enabled", "seed", "fp16.enabled")
     }
     assert sources == {
-        "optimizer.params.lr": "override",
-        "optimizer.params.eps": "user",
-        "bf16.enabled": "override",
-        "seed": "user",
+        "optimizer.params.lr": "override", "optimizer.params.eps": "user", "bf16.enabled": "override", "seed": "user",
         "fp16.enabled": "default",
-    }
+    }  # fmt: skip
     assert config.as_dict() == tree
 
 

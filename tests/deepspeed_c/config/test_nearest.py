@@ -37,10 +37,8 @@ def test_distance_of_known_pairs(a, b, expected):
 
 def test_all_equally_near_names_are_given():
     assert nearest("expert_w", ["expert_w1", "expert_w2", "expert_w3", "enabled"]) == [
-        "expert_w1",
-        "expert_w2",
-        "expert_w3",
-    ]
+        "expert_w1", "expert_w2", "expert_w3",
+    ]  # fmt: skip
 
 
 def test_nothing_is_near_what_is_unlike():

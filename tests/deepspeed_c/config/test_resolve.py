@@ -43,11 +43,9 @@ def test_initialize_reads_each_source_once(rank: int, world: int, folder: str) -
 
 
 AUTO = {
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "bf16": {"enabled": "auto"},
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"},
     "zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}, "overlap_comm": None},
-}
+}  # fmt: skip
 
 
 def test_the_hooks_of_hugging_face_read_once():

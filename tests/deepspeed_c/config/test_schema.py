@@ -13,12 +13,10 @@ from deepspeed_c.config.schema import Root, fields_of, find, walk
 
 # Sections that the list spells otherwise than JSON.
 SECTIONS = {
-    "top": "",
-    "monitors": "",
-    "quantize_training / timers / misc": "",
+    "top": "", "monitors": "", "quantize_training / timers / misc": "",
     "curriculum_learning (legacy)": "curriculum_learning",
     "weight_quantization (ZeRO-inference)": "weight_quantization",
-}
+}  # fmt: skip
 # Rows that describe several keys, or describe a key in other words.
 ROWS = {
     ("optimizer", "optimizer"): ["optimizer"],

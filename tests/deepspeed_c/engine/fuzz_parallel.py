@@ -55,11 +55,9 @@ ATTENTION = {
     "opt": ["q_proj", "k_proj", "v_proj", "out_proj"],
 }
 PRECISIONS = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True, "loss_scale": 1024.0}},
+    "fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "loss_scale": 1024.0}},
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
-}
+}  # fmt: skip
 # Tolerances, relative to the distance that a weight moves. The bugs to find are wrong factors and missing terms.
 TOLERANCE = {"fp32": 2e-3, "bf16": 0.2, "fp16": 0.1, "autocast": 0.2}
 # Their outputs are whole on all tensor-parallel ranks.

@@ -170,10 +170,8 @@ def test_the_old_section_and_layer_drop_reach_forward(run_ranks):
         length = min(64, (8 + 56 * (step + 1) // 4) // 8 * 8)
         print(step, arguments, keep, length)
         assert arguments == {
-            "progressive_layer_drop": True,
-            "pld_theta": pytest.approx(keep),
-            "curriculum_seqlen": length,
-        }
+            "progressive_layer_drop": True, "pld_theta": pytest.approx(keep), "curriculum_seqlen": length,
+        }  # fmt: skip
     assert in_eval == {} and theta == pytest.approx(0.5 * math.exp(-0.5) + 0.5) and difficulty == 64
 
 

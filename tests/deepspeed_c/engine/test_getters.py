@@ -68,12 +68,8 @@ def test_what_is_configured() -> None:
     }  # fmt: skip
     (said,) = run_ranks(1, answers_body, extra)
     assert said["dynamic_loss_scale_args"] == {
-        "init_scale": 32,
-        "scale_window": 7,
-        "delayed_shift": 3,
-        "consecutive_hysteresis": False,
-        "min_scale": 2,
-    }
+        "init_scale": 32, "scale_window": 7, "delayed_shift": 3, "consecutive_hysteresis": False, "min_scale": 2,
+    }  # fmt: skip
     assert said["communication_data_type"] == "torch.float32"
     assert said["get_data_types"] == ["torch.float16", "torch.float32"]
     assert said["zero_use_cpu_optimizer"] and said["zero_cpu_offload"] and not said["zero_nvme_offload_optimizer"]

@@ -261,11 +261,9 @@ def outcome(model: Any, x: torch.Tensor, paths: Sequence[Sequence[int]]) -> Any:
 def paths_body(rank: int, world: int) -> int:
     torch.manual_seed(3)
     zero = {
-        "reduce_bucket_size": 60,
-        "stage3_prefetch_bucket_size": 200,
-        "stage3_max_live_parameters": 450,
+        "reduce_bucket_size": 60, "stage3_prefetch_bucket_size": 200, "stage3_max_live_parameters": 450,
         "stage3_param_persistence_threshold": 0,
-    }
+    }  # fmt: skip
     model = Paths()
     torch.manual_seed(3)
     plain = Paths()

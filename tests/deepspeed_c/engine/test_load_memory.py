@@ -118,11 +118,9 @@ def test_a_load_takes_a_ranks_own_part_and_the_readers_buffers(tmp_path):
     except StateError as error:
         pytest.skip(str(error))
     allowed = {
-        "into the engine that saved": READER,
-        "weights": READER,
-        "a Hugging Face folder": READER,
+        "into the engine that saved": READER, "weights": READER, "a Hugging Face folder": READER,
         "weights and new states": SHARD + READER,  # the load allocates the moments
-    }
+    }  # fmt: skip
     for rank, grown in enumerate(run_ranks(WORLD, body, str(tmp_path))):
         print(f"rank {rank}, MB: " + ", ".join(f"{what} {n / 1e6:.1f}" for what, n in grown.items()))
         for what, n_bytes in allowed.items():

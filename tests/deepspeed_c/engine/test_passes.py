@@ -22,12 +22,10 @@ WIDTH, GAS, SCALE = 13, 2, 2.0**10
 OPTIMIZER = {"lr": 0.02, "eps": 1e-3, "weight_decay": 0.1}
 FP16 = {"enabled": True, "initial_scale_power": 10}
 PRECISIONS = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": FP16},
+    "fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": FP16},
     "autocast_bf16": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
     "autocast_fp16": {"torch_autocast": {"enabled": True, "dtype": "float16"}, "fp16": {"initial_scale_power": 10}},
-}
+}  # fmt: skip
 CELLS = [
     (stage, precision)
     for stage in range(4)

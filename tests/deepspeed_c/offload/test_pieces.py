@@ -46,10 +46,8 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.large, self.last = (
-            torch.nn.Linear(5, N_IN),
-            torch.nn.Linear(N_IN, N_OUT),
-            torch.nn.Linear(N_OUT, 3),
-        )
+            torch.nn.Linear(5, N_IN), torch.nn.Linear(N_IN, N_OUT), torch.nn.Linear(N_OUT, 3),
+        )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(torch.tanh(self.large(torch.tanh(self.first(x))))).float().square().mean()
@@ -61,11 +59,9 @@ def make_engine(folder: str, stage: int, settings: dict) -> deepspeed_c.DeepSpee
     nvme = {"device": "nvme", "nvme_path": folder, "pipeline_read": True, "pipeline_write": True}
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
-        "gradient_clipping": 0.5,
-        "aio": {"checksum": True, "block_size": 4096},
-        **settings,
-    }
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}, "gradient_clipping": 0.5,
+        "aio": {"checksum": True, "block_size": 4096}, **settings,
+    }  # fmt: skip
     given = settings.get("zero_optimization", {})
     zero["offload_optimizer"] = {**nvme, **given.get("offload_optimizer", {})}
     if "offload_param" in given:

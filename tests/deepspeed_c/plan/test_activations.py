@@ -24,10 +24,8 @@ from tests.training import config, step
 
 N_SAMPLES, N_TOKENS = 2, 128
 PRECISIONS = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
-}
+    "fp32": {}, "bf16": {"bf16": {"enabled": True}}, "autocast": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
+}  # fmt: skip
 
 
 def policy(model: torch.nn.Module, precision: str) -> Precision:

@@ -55,14 +55,10 @@ def test_sizes_of_a_model_and_back():
     groups = [[model[0].weight, model.scalar], [model[0].bias, model[1].weight, model[1].bias, model.empty]]
     sizes = sizes_of(model, groups)
     assert [tuple(p)[:4] for p in sizes.params] == [
-        ("tied", 15, torch.float32, 0),
-        ("scalar", 1, torch.float32, 0),
-        ("empty", 0, torch.float32, 1),
-        ("0.bias", 5, torch.float32, 1),
-        ("1.weight", 5, torch.float32, 1),
-        ("1.bias", 5, torch.float32, 1),
+        ("tied", 15, torch.float32, 0), ("scalar", 1, torch.float32, 0), ("empty", 0, torch.float32, 1),
+        ("0.bias", 5, torch.float32, 1), ("1.weight", 5, torch.float32, 1), ("1.bias", 5, torch.float32, 1),
         ("2.weight", 15, torch.float16, None),
-    ]
+    ]  # fmt: skip
     assert sizes.buffer_bytes == 5 * 4 + 5 * 4 + 8 and not sizes.is_sharded
     made, made_groups = model_of(sizes)
     assert all(p.is_meta for p in made.parameters())

@@ -44,10 +44,8 @@ def test_rows_and_the_chosen_one():
     table = plan_table(config(2), N, sizes=stack_of(P, 16), device_type="cuda")
     offloads = ["none", "optimizer on cpu", "optimizer on nvme"]
     everything = [
-        "optimizer and parameters on cpu",
-        "optimizer on nvme, parameters on cpu",
-        "optimizer and parameters on nvme",
-    ]
+        "optimizer and parameters on cpu", "optimizer on nvme, parameters on cpu", "optimizer and parameters on nvme",
+    ]  # fmt: skip
     assert list(plans(table)) == [
         (0, "none"),
         *((stage, offload) for stage in (1, 2) for offload in offloads),

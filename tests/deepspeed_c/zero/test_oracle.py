@@ -39,10 +39,8 @@ from tests.ranks import run_ranks
 
 STAGES = (0, 1, 2, 3)
 DTYPES = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
-}
+    "fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+}  # fmt: skip
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 NORM = {"rtol": 1e-12, "atol": 0.0}
 

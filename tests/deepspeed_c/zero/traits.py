@@ -133,18 +133,11 @@ class Trait(NamedTuple):
 
 
 TRAITS: dict[str, Trait] = {
-    "plain": Trait(),
-    "loss_backward": Trait(user_backward=True),
-    "tied": Trait(Tied),
-    "used_twice": Trait(UsedTwice),
-    "two_backwards": Trait(n_backwards=2),
-    "checkpoint": Trait(Checkpointed),
+    "plain": Trait(), "loss_backward": Trait(user_backward=True), "tied": Trait(Tied), "used_twice": Trait(UsedTwice),
+    "two_backwards": Trait(n_backwards=2), "checkpoint": Trait(Checkpointed),
     "checkpoint_reentrant": Trait(CheckpointedReentrant),
-    "checkpoint_reentrant_user": Trait(CheckpointedReentrant, user_backward=True),
-    "frozen": Trait(Frozen),
-    "zero_size": Trait(ZeroSize),
-    "unused": Trait(Unused),
-    "groups": Trait(Tied, groups=2),
+    "checkpoint_reentrant_user": Trait(CheckpointedReentrant, user_backward=True), "frozen": Trait(Frozen),
+    "zero_size": Trait(ZeroSize), "unused": Trait(Unused), "groups": Trait(Tied, groups=2),
     "sparse_embedding": Trait(Embedded, config={"sparse_gradients": True}),
     "tiny_buckets": Trait(UsedTwice, config={"zero_optimization": {"reduce_bucket_size": 40, "overlap_comm": True}}),
     "no_overlap": Trait(config={"zero_optimization": {"overlap_comm": False}}),
@@ -152,7 +145,7 @@ TRAITS: dict[str, Trait] = {
     "prescale": Trait(config={"prescale_gradients": True}),
     "predivide": Trait(config={"gradient_predivide_factor": 2.0}),
     "fp32_comm": Trait(config={"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}),
-}
+}  # fmt: skip
 
 STEPS = 4
 CLIP = 0.3  # norms lie between 0.2 and 2, so nearly every run clips some steps and not others

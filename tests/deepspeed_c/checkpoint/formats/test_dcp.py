@@ -112,12 +112,10 @@ def sharded_body(rank: int, world: int, folder: str) -> None:
     cube = torch.arange(60).view(5, 3, 4).bfloat16()
     mesh2 = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("a", "b")) if world == 4 else None
     value = {
-        "rows": distribute_tensor(square, mesh, [Shard(0)]),
-        "columns": distribute_tensor(square, mesh, [Shard(1)]),
-        "middle": distribute_tensor(cube, mesh, [Shard(1)]),
-        "same": distribute_tensor(square, mesh, [Replicate()]),
+        "rows": distribute_tensor(square, mesh, [Shard(0)]), "columns": distribute_tensor(square, mesh, [Shard(1)]),
+        "middle": distribute_tensor(cube, mesh, [Shard(1)]), "same": distribute_tensor(square, mesh, [Replicate()]),
         "few": distribute_tensor(torch.ones(1, 2), mesh, [Shard(0)]),
-    }
+    }  # fmt: skip
     if mesh2 is not None:
         value["both"] = distribute_tensor(square, mesh2, [Shard(1), Shard(0)])
     dcp.save({"model": value}, checkpoint_id=folder)

@@ -138,11 +138,9 @@ def test_parts_of_rows_of_a_file(tmp_path, monkeypatch, columns, into_dtype):
     tensor = LogicalTensor(name="w", kind=PARAM, shape=whole.shape, dtype=whole.dtype)
     half = columns // 2
     parts = [
-        Box((0, 0, half), (7, 13, columns - half)),
-        Box((1, 2, 0), (5, 11, half)),
-        Box((0, 0, 3), (7, 13, columns - 4)),
+        Box((0, 0, half), (7, 13, columns - half)), Box((1, 2, 0), (5, 11, half)), Box((0, 0, 3), (7, 13, columns - 4)),
         Box((6, 0, columns - 1), (1, 13, 1)),
-    ]
+    ]  # fmt: skip
     with open_file(tmp_path / "f", whole, 11) as file:
         for box in parts:
             want = part_of(whole, box)

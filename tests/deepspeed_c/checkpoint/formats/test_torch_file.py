@@ -133,12 +133,10 @@ def hostile_calls() -> dict[str, bytes]:
             return self.reduced
 
     calls = {
-        "posix.system": Run(os.system, "touch pwned"),
-        "eval": Run(eval, "open('pwned', 'w').close()"),
-        "exec": Run(exec, "open('pwned', 'w').close()"),
-        "subprocess.Popen": Run(subprocess.Popen, ["touch", "pwned"]),
+        "posix.system": Run(os.system, "touch pwned"), "eval": Run(eval, "open('pwned', 'w').close()"),
+        "exec": Run(exec, "open('pwned', 'w').close()"), "subprocess.Popen": Run(subprocess.Popen, ["touch", "pwned"]),
         "torch.serialization.load": Run(torch.load, "pwned"),
-    }
+    }  # fmt: skip
     named = [
         "builtins.getattr", "builtins.__import__", "types.FunctionType", "os.execv", "torch.hub.load", "operator.call",
     ]  # fmt: skip

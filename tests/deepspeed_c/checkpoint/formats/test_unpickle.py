@@ -95,11 +95,9 @@ BOMBS = {
     "a deque in a deque": (named("collections.deque") + b"q\x00)R") + b"h\x00)R" + b"a",
 }  # fmt: skip
 DOUBLED = {
-    "tuples": (b")", b"\x86"),
-    "lists": (b"]", b"\x86q\x010]h\x01a"),
-    "dictionaries": (b"]", b"\x86q\x010}K\x01h\x01s"),
+    "tuples": (b")", b"\x86"), "lists": (b"]", b"\x86q\x010]h\x01a"), "dictionaries": (b"]", b"\x86q\x010}K\x01h\x01s"),
     "keys": (b")", b"\x86"),
-}
+}  # fmt: skip
 DEEP = {
     "lists": lambda n: b"]" * n + b"a" * (n - 1),
     "tuples": lambda n: b"N" + b"\x85" * n,

@@ -83,12 +83,10 @@ def test_zip_beyond_4_gib_is_read_by_torch_and_zipfile(tmp_path):
     tail = struct.pack("<f", 7.5)
     crc32 = {"first": zlib.crc32(first), "last": zlib.crc32(last), "large": 11, "below": 12, "border": 13, "above": 14}
     payloads = [
-        (plan.payload_offset["first"], first),
-        (plan.payload_offset["large"] + 5 * GIB - 4, tail),
-        (plan.payload_offset["border"] + 0xFFFFFFFE, b"\xfe"),
-        (plan.payload_offset["above"], b"\x7f"),
+        (plan.payload_offset["first"], first), (plan.payload_offset["large"] + 5 * GIB - 4, tail),
+        (plan.payload_offset["border"] + 0xFFFFFFFE, b"\xfe"), (plan.payload_offset["above"], b"\x7f"),
         (plan.payload_offset["last"], last),
-    ]
+    ]  # fmt: skip
     path = tmp_path / "large.pt"
     put(path, plan, crc32, payloads)
     assert path.stat().st_blocks * 512 < 16 << 20, "the file system has no holes, and this test wrote gigabytes"

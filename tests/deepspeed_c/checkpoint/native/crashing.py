@@ -38,12 +38,10 @@ DONE, FAILED, BUG = 0, 3, 4
 def values_of(version: int) -> dict[tuple[str, str], list[float]]:
     """(kind, name) -> the elements that save number ``version`` writes. Every element differs between versions."""
     return {
-        ("param", "a"): [version + i / 8 for i in range(37)],
-        ("master", "a"): [version * 3 + i / 4 for i in range(37)],
-        ("exp_avg", "a"): [-version - i / 2 for i in range(37)],
-        ("param", "b.c"): [version * 5.0],
+        ("param", "a"): [version + i / 8 for i in range(37)], ("master", "a"): [version * 3 + i / 4 for i in range(37)],
+        ("exp_avg", "a"): [-version - i / 2 for i in range(37)], ("param", "b.c"): [version * 5.0],
         ("param", "empty"): [],
-    }
+    }  # fmt: skip
 
 
 def read_back(folder: str, tag: str | None) -> int:

@@ -428,12 +428,10 @@ def test_folders_of_the_dead_of_the_living_and_of_strangers(folder):
         alive = commit._start_of(sleeper.pid)
         nonce = "0123456789abcdef"
         gone = [
-            f".tag.{nonce}.{host}.{dead.pid}-1.tmp",
-            f".tag.{nonce}.{host}.{dead.pid}-1.old",
-            f".other.{nonce}.{host}.{dead.pid}-1.gone",
-            f".latest.{nonce}.{host}.{dead.pid}-1.tmp",
+            f".tag.{nonce}.{host}.{dead.pid}-1.tmp", f".tag.{nonce}.{host}.{dead.pid}-1.old",
+            f".other.{nonce}.{host}.{dead.pid}-1.gone", f".latest.{nonce}.{host}.{dead.pid}-1.tmp",
             f".tag.{nonce}.{host}.{sleeper.pid}-{alive + 1}.tmp",  # another process has its id now
-        ]
+        ]  # fmt: skip
         stays = [
             f".a.b c.{nonce}.{host}.{me}-{start}.tmp",
             f".tag.{nonce}.{host}.{sleeper.pid}-{alive}.tmp",

@@ -56,10 +56,8 @@ ARRAYS = [
 TENSORS = [
     *(torch.tensor([0, 1, 1]).to(dtype) for dtype in DTYPES),
     *(torch.tensor(7), torch.zeros(0, 3), torch.arange(12.0).view(3, 4).t(), torch.arange(10)[3:8:2]),
-    torch.tensor([math.nan, math.inf, -0.0]),
-    torch.ones(3, requires_grad=True),
-    torch.ones(2, 2).to_sparse(),
-]
+    torch.tensor([math.nan, math.inf, -0.0]), torch.ones(3, requires_grad=True), torch.ones(2, 2).to_sparse(),
+]  # fmt: skip
 
 
 def there_and_back(value: Any) -> Any:

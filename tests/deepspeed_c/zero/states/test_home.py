@@ -15,11 +15,9 @@ from deepspeed_c.zero.states.home import Home, Place, Tagged
 CPU = torch.device("cpu")
 # Label -> the home, and the memory where its tensors are used.
 HOMES = {
-    "device": (Place(), "device", "device"),
-    "host": (Place(Home, is_apart=True), "host", "host"),
-    "file": (Place(FileHome, is_apart=True), "file", "host"),
-    "file on a host": (Place(FileHome), "file", "device"),
-}
+    "device": (Place(), "device", "device"), "host": (Place(Home, is_apart=True), "host", "host"),
+    "file": (Place(FileHome, is_apart=True), "file", "host"), "file on a host": (Place(FileHome), "file", "device"),
+}  # fmt: skip
 N_BUCKETS, N = 3, 1031  # 1031 elements fill no whole number of pages
 
 

@@ -98,21 +98,9 @@ def walk(stored: StoredBuckets, unit: FourBuckets, events: list[Event]) -> list[
 
 def test_the_next_one_is_asked_for_before_this_one_is_waited_for() -> None:
     assert walk(*make(away={0, 1, 3})) == [
-        ("read ahead", 1),
-        ("open", 0),
-        ("use", 0),
-        ("close", 0),
-        ("read ahead", 3),
-        ("open", 1),
-        ("use", 1),
-        ("close", 1),
-        ("open", 2),
-        ("use", 2),
-        ("close", 2),
-        ("open", 3),
-        ("use", 3),
-        ("close", 3),
-    ]
+        ("read ahead", 1), ("open", 0), ("use", 0), ("close", 0), ("read ahead", 3), ("open", 1), ("use", 1),
+        ("close", 1), ("open", 2), ("use", 2), ("close", 2), ("open", 3), ("use", 3), ("close", 3),
+    ]  # fmt: skip
 
 
 def test_a_streamed_bucket_is_neither_asked_for_nor_opened() -> None:

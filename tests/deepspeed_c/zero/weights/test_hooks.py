@@ -46,12 +46,10 @@ LIMITS = {
 def config_of(limits: str | dict = "frugal", gas: int = 1, optimizer: bool = True, compiled: bool = False) -> dict:
     zero = LIMITS[limits] if isinstance(limits, str) else limits
     config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": gas,
-        "gradient_clipping": 0.0,
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": gas, "gradient_clipping": 0.0,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
         "compile": {"deepcompile": compiled},
-    }
+    }  # fmt: skip
     if optimizer:
         config["optimizer"] = {"type": "AdamW", "params": LR}
     return config

@@ -226,12 +226,10 @@ def test_contexts_nest_and_refuse(rank: int, world: int) -> None:
         with deepspeed_c.zero.Init(remote_device=place, pin_memory=True):
             assert nn.Linear(3, 5).weight.ds_tensor.device.type == "cpu"
     refused = [
-        ({"param_swapper": object()}, errors.FeatureError),
-        ({"zero_quantized_weights": True}, errors.FeatureError),
+        ({"param_swapper": object()}, errors.FeatureError), ({"zero_quantized_weights": True}, errors.FeatureError),
         ({"zero_quantized_nontrainable_weights": True}, errors.FeatureError),
-        ({"remote_device": "disk"}, errors.ConfigError),
-        ({"config": 3}, errors.ConfigError),
-    ]
+        ({"remote_device": "disk"}, errors.ConfigError), ({"config": 3}, errors.ConfigError),
+    ]  # fmt: skip
     for kwargs, kind in refused:
         with raises(kind):
             deepspeed_c.zero.Init(**kwargs)

@@ -23,11 +23,9 @@ FIXTURES = Path(__file__).with_name("fixtures")
 
 # The cases for every version: name -> (stage, dtype, world size, more keys of the spec).
 CASES: dict[str, tuple[int, str, int, dict[str, Any]]] = {
-    "stage0-fp16": (0, "fp16", 1, {}),
-    "stage1-bf16": (1, "bf16", 2, {}),
-    "stage2-fp16": (2, "fp16", 2, {}),
+    "stage0-fp16": (0, "fp16", 1, {}), "stage1-bf16": (1, "bf16", 2, {}), "stage2-fp16": (2, "fp16", 2, {}),
     "stage3-bf16": (3, "bf16", 2, {}),
-}
+}  # fmt: skip
 # The cases for the newest version alone.
 NEWEST = "0.19"
 MORE_CASES: dict[str, tuple[int, str, int, dict[str, Any]]] = {

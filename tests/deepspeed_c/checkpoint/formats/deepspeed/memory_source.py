@@ -51,11 +51,9 @@ class MemorySource(Source):
         }
         self.state = {
             "counters": {"global_steps": 4, "global_samples": 16, "skipped_steps": 1},
-            "lr_scheduler": {"last_batch_iteration": 3},
-            "client_state": {"epoch": 2, "rng": torch.arange(3)},
-            "config": {"train_batch_size": 4, "fp16": {"enabled": low == torch.float16}},
-            **state,
-        }
+            "lr_scheduler": {"last_batch_iteration": 3}, "client_state": {"epoch": 2, "rng": torch.arange(3)},
+            "config": {"train_batch_size": 4, "fp16": {"enabled": low == torch.float16}}, **state,
+        }  # fmt: skip
 
     def read(self, reads: Sequence[Read]) -> None:
         for tensor, begin, into, box in reads:
