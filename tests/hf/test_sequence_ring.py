@@ -12,7 +12,7 @@ import torch
 
 from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError
 from tests.hf.stack import llama, on_ranks
-from tests.hf.test_sequence import BATCH, batches, cell, plain, train
+from tests.hf.test_sequence import BATCH, batches, cell, check, plain, train
 
 CONTIGUOUS = {"sequence_parallel": {"attention": "ring", "order": "contiguous"}}
 ROWS = {"sequence_parallel": {"attention": "hybrid", "order": "contiguous"}}
@@ -37,10 +37,7 @@ def test_as_one_plain_process(sp: int) -> None:
     for i, each in enumerate(CELLS):
         weights, norms = plain(each["model"], each["case"], each["gas"], each["clip"])
         for of_rank in everyone:
-            got, got_norms, *_ = of_rank[i]
-            torch.testing.assert_close(got_norms, norms, rtol=1e-4, atol=0, msg=f"{each} {got_norms} {norms}")
-            for name, value in weights.items():
-                torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5, msg=lambda m: f"{each} {name} {m}")  # noqa: B023
+            check(each, of_rank[i], weights, norms)
 
 
 def more_ranks_than_heads(rank: int, world: int) -> bool:

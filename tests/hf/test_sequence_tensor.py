@@ -14,7 +14,7 @@ from deepspeed_c.errors import RankMismatchError
 from deepspeed_c.sequence import SequenceCut
 from tests.deepspeed_c.zero.test_tensor_parallel import logical
 from tests.hf.stack import llama, on_ranks
-from tests.hf.test_sequence import BATCH, RATE, STEPS, batches, make_model, plain
+from tests.hf.test_sequence import BATCH, RATE, STEPS, batches, check, make_model, plain
 from tests.training import engine_of, update
 
 # (model, attention, case, stage, accumulation, clipping)
@@ -71,12 +71,8 @@ def test_with_tensor_parallel_ranks_as_one_plain_process(has_mpu: bool) -> None:
     for i, (kind, _, case, _, gas, clip) in enumerate(CELLS):
         weights, norms = plain(kind, case, gas, clip)
         for of_rank in everyone:
-            got, got_norms, n_data, n_tensor = of_rank[i]
-            assert (n_data, n_tensor) == (1, 2)
-            torch.testing.assert_close(got_norms, norms, rtol=1e-4, atol=0, msg=f"{CELLS[i]} {got_norms} {norms}")
-            for name, value in weights.items():
-                where = f"{CELLS[i]} {name}"
-                torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5, msg=where)
+            assert of_rank[i][2:] == (1, 2)
+            check(CELLS[i], of_rank[i], weights, norms)
 
 
 def cut_by_hand(rank: int, world: int, attention: str) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.hf.stack import WIDTH, Text, llama, on_ranks
-from tests.hf.test_sequence import cell, plain, train
+from tests.hf.test_sequence import cell, check, plain, train
 from tests.training import config, engine_of, update
 
 ROWS = slice(0, 3)
@@ -142,10 +142,7 @@ def test_tiles_of_cut_sequences_train_as_one_plain_process():
         weights, norms = plain(each["model"], each["case"], each["gas"], each["clip"])
         for of_rank, n_promised in everyone:
             assert n_promised >= 2 * sum(other["gas"] for other in TILED)
-            got, got_norms = of_rank[i]
-            torch.testing.assert_close(got_norms, norms, rtol=1e-4, atol=0, msg=f"{each} {got_norms} {norms}")
-            for name, value in weights.items():
-                torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5, msg=lambda m: f"{each} {name} {m}")  # noqa: B023
+            check(each, of_rank[i], weights, norms)
 
 
 TENSOR_CELLS = [

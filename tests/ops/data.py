@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from deepspeed_c import _C
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -32,6 +35,21 @@ def errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
         ((a.double() - b).abs().max() / b.abs().max().clamp_min(1e-300)).item() if b.numel() else 0.0
         for a, b in zip(found, wanted, strict=True)
     ]
+
+
+def on_each_setup(run: Callable[[], Any], thread_counts: Sequence[int] = (1, 2, 5)) -> dict[tuple[str, int], Any]:
+    """The results by instruction set and number of threads."""
+    found = {}
+    try:
+        for isa in [name for name, is_runnable in _C.cpu_isas() if is_runnable]:
+            for n_threads in thread_counts:
+                _C.cpu_isa_force(isa)
+                _C.pool_resize(n_threads)
+                found[isa, n_threads] = run()
+    finally:
+        _C.pool_resize(0)
+        _C.cpu_isa_force(None)
+    return found
 
 
 def bits(tensor: Tensor) -> Tensor:

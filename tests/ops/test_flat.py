@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_c import _C
 from deepspeed_c.ops import flat, reference
-from tests.ops.data import DTYPES, SIZES, bits, normal
+from tests.ops.data import DTYPES, SIZES, bits, normal, on_each_setup
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -59,16 +58,7 @@ def test_large_sum_does_not_lose_small_ones():
 
 def test_norm_has_the_same_bits_for_any_thread_count_and_instruction_set():
     tensors = [normal(n, n, torch.bfloat16) for n in (5, 700_001, 33)]
-    seen = set()
-    try:
-        for isa in [name for name, is_runnable in _C.cpu_isas() if is_runnable]:
-            for n_threads in (1, 2, 5):
-                _C.cpu_isa_force(isa)
-                _C.pool_resize(n_threads)
-                seen.add(float(flat.norm(tensors).sumsq[0]).hex())
-    finally:
-        _C.pool_resize(0)
-        _C.cpu_isa_force(None)
+    seen = set(on_each_setup(lambda: float(flat.norm(tensors).sumsq[0]).hex()).values())
     assert len(seen) == 1, seen
 
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deepspeed_c import _C
 from deepspeed_c.errors import BackwardError
 from deepspeed_c.ops import nn, reference
-from tests.ops.data import DTYPES, bits, normal
+from tests.ops.data import DTYPES, bits, normal, on_each_setup
 
 # Largest difference between an operator and its formula in float64: one rounding to the dtype, and sums in float32.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
@@ -222,26 +221,17 @@ def test_a_learnt_mask_has_its_gradient():
 
 
 def test_the_same_bits_for_any_thread_count_and_instruction_set():
-    x, weight, residual = (
-        leaf(700, 300, seed=1, dtype=torch.bfloat16),
-        leaf(300, seed=2, dtype=torch.bfloat16),
-        leaf(700, 300, seed=3, dtype=torch.bfloat16),
-    )
-    seen = set()
-    try:
-        for isa in [name for name, is_runnable in _C.cpu_isas() if is_runnable]:
-            for n_threads in (1, 2, 5):
-                _C.cpu_isa_force(isa)
-                _C.pool_resize(n_threads)
-                x.grad = weight.grad = None
-                y, total = nn.layer_norm(x, weight, residual=residual)
-                out = nn.bias_gelu(y) + nn.swiglu(y, total)
-                out.backward(residual.detach())
-                seen.add(tuple(bytes(bits(tensor).numpy()) for tensor in (out, x.grad, weight.grad)))
-    finally:
-        _C.pool_resize(0)
-        _C.cpu_isa_force(None)
-    assert len(seen) == 1
+    sizes = ((700, 300), (300,), (700, 300))
+    x, weight, residual = (leaf(*size, seed=1 + i, dtype=torch.bfloat16) for i, size in enumerate(sizes))
+
+    def run():
+        x.grad = weight.grad = None
+        y, total = nn.layer_norm(x, weight, residual=residual)
+        out = nn.bias_gelu(y) + nn.swiglu(y, total)
+        out.backward(residual.detach())
+        return tuple(bytes(bits(tensor).numpy()) for tensor in (out, x.grad, weight.grad))
+
+    assert len(set(on_each_setup(run).values())) == 1
 
 
 @pytest.mark.parametrize(

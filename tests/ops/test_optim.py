@@ -13,7 +13,7 @@ import pickle
 import pytest
 import torch
 
-from deepspeed_c import _C, ops
+from deepspeed_c import ops
 from deepspeed_c.errors import OptimizerError, StateError
 from deepspeed_c.ops import reference
 from deepspeed_c.ops.adagrad import DeepSpeedCPUAdagrad
@@ -24,7 +24,7 @@ from deepspeed_c.ops.muon import Muon
 from deepspeed_c.ops.optim import BIAS_CORRECTION, MAXIMIZE, NESTEROV, Steps
 from deepspeed_c.ops.reference import Hyper
 from deepspeed_c.ops.sgd import FusedSGD
-from tests.ops.data import DTYPES, SIZES, bits, normal, optimizer_kinds, positive
+from tests.ops.data import DTYPES, SIZES, bits, normal, on_each_setup, optimizer_kinds, positive
 
 KINDS = [name for name, _, _ in optimizer_kinds()]
 
@@ -181,21 +181,14 @@ def test_flags_and_limits(kind, change):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_bits_for_any_thread_count_and_instruction_set(kind):
-    isas = [name for name, is_runnable in _C.cpu_isas() if is_runnable]
-    results = {}
-    try:
-        for isa in isas:
-            for n_threads in (1, 2, 3, 7):
-                _C.cpu_isa_force(isa)
-                _C.pool_resize(n_threads)
-                params, grads, states, copies = make_operands(
-                    kind, (1009, 300_007, 5), torch.float32, torch.bfloat16, torch.float32, torch.bfloat16
-                )
-                call_step(kind, params, grads, states, copies, dataclasses.replace(HYPER[kind], step=2))
-                results[isa, n_threads] = torch.cat([bits(t) for t in (*params, *itertools.chain(*states), *copies)])
-    finally:
-        _C.pool_resize(0)
-        _C.cpu_isa_force(None)
+    dtypes = (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
+
+    def run():
+        params, grads, states, copies = make_operands(kind, (1009, 300_007, 5), *dtypes)
+        call_step(kind, params, grads, states, copies, dataclasses.replace(HYPER[kind], step=2))
+        return torch.cat([bits(t) for t in (*params, *itertools.chain(*states), *copies)])
+
+    results = on_each_setup(run, (1, 2, 3, 7))
     assert len(results) >= 4
     first_key, first = next(iter(results.items()))
     for key, got in results.items():

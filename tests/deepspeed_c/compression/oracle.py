@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed_c.compression.compress import init_compression
+from tests.training import engine_of, update
+
 WORDS, WIDTH = 12, 8
 
 
@@ -43,11 +46,8 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.table, self.mid, self.head = (
-            nn.Embedding(WORDS, WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-            nn.Linear(WIDTH, WORDS, False),
-        )
+        self.table, self.mid = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, False)
         self.head.weight = self.table.weight
         with torch.no_grad():
             self.table.weight[3] = 0  # a row of zeros
@@ -124,3 +124,16 @@ def batch(step: int) -> Tensor:
 
 def loss_of(logits: Tensor, words: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), words.flatten())
+
+
+def compressed_engine(model: nn.Module, config: dict[str, Any]) -> Any:
+    return engine_of(init_compression(model, config), config)
+
+
+def train(engine: Any, rank: int, world: int, steps: range) -> list[float]:
+    parts = (batch(step).chunk(world)[rank] for step in steps)
+    return [update(engine, loss_of(engine(words), words)) for words in parts]
+
+
+def weights_of(engine: Any) -> dict[str, Tensor]:
+    return {name: value.float().clone() for name, value in engine.module_state_dict().items()}

@@ -17,10 +17,9 @@ import deepspeed_c
 from deepspeed_c.compression.basic_layer import CompressedLayer
 from deepspeed_c.compression.compress import init_compression, redundancy_clean
 from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError, StateError, UnsupportedConfigError
-from tests.deepspeed_c.compression.oracle import batch, loss_of, rounded
+from tests.deepspeed_c.compression.oracle import batch, compressed_engine, loss_of, rounded, train, weights_of
 from tests.log_lines import LogLines
 from tests.ranks import run_ranks
-from tests.training import update
 
 N_STEPS, HEADS, WIDTH = 5, 4, 8
 
@@ -154,23 +153,6 @@ def config_of(name: str, stage: int = 0, dtype: str = "fp32") -> dict[str, Any]:
     }
 
 
-def engine_of(config: dict):
-    model = init_compression(Block(), config)
-    return deepspeed_c.initialize(model=model, config=config)[0]
-
-
-def train(engine, rank: int, world: int, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        words = batch(step).chunk(world)[rank]
-        losses.append(update(engine, loss_of(engine(words), words)))
-    return losses
-
-
-def state_of(engine) -> dict[str, Tensor]:
-    return {name: value.float().clone() for name, value in engine.module_state_dict().items()}
-
-
 def theory(name: str, n_steps: int = N_STEPS) -> tuple[list[float], dict[str, Tensor]]:
     compressed = init_compression(Block(), config_of(name))
     scores = {key: value for key, value in compressed.named_parameters() if key.endswith("scores")}
@@ -198,8 +180,8 @@ def cells_body(rank: int, world: int) -> list:
     found = []
     for stage, dtype, name in CELLS:
         config = config_of(name, stage, dtype)
-        engine = engine_of(config)
-        losses, state = train(engine, rank, world, range(N_STEPS)), state_of(engine)
+        engine = compressed_engine(Block(), config)
+        losses, state = train(engine, rank, world, range(N_STEPS)), weights_of(engine)
         engine.eval()
         before = engine(batch(9)).float()
         if stage == 3:
@@ -247,9 +229,9 @@ def test_each_technique_at_each_stage_is_the_formula_and_cleaning_keeps_the_outp
 
 
 def sharded_body(rank: int, world: int, name: str) -> tuple[Tensor, dict[str, Tensor]]:
-    engine = engine_of(config_of(name, 3))
+    engine = compressed_engine(Block(), config_of(name, 3))
     train(engine, rank, world, range(N_STEPS))
-    out, state = engine.eval()(batch(9)).detach().clone(), state_of(engine)
+    out, state = engine.eval()(batch(9)).detach().clone(), weights_of(engine)
     engine.destroy()
     return out, state
 
@@ -290,10 +272,10 @@ def test_an_end_of_the_schedule_counts_for_gradual_pruning_only(gradual: bool, m
 def saved_body(rank: int, world: int, folder: str) -> dict:
     found = {}
     for name in SECTIONS:
-        engine = engine_of(config_of(name, 1))
+        engine = compressed_engine(Block(), config_of(name, 1))
         train(engine, rank, world, range(2))
         engine.save_checkpoint(f"{folder}/{name}")
-        found[name] = train(engine, rank, world, range(2, 5)), state_of(engine)
+        found[name] = train(engine, rank, world, range(2, 5)), weights_of(engine)
         engine.destroy()
     with pytest.raises(ConfigError, match="asks for compression, and no layer of the model is compressed"):
         deepspeed_c.initialize(model=Block(), config=config_of("scores"))
@@ -303,9 +285,9 @@ def saved_body(rank: int, world: int, folder: str) -> dict:
 def resumed_body(rank: int, world: int, folder: str) -> dict:
     found = {}
     for name in SECTIONS:
-        engine = engine_of(config_of(name, 3))
+        engine = compressed_engine(Block(), config_of(name, 3))
         assert engine.load_checkpoint(f"{folder}/{name}")[0] is not None
-        found[name] = train(engine, rank, world, range(2, 5)), state_of(engine)
+        found[name] = train(engine, rank, world, range(2, 5)), weights_of(engine)
         engine.destroy()
     return found
 
@@ -492,153 +474,54 @@ class Gated(nn.Module):
 
 S, R, H = (f"compression_training.{kind}_pruning" for kind in ("sparse", "row", "head"))
 CASES: dict[str, tuple[Any, str, dict, type[Exception], str]] = {
-    "no ratio": (
-        Block,
-        "row",
-        technique(None, ["up"]),
-        ConfigError,
-        rf"{R}.different_groups.g.params.dense_ratio: is missing",
-    ),
-    "all": (
-        Block,
-        "sparse",
-        technique(1.0, ["up"]),
-        ConfigError,
-        rf"{S}.different_groups.g.params.dense_ratio: is 1.0: nothing",
-    ),
-    "none": (
-        Block,
-        "head",
-        technique(0, ["^o$"], num_heads=4),
-        ConfigError,
-        rf"{H}.different_groups.g.params.dense_ratio: is 0",
-    ),
-    "no groups": (
-        Block,
-        "row",
-        {"shared_parameters": {"enabled": True}},
-        ConfigError,
-        rf"{R}.different_groups: is empty",
-    ),
-    "snip": (
-        Block,
-        "sparse",
-        technique(0.5, ["up"], method="snip_momentum"),
-        ConfigError,
-        "method: is snip_momentum, which is not",
-    ),
-    "pattern": (
-        Block,
-        "sparse",
-        technique(0.5, ["up"], block_pattern="4x4"),
-        ConfigError,
-        "block_pattern: is 4x4: this pattern",
-    ),
-    "4:2": (
-        Block,
-        "sparse",
-        technique(0.5, ["up"], block_pattern="4:2"),
-        ConfigError,
-        "block_pattern: is 4:2: this pattern",
-    ),
-    "2:4 of 0.3": (
-        Block,
-        "sparse",
-        technique(0.3, ["up"], block_pattern="2:4"),
-        ConfigError,
-        "dense_ratio: is 0.3, and .* keeps 0.5",
-    ),
-    "2:5": (
-        Block,
-        "sparse",
-        technique(None, ["up"], block_pattern="2:5"),
-        ConfigError,
-        "block_pattern: 5 does not divide the 8",
-    ),
-    "end": (
-        Block,
-        "sparse",
-        technique(0.5, ["up"], offset=5, gradual=True, schedule_offset_end=4),
-        ConfigError,
-        "schedule_offset_end: is 4, before",
-    ),
-    "no end": (
-        Block,
-        "sparse",
-        technique(0.5, ["up"], gradual=True),
-        ConfigError,
-        "schedule_offset_end: is missing, and gradual",
-    ),
-    "related of weights": (
-        Block,
-        "sparse",
-        technique(0.5, ["up"], [["down"]]),
-        ConfigError,
-        "related_modules: is given, and single",
-    ),
+    "no ratio": (Block, "row", technique(None, ["up"]), ConfigError,
+     rf"{R}.different_groups.g.params.dense_ratio: is missing"),
+    "all": (Block, "sparse", technique(1.0, ["up"]), ConfigError,
+     rf"{S}.different_groups.g.params.dense_ratio: is 1.0: nothing"),
+    "none": (Block, "head", technique(0, ["^o$"], num_heads=4), ConfigError,
+     rf"{H}.different_groups.g.params.dense_ratio: is 0"),
+    "no groups": (Block, "row", {"shared_parameters": {"enabled": True}}, ConfigError,
+     rf"{R}.different_groups: is empty"),
+    "snip": (Block, "sparse", technique(0.5, ["up"], method="snip_momentum"), ConfigError,
+     "method: is snip_momentum, which is not"),
+    "pattern": (Block, "sparse", technique(0.5, ["up"], block_pattern="4x4"), ConfigError,
+     "block_pattern: is 4x4: this pattern"),
+    "4:2": (Block, "sparse", technique(0.5, ["up"], block_pattern="4:2"), ConfigError,
+     "block_pattern: is 4:2: this pattern"),
+    "2:4 of 0.3": (Block, "sparse", technique(0.3, ["up"], block_pattern="2:4"), ConfigError,
+     "dense_ratio: is 0.3, and .* keeps 0.5"),
+    "2:5": (Block, "sparse", technique(None, ["up"], block_pattern="2:5"), ConfigError,
+     "block_pattern: 5 does not divide the 8"),
+    "end": (Block, "sparse", technique(0.5, ["up"], offset=5, gradual=True, schedule_offset_end=4), ConfigError,
+     "schedule_offset_end: is 4, before"),
+    "no end": (Block, "sparse", technique(0.5, ["up"], gradual=True), ConfigError,
+     "schedule_offset_end: is missing, and gradual"),
+    "related of weights": (Block, "sparse", technique(0.5, ["up"], [["down"]]), ConfigError,
+     "related_modules: is given, and single"),
     "no heads": (Block, "head", technique(0.5, ["^o$"]), ConfigError, rf"{H}.shared_parameters.num_heads: is missing"),
-    "heads": (
-        Block,
-        "head",
-        technique(0.5, ["^o$"], num_heads=3),
-        ConfigError,
-        "num_heads: 3 does not divide the 8 input columns of o",
-    ),
-    "flat": (
-        Block,
-        "row",
-        technique(0.5, ["up"], ["down"]),
-        ConfigError,
-        "related_modules: is no list of lists of patterns",
-    ),
-    "one list": (
-        Block,
-        "row",
-        technique(0.5, ["up", "^q$"], [["down"]]),
-        ConfigError,
-        "has 1 lists, and modules has 2 patterns",
-    ),
-    "number": (
-        Block,
-        "row",
-        technique(0.5, ["up"], [["^[qk]$"]]),
-        ConfigError,
-        "matches 2 linear layers, and 'up' of modules matches 1",
-    ),
-    "size": (Block, "row", technique(0.5, ["up"], [["^q$"]]), ConfigError, "q has 8 input columns, and up has 12 rows"),
-    "rows of heads": (
-        Block,
-        "head",
-        technique(0.5, ["^o$"], [["up"]], num_heads=4),
-        ConfigError,
-        "up has 12 rows, and o has 8 input columns",
-    ),
-    "gate alone": (
-        Gated,
-        "row",
-        technique(0.5, ["up", "gate"], [["down"], ["down"]]),
-        ConfigError,
-        "down are cut twice[^$]*outputs are multiplied",
-    ),
-    "cut twice": (
-        Block,
-        "row",
-        technique(0.5, ["^q$"], [["^k$", "^k$"]]),
-        ConfigError,
-        "the columns of k are cut twice",
-    ),
+    "heads": (Block, "head", technique(0.5, ["^o$"], num_heads=3), ConfigError,
+     "num_heads: 3 does not divide the 8 input columns of o"),
+    "flat": (Block, "row", technique(0.5, ["up"], ["down"]), ConfigError,
+     "related_modules: is no list of lists of patterns"),
+    "one list": (Block, "row", technique(0.5, ["up", "^q$"], [["down"]]), ConfigError,
+     "has 1 lists, and modules has 2 patterns"),
+    "number": (Block, "row", technique(0.5, ["up"], [["^[qk]$"]]), ConfigError,
+     "matches 2 linear layers, and 'up' of modules matches 1"),
+    "size": (Block, "row", technique(0.5, ["up"], [["^q$"]]), ConfigError,
+     "q has 8 input columns, and up has 12 rows"),
+    "rows of heads": (Block, "head", technique(0.5, ["^o$"], [["up"]], num_heads=4), ConfigError,
+     "up has 12 rows, and o has 8 input columns"),
+    "gate alone": (Gated, "row", technique(0.5, ["up", "gate"], [["down"], ["down"]]), ConfigError,
+     "down are cut twice[^$]*outputs are multiplied"),
+    "cut twice": (Block, "row", technique(0.5, ["^q$"], [["^k$", "^k$"]]), ConfigError,
+     "the columns of k are cut twice"),
     "twice": (Block, "row", two_groups(), ConfigError, "'q' matches q, which another pattern of row_pruning matches"),
     "shared weight": (tied, "row", technique(0.5, ["head"]), ModelError, "head: it shares its weight with table"),
     "NaN": (nan_weights, "sparse", technique(0.5, ["up"]), ModelError, r"up\.weight: the weight has NaN or inf"),
     "meta": (lambda: Block().to("meta"), "row", technique(0.5, ["up"]), ModelError, "up: a weight on the meta device"),
-    "channels": (
-        Block,
-        "channel",
-        technique(0.5, ["up"]),
-        UnsupportedConfigError,
-        "channel_pruning.* asks for channel pruning",
-    ),
-}
+    "channels": (Block, "channel", technique(0.5, ["up"]), UnsupportedConfigError,
+     "channel_pruning.* asks for channel pruning"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -12,9 +12,17 @@ import torch
 import deepspeed_c
 from deepspeed_c.compression.compress import init_compression, redundancy_clean
 from deepspeed_c.errors import ConfigError
-from tests.deepspeed_c.compression.oracle import Model, Oracle, batch, loss_of, section
+from tests.deepspeed_c.compression.oracle import (
+    Model,
+    Oracle,
+    batch,
+    compressed_engine,
+    loss_of,
+    section,
+    train,
+    weights_of,
+)
 from tests.ranks import run_ranks
-from tests.training import update
 
 TECHNIQUES = {
     "weights of 8 bits": {"bits": 8, "symmetric": True, "offset": 1},
@@ -42,23 +50,6 @@ def config_of(stage: int, dtype: str, options: dict) -> dict:
     }
 
 
-def engine_of(config: dict):
-    model = init_compression(Model(), config)
-    return deepspeed_c.initialize(model=model, config=config)[0]
-
-
-def train(engine, rank: int, world: int, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        words = batch(step).chunk(world)[rank]
-        losses.append(update(engine, loss_of(engine(words), words)))
-    return losses
-
-
-def weights_of(engine) -> dict[str, torch.Tensor]:
-    return {name: value.float().clone() for name, value in engine.module_state_dict().items()}
-
-
 def theory(options: dict, n_steps: int = N_STEPS) -> tuple[list[float], dict[str, torch.Tensor]]:
     model = Oracle(**options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -80,7 +71,7 @@ def cells_body(rank: int, world: int) -> list:
         for dtype in ("fp32", "bf16"):
             for name, options in TECHNIQUES.items():
                 config = config_of(stage, dtype, options)
-                engine = engine_of(config)
+                engine = compressed_engine(Model(), config)
                 losses = train(engine, rank, world, range(N_STEPS))
                 weights = weights_of(engine)
                 engine.eval()
@@ -115,15 +106,15 @@ def one_rank_body(rank: int, world: int, folder: str) -> dict:
     """Static ranges; stochastic rounding; checkpoints in mid-schedule, of one rank."""
     found: dict = {}
     for stage in (0, 3):
-        engine = engine_of(config_of(stage, "fp32", STATIC))
+        engine = compressed_engine(Model(), config_of(stage, "fp32", STATIC))
         found["static", stage] = train(engine, rank, world, range(N_STEPS)), weights_of(engine)
         engine.destroy()
     for stage in (0, 2):
         options = {"bits": 4, "symmetric": True, "offset": 0, "rounding": "stochastic"}
-        engine = engine_of(config_of(stage, "fp32", options))
+        engine = compressed_engine(Model(), config_of(stage, "fp32", options))
         found["stochastic", stage] = train(engine, rank, world, range(2)), weights_of(engine)
         engine.destroy()
-    engine = engine_of(config_of(1, "fp32", {**TECHNIQUES["both"], "offset": 3}))
+    engine = compressed_engine(Model(), config_of(1, "fp32", {**TECHNIQUES["both"], "offset": 3}))
     train(engine, rank, world, range(2))
     engine.save_checkpoint(folder)
     found["whole run"] = train(engine, rank, world, range(2, 5)), weights_of(engine)
@@ -134,7 +125,7 @@ def one_rank_body(rank: int, world: int, folder: str) -> dict:
 
 
 def resumed_body(rank: int, world: int, folder: str) -> tuple:
-    engine = engine_of(config_of(3, "fp32", {**TECHNIQUES["both"], "offset": 3}))
+    engine = compressed_engine(Model(), config_of(3, "fp32", {**TECHNIQUES["both"], "offset": 3}))
     path, _ = engine.load_checkpoint(folder)
     assert path is not None
     started = [engine.compression_scheduler.weight_quantization_enabled]
@@ -143,7 +134,7 @@ def resumed_body(rank: int, world: int, folder: str) -> tuple:
     options = {"bits": 4, "symmetric": True, "offset": 0, "rounding": "stochastic"}
     weights = weights_of(engine)
     engine.destroy()
-    drawn = engine_of(config_of(3, "fp32", options))
+    drawn = compressed_engine(Model(), config_of(3, "fp32", options))
     noise = train(drawn, rank, world, range(2)), weights_of(drawn)
     drawn.destroy()
     return losses, weights, started, noise

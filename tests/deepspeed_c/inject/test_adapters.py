@@ -65,14 +65,11 @@ def body(rank: int, world: int, case: str, folder: str) -> list[tuple]:
     family, _, stages, options = CASES[case]
     found = []
     for stage in stages:
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_clipping": 0.0,
-            "optimizer": {"type": "SGD", "params": {"lr": LR}},
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
-            "tensor_parallel": {"autotp_size": world},
-        }
-        with engine_of(adapt(family, options), config) as engine:
+        zero = {"stage3_param_persistence_threshold": 20}
+        settings = config(
+            stage, rows=2, lr=LR, zero=zero, gradient_clipping=0.0, tensor_parallel={"autotp_size": world}
+        )
+        with engine_of(adapt(family, options), settings) as engine:
             losses = [update(engine, engine(**batch(step)).loss) for step in range(STEPS)]
             cut = {name for name, p in engine.module.named_parameters() if getattr(p, "tp_cut", None) is not None}
             state = engine._consolidated_16bit_state_dict()

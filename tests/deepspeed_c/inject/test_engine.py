@@ -9,7 +9,7 @@ import torch
 from tests.deepspeed_c.inject.families import VOCAB, make
 from tests.deepspeed_c.zero.test_tensor_parallel import logical
 from tests.ranks import run_ranks
-from tests.training import engine_of, update
+from tests.training import config, engine_of, update
 
 STEPS = 2
 
@@ -21,13 +21,12 @@ def batch(step: int, data_rank: int) -> dict[str, torch.Tensor]:
 
 
 def make_config(n_tp: int, stage: int) -> dict:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "eps": 1e-4}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 50},
-        "tensor_parallel": {"autotp_size": n_tp},
-    }
+    zero = {"stage3_param_persistence_threshold": 50}
+    tensor_parallel = {"autotp_size": n_tp}
+    params = {"eps": 1e-4}
+    return config(
+        stage, "Adam", rows=2, lr=1e-2, params=params, zero=zero, gradient_clipping=0.5, tensor_parallel=tensor_parallel
+    )
 
 
 def plain(family: str, n_data: int, steps: int = STEPS):

@@ -13,7 +13,7 @@ from deepspeed_c.inject.styles import expert_cuts
 from tests.deepspeed_c.inject.families import feed, make
 from tests.deepspeed_c.zero.test_tensor_parallel import logical
 from tests.ranks import run_ranks
-from tests.training import descend, engine_of, update
+from tests.training import config, descend, engine_of, update
 
 PRELOAD = "tests.deepspeed_c.inject.preload"
 STEPS, LR = 3, 0.3
@@ -40,15 +40,12 @@ def with_values(family: str) -> torch.nn.Module:
 def steps(rank: int, world: int, family: str, stages: list[int]) -> list[tuple]:
     found = []
     for stage in stages:
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_clipping": 0.0,
-            "optimizer": {"type": "SGD", "params": {"lr": LR}},
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
-            "tensor_parallel": {"autotp_size": world},
-        }
+        zero = {"stage3_param_persistence_threshold": 10}
+        settings = config(
+            stage, rows=2, lr=LR, zero=zero, gradient_clipping=0.0, tensor_parallel={"autotp_size": world}
+        )
         losses = []
-        with engine_of(with_values(family).train(), config) as engine:
+        with engine_of(with_values(family).train(), settings) as engine:
             for _ in range(STEPS):
                 losses.append(update(engine, engine(**feed("gpt_oss")).loss))
             found.append((logical(engine), losses))

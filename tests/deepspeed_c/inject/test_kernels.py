@@ -19,7 +19,7 @@ from deepspeed_c.inject.kernels import inject_kernels, kernels_as_asked, revert_
 from tests.deepspeed_c.inject.families import FAMILIES, PLANNED, feed, make
 from tests.deepspeed_c.inject.test_families import logits_of
 from tests.ranks import run_ranks
-from tests.training import descend, engine_of, update
+from tests.training import config, descend, engine_of, update
 
 PRELOAD = "tests.deepspeed_c.inject.preload"
 # The families whose modules must be swapped, besides norms; and families with similar modules that must stay.
@@ -307,15 +307,11 @@ def test_cut_models_have_them_too(family: str) -> None:
 
 
 def train(rank: int, world: int, stage: int, tp: int) -> list[float]:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.3}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "tensor_parallel": {"autotp_size": tp, "replace_with_kernel_inject": True},
-    }
+    tensor_parallel = {"autotp_size": tp, "replace_with_kernel_inject": True}
+    zero = {"stage3_param_persistence_threshold": 0}
+    settings = config(stage, rows=2, lr=0.3, zero=zero, gradient_clipping=0.0, tensor_parallel=tensor_parallel)
     model = make("llama").train()
-    engine = engine_of(model, config)
+    engine = engine_of(model, settings)
     assert sum("forward" in vars(module) for module in model.modules()) == 11
     losses = [update(engine, engine(**feed("llama")).loss) for _ in range(4)]
     return losses

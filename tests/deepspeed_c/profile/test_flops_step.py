@@ -10,7 +10,7 @@ from torch import nn
 from deepspeed_c.logging import logger
 from deepspeed_c.profile.flops import FlopsProfiler
 from tests.ranks import run_ranks
-from tests.training import engine_of
+from tests.training import config, engine_of
 
 B, D, N_STEPS = 3, 12, 4
 
@@ -47,14 +47,10 @@ def numbers_of(profiler):
 
 
 def make_engine(stage=0, **sections):
-    config = {
-        "train_micro_batch_size_per_gpu": B,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "flops_profiler": {"enabled": True, "profile_step": 2},
-    }
-    return engine_of(make_model(), {**config, **sections})
+    flops_profiler = {"enabled": True, "profile_step": 2}
+    zero = {"stage3_param_persistence_threshold": 0}
+    settings = config(stage, "AdamW", rows=B, lr=1e-3, accumulate=2, zero=zero, flops_profiler=flops_profiler)
+    return engine_of(make_model(), {**settings, **sections})
 
 
 def inputs(step, rank=0):

@@ -18,7 +18,7 @@ from deepspeed_c import checkpointing
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.recompute.blocks import Blocks
 from deepspeed_c.zero import GatheredParameters
-from tests.training import engine_of, update
+from tests.training import config, engine_of, update
 
 LR, STEPS, ROWS, TOKENS, N_WORDS, WIDTH = 0.05, 3, 2, 12, 61, 16
 FILES = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
@@ -111,15 +111,10 @@ def loss_of(output: Any) -> torch.Tensor:
 def trained(rank: int, world: int, kind: str, stage: int, section: dict) -> Any:
     model = make(kind)
     params = list(model.parameters())
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 900},
-        "activation_checkpointing": section,
-    }
+    zero = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 900}
+    settings = config(stage, rows=ROWS, lr=LR, zero=zero, gradient_clipping=0.0, activation_checkpointing=section)
     losses = []
-    with engine_of(model, config) as engine:
+    with engine_of(model, settings) as engine:
         for step in range(STEPS):
             torch.manual_seed(100 * step + rank)
             losses.append(update(engine, loss_of(engine(**tokens(step, rank)))))

@@ -13,7 +13,7 @@ from deepspeed_c.checkpointing import checkpoint
 from deepspeed_c.sequence.tiles import TiledFusedLogitsLoss, TiledMLP
 from deepspeed_c.zero.weights.gather_unit import GatherUnit
 from tests.ranks import run_ranks
-from tests.training import engine_of, update
+from tests.training import config, engine_of, update
 
 WIDTH, INNER, WORDS, TOKENS, STEPS = 8, 24, 17, 11, 3
 
@@ -70,18 +70,12 @@ def batch(step: int, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def train(rank, world, stage, n_tiles, gas=1, freeze=(), traits=None, more=None):
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": gas,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 200},
-        **(more or {}),
-    }
+    zero = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 200}
+    settings = config(stage, rows=2, lr=0.5, accumulate=gas, zero=zero, gradient_clipping=0.5, **more or {})
     model = Model(n_tiles, **(traits or {}))
     for name, p in model.named_parameters():
         p.requires_grad_(not any(part in name for part in freeze))
-    engine = engine_of(model, config)
+    engine = engine_of(model, settings)
     losses, norms = [], []
     for step in range(STEPS):
         for micro in range(gas):

@@ -21,7 +21,7 @@ from deepspeed_c.comm.transports.two_levels import TwoLevels, _overlaps, _piece_
 from deepspeed_c.errors import CommError
 from tests.hosts import why_no_hosts
 from tests.ranks import RanksFailed
-from tests.training import descend, engine_of, update
+from tests.training import config, descend, engine_of, update
 from tests.waits import exit_status, fork_with_alarm
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -395,13 +395,11 @@ def batches():
 
 def train_body(rank, world, stage, dtype):
     net = model()
-    config = {
-        "train_micro_batch_size_per_gpu": 8 // world,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 200},
-        **({"bf16": {"enabled": True}} if dtype == "bf16" else {}),
-    }
-    engine = engine_of(net, config)
+    zero = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 200}
+    settings = config(
+        stage, "Adam", rows=8 // world, lr=1e-2, zero=zero, **{"bf16": {"enabled": True}} if dtype == "bf16" else {}
+    )
+    engine = engine_of(net, settings)
     losses = []
     for batch in batches():
         mine = batch.chunk(world)[rank]
