@@ -61,13 +61,8 @@ def test_bound_is_the_shortest_schedule():
         ("latency", 2.1, 4, 1.0, "cannot beat: at least 2.1 s a step, the best takes 1 s"),
         ("latency", 1.0, 4, 1.0, "cannot beat: at least 1 s a step, the best takes 1 s"),
         ("latency", 0.9, 4, 1.0, ""),
-        (
-            "throughput",
-            2.0,
-            4,
-            2.5,
-            "cannot beat: at most 2 samples/s (at least 2 s a step), the best has 2.5 samples/s",
-        ),
+        ("throughput", 2.0, 4, 2.5,
+         "cannot beat: at most 2 samples/s (at least 2 s a step), the best has 2.5 samples/s"),
         ("throughput", 2.0, 4, 1.9, ""),
         ("throughput", 0.0, 4, 1e9, ""),
         ("latency", 0.0, 4, 0.0, ""),
@@ -75,7 +70,7 @@ def test_bound_is_the_shortest_schedule():
         ("forward", 2.0, 4, 1e-9, ""),
         ("step", 2.0, 4, 1e-9, ""),
     ],
-)
+)  # fmt: skip
 def test_why_a_candidate_is_beaten(metric, seconds, n_samples, best, expected):
     assert why_beaten(metric, seconds, n_samples, best) == expected
 

@@ -73,20 +73,14 @@ def test_an_option_that_the_command_has_is_known_to_the_script(tmp_path, words):
 
 IMPORTS = {
     "plain": {"train": "import helpers", "helpers": "import transformers as t\nt.HfArgumentParser"},
-    "a name of a package": {
-        "train": "from own.deep import arguments",
-        "own/deep/arguments": HF.format("HfArgumentParser"),
-    },
+    "a name of a package": {"train": "from own.deep import arguments",
+     "own/deep/arguments": HF.format("HfArgumentParser")},
     "the package itself": {"train": "import own.deep", "own/__init__": HF.format("HfArgumentParser"), "own/deep": ""},
     "a function's": {"train": "def f():\n    from own import x", "own/x": HF.format("HfArgumentParser")},
     "in a circle": {"train": "import a", "a": "import b", "b": "import a\nimport c", "c": HF.format("TrlParser")},
-    "relative": {
-        "train": "from own import a",
-        "own/a": "from .b import c",
-        "own/b/c": "from .. import d",
-        "own/d": HF.format("HfArgumentParser"),
-    },
-}
+    "relative": {"train": "from own import a", "own/a": "from .b import c", "own/b/c": "from .. import d",
+     "own/d": HF.format("HfArgumentParser")},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", IMPORTS)

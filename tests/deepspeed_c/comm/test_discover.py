@@ -42,23 +42,16 @@ def test_torchrun():
         ({**OPEN_MPI, "MASTER_ADDR": "a"}, (1, 2, 1, "a", DEFAULT_PORT)),
         ({**OPEN_MPI, "AZ_BATCH_MASTER_NODE": "10.0.0.4:6000"}, (1, 2, 1, "10.0.0.4", DEFAULT_PORT)),
         ({**OPEN_MPI, "AZ_BATCHAI_MPI_MASTER_NODE": "b"}, (1, 2, 1, "b", DEFAULT_PORT)),
-        (
-            {
-                f"MV2_COMM_WORLD_{k}": v
-                for k, v in {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items()
-            },
-            (0, 2, 0, "127.0.0.1", DEFAULT_PORT),
-        ),
-        (
-            {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
-            (1, 2, 1, "127.0.0.1", DEFAULT_PORT),
-        ),
+        ({f"MV2_COMM_WORLD_{k}": v for k, v in (("RANK", "0"), ("SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "2"))},
+         (0, 2, 0, "127.0.0.1", DEFAULT_PORT)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+         (1, 2, 1, "127.0.0.1", DEFAULT_PORT)),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "a"}, (1, 2, None, "a", DEFAULT_PORT)),
         (SLURM, (5, 8, 1, "gpu07", 12000 + 4711)),
         ({**SLURM, "MASTER_PORT": "77", "MASTER_ADDR": "x"}, (5, 8, 1, "x", 77)),
     ],
     ids=lambda value: "" if isinstance(value, tuple) else next(iter(value)),
-)
+)  # fmt: skip
 def test_other_launchers(environ, expected):
     assert discover(environ)[:5] == expected
 
@@ -188,27 +181,21 @@ TRAINER = {
         (SLURM_PMIX, (5, 8, 1, "gpu07", 16711, "Slurm")),
         (SLURM_PMI2, (5, 8, 1, "gpu07", 16711, "Slurm")),
         # Hydra starts its proxies by srun, one a host; the ranks are Hydra's
-        (
-            {**HYDRA, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "a[1-2]"},
-            (1, 2, 1, "127.0.0.1", DEFAULT_PORT, "PMI"),
-        ),
+        ({**HYDRA, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "a[1-2]"},
+         (1, 2, 1, "127.0.0.1", DEFAULT_PORT, "PMI")),
         ({**OPEN_MPI_4, **SLURM, "MASTER_ADDR": "a"}, (2, 4, 0, "a", DEFAULT_PORT, "Open MPI")),
         (PYTORCHJOB, (2, 3, None, "job-master-0", 23456, "environment")),
-        (
-            {**PYTORCHJOB, "PET_NODE_RANK": "2", "PET_NNODES": "3", "PET_NPROC_PER_NODE": "1"},
-            (2, 3, 0, "job-master-0", 23456, "environment"),
-        ),
+        ({**PYTORCHJOB, "PET_NODE_RANK": "2", "PET_NNODES": "3", "PET_NPROC_PER_NODE": "1"},
+         (2, 3, 0, "job-master-0", 23456, "environment")),
         (TRAINER, (2, 4, 0, "job-node-0-0.job", 29400, "Kubernetes (PET_*)")),
         # torchrun and our launcher in such pods
         ({**TRAINER, "PET_NPROC_PER_NODE": "2", **TORCHRUN}, (3, 8, 1, "node7", 1234, "environment")),
         ({**TRAINER, "PET_NNODES": "1", "PET_NODE_RANK": "0"}, (0, 1, 0, None, None, "Kubernetes (PET_*)")),
-        (
-            {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7"},
-            (1, 2, 0, "a", 7, "Kubernetes (JOB_COMPLETION_INDEX)"),
-        ),
+        ({"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7"},
+         (1, 2, 0, "a", 7, "Kubernetes (JOB_COMPLETION_INDEX)")),
     ],
     ids=range(13),
-)
+)  # fmt: skip
 def test_environments_of_clusters(environ, expected, monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     found = discover(environ)

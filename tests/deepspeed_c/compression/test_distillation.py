@@ -90,22 +90,16 @@ def test_the_weighted_sum():
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (
-            lambda: logits_loss(torch.zeros(2, 3), torch.zeros(2, 4)),
-            ModelError,
-            "the student's are [2, 3], the teacher's [2, 4]",
-        ),
+        (lambda: logits_loss(torch.zeros(2, 3), torch.zeros(2, 4)), ModelError,
+         "the student's are [2, 3], the teacher's [2, 4]"),
         (lambda: logits_loss(torch.zeros(2, 3), torch.zeros(2, 3), 0.0), ConfigError, "temperature: is 0.0"),
-        (
-            lambda: hidden_states_loss([torch.zeros(1)] * 2, [torch.zeros(1)] * 2, (3,)),
-            ModelError,
-            "output_hidden_states=True",
-        ),
+        (lambda: hidden_states_loss([torch.zeros(1)] * 2, [torch.zeros(1)] * 2, (3,)), ModelError,
+         "output_hidden_states=True"),
         (lambda: attention_loss([torch.zeros(1)], [torch.zeros(1)] * 2, (0, 1)), ModelError, "output_attentions=True"),
         (lambda: Distillation(logits=0.0)(None, None), ConfigError, "give logits a weight above 0"),
         (lambda: Distillation()(SimpleNamespace(logits=None), None), ModelError, "the student's output has none"),
     ],
-)
+)  # fmt: skip
 def test_wrong_input(call, error, text):
     with pytest.raises(error) as raised:
         call()
