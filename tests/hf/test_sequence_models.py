@@ -11,7 +11,8 @@ import torch
 
 import deepspeed_c
 from deepspeed_c.errors import ConfigError, ModelError
-from tests.hf.stack import VOCAB, llama, on_ranks
+from tests import ranks
+from tests.hf.stack import PRELOAD, VOCAB, llama, on_ranks
 from tests.training import config, update
 
 CONFIG = config(2)
@@ -38,7 +39,8 @@ def part(rank: int, world: int) -> dict[str, torch.Tensor]:
     return {key: value.chunk(world, 1)[rank] for key, value in whole().items()}
 
 
-def autocast_program(rank: int, world: int) -> None:
+@ranks.on_ranks(2, preload=PRELOAD)
+def test_autocast_trains_as_one_plain_process(rank: int, world: int) -> None:
     """Rotary positions leave queries and keys in fp32 under autocast. Training equals one plain process there."""
     from deepspeed_c.sequence.loader import UlyssesSPDataLoaderAdapter
 
@@ -68,11 +70,8 @@ def autocast_program(rank: int, world: int) -> None:
                     assert off < 0.05, f"{attention}, {where}, {name}: moved {off} away from the plain gradient"
 
 
-def test_autocast_trains_as_one_plain_process() -> None:
-    on_ranks(2, autocast_program)
-
-
-def program(rank: int, world: int) -> None:
+@ranks.on_ranks(2, preload=PRELOAD)
+def test_evaluation_generation_and_two_models(rank: int, world: int) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -109,10 +108,6 @@ def program(rank: int, world: int) -> None:
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is plain
 
 
-def test_evaluation_generation_and_two_models() -> None:
-    on_ranks(2, program)
-
-
 def lora(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
     from peft import LoraConfig, get_peft_model
 
@@ -140,7 +135,8 @@ def test_lora() -> None:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-7)
 
 
-def by_config(rank: int, world: int) -> None:
+@ranks.on_ranks(2, preload=PRELOAD)
+def test_the_configuration_alone_is_enough(rank: int, world: int) -> None:
     """The configuration alone turns sequence parallelism on; the model is not registered."""
     model = llama()
     with torch.no_grad():
@@ -166,11 +162,8 @@ def by_config(rank: int, world: int) -> None:
         )
 
 
-def test_the_configuration_alone_is_enough() -> None:
-    on_ranks(2, by_config)
-
-
-def refused(rank: int, world: int) -> None:
+@ranks.on_ranks(2, preload=PRELOAD)
+def test_what_cannot_be_cut_is_refused_at_registration(rank: int, world: int) -> None:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers import MambaConfig, MambaForCausalLM, T5Config, T5ForConditionalGeneration
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -198,7 +191,3 @@ def refused(rank: int, world: int) -> None:
             config={**CONFIG, "sequence_parallel": {"attention": "ulysses"}},
         )
     assert dict(ALL_ATTENTION_FUNCTIONS) == before
-
-
-def test_what_cannot_be_cut_is_refused_at_registration() -> None:
-    on_ranks(2, refused)

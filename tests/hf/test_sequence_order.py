@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from deepspeed_c.errors import ModelError, StateError
-from tests.hf.stack import VOCAB, llama, on_ranks
+from tests import ranks
+from tests.hf.stack import PRELOAD, VOCAB, llama
 from tests.training import engine_of
 
 TOKENS = 16
@@ -22,7 +23,8 @@ def model_of(attention: str) -> Any:
     return llama(num_attention_heads=heads, num_key_value_heads=key_heads)
 
 
-def body(rank: int, world: int) -> None:
+@ranks.on_ranks(2, preload=PRELOAD)
+def test_two_models_in_one_process(rank: int, world: int) -> None:
     from deepspeed_c.sequence.huggingface import UlyssesSPAttentionHF
     from deepspeed_c.sequence.loader import UlyssesSPDataLoaderAdapter
 
@@ -67,7 +69,3 @@ def body(rank: int, world: int) -> None:
         logits("ulysses", batch), wanted["ulysses"][:, batch["position_ids"][0]], rtol=1e-4, atol=1e-5
     )
     engines["ulysses"].close()
-
-
-def test_two_models_in_one_process() -> None:
-    on_ranks(2, body)

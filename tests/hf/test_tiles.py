@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.hf.stack import WIDTH, Text, llama, on_ranks
+from tests import ranks
+from tests.hf.stack import PRELOAD, WIDTH, Text, llama, on_ranks
 from tests.hf.test_sequence import cell, check, plain, train
 from tests.training import config, engine_of, update
 
@@ -220,7 +221,8 @@ def test_tensor_parallel_ranks_share_a_tiled_loss():
         assert max(worst) < 3e-6, worst
 
 
-def not_shared(rank, world):
+@ranks.on_ranks(2, preload=PRELOAD)
+def test_models_whose_loss_cannot_be_shared_are_refused_by_name(rank, world):
     """A model whose loss is not split over the tensor-parallel ranks."""
     import deepspeed_c
     from deepspeed_c.errors import ModelError
@@ -228,10 +230,6 @@ def not_shared(rank, world):
     settings = config(rows=2, lr=0.2, sequence_parallel={"tiles": "auto"}, tensor_parallel={"autotp_size": 2})
     with pytest.raises(ModelError, match="LlamaModel is cut over 2 tensor-parallel ranks"):
         deepspeed_c.initialize(model=llama().model, config=settings)
-
-
-def test_models_whose_loss_cannot_be_shared_are_refused_by_name():
-    on_ranks(2, not_shared)
 
 
 def nothing_to_tile(rank, world):
