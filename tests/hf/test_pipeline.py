@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.hf.stack import on_ranks
-from tests.training import config
+from tests.training import config, descend
 
 VOCAB, WIDTH, STEPS, N_BATCHES, LAYERS = 61, 32, 2, 3, 3
 LLAMA = {
@@ -143,11 +143,9 @@ def plain_run(name: str, n_pipelines: int = 1) -> tuple[list[float], float, dict
     losses = []
     for step in range(STEPS):
         batches = [batch for rank in range(n_pipelines) for batch in batches_of(step, rank)]
-        optimizer.zero_grad()
-        total = sum(model(**inputs, labels=labels).loss for inputs, labels in batches) / len(batches)
-        total.backward()
-        optimizer.step()
-        losses.append(float(total.detach()))
+        losses.append(
+            descend(optimizer, sum(model(**inputs, labels=labels).loss for inputs, labels in batches) / len(batches))
+        )
     with torch.no_grad():
         evaluation = sum(float(model.eval()(**x, labels=y).loss) for x, y in batches_of(9)) / N_BATCHES
     return losses, evaluation, {key: value.detach() for key, value in model.named_parameters()}

@@ -15,7 +15,7 @@ from deepspeed_c.inject.ranks import MOST_ENTERED
 from deepspeed_c.pipe import LayerSpec, PipelineModule, PipelineParallelGrid
 from deepspeed_c.pipe.topology import PipeModelDataParallelTopology
 from tests.ranks import run_ranks
-from tests.training import config, engine_of
+from tests.training import config, descend, engine_of
 
 WIDTH, N_HIDDEN, N, STEPS = 5, 7, 3, 4
 
@@ -63,13 +63,10 @@ def plain_run() -> list[float]:
         built.append(spec.build())
     model = nn.Sequential(*built)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        total = sum(nn.functional.mse_loss(model(x), y) for x, y in batches_of(step)) / N
-        total.backward()
-        optimizer.step()
-        losses.append(total.item())
+    losses = [
+        descend(optimizer, sum(nn.functional.mse_loss(model(x), y) for x, y in batches_of(step)) / N)
+        for step in range(STEPS)
+    ]
     return losses
 
 

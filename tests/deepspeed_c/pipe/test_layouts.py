@@ -11,7 +11,7 @@ from torch import nn
 from deepspeed_c.errors import BatchSizeError
 from deepspeed_c.pipe import LayerSpec, PipelineModule
 from tests.ranks import run_ranks
-from tests.training import config, engine_of
+from tests.training import config, descend, engine_of
 
 WIDTH, N, SAMPLES, TOKENS = 5, 3, 2, 7
 
@@ -57,13 +57,9 @@ def test_a_first_layer_transposes() -> None:
         built.append(Recurrent())
     model = nn.Sequential(*built)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    expected = []
-    for step in range(3):
-        optimizer.zero_grad()
-        total = sum(loss_fn(model(swap(x)), y) for x, y in batches_of(step)) / N
-        total.backward()
-        optimizer.step()
-        expected.append(total.item())
+    expected = [
+        descend(optimizer, sum(loss_fn(model(swap(x)), y) for x, y in batches_of(step)) / N) for step in range(3)
+    ]
     for losses, said in run_ranks(2, train):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert f"micro-batch 0 has {TOKENS} samples" in said and f"per_gpu is {SAMPLES}" in said

@@ -16,7 +16,7 @@ from deepspeed_c.pipe.writable import copied, writable
 from tests.deepspeed_c.pipe.models import micro_batches, module_of
 from tests.deepspeed_c.pipe.test_engine import SCHEDULES, config_of
 from tests.ranks import run_ranks
-from tests.training import engine_of
+from tests.training import descend, engine_of
 
 WIDTH, STEPS, N = 6, 2, 4
 
@@ -69,13 +69,9 @@ def plain_run() -> tuple[list[float], float, dict[str, torch.Tensor]]:
     """(losses of steps, the loss of an evaluation, weights) of torch in one process. Nothing is overwritten."""
     net = nn.Sequential(*layers_of([]))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        total = sum(loss_of(net(inputs), labels) for inputs, labels in batches()) / N
-        total.backward()
-        optimizer.step()
-        losses.append(float(total.detach()))
+    losses = [
+        descend(optimizer, sum(loss_of(net(inputs), labels) for inputs, labels in batches()) / N) for _ in range(STEPS)
+    ]
     with torch.no_grad():
         evaluation = sum(float(loss_of(net(inputs), labels)) for inputs, labels in batches()) / N
     return losses, evaluation, {name: p.detach() for name, p in net.named_parameters()}
