@@ -12,6 +12,7 @@ from deepspeed_c import comm
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import CommError
 from tests.deepspeed_c.comm.test_dtypes import DTYPES, bits, drawn
+from tests.ranks import on_ranks
 
 N = 1021
 
@@ -49,7 +50,10 @@ COLLECTIVES = [
 ]
 
 
-def different_body(rank: int, world: int, is_connected: bool) -> None:
+@pytest.mark.parametrize("is_connected", [False, True])
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_collectives_that_differ_are_one_error_on_all_ranks(rank: int, world: int, is_connected: bool) -> None:
     """The last rank gives another length, then another dtype, then another rank."""
     if is_connected:
         Collectives().use_shared_memory("shm")
@@ -80,13 +84,9 @@ def different_body(rank: int, world: int, is_connected: bool) -> None:
         assert tensor.tolist() == [world] * 4, tensor
 
 
-@pytest.mark.parametrize("is_connected", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
-def test_collectives_that_differ_are_one_error_on_all_ranks(run_ranks, world: int, is_connected: bool) -> None:
-    run_ranks(world, different_body, is_connected)
-
-
-def named_body(rank: int, world: int) -> None:
+@on_ranks()
+def test_barriers_and_objects_are_compared_by_name(rank: int, world: int) -> None:
     """The last rank is somewhere else: gloo's own calls would wait for one another until the group's limit."""
     last, objects, two = rank == world - 1, [None] * world, [rank, "x"]
     pairs = [
@@ -111,11 +111,6 @@ def named_body(rank: int, world: int) -> None:
     handle.wait()
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_barriers_and_objects_are_compared_by_name(run_ranks, world: int) -> None:
-    run_ranks(world, named_body)
-
-
 def asynchronous_body(rank: int, world: int) -> str:
     tensor = torch.full((N + rank % 2,), float(rank))
     handle = comm.broadcast(tensor, 0, async_op=True)
@@ -129,7 +124,8 @@ def test_a_started_collective_is_compared_when_it_is_waited_for(run_ranks) -> No
         assert f"rank 0 calls broadcast from rank 0 of float32 [{N}], rank 1 calls" in text, text
 
 
-def order_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_the_start_of_a_collective_waits_for_nobody(rank: int, world: int) -> None:
     """Rank 1 starts the collective only after it has rank 0's message, which rank 0 sends after its own start."""
     tensor, message = torch.full((N,), rank + 1.0), torch.full((3,), float(rank))
     if rank == 1:
@@ -141,11 +137,9 @@ def order_body(rank: int, world: int) -> None:
     assert handle.is_completed() and tensor.eq(3).all() and message.eq(0).all(), (tensor, message)
 
 
-def test_the_start_of_a_collective_waits_for_nobody(run_ranks) -> None:
-    run_ranks(2, order_body)
-
-
-def moves_body(rank: int, world: int, is_connected: bool) -> None:
+@pytest.mark.parametrize("is_connected", [False, True])
+@on_ranks(3)
+def test_every_dtype_travels_bit_by_bit(rank: int, world: int, is_connected: bool) -> None:
     if is_connected:
         Collectives().use_shared_memory("shm")
     for dtype in [*DTYPES, torch.complex32]:
@@ -188,12 +182,8 @@ def moves_body(rank: int, world: int, is_connected: bool) -> None:
             assert rank > 1 or bits(tensor) == want[0], f"message of {what}"
 
 
-@pytest.mark.parametrize("is_connected", [False, True])
-def test_every_dtype_travels_bit_by_bit(run_ranks, is_connected: bool) -> None:
-    run_ranks(3, moves_body, is_connected)
-
-
-def unsummable_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_reductions_that_gloo_has_not_say_so(rank: int, world: int) -> None:
     for dtype in (torch.int32, torch.int64, torch.uint8, torch.bool, torch.int16):
         for name in ("all_reduce", "reduce", "reduce_scatter_tensor"):
             with pytest.raises(CommError, match=f"{name} failed: AVG of {dtype}: an average of integers"):
@@ -210,10 +200,6 @@ def unsummable_body(rank: int, world: int) -> None:
     tensor = torch.full((3,), float(rank))
     comm.all_reduce(tensor, comm.ReduceOp.AVG)
     assert tensor.tolist() == [(world - 1) / 2] * 3, tensor
-
-
-def test_reductions_that_gloo_has_not_say_so(run_ranks) -> None:
-    run_ranks(2, unsummable_body)
 
 
 def splits_body(rank: int, world: int, is_list: bool) -> str:
@@ -234,11 +220,8 @@ def test_splits_that_do_not_fit_are_one_error_on_all_ranks(run_ranks, is_list: b
         assert "rank 0 sends 10 elements to rank 1, which expects 15" in text, text
 
 
-def outside_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_rank_outside_the_group(rank: int, world: int) -> None:
     group = dist.new_group([1])
     comm.all_reduce(torch.ones(2), group=group)  # a rank outside the group sends nothing
     comm.barrier()
-
-
-def test_a_rank_outside_the_group(run_ranks) -> None:
-    run_ranks(2, outside_body)

@@ -18,7 +18,7 @@ from deepspeed_c.comm.transports.gloo import Gloo
 from deepspeed_c.comm.transports.torch_backend import TorchBackend
 from deepspeed_c.comm.work import Work
 from deepspeed_c.errors import CommError
-from tests.ranks import RanksFailed
+from tests.ranks import RanksFailed, on_ranks
 
 WORLDS = [1, 2, 3]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -74,7 +74,10 @@ def check_close(got, want, magnitude, out_dtype, travel_dtype, n, what):
     )
 
 
-def reduce_scatter_body(rank, world, kernel, way):
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", WORLDS)
+@on_ranks()
+def test_reduce_scatter_equals_fp64(rank, world, kernel, way):
     comm = make(kernel, way)
     for dtype in DTYPES:
         for out_dtype in {dtype, torch.float32}:
@@ -96,13 +99,9 @@ def reduce_scatter_body(rank, world, kernel, way):
                     assert torch.equal(flat, inputs[rank]), f"{what}: the input was written"
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_reduce_scatter_equals_fp64(run_ranks, world, way, kernel):
-    run_ranks(world, reduce_scatter_body, kernel, way)
-
-
-def in_place_body(rank, world, kernel):
+@on_ranks()
+def test_reduce_scatter_into_own_slice(rank, world, kernel):
     """``out`` may be this rank's slice of ``flat``, as at ZeRO stage 1."""
     comm = make(kernel)
     for dtype in DTYPES:
@@ -120,12 +119,11 @@ def in_place_body(rank, world, kernel):
             assert torch.equal(flat, expected), f"{dtype} slice {numel}: other ranks' slices were written"
 
 
+@pytest.mark.parametrize("use_broadcast", [False, True])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_reduce_scatter_into_own_slice(run_ranks, world, kernel):
-    run_ranks(world, in_place_body, kernel)
-
-
-def all_gather_body(rank, world, way, use_broadcast):
+@on_ranks()
+def test_all_gather_fills_every_slice(rank, world, way, use_broadcast):
     comm = make("plain", way)
     for dtype in [*DTYPES, torch.float64, torch.int64, torch.uint8]:
         for numel in SLICES:
@@ -136,14 +134,10 @@ def all_gather_body(rank, world, way, use_broadcast):
             assert torch.equal(flat, whole), f"{dtype} slice {numel}: {flat} instead of {whole}"
 
 
-@pytest.mark.parametrize("use_broadcast", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_all_gather_fills_every_slice(run_ranks, world, way, use_broadcast):
-    run_ranks(world, all_gather_body, way, use_broadcast)
-
-
-def all_reduce_body(rank, world, kernel, way):
+@on_ranks()
+def test_all_reduce_equals_fp64_and_ranks_agree(rank, world, kernel, way):
     comm = make(kernel, way)
     for dtype in DTYPES:
         for numel in [0, 1, 2, 3, 5, 17, 4099, 12289]:  # some have fewer elements than ranks
@@ -161,13 +155,8 @@ def all_reduce_body(rank, world, kernel, way):
                 assert all(other == bits for other in comm.gather_objects(bits)), f"{what}: ranks got different bits"
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("world", WORLDS)
-def test_all_reduce_equals_fp64_and_ranks_agree(run_ranks, world, way, kernel):
-    run_ranks(world, all_reduce_body, kernel, way)
-
-
-def same_bits_body(rank, world):
+@on_ranks(3)
+def test_sums_of_16_bit_gradients_have_the_same_bits_at_every_stage(rank, world):
     comm = make("plain")
     results = []
     for _ in range(3):
@@ -185,11 +174,8 @@ def same_bits_body(rank, world):
     assert all(torch.equal(results[0], other) for other in results[1:]), "three runs gave different bits"
 
 
-def test_sums_of_16_bit_gradients_have_the_same_bits_at_every_stage(run_ranks):
-    run_ranks(3, same_bits_body)
-
-
-def special_values_body(rank, world):
+@on_ranks(2)
+def test_infinities_nan_and_subnormals_survive(rank, world):
     comm = make("plain")
     for dtype in DTYPES:
         biggest = torch.finfo(dtype).max
@@ -209,11 +195,8 @@ def special_values_body(rank, world):
         assert got[3] == 0.0 and got[4] == 2 * tiny and got[5] == biggest, f"{dtype}: {got}"
 
 
-def test_infinities_nan_and_subnormals_survive(run_ranks):
-    run_ranks(2, special_values_body)
-
-
-def in_flight_body(rank, world):
+@on_ranks(3)
+def test_many_works_in_flight(rank, world):
     """Many works are under way at once and share a scratch pool. The caller waits for them late, and twice."""
     comm = make("plain")
     numel, n = 501, 8
@@ -244,11 +227,9 @@ def in_flight_body(rank, world):
     assert comm.scratch.n_bytes == 0
 
 
-def test_many_works_in_flight(run_ranks):
-    run_ranks(3, in_flight_body)
-
-
-def numbers_body(rank, world):
+@pytest.mark.parametrize("world", WORLDS)
+@on_ranks()
+def test_numbers_objects_and_broadcast(rank, world):
     comm = make("plain")
     assert comm.gather_numbers(rank * 10**15) == [r * 10**15 for r in range(world)]
     assert comm.gather_numbers(rank + 0.5) == [r + 0.5 for r in range(world)]
@@ -279,11 +260,8 @@ def numbers_body(rank, world):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_numbers_objects_and_broadcast(run_ranks, world):
-    run_ranks(world, numbers_body)
-
-
-def bits_body(rank, world):
+@on_ranks()
+def test_sum_disjoint_bits_is_exact(rank, world):
     comm = make("plain")
     for dtype in [torch.float32, torch.bfloat16, torch.float64]:
         whole = torch.tensor([1.5, -0.0, float("nan"), float("-inf"), 3e-39, -7.0, 0.1], dtype=dtype)
@@ -293,12 +271,8 @@ def bits_body(rank, world):
         assert mine.view(torch.uint8).tolist() == whole.view(torch.uint8).tolist(), (dtype, mine, whole)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_sum_disjoint_bits_is_exact(run_ranks, world):
-    run_ranks(world, bits_body)
-
-
-def subgroup_body(rank, world):
+@on_ranks(3)
+def test_a_subgroup_talks_among_itself(rank, world):
     group = dist.new_group([2, 0])
     if rank in (0, 2):
         comm = Collectives(group, scratch=BufferPool(poison=True), reduce=plain_reduce)
@@ -320,11 +294,8 @@ def subgroup_body(rank, world):
     dist.barrier()
 
 
-def test_a_subgroup_talks_among_itself(run_ranks):
-    run_ranks(3, subgroup_body)
-
-
-def silent_body(rank, world):
+@on_ranks(1)
+def test_one_rank_sends_nothing(rank, world):
     comm = make("plain")
     names = ("broadcast", "all_reduce", "all_to_all_single", "all_gather_object")
     saved = {name: getattr(dist, name) for name in names}
@@ -350,11 +321,8 @@ def silent_body(rank, world):
             setattr(dist, name, function)
 
 
-def test_one_rank_sends_nothing(run_ranks):
-    run_ranks(1, silent_body)
-
-
-def misuse_body(rank, world):
+@on_ranks(2)
+def test_wrong_arguments_are_refused_before_anything_is_sent(rank, world):
     comm = make("plain")
     with pytest.raises(ValueError, match="flat has 5 elements; 2 ranks times 2"):
         comm.reduce_scatter(torch.ones(5), torch.ones(2))
@@ -366,10 +334,6 @@ def misuse_body(rank, world):
         comm.all_reduce(torch.ones(8)[::2])
     with pytest.raises(CommError, match="no backend for meta tensors"):
         comm.all_reduce(torch.ones(4, device="meta"))
-
-
-def test_wrong_arguments_are_refused_before_anything_is_sent(run_ranks):
-    run_ranks(2, misuse_body)
 
 
 def dying_body(rank, world):

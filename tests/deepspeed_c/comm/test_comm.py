@@ -16,6 +16,7 @@ from deepspeed_c import comm
 from deepspeed_c.comm import comm as comm_module
 from deepspeed_c.comm.comm import comms_logger
 from deepspeed_c.errors import CommError
+from tests.ranks import on_ranks
 
 INIT_DISTRIBUTED = (
     "dist_backend auto_mpi_discovery distributed_port verbose timeout init_method dist_init_required config rank"
@@ -73,7 +74,9 @@ def test_signatures_are_deepspeeds(name, parameters):
     assert name in comm.comm.__all__ + comm.groups.__all__
 
 
-def every_operation(rank, world):
+@pytest.mark.parametrize("world", [1, 2, 3])
+@on_ranks()
+def test_every_operation(rank, world):
     def t(*values):
         return torch.tensor([float(v) for v in values])
 
@@ -158,12 +161,8 @@ def every_operation(rank, world):
     assert comm.get_all_ranks_from_group() == list(range(world))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_operation(run_ranks, world):
-    run_ranks(world, every_operation)
-
-
-def errors_body(rank, world):
+@on_ranks(2, fresh=True)
+def test_errors_are_typed(rank, world):
     with pytest.raises(CommError, match="all_to_all_single failed") as caught:
         comm.all_to_all_single(torch.zeros(2), torch.zeros(2), [1, 2], [1, 1])
     assert isinstance(caught.value, RuntimeError) and caught.value.where == f"rank {rank}"
@@ -178,11 +177,8 @@ def errors_body(rank, world):
             comm.monitored_barrier(timeout=timedelta(seconds=1))
 
 
-def test_errors_are_typed(run_ranks):
-    run_ranks(2, errors_body, fresh=True)
-
-
-def log_body(rank, world):
+@on_ranks(2, fresh=True)
+def test_the_log(rank, world):
     assert not comm.has_comm_data()
     comm.all_reduce(torch.zeros(256))
     assert comm.get_comm_operation_count() == 0, "recorded while off"
@@ -227,13 +223,9 @@ def log_body(rank, world):
     comm.reset_log()
     comm.configure(debug=True)
     comm.all_reduce(torch.zeros(1))
-    assert comm.get_logged_comm_ops() == ["all_reduce | [Caller Func: log_body]"]
+    assert comm.get_logged_comm_ops() == ["all_reduce | [Caller Func: test_the_log]"]
     comm.configure(enabled=False, debug=False)
     comm.reset_log()
-
-
-def test_the_log(run_ranks):
-    run_ranks(2, log_body, fresh=True)
 
 
 def test_the_log_is_off_by_default():

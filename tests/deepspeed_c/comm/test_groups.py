@@ -18,7 +18,7 @@ from deepspeed_c.comm import groups
 from deepspeed_c.errors import CommError, ConfigError
 from deepspeed_c.listening import is_loopback
 from tests.network import answers, own_address
-from tests.ranks import RanksFailed, free_port
+from tests.ranks import RanksFailed, free_port, on_ranks
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI_", "MPI_", "SLURM_", "MV2_", "TORCHELASTIC")
 LONG = timedelta(seconds=200)  # on a busy machine ranks come late; a run without faults never waits so long
@@ -48,7 +48,8 @@ def check_sum(rank, world):
     assert x.item() == world * (world + 1) / 2
 
 
-def alone_body(rank, world):
+@on_ranks(1, fresh=True)
+def test_no_launcher_is_one_process_without_a_port(rank, world):
     bare()
     store, dist.TCPStore = dist.TCPStore, refuse
     try:
@@ -71,10 +72,6 @@ def alone_body(rank, world):
     assert comm.get_world_size(comm.new_group([0])) == 1
     if not torch.accelerator.is_available():
         assert dist.get_backend() == "gloo"
-
-
-def test_no_launcher_is_one_process_without_a_port(run_ranks):
-    run_ranks(1, alone_body, fresh=True)
 
 
 WAYS = {
@@ -255,7 +252,8 @@ MISTAKES = [
 ]
 
 
-def mistakes_body(rank, world):
+@on_ranks(1, fresh=True)
+def test_mistakes(rank, world):
     dist.destroy_process_group()
     for kwargs, environ, message in MISTAKES:
         for name in list(os.environ):
@@ -267,11 +265,8 @@ def mistakes_body(rank, world):
         assert caught.value.fix and not comm.is_initialized()
 
 
-def test_mistakes(run_ranks):
-    run_ranks(1, mistakes_body, fresh=True)
-
-
-def needs_body(rank, world):
+@on_ranks(1, fresh=True)
+def test_what_needs_a_group_says_so(rank, world):
     bare()
     for name in [
         "get_rank",
@@ -291,11 +286,8 @@ def needs_body(rank, world):
         comm.all_reduce(torch.ones(1))
 
 
-def test_what_needs_a_group_says_so(run_ranks):
-    run_ranks(1, needs_body, fresh=True)
-
-
-def limits_body(rank, world):
+@on_ranks(1, fresh=True)
+def test_limits(rank, world):
     bare(DEEPSPEED_TIMEOUT="soon")
     with pytest.raises(ConfigError, match="DEEPSPEED_TIMEOUT"):
         comm.init_distributed()
@@ -312,28 +304,18 @@ def limits_body(rank, world):
         comm.init_distributed(rank=1, world_size=2)
 
 
-def test_limits(run_ranks):
-    run_ranks(1, limits_body, fresh=True)
-
-
-def discovery_body(rank, world):
+@on_ranks(1, fresh=True)
+def test_mpi_discovery_sets_the_environment(rank, world):
     bare(**{f"OMPI_COMM_WORLD_{k}": v for k, v in {"RANK": 1, "SIZE": 2, "LOCAL_RANK": 1, "LOCAL_SIZE": 2}.items()})
     comm.mpi_discovery(verbose=False)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     assert [os.environ[name] for name in names] == ["1", "2", "1", "127.0.0.1", "29500"]
 
 
-def test_mpi_discovery_sets_the_environment(run_ranks):
-    run_ranks(1, discovery_body, fresh=True)
-
-
-def own_group_body(rank, world):
+@on_ranks(1, fresh=True)
+def test_a_users_own_group_is_kept(rank, world):
     bare()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = dist.group.WORLD
     comm.init_distributed(dist_init_required=False)
     assert dist.group.WORLD is group and comm.get_world_group() is group and comm.is_initialized()
-
-
-def test_a_users_own_group_is_kept(run_ranks):
-    run_ranks(1, own_group_body, fresh=True)

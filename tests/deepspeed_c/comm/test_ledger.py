@@ -17,6 +17,7 @@ from deepspeed_c.comm.ledger import DONE, ENTERED, STARTING, WAITING, Ledger, To
 from deepspeed_c.comm.transports.gloo import Gloo
 from deepspeed_c.comm.transports.torch_backend import TorchBackend
 from deepspeed_c.errors import CommError
+from tests.ranks import on_ranks
 from tests.waits import joined
 
 
@@ -171,7 +172,10 @@ def test_totals(world):
 # ---- over gloo
 
 
-def sharded_step_body(rank, world, way):
+@pytest.mark.parametrize("way", ["gloo", "generic"])
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_bytes_of_a_sharded_step(rank, world, way):
     """Two all-gathers and a reduce-scatter of 16-bit data send 3 x 2 bytes x parameters x (N-1)/N (ZeRO, section 7)."""
     comm = Collectives(reduce=reduce)
     comm._transports = {"cpu": {"gloo": Gloo(), "generic": TorchBackend("torch")}[way]}
@@ -203,13 +207,9 @@ def sharded_step_body(rank, world, way):
     assert moved == 3 * 2 * n_params * (world - 1) // world, (moved, comm.ledger.totals)
 
 
-@pytest.mark.parametrize("way", ["gloo", "generic"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_bytes_of_a_sharded_step(run_ranks, world, way):
-    run_ranks(world, sharded_step_body, way)
-
-
-def every_method_body(rank, world):
+@on_ranks()
+def test_every_method_is_entered_once(rank, world):
     comm = Collectives(reduce=reduce)
     ledger = comm.ledger
     first = ledger.last
@@ -249,12 +249,8 @@ def every_method_body(rank, world):
     assert ledger.last == first + 2 * len(calls) + 2 and ledger.blocking() == []
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_every_method_is_entered_once(run_ranks, world):
-    run_ranks(world, every_method_body)
-
-
-def failing_body(rank, world):
+@on_ranks(2)
+def test_what_fails_is_not_waited_for(rank, world):
     comm = Collectives(reduce=reduce)
 
     def refuse(*args):
@@ -273,22 +269,16 @@ def failing_body(rank, world):
     assert comm.ledger.recent(1)[0].state == DONE and comm.ledger.blocking() == []
 
 
-def test_what_fails_is_not_waited_for(run_ranks):
-    run_ranks(2, failing_body)
-
-
-def alone_body(rank, world):
+@on_ranks(1, fresh=True)
+def test_one_rank_enters_nothing(rank, world):
     comm = Collectives(reduce=reduce)
     comm.all_gather(torch.ones(4)).wait()
     comm.barrier()
     assert comm.ledger.last == 0 and comm.ledger.totals == {}
 
 
-def test_one_rank_enters_nothing(run_ranks):
-    run_ranks(1, alone_body, fresh=True)
-
-
-def groups_body(rank, world):
+@on_ranks(3, fresh=True)
+def test_a_group_has_one_ledger(rank, world):
     one, two = Collectives(reduce=reduce), Collectives(reduce=reduce)
     assert one.ledger is two.ledger is ledger_of() is ledger_of(dist.group.WORLD), "engines take turns on one ledger"
     group = dist.new_group([2, 0])
@@ -303,11 +293,8 @@ def groups_body(rank, world):
     dist.barrier()
 
 
-def test_a_group_has_one_ledger(run_ranks):
-    run_ranks(3, groups_body, fresh=True)
-
-
-def user_calls_body(rank, world):
+@on_ranks(3, fresh=True)
+def test_the_users_calls_are_entered(rank, world):
     ledger = ledger_of()
     ledger.reset_totals()
     first = ledger.last
@@ -349,7 +336,3 @@ def user_calls_body(rank, world):
     assert ledger.last == first + 8
     if rank < 2:
         assert [e.op for e in ledger_of(group).recent(9)] == ["comm.all_reduce"]
-
-
-def test_the_users_calls_are_entered(run_ranks):
-    run_ranks(3, user_calls_body, fresh=True)

@@ -16,7 +16,7 @@ from deepspeed_c.comm.axes import AXES
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh, mesh_of_device_mesh
 from deepspeed_c.errors import CommError, ConfigError, FeatureError
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.training import engine_of, update
 
 
@@ -85,23 +85,6 @@ def test_data_parallelism_cannot_be_cut_unevenly() -> None:
     assert (split.ranks("dp_shard"), split.ranks("dp_replicate")) == ([3, 4, 5], [1, 4])
 
 
-def groups_body(rank: int, world: int) -> None:
-    mesh = Mesh(Collectives(), {"dp_replicate": 2, "dp_shard": 2})
-    for axes in (("dp_shard",), ("dp_replicate",), (), ("dp_replicate", "dp_shard")):
-        part = mesh.along(*axes)
-        assert mesh.along(*axes) is part
-        assert [int(n) for n in part.gather_numbers(rank)] == mesh.ranks(*axes) == part.global_ranks
-        if part.world_size > 1:
-            assert part.ledger.last > 0
-    assert mesh.along("dp_replicate", "dp_shard") is mesh.comm
-    mesh.enter_phase("backward")
-    groups = [mesh.along(*axes) for axes in (("dp_shard",), ("dp_replicate",), ("dp_replicate", "dp_shard"))]
-    assert [group.ledger.phase for group in groups] == ["backward"] * 3
-    mesh.enter_phase("")
-    names_body(mesh, rank)
-    mesh.close()
-
-
 def names_body(mesh: Mesh, rank: int) -> None:
     """A collective over a group of the mesh has a label with the axis. The ledger of all ranks explains its
     failures."""
@@ -125,11 +108,26 @@ def names_body(mesh: Mesh, rank: int) -> None:
     assert shard.ledger.explain() == ""
 
 
-def test_groups_along_axes() -> None:
-    run_ranks(4, groups_body)
+@on_ranks(4)
+def test_groups_along_axes(rank: int, world: int) -> None:
+    mesh = Mesh(Collectives(), {"dp_replicate": 2, "dp_shard": 2})
+    for axes in (("dp_shard",), ("dp_replicate",), (), ("dp_replicate", "dp_shard")):
+        part = mesh.along(*axes)
+        assert mesh.along(*axes) is part
+        assert [int(n) for n in part.gather_numbers(rank)] == mesh.ranks(*axes) == part.global_ranks
+        if part.world_size > 1:
+            assert part.ledger.last > 0
+    assert mesh.along("dp_replicate", "dp_shard") is mesh.comm
+    mesh.enter_phase("backward")
+    groups = [mesh.along(*axes) for axes in (("dp_shard",), ("dp_replicate",), ("dp_replicate", "dp_shard"))]
+    assert [group.ledger.phase for group in groups] == ["backward"] * 3
+    mesh.enter_phase("")
+    names_body(mesh, rank)
+    mesh.close()
 
 
-def interop_body(rank: int, world: int) -> None:
+@on_ranks(4)
+def test_device_meshes_both_ways_and_what_initialize_takes(rank: int, world: int) -> None:
     theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "fsdp"))
     mine = mesh_of_device_mesh(theirs)
     assert mine.axes["dp_replicate"] == mine.axes["dp_shard"] == 2
@@ -170,7 +168,3 @@ def interop_body(rank: int, world: int) -> None:
     assert "dp_replicate 2 x dp_shard 2" in one.describe() and "copy" in one.describe()
     two.close()
     one.close()
-
-
-def test_device_meshes_both_ways_and_what_initialize_takes() -> None:
-    run_ranks(4, interop_body)

@@ -14,7 +14,7 @@ from deepspeed_c import comm
 from deepspeed_c.comm import point_to_point
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import CommError
-from tests.ranks import RanksFailed
+from tests.ranks import RanksFailed, on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 N_MESSAGES = 40
@@ -29,7 +29,10 @@ def connect(local: str, group=None) -> None:
     Collectives(group).use_shared_memory(local)
 
 
-def traffic_body(rank: int, world: int, local: str) -> None:
+@pytest.mark.parametrize("local", ["off", "shm"])
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_random_messages(rank: int, world: int, local: str) -> None:
     connect(local)
     draw = random.Random(7)
     under_way = []
@@ -64,12 +67,8 @@ def traffic_body(rank: int, world: int, local: str) -> None:
 
 
 @pytest.mark.parametrize("local", ["off", "shm"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_random_messages(run_ranks, world, local) -> None:
-    run_ranks(world, traffic_body, local)
-
-
-def anyone_body(rank: int, world: int, local: str) -> None:
+@on_ranks(3)
+def test_a_message_from_anyone(rank: int, world: int, local: str) -> None:
     """Rank 1 receives from whoever sends; ranks have other numbers in the group than in the world."""
     group = comm.new_group(list(range(world))[::-1])
     connect(local, group)
@@ -90,12 +89,8 @@ def anyone_body(rank: int, world: int, local: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("local", ["off", "shm"])
-def test_a_message_from_anyone(run_ranks, local) -> None:
-    run_ranks(3, anyone_body, local)
-
-
-def mixed_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_users_and_the_engine_do_not_take_each_others_messages(rank: int, world: int) -> None:
     """The engine's messages of a tag are not those of a user with that tag."""
     mine = Collectives()
     mine.use_shared_memory("shm")
@@ -108,10 +103,6 @@ def mixed_body(rank: int, world: int) -> None:
         comm.recv(of_user, 0, tag=0)
         assert (of_engine.tolist(), of_user.tolist()) == ([2.0, 2.0], [1.0, 1.0])
     dist.barrier()
-
-
-def test_users_and_the_engine_do_not_take_each_others_messages(run_ranks) -> None:
-    run_ranks(2, mixed_body)
 
 
 def different_body(rank: int, world: int) -> str:
@@ -132,17 +123,14 @@ def test_a_message_of_another_length_is_an_error(run_ranks) -> None:
     assert "rank 1" in found[0], found
 
 
-def outside_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_rank_outside_the_group(rank: int, world: int) -> None:
     """A rank that is not in the group sends nothing, as in torch."""
     group = comm.new_group([1])
     if rank == 0:
         with pytest.raises((CommError, ValueError)):
             comm.send(torch.zeros(1), 1, group)
     dist.barrier()
-
-
-def test_a_rank_outside_the_group(run_ranks) -> None:
-    run_ranks(2, outside_body)
 
 
 def test_without_a_group() -> None:
@@ -182,7 +170,8 @@ def test_unequal_ends_over_gloo_both_say_how(run_ranks, name: str, is_async: boo
         assert f"rank 0 sends {first}" in head and tail.startswith(second), f"rank {rank} says {text}"
 
 
-def tags_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_large_tags_are_apart(rank: int, world: int) -> None:
     """Tags that agree in their lowest bits are apart, and the receiver takes them in another order."""
     tags = [0, 1, 4096, 4097, (1 << 26) - 1]
     if rank == 0:
@@ -196,10 +185,6 @@ def tags_body(rank: int, world: int) -> None:
         assert all(value.tolist() == [tag] * 3 for tag, value in got.items()), got
         with pytest.raises(ValueError, match=f"tag is {1 << 26}, must be below"):
             comm.recv(torch.zeros(1), 0, tag=1 << 26)
-
-
-def test_large_tags_are_apart(run_ranks) -> None:
-    run_ranks(2, tags_body)
 
 
 def gone_body(rank: int, world: int, name: str) -> str:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import CommError
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 LENGTHS = [5, 0, 3, 7]
 
@@ -50,7 +50,8 @@ def test_each_rank_gets_what_was_sent_to_it(world: int, shared: bool) -> None:
             assert values == [float(source)] * LENGTHS[source]
 
 
-def exchange(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_messages_of_a_part_through_shared_memory(rank: int, world: int) -> None:
     """Messages of a part of the ranks, through shared memory: both directions, two tags, waited for in reverse."""
     group = dist.new_group([2, 1])  # rank 0 of the group is rank 1 of the world
     if rank == 0:
@@ -66,10 +67,6 @@ def exchange(rank: int, world: int) -> None:
     for work, tensor, want in reversed(pending):
         work.wait()
         assert torch.equal(tensor, want)
-
-
-def test_messages_of_a_part_through_shared_memory() -> None:
-    run_ranks(3, exchange)
 
 
 def differ(rank: int, world: int, shifts: bool, lengths: list[int], labels: list[str]) -> list[str]:

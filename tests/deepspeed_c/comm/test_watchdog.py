@@ -31,7 +31,7 @@ from deepspeed_c.comm.signed_store import SignedStore
 from deepspeed_c.comm.verdict import EXIT_CODE
 from deepspeed_c.comm.watchdog import _own_store, watch
 from deepspeed_c.errors import CommError, ConfigError
-from tests.ranks import RanksFailed, free_port
+from tests.ranks import RanksFailed, free_port, on_ranks
 from tests.waits import ended, joined, set_within
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -451,7 +451,8 @@ def dogs():
     return [thread for thread in threading.enumerate() if thread.name == "deepspeed_c watchdog"]
 
 
-def life_body(rank, world):
+@on_ranks(2)
+def test_one_thread_that_ends_with_the_last_who_is_watched(rank, world):
     one, two = Collectives(reduce=lambda *_: None), Collectives(reduce=lambda *_: None)
     watch(one, 0.0)
     assert dogs() == [], "0 is off"
@@ -481,16 +482,14 @@ def life_body(rank, world):
     dist.barrier()
 
 
-def test_one_thread_that_ends_with_the_last_who_is_watched(run_ranks):
-    run_ranks(2, life_body)
-
-
 def n_files():
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
-def leak_body(rank, world):
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc: open files are not counted")
+@on_ranks(2)
+def test_watching_again_and_again_leaks_nothing(rank, world):
     comm = Collectives(reduce=lambda *_: None)
 
     def cycle():
@@ -508,20 +507,12 @@ def leak_body(rank, world):
     dist.barrier()
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="no /proc: open files are not counted")
-def test_watching_again_and_again_leaks_nothing(run_ranks):
-    run_ranks(2, leak_body)
-
-
-def alone_body(rank, world):
+@on_ranks(1)
+def test_one_rank_needs_no_watchdog(rank, world):
     comm = Collectives(reduce=lambda *_: None)
     watch(comm, 1.0)
     assert dogs() == []
     comm.close()
-
-
-def test_one_rank_needs_no_watchdog(run_ranks):
-    run_ranks(1, alone_body)
 
 
 def new_world_body(rank, world, folder):

@@ -17,7 +17,7 @@ import deepspeed_c
 from deepspeed_c.utils import safe_get_full_fp32_param
 from tests.cells import full
 from tests.deepspeed_c.compile.models import STEPS, WIDTH, Block, Model, batch_of, close, make_engine, same, train
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.training import step, update
 
 
@@ -314,7 +314,8 @@ def failing_train(engine: Any, rank: int) -> list[Any]:
     return train(engine, rank)
 
 
-def failing_body(rank: int, world: int) -> None:
+@on_ranks(2, preload="torch._dynamo")
+def test_an_exception_in_backward_is_followed_by_the_same_steps(rank: int, world: int) -> None:
     for stage in (2, 3):
         torch._dynamo.reset()
         with make_engine(stage, compiled=False, make=FailsInBackward) as engine:
@@ -324,10 +325,6 @@ def failing_body(rank: int, world: int) -> None:
             got = failing_train(engine, rank)
             assert engine._fetcher is None or engine._fetcher.stats.live_elems == 0
         same(got, want)
-
-
-def test_an_exception_in_backward_is_followed_by_the_same_steps() -> None:
-    run_ranks(2, failing_body, preload="torch._dynamo")
 
 
 def turns_body(rank: int, world: int, folder: str) -> None:

@@ -13,9 +13,14 @@ from deepspeed_c.errors import ConfigError, FeatureError
 from deepspeed_c.zero.weights.grad_face import GradFace
 from tests.cells import full
 from tests.deepspeed_c.compile.models import batch_of, make_engine, same, train
+from tests.ranks import on_ranks
 
 
-def traced_body(rank: int, world: int, stage: int, precision: str) -> None:
+@pytest.mark.parametrize(
+    "stage, precision", [pytest.param(0, "fp32", marks=full), (1, "fp16"), pytest.param(2, "bf16", marks=full)]
+)
+@on_ranks(2, preload="torch._dynamo")
+def test_compiled_autograd_gives_the_bits_of_plain_autograd(rank: int, world: int, stage: int, precision: str) -> None:
     torch._dynamo.reset()
     with make_engine(stage, precision, compiled=False) as engine:
         want = train(engine, rank)
@@ -35,14 +40,8 @@ def traced_body(rank: int, world: int, stage: int, precision: str) -> None:
         assert counted["captures"] == captures and engine.get_global_grad_norm() >= 0
 
 
-@pytest.mark.parametrize(
-    "stage, precision", [pytest.param(0, "fp32", marks=full), (1, "fp16"), pytest.param(2, "bf16", marks=full)]
-)
-def test_compiled_autograd_gives_the_bits_of_plain_autograd(run_ranks, stage: int, precision: str) -> None:
-    run_ranks(2, traced_body, stage, precision, preload="torch._dynamo")
-
-
-def traced_raises_body(rank: int, world: int) -> None:
+@on_ranks(2, preload="torch._dynamo")
+def test_a_traced_pass_that_raises_is_followed_by_the_same_steps(rank: int, world: int) -> None:
     torch._dynamo.reset()
     with make_engine(2, compiled=False) as engine:
         want = train(engine, rank)
@@ -59,11 +58,9 @@ def traced_raises_body(rank: int, world: int) -> None:
         same(train(engine, rank), want)
 
 
-def test_a_traced_pass_that_raises_is_followed_by_the_same_steps(run_ranks) -> None:
-    run_ranks(2, traced_raises_body, preload="torch._dynamo")
-
-
-def backend_body(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2, preload="torch._dynamo")
+def test_a_module_that_is_compiled_with_the_backend_by_itself(rank: int, world: int, stage: int) -> None:
     torch._dynamo.reset()
     with make_engine(stage, compiled=False) as engine:
         want = train(engine, rank)
@@ -75,12 +72,8 @@ def backend_body(rank: int, world: int, stage: int) -> None:
         assert backend.n_frames == 2 and engine.is_deepcompile_active()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_module_that_is_compiled_with_the_backend_by_itself(run_ranks, stage: int) -> None:
-    run_ranks(2, backend_body, stage, preload="torch._dynamo")
-
-
-def waits_body(rank: int, world: int) -> None:
+@on_ranks(2, preload="torch._dynamo")
+def test_keys_that_wait_change_no_bit(rank: int, world: int) -> None:
     torch._dynamo.reset()
     with make_engine(3, compiled=False) as engine:
         want = train(engine, rank)
@@ -98,11 +91,8 @@ def waits_body(rank: int, world: int) -> None:
         assert finished.call_count == 2 * started.call_count, "once as it begins, and once before the first read"
 
 
-def test_keys_that_wait_change_no_bit(run_ranks) -> None:
-    run_ranks(2, waits_body, preload="torch._dynamo")
-
-
-def refused_body(rank: int, world: int) -> None:
+@on_ranks(2, preload="torch._dynamo")
+def test_what_is_refused_leaves_the_engine_as_it_was(rank: int, world: int) -> None:
     for compiled in (True, False):
         with make_engine(3, compiled=compiled) as engine:
             for arguments, says in (
@@ -122,10 +112,6 @@ def refused_body(rank: int, world: int) -> None:
             train(engine, rank)
     with make_engine(0) as engine:
         assert engine.get_deepcompile_backend("eager", {}, None) is None
-
-
-def test_what_is_refused_leaves_the_engine_as_it_was(run_ranks) -> None:
-    run_ranks(2, refused_body, preload="torch._dynamo")
 
 
 def test_a_compiler_that_is_missing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,12 @@ import deepspeed_c
 from deepspeed_c.errors import ConfigError
 from tests.cells import cells
 from tests.deepspeed_c.compile.models import WIDTH, WORDS, batch_of, close, make_engine, peak_of, same, train
+from tests.ranks import on_ranks
 
 
-def bits_body(rank: int, world: int, stage: int, precision: str) -> None:
+@pytest.mark.parametrize(("stage", "precision"), cells((1, 2, 3), ("fp32", "bf16", "fp16", "autocast"), at_once=1))
+@on_ranks(2, preload="torch._dynamo")
+def test_the_bits_are_those_without_a_compiler(rank: int, world: int, stage: int, precision: str) -> None:
     torch._dynamo.reset()
     with make_engine(stage, precision, compiled=False) as engine:
         want, peak = train(engine, rank), peak_of(engine)
@@ -24,12 +27,8 @@ def bits_body(rank: int, world: int, stage: int, precision: str) -> None:
         assert engine._compiled.backend.n_frames == 2, "a frame with gradients, and one without"
 
 
-@pytest.mark.parametrize(("stage", "precision"), cells((1, 2, 3), ("fp32", "bf16", "fp16", "autocast"), at_once=1))
-def test_the_bits_are_those_without_a_compiler(run_ranks, stage: int, precision: str) -> None:
-    run_ranks(2, bits_body, stage, precision, preload="torch._dynamo")
-
-
-def inductor_body(rank: int, world: int) -> None:
+@on_ranks(2, preload="torch._dynamo", fresh=True)
+def test_inductor(rank: int, world: int) -> None:
     torch._dynamo.reset()
     with make_engine(3, compiled=False) as engine:
         want, peak = train(engine, rank), peak_of(engine)
@@ -39,11 +38,8 @@ def inductor_body(rank: int, world: int) -> None:
         assert peak_of(engine) == peak, "Inductor keeps the order of gathers and releases"
 
 
-def test_inductor(run_ranks) -> None:
-    run_ranks(2, inductor_body, preload="torch._dynamo", fresh=True)
-
-
-def breaks_body(rank: int, world: int) -> None:
+@on_ranks(2, preload="torch._dynamo")
+def test_a_model_of_several_graphs(rank: int, world: int) -> None:
     torch._dynamo.reset()
     with make_engine(3, compiled=False) as engine:
         want = train(engine, rank)
@@ -53,11 +49,8 @@ def breaks_body(rank: int, world: int) -> None:
         assert engine._compiled.backend.n_frames > 2
 
 
-def test_a_model_of_several_graphs(run_ranks) -> None:
-    run_ranks(2, breaks_body, preload="torch._dynamo")
-
-
-def diverging_body(rank: int, world: int) -> None:
+@on_ranks(2, preload="torch._dynamo")
+def test_ranks_with_other_graphs_do_not_wait_for_one_another(rank: int, world: int) -> None:
     """Ranks compile in different steps, for other shapes, and rank 1 compiles nothing after its first frames."""
 
     def length(i: int) -> int:
@@ -72,11 +65,8 @@ def diverging_body(rank: int, world: int) -> None:
             same(train(engine, rank, length), want)
 
 
-def test_ranks_with_other_graphs_do_not_wait_for_one_another(run_ranks) -> None:
-    run_ranks(2, diverging_body, preload="torch._dynamo")
-
-
-def exception_body(rank: int, world: int) -> None:
+@on_ranks(2, preload="torch._dynamo")
+def test_an_exception_is_followed_by_the_same_steps(rank: int, world: int) -> None:
     torch._dynamo.reset()
     with make_engine(3, compiled=False) as engine:
         want = train(engine, rank)
@@ -89,11 +79,8 @@ def exception_body(rank: int, world: int) -> None:
         same(train(engine, rank), want)
 
 
-def test_an_exception_is_followed_by_the_same_steps(run_ranks) -> None:
-    run_ranks(2, exception_body, preload="torch._dynamo")
-
-
-def hooks_body(rank: int, world: int) -> None:
+@on_ranks(2, preload="torch._dynamo")
+def test_hooks_of_the_user_see_gradients(rank: int, world: int) -> None:
     """A user's hook on a parameter sees its gradient, before and after the model is compiled."""
     torch._dynamo.reset()
     with make_engine(2) as engine:
@@ -108,11 +95,8 @@ def hooks_body(rank: int, world: int) -> None:
         engine.step()
 
 
-def test_hooks_of_the_user_see_gradients(run_ranks) -> None:
-    run_ranks(2, hooks_body, preload="torch._dynamo")
-
-
-def close_body(rank: int, world: int) -> None:
+@on_ranks(2, preload="torch._dynamo")
+def test_a_closed_engine_leaves_the_module_as_it_was(rank: int, world: int) -> None:
     engine = make_engine(3)
     engine.compile(backend="eager")
     train(engine, rank)
@@ -125,11 +109,8 @@ def close_body(rank: int, world: int) -> None:
         assert torch.isfinite(module(x, y))
 
 
-def test_a_closed_engine_leaves_the_module_as_it_was(run_ranks) -> None:
-    run_ranks(2, close_body, preload="torch._dynamo")
-
-
-def bad_body(rank: int, world: int) -> None:
+@on_ranks(2, preload="torch._dynamo")
+def test_a_refused_backend_leaves_the_engine_as_it_was(rank: int, world: int) -> None:
     with make_engine(3) as engine:
         with pytest.raises(ConfigError, match="'indutcor' cannot take graphs.*\n?.*'inductor'"):
             engine.compile(backend="indutcor")
@@ -137,11 +118,9 @@ def bad_body(rank: int, world: int) -> None:
         train(engine, rank)
 
 
-def test_a_refused_backend_leaves_the_engine_as_it_was(run_ranks) -> None:
-    run_ranks(2, bad_body, preload="torch._dynamo")
-
-
-def saved_body(rank: int, world: int, precision: str) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "autocast"])
+@on_ranks(2, preload="torch._dynamo")
+def test_gathered_weights_are_not_saved_for_the_backward(rank: int, world: int, precision: str) -> None:
     """What autograd has saved after a forward: weights as references that hold no memory, except for those of a unit
     that stays gathered, and no copy of a weight in another dtype."""
     torch._dynamo.reset()
@@ -163,8 +142,3 @@ def saved_body(rank: int, world: int, precision: str) -> None:
         assert whole <= ready < len(saved), f"{whole} saved weights have memory; {ready} parameters are gathered"
         assert {t.dtype for t in saved} == {torch.float32}, "a cast is computed again in the backward"
         engine.backward(loss)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "autocast"])
-def test_gathered_weights_are_not_saved_for_the_backward(run_ranks, precision: str) -> None:
-    run_ranks(2, saved_body, precision, preload="torch._dynamo")

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.ranks import on_ranks
 from tests.training import config, engine_of, update
 
 WIDTH, HEADS = 16, 2
@@ -65,7 +66,9 @@ def n_graphs_alone() -> int:
     return n_graphs
 
 
-def graphs_body(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2, preload="torch._dynamo")
+def test_an_engine_adds_at_most_one_graph(rank: int, world: int, stage: int) -> None:
     torch._dynamo.reset()
     alone = n_graphs_alone()
     assert alone >= 2, "graphs with gradients and without differ"
@@ -85,8 +88,3 @@ def graphs_body(rank: int, world: int, stage: int) -> None:
         run(engine, finish)
         n_frames = engine._compiled.backend.n_frames
         assert 2 <= n_frames <= alone + 1, f"{n_frames} graphs, and {alone} of the block alone"
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_engine_adds_at_most_one_graph(run_ranks, stage: int) -> None:
-    run_ranks(2, graphs_body, stage, preload="torch._dynamo")

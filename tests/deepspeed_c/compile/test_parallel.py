@@ -17,7 +17,7 @@ from tests.deepspeed_c.inject.test_engine import batch as words_of
 from tests.deepspeed_c.sequence import test_engine as sequences
 from tests.deepspeed_c.zero import megatron
 from tests.deepspeed_c.zero import test_tensor_parallel as by_hand
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.training import engine_of, update
 
 STEPS = 2
@@ -72,27 +72,21 @@ def sequence(compiled: bool, stage: int) -> list[Any]:
     return run(engine, compiled, loss_of)
 
 
-def cell_body(rank: int, world: int, cell: Cell) -> None:
+@pytest.mark.parametrize("cell", [cut_by_hand, cut_by_configuration, sequence], ids=lambda cell: cell.__name__)
+@on_ranks(2, preload="torch._dynamo")
+def test_the_bits_are_those_without_a_compiler(rank: int, world: int, cell: Cell) -> None:
     for stage in (2, 3):
         torch._dynamo.reset()
         want = cell(False, stage)
         same(cell(True, stage), want)
 
 
-@pytest.mark.parametrize("cell", [cut_by_hand, cut_by_configuration, sequence], ids=lambda cell: cell.__name__)
-def test_the_bits_are_those_without_a_compiler(cell: Cell) -> None:
-    run_ranks(2, cell_body, cell, preload="torch._dynamo")
-
-
-def refused_body(rank: int, world: int, key: str) -> None:
+@pytest.mark.parametrize("key", ["tp_overlap_comm", "sequence_parallel_norms"])
+@on_ranks(2, preload="torch._dynamo")
+def test_layers_that_know_tensors_by_identity_are_refused(rank: int, world: int, key: str) -> None:
     config = config_of(True, 2, tensor_parallel={"autotp_size": 2, key: True})
     with engine_of(families.make("llama").train(), config) as engine:
         with pytest.raises(FeatureError, match=f"tensor_parallel.{key} to false"):
             engine.compile(backend="eager")
         assert not engine.is_compiled and "forward" not in vars(engine.module)
         engine.backward(engine(**words_of(0, 0)).loss)
-
-
-@pytest.mark.parametrize("key", ["tp_overlap_comm", "sequence_parallel_norms"])
-def test_layers_that_know_tensors_by_identity_are_refused(key: str) -> None:
-    run_ranks(2, refused_body, key, preload="torch._dynamo")

@@ -17,6 +17,7 @@ from typing_extensions import Self
 from deepspeed_c.compile.report import GraphEdits, operators_of
 from deepspeed_c.logging import logger
 from tests.deepspeed_c.compile.test_engine import batch_of, make_engine, same, train
+from tests.ranks import on_ranks
 from tests.training import config, engine_of, step
 
 WIDTH = 5
@@ -93,7 +94,8 @@ SIZES = (2, 2, 3, 3)
 WORDS = ("asked", "disabled", "data", "in a loop")
 
 
-def eager_body(rank: int, world: int) -> None:
+@on_ranks(2, preload="torch._dynamo")
+def test_what_stays_eager_is_said_once(rank: int, world: int) -> None:
     torch._dynamo.reset()
     with net_engine(compiled=False) as engine:
         want = losses(engine, SIZES)
@@ -145,11 +147,11 @@ def eager_body(rank: int, world: int) -> None:
     assert torch._dynamo.utils.get_compilation_metrics()
 
 
-def test_what_stays_eager_is_said_once(run_ranks) -> None:
-    run_ranks(2, eager_body, preload="torch._dynamo")
-
-
-def fullgraph_body(rank: int, world: int, only_rank: int | None) -> None:
+@pytest.mark.parametrize("only_rank", [None, 1])
+@on_ranks(2, preload="torch._dynamo")
+def test_fullgraph_makes_a_break_an_error_after_which_the_engine_trains(
+    rank: int, world: int, only_rank: int | None
+) -> None:
     """only_rank: the only rank whose model has a break; None for all."""
     torch._dynamo.reset()
     with make_engine(3, compiled=False) as engine:
@@ -165,12 +167,8 @@ def fullgraph_body(rank: int, world: int, only_rank: int | None) -> None:
         same(train(engine, rank), want)
 
 
-@pytest.mark.parametrize("only_rank", [None, 1])
-def test_fullgraph_makes_a_break_an_error_after_which_the_engine_trains(run_ranks, only_rank: int | None) -> None:
-    run_ranks(2, fullgraph_body, only_rank, preload="torch._dynamo")
-
-
-def two_engines_body(rank: int, world: int) -> None:
+@on_ranks(1, preload="torch._dynamo")
+def test_engines_do_not_mix_their_reports(rank: int, world: int) -> None:
     """Two engines of one model, whose forwards take turns and lie within one another."""
     torch._dynamo.reset()
     with net_engine() as outer, net_engine() as inner, net_engine() as last:
@@ -193,11 +191,8 @@ def two_engines_body(rank: int, world: int) -> None:
         assert last.get_compile_report().frames == [] and last.get_compile_report().eager == []
 
 
-def test_engines_do_not_mix_their_reports(run_ranks) -> None:
-    run_ranks(1, two_engines_body, preload="torch._dynamo")
-
-
-def limit_body(rank: int, world: int) -> None:
+@on_ranks(2, preload="torch._dynamo")
+def test_a_frame_over_the_limit_of_recompiles(rank: int, world: int) -> None:
     torch._dynamo.reset()
     with make_engine(2) as engine:
         engine.compile(backend="eager", compile_kwargs={"dynamic": False})
@@ -207,10 +202,6 @@ def limit_body(rank: int, world: int) -> None:
         over = [part for part in report.eager if "recompile" in part.reason]
         assert len(over) == 1 and over[0].place == report.frames[0].place and over[0].count == 1, report.eager
         assert len(report.frames) == 2
-
-
-def test_a_frame_over_the_limit_of_recompiles(run_ranks) -> None:
-    run_ranks(2, limit_body, preload="torch._dynamo")
 
 
 @pytest.mark.parametrize("n", [0, 1, 5])

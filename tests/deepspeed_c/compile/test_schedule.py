@@ -14,6 +14,7 @@ from deepspeed_c.compile.passes.contract import CAP_Z3_GATHER_RELEASE, PassContr
 from deepspeed_c.compile.schedule import Schedule, register_compile_pass
 from deepspeed_c.errors import ConfigError, FeatureError
 from tests.deepspeed_c.compile.models import make_engine, same, train
+from tests.ranks import on_ranks
 from tests.training import config, engine_of, update
 
 
@@ -112,7 +113,9 @@ class Passes:
         self.messages.append(record.getMessage())
 
 
-def schedule_body(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2, preload="torch._dynamo")
+def test_a_schedule_edits_graphs_anew_at_its_steps(rank: int, world: int, stage: int) -> None:
     torch._dynamo.reset()
     with make_engine(stage, compiled=False) as engine:
         want = train(engine, rank)
@@ -129,11 +132,6 @@ def schedule_body(rank: int, world: int, stage: int) -> None:
         is_reducing = stage == 3 or call[1]
         assert (call[2] > 0) == is_reducing and min(call[3:]) > 0, call
     assert len(times) == 5 and all(phase in ("fwd", "bwd") and spent > 0 for phase, _, _, spent in times), times
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_schedule_edits_graphs_anew_at_its_steps(run_ranks, stage: int) -> None:
-    run_ranks(2, schedule_body, stage, preload="torch._dynamo")
 
 
 def log_body(rank: int, world: int, folder: str) -> None:
@@ -155,7 +153,9 @@ def test_graphs_are_written_down_if_asked(run_ranks, tmp_path: Path) -> None:
     assert all("zero_gather" in (tmp_path / name).read_text() for name in files)
 
 
-def failing_body(rank: int, world: int, stage: int, which: str) -> None:
+@pytest.mark.parametrize("stage, which", [(3, "misplace"), (3, "raising"), (2, "misplace")])
+@on_ranks(2, preload="torch._dynamo")
+def test_a_failing_pass_is_named_and_the_graph_before_it_runs(rank: int, world: int, stage: int, which: str) -> None:
     torch._dynamo.reset()
     with make_engine(stage, compiled=False) as engine:
         want = train(engine, rank)
@@ -176,12 +176,8 @@ def failing_body(rank: int, world: int, stage: int, which: str) -> None:
             assert any("node" in m for m in found), found
 
 
-@pytest.mark.parametrize("stage, which", [(3, "misplace"), (3, "raising"), (2, "misplace")])
-def test_a_failing_pass_is_named_and_the_graph_before_it_runs(run_ranks, stage: int, which: str) -> None:
-    run_ranks(2, failing_body, stage, which, preload="torch._dynamo")
-
-
-def refused_body(rank: int, world: int) -> None:
+@on_ranks(2, preload="torch._dynamo")
+def test_a_refused_schedule_leaves_the_engine_as_it_was(rank: int, world: int) -> None:
     with make_engine(3) as engine:
         for schedule in ([(0, ["zero2_compile"])], [(5, ["zero3_compile"]), (2, ["zero3_compile"])], [(0, [])]):
             with pytest.raises(ConfigError):
@@ -193,10 +189,6 @@ def refused_body(rank: int, world: int) -> None:
             engine.compile(backend="eager", compiled_autograd_enabled=True)
         engine.compile(backend="eager", schedule=[(0, ["zero3_compile"])])  # not used, and told so
         assert engine.is_compiled and not engine.is_deepcompile_active()
-
-
-def test_a_refused_schedule_leaves_the_engine_as_it_was(run_ranks) -> None:
-    run_ranks(2, refused_body, preload="torch._dynamo")
 
 
 class Clamped(torch.nn.Module):
@@ -214,7 +206,8 @@ class Clamped(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.head(h), x)
 
 
-def writing_body(rank: int, world: int) -> None:
+@on_ranks(2, preload="torch._dynamo")
+def test_a_model_that_writes_to_a_weight_runs(rank: int, world: int) -> None:
     torch._dynamo.reset()
     found = []
     for is_compiled in (False, True):
@@ -232,7 +225,3 @@ def writing_body(rank: int, world: int) -> None:
         engine.close()
         found.append(losses)
     assert found[0] == pytest.approx(found[1], rel=1e-5), found
-
-
-def test_a_model_that_writes_to_a_weight_runs(run_ranks) -> None:
-    run_ranks(2, writing_body, preload="torch._dynamo")

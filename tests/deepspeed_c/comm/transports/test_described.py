@@ -14,6 +14,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.transports.two_levels import TwoLevels
 from deepspeed_c.errors import CommError
 from tests.hosts import why_no_hosts
+from tests.ranks import on_ranks
 
 UNTOUCHED = 7
 I16, F32, F8 = torch.int16, torch.float32, torch.float8_e4m3fn
@@ -222,7 +223,9 @@ def test_messages_between_hosts_are_compared_too(run_ranks) -> None:
     assert all("rank 0 sends 9 elements to rank 2, which expects 2" in each[2][0] for each in found), found
 
 
-def in_order_body(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_messages_arrive_in_order(rank: int, world: int) -> None:
     """Many messages and shifts of several lengths under way at once, in one order, waited for in another."""
     comm = collectives("off")
     generator = torch.Generator().manual_seed(3)
@@ -240,8 +243,3 @@ def in_order_body(rank: int, world: int) -> None:
     for work, tensor, want in reversed(pending):
         work.wait()
         assert tensor.tolist() == [want] * tensor.numel(), f"rank {rank}: {tensor.tolist()} instead of {want}"
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_messages_arrive_in_order(run_ranks, world) -> None:
-    run_ranks(world, in_order_body)

@@ -24,7 +24,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.ledger import ENTERED
 from deepspeed_c.comm.transports import shared_memory
 from deepspeed_c.errors import CommError
-from tests.ranks import RanksFailed
+from tests.ranks import RanksFailed, on_ranks
 from tests.waits import exit_status, fork_with_alarm
 
 CPU = torch.device("cpu")
@@ -188,7 +188,10 @@ def one_call(trial, local, plain):
         assert [t.tolist() for t in local.all_gather_list(tensor)] == [[[float(r)] * 3] * 2 for r in range(world)]
 
 
-def property_body(rank, world, seed):
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("world", WORLDS)
+@on_ranks()
+def test_random_calls_give_the_bits_of_gloo_and_of_sums_in_rank_order(rank, world, seed):
     local, plain = both()
     local.ledger.reset_totals()  # earlier bodies on these ranks have left totals
     random.seed(1000 * seed + rank)
@@ -199,13 +202,9 @@ def property_body(rank, world, seed):
         assert set(local.ledger.carried) == {"shm", "gloo"}
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("world", WORLDS)
-def test_random_calls_give_the_bits_of_gloo_and_of_sums_in_rank_order(run_ranks, world, seed):
-    run_ranks(world, property_body, seed)
-
-
-def in_flight_body(rank, world):
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_many_in_flight_beside_those_of_gloo(rank, world):
     """Many collectives are under way at once, beside gloo's. The caller waits for them in another order than it started
     them."""
     local, plain = both()
@@ -233,12 +232,8 @@ def in_flight_body(rank, world):
         check(out, rank_order(mine, 1.0, None, torch.float32), f"bucket {i}")
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_many_in_flight_beside_those_of_gloo(run_ranks, world):
-    run_ranks(world, in_flight_body)
-
-
-def no_copy_body(rank, world):
+@on_ranks(2)
+def test_the_pools_memory_is_read_where_it_lies(rank, world):
     """Tensors in shared memory are not copied into a staging buffer."""
     local, _ = both()
     assert transport(local).owns(local.allocate(100, CPU)) and not transport(local).owns(torch.empty(100))
@@ -260,17 +255,14 @@ def no_copy_body(rank, world):
     assert kept.unique().tolist() == [rank + 1]
 
 
-def test_the_pools_memory_is_read_where_it_lies(run_ranks):
-    run_ranks(2, no_copy_body)
-
-
 def held():
     """(open files, threads, mappings of shared memory) of this process."""
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line or "/dev/shm" in line]
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(maps)
 
 
-def ends_body(rank, world):
+@on_ranks(3, fresh=True)
+def test_nothing_is_left_when_the_group_is_destroyed(rank, world):
     dist.barrier()
     group = dist.new_group()
     one, two = Collectives(group), Collectives(group)
@@ -307,11 +299,8 @@ def ends_body(rank, world):
     dist.barrier()
 
 
-def test_nothing_is_left_when_the_group_is_destroyed(run_ranks):
-    run_ranks(3, ends_body, fresh=True)
-
-
-def copies_body(rank, world):
+@on_ranks(2)
+def test_tensors_are_copied_saved_and_pickled_as_others(rank, world):
     local, _ = both()
     flat = local.allocate(4096, CPU).view(torch.float32).copy_(torch.arange(1024.0))
     param = torch.nn.Parameter(flat[8:24].view(4, 4))
@@ -331,11 +320,8 @@ def copies_body(rank, world):
     local.barrier()
 
 
-def test_tensors_are_copied_saved_and_pickled_as_others(run_ranks):
-    run_ranks(2, copies_body)
-
-
-def fork_body(rank, world):
+@on_ranks(2, fresh=True)
+def test_a_forked_child_reads_and_ends(rank, world):
     """A forked child reads, releases everything and ends. The parent goes on."""
     local, _ = both()
     flat = local.allocate(1 << 16, CPU).view(torch.float32).fill_(rank)
@@ -364,11 +350,8 @@ def fork_body(rank, world):
     assert flat.unique().tolist() == [world * (world - 1) / 2]
 
 
-def test_a_forked_child_reads_and_ends(run_ranks):
-    run_ranks(2, fork_body, fresh=True)
-
-
-def mismatch_body(rank, world):
+@on_ranks(2, fresh=True)
+def test_sizes_that_differ_are_an_error_and_no_sum(rank, world):
     local, _ = both()
     with pytest.raises(CommError, match=r"all_reduce of \d+ torch.float32 failed: .*rank") as caught:
         local.all_reduce(torch.ones(5 + rank)).wait()
@@ -376,10 +359,6 @@ def mismatch_body(rank, world):
     with pytest.raises(CommError):
         local.barrier()
     assert local.ledger.blocking() == []
-
-
-def test_sizes_that_differ_are_an_error_and_no_sum(run_ranks):
-    run_ranks(2, mismatch_body, fresh=True)
 
 
 def dying_body(rank, world):
@@ -452,7 +431,9 @@ def test_ranks_of_two_hosts_talk_over_gloo(run_ranks, wish):
         pytest.skip(f"no network namespace can be made here: {refused[0]}")
 
 
-def refused_body(rank, world, where):
+@pytest.mark.parametrize("where", ["made", "attached"])
+@on_ranks(2, fresh=True)
+def test_where_one_rank_cannot_none_does(rank, world, where):
     """If one rank cannot share memory, no rank does, and all know why."""
     real = _C.ShmGroup
 
@@ -480,12 +461,8 @@ def refused_body(rank, world, where):
     assert transport(comm).name == "gloo" and comm.ledger.carried.keys() == {"gloo"}
 
 
-@pytest.mark.parametrize("where", ["made", "attached"])
-def test_where_one_rank_cannot_none_does(run_ranks, where):
-    run_ranks(2, refused_body, where, fresh=True)
-
-
-def off_body(rank, world):
+@on_ranks(2, fresh=True)
+def test_off_is_gloo(rank, world):
     comm = Collectives()
     comm.use_shared_memory("off")
     comm.barrier()
@@ -493,11 +470,8 @@ def off_body(rank, world):
     assert comm.part(dist.group.WORLD, "dp_shard").transport_of(torch.empty(1)).name == "gloo"
 
 
-def test_off_is_gloo(run_ranks):
-    run_ranks(2, off_body, fresh=True)
-
-
-def full_body(rank, world):
+@on_ranks(2, fresh=True)
+def test_memory_that_is_not_there_is_ordinary_memory(rank, world):
     """If there is no room for shared memory, buffers lie in ordinary memory and results are the same."""
     local, _ = both()
     real = transport(local)._group
@@ -513,7 +487,3 @@ def full_body(rank, world):
     flat = buffer.view(torch.float32).fill_(1.0)
     local.all_reduce(flat).wait()
     assert flat.unique().tolist() == [float(world)]
-
-
-def test_memory_that_is_not_there_is_ordinary_memory(run_ranks):
-    run_ranks(2, full_body, fresh=True)
