@@ -66,3 +66,9 @@ def adam_checkpoint(dtype: torch.dtype = torch.bfloat16) -> MemorySource:
         topology=Topology(world_size=2, stage=1),
         state={"counters": {"global_steps": 10}, "client_state": {"epoch": 3}},
     )
+
+
+def read_all(source: Source) -> dict[tuple[str, str], torch.Tensor]:
+    into = {k: torch.empty(torch.Size(t.shape).numel(), dtype=t.dtype) for k, t in source.tensors.items()}
+    source.read([Read(t, 0, into[k]) for k, t in source.tensors.items()])
+    return {k: into[k].view(t.shape) for k, t in source.tensors.items()}

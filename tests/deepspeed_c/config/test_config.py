@@ -52,13 +52,9 @@ def test_nothing_can_be_changed_at_any_depth(config):
                 check(getattr(value, name), f"{path}.{name}")
         elif isinstance(value, FrozenDict):
             for change in (
-                lambda: value.__setitem__("a", 1),
-                lambda: value.__delitem__(next(iter(value), "a")),
-                lambda: value.update(a=1),
-                lambda: value.pop("a", None),
-                lambda: value.setdefault("zzz", 1),
-                value.clear,
-                value.popitem,
+                *(lambda: value.__setitem__("a", 1), lambda: value.__delitem__(next(iter(value), "a"))),
+                *(lambda: value.update(a=1), lambda: value.pop("a", None), lambda: value.setdefault("zzz", 1)),
+                *(value.clear, value.popitem),
             ):
                 with pytest.raises(TypeError, match="read-only"):
                     change()
@@ -139,14 +135,9 @@ def test_summary_is_one_line_with_what_is_not_a_default(config):
     line = config.summary_line()
     assert "\n" not in line
     for part in (
-        "batch 8 (user) = micro 4 (derived) x accumulation 1 (default) x 2 ranks",
-        "gradient_clipping 1 (default)",
-        "bf16.enabled true",
-        "zero_optimization.stage 2",
-        'optimizer.type "AdamW"',
-        "optimizer.params.lr 0.1",
-        "unused:",
-        "zero_optimization.stage3_max_live_parameters",
+        *("batch 8 (user) = micro 4 (derived) x accumulation 1 (default) x 2 ranks", "gradient_clipping 1 (default)"),
+        *("bf16.enabled true", "zero_optimization.stage 2", 'optimizer.type "AdamW"', "optimizer.params.lr 0.1"),
+        *("unused:", "zero_optimization.stage3_max_live_parameters"),
     ):
         assert part in line, (part, line)
     for part in ("fp16", "reduce_bucket_size", "x-note"):

@@ -197,12 +197,9 @@ def constructor_arguments(file, name):
 @pytest.mark.parametrize(
     "kind, file, name, by_the_engine",
     [
-        ("AdamW", "adam.py", "FusedAdam", {"torch_adam", "foreach"}),
-        ("Lamb", "lamb.py", "FusedLamb", set()),
-        ("Lion", "lion.py", "FusedLion", set()),
-        ("Adagrad", "adagrad.py", "DeepSpeedCPUAdagrad", set()),
-        ("SGD", "sgd.py", "FusedSGD", set()),
-        ("Muon", "muon.py", "Muon", {"muon_lr", "adam_lr"}),
+        *(("AdamW", "adam.py", "FusedAdam", {"torch_adam", "foreach"}), ("Lamb", "lamb.py", "FusedLamb", set())),
+        *(("Lion", "lion.py", "FusedLion", set()), ("Adagrad", "adagrad.py", "DeepSpeedCPUAdagrad", set())),
+        *(("SGD", "sgd.py", "FusedSGD", set()), ("Muon", "muon.py", "Muon", {"muon_lr", "adam_lr"})),
     ],
 )
 def test_what_acts_is_what_the_constructor_takes(kind, file, name, by_the_engine):

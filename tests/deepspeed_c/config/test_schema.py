@@ -27,13 +27,8 @@ ROWS = {
     ("quantize_training / timers / misc", "pipeline.*"): [
         f"pipeline.{name}"
         for name in [
-            "stages",
-            "partition",
-            "seed_layers",
-            "activation_checkpoint_interval",
-            "pipe_partitioned",
-            "grad_partitioned",
-            "use_reentrant",
+            *("stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned"),
+            *("grad_partitioned", "use_reentrant"),
         ]
     ],
     ("data_efficiency", "data_sampling.curriculum_learning.curriculum_metrics.<m>.schedule_config.*"): [

@@ -42,17 +42,10 @@ def test_defaults() -> None:
     assert said["torch_autocast_dtype"] == "torch.bfloat16"
     assert said["autotuning_metric_path"].endswith("/autotuning_metric.json")
     for name in (
-        "zero_use_cpu_optimizer",
-        "zero_cpu_offload",
-        "zero_nvme_offload_optimizer",
-        "is_first_weights_partition_group",
-        "optimizer_legacy_fusion",
-        "compile_zero_optimization_stage",
-        "uses_parallelization_pass_only",
-        "is_deepcompile_active",
-        "autotuning_profile_model_info",
-        "checkpoint_writer_enabled",
-        "zero_optimization",
+        *("zero_use_cpu_optimizer", "zero_cpu_offload", "zero_nvme_offload_optimizer"),
+        *("is_first_weights_partition_group", "optimizer_legacy_fusion", "compile_zero_optimization_stage"),
+        *("uses_parallelization_pass_only", "is_deepcompile_active", "autotuning_profile_model_info"),
+        *("checkpoint_writer_enabled", "zero_optimization"),
     ):
         assert said[name] is False, name
 

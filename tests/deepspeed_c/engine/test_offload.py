@@ -107,12 +107,8 @@ def out_and_back(engine, rank: int, place: OffloadDeviceEnum, folder: str) -> No
     engine.offload_states(device=place)  # nothing is left to move
     assert all_storages(engine) == dict.fromkeys(OffloadStateTypeEnum, 0)
     for call in (
-        lambda: engine(*batch(0, 0, rank, 0)),
-        engine.step,
-        lambda: engine.save_checkpoint(f"{folder}/checkpoint"),
-        lambda: engine.save_16bit_model(folder),
-        lambda: engine.save_model(folder),
-        engine.optimizer.state_dict,
+        *(lambda: engine(*batch(0, 0, rank, 0)), engine.step, lambda: engine.save_checkpoint(f"{folder}/checkpoint")),
+        *(lambda: engine.save_16bit_model(folder), lambda: engine.save_model(folder), engine.optimizer.state_dict),
     ):
         assert "have been offloaded" in failure(call, StateError)
     # Each of the two calls that moved something holds two descriptors: one goes through the page cache, one past it.

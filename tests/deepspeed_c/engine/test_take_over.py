@@ -13,18 +13,14 @@ import deepspeed_c
 from deepspeed_c.errors import StateError
 from tests.log_lines import LogLines
 from tests.ranks import on_ranks, run_ranks
+from tests.toys import ODD_WIDTH, odd_net
 from tests.training import update, whole_weights
 
-WIDTH, RATE = 7, 0.1
-
-
-def make_net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+RATE = 0.1
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+    return torch.randn(4, ODD_WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def config_of(stage: int) -> dict:
@@ -42,7 +38,7 @@ def wrapped(net: nn.Module) -> nn.Module:
 
 
 def made_twice(rank: int, world: int, stage: int, kind: str) -> tuple[float, list[str]]:
-    net, want = make_net(), make_net()
+    net, want = odd_net(), odd_net()
     with LogLines(logging.WARNING) as warnings:
         optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
         first = deepspeed_c.initialize(model=net, optimizer=optimizer, config=config_of(stage))[0]
@@ -80,7 +76,7 @@ def test_the_second_engine_takes_over(world: int, stage: int, kind: str) -> None
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @on_ranks(1)
 def test_engines_that_share_a_part_are_refused(rank: int, world: int, stage: int) -> None:
-    shared, first_head, second_head = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    shared, first_head, second_head = (nn.Linear(ODD_WIDTH, ODD_WIDTH) for _ in range(3))
     optimizer = {"optimizer": {"type": "SGD", "params": {"lr": RATE}}}
     config = {**config_of(stage), **optimizer}
     first = deepspeed_c.initialize(model=nn.Sequential(shared, first_head), config=config)[0]
@@ -92,7 +88,7 @@ def test_engines_that_share_a_part_are_refused(rank: int, world: int, stage: int
 
 def by_the_callers_optimizer(rank: int, world: int, stage: int) -> list[str]:
     """Returns the warnings. ``zero_grad`` of the caller's optimizer still takes effect."""
-    net, want = make_net(), make_net()
+    net, want = odd_net(), odd_net()
     with LogLines(logging.WARNING) as warnings:
         optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
         engine = deepspeed_c.initialize(model=net, optimizer=optimizer, config=config_of(stage))[0]

@@ -57,10 +57,7 @@ def held(rank: int, world: int, family: str, dtype: str) -> tuple[int, int, int]
     [
         *(("llama", 1, "fp32"), ("llama", 2, "bf16"), ("llama", 3, "int8"), ("llama_tied_shared", 2, "fp32")),
         *(
-            ("gpt2", 2, "int8"),
-            ("gpt2", 1, "bf16"),
-            ("bloom", 2, "fp32"),
-            ("gpt_bigcode", 2, "bf16"),
+            *(("gpt2", 2, "int8"), ("gpt2", 1, "bf16"), ("bloom", 2, "fp32"), ("gpt_bigcode", 2, "bf16")),
             ("t5", 2, "fp32"),
         ),
     ],

@@ -81,14 +81,11 @@ FP32 = StateSize(None)
 @pytest.mark.parametrize(
     ("make", "states"),
     [
-        (lambda p: FusedAdam(p), (FP32, FP32)),
-        (lambda p: FusedLion(p), (FP32,)),
-        (lambda p: FusedSGD(p, lr=0.1), ()),
-        (lambda p: FusedSGD(p, lr=0.1, momentum=0.9), (FP32,)),
+        *((lambda p: FusedAdam(p), (FP32, FP32)), (lambda p: FusedLion(p), (FP32,))),
+        *((lambda p: FusedSGD(p, lr=0.1), ()), (lambda p: FusedSGD(p, lr=0.1, momentum=0.9), (FP32,))),
         (lambda p: torch.optim.AdamW(p), (FP32, FP32)),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), (FP32, FP32, FP32)),
-        (lambda p: torch.optim.SGD(p, lr=0.1), ()),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), (FP32,)),
+        *((lambda p: torch.optim.SGD(p, lr=0.1), ()), (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), (FP32,))),
         (lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.1), (FP32, FP32, FP32)),
         (lambda p: torch.optim.Adagrad([torch.nn.Parameter(torch.empty(40, 30))]), (FP32,)),
     ],

@@ -129,14 +129,8 @@ def test_the_program(saved, tmp_path, capsys):
     assert (
         main(
             [
-                folder,
-                str(out),
-                "--safe_serialization",
-                "--exclude_frozen_parameters",
-                "-t",
-                "step10",
-                "--max_shard_size",
-                "1GB",
+                *(folder, str(out), "--safe_serialization", "--exclude_frozen_parameters", "-t", "step10"),
+                *("--max_shard_size", "1GB"),
             ]
         )
         == 0

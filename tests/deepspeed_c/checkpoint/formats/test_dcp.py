@@ -18,16 +18,10 @@ from deepspeed_c.checkpoint.formats import dcp as ours
 from deepspeed_c.checkpoint.formats.dcp import DcpSource, write_dcp
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, Box, LogicalTensor, ParamInfo, Read
 from deepspeed_c.errors import CheckpointError
-from tests.deepspeed_c.checkpoint.memory_source import MemorySource, adam_checkpoint
+from tests.deepspeed_c.checkpoint.memory_source import MemorySource, adam_checkpoint, read_all
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def read_all(source) -> dict[tuple[str, str], torch.Tensor]:
-    into = {k: torch.empty(torch.Size(t.shape).numel(), dtype=t.dtype) for k, t in source.tensors.items()}
-    source.read([Read(t, 0, into[k]) for k, t in source.tensors.items()])
-    return {k: into[k].view(t.shape) for k, t in source.tensors.items()}
 
 
 def same(got, want):

@@ -232,20 +232,9 @@ def test_what_is_no_manifest_at_all_is_refused(checkpoint):
     whole = json.dumps(manifest).encode()
     deep = b'{"config":' + b'{"a":' * 200_000 + b"1" + b"}" * 200_000 + b"}"
     for content in (
-        b"",
-        b"\0" * len(whole),
-        b"null",
-        b"[]",
-        b"{}",
-        b'"text"',
-        b"\xff\xfe" + whole,
-        whole.replace(b"handmade", b"hand\xc0\xafmade"),
-        whole.replace(b"handmade", b"hand\\ud800made"),
-        whole + whole,
-        whole[:-1],
-        whole[: len(whole) // 2],
-        b"[" * 1_000_000,
-        deep,
+        *(b"", b"\0" * len(whole), b"null", b"[]", b"{}", b'"text"', b"\xff\xfe" + whole),
+        *(whole.replace(b"handmade", b"hand\xc0\xafmade"), whole.replace(b"handmade", b"hand\\ud800made")),
+        *(whole + whole, whole[:-1], whole[: len(whole) // 2], b"[" * 1_000_000, deep),
         whole.replace(b'"config": {', b'"config": {"a": ' + b"[" * 200_000 + b"]" * 200_000 + b", "),
         whole.replace(b'"global_steps": 3', b'"global_steps": ' + b"9" * 100_000),
         whole.replace(b'"version": 1', b'"version": 1e400'),

@@ -188,13 +188,8 @@ def test_wishes_outside_of_a_tensor_are_refused(tmp_path):
         with NativeSource(str(tmp_path)) as source:
             tensor = source.tensors["param", "weight"]
             for begin, n, wish in (
-                (1, 12, None),
-                (-1, 4, None),
-                (12, 1, None),
-                (0, 5, Box((0, 0), (2, 2))),
-                (0, 4, Box((2, 3), (2, 2))),
-                (0, 4, Box((-1, 0), (2, 2))),
-                (0, 4, Box((0,), (4,))),
+                *((1, 12, None), (-1, 4, None), (12, 1, None), (0, 5, Box((0, 0), (2, 2)))),
+                *((0, 4, Box((2, 3), (2, 2))), (0, 4, Box((-1, 0), (2, 2))), (0, 4, Box((0,), (4,)))),
             ):
                 with pytest.raises(CheckpointError, match="weight"):
                     source.read([Read(tensor, begin, torch.zeros(n), wish)])

@@ -37,18 +37,10 @@ def test_info(saved, capsys):
     assert run("info", saved) == 0
     out = capsys.readouterr().out
     for text in (
-        "global_step10",
-        "format     deepspeed_c",
-        "saved by   2 ranks, stage 1",
-        "global_steps 10",
-        "checksums  verified",
-        "also       client_state",
-        "embed.weight",
-        "13x7",
+        *("global_step10", "format     deepspeed_c", "saved by   2 ranks, stage 1", "global_steps 10"),
+        *("checksums  verified", "also       client_state", "embed.weight", "13x7"),
         "param bfloat16, master float32, exp_avg float32, exp_avg_sq float32 (also head.weight)",
-        "param bfloat16 (frozen)",
-        "scalar",
-        "0x3",
+        *("param bfloat16 (frozen)", "scalar", "0x3"),
     ):
         assert text in out, f"{text!r} is not in\n{out}"
     assert run("info", saved, "--json", "--no-verify") == 0

@@ -8,20 +8,14 @@ import pytest
 import torch
 
 from deepspeed_c.checkpoint.open import open_checkpoint
-from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, Read
+from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM
 from deepspeed_c.checkpoint.tools.convert import TARGETS, Target, convert, tag_for, trained_dtype
 from deepspeed_c.checkpoint.tools.ds_to_universal import main as ds_to_universal
 from deepspeed_c.checkpoint.tools.ds_to_universal import parse_arguments
 from deepspeed_c.errors import CheckpointError
-from tests.deepspeed_c.checkpoint.memory_source import MemorySource, adam_checkpoint
+from tests.deepspeed_c.checkpoint.memory_source import MemorySource, adam_checkpoint, read_all
 
 FORMAT_OF = {"safetensors": "huggingface"}
-
-
-def read_all(source) -> dict[tuple[str, str], torch.Tensor]:
-    into = {k: torch.empty(torch.Size(t.shape).numel(), dtype=t.dtype) for k, t in source.tensors.items()}
-    source.read([Read(t, 0, into[k]) for k, t in source.tensors.items()])
-    return {k: into[k].view(t.shape) for k, t in source.tensors.items()}
 
 
 def trained(values: dict[tuple[str, str], torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:

@@ -7,13 +7,13 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from tests.deepspeed_c.zero.gradients.test_shown import batch, make_engine
 from tests.ranks import run_ranks
+from tests.toys import odd_net
 from tests.training import whole_weights
 
-WIDTH, LIMIT = 7, 0.05
+LIMIT = 0.05
 WAYS = ("engine.backward", "engine.scale", "loss.backward")
 
 
@@ -21,14 +21,9 @@ def clamp(grad: torch.Tensor) -> torch.Tensor:
     return grad.clamp(-LIMIT, LIMIT)
 
 
-def make_net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
-
-
 def clamped_steps(rank: int, world: int, stage: int, gas: int, way: str, when: str) -> float:
     """The largest difference of weights from plain torch after two steps in which hooks clamp gradients."""
-    net, want = make_net(), make_net()
+    net, want = odd_net(), odd_net()
     optimizer = torch.optim.SGD(want.parameters(), lr=0.1, weight_decay=0.01)
     want[0].weight.register_hook(clamp)
     want[2].bias.register_hook(clamp)
@@ -69,7 +64,7 @@ def test_hooks_clamp_as_in_a_hand_written_loop(stage: int, world: int, gas: int,
 
 
 def differentiated(rank: int, world: int, stage: int) -> bool:
-    net = make_net()
+    net = odd_net()
     want = copy.deepcopy(net)
     engine = make_engine(net, 2, stage)
     got = torch.autograd.grad(engine(batch(0, 0)).sum(), list(net.parameters()))

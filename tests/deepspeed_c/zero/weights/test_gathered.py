@@ -258,14 +258,9 @@ def test_an_edit_without_modifier_rank_raises_on_all_ranks_and_is_not_kept(rank:
 
     for writer in range(world):
         for name, at, how in [
-            ("inp.weight", 0, "added"),
-            ("inp.weight", WIDTH * 7 - 1, "added"),
-            ("inp.weight", 40, "swapped"),
-            ("inp.bias", 3, "negative zero"),
-            ("frozen.weight", 17, "added"),
-            ("out.bias", 4, "added"),
-            ("gain", 0, "added"),
-            ("out.weight", 0, "replaced"),
+            *(("inp.weight", 0, "added"), ("inp.weight", WIDTH * 7 - 1, "added"), ("inp.weight", 40, "swapped")),
+            *(("inp.bias", 3, "negative zero"), ("frozen.weight", 17, "added"), ("out.bias", 4, "added")),
+            *(("gain", 0, "added"), ("out.weight", 0, "replaced")),
         ]:
             message = caught(lambda: attempt(writer, params[name], at, how))  # noqa: B023
             last = name.rpartition(".")[2]

@@ -13,14 +13,8 @@ from torch import nn
 from deepspeed_c.utils import safe_get_full_grad
 from tests.deepspeed_c.zero.gradients.test_shown import RATE, batch, make_engine
 from tests.ranks import on_ranks, run_ranks
+from tests.toys import ODD_WIDTH, odd_net
 from tests.training import update, whole_weights
-
-WIDTH = 7
-
-
-def make_net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
 
 
 def drop(net: nn.Module, part: str, how: str) -> None:
@@ -43,7 +37,7 @@ def dropping_steps(
 ) -> float:
     """The largest difference of weights from plain torch after two steps. In each step ``part`` of the model drops its
     gradients after micro-batch ``at``, and one more pass follows at the boundary."""
-    net, want = make_net(), make_net()
+    net, want = odd_net(), odd_net()
     optimizer = torch.optim.SGD(want.parameters(), lr=RATE, weight_decay=0.01)
     engine = make_engine(net, gas, stage, **precision)
     for step in range(2):
@@ -82,7 +76,7 @@ def test_none_in_param_grad_and_other_zero_grads_drop_too(stage: int, part: str,
 
 def one_of_many(rank: int, world: int, stage: int) -> tuple[list[float], bool]:
     """``grad = None`` for one parameter, while other gradients stay; then for all parameters, one by one."""
-    net = make_net()
+    net = odd_net()
     engine = make_engine(net, 1, stage)
     engine.backward(engine(batch(0, 0)).square().sum())
     net[2].bias.grad = None
@@ -113,7 +107,7 @@ class Own(nn.Parameter):
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @on_ranks(1)
 def test_parameters_stay_what_they_were(rank: int, world: int, stage: int) -> None:
-    net = make_net()
+    net = odd_net()
     net[0].weight = Own(net[0].weight.detach())
     plain = copy.deepcopy(net)
     engine = make_engine(net, 1, stage)
@@ -148,7 +142,7 @@ def test_fp16(stage: int):
 
 
 def nan_is_dropped(rank: int, world: int, stage: int) -> bool:
-    net = make_net()
+    net = odd_net()
     engine = make_engine(net, 1, stage)
     engine.backward(engine(batch(0, 0)).sum() * float("nan"))
     net.zero_grad()
@@ -165,7 +159,7 @@ def test_a_loss_that_was_dropped_spoils_no_step(stage: int):
 
 @on_ranks(1)
 def test_copies_and_pickles_are_plain(rank: int, world: int) -> None:
-    net = make_net()
+    net = odd_net()
     engine = make_engine(net, 1, 2)
     engine.backward(engine(batch(0, 0)).sum())
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
@@ -180,8 +174,8 @@ def test_copies_and_pickles_are_plain(rank: int, world: int) -> None:
 
 @on_ranks(1)
 def test_modules_of_two_engines_are_left_as_they_were(rank: int, world: int) -> None:
-    shared = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-    nets = [nn.Sequential(shared, nn.Linear(WIDTH, 1)) for _ in range(2)]
+    shared = nn.Linear(ODD_WIDTH, ODD_WIDTH).requires_grad_(False)
+    nets = [nn.Sequential(shared, nn.Linear(ODD_WIDTH, 1)) for _ in range(2)]
     first, second = (make_engine(net, 1, 2) for net in nets)
     second.backward(second(batch(0, 0)).sum())
     first.close()

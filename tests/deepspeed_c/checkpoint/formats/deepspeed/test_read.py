@@ -130,10 +130,7 @@ def test_boxes(tmp_path):
         tensor = source.tensors[MASTER, "embed.weight"]
         want = report["saved"]["master"]["embed.weight"]
         for box in (
-            Box((0, 0), (7, 5)),
-            Box((2, 0), (3, 5)),
-            Box((0, 1), (7, 3)),
-            Box((3, 2), (4, 2)),
+            *(Box((0, 0), (7, 5)), Box((2, 0), (3, 5)), Box((0, 1), (7, 3)), Box((3, 2), (4, 2))),
             Box((6, 4), (1, 1)),
         ):
             part = want[box.start[0] : box.start[0] + box.size[0], box.start[1] : box.start[1] + box.size[1]].reshape(
