@@ -19,7 +19,7 @@ from deepspeed_c.errors import MissingNameError
 from scripts.compatibility import COMMAND, ENGINE, PARAMETER, STATES, Row, main, misfits, read_rows, render
 from tests import fresh
 from tests.deepspeed_c.zero.traits import Mlp
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,7 +96,8 @@ def test_the_table_is_whole() -> None:
 # -- queries of a running engine ---------------------------------------------------------------------------------------
 
 
-def engine_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_engine_and_parameters_have_what_the_table_says(rank: int, world: int) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
@@ -127,10 +128,6 @@ def engine_body(rank: int, world: int) -> None:
         # An attribute of the module has priority over a name that the engine lacks.
         engine.module.sparse_allreduce = torch.nn.Identity()
         assert isinstance(engine.sparse_allreduce, nn.Identity)
-
-
-def test_engine_and_parameters_have_what_the_table_says() -> None:
-    run_ranks(2, engine_body)
 
 
 # -- parameters ---------------------------------------------------------------------------------------------------------

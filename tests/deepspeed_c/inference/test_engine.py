@@ -20,7 +20,7 @@ from deepspeed_c.zero.weights.param import state_of
 from scripts.house import counted_reads
 from tests.deepspeed_c.inference.models import GENERATING, like_bart, padded_prompts, require_same_tokens, whisper
 from tests.deepspeed_c.inject import families
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 pytest.importorskip("transformers")
 
@@ -60,11 +60,8 @@ def test_generation_on_two_ranks(family):
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("family", ["bert", "distilbert", "clip"])
-def test_encoders(family, world):
-    run_ranks(world, encoder_body, family)
-
-
-def encoder_body(rank: int, world: int, family: str) -> None:
+@on_ranks()
+def test_encoders(rank: int, world: int, family: str) -> None:
     plain = families.make(family).eval()
     given = {key: value for key, value in families.feed(family).items() if key not in ("labels", "return_loss")}
     config = {"dtype": "fp32", "mp_size": world, "kernel_inject": True}
@@ -76,11 +73,8 @@ def encoder_body(rank: int, world: int, family: str) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_whisper(world):
-    run_ranks(world, whisper_body)
-
-
-def whisper_body(rank: int, world: int) -> None:
+@on_ranks()
+def test_whisper(rank: int, world: int) -> None:
     features = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(0))
     plain = whisper()
     with deepspeed_c.init_inference(whisper(), dtype=torch.float32, tensor_parallel={"tp_size": world}) as engine:
@@ -90,11 +84,8 @@ def whisper_body(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("kind", ["bart", "mbart", "marian"])
-def test_models_with_layers_of_bart(kind, world):
-    run_ranks(world, bart_body, kind)
-
-
-def bart_body(rank: int, world: int, kind: str) -> None:
+@on_ranks()
+def test_models_with_layers_of_bart(rank: int, world: int, kind: str) -> None:
     plain = like_bart(kind)
     config = {"dtype": torch.float32, "tensor_parallel": {"tp_size": world}, "replace_with_kernel_inject": True}
     with deepspeed_c.init_inference(like_bart(kind), config) as engine:
@@ -341,7 +332,9 @@ def test_more_ranks_than_heads():
         assert "heads" in text and "4" in text, text
 
 
-def twice_body(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_a_second_engine_takes_the_model_over(rank: int, world: int) -> None:
     """As in a notebook, whose cell is run again."""
     config = {"dtype": "fp32", "tensor_parallel": {"tp_size": world}, "replace_with_kernel_inject": True}
     plain, model = families.make("llama").eval(), families.make("llama")
@@ -352,11 +345,6 @@ def twice_body(rank: int, world: int) -> None:
         require_same_tokens(engine.generate(**padded_prompts(), **GREEDY), wanted)
     second.destroy()
     first.destroy()
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_second_engine_takes_the_model_over(world):
-    run_ranks(world, twice_body)
 
 
 def few_heads_body(rank: int, world: int) -> str:

@@ -10,7 +10,7 @@ import torch
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.inject.candidates import Choice, ColumnGather, gather_candidates
 from deepspeed_c.inject.ranks import TensorRanks
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 # Columns of each rank. Some ranks have none, or fewer than candidates.
 SIZES = {2: [[19, 18], [0, 41], [61, 2]], 3: [[13, 0, 29]], 4: [[11, 11, 11, 10], [1, 23, 0, 2]]}
@@ -116,7 +116,8 @@ def test_ties_that_cannot_be_told_apart_are_gathered_whole() -> None:
         assert found == expected, found
 
 
-def shapes_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_shapes_and_bytes(rank: int, world: int) -> None:
     comm = Collectives()
     ranks, sizes = TensorRanks(comm), [30, 31]
     rng = torch.Generator().manual_seed(1)
@@ -140,11 +141,8 @@ def shapes_body(rank: int, world: int) -> None:
     assert gather_candidates(wide.half(), sizes, ranks, Choice(7), "test") is None, "8 * 8 bytes are more than 31 * 2"
 
 
-def test_shapes_and_bytes() -> None:
-    run_ranks(2, shapes_body)
-
-
-def open_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_only_an_open_gather_without_gradients_is_of_candidates(rank: int, world: int) -> None:
     ranks, sizes = TensorRanks(Collectives()), [20, 20]
     whole = torch.randn(2, 40, generator=torch.Generator().manual_seed(2))
     mine = whole[:, 20 * rank : 20 * rank + 20].clone()
@@ -163,7 +161,3 @@ def open_body(rank: int, world: int) -> None:
     assert not one.is_whole and two.is_whole and int(narrow.isfinite().sum()) == 2 * world, narrow
     assert one.last is None and one.logits is narrow and trains.requires_grad
     assert torch.equal(columns.gather(mine, sizes, ranks, "test"), whole), "closed again"
-
-
-def test_only_an_open_gather_without_gradients_is_of_candidates() -> None:
-    run_ranks(2, open_body)

@@ -19,7 +19,7 @@ from deepspeed_c.inject.decoding import choice_of
 from tests.cells import cells, every
 from tests.deepspeed_c.inference.models import GENERATING, like_bart, padded_prompts, require_same_tokens
 from tests.deepspeed_c.inject import families
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 pytest.importorskip("transformers")
 
@@ -177,7 +177,8 @@ def test_calls_that_need_whole_logits_get_them() -> None:
         assert len(names) == len(whole_calls())
 
 
-def readers_body(rank: int, world: int) -> None:
+@on_ranks(2, preload=PRELOAD)
+def test_readers_of_logits_get_whole_ones(rank: int, world: int) -> None:
     model, comm = cut_llama()
     head = model.get_output_embeddings()
     usual, _ = generate(model, comm, do_sample=False)
@@ -236,10 +237,6 @@ def readers_body(rank: int, world: int) -> None:
     assert bool(model(**padded_prompts()).logits.isfinite().all())
 
 
-def test_readers_of_logits_get_whole_ones() -> None:
-    run_ranks(2, readers_body, preload=PRELOAD)
-
-
 def failing_body(rank: int, world: int) -> str:
     model, comm = cut_llama()
     usual, _ = generate(model, comm, do_sample=False)
@@ -284,7 +281,8 @@ def test_a_forward_that_changes_after_the_proof_is_an_error_and_then_whole() -> 
         assert "has changed the logits of its output layer" in text and "call generate again" in text, text
 
 
-def bias_body(rank: int, world: int) -> None:
+@on_ranks(2, preload=PRELOAD)
+def test_a_bias_after_the_layer_needs_whole_logits(rank: int, world: int) -> None:
     plain, model, comm = like_bart("marian"), like_bart("marian"), Collectives()
     for one in (plain, model):
         one.final_logits_bias[0, 50:] = 3.0
@@ -295,11 +293,8 @@ def bias_body(rank: int, world: int) -> None:
     assert not sent["candidates"] and sent["output"], sent
 
 
-def test_a_bias_after_the_layer_needs_whole_logits() -> None:
-    run_ranks(2, bias_body, preload=PRELOAD)
-
-
-def other_ways_body(rank: int, world: int) -> None:
+@on_ranks(2, preload=PRELOAD)
+def test_other_ways_to_generate(rank: int, world: int) -> None:
     """A call in inference mode, in 16 bits, of a batch of tied logits, of an adapter's model, and without a cache."""
     import peft
 
@@ -343,11 +338,8 @@ def other_ways_body(rank: int, world: int) -> None:
     assert torch.equal(tokens, wanted) and len(sent["candidates"]) == N_NEW - 1, (tokens, wanted, sent)
 
 
-def test_other_ways_to_generate() -> None:
-    run_ranks(2, other_ways_body, preload=PRELOAD)
-
-
-def settings_body(rank: int, world: int) -> None:
+@on_ranks(2, preload=PRELOAD)
+def test_settings_of_the_model_and_of_ranks_that_differ(rank: int, world: int) -> None:
     """Settings come from the model's own generation configuration too."""
     model, comm = cut_llama(do_sample=True, top_k=3)
     generate(model, comm)
@@ -363,10 +355,6 @@ def settings_body(rank: int, world: int) -> None:
     model.generation_config.do_sample, model.generation_config.top_k = True, 1 + rank
     _, sent = generate(model, comm)
     assert sent["output"] and not sent["candidates"], sent
-
-
-def test_settings_of_the_model_and_of_ranks_that_differ() -> None:
-    run_ranks(2, settings_body, preload=PRELOAD)
 
 
 def test_the_choice_that_processors_leave() -> None:

@@ -14,7 +14,7 @@ from deepspeed_c.inject import cut_model, exchange, overlap
 from tests.cells import full
 from tests.deepspeed_c.inject.families import VOCAB, make
 from tests.deepspeed_c.zero.test_tensor_parallel import logical
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.training import engine_of, update
 
 STEPS = 2
@@ -211,7 +211,8 @@ def test_dropout_outside_the_region_is_the_ranks_own_and_ends_with_the_stream() 
     assert max(abs(a / b - 1) for a, b in zip(kept[0][0], plain("gpt2")[1])) > 0.01
 
 
-def refusal_body(rank: int, world: int) -> None:
+@on_ranks(2, preload="tests.deepspeed_c.inject.preload")
+def test_what_norms_on_own_tokens_cannot_do_is_said_before_anything_is_cut(rank: int, world: int) -> None:
     for family, said in (("opt", "no policy says where tokens flow"), ("bert", "no policy says")):
         with pytest.raises(ModelError, match=said):
             deepspeed_c.initialize(model=make(family).train(), config=make_config(autotp_size=world, **NORMS))
@@ -234,10 +235,6 @@ def refusal_body(rank: int, world: int) -> None:
         engine(**batch(0, (2, 12)))
         with pytest.raises(StateError, match=r"tokens are here, and the last forward began with \[6, 6\]"):
             engine.backward(first)
-
-
-def test_what_norms_on_own_tokens_cannot_do_is_said_before_anything_is_cut() -> None:
-    run_ranks(2, refusal_body, preload="tests.deepspeed_c.inject.preload")
 
 
 def cache_body(rank: int, world: int):
@@ -269,7 +266,8 @@ def test_a_half_has_its_samples_of_each_argument() -> None:
     assert torch.equal(kwargs["p"], positions), (kwargs["p"], positions)
 
 
-def operators_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_operators_have_schemas_and_fakes(rank: int, world: int) -> None:
     comm = Collectives()
     number, x, mine = exchange.number_of(comm), torch.randn(2, 5, 3), torch.randn(2, (3, 2)[rank], 3)
     ops = torch.ops.deepspeed_c
@@ -298,10 +296,6 @@ def operators_body(rank: int, world: int) -> None:
     assert torch.equal(whole, parts[0])
     with pytest.raises(ModelError, match="float64 cannot be summed"):
         exchange.sum_start(x.double(), comm, "x")
-
-
-def test_operators_have_schemas_and_fakes() -> None:
-    run_ranks(2, operators_body)
 
 
 def variant_body(rank: int, world: int, section: dict, kind: str):
@@ -342,7 +336,8 @@ def test_other_ways_to_train_compute_the_same_each_time(kind: str) -> None:
         assert losses == again and all(torch.equal(value, same[name]) for name, value in weights.items())
 
 
-def twice_body(rank: int, world: int):
+@on_ranks(2, preload="tests.deepspeed_c.inject.preload")
+def test_a_graph_that_is_kept_is_gone_through_twice_or_says_why_not(rank: int, world: int):
     """The gradients of two backwards through one graph. This works up to the point where logits are cut."""
     found = []
     for section in ({}, OVERLAP):
@@ -361,7 +356,3 @@ def twice_body(rank: int, world: int):
             loss.backward()  # the first backward overwrote the logits with their gradient
     for name, grad in found[0].items():
         torch.testing.assert_close(found[1][name], grad)
-
-
-def test_a_graph_that_is_kept_is_gone_through_twice_or_says_why_not() -> None:
-    run_ranks(2, twice_body, preload="tests.deepspeed_c.inject.preload")

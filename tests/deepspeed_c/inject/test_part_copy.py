@@ -5,6 +5,7 @@ import torch
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.inject.part_copy import PartCopy
+from tests.ranks import on_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -27,7 +28,8 @@ def modes(model: torch.nn.Module) -> dict[str, bool]:
     return {name: module.training for name, module in model.named_modules()}
 
 
-def modes_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_each_module_trains_or_evaluates_as_in_the_model(rank: int, world: int) -> None:
     model = small()
     cut = PartCopy(model, Collectives())
     for chosen in (
@@ -43,7 +45,3 @@ def modes_body(rank: int, world: int) -> None:
             cut.follow()
             ours, want = modes(cut.module), modes(model)
             assert {name: ours[name] for name in want if name in ours} == want, (chosen, ours, want)
-
-
-def test_each_module_trains_or_evaluates_as_in_the_model(run_ranks) -> None:
-    run_ranks(2, modes_body)

@@ -21,7 +21,7 @@ from deepspeed_c.moe.layer import MoE
 from deepspeed_c.recompute.operators import Measurement
 from deepspeed_c.utils import groups
 from tests.deepspeed_c.moe.test_layer import HIDDEN, make
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 N_EXPERTS = 8
 COUNTS = "counts of tokens to experts of MoE"
@@ -201,7 +201,8 @@ def test_an_error_of_one_rank_is_one_of_all():
     assert "the logit of token 3" in second and "on rank 1" in second, second
 
 
-def short_batch(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_rank_may_have_fewer_tokens_than_min_capacity(rank: int, world: int) -> None:
     """Rank 1 has fewer tokens than min_capacity, and nothing is dropped: as with places for all."""
     found = []
     for drops in (True, False):
@@ -211,10 +212,6 @@ def short_batch(rank: int, world: int) -> None:
         found.append((out, counts))
     (with_places, counts), (without, all_counts) = found
     assert torch.equal(with_places, without) and torch.equal(counts, all_counts), found
-
-
-def test_a_rank_may_have_fewer_tokens_than_min_capacity():
-    run_ranks(2, short_batch)
 
 
 def without_engine(rank: int, world: int) -> list[Any]:

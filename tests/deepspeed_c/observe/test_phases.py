@@ -13,7 +13,7 @@ from deepspeed_c.comm.ledger import Ledger, LedgerEntry
 from deepspeed_c.comm.observed import listen, stop_listening
 from deepspeed_c.observe.phases import Phases
 from tests.deepspeed_c.profile.test_timers import Clock
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.training import update
 from tests.waits import joined
 
@@ -208,7 +208,9 @@ PARTS = {
 }
 
 
-def engine_body(rank: int, world: int, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_an_engines_phases_add_up(rank: int, world: int, stage: int) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Linear(64, 1))
     data = [(torch.full((16,), float(i)), 0) for i in range(64)]
@@ -239,8 +241,3 @@ def engine_body(rank: int, world: int, stage: int) -> None:
                 parts = [ms for name, ms in found.items() if name.startswith(f"{phase}.")]
                 assert not parts or sum(parts) == found[phase], found
     assert Ledger.entry_type is LedgerEntry, "a closed engine listens"
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_engines_phases_add_up(stage: int) -> None:
-    run_ranks(2, engine_body, stage)

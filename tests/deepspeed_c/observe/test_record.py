@@ -14,7 +14,7 @@ from deepspeed_c.engine.inputs import count_tokens
 from deepspeed_c.observe.record import Event, SampleRate, StepRecord
 from deepspeed_c.pipe.module import LayerSpec, PipelineModule
 from tests.log_lines import LogLines
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.training import config, engine_of, update
 
 KNOWN = StepRecord(step=3, samples=24, skipped_steps=1, lr=[0.1, 0.2], momentum=[(0.9, 0.999), 0.5])
@@ -151,7 +151,8 @@ def test_numbers_under_a_loss_scale() -> None:
     run_ranks(2, numbers_body, 2, False, {"fp16": {"enabled": True, "loss_scale": 128.0}})
 
 
-def unscaled_body(rank: int, world: int) -> None:
+@on_ranks(1)
+def test_a_loss_that_the_engine_never_saw_is_unknown(rank: int, world: int) -> None:
     config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     with engine_of(Model(), config) as engine:
         engine(ids(0, 0, rank)).backward()
@@ -159,10 +160,6 @@ def unscaled_body(rank: int, world: int) -> None:
         assert engine._record().loss is None, "nobody has shown the loss to the engine"
         update(engine, engine(ids(1, 0, rank)))
         assert engine._record().loss is not None
-
-
-def test_a_loss_that_the_engine_never_saw_is_unknown() -> None:
-    run_ranks(1, unscaled_body)
 
 
 def pipeline_body(rank: int, world: int) -> list[str]:

@@ -10,13 +10,15 @@ from deepspeed_c.sequence.collectives import ModelOrder, TokenOrder, order_of, r
 from deepspeed_c.sequence.loader import UlyssesSPDataLoaderAdapter
 from deepspeed_c.sequence.masks import WholeSequences, check_order
 from deepspeed_c.sequence.plans import SequenceCut
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 TOKENS = 24
 CONTIGUOUS, ZIGZAG = TokenOrder("contiguous", 1), TokenOrder("zigzag", 1)
 
 
-def orders_body(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_batches_are_cut_in_the_order_of_their_model(rank: int, world: int) -> None:
     group = torch.distributed.group.WORLD
     tokens = torch.arange(TOKENS)[None]
     first, second = torch.nn.Linear(1, 1), torch.nn.Bilinear(1, 1, 1)
@@ -47,11 +49,6 @@ def orders_body(rank: int, world: int) -> None:
     assert positions(None) == cuts[CONTIGUOUS]
     again.close()
     assert order_of(group) == CONTIGUOUS
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_batches_are_cut_in_the_order_of_their_model(world: int) -> None:
-    run_ranks(world, orders_body)
 
 
 def refused_body(rank: int, world: int) -> list[str]:

@@ -16,7 +16,7 @@ from deepspeed_c.errors import BackwardError, CommError, ConfigError, StateError
 from deepspeed_c.sequence import parallel_state
 from deepspeed_c.sequence.layer import DistributedAttention
 from deepspeed_c.utils import groups
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.training import update
 
 TOKENS, BATCH, WIDTH, HEADS = 8, 2, 8, 4
@@ -258,7 +258,8 @@ def test_ranks_of_a_sequence_drop_other_elements(tmp_path) -> None:
     assert not torch.equal(one[0], one[1])
 
 
-def refused_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_refused(rank: int, world: int) -> None:
     for more, text in (
         ({"sequence_parallel_size": 3}, "cannot be cut into groups of 3"),
         ({"sequence_parallel_size": 2, "data_parallel_size": 2}, "2 data-parallel times 2 sequence-parallel"),
@@ -282,10 +283,6 @@ def refused_body(rank: int, world: int) -> None:
         loss = engine(x, labels)["loss"]  # positional: the engine cannot know that these are labels
         with pytest.raises(StateError, match="was given no labels"):
             engine.backward(loss)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    run_ranks(2, refused_body)
 
 
 def ways_body(rank: int, world: int, way: str) -> tuple[list[float], dict[str, torch.Tensor]]:

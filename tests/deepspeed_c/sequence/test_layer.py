@@ -11,7 +11,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.sequence import SequenceCut, ring_attention
 from deepspeed_c.sequence.layer import DistributedAttention, _SeqAllToAll
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 TOKENS, BATCH, WIDTH = 6, 2, 5  # tokens of a rank
 
@@ -157,7 +157,8 @@ def test_rotary_embedding_of_whole_sequences() -> None:
     torch.testing.assert_close(torch.cat(run_ranks(2, rotary_body), 1), expected)
 
 
-def refused_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_before_anything_is_sent(rank: int, world: int) -> None:
     comm = deepspeed_c.comm.get_world_group()
     with pytest.raises(ConfigError, match="heads are dimension 1"):
         DistributedAttention(attend, comm, 1)
@@ -171,7 +172,3 @@ def refused_body(rank: int, world: int) -> None:
         layer(torch.zeros(1, 4, 3), torch.zeros(1, 4, 3), torch.zeros(1, 4, 3))
     with pytest.raises(ConfigError, match="attention gave"):
         DistributedAttention(lambda q, k, v: q[:, :1], comm, 2, 1)(*[torch.zeros(1, 4, 4, 4)] * 3)
-
-
-def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
-    run_ranks(2, refused_body)

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed_c.errors import ModelError, RankMismatchError, StateError
 from deepspeed_c.sequence.loader import UlyssesSPDataLoaderAdapter
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 def batch_of(rank: int, i: int, n_tokens: int) -> dict[str, Any]:
@@ -67,7 +67,8 @@ def test_each_rank_gets_its_part_of_each_batch(world: int) -> None:
                 assert "labels" not in each
 
 
-def refused_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_batches_that_cannot_be_cut_are_refused_on_all_ranks(rank: int, world: int) -> None:
     tokens = torch.ones(1, 4, dtype=torch.int64)
     good = {"input_ids": tokens, "labels": tokens}
 
@@ -91,7 +92,3 @@ def refused_body(rank: int, world: int) -> None:
         load({**good, "more": 1} if rank else good)
     with pytest.raises(StateError, match="sp_rank is 1 of 3"):
         UlyssesSPDataLoaderAdapter([good], 1, None, 3, "cpu")
-
-
-def test_batches_that_cannot_be_cut_are_refused_on_all_ranks() -> None:
-    run_ranks(2, refused_body)

@@ -13,7 +13,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ConfigError, DeepSpeedCError
 from deepspeed_c.sequence import SequenceCut, plan_ring, ring_attention
 from tests.deepspeed_c.sequence.attention_oracle import plain_attention
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 WIDTH = 8
 
@@ -235,7 +235,10 @@ def test_a_row_of_ranks_is_one_rank_of_the_ring() -> None:
         plan_ring(SequenceCut(64, 4, n_inner=2))
 
 
-def keep_several_calls(rank: int, world: int, wish: str) -> None:
+@pytest.mark.parametrize("wish", ["shm", "off"])
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_buffers_of_a_ring_are_used_again_only_when_nobody_reads_them(rank: int, world: int, wish: str) -> None:
     """Two calls are alive at once, and their backwards run twice. Buffers are used again meanwhile, and the results
     stay those of each call alone, over gloo, with new buffers.
     """
@@ -263,9 +266,3 @@ def keep_several_calls(rank: int, world: int, wish: str) -> None:
                 assert torch.equal(got, want)
         sizes.append(comm.outgoing.n_bytes)
     assert len(set(sizes)) == 1 and sizes[0] > 0
-
-
-@pytest.mark.parametrize("wish", ["shm", "off"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_buffers_of_a_ring_are_used_again_only_when_nobody_reads_them(world: int, wish: str) -> None:
-    run_ranks(world, keep_several_calls, wish)

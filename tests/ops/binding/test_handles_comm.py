@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_c import _C
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import RanksFailed, on_ranks, run_ranks
 from tests.waits import exit_status, fork_with_alarm, joined
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -372,7 +372,8 @@ def test_a_message_that_differs_is_refused_on_both_ranks(sent, expected, labels,
             assert re.search(word, text), text
 
 
-def keep_and_drop(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_work_keeps_its_tensors_until_it_is_done(rank: int, world: int) -> None:
     group = group_of(rank, world)
     flat, out = torch.ones(world * 50_000), torch.zeros(50_000)
     gone = weakref.ref(flat), weakref.ref(out)
@@ -394,10 +395,6 @@ def keep_and_drop(rank: int, world: int) -> None:
     group.close()
 
 
-def test_a_work_keeps_its_tensors_until_it_is_done():
-    run_ranks(2, keep_and_drop)
-
-
 def run_beside(rank: int, world: int) -> bool:
     group = group_of(rank, world)
     if rank == 0:
@@ -416,7 +413,8 @@ def test_other_threads_run_while_one_waits():
     assert run_ranks(2, run_beside) == [True, True]
 
 
-def be_interrupted(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_an_interrupt_ends_the_wait_and_not_the_collective(rank: int, world: int) -> None:
     group = group_of(rank, world)
     for n in (3, 200_000):
         flat = torch.full((n,), 1.0)
@@ -451,10 +449,6 @@ def be_interrupted(rank: int, world: int) -> None:
     group.close()
 
 
-def test_an_interrupt_ends_the_wait_and_not_the_collective():
-    run_ranks(2, be_interrupted)
-
-
 def lose_a_rank(rank: int, world: int) -> None:
     group = group_of(rank, world, 900.0)
     flat = torch.ones(100_000)
@@ -479,7 +473,8 @@ def test_a_rank_that_dies_is_named():
     assert all("noticed after a moment" in caught.value.outcomes[rank].text for rank in (0, 2))
 
 
-def fork_a_child(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_child_of_fork_is_refused_and_harms_nothing(rank: int, world: int) -> None:
     group = group_of(rank, world)
     flat = torch.frombuffer(group.empty(400_000), dtype=torch.float32).fill_(1.0)
     group.all_reduce(flat).wait()
@@ -498,7 +493,3 @@ def fork_a_child(rank: int, world: int) -> None:
     group.all_reduce(flat).wait()
     assert flat.eq(float(world * world)).all()
     group.close()
-
-
-def test_a_child_of_fork_is_refused_and_harms_nothing():
-    run_ranks(2, fork_a_child)
