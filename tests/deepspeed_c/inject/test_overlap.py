@@ -15,7 +15,7 @@ from tests.cells import full
 from tests.deepspeed_c.inject.families import VOCAB, make
 from tests.deepspeed_c.zero.test_tensor_parallel import logical
 from tests.ranks import on_ranks, run_ranks
-from tests.training import engine_of, update
+from tests.training import config, engine_of, update
 
 STEPS = 2
 SHAPES = ((2, 9), (3, 10), (1, 7))  # (samples, tokens): not all are divisible by 2 or by the ranks
@@ -27,13 +27,10 @@ def batch(step: int, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
 
 
 def make_config(stage: int = 0, **section) -> dict:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "eps": 1e-4}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 50},
-        "tensor_parallel": section,
-    }
+    zero = {"stage3_param_persistence_threshold": 50}
+    return config(
+        stage, "Adam", rows=2, lr=1e-2, params={"eps": 1e-4}, zero=zero, gradient_clipping=0.5, tensor_parallel=section
+    )
 
 
 def plain(family: str):

@@ -14,7 +14,7 @@ from deepspeed_c.comm.observed import listen, stop_listening
 from deepspeed_c.observe.phases import Phases
 from tests.deepspeed_c.profile.test_timers import Clock
 from tests.ranks import on_ranks
-from tests.training import update
+from tests.training import config, update
 from tests.waits import joined
 
 CPU = torch.device("cpu")
@@ -214,14 +214,9 @@ def test_an_engines_phases_add_up(rank: int, world: int, stage: int) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Linear(64, 1))
     data = [(torch.full((16,), float(i)), 0) for i in range(64)]
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "wall_clock_breakdown": True,
-    }
-    engine, _, loader, _ = deepspeed_c.initialize(model=model, config=config, training_data=data)
+    zero = {"stage3_param_persistence_threshold": 0}
+    settings = config(stage, "AdamW", rows=2, lr=1e-3, accumulate=2, zero=zero, wall_clock_breakdown=True)
+    engine, _, loader, _ = deepspeed_c.initialize(model=model, config=settings, training_data=data)
     with engine:
         ticks = itertools.count()  # the clock advances by a second at each reading
         engine.phases._marks._clock, engine.phases._marks._last = lambda: float(next(ticks)), None

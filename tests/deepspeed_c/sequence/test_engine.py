@@ -17,7 +17,7 @@ from deepspeed_c.sequence import parallel_state
 from deepspeed_c.sequence.layer import DistributedAttention
 from deepspeed_c.utils import groups
 from tests.ranks import on_ranks, run_ranks
-from tests.training import update
+from tests.training import config, update
 
 TOKENS, BATCH, WIDTH, HEADS = 8, 2, 8, 4
 STEPS, RATE = 3, 0.3
@@ -73,14 +73,8 @@ def plain(n_data: int, gas: int, clip: float) -> tuple[dict[str, torch.Tensor], 
 
 
 def config_of(stage: int, gas: int = 1, clip: float = 0.0, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": gas,
-        "gradient_clipping": clip,
-        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10, "reduce_bucket_size": 200},
-        **more,
-    }
+    zero = {"stage3_param_persistence_threshold": 10, "reduce_bucket_size": 200}
+    return config(stage, rows=BATCH, lr=RATE, accumulate=gas, zero=zero, gradient_clipping=clip, **more)
 
 
 def make_engine(sp: int, config: dict[str, Any], way: str = "config", **toy: Any):
