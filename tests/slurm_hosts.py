@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.ssh_hosts import START_SECONDS, SshHosts, why_no_ssh
-from tests.waits import LIMIT_SECONDS, ended
+from tests.waits import ended, ran
 
 __all__ = ["SlurmHosts", "why_no_slurm"]
 
@@ -103,9 +103,7 @@ class SlurmHosts(SshHosts):
     def _states(self) -> list[str]:
         shown = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
         command = self[0].command(["sinfo", "-h", "-N", "-o", "%t"])
-        return subprocess.run(
-            command, env=shown, check=False, capture_output=True, text=True, timeout=LIMIT_SECONDS
-        ).stdout.split()
+        return ran(command, env=shown).stdout.split()
 
     def start(self, i: int, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> Any:
         """Starts a process on host ``i``, from which Slurm's commands reach the cluster."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waits import ran
+
 ROOT = Path(__file__).resolve().parents[1]
 SUFFIXES = {".c", ".h", ".cu", ".cuh", ".cpp"}
 # The required version: other versions lay out some lines differently.
@@ -19,11 +21,7 @@ VERSION = re.search(r"^clang-format==(\S+)$", (ROOT / "constraints.txt").read_te
 def formatter() -> str:
     """Path of clang-format: from the tests' environment, or the system's if it has the same version."""
     for path in (shutil.which("clang-format", path=str(Path(sys.executable).parent)), shutil.which("clang-format")):
-        if (
-            path
-            and VERSION
-            in subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=300).stdout
-        ):
+        if path and VERSION in ran([path, "--version"], check=True).stdout:
             return path
     pytest.skip(f"clang-format {VERSION} is not installed")
 
@@ -36,7 +34,7 @@ def sources() -> list[str]:
 def test_sources_are_laid_out():
     assert len(sources()) > 100
     command = [formatter(), "--dry-run", "--Werror", *sources()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = ran(command, cwd=ROOT)
     assert done.returncode == 0, f"run make format\n{done.stderr[-3000:]}"
 
 

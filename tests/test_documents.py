@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from deepspeed_c.config.features import AREAS, FEATURES
 from scripts import missing
 from scripts.compatibility import UNBUILT, read_rows
 from tests import fresh
+from tests.waits import ran
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -57,14 +57,7 @@ def test_transcripts_are_what_the_interpreter_answers() -> None:
         lines = block.splitlines()
         code = "\n".join(line[4:] for line in lines if line.startswith(">>> "))
         answer = [line for line in lines if not line.startswith(">>> ")]
-        done = subprocess.run(
-            [sys.executable, "-m", "deepspeed_c", "run", "--force", sys.executable, "-c", code],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = ran([sys.executable, "-m", "deepspeed_c", "run", "--force", sys.executable, "-c", code], cwd=ROOT)
         said = (done.stdout + done.stderr).splitlines()[-len(answer) :]
         assert said == answer, f"{page.name}: {said}"
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.waits import ran
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
@@ -24,7 +25,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "tp": ("tp/", "cpu/", "base/", "dsc/"), "pipe": ("pipe/", "base/", "dsc/"),
     "seq": ("seq/", "cpu/", "base/", "dsc/"), "scale": ("scale/", "base/", "dsc/"), "data": ("data/", "base/", "dsc/"),
     "quant": ("quant/", "cpu/", "base/", "dsc/"), "optim": ("optim/", "quant/", "cpu/", "base/", "dsc/"),
-    "nn": ("nn/", "cpu/", "base/", "dsc/"), "moe": ("nn/", "cpu/", "base/", "dsc/"),
+    "nn": ("nn/", "cpu/", "base/", "dsc/"), "infer": ("infer/", "nn/", "cpu/", "base/", "dsc/"), "moe": ("nn/", "cpu/", "base/", "dsc/"),
     "accel": ("accel/", "base/", "dsc/"), "aio": ("aio/", "base/", "dsc/"), "ckpt": ("ckpt/", "base/", "dsc/"),
     "comm": ("comm/", "cpu/", "base/", "dsc/"), "cuda": ("cuda/", "dsc/"),
 }  # fmt: skip
@@ -123,13 +124,8 @@ def test_public_headers_stand_alone(language: str) -> None:
     ]  # fmt: skip
     messages = []
     for header in headers:
-        done = subprocess.run(
-            [*tool.split(), *options, "-x", kind, "-"],
-            input=f'#include "dsc/{header}"\n#include "dsc/{header}"\n',
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
+        done = ran(
+            [*tool.split(), *options, "-x", kind, "-"], input=f'#include "dsc/{header}"\n#include "dsc/{header}"\n'
         )
         if done.returncode != 0:
             messages.append(f"{header}: {done.stderr}")

@@ -6,13 +6,13 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests import skips
+from tests.waits import ran
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,7 +35,7 @@ def test_runs(): ...
 
 def run(tmp_path: Path, reason: str, *options: str, ci: str = "") -> tuple[int, list[str]]:
     (tmp_path / "test_session.py").write_text(SESSION.format(reason=reason))
-    done = subprocess.run(
+    done = ran(
         [
             sys.executable,
             "-m",
@@ -50,10 +50,6 @@ def run(tmp_path: Path, reason: str, *options: str, ci: str = "") -> tuple[int, 
         + ["-p", "tests.conftest", *options, str(tmp_path / "test_session.py")],
         cwd=ROOT,
         env=os.environ | {"CI": ci},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
     )
     return done.returncode, done.stdout.splitlines()
 

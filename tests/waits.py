@@ -26,8 +26,8 @@ import traceback
 from typing import IO, Any, Protocol
 
 __all__ = [
-    "LIMIT_SECONDS", "ended", "exit_status", "first_line", "fork_with_alarm", "joined", "output_of", "set_within",
-    "zombie",
+    "LIMIT_SECONDS", "ended", "exit_status", "first_line", "fork_with_alarm", "joined", "output_of", "ran",
+    "set_within", "zombie",
 ]  # fmt: skip
 
 # The limit only ends stuck waits, so it is long: several test sessions may share two cores.
@@ -62,6 +62,12 @@ def output_of(process: subprocess.Popen[Any], limit: float = LIMIT_SECONDS) -> t
         return process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         raise _stuck(process, limit) from None
+
+
+def ran(command: Any, *, check: bool = False, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A program's run to its end, with its output as text. ``options``: as for ``subprocess.run``."""
+    defaults = {"capture_output": True, "text": True, "timeout": LIMIT_SECONDS}
+    return subprocess.run(command, check=check, **(defaults | options))
 
 
 def first_line(process: subprocess.Popen[Any], limit: float = LIMIT_SECONDS) -> Any:

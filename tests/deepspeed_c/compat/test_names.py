@@ -4,7 +4,6 @@ and lighter implementations."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -22,6 +21,7 @@ from deepspeed_c.errors import CheckpointError, ConfigError, FeatureError, Model
 from deepspeed_c.moe import utils as experts
 from deepspeed_c.utils import gradients
 from deepspeed_c.utils.numa import parse_range
+from tests.waits import ran
 
 
 @pytest.mark.parametrize(
@@ -194,5 +194,5 @@ def test_a_hook_is_called_with_the_gradient_in_place() -> None:
 )
 def test_constants_need_no_torch(module: str) -> None:
     code = f"import sys, deepspeed_c.compat.{module}; assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=300)
+    done = ran([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +21,7 @@ from deepspeed_c.utils.runtime import has_inf_or_nan
 from deepspeed_c.zero.layout import autocast
 from ops.op_builder import AsyncIOBuilder
 from tests import fresh
+from tests.waits import ran
 
 QUESTION = re.compile(
     r"(is|has|installed|can|should|supports|was|are|needs)_|.*_(enabled|available|supported|compatible)$"
@@ -177,7 +177,7 @@ def test_nodes_of_graphs() -> None:
     copy = graph.call_function(torch.ops.aten._to_copy.default, (x,), {"dtype": torch.float64})
     moved = graph.call_function(torch.ops.aten._to_copy.default, (x,), {"dtype": torch.float64, "device": "cpu"})
     assert [probes.is_cast_op(n) for n in (x, cast, copy, moved)] == [
-        *((False, None), (True, torch.float16), (True, torch.float64), (False, None)),
+        *((False, None), (True, torch.float16), (True, torch.float64), (False, None))
     ]
     assert not probes.is_comm_op(x) and not probes.is_release_node(cast) and not probes.is_profile_incomplete(graph)
     x.meta["comm"] = True
@@ -216,7 +216,7 @@ def test_the_machine(tmp_path, monkeypatch) -> None:
 
 def kind_of(folder: Path) -> str:
     """The kind of the file system, by the program df."""
-    done = subprocess.run(["df", "-T", str(folder)], capture_output=True, text=True, check=True, timeout=300)
+    done = ran(["df", "-T", str(folder)], check=True)
     return done.stdout.splitlines()[1].split()[1]
 
 

@@ -1,13 +1,13 @@
 """``deepspeed_c config show`` and ``config check``: their exit codes, and their texts on stdout and stderr."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from deepspeed_c.launcher import main as command
+from tests.waits import ran
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -97,8 +97,6 @@ def test_as_a_module_without_torch(file):
         "import sys; sys.modules['torch'] = None; sys.argv = ['x', 'check', sys.argv[1]];"
         "import runpy; runpy.run_module('deepspeed_c.config', run_name='__main__')"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code, file(GOOD)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+    run = ran([sys.executable, "-c", code, file(GOOD)], cwd=ROOT)
     assert (run.returncode, run.stderr) == (0, "")
     assert "zero_optimization.stage 2" in run.stdout

@@ -1,16 +1,15 @@
 """An import of the configuration loads no torch, prints nothing and starts nothing."""
 
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.waits import ran
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(code):
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+    return ran([sys.executable, "-c", code], cwd=ROOT)
 
 
 def test_import_and_load_need_no_torch():

@@ -10,7 +10,6 @@ import copy
 import json
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from deepspeed_c.config.inference import (
 )
 from deepspeed_c.errors import ConfigError, DeepSpeedCError, FeatureError, UnsupportedConfigError
 from tests import fresh
+from tests.waits import ran
 
 PEER = os.environ.get("DSC_PEER_PYTHON", "")
 
@@ -195,9 +195,7 @@ def test_bad_input_is_refused_by_every_way_in(given: dict[str, Any]) -> None:
 @pytest.mark.skipif(not PEER, reason="DSC_PEER_PYTHON names no Python that has DeepSpeed")
 def test_deepspeed_reads_the_same_cases() -> None:
     cases = [given for given, _ in READ] + REFUSED + REFUSED_HERE
-    done = subprocess.run(
-        [PEER, "-c", SCRIPT], input=json.dumps(cases), capture_output=True, text=True, timeout=300, check=False
-    )
+    done = ran([PEER, "-c", SCRIPT], input=json.dumps(cases))
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("CASES ")]
     theirs = json.loads(line.removeprefix("CASES "))
@@ -460,5 +458,5 @@ def test_names_of_deepspeed_lead_here() -> None:
 
 def test_the_file_is_read_without_torch() -> None:
     code = "import sys, deepspeed_c.config.inference; assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = ran([sys.executable, "-c", code])
     assert (done.returncode, done.stderr) == (0, "")

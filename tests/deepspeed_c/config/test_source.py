@@ -7,7 +7,6 @@ If DSC_PEER_PYTHON names a Python that has DeepSpeed, DeepSpeed's reader reads t
 import base64
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -16,6 +15,7 @@ from deepspeed_c.config.cli import main
 from deepspeed_c.config.inference import load_inference_config
 from deepspeed_c.config.source import copy_plain, read_source
 from deepspeed_c.errors import ConfigError
+from tests.waits import ran
 
 TREE = {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "x-ü": ["ß", None, 1e-5]}
 
@@ -141,14 +141,7 @@ def test_deepspeed_reads_the_same_hjson(tmp_path):
     paths = [tmp_path / f"{i}.json" for i in range(len(HJSON))]
     for path, (text, _) in zip(paths, HJSON):
         path.write_text(text, encoding="utf-8", newline="")
-    done = subprocess.run(
-        [PEER, "-c", SCRIPT],
-        input=json.dumps([str(path) for path in paths]),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = ran([PEER, "-c", SCRIPT], input=json.dumps([str(path) for path in paths]))
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("READ ")]
     theirs = json.loads(line.removeprefix("READ "))
@@ -193,9 +186,7 @@ def test_plain_json_does_not_import_hjson(tmp_path):
     )
     other = tmp_path / "other.json"
     other.write_text("{steps_per_print: 1e3}")
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path), str(other)], capture_output=True, text=True, timeout=300, check=True
-    )
+    done = ran([sys.executable, "-c", code, str(path), str(other)], check=True)
     # Plain JSON keeps a number as it was written.
     assert done.stdout.split("\n")[:2] == ["{'steps_per_print': 1000.0} False", "{'steps_per_print': 1000} True"]
 

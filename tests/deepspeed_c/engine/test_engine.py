@@ -18,7 +18,7 @@ from tests.ranks import RanksFailed, on_ranks, run_ranks
 
 
 def config(stage: int = 2, **extra) -> dict:
-    return training.config(stage, "AdamW", zero={"stage3_param_persistence_threshold": 0}, lr=0.01, **extra)
+    return training.config(stage, "AdamW", zero={"stage3_param_persistence_threshold": 0}, lr=0.01) | extra
 
 
 def make(stage: int = 2, model: nn.Module | None = None, **extra):

@@ -4,11 +4,12 @@ buffers."""
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 
 import pytest
+
+from tests.waits import ran
 
 TIMEOUT_SECONDS = 300
 MB = 1 << 20
@@ -65,13 +66,7 @@ os.write(1, json.dumps({{"own": own, "buffers": held}}).encode())
 
 def measure(**sections: dict) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, folder, json.dumps(sections)],
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-        )
+        done = ran([sys.executable, "-c", PROGRAM, folder, json.dumps(sections)], timeout=TIMEOUT_SECONDS)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

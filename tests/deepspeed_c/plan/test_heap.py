@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from deepspeed_c.plan.activations import Alive, ForwardShape, trace_activations
 from deepspeed_c.plan.heap import HeapEvent, heap_peak
 from deepspeed_c.plan.live_bytes import LiveBytes
 from tests.deepspeed_c.plan.families import make, tokens
+from tests.waits import ran
 
 MIB = 1 << 20
 BATCH = ForwardShape(8, 128)
@@ -110,7 +110,7 @@ def test_a_process_grows_by_the_planned_heap():
         planned = alive_in(Wide(), WIDE)
     command = [sys.executable, "-c", "from tests.deepspeed_c.plan import test_heap; test_heap.measure()"]
     root = Path(__file__).parents[3]
-    found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=300)
+    found = ran(command, cwd=root, check=True)
     measured = json.loads(found.stdout)
     print(f"{measured / MIB:.1f} MiB measured, {planned.heap / MIB:.1f} planned, {planned.backward / MIB:.1f} alive")
     assert abs(planned.heap / measured - 1) <= 0.08, (planned, measured)

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import random
-import subprocess
 from functools import cache
 from itertools import pairwise
 
@@ -19,6 +18,7 @@ from torch import nn
 from deepspeed_c import errors
 from deepspeed_c.utils import groups, runtime
 from tests.ranks import run_ranks
+from tests.waits import ran
 
 
 def vector(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -236,9 +236,7 @@ print("@" + json.dumps(cases))
 @pytest.mark.skipif(not PEER, reason="DSC_PEER_PYTHON names no Python that has DeepSpeed")
 def test_parts_as_in_deepspeed() -> None:
     cases = [(weights_for(seed), n_parts) for seed in range(300) for n_parts in range(1, 9)]
-    done = subprocess.run(
-        [PEER, "-c", PEER_CUTS], check=False, input=json.dumps(cases), capture_output=True, text=True, timeout=300
-    )
+    done = ran([PEER, "-c", PEER_CUTS], input=json.dumps(cases))
     assert done.returncode == 0, done.stderr
     for (weights, n_parts), want in zip(cases, json.loads(done.stdout.split("@")[-1]), strict=True):
         got = [runtime.partition_balanced(weights, n_parts), runtime.partition_uniform(len(weights), n_parts)]

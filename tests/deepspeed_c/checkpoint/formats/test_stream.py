@@ -30,7 +30,7 @@ from deepspeed_c.checkpoint.formats.weight_file import SAFETENSORS_DTYPES, TORCH
 from deepspeed_c.errors import CheckpointError, StateError
 from tests import fresh
 from tests.open_files import open_files
-from tests.waits import LIMIT_SECONDS
+from tests.waits import LIMIT_SECONDS, ran
 
 FORMATS = ["model.bin", "model.safetensors"]
 SHAPES = [(), (0,), (1,), (2, 0, 3), (7,), (13, 17), (3, 1, 5)]
@@ -566,13 +566,7 @@ def test_limit_on_the_size_of_a_file(path):
 def test_disk_that_is_full(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LIMIT_SECONDS,
-    )
+    mounted = ran(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)])
     if mounted.returncode:
         pytest.skip(f"no file system of our own: {mounted.stderr.strip()}")
     try:

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import os
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from deepspeed_c.checkpoint.source import Read
 from deepspeed_c.errors import CheckpointError
 from tests.deepspeed_c.engine.test_engine import make, train_step
 from tests.ranks import run_ranks
-from tests.waits import exit_status, fork_with_alarm
+from tests.waits import exit_status, fork_with_alarm, ran
 
 
 def piece(name: str, data: torch.Tensor) -> OwnedPiece:
@@ -312,14 +311,7 @@ sys.exit(5)
 
 def test_the_process_exits_while_it_writes(tmp_path):
     root = Path(__file__).resolve().parents[4]
-    ended = subprocess.run(
-        [sys.executable, "-c", EXITING, tmp_path],
-        env={**os.environ, "PYTHONPATH": str(root)},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    ended = ran([sys.executable, "-c", EXITING, tmp_path], env={**os.environ, "PYTHONPATH": str(root)})
     assert (ended.returncode, ended.stdout) == (5, "exits\nwritten\n"), ended.stderr
     assert "Traceback" not in ended.stderr, ended.stderr
     with open_checkpoint(str(tmp_path)) as source:

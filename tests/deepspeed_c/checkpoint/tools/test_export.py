@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -18,6 +17,7 @@ from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM
 from deepspeed_c.checkpoint.tools.export import BATCH_BYTES, export, weights_of
 from deepspeed_c.errors import CheckpointError
 from tests.deepspeed_c.checkpoint.memory_source import MemorySource, adam_checkpoint
+from tests.waits import ran
 
 
 def load(folder: Path, form: str) -> dict[str, torch.Tensor]:
@@ -174,13 +174,9 @@ MEASURE = """
 @pytest.mark.parametrize("form", ["safetensors", "fp32-pt"])
 def test_peak_does_not_grow_with_the_largest_tensor(tmp_path, form):
     """Two tensors of 160 MiB are written in batches of 32 MiB. The check for finite numbers reads 8 MiB at a time."""
-    done = subprocess.run(
+    done = ran(
         [sys.executable, "-c", textwrap.dedent(MEASURE), str(tmp_path), form],
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert 20 < float(done.stdout) < 100, f"the peak grew by {done.stdout.strip()} MiB"

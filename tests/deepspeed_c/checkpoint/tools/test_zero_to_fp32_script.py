@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ from deepspeed_c.checkpoint.native.save import write_native
 from deepspeed_c.checkpoint.tools.zero_to_fp32_script import NAME, write_script
 from tests import fresh
 from tests.deepspeed_c.checkpoint.memory_source import adam_checkpoint
+from tests.waits import ran
 
 
 def test_it_is_written_once_and_replaced_when_it_differs(tmp_path):
@@ -34,9 +34,7 @@ def test_it_converts_the_checkpoint_beside_it(tmp_path):
     (tmp_path / "latest").write_text("step10")
     write_script(str(tmp_path))
     env = {**os.environ, "PATH": os.path.dirname(sys.executable) + os.pathsep + os.environ.get("PATH", "")}
-    done = subprocess.run(
-        [f"./{NAME}", ".", "out", "-d"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = ran([f"./{NAME}", ".", "out", "-d"], cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     got = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
     assert torch.equal(got["embed.weight"], source.values["master", "embed.weight"])

@@ -15,6 +15,7 @@ import pytest
 from deepspeed_c.compat.alias import cli
 from deepspeed_c.compat.alias.install import FORCE, SHIM
 from deepspeed_c.launcher.main import main
+from tests.waits import ran
 
 ROOT = Path(__file__).resolve().parents[4]
 TIMEOUT_SECONDS = 300
@@ -148,11 +149,9 @@ def test_shell_takes_over_the_variables(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("PYTHONPATH", odd)
     assert main(["env", "--force"]) == 0
     lines = capsys.readouterr().out
-    done = subprocess.run(
+    done = ran(
         ["sh", "-c", f'eval "$1"; printf "%s|%s" "$PYTHONPATH" "${FORCE}"', "sh", lines],
         check=True,
-        capture_output=True,
-        text=True,
         env={},
         timeout=TIMEOUT_SECONDS,
     )

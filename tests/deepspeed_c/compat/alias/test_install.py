@@ -19,6 +19,7 @@ from deepspeed_c.compat.alias import install
 from deepspeed_c.compat.alias.install import BIN, FORCE, SHIM, environment, find_real, install_as_deepspeed
 from deepspeed_c.compat.alias.version import API_VERSION
 from deepspeed_c.errors import AliasError
+from tests.waits import ran
 
 ROOT = Path(__file__).resolve().parents[4]
 TIMEOUT_SECONDS = 300
@@ -50,14 +51,8 @@ def state():
 
 
 def run(code: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *options, "-c", code],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        env={**os.environ, **variables},
-        cwd="/",
+    return ran(
+        [sys.executable, *options, "-c", code], timeout=TIMEOUT_SECONDS, env={**os.environ, **variables}, cwd="/"
     )
 
 
@@ -202,13 +197,8 @@ def test_interpreter_without_deepspeed_c_says_so():
 
 def test_wheel_has_the_folder(tmp_path):
     """build_py copies the Python files and the data of a wheel."""
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)],
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
+    done = ran(
+        [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)], cwd=ROOT, timeout=TIMEOUT_SECONDS
     )
     assert done.returncode == 0, done.stderr
     built, source = tmp_path / "deepspeed_c" / "compat" / "alias" / "shim", Path(SHIM)

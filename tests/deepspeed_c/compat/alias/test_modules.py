@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from deepspeed_c.compat.alias.install import SHIM
 from deepspeed_c.compat.alias.modules import ABSENT, MODULES, NAMES
 from tests import fresh
+from tests.waits import ran
 
 ROOT = Path(__file__).resolve().parents[4]
 TIMEOUT_SECONDS = 300
@@ -142,12 +142,9 @@ print(json.dumps(result))
 def seen():
     tables = {"REACHED": REACHED, "MISSING": list(MISSING), "MODULES": MODULES, "NAMES": NAMES, "ABSENT": ABSENT}
     code = "".join(f"{name} = {table!r}\n" for name, table in tables.items()) + SCRIPT
-    done = subprocess.run(
+    done = ran(
         [sys.executable, "-"],
         input=code,
-        check=False,
-        capture_output=True,
-        text=True,
         timeout=TIMEOUT_SECONDS,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([SHIM, str(ROOT)])},
         cwd="/",
