@@ -14,11 +14,11 @@ from deepspeed_c.compression.compress import init_compression
 from deepspeed_c.compression.conv1d import convert_conv1d_to_linear
 from deepspeed_c.errors import ModelError, StateError
 from deepspeed_c.zero.weights.param import state_of
-from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
 from transformers.pytorch_utils import Conv1D
 
+from tests.ranks import on_ranks
 from tests.training import config, engine_of, update
 
 
@@ -147,7 +147,8 @@ def test_what_is_refused_changes_nothing() -> None:
         assert shapes == [tuple(param.shape) for param in model.parameters()], model
 
 
-def sharded_body(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_model_of_zero_init(rank: int, world: int) -> None:
     plain = convert_conv1d_to_linear(gpt2(attn_pdrop=0, embd_pdrop=0, resid_pdrop=0), Conv1D)
     settings = config(3, "AdamW", lr=0.01, zero={"stage3_param_persistence_threshold": 0})
     with deepspeed_c.zero.Init(config_dict_or_path=settings):
@@ -176,7 +177,3 @@ def sharded_body(rank: int, world: int) -> None:
         convert_conv1d_to_linear(engine.module, Conv1D)
     assert type(engine.module[0]) is Conv1D and engine.module[0].weight.ds_shape == (7, 5)
     engine.close()
-
-
-def test_a_model_of_zero_init() -> None:
-    run_ranks(2, sharded_body)
