@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed_c.ops import moe, nn, quant  # noqa: F401  (register operators, and gradients of some)
+from deepspeed_c.ops import kv, moe, nn, quant  # noqa: F401  (register operators, and gradients of some)
 from tests.ops.data import optimizer_kinds
 
 HYPER = (2, 0.01, 0.9, 0.999, 1e-8, 0.1, 0.9, 0.0, 0.0, 0.01, 10.0, 1.0, 1)
@@ -59,6 +59,18 @@ def cases():
     yield from nn_cases()
     yield from moe_cases()
     yield from quant_cases()
+    yield from kv_cases()
+
+
+def kv_cases():
+    """A row with one token that is new of 18, and a row of two."""
+    blocks = (torch.rand(4, 2, 8, kv.BLOCK_TOKENS).half(), torch.rand(4, 2, kv.BLOCK_TOKENS, 5).half())
+    tables = torch.tensor([[2, 0], [1, -1]], dtype=torch.int32)
+    rows = (torch.tensor([1, 2]), torch.tensor([18, 2]), tables)
+    yield "kv_write", "kv_write", (torch.rand(3, 2, 8).half(), torch.rand(3, 2, 5).half(), *blocks, *rows)
+    q, rules = torch.rand(4, 3, 8).half().transpose(0, 1), (torch.tensor([3, 0]), torch.rand(4), torch.rand(4))
+    yield "kv_attention", "kv_attention", (q, *blocks, *rows, *rules, 0.3, True, 3, 2.0)
+    yield "kv_attention-plain", "kv_attention", (q, *blocks, *rows, None, None, None, 0.3, False, 0, 0.0)
 
 
 def quant_cases():
