@@ -1,0 +1,356 @@
+"""``generate`` with keys and values in blocks: the tokens and the caches of transformers with its own cache, and proof of
+the attention that ran."""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed_c
+from deepspeed_c.kv.attention import attention_in_blocks
+from deepspeed_c.ops import kv
+from tests.cells import cells
+from tests.deepspeed_c.inference.models import like_bart, require_same_tokens
+from tests.deepspeed_c.inject import families
+from tests.log_lines import LogLines
+from tests.ranks import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+WINDOW = 8
+SIZES = {
+    "hidden_size": 48, "intermediate_size": 70, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "head_dim": 8, "vocab_size": families.VOCAB, "max_position_embeddings": 64, "sliding_window": WINDOW,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+BOTH = {**SIZES, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}
+DROPS = {"dropout_rate": 0.0, "classifier_dropout_rate": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MORE: dict[str, Callable[[], Any]] = {
+    "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES)),
+    "gemma2": lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**BOTH, attn_logit_softcapping=2.0)),
+    "gemma3": lambda: transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**BOTH)),
+    "t5gemma": lambda: transformers.T5GemmaForConditionalGeneration(
+        transformers.T5GemmaConfig(encoder=dict(BOTH), decoder=dict(BOTH), vocab_size=families.VOCAB, **DROPS)
+    ),
+    "bart": lambda: like_bart("bart"),
+}
+IN_BLOCKS = (
+    *("llama", "llama_tied_shared", "qwen2", "qwen3", "mixtral", "phi", "phi3", "gpt2", "gpt_neox", "gpt_bigcode", "opt"),
+    *("gpt_bigcode_heads", "gpt_oss", "starcoder2", "cohere", "granite", "apertus", "mistral", "gemma2", "gemma3", "t5gemma"),
+)  # fmt: skip
+WITH_OWN_CACHE = ("codegen", "gptj", "bloom", "falcon", "falcon_7b", "mpt", "deepseek_v3", "llama4", "bart")
+# Prompts are longer than windows and than a block, and so are new tokens.
+N_PROMPT, N_NEW = 20, 18
+KEPT: dict[str, Any] = {
+    "max_new_tokens": N_NEW, "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True, "output_scores": True
+}  # fmt: skip
+HOW: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "samples": {"do_sample": True, "num_return_sequences": 2},
+    "beams of samples": {"do_sample": True, "num_beams": 2, "num_return_sequences": 2},
+    "lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3},
+    "assistant": {"do_sample": False},
+}
+
+
+@pytest.fixture(autouse=True)
+def process_group_of_the_engine() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def make(family: str) -> Any:
+    torch.manual_seed(7)
+    return (MORE[family]() if family in MORE else families.make(family)).eval()
+
+
+def prompts(how: str = "greedy", *, padded: bool = True) -> dict[str, torch.Tensor]:
+    """Three prompts; one where candidates are proposed, with repeated tokens. Two of them are padded on the left."""
+    one = how in ("lookup", "assistant")
+    ids = torch.randint(3, 12 if one else families.VOCAB, (3, N_PROMPT), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    if one:
+        return {"input_ids": ids[:1], "attention_mask": mask[:1]}
+    if padded:
+        for row, n in ((0, 9), (1, 1)):
+            ids[row, :n] = mask[row, :n] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def run(model: Any, given: dict[str, Any], **how: Any) -> Any:
+    torch.manual_seed(5)
+    with torch.no_grad():
+        return model.generate(**given, **{**KEPT, **how})
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Context with the number of calls of attention over blocks, so far."""
+    n_calls, attention = [0], kv.attention
+
+    def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
+        n_calls[0] += 1
+        return attention(*args, **kwargs)
+
+    kv.attention = attend
+    try:
+        yield n_calls
+    finally:
+        kv.attention = attention
+
+
+def engine_of(model: Any, n_ranks: int = 1) -> Any:
+    return deepspeed_c.init_inference(model, {"dtype": torch.float32, "tensor_parallel": {"tp_size": n_ranks}})
+
+
+def tokens_body(rank: int, world: int, family: str, names: list[str]) -> None:
+    plain, model = make(family), make(family)
+    with engine_of(model, world) as engine:
+        for name in names:
+            how = dict(HOW[name])
+            if name == "assistant":
+                how["assistant_model"] = make("llama_tied_shared")
+            for padded in (True, False):
+                given = prompts(name, padded=padded)
+                wanted = run(plain, given, **how)
+                with counted() as n_calls:
+                    found = run(engine, given, **how)
+                assert n_calls[0] >= 2, (family, name, "no blocks")
+                if how["do_sample"]:
+                    assert torch.equal(found.sequences, wanted.sequences), (name, found.sequences, wanted.sequences)
+                else:
+                    require_same_tokens(found, wanted)
+
+
+@pytest.mark.parametrize("family, name", cells(IN_BLOCKS, [name for name in HOW if name != "assistant"], at_once=1))
+def test_tokens_are_those_of_transformers(family: str, name: str) -> None:
+    if family == "t5gemma" and name == "lookup":
+        name = "beams"
+    tokens_body(0, 1, family, [name])
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_tokens_with_an_assistant(family: str) -> None:
+    tokens_body(0, 1, family, ["assistant"])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_tokens_on_two_ranks(family: str) -> None:
+    run_ranks(2, tokens_body, family, ["greedy", "beams", "samples", "lookup"])
+
+
+@pytest.mark.parametrize("family", WITH_OWN_CACHE)
+def test_a_model_that_does_not_find_blocks(family: str) -> None:
+    """One line says why. Tokens and random numbers are those of a model without an engine."""
+    plain, model = make(family), make(family)
+    own = model.config._attn_implementation
+    with engine_of(model) as engine, LogLines() as log:
+        for name in ("samples", "greedy"):
+            wanted = run(plain, prompts(), **HOW[name], use_cache=True)
+            state = torch.get_rng_state()
+            with counted() as n_calls:
+                found = run(engine, prompts(), **HOW[name], use_cache=True)
+            assert torch.equal(torch.get_rng_state(), state)
+            assert torch.equal(found.sequences, wanted.sequences)
+            assert type(found.past_key_values) is type(wanted.past_key_values)
+        assert not n_calls[0], "the second call does not try again"
+        assert model.config._attn_implementation == own
+    lines = [line for line in log.lines if "generates with its own cache: " in line]
+    assert len(lines) == 1 and type(model).__name__ in lines[0]
+
+
+def require_same_caches(mine: Any, other: Any) -> None:
+    assert type(mine) is type(other)
+    if isinstance(other, transformers.EncoderDecoderCache):
+        require_same_caches(mine.self_attention_cache, other.self_attention_cache)
+        require_same_caches(mine.cross_attention_cache, other.cross_attention_cache)
+        return
+    assert mine.get_seq_length() == other.get_seq_length() and len(mine.layers) == len(other.layers)
+    for ours, theirs in zip(mine.layers, other.layers, strict=True):
+        assert type(ours) is type(theirs)
+        torch.testing.assert_close(ours.keys, theirs.keys, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours.values, theirs.values, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "t5gemma"])
+def test_the_cache_that_is_returned(family: str) -> None:
+    """It is transformers' own, and generation goes on from it."""
+    plain, model = make(family), make(family)
+    with engine_of(model) as engine:
+        for name in ("greedy", "beams", *(["lookup"] if family != "t5gemma" else [])):
+            given = prompts(name, padded=False)
+            wanted, found = run(plain, given, **HOW[name]), run(engine, given, **HOW[name])
+            require_same_tokens(found, wanted)
+            require_same_caches(found.past_key_values, wanted.past_key_values)
+        if family == "t5gemma":
+            return
+        first = run(engine, prompts(padded=False), max_new_tokens=4)
+        more = {"input_ids": first.sequences, "past_key_values": first.past_key_values}
+        both = run(plain, prompts(padded=False)).sequences
+        assert torch.equal(run(engine, more, max_new_tokens=N_NEW - 4).sequences, both)
+
+
+@pytest.mark.parametrize("setting", ["past_key_values", "cache_implementation", "use_cache", "of the config"])
+def test_a_users_choice_of_a_cache(setting: str) -> None:
+    plain, model = make("llama"), make("llama")
+    values: dict[str, Callable[[Any], Any]] = {
+        "past_key_values": lambda model: transformers.DynamicCache(config=model.config),
+        "cache_implementation": lambda _: "static",
+        "use_cache": lambda _: False,
+    }
+    if setting == "of the config":
+        plain.generation_config.use_cache = model.generation_config.use_cache = False
+    with engine_of(model) as engine:
+        given = prompts()
+        hows = [{setting: values[setting](of)} if setting in values else {} for of in (plain, model)]
+        with counted() as n_calls:
+            wanted, found = run(plain, given, **hows[0]), run(engine, given, **hows[1])
+        assert not n_calls[0]
+        require_same_tokens(found, wanted)
+        if setting == "past_key_values":
+            assert found.past_key_values is hows[1][setting]
+
+
+class Bad(transformers.LogitsProcessor):
+    """It raises at its third call."""
+
+    def __init__(self) -> None:
+        self.n_calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.n_calls += 1
+        if self.n_calls == 3:
+            raise ArithmeticError("of the user")
+        return scores
+
+
+def test_an_exception_is_not_tried_again() -> None:
+    plain, model, bad = make("llama"), make("llama"), Bad()
+    own = model.config._attn_implementation
+    with engine_of(model) as engine, LogLines() as log:
+        with pytest.raises(ArithmeticError, match="of the user"):
+            run(engine, prompts(), logits_processor=[bad])
+        assert bad.n_calls == 3 and model.config._attn_implementation == own
+        assert not any("own cache" in line for line in log.lines)
+        with counted() as n_calls:
+            found = run(engine, prompts())
+        assert n_calls[0]
+        require_same_tokens(found, run(plain, prompts()))
+
+
+class Words(list[Any]):
+    """A streamer: all values that it has got."""
+
+    def put(self, value: torch.Tensor) -> None:
+        self.extend(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.append("end")
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "bloom"])
+def test_a_streamer_gets_each_token_once(family: str) -> None:
+    plain, model = make(family), make(family)
+    with engine_of(model) as engine:
+        for _ in range(2):
+            words, wanted = Words(), Words()
+            found = run(engine, prompts("lookup"), streamer=words, output_scores=False)
+            run(plain, prompts("lookup"), streamer=wanted, output_scores=False)
+            assert words == wanted == [*found.sequences[0].tolist(), "end"]
+
+
+def test_settings_by_their_places() -> None:
+    plain, model = make("llama"), make("llama")
+    settings = transformers.GenerationConfig(max_new_tokens=40, eos_token_id=None, pad_token_id=0)
+    ids = prompts(padded=False)["input_ids"]
+    with engine_of(model) as engine, counted() as n_calls:
+        found = engine.generate(ids, settings, None, past_key_values=None)
+        assert n_calls[0] == 2 * 40 and torch.equal(found, plain.generate(ids, settings))
+
+
+def test_a_prompt_that_the_model_makes_longer() -> None:
+    """Virtual tokens in front of a prompt, more than the cache has room for."""
+    peft = pytest.importorskip("peft")
+
+    def tuned() -> Any:
+        torch.manual_seed(3)
+        config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=20)
+        return peft.get_peft_model(make("llama"), config).eval()
+
+    plain, model = tuned(), tuned()
+    plain.prompt_encoder.load_state_dict(model.prompt_encoder.state_dict())
+    with engine_of(model) as engine:
+        for how in (HOW["greedy"], HOW["beams"], HOW["samples"]):
+            found, wanted = (run(of, prompts(padded=False), **how) for of in (engine, plain))
+            assert torch.equal(found.sequences, wanted.sequences)
+
+
+def test_threads_with_one_model() -> None:
+    """The model has its own attention back when the last of them has ended, and blocks until then."""
+    model = make("gemma2")
+    own = model.config._attn_implementation
+    first, second = (attention_in_blocks(model) for _ in range(2))
+    threads = [contextvars.copy_context() for _ in range(2)]
+    for thread, context in zip(threads, (first, second)):
+        thread.run(context.__enter__)
+    during = model.config._attn_implementation
+    assert during != own
+    threads[0].run(first.__exit__, None, None, None)
+    assert model.config._attn_implementation == during
+    threads[1].run(second.__exit__, None, None, None)
+    assert model.config._attn_implementation == own
+
+
+LENGTHS: dict[str, dict[str, Any]] = {
+    "of transformers": {"max_new_tokens": None},
+    "max_length": {"max_new_tokens": None, "max_length": 40},
+    "generation_config": {
+        "max_new_tokens": None,
+        "generation_config": transformers.GenerationConfig(max_new_tokens=30),
+    },
+    "min_new_tokens": {"min_new_tokens": 8},
+    "stop": {"eos_token_id": list(range(3, 60))},
+}
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("family", ["llama", "t5gemma"])
+def test_the_cache_has_room_for_any_length(family: str, length: str) -> None:
+    plain, model = make(family), make(family)
+    with engine_of(model) as engine:
+        for given in (prompts(), {"input_ids": torch.full((2, 14), 5)}):
+            for name in ("greedy", "beams"):
+                how = {**KEPT, **HOW[name], **copy.deepcopy(LENGTHS[length])}
+                if length == "generation_config":
+                    del how["max_new_tokens"]
+                with counted() as n_calls, torch.no_grad():
+                    found = engine.generate(**given, **copy.deepcopy(how))
+                    wanted = plain.generate(**given, **how)
+                assert n_calls[0]
+                require_same_tokens(found, wanted)
+
+
+@pytest.mark.parametrize("own", ["eager", "sdpa"])
+def test_the_models_own_attention(own: str) -> None:
+    """The implementation that a model has without blocks is its own again, in all its configurations."""
+    plain, model = make("gemma3"), make("gemma3")
+    for each in (plain, model):
+        each.set_attn_implementation(own)
+    with engine_of(model) as engine, counted() as n_calls:
+        found = run(engine, prompts())
+        assert n_calls[0]
+        assert {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")} == {own}
+        require_same_tokens(found, run(plain, prompts()))
+        n_before = n_calls[0]
+        with torch.no_grad():
+            torch.testing.assert_close(model(**prompts()).logits, plain(**prompts()).logits, rtol=0, atol=1e-5)
+        assert n_calls[0] == n_before
