@@ -25,6 +25,7 @@ IN_PLACE = (
     "attention_merge_",
     "moe_route_",
     "moe_uniform_",
+    "kv_write",
 )
 
 
@@ -153,6 +154,11 @@ def _nn_softmax_backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
 @torch.library.impl(_LIBRARY, "nn_product", "Meta")
 def _nn_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return a.new_empty((*a.shape[:-1], b.shape[-1]))
+
+
+@torch.library.impl(_LIBRARY, "kv_attention", "Meta")
+def _kv_attention(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty((*q.shape[:2], values.shape[3]))
 
 
 @torch.library.impl(_LIBRARY, "nn_attention", "Meta")

@@ -82,6 +82,9 @@ PERMITTED: dict[str, str] = {
     "inject/ranks.py: param.tp_sum_gradients": "torch's own: what a tensor is marked with",
     "inject/ranks.py: param.tp_sum_hook": "torch's own: what a tensor is marked with",
     "zero/weights/param.py: torch.Tensor.ds_status": "torch's own: what a tensor is marked with",
+    "kv/attention.py: config._attn_implementation_internal": "transformers' own: where a model finds its attention, during one call",
+    "engine/cached_generation.py: found.past_key_values": "transformers' own: the cache in the result of generate",
+    "kv/cache.py: setattr(key_states, _VIEW)": "torch's own: what a tensor is marked with",
     "weights/configs.py: config.architectures": "transformers' own: what from_pretrained reads",
     "weights/configs.py: config.dtype": "transformers' own: what from_pretrained reads",
     **dict.fromkeys(

@@ -88,7 +88,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "offload",
         "weights",
     },
+    "kv": {"ops", "_C"},
     "engine": {
+        "kv",
         "pipe",
         "offload",
         "inject",

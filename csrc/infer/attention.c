@@ -15,7 +15,7 @@
 /* With fewer units of work than this, the parts of a row are units of their own. */
 #define MIN_UNITS 64
 
-typedef dsc_f32 tile_of_heads[TILE * DSC_NN_MAX_HEAD_DIM] __attribute__((aligned(64)));
+typedef dsc_f32 tile_of_heads[TILE * DSC_NN_MAX_HEAD_DIM];
 
 struct job {
     struct dsc_rows rows;
@@ -35,9 +35,9 @@ struct queries {
     int64_t n;
     int64_t n_keys;
     int64_t positions[TILE];
-    int64_t begin[TILE]; /* of the keys that a query row sees */
+    int64_t begin[TILE]; /* the keys from begin to end are seen */
     int64_t end[TILE];
-    int64_t least; /* of all begins, and the most of all ends */
+    int64_t least; /* the smallest begin and the largest end */
     int64_t most;
     tile_of_heads rows; /* [n, k_cols], times scale */
 };
@@ -193,9 +193,9 @@ static void attend_part(const struct job *job, const struct queries *queries, in
 
     begin = queries->least > begin ? queries->least / TILE * TILE : begin;
     for (int64_t key = begin; key < end; key += TILE) {
-        tile_of_heads keys;
-        tile_of_heads values;
-        dsc_f32 scores[TILE * TILE] __attribute__((aligned(64)));
+        DSC_ALIGNED tile_of_heads keys;
+        DSC_ALIGNED tile_of_heads values;
+        DSC_ALIGNED dsc_f32 scores[TILE * TILE];
         dsc_f32 max[TILE];
 
         dsc_kv_load(&job->rows, job->call, queries->row, queries->kv_head, key, TILE, keys, values, job->v_cols);
@@ -205,7 +205,7 @@ static void attend_part(const struct job *job, const struct queries *queries, in
     }
 }
 
-/* Adds the state of a part to that of the parts before it. */
+/* Adds the state of a part to the state of all earlier parts. */
 static void merge(const struct job *job, const struct queries *queries, const struct state *part, struct state *state)
 {
     dsc_f32 shift[TILE];

@@ -9,7 +9,7 @@
 
 struct sequence {
     bool is_live;
-    int32_t *blocks; /* DSC_KV_GONE, or a block of which this entry holds one reference */
+    int32_t *blocks; /* each entry holds one reference to its block, or is DSC_KV_GONE */
     int32_t n_blocks;
     int32_t capacity;
     int32_t n_gone; /* entries at the front that are DSC_KV_GONE */
@@ -21,7 +21,6 @@ struct dsc_kv_pool {
     int32_t *n_references; /* of each block */
     int32_t *free;         /* a stack: the block that was freed last is used first, because its memory is in use */
     int32_t n_free;
-    int32_t least_free;
     struct sequence *sequences;
     int32_t n_sequences; /* slots */
     int32_t n_live;
@@ -49,7 +48,7 @@ dsc_status dsc_kv_open(int32_t n_blocks, struct dsc_kv_pool **out)
         dsc_kv_close(pool);
         return dsc_fail(DSC_ENOMEM, "no memory for the numbers of %d blocks", (int)n_blocks);
     }
-    pool->n_blocks = pool->n_free = pool->least_free = n_blocks;
+    pool->n_blocks = pool->n_free = n_blocks;
     for (int32_t i = 0; i < n_blocks; i++)
         pool->free[i] = n_blocks - 1 - i;
     *out = pool;
@@ -71,7 +70,7 @@ void dsc_kv_close(struct dsc_kv_pool *pool)
 
 void dsc_kv_count(const struct dsc_kv_pool *pool, struct dsc_kv_counts *out)
 {
-    *out = (struct dsc_kv_counts){pool->n_blocks, pool->n_free, pool->n_blocks - pool->least_free, pool->n_live};
+    *out = (struct dsc_kv_counts){pool->n_blocks, pool->n_free, pool->n_live};
 }
 
 static bool is_live(const struct dsc_kv_pool *pool, int32_t sequence)
@@ -172,8 +171,6 @@ static int32_t take(struct dsc_kv_pool *pool)
     int32_t block = pool->free[--pool->n_free];
 
     pool->n_references[block] = 1;
-    if (pool->n_free < pool->least_free)
-        pool->least_free = pool->n_free;
     return block;
 }
 

@@ -1,4 +1,4 @@
-/* What blocks hold: new tokens are written to them, whole rows are read from them. */
+/* The contents of blocks: new tokens are written, and attention reads tiles. */
 #include "infer/contents.h"
 
 #include <string.h>
@@ -97,7 +97,7 @@ void dsc_kv_load(const struct dsc_rows *rows, const struct dsc_kv_attention *cal
     }
 }
 
-/* One direction of a copy between tokens and blocks. */
+/* New tokens on their way to their blocks. */
 struct transfer {
     const struct dsc_kv_shape *shape;
     const struct dsc_kv_rows *rows;
@@ -105,69 +105,55 @@ struct transfer {
     const struct dsc_kv_tokens *v;
     char *keys;
     char *values;
-    bool is_read;
 };
 
-/* Copies n elements of n_bytes each, whose neighbours lie a stride of elements apart. */
-static void copy_strided(char *to, int64_t to_stride, const char *from, int64_t from_stride, int64_t n, size_t n_bytes)
+/* Writes n elements of n_bytes each, DSC_KV_TOKENS elements apart. */
+static void scatter(char *to, const char *from, int64_t n, size_t n_bytes)
 {
     if (n_bytes == 2)
         for (int64_t i = 0; i < n; i++)
-            memcpy(to + i * to_stride * 2, from + i * from_stride * 2, 2);
+            memcpy(to + i * DSC_KV_TOKENS * 2, from + i * 2, 2);
     else
         for (int64_t i = 0; i < n; i++)
-            memcpy(to + i * to_stride * 4, from + i * from_stride * 4, 4);
+            memcpy(to + i * DSC_KV_TOKENS * 4, from + i * 4, 4);
 }
 
 /* One token of one head; `at` is its place among the tokens of the call. */
-static void transfer_token(const struct transfer *job, int64_t row, int64_t kv_head, int64_t token, int64_t at)
+static void write_token(const struct transfer *job, int64_t row, int64_t kv_head, int64_t token, int64_t at)
 {
     const struct dsc_kv_shape *shape = job->shape;
     size_t n_bytes = dsc_dtype_bytes(shape->dtype);
     int32_t block = block_at(job->rows, row, token);
-    char *k = (char *)job->k->data + (size_t)(at * job->k->strides[0] + kv_head * job->k->strides[1]) * n_bytes;
-    char *v = (char *)job->v->data + (size_t)(at * job->v->strides[0] + kv_head * job->v->strides[1]) * n_bytes;
+    int64_t place = token % DSC_KV_TOKENS;
+    const char *k =
+        (const char *)job->k->data + (size_t)(at * job->k->strides[0] + kv_head * job->k->strides[1]) * n_bytes;
+    const char *v =
+        (const char *)job->v->data + (size_t)(at * job->v->strides[0] + kv_head * job->v->strides[1]) * n_bytes;
 
-    if (block == DSC_KV_GONE) {
-        memset(k, 0, (size_t)shape->head_dim * n_bytes);
-        memset(v, 0, (size_t)shape->value_dim * n_bytes);
-        return;
-    }
-
-    char *keys = job->keys + (size_t)(keys_of(shape, block, kv_head) + token % DSC_KV_TOKENS) * n_bytes;
-    char *values =
-        job->values + (size_t)(values_of(shape, block, kv_head) + token % DSC_KV_TOKENS * shape->value_dim) * n_bytes;
-
-    if (job->is_read) {
-        copy_strided(k, 1, keys, DSC_KV_TOKENS, shape->head_dim, n_bytes);
-        memcpy(v, values, (size_t)shape->value_dim * n_bytes);
-    } else {
-        copy_strided(keys, DSC_KV_TOKENS, k, 1, shape->head_dim, n_bytes);
-        memcpy(values, v, (size_t)shape->value_dim * n_bytes);
-    }
+    scatter(job->keys + (size_t)(keys_of(shape, block, kv_head) + place) * n_bytes, k, shape->head_dim, n_bytes);
+    memcpy(job->values + (size_t)(values_of(shape, block, kv_head) + place * shape->value_dim) * n_bytes, v,
+           (size_t)shape->value_dim * n_bytes);
 }
 
-static void transfer_heads(void *arg, int64_t begin, int64_t end)
+static void write_heads(void *arg, int64_t begin, int64_t end)
 {
     const struct transfer *job = arg;
     const struct dsc_kv_rows *rows = job->rows;
 
     for (int64_t i = begin; i < end; i++) {
         int64_t row = i / job->shape->n_kv_heads;
-        int64_t n = job->is_read ? rows->n_keys[row] : rows->n_new[row];
-        int64_t at = 0;
+        int64_t first = rows->n_keys[row] - rows->n_new[row];
+        int64_t at = dsc_kv_first_token(rows, row);
 
-        for (int64_t before = 0; before < row; before++)
-            at += job->is_read ? rows->n_keys[before] : rows->n_new[before];
-        for (int64_t token = 0; token < n; token++)
-            transfer_token(job, row, i % job->shape->n_kv_heads, rows->n_keys[row] - n + token, at + token);
+        for (int64_t token = 0; token < rows->n_new[row]; token++)
+            write_token(job, row, i % job->shape->n_kv_heads, first + token, at + token);
     }
 }
 
 dsc_status dsc_kv_write(const struct dsc_kv_shape *shape, const struct dsc_kv_rows *rows, const struct dsc_kv_tokens *k,
                         const struct dsc_kv_tokens *v, void *keys, void *values, const struct dsc_par *par)
 {
-    struct transfer job = {shape, rows, k, v, keys, values, false};
+    struct transfer job = {shape, rows, k, v, keys, values};
 
     DSC_TRY(dsc_kv_check(shape, rows));
     for (int64_t row = 0; row < rows->n_rows; row++) {
@@ -178,17 +164,6 @@ dsc_status dsc_kv_write(const struct dsc_kv_shape *shape, const struct dsc_kv_ro
             if (block_at(rows, row, token) == DSC_KV_GONE)
                 return dsc_fail(DSC_EINVAL, "token %lld of row %lld has no block", (long long)token, (long long)row);
     }
-    dsc_par_run(par, rows->n_rows * shape->n_kv_heads, transfer_heads, &job);
-    return DSC_OK;
-}
-
-dsc_status dsc_kv_read(const struct dsc_kv_shape *shape, const struct dsc_kv_rows *rows, const void *keys,
-                       const void *values, const struct dsc_kv_tokens *k, const struct dsc_kv_tokens *v,
-                       const struct dsc_par *par)
-{
-    struct transfer job = {shape, rows, k, v, (char *)keys, (char *)values, true};
-
-    DSC_TRY(dsc_kv_check(shape, rows));
-    dsc_par_run(par, rows->n_rows * shape->n_kv_heads, transfer_heads, &job);
+    dsc_par_run(par, rows->n_rows * shape->n_kv_heads, write_heads, &job);
     return DSC_OK;
 }

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed_c.engine.cached_generation import generate_in_blocks
 from deepspeed_c.engine.group_generation import GroupGeneration, generates
 from deepspeed_c.engine.prompts import prompts_of
 from deepspeed_c.errors import DeepSpeedCError, StateError
@@ -229,7 +230,7 @@ class _LeasedGenerate:
                     args = (*args[:place], False, *args[place + 1 :])
                 else:
                     kwargs["synced_gpus"] = False
-            return self._generate(*args, **kwargs)
+            return generate_in_blocks(self._model, self._generate, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _own_generate(memo.get(id(self._model), self._model))

@@ -13,6 +13,7 @@ import torch
 from deepspeed_c.comm.axes import DATA
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.engine.cached_generation import generate_in_blocks
 from deepspeed_c.engine.group_batch import GroupBatch, request_of
 from deepspeed_c.engine.prompts import prompts_of
 from deepspeed_c.errors import CommError, ConfigError, DeepSpeedCError, FeatureError, ModelError, StateError
@@ -84,7 +85,8 @@ class GroupGeneration:
         if not batch.n_rows:
             return own
         prompts, mask = batch.prompts(own.device)
-        return batch.own_part(part.generate(inputs=prompts, attention_mask=mask, **batch.kwargs))
+        kwargs = {"inputs": prompts, "attention_mask": mask, **batch.kwargs}
+        return batch.own_part(generate_in_blocks(part, part.generate, (), kwargs))
 
     def refuse(self, error: DeepSpeedCError, fetcher: Fetcher | None) -> None:
         """Tells the ranks that wait for this rank that it does not generate."""

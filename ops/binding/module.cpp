@@ -18,6 +18,7 @@ PYBIND11_MODULE(_C, m)
     dsc::bind_fetch(m);
     dsc::bind_scaler(m);
     dsc::bind_data(m);
+    dsc::bind_infer(m);
     dsc::bind_ckpt(m);
     dsc::bind_aio(m);
     dsc::bind_comm(m);

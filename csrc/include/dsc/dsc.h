@@ -14,6 +14,7 @@
 #include "dsc/data.h"
 #include "dsc/fetch.h"
 #include "dsc/flat.h"
+#include "dsc/infer.h"
 #include "dsc/intake.h"
 #include "dsc/kernels.h"
 #include "dsc/moe.h"

@@ -1,11 +1,10 @@
 /*
- * Keys and values of attention in blocks (arXiv 2309.06180): which blocks of a pool hold the tokens of which sequence,
- * what a block holds, and attention over it.
+ * Keys and values of attention in blocks (arXiv 2309.06180): the tables that say where each token lies, the layout of a
+ * block, and attention over blocks.
  *
  * A *block* has room for the keys and values of DSC_KV_TOKENS tokens. A *sequence* is a table of blocks, in the order
- * of its tokens. Sequences share blocks: a block is free when no table names it, and a shared block is copied before
- * one of its sequences writes to it. So many samples of a prompt hold the prompt once, and growing copies at most one
- * block.
+ * of its tokens. Sequences share blocks. A block without a table is free, and a shared block is copied before one of
+ * its sequences writes to it. So many samples of a prompt hold the prompt once, and growing copies at most one block.
  *
  * A pool works on numbers only: the keys and values themselves lie in the caller's tensors, at the number of the block.
  * A call that fails changes nothing. A call that names a sequence twice fails. Calls on one pool must not
@@ -14,7 +13,6 @@
 #ifndef DSC_INFER_H
 #define DSC_INFER_H
 
-#include "dsc/nn.h"
 #include "dsc/status.h"
 #include "dsc/types.h"
 
@@ -32,7 +30,6 @@ struct dsc_kv_pool;
 struct dsc_kv_counts {
     int32_t n_blocks;
     int32_t n_free;
-    int32_t most_used; /* the largest number of blocks that were not free at one time */
     int32_t n_sequences;
 };
 
@@ -75,18 +72,18 @@ DSC_API dsc_status dsc_kv_grow(struct dsc_kv_pool *pool, int32_t n, const int32_
 DSC_API dsc_status dsc_kv_cut(struct dsc_kv_pool *pool, int32_t n, const int32_t *sequences, const int64_t *n_tokens);
 
 /*
- * Gives back the blocks all of whose tokens lie before token first[i] of sequences[i]. A first token behind the
+ * Gives back the blocks of sequences[i] that end before token first[i]. A first token behind the
  * sequence's last one gives back all full blocks.
  */
 DSC_API dsc_status dsc_kv_slide(struct dsc_kv_pool *pool, int32_t n, const int32_t *sequences, const int64_t *first);
 
 /*
- * sequences[i] becomes what sources[i] was before the call, with shared blocks; its own former blocks are given back.
+ * sequences[i] becomes a copy of sources[i], with shared blocks; its own former blocks are given back.
  * sources may name a sequence more than once.
  */
 DSC_API dsc_status dsc_kv_assign(struct dsc_kv_pool *pool, int32_t n, const int32_t *sequences, const int32_t *sources);
 
-/* The number of a sequence's tokens, among them those whose blocks are gone; -1 where there is no such sequence. */
+/* The number of a sequence's tokens, with those in blocks that are gone; -1 for no sequence of this pool. */
 DSC_API int64_t dsc_kv_length(const struct dsc_kv_pool *pool, int32_t sequence);
 
 /*
@@ -110,13 +107,13 @@ struct dsc_kv_shape {
 };
 
 /*
- * The new tokens of a call: those of row 0 first, then those of row 1, and so on. Row i has n_new[i] tokens, the last
- * ones of its n_keys[i]. tables is what dsc_kv_tables writes, with n_columns entries a row.
+ * The new tokens of a call, row after row. Row i has n_new[i] tokens, the last
+ * ones of its n_keys[i]. tables comes from dsc_kv_tables, with n_columns entries a row.
  */
 struct dsc_kv_rows {
     int64_t n_rows;
     const int64_t *n_new;  /* 0 <= n_new[i] */
-    const int64_t *n_keys; /* what the row's table has room for, at most */
+    const int64_t *n_keys; /* at most DSC_KV_TOKENS * n_columns */
     const int32_t *tables;
     int64_t n_columns;
 };
@@ -134,12 +131,6 @@ struct dsc_kv_tokens {
 DSC_API dsc_status dsc_kv_write(const struct dsc_kv_shape *shape, const struct dsc_kv_rows *rows,
                                 const struct dsc_kv_tokens *k, const struct dsc_kv_tokens *v, void *keys, void *values,
                                 const struct dsc_par *par);
-
-/* Reads the keys and values of all n_keys tokens of each row (n_new is not read): those of row 0 first. Tokens whose
- * blocks are gone are zeros. */
-DSC_API dsc_status dsc_kv_read(const struct dsc_kv_shape *shape, const struct dsc_kv_rows *rows, const void *keys,
-                               const void *values, const struct dsc_kv_tokens *k, const struct dsc_kv_tokens *v,
-                               const struct dsc_par *par);
 
 /* Keys of a part of attention: parts are computed by themselves, and merged in their order. */
 #define DSC_KV_PART 512

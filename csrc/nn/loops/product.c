@@ -64,6 +64,25 @@ static void narrow(dsc_dtype dtype, const float *values, int64_t n, void *y, int
     WITH_DTYPE(dtype, NARROW, values, n, y, begin);
 }
 
+/* The sum of 8 lanes, in halves. */
+STEP float fold(const float *sums)
+{
+#if defined(__AVX2__)
+    __m128 four = _mm_add_ps(_mm_loadu_ps(sums), _mm_loadu_ps(sums + 4));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+#else
+    float folded[LANES];
+
+    memcpy(folded, sums, sizeof folded);
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int lane = 0; lane < half; lane++)
+            folded[lane] += folded[lane + half];
+    return folded[0];
+#endif
+}
+
 /* A step of `dot_tile` adds to this many rows times this many columns, each in a register. */
 #define DOT_ROWS 4
 #define DOT_COLS 3
@@ -99,10 +118,7 @@ STEP void dot_tile(int n_rows, int n_cols, struct panel *panel, int64_t row, int
             float folded[LANES];
 
             store(sums[r][c], folded);
-            for (int half = LANES / 2; half > 0; half /= 2)
-                for (int lane = 0; lane < half; lane++)
-                    folded[lane] += folded[lane + half];
-            panel->y[row + r][col + c] += folded[0];
+            panel->y[row + r][col + c] += fold(folded);
         }
     }
 }
@@ -178,11 +194,210 @@ static void run_panel(const struct dsc_nn_product *call, struct panel *panel, in
         finish_row(call, batch, row + r, col, panel->y[r], n_cols);
 }
 
+/*
+ * A few rows: memory delivers a column faster than it could be widened into a buffer and read again. So a step widens
+ * terms of some columns in registers, and uses them for each row. A register holds the 8 lanes of one column or of two.
+ * Each sum adds as in dot_tile.
+ */
+#define FEW_ROWS 16 /* most rows */
+#define STEP_ROWS 8
+#define MOST_STRIPS 8
+
+#if defined(__AVX512F__)
+#define STRIP_COLS 2
+typedef float strip __attribute__((vector_size(4 * 2 * LANES)));
+#else
+#define STRIP_COLS 1
+typedef lanes strip;
+#endif
+
+struct few {
+    DSC_ALIGNED float a[FEW_ROWS][DSC_NN_DOT_TERMS];
+    float y[FEW_ROWS][PANEL_COLS];
+};
+
+/* LANES terms of a row, for each column of a strip. */
+STEP strip strip_of(const float *terms)
+{
+#if defined(__AVX512F__)
+    return (strip)_mm512_broadcast_f32x8(_mm256_load_ps(terms));
+#else
+    return load(terms);
+#endif
+}
+
+STEP strip fused_strip(strip a, strip b, strip c)
+{
+#if defined(__AVX512F__)
+    return (strip)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return fused(a, b, c);
+#endif
+}
+
+/* LANES elements from `begin` on, and as many a stride further if a strip has two columns. */
+STEP strip widen_strip(dsc_dtype dtype, const void *src, int64_t begin, int64_t stride)
+{
+#if defined(__AVX512F__)
+    if (dtype == DSC_DTYPE_F32) {
+        const float *low = (const float *)src + begin;
+
+        return (strip)_mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(low)), _mm256_loadu_ps(low + stride),
+                                         1);
+    }
+
+    const dsc_half *low = (const dsc_half *)src + begin;
+    __m128i first = _mm_loadu_si128((const __m128i *)(const void *)low);
+    __m128i second = _mm_loadu_si128((const __m128i *)(const void *)(low + stride));
+    __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1);
+
+    if (dtype == DSC_DTYPE_F16)
+        return (strip)_mm512_cvtph_ps(both);
+    return (strip)_mm512_slli_epi32(_mm512_cvtepu16_epi32(both), 16);
+#else
+    strip x;
+
+    (void)stride;
+#if WIDE_LANES == LANES
+    x = (strip)dsc_wide_load_as(dtype, src, begin, LANES);
+#else
+    for (int lane = 0; lane < LANES; lane++)
+        x[lane] = dsc_element(dtype, src, begin + lane);
+#endif
+    return x;
+#endif
+}
+
+/* The same for the last n elements of each column, and zeros. */
+STEP strip widen_rest(dsc_dtype dtype, const void *src, int64_t begin, int64_t stride, int64_t n)
+{
+    float rest[STRIP_COLS][LANES] = {{0}};
+    strip x;
+
+    for (int c = 0; c < STRIP_COLS; c++)
+        for (int64_t t = 0; t < n; t++)
+            rest[c][t] = dsc_element(dtype, src, begin + c * stride + t);
+    memcpy(&x, rest, sizeof x);
+    return x;
+}
+
+/*
+ * n_rows rows times n_strips strips of columns, which are constants after inlining. begin: the element of b at the
+ * first column and term. stride: from a column to the next. Sums of n_cols columns are kept.
+ */
+STEP void few_tile(int n_rows, int n_strips, dsc_dtype dtype, const void *b, int64_t begin, int64_t stride,
+                   int64_t n_terms, struct few *few, int64_t row, int64_t col, int n_cols)
+{
+    strip sums[STEP_ROWS][MOST_STRIPS] = {{{0}}};
+    const int64_t size = dtype == DSC_DTYPE_F32 ? 4 : 2, per_line = 64 / size;
+
+    for (int64_t line = 0; line < n_terms; line += per_line) {
+        int64_t end = n_terms - line < per_line ? n_terms : line + per_line;
+
+        /* The next columns are asked for at the speed at which these are used. */
+        for (int c = 0; c < (row == 0 ? n_strips * STRIP_COLS : 0); c++)
+            __builtin_prefetch((const char *)b + (begin + (n_strips * STRIP_COLS + c) * stride + line) * size);
+        for (int64_t t = line; t < end; t += LANES) {
+            strip x[MOST_STRIPS];
+
+#pragma GCC unroll 8
+            for (int i = 0; i < n_strips; i++) {
+                int64_t at = begin + i * STRIP_COLS * stride + t;
+
+                x[i] = n_terms - t >= LANES ? widen_strip(dtype, b, at, stride)
+                                            : widen_rest(dtype, b, at, stride, n_terms - t);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < n_rows; r++) {
+                strip a = strip_of(few->a[row + r] + t);
+
+#pragma GCC unroll 8
+                for (int i = 0; i < n_strips; i++)
+                    sums[r][i] = fused_strip(a, x[i], sums[r][i]);
+            }
+        }
+    }
+    for (int r = 0; r < n_rows; r++)
+        for (int c = 0; c < n_cols; c++) {
+            float found[STRIP_COLS][LANES];
+
+            memcpy(found, &sums[r][c / STRIP_COLS], sizeof found);
+            few->y[row + r][col + c] += fold(found[c % STRIP_COLS]);
+        }
+}
+
+/*
+ * Strips of a step: enough sums to hide the time of one, and no more than registers hold beside the strips and a row's
+ * terms: 32 of AVX-512, 16 of AVX2.
+ */
+#if defined(__AVX512F__)
+#define FEW_STRIPS(n_rows) ((n_rows) == 1 ? 8 : (n_rows) == 8 ? 3 : 4)
+#else
+#define FEW_STRIPS(n_rows) ((n_rows) == 1 ? 8 : (n_rows) == 2 ? 4 : (n_rows) == 4 ? 3 : 1)
+#endif
+
+/* All columns of a block, for a constant number of rows. */
+STEP void few_cols(int n_rows, dsc_dtype dtype, const struct dsc_nn_product *call, int64_t begin, int64_t n_cols,
+                   int64_t n_terms, struct few *few, int64_t row)
+{
+    const int n_at_once = STRIP_COLS * FEW_STRIPS(n_rows);
+    int64_t stride = call->b_col, col = 0;
+
+    for (; col + n_at_once <= n_cols; col += n_at_once)
+        few_tile(n_rows, FEW_STRIPS(n_rows), dtype, call->b, begin + col * stride, stride, n_terms, few, row, col,
+                 n_at_once);
+    for (; col < n_cols; col += STRIP_COLS) {
+        bool is_lone = col + STRIP_COLS > n_cols; /* its strip has the same column twice */
+
+        few_tile(n_rows, 1, dtype, call->b, begin + col * stride, is_lone ? 0 : stride, n_terms, few, row, col,
+                 is_lone ? 1 : STRIP_COLS);
+    }
+}
+
+#define FEW_COLS_AS(dtype, call, n_rows, ...)      \
+    do {                                           \
+        if ((n_rows) <= 1)                         \
+            few_cols(1, dtype, call, __VA_ARGS__); \
+        else if ((n_rows) <= 2)                    \
+            few_cols(2, dtype, call, __VA_ARGS__); \
+        else if ((n_rows) <= 4)                    \
+            few_cols(4, dtype, call, __VA_ARGS__); \
+        else                                       \
+            few_cols(8, dtype, call, __VA_ARGS__); \
+    } while (0)
+
+/* Rows from `row` on, n_rows of them, at most FEW_ROWS, and n_cols columns, at most PANEL_COLS. */
+static void run_few(const struct dsc_nn_product *call, struct few *few, int64_t batch, int64_t row, int64_t n_rows,
+                    int64_t col, int64_t n_cols)
+{
+    int64_t a = batch * call->a_batch + row * call->a_row, b = batch * call->b_batch + col * call->b_col;
+
+    memset(few->y, 0, sizeof few->y);
+    for (int64_t term = 0; term < call->n_terms; term += DSC_NN_DOT_TERMS) {
+        int64_t n = call->n_terms - term < DSC_NN_DOT_TERMS ? call->n_terms - term : DSC_NN_DOT_TERMS;
+
+        for (int64_t r = 0; r < n_rows; r++)
+            widen(call->dtype, call->a, a + r * call->a_row + term, n, few->a[r]);
+        for (int64_t r = n_rows; r < FEW_ROWS && (r & (r - 1)) != 0; r++) /* a tile of more rows than there are */
+            memset(few->a[r], 0, (size_t)(n + LANES - 1) / LANES * LANES * sizeof(float));
+        for (int64_t r = 0; r < n_rows; r += STEP_ROWS)
+            WITH_DTYPE(call->dtype, FEW_COLS_AS, call, n_rows - r, b + term, n_cols, n, few, r);
+    }
+    for (int64_t r = 0; r < n_rows; r++)
+        finish_row(call, batch, row + r, col, few->y[r], n_cols);
+}
+
 void DSC_K(nn_dot_product)(const struct dsc_nn_product *call, int64_t batch, int64_t row, int64_t end_row, int64_t col,
                            int64_t end_col)
 {
     struct panel panel;
+    struct few few;
 
+    if (end_row - row <= FEW_ROWS) {
+        for (int64_t c = col; c < end_col; c += PANEL_COLS)
+            run_few(call, &few, batch, row, end_row - row, c, end_col - c < PANEL_COLS ? end_col - c : PANEL_COLS);
+        return;
+    }
     for (int64_t r = row; r < end_row; r += PANEL_ROWS)
         for (int64_t c = col; c < end_col; c += PANEL_COLS)
             run_panel(call, &panel, batch, r, end_row - r < PANEL_ROWS ? end_row - r : PANEL_ROWS, c,

@@ -150,10 +150,13 @@ static void check_same_bits(struct run *run, const struct dsc_par *par)
 
 static void test_same_bits(const struct dsc_par *par)
 {
-    static const int64_t large[][4] = {{2, 7, 1100, 401}, {3, 250, 260, 131}};
+    static const int64_t large[][4] = {
+        {2, 7, 1100, 401}, {3, 250, 260, 131}, {2, 2, 1033, 47}, {2, 3, 1024, 33},
+        {2, 12, 1031, 49}, {2, 16, 39, 50},    {2, 17, 39, 50},
+    };
     uint64_t random = 2;
 
-    for (int s = 0; s < 2; s++)
+    for (size_t s = 0; s < sizeof large / sizeof *large; s++)
         for (int layout = 0; layout < N_LAYOUTS; layout++)
             for (int dtype = 0; dtype < DSC_DTYPE_COUNT; dtype++) {
                 struct run run = run_create(large[s], (enum layout)layout, 1, (dsc_dtype)dtype, &random);

@@ -1,0 +1,125 @@
+"""``generate`` of a model of transformers with its keys and values in blocks, where the model's attention can find them
+there; with the model's own cache elsewhere."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deepspeed_c import kv
+from deepspeed_c.engine.prompts import are_tokens, has_encoder, n_tokens_of, prompts_of, setting_of
+from deepspeed_c.errors import FeatureError
+from deepspeed_c.kv.group import blocks_of
+from deepspeed_c.logging import log_dist
+
+__all__ = ["generate_in_blocks"]
+
+# Tokens that a rejected proposal of an assistant may take beyond the length of the result.
+_ASSISTED_TOKENS = 256
+# New tokens of a call without a limit.
+_DEFAULT_TOKENS = 20
+# Ways to generate that look into the cache, or choose their own.
+_OWN_CACHE = (
+    "past_key_values",
+    "cache_params",
+    "cache_implementation",
+    "custom_generate",
+    "penalty_alpha",
+    "dola_layers",
+)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Models whose attention does not find blocks.
+_unfit: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def generate_in_blocks(
+    model: torch.nn.Module, generate: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """What ``generate(*args, **kwargs)`` returns. ``generate``: of ``model``, a model of transformers.
+
+    A model whose attention does not find blocks begins anew with its own cache, as if nothing had been: the same random
+    numbers are drawn. It is logged once a model.
+    """
+    if model in _unfit or not getattr(type(model).generate, "__module__", "").startswith("transformers."):
+        return generate(*args, **kwargs)
+    names = list(inspect.signature(type(model).generate).parameters)[1:]
+    kwargs = {**dict(zip(names, args)), **kwargs}
+    if not _fits(model, kwargs):
+        return generate(**kwargs)
+    if kwargs.get("streamer") is not None:
+        kwargs["streamer"] = _Streamer(kwargs["streamer"])
+    random = torch.get_rng_state()
+    try:
+        cache = _cache_of(model, kwargs)
+        with kv.attention.attention_in_blocks(model):
+            found = generate(**{**kwargs, "past_key_values": cache})
+    except FeatureError as error:
+        _unfit.add(model)
+        log_dist(f"{type(model).__name__} generates with its own cache: {error.what}", ranks=[0])
+        torch.set_rng_state(random)
+        if kwargs.get("streamer") is not None:
+            kwargs["streamer"].begin_anew()
+        return generate(**kwargs)
+    if getattr(found, "past_key_values", None) is cache:
+        found.past_key_values = kv.cache.dense(cache)
+    return found
+
+
+class _Streamer:
+    """A streamer that gets each value of a generation once, though it begins anew."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer, self._n_put, self._n_again = streamer, 0, 0
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._n_again:
+            self._n_again -= 1
+            return
+        self._n_put += 1
+        self._streamer.put(value)
+
+    def end(self) -> None:
+        self._streamer.end()
+
+    def begin_anew(self) -> None:
+        """The values that are put next have been put before."""
+        self._n_again = self._n_put
+
+
+def _fits(model: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether a cache of ours may take the place of the cache that ``generate`` would make."""
+    prompts = prompts_of((), kwargs)
+    weight = next((p for p in model.parameters() if p.is_floating_point()), None)
+    return (
+        are_tokens(prompts)
+        and prompts.numel() > 0
+        and prompts.device.type == "cpu"
+        and weight is not None
+        and weight.device.type == "cpu"
+        and weight.dtype in _DTYPES
+        and setting_of(model, kwargs, "use_cache") is not False
+        and not any(kwargs.get(name) is not None or setting_of(model, kwargs, name) for name in _OWN_CACHE)
+    )
+
+
+def _cache_of(model: torch.nn.Module, kwargs: dict[str, Any]) -> Any:
+    """A cache that has room for all tokens of the call. Raises FeatureError where the model's layers need another."""
+    from transformers import DynamicCache, EncoderDecoderCache
+
+    if not getattr(model, "_supports_attention_backend", False):
+        raise kv.cache.own_cache("its attention is part of its layers")
+    n_prompt, n_new = n_tokens_of(model, (), kwargs)
+    n_tokens = max(n_new, _DEFAULT_TOKENS) + (1 if has_encoder(model) else n_prompt)
+    if kwargs.get("assistant_model") is not None or setting_of(model, kwargs, "prompt_lookup_num_tokens"):
+        n_tokens += _ASSISTED_TOKENS
+    n_ways = max(setting_of(model, kwargs, name) or 1 for name in ("num_beams", "num_return_sequences"))
+    # One block more a row: a row that ends is written to until the others have ended, and a shared block is copied.
+    n_blocks = len(prompts_of((), kwargs)) * n_ways * (blocks_of(n_tokens) + 1)
+    config = model.config.get_text_config(decoder=True)
+    cache = kv.cache.BlockCache(config, n_blocks)
+    return EncoderDecoderCache(cache, DynamicCache(config=config)) if has_encoder(model) else cache

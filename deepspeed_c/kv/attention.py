@@ -1,0 +1,170 @@
+"""Attention over a block cache, by the interface through which models of transformers find their attention.
+
+Importing this module imports transformers.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
+
+from deepspeed_c.kv.cache import own_cache, view_of
+from deepspeed_c.ops import kv
+
+__all__ = ["attention_in_blocks"]
+
+NAME = "deepspeed_c_blocks"
+_own_name: ContextVar[str] = ContextVar("own", default="sdpa")  # the attention of the model without blocks
+# The own attention of each configuration in a context, by its id, and the number of its contexts: threads may generate
+# with one model at a time.
+_running: dict[int, tuple[str | None, int]] = {}
+_lock = threading.Lock()
+
+
+@contextmanager
+def attention_in_blocks(model: torch.nn.Module) -> Iterator[None]:
+    """Context in which attention in ``model`` finds the keys of a ``BlockCache``.
+
+    Attention without such a cache runs as the model's own.
+    """
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _mask)
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    configs = {key: config for key, config in configs.items() if hasattr(config, "_attn_implementation")}
+    with _lock:
+        for key, config in configs.items():
+            own, n_contexts = _running.get(key, (config._attn_implementation, 0))
+            _running[key] = own, n_contexts + 1
+            config._attn_implementation_internal = NAME
+        token = _own_name.set(next((own for key in configs if (own := _running[key][0]) is not None), "sdpa"))
+    try:
+        yield
+    finally:
+        _own_name.reset(token)
+        with _lock:
+            for key, config in configs.items():
+                own, n_contexts = _running.pop(key)
+                if n_contexts > 1:
+                    _running[key] = own, n_contexts - 1
+                else:
+                    config._attn_implementation_internal = own
+
+
+def _own_attention(module: torch.nn.Module) -> Callable[..., Any]:
+    """The attention that a layer has without us. ``eager`` is a function of the model's own file, which no table has."""
+    if _own_name.get() != "eager":
+        return AttentionInterface()[_own_name.get()]
+    attend = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if attend is None:
+        raise own_cache(f"{type(module).__name__} has an attention of its own")
+    return attend
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """None for a causal mask, which a block cache knows by itself; bool [batch, tokens], as it came, where rows are
+    padded; the model's own mask for any other rule."""
+    device = kwargs.get("device")
+    if _is_causal(mask_function, batch_size, q_length, kv_length, q_offset, kv_offset, local_size, device):
+        return None if attention_mask is None or bool(attention_mask.all()) else attention_mask
+    mask_of = AttentionMaskInterface().get(_own_name.get())
+    if mask_of is None:
+        raise own_cache(f"masks of the attention {_own_name.get()!r} are its own")
+    return mask_of(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        **kwargs,
+    )
+
+
+def _is_causal(
+    mask_function: Callable[..., Any],
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int,
+    kv_offset: int,
+    window: int | None,
+    device: Any,
+) -> bool:
+    """Whether a rule is that each query sees the keys before it and its own, within the window."""
+    if mask_function is causal_mask_function:
+        return True
+    query = q_offset + torch.arange(q_length, device=device).view(1, 1, -1, 1)
+    key = kv_offset + torch.arange(kv_length, device=device).view(1, 1, 1, -1)
+    batch, head = torch.arange(batch_size, device=device).view(-1, 1, 1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.long)
+    seen = mask_function(batch, head, query, key)
+    rule = (key <= query) if window is None else (key <= query) & (key > query - window)
+    return torch.is_tensor(seen) and bool((seen == rule).all())
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention of a layer: over blocks where its keys are those of a block cache, else the model's own."""
+    view = view_of(key)
+    if view is None:
+        is_ours = getattr(module, "is_causal", True) if attention_mask is None else attention_mask.ndim == 2
+        if is_ours and query.shape[2] > 1:
+            raise own_cache(f"{type(module).__name__} attends to keys that no cache holds")
+        given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
+        given = {name: value for name, value in given.items() if value is not None}
+        return _own_attention(module)(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **given, **kwargs
+        )
+    group = view.layer.group
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise own_cache(f"{type(module).__name__} has a mask of its own {tuple(attention_mask.shape)}")
+    if position_bias is not None:
+        raise own_cache(f"{type(module).__name__} adds a bias of positions")
+    if dropout:
+        raise own_cache(f"{type(module).__name__} drops attention")
+    if group.window is not None and sliding_window != group.window:
+        raise own_cache(f"{type(module).__name__} has a window of {sliding_window}, its cache one of {group.window}")
+    batch, n_heads, n_tokens, head_dim = query.shape
+    out = kv.attention(
+        query.transpose(1, 2).reshape(batch * n_tokens, n_heads, head_dim),
+        view.layer.keys,
+        view.layer.values,
+        view.rows,
+        scale=head_dim**-0.5 if scaling is None else scaling,
+        first=view.layer.cache.first_of(attention_mask),
+        sinks=None if s_aux is None else s_aux.float(),
+        window=sliding_window or 0,
+        soft_cap=softcap or 0.0,
+    )
+    return out.view(batch, n_tokens, n_heads, -1), None

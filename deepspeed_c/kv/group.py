@@ -1,0 +1,157 @@
+"""Layers that hold the same tokens share the numbers of their blocks: one pool, one sequence a row, one table."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from deepspeed_c import _C
+from deepspeed_c.errors import StateError
+from deepspeed_c.ops.kv import BLOCK_TOKENS, KvRows
+
+__all__ = ["Group", "Step", "blocks_of"]
+
+
+def blocks_of(n_tokens: int) -> int:
+    """The blocks of so many tokens."""
+    return -(-n_tokens // BLOCK_TOKENS)
+
+
+class Step(NamedTuple):
+    """What all layers of a group do with the tokens of one forward."""
+
+    number: int
+    rows: KvRows
+    copies: tuple[torch.Tensor, torch.Tensor] | None
+    """Blocks to copy before a token is written: (from, to), integers [copies]."""
+
+
+class Group:
+    """The blocks of some layers. All rows of the cache have the same number of tokens.
+
+    window: tokens that a query of these layers sees; None: all. n_blocks: of the pool.
+    """
+
+    def __init__(self, n_blocks: int, window: int | None) -> None:
+        self.window = window
+        self.length = 0
+        """Tokens of each row, among them those whose blocks are gone."""
+        self._keeps_past = False
+        self.step: Step | None = None
+        self._pool = _C.KvPool(n_blocks)
+        self._sequences: list[int] = []
+        self._tables = torch.empty(0, 0, dtype=torch.int32)
+        self._is_changed = True
+
+    @property
+    def n_blocks(self) -> int:
+        return self._pool.n_blocks
+
+    @property
+    def n_used(self) -> int:
+        """Blocks that are not free."""
+        return self._pool.n_blocks - self._pool.n_free
+
+    @property
+    def n_rows(self) -> int:
+        return len(self._sequences)
+
+    def reach(self, length: int, n_rows: int) -> Step:
+        """The step that brings each row to ``length`` tokens. The first layer of a forward makes it, the others get it.
+
+        Raises StateError where rows are not those of the cache, or where the pool has no room for the tokens; nothing
+        is changed then.
+        """
+        if self._sequences and n_rows != self.n_rows:
+            raise StateError(
+                f"a forward of {n_rows} rows meets a cache of {self.n_rows}",
+                where="cache of keys and values",
+                fix="use the cache with the batch that filled it, or a new cache",
+            )
+        if self.step is None or length != self.length:
+            self.step = self._grow(length, n_rows)
+        return self.step
+
+    def _grow(self, length: int, n_rows: int) -> Step:
+        n_new = length - self.length
+        self._slide()
+        sequences = self._sequences or self._pool.add(n_rows)
+        try:
+            copies = self._pool.grow(sequences, [n_new] * n_rows)
+        except MemoryError:
+            if not self._sequences:
+                self._pool.drop(sequences)
+            raise
+        self._sequences = sequences
+        if copies or blocks_of(length) != blocks_of(self.length):
+            self._is_changed = True
+        self.length = length
+        number = 0 if self.step is None else self.step.number + 1
+        moved = torch.tensor(copies).T if copies else None
+        return Step(number, self.rows(n_new), None if moved is None else (moved[0], moved[1]))
+
+    def rows(self, n_new: int = 0) -> KvRows:
+        """The rows as they are now, the last ``n_new`` tokens of which are new."""
+        if self._is_changed:
+            shape = (self.n_rows, blocks_of(self.length))
+            memory = self._pool.tables(self._sequences, shape[1])
+            tables = torch.frombuffer(memory, dtype=torch.int32) if memory else torch.empty(0, dtype=torch.int32)
+            self._tables, self._is_changed = tables.view(shape), False
+        lengths = (torch.full((self.n_rows,), n) for n in (n_new, self.length))
+        return KvRows(*lengths, self._tables)
+
+    def _slide(self) -> None:
+        """Gives back blocks that the next token does not see."""
+        if self.window is not None and not self._keeps_past and self._sequences:
+            first = max(self.length - self.window + 1, 0)
+            if first // BLOCK_TOKENS:
+                n_free = self._pool.n_free
+                self._pool.slide(self._sequences, [first] * self.n_rows)
+                self._is_changed = self._is_changed or self._pool.n_free != n_free
+
+    def keep_past(self) -> None:
+        """From now on blocks that no window reaches stay until ``cut``, because tokens may be taken back."""
+        self._keeps_past = True
+
+    def cut(self, n_removed: int) -> None:
+        """Takes back the last ``n_removed`` tokens of each row.
+
+        Raises StateError where tokens before them would need keys behind the window, which are gone.
+        """
+        if n_removed and self.window is not None and self.length >= self.window and not self._keeps_past:
+            raise StateError(
+                f"tokens are taken back behind a window of {self.window}, and the keys before it are gone",
+                where="cache of keys and values",
+                fix="call activate_past_recording before these tokens come",
+            )
+        self.length -= n_removed
+        self._pool.cut(self._sequences, [self.length] * self.n_rows)
+        if self.window is not None and self._sequences:
+            first = max(self.length - self.window + 1, 0)
+            self._pool.slide(self._sequences, [first] * self.n_rows)
+        self._end_step()
+
+    def choose(self, rows: list[int]) -> None:
+        """Row i becomes what row ``rows[i]`` was. Blocks are shared, and none is copied."""
+        if not self._sequences:
+            return
+        sources = [self._sequences[row] for row in rows]
+        added = self._pool.add(max(len(rows) - self.n_rows, 0))
+        sequences = (self._sequences + added)[: len(rows)]
+        self._pool.assign(sequences, sources)
+        self._pool.drop(self._sequences[len(rows) :])
+        self._sequences = sequences
+        self._end_step()
+
+    def clear(self) -> None:
+        """Ends all rows, and gives their blocks back."""
+        self._pool.drop(self._sequences)
+        self._sequences, self.length = [], 0
+        self._end_step()
+
+    def _end_step(self) -> None:
+        """The next step is a new one, with new tables, at whatever length."""
+        self._is_changed = True
+        if self.step is not None:
+            self.step = self.step._replace(copies=None)
