@@ -8,25 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from tests import training
 from tests.ranks import run_ranks
+from tests.toys import llama
 from tests.training import engine_of
 
 
 def save(rank: int, world: int, stage: int, section: dict[str, Any], dtype: torch.dtype | None, folder: str) -> None:
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=31,
-        dtype=torch.float32,
-    )
-    engine = engine_of(LlamaForCausalLM(config), training.config(stage, "AdamW", lr=1e-3, **section))
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 31}
+    engine = engine_of(llama(3, **sizes, dtype=torch.float32), training.config(stage, "AdamW", lr=1e-3, **section))
     with engine:
         engine.save_model(folder, dtype=dtype)
         assert engine.module.config.dtype == torch.float32  # the caller's configuration stays as it is

@@ -19,6 +19,7 @@ from deepspeed_c.engine.precision import Precision
 from deepspeed_c.plan.activations import ForwardShape
 from tests.deepspeed_c.autotuning.test_search import EVERY_KIND
 from tests.deepspeed_c.autotuning.test_tune import Pretended, records_in, search
+from tests.toys import Chain, mean_square
 
 
 def shortest(work, n, rates):
@@ -81,16 +82,9 @@ def precision(**keys):
     )
 
 
-class Two(torch.nn.Module):
-    """Two layers, of which the first may be frozen."""
-
-    def __init__(self, is_frozen):
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)
-        self.first.requires_grad_(not is_frozen)
-
-    def forward(self, x):
-        return {"loss": self.second(self.first(x).relu()).square().mean(), "other": None}
+def two_layers(is_frozen=False, end=lambda y: {"loss": mean_square(y), "other": None}):
+    first, second = torch.nn.Linear(5, 7).requires_grad_(not is_frozen), torch.nn.Linear(7, 3)
+    return Chain(torch.relu, end, first=first, second=second)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +94,7 @@ class Two(torch.nn.Module):
 def test_products_of_forward_and_backward(keys, is_frozen, n_second):
     """Forward, and the gradients that are needed: none of the input; and of frozen layers none of the weights."""
     with torch.device("meta"):
-        model = Two(is_frozen)
+        model = two_layers(is_frozen)
     first = 2 * 11 * 5 * 7 * (1 if is_frozen else 2)
     found = trace_products(model, ForwardShape(11, None, (5,)), precision(**keys), "cpu")
     assert found == first + 2 * 11 * 7 * 3 * n_second
@@ -108,12 +102,8 @@ def test_products_of_forward_and_backward(keys, is_frozen, n_second):
 
 @pytest.mark.parametrize("sample", [(5,), (6,)])
 def test_a_model_that_does_not_run_has_no_bound(sample):
-    class Reads(Two):
-        def forward(self, x):
-            return super().forward(x)["loss"] * x.sum().item()
-
     with torch.device("meta"):
-        model = Two(False) if sample == (6,) else Reads(False)
+        model = two_layers() if sample == (6,) else two_layers(end=lambda y: mean_square(y) * y.sum().item())
     assert trace_products(model, ForwardShape(2, None, sample), precision(), "cpu") == 0
 
 

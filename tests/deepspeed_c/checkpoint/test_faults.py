@@ -26,8 +26,8 @@ import deepspeed_c
 from deepspeed_c import _C, errors
 from deepspeed_c.checkpoint.native import save as saving
 from deepspeed_c.checkpoint.tools import cli
-from deepspeed_c.logging import logger
 from deepspeed_c.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from tests.log_lines import LogLines
 from tests.ranks import run_ranks
 from tests.training import whole_weights
 from tests.waits import LIMIT_SECONDS
@@ -367,23 +367,6 @@ def damages(content: bytes, name: str) -> Iterator[tuple[str, bytes | None, str]
         yield f"flipped in the {where} byte", content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :], tensor
 
 
-@contextlib.contextmanager
-def recorded() -> Iterator[list[str]]:
-    """Record the messages that are logged as errors within the context."""
-    messages: list[str] = []
-
-    class Recorder(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    handler = Recorder(logging.ERROR)
-    logger.addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logger.removeHandler(handler)
-
-
 def refusal(action: Callable[[], Any], kind: type[Exception]) -> str:
     try:
         result = action()
@@ -433,11 +416,11 @@ def damaged_files(rank: int, world: int, folder: str, stage: int, dtype: str, na
                     check("refuses" not in message, f"nothing was overwritten, and the message says {message!r}")
                     check(digest(engine) == before, "the engine has been changed")
                     train(engine, 1)
-                with recorded() as log:
+                with LogLines(logging.ERROR) as log:
                     loaded, client_state = engine.load_checkpoint(folder)
                 check(loaded == os.path.join(folder, "old") and client_state == {"is": "old"}, f"{loaded} was loaded")
                 check(digest(engine) == old, "what was loaded is not what was saved")
-                log = [text for text in log if f"loaded {loaded}, because" in text]
+                log = [text for text in log.lines if f"loaded {loaded}, because" in text]
                 check(len(log) == 1 and expected in log[0] and part in log[0], f"the log says {log}")
                 train(engine, 1)
                 check(digest(engine) == new, "training does not go on as it did")

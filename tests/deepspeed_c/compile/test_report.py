@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from typing_extensions import Self
 
 from deepspeed_c.compile.report import GraphEdits, operators_of
-from deepspeed_c.logging import logger
 from tests.deepspeed_c.compile.test_engine import batch_of, make_engine, same, train
+from tests.log_lines import LogLines
 from tests.ranks import on_ranks
 from tests.training import config, engine_of, step
 
@@ -52,7 +51,7 @@ class Net(nn.Module):
         return h.square().mean()
 
 
-class Messages(logging.Handler):
+class Messages(LogLines):
     """What the logger says about compilation, at each level."""
 
     def __init__(self) -> None:
@@ -62,13 +61,6 @@ class Messages(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.getMessage().startswith("engine.compile: "):
             self.said.append((record.levelno, record.getMessage().removeprefix("engine.compile: ")))
-
-    def __enter__(self) -> Self:
-        logger.addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logger.removeHandler(self)
 
 
 def net_engine(compiled: bool = True) -> Any:

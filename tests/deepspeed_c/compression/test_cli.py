@@ -14,7 +14,7 @@ import torch
 from deepspeed_c.compression.cli import main as compress
 from deepspeed_c.launcher.main import main
 from tests.deepspeed_c.compression.oracle import Model, rounded
-from tests.deepspeed_c.compression.test_packed import config_of, llama
+from tests.deepspeed_c.compression.test_packed import config_of, make_llama
 from tests.ranks import run_ranks
 from tests.training import engine_of
 
@@ -41,7 +41,7 @@ def errors(weight: torch.Tensor, bits: int, n_groups: int, is_symmetric: bool = 
 
 @pytest.mark.parametrize(("bits", "n_groups", "kind"), [(8, 32, "symmetric"), (4, 256, "asymmetric")])
 def test_a_report_says_what_an_export_writes(bits: int, n_groups: int, kind: str, tmp_path: Path, capsys: Any) -> None:
-    model, folder, out = llama(), tmp_path / "model", tmp_path / "out"
+    model, folder, out = make_llama(), tmp_path / "model", tmp_path / "out"
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     options = {"quantization_type": kind, "schedule_offset": 100}
@@ -89,7 +89,7 @@ def test_a_checkpoint_of_an_engine_needs_no_model(tmp_path: Path) -> None:
 
 def test_pruned_layers_show_what_is_left(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    llama().save_pretrained(folder)
+    make_llama().save_pretrained(folder)
     groups = {"up": {"params": {"dense_ratio": 0.5}, "modules": ["up_proj"], "related_modules": [["down_proj"]]}}
     rows = {"shared_parameters": {"enabled": True, "method": "topk"}, "different_groups": groups}
     heads = {
@@ -133,7 +133,7 @@ def loss_of(model: Any, ids: torch.Tensor, context: int) -> float:
 @pytest.mark.parametrize("context", [2, 13, 32])
 def test_a_text_shows_the_loss_before_and_after(context: int, tmp_path: Path, capsys: Any) -> None:
     folder, out, picture = tmp_path / "model", tmp_path / "out", tmp_path / "report.svg"
-    model = llama().eval()
+    model = make_llama().eval()
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(8)  # so that 4 bits change the loss
@@ -161,7 +161,7 @@ def test_a_text_shows_the_loss_before_and_after(context: int, tmp_path: Path, ca
 
 def test_models_that_are_not_packed(tmp_path: Path, capsys: Any) -> None:
     folder, text = tmp_path / "model", tmp_path / "text"
-    llama().save_pretrained(folder)
+    make_llama().save_pretrained(folder)
     save_tokenizer(folder, 10)
     text.write_text("w1 w2 w3")
     params = {"enabled": True, "quantization_type": "symmetric", "range_calibration": "dynamic", "schedule_offset": 9}
@@ -188,7 +188,7 @@ def refused(capsys: Any, words: list[str], *texts: str) -> None:
 
 def test_wrong_input(tmp_path: Path, capsys: Any) -> None:
     folder, out = tmp_path / "model", str(tmp_path / "out")
-    model = llama()
+    model = make_llama()
     model.save_pretrained(folder)
     right = written(tmp_path, config_of(8, 32, ("mlp",)))
     nothing = tmp_path / "nothing.json"
@@ -226,7 +226,7 @@ def test_names_say_which_matrices_are_embeddings(tmp_path: Path) -> None:
 
 def test_wrong_texts(tmp_path: Path, capsys: Any) -> None:
     folder, text, empty = tmp_path / "model", tmp_path / "text", tmp_path / "empty"
-    llama().save_pretrained(folder)
+    make_llama().save_pretrained(folder)
     words = ["report", str(folder), "--config", written(tmp_path, config_of(8, 32, ("mlp",)))]
     text.write_text("w1 w2 w200")
     empty.write_text("w1")

@@ -16,6 +16,7 @@ from deepspeed_c.compression.compress import init_compression, redundancy_clean
 from deepspeed_c.compression.packed import CodedLinear, PackedLinear
 from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError, StateError, UnsupportedConfigError
 from tests import fresh
+from tests.toys import llama
 
 
 def config_of(bits: int, n_groups: int, modules: Any = ("*",), **shared: Any) -> dict[str, Any]:
@@ -208,14 +209,8 @@ with torch.no_grad():
 """
 
 
-def llama() -> Any:
-    import transformers
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    )
+def make_llama() -> Any:
+    return llama(0, vocab_size=128, hidden_size=64, intermediate_size=128)
 
 
 def mixed(config: dict[str, Any], bits: int, *modules: str) -> dict[str, Any]:
@@ -244,7 +239,7 @@ def test_plain_transformers_loads_the_folder(config: dict[str, Any], pack: str, 
     the meta device returns before it packs them. So asymmetric weights are loaded dequantized, for which transformers
     wants all layers to be of one kind."""
     pytest.importorskip("compressed_tensors")
-    cleaned, packed = both(llama(), config, pack)
+    cleaned, packed = both(make_llama(), config, pack)
     folder = tmp_path / "out"
     packed.save_pretrained(folder)
     groups = packed.config.quantization_config["config_groups"].values()
@@ -260,7 +255,7 @@ def test_plain_transformers_loads_the_folder(config: dict[str, Any], pack: str, 
 
 def test_the_configuration_of_a_packed_model_and_what_stays_whole(tmp_path: Path) -> None:
     """Layers are named one by one; the head, whose weight is the embedding's, stays as it is."""
-    model = llama()
+    model = make_llama()
     model.config.tie_word_embeddings = True
     model.tie_weights()
     _, packed = both(model, config_of(4, 256, ("mlp",)))
@@ -276,7 +271,7 @@ def test_the_configuration_of_a_packed_model_and_what_stays_whole(tmp_path: Path
 
 
 def test_each_kind_of_layer_is_a_group_of_the_configuration() -> None:
-    cleaned, packed = both(llama(), mixed(config_of(4, 128, ("mlp",)), 8, "self_attn"))
+    cleaned, packed = both(make_llama(), mixed(config_of(4, 128, ("mlp",)), 8, "self_attn"))
     groups = packed.config.quantization_config["config_groups"]
     schemes = {name: group["weights"] for group in groups.values() for name in group["targets"]}
     assert len(schemes) == 14 and sum(len(group["targets"]) for group in groups.values()) == 14, groups

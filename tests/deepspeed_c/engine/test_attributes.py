@@ -17,21 +17,17 @@ from deepspeed_c.zero.states.attributes import ATTRIBUTES as OF_OPTIMIZERS
 from deepspeed_c.zero.states.attributes import OF_STAGE_3, OF_STAGES_1_AND_2, OF_STAGES_1_TO_3
 from tests import training
 from tests.ranks import on_ranks, run_ranks
+from tests.toys import Chain, mean_square
 
 
-class Words(nn.Module):
+class Words(Chain):
     """Has an attribute whose name DeepSpeed's engine has too, and an attribute whose name it does not have."""
 
     num_experts = 7
     n_layers = 2
 
     def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 4)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.table(ids)).square().mean()
+        super().__init__(end=mean_square, table=nn.Embedding(5, 4), head=nn.Linear(4, 3))
 
 
 ZERO = {"stage3_param_persistence_threshold": 0}

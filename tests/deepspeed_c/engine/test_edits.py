@@ -16,23 +16,14 @@ from deepspeed_c.engine.edits import EDITS, Edits, ModelEdit
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.inject.kernels import inject_kernels
 from tests.ranks import on_ranks, run_ranks
+from tests.toys import llama
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 
 def make_llama() -> nn.Module:
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=96,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            use_cache=False,
-        )
-    )
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    return llama(0, **sizes, use_cache=False)
 
 
 def config(stage: int, **more: Any) -> dict[str, Any]:

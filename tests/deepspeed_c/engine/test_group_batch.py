@@ -9,6 +9,7 @@ import torch
 
 from deepspeed_c.engine.group_batch import GroupBatch, request_of
 from deepspeed_c.errors import FeatureError, RankMismatchError, StateError
+from tests.toys import llama
 
 transformers = pytest.importorskip("transformers")
 
@@ -18,18 +19,8 @@ VOCAB, PAD, END = 17, 0, 2
 @pytest.fixture(scope="module")
 def model() -> Any:
     """In double precision, so that padding cannot change which logit is the largest."""
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        pad_token_id=PAD,
-        eos_token_id=END,
-        initializer_range=0.4,
-    )
-    return transformers.LlamaForCausalLM(config).double().eval()
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    return llama(3, **sizes, pad_token_id=PAD, eos_token_id=END, initializer_range=0.4).double().eval()
 
 
 def prompts(n_rows: int, n_tokens: int, seed: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ from deepspeed_c.checkpoint.open import open_checkpoint
 from deepspeed_c.checkpoint.source import PARAM, Read
 from deepspeed_c.errors import StateError
 from tests.ranks import run_ranks
+from tests.toys import Stack
 
 WIDTH, DEPTH, WORLD = 1024, 15, 2
 WHOLE = 4 * WIDTH * WIDTH * DEPTH  # 63 MB
@@ -29,19 +30,6 @@ READER = 16 << 20
 # Other memory that a load touches: code, heaps of threads, the manifest. Reading the whole model would add three times
 # as much to a rank's part.
 SLACK = SHARD // 3
-
-
-class Stack(nn.Module):
-    """Layers of 4 MB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 CONFIG = {
@@ -54,7 +42,7 @@ CONFIG = {
 def make(seed: int) -> Any:
     torch.manual_seed(seed)
     with deepspeed_c.zero.Init(config_dict_or_path=CONFIG):
-        model = Stack()
+        model = Stack(DEPTH, lambda: nn.Linear(WIDTH, WIDTH, bias=False))  # of 4 MB
     return deepspeed_c.initialize(model=model, config=CONFIG)[0]
 
 

@@ -11,6 +11,7 @@ import torch
 import deepspeed_c
 from deepspeed_c.zero import GatheredParameters
 from tests.ranks import run_ranks
+from tests.toys import llama
 from tests.training import step
 
 transformers = pytest.importorskip("transformers")
@@ -19,22 +20,9 @@ VOCAB = 41
 CELLS = [(0, False), (2, False), (3, False), (3, True)]
 
 
-def llama(seed: int = 2) -> Any:
-    torch.manual_seed(seed)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=24,
-            intermediate_size=40,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            pad_token_id=0,
-            eos_token_id=None,
-            initializer_range=0.3,
-        )
-    )
+def make_llama(seed: int = 2) -> Any:
+    sizes = {"vocab_size": VOCAB, "max_position_embeddings": 64, "initializer_range": 0.3}
+    return llama(seed, **sizes, pad_token_id=0, eos_token_id=None)
 
 
 def make(stage: int, joint: bool, seed: int = 2, *, trains: bool = True) -> Any:
@@ -46,7 +34,7 @@ def make(stage: int, joint: bool, seed: int = 2, *, trains: bool = True) -> Any:
     }
     if trains:
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
-    return deepspeed_c.initialize(model=llama(seed), config=config)[0]
+    return deepspeed_c.initialize(model=make_llama(seed), config=config)[0]
 
 
 def train(engine: Any, tokens: torch.Tensor) -> float:
@@ -80,7 +68,7 @@ def send(model: Any, other: Any, stage: int) -> None:
 
 def openrlhf_body(rank: int, world: int, stage: int, joint: bool) -> Any:
     actor, average = make(stage, joint), make(stage, joint, trains=False)
-    other, kept = llama().eval(), llama()  # the engine for text, and the average as plain torch has it
+    other, kept = make_llama().eval(), make_llama()  # the engine for text, and the average as plain torch has it
     tokens, losses = [], []
     for _ in range(3):
         send(actor, other, stage)

@@ -6,22 +6,14 @@ import torch
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.inject.part_copy import PartCopy
 from tests.ranks import on_ranks
+from tests.toys import llama
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 
 def small() -> torch.nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        attention_dropout=0.5,
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    return llama(0, **sizes, attention_dropout=0.5)
 
 
 def modes(model: torch.nn.Module) -> dict[str, bool]:

@@ -18,25 +18,21 @@ from deepspeed_c.errors import ConfigError, ModelError, RoutingError, StateError
 from deepspeed_c.moe.experts import Experts
 from deepspeed_c.moe.layer import MoE, MOELayer
 from tests.deepspeed_c.moe import moe_oracle as oracle
+from tests.toys import Mlp
 
 HIDDEN = 8
 
 
-class MLP(nn.Module):
-    def __init__(self, returns_tuple: bool = False) -> None:
-        super().__init__()
-        self.up, self.down, self.returns_tuple = nn.Linear(HIDDEN, 12), nn.Linear(12, HIDDEN), returns_tuple
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        out = self.down(torch.tanh(self.up(x)))
-        return (out, self.down.bias) if self.returns_tuple else out
+class MlpWithBias(Mlp):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), self.down.bias
 
 
 def make(num_experts: int = 5, k: int = 2, **options) -> MoE:
     """A layer whose experts differ, and whose choices are not drawn."""
     torch.manual_seed(1)
     options = {"min_capacity": 0, "use_rts": False, "top2_2nd_expert_sampling": False, **options}
-    layer = MoE(HIDDEN, options.pop("expert", None) or MLP(), num_experts, k=k, **options)
+    layer = MoE(HIDDEN, options.pop("expert", None) or Mlp(HIDDEN, 12), num_experts, k=k, **options)
     with torch.no_grad():
         for i, param in enumerate(layer.deepspeed_moe.experts.parameters()):
             param.copy_(torch.randn(param.shape, generator=torch.Generator().manual_seed(i)) * 0.5)
@@ -95,7 +91,9 @@ def test_layer_is_every_expert_on_its_tokens(k, drops):
     for use_residual, mask in itertools.product([False, True], [None, used]):
         layer = make(k=k, drop_tokens=drops, capacity_factor=0.6, use_residual=use_residual)
         check(layer, x, mask)
-    shared = make(k=k, drop_tokens=drops, shared_expert=MLP(True), expert=MLP(True), use_residual=True)
+    shared = make(
+        k=k, drop_tokens=drops, shared_expert=MlpWithBias(HIDDEN, 12), expert=MlpWithBias(HIDDEN, 12), use_residual=True
+    )
     check(shared, x, used)
 
 
@@ -192,7 +190,7 @@ def test_names_and_marks_are_those_of_deepspeed():
 
 
 def test_experts_take_equal_parts_as_in_deepspeed():
-    experts = Experts(MLP(), 3, "ep_size_1")
+    experts = Experts(Mlp(HIDDEN, 12), 3, "ep_size_1")
     for i, param in enumerate(experts.parameters()):
         nn.init.normal_(param, generator=torch.Generator().manual_seed(i))
     x = torch.randn(2, 3, 4, HIDDEN)
@@ -215,12 +213,12 @@ class Shorter(nn.Module):
 def test_errors_name_what_and_where():
     for num_experts, ep_size in ((4, 3), (3, 0)):
         with pytest.raises(ConfigError, match=rf"{num_experts} experts cannot be divided among ep_size = {ep_size}"):
-            MoE(HIDDEN, MLP(), num_experts, ep_size=ep_size)
+            MoE(HIDDEN, Mlp(HIDDEN, 12), num_experts, ep_size=ep_size)
     with pytest.raises(ConfigError, match="k is 3, and there are 2 experts"):
-        MoE(HIDDEN, MLP(), 2, k=3)
+        MoE(HIDDEN, Mlp(HIDDEN, 12), 2, k=3)
     with pytest.raises(ConfigError, match="noisy_gate_policy is 'Noise'"):
-        MoE(HIDDEN, MLP(), 2, noisy_gate_policy="Noise")
-    layer = MoE(HIDDEN, MLP(), 4, ep_size=2)
+        MoE(HIDDEN, Mlp(HIDDEN, 12), 2, noisy_gate_policy="Noise")
+    layer = MoE(HIDDEN, Mlp(HIDDEN, 12), 4, ep_size=2)
     with pytest.raises(StateError, match="on 2 ranks, and the layer does not have them yet"):
         layer(torch.randn(4, HIDDEN))
     layer = make(3, 1, drop_tokens=True)

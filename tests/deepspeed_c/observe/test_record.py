@@ -15,6 +15,7 @@ from deepspeed_c.observe.record import Event, SampleRate, StepRecord
 from deepspeed_c.pipe.module import LayerSpec, PipelineModule
 from tests.log_lines import LogLines
 from tests.ranks import on_ranks, run_ranks
+from tests.toys import Chain, mean_square
 from tests.training import config, engine_of, update
 
 KNOWN = StepRecord(step=3, samples=24, skipped_steps=1, lr=[0.1, 0.2], momentum=[(0.9, 0.999), 0.5])
@@ -78,13 +79,8 @@ def test_tokens_in_arguments(inputs: Any, kwargs: Any, n: int) -> None:
     assert count_tokens(inputs, kwargs) == n
 
 
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = torch.nn.Embedding(13, 8), torch.nn.Linear(8, 1)
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embedding(input_ids)).square().mean()
+def make_model() -> torch.nn.Module:
+    return Chain(end=mean_square, embedding=torch.nn.Embedding(13, 8), head=torch.nn.Linear(8, 1))
 
 
 def ids(step: int, micro: int, rank: int) -> torch.Tensor:
@@ -98,7 +94,7 @@ STEPS, MICRO = 3, 2
 def plain(world: int) -> list[tuple[float, float]]:
     """(mean loss, norm of the mean gradient) of each step."""
     torch.manual_seed(0)
-    model = Model().double()
+    model = make_model().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     found = []
     for step in range(STEPS):
@@ -123,7 +119,7 @@ def numbers_body(rank: int, world: int, stage: int, by_caller: bool, extra: dict
         accumulate=MICRO,
         **{"gradient_clipping": 0.0, **extra},
     )
-    with engine_of(Model(), settings) as engine:
+    with engine_of(make_model(), settings) as engine:
         for step, (loss, norm) in enumerate(plain(world)):
             for micro in range(MICRO):
                 value = engine(ids(step, micro, rank))
@@ -154,7 +150,7 @@ def test_numbers_under_a_loss_scale() -> None:
 @on_ranks(1)
 def test_a_loss_that_the_engine_never_saw_is_unknown(rank: int, world: int) -> None:
     config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    with engine_of(Model(), config) as engine:
+    with engine_of(make_model(), config) as engine:
         engine(ids(0, 0, rank)).backward()
         engine.step()
         assert engine._record().loss is None, "nobody has shown the loss to the engine"
@@ -194,7 +190,7 @@ def monitored_body(rank: int, world: int, folder: str) -> None:
         "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"},
     }
     torch.manual_seed(0)
-    with engine_of(Model(), config) as engine:
+    with engine_of(make_model(), config) as engine:
         assert engine.monitor.enabled
         for step in range(STEPS):
             for micro in range(MICRO):

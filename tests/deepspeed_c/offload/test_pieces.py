@@ -18,6 +18,7 @@ from deepspeed_c.utils import safe_get_full_fp32_param, safe_get_full_optimizer_
 from deepspeed_c.zero.states.home import Tagged
 from tests.deepspeed_c.offload.test_swap import make, new_tensor, open_file
 from tests.ranks import run_ranks
+from tests.toys import Chain, mean_square
 
 PIECE_ELEMS = 4096
 STEPS = 3
@@ -42,17 +43,6 @@ CELLS = {
 Tensors = dict[str, torch.Tensor]
 
 
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.large, self.last = (
-            torch.nn.Linear(5, N_IN), torch.nn.Linear(N_IN, N_OUT), torch.nn.Linear(N_OUT, 3),
-        )  # fmt: skip
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(self.large(torch.tanh(self.first(x))))).float().square().mean()
-
-
 def make_engine(folder: str, stage: int, settings: dict) -> deepspeed_c.DeepSpeedEngine:
     torch.manual_seed(0)
     zero = {"stage": stage, "reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 0}
@@ -67,7 +57,13 @@ def make_engine(folder: str, stage: int, settings: dict) -> deepspeed_c.DeepSpee
     if "offload_param" in given:
         zero["offload_param"] = {**given["offload_param"], "nvme_path": folder}
     config["zero_optimization"] = zero
-    return deepspeed_c.initialize(model=Model(), config=config)[0]
+    layers = {
+        "first": torch.nn.Linear(5, N_IN),
+        "large": torch.nn.Linear(N_IN, N_OUT),
+        "last": torch.nn.Linear(N_OUT, 3),
+    }
+    model = Chain(torch.tanh, lambda y: mean_square(y.float()), **layers)
+    return deepspeed_c.initialize(model=model, config=config)[0]
 
 
 def one_step(engine: deepspeed_c.DeepSpeedEngine, step: int) -> None:

@@ -8,28 +8,23 @@ import torch
 from torch import nn
 
 from deepspeed_c.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from tests.toys import Mlp
 
 VOCABULARY, WIDTH, N_BLOCKS = 23, 16, 6
 
 
 class Embed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, scale: float = 0.1) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH) * 0.1)
+        self.weight = nn.Parameter(torch.randn(VOCABULARY, width) * scale)
 
     def forward(self, ids):
         return nn.functional.embedding(ids, self.weight)
 
 
-class Block(nn.Module):
+class Block(Mlp):
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 3 * width)
-        self.down = nn.Linear(3 * width, width, bias=False)
-
-    def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        super().__init__(width, 3 * width, nn.functional.gelu, has_norm=True, adds=True, bias=False)
 
 
 def as_logits(module: nn.Module, x):

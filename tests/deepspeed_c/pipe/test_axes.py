@@ -18,23 +18,15 @@ from deepspeed_c.sequence.layer import DistributedAttention
 from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.cuts import cut_of
 from tests.cells import cells
+from tests.deepspeed_c.pipe.models import VOCABULARY, Embed, as_logits, loss_fn
 from tests.ranks import run_ranks
 from tests.training import config
 
-VOCABULARY, HEAD, N_HEADS, N_HIDDEN, STEPS = 23, 4, 5, 7, 3
+HEAD, N_HEADS, N_HIDDEN, STEPS = 4, 5, 7, 3
 WIDTH = HEAD * N_HEADS
 N_MICRO = 4  # of all pipelines together
 TOLERANCE = 1e-5
 PP, TP, DP = 2, 2, 2
-
-
-class Embed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH) * 0.3)
-
-    def forward(self, ids):
-        return nn.functional.embedding(ids, self.weight)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -59,19 +51,16 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
-def as_logits(module: nn.Module, x):
-    return x @ module.weight.T
-
-
-def loss_fn(logits, labels):
-    return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
-
-
 def layers() -> list[Any]:
     """The fourth layer is a linear layer by itself, whose inputs and outputs are whole on all ranks."""
-    embed = TiedLayerSpec("embed", Embed)
+    embed = TiedLayerSpec("embed", Embed, WIDTH, 0.3)
     wide = [LayerSpec(Block), LayerSpec(Block), LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(Block), LayerSpec(Block)]
-    return [embed, *wide, LayerSpec(nn.LayerNorm, WIDTH), TiedLayerSpec("embed", Embed, forward_fn=as_logits)]
+    return [
+        embed,
+        *wide,
+        LayerSpec(nn.LayerNorm, WIDTH),
+        TiedLayerSpec("embed", Embed, WIDTH, 0.3, forward_fn=as_logits),
+    ]
 
 
 SPECS = [

@@ -24,15 +24,6 @@ class Attention(nn.Module):
         return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(12, 12)
-
-    def forward(self, x):
-        return self.linear(torch.relu(self.linear(x)))
-
-
 class Branch(nn.Module):
     """Has a part of the result that does not depend on an input, and a weight that is not in a matrix product."""
 
@@ -69,22 +60,12 @@ class TwoOutputs(nn.Module):
         return _ProductAndSum.apply(product.sin() * total, self.v)[1]
 
 
-class Frozen(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
-        self.first.requires_grad_(False)
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
 MODELS = {
     "linear": lambda: nn.Linear(12, 12),
     "attention": lambda: nn.Sequential(Attention(), Attention(), nn.LayerNorm(12)),
-    "twice": Twice,
+    "twice": lambda: nn.Sequential(linear := nn.Linear(12, 12), nn.ReLU(), linear),
     "branch": lambda: nn.Sequential(nn.Linear(12, 12), Branch(), nn.Tanh()),
-    "frozen": Frozen,
+    "frozen": lambda: nn.Sequential(nn.Linear(12, 12).requires_grad_(False), nn.Linear(12, 12)),
     "two outputs": TwoOutputs,
     "no weights": nn.Tanh,
     "convolution": lambda: nn.Sequential(nn.Conv1d(7, 7, 3, padding=1), nn.GELU(), nn.Conv1d(7, 7, 1)),

@@ -20,6 +20,7 @@ from deepspeed_c.plan.timeline import options_of
 from tests.cells import cells
 from tests.deepspeed_c.plan.families import FAMILIES, N_LAYERS, make, tokens
 from tests.ranks import run_ranks
+from tests.toys import Mlp, Stack, mean_square
 from tests.training import config, step
 
 N_SAMPLES, N_TOKENS = 2, 128
@@ -64,28 +65,11 @@ def test_what_is_counted_is_what_a_forward_saves(family, precision):
     assert len(traced.layers) == N_LAYERS * (2 if family == "t5" else 1)
 
 
-class Block(torch.nn.Module):
-    """Keeps activations of nine times the size of its input."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(x)).sigmoid())
-
-
-class Stack(torch.nn.Module):
-    """Blocks of one width."""
-
-    def __init__(self, n_blocks: int = 6, width: int = 64) -> None:
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(n_blocks))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
+def stack(n_blocks: int = 6) -> Stack:
+    """Blocks that keep activations of nine times the size of their input."""
+    return Stack(
+        n_blocks, lambda: Mlp(64, 256, lambda y: torch.nn.functional.gelu(y).sigmoid(), adds=True), mean_square
+    )
 
 
 SHAPE = (512, 64)
@@ -99,7 +83,7 @@ def trace(model: torch.nn.Module) -> Traced:
 
 def test_each_option_of_a_stack_by_its_formula():
     with torch.device("meta"):
-        traced = trace(Stack())
+        traced = trace(stack())
     options, asked = options_of(traced, ActivationCheckpointing(layers="auto"), n_tensor=4)
     peaks = {option.name: option.peak() for option in options}
     n = len(traced.layers)
@@ -122,7 +106,7 @@ def test_each_option_of_a_stack_by_its_formula():
 
 def test_a_part_of_what_would_go_to_the_disk_stays():
     with torch.device("meta"):
-        traced = trace(Stack())
+        traced = trace(stack())
     offload = ActivationOffload(device="nvme", nvme_path="/nowhere", max_in_cpu=2 * INPUT)
     options, asked = options_of(traced, ActivationCheckpointing(layers="auto", offload=offload))
     assert options[asked].name == "nvme"
@@ -134,7 +118,7 @@ def test_a_part_of_what_would_go_to_the_disk_stays():
 
 def test_a_budget_that_only_a_file_makes_room_for():
     with torch.device("meta"):
-        traced = trace(Stack(n_blocks=12))
+        traced = trace(stack(n_blocks=12))
     offload = ActivationOffload(device="nvme", nvme_path="/nowhere", max_in_cpu="1GiB")
     recomputed = next(
         option for option in options_of(traced, ActivationCheckpointing())[0] if option.name == "recomputed"
@@ -162,9 +146,9 @@ def hold(rank: int, world: int, layers: str | None) -> tuple[int, int]:
     section = {"layers": layers}
     settings = config(optimizer="AdamW", rows=SHAPE[0], lr=1e-3, activation_checkpointing=section)
     with torch.device("meta"):
-        options, asked = options_of(trace(Stack()), ActivationCheckpointing(**section), is_host=True)
+        options, asked = options_of(trace(stack()), ActivationCheckpointing(**section), is_host=True)
     forward = [moment for moment in options[asked].moments if not moment.is_backward]
-    with deepspeed_c.initialize(model=Stack(), config=settings)[0] as engine, LiveBytes() as live:
+    with deepspeed_c.initialize(model=stack(), config=settings)[0] as engine, LiveBytes() as live:
         x = torch.ones(SHAPE) * 2
         before = live.nbytes() - INPUT  # the input of the first layer counts
         loss = engine(x)

@@ -24,6 +24,7 @@ from deepspeed_c.plan.sizes import ModelSizes, OptimizerSizes, ParamSize, StateS
 from deepspeed_c.plan.table import plan_table
 from deepspeed_c.zero.weights import fetch
 from tests.cells import every
+from tests.toys import Chain
 from tests.training import engine_of, update
 
 TOLERANCE = 0.05
@@ -362,20 +363,9 @@ class Block(torch.nn.Module):
         return x + self.scale * self.down(torch.relu(self.up(self.norm(x))))
 
 
-class Nested(torch.nn.Module):
-    """A model with an embedding, blocks and a head."""
-
-    def __init__(self, width: int = 512, n_blocks: int = 4, n_tokens: int = 4096) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Embedding(n_tokens, width)
-        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(n_blocks))
-        self.head = torch.nn.Linear(width, n_tokens, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def nested(width: int = 512, n_tokens: int = 4096) -> torch.nn.Module:
+    embedding, blocks = torch.nn.Embedding(n_tokens, width), torch.nn.Sequential(*(Block(width) for _ in range(4)))
+    return Chain(embedding=embedding, blocks=blocks, head=torch.nn.Linear(width, n_tokens, bias=False))
 
 
 NESTED = {
@@ -396,21 +386,24 @@ NESTED = {
 }
 
 
+def take_steps(engine: Any, live: LiveBytes, inputs: torch.Tensor) -> None:
+    for _ in range(N_STEPS):
+        with live.phase("forward"):
+            loss = engine(inputs).float().square().mean()
+        with live.phase("backward"):
+            engine.backward(loss)
+        del loss
+        with live.phase("step"):
+            engine.step()
+
+
 def run_nested(rank: int, world: int, settings: dict, under_init: bool) -> dict[str, int]:
     with LiveBytes() as live, mock.patch.object(fetch, "BufferPool", PatientPool):
         with live.phase("build"), deepspeed_c.zero.Init(config_dict_or_path=settings, enabled=under_init):
-            model = Nested()
+            model = nested()
         with live.phase("initialize"):
             engine, *_ = deepspeed_c.initialize(model=model, config=settings)
-        tokens = torch.arange(3).view(1, 3)
-        for _ in range(N_STEPS):
-            with live.phase("forward"):
-                loss = engine(tokens).float().square().mean()
-            with live.phase("backward"):
-                engine.backward(loss)
-            del loss
-            with live.phase("step"):
-                engine.step()
+        take_steps(engine, live, torch.arange(3).view(1, 3))
     engine.close()
     return live.peaks
 
@@ -420,7 +413,7 @@ def run_nested(rank: int, world: int, settings: dict, under_init: bool) -> dict[
 def test_nested_modules_are_planned_as_they_run(run_ranks, name, under_init):
     settings = load_config(NESTED[name], world_size=2)
     with torch.device("meta"):
-        model = Nested()
+        model = nested()
     table = plan_table(NESTED[name], 2, model=model, is_sharded=under_init)
     assert settings.zero.stage == table.rows[table.chosen].stage
     expected = {n: phase.nbytes for n, phase in table.rows[table.chosen].plan.phases.items()}
@@ -452,15 +445,7 @@ def bytes_with_experts(
     with LiveBytes() as live, mock.patch.object(fetch, "BufferPool", PatientPool):
         with live.phase("initialize"):
             engine, *_ = deepspeed_c.initialize(model=WithExperts(n_experts, ep_size), config=settings)
-        rows = torch.ones(3, 512, dtype=next(engine.module.parameters()).dtype)
-        for _ in range(N_STEPS):
-            with live.phase("forward"):
-                loss = engine(rows).float().square().mean()
-            with live.phase("backward"):
-                engine.backward(loss)
-            del loss
-            with live.phase("step"):
-                engine.step()
+        take_steps(engine, live, torch.ones(3, 512, dtype=next(engine.module.parameters()).dtype))
         tensors = [t for s in engine.optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.dim()]
         n_bytes = sum(t.nbytes for t in tensors)
     return live.peaks, n_bytes

@@ -19,8 +19,6 @@ from transformers import (
     BertModel,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
@@ -38,6 +36,7 @@ from deepspeed_c.profile.flops import (
     wrapFunc,
 )
 from deepspeed_c.profile.flops_counter import FlopsCounter
+from tests import toys
 
 B, T = 3, 7
 
@@ -140,16 +139,7 @@ def gpt2():
 
 
 def llama():
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=V,
-            hidden_size=D,
-            intermediate_size=24,
-            num_hidden_layers=L,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-    )
+    model = toys.llama(vocab_size=V, hidden_size=D, intermediate_size=24, num_hidden_layers=L)
     layer = 2 * D * D + 2 * D * (D // 2) + 3 * D * 24 + 2 * T * D
     return model, (tokens(V),), {"use_cache": False}, B * T * (L * layer + D * V)
 
@@ -204,18 +194,10 @@ def einsum():
     return Einsum(), (torch.randn(B, T, 5),), {}, B * T * 2 * 5 * 6 + B * 2 * T * T * 6
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.head = nn.Embedding(V, D), nn.Linear(D, V, bias=False)
-        self.head.weight = self.words.weight
-
-    def forward(self, x):
-        return self.head(self.words(x))
-
-
 def tied():
-    return Tied(), (tokens(V),), {}, B * T * D * V
+    model = toys.Chain(words=nn.Embedding(V, D), head=nn.Linear(D, V, bias=False))
+    model.head.weight = model.words.weight
+    return model, (tokens(V),), {}, B * T * D * V
 
 
 ARCHITECTURES = (

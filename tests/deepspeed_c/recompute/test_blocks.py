@@ -27,6 +27,7 @@ from deepspeed_c.errors import ConfigError
 from deepspeed_c.moe.layer import MoE
 from deepspeed_c.recompute.blocks import Blocks, find_blocks
 from deepspeed_c.zero import GatheredParameters
+from tests import toys
 from tests.cells import cells
 from tests.deepspeed_c.zero.megatron import Mpu
 from tests.training import config, engine_of, update, whole_weights
@@ -373,20 +374,10 @@ def test_a_model_that_calls_checkpoint(run_ranks: Callable, section: dict, stage
     check_run(run_ranks, stage, section, Calls, loss_of, WIDTH * WIDTH)
 
 
-class Smooth(nn.Module):
-    """A layer whose output can be differentiated twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 29), nn.Tanh(), nn.Linear(29, WIDTH)) for _ in range(3)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.tanh()
+def smooth() -> nn.Module:
+    """Layers whose output can be differentiated twice."""
+    torch.manual_seed(5)
+    return toys.Stack(3, lambda: toys.Mlp(WIDTH, 29, adds=True), torch.tanh)
 
 
 def penalized(model: Callable, x: torch.Tensor) -> torch.Tensor:
@@ -398,7 +389,7 @@ def penalized(model: Callable, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_gradient_penalty(run_ranks: Callable, stage: int) -> None:
-    check_run(run_ranks, stage, {"layers": "auto"}, Smooth, penalized, WIDTH * 30)
+    check_run(run_ranks, stage, {"layers": "auto"}, smooth, penalized, WIDTH * 30)
 
 
 def engines_body(rank: int, world: int) -> list[int]:
@@ -486,24 +477,12 @@ def test_auto_takes_all_outermost_blocks(model: Callable, wanted: list[str]) -> 
     assert found == names, (found, names)
 
 
-class Stack(nn.Module):
-    """Blocks without side effects, because a compiler would not repeat side effects."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        parts = (nn.Sequential(nn.Linear(WIDTH, 29), nn.Tanh(), nn.Linear(29, WIDTH)) for _ in range(3))
-        self.blocks = nn.ModuleList(parts)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().sum()
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_compiled_without_a_break(use_reentrant: bool) -> None:
-    model, x = Stack(), torch.randn(2, WIDTH)
+    torch.manual_seed(2)
+    # Without side effects, because a compiler would not repeat side effects.
+    model = toys.Stack(3, lambda: toys.Mlp(WIDTH, 29, adds=True), lambda y: y.square().sum())
+    x = torch.randn(2, WIDTH)
     want = [p.grad for p in differentiated(model, model(x))]
     blocks = Blocks(model, ActivationCheckpointing(layers="auto", use_reentrant=use_reentrant))
     got = [p.grad for p in differentiated(model, torch.compile(model, backend="aot_eager", fullgraph=True)(x))]

@@ -18,6 +18,7 @@ from deepspeed_c import checkpointing
 from deepspeed_c.config.checkpoint import ActivationCheckpointing
 from deepspeed_c.recompute.blocks import Blocks
 from deepspeed_c.zero import GatheredParameters
+from tests.toys import Mlp
 from tests.training import config, engine_of, update
 
 LR, STEPS, ROWS, TOKENS, N_WORDS, WIDTH = 0.05, 3, 2, 12, 61, 16
@@ -46,15 +47,8 @@ class Inner(nn.Module):
         return torch.tanh(self.up(x)).sigmoid()
 
 
-class Compiled(nn.Module):
-    """Part of it is compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.compile(_squash, backend="aot_eager", fullgraph=True)(self.up(x)))
+def compiled() -> nn.Module:
+    return Mlp(WIDTH, 3 * WIDTH, lambda x: torch.compile(_squash, backend="aot_eager", fullgraph=True)(x), adds=True)
 
 
 def _squash(x: torch.Tensor) -> torch.Tensor:
@@ -64,7 +58,7 @@ def _squash(x: torch.Tensor) -> torch.Tensor:
 class Stacked(nn.Module):
     """Layers of one kind between an embedding and a loss."""
 
-    def __init__(self, kind: type[nn.Module]) -> None:
+    def __init__(self, kind: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.embedding = nn.Embedding(N_WORDS, WIDTH)
         self.layers = nn.ModuleList(kind() for _ in range(4))
@@ -80,7 +74,7 @@ class Stacked(nn.Module):
 def make(kind: str) -> nn.Module:
     torch.manual_seed(7)
     if kind in ("nested", "compiled"):
-        return Stacked(Inner if kind == "nested" else Compiled)
+        return Stacked(Inner if kind == "nested" else compiled)
     import transformers
 
     usual = {

@@ -31,19 +31,8 @@ def of_hybrid(rank: int, world: int, n_inner: int, cases: list[Case]) -> list[li
     results = []
     for case in cases:
         cut = SequenceCut(case.n_tokens, world, case.order, n_inner, case.ends)
-        *tensors, sinks = case.tensors()
-        *inputs, grad = [cut.take(x, rank, dim=2).to(case.dtype) for x in tensors]
-        inputs = [x.requires_grad_() for x in (*inputs, *([sinks.to(case.dtype)] if case.has_sinks else []))]
-        out = hybrid_attention(
-            *inputs[:3],
-            ranks,
-            cut,
-            is_causal=case.is_causal,
-            window=case.window,
-            scale=case.scale,
-            documents=case.documents,
-            sinks=inputs[3] if case.has_sinks else None,
-        )
+        inputs, grad = case.parts(cut, rank)
+        out = hybrid_attention(*inputs[:3], ranks, cut, **case.options(inputs))
         found = torch.autograd.grad(out, inputs, grad)
         results.append([out.detach().double(), *(x.double() for x in found)])
     return results

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,17 @@ class Case:
         made = [torch.randn(self.batch, n, self.n_tokens, width, generator=random) for n, width in shapes]
         return [x.to(self.dtype).double() for x in (*made, torch.randn(n_heads, generator=random))]
 
+    def parts(self, cut: SequenceCut, rank: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """(queries, keys, values and any sinks, the gradient of the output) of a rank."""
+        *tensors, sinks = self.tensors()
+        *inputs, grad = [cut.take(x, rank, dim=2).to(self.dtype) for x in tensors]
+        return [x.requires_grad_() for x in (*inputs, *([sinks.to(self.dtype)] if self.has_sinks else []))], grad
+
+    def options(self, inputs: list[torch.Tensor]) -> dict[str, Any]:
+        """Named arguments of an attention of ``inputs``."""
+        named = {name: getattr(self, name) for name in ("is_causal", "window", "scale", "documents")}
+        return {**named, "sinks": inputs[3] if self.has_sinks else None}
+
     def expected(self) -> list[torch.Tensor]:
         """The output, and the gradients of queries, keys, values and sinks."""
         *tensors, grad, sinks = self.tensors()
@@ -66,20 +78,9 @@ def of_ring(rank: int, world: int, cases: list[Case]) -> list[tuple[list[torch.T
     results = []
     for case in cases:
         cut = SequenceCut(case.n_tokens, world, case.order, document_ends=case.ends)
-        *tensors, sinks = case.tensors()
-        *inputs, grad = [cut.take(x, rank, dim=2).to(case.dtype) for x in tensors]
-        inputs = [x.requires_grad_() for x in (*inputs, *([sinks.to(case.dtype)] if case.has_sinks else []))]
+        inputs, grad = case.parts(cut, rank)
         comm.ledger.reset_totals()
-        out = ring_attention(
-            *inputs[:3],
-            comm,
-            cut,
-            is_causal=case.is_causal,
-            window=case.window,
-            scale=case.scale,
-            documents=case.documents,
-            sinks=inputs[3] if case.has_sinks else None,
-        )
+        out = ring_attention(*inputs[:3], comm, cut, **case.options(inputs))
         sent = {"forward": _wire(comm)}
         found = torch.autograd.grad(out, inputs, grad)
         sent["all"] = _wire(comm)

@@ -14,6 +14,7 @@ from deepspeed_c.recompute.recomputer import parked
 from deepspeed_c.sequence import tiles_auto
 from deepspeed_c.sequence.tiles_auto import tile_model, tiles_of_loss, tiles_of_mlp
 from tests.ranks import run_ranks
+from tests.toys import Mlp
 from tests.training import config, engine_of, update
 
 
@@ -24,14 +25,9 @@ def test_numbers_of_tiles():
     assert [tiles_of_loss(n, elems // 8) for n in (0, 1, 8, 9, 4096)] == [1, 1, 1, 2, 512]
 
 
-class SmallMLP(nn.Module):
+class SmallMLP(Mlp):
     def __init__(self, between: nn.Module | None = None) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-        self.between = nn.GELU() if between is None else between
-
-    def forward(self, x):
-        return self.down(self.between(self.up(x)))
+        super().__init__(4, 8, nn.GELU() if between is None else between)
 
 
 class Mixing(nn.Module):

@@ -14,17 +14,9 @@ from deepspeed_c.checkpoint.tools.upcycle import UpcycledSource
 from deepspeed_c.errors import CheckpointError
 from deepspeed_c.moe.layer import MoE
 from tests.deepspeed_c.checkpoint.memory_source import MemorySource, adam_checkpoint
+from tests.toys import Mlp
 
 HIDDEN, N_LAYERS = 6, 2
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(HIDDEN, 11), nn.Linear(11, HIDDEN, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(x)))
 
 
 class Block(nn.Module):
@@ -41,8 +33,8 @@ class Model(nn.Module):
     def __init__(self, n_experts: int = 0, k: int = 1) -> None:
         super().__init__()
         mlps = [
-            MoE(HIDDEN, Mlp(), num_experts=n_experts, k=k, drop_tokens=False) if n_experts else Mlp()
-            for _ in range(N_LAYERS)
+            MoE(HIDDEN, mlp, num_experts=n_experts, k=k, drop_tokens=False) if n_experts else mlp
+            for mlp in (Mlp(HIDDEN, 11, bias=False) for _ in range(N_LAYERS))
         ]
         self.layers = nn.ModuleList(map(Block, mlps))
 

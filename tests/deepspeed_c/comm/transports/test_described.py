@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.transports.two_levels import TwoLevels
-from deepspeed_c.errors import CommError
+from tests.deepspeed_c.comm.test_messages import failure
 from tests.hosts import why_no_hosts
 from tests.ranks import on_ranks
 
@@ -45,15 +45,6 @@ def made(shape, dtype, value: float) -> torch.Tensor:
 
 def is_untouched(tensor: torch.Tensor) -> bool:
     return bool((tensor.to(torch.float64) == UNTOUCHED).all())
-
-
-def failure(call) -> str:
-    """The text of the error of ``call``; "" if it raises none."""
-    try:
-        call()
-    except CommError as error:
-        return str(error)
-    return ""
 
 
 def collectives(local: str) -> Collectives:

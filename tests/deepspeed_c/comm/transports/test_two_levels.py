@@ -19,6 +19,7 @@ import deepspeed_c
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.transports.two_levels import TwoLevels, _overlaps, _piece_numel
 from deepspeed_c.errors import CommError
+from tests.deepspeed_c.comm.transports.test_shared_memory import bits
 from tests.hosts import why_no_hosts
 from tests.ranks import RanksFailed
 from tests.training import config, descend, engine_of, update
@@ -44,10 +45,6 @@ def both():
     tall.use_shared_memory("auto")
     assert isinstance(tall.transport_of(torch.empty(1)), TwoLevels)
     return tall, plain
-
-
-def bits(tensor):
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def values(seed, rank, numel, dtype):

@@ -14,17 +14,9 @@ from deepspeed_c.zero.layout.leaf import find_expert_blocks, is_leaf, mark_fine_
 from tests.deepspeed_c.zero.test_oracle import make_config
 from tests.deepspeed_c.zero.traits import OPTIMIZER
 from tests.ranks import run_ranks
+from tests.toys import Mlp
 
 WIDTH, EXPERTS, STEPS = 7, 4, 4
-
-
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 11), nn.Linear(11, WIDTH)
-
-    def forward(self, x):
-        return self.down(torch.tanh(self.up(x)))
 
 
 class Mixture(nn.Module):
@@ -33,7 +25,7 @@ class Mixture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(WIDTH, WIDTH)
-        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.experts = nn.ModuleList(Mlp(WIDTH, 11) for _ in range(EXPERTS))
 
     def forward(self, x, chosen):
         h = self.gate(x)
@@ -103,9 +95,9 @@ def test_marks_by_class_name_suffix_and_single_module() -> None:
     assert utils.set_z3_leaf_modules_by_suffix(model, "second") == ([model.second], [])
     utils.unset_z3_leaf_modules(model, Mixture)
     assert utils.get_z3_leaf_modules(model) == []
-    full = f"{Expert.__module__}.{Expert.__qualname__}"
+    full = f"{Mlp.__module__}.{Mlp.__qualname__}"
     assert len(utils.set_z3_leaf_modules(model, [full])) == 2 * EXPERTS
-    utils.unset_z3_leaf_modules(model, [Expert])
+    utils.unset_z3_leaf_modules(model, [Mlp])
     found, missing = utils.set_z3_leaf_modules_by_name(model, ["first", "third"])
     assert found == [model.first] and missing == ["third"]
     found, missing = utils.set_z3_leaf_modules_by_suffix(model, ["experts.1", "experts.9"])
@@ -129,11 +121,11 @@ def test_what_holds_a_list_of_experts_is_found() -> None:
     model = Model()
     assert find_expert_blocks(model) == [model.first, model.second]
     alone = nn.Module()
-    alone.experts = nn.ModuleList([Expert()])
+    alone.experts = nn.ModuleList([Mlp(WIDTH, 11)])
     mixed = nn.Module()
-    mixed.experts = nn.ModuleList([Expert(), nn.Linear(2, 2)])
+    mixed.experts = nn.ModuleList([Mlp(WIDTH, 11), nn.Linear(2, 2)])
     layers = nn.Module()
-    layers.layers = nn.ModuleList([Expert(), Expert()])
+    layers.layers = nn.ModuleList([Mlp(WIDTH, 11), Mlp(WIDTH, 11)])
     assert find_expert_blocks(nn.ModuleList([alone, mixed, layers])) == []
 
 

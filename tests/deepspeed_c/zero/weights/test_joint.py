@@ -25,6 +25,7 @@ from tests import training
 from tests.deepspeed_c.zero.test_oracle import FINE, check_runs, engine_runs, make_config
 from tests.deepspeed_c.zero.traits import TRAITS, WIDTH, batch
 from tests.ranks import RanksFailed, on_ranks, run_ranks
+from tests.toys import Chain, square_error
 from tests.waits import exit_status, fork_with_alarm
 
 UNITS = {"zero_optimization": {"reduce_bucket_size": 60}}
@@ -32,23 +33,15 @@ ON = {"comm": {"local": "shm", "zero_copy_gather": True}}
 OFF = {"comm": {"local": "shm"}}
 
 
-class Net(nn.Module):
+def net() -> nn.Module:
     """Trained layers with a frozen one between them."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.inp = nn.Linear(width, 7)
-        self.frozen = nn.Linear(7, 7)
-        self.frozen.requires_grad_(False)
-        self.out = nn.Linear(7, 5)
-
-    def forward(self, x, y):
-        return (self.out(self.frozen(torch.tanh(self.inp(x)))).float() - y).square().mean()
+    frozen = nn.Linear(7, 7).requires_grad_(False)
+    return Chain(torch.tanh, square_error, inp=nn.Linear(WIDTH, 7), frozen=frozen, out=nn.Linear(7, 5))
 
 
 def make(dtype: str = "fp32", extra: dict | None = None, on: dict = ON):
     torch.manual_seed(7)
-    model = Net()
+    model = net()
     config = make_config(3, dtype, 1, {**UNITS, **on, **(extra or {})})
     return model, deepspeed_c.initialize(model=model, config=config)[0]
 
@@ -244,7 +237,7 @@ def test_checkpoints_and_init(rank, world, folder):
     # Models built under zero.Init, and whole state dicts, work too.
     torch.manual_seed(7)
     with deepspeed_c.zero.Init():
-        model = Net()
+        model = net()
     engine = deepspeed_c.initialize(model=model, config=make_config(3, "bf16", 1, {**UNITS, **ON}))[0]
     engine.load_checkpoint(folder)
     state = engine._zero3_consolidated_16bit_state_dict()
@@ -325,7 +318,7 @@ def without_body(rank, world, extra, stage, why):
     )
     torch.manual_seed(7)
     try:
-        engine = deepspeed_c.initialize(model=Net(), config=config)[0]
+        engine = deepspeed_c.initialize(model=net(), config=config)[0]
     finally:
         deepspeed_c.zero.layout.layout.log_dist = real
     train(engine, rank, 1)

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 import deepspeed_c
 from deepspeed_c.zero import GatheredParameters, Init
 from tests.ranks import on_ranks, run_ranks
+from tests.toys import Chain
 from tests.training import config, update, whole_weights
 
 RATE, STEPS = 0.1, 3
@@ -23,13 +24,8 @@ NORMS = {
 }
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp, self.mid, self.out = nn.Linear(6, 7), nn.Linear(7, 7), nn.Linear(7, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(torch.tanh(self.mid(torch.tanh(self.inp(x)))))
+def make() -> nn.Module:
+    return Chain(torch.tanh, inp=nn.Linear(6, 7), mid=nn.Linear(7, 7), out=nn.Linear(7, 3))
 
 
 def config_of(stage: int) -> dict:
@@ -42,7 +38,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 def plain_net(norm: str) -> nn.Module:
     torch.manual_seed(1)
-    net = Net()
+    net = make()
     NORMS[norm](net.mid)
     return net
 
@@ -51,7 +47,7 @@ def made(way: str, norm: str, start: nn.Module) -> nn.Module:
     if way == "plain":
         return copy.deepcopy(start)
     with Init(config_dict_or_path=config_of(3)):
-        net = Net()
+        net = make()
         if way == "in init":
             NORMS[norm](net.mid)
     if way == "gathered":
