@@ -13,6 +13,7 @@ import torch
 from deepspeed_c import kv
 from deepspeed_c.engine.prompts import are_tokens, has_encoder, n_tokens_of, prompts_of, setting_of
 from deepspeed_c.errors import FeatureError
+from deepspeed_c.inject.few_rows import few_row_products
 from deepspeed_c.kv.group import blocks_of
 from deepspeed_c.logging import log_dist
 
@@ -56,7 +57,7 @@ def generate_in_blocks(
     random = torch.get_rng_state()
     try:
         cache = _cache_of(model, kwargs)
-        with kv.attention.attention_in_blocks(model):
+        with kv.attention.attention_in_blocks(model), few_row_products(model):
             found = generate(**{**kwargs, "past_key_values": cache})
     except FeatureError as error:
         _unfit.add(model)
