@@ -92,7 +92,7 @@ class Group:
         return Step(number, self.rows(n_new), None if moved is None else (moved[0], moved[1]))
 
     def rows(self, n_new: int = 0) -> KvRows:
-        """The rows as they are now, the last ``n_new`` tokens of which are new."""
+        """The rows as they are now. Their last ``n_new`` tokens count as new."""
         if self._is_changed:
             shape = (self.n_rows, blocks_of(self.length))
             memory = self._pool.tables(self._sequences, shape[1])

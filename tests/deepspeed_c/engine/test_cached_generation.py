@@ -16,6 +16,7 @@ import torch.distributed as dist
 import deepspeed_c
 from deepspeed_c.kv.attention import attention_in_blocks
 from deepspeed_c.ops import kv
+from tests import training
 from tests.cells import cells
 from tests.deepspeed_c.inference.models import like_bart, require_same_tokens
 from tests.deepspeed_c.inject import families
@@ -148,9 +149,25 @@ def test_tokens_on_two_ranks(family: str) -> None:
     run_ranks(2, tokens_body, family, ["greedy", "beams", "samples", "lookup"])
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_in_training(stage: int) -> None:
+    """Its tokens follow its weights, and a forward between two generations finds the model's own attention."""
+    model, given = make("gemma3"), prompts()
+    config = training.config(stage, "AdamW", rows=3, lr=1e-2)
+    with deepspeed_c.initialize(model=model, config=config)[0] as engine, counted() as n_calls:
+        for turn in range(1, 3):
+            plain = make("gemma3")
+            plain.load_state_dict({name: value.clone() for name, value in engine.module_state_dict().items()})
+            engine.eval()
+            require_same_tokens(run(model, given), run(plain, given))
+            assert n_calls[0] == turn * 2 * N_NEW
+            engine.train()
+            training.step(engine, **given, labels=given["input_ids"])
+
+
 @pytest.mark.parametrize("family", WITH_OWN_CACHE)
 def test_a_model_that_does_not_find_blocks(family: str) -> None:
-    """One line says why. Tokens and random numbers are those of a model without an engine."""
+    """One line says why. A model without an engine has the same tokens, and leaves the same random numbers."""
     plain, model = make(family), make(family)
     own = model.config._attn_implementation
     with engine_of(model) as engine, LogLines() as log:

@@ -1,4 +1,4 @@
-"""A cache in blocks holds what transformers' ``DynamicCache`` holds after the same calls, and each prompt once."""
+"""A cache in blocks holds the tensors of transformers' ``DynamicCache`` after the same calls, and each prompt once."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_layers_of_another_kind_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("n_layers", [1, 2])
 def test_an_attention_that_does_not_know_blocks_is_found(n_layers: int) -> None:
-    """At the next layer, which may be that of the next token."""
+    """The next layer finds it, or the same layer at the next token."""
     cache = BlockCache(config(*["full_attention"] * n_layers), 10)
     k = torch.zeros(1, 2, 1, 3)
     cache.update(k, k, 0)
