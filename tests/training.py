@@ -7,6 +7,7 @@ reads it at any stage.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 import deepspeed_c
 from deepspeed_c.zero import GatheredParameters
 
-__all__ = ["config", "descend", "engine_of", "loss_of", "step", "train", "update", "whole_weights"]
+__all__ = ["config", "descend", "descend_together", "engine_of", "loss_of", "step", "train", "update", "whole_weights"]
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
@@ -75,6 +76,19 @@ def descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> float:
     loss.backward()
     optimizer.step()
     return loss.item()
+
+
+def descend_together(
+    optimizer: torch.optim.Optimizer, losses: Iterable[torch.Tensor], clip: float | None = None
+) -> float:
+    """A step of plain torch with the sum of the gradients of ``losses``. Returns the norm before it was clipped."""
+    optimizer.zero_grad()
+    for loss in losses:
+        loss.backward()
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    norm = nn.utils.clip_grad_norm_(params, clip or math.inf)
+    optimizer.step()
+    return norm.item()
 
 
 def step(engine: Any, *inputs: Any, **named: Any) -> float:

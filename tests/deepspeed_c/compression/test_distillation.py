@@ -13,7 +13,7 @@ from deepspeed_c.compression.distillation import Distillation, attention_loss, h
 from deepspeed_c.errors import ConfigError, ModelError
 from tests.deepspeed_c.compression.oracle import Model, batch, loss_of
 from tests.ranks import run_ranks
-from tests.training import engine_of, update
+from tests.training import descend_together, engine_of, update
 
 
 def divergence(student: torch.Tensor, teacher: torch.Tensor, temperature: float, mask: np.ndarray | None) -> float:
@@ -140,10 +140,7 @@ def test_a_frozen_engine_at_stage_3_teaches():
         words = batch(step)
         out = student(words)
         loss = loss_of(out, words) + logits_loss(out, teacher(words), 2.0)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)  # the engine's default
-        optimizer.step()
+        descend_together(optimizer, [loss], 1.0)  # the engine's default
         losses.append(loss.item())
     found = run_ranks(2, teacher_body)
     means = [sum(pair) / 2 for pair in zip(*(losses for losses, _ in found), strict=True)]

@@ -23,6 +23,7 @@ from tests.deepspeed_c.compression.oracle import (
     weights_of,
 )
 from tests.ranks import run_ranks
+from tests.training import descend_together
 
 TECHNIQUES = {
     "weights of 8 bits": {"bits": 8, "symmetric": True, "offset": 1},
@@ -57,10 +58,7 @@ def theory(options: dict, n_steps: int = N_STEPS) -> tuple[list[float], dict[str
     for model.step in range(n_steps):
         words = batch(model.step)
         loss = loss_of(model(words), words)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        descend_together(optimizer, [loss], 1.0)
         losses.append(loss.item())
     return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
 

@@ -15,6 +15,7 @@ from tests.deepspeed_c.zero.reference import Event, Reference, flow_of, recorded
 from tests.deepspeed_c.zero.test_oracle import make_config
 from tests.deepspeed_c.zero.traits import CLIP, OPTIMIZER, TRAITS, batch, make_model
 from tests.ranks import on_ranks, run_ranks
+from tests.training import descend_together
 
 # The patterns of the trained parameters in each phase. A phase has two steps.
 PHASES = (None, ["out.*", "gain"], ["inp.weight", "gain"], None)
@@ -40,11 +41,7 @@ def plain(world: int, keep_state: bool) -> dict[str, torch.Tensor]:
             if name not in names and not keep_state:
                 optimizer.state.pop(p, None)
         for _ in range(STEPS):
-            optimizer.zero_grad()
-            for rank in range(world):
-                (model(*batch(step, 0, rank, 0)) / world).backward()
-            torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], CLIP)
-            optimizer.step()
+            descend_together(optimizer, (model(*batch(step, 0, rank, 0)) / world for rank in range(world)), CLIP)
             step += 1
     return {n: p.detach().clone() for n, p in model.named_parameters()}
 

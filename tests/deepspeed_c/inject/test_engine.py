@@ -9,7 +9,7 @@ import torch
 from tests.deepspeed_c.inject.families import VOCAB, make
 from tests.deepspeed_c.zero.test_tensor_parallel import logical
 from tests.ranks import run_ranks
-from tests.training import config, engine_of, update
+from tests.training import config, descend_together, engine_of, update
 
 STEPS = 2
 
@@ -34,11 +34,8 @@ def plain(family: str, n_data: int, steps: int = STEPS):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
     norms = []
     for step in range(steps):
-        optimizer.zero_grad()
-        for rank in range(n_data):
-            (model(**batch(step, rank)).loss / n_data).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-        optimizer.step()
+        losses = (model(**batch(step, rank)).loss / n_data for rank in range(n_data))
+        norms.append(descend_together(optimizer, losses, 0.5))
     return {name: p.detach() for name, p in model.named_parameters()}, norms
 
 

@@ -15,7 +15,7 @@ from tests.cells import full
 from tests.deepspeed_c.inject.families import VOCAB, make
 from tests.deepspeed_c.zero.test_tensor_parallel import logical
 from tests.ranks import on_ranks, run_ranks
-from tests.training import config, engine_of, update
+from tests.training import config, descend_together, engine_of, update
 
 STEPS = 2
 SHAPES = ((2, 9), (3, 10), (1, 7))  # (samples, tokens): not all are divisible by 2 or by the ranks
@@ -39,10 +39,7 @@ def plain(family: str):
     norms = []
     for step in range(STEPS):
         for shape in SHAPES:
-            optimizer.zero_grad()
-            model(**batch(step, shape)).loss.backward()
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-            optimizer.step()
+            norms.append(descend_together(optimizer, [model(**batch(step, shape)).loss], 0.5))
     return {name: p.detach() for name, p in model.named_parameters()}, norms
 
 

@@ -20,7 +20,7 @@ from deepspeed_c.zero.layout.cuts import cut_of
 from tests.cells import cells
 from tests.deepspeed_c.pipe.models import VOCABULARY, Embed, as_logits, loss_fn
 from tests.ranks import run_ranks
-from tests.training import config
+from tests.training import config, descend_together
 
 HEAD, N_HEADS, N_HIDDEN, STEPS = 4, 5, 7, 3
 WIDTH = HEAD * N_HEADS
@@ -109,11 +109,8 @@ def plain_run(steps: int, n_micro: int) -> tuple[list[float], list[float], list[
     optimizer = torch.optim.AdamW(built.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-4)
     losses, norms, weights = [], [], []
     for step in range(steps):
-        optimizer.zero_grad()
         total = sum(loss_fn(forward(x), y) for x, y in batches_of(step, n_micro)) / n_micro
-        total.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(built.parameters(), 0.5)))
-        optimizer.step()
+        norms.append(descend_together(optimizer, [total], 0.5))
         losses.append(float(total))
         weights.append({name: p.detach().clone() for name, p in built.named_parameters()})
     return losses, norms, weights

@@ -16,7 +16,7 @@ from deepspeed_c.pipe import LayerSpec, PipelineModule
 from deepspeed_c.recompute.budget import Budget
 from tests.deepspeed_c.pipe.models import N_BLOCKS, Block, Plain, loss_fn, micro_batches, module_of
 from tests.ranks import run_ranks
-from tests.training import config, engine_of
+from tests.training import config, descend_together, engine_of
 
 STEPS = 3
 SCHEDULES = {"1f1b": {}, "gpipe": {}, "interleaved": {"virtual_stages": 2}, "zb_h1": {}, "zb_v": {}, "dualpipe_v": {}}
@@ -33,12 +33,8 @@ def plain_run(n_pipelines: int, n: int, *, clip: float = 0.0, tied: bool = True)
     losses = []
     for step in range(STEPS):
         batches = [batch for r in range(n_pipelines) for batch in micro_batches(step, r, n)]
-        optimizer.zero_grad()
         total = sum(loss_fn(model(x), y) for x, y in batches) / len(batches)
-        total.backward()
-        if clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
+        descend_together(optimizer, [total], clip)
         losses.append(float(total))
     return losses, {name.removeprefix("built."): p.detach() for name, p in model.named_parameters()}
 

@@ -14,6 +14,7 @@ from deepspeed_c.pipe import LayerSpec, PipelineModule
 from tests.deepspeed_c.pipe.models import WIDTH, Block
 from tests.deepspeed_c.pipe.test_engine import config_of
 from tests.ranks import run_ranks
+from tests.training import descend_together
 
 N, STEPS, N_LAYERS = 5, 3, 6
 CLIP = 0.5
@@ -56,12 +57,8 @@ def plain(kind: type[nn.Module], frozen: set[int], clip: float) -> tuple[list[fl
     optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
     losses = []
     for step in range(STEPS):
-        optimizer.zero_grad()
         loss = sum(squares(model(x), y) for x, y in batches(step)) / N
-        loss.backward()
-        if clip:
-            nn.utils.clip_grad_norm_(trained, clip)
-        optimizer.step()
+        descend_together(optimizer, [loss], clip)
         losses.append(loss.item())
     return losses, {name: p.detach() for name, p in model.named_parameters()}
 

@@ -22,6 +22,7 @@ from deepspeed_c.offload.file import FileHome
 from tests.cells import cells
 from tests.deepspeed_c.pipe.models import Plain, loss_fn, micro_batches, module_of
 from tests.ranks import run_ranks
+from tests.training import descend_together
 
 STEPS, N, CLIP = 3, 3, 0.5
 ADAM = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}
@@ -80,11 +81,8 @@ def plain_run(n_pipelines: int, last: int = STEPS) -> tuple[list[float], dict[st
     losses = []
     for step in range(last):
         batches = [batch for r in range(n_pipelines) for batch in micro_batches(step, r, N)]
-        optimizer.zero_grad()
         total = sum(loss_fn(model(x), y) for x, y in batches) / len(batches)
-        total.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
+        descend_together(optimizer, [total], CLIP)
         losses.append(total.item())
     return losses, {name.removeprefix("built."): p.detach() for name, p in model.named_parameters()}
 

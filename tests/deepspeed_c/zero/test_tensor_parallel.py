@@ -3,7 +3,9 @@ model in one plain torch process."""
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.cuts import cut_of
 from tests.deepspeed_c.zero.megatron import Mpu, Toy, batch
 from tests.ranks import on_ranks, run_ranks
-from tests.training import update
+from tests.training import descend_together, update
 
 STEPS = 3
 
@@ -72,6 +74,12 @@ def logical(engine) -> dict[str, torch.Tensor]:
     return found
 
 
+def micro_losses(model: Toy, step: int, n_data: int, gas: int) -> Iterator[torch.Tensor]:
+    """The parts of all ranks and micro-batches in the loss of a step."""
+    for rank, micro in itertools.product(range(n_data), range(gas)):
+        yield model(*batch(step, micro, rank)) / (n_data * gas)
+
+
 def plain_muon(n_data: int, gas: int) -> dict[str, torch.Tensor]:
     """The weights of plain torch in one process, with whole matrices."""
     model = Toy()
@@ -84,12 +92,7 @@ def plain_muon(n_data: int, gas: int) -> dict[str, torch.Tensor]:
         ]
     )
     for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(n_data):
-            for micro in range(gas):
-                (model(*batch(step, micro, rank)) / (n_data * gas)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
+        descend_together(optimizer, micro_losses(model, step, n_data, gas), 0.5)
     return {name: p.detach() for name, p in params}
 
 
@@ -146,12 +149,7 @@ def plain(n_data: int, gas: int, clip: float, steps: int = STEPS) -> tuple[dict[
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-2)
     norms = []
     for step in range(steps):
-        optimizer.zero_grad()
-        for rank in range(n_data):
-            for micro in range(gas):
-                (model(*batch(step, micro, rank)) / (n_data * gas)).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).item())
-        optimizer.step()
+        norms.append(descend_together(optimizer, micro_losses(model, step, n_data, gas), clip))
     return {name: p.detach() for name, p in model.named_parameters()}, norms
 
 

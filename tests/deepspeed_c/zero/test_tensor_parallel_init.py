@@ -14,6 +14,7 @@ from tests.deepspeed_c.inject.test_engine import make_config, plain, train
 from tests.deepspeed_c.zero.megatron import Mpu, _Copy, _Reduce
 from tests.deepspeed_c.zero.test_tensor_parallel import logical
 from tests.ranks import run_ranks
+from tests.training import descend_together
 
 
 def whole_body(rank: int, world: int, n_tp: int, how: str):
@@ -100,11 +101,7 @@ def test_a_model_cut_by_hand_is_sharded_over_the_ranks_with_the_same_part(n_data
     model = HandCut()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4)
     for step in range(3):
-        optimizer.zero_grad()
-        for data_rank in range(n_data):
-            (model(samples(step, data_rank)) / n_data).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
+        descend_together(optimizer, (model(samples(step, rank)) / n_data for rank in range(n_data)), 0.5)
     for got in run_ranks(2 * n_data, hand_body):
         for name, param in model.named_parameters():
             torch.testing.assert_close(got[name], param.detach(), rtol=1e-4, atol=1e-6)

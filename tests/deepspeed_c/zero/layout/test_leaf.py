@@ -15,6 +15,7 @@ from tests.deepspeed_c.zero.test_oracle import make_config
 from tests.deepspeed_c.zero.traits import OPTIMIZER
 from tests.ranks import run_ranks
 from tests.toys import Mlp
+from tests.training import descend_together
 
 WIDTH, EXPERTS, STEPS = 7, 4, 4
 
@@ -73,10 +74,7 @@ def test_ranks_use_different_experts(bucket: int, world: int) -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(world):
-            (model(*batch(step, rank)) / world).backward()
-        optimizer.step()
+        descend_together(optimizer, (model(*batch(step, rank)) / world for rank in range(world)))
     for rank, got in enumerate(run_ranks(world, mixture_body, bucket)):
         for name, p in model.named_parameters():
             worst = (got[name] - p).abs().max().item()

@@ -14,6 +14,7 @@ from deepspeed_c.zero.states import kinds
 from deepspeed_c.zero.states.optimizer import DeepSpeedOptimizer
 from tests import training
 from tests.ranks import on_ranks, run_ranks
+from tests.training import descend
 
 NAMES = (
     *("BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "FP16_Optimizer"),
@@ -114,9 +115,7 @@ def plain(name, world):
     model = make_model()
     optimizer = BASES[name](groups_of(model))
     for step in range(STEPS):
-        optimizer.zero_grad()
-        sum(loss_of(model, step, rank) for rank in range(world)).div(world).backward()
-        optimizer.step()
+        descend(optimizer, sum(loss_of(model, step, rank) for rank in range(world)).div(world))
     return optimizer.state_dict(), [p.detach().clone() for p in model.parameters()]
 
 

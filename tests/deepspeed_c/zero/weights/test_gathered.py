@@ -16,6 +16,7 @@ from tests import training
 from tests.deepspeed_c.zero.test_oracle import make_config
 from tests.deepspeed_c.zero.traits import CLIP, WIDTH, batch
 from tests.ranks import on_ranks, run_ranks
+from tests.training import descend_together
 
 RELEASED, HERE = ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.AVAILABLE
 # UNITS: several gather units, and a parameter that is cut across ranks. HALF_WHOLE: some parameters stay whole too.
@@ -338,10 +339,7 @@ def test_external_parameters(rank: int, world: int, how: str) -> None:
             loss, expected = engine(x, y), twin(x, y)
             assert abs(loss.item() - expected.item()) < 1e-5, f"step {step}: {loss.item()} is not {expected.item()}"
             training.update(engine, loss)
-            optimizer.zero_grad()
-            expected.backward()
-            torch.nn.utils.clip_grad_norm_(twin.parameters(), CLIP)
-            optimizer.step()
+            descend_together(optimizer, [expected], CLIP)
         unregister_external_parameter(model.reader, model.owner.weight)
         assert "not registered" in caught(lambda: unregister_external_parameter(model.reader, model.owner.weight))
         assert "Parameter" in caught(lambda: register_external_parameter(model.reader, torch.zeros(3)))
@@ -465,10 +463,7 @@ def test_fp32_adapters_on_a_frozen_bf16_base(rank: int, world: int) -> None:
             loss, expected = engine(x, y), twin(x, y)
             assert abs(loss.item() - expected.item()) < 1e-4 * expected.item(), (step, loss.item(), expected.item())
             training.update(engine, loss)
-            optimizer.zero_grad()
-            expected.backward()
-            torch.nn.utils.clip_grad_norm_(twin.parameters(), CLIP)
-            optimizer.step()
+            descend_together(optimizer, [expected], CLIP)
         assert torch.equal(training.whole_weights(model)["base.weight"], twin.base.weight)
 
 
