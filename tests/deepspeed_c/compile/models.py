@@ -10,21 +10,28 @@ from torch import nn
 from torch.nn import functional as F
 
 from deepspeed_c.utils import safe_get_full_fp32_param
+from tests.toys import Mlp
 from tests.training import engine_of, step
 
-__all__ = ["STEPS", "WIDTH", "WORDS", "Block", "Model", "batch_of", "close", "make_engine", "peak_of", "same", "train"]
+__all__ = [
+    "STEPS",
+    "WIDTH",
+    "WORDS",
+    "Model",
+    "batch_of",
+    "close",
+    "make_block",
+    "make_engine",
+    "peak_of",
+    "same",
+    "train",
+]
 
 WIDTH, WORDS, STEPS = 12, 23, 3
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+def make_block() -> Mlp:
+    return Mlp(WIDTH, 4 * WIDTH, F.gelu, has_norm=True, adds=True)
 
 
 class Model(nn.Module):
@@ -35,7 +42,7 @@ class Model(nn.Module):
     def __init__(self, breaks: bool = False, again: Callable[..., Any] | None = None, frozen: bool = False) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(make_block() for _ in range(3))
         self.blocks[0].requires_grad_(not frozen)
         self.breaks, self.again = breaks, again
         self.fails = False

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed_c
 from deepspeed_c.utils import safe_get_full_fp32_param
 from tests.cells import full
-from tests.deepspeed_c.compile.models import STEPS, WIDTH, Block, Model, batch_of, close, make_engine, same, train
+from tests.deepspeed_c.compile.models import STEPS, WIDTH, Model, batch_of, close, make_block, make_engine, same, train
 from tests.ranks import on_ranks, run_ranks
 from tests.training import step, update
 
@@ -124,7 +124,7 @@ class Odd(Model):
         super().__init__()
         self.never = nn.Linear(3, 5)
         self.empty = nn.Parameter(torch.zeros(0, 7))
-        self.some = Block()
+        self.some = make_block()
         self.takes_some = True
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

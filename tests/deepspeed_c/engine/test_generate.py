@@ -18,6 +18,7 @@ from deepspeed_c.zero import GatheredParameters
 from deepspeed_c.zero.weights.drivers.lease import Lease
 from tests import training
 from tests.ranks import on_ranks, run_ranks
+from tests.toys import llama, twin_of
 from tests.waits import joined
 
 transformers = pytest.importorskip("transformers")
@@ -28,21 +29,9 @@ CELLS = [(0, False), (2, False), (3, False), (3, True)]
 SHARDED = [(3, False), (3, True)]
 
 
-def llama() -> Any:
-    torch.manual_seed(5)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=24,
-            intermediate_size=40,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            pad_token_id=0,
-            initializer_range=0.3,
-        )
-    )
+def make_llama() -> Any:
+    sizes = {"vocab_size": VOCAB, "num_hidden_layers": 3, "max_position_embeddings": 128, "initializer_range": 0.3}
+    return llama(5, **sizes, pad_token_id=0)
 
 
 def make(stage: int, joint: bool, **zero: Any) -> Any:
@@ -53,20 +42,13 @@ def make(stage: int, joint: bool, **zero: Any) -> Any:
         lr=1e-2,
         comm={"local": "shm", "zero_copy_gather": joint},
     )
-    return deepspeed_c.initialize(model=llama(), config=config)[0]
+    return deepspeed_c.initialize(model=make_llama(), config=config)[0]
 
 
 def train(engine: Any, rank: int, step: int) -> float:
     torch.manual_seed(100 * step + rank)
     tokens = torch.randint(1, VOCAB, (1, 11))
     return training.step(engine, input_ids=tokens, labels=tokens)
-
-
-def twin_of(engine: Any) -> Any:
-    """A plain model with the engine's weights. Collective at stage 3."""
-    twin = llama()
-    twin.load_state_dict({name: value.clone() for name, value in engine.module_state_dict().items()})
-    return twin.eval()
 
 
 def prompt_of(rank: int) -> torch.Tensor:
@@ -122,7 +104,7 @@ def turns_body(rank: int, world: int, stage: int, joint: bool, generates: bool) 
             losses.append(train(engine, rank, turn))
             if not generates:
                 continue
-            twin = twin_of(engine)
+            twin = twin_of(engine, make_llama())
             n_tokens = 9 if (rank + turn) % 2 else 2
             engine.eval()
             before = counts(engine) if stage == 3 else None
@@ -157,7 +139,7 @@ def test_tokens_are_those_of_a_plain_model_and_training_keeps_its_bits(stage: in
 def test_ranks_end_alone(rank: int, world: int, stage: int, joint: bool) -> None:
     with make(stage, joint) as engine:
         train(engine, rank, 0)
-        twin = twin_of(engine)
+        twin = twin_of(engine, make_llama())
         engine.eval()
         # A rank without prompts, one that asks for ranks in step, and another number of calls on each rank.
         none = torch.zeros(0, 5, dtype=torch.long)
@@ -178,7 +160,7 @@ def test_ranks_end_alone(rank: int, world: int, stage: int, joint: bool) -> None
 @on_ranks(2)
 def test_a_model_beyond_the_limit_is_gathered_for_each_token(rank: int, world: int) -> None:
     with make(3, False, stage3_max_live_parameters=9000) as engine:
-        twin = twin_of(engine)
+        twin = twin_of(engine, make_llama())
         engine.eval()
         passes = engine._fetcher.stats.n_passes
         assert torch.equal(write(engine.module, prompt_of(rank), 5), write(twin, prompt_of(rank), 5))
@@ -275,7 +257,7 @@ def edited_body(rank: int, world: int, joint: bool) -> None:
         before = write(engine.module, prompt_of(rank), 6)
         with GatheredParameters([weight], modifier_rank=0), torch.no_grad():
             weight.neg_()
-        got, twin = write(engine.module, prompt_of(rank), 6), twin_of(engine)
+        got, twin = write(engine.module, prompt_of(rank), 6), twin_of(engine, make_llama())
         assert torch.equal(got, write(twin, prompt_of(rank), 6)) and not torch.equal(got, before)
         engine.train()
         train(engine, rank, 0)
@@ -291,7 +273,7 @@ def test_announced_edits_are_seen_by_the_next_generation(stage: int, joint: bool
 
 def refused_body(rank: int, world: int, stage: int, joint: bool) -> None:
     with make(stage, joint) as engine:
-        twin = twin_of(engine)
+        twin = twin_of(engine, make_llama())
         loss = engine(input_ids=prompt_of(rank), labels=prompt_of(rank)).loss
         engine.backward(loss)
         count = engine._comm.ledger.last

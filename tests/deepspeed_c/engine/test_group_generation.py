@@ -15,6 +15,7 @@ from deepspeed_c.moe.layer import MoE
 from deepspeed_c.zero import GatheredParameters
 from tests.cells import full
 from tests.ranks import on_ranks, run_ranks
+from tests.toys import Chain, llama, twin_of
 from tests.training import step
 
 transformers = pytest.importorskip("transformers")
@@ -23,14 +24,10 @@ VOCAB = 53
 CELLS = [(0, False), pytest.param(2, False, marks=full), pytest.param(3, False, marks=full), (3, True)]
 
 
-def llama(**more: Any) -> Any:
-    torch.manual_seed(1)
-    config = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
-        "eos_token_id": None, "initializer_range": 0.3,
-    }  # fmt: skip
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**config, **more}))
+def make_llama(**more: Any) -> Any:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    usual = {"max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": None, "initializer_range": 0.3}
+    return llama(1, **{**sizes, **usual, **more})
 
 
 def configuration(stage: int, joint: bool = False, n_together: int = 2, **more: Any) -> dict[str, Any]:
@@ -45,15 +42,9 @@ def configuration(stage: int, joint: bool = False, n_together: int = 2, **more: 
 
 
 def make(stage: int, joint: bool = False, n_together: int = 2, **more: Any) -> Any:
-    engine = deepspeed_c.initialize(model=llama(), config=configuration(stage, joint, n_together, **more))[0]
+    engine = deepspeed_c.initialize(model=make_llama(), config=configuration(stage, joint, n_together, **more))[0]
     assert type(engine) is DeepSpeedHybridEngine
     return engine
-
-
-def twin_of(engine: Any) -> Any:
-    twin = llama()
-    twin.load_state_dict({name: value.clone() for name, value in engine.module_state_dict().items()})
-    return twin.eval()
 
 
 def train(engine: Any, tokens: torch.Tensor) -> float:
@@ -80,7 +71,7 @@ def rounds_body(rank: int, world: int, stage: int, joint: bool, n_together: int,
     with make(stage, joint, n_together, **more) as engine:
         losses = []
         for turn in range(3):
-            twin = twin_of(engine)
+            twin = twin_of(engine, make_llama())
             engine.eval()
             n_tokens = 3 + 5 * ((rank + turn) % 2)
             want = write(twin, prompt_of(rank), n_tokens)
@@ -151,7 +142,7 @@ def test_of_shards_each_rank_keeps_its_parts_until_training_goes_on(rank: int, w
         with GatheredParameters([head], modifier_rank=0), torch.no_grad():
             if rank == 0:
                 head.neg_()
-        twin = twin_of(engine)
+        twin = twin_of(engine, make_llama())
         assert torch.equal(write(engine.module, prompt_of(rank), 6), write(twin, prompt_of(rank), 6))
         engine.train()
         assert all(param.is_meta for param in copy_of(engine).parameters())
@@ -183,7 +174,7 @@ def adapters_body(rank: int, world: int) -> None:
         lora = peft.LoraConfig(
             r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
         )
-        made = peft.get_peft_model(llama(), lora)
+        made = peft.get_peft_model(make_llama(), lora)
         made.add_adapter("other", lora)
         return made
 
@@ -229,7 +220,7 @@ def test_the_mistake_of_one_rank_is_an_error_on_all_that_wait_for_it(rank: int, 
     """Rank 2 alone makes each of the mistakes. All ranks have an error then, and the next call works."""
     with make(stage) as engine:
         engine.eval()
-        twin = twin_of(engine)
+        twin = twin_of(engine, make_llama())
         good, long, right = prompt_of(rank), torch.full((1, 513), 4), torch.tensor([[5, 6, 0]])
         for wrong, text in (
             (long, "513 tokens is longer"),
@@ -249,13 +240,6 @@ def test_the_mistake_of_one_rank_is_an_error_on_all_that_wait_for_it(rank: int, 
         assert torch.equal(write(engine.module, good, 4), write(twin, good, 4))
 
 
-class Chain(torch.nn.Module):
-    def __init__(self, **parts: torch.nn.Module) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            self.add_module(name, part)
-
-
 @on_ranks(2)
 def test_ranks_and_models_that_cannot_be_divided_are_refused_by_name(rank: int, world: int) -> None:
     t5 = {"vocab_size": 9, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
@@ -265,9 +249,9 @@ def test_ranks_and_models_that_cannot_be_divided_are_refused_by_name(rank: int, 
             deepspeed_c.initialize(model=model, config=configuration(2, **more))
         assert "hybrid_engine.inference_tp_size" in str(raised.value), raised.value
 
-    refuses(ConfigError, "groups of 3", llama(), n_together=3)
+    refuses(ConfigError, "groups of 3", make_llama(), n_together=3)
     refuses(ModelError, "no model of transformers", torch.nn.Linear(2, 2))
     refuses(FeatureError, "has an encoder", transformers.T5ForConditionalGeneration(transformers.T5Config(**t5)))
-    mixed = Chain(model=llama(), experts=MoE(4, torch.nn.Linear(4, 4), num_experts=2, ep_size=2))
+    mixed = Chain(model=make_llama(), experts=MoE(4, torch.nn.Linear(4, 4), num_experts=2, ep_size=2))
     refuses(FeatureError, "expert of this rank alone", mixed)
-    refuses(FeatureError, "divided anew", llama(), tensor_parallel={"autotp_size": 2})
+    refuses(FeatureError, "divided anew", make_llama(), tensor_parallel={"autotp_size": 2})

@@ -18,6 +18,7 @@ from deepspeed_c.pipe import LayerSpec, PipelineModule
 from tests import training
 from tests.log_lines import LogLines
 from tests.ranks import on_ranks, run_ranks
+from tests.toys import twin_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -70,13 +71,6 @@ def make_actor(stage: int, **more: Any) -> Any:
         "max_out_tokens": LENGTH, "inference_tp_size": 1, "release_inference_cache": True, "pin_parameters": False,
     }  # fmt: skip
     return deepspeed_c.initialize(model=opt(1), config=settings(stage, hybrid=hybrid, **more))[0]
-
-
-def twin_of(engine: Any) -> Any:
-    """A plain model with the engine's weights. Collective at stage 3."""
-    twin = opt(1)
-    twin.load_state_dict({name: value.clone() for name, value in engine.module_state_dict().items()})
-    return twin.eval()
 
 
 def prompts_of(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,7 +130,7 @@ def rounds_body(rank: int, world: int, stage: int, joint: bool) -> Any:
     reward.eval()
     losses, written = [], []
     for _ in range(3):
-        twin = twin_of(actor)
+        twin = twin_of(actor, opt(1))
         exp = make_experience(actor, reference, critic, reward, rank)
         assert torch.equal(exp["tokens"], write(twin, *prompts_of(rank)))
         written.append(exp["tokens"].tolist())
@@ -164,7 +158,7 @@ def test_rounds_at_each_stage_write_the_tokens_of_a_plain_model() -> None:
 @on_ranks(2)
 def test_prompts_that_cannot_be_continued_are_refused_before_a_collective(rank: int, world: int, stage: int) -> None:
     with make_actor(stage) as actor:
-        twin = twin_of(actor)
+        twin = twin_of(actor, opt(1))
         actor.eval()
         n_collectives, n_refusals = actor._comm.ledger.last, 8
         prompts, mask = prompts_of(rank)

@@ -20,16 +20,16 @@ from tests.deepspeed_c.engine.test_generate import (
     bits_of,
     chat,
     in_midst,
-    llama,
     make,
+    make_llama,
     prompt_of,
     train,
-    twin_of,
     write,
 )
 from tests.deepspeed_c.zero.test_oracle import make_config
 from tests.log_lines import LogLines
 from tests.ranks import on_ranks, run_ranks
+from tests.toys import twin_of
 from tests.training import engine_of
 
 transformers = pytest.importorskip("transformers")
@@ -54,7 +54,7 @@ def turns_body(rank: int, world: int, generates: bool) -> Any:
         fetcher = engine._fetcher
         for turn in range(4):
             if generates:
-                twin = llama().eval() if turn == 0 else twin_of(engine)
+                twin = make_llama().eval() if turn == 0 else twin_of(engine, make_llama())
                 if turn == 1:
                     engine.module.gradient_checkpointing_enable()
                 engine.eval()
@@ -81,7 +81,7 @@ def test_tokens_are_those_of_a_plain_model_within_the_limit(world: int) -> None:
 
 def rounds_body(rank: int, world: int) -> list[str]:
     with LogLines() as log, make_large() as engine:
-        twin = llama().eval()
+        twin = make_llama().eval()
         engine.eval()
         ledger, n_units = engine._comm.ledger, len(engine._fetcher.groups)
         none = torch.zeros(0, 5, dtype=torch.long)
@@ -112,7 +112,7 @@ def test_a_rank_that_raises_serves_the_others_first(rank: int, world: int, when:
     with make_large() as engine:
         if when != "first":
             train(engine, rank, 0)
-        twin = twin_of(engine)
+        twin = twin_of(engine, make_llama())
         engine.eval()
         if when == "later":
             write(engine.module, prompt_of(rank), 2)
@@ -142,14 +142,14 @@ def test_a_rank_that_raises_serves_the_others_first(rank: int, world: int, when:
 def test_a_rank_that_refuses_its_prompts_serves_the_others_first(rank: int, world: int) -> None:
     hybrid = {"hybrid_engine": {"enabled": True, "max_out_tokens": 8}}
     zero = {"zero_optimization": {"reduce_bucket_size": 3000, "stage3_max_live_parameters": LIMIT}}
-    engine = deepspeed_c.initialize(model=llama(), config=make_config(3, "fp32", 1, {**zero, **hybrid}))[0]
+    engine = deepspeed_c.initialize(model=make_llama(), config=make_config(3, "fp32", 1, {**zero, **hybrid}))[0]
     with engine:
         engine.eval()
         if rank == 0:
             with pytest.raises(StateError, match="prompt of 9 tokens"):
                 write(engine.module, torch.ones(1, 9, dtype=torch.long), 3)
         else:
-            assert torch.equal(write(engine.module, prompt_of(rank), 3), write(llama().eval(), prompt_of(rank), 3))
+            assert torch.equal(write(engine.module, prompt_of(rank), 3), write(make_llama().eval(), prompt_of(rank), 3))
 
 
 # -- other ways to generate --------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_a_rank_that_refuses_its_prompts_serves_the_others_first(rank: int, worl
 @on_ranks(3)
 def test_ranks_may_call_a_different_number_of_times_within_synced_generation(rank: int, world: int) -> None:
     with make_large() as engine:
-        twin = llama().eval()
+        twin = make_llama().eval()
         engine.eval()
         with engine.synced_generation():
             for n_tokens in range(1, 2 + 2 * rank):

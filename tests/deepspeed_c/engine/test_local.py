@@ -18,18 +18,15 @@ from deepspeed_c.comm.ledger import all_ledgers
 from deepspeed_c.errors import CommError, ConfigError
 from tests import training
 from tests.ranks import RanksFailed, on_ranks
+from tests.toys import Stack, mean_square
 
 WIDTH, STEPS = 24, 3
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
 
 
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(5)))
-
-    def forward(self, x):
-        return torch.tanh(self.layers(x)).square().mean()
+def make_model():
+    torch.manual_seed(0)
+    return Stack(5, lambda: torch.nn.Linear(WIDTH, WIDTH), lambda y: mean_square(torch.tanh(y)))
 
 
 def config(local, stage, precision="fp32", **more):
@@ -42,8 +39,7 @@ def config(local, stage, precision="fp32", **more):
 
 
 def start(settings):
-    torch.manual_seed(0)
-    return deepspeed_c.initialize(model=Model(), config=settings)[0]
+    return deepspeed_c.initialize(model=make_model(), config=settings)[0]
 
 
 def step(engine, rank, seed):
@@ -184,8 +180,7 @@ def transport(comm):
 def test_engines_share_the_connection(rank, world):
     """Engines, one beside the other and one after the other, on one connection; ``zero.Init`` before them."""
     with deepspeed_c.zero.Init(config_dict_or_path=config("auto", 3)) as init:
-        torch.manual_seed(0)
-        model = Model()
+        model = make_model()
     connection = transport(init.comm)
     assert connection.name == "shm"
     one = deepspeed_c.initialize(model=model, config=config("auto", 3))[0]

@@ -16,6 +16,7 @@ from deepspeed_c.utils import safe_get_full_grad, set_z3_leaf_modules
 from deepspeed_c.zero import GatheredParameters
 from tests.log_lines import LogLines
 from tests.ranks import on_ranks, run_ranks
+from tests.toys import Chain
 from tests.training import engine_of, whole_weights
 
 WIDTH, GAS, SCALE = 13, 2, 2.0**10
@@ -424,18 +425,9 @@ def test_fp16_says_once_that_gradients_of_inputs_are_scaled(backward):
 # -- several engines ----------------------------------------------------------------------------------------------------
 
 
-class Tail(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 3)
-
-    def forward(self, x):
-        return torch.tanh(self.layer(x))
-
-
-def make_tail() -> Tail:
+def make_tail() -> nn.Module:
     torch.manual_seed(2)
-    return Tail()
+    return Chain(end=torch.tanh, layer=nn.Linear(5, 3))
 
 
 def chain_body(rank: int, world: int, stage: int, first: str, second: str, how: str) -> None:
