@@ -6,17 +6,8 @@ import sys
 import torch
 
 import deepspeed_c
+from tests.toys import Chain, mean_square
 from tests.training import engine_of, step
-
-
-class Layer(torch.nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x).square().mean()
-
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--behaviour", default="good")
@@ -29,7 +20,7 @@ args = parser.parse_args()
 config = args.deepspeed_config
 if args.behaviour == "own configuration":
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}}
-model = Layer(args.width)
+model = Chain(end=mean_square, layer=torch.nn.Linear(args.width, args.width))
 engine = engine_of(model, config)
 size = 3 if args.behaviour == "own batch" else engine.train_micro_batch_size_per_gpu()
 if args.behaviour == "fails at 2" and size == 2:
