@@ -4,6 +4,7 @@ phase."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -137,20 +138,24 @@ class PatientPool(buffers.BufferPool):
             time.sleep(1e-4)
 
 
+def take_steps(engine: Any, live: LiveBytes, inputs: Callable[[], torch.Tensor], n_passes: int = N_STEPS) -> None:
+    for _ in range(n_passes):
+        with live.phase("forward"):
+            loss = engine(inputs()).float().square().mean()
+        with live.phase("backward"):
+            engine.backward(loss)
+        del loss
+        with live.phase("step"):
+            engine.step()
+
+
 def run_engine(rank: int, world: int, case: Case) -> dict[str, int]:
     """The peak of each phase of a real run. The batch is one row, so activations are only some kilobytes."""
     with LiveBytes() as live, mock.patch.object(fetch, "BufferPool", PatientPool):
         with live.phase("initialize"):
             engine, *_ = deepspeed_c.initialize(model=make_model(case), config=case.config)
         dtype = next(engine.module.parameters()).dtype
-        for _ in range(N_STEPS * case.micro_batches):
-            with live.phase("forward"):
-                loss = engine(torch.ones(1, case.widths[0], dtype=dtype)).float().square().mean()
-            with live.phase("backward"):
-                engine.backward(loss)
-            del loss
-            with live.phase("step"):
-                engine.step()
+        take_steps(engine, live, lambda: torch.ones(1, case.widths[0], dtype=dtype), N_STEPS * case.micro_batches)
     engine.close()
     return live.peaks
 
@@ -386,24 +391,14 @@ NESTED = {
 }
 
 
-def take_steps(engine: Any, live: LiveBytes, inputs: torch.Tensor) -> None:
-    for _ in range(N_STEPS):
-        with live.phase("forward"):
-            loss = engine(inputs).float().square().mean()
-        with live.phase("backward"):
-            engine.backward(loss)
-        del loss
-        with live.phase("step"):
-            engine.step()
-
-
 def run_nested(rank: int, world: int, settings: dict, under_init: bool) -> dict[str, int]:
     with LiveBytes() as live, mock.patch.object(fetch, "BufferPool", PatientPool):
         with live.phase("build"), deepspeed_c.zero.Init(config_dict_or_path=settings, enabled=under_init):
             model = nested()
         with live.phase("initialize"):
             engine, *_ = deepspeed_c.initialize(model=model, config=settings)
-        take_steps(engine, live, torch.arange(3).view(1, 3))
+        tokens = torch.arange(3).view(1, 3)
+        take_steps(engine, live, lambda: tokens)
     engine.close()
     return live.peaks
 
@@ -445,7 +440,8 @@ def bytes_with_experts(
     with LiveBytes() as live, mock.patch.object(fetch, "BufferPool", PatientPool):
         with live.phase("initialize"):
             engine, *_ = deepspeed_c.initialize(model=WithExperts(n_experts, ep_size), config=settings)
-        take_steps(engine, live, torch.ones(3, 512, dtype=next(engine.module.parameters()).dtype))
+        rows = torch.ones(3, 512, dtype=next(engine.module.parameters()).dtype)
+        take_steps(engine, live, lambda: rows)
         tensors = [t for s in engine.optimizer.state.values() for t in s.values() if torch.is_tensor(t) and t.dim()]
         n_bytes = sum(t.nbytes for t in tensors)
     return live.peaks, n_bytes
