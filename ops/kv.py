@@ -1,8 +1,8 @@
 """Keys and values of attention in blocks (``dsc/infer.h``; arXiv 2309.06180), for tensors in host memory.
 
 A *row* is one sequence of a call. ``tables`` (int32 [rows, columns]) names the blocks of each row in the order of its
-tokens, ``n_keys`` (int64 [rows]) counts its tokens, and ``n_new`` (int64 [rows]) its new tokens, the last ones. New tokens
-of a call are [tokens, heads, dim], row after row. Blocks lie in two tensors of float32, bfloat16 or float16:
+tokens, ``n_keys`` (int64 [rows]) counts its tokens, and ``n_new`` (int64 [rows]) its new tokens, the last ones. New
+tokens of a call are [tokens, heads, dim], row after row. Blocks lie in two tensors of float32, bfloat16 or float16:
 ``keys`` [blocks, kv_heads, head_dim, BLOCK_TOKENS] and ``values`` [blocks, kv_heads, BLOCK_TOKENS, value_dim].
 """
 

@@ -349,11 +349,6 @@ dsc_status dsc_kv_assign(struct dsc_kv_pool *pool, int32_t n, const int32_t *seq
     return DSC_OK;
 }
 
-int64_t dsc_kv_length(const struct dsc_kv_pool *pool, int32_t sequence)
-{
-    return is_live(pool, sequence) ? pool->sequences[sequence].n_tokens : -1;
-}
-
 dsc_status dsc_kv_tables(const struct dsc_kv_pool *pool, int32_t n, const int32_t *sequences, int64_t n_columns,
                          int32_t *out)
 {

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from deepspeed_c import kv
-from deepspeed_c.engine.prompts import are_tokens, has_encoder, n_tokens_of, prompts_of, setting_of
-from deepspeed_c.errors import FeatureError
+from deepspeed_c.engine.prompts import are_tokens, find_tokens, has_encoder, n_tokens_of, prompts_of, setting_of
 from deepspeed_c.inject.few_rows import few_row_products
-from deepspeed_c.kv.group import blocks_of
+from deepspeed_c.kv.group import CallNeedsOwnCache, NeedsOwnCache, blocks_of, own_cache
 from deepspeed_c.logging import log_dist
 
 __all__ = ["generate_in_blocks"]
@@ -41,10 +40,10 @@ _unfit: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 def generate_in_blocks(
     model: torch.nn.Module, generate: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    """What ``generate(*args, **kwargs)`` returns. ``generate``: of ``model``, a model of transformers.
+    """Returns the result of ``generate(*args, **kwargs)``. ``generate``: of ``model``, a model of transformers.
 
     A model whose attention does not find blocks begins anew with its own cache, as if nothing had been: the same random
-    numbers are drawn. It is logged once a model.
+    numbers are drawn. The log says why: once for a model, else at each call.
     """
     if model in _unfit or not getattr(type(model).generate, "__module__", "").startswith("transformers."):
         return generate(*args, **kwargs)
@@ -58,9 +57,11 @@ def generate_in_blocks(
     try:
         cache = _cache_of(model, kwargs)
         with kv.attention.attention_in_blocks(model), few_row_products(model):
+            _read_prompts_once(model, cache, kwargs)
             found = generate(**{**kwargs, "past_key_values": cache})
-    except FeatureError as error:
-        _unfit.add(model)
+    except NeedsOwnCache as error:
+        if not isinstance(error, CallNeedsOwnCache):
+            _unfit.add(model)
         log_dist(f"{type(model).__name__} generates with its own cache: {error.what}", ranks=[0])
         torch.set_rng_state(random)
         if kwargs.get("streamer") is not None:
@@ -108,19 +109,52 @@ def _fits(model: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
     )
 
 
+def _n_ways(model: torch.nn.Module, kwargs: dict[str, Any]) -> int:
+    """The rows that ``generate`` makes of each prompt."""
+    return max(setting_of(model, kwargs, name) or 1 for name in ("num_beams", "num_return_sequences"))
+
+
+def _read_prompts_once(model: torch.nn.Module, cache: Any, kwargs: dict[str, Any]) -> None:
+    """Runs the prompts without their last tokens where several samples or beams begin from each, which then share the
+    blocks of their prompt. Transformers would run each prompt once for each of them.
+    """
+    from transformers import GenerationMixin
+
+    prompts, n_ways = prompts_of((), kwargs), _n_ways(model, kwargs)
+    others = {name for name, value in kwargs.items() if torch.is_tensor(value)} - {
+        "inputs",
+        "input_ids",
+        "attention_mask",
+    }
+    # A model that prepares its inputs by itself may run others: peft puts virtual tokens before a prompt.
+    name = GenerationMixin.prepare_inputs_for_generation.__name__
+    is_plain = getattr(type(model), name) is getattr(GenerationMixin, name) and name not in vars(model)
+    if n_ways == 1 or has_encoder(model) or model.training or prompts.shape[1] < 2 or others or not is_plain:
+        return
+    is_token = find_tokens(model, (), kwargs)
+    inputs = {"input_ids": prompts[:, :-1], "past_key_values": cache, "use_cache": True}
+    if not bool(is_token.all()):
+        positions = is_token.long().cumsum(1) - 1
+        inputs |= {"attention_mask": is_token[:, :-1].long(), "position_ids": positions.clamp(min=0)[:, :-1]}
+    if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
+        inputs["logits_to_keep"] = 1
+    with torch.no_grad():
+        model(**inputs)
+    cache.batch_repeat_interleave(n_ways)
+
+
 def _cache_of(model: torch.nn.Module, kwargs: dict[str, Any]) -> Any:
-    """A cache that has room for all tokens of the call. Raises FeatureError where the model's layers need another."""
+    """A cache that has room for all tokens of the call. Raises NeedsOwnCache where the model's layers need another."""
     from transformers import DynamicCache, EncoderDecoderCache
 
     if not getattr(model, "_supports_attention_backend", False):
-        raise kv.cache.own_cache("its attention is part of its layers")
+        raise own_cache("its attention is part of its layers")
     n_prompt, n_new = n_tokens_of(model, (), kwargs)
     n_tokens = max(n_new, _DEFAULT_TOKENS) + (1 if has_encoder(model) else n_prompt)
     if kwargs.get("assistant_model") is not None or setting_of(model, kwargs, "prompt_lookup_num_tokens"):
         n_tokens += _ASSISTED_TOKENS
-    n_ways = max(setting_of(model, kwargs, name) or 1 for name in ("num_beams", "num_return_sequences"))
     # One block more a row: a row that ends is written to until the others have ended, and a shared block is copied.
-    n_blocks = len(prompts_of((), kwargs)) * n_ways * (blocks_of(n_tokens) + 1)
+    n_blocks = len(prompts_of((), kwargs)) * _n_ways(model, kwargs) * (blocks_of(n_tokens) + 1)
     config = model.config.get_text_config(decoder=True)
     cache = kv.cache.BlockCache(config, n_blocks)
     return EncoderDecoderCache(cache, DynamicCache(config=config)) if has_encoder(model) else cache

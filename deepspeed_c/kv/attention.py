@@ -1,4 +1,4 @@
-"""Attention over a block cache, by the interface through which models of transformers find their attention.
+"""Attention over a block cache, for the ``AttentionInterface`` of transformers.
 
 Importing this module imports transformers.
 """
@@ -16,7 +16,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from deepspeed_c.kv.cache import own_cache, view_of
+from deepspeed_c.kv.cache import view_of
+from deepspeed_c.kv.group import CallNeedsOwnCache, own_cache
 from deepspeed_c.ops import kv
 
 __all__ = ["attention_in_blocks"]
@@ -152,7 +153,7 @@ def _attend(
     if position_bias is not None:
         raise own_cache(f"{type(module).__name__} adds a bias of positions")
     if dropout:
-        raise own_cache(f"{type(module).__name__} drops attention")
+        raise own_cache(f"{type(module).__name__} drops attention", CallNeedsOwnCache)
     if group.window is not None and sliding_window != group.window:
         raise own_cache(f"{type(module).__name__} has a window of {sliding_window}, its cache one of {group.window}")
     batch, n_heads, n_tokens, head_dim = query.shape

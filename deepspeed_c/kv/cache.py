@@ -16,22 +16,16 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
-from deepspeed_c.errors import FeatureError
-from deepspeed_c.kv.group import Group
+from deepspeed_c.kv.group import CallNeedsOwnCache, Group, own_cache
 from deepspeed_c.ops import kv
 
-__all__ = ["BlockCache", "BlockLayer", "View", "dense", "own_cache", "view_of"]
+__all__ = ["BlockCache", "BlockLayer", "View", "dense", "view_of"]
 
 _VIEW = "_deepspeed_c_view"
 
 
-def own_cache(what: str) -> FeatureError:
-    """The error that says why a model must keep its own cache."""
-    return FeatureError(what, where="keys and values in blocks", fix="generate with the model's own cache")
-
-
 class View(NamedTuple):
-    """What the keys that ``update`` returned stand for: all keys of their rows."""
+    """All keys of some rows. The keys of new tokens stand for them between ``update`` and attention."""
 
     layer: BlockLayer
     rows: kv.KvRows
@@ -81,7 +75,7 @@ class BlockLayer(CacheLayerMixin):
         try:
             step = self.group.reach(self.length + key_states.shape[2], key_states.shape[0])
         except MemoryError as error:
-            raise own_cache(f"more tokens come than the call asked for ({error})") from error
+            raise own_cache(f"more tokens come than the call asked for ({error})", CallNeedsOwnCache) from error
         self.length += key_states.shape[2]
         if step.copies is not None and step.number != self._last_step:
             source, target = step.copies
@@ -118,7 +112,7 @@ class BlockCache(DynamicCache):
         config: of the model, as ``DynamicCache`` takes it.
         n_blocks: blocks of each group of layers that hold the same tokens. Memory is taken when a block is written.
 
-    Raises FeatureError for a model with layers of another kind (recurrent states).
+    Raises NeedsOwnCache for a model with layers of another kind (recurrent states).
     """
 
     def __init__(self, config: Any, n_blocks: int) -> None:
@@ -127,7 +121,7 @@ class BlockCache(DynamicCache):
         self.groups: dict[int | None, Group] = {}
         self.awaited: BlockLayer | None = None
         """The layer whose keys were written last, until attention has found them."""
-        self._first: torch.Tensor | None = None  # of each row, behind its padding; None: no row is padded
+        self._first: torch.Tensor | None = None  # behind the padding of each row; None: no row is padded
         self._mask: torch.Tensor | None = None  # whose first tokens these are
         windows = [self._window_of(layer) for layer in self.layers]
         for window in windows:
@@ -145,7 +139,7 @@ class BlockCache(DynamicCache):
     def expect(self, layer: BlockLayer) -> None:
         """Notes that attention must find the keys of ``layer`` next.
 
-        Raises FeatureError where it has not found the keys of the layer before.
+        Raises NeedsOwnCache where it has not found the keys of the layer before.
         """
         if self.awaited is not None:
             raise own_cache(
@@ -156,17 +150,17 @@ class BlockCache(DynamicCache):
     def first_of(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """The first token of each row that is no padding, int64 [batch]; None where no row is padded.
 
-        mask: bool [batch, tokens]. All layers of a forward get the same one. Raises FeatureError for a mask with holes.
+        mask: bool [batch, tokens]. All layers of a forward get the same one. Raises NeedsOwnCache for a mask with holes.
         """
         if mask is not None and mask is not self._mask:
             n_tokens = mask.sum(1)
             first = mask.shape[1] - n_tokens
             has_holes = bool(((mask.int().argmax(1) != first) & (n_tokens > 0)).any())
             if has_holes:
-                raise own_cache("the mask of a row has padding behind its first token")
+                raise own_cache("the mask of a row has padding behind its first token", CallNeedsOwnCache)
             self._first, self._mask = first, mask
         elif mask is None and self._first is not None:
-            raise own_cache("a row was padded, and has no mask now")
+            raise own_cache("a row was padded, and has no mask now", CallNeedsOwnCache)
         return self._first
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 
 from deepspeed_c import _C
-from deepspeed_c.errors import StateError
+from deepspeed_c.errors import FeatureError, StateError
 from deepspeed_c.ops.kv import BLOCK_TOKENS, KvRows
 
-__all__ = ["Group", "Step", "blocks_of"]
+__all__ = ["CallNeedsOwnCache", "Group", "NeedsOwnCache", "Step", "blocks_of", "own_cache"]
 
 
 def blocks_of(n_tokens: int) -> int:
@@ -18,8 +18,20 @@ def blocks_of(n_tokens: int) -> int:
     return -(-n_tokens // BLOCK_TOKENS)
 
 
+class NeedsOwnCache(FeatureError):
+    """A model needs the cache of transformers. The text says why."""
+
+
+class CallNeedsOwnCache(NeedsOwnCache):
+    """This call needs the cache of transformers; another call of the model may not."""
+
+
+def own_cache(what: str, kind: type[NeedsOwnCache] = NeedsOwnCache) -> NeedsOwnCache:
+    return kind(what, where="keys and values in blocks", fix="generate with the model's own cache")
+
+
 class Step(NamedTuple):
-    """What all layers of a group do with the tokens of one forward."""
+    """The rows and copies of one forward, which all layers of a group share."""
 
     number: int
     rows: KvRows
@@ -36,7 +48,7 @@ class Group:
     def __init__(self, n_blocks: int, window: int | None) -> None:
         self.window = window
         self.length = 0
-        """Tokens of each row, among them those whose blocks are gone."""
+        """Tokens of each row, with those in blocks that are gone."""
         self._keeps_past = False
         self.step: Step | None = None
         self._pool = _C.KvPool(n_blocks)
@@ -60,8 +72,8 @@ class Group:
     def reach(self, length: int, n_rows: int) -> Step:
         """The step that brings each row to ``length`` tokens. The first layer of a forward makes it, the others get it.
 
-        Raises StateError where rows are not those of the cache, or where the pool has no room for the tokens; nothing
-        is changed then.
+        Raises StateError for another number of rows than the cache has, and MemoryError where the pool has no room for
+        the tokens; nothing is changed then.
         """
         if self._sequences and n_rows != self.n_rows:
             raise StateError(
@@ -133,7 +145,7 @@ class Group:
         self._end_step()
 
     def choose(self, rows: list[int]) -> None:
-        """Row i becomes what row ``rows[i]`` was. Blocks are shared, and none is copied."""
+        """Row i becomes a copy of row ``rows[i]``. Blocks are shared, and none is copied."""
         if not self._sequences:
             return
         sources = [self._sequences[row] for row in rows]
@@ -151,7 +163,7 @@ class Group:
         self._end_step()
 
     def _end_step(self) -> None:
-        """The next step is a new one, with new tables, at whatever length."""
+        """The next forward makes a new step, with new tables."""
         self._is_changed = True
         if self.step is not None:
             self.step = self.step._replace(copies=None)

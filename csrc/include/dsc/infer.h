@@ -83,9 +83,6 @@ DSC_API dsc_status dsc_kv_slide(struct dsc_kv_pool *pool, int32_t n, const int32
  */
 DSC_API dsc_status dsc_kv_assign(struct dsc_kv_pool *pool, int32_t n, const int32_t *sequences, const int32_t *sources);
 
-/* The number of a sequence's tokens, with those in blocks that are gone; -1 for no sequence of this pool. */
-DSC_API int64_t dsc_kv_length(const struct dsc_kv_pool *pool, int32_t sequence);
-
 /*
  * Writes the table of each sequence: n rows of n_columns entries. Entries behind a sequence's last block are
  * DSC_KV_GONE. DSC_EINVAL where a sequence has more than n_columns blocks.

@@ -371,3 +371,16 @@ def test_the_models_own_attention(own: str) -> None:
         with torch.no_grad():
             torch.testing.assert_close(model(**prompts()).logits, plain(**prompts()).logits, rtol=0, atol=1e-5)
         assert n_calls[0] == n_before
+
+
+@pytest.mark.parametrize(
+    "how", [HOW["beams"], {"do_sample": True, "num_return_sequences": 4}], ids=["beams", "samples"]
+)
+def test_samples_and_beams_read_their_prompt_once(how: dict[str, Any]) -> None:
+    plain, model = make("llama"), make("llama")
+    shapes, n_ways = [], how.get("num_beams", how.get("num_return_sequences"))
+    model.model.embed_tokens.register_forward_hook(lambda _, inputs, __: shapes.append(tuple(inputs[0].shape)))
+    with engine_of(model) as engine:
+        found = run(engine, prompts(), **how)
+    assert torch.equal(found.sequences, run(plain, prompts(), **how).sequences)
+    assert shapes[:3] == [(3, N_PROMPT - 1), (3 * n_ways, 1), (3 * n_ways, 1)], shapes[:3]
