@@ -59,12 +59,18 @@ class Measured(NamedTuple):
 Pair = tuple[Figure, Measured]
 
 
-def write(benchmarks: Sequence[Any]) -> None:
-    """Write all documents from the available results; ``benchmarks`` is the table of ``benchmarks/run.py``."""
+def write(benchmarks: Sequence[Any], *, has_new_marks: bool = False) -> None:
+    """Write the documents from the available results; ``benchmarks`` is the table of ``benchmarks/run.py``.
+
+    has_new_marks: pages with the same results are written too. Without it they keep their marks, so that a run changes
+    the pages of its results alone.
+    """
     written = pages(benchmarks, marks_of(benchmarks))
     (ROOT / FOLDER).mkdir(exist_ok=True)
     for path, text in written.items():
-        (ROOT / path).write_text(text)
+        page = ROOT / path
+        if has_new_marks or not page.exists() or without_marks(page.read_text()) != without_marks(text):
+            page.write_text(text)
     readme = ROOT / "README.md"
     readme.write_text(with_figures(readme.read_text()))
 

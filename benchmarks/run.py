@@ -46,6 +46,10 @@ CORES = ("csrc/base", "csrc/cpu", "csrc/optim", "csrc/include")
 ENGINE = (*CORES, "csrc/zero", "csrc/scale", "ops", "deepspeed_c/engine", "deepspeed_c/zero", "deepspeed_c/comm")
 OBSERVED = (*ENGINE, "deepspeed_c/observe", "deepspeed_c/monitor", "deepspeed_c/profile")
 OFFLOAD = (*ENGINE, "csrc/aio", "deepspeed_c/offload")
+GENERATION = (
+    *("csrc/nn", "csrc/infer", "deepspeed_c/kv", "deepspeed_c/engine/cached_generation.py"),
+    "deepspeed_c/inject/few_rows.py",
+)
 STARTING = ("deepspeed_c/__init__.py", "deepspeed_c/env.py", "deepspeed_c/launcher")
 
 
@@ -340,7 +344,7 @@ BENCHMARKS = [
         "generate",
         "inference",
         "benchmarks/hf/generate.py",
-        (*CORES, "csrc/nn", "ops", "deepspeed_c/inference", "deepspeed_c/inject/kernels.py"),
+        (*CORES, *GENERATION, "ops", "deepspeed_c/inference", "deepspeed_c/inject/kernels.py"),
         200,
         "--rounds 1 --layers 2 --width 128",
     ),
@@ -616,7 +620,7 @@ def main() -> int:
         parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(known)}")
     chosen = [known[name] for name in args.names or known]
     if args.docs:
-        report.write(BENCHMARKS)
+        report.write(BENCHMARKS, has_new_marks=True)
         return 0
     if not args.old and not args.smoke:
         for benchmark in chosen:
