@@ -55,7 +55,7 @@ def measure(rows: int, rounds: int, contenders: dict[str, Any], exact: torch.nn.
         return model.generate(ids, **given)
 
     def distance(model: Any) -> float:
-        """Of the logits at each new token from those of fp32 after the same tokens."""
+        """The mean distance of logits from fp32, at each new token."""
         found = generate(model, return_dict_in_generate=True, output_logits=True)
         wanted = exact(found.sequences).logits[:, PROMPT - 1 : -1]
         return float((torch.stack(found.logits, 1).float() - wanted).abs().mean())

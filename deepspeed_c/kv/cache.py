@@ -150,7 +150,8 @@ class BlockCache(DynamicCache):
     def first_of(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """The first token of each row that is no padding, int64 [batch]; None where no row is padded.
 
-        mask: bool [batch, tokens]. All layers of a forward get the same one. Raises NeedsOwnCache for a mask with holes.
+        mask: bool [batch, tokens]. All layers of a forward get the same one. Raises CallNeedsOwnCache for a mask with
+        holes.
         """
         if mask is not None and mask is not self._mask:
             n_tokens = mask.sum(1)
