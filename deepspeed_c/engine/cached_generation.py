@@ -31,6 +31,8 @@ _OWN_CACHE = (
     "penalty_alpha",
     "dola_layers",
 )
+# Tensors that a prompt of text consists of.
+_TEXT = {"inputs", "input_ids", "attention_mask"}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Models whose attention does not find blocks.
@@ -105,6 +107,7 @@ def _fits(model: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
         and weight.device.type == "cpu"
         and weight.dtype in _DTYPES
         and setting_of(model, kwargs, "use_cache") is not False
+        and not any(module._compiled_call_impl is not None for module in model.modules())  # its graphs know no marks
         and not any(kwargs.get(name) is not None or setting_of(model, kwargs, name) for name in _OWN_CACHE)
     )
 
@@ -121,11 +124,7 @@ def _read_prompts_once(model: torch.nn.Module, cache: Any, kwargs: dict[str, Any
     from transformers import GenerationMixin
 
     prompts, n_ways = prompts_of((), kwargs), _n_ways(model, kwargs)
-    others = {name for name, value in kwargs.items() if torch.is_tensor(value)} - {
-        "inputs",
-        "input_ids",
-        "attention_mask",
-    }
+    others = {name for name, value in kwargs.items() if torch.is_tensor(value)} - _TEXT
     # A model that prepares its inputs by itself may run others: peft puts virtual tokens before a prompt.
     name = GenerationMixin.prepare_inputs_for_generation.__name__
     is_plain = getattr(type(model), name) is getattr(GenerationMixin, name) and name not in vars(model)

@@ -82,8 +82,8 @@ def _mask(
 ) -> torch.Tensor | None:
     """None for a causal mask, which a block cache knows by itself; bool [batch, tokens], as it came, where rows are
     padded; the model's own mask for any other rule."""
-    device = kwargs.get("device")
-    if _is_causal(mask_function, batch_size, q_length, kv_length, q_offset, kv_offset, local_size, device):
+    rule = (mask_function, batch_size, q_length, kv_length, q_offset, kv_offset, local_size, kwargs.get("device"))
+    if not kwargs.get("use_vmap") and _is_causal(*rule):  # a rule of somebody else may not take tensors of places
         return None if attention_mask is None or bool(attention_mask.all()) else attention_mask
     mask_of = AttentionMaskInterface().get(_own_name.get())
     if mask_of is None:
@@ -150,6 +150,8 @@ def _attend(
     group = view.layer.group
     if attention_mask is not None and attention_mask.ndim != 2:
         raise own_cache(f"{type(module).__name__} has a mask of its own {tuple(attention_mask.shape)}")
+    if not getattr(module, "is_causal", True):
+        raise own_cache(f"{type(module).__name__} attends to later tokens")
     if position_bias is not None:
         raise own_cache(f"{type(module).__name__} adds a bias of positions")
     if dropout:

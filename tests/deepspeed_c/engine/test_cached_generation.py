@@ -384,3 +384,25 @@ def test_samples_and_beams_read_their_prompt_once(how: dict[str, Any]) -> None:
         found = run(engine, prompts(), **how)
     assert torch.equal(found.sequences, run(plain, prompts(), **how).sequences)
     assert shapes[:3] == [(3, N_PROMPT - 1), (3 * n_ways, 1), (3 * n_ways, 1)], shapes[:3]
+
+
+def both_ways(model: Any) -> Any:
+    model.config.is_causal = False
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    return model
+
+
+def compiled(model: Any) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("change", [both_ways, compiled])
+def test_models_that_keep_their_own_cache_for_another_reason(change: Any) -> None:
+    """A decoder that attends to later tokens, and one whose forward is a graph."""
+    plain, model = change(make("llama")), change(make("llama"))
+    with engine_of(model) as engine, counted() as n_calls:
+        found = run(engine, prompts(padded=False), **HOW["greedy"])
+        wanted = run(plain, prompts(padded=False), **HOW["greedy"])
+    assert n_calls == [0] and torch.equal(found.sequences, wanted.sequences)
