@@ -310,7 +310,7 @@ static void test_cases(const struct dsc_par *par)
     static struct test_case test;
     uint64_t random = 3;
 
-    for (int round = 0; round < 60; round++) {
+    for (int round = 0; round < 36; round++) {
         struct array whole;
         struct array other;
         size_t n_bytes;
