@@ -14,6 +14,7 @@ from deepspeed_c.ops import nn
 __all__ = ["few_row_products"]
 
 MOST_ROWS = 16
+_product = torch.ops.deepspeed_c.nn_product.default
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -38,5 +39,8 @@ def _forward(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
     weight = layer.weight
     is_small = x.numel() <= MOST_ROWS * x.shape[-1]
     if is_small and x.dtype is weight.dtype and x.dtype in _DTYPES and x.device.type == "cpu" and not x.requires_grad:
-        return nn.linear(x, weight, layer.bias)
+        if torch.is_autocast_enabled("cpu"):
+            return nn.linear(x, weight, layer.bias)
+        # The operator itself, because the checks of nn.linear take a third of the time of a small product.
+        return _product(x.reshape(-1, x.shape[-1]), weight.t(), layer.bias).view(*x.shape[:-1], weight.shape[0])
     return F.linear(x, weight, layer.bias)

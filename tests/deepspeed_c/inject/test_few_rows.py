@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+from deepspeed_c.inject import few_rows
 from deepspeed_c.inject.few_rows import MOST_ROWS, few_row_products
-from deepspeed_c.ops import nn as ops
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
@@ -29,8 +29,8 @@ class Layers(nn.Module):
 def calls(monkeypatch):
     """The numbers of rows that our product gets."""
     found = []
-    ours = ops.linear
-    monkeypatch.setattr(ops, "linear", lambda x, *rest: found.append(x[..., 0].numel()) or ours(x, *rest))
+    ours = few_rows._product
+    monkeypatch.setattr(few_rows, "_product", lambda x, *rest: found.append(len(x)) or ours(x, *rest))
     return found
 
 
@@ -74,3 +74,13 @@ def test_other_layers_stay_and_all_are_as_before_afterwards(calls):
         raise ZeroDivisionError
     assert "forward" not in vars(model.plain) and vars(model.other)["forward"] is other
     assert calls == [2] and seen == [(2, 29)]
+
+
+def test_autocast_decides_the_dtype():
+    model, x = Layers(torch.float32), torch.randn(2, 37)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        wanted = model.plain(x)
+        with few_row_products(model):
+            found = model.plain(x)
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    assert_close(found, wanted, rtol=2**-7, atol=2**-7)
