@@ -23,7 +23,7 @@ from deepspeed_c.ops import kv
 __all__ = ["attention_in_blocks"]
 
 NAME = "deepspeed_c_blocks"
-_own_name: ContextVar[str] = ContextVar("own", default="sdpa")  # the attention of the model without blocks
+_is_here: ContextVar[bool] = ContextVar("is_here", default=False)  # whether this thread runs in such a context
 # The own attention of each configuration in a context, by its id, and the number of its contexts: threads may generate
 # with one model at a time.
 _running: dict[int, tuple[str | None, int]] = {}
@@ -34,7 +34,7 @@ _lock = threading.Lock()
 def attention_in_blocks(model: torch.nn.Module) -> Iterator[None]:
     """Context in which attention in ``model`` finds the keys of a ``BlockCache``.
 
-    Attention without such a cache runs as the model's own.
+    Attention without such a cache runs as the model's own, and so does all attention of other threads.
     """
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _mask)
@@ -45,11 +45,11 @@ def attention_in_blocks(model: torch.nn.Module) -> Iterator[None]:
             own, n_contexts = _running.get(key, (config._attn_implementation, 0))
             _running[key] = own, n_contexts + 1
             config._attn_implementation_internal = NAME
-        token = _own_name.set(next((own for key in configs if (own := _running[key][0]) is not None), "sdpa"))
+    token = _is_here.set(True)
     try:
         yield
     finally:
-        _own_name.reset(token)
+        _is_here.reset(token)
         with _lock:
             for key, config in configs.items():
                 own, n_contexts = _running.pop(key)
@@ -59,10 +59,18 @@ def attention_in_blocks(model: torch.nn.Module) -> Iterator[None]:
                     config._attn_implementation_internal = own
 
 
+def _own_name(config: Any) -> str:
+    """The attention that a configuration names without us."""
+    running = _running.get(id(config))
+    name = running[0] if running else getattr(config, "_attn_implementation", None)
+    return "sdpa" if name in (None, NAME) else name
+
+
 def _own_attention(module: torch.nn.Module) -> Callable[..., Any]:
     """The attention that a layer has without us. ``eager`` is a function of the model's own file, which no table has."""
-    if _own_name.get() != "eager":
-        return AttentionInterface()[_own_name.get()]
+    name = _own_name(getattr(module, "config", None))
+    if name != "eager":
+        return AttentionInterface()[name]
     attend = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if attend is None:
         raise own_cache(f"{type(module).__name__} has an attention of its own")
@@ -83,11 +91,14 @@ def _mask(
     """None for a causal mask, which a block cache knows by itself; bool [batch, tokens], as it came, where rows are
     padded; the model's own mask for any other rule."""
     rule = (mask_function, batch_size, q_length, kv_length, q_offset, kv_offset, local_size, kwargs.get("device"))
-    if not kwargs.get("use_vmap") and _is_causal(*rule):  # a rule of somebody else may not take tensors of places
+    if (
+        _is_here.get() and not kwargs.get("use_vmap") and _is_causal(*rule)
+    ):  # a rule of somebody else may not take tensors of places
         return None if attention_mask is None or bool(attention_mask.all()) else attention_mask
-    mask_of = AttentionMaskInterface().get(_own_name.get())
+    name = _own_name(kwargs.get("config"))
+    mask_of = AttentionMaskInterface().get(name)
     if mask_of is None:
-        raise own_cache(f"masks of the attention {_own_name.get()!r} are its own")
+        raise own_cache(f"masks of the attention {name!r} are its own")
     return mask_of(
         batch_size=batch_size,
         q_length=q_length,
@@ -140,7 +151,7 @@ def _attend(
     view = view_of(key)
     if view is None:
         is_ours = getattr(module, "is_causal", True) if attention_mask is None else attention_mask.ndim == 2
-        if is_ours and query.shape[2] > 1:
+        if _is_here.get() and is_ours and query.shape[2] > 1:
             raise own_cache(f"{type(module).__name__} attends to keys that no cache holds")
         given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
         given = {name: value for name, value in given.items() if value is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -325,6 +326,31 @@ def test_threads_with_one_model() -> None:
     assert model.config._attn_implementation == during
     threads[1].run(second.__exit__, None, None, None)
     assert model.config._attn_implementation == own
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_forward_of_another_thread_is_the_models_own(family: str) -> None:
+    plain, model = make(family), make(family)
+    given, found = prompts(), []
+
+    def forward() -> None:
+        with torch.no_grad():
+            found.append(model(**given, use_cache=False).logits)
+
+    class Between(transformers.LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            thread = threading.Thread(target=forward)
+            thread.start()
+            thread.join(60)
+            return scores
+
+    with engine_of(model) as engine, counted() as n_calls:
+        words = run(engine, given, **HOW["greedy"], logits_processor=transformers.LogitsProcessorList([Between()]))
+        assert n_calls[0] > 0
+    assert torch.equal(words.sequences, run(plain, given, **HOW["greedy"]).sequences)
+    wanted = plain(**given, use_cache=False).logits
+    is_token = given["attention_mask"].bool()
+    assert found and all(torch.allclose(each[is_token], wanted[is_token], atol=1e-5) for each in found)
 
 
 LENGTHS: dict[str, dict[str, Any]] = {
