@@ -341,7 +341,7 @@ def test_a_forward_of_another_thread_is_the_models_own(family: str) -> None:
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             thread = threading.Thread(target=forward)
             thread.start()
-            thread.join(60)
+            thread.join(300)
             return scores
 
     with engine_of(model) as engine, counted() as n_calls:
