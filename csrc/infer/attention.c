@@ -6,12 +6,12 @@
 #include "dsc/infer.h"
 
 #include "infer/contents.h"
+#include "nn/attention.h"
 
 #include <math.h>
 #include <string.h>
 
-#define TILE 64 /* query rows, and keys */
-#define BLOCKS (TILE / DSC_KV_TOKENS)
+#define TILE DSC_TILE /* query rows, and keys */
 /* With fewer units of work than this, the parts of a row are units of their own. */
 #define MIN_UNITS 64
 
@@ -25,6 +25,7 @@ struct job {
     int64_t v_cols;
     int64_t n_tiles; /* of query rows: the most that a row of the call has for one head of k */
     int64_t n_parts; /* of keys: the most that a row has */
+    bool has_parts;  /* the scratch memory has a state for each part of each unit */
 };
 
 /* Some query rows of one row of the call and one head of k. Query row r is token r / n_group, head r % n_group. */
@@ -52,11 +53,6 @@ struct state {
 static int64_t head_of(const struct job *job, const struct queries *queries, int64_t i)
 {
     return queries->kv_head * job->n_group + (queries->first + i) % job->n_group;
-}
-
-static int64_t padded(int64_t dim)
-{
-    return (dim + DSC_NN_LANES - 1) / DSC_NN_LANES * DSC_NN_LANES;
 }
 
 static int64_t ceil_of(int64_t n, int64_t size)
@@ -185,12 +181,13 @@ static void take_in(const struct job *job, const struct queries *queries, dsc_f3
     job->rows.nn->mul_add(queries->n, job->v_cols, TILE, scores, TILE, 1, values, job->v_cols, state->out, job->v_cols);
 }
 
-/* The keys of one part, into a state that has just begun. */
+/* The state of the keys of one part. */
 static void attend_part(const struct job *job, const struct queries *queries, int64_t part, struct state *state)
 {
     int64_t begin = part * DSC_KV_PART;
     int64_t end = begin + DSC_KV_PART < queries->most ? begin + DSC_KV_PART : queries->most;
 
+    begin_state(job, queries, NULL, state);
     begin = queries->least > begin ? queries->least / TILE * TILE : begin;
     for (int64_t key = begin; key < end; key += TILE) {
         DSC_ALIGNED tile_of_heads keys;
@@ -254,10 +251,25 @@ static bool sees_part(const struct queries *queries, int64_t part)
     return part * DSC_KV_PART < queries->most && queries->least < (part + 1) * DSC_KV_PART;
 }
 
-/* Whole units: each goes over its parts one after the other. */
+/* Parts of units, each into its own state in the scratch memory. */
+static void attend_parts(void *arg, int64_t begin, int64_t end)
+{
+    const struct job *job = arg;
+    struct state *states = job->call->scratch;
+    struct queries queries;
+
+    for (int64_t i = begin; i < end; i++) {
+        if (!begin_queries(job, i / job->n_parts, &queries) || !sees_part(&queries, i % job->n_parts))
+            continue;
+        attend_part(job, &queries, i % job->n_parts, &states[i]);
+    }
+}
+
+/* Units: each goes over its parts, which are computed here or lie in the scratch memory. */
 static void attend_units(void *arg, int64_t begin, int64_t end)
 {
     const struct job *job = arg;
+    const struct state *states = job->has_parts ? job->call->scratch : NULL;
     struct queries queries;
     struct state state;
     struct state part;
@@ -269,43 +281,10 @@ static void attend_units(void *arg, int64_t begin, int64_t end)
         for (int64_t i = 0; i < job->n_parts; i++) {
             if (!sees_part(&queries, i))
                 continue;
-            begin_state(job, &queries, NULL, &part);
-            attend_part(job, &queries, i, &part);
-            merge(job, &queries, &part, &state);
+            if (states == NULL)
+                attend_part(job, &queries, i, &part);
+            merge(job, &queries, states == NULL ? &part : &states[unit * job->n_parts + i], &state);
         }
-        end_queries(job, &queries, &state);
-    }
-}
-
-/* Parts of units, each into its own state in the scratch memory. */
-static void attend_parts(void *arg, int64_t begin, int64_t end)
-{
-    const struct job *job = arg;
-    struct state *states = job->call->scratch;
-    struct queries queries;
-
-    for (int64_t i = begin; i < end; i++) {
-        if (!begin_queries(job, i / job->n_parts, &queries) || !sees_part(&queries, i % job->n_parts))
-            continue;
-        begin_state(job, &queries, NULL, &states[i]);
-        attend_part(job, &queries, i % job->n_parts, &states[i]);
-    }
-}
-
-static void merge_units(void *arg, int64_t begin, int64_t end)
-{
-    const struct job *job = arg;
-    const struct state *states = job->call->scratch;
-    struct queries queries;
-    struct state state;
-
-    for (int64_t unit = begin; unit < end; unit++) {
-        if (!begin_queries(job, unit, &queries))
-            continue;
-        begin_state(job, &queries, job->call->sinks, &state);
-        for (int64_t i = 0; i < job->n_parts; i++)
-            if (sees_part(&queries, i))
-                merge(job, &queries, &states[unit * job->n_parts + i], &state);
         end_queries(job, &queries, &state);
     }
 }
@@ -316,8 +295,8 @@ static struct job job_of(const struct dsc_kv_attention *call)
         .rows = dsc_rows_of(call->rows.n_rows, DSC_NN_MAX_HEAD_DIM),
         .call = call,
         .n_group = call->shape.n_kv_heads == 0 ? 0 : call->n_heads / call->shape.n_kv_heads,
-        .k_cols = padded(call->shape.head_dim),
-        .v_cols = padded(call->shape.value_dim),
+        .k_cols = dsc_padded(call->shape.head_dim),
+        .v_cols = dsc_padded(call->shape.value_dim),
     };
 
     for (int64_t row = 0; row < call->rows.n_rows; row++) {
@@ -349,15 +328,7 @@ static dsc_status check_call(const struct dsc_kv_attention *call)
     const struct dsc_kv_shape *shape = &call->shape;
 
     DSC_TRY(dsc_kv_check(shape, &call->rows));
-    if (call->n_heads < 0 || (call->n_heads > 0 && (shape->n_kv_heads < 1 || call->n_heads % shape->n_kv_heads != 0)))
-        return dsc_fail(DSC_EINVAL, "%lld heads of q cannot share %lld heads of k and v evenly",
-                        (long long)call->n_heads, (long long)shape->n_kv_heads);
-    if (call->window < 0)
-        return dsc_fail(DSC_EINVAL, "window is %lld, must not be negative", (long long)call->window);
-    if (!(call->soft_cap >= 0.0f) || isinf(call->soft_cap))
-        return dsc_fail(DSC_EINVAL, "soft_cap is %g, must be finite and not negative", (double)call->soft_cap);
-    if (!isfinite(call->scale))
-        return dsc_fail(DSC_EINVAL, "scale is %g, must be finite", (double)call->scale);
+    DSC_TRY(dsc_check_rules(call->n_heads, shape->n_kv_heads, call->window, call->soft_cap, call->scale));
     for (int64_t row = 0; call->first != NULL && row < call->rows.n_rows; row++)
         if (call->first[row] < 0)
             return dsc_fail(DSC_EINVAL, "first[%lld] is %lld, must not be negative", (long long)row,
@@ -372,11 +343,10 @@ dsc_status dsc_kv_attention(const struct dsc_kv_attention *call, const struct ds
 
     struct job job = job_of(call);
 
-    if (call->scratch != NULL && dsc_kv_attention_scratch_bytes(call) > 0) {
+    job.has_parts = call->scratch != NULL && dsc_kv_attention_scratch_bytes(call) > 0;
+    if (job.has_parts)
         dsc_par_run(par, units_of(&job) * job.n_parts, attend_parts, &job);
-        dsc_par_run(par, units_of(&job), merge_units, &job);
-    } else if (units_of(&job) > 0) {
+    if (units_of(&job) > 0)
         dsc_par_run(par, units_of(&job), attend_units, &job);
-    }
     return DSC_OK;
 }

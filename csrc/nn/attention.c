@@ -36,17 +36,17 @@ dsc_status dsc_check_heads(const char *name, const struct dsc_nn_heads *heads, i
     return DSC_OK;
 }
 
-static dsc_status check_rules(const struct dsc_nn_attention *call)
+dsc_status dsc_check_rules(int64_t n_heads, int64_t n_kv_heads, int64_t window, float soft_cap, float scale)
 {
-    if (call->window < 0)
-        return dsc_fail(DSC_EINVAL, "window is %lld, must not be negative", (long long)call->window);
-    if (!(call->soft_cap >= 0.0f) || isinf(call->soft_cap))
-        return dsc_fail(DSC_EINVAL, "soft_cap is %g, must be finite and not negative", (double)call->soft_cap);
-    if (!isfinite(call->scale))
-        return dsc_fail(DSC_EINVAL, "scale is %g, must be finite", (double)call->scale);
-    if (call->documents != NULL && call->n_queries > call->n_keys)
-        return dsc_fail(DSC_EINVAL, "documents of %lld keys leave none to the first of %lld queries",
-                        (long long)call->n_keys, (long long)call->n_queries);
+    if (n_heads < 0 || (n_heads > 0 && (n_kv_heads < 1 || n_heads % n_kv_heads != 0)))
+        return dsc_fail(DSC_EINVAL, "%lld heads of q cannot share %lld heads of k and v evenly", (long long)n_heads,
+                        (long long)n_kv_heads);
+    if (window < 0)
+        return dsc_fail(DSC_EINVAL, "window is %lld, must not be negative", (long long)window);
+    if (!(soft_cap >= 0.0f) || isinf(soft_cap))
+        return dsc_fail(DSC_EINVAL, "soft_cap is %g, must be finite and not negative", (double)soft_cap);
+    if (!isfinite(scale))
+        return dsc_fail(DSC_EINVAL, "scale is %g, must be finite", (double)scale);
     return DSC_OK;
 }
 
@@ -61,10 +61,10 @@ dsc_status dsc_attention_begin(const struct dsc_nn_attention *call, struct dsc_a
     DSC_TRY(check_dim("value_dim", call->value_dim));
     DSC_TRY(dsc_check_rows(n_query_rows, DSC_NN_MAX_HEAD_DIM, call->dtype));
     DSC_TRY(dsc_check_rows(n_key_rows, DSC_NN_MAX_HEAD_DIM, call->dtype));
-    if (call->n_heads > 0 && (call->n_kv_heads < 1 || call->n_heads % call->n_kv_heads != 0))
-        return dsc_fail(DSC_EINVAL, "%lld heads of q cannot share %lld heads of k and v evenly",
-                        (long long)call->n_heads, (long long)call->n_kv_heads);
-    DSC_TRY(check_rules(call));
+    DSC_TRY(dsc_check_rules(call->n_heads, call->n_kv_heads, call->window, call->soft_cap, call->scale));
+    if (call->documents != NULL && call->n_queries > call->n_keys)
+        return dsc_fail(DSC_EINVAL, "documents of %lld keys leave none to the first of %lld queries",
+                        (long long)call->n_keys, (long long)call->n_queries);
     DSC_TRY(dsc_check_heads("q", &call->q, n_query_rows));
     DSC_TRY(dsc_check_heads("k", &call->k, n_key_rows));
     DSC_TRY(dsc_check_heads("v", &call->v, n_key_rows));

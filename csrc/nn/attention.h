@@ -43,6 +43,8 @@ struct dsc_document_range {
 
 /* Checks the operands that both directions read, and fills *out. */
 dsc_status dsc_attention_begin(const struct dsc_nn_attention *call, struct dsc_attention *out);
+/* Checks the rules that attention with and without blocks have in common. */
+dsc_status dsc_check_rules(int64_t n_heads, int64_t n_kv_heads, int64_t window, float soft_cap, float scale);
 /* Checks the heads of a call: memory for n_rows rows of dim elements must be given. */
 dsc_status dsc_check_heads(const char *name, const struct dsc_nn_heads *heads, int64_t n_rows);
 

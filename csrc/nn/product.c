@@ -12,7 +12,6 @@
 #define TILE_COLS 256
 #define GRAIN_COLS 16
 /* With a few rows, memory sets the time: short tiles, so that threads end together. */
-#define FEW_ROWS 16
 #define FEW_COLS 96
 
 static int64_t least(int64_t a, int64_t b)
@@ -42,7 +41,8 @@ static void find_tiles(struct job *job)
 
     job->tile_rows = least(call->n_rows, TILE_ROWS);
     n_wanted = CHUNK_PRODUCTS / ((call->n_terms + 1) * job->tile_rows) + 1;
-    job->tile_cols = least(pieces(n_wanted, GRAIN_COLS) * GRAIN_COLS, call->n_rows <= FEW_ROWS ? FEW_COLS : TILE_COLS);
+    job->tile_cols =
+        least(pieces(n_wanted, GRAIN_COLS) * GRAIN_COLS, call->n_rows <= DSC_NN_FEW_ROWS ? FEW_COLS : TILE_COLS);
     job->n_across = pieces(call->n_cols, job->tile_cols);
     job->n_tiles = pieces(call->n_rows, job->tile_rows) * job->n_across;
 }

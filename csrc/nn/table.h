@@ -8,6 +8,9 @@
 /* Rows that mul_add writes are padded to a multiple of this. */
 #define DSC_NN_LANES 16
 
+/* Up to so many rows, the time of a product is that of reading its weight. */
+#define DSC_NN_FEW_ROWS 16
+
 struct dsc_nn_kernels {
 #define DSC_NN_KERNEL(name, params) void(*name) params;
 #include "nn/kernels.inc"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 from torch.nn import functional as F
 
+from deepspeed_c.inject.swap import swap_forward
 from deepspeed_c.ops import nn
 
 __all__ = ["few_row_products"]
@@ -25,14 +26,11 @@ def few_row_products(model: torch.nn.Module) -> Iterator[None]:
     An element has the same bits for any number of rows up to 16, any thread count and any instruction set then. More
     rows run torch's product. Layers of a class of their own, and layers with another forward, stay as they are.
     """
-    layers = [m for m in model.modules() if type(m) is torch.nn.Linear and "forward" not in vars(m)]
-    for layer in layers:
-        vars(layer)["forward"] = partial(_forward, layer)
-    try:
+    with ExitStack() as undo:
+        for layer in model.modules():
+            if type(layer) is torch.nn.Linear and "forward" not in vars(layer):
+                undo.callback(swap_forward(layer, partial(_forward, layer)))
         yield
-    finally:
-        for layer in layers:
-            vars(layer).pop("forward", None)
 
 
 def _forward(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from deepspeed_c.kv.cache import view_of
+from deepspeed_c.kv.cache import by_token, view_of
 from deepspeed_c.kv.group import CallNeedsOwnCache, own_cache
 from deepspeed_c.ops import kv
 
@@ -169,9 +169,9 @@ def _attend(
         raise own_cache(f"{type(module).__name__} drops attention", CallNeedsOwnCache)
     if group.window is not None and sliding_window != group.window:
         raise own_cache(f"{type(module).__name__} has a window of {sliding_window}, its cache one of {group.window}")
-    batch, n_heads, n_tokens, head_dim = query.shape
+    batch, _, n_tokens, head_dim = query.shape
     out = kv.attention(
-        query.transpose(1, 2).reshape(batch * n_tokens, n_heads, head_dim),
+        by_token(query),
         view.layer.keys,
         view.layer.values,
         view.rows,
@@ -181,4 +181,4 @@ def _attend(
         window=sliding_window or 0,
         soft_cap=softcap or 0.0,
     )
-    return out.view(batch, n_tokens, n_heads, -1), None
+    return out.unflatten(0, (batch, n_tokens)), None

@@ -16,10 +16,11 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
+from deepspeed_c.errors import StateError
 from deepspeed_c.kv.group import CallNeedsOwnCache, Group, own_cache
 from deepspeed_c.ops import kv
 
-__all__ = ["BlockCache", "BlockLayer", "View", "dense", "view_of"]
+__all__ = ["BlockCache", "BlockLayer", "View", "by_token", "dense", "view_of"]
 
 _VIEW = "_deepspeed_c_view"
 
@@ -39,7 +40,7 @@ def view_of(key: torch.Tensor) -> View | None:
     return view
 
 
-def _by_token(x: torch.Tensor) -> torch.Tensor:
+def by_token(x: torch.Tensor) -> torch.Tensor:
     """[batch, heads, tokens, dim] as [batch * tokens, heads, dim], dense in dim."""
     x = x.transpose(1, 2).flatten(0, 1)
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -82,7 +83,7 @@ class BlockLayer(CacheLayerMixin):
             self.keys[target] = self.keys[source]
             self.values[target] = self.values[source]
         self._last_step = step.number
-        kv.write(_by_token(key_states), _by_token(value_states), self.keys, self.values, step.rows)
+        kv.write(by_token(key_states), by_token(value_states), self.keys, self.values, step.rows)
         setattr(key_states, _VIEW, View(self, step.rows))
         return key_states, value_states
 
@@ -102,7 +103,11 @@ class BlockLayer(CacheLayerMixin):
         self.length = 0
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        raise NotImplementedError("rows move with all layers of their cache: BlockCache.reorder_cache")
+        raise StateError(
+            "rows move with all layers of their cache",
+            where="BlockLayer.reorder_cache",
+            fix="call reorder_cache of the BlockCache",
+        )
 
 
 class BlockCache(DynamicCache):

@@ -87,7 +87,8 @@ class Group:
 
     def _grow(self, length: int, n_rows: int) -> Step:
         n_new = length - self.length
-        self._slide()
+        if not self._keeps_past:
+            self._slide()
         sequences = self._sequences or self._pool.add(n_rows)
         try:
             copies = self._pool.grow(sequences, [n_new] * n_rows)
@@ -115,12 +116,13 @@ class Group:
 
     def _slide(self) -> None:
         """Gives back blocks that the next token does not see."""
-        if self.window is not None and not self._keeps_past and self._sequences:
-            first = max(self.length - self.window + 1, 0)
-            if first // BLOCK_TOKENS:
-                n_free = self._pool.n_free
-                self._pool.slide(self._sequences, [first] * self.n_rows)
-                self._is_changed = self._is_changed or self._pool.n_free != n_free
+        if self.window is None or not self._sequences:
+            return
+        first = max(self.length - self.window + 1, 0)
+        if first // BLOCK_TOKENS:
+            n_free = self._pool.n_free
+            self._pool.slide(self._sequences, [first] * self.n_rows)
+            self._is_changed = self._is_changed or self._pool.n_free != n_free
 
     def keep_past(self) -> None:
         """From now on blocks that no window reaches stay until ``cut``, because tokens may be taken back."""
@@ -139,9 +141,7 @@ class Group:
             )
         self.length -= n_removed
         self._pool.cut(self._sequences, [self.length] * self.n_rows)
-        if self.window is not None and self._sequences:
-            first = max(self.length - self.window + 1, 0)
-            self._pool.slide(self._sequences, [first] * self.n_rows)
+        self._slide()
         self._end_step()
 
     def choose(self, rows: list[int]) -> None:

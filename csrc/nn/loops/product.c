@@ -199,7 +199,6 @@ static void run_panel(const struct dsc_nn_product *call, struct panel *panel, in
  * terms of some columns in registers, and uses them for each row. A register holds the 8 lanes of one column or of two.
  * Each sum adds as in dot_tile.
  */
-#define FEW_ROWS 16 /* most rows */
 #define STEP_ROWS 8
 #define MOST_STRIPS 8
 
@@ -212,8 +211,8 @@ typedef lanes strip;
 #endif
 
 struct few {
-    DSC_ALIGNED float a[FEW_ROWS][DSC_NN_DOT_TERMS];
-    float y[FEW_ROWS][PANEL_COLS];
+    DSC_ALIGNED float a[DSC_NN_FEW_ROWS][DSC_NN_DOT_TERMS];
+    float y[DSC_NN_FEW_ROWS][PANEL_COLS];
 };
 
 /* LANES terms of a row, for each column of a strip. */
@@ -366,7 +365,7 @@ STEP void few_cols(int n_rows, dsc_dtype dtype, const struct dsc_nn_product *cal
             few_cols(8, dtype, call, __VA_ARGS__); \
     } while (0)
 
-/* Rows from `row` on, n_rows of them, at most FEW_ROWS, and n_cols columns, at most PANEL_COLS. */
+/* Rows from `row` on, n_rows of them, at most DSC_NN_FEW_ROWS, and n_cols columns, at most PANEL_COLS. */
 static void run_few(const struct dsc_nn_product *call, struct few *few, int64_t batch, int64_t row, int64_t n_rows,
                     int64_t col, int64_t n_cols)
 {
@@ -378,7 +377,8 @@ static void run_few(const struct dsc_nn_product *call, struct few *few, int64_t 
 
         for (int64_t r = 0; r < n_rows; r++)
             widen(call->dtype, call->a, a + r * call->a_row + term, n, few->a[r]);
-        for (int64_t r = n_rows; r < FEW_ROWS && (r & (r - 1)) != 0; r++) /* a tile of more rows than there are */
+        for (int64_t r = n_rows; r < DSC_NN_FEW_ROWS && (r & (r - 1)) != 0;
+             r++) /* a tile of more rows than there are */
             memset(few->a[r], 0, (size_t)(n + LANES - 1) / LANES * LANES * sizeof(float));
         for (int64_t r = 0; r < n_rows; r += STEP_ROWS)
             WITH_DTYPE(call->dtype, FEW_COLS_AS, call, n_rows - r, b + term, n_cols, n, few, r);
@@ -393,7 +393,7 @@ void DSC_K(nn_dot_product)(const struct dsc_nn_product *call, int64_t batch, int
     struct panel panel;
     struct few few;
 
-    if (end_row - row <= FEW_ROWS) {
+    if (end_row - row <= DSC_NN_FEW_ROWS) {
         for (int64_t c = col; c < end_col; c += PANEL_COLS)
             run_few(call, &few, batch, row, end_row - row, c, end_col - c < PANEL_COLS ? end_col - c : PANEL_COLS);
         return;
