@@ -19,9 +19,6 @@ from deepspeed_c.zero import GatheredParameters
 
 __all__ = ["config", "descend", "descend_together", "engine_of", "loss_of", "step", "train", "update", "whole_weights"]
 
-BF16 = {"bf16": {"enabled": True}}
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
-
 
 def config(
     stage: int | None = None,
