@@ -4,7 +4,6 @@ the bytes of keys and values with a formula, and bad input is refused."""
 from __future__ import annotations
 
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -18,12 +17,11 @@ from deepspeed_c.plan.generation import GenerationMoment, GenerationShape, trace
 from deepspeed_c.plan.live_bytes import LiveBytes
 from deepspeed_c.plan.memory import GATHERED
 from deepspeed_c.plan.table import as_json, as_text, plan_table
-from deepspeed_c.zero.weights import fetch
 from deepspeed_c.zero.weights.drivers.lease import Lease
 from tests.cells import cells, every
 from tests.deepspeed_c.plan.families import FAMILIES
 from tests.deepspeed_c.plan.families import make as make_family
-from tests.deepspeed_c.plan.test_memory import TOLERANCE, PatientPool, config
+from tests.deepspeed_c.plan.test_memory import TOLERANCE, config, live_bytes
 
 transformers = pytest.importorskip("transformers")
 
@@ -81,7 +79,7 @@ def run_engine(rank: int, world: int, case: Case) -> tuple[dict[str, int], int]:
     """(the peak of each phase, calls that had a lease) of training with generation between the steps."""
     n_samples, n_prompt, n_new = case.shape
     n_leases = 0
-    with LiveBytes() as live, mock.patch.object(fetch, "BufferPool", PatientPool):
+    with live_bytes() as live:
         with live.phase("initialize"):
             engine, *_ = deepspeed_c.initialize(model=make(case.model), config=case.config)
         prompts = torch.randint(1, N_WORDS, (n_samples, n_prompt))

@@ -3,8 +3,10 @@ phase."""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -16,6 +18,7 @@ import deepspeed_c
 from deepspeed_c import buffers
 from deepspeed_c.config import load_config
 from deepspeed_c.engine.build import build_optimizer
+from deepspeed_c.engine.consistency import broadcast_model
 from deepspeed_c.errors import ModelError
 from deepspeed_c.moe.layer import MoE
 from deepspeed_c.plan.activations import ForwardShape
@@ -138,6 +141,32 @@ class PatientPool(buffers.BufferPool):
             time.sleep(1e-4)
 
 
+def patient_broadcast(model: torch.nn.Module, *args: Any) -> None:
+    """``broadcast_model``, but it waits until gloo's threads have released the weights.
+
+    Weights in fp32 move to another storage next, and both would be counted.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    before = [buffers._use_count(tensor) for tensor in tensors]
+    broadcast_model(model, *args)
+    deadline = time.monotonic() + 60.0
+    while time.monotonic() < deadline and any(
+        buffers._use_count(tensor) > count for tensor, count in zip(tensors, before, strict=True)
+    ):
+        time.sleep(1e-4)
+
+
+@contextmanager
+def live_bytes() -> Iterator[LiveBytes]:
+    """The live bytes of an engine, without those that chance keeps alive in gloo's threads."""
+    with (
+        mock.patch.object(fetch, "BufferPool", PatientPool),
+        mock.patch.object(sys.modules["deepspeed_c.initialize"], "broadcast_model", patient_broadcast),
+        LiveBytes() as live,
+    ):
+        yield live
+
+
 def take_steps(engine: Any, live: LiveBytes, inputs: Callable[[], torch.Tensor], n_passes: int = N_STEPS) -> None:
     for _ in range(n_passes):
         with live.phase("forward"):
@@ -151,7 +180,7 @@ def take_steps(engine: Any, live: LiveBytes, inputs: Callable[[], torch.Tensor],
 
 def run_engine(rank: int, world: int, case: Case) -> dict[str, int]:
     """The peak of each phase of a real run. The batch is one row, so activations are only some kilobytes."""
-    with LiveBytes() as live, mock.patch.object(fetch, "BufferPool", PatientPool):
+    with live_bytes() as live:
         with live.phase("initialize"):
             engine, *_ = deepspeed_c.initialize(model=make_model(case), config=case.config)
         dtype = next(engine.module.parameters()).dtype
@@ -392,7 +421,7 @@ NESTED = {
 
 
 def run_nested(rank: int, world: int, settings: dict, under_init: bool) -> dict[str, int]:
-    with LiveBytes() as live, mock.patch.object(fetch, "BufferPool", PatientPool):
+    with live_bytes() as live:
         with live.phase("build"), deepspeed_c.zero.Init(config_dict_or_path=settings, enabled=under_init):
             model = nested()
         with live.phase("initialize"):
@@ -437,7 +466,7 @@ def bytes_with_experts(
     rank: int, world: int, settings: dict, n_experts: int, ep_size: int
 ) -> tuple[dict[str, int], int]:
     """(peaks of the phases, bytes of states that the optimizer holds)."""
-    with LiveBytes() as live, mock.patch.object(fetch, "BufferPool", PatientPool):
+    with live_bytes() as live:
         with live.phase("initialize"):
             engine, *_ = deepspeed_c.initialize(model=WithExperts(n_experts, ep_size), config=settings)
         rows = torch.ones(3, 512, dtype=next(engine.module.parameters()).dtype)
