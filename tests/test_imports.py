@@ -124,7 +124,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "plan": {
         *("config", "comm", "ops", "_C", "zero", "offload", "engine", "quantity", "inject", "recompute", "inference"),
-        *("moe", "script", "pipe"),
+        *("moe", "script", "pipe", "kv"),
     },
     "io": {"config", "ops", "_C", "quantity"},
     "bench": {"config", "comm", "quantity"},

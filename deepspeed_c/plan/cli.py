@@ -56,6 +56,13 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             "it is the dtype of weights for inference", where="--dtype", fix="give --inference MODEL_DIR, or --given"
         )
+    for name in ("prompt", "ways"):
+        if getattr(options, name) is not None:
+            raise ConfigError(
+                "it is about one call of generate for inference",
+                where=f"--{name}",
+                fix="give --inference MODEL_DIR, or --generate",
+            )
     if bool(script) == (options.params is not None):
         raise ConfigError(
             "both a script and --params were given" if script else "neither a script nor --params was given",
@@ -104,13 +111,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan_inference(options: argparse.Namespace, parser: argparse.ArgumentParser, script: str) -> int:
-    shared = ("inference", "tp", "batch", "seq", "dtype", "json")
+    shared = ("inference", "tp", "batch", "seq", "prompt", "ways", "dtype", "json")
     other = next((n for n, v in vars(options).items() if n not in shared and v != parser.get_default(n)), None)
     if script or other is not None:
         raise ConfigError(
             f"does not go with {script or '--' + other.replace('_', '-')}, which plans training",
             where="--inference",
-            fix="give it --tp, --batch, --seq, --dtype and --json alone",
+            fix="give it --tp, --batch, --seq, --prompt, --ways, --dtype and --json alone",
         )
     n_ranks = 1 if options.tp is None else options.tp
     if n_ranks < 1:
@@ -121,6 +128,8 @@ def _plan_inference(options: argparse.Namespace, parser: argparse.ArgumentParser
         n_samples=1 if options.batch is None else _number(options.batch, "--batch"),
         n_tokens=None if options.seq is None else _number(options.seq, "--seq"),
         dtype=options.dtype,
+        n_prompt=None if options.prompt is None else _number(options.prompt, "--prompt"),
+        n_ways=1 if options.ways is None else _number(options.ways, "--ways"),
     )
     print(json.dumps(plan.as_json()) if options.json else str(plan))
     return 0
@@ -298,5 +307,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype", choices=(*DTYPES, "int8"), help="of the weights (--inference); default: as config.json says"
     )
+    parser.add_argument("--prompt", metavar="N", help="tokens of a prompt, among those of --seq (--inference)")
+    parser.add_argument("--ways", metavar="N", help="samples of each of the --batch prompts (--inference); default 1")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     return parser

@@ -18,14 +18,12 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError
 from deepspeed_c.plan.activations import MODELS_OWN, refuse_experts, running_without_data, twin_without_data
-from deepspeed_c.plan.inference import layers_of_cache, positions_of
+from deepspeed_c.plan.inference import CACHES, layers_of_cache, positions_of
 from deepspeed_c.plan.live_bytes import LiveBytes
 
 __all__ = ["GenerationMoment", "GenerationShape", "trace_generation"]
 
 _WHERE = "--generate"
-# The names under which forwards of transformers return what they keep for later tokens.
-_CACHES = ("past_key_values", "cache_params")
 
 
 class GenerationShape(NamedTuple):
@@ -171,7 +169,7 @@ class _Generating:
         if self.cache is not None:
             given[self._cache_name] = self.cache
         outputs = self._twin(**given)
-        self._cache_name = next((name for name in _CACHES if outputs.get(name) is not None), "")
+        self._cache_name = next((name for name in CACHES if outputs.get(name) is not None), "")
         self.cache = outputs[self._cache_name] if self._cache_name else None
         # Transformers keeps these rows until the next ones replace them, one by one.
         self._logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)

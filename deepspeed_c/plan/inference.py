@@ -1,8 +1,9 @@
 """The memory of generation, by rank: weights, cache and workspace, from a model's configuration alone.
 
-Weights are counted parameter by parameter, cut by the rules of the engine. The cache is read off the model: its forward
-runs on the meta device with the tokens that are asked for, and the tensors in its cache are counted. So sliding
-windows, shared key heads and latent attention are in the figure.
+Weights are counted parameter by parameter, cut by the rules of the engine. Keys and values in blocks are counted by the
+tables of ``generate`` (``blocks.py``). The cache of any other model is read off the model: its forward runs on the meta
+device with the tokens that are asked for, and the tensors in its cache are counted. So sliding windows, shared key
+heads and latent attention are in the figure.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,14 +26,23 @@ from deepspeed_c.inject.linear import is_transposed, product_of
 from deepspeed_c.inject.plan import Attention, RankPlace, find_attentions
 from deepspeed_c.inject.report import CutReport
 from deepspeed_c.inject.rules import rule_sets
+from deepspeed_c.kv.group import NeedsOwnCache
+from deepspeed_c.ops.kv import BLOCK_TOKENS
+from deepspeed_c.plan.activations import MODELS_OWN
+from deepspeed_c.plan.blocks import CallShape, GroupBlocks, groups_of, layers_in_blocks, reads_prompts_once
 from deepspeed_c.quantity import as_binary
 from deepspeed_c.zero.weights.fp32_buffers import names_in_fp32
 
-__all__ = ["InferencePlan", "RankBytes", "layers_of_cache", "plan_inference", "positions_of"]
+__all__ = ["CACHES", "InferencePlan", "RankBytes", "layers_of_cache", "plan_inference", "positions_of"]
+
+# Names of caches in the output of a forward of transformers.
+CACHES = ("past_key_values", "cache_params")
 
 _WHERE = "deepspeed_c plan --inference"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 _DEFAULT_TOKENS = 2048
+# Torch's grouped products of experts know this dtype alone on the meta device.
+_TRIAL_DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -59,11 +69,16 @@ class InferencePlan:
     dtype: str
     n_samples: int
     n_tokens: int
+    n_prompt: int | None
+    n_ways: int
     ranks: list[RankBytes]
+    blocks: list[GroupBlocks]
+    """Blocks of keys and values on each rank; empty where a model keeps its own cache."""
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "ranks": [{**asdict(rank), "total": rank.total} for rank in self.ranks]}
+        ranks = [{**asdict(rank), "total": rank.total} for rank in self.ranks]
+        return {**asdict(self), "ranks": ranks, "blocks": [group._asdict() for group in self.blocks]}
 
     def __str__(self) -> str:
         names = ("weights", "buffers", "cache", "workspace", "total")
@@ -73,21 +88,31 @@ class InferencePlan:
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
         head = (
             f"{self.model}: {self.n_params} parameters in {self.dtype}, {len(self.ranks)} tensor-parallel rank(s),"
-            f" {self.n_samples} sequence(s) of {self.n_tokens} tokens"
+            f" {self.n_samples * self.n_ways} sequence(s) of {self.n_tokens} tokens"
         )
+        if self.n_ways > 1:
+            head += f", {self.n_ways} of each prompt"
         return "\n".join([head, "", *lines, "", *(f"note: {note}" for note in self.notes)]).rstrip()
 
 
 def plan_inference(
-    folder: Path, *, n_ranks: int = 1, n_samples: int = 1, n_tokens: int | None = None, dtype: str | None = None
+    folder: Path,
+    *,
+    n_ranks: int = 1,
+    n_samples: int = 1,
+    n_tokens: int | None = None,
+    dtype: str | None = None,
+    n_prompt: int | None = None,
+    n_ways: int = 1,
 ) -> InferencePlan:
     """Plan generation by the model of ``folder``.
 
-    n_tokens: prompt and new tokens of a sequence; None: the model's positions, at most 2048. dtype: fp32, bf16, fp16 or
-    int8 (products are in bf16); None: as the configuration says, or fp32.
+    n_samples: prompts. n_tokens: prompt and new tokens of a sequence; None: the model's positions, at most 2048. dtype:
+    fp32, bf16, fp16 or int8 (products are in bf16); None: as the configuration says, or fp32. n_prompt: tokens of a
+    prompt, where windows or several ways make a difference. n_ways: samples of each prompt.
 
-    Raises ConfigError for a folder without a model and for more tokens than the model has positions, ModelError for a
-    model that cannot be built or cut, or whose forward does not run without data.
+    Raises ConfigError for a folder without a model, for more tokens than the model has positions and for a prompt that
+    leaves no new token, ModelError for a model that cannot be built or cut, or whose forward does not run without data.
     """
     model = model_on_meta(folder, _WHERE).eval()
     config: Any = model.config
@@ -101,14 +126,18 @@ def plan_inference(
             where="--seq",
             fix=f"ask for {positions} or fewer",
         )
+    if n_prompt is not None:
+        _check_prompt(config, n_prompt, n_tokens)
     if dtype is None:
         name = {value: key for key, value in _DTYPES.items()}.get(config.dtype)
         dtype = name or "fp32"
     wide = torch.bfloat16 if dtype == "int8" else _DTYPES[dtype]
     kept = names_in_fp32(model, wide)
     quantized = int8_weights(model) if dtype == "int8" else {}
-    inputs, n_longest = _inputs_of(model, n_samples, n_tokens, notes)
-    caches = list(_cache_of(model, inputs, notes))
+    shape = CallShape(n_samples, n_ways, n_tokens, n_prompt)
+    inputs, n_longest = _inputs_of(model, shape.n_rows, n_tokens, notes)
+    caches, blocks = _caches_of(model, inputs, shape, notes)
+    n_read = n_samples if blocks and reads_prompts_once(model, shape) else shape.n_rows
     ranks = []
     for rank in range(n_ranks):
         report = preview_cut(model, TensorParallel(), rank, n_ranks) if n_ranks > 1 else None
@@ -119,19 +148,37 @@ def plan_inference(
                 rank=rank,
                 weights=sum(_weight_bytes(name, shape, wide, kept, quantized) for name, shape in shapes.items()),
                 buffers=sum(_buffer_bytes(model, wide, kept)),
-                cache=sum(_own_elems(layer, shape, attentions) for layer, shape in caches) * wide.itemsize,
-                workspace=_workspace(model, shapes, n_samples, n_longest, wide),
+                cache=sum(
+                    _own_elems(each.layer, each.shape, attentions) * _dtype_of(each, wide).itemsize for each in caches
+                ),
+                workspace=_workspace(model, shapes, n_read * (n_prompt or n_longest), shape.n_rows, wide),
             )
         )
     n_params = sum(param.numel() for param in model.parameters())
     notes.append("workspace: the widest block's inputs and outputs over the whole prompt, or the last token's logits")
-    return InferencePlan(type(model).__name__, n_params, dtype, n_samples, n_tokens, ranks, notes)
+    name = type(model).__name__
+    return InferencePlan(name, n_params, dtype, n_samples, n_tokens, n_prompt, n_ways, ranks, blocks, notes)
 
 
 def positions_of(config: Any) -> int | None:
     """The most tokens of a sequence that the decoder of a model of transformers has positions for; None: any number."""
     text = config.get_text_config(decoder=True)
     return getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
+
+
+def _check_prompt(config: Any, n_prompt: int, n_tokens: int) -> None:
+    if config.is_encoder_decoder:
+        raise ConfigError(
+            "the encoder reads the prompt, and the decoder begins with one token",
+            where="--prompt",
+            fix="leave it out for a model with an encoder",
+        )
+    if n_prompt >= n_tokens:
+        raise ConfigError(
+            f"a prompt of {n_prompt} tokens leaves no new one of the {n_tokens} tokens of a sequence",
+            where="--prompt",
+            fix=f"give {n_tokens - 1} or fewer, or a greater --seq",
+        )
 
 
 def _shapes(model: torch.nn.Module, report: CutReport | None) -> dict[str, torch.Size]:
@@ -156,22 +203,70 @@ def _buffer_bytes(model: torch.nn.Module, wide: torch.dtype, kept: set[str]) -> 
         yield buffer.numel() * (wide if is_cast else buffer.dtype).itemsize
 
 
-def _cache_of(model: torch.nn.Module, inputs: dict[str, Any], notes: list[str]) -> Iterator[tuple[int, torch.Size]]:
-    """(layer, shape) of each tensor in the cache after a forward of ``inputs`` by the whole model."""
+class _Cached(NamedTuple):
+    """A tensor of a cache, of the whole model."""
+
+    layer: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _dtype_of(cached: _Cached, wide: torch.dtype) -> torch.dtype:
+    """Keys and values have the dtype of the weights. Recurrent states may be in fp32 always."""
+    return wide if cached.dtype == _TRIAL_DTYPE else cached.dtype
+
+
+def _caches_of(
+    model: Any, inputs: dict[str, Any], shape: CallShape, notes: list[str]
+) -> tuple[list[_Cached], list[GroupBlocks]]:
+    """(tensors of the cache, groups of blocks). A tensor in blocks is as large as the blocks that hold tokens."""
+    trial = model.to(_TRIAL_DTYPE)
+    if not model.can_generate():
+        return list(_own_cache_of(trial, inputs, notes)), []
+    try:
+        layers = layers_in_blocks(trial, shape)
+    except NeedsOwnCache as error:
+        reason = error.what
+    except MODELS_OWN as error:
+        reason = f"its forward in blocks does not run without data: {error}"
+    else:
+        groups = groups_of(layers, shape, is_shared=reads_prompts_once(model, shape))
+        notes.extend(_words_of(groups, shape))
+        n_blocks = {group.window: group.n_blocks for group in groups}
+        tensors = [(layer, each) for layer in layers for each in (layer.keys, layer.values)]
+        return [
+            _Cached(layer.index, torch.Size((n_blocks[layer.group.window], *each.shape[1:])), each.dtype)
+            for layer, each in tensors
+        ], groups
+    caches = list(_own_cache_of(trial, inputs, notes))
+    if caches:
+        notes.append(f"cache: the model's own, not in blocks: {reason}")
+    return caches, []
+
+
+def _words_of(groups: list[GroupBlocks], shape: CallShape) -> Iterator[str]:
+    for window, n_layers, n_blocks in groups:
+        seen = "full attention" if window is None else f"a window of {window} tokens"
+        yield f"cache: {n_blocks} blocks of {BLOCK_TOKENS} tokens in each of {n_layers} layer(s) with {seen}"
+    if shape.n_prompt is None and any((group.window or shape.n_tokens) < shape.n_tokens for group in groups):
+        yield "a prompt longer than the window is written whole: --prompt N counts its blocks"
+
+
+def _own_cache_of(trial: torch.nn.Module, inputs: dict[str, Any], notes: list[str]) -> Iterator[_Cached]:
+    """The tensors in the model's own cache after a forward of ``inputs``."""
     inputs = dict(inputs)
-    if "use_cache" in inspect.signature(model.forward).parameters:
+    if "use_cache" in inspect.signature(trial.forward).parameters:
         inputs["use_cache"] = True
-    trial = model.to(torch.bfloat16)  # torch's grouped products of experts know this dtype alone on the meta device
     try:
         with torch.no_grad():
             output = trial(**inputs)
     except Exception as error:  # the model's own code may raise anything
         raise ModelError(
-            f"{type(model).__name__}'s forward of token ids does not run without data: {error}",
+            f"{type(trial).__name__}'s forward of token ids does not run without data: {error}",
             where=_WHERE,
             fix="plan a model that generates text from token ids",
         ) from error
-    cache = getattr(output, "past_key_values", None)
+    cache = next((found for name in CACHES if (found := getattr(output, name, None)) is not None), None)
     if cache is None:
         notes.append("the model keeps no cache")
         return
@@ -217,9 +312,10 @@ def _inputs_of(model: torch.nn.Module, n_samples: int, n_tokens: int, notes: lis
     return {"input_ids": ids}, n_tokens
 
 
-def _tensors(index: int, layer: Any) -> Iterator[tuple[int, torch.Size]]:
+def _tensors(index: int, layer: Any) -> Iterator[_Cached]:
     leaves = torch.utils._pytree.tree_leaves(list(vars(layer).values()))
-    yield from ((index, each.shape) for each in leaves if isinstance(each, torch.Tensor) and each.dim() > 1)
+    tensors = (each for each in leaves if isinstance(each, torch.Tensor) and each.dim() > 1)
+    yield from (_Cached(index, each.shape, each.dtype) for each in tensors)
 
 
 def _attentions(model: torch.nn.Module, rank: int, n_ranks: int) -> list[Attention]:
@@ -241,10 +337,10 @@ def _own_elems(layer: int, shape: torch.Size, attentions: list[Attention]) -> in
 
 
 def _workspace(
-    model: torch.nn.Module, shapes: dict[str, torch.Size], n_samples: int, n_longest: int, wide: torch.dtype
+    model: torch.nn.Module, shapes: dict[str, torch.Size], n_read: int, n_rows: int, wide: torch.dtype
 ) -> int:
-    """The largest of two moments: a block of linear layers over the whole prompt, or the last token's logits, which
-    ``generate`` also holds in fp32.
+    """The largest of two moments: a block of linear layers over the ``n_read`` tokens of all prompts, or the last
+    token's logits, which ``generate`` also holds in fp32.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     widths = [0]
@@ -258,7 +354,7 @@ def _workspace(
         ]
         if features:
             widths.append(sum(n_out for n_out, _ in features) + max(n_in for _, n_in in features))
-    prompt = n_samples * n_longest * max(widths) * wide.itemsize
+    prompt = n_read * max(widths) * wide.itemsize
     # Logits are gathered: each rank has all columns.
     n_words = 0 if head is None else head.weight.shape[0]
-    return max(prompt, n_samples * n_words * (wide.itemsize + torch.float32.itemsize))
+    return max(prompt, n_rows * n_words * (wide.itemsize + torch.float32.itemsize))

@@ -1,21 +1,27 @@
-"""``deepspeed_c plan --inference``: weights against a cut model's bytes, the cache against a forward's, and bad input."""
+"""``deepspeed_c plan --inference``: weights against a cut model's bytes, the cache against the blocks of a generation or
+the cache of a forward, and bad input."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
+from deepspeed_c import kv
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.parallel import TensorParallel
+from deepspeed_c.engine.cached_generation import generate_in_blocks
 from deepspeed_c.inference.int8 import quantize_weights
 from deepspeed_c.inject import cut_model
+from deepspeed_c.kv.group import Group
 from deepspeed_c.launcher.main import main
 from deepspeed_c.plan.inference import plan_inference
 from tests.deepspeed_c.inference.models import whisper
-from tests.deepspeed_c.inject.families import feed, make
+from tests.deepspeed_c.inject.families import VOCAB, feed, make
 from tests.ranks import run_ranks
 
 PRELOAD = "tests.deepspeed_c.inject.preload"
@@ -31,7 +37,37 @@ def save(model: torch.nn.Module, folder: Path, **changes: object) -> Path:
     return folder
 
 
+def generate_counted(model: Any, n_prompt: int, n_ways: int = 1, n_prompts: int = 3) -> tuple[int, dict]:
+    """(bytes of the most blocks that a call of TOKENS tokens uses at a time, their number by window); (0, {}) where the
+    model keeps its own cache."""
+    caches, most, grow = [], {}, Group._grow
+
+    class Seen(kv.cache.BlockCache):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            caches.append(self)
+
+    def grow_counted(group: Group, *args: Any) -> Any:
+        step = grow(group, *args)
+        most[group.window] = max(most.get(group.window, 0), group.n_used)
+        return step
+
+    ids = torch.randint(3, VOCAB, (n_prompts, n_prompt), generator=torch.Generator().manual_seed(0))
+    lengths = {"max_new_tokens": TOKENS - n_prompt, "eos_token_id": None, "pad_token_id": 0}
+    how = {"input_ids": ids, "do_sample": n_ways > 1, "num_return_sequences": n_ways, **lengths}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv.cache, "BlockCache", Seen)
+        patch.setattr(Group, "_grow", grow_counted)
+        generate_in_blocks(model, model.generate, (), how)
+    layers = caches[0].layers if caches else []
+    if not layers or layers[-1].length < TOKENS - 1:
+        return 0, {}
+    return sum(most[each.group.window] * (each.keys[0].nbytes + each.values[0].nbytes) for each in layers), most
+
+
 def cache_bytes(model: torch.nn.Module, n_samples: int) -> int:
+    if not model.config.is_encoder_decoder and (found := generate_counted(model, TOKENS - 5, n_prompts=n_samples)[0]):
+        return found
     ids = torch.ones(n_samples, TOKENS, dtype=torch.long)
     inputs = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
@@ -72,17 +108,99 @@ def test_figures_are_those_of_a_cut_model(family: str, world: int, dtype: str, t
         assert planned.total == planned.weights + planned.buffers + planned.cache + planned.workspace
 
 
-def test_a_sliding_window_bounds_the_cache(tmp_path: Path) -> None:
+def config_of(kind: str) -> Any:
     import transformers
 
-    config = transformers.MistralConfig(
-        hidden_size=48, intermediate_size=70, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
-        vocab_size=101, max_position_embeddings=64, sliding_window=9, pad_token_id=0,
-    )  # fmt: skip
-    model = transformers.MistralForCausalLM(config).eval()
-    plan = plan_inference(save(model, tmp_path), n_samples=2, n_tokens=TOKENS, dtype="fp32")
-    found, expected = plan.ranks[0].cache, cache_bytes(model, 2)
-    assert found == expected < 2 * 3 * 2 * 8 * TOKENS * 2 * 4, (found, expected)
+    sizes = {
+        "hidden_size": 48, "intermediate_size": 70, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
+        "head_dim": 8, "vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    return {
+        "llama": lambda: transformers.LlamaConfig(**sizes),
+        "mistral": lambda: transformers.MistralConfig(**sizes, sliding_window=9),
+        "gemma2": lambda: transformers.Gemma2Config(
+            **sizes, sliding_window=9, layer_types=kinds, query_pre_attn_scalar=8
+        ),
+    }[kind]()
+
+
+def build(kind: str, dtype: torch.dtype) -> Any:
+    import transformers
+
+    torch.manual_seed(7)
+    return transformers.AutoModelForCausalLM.from_config(config_of(kind)).to(dtype).eval()
+
+
+def generated(rank: int, world: int, kind: str, dtype: str, calls: list[tuple[int, int]]) -> list[tuple[int, dict]]:
+    model = build(kind, DTYPES[dtype])
+    if world > 1:
+        cut_model(model, TensorParallel(), Collectives())
+    return [generate_counted(model, *call) for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "world"),
+    [("llama", "fp32", 1), ("llama", "bf16", 2), ("mistral", "bf16", 1), ("gemma2", "fp32", 1), ("gemma2", "bf16", 2)],
+)
+def test_blocks_are_those_of_a_generation(kind: str, dtype: str, world: int, tmp_path: Path) -> None:
+    folder = save(build(kind, DTYPES[dtype]), tmp_path)
+    calls = [(n_prompt, n_ways) for n_prompt in (1, 17, 33, TOKENS - 1) for n_ways in (1, 3)]
+    asked = {"n_ranks": world, "n_samples": 3, "n_tokens": TOKENS, "dtype": dtype}
+    plans = [plan_inference(folder, **asked, n_prompt=n, n_ways=ways) for n, ways in calls]
+    for rank, found in enumerate(run_ranks(world, generated, kind, dtype, calls, preload=PRELOAD)):
+        for plan, call, (nbytes, most) in zip(plans, calls, found, strict=True):
+            planned = {group.window: group.n_blocks for group in plan.blocks}
+            assert (planned, plan.ranks[rank].cache) == (most, nbytes), (call, rank)
+            assert sum(group.n_layers for group in plan.blocks) == 3
+    assert plan_inference(folder, **asked).blocks == plans[0].blocks, "without a prompt, a call ends as after one token"
+
+
+def test_a_sliding_window_bounds_the_cache(tmp_path: Path) -> None:
+    folder = save(build("mistral", torch.float32), tmp_path)
+    for n_prompt, n_blocks in ((None, 2), (36, 3)):  # of 36 tokens the last 9 are seen, in blocks 1 and 2
+        plan = plan_inference(folder, n_samples=2, n_tokens=TOKENS, dtype="fp32", n_prompt=n_prompt)
+        assert [group.n_blocks for group in plan.blocks] == [2 * n_blocks], plan
+        assert plan.ranks[0].cache == 2 * n_blocks * 16 * 3 * 2 * 2 * 8 * 4, plan
+        assert ("--prompt N counts its blocks" in str(plan)) == (n_prompt is None), str(plan)
+
+
+def test_samples_share_their_prompt(tmp_path: Path) -> None:
+    folder = save(build("llama", torch.float32), tmp_path)
+    plan = plan_inference(folder, n_samples=2, n_tokens=64, dtype="fp32", n_prompt=49, n_ways=8)
+    # 48 tokens of each prompt in 3 blocks, and one block a sample.
+    assert [group.n_blocks for group in plan.blocks] == [2 * (3 + 8)] and "16 sequence(s) of 64" in str(plan), str(plan)
+    assert "22 blocks of 16 tokens in each of 3 layer(s) with full attention" in str(plan), str(plan)
+    assert plan.ranks[0].workspace == 2 * 49 * (70 + 70 + 48 + 70) * 4, "prompts are read once"
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama_tied_shared", "qwen3", "mixtral", "phi", "gpt2", "gpt_bigcode", "gpt_neox", "opt", "cohere", "starcoder2"),
+        *("codegen", "gptj", "bloom", "falcon", "mpt", "deepseek_v3", "llama4"),
+    ],
+)  # fmt: skip
+def test_a_plan_knows_which_models_find_blocks(family: str, tmp_path: Path) -> None:
+    model = make(family).eval()
+    plan = plan_inference(save(model, tmp_path), n_samples=2, n_tokens=TOKENS, dtype="fp32", n_prompt=TOKENS - 5)
+    nbytes, most = generate_counted(model, TOKENS - 5, n_prompts=2)
+    assert {group.window: group.n_blocks for group in plan.blocks} == most, str(plan)
+    assert not most or plan.ranks[0].cache == nbytes, str(plan)
+    assert ("the model's own, not in blocks: " in str(plan)) == (not most), str(plan)
+
+
+def test_recurrent_states_are_counted(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.MambaConfig(hidden_size=48, num_hidden_layers=2, vocab_size=VOCAB, state_size=8)
+    model = transformers.MambaForCausalLM(config).eval().bfloat16()
+    with torch.no_grad():
+        kept = model(input_ids=torch.ones(3, TOKENS, dtype=torch.long), use_cache=True).cache_params
+    tensors = [leaf for layer in kept.layers for leaf in tree_leaves(list(vars(layer).values()))]
+    plan = plan_inference(save(model, tmp_path), n_samples=3, n_tokens=TOKENS, dtype="bf16")
+    assert plan.ranks[0].cache == sum(t.nbytes for t in tensors if torch.is_tensor(t)) > 0, str(plan)
+    assert not plan.blocks and "a layer of the model keeps a LinearAttentionLayer" in str(plan), str(plan)
 
 
 def test_workspace_is_the_widest_block_or_the_logits(tmp_path: Path) -> None:
@@ -103,6 +221,11 @@ def test_the_command_prints_a_line_for_each_rank(tmp_path: Path, capsys: pytest.
     assert [rank["rank"] for rank in printed["ranks"]] == [0, 1] and printed["dtype"] == "fp32"
     assert (printed["n_samples"], printed["n_tokens"]) == (2, 9)
     assert printed["n_params"] == sum(p.numel() for p in make("llama").parameters())
+    assert printed["blocks"] == [{"window": None, "n_layers": 2, "n_blocks": 2}]
+    words = ["--batch", "2", "--seq", "40", "--prompt", "33", "--ways", "4", "--json"]
+    assert main(["plan", "--inference", folder, *words]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["n_prompt"], printed["n_ways"], printed["blocks"][0]["n_blocks"]) == (33, 4, 2 * (2 + 4))
     assert main(["plan", "--inference", folder]) == 0
     text = capsys.readouterr().out
     assert "weights" in text and "cache" in text and "workspace" in text and "1 sequence(s) of 64 tokens" in text, text
@@ -111,6 +234,7 @@ def test_the_command_prints_a_line_for_each_rank(tmp_path: Path, capsys: pytest.
 def test_typed_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(save(make("llama"), tmp_path / "llama"))
     odd = str(save(make("llama"), tmp_path / "odd", model_type="no_such_model"))
+    with_encoder = str(save(make("t5"), tmp_path / "t5"))
     for words, expected in (
         (["--inference", str(tmp_path / "nowhere")], "no such folder"),
         (["--inference", str(tmp_path)], "no config.json is there"),
@@ -118,6 +242,11 @@ def test_typed_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["--inference", folder, "--tp", "0"], "0 is not a number of ranks"),
         (["--inference", folder, "--seq", "65"], "65 tokens are more than the 64 positions"),
         (["--inference", folder, "--batch", "0"], "'0' is no number > 0"),
+        (["--inference", folder, "--ways", "0"], "'0' is no number > 0"),
+        (["--inference", folder, "--prompt", "0"], "'0' is no number > 0"),
+        (["--inference", folder, "--seq", "9", "--prompt", "9"], "a prompt of 9 tokens leaves no new one of the 9"),
+        (["--inference", with_encoder, "--prompt", "9"], "the encoder reads the prompt"),
+        (["--prompt", "9", "train.py"], "one call of generate for inference"),
         (["--inference", folder, "--ranks", "2"], "does not go with --ranks"),
         (["--inference", folder, "train.py"], "does not go with train.py"),
         (["--dtype", "int8", "train.py"], "dtype of weights for inference"),
