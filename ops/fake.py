@@ -156,6 +156,11 @@ def _nn_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return a.new_empty((*a.shape[:-1], b.shape[-1]))
 
 
+@torch.library.impl(_LIBRARY, "nn_layers", "Meta")
+def _nn_layers(x: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> list[Tensor]:
+    return [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
+
+
 @torch.library.impl(_LIBRARY, "kv_attention", "Meta")
 def _kv_attention(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Tensor:
     return q.new_empty((*q.shape[:2], values.shape[3]))

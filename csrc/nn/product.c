@@ -32,6 +32,7 @@ struct job {
     int64_t tile_cols;
     int64_t n_across; /* tiles beside one another */
     int64_t n_tiles;  /* of a batch */
+    int64_t end;      /* behind the number of its last tile, counted over all jobs */
 };
 
 static void find_tiles(struct job *job)
@@ -47,17 +48,26 @@ static void find_tiles(struct job *job)
     job->n_tiles = pieces(call->n_rows, job->tile_rows) * job->n_across;
 }
 
+static void run_tile(const struct job *job, int64_t i)
+{
+    const struct dsc_nn_product *call = &job->call;
+    int64_t tile = i % job->n_tiles;
+    int64_t row = tile / job->n_across * job->tile_rows, col = tile % job->n_across * job->tile_cols;
+
+    job->run(call, i / job->n_tiles, row, least(row + job->tile_rows, call->n_rows), col,
+             least(col + job->tile_cols, call->n_cols));
+}
+
+/* arg: the jobs; their tiles are numbered one after the other. */
 static void run_tiles(void *arg, int64_t first, int64_t last)
 {
     const struct job *job = arg;
-    const struct dsc_nn_product *call = &job->call;
+    int64_t begin = 0;
 
     for (int64_t i = first; i < last; i++) {
-        int64_t tile = i % job->n_tiles;
-        int64_t row = tile / job->n_across * job->tile_rows, col = tile % job->n_across * job->tile_cols;
-
-        job->run(call, i / job->n_tiles, row, least(row + job->tile_rows, call->n_rows), col,
-                 least(col + job->tile_cols, call->n_cols));
+        for (; i >= job->end; job++)
+            begin = job->end;
+        run_tile(job, i - begin);
     }
 }
 
@@ -82,11 +92,12 @@ static void set_lone_stride(int64_t size, int64_t *stride)
         *stride = 1;
 }
 
-dsc_status dsc_nn_product(const struct dsc_nn_product *given, const struct dsc_par *par)
+/* Checks a product, and cuts it into tiles. A product without elements has none. */
+static dsc_status plan(const struct dsc_nn_product *given, struct job *job)
 {
-    struct job job = {.call = *given};
-    struct dsc_nn_product *call = &job.call;
+    struct dsc_nn_product *call = &job->call;
 
+    *job = (struct job){.call = *given};
     DSC_TRY(check_sizes(call));
     if (call->n_batches == 0 || call->n_rows == 0 || call->n_cols == 0)
         return DSC_OK;
@@ -97,16 +108,40 @@ dsc_status dsc_nn_product(const struct dsc_nn_product *given, const struct dsc_p
     set_lone_stride(call->n_terms, &call->b_term);
     set_lone_stride(call->n_cols, &call->b_col);
     if (call->a_term == 1 && call->b_term == 1)
-        job.run = dsc_nn_kernels_get()->dot_product;
+        job->run = dsc_nn_kernels_get()->dot_product;
     else if (call->b_col == 1 && (call->a_term == 1 || call->a_row == 1))
-        job.run = dsc_nn_kernels_get()->outer_product;
+        job->run = dsc_nn_kernels_get()->outer_product;
     else
         return dsc_fail(
             DSC_EINVAL, "strides are %lld, %lld of a and %lld, %lld of b: neither terms nor columns are dense",
             (long long)call->a_row, (long long)call->a_term, (long long)call->b_term, (long long)call->b_col);
-    find_tiles(&job);
-    if (call->n_rows * call->n_cols * call->n_batches < CHUNK_PRODUCTS / (call->n_terms + 1))
-        par = NULL; /* less work than it takes to wake a thread */
-    dsc_par_run(par, call->n_batches * job.n_tiles, run_tiles, &job);
+    find_tiles(job);
     return DSC_OK;
+}
+
+dsc_status dsc_nn_products(int32_t n, const struct dsc_nn_product *calls, const struct dsc_par *par)
+{
+    struct job jobs[DSC_NN_MAX_PRODUCTS];
+    int64_t n_tiles = 0;
+    double work = 0; /* in terms; a double, because many products may have more than int64_t counts */
+
+    if (n < 0 || n > DSC_NN_MAX_PRODUCTS)
+        return dsc_fail(DSC_EINVAL, "%d products: a call takes 0 to %d", (int)n, DSC_NN_MAX_PRODUCTS);
+    for (int32_t i = 0; i < n; i++) {
+        const struct dsc_nn_product *call = &calls[i];
+
+        DSC_TRY(plan(call, &jobs[i]));
+        n_tiles += call->n_batches * jobs[i].n_tiles;
+        jobs[i].end = n_tiles;
+        work += (double)call->n_batches * (double)call->n_rows * (double)call->n_cols * ((double)call->n_terms + 1);
+    }
+    if (work < CHUNK_PRODUCTS)
+        par = NULL; /* less work than it takes to wake a thread */
+    dsc_par_run(par, n_tiles, run_tiles, jobs);
+    return DSC_OK;
+}
+
+dsc_status dsc_nn_product(const struct dsc_nn_product *call, const struct dsc_par *par)
+{
+    return dsc_nn_products(1, call, par);
 }

@@ -83,14 +83,69 @@ Tensor nn_product(const Tensor &a_in, const Tensor &b_in, const MaybeTensor &bia
     return y;
 }
 
+/* Layers that read the same rows: y[i] = x weights[i]' + biases[i], in one call of the core. */
+std::vector<Tensor> nn_layers(const Tensor &x_in, const std::vector<Tensor> &weights,
+                              const std::vector<MaybeTensor> &biases_in)
+{
+    const Operands o("nn_layers", x_in, "x");
+    const Tensor x = dsc::contiguous(x_in);
+    const size_t n = weights.size(), n_dims = x.sizes().size();
+    const int64_t n_terms = x.sizes()[n_dims - 1];
+    int64_t n_rows = 1;
+    std::vector<struct dsc_nn_product> calls(n);
+    std::vector<Matrices> dense(weights.begin(), weights.end());
+    std::vector<MaybeTensor> biases(n);
+    std::vector<Tensor> results;
+
+    for (size_t i = 0; i + 1 < n_dims; i++)
+        n_rows *= x.sizes()[i];
+    if (biases_in.size() != n)
+        o.fail("biases", "has " + std::to_string(biases_in.size()) + " entries, weights has " + std::to_string(n));
+    for (size_t i = 0; i < n; i++) {
+        const std::string name = "weights[" + std::to_string(i) + "]";
+        Matrices &weight = dense[i];
+        struct dsc_nn_product &call = calls[i];
+
+        if (weight.n_dims() != 2)
+            o.fail(name.c_str(), "must have 2 dimensions");
+        if (weight.size(column) != n_terms)
+            o.fail(name.c_str(),
+                   "has " + std::to_string(weight.size(column)) + " columns, x has " + std::to_string(n_terms));
+        if (!weight.is_dense(column))
+            weight.make_contiguous();
+        biases[i] = dense_of(biases_in[i]);
+        results.push_back(dsc::new_like(x, dsc::sizes_with(x, weight.size(row))));
+        call.n_batches = 1;
+        call.n_rows = n_rows;
+        call.n_terms = n_terms;
+        call.n_cols = weight.size(row);
+        call.dtype = o.dtype;
+        call.a = o.read_strided(x, "x");
+        call.a_row = n_terms;
+        call.a_term = 1;
+        call.b = o.read_strided(weight.tensor(), name.c_str());
+        call.b_term = weight.stride(column);
+        call.b_col = weight.stride(row);
+        call.bias = biases[i].has_value() ? o.read(*biases[i], "biases", call.n_cols) : nullptr;
+        call.y = results[i].mutable_data_ptr();
+    }
+
+    const struct dsc_par par = dsc::pool_par();
+
+    dsc::check(dsc_nn_products(static_cast<int32_t>(n), calls.data(), &par), "nn_layers");
+    return results;
+}
+
 }  // namespace
 
 DSC_OPS(m)
 {
     m.def("nn_product(Tensor a, Tensor b, Tensor? bias) -> Tensor");
+    m.def("nn_layers(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]");
 }
 
 DSC_OPS_CPU(m)
 {
     m.impl("nn_product", DSC_BOX(&nn_product));
+    m.impl("nn_layers", DSC_BOX(&nn_layers));
 }

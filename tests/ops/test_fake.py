@@ -60,6 +60,7 @@ def cases():
     yield from moe_cases()
     yield from quant_cases()
     yield from kv_cases()
+    yield from sample_cases()
 
 
 def kv_cases():
@@ -71,6 +72,13 @@ def kv_cases():
     q, rules = torch.rand(4, 3, 8).half().transpose(0, 1), (torch.tensor([3, 0]), torch.rand(4), torch.rand(4))
     yield "kv_attention", "kv_attention", (q, *blocks, *rows, *rules, 0.3, True, 3, 2.0)
     yield "kv_attention-plain", "kv_attention", (q, *blocks, *rows, None, None, None, 0.3, False, 0, 0.0)
+
+
+def sample_cases():
+    logits, rules = torch.rand(2, 9).bfloat16(), torch.tensor([[1, 3, 0.9, 0.1, 1.2], [0, 0, 1, 0, 1]]).double()
+    earlier, numbers = (torch.tensor([1, 2]), torch.tensor([8, 0, 0])), (torch.tensor([-1, 2]), torch.tensor([0, 5]))
+    yield "sample_tokens", "sample_tokens", (logits, rules, *numbers, *earlier)
+    yield "sample_probabilities", "sample_probabilities", (logits, rules, None, None)
 
 
 def quant_cases():
@@ -133,6 +141,7 @@ def nn_cases():
     yield "nn_product", "nn_product", (x, weight.t().clone().requires_grad_(), None)
     yield "nn_product-bias", "nn_product", (x, weight.t(), torch.rand(4).to(x.dtype).requires_grad_())
     yield "nn_product-batch", "nn_product", (make(2, 3, 5), make(2, 4, 5).mT, None)
+    yield "nn_layers", "nn_layers", (still, [weight, weight[:3]], [None, weight[0, :3]])
     yield "nn_softmax", "nn_softmax", (scores, keep, 0.5, True)
     yield "nn_softmax_backward", "nn_softmax_backward", (scores.detach(), scores.detach(), 0.5)
     q, k, v = make(2, 5, 4, 8).transpose(1, 2), make(2, 2, 6, 8), make(2, 2, 6, 3)

@@ -114,6 +114,35 @@ def test_inputs_that_do_not_fit() -> None:
         assert words in str(info.value), (words, str(info.value))
 
 
+def test_layers_of_one_input_have_the_bits_of_linear_each() -> None:
+    layers = torch.ops.deepspeed_c.nn_layers
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for n_terms in (0, 1, 67):
+            x, weight, bias, _ = operands((2, 3), n_terms, 9, dtype)
+            weights = [weight, weight[:4], weight.t().contiguous().t(), weight[:0]]
+            biases = [bias, None, bias[::2].repeat_interleave(2)[:9], bias[:0]]
+            found = layers(x, weights, biases)
+            wanted = [nn.linear(x, w.contiguous(), b) for w, b in zip(weights, biases, strict=True)]
+            assert all(torch.equal(y, z) for y, z in zip(found, wanted, strict=True)), (dtype, n_terms, found, wanted)
+    assert layers(x, [], []) == []
+
+
+def test_layers_that_do_not_fit_their_input() -> None:
+    x, weight, bias, _ = operands((3,), 6, 4, torch.bfloat16)
+    cases = {
+        "argument weights[1] has 5 columns, x has 6": ([weight, weight[:, :5]], [None, None]),
+        "argument weights[0] must have 2 dimensions": ([weight[0]], [None]),
+        "argument weights[1] is of float32, unlike x": ([weight, weight.float()], [None, None]),
+        "argument biases has 1 entries, weights has 2": ([weight, weight], [None]),
+        "argument biases has 3": ([weight], [bias[:3]]),
+        "9 products": ([weight] * 9, [None] * 9),
+    }
+    for words, operands_given in cases.items():
+        with pytest.raises((ValueError, RuntimeError)) as info:
+            torch.ops.deepspeed_c.nn_layers(x, *operands_given)
+        assert words in str(info.value), (words, str(info.value))
+
+
 def test_a_compiled_function_has_the_same_bits() -> None:
     x, weight, bias, dy = operands((5,), 40, 7, torch.bfloat16)
     compiled = torch.compile(nn.linear, backend="aot_eager", fullgraph=True)

@@ -361,6 +361,14 @@ struct dsc_nn_product {
 /* DSC_EINVAL for strides that are neither. */
 DSC_API dsc_status dsc_nn_product(const struct dsc_nn_product *call, const struct dsc_par *par);
 
+/*
+ * n products at once, of at most DSC_NN_MAX_PRODUCTS: layers with one input, say. Threads are woken once for all. No
+ * result is an operand of another product. A bad product among them fails the call before anything is written.
+ */
+#define DSC_NN_MAX_PRODUCTS 8
+
+DSC_API dsc_status dsc_nn_products(int32_t n, const struct dsc_nn_product *calls, const struct dsc_par *par);
+
 #ifdef __cplusplus
 }
 #endif

@@ -237,6 +237,45 @@ static void test_one_row_of_spread_terms(void)
     CHECK_EQ((int)y[1], 1 * 2 + 2 * 4 + 3 * 6);
 }
 
+/* Products of one call have the bits of each alone, for sizes with and without elements, and a bad one stops all. */
+static void test_several(const struct dsc_par *par)
+{
+    static const int64_t each[][4] = {{1, 1, 67, 130},   {1, 3, 0, 5}, {2, 1, 1031, 97}, {1, 0, 4, 4},
+                                      {1, 16, 700, 301}, {3, 5, 2, 1}, {1, 2, 9, 0},     {1, 200, 33, 300}};
+    struct run runs[DSC_NN_MAX_PRODUCTS];
+    struct array alone[DSC_NN_MAX_PRODUCTS];
+    struct dsc_nn_product calls[DSC_NN_MAX_PRODUCTS];
+    uint64_t random = 5;
+
+    for (int i = 0; i < DSC_NN_MAX_PRODUCTS; i++) {
+        runs[i] = run_create(each[i], i == 5 ? TERMS_OF_A : TERMS, i, i % 2 ? DSC_DTYPE_F32 : DSC_DTYPE_BF16, &random);
+        calls[i] = runs[i].call;
+        CHECK_STATUS(dsc_nn_product(&calls[i], NULL), DSC_OK);
+        alone[i] = array_copy(&runs[i].y, 1);
+    }
+    for (int n = 0; n <= DSC_NN_MAX_PRODUCTS; n++) {
+        TEST_CASE("%d products at once", n);
+        for (int i = 0; i < n; i++)
+            memset(runs[i].y.data, 0, (size_t)runs[i].y.n * dsc_dtype_bytes(calls[i].dtype));
+        CHECK_STATUS(dsc_nn_products(n, calls, par), DSC_OK);
+        for (int i = 0; i < DSC_NN_MAX_PRODUCTS; i++)
+            CHECK_SAME(&runs[i].y, &alone[i]);
+    }
+    TEST_CASE("the last of %d is bad", DSC_NN_MAX_PRODUCTS);
+    memset(runs[0].y.data, 0, (size_t)runs[0].y.n * dsc_dtype_bytes(calls[0].dtype));
+    array_destroy(&alone[0]);
+    alone[0] = array_copy(&runs[0].y, 1);
+    calls[DSC_NN_MAX_PRODUCTS - 1].b_term = 2;
+    CHECK_ERROR(dsc_nn_products(DSC_NN_MAX_PRODUCTS, calls, par), DSC_EINVAL, "strides");
+    CHECK_SAME(&runs[0].y, &alone[0]);
+    CHECK_ERROR(dsc_nn_products(DSC_NN_MAX_PRODUCTS + 1, calls, par), DSC_EINVAL, "9 products");
+    CHECK_ERROR(dsc_nn_products(-1, calls, par), DSC_EINVAL, "-1 products");
+    for (int i = 0; i < DSC_NN_MAX_PRODUCTS; i++) {
+        array_destroy(&alone[i]);
+        run_destroy(&runs[i]);
+    }
+}
+
 static void test_refusals(void)
 {
     float a[8] = {0}, b[16] = {0}, y[2] = {0};
@@ -286,6 +325,7 @@ int main(void)
     test_special_values();
     test_lone_strides();
     test_one_row_of_spread_terms();
+    test_several(&pool.par);
     test_refusals();
     pool_clear(&pool);
     return test_finish(__FILE__);
