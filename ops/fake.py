@@ -166,6 +166,17 @@ def _kv_attention(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Tensor
     return q.new_empty((*q.shape[:2], values.shape[3]))
 
 
+@torch.library.impl(_LIBRARY, "sample_tokens", "Meta")
+def _sample_tokens(logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    n_rows = logits.shape[:1]
+    return logits.new_empty(n_rows, dtype=torch.int64), logits.new_empty(n_rows, dtype=torch.float32)
+
+
+@torch.library.impl(_LIBRARY, "sample_probabilities", "Meta")
+def _sample_probabilities(logits: Tensor, *rest: Any) -> Tensor:
+    return logits.new_empty(logits.shape, dtype=torch.float32)
+
+
 @torch.library.impl(_LIBRARY, "nn_attention", "Meta")
 def _nn_attention(q: Tensor, k: Tensor, v: Tensor, *rules: Any) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q) if v.shape[-1] == q.shape[-1] else q.new_empty((*q.shape[:-1], v.shape[-1]))
