@@ -4,6 +4,7 @@ there; with the model's own cache elsewhere."""
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -144,9 +145,8 @@ def _read_prompts_once(model: torch.nn.Module, cache: Any, kwargs: dict[str, Any
 
 def _cache_of(model: torch.nn.Module, kwargs: dict[str, Any]) -> Any:
     """A cache that has room for all tokens of the call. Raises NeedsOwnCache where the model's layers need another."""
-    from transformers import DynamicCache, EncoderDecoderCache
-
-    if not getattr(model, "_supports_attention_backend", False):
+    file = sys.modules.get(type(model).__module__)
+    if not (getattr(model, "_supports_attention_backend", False) or hasattr(file, "ALL_ATTENTION_FUNCTIONS")):
         raise own_cache("its attention is part of its layers")
     n_prompt, n_new = n_tokens_of(model, (), kwargs)
     n_tokens = max(n_new, _DEFAULT_TOKENS) + (1 if has_encoder(model) else n_prompt)
@@ -155,5 +155,6 @@ def _cache_of(model: torch.nn.Module, kwargs: dict[str, Any]) -> Any:
     # One block more a row: a row that ends is written to until the others have ended, and a shared block is copied.
     n_blocks = len(prompts_of((), kwargs)) * _n_ways(model, kwargs) * (blocks_of(n_tokens) + 1)
     config = model.config.get_text_config(decoder=True)
-    cache = kv.cache.BlockCache(config, n_blocks)
-    return EncoderDecoderCache(cache, DynamicCache(config=config)) if has_encoder(model) else cache
+    if has_encoder(model):
+        return kv.cache.EncodedCache(config, n_blocks, _n_ways(model, kwargs))
+    return kv.cache.BlockCache(config, n_blocks)

@@ -158,26 +158,30 @@ def _attend(
         return _own_attention(module)(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **given, **kwargs
         )
-    group = view.layer.group
-    if attention_mask is not None and attention_mask.ndim != 2:
-        raise own_cache(f"{type(module).__name__} has a mask of its own {tuple(attention_mask.shape)}")
-    if not getattr(module, "is_causal", True):
-        raise own_cache(f"{type(module).__name__} attends to later tokens")
+    layer = view.layer
+    rows, first = layer.seen(view, attention_mask, query.shape[2])
+    if getattr(module, "is_causal", True) != layer.is_causal:
+        raise own_cache(
+            f"{type(module).__name__} attends to {'later tokens' if layer.is_causal else 'earlier tokens of an encoder'}"
+        )
     if position_bias is not None:
         raise own_cache(f"{type(module).__name__} adds a bias of positions")
     if dropout:
         raise own_cache(f"{type(module).__name__} drops attention", CallNeedsOwnCache)
-    if group.window is not None and sliding_window != group.window:
-        raise own_cache(f"{type(module).__name__} has a window of {sliding_window}, its cache one of {group.window}")
+    if layer.window is not None and sliding_window != layer.window:
+        raise own_cache(f"{type(module).__name__} has a window of {sliding_window}, its cache one of {layer.window}")
+    for name, given in kwargs.items():
+        if torch.is_tensor(given) and given.is_floating_point():
+            raise own_cache(f"{type(module).__name__} gives its attention {name}")
     batch, _, n_tokens, head_dim = query.shape
     out = kv.attention(
         by_token(query),
-        view.layer.keys,
-        view.layer.values,
-        view.rows,
+        *layer.blocks,
+        rows,
         scale=head_dim**-0.5 if scaling is None else scaling,
-        first=view.layer.cache.first_of(attention_mask),
+        first=first,
         sinks=None if s_aux is None else s_aux.float(),
+        is_causal=layer.is_causal,
         window=sliding_window or 0,
         soft_cap=softcap or 0.0,
     )

@@ -17,19 +17,30 @@ from transformers.cache_utils import (
 )
 
 from deepspeed_c.errors import StateError
-from deepspeed_c.kv.group import CallNeedsOwnCache, Group, own_cache
+from deepspeed_c.kv.group import CallNeedsOwnCache, Group, blocks_of, own_cache
 from deepspeed_c.ops import kv
 
-__all__ = ["BlockCache", "BlockLayer", "View", "by_token", "dense", "view_of"]
+__all__ = [
+    "BlockCache",
+    "BlockLayer",
+    "CrossCache",
+    "CrossLayer",
+    "EncodedCache",
+    "View",
+    "by_token",
+    "dense",
+    "view_of",
+]
 
 _VIEW = "_deepspeed_c_view"
 
 
 class View(NamedTuple):
-    """All keys of some rows. The keys of new tokens stand for them between ``update`` and attention."""
+    """All keys of some rows. Another tensor stands for them between ``update`` and attention."""
 
-    layer: BlockLayer
-    rows: kv.KvRows
+    layer: BlockLayer | CrossLayer
+    rows: kv.KvRows | None
+    """None: those of the layer's cache."""
 
 
 def view_of(key: torch.Tensor) -> View | None:
@@ -38,6 +49,12 @@ def view_of(key: torch.Tensor) -> View | None:
     if view is not None:
         view.layer.cache.awaited = None
     return view
+
+
+def _stand_in(key_states: torch.Tensor, view: View) -> torch.Tensor:
+    """Returns ``key_states``. They stand for the view from now on."""
+    setattr(key_states, _VIEW, view)
+    return key_states
 
 
 def by_token(x: torch.Tensor) -> torch.Tensor:
@@ -50,11 +67,12 @@ class BlockLayer(CacheLayerMixin):
     """The keys and values of one layer. They grow in place, in blocks whose numbers its group decides."""
 
     is_croppable = True
+    is_causal = True
 
     def __init__(self, cache: BlockCache, group: Group, index: int) -> None:
         super().__init__()
         self.cache, self.group, self.index = cache, group, index
-        self.length = 0
+        self.length, self.window = 0, group.window
         self.is_sliding = group.window is not None
         self._last_step = -1
 
@@ -84,8 +102,17 @@ class BlockLayer(CacheLayerMixin):
             self.values[target] = self.values[source]
         self._last_step = step.number
         kv.write(by_token(key_states), by_token(value_states), self.keys, self.values, step.rows)
-        setattr(key_states, _VIEW, View(self, step.rows))
-        return key_states, value_states
+        return _stand_in(key_states, View(self, step.rows)), value_states
+
+    @property
+    def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.keys, self.values
+
+    def seen(self, view: View, mask: torch.Tensor | None, n_new: int) -> tuple[kv.KvRows, torch.Tensor | None]:
+        """The rows of ``n_new`` tokens, and the first token of each row that they see. mask: of ``_mask``."""
+        if mask is not None and mask.ndim != 2:
+            raise own_cache(f"a layer has a mask of its own {tuple(mask.shape)}")
+        return view.rows, self.cache.first_of(mask)
 
     def get_seq_length(self) -> int:
         return self.length
@@ -110,6 +137,57 @@ class BlockLayer(CacheLayerMixin):
         )
 
 
+class CrossLayer(CacheLayerMixin):
+    """The keys and values of an encoder's tokens in one layer. They come once; the rows of a prompt share them."""
+
+    is_sliding = False
+    is_croppable = False
+    is_causal = False
+    window = None
+
+    def __init__(self, cache: CrossCache, index: int) -> None:
+        super().__init__()
+        self.cache, self.index = cache, index
+        self.length = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the keys and values [batch, heads, tokens, dim] of an encoder's tokens, those of each prompt once."""
+        self.cache.expect(self)
+        self.lazy_initialization(key_states, value_states)
+        n_rows, self.length = key_states.shape[0], key_states.shape[2]
+        prompts, n_ways = self.cache.hold(n_rows, self.length)
+        keys, values = key_states[::n_ways], value_states[::n_ways]
+        self.blocks = kv.new_blocks(prompts.tables.numel(), keys, values)
+        kv.write(by_token(keys), by_token(values), *self.blocks, prompts)
+        self.keys, self.values = key_states.new_empty(()), value_states.new_empty(())
+        self.stand_for(n_rows, key_states.shape, value_states.shape)
+        return self.keys, self.values
+
+    def stand_for(self, n_rows: int, keys: torch.Size, values: torch.Size) -> None:
+        """Makes ``keys`` and ``values``, which a model reads at each forward, tensors of ``n_rows`` rows of no memory."""
+        self.keys = _stand_in(self.keys.new_empty(()).expand(n_rows, *keys[1:]), View(self, None))
+        self.values = self.values.new_empty(()).expand(n_rows, *values[1:])
+
+    def seen(self, view: View, mask: torch.Tensor | None, n_new: int) -> tuple[kv.KvRows, torch.Tensor | None]:
+        """The rows of ``n_new`` tokens, and the first key of each row that they see. mask: of the model."""
+        return self.cache.rows_behind(mask, n_new)
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+
 class BlockCache(DynamicCache):
     """The keys and values of a model's layers of full and of sliding attention.
 
@@ -124,7 +202,7 @@ class BlockCache(DynamicCache):
         super().__init__(config=config)
         self._config = config
         self.groups: dict[int | None, Group] = {}
-        self.awaited: BlockLayer | None = None
+        self.awaited: BlockLayer | CrossLayer | None = None
         """The layer whose keys were written last, until attention has found them."""
         self._first: torch.Tensor | None = None  # behind the padding of each row; None: no row is padded
         self._mask: torch.Tensor | None = None  # whose first tokens these are
@@ -141,7 +219,7 @@ class BlockCache(DynamicCache):
             return layer.sliding_window
         raise own_cache(f"a layer of the model keeps a {type(layer).__name__}")
 
-    def expect(self, layer: BlockLayer) -> None:
+    def expect(self, layer: BlockLayer | CrossLayer) -> None:
         """Notes that attention must find the keys of ``layer`` next.
 
         Raises NeedsOwnCache where it has not found the keys of the layer before.
@@ -172,9 +250,12 @@ class BlockCache(DynamicCache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._choose(beam_idx.tolist())
 
+    @property
+    def n_rows(self) -> int:
+        return max((group.n_rows for group in self.groups.values()), default=0)
+
     def batch_repeat_interleave(self, repeats: int) -> None:
-        n_rows = max((group.n_rows for group in self.groups.values()), default=0)
-        self._choose([row for row in range(n_rows) for _ in range(repeats)])
+        self._choose([row for row in range(self.n_rows) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if indices.dtype == torch.bool:
@@ -221,8 +302,118 @@ class BlockCache(DynamicCache):
         self.awaited = self._first = self._mask = None
 
 
-def dense(cache: BlockCache | EncoderDecoderCache) -> DynamicCache | EncoderDecoderCache:
+class CrossCache(BlockCache):
+    """The keys and values of an encoder's tokens for all layers of its decoder. Its rows are numbers of prompts, so
+    beams and samples of a prompt hold it once, and nothing moves with them.
+
+    T5Gemma makes one with these arguments. Layers have no windows here.
+    """
+
+    def __init__(self, config: Any = None, offloading: bool = False) -> None:
+        super().__init__(None, 0)
+        self._n_ways, self._n_tokens = 1, 0
+        self._prompts = torch.empty(0, dtype=torch.long)  # of each row
+        self._rows: kv.KvRows | None = None  # of this forward
+
+    def share(self, n_ways: int) -> None:
+        """So many rows, one after the other, come from the same prompt."""
+        self._n_ways = n_ways
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        while len(self.layers) <= layer_idx:
+            self.layers.append(CrossLayer(self, len(self.layers)))
+        return self.layers[layer_idx].update(key_states, value_states)
+
+    def hold(self, n_rows: int, n_tokens: int) -> tuple[kv.KvRows, int]:
+        """The prompts of ``n_rows`` new rows with new tokens alone, and the number of rows of a prompt."""
+        n_ways = self._n_ways if n_rows % self._n_ways == 0 else 1
+        n_prompts, self._n_tokens = n_rows // n_ways, n_tokens
+        self._prompts, self._rows = torch.arange(n_prompts).repeat_interleave(n_ways), None
+        return kv.KvRows(*[torch.full((n_prompts,), n_tokens)] * 2, self._tables(n_prompts)), n_ways
+
+    def _tables(self, n_prompts: int) -> torch.Tensor:
+        n_blocks = blocks_of(self._n_tokens)
+        return torch.arange(n_prompts * n_blocks, dtype=torch.int32).view(n_prompts, n_blocks)
+
+    def rows_behind(self, mask: torch.Tensor | None, n_new: int) -> tuple[kv.KvRows, torch.Tensor | None]:
+        """The rows for ``n_new`` tokens of the decoder, and the first key of each row that they see; None: all.
+
+        mask: of the model, [batch, 1, new tokens, keys], True or 0 where a key is seen. All layers of a forward get the
+        same one. Raises CallNeedsOwnCache where the keys that a row sees are not one piece, the same for its tokens.
+        """
+        if self._rows is None or mask is not self._mask or n_new != int(self._rows.n_new[0]):
+            n_rows = self.n_rows
+            ends = torch.full((n_rows,), self._n_tokens)
+            self._first, self._mask = None, mask
+            if mask is not None:
+                self._first, ends = _pieces(mask.expand(n_rows, *mask.shape[1:]))
+            tables = self._tables(int(self._prompts.max()) + 1)[self._prompts]
+            self._rows = kv.KvRows(torch.full((n_rows,), n_new), ends, tables)
+        return self._rows, self._first
+
+    @property
+    def n_rows(self) -> int:
+        return len(self._prompts)
+
+    def _choose(self, rows: list[int]) -> None:
+        if not self.layers:
+            return
+        self._prompts, self._rows = self._prompts[rows], None
+        for layer in self.layers:
+            layer.stand_for(len(rows), layer.keys.shape, layer.values.shape)
+
+    def dense(self) -> DynamicCache:
+        found = DynamicCache()
+        rows, _ = self.rows_behind(None, 1)
+        for layer in self.layers:
+            found.update(*kv.read(*layer.blocks, rows, layer.length), layer.index)
+        return found
+
+    def reset(self) -> None:
+        """Ends all rows. The next ones may have any number of tokens."""
+        super().reset()
+        self.layers, self._prompts, self._rows = [], self._prompts[:0], None
+
+
+def _pieces(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first key of each row that is seen, and the key behind its last one: int64 [batch]."""
+    is_seen, is_bias = mask, False
+    if mask.is_floating_point():
+        is_seen = mask > torch.finfo(mask.dtype).min / 2
+        is_bias = bool(mask[is_seen].any())
+    row = is_seen[:, 0, 0]
+    first = row.int().argmax(1)
+    end = row.shape[1] - row.flip(1).int().argmax(1)
+    if is_bias or not bool((is_seen == row[:, None, None]).all() & (end - first == row.sum(1)).all()):
+        raise own_cache(f"a mask {tuple(mask.shape)} of an encoder's tokens is not one piece a row", CallNeedsOwnCache)
+    return first, end
+
+
+class EncodedCache(EncoderDecoderCache):
+    """The caches of a decoder behind an encoder: of its own tokens, and of the encoder's.
+
+    n_blocks: of the first of them. n_ways: rows that come from the same prompt, one after the other.
+    """
+
+    def __init__(self, config: Any, n_blocks: int, n_ways: int = 1) -> None:
+        self._n_ways = n_ways
+        super().__init__(BlockCache(config, n_blocks), CrossCache())
+
+    @property
+    def cross_attention_cache(self) -> CrossCache:
+        return self._cross
+
+    @cross_attention_cache.setter
+    def cross_attention_cache(self, cache: CrossCache) -> None:
+        """T5Gemma puts a new cache of the same class in the place of the empty one."""
+        self._cross = cache
+        cache.share(self._n_ways)
+
+
+def dense(cache: BlockCache | EncodedCache) -> DynamicCache | EncoderDecoderCache:
     """The same keys and values as transformers' own cache holds them."""
-    if isinstance(cache, EncoderDecoderCache):
-        return EncoderDecoderCache(cache.self_attention_cache.dense(), cache.cross_attention_cache)
+    if isinstance(cache, EncodedCache):
+        return EncoderDecoderCache(cache.self_attention_cache.dense(), cache.cross_attention_cache.dense())
     return cache.dense()

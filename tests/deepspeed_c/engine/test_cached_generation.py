@@ -18,11 +18,9 @@ import deepspeed_c
 from deepspeed_c.kv.attention import attention_in_blocks
 from deepspeed_c.ops import kv
 from tests import training
-from tests.cells import cells
 from tests.deepspeed_c.inference.models import like_bart, require_same_tokens
 from tests.deepspeed_c.inject import families
 from tests.log_lines import LogLines
-from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,11 +41,7 @@ MORE: dict[str, Callable[[], Any]] = {
     ),
     "bart": lambda: like_bart("bart"),
 }
-IN_BLOCKS = (
-    *("llama", "llama_tied_shared", "qwen2", "qwen3", "mixtral", "phi", "phi3", "gpt2", "gpt_neox", "gpt_bigcode", "opt"),
-    *("gpt_bigcode_heads", "gpt_oss", "starcoder2", "cohere", "granite", "apertus", "mistral", "gemma2", "gemma3", "t5gemma"),
-)  # fmt: skip
-WITH_OWN_CACHE = ("codegen", "gptj", "bloom", "falcon", "falcon_7b", "mpt", "deepseek_v3", "llama4", "bart")
+WITH_OWN_CACHE = ("codegen", "gptj", "bloom", "falcon", "falcon_7b", "mpt", "deepseek_v3", "llama4", "t5")
 # Prompts are longer than windows and than a block, and so are new tokens.
 N_PROMPT, N_NEW = 20, 18
 KEPT: dict[str, Any] = {
@@ -57,9 +51,7 @@ HOW: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "beams": {"do_sample": False, "num_beams": 3},
     "samples": {"do_sample": True, "num_return_sequences": 2},
-    "beams of samples": {"do_sample": True, "num_beams": 2, "num_return_sequences": 2},
     "lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3},
-    "assistant": {"do_sample": False},
 }
 
 
@@ -77,7 +69,7 @@ def make(family: str) -> Any:
 
 def prompts(how: str = "greedy", *, padded: bool = True) -> dict[str, torch.Tensor]:
     """Three prompts; one where candidates are proposed, with repeated tokens. Two of them are padded on the left."""
-    one = how in ("lookup", "assistant")
+    one = how == "lookup"
     ids = torch.randint(3, 12 if one else families.VOCAB, (3, N_PROMPT), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     if one:
@@ -110,44 +102,8 @@ def counted() -> Iterator[list[int]]:
         kv.attention = attention
 
 
-def engine_of(model: Any, n_ranks: int = 1) -> Any:
-    return deepspeed_c.init_inference(model, {"dtype": torch.float32, "tensor_parallel": {"tp_size": n_ranks}})
-
-
-def tokens_body(rank: int, world: int, family: str, names: list[str]) -> None:
-    plain, model = make(family), make(family)
-    with engine_of(model, world) as engine:
-        for name in names:
-            how = dict(HOW[name])
-            if name == "assistant":
-                how["assistant_model"] = make("llama_tied_shared")
-            for padded in (True, False):
-                given = prompts(name, padded=padded)
-                wanted = run(plain, given, **how)
-                with counted() as n_calls:
-                    found = run(engine, given, **how)
-                assert n_calls[0] >= 2, (family, name, "no blocks")
-                if how["do_sample"]:
-                    assert torch.equal(found.sequences, wanted.sequences), (name, found.sequences, wanted.sequences)
-                else:
-                    require_same_tokens(found, wanted)
-
-
-@pytest.mark.parametrize("family, name", cells(IN_BLOCKS, [name for name in HOW if name != "assistant"], at_once=1))
-def test_tokens_are_those_of_transformers(family: str, name: str) -> None:
-    if family == "t5gemma" and name == "lookup":
-        name = "beams"
-    tokens_body(0, 1, family, [name])
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_tokens_with_an_assistant(family: str) -> None:
-    tokens_body(0, 1, family, ["assistant"])
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_tokens_on_two_ranks(family: str) -> None:
-    run_ranks(2, tokens_body, family, ["greedy", "beams", "samples", "lookup"])
+def engine_of(model: Any) -> Any:
+    return deepspeed_c.init_inference(model, {"dtype": torch.float32})
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -199,17 +155,17 @@ def require_same_caches(mine: Any, other: Any) -> None:
         torch.testing.assert_close(ours.values, theirs.values, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "t5gemma"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "t5gemma", "bart"])
 def test_the_cache_that_is_returned(family: str) -> None:
     """It is transformers' own, and generation goes on from it."""
     plain, model = make(family), make(family)
     with engine_of(model) as engine:
-        for name in ("greedy", "beams", *(["lookup"] if family != "t5gemma" else [])):
+        for name in ("greedy", "beams", "lookup"):
             given = prompts(name, padded=False)
             wanted, found = run(plain, given, **HOW[name]), run(engine, given, **HOW[name])
             require_same_tokens(found, wanted)
             require_same_caches(found.past_key_values, wanted.past_key_values)
-        if family == "t5gemma":
+        if family in ("t5gemma", "bart"):
             return
         first = run(engine, prompts(padded=False), max_new_tokens=4)
         more = {"input_ids": first.sequences, "past_key_values": first.past_key_values}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed_c.errors import FeatureError, StateError
-from deepspeed_c.kv.cache import BlockCache, view_of
+from deepspeed_c.kv.cache import BlockCache, CrossCache, EncodedCache, view_of
 from tests.ops.data import DTYPES
 
 transformers = pytest.importorskip("transformers")
@@ -205,3 +205,95 @@ def test_masks_with_holes(row: list[int]) -> None:
     cache = BlockCache(config(), 10)
     with pytest.raises(FeatureError, match="behind its first token"):
         cache.first_of(torch.tensor([[1, 1, 1, 1], row]).bool())
+
+
+N_ENCODED = 19
+
+
+def encoded(n_prompts: int, n_ways: int = 1) -> tuple[EncodedCache, Any]:
+    """A cache with an encoder's tokens in two layers, each prompt ``n_ways`` times, and transformers' own."""
+    cache, plain = EncodedCache(config(), 20, n_ways), transformers.DynamicCache()
+    for layer in range(2):
+        k, v = (torch.randn(n_prompts, N_HEADS, N_ENCODED, DIM).repeat_interleave(n_ways, 0) for _ in "kv")
+        plain.update(k, v, layer)
+        keys, values = cache.cross_attention_cache.update(k, v, layer)
+        assert keys.shape == k.shape and values.shape == v.shape and view_of(keys) is not None
+    return cache, plain
+
+
+def require_same_encoded(cache: EncodedCache, plain: Any) -> None:
+    dense = cache.cross_attention_cache.dense()
+    for i, (layer, mine, other) in enumerate(zip(cache.cross_attention_cache.layers, dense.layers, plain.layers)):
+        assert torch.equal(mine.keys, other.keys) and torch.equal(mine.values, other.values)
+        assert layer.keys.shape == other.keys.shape and layer.values.shape == other.values.shape
+        view = view_of(layer.keys)
+        assert view is not None and view.layer is layer and layer.index == i
+
+
+@pytest.mark.parametrize("n_ways", [1, 3])
+def test_rows_share_the_tokens_of_an_encoder(n_ways: int) -> None:
+    cache, plain = encoded(2, n_ways)
+    cross = cache.cross_attention_cache
+    n_rows = 2 * n_ways
+    blocks = [layer.blocks[0].data_ptr() for layer in cross.layers]
+    require_same_encoded(cache, plain)
+    for call, argument in (
+        ("reorder_cache", torch.arange(n_rows).flip(0)),
+        ("batch_repeat_interleave", 2),
+        ("batch_select_indices", torch.tensor([1, 1, 3])),
+        ("batch_select_indices", torch.tensor([True, False, True])),
+    ):
+        for each in (cross, plain):
+            getattr(each, call)(argument)
+        require_same_encoded(cache, plain)
+    assert [layer.blocks[0].data_ptr() for layer in cross.layers] == blocks
+    assert all(layer.blocks[0].shape[0] == 4 for layer in cross.layers), "two prompts of two blocks"
+    cache.reset()
+    assert cross.get_seq_length() == 0 and cross.n_rows == 0
+
+
+def test_another_cache_for_the_tokens_of_an_encoder() -> None:
+    """T5Gemma puts one of the same class in the place of the empty one, and it knows how many rows a prompt has."""
+    cache = EncodedCache(config(), 20, n_ways=3)
+    cache.cross_attention_cache = type(cache.cross_attention_cache)(config=config(), offloading=False)
+    k = torch.randn(1, N_HEADS, N_ENCODED, DIM).repeat(3, 1, 1, 1)
+    cache.cross_attention_cache.update(k, k, 0)
+    assert cache.cross_attention_cache.layers[0].blocks[0].shape[0] == 2
+
+
+def seen(cross: CrossCache, mask: torch.Tensor | None, n_new: int = 1) -> list[tuple[int, int]]:
+    """The keys that each row sees: from, to."""
+    rows, first = cross.rows_behind(mask, n_new)
+    assert rows.n_new.tolist() == [n_new] * cross.n_rows
+    return list(zip([0] * cross.n_rows if first is None else first.tolist(), rows.n_keys.tolist()))
+
+
+def test_masks_of_an_encoders_tokens() -> None:
+    cross = encoded(2)[0].cross_attention_cache
+    assert seen(cross, None) == seen(cross, None, 4) == [(0, N_ENCODED)] * 2
+    mask = torch.ones(2, 1, 1, N_ENCODED, dtype=torch.bool)
+    assert seen(cross, mask) == [(0, N_ENCODED)] * 2
+    mask = mask.clone()
+    mask[0, ..., 7:], mask[1, ..., :3] = False, False
+    assert seen(cross, mask) == seen(cross, mask.expand(2, 1, 5, N_ENCODED), 5) == [(0, 7), (3, N_ENCODED)]
+    for dtype in (torch.float32, torch.float16):
+        added = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+        assert seen(cross, added) == [(0, 7), (3, N_ENCODED)]
+    assert seen(cross, mask[:1]) == [(0, 7)] * 2
+    cross.reorder_cache(torch.tensor([1, 1]))
+    assert seen(cross, None) == [(0, N_ENCODED)] * 2
+
+
+@pytest.mark.parametrize("kind", ["hole", "nothing", "bias", "rows that differ"])
+def test_masks_of_an_encoders_tokens_that_are_refused(kind: str) -> None:
+    cross = encoded(1)[0].cross_attention_cache
+    mask = torch.ones(1, 1, 2, N_ENCODED, dtype=torch.bool)
+    if kind == "bias":
+        mask = torch.full(mask.shape, 0.5)
+    elif kind == "rows that differ":
+        mask[:, :, 1, 5:] = False
+    else:
+        mask[..., 4:9] = False
+        mask[..., :4] = mask[..., 9:] = kind == "hole"
+    with pytest.raises(FeatureError, match="not one piece a row"):
+        cross.rows_behind(mask, 2)
