@@ -653,6 +653,13 @@ FIGURES = [
         {"contender": "kernels", "rows": 1},
         "ratio_to_bound",
     ),
+    Figure(
+        "the choice of one of 128,256 words with top-k 50 and top-p 0.9, 1 thread: over transformers' processors and `torch.multinomial`",
+        "<= 0.2",
+        "sample",
+        {"contender": "ours", "top_k": 50},
+        "ratio_to_transformers",
+    ),
     *(
         Figure(
             f"{what} in fp16, {model_name}, {isa_name}, 1 thread, through `init_inference`: over transformers'{' in fp32' * (other == 'fp32')}",

@@ -357,6 +357,14 @@ BENCHMARKS = [
         "--rounds 1 --layers 1 --width 128 --prompt 32",
     ),
     _script(
+        "sample",
+        "inference",
+        "benchmarks/hf/sample.py",
+        (*CORES, "csrc/infer", "ops"),
+        20,
+        "--words 1024 --rounds 2 --seconds 0.001",
+    ),
+    _script(
         "generate_in_training",
         "inference",
         "benchmarks/hf/generate_in_training.py",
