@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from deepspeed_c import kv
+from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.engine.prompts import are_tokens, find_tokens, has_encoder, n_tokens_of, prompts_of, setting_of
 from deepspeed_c.inject.few_rows import few_row_products
 from deepspeed_c.kv.group import CallNeedsOwnCache, NeedsOwnCache, blocks_of, own_cache
 from deepspeed_c.logging import log_dist
 
-__all__ = ["generate_in_blocks"]
+__all__ = ["KeptCache", "generate_in_blocks"]
 
 # Tokens that a rejected proposal of an assistant may take beyond the length of the result.
 _ASSISTED_TOKENS = 256
@@ -40,10 +41,49 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _unfit: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
+class KeptCache:
+    """The cache of an engine, which its calls use one after the other: memory that was written once stays with it.
+
+    most_tokens: of a sequence, by which the first call makes the cache.
+    """
+
+    def __init__(self, most_tokens: int = 0) -> None:
+        self._most_tokens = most_tokens
+        self._cache: Any = None
+
+    def take(self, config: Any, n_rows: int, n_tokens: int) -> Any:
+        """A cache without rows that has room for so many rows of so many tokens. Calls that run at one time get caches
+        of their own."""
+        cache, self._cache = self._cache, None
+        if cache is None or not cache.holds(config, _n_blocks(n_rows, n_tokens)):
+            cache = None  # its memory counts as free for the next one
+            cache = _new_cache(config, n_rows, max(n_tokens, self._most_tokens))
+        cache.reset()
+        return cache
+
+    def give(self, cache: Any) -> None:
+        """Keeps a cache that nobody uses any more, whatever its rows are."""
+        self._cache = cache
+
+
+def _n_blocks(n_rows: int, n_tokens: int) -> int:
+    # One block more a row: a row that ends is written to until the others have ended, and a shared block is copied.
+    return n_rows * (blocks_of(n_tokens) + 1)
+
+
+def _new_cache(config: Any, n_rows: int, n_tokens: int) -> Any:
+    return kv.cache.BlockCache(config, _n_blocks(n_rows, n_tokens), get_accelerator().available_memory())
+
+
 def generate_in_blocks(
-    model: torch.nn.Module, generate: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    model: torch.nn.Module,
+    generate: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    kept: KeptCache | None = None,
 ) -> Any:
-    """Returns the result of ``generate(*args, **kwargs)``. ``generate``: of ``model``, a model of transformers.
+    """Returns the result of ``generate(*args, **kwargs)``. ``generate``: of ``model``, a model of transformers. kept:
+    the cache of earlier calls; None: this call alone has the cache.
 
     A model whose attention does not find blocks begins anew with its own cache, as if nothing had been: the same random
     numbers are drawn. The log says why: once for a model, else at each call.
@@ -57,22 +97,27 @@ def generate_in_blocks(
     if kwargs.get("streamer") is not None:
         kwargs["streamer"] = _Streamer(kwargs["streamer"])
     random = torch.get_rng_state()
+    cache = None
     try:
-        cache = _cache_of(model, kwargs)
+        cache = _cache_of(model, kwargs, kept)
         with kv.attention.attention_in_blocks(model), few_row_products(model):
             _read_prompts_once(model, cache, kwargs)
             found = generate(**{**kwargs, "past_key_values": cache})
+            if getattr(found, "past_key_values", None) is cache:
+                found.past_key_values = kv.cache.dense(cache)
+            return found
     except NeedsOwnCache as error:
         if not isinstance(error, CallNeedsOwnCache):
             _unfit.add(model)
         log_dist(f"{type(model).__name__} generates with its own cache: {error.what}", ranks=[0])
         torch.set_rng_state(random)
+        cache = None
         if kwargs.get("streamer") is not None:
             kwargs["streamer"].begin_anew()
         return generate(**kwargs)
-    if getattr(found, "past_key_values", None) is cache:
-        found.past_key_values = kv.cache.dense(cache)
-    return found
+    finally:
+        if kept is not None and type(cache) is kv.cache.BlockCache:
+            kept.give(cache)
 
 
 class _Streamer:
@@ -143,7 +188,7 @@ def _read_prompts_once(model: torch.nn.Module, cache: Any, kwargs: dict[str, Any
     cache.batch_repeat_interleave(n_ways)
 
 
-def _cache_of(model: torch.nn.Module, kwargs: dict[str, Any]) -> Any:
+def _cache_of(model: torch.nn.Module, kwargs: dict[str, Any], kept: KeptCache | None) -> Any:
     """A cache that has room for all tokens of the call. Raises NeedsOwnCache where the model's layers need another."""
     file = sys.modules.get(type(model).__module__)
     if not (getattr(model, "_supports_attention_backend", False) or hasattr(file, "ALL_ATTENTION_FUNCTIONS")):
@@ -152,9 +197,8 @@ def _cache_of(model: torch.nn.Module, kwargs: dict[str, Any]) -> Any:
     n_tokens = max(n_new, _DEFAULT_TOKENS) + (1 if has_encoder(model) else n_prompt)
     if kwargs.get("assistant_model") is not None or setting_of(model, kwargs, "prompt_lookup_num_tokens"):
         n_tokens += _ASSISTED_TOKENS
-    # One block more a row: a row that ends is written to until the others have ended, and a shared block is copied.
-    n_blocks = len(prompts_of((), kwargs)) * _n_ways(model, kwargs) * (blocks_of(n_tokens) + 1)
+    n_rows = len(prompts_of((), kwargs)) * _n_ways(model, kwargs)
     config = model.config.get_text_config(decoder=True)
     if has_encoder(model):
-        return kv.cache.EncodedCache(config, n_blocks, _n_ways(model, kwargs))
-    return kv.cache.BlockCache(config, n_blocks)
+        return kv.cache.EncodedCache(config, _n_blocks(n_rows, n_tokens), _n_ways(model, kwargs))
+    return _new_cache(config, n_rows, n_tokens) if kept is None else kept.take(config, n_rows, n_tokens)

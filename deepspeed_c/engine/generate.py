@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed_c.engine.cached_generation import generate_in_blocks
+from deepspeed_c.engine.cached_generation import KeptCache, generate_in_blocks
 from deepspeed_c.engine.group_generation import GroupGeneration, generates
 from deepspeed_c.engine.prompts import prompts_of
 from deepspeed_c.errors import DeepSpeedCError, StateError
@@ -69,6 +69,15 @@ class Generation:
         self._threads: Counter[int] = Counter()  # calls that have not returned, by thread
         self.cost = GenerationCost()
         """Of all calls so far."""
+        self.kept: KeptCache | None = None
+        """The cache of an engine that only generates."""
+
+    def keep_cache(self, most_tokens: int) -> None:
+        """From now on calls use one cache, which the first of them makes for sequences of ``most_tokens`` tokens."""
+        self.kept = KeptCache(most_tokens)
+
+    def drop_cache(self) -> None:
+        self.kept = None
 
     @property
     def group(self) -> GroupGeneration | None:
@@ -230,7 +239,7 @@ class _LeasedGenerate:
                     args = (*args[:place], False, *args[place + 1 :])
                 else:
                     kwargs["synced_gpus"] = False
-            return generate_in_blocks(self._model, self._generate, args, kwargs)
+            return generate_in_blocks(self._model, self._generate, args, kwargs, self._generation.kept)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _own_generate(memo.get(id(self._model), self._model))

@@ -335,6 +335,7 @@ class ModelHost(Compiling, ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
     def _end(self) -> None:
         self._uncompile()
         self._undo_edits()
+        self._generation.drop_cache()
         self._release()
         self._mesh.close()
 

@@ -97,6 +97,7 @@ class InferenceEngine(WholeModel, ModelHost):
             self.inference_config = config
             self._times: _Times | None = None
             self._positions = positions_of(model)
+            self._generation.keep_cache(config.max_out_tokens)
             # Pipelines of transformers read the configuration of their model here.
             self.config = getattr(model, "config", None) if config.config is None else config.config
             self._open(layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -39,8 +40,8 @@ def few_row_products(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-class _Products:
-    """The products of a model, and the layers that follow one another with one input."""
+class _Products(threading.local):
+    """The products of a model, and the layers that follow one another with one input: those of each thread."""
 
     def __init__(self) -> None:
         self._followers: dict[Linear, list[Linear]] = {}  # by the layer that gets their input first

@@ -19,6 +19,7 @@ from transformers.cache_utils import (
 from deepspeed_c.errors import StateError
 from deepspeed_c.kv.group import CallNeedsOwnCache, Group, blocks_of, own_cache
 from deepspeed_c.ops import kv
+from deepspeed_c.ops.kv import BLOCK_TOKENS
 
 __all__ = [
     "BlockCache",
@@ -77,6 +78,7 @@ class BlockLayer(CacheLayerMixin):
         self._last_step = -1
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.cache.fit(key_states, value_states)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = kv.new_blocks(self.group.n_blocks, key_states, value_states)
         self.is_initialized = True
@@ -89,11 +91,17 @@ class BlockLayer(CacheLayerMixin):
         Returns them as they are: attention finds all others by ``view_of``.
         """
         self.cache.expect(self)
-        if not self.is_initialized:
+        if not self.is_initialized or (not self.length and self.dtype is not key_states.dtype):
             self.lazy_initialization(key_states, value_states)
         try:
             step = self.group.reach(self.length + key_states.shape[2], key_states.shape[0])
         except MemoryError as error:
+            if self.cache.is_cut_short:
+                raise StateError(
+                    f"the pool of {self.group.n_blocks} blocks, which is what the memory had room for, is full: {error}",
+                    where="keys and values in blocks",
+                    fix="ask for fewer rows or new tokens, or raise the limit of memory",
+                ) from error
             raise own_cache(f"more tokens come than the call asked for ({error})", CallNeedsOwnCache) from error
         self.length += key_states.shape[2]
         if step.copies is not None and step.number != self._last_step:
@@ -194,13 +202,16 @@ class BlockCache(DynamicCache):
     Args:
         config: of the model, as ``DynamicCache`` takes it.
         n_blocks: blocks of each group of layers that hold the same tokens. Memory is taken when a block is written.
+        most_bytes: of all blocks; the cache has fewer blocks where this asks for it. None: any number.
 
     Raises NeedsOwnCache for a model with layers of another kind (recurrent states).
     """
 
-    def __init__(self, config: Any, n_blocks: int) -> None:
+    def __init__(self, config: Any, n_blocks: int, most_bytes: int | None = None) -> None:
         super().__init__(config=config)
-        self._config = config
+        self._config, self._most_bytes = config, most_bytes
+        self.is_cut_short = False
+        """Whether ``most_bytes`` has left fewer blocks than were asked for."""
         self.groups: dict[int | None, Group] = {}
         self.awaited: BlockLayer | CrossLayer | None = None
         """The layer whose keys were written last, until attention has found them."""
@@ -218,6 +229,33 @@ class BlockCache(DynamicCache):
         if type(layer) is DynamicSlidingWindowLayer:
             return layer.sliding_window
         raise own_cache(f"a layer of the model keeps a {type(layer).__name__}")
+
+    def holds(self, config: Any, n_blocks: int) -> bool:
+        """Whether a call that needs so many blocks may use this cache."""
+        n_own = min((group.n_blocks for group in self.groups.values()), default=0)
+        return config is self._config and n_blocks <= n_own and not self.is_cut_short
+
+    def fit(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Cuts the pools to ``most_bytes``, before the first layer takes its memory. Layers are taken for equal.
+
+        Raises StateError where not even the tokens that come now have room.
+        """
+        if self._most_bytes is None or any(layer.is_initialized for layer in self.layers):
+            return
+        n_rows, _, n_tokens, _ = key_states.shape
+        tensors = [each[0, :, 0] for each in (key_states, value_states)]
+        n_bytes = BLOCK_TOKENS * len(self.layers) * sum(each.numel() * each.itemsize for each in tensors)
+        n_least, n_most = n_rows * blocks_of(n_tokens), self._most_bytes // n_bytes
+        self.is_cut_short = any(group.n_blocks > n_most for group in self.groups.values())
+        if n_most < n_least:
+            raise StateError(
+                f"{n_rows} rows of {n_tokens} tokens need {n_least} blocks of keys and values, {n_least * n_bytes}"
+                f" bytes; the memory has {self._most_bytes} bytes left, {n_most} blocks",
+                where="keys and values in blocks",
+                fix="ask for fewer rows or shorter prompts, or raise the limit of memory",
+            )
+        for group in self.groups.values():
+            group.limit(min(group.n_blocks, n_most))
 
     def expect(self, layer: BlockLayer | CrossLayer) -> None:
         """Notes that attention must find the keys of ``layer`` next.

@@ -60,6 +60,10 @@ class Group:
     def n_blocks(self) -> int:
         return self._pool.n_blocks
 
+    def limit(self, n_blocks: int) -> None:
+        """Makes the pool smaller, before it has rows."""
+        self._pool = _C.KvPool(n_blocks)
+
     @property
     def n_used(self) -> int:
         """Blocks that are not free."""
@@ -125,7 +129,8 @@ class Group:
             self._is_changed = self._is_changed or self._pool.n_free != n_free
 
     def keep_past(self) -> None:
-        """From now on blocks that no window reaches stay until ``cut``, because tokens may be taken back."""
+        """From now on blocks that no window reaches stay until ``cut``, because tokens may be taken back. Ends with
+        ``clear``."""
         self._keeps_past = True
 
     def cut(self, n_removed: int) -> None:
@@ -159,7 +164,7 @@ class Group:
     def clear(self) -> None:
         """Ends all rows, and gives their blocks back."""
         self._pool.drop(self._sequences)
-        self._sequences, self.length = [], 0
+        self._sequences, self.length, self._keeps_past = [], 0, False
         self._end_step()
 
     def _end_step(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -168,3 +171,22 @@ def test_inference_mode_has_the_same_results():
             x += 1
             same(model(x, "01"), model, x, "01")
             same(found, model, x - 1)
+
+
+def test_threads_with_one_model_do_not_see_one_another(calls):
+    model, both = Four(), threading.Barrier(2)
+
+    def call(seed: int) -> None:
+        with torch.no_grad(), few_row_products(model):
+            for n in range(3):
+                x = torch.randn(2, 19, generator=torch.Generator().manual_seed(seed + n))
+                found = []
+                for order in ("0", "1"):
+                    both.wait(timeout=60)
+                    found += model(x, order)
+                same(found, model, x, "01")
+            both.wait(timeout=60)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(call, (1, 100)))
+    assert sorted(n for _, n in calls) == [1] * 4 + [2] * 4, calls

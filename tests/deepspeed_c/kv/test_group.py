@@ -85,6 +85,8 @@ def test_random_acts(window: int | None, keeps_past: bool) -> None:
         if act == "clear" or (twin.rows and len(twin.rows[0]) > 200):
             twin.clear()
             n_since_cut = 0
+            if keeps_past:
+                twin.group.keep_past()
     twin.clear()
 
 
