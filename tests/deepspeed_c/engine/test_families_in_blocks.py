@@ -59,6 +59,7 @@ WITH_ENCODER: dict[str, Callable[[], Any]] = {
         transformers.T5GemmaConfig(encoder=dict(BOTH), decoder=dict(BOTH), vocab_size=families.VOCAB, **DROPS)
     ),
     "bart": lambda: like_bart("bart"),
+    "marian": lambda: like_bart("marian"),
     "t5": lambda: families.make("t5"),
     "whisper": whisper,
 }
