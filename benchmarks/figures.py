@@ -662,6 +662,16 @@ FIGURES = [
     ),
     *(
         Figure(
+            f"`generate` of a 350M Llama in bf16, {rows} row{'s' * (rows > 1)}, through `init_inference` with kernels: over llama.cpp's",
+            "<= 1",
+            "generate",
+            {"contender": "kernels", "rows": rows},
+            "ratio_to_llama_cpp",
+        )
+        for rows in (1, 8)
+    ),
+    *(
+        Figure(
             f"{what} in fp16, {model_name}, {isa_name}, 1 thread, through `init_inference`: over transformers'{' in fp32' * (other == 'fp32')}",
             goal,
             "prompt",

@@ -3,6 +3,8 @@
 A Llama of 350M parameters in bf16, on all processors of one process, greedy; prompts of 32 tokens, and 16 more. Three
 copies of one model take turns. The engine's logits at each new token must be as near to those of fp32 as the logits of
 transformers in bf16. The bound is one pass over the weights for each token: they do not fit the caches.
+DSC_LLAMA_PYTHON names the interpreter of an environment with `pip install llama-cpp-python gguf`. llama.cpp then
+generates from the same weights in a process of its own, with as many threads, and takes turns with the others.
 Run: python -m benchmarks.hf.generate [--rounds 12] [--layers 16] [--width 1152]
 """
 
@@ -11,15 +13,25 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
+import sys
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import deepspeed_c
+from benchmarks.hf.llama_cpp import write_weights
 from benchmarks.measure import bound, in_turn, machine, median_spread, ratios, require
+from benchmarks.served import Served
 from deepspeed_c import _C
 
+ROOT = Path(__file__).resolve().parents[2]
+THEIRS = "llama.cpp"
 PROMPT, NEW, VOCAB = 32, 16, 32000
 WARMUP = 1
 
@@ -40,7 +52,32 @@ def make_model(layers: int, width: int, vocab: int = VOCAB) -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def measure(rows: int, rounds: int, contenders: dict[str, Any], exact: torch.nn.Module) -> None:
+class LlamaCpp:
+    """The process of llama.cpp that `benchmarks.hf.llama_cpp` is."""
+
+    def __init__(self, python: str, model: Any, folder: str) -> None:
+        self._folder = Path(folder)
+        write_weights(model, self._folder)
+        command = [python, "-m", "benchmarks.hf.llama_cpp", folder, "--threads", str(torch.get_num_threads())]
+        self._served = Served(command, {**os.environ, "PYTHONPATH": str(ROOT)})
+        about = self._served.answer()
+        require(about["params"] == model.num_parameters(), f"{THEIRS} has all parameters: {about}")
+
+    def ask(self, ids: torch.Tensor, **more: Any) -> dict[str, Any]:
+        self._served.ask(json.dumps({"prompts": ids.tolist(), "n_new": NEW, **more}))
+        return self._served.answer()
+
+    def generate(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(all tokens, logits of the new ones)."""
+        file = self._folder / "logits.npy"
+        found = self.ask(ids, logits=str(file))
+        return torch.cat([ids, torch.tensor(found["tokens"])], 1), torch.from_numpy(np.load(file))
+
+    def close(self) -> None:
+        self._served.close()
+
+
+def measure(rows: int, rounds: int, contenders: dict[str, Any], exact: torch.nn.Module, peer: LlamaCpp | None) -> None:
     ids = torch.randint(3, VOCAB, (rows, PROMPT), generator=torch.Generator().manual_seed(rows))
     weights = [param.detach().view(-1).view(torch.int16) for param in contenders["transformers"].parameters()]
 
@@ -54,25 +91,37 @@ def measure(rows: int, rounds: int, contenders: dict[str, Any], exact: torch.nn.
         given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, **lengths, **more}
         return model.generate(ids, **given)
 
-    def distance(model: Any) -> float:
-        """The mean distance of logits from fp32, at each new token."""
+    def logits_of(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
         found = generate(model, return_dict_in_generate=True, output_logits=True)
-        wanted = exact(found.sequences).logits[:, PROMPT - 1 : -1]
-        return float((torch.stack(found.logits, 1).float() - wanted).abs().mean())
+        return found.sequences, torch.stack(found.logits, 1).float()
+
+    def distance(sequences: torch.Tensor, logits: torch.Tensor) -> float:
+        """The mean distance of logits from fp32, at each new token."""
+        require(torch.equal(sequences[:, PROMPT:], logits.argmax(-1)), "tokens have the largest logits")
+        return float((logits - exact(sequences).logits[:, PROMPT - 1 : -1]).abs().mean())
+
+    def timed(step: Callable[[], Any]) -> float:
+        begin = time.perf_counter()
+        step()
+        return time.perf_counter() - begin
 
     with torch.no_grad():
-        far = {name: distance(model) for name, model in contenders.items()}
+        far = {name: distance(*logits_of(model)) for name, model in contenders.items()}
+        if peer is not None:
+            far[THEIRS] = distance(*peer.generate(ids))
     require(max(far.values()) <= 1.1 * far["transformers"], f"logits as near to fp32 as those of transformers: {far}")
-    steps = {name: lambda model=model: generate(model) for name, model in contenders.items()}
-    steps["bound"] = pass_over_weights
+    steps = {name: lambda model=model: timed(lambda: generate(model)) for name, model in contenders.items()}
+    if peer is not None:
+        steps[THEIRS] = lambda: peer.ask(ids)["seconds"]
+    names = list(steps)
+    steps["bound"] = lambda: timed(pass_over_weights)
     times: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(rounds + WARMUP):
         for name in in_turn(list(steps), round_):
-            begin = time.perf_counter()
-            steps[name]()
+            seconds = steps[name]()
             if round_ >= WARMUP:
-                times[name].append(time.perf_counter() - begin)
-    for name in contenders:
+                times[name].append(seconds)
+    for name in names:
         line = {
             "benchmark": "generate",
             "contender": name,
@@ -80,6 +129,7 @@ def measure(rows: int, rounds: int, contenders: dict[str, Any], exact: torch.nn.
             "params": sum(param.numel() for param in contenders["transformers"].parameters()),
             "ms_per_token": round(median_spread(times[name])[0] / NEW * 1e3, 2),
             **ratios("ratio_to_transformers", times[name], times["transformers"]),
+            **(ratios("ratio_to_llama_cpp", times[name], times[THEIRS]) if peer is not None else {}),
             **bound("ratio_to_bound", times[name], times["bound"]),
             "threads": torch.get_num_threads(),
             "machine": machine(),
@@ -104,8 +154,16 @@ def main() -> None:
         ),
     }
     plain.model.rotary_emb.inv_freq = exact.model.rotary_emb.inv_freq  # as from_pretrained leaves it
-    for rows in (1, 8):
-        measure(rows, args.rounds, contenders, exact)
+    python, peer = os.environ.get("DSC_LLAMA_PYTHON"), None
+    with tempfile.TemporaryDirectory() as folder:
+        if python:
+            peer = LlamaCpp(python, plain, folder)
+        else:
+            print("no llama.cpp: DSC_LLAMA_PYTHON names no Python that has llama_cpp and gguf", file=sys.stderr)
+        for rows in (1, 8):
+            measure(rows, args.rounds, contenders, exact, peer)
+        if peer is not None:
+            peer.close()
     torch.distributed.destroy_process_group()
 
 

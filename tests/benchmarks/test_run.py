@@ -62,6 +62,7 @@ def test_no_script_is_left_out_of_the_list():
         "figures.py",
         "fio.py",
         "hosts.py",
+        "llama_cpp.py",
         "measure.py",
         "report.py",
         "resident.py",
