@@ -24,6 +24,7 @@ SYSTEM := $(VENV)/.system
 ENV := $(VENV)/.made
 BUILT := $(VENV)/.built
 HF := $(VENV)/.hf
+QLORA := $(VENV)/.qlora
 ALL := $(VENV)/.all
 
 # Python files are installed as links (-e) and need no new build.
@@ -167,8 +168,13 @@ $(HF): $(BUILT)
 	$(INSTALL) -e ".[hf]"
 	@touch $@
 
+$(QLORA): $(HF)
+	@echo "installing bitsandbytes (1 min)"
+	$(INSTALL) -e ".[hf,qlora]"
+	@touch $@
+
 # One command, because a second install takes longer. It holds what the stamps above stand for.
 $(ALL): $(ENV) $(SOURCES) | cores
-	@echo "building deepspeed_c, and installing 110 packages of tests and examples (2 GB, 5 min)"
-	$(INSTALL) -e ".[examples,hf,monitor,test,tuning]" ruff clang-format
-	@touch $(BUILT) $(HF) $@
+	@echo "building deepspeed_c, and installing 112 packages of tests and examples (2.2 GB, 5 min)"
+	$(INSTALL) -e ".[examples,hf,monitor,qlora,test,torchao,tuning]" ruff clang-format
+	@touch $(BUILT) $(HF) $(QLORA) $@
