@@ -23,6 +23,8 @@ from deepspeed_c.ops import kv
 __all__ = ["attention_in_blocks"]
 
 NAME = "deepspeed_c_blocks"
+# Pairs of query and key that are compared at once: a mask of a long prompt would take gigabytes.
+_MASK_PLACES = 1 << 22
 _is_here: ContextVar[bool] = ContextVar("is_here", default=False)  # whether this thread runs in such a context
 # The own attention of each configuration in a context, by its id, and the number of its contexts: threads may generate
 # with one model at a time.
@@ -125,12 +127,15 @@ def _is_causal(
     """Whether a rule is that each query sees the keys before it and its own, within the window."""
     if mask_function is causal_mask_function:
         return True
-    query = q_offset + torch.arange(q_length, device=device).view(1, 1, -1, 1)
     key = kv_offset + torch.arange(kv_length, device=device).view(1, 1, 1, -1)
     batch, head = torch.arange(batch_size, device=device).view(-1, 1, 1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.long)
-    seen = mask_function(batch, head, query, key)
-    rule = (key <= query) if window is None else (key <= query) & (key > query - window)
-    return torch.is_tensor(seen) and bool((seen == rule).all())
+    queries = q_offset + torch.arange(q_length, device=device).view(1, 1, -1, 1)
+    for query in queries.split(max(_MASK_PLACES // max(batch_size * kv_length, 1), 1), dim=2):
+        seen = mask_function(batch, head, query, key)
+        rule = (key <= query) if window is None else (key <= query) & (key > query - window)
+        if not torch.is_tensor(seen) or not bool((seen == rule).all()):
+            return False
+    return True
 
 
 def _attend(
