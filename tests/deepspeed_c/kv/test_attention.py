@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from deepspeed_c.kv import attention  # noqa: E402
+from deepspeed_c.kv import attention
 
 Rule = Callable[..., torch.Tensor]
 BATCH, QUERIES, KEYS = 2, 5, 7
