@@ -640,7 +640,7 @@ FIGURES = [
             f"`generate` of a 350M Llama in bf16, {rows} row{'s' * (rows > 1)}, through `init_inference` {how}: over transformers'",
             goal,
             "generate",
-            {"contender": contender, "rows": rows},
+            {"contender": contender, "rows": rows, "prompt": 32},
             "ratio_to_transformers",
         )
         for contender, how in (("engine", "without kernels"), ("kernels", "with kernels"))
@@ -650,8 +650,22 @@ FIGURES = [
         "`generate` of a 350M Llama in bf16, 1 row, through `init_inference` with kernels: over a read of the weights for each token",
         "<= 1.35",
         "generate",
-        {"contender": "kernels", "rows": 1},
+        {"contender": "kernels", "rows": 1, "prompt": 32},
         "ratio_to_bound",
+    ),
+    Figure(
+        "`generate` of a 350M Llama in bf16, 8 rows, through `init_inference` with kernels: over 1 row",
+        "<= 1.6",
+        "generate",
+        {"contender": "kernels", "rows": 8},
+        "ratio_to_one_row",
+    ),
+    Figure(
+        "a prompt of 512 tokens and one more, a 350M Llama in bf16, through `init_inference` with kernels: over transformers'",
+        "<= 1.1",
+        "generate",
+        {"contender": "kernels", "prompt": 512},
+        "ratio_to_transformers",
     ),
     Figure(
         "the choice of one of 128,256 words with top-k 50 and top-p 0.9, 1 thread: over transformers' processors and `torch.multinomial`",
@@ -665,7 +679,7 @@ FIGURES = [
             f"`generate` of a 350M Llama in bf16, {rows} row{'s' * (rows > 1)}, through `init_inference` with kernels: over llama.cpp's",
             "<= 1",
             "generate",
-            {"contender": "kernels", "rows": rows},
+            {"contender": "kernels", "rows": rows, "prompt": 32},
             "ratio_to_llama_cpp",
         )
         for rows in (1, 8)

@@ -1,8 +1,9 @@
 """How long does `generate` take through `init_inference`, with kernels and without them, against the model's own?
 
-A Llama of 350M parameters in bf16, on all processors of one process, greedy; prompts of 32 tokens, and 16 more. Three
-copies of one model take turns. The engine's logits at each new token must be as near to those of fp32 as the logits of
-transformers in bf16. The bound is one pass over the weights for each token: they do not fit the caches.
+A Llama of 350M parameters in bf16, on all processors of one process, greedy; prompts of 32 tokens and 64 more, for 1 and
+8 rows; and a prompt of 512 tokens and 1 more. Three copies of one model take turns. The engine's logits at each new
+token must be as near to those of fp32 as the logits of transformers in bf16. The bound is one pass over the weights for
+each token, which do not fit the caches; the time of a prompt has another bound, and none is given.
 DSC_LLAMA_PYTHON names the interpreter of an environment with `pip install llama-cpp-python gguf`. llama.cpp then
 generates from the same weights in a process of its own, with as many threads, and takes turns with the others.
 Run: python -m benchmarks.hf.generate [--rounds 12] [--layers 16] [--width 1152]
@@ -19,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,8 +33,17 @@ from deepspeed_c import _C
 
 ROOT = Path(__file__).resolve().parents[2]
 THEIRS = "llama.cpp"
-PROMPT, NEW, VOCAB = 32, 16, 32000
+VOCAB = 32000
 WARMUP = 1
+
+
+class Call(NamedTuple):
+    rows: int
+    prompt: int
+    new: int
+
+
+CALLS = (Call(1, 32, 64), Call(8, 32, 64), Call(1, 512, 1))
 
 
 def make_model(layers: int, width: int, vocab: int = VOCAB) -> Any:
@@ -63,33 +73,39 @@ class LlamaCpp:
         about = self._served.answer()
         require(about["params"] == model.num_parameters(), f"{THEIRS} has all parameters: {about}")
 
-    def ask(self, ids: torch.Tensor, **more: Any) -> dict[str, Any]:
-        self._served.ask(json.dumps({"prompts": ids.tolist(), "n_new": NEW, **more}))
+    def ask(self, ids: torch.Tensor, n_new: int, **more: Any) -> dict[str, Any]:
+        self._served.ask(json.dumps({"prompts": ids.tolist(), "n_new": n_new, **more}))
         return self._served.answer()
 
-    def generate(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def generate(self, ids: torch.Tensor, n_new: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(all tokens, logits of the new ones)."""
         file = self._folder / "logits.npy"
-        found = self.ask(ids, logits=str(file))
+        found = self.ask(ids, n_new, logits=str(file))
         return torch.cat([ids, torch.tensor(found["tokens"])], 1), torch.from_numpy(np.load(file))
 
     def close(self) -> None:
         self._served.close()
 
 
-def measure(rows: int, rounds: int, contenders: dict[str, Any], exact: torch.nn.Module, peer: LlamaCpp | None) -> None:
-    ids = torch.randint(3, VOCAB, (rows, PROMPT), generator=torch.Generator().manual_seed(rows))
+def measure(call: Call, rounds: int, contenders: dict[str, Any], exact: torch.nn.Module, peer: LlamaCpp | None) -> None:
+    ids = torch.randint(3, VOCAB, (call.rows, call.prompt), generator=torch.Generator().manual_seed(call.rows))
     weights = [param.detach().view(-1).view(torch.int16) for param in contenders["transformers"].parameters()]
 
     def pass_over_weights() -> None:
-        for _ in range(NEW):
+        for _ in range(call.new):
             for weight in weights:
                 weight.max()
 
-    def generate(model: Any, **more: Any) -> Any:
-        lengths = {"max_new_tokens": NEW, "min_new_tokens": NEW}
-        given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, **lengths, **more}
-        return model.generate(ids, **given)
+    def generate(model: Any, rows: int = call.rows, **more: Any) -> Any:
+        lengths = {"max_new_tokens": call.new, "min_new_tokens": call.new}
+        given = {
+            "attention_mask": torch.ones_like(ids[:rows]),
+            "do_sample": False,
+            "pad_token_id": 0,
+            **lengths,
+            **more,
+        }
+        return model.generate(ids[:rows], **given)
 
     def logits_of(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
         found = generate(model, return_dict_in_generate=True, output_logits=True)
@@ -97,8 +113,8 @@ def measure(rows: int, rounds: int, contenders: dict[str, Any], exact: torch.nn.
 
     def distance(sequences: torch.Tensor, logits: torch.Tensor) -> float:
         """The mean distance of logits from fp32, at each new token."""
-        require(torch.equal(sequences[:, PROMPT:], logits.argmax(-1)), "tokens have the largest logits")
-        return float((logits - exact(sequences).logits[:, PROMPT - 1 : -1]).abs().mean())
+        require(torch.equal(sequences[:, call.prompt :], logits.argmax(-1)), "tokens have the largest logits")
+        return float((logits - exact(sequences).logits[:, call.prompt - 1 : -1]).abs().mean())
 
     def timed(step: Callable[[], Any]) -> float:
         begin = time.perf_counter()
@@ -108,12 +124,13 @@ def measure(rows: int, rounds: int, contenders: dict[str, Any], exact: torch.nn.
     with torch.no_grad():
         far = {name: distance(*logits_of(model)) for name, model in contenders.items()}
         if peer is not None:
-            far[THEIRS] = distance(*peer.generate(ids))
+            far[THEIRS] = distance(*peer.generate(ids, call.new))
     require(max(far.values()) <= 1.1 * far["transformers"], f"logits as near to fp32 as those of transformers: {far}")
     steps = {name: lambda model=model: timed(lambda: generate(model)) for name, model in contenders.items()}
     if peer is not None:
-        steps[THEIRS] = lambda: peer.ask(ids)["seconds"]
+        steps[THEIRS] = lambda: peer.ask(ids, call.new)["seconds"]
     names = list(steps)
+    steps["one row"] = lambda: timed(lambda: generate(contenders["kernels"], 1))
     steps["bound"] = lambda: timed(pass_over_weights)
     times: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(rounds + WARMUP):
@@ -125,12 +142,13 @@ def measure(rows: int, rounds: int, contenders: dict[str, Any], exact: torch.nn.
         line = {
             "benchmark": "generate",
             "contender": name,
-            "rows": rows,
+            **call._asdict(),
             "params": sum(param.numel() for param in contenders["transformers"].parameters()),
-            "ms_per_token": round(median_spread(times[name])[0] / NEW * 1e3, 2),
+            "ms_per_token": round(median_spread(times[name])[0] / call.new * 1e3, 2),
             **ratios("ratio_to_transformers", times[name], times["transformers"]),
             **(ratios("ratio_to_llama_cpp", times[name], times[THEIRS]) if peer is not None else {}),
-            **bound("ratio_to_bound", times[name], times["bound"]),
+            **(ratios("ratio_to_one_row", times[name], times["one row"]) if call.rows > 1 else {}),
+            **(bound("ratio_to_bound", times[name], times["bound"]) if call.new > 1 else {}),
             "threads": torch.get_num_threads(),
             "machine": machine(),
         }
@@ -160,8 +178,8 @@ def main() -> None:
             peer = LlamaCpp(python, plain, folder)
         else:
             print("no llama.cpp: DSC_LLAMA_PYTHON names no Python that has llama_cpp and gguf", file=sys.stderr)
-        for rows in (1, 8):
-            measure(rows, args.rounds, contenders, exact, peer)
+        for call in CALLS:
+            measure(call, args.rounds, contenders, exact, peer)
         if peer is not None:
             peer.close()
     torch.distributed.destroy_process_group()
