@@ -637,6 +637,20 @@ FIGURES = [
     ),
     *(
         Figure(
+            f"QLoRA of a 100M Llama in nf4 at stage 3, 2 ranks: {what}",
+            goal,
+            "qlora_step",
+            {"contender": "nf4_stage3"},
+            key,
+        )
+        for what, goal, key in (
+            ("a step over one at stage 0", "<= 1.1", "ratio_to_stage0"),
+            ("bytes of the base that a rank holds, over a copy of it", "<= 0.55", "held_of_a_copy"),
+            ("bytes of a gather of the base, over bf16's", "<= 0.28", "gathered_of_bf16"),
+        )
+    ),
+    *(
+        Figure(
             f"`generate` of a 350M Llama in bf16, {rows} row{'s' * (rows > 1)}, through `init_inference` {how}: over transformers'",
             goal,
             "generate",

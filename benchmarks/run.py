@@ -144,6 +144,15 @@ BENCHMARKS = [
         )
         for model, seconds in (("gpt", 90), ("mlp", 90), ("small", 60))
     ),
+    _script(
+        "qlora_step",
+        "memory",
+        "benchmarks/hf/qlora_step.py",
+        ENGINE,
+        60,
+        "--rounds 1 --layers 2 --width 128",
+        n_ranks=2,
+    ),
     *(
         _script(
             f"compiled_step_{model}",

@@ -97,7 +97,7 @@ def measure(call: Call, rounds: int, contenders: dict[str, Any], exact: torch.nn
                 weight.max()
 
     def generate(model: Any, rows: int = call.rows, **more: Any) -> Any:
-        lengths = {"max_new_tokens": call.new, "min_new_tokens": call.new}
+        lengths = {"max_new_tokens": call.new, "eos_token_id": None}
         given = {
             "attention_mask": torch.ones_like(ids[:rows]),
             "do_sample": False,
