@@ -106,6 +106,33 @@ def test_what_a_checkpoint_lacks_is_initialised_alike_on_all_ranks(tmp_path):
     assert made.std().item() == pytest.approx(0.02, rel=0.15) and abs(made.mean().item()) < 0.003
 
 
+def load_in_context(rank, world, folder):
+    """Loads under ``zero.Init`` alone: transformers does not know of stage 3."""
+    from deepspeed.zero import Init
+    from transformers import LlamaForCausalLM
+
+    forget()
+    with Init():
+        model, info = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert_sharded(model, world)
+    return whole(model), sorted(info["missing_keys"]), model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("is_tied, without", [(False, MISSING), (True, ())])
+def test_a_model_loaded_within_a_context_is_sharded_as_it_comes(tmp_path, is_tied, without):
+    expected = on_ranks(1, write_model, tmp_path, {"tie_word_embeddings": is_tied}, without)[0]
+    (first, missing, tied), (second, *_) = on_ranks(2, load_in_context, tmp_path)
+    assert missing == sorted(without) and tied == is_tied and first.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(first[name], second[name]), name
+        assert name in without or torch.equal(first[name], value), name
+    if without:
+        made = first["model.layers.1.mlp.up_proj.weight"]
+        assert (
+            made.std().item() == pytest.approx(0.02, rel=0.15) and first["model.norm.weight"].tolist() == [1.0] * WIDTH
+        )
+
+
 def make_from_config(rank, world):
     from transformers import AutoModelForCausalLM
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from typing import Any, get_args
 
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _device
 from typing_extensions import Self
@@ -118,7 +119,8 @@ class DeepSpeedTensorOverride(enum.Enum):
 
 
 class Init:
-    """Context that shards every module's parameters as soon as the module is constructed.
+    """Context that shards every module's parameters as soon as the module is constructed, and parameters on the meta
+    device as soon as others with values take their place.
 
     Each rank constructs the module. Rank 0's values are sent to all ranks, and each rank keeps an even share of the
     elements (no padding). Contexts may be nested. ``torch.distributed`` is started if it has not been.
@@ -308,21 +310,22 @@ class Init:
     def _shard_module(self, module: torch.nn.Module, name: str = "") -> None:
         """Shards the module's own parameters, without its submodules' parameters."""
         for key, param in module._parameters.items():
-            if param is None or state_of(param) is not None or param.is_meta:
-                continue
-            full = f"{name}.{key}" if name else f"{type(module).__name__}.{key}"
-            with torch.no_grad():
-                data = param.data
-                if data.device != self.device:
-                    data = data.to(self.device)
-                if self.dtype is not None and data.is_floating_point():
-                    data = data.to(self.dtype)
-                data = data.contiguous()
-                self.comm.broadcast(data, 0, label=full)
-                param.data = data
-            state = StandaloneShard(param, full, self.comm, home=self._home, builder=self)
-            make_sharded(param, state)
-            point_at_nothing(param)
+            if param is not None and state_of(param) is None and not param.is_meta:
+                self._shard_param(param, f"{name}.{key}" if name else f"{type(module).__name__}.{key}")
+
+    def _shard_param(self, param: torch.nn.Parameter, name: str) -> None:
+        with torch.no_grad():
+            data = param.data
+            if data.device != self.device:
+                data = data.to(self.device)
+            if self.dtype is not None and data.is_floating_point():
+                data = data.to(self.dtype)
+            data = data.contiguous()
+            self.comm.broadcast(data, 0, label=name)
+            param.data = data
+        state = StandaloneShard(param, name, self.comm, home=self._home, builder=self)
+        make_sharded(param, state)
+        point_at_nothing(param)
 
 
 def _place_of(keys: dict[str, Any]) -> str | None:
@@ -388,8 +391,19 @@ def _give_back_standalone(module: torch.nn.Module, args: Any, output: Any) -> No
             state_of(param).give_back([param])
 
 
+def _shard_assigned(module: torch.nn.Module, key: str, param: torch.nn.Parameter | None) -> None:
+    """Shards a parameter with values that takes the place of one without (on the meta device), as transformers loads
+    quantized models and any model whose construction it does not shard itself."""
+    empty = module._parameters.get(key)
+    if not _open or empty is None or not empty.is_meta or module.__dict__.get(_BUILDING):
+        return
+    if param is not None and not param.is_meta and state_of(param) is None:
+        _open[-1]._shard_param(param, f"{type(module).__name__}.{key}")
+
+
 _patched: dict[type, tuple[Callable, Callable]] = {}  # class -> (its own __init__, the replacement)
 _replaced: dict[str, Callable] = {}  # torch's own functions under the names in _CONSTRUCTORS
+_assignments: list[torch.utils.hooks.RemovableHandle] = []  # one while a context is open
 _orig_init_subclass = torch.nn.Module.__dict__.get("__init_subclass__")
 _BUILDING = "_dsc_building"
 
@@ -445,9 +459,11 @@ def _patch_modules() -> None:
         _wrap_init(cls)
 
     torch.nn.Module.__init_subclass__ = classmethod(init_subclass)
+    _assignments.append(register_module_parameter_registration_hook(_shard_assigned))
 
 
 def _unpatch_modules() -> None:
+    _assignments.pop().remove()
     while _patched:
         cls, (original, construct) = _patched.popitem()
         if cls.__dict__.get("__init__") is construct:  # not replaced by other code meanwhile

@@ -10,6 +10,7 @@ parameter of its own class. A ``ShardState`` holds the parameter's state. Withou
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import operator
@@ -480,7 +481,7 @@ class _Released(_Face):
         if not isinstance(state, StandaloneShard):
             raise state.describe_released()
         if id(self) not in memo:
-            memo[id(self)] = torch.nn.Parameter(state.whole(), self.requires_grad)
+            memo[id(self)] = _ordinary(self, state.whole())
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: int) -> Any:
@@ -720,13 +721,22 @@ class _Available(_Face):
 
     def __deepcopy__(self, memo: dict) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = torch.nn.Parameter(
-                self.data.clone(memory_format=torch.preserve_format), self.requires_grad
-            )
+            memo[id(self)] = _ordinary(self, self.data.clone(memory_format=torch.preserve_format))
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: int) -> Any:
         return torch.nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+def _ordinary(param: torch.nn.Parameter, data: torch.Tensor) -> torch.nn.Parameter:
+    """A copy of a sharded parameter that is not sharded, with this data. It has the parameter's own class, and the
+    attributes that this class copies, as bitsandbytes' do."""
+    base = param._dsc_base
+    if base is torch.nn.Parameter:
+        return torch.nn.Parameter(data, param.requires_grad)
+    made = torch.Tensor._make_subclass(base, data, param.requires_grad)
+    made.__dict__.update((name, value) for name, value in param.__dict__.items() if not name.startswith("_dsc"))
+    return copy.deepcopy(made)
 
 
 _MAKE_PARAMETER = torch.nn.Parameter.__new__.__code__

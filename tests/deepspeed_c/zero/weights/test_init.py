@@ -249,6 +249,43 @@ def test_contexts_nest_and_refuse(rank: int, world: int) -> None:
             torch.distributed.destroy_process_group(group)
 
 
+class Marked(nn.Parameter):
+    """A parameter whose copies have its class and its attribute, as those of bitsandbytes."""
+
+    mark = ""
+
+    def __deepcopy__(self, memo: dict) -> Marked:
+        copied = Marked(self.data.clone(), self.requires_grad)
+        copied.mark = self.mark
+        return copied
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_parameters_that_replace_empty_ones_are_sharded(rank: int, world: int) -> None:
+    with deepspeed_c.zero.Init(dtype=torch.bfloat16):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(3, 5), nn.Linear(3, 5, bias=False), nn.Linear(3, 5))
+        torch.manual_seed(rank)
+        model[0].weight = nn.Parameter(torch.randn(5, 3))
+        model[1].weight = model[0].weight
+        marked = model[0].bias = Marked(torch.arange(5.0))
+        marked.mark = "kept"
+        assert model[0].weight.ds_tensor.numel() == model[0].weight.partition_numel() < 15 or world == 1
+    torch.manual_seed(0)
+    assert torch.equal(whole(model[1].weight), torch.randn(5, 3).bfloat16())
+    assert model[1].weight is model[0].weight and model[0].bias is marked
+    assert model[2].weight.is_meta and not hasattr(model[2].weight, "ds_id")
+    model[2].weight = nn.Parameter(torch.zeros(5, 3))
+    assert not hasattr(model[2].weight, "ds_id")
+    copies = [copy.deepcopy(marked)]
+    with deepspeed_c.zero.GatheredParameters(marked):
+        copies.append(copy.deepcopy(model)[0].bias)
+    for copied in copies:
+        assert type(copied) is Marked and copied.mark == "kept" and copied.tolist() == list(range(5))
+    assert marked.ds_status is ZeroParamStatus.NOT_AVAILABLE
+
+
 class NoReset(nn.Module):
     def __init__(self) -> None:
         super().__init__()
