@@ -20,7 +20,7 @@ from deepspeed_c.compression.model import check_compression
 from deepspeed_c.config import ReadConfig, read_config
 from deepspeed_c.config.offload import OffloadParam
 from deepspeed_c.config.optim import OptimizerSection
-from deepspeed_c.config.parallel import HybridEngine
+from deepspeed_c.config.parallel import HybridEngine, TensorParallel
 from deepspeed_c.config.schedule import Scheduler
 from deepspeed_c.config.source import GivenConfig, source_of_engine
 from deepspeed_c.data.loader import DeepSpeedDataLoader
@@ -31,7 +31,7 @@ from deepspeed_c.engine.engine import DeepSpeedEngine
 from deepspeed_c.engine.host import take_from_others
 from deepspeed_c.engine.hybrid import DeepSpeedHybridEngine
 from deepspeed_c.engine.pipeline import PipelineEngine, check_pipeline, connect_pipeline
-from deepspeed_c.engine.precision import Precision
+from deepspeed_c.engine.precision import Precision, dtype_of_weights
 from deepspeed_c.engine.python_gc import CollectorPause
 from deepspeed_c.engine.shard import lay_out_model, shard_model
 from deepspeed_c.engine.training import Training, TrainingHost
@@ -43,6 +43,7 @@ from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.layout import Layout, gather_for_good, mesh_of_config
 from deepspeed_c.zero.states.optimizer import DeepSpeedOptimizer
 from deepspeed_c.zero.weights.init import Init, materialize
+from deepspeed_c.zero.weights.wrappers import check_wrappers
 
 __all__ = ["initialize"]
 
@@ -142,6 +143,13 @@ def initialize(
     check_same_model(model, mesh.stage)
     connect_experts(model, mesh)
     take_from_others(model)
+    autocast = settings.torch_autocast
+    check_wrappers(
+        model,
+        dtype_of_weights(settings.fp16, settings.bf16),
+        scales_loss=settings.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16"),
+        why_plain=_need_of_plain_weights(mesh, settings.tensor_parallel, settings.hybrid_engine),
+    )
     device = torch.device(get_accelerator().current_device_name())
     sharding = settings.zero.sharding
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
@@ -189,6 +197,16 @@ def initialize(
         undo.pop_all()
     face = None if zero_optimizer is None else zero_optimizer.face
     return engine, face, engine.training_dataloader, scheduler
+
+
+def _need_of_plain_weights(mesh: Mesh, tensors: TensorParallel, hybrid: HybridEngine) -> str:
+    """The setting that reads weights as plain tensors before they are laid out; "" for none."""
+    settings = {
+        "tensor parallelism": mesh.size(TP) > 1,
+        "replace_with_kernel_inject": tensors.replace_with_kernel_inject,
+        "inference_tp_size": hybrid.enabled and hybrid.inference_tp_size > 1,
+    }
+    return next((name for name, is_on in settings.items() if is_on), "")
 
 
 def _engine_class(section: HybridEngine, *, is_pipeline: bool) -> type[TrainingHost]:

@@ -156,7 +156,8 @@ def _drop_frozen_and_check(optimizer: torch.optim.Optimizer, model: torch.nn.Mod
     n_trained = 0
     for i, group in enumerate(optimizer.param_groups):
         for j, p in enumerate(group["params"]):
-            if id(p) not in known:
+            # A frozen weight that is a wrapper tensor has been replaced (zero/weights/wrappers.py).
+            if p.requires_grad and id(p) not in known:
                 raise OptimizerError(
                     f"parameter {j} of group {i} (shape {tuple(p.shape)}) does not belong to the model",
                     where="initialize(optimizer=...)",

@@ -18,7 +18,7 @@ from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.engine.generate import Generation
 from deepspeed_c.engine.group_generation import GroupGeneration
-from deepspeed_c.engine.precision import DTYPES
+from deepspeed_c.engine.precision import DTYPES, dtype_of_weights
 from deepspeed_c.engine.products import take_over_products
 from deepspeed_c.env import read_env
 from deepspeed_c.errors import ModelError
@@ -34,6 +34,7 @@ from deepspeed_c.sequence.tiles_auto import TiledModel, tile_model
 from deepspeed_c.zero.layout.cuts import check_cuts, cut_of, read_marks, take_sums_over
 from deepspeed_c.zero.layout.layout import Layout, gather_for_good
 from deepspeed_c.zero.weights.hooks import ModuleHooks
+from deepspeed_c.zero.weights.wrappers import unwrap_weights
 
 __all__ = ["EDITS", "EditContext", "Edits", "ModelEdit"]
 
@@ -87,6 +88,11 @@ class _Undo:
 
     def close(self) -> None:
         self._undo()
+
+
+def _unwrap_weights(model: torch.nn.Module, context: EditContext) -> Made | None:
+    undo = unwrap_weights(model, dtype_of_weights(context.config.fp16, context.config.bf16))
+    return None if undo is None else _Undo(undo)
 
 
 def _group_generation(model: torch.nn.Module, context: EditContext) -> GroupGeneration:
@@ -186,6 +192,7 @@ def _take_over_products(model: torch.nn.Module, context: EditContext) -> Made:
 
 
 EDITS: tuple[ModelEdit, ...] = (
+    ModelEdit("wrapper weights", wanted=lambda context: True, apply=_unwrap_weights, needs_layout=False),
     ModelEdit("products", wanted=_computes_on_cpu, apply=_take_over_products, needs_layout=False),
     ModelEdit(
         "group generation",
@@ -224,10 +231,11 @@ EDITS: tuple[ModelEdit, ...] = (
         after=("tensor cut", "attention"),
     ),
 )
-"""The copy for group generation is made first, because an edited forward refers to the model that was edited. Kernels
-are injected before weights are cut, because they compare a module's own forward with theirs. Recomputation comes after
-tiles and shared attention, because it runs everything within a layer again. Gathers are outermost: they happen once for
-each run of a layer."""
+"""Wrapper weights come first, because all else works on plain memory. The copy for group generation is made before
+other edits of forwards, because an edited forward refers to the model that was edited. Kernels are injected before
+weights are cut, because they compare a module's own forward with theirs. Recomputation comes after tiles and shared
+attention, because it runs everything within a layer again. Gathers are outermost: they happen once for each run of a
+layer."""
 
 
 class Edits:

@@ -9,14 +9,21 @@ import torch
 
 from deepspeed_c import _C
 from deepspeed_c.config import Config
-from deepspeed_c.config.precision import TorchAutocast
+from deepspeed_c.config.precision import Bf16, Fp16, TorchAutocast
 from deepspeed_c.zero.layout.autocast import note_autocast
 from deepspeed_c.zero.layout.unit import Dtypes
 from deepspeed_c.zero.weights.fp32_buffers import buffers_in_fp32
 
-__all__ = ["DTYPES", "Precision"]
+__all__ = ["DTYPES", "Precision", "dtype_of_weights"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def dtype_of_weights(fp16: Fp16, bf16: Bf16) -> torch.dtype | None:
+    """The dtype that weights are cast to; None: they stay as they are."""
+    if fp16.enabled:
+        return torch.float16
+    return torch.bfloat16 if bf16.enabled else None
 
 
 class Precision:
@@ -27,16 +34,14 @@ class Precision:
     """
 
     def __init__(self, config: Config, model: torch.nn.Module, n_sequence: int = 1) -> None:
-        self.dtype: torch.dtype | None = None
+        self.dtype = dtype_of_weights(config.fp16, config.bf16)
         self.scaler: _C.LossScaler | None = None
         self.checks_overflow = True
         self._keeps_16bit_master = False
         self._casts_inputs = False
         if config.fp16.enabled:
-            self.dtype = torch.float16
             self._casts_inputs = config.fp16.auto_cast
         elif config.bf16.enabled:
-            self.dtype = torch.bfloat16
             self.checks_overflow = config.bf16.check_grad_overflow
             self._keeps_16bit_master = config.bf16.bf16_master_weights_and_grads
         self.autocast_dtype = DTYPES[config.torch_autocast.dtype] if config.torch_autocast.enabled else None

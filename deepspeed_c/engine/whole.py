@@ -12,6 +12,7 @@ import torch
 from deepspeed_c.engine.checkpoint.model_files import save_model
 from deepspeed_c.engine.weights import consolidate, save_weights
 from deepspeed_c.zero.weights.drivers.join import JoinMode
+from deepspeed_c.zero.weights.wrappers import refuse_bytes_in_file
 
 __all__ = ["WholeModel"]
 
@@ -37,6 +38,8 @@ class WholeModel:
         """
         self._require_open()
         self._require_states("save_16bit_model")
+        if not exclude_frozen_parameters:
+            refuse_bytes_in_file(self.module, "save_16bit_model")
         path = os.path.join(save_dir, save_filename)
         save_weights(self.module, self._fetcher, self._mesh, path, exclude_frozen=exclude_frozen_parameters)
         return True
@@ -61,6 +64,8 @@ class WholeModel:
         """
         self._require_open()
         self._require_states("save_model")
+        if not exclude_frozen_parameters:
+            refuse_bytes_in_file(self.module, "save_model")
         save_model(
             self.module,
             self._fetcher,

@@ -31,6 +31,7 @@ from deepspeed_c.logging import log_dist
 from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.layout import Layout, gather_for_good
 from deepspeed_c.zero.weights.fp32_buffers import names_in_fp32
+from deepspeed_c.zero.weights.wrappers import check_wrappers
 
 __all__ = ["InferenceEngine", "init_inference"]
 
@@ -83,6 +84,13 @@ class InferenceEngine(WholeModel, ModelHost):
             _require_weights(model)
         check_same_model(model, mesh.tensors)
         take_from_others(model)
+        check_wrappers(
+            model,
+            config.dtype,
+            why_plain="tensor parallelism"
+            if n_ranks > 1
+            else "replace_with_kernel_inject" * config.replace_with_kernel_inject,
+        )
         device = torch.device("cpu" if config.keep_module_on_host else get_accelerator().current_device_name())
         edits = Edits(model)
         with ExitStack() as undo:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from deepspeed_c.zero.layout.experts import expert_ranks_of
 from deepspeed_c.zero.layout.leaf import is_leaf
 from deepspeed_c.zero.states.entries import must_see_pieces
 from deepspeed_c.zero.weights.param import shape_of, state_of
+from deepspeed_c.zero.weights.wrappers import byte_sizes
 
 __all__ = [
     "ModelSizes",
@@ -153,18 +154,15 @@ def sizes_of(
     ``comm_dtype_of`` gives the dtype in which a gradient is sent, if the configuration alone does not determine it.
     """
     group_of = {id(p): i for i, group in enumerate(groups) for p in group}
-    params = tuple(
-        ParamSize(
-            name,
-            shape_of(p).numel(),
-            p.dtype,
-            group_of.get(id(p)),
-            comm_dtype_of(name, p),
-            cut_of(p),
-            expert_ranks_of(p),
-        )
-        for name, p in model.named_parameters()
-    )
+
+    def sizes(name: str, p: torch.nn.Parameter) -> Iterator[ParamSize]:
+        if inner := byte_sizes(name, p):
+            yield from (ParamSize(each, n_bytes, torch.uint8, None) for each, n_bytes in inner.items())
+            return
+        numel, dtype = shape_of(p).numel(), comm_dtype_of(name, p)
+        yield ParamSize(name, numel, p.dtype, group_of.get(id(p)), dtype, cut_of(p), expert_ranks_of(p))
+
+    params = tuple(size for name, p in model.named_parameters() for size in sizes(name, p))
     is_sharded = any(state_of(p) is not None for p in model.parameters())
     leaves = frozenset(name for name, module in model.named_modules() if is_leaf(module))
     return ModelSizes(params, sum(b.nbytes for b in model.buffers()), is_sharded, leaves)
