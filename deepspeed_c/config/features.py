@@ -99,7 +99,10 @@ AREAS: dict[str, dict[str, Feature]] = {
             "fp16 master weights (they need CPU offload)", "set it to false: master weights stay fp32"
         ),
         "amp": _later("Apex AMP", 'use "bf16", "fp16" or "torch_autocast"'),
-        "msamp": _later("MS-AMP", 'use "bf16", "fp16" or "torch_autocast"'),
+        "msamp": _later(
+            "MS-AMP, which patches classes of DeepSpeed",
+            "remove the section, and convert layers by torchao (accelerate: AORecipeKwargs)",
+        ),
     },
     "optimizers and schedules": {
         "onebit": _later("1-bit optimizers", 'use "Adam" or "Lamb"'),

@@ -107,6 +107,40 @@ def test_accelerator_trains_as_without_deepspeed(world, stage, accumulation, wit
         torch.testing.assert_close(found[2][name.removeprefix("module.")], value, rtol=0, atol=1e-4, msg=name)
 
 
+def train_in_float8(rank, world):
+    """Losses of plain torch on these ranks, and of stages 0, 2 and 3; and the layers that torchao has converted."""
+    from accelerate.utils import AORecipeKwargs
+    from accelerate.utils.ao import convert_model_to_fp8_ao
+    from torchao.float8 import Float8LinearConfig
+
+    losses, layers, recipe = [], [], Float8LinearConfig(emulate=True)
+    for stage in (None, 0, 2, 3):
+        forget()
+        model = llama(hidden_size=32, intermediate_size=64)
+        if stage is None:  # without DeepSpeed accelerate would run autocast around these layers
+            acc = accelerator(None)
+            convert_model_to_fp8_ao(model, recipe)
+        else:
+            zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+            deepspeed = plugin(stage, gradient_clipping=0.5, zero_optimization=zero)
+            acc = accelerator(deepspeed, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs(config=recipe)])
+        model, optimizer, data = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), loader())
+        losses.append(loop(acc, model, optimizer, data)[0])
+        layers.append(sum(type(module).__name__ == "Float8Linear" for module in model.modules()))
+        if stage is not None:
+            model.close()
+    return losses, layers
+
+
+def test_float8_layers_of_torchao_reach_the_engine():
+    pytest.importorskip("torchao")
+    (plain, *found), layers = on_ranks(2, train_in_float8)[0]
+    print(plain, found)
+    assert min(layers) > 0 and len(set(layers)) == 1, layers
+    for losses in found:
+        assert losses == pytest.approx(plain, rel=2e-5)
+
+
 def exact_types(rank, world):
     import deepspeed
     from accelerate.utils import (
