@@ -25,6 +25,11 @@ ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0}
 # The model itself, but for the adapters, is frozen in the first table and trained in the second.
 FROZEN = ("int8", "int8 of activations too", "intx", "float8", "nf4")
 TRAINED = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "qat")
+OFFLOAD = {
+    "offload": {"offload_param": {"device": "cpu"}},
+    "nvme": {"offload_optimizer": {"device": "cpu"}},
+}
+ONLY_AT_3 = ("MiCS", *OFFLOAD)
 SAVED = ("float8", "rowwise", "qat")
 
 
@@ -127,8 +132,10 @@ def plain(kind, ranks, n=1, *, trait=""):
 
 def engine_of(model, world, stage, trait="", **more):
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **more.pop("zero", {})}
-    if trait == "offload":
-        zero["offload_param"] = {"device": "cpu"}
+    if trait == "MiCS":
+        zero["mics_shard_size"] = 1
+    elif trait:
+        zero |= OFFLOAD.get(trait, {})
     n = 2 if trait == "accumulation" else 1
     config = {
         "train_micro_batch_size_per_gpu": BATCH // world // n,
@@ -159,15 +166,16 @@ def train(engine, steps):
     return losses
 
 
-def check_cells(rank, world, kind, traits):
+def check_cells(rank, world, kind, traits, folder=""):
     for trait in traits:
         expected = plain(kind, [world] * STEPS, 2 if trait == "accumulation" else 1, trait=trait)
-        for stage in range(4) if trait != "offload" else [3]:
+        for stage in [3] if trait in ONLY_AT_3 else range(4):
             dtype = torch.bfloat16 if trait == "bf16" else torch.float32
             model = make(kind, dtype, recomputes=trait == "checkpointing")
-            with engine_of(model, world, stage, trait) as engine:
+            more = {"zero": {"offload_param": {"device": "nvme", "nvme_path": folder}}} if trait == "nvme" else {}
+            with engine_of(model, world, stage, trait, **more) as engine:
                 found = train(engine, range(STEPS))
-                if stage == 3:
+                if stage == 3 and trait != "MiCS":
                     assert all(state_of(p) is not None for p in engine.module.parameters())
             # One bit of a sum's order may move a weight of 4 bits to the next level.
             close = 2e-2 if trait == "bf16" or kind == "qat" else 1e-5
@@ -178,9 +186,9 @@ def check_cells(rank, world, kind, traits):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("kind", FROZEN)
 @on_ranks()
-def test_frozen_codes_train_adapters_as_one_process_does(rank, world, kind):
-    traits = ("", "bf16", "accumulation", "checkpointing", "offload") if world == 2 else ("",)
-    check_cells(rank, world, kind, traits)
+def test_frozen_codes_train_adapters_as_one_process_does(rank, world, kind, tmp_path):
+    traits = ("", "bf16", "accumulation", "checkpointing", *ONLY_AT_3) if world == 2 else ("",)
+    check_cells(rank, world, kind, traits, share(str(tmp_path)))
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -280,6 +288,19 @@ def test_a_wrapper_is_made_again_byte_for_byte(rank, world):
             if stage == 3:
                 with pytest.raises(StateError, match="0.base.weight_.* is sharded over 3 ranks"):
                     model[0].base.weight  # noqa: B018
+
+
+@on_ranks(3)
+def test_a_rank_holds_a_third_of_the_codes(rank, world):
+    model = make("int8")
+    codes = sum(p.numel() for p in model.parameters() if is_wrapper_tensor(p))
+    with engine_of(model, world, 3) as engine:
+        held = [p for p in engine.module.parameters() if p.dtype == torch.uint8]
+        assert all(state_of(p).piece.nbytes <= p.ds_numel for p in held)
+        assert sum(state_of(p).piece.nbytes for p in held) < 0.45 * codes
+        engine.offload_states()
+        engine.reload_states()
+        train(engine, [0])
 
 
 @on_ranks(2)
