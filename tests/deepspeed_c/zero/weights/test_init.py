@@ -250,7 +250,7 @@ def test_contexts_nest_and_refuse(rank: int, world: int) -> None:
 
 
 class Marked(nn.Parameter):
-    """A parameter whose copies have its class and its attribute, as those of bitsandbytes."""
+    """A parameter with an attribute. Copies keep class and attribute, as bitsandbytes' copies do."""
 
     mark = ""
 
