@@ -42,6 +42,7 @@ from deepspeed_c.pipe import PipelineModule
 from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.layout import Layout, gather_for_good, mesh_of_config
 from deepspeed_c.zero.states.optimizer import DeepSpeedOptimizer
+from deepspeed_c.zero.weights.code_layers import check_layers
 from deepspeed_c.zero.weights.init import Init, materialize
 from deepspeed_c.zero.weights.wrappers import check_wrappers
 
@@ -137,6 +138,7 @@ def initialize(
     if "comms_logger" in settings.as_dict():  # without this section the log keeps the settings of `comm.configure`
         configure(deepspeed_config=settings)
 
+    check_layers(model, is_cut=_is_cut(settings.tensor_parallel, settings.hybrid_engine))
     check_same_text("the configuration", settings.lines(), comm, "start all ranks with the same configuration file")
     comm.use_shared_memory(settings.comm.local)
     others_train = pipeline is not None and connect_pipeline(pipeline, mesh)
@@ -197,6 +199,12 @@ def initialize(
         undo.pop_all()
     face = None if zero_optimizer is None else zero_optimizer.face
     return engine, face, engine.training_dataloader, scheduler
+
+
+def _is_cut(tensors: TensorParallel, hybrid: HybridEngine) -> bool:
+    """Whether the configuration cuts the model over tensor-parallel ranks, or a copy of it."""
+    of_copy = hybrid.inference_tp_size if hybrid.enabled else 1
+    return max(tensors.autotp_size, tensors.tp.tp_size, of_copy) > 1
 
 
 def _need_of_plain_weights(mesh: Mesh, tensors: TensorParallel, hybrid: HybridEngine) -> str:

@@ -60,6 +60,7 @@ PERMITTED: dict[str, str] = {
         ),
         "torch's own: the context of an autograd function",
     ),
+    "zero/weights/code_layers.py: ctx.layer": "torch's own: the context of an autograd function",
     "sequence/layer.py: ctx.sizes": "torch's own: the context of an autograd function",
     "sequence/huggingface.py: module.num_key_value_groups": "transformers' own: its functions read it off the layer, during one call",
     "pipe/transformers.py: self._decoder[0].training": "a flag of torch, for one shell: train() would reach the layers that it shares with the pipeline",

@@ -12,6 +12,7 @@ from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import RankMismatchError
 from deepspeed_c.zero.layout.cuts import cut_of, tied_over
 from deepspeed_c.zero.layout.experts import ExpertNames, holders_of
+from deepspeed_c.zero.weights.kinds import beside_codes, describe_codes
 from deepspeed_c.zero.weights.param import shape_of, state_of
 
 __all__ = ["broadcast_model", "check_same_model", "check_same_text"]
@@ -52,11 +53,15 @@ def check_same_model(model: torch.nn.Module, comm: Collectives) -> None:
     that hold the same layers. If a parameter was cut by hand (it has Megatron's marks), its shape may differ in the cut
     dimension."""
     lines = [
-        f"{name} {_shape_to_agree_on(p)} {p.dtype}{'' if p.requires_grad else ' frozen'}{_expert_group(p)}"
+        f"{name} {_shape_to_agree_on(p)} {p.dtype}{'' if p.requires_grad else ' frozen'}{_expert_group(p)}{_codes_of(p)}"
         for name, p in model.named_parameters()
     ]
     lines += [f"{name} {tuple(b.shape)} {b.dtype} buffer" for name, b in model.named_buffers()]
     check_same_text("the model", lines, comm, "build the same model on every rank, with the same parameters frozen")
+
+
+def _codes_of(param: torch.nn.Parameter) -> str:
+    return f", {text}" if (text := describe_codes(param)) else ""
 
 
 def _expert_group(param: torch.nn.Parameter) -> str:
@@ -81,7 +86,7 @@ def broadcast_model(model: torch.nn.Module, mesh: Mesh, device: torch.device) ->
         return
     numbered = ExpertNames(model)
     with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        for name, tensor in [*model.named_parameters(), *model.named_buffers(), *beside_codes(model).items()]:
             if state_of(tensor) is not None:
                 continue  # sharded under zero.Init, from rank 0's values
             comm = mesh.stage if cut_of(tensor) is None else mesh.tokens

@@ -33,6 +33,7 @@ from deepspeed_c.sequence.adopt import SharedAttention, take_over_attention
 from deepspeed_c.sequence.tiles_auto import TiledModel, tile_model
 from deepspeed_c.zero.layout.cuts import check_cuts, cut_of, read_marks, take_sums_over
 from deepspeed_c.zero.layout.layout import Layout, gather_for_good
+from deepspeed_c.zero.weights.code_layers import take_over_layers
 from deepspeed_c.zero.weights.hooks import ModuleHooks
 from deepspeed_c.zero.weights.wrappers import unwrap_weights
 
@@ -191,7 +192,12 @@ def _take_over_products(model: torch.nn.Module, context: EditContext) -> Made:
     return _Undo(take_over_products(model, dtypes, context.mesh.comm))
 
 
+def _take_over_codes(model: torch.nn.Module, context: EditContext) -> Made:
+    return _Undo(take_over_layers(model, torch.device(get_accelerator().current_device_name())))
+
+
 EDITS: tuple[ModelEdit, ...] = (
+    ModelEdit("codes", wanted=lambda context: True, apply=_take_over_codes, needs_layout=False),
     ModelEdit("wrapper weights", wanted=lambda context: True, apply=_unwrap_weights, needs_layout=False),
     ModelEdit("products", wanted=_computes_on_cpu, apply=_take_over_products, needs_layout=False),
     ModelEdit(

@@ -32,6 +32,7 @@ from deepspeed_c.recompute.blocks import Blocks
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.weights.fetch import Fetcher
 from deepspeed_c.zero.weights.gather_unit import PlacedShard
+from deepspeed_c.zero.weights.kinds import code_layers, names_beside
 from deepspeed_c.zero.weights.param import state_of
 
 __all__ = ["ModelHost", "take_from_others"]
@@ -206,9 +207,10 @@ class ModelHost(Compiling, ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
             return named if destination is None else destination
         state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
-            for name, p in self.module.named_parameters():
-                if not p.requires_grad:
-                    state.pop(prefix + name, None)
+            frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+            own = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
+            for name in frozen | names_beside(self.module, own):
+                state.pop(prefix + name, None)
         return state
 
     def load_module_state_dict(
@@ -238,13 +240,16 @@ class ModelHost(Compiling, ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
             )
         weights = checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
         weights = take_parts(self.module, weights, strict=strict)
-        if custom_load_fn is None and self._shards_parameters:
+        # The library's own load knows no state beside codes.
+        loads_pieces = self._shards_parameters or any(True for _ in code_layers(self.module))
+        if custom_load_fn is None and loads_pieces:
             check_weights(self.module, weights, strict)
         self._begin_load()
         if custom_load_fn is not None:
             load_custom(self.module, custom_load_fn, weights)
-        elif self._shards_parameters:
-            self._fetcher.begin_writes()
+        elif loads_pieces:
+            if self._fetcher is not None:
+                self._fetcher.begin_writes()
             load_weights(self.module, weights)
         else:
             self.module.load_state_dict(weights, strict=strict)

@@ -13,6 +13,7 @@ from deepspeed_c.config.precision import Bf16, Fp16, TorchAutocast
 from deepspeed_c.zero.layout.autocast import note_autocast
 from deepspeed_c.zero.layout.unit import Dtypes
 from deepspeed_c.zero.weights.fp32_buffers import buffers_in_fp32
+from deepspeed_c.zero.weights.kinds import is_codes
 
 __all__ = ["DTYPES", "Precision", "dtype_of_weights"]
 
@@ -88,9 +89,12 @@ class Precision:
         kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
         return {id(m.weight) for m in model.modules() if isinstance(m, kinds)}
 
+    def _is_cast(self, param: torch.nn.Parameter) -> bool:
+        return self.dtype is not None and param.is_floating_point() and not is_codes(param)
+
     def dtypes_of(self, name: str, param: torch.nn.Parameter) -> Dtypes:
         """The dtypes for storing, reducing and updating a trainable parameter."""
-        dtype = self.dtype if self.dtype is not None and param.is_floating_point() else param.dtype
+        dtype = self.dtype if self._is_cast(param) else param.dtype
         is_mixed = self.dtype is not None and not self._keeps_16bit_master
         comm = self._comm_dtype or (self.autocast_dtype if id(param) in self._low_precision else dtype)
         return Dtypes(dtype, comm, torch.float32 if is_mixed else dtype, id(param) in self._sparse)
@@ -101,10 +105,9 @@ class Precision:
         Other buffers keep their dtype, because a rotary table or a running mean is useless if it is rounded to 16 bits.
         """
         with torch.no_grad():
-            if self.dtype is not None:
-                for p in model.parameters():
-                    if id(p) not in trained and p.is_floating_point():
-                        p.data = p.data.to(self.dtype)
+            for p in model.parameters():
+                if id(p) not in trained and self._is_cast(p):
+                    p.data = p.data.to(self.dtype)
             kept = buffers_in_fp32(model, self._keep_in_fp32, self.dtype)
             for module in model.modules():
                 for buffer in module._buffers.values():

@@ -16,6 +16,7 @@ from deepspeed_c.errors import CheckpointError, StateError
 from deepspeed_c.zero.weights.fetch import Fetcher
 from deepspeed_c.zero.weights.gather_unit import PlacedShard
 from deepspeed_c.zero.weights.gathered import GatheredParameters
+from deepspeed_c.zero.weights.kinds import check_saved, code_layers, is_description, names_beside
 from deepspeed_c.zero.weights.param import shape_of, state_of
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def named_tensors(module: torch.nn.Module, exclude_frozen: bool) -> dict[str, to
     state = module.state_dict(keep_vars=True)
     if exclude_frozen:
         frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        frozen |= names_beside(module, state)
         state = {name: value for name, value in state.items() if name not in frozen}
     return {name: value for name, value in state.items() if torch.is_tensor(value)}
 
@@ -112,18 +114,22 @@ def consolidate(
 def save_weights(
     module: torch.nn.Module, fetcher: Fetcher | None, mesh: Mesh, path: str, *, exclude_frozen: bool
 ) -> None:
-    """Writes the module's weights to ``path`` on rank 0. No rank holds more of them than one gather unit.
+    """Writes the module's weights to ``path`` on rank 0. No rank holds more of them than one gather unit. Codes are
+    written as the matrices that they stand for, in the dtype that they were made from.
 
     Raises CheckpointError on all ranks if the file cannot be written. An older file of that name is intact then.
     """
     tensors = named_tensors(module, exclude_frozen)
+    codes = {layer.named("weight"): layer for layer in code_layers(module)}
+    for name in names_beside(module, tensors):
+        del tensors[name]
     error: Exception | None = None
     writer: TensorFileWriter | None = None
     parts, comm = Parts(module, tensors, mesh), mesh.comm
     if comm.rank == 0:
         aliases = aliases_of(tensors, parts)
         entries = {
-            name: (parts.shape(own, t), t.dtype)
+            name: (codes[own].shape, codes[own].dtype) if own in codes else (parts.shape(own, t), t.dtype)
             for own, t in tensors.items()
             for name in parts.names(own)
             if name not in aliases
@@ -138,7 +144,7 @@ def save_weights(
     for name, tensor in stream(tensors, fetcher, parts):
         if writer is not None and error is None:
             try:
-                writer.write(name, tensor)
+                writer.write(name, codes[name].dense(tensor) if name in codes else tensor)
             except (OSError, CheckpointError) as raised:
                 error = raised
     if writer is not None:
@@ -158,13 +164,15 @@ def check_weights(module: torch.nn.Module, checkpoint: Mapping[str, Any], strict
     """Raises StateError if the names or shapes of a state dict of whole tensors do not fit the module. The module's
     parameters may be sharded."""
     own = module.state_dict(keep_vars=True)
-    problems: list[str] = []
+    problems, _ = check_saved(module, checkpoint, checkpoint.__getitem__)
     if strict:
         problems += [f"missing: {name}" for name in own if name not in checkpoint]
         problems += [f"unexpected: {name}" for name in checkpoint if name not in own]
     for name, tensor in own.items():
         value = checkpoint.get(name)
-        if torch.is_tensor(tensor) and torch.is_tensor(value) and value.shape != shape_of(tensor):
+        if is_description(name) or not (torch.is_tensor(tensor) and torch.is_tensor(value)):
+            continue
+        if value.shape != shape_of(tensor):
             problems.append(f"{name} has shape {tuple(value.shape)}, the model's has {tuple(shape_of(tensor))}")
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -181,10 +189,12 @@ def load_weights(module: torch.nn.Module, checkpoint: Mapping[str, Any]) -> None
 
     Each rank copies its own pieces; nothing is sent.
     """
+    _, take_descriptions = check_saved(module, checkpoint, checkpoint.__getitem__)
     with torch.no_grad():
+        take_descriptions()
         for name, tensor in module.state_dict(keep_vars=True).items():
             value = checkpoint.get(name)
-            if not torch.is_tensor(tensor) or not torch.is_tensor(value):
+            if is_description(name) or not torch.is_tensor(tensor) or not torch.is_tensor(value):
                 continue
             state = state_of(tensor)
             if isinstance(state, PlacedShard):

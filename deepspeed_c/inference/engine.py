@@ -30,7 +30,9 @@ from deepspeed_c.inference.load import load_checkpoint, save_mp_checkpoint, shar
 from deepspeed_c.logging import log_dist
 from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.layout import Layout, gather_for_good
+from deepspeed_c.zero.weights.code_layers import check_layers
 from deepspeed_c.zero.weights.fp32_buffers import names_in_fp32
+from deepspeed_c.zero.weights.kinds import is_codes, names_beside
 from deepspeed_c.zero.weights.wrappers import check_wrappers
 
 __all__ = ["InferenceEngine", "init_inference"]
@@ -84,6 +86,7 @@ class InferenceEngine(WholeModel, ModelHost):
             _require_weights(model)
         check_same_model(model, mesh.tensors)
         take_from_others(model)
+        check_layers(model, is_cut=n_ranks > 1)
         check_wrappers(
             model,
             config.dtype,
@@ -265,8 +268,12 @@ def _cast_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
     if not dtype.is_floating_point:
         return
     kept = names_in_fp32(model, dtype)
+    tensors = model.state_dict(keep_vars=True)
+    beside = names_beside(model, tensors)
     with torch.no_grad():
-        for name, tensor in model.state_dict(keep_vars=True).items():
+        for name, tensor in tensors.items():
+            if name in beside or is_codes(tensor):
+                continue
             if torch.is_tensor(tensor) and tensor.is_floating_point():
                 wanted = torch.float32 if name in kept else dtype
                 if tensor.dtype != wanted:

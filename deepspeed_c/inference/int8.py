@@ -28,6 +28,7 @@ from deepspeed_c.inject.layers import (
     product_of,
 )
 from deepspeed_c.ops.autocast import cast_by_autocast
+from deepspeed_c.zero.weights.kinds import is_codes
 
 __all__ = ["Int8Linear", "Int8Product", "QuantReport", "int8_weights", "quantize_weights"]
 
@@ -221,7 +222,7 @@ def _find_layers(model: torch.nn.Module, keep: Sequence[str], report: QuantRepor
     heads = _output_layers(model)
     in_fp32 = _names_in_fp32(model)
     for param, (name, *others) in names.items():
-        if param.dim() < 2 or not param.is_floating_point():
+        if param.dim() < 2 or not param.is_floating_point() or is_codes(param):
             continue
         owner, _, last = name.rpartition(".")
         module = model.get_submodule(owner)

@@ -30,6 +30,7 @@ from deepspeed_c.plan.heap import HeapEvent, heap_peak
 from deepspeed_c.recompute.blocks import find_blocks
 from deepspeed_c.recompute.nests import Arguments
 from deepspeed_c.recompute.operators import MeasuredLayer, Measurement, Meter
+from deepspeed_c.zero.weights.kinds import is_codes
 
 __all__ = [
     "MODELS_OWN",
@@ -213,7 +214,7 @@ def twin_without_data(model: torch.nn.Module, dtype: torch.dtype | None, fake: A
     for module in twin.modules():
         for name, param in module._parameters.items():
             if param is not None:
-                is_cast = dtype is not None and param.is_floating_point()
+                is_cast = dtype is not None and param.is_floating_point() and not is_codes(param)
                 module._parameters[name] = made_for(param, dtype if is_cast else param.dtype)
         for name, buffer in module._buffers.items():
             if buffer is not None:

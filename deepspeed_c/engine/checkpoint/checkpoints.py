@@ -329,7 +329,7 @@ class Checkpoints:
         if custom_load_fn is None:
             named = names_of_all(names_of(module), state.mesh)
             try:
-                plan = plan_restore(source, named, state.layout, state.optimizer, state.mesh, options)
+                plan = plan_restore(source, module, named, state.layout, state.optimizer, state.mesh, options)
             except StateError as raised:
                 error = raised
             verdicts = self._ranks.all_gather(str(error) if error else "")

@@ -25,6 +25,7 @@ from deepspeed_c.zero.layout.experts import ExpertNames, expert_ranks_of, holder
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.layout.unit import Fragment, Slot, Unit
 from deepspeed_c.zero.states.optimizer import ZeroOptimizer
+from deepspeed_c.zero.weights.kinds import names_beside
 from deepspeed_c.zero.weights.param import shape_of
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class Named(NamedTuple):
     expert_ranks: dict[str, int]
     """The number of ranks that hold different experts, by the first name of an expert's tensor. Experts that are on all
     ranks are left out."""
+    beside: set[str]
+    """First names of the tensors that belong to codes."""
 
 
 def names_of_all(named: Named, mesh: Mesh) -> Named:
@@ -93,7 +96,7 @@ def names_of(module: torch.nn.Module) -> Named:
                 expert_ranks[name] = len(everyone)
         else:
             aliases.update(zip(everyone, numbered.on_all_ranks(first[id(value)])))
-    return Named(tensors, aliases, list(names), others, expert_ranks)
+    return Named(tensors, aliases, list(names), others, expert_ranks, names_beside(module, tensors))
 
 
 class _Whole(NamedTuple):
@@ -168,7 +171,7 @@ def owned_pieces(
         if not (exclude_frozen and not param.requires_grad):
             pieces += _dormant_pieces(param, state)
     for i, (name, tensor) in enumerate(named.tensors.items()):
-        if id(tensor) in placed:
+        if id(tensor) in placed or (exclude_frozen and name in named.beside):
             continue
         cut = cut_of(tensor)
         if name in named.expert_ranks:

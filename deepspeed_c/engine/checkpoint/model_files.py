@@ -16,6 +16,7 @@ from deepspeed_c.errors import CheckpointError, StateError
 from deepspeed_c.weights.configs import save_configs
 from deepspeed_c.zero.states.access import safe_get_full_fp32_param, safe_get_local_fp32_param
 from deepspeed_c.zero.weights.fetch import Fetcher
+from deepspeed_c.zero.weights.kinds import is_codes
 
 if TYPE_CHECKING:
     from deepspeed_c.checkpoint.formats.model_folder import ModelFolderWriter
@@ -48,7 +49,7 @@ def save_model(
     parts, comm = Parts(module, tensors, mesh), mesh.comm
     params = {id(p) for p in module.parameters()}
     own_dtypes = {
-        name: t.dtype if dtype is None or id(t) not in params or not t.is_floating_point() else dtype
+        name: t.dtype if dtype is None or id(t) not in params or not t.is_floating_point() or is_codes(t) else dtype
         for name, t in tensors.items()
     }
     has_master = {

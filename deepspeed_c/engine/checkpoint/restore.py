@@ -29,6 +29,7 @@ from deepspeed_c.zero.layout.experts import expert_ranks_of, holders_of
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.layout.unit import Fragment, Slot, Unit
 from deepspeed_c.zero.states.optimizer import ZeroOptimizer
+from deepspeed_c.zero.weights.kinds import check_saved, is_description
 from deepspeed_c.zero.weights.param import shape_of
 
 __all__ = ["LoadOptions", "RestorePlan", "plan_restore"]
@@ -160,6 +161,7 @@ class _Finder:
 
 def plan_restore(
     source: Source,
+    module: torch.nn.Module,
     named: Named,
     layout: Layout,
     optimizer: ZeroOptimizer | NoOptimizer,
@@ -170,6 +172,7 @@ def plan_restore(
     model or the optimizer."""
     problems = _name_groups(source, named, layout) if options.states else []
     plan, finder = RestorePlan(), _Finder(source, named)
+    problems += _plan_codes(plan, module, source)
     placed: set[int] = set()
     by_bucket: dict[tuple[Unit, int], dict[Slot, str]] = {}
     for unit in (*layout.trained, *layout.frozen):
@@ -191,6 +194,8 @@ def plan_restore(
         known = finder.name_of(name)
         if known is None:
             plan.missing.append(name)
+            continue
+        if is_description(name):
             continue
         found = source.tensors.get((BUFFER, known)) or finder.weight(known, tensor.dtype)
         if found is not None and _fits(found, _logical_shape(tensor), name, problems):
@@ -216,6 +221,24 @@ def plan_restore(
             " load_optimizer_states=False for another optimizer",
         )
     return plan
+
+
+def _plan_codes(plan: RestorePlan, module: torch.nn.Module, source: Source) -> list[str]:
+    """Checks that saved codes have the model's format, and adds what lies beside them in a text. Returns the
+    mismatches."""
+
+    def read(name: str) -> torch.Tensor:
+        saved = source.tensors[BUFFER, name]
+        held = torch.empty(saved.shape, dtype=saved.dtype)
+        source.read([Read(saved, 0, held.view(-1))])
+        return held
+
+    try:
+        problems, take = check_saved(module, [name for kind, name in source.tensors if kind == BUFFER], read)
+    except CheckpointError as error:
+        return [f"{error.where}: {error.what}"]
+    plan.after.append(take)
+    return problems
 
 
 def _name_groups(source: Source, named: Named, layout: Layout) -> list[str]:

@@ -25,12 +25,14 @@ from deepspeed_c.config.parallel import LocalTransport
 from deepspeed_c.config.source import source_among
 from deepspeed_c.errors import ConfigError, FeatureError, ModelError, StateError
 from deepspeed_c.logging import logger
+from deepspeed_c.zero.weights.code_layers import take_over_layers
 from deepspeed_c.zero.weights.fp32_buffers import keep_buffers_in_fp32
 from deepspeed_c.zero.weights.gathered import (
     GatheredParameters,
     register_external_parameter,
     unregister_external_parameter,
 )
+from deepspeed_c.zero.weights.kinds import beside_codes, is_codes
 from deepspeed_c.zero.weights.param import (
     StandaloneShard,
     ZeroParamStatus,
@@ -218,6 +220,9 @@ class Init:
         self._edited: list[torch.nn.Parameter] = []
         if module is not None:
             materialize(module, self.device, self._shard_module)
+            take_over_layers(module, self.device)  # a layer of codes holds a second reference to them
+            for name, tensor in beside_codes(module).items():
+                self.comm.broadcast(tensor.data, 0, label=name)
             for name, each in module.named_modules():
                 self._shard_module(each, name)
             keep_buffers_in_fp32(module, self._keep_in_fp32, self.dtype)
@@ -318,7 +323,7 @@ class Init:
             data = param.data
             if data.device != self.device:
                 data = data.to(self.device)
-            if self.dtype is not None and data.is_floating_point():
+            if self.dtype is not None and data.is_floating_point() and not is_codes(param):
                 data = data.to(self.dtype)
             data = data.contiguous()
             self.comm.broadcast(data, 0, label=name)
