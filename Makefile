@@ -15,6 +15,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 HF_FLAGS ?=
 COMPRESS_FLAGS ?=
+QLORA_FLAGS ?=
 TRAIN_FLAGS := $(if $(STAGE),--stage $(STAGE)) $(if $(STEPS),--steps $(STEPS)) $(if $(BUDGET),--budget $(BUDGET)) $(if $(TP),--tp $(TP)) $(if $(PP),--pp $(PP)) \
 	$(if $(EXPERTS),--experts $(EXPERTS)) $(if $(EP),--ep-size $(EP))
 
@@ -62,6 +63,10 @@ hf: $(HF) ## the same text with transformers.Trainer: train at stage 2, resume, 
 .PHONY: rl
 rl: $(HF) ## an actor that trains and generates in turn: policy optimization of a small OPT at stage 3
 	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/ppo_tiny.py --stage $(or $(STAGE),3)
+
+.PHONY: qlora
+qlora: $(QLORA) ## adapters beside a frozen Llama in 4 bits at stage 3: loss, and the bytes that a rank keeps
+	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/qlora.py $(QLORA_FLAGS)
 
 .PHONY: compress
 compress: $(BUILT) ## a GPT at 8 and 4 bits, and at half of its rows and heads with distillation: loss, bytes and time as a table
@@ -135,7 +140,7 @@ build: $(BUILT) ## environment and compiled extension only
 
 .PHONY: clean
 clean: ## remove what was built, but keep the environment's packages
-	rm -rf build dist out logs *.egg-info deepspeed_c/*.so $(BUILT) $(HF) $(ALL)
+	rm -rf build dist out logs *.egg-info deepspeed_c/*.so $(BUILT) $(HF) $(QLORA) $(ALL)
 	$(MAKE) -C csrc clean
 
 # The package and the C tests link the same objects, so that these are compiled once, while pip installs.
