@@ -3,7 +3,10 @@ stay byte for byte what they were."""
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +14,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import deepspeed_c
 from deepspeed_c import zero
+from deepspeed_c.errors import MissingPackageError, ModelError, StateError
 from tests import training
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -175,3 +180,157 @@ def cells_body(rank: int, world: int, kind: str, folder: str) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_cells_equal_one_process(world: int, kind: str, tmp_path: Any) -> None:
     run_ranks(world, cells_body, kind, str(tmp_path), preload=LIBRARY)
+
+
+RESUMED = [(stage, kind) for stage in (0, 3) for kind in ("nf4 twice", "fp4", "int8")]
+
+
+def saving_body(rank: int, world: int, folder: str) -> None:
+    for stage, kind in RESUMED:
+        with training.engine_of(net(kind).train(kind != "int8"), config(stage, world)) as engine:
+            run(engine, rank, world, range(2))
+            engine.save_checkpoint(folder, tag=f"{stage} {kind}")
+
+
+def resuming_body(rank: int, world: int, folder: str) -> None:
+    for stage, kind in RESUMED:
+        want, codes = plain(kind, torch.float32, 4)[2:], codes_of(net(kind))
+        other = (stage + 1) % 4 if stage != 3 else 3
+        model = net(kind, seed=5).train(kind != "int8")
+        with training.engine_of(model, config(other, world)) as engine:
+            engine.load_checkpoint(folder, tag=f"{stage} {kind}")
+            label = f"{kind} from stage {stage} to {other}, {world} ranks"
+            assert codes_of(model) == codes, f"{label}: codes differ"
+            check(run(engine, rank, world, range(2, 4)), want, torch.float32, label)
+
+
+def test_other_ranks_resume(tmp_path: Any) -> None:
+    run_ranks(2, saving_body, str(tmp_path), preload=LIBRARY)
+    for world in (1, 3):
+        run_ranks(world, resuming_body, str(tmp_path), preload=LIBRARY)
+
+
+def refusal(act: Any, kind: type[Exception] = ModelError) -> str:
+    with pytest.raises(kind) as caught:
+        act()
+    return str(caught.value)
+
+
+@on_ranks(2, preload=LIBRARY)
+def test_codes_of_another_kind_are_refused(rank: int, world: int, tmp_path: Any) -> None:
+    for stage in (0, 3):
+        with training.engine_of(net("nf4 twice"), config(stage, world)) as engine:
+            engine.save_checkpoint(str(tmp_path))
+            state = engine.module_state_dict()
+        for kind in ("fp4", "nf4"):
+            with training.engine_of(net(kind), config(stage, world)) as engine:
+                said = refusal(lambda: engine.load_checkpoint(str(tmp_path), load_module_strict=False), StateError)
+                assert "layers.0.base was saved as nf4" in said, said
+                said = refusal(partial(engine.load_module_state_dict, state, strict=False), StateError)
+                assert "layers.0.base was saved as nf4" in said, said
+
+
+@on_ranks(2, preload=LIBRARY)
+def test_whole_weights(rank: int, world: int, tmp_path: Any) -> None:
+    for stage in (1, 3):
+        for kind in KINDS:
+            label, model, other = f"{kind} stage {stage}", net(kind), net(kind, seed=5)
+            codes, want = codes_of(model), model.state_dict()
+            x = rows_of(0, 0, 1)
+            with training.engine_of(model, config(stage, world)) as engine:
+                engine.save_16bit_model(str(tmp_path), "whole.bin")
+                engine.save_16bit_model(str(tmp_path), "adapters.bin", exclude_frozen_parameters=True)
+                state = engine.module_state_dict()
+                assert state.keys() == want.keys(), label
+            whole = torch.load(os.path.join(tmp_path, "whole.bin"))
+            for i, (rows, columns) in enumerate(SHAPES):
+                weight = whole[f"layers.{i}.base.weight"].float()
+                # A one in each place of the input reads the base, whose own product rounds 8-bit inputs in eval mode.
+                base = net(kind).train().layers[i].base
+                read = base(torch.eye(columns)).t() - (0 if base.bias is None else base.bias[:, None])
+                assert weight.shape == (rows, columns), label
+                assert torch.allclose(weight, read, atol=2e-3), f"{label}: {(weight - read).abs().max()}"
+            adapters = torch.load(os.path.join(tmp_path, "adapters.bin"))
+            trained = {name for name, p in net(kind).named_parameters() if p.requires_grad}
+            assert adapters.keys() == trained, f"{label}: {sorted(adapters.keys() ^ trained)}"
+            with training.engine_of(other, config(stage, world)) as engine:
+                engine.load_module_state_dict(state)
+                assert codes_of(other) == codes, label
+                got = engine(x)
+                with training.engine_of(net(kind), config(0, world)) as plain_engine:
+                    assert torch.equal(got, plain_engine(x)), label
+            torch.distributed.barrier()
+
+
+@on_ranks(2, preload=LIBRARY)
+def test_casts_leave_codes(rank: int, world: int) -> None:
+    codes = codes_of(net("nf4 as bf16"))
+    model = net("nf4 as bf16")
+    with training.engine_of(model, config(1, world)) as engine:
+        engine.half()
+        assert model.layers[0].base.weight.dtype is torch.bfloat16
+        assert codes_of(model) == codes
+    served = deepspeed_c.init_inference(net("nf4 as bf16"), dtype=torch.float16)
+    assert codes_of(served.module) == codes
+    assert served(rows_of(0, 0, 1).half()).isfinite().all()
+    for kind in ("nf4 as bf16", "int8"):
+        sharded = net(kind, seed=rank)
+        zero.Init(module=sharded, dtype=torch.float16)
+        assert codes_of(sharded) == codes_of(net(kind)), kind
+
+
+def bytes_of_codes() -> int:
+    """The bytes of all codes that Python's objects hold."""
+    found = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor) and each.dtype in (torch.uint8, torch.int8):
+            storage = each.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return sum(found.values())
+
+
+@on_ranks(2, preload=LIBRARY)
+def test_a_forward_keeps_no_gathered_codes(rank: int, world: int) -> None:
+    for kind, whole in (("nf4", 256 * 128), ("int8", 256 * 256)):
+        model = nn.Sequential(*(Layer(kind, 256, 256, bias=False) for _ in range(8))).to("cpu")
+        limits = {"stage3_max_live_parameters": 1, "stage3_prefetch_bucket_size": 0, "reduce_bucket_size": 1}
+        before = bytes_of_codes() - 8 * whole
+        with training.engine_of(model, config(3, world, zero=limits)) as engine:
+            loss = engine(torch.ones(2, 256)).pow(2).mean()
+            kept = bytes_of_codes() - before
+            assert kept <= 4 * whole + 2 * whole, f"{kind}: {kept} bytes, {kept / whole} layers of 8"
+            engine.backward(loss)
+            engine.step()
+
+
+@on_ranks(1, preload=LIBRARY)
+def test_bad_layers(rank: int, world: int) -> None:
+    def start(change: Any, **sections: Any) -> str:
+        model = net("nf4")
+        layer = change(model) or model
+        error = sections.pop("error", ModelError)
+        return refusal(lambda: training.engine_of(layer, config(2, 1, **sections)), error)
+
+    def trained(model: Net) -> None:
+        model.layers[1].base.weight = bnb.nn.Params4bit(torch.ones(64, 40), requires_grad=True)
+
+    def repacked(model: Net) -> None:
+        model.layers[1].base.weight.quant_state.packing_format_for_cpu = True
+
+    def replaced(model: Net) -> None:
+        model.layers[1].base.forward = lambda x: x
+
+    for change, word in ((trained, "gradients"), (repacked, "repacked"), (replaced, "forward of its own")):
+        said = start(change)
+        assert "layers.1.base" in said and word in said and "Fix:" in said, said
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bnb, "__version__", "0.43.1")
+        said = start(lambda model: None, error=MissingPackageError)
+        assert "0.43.1 is too old" in said and "0.50.2 is tested" in said, said
+
+
+@on_ranks(2, preload=LIBRARY)
+def test_a_cut_is_refused(rank: int, world: int) -> None:
+    cut = {**config(1, 1), "tensor_parallel": {"autotp_size": 2}}
+    said = refusal(lambda: training.engine_of(net("nf4"), cut))
+    assert "layers.0.base" in said and "blocks" in said, said
