@@ -13,6 +13,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ModelError
 from deepspeed_c.ops.scope import declaration
 from deepspeed_c.zero.states.optimizer import ZeroOptimizer
+from deepspeed_c.zero.weights.kinds import is_codes
 from deepspeed_c.zero.weights.param import join_pieces, shape_of
 
 __all__ = ["KeptState", "assign_groups", "match_names", "put_states", "take_states"]
@@ -36,8 +37,9 @@ class KeptState(NamedTuple):
 
 def match_names(model: torch.nn.Module, names: Iterable[str]) -> set[str]:
     """Names of the parameters that match ``names`` (names or shell patterns). Raises ModelError if a name matches no
-    parameter, or if no parameter would be trained."""
-    known = [name for name, _ in model.named_parameters()]
+    parameter, if one of them is the name of codes, or if no parameter would be trained."""
+    params = dict(model.named_parameters())
+    known = list(params)
     chosen: set[str] = set()
     patterns = [names] if isinstance(names, str) else list(names)
     for pattern in patterns:
@@ -49,6 +51,13 @@ def match_names(model: torch.nn.Module, names: Iterable[str]) -> set[str]:
                 fix=f"names are as model.named_parameters() gives them, such as {known[0]!r}" if known else "",
             )
         chosen |= found
+    for name in sorted(chosen):
+        if not params[name].is_floating_point() or is_codes(params[name]):
+            raise ModelError(
+                f"{name} has codes of a quantized weight, and codes have no gradient",
+                where="set_trainable",
+                fix="name the parameters of adapters instead",
+            )
     if not chosen:
         raise ModelError(
             "nothing would be left to train", where="set_trainable", fix="name at least one parameter or pattern"

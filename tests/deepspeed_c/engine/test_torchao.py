@@ -304,6 +304,18 @@ def test_a_rank_holds_a_third_of_the_codes(rank, world):
 
 
 @on_ranks(2)
+def test_codes_stay_frozen_when_other_weights_are_chosen(rank, world):
+    for stage in (0, 3):
+        with engine_of(make("int8"), world, stage) as engine:
+            before = train(engine, [0, 0])
+            for names in (["*"], ["0.base.weight_Int8Tensor_scale"]):
+                with pytest.raises(ModelError, match="0.base.weight_Int8Tensor_.* has codes.*\n.*adapters"):
+                    engine.set_trainable(names)
+            engine.set_trainable(["*.up.weight"])
+            assert train(engine, [0])[0] < before[1] < before[0]
+
+
+@on_ranks(2)
 def test_the_module_of_a_closed_engine_has_its_wrappers_again(rank, world):
     model = make("int8")
     model[1].base.weight = model[0].base.weight  # tied
