@@ -30,6 +30,7 @@ from deepspeed_c.engine.edits import EditContext, Edits
 from deepspeed_c.engine.engine import DeepSpeedEngine
 from deepspeed_c.engine.host import take_from_others
 from deepspeed_c.engine.hybrid import DeepSpeedHybridEngine
+from deepspeed_c.engine.packed_models import dequantize_packed
 from deepspeed_c.engine.pipeline import PipelineEngine, check_pipeline, connect_pipeline
 from deepspeed_c.engine.precision import Precision, dtype_of_weights
 from deepspeed_c.engine.python_gc import CollectorPause
@@ -142,6 +143,7 @@ def initialize(
     check_same_text("the configuration", settings.lines(), comm, "start all ranks with the same configuration file")
     comm.use_shared_memory(settings.comm.local)
     others_train = pipeline is not None and connect_pipeline(pipeline, mesh)
+    dequantize_packed(model)
     check_same_model(model, mesh.stage)
     connect_experts(model, mesh)
     take_from_others(model)

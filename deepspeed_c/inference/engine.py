@@ -19,6 +19,7 @@ from deepspeed_c.config.source import GivenConfig, copy_plain
 from deepspeed_c.engine.consistency import check_same_model
 from deepspeed_c.engine.edits import EditContext, Edits
 from deepspeed_c.engine.host import ModelHost, take_from_others
+from deepspeed_c.engine.packed_models import dequantize_packed
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.prompts import check_length, check_words, has_encoder, n_tokens_of
 from deepspeed_c.engine.shard import lay_out_model
@@ -86,6 +87,7 @@ class InferenceEngine(WholeModel, ModelHost):
             _require_weights(model)
         check_same_model(model, mesh.tensors)
         take_from_others(model)
+        dequantize_packed(model)
         check_layers(model, is_cut=n_ranks > 1)
         check_wrappers(
             model,
