@@ -18,6 +18,7 @@ from deepspeed_c.zero.layout.cuts import cut_of
 from deepspeed_c.zero.layout.experts import expert_ranks_of
 from deepspeed_c.zero.layout.leaf import is_leaf
 from deepspeed_c.zero.states.entries import must_see_pieces
+from deepspeed_c.zero.weights.kinds import is_codes
 from deepspeed_c.zero.weights.param import shape_of, state_of
 from deepspeed_c.zero.weights.wrappers import byte_sizes
 
@@ -158,6 +159,9 @@ def sizes_of(
     def sizes(name: str, p: torch.nn.Parameter) -> Iterator[ParamSize]:
         if inner := byte_sizes(name, p):
             yield from (ParamSize(each, n_bytes, torch.uint8, None) for each, n_bytes in inner.items())
+            return
+        if is_codes(p):  # their dtype may be that of weights, which the plan would cast
+            yield ParamSize(name, shape_of(p).numel() * p.element_size(), torch.uint8, None)
             return
         numel, dtype = shape_of(p).numel(), comm_dtype_of(name, p)
         yield ParamSize(name, numel, p.dtype, group_of.get(id(p)), dtype, cut_of(p), expert_ranks_of(p))
