@@ -37,8 +37,7 @@ def base(folder, kind, dtype=torch.float32):
     if kind is not None:
         compute = {"bnb_4bit_compute_dtype": dtype} if "load_in_4bit" in KINDS[kind] else {}
         given["quantization_config"] = BitsAndBytesConfig(**KINDS[kind], **compute)
-    # In a mode of evaluation the library repacks 4-bit codes in place, and computes in bf16, on some processors.
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **given).train()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **given)
 
 
 def adapted(model, how):
@@ -99,6 +98,9 @@ def train(rank, world, folder, kind, how, options, places):
             reentrant = {"use_reentrant": options["reentrant"]}
             model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=reentrant)
         model = adapted(model, how)
+        # Models are loaded in the mode of evaluation. There the library repacks 4-bit codes on some processors, and under an
+        # engine it does not. Layers of 8 bits compute otherwise there: they quantize their input.
+        model.train(stage is None or "reentrant" in options or hasattr(model, "is_loaded_in_8bit"))
         trained = [p for p in model.parameters() if p.requires_grad]
         if stage is None:
             optimizer = torch.optim.AdamW(trained, **zero3()["optimizer"]["params"])
@@ -215,7 +217,7 @@ def save_and_merge(rank, world, folder, source, kind, how, told):
     from deepspeed.zero import GatheredParameters
 
     model, keep = loaded(source, kind, 3, told)
-    model = adapted(model, how)
+    model = adapted(model, how).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     engine = deepspeed.initialize(model=model, model_parameters=trained, config=zero3())[0]
     for step in range(STEPS):
