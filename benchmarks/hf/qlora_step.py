@@ -2,8 +2,8 @@
 a gather move?
 
 A Llama of 100M parameters on 2 gloo ranks: a frozen base in nf4 with double quantization (bitsandbytes) under peft's
-LoRA of all linear layers, in bf16. The third contender has the same base in bf16 at stage 3. They take turns in the same
-processes. Losses at stage 3 must be those of stage 0, and a rank's shards must be all that it holds of the codes between
+LoRA of all linear layers, in bf16. Other contenders have the same codes in joint memory (``comm.zero_copy_gather``), and
+the base in bf16 at stage 3. They take turns in the same processes. Losses at stage 3 must be those of stage 0, and a rank's shards must be all that it holds of the codes between
 steps. The bound of the bytes is half of the codes.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.hf.qlora_step [--rounds 9]
 """
@@ -26,7 +26,14 @@ from benchmarks.measure import machine, median_spread, ratios, require, time_alt
 
 LENGTH, VOCAB, WARMUP = 64, 8192, 2
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-CONTENDERS = {"nf4_stage0": (True, 0), "nf4_stage3": (True, 3), "bf16_stage3": (False, 3)}
+ZERO_COPY = {"local": "shm", "zero_copy_gather": True}
+# Whether the base is quantized, stage, and section comm.
+CONTENDERS: dict[str, tuple[bool, int, dict[str, Any]]] = {
+    "nf4_stage0": (True, 0, {}),
+    "nf4_stage3": (True, 3, {}),
+    "nf4_stage3_zero_copy": (True, 3, ZERO_COPY),
+    "bf16_stage3": (False, 3, {}),
+}
 
 
 def save_base(folder: str, width: int, layers: int) -> None:
@@ -45,7 +52,7 @@ def save_base(folder: str, width: int, layers: int) -> None:
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
 
 
-def make(folder: str, is_quantized: bool, stage: int) -> Contender:
+def make(folder: str, is_quantized: bool, stage: int, comm: dict[str, Any]) -> Contender:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -64,6 +71,7 @@ def make(folder: str, is_quantized: bool, stage: int) -> Contender:
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
+        "comm": comm,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         # Adapters persist, the base does not.
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 22 * base.config.hidden_size},
