@@ -1,5 +1,5 @@
 """The memory bound of an optimizer step: a C pass (``benchmarks/csrc/stream.c``) that reads and writes the same bytes,
-over the step's own tensors and on as many threads."""
+over the step's own tensors and on as many threads. A read of tensors is the bound of what reads weights once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from deepspeed_c import _C
 
-__all__ = ["Part", "bytes_of", "stream_step"]
+__all__ = ["Part", "bytes_of", "stream_read", "stream_step"]
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 
@@ -50,6 +50,7 @@ def _library() -> ctypes.CDLL:
         subprocess.run(["make", "-s", "-C", str(CSRC), "stream"], check=True, stdout=subprocess.DEVNULL)
     library = ctypes.CDLL(str(CSRC / "build" / "libstream.so"))
     library.stream_resize.argtypes = [ctypes.c_int32]
+    library.stream_read.argtypes = [ctypes.POINTER(_Part), ctypes.c_int64, ctypes.POINTER(ctypes.c_uint64)]
     library.stream_step.argtypes = [
         ctypes.POINTER(_Part), ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_float, ctypes.POINTER(ctypes.c_double)
     ]  # fmt: skip
@@ -107,3 +108,21 @@ def stream_step(parts: Sequence[Part], *, with_norm: bool) -> tuple[float, float
     if status:
         raise RuntimeError(f"the pass over memory ended with status {status}")
     return seconds, sumsq.value
+
+
+def stream_read(tensors: Sequence[torch.Tensor]) -> tuple[float, int]:
+    """Read contiguous CPU tensors of whole words of 8 bytes once. Return (seconds, sum of their words modulo 2^64)."""
+    library = _library()
+    found = (_Part * len(tensors))()
+    for part, tensor in zip(found, tensors, strict=True):
+        if not tensor.is_contiguous() or not tensor.is_cpu or tensor.nbytes % 8:
+            raise ValueError(f"{tensor.nbytes} bytes of {tuple(tensor.shape)} on {tensor.device} cannot be read")
+        part.n_elems, part.grad = tensor.nbytes // 8, tensor.data_ptr()
+    _resize(_C.pool_n_threads())
+    total = ctypes.c_uint64()
+    begin = time.perf_counter()
+    status = library.stream_read(found, len(found), ctypes.byref(total))
+    seconds = time.perf_counter() - begin
+    if status:
+        raise RuntimeError(f"the read ended with status {status}")
+    return seconds, total.value

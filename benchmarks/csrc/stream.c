@@ -41,6 +41,7 @@ struct pass {
 };
 
 DSC_API dsc_status stream_resize(int32_t n_threads);
+DSC_API dsc_status stream_read(const struct stream_part *parts, int64_t n_parts, uint64_t *out_sum);
 DSC_API dsc_status stream_step(const struct stream_part *parts, int64_t n_parts, int32_t with_norm, float one, float zero, double *out_sumsq);
 
 static inline float widen(uint16_t half)
@@ -169,47 +170,118 @@ static void update_body(void *arg, int64_t first, int64_t last)
     }
 }
 
+/* The sum of words modulo 2^64. */
+PER_ISA static uint64_t sum_words(const uint64_t *restrict words, int64_t n)
+{
+    uint64_t lanes[2 * LANES] = {0}, sum = 0;
+    int64_t i = 0;
+
+    for (; i + 2 * LANES <= n; i += 2 * LANES)
+        for (int64_t j = 0; j < 2 * LANES; j++)
+            lanes[j] += words[i + j];
+    for (; i < n; i++)
+        sum += words[i];
+    for (int64_t j = 0; j < 2 * LANES; j++)
+        sum += lanes[j];
+    return sum;
+}
+
+static void read_body(void *arg, int64_t first, int64_t last)
+{
+    struct pass *pass = arg;
+
+    for (int64_t chunk = first; chunk < last; chunk++) {
+        int64_t begin, n;
+        const struct stream_part *part = find(pass, chunk, &begin, &n);
+        uint64_t sum = sum_words((const uint64_t *)part->grad + begin, n);
+
+        memcpy(&pass->sums[chunk], &sum, sizeof sum);
+    }
+}
+
 /* Sets the number of threads, which should equal the size of the process's own pool. */
 DSC_API dsc_status stream_resize(int32_t n_threads)
 {
     return dsc_pool_resize(n_threads);
 }
 
+/* Cuts the parts into chunks. DSC_ENOMEM if there is no memory for the plan of 16 bytes a chunk. */
+static dsc_status open_pass(struct pass *pass, int64_t *out_n_chunks)
+{
+    int64_t n_chunks = 0;
+
+    pass->first_chunk = malloc((size_t)(pass->n_parts + 1) * sizeof *pass->first_chunk);
+    if (pass->first_chunk == NULL)
+        return DSC_ENOMEM;
+    for (int64_t i = 0; i < pass->n_parts; i++) {
+        pass->first_chunk[i] = n_chunks;
+        n_chunks += (pass->parts[i].n_elems + CHUNK_ELEMS - 1) / CHUNK_ELEMS;
+    }
+    pass->sums = calloc((size_t)n_chunks + 1, sizeof *pass->sums);
+    if (pass->sums == NULL) {
+        free(pass->first_chunk);
+        return DSC_ENOMEM;
+    }
+    *out_n_chunks = n_chunks;
+    return DSC_OK;
+}
+
+static double close_pass(struct pass *pass, int64_t n_chunks)
+{
+    double sumsq = 0;
+
+    for (int64_t chunk = 0; chunk < n_chunks; chunk++)
+        sumsq += pass->sums[chunk];
+    free(pass->sums);
+    free(pass->first_chunk);
+    return sumsq;
+}
+
+/* Reads the n_elems words of 8 bytes at the gradient of each part, and nothing else. *out_sum: theirs, modulo 2^64. */
+DSC_API dsc_status stream_read(const struct stream_part *parts, int64_t n_parts, uint64_t *out_sum)
+{
+    struct pass pass = {.parts = parts, .n_parts = n_parts};
+    struct dsc_par par;
+    int64_t n_chunks;
+    dsc_status status = dsc_pool_par(&par);
+
+    if (status == DSC_OK)
+        status = open_pass(&pass, &n_chunks);
+    if (status != DSC_OK)
+        return status;
+    if (n_chunks > 0)
+        par.run(par.ctx, n_chunks, read_body, &pass);
+    *out_sum = 0;
+    for (int64_t chunk = 0; chunk < n_chunks; chunk++) {
+        uint64_t sum;
+
+        memcpy(&sum, &pass.sums[chunk], sizeof sum);
+        *out_sum += sum;
+    }
+    close_pass(&pass, 0);
+    return DSC_OK;
+}
+
 /*
  * With with_norm, a first pass reads all gradients. The main pass reads the gradient, reads and writes the parameter
  * and both states, and writes the copy of each element. Pass one = 1 and zero = 0. *out_sumsq is the sum of the squares
- * of the gradients (0 without the norm). Returns DSC_ENOMEM if there is no memory for the plan of 16 bytes a chunk.
+ * of the gradients (0 without the norm).
  */
 DSC_API dsc_status stream_step(const struct stream_part *parts, int64_t n_parts, int32_t with_norm, float one, float zero, double *out_sumsq)
 {
     struct pass pass = {.parts = parts, .n_parts = n_parts, .one = one, .zero = zero};
     struct dsc_par par;
-    int64_t n_chunks = 0;
-    double sumsq = 0;
+    int64_t n_chunks;
     dsc_status status = dsc_pool_par(&par);
 
+    if (status == DSC_OK)
+        status = open_pass(&pass, &n_chunks);
     if (status != DSC_OK)
         return status;
-    pass.first_chunk = malloc((size_t)(n_parts + 1) * sizeof *pass.first_chunk);
-    if (pass.first_chunk == NULL)
-        return DSC_ENOMEM;
-    for (int64_t i = 0; i < n_parts; i++) {
-        pass.first_chunk[i] = n_chunks;
-        n_chunks += (parts[i].n_elems + CHUNK_ELEMS - 1) / CHUNK_ELEMS;
-    }
-    pass.sums = calloc((size_t)n_chunks + 1, sizeof *pass.sums);
-    if (pass.sums == NULL) {
-        free(pass.first_chunk);
-        return DSC_ENOMEM;
-    }
     if (with_norm && n_chunks > 0)
         par.run(par.ctx, n_chunks, norm_body, &pass);
-    for (int64_t chunk = 0; chunk < n_chunks; chunk++)
-        sumsq += pass.sums[chunk];
     if (n_chunks > 0)
         par.run(par.ctx, n_chunks, update_body, &pass);
-    free(pass.sums);
-    free(pass.first_chunk);
-    *out_sumsq = sumsq;
+    *out_sumsq = close_pass(&pass, n_chunks);
     return DSC_OK;
 }
