@@ -1,5 +1,5 @@
 """The memory bound of an optimizer step: a C pass (``benchmarks/csrc/stream.c``) that reads and writes the same bytes,
-over the step's own tensors and on as many threads. A read of tensors is the bound of what reads weights once."""
+over the step's own tensors and on as many threads. A plain read is the bound of generation."""
 
 from __future__ import annotations
 

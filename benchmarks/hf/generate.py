@@ -90,7 +90,7 @@ class LlamaCpp:
 
 def measure(call: Call, rounds: int, contenders: dict[str, Any], exact: torch.nn.Module, peer: LlamaCpp | None) -> None:
     ids = torch.randint(3, VOCAB, (call.rows, call.prompt), generator=torch.Generator().manual_seed(call.rows))
-    table = contenders["transformers"].get_input_embeddings().weight  # of which a token reads a row
+    table = contenders["transformers"].get_input_embeddings().weight  # a token reads one of its rows
     weights = [param.detach() for param in contenders["transformers"].parameters() if param is not table]
     words = sum(int(weight.view(-1).view(torch.int64).sum()) for weight in weights) % 2**64
 
