@@ -3,7 +3,8 @@ a gather move?
 
 A Llama of 100M parameters on 2 gloo ranks: a frozen base in nf4 with double quantization (bitsandbytes) under peft's
 LoRA of all linear layers, in bf16. Other contenders have the same codes in joint memory (``comm.zero_copy_gather``), and
-the base in bf16 at stage 3. They take turns in the same processes. Losses at stage 3 must equal those of stage 0, and codes must be sharded between steps. The bound of the bytes is half of the codes.
+the base in bf16 at stage 3. They take turns in the same processes. Losses at stage 3 must equal those of stage 0, and
+codes must be sharded between steps. The bound of the bytes is half of the codes.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.hf.qlora_step [--rounds 9]
 """
 
