@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed_c import kv
-from deepspeed_c.accelerator import get_accelerator
+from deepspeed_c.accelerator import Accelerator
 from deepspeed_c.engine.prompts import are_tokens, find_tokens, has_encoder, n_tokens_of, prompts_of, setting_of
 from deepspeed_c.inject.few_rows import few_row_products
 from deepspeed_c.kv.group import CallNeedsOwnCache, NeedsOwnCache, blocks_of, own_cache
@@ -72,7 +72,8 @@ def _n_blocks(n_rows: int, n_tokens: int) -> int:
 
 
 def _new_cache(config: Any, n_rows: int, n_tokens: int) -> Any:
-    return kv.cache.BlockCache(config, _n_blocks(n_rows, n_tokens), get_accelerator().available_memory())
+    host = Accelerator("cpu")  # the blocks of a model in host memory, also on a machine with an accelerator
+    return kv.cache.BlockCache(config, _n_blocks(n_rows, n_tokens), host.available_memory() // host.device_count())
 
 
 def generate_in_blocks(
@@ -167,14 +168,11 @@ def _read_prompts_once(model: torch.nn.Module, cache: Any, kwargs: dict[str, Any
     """Runs the prompts without their last tokens where several samples or beams begin from each, which then share the
     blocks of their prompt. Transformers would run each prompt once for each of them.
     """
-    from transformers import GenerationMixin
-
     prompts, n_ways = prompts_of((), kwargs), _n_ways(model, kwargs)
     others = {name for name, value in kwargs.items() if torch.is_tensor(value)} - _TEXT
-    # A model that prepares its inputs by itself may run others: peft puts virtual tokens before a prompt.
-    name = GenerationMixin.prepare_inputs_for_generation.__name__
-    is_plain = getattr(type(model), name) is getattr(GenerationMixin, name) and name not in vars(model)
-    if n_ways == 1 or has_encoder(model) or model.training or prompts.shape[1] < 2 or others or not is_plain:
+    if n_ways == 1 or has_encoder(model) or model.training or prompts.shape[1] < 2 or others:
+        return
+    if not kv.attention.has_plain_inputs(model):
         return
     is_token = find_tokens(model, (), kwargs)
     inputs = {"input_ids": prompts[:, :-1], "past_key_values": cache, "use_cache": True}

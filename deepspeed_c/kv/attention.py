@@ -13,14 +13,14 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 from transformers.masking_utils import causal_mask_function
 
 from deepspeed_c.kv.cache import by_token, view_of
 from deepspeed_c.kv.group import CallNeedsOwnCache, own_cache
 from deepspeed_c.ops import kv
 
-__all__ = ["attention_in_blocks"]
+__all__ = ["attention_in_blocks", "has_plain_inputs"]
 
 NAME = "deepspeed_c_blocks"
 # Pairs of query and key that are compared at once: a mask of a long prompt would take gigabytes.
@@ -59,6 +59,13 @@ def attention_in_blocks(model: torch.nn.Module) -> Iterator[None]:
                     _running[key] = own, n_contexts - 1
                 else:
                     config._attn_implementation_internal = own
+
+
+def has_plain_inputs(model: torch.nn.Module) -> bool:
+    """Whether transformers prepares the inputs of a forward. A model that does it by itself may run other tokens: peft
+    puts virtual ones before a prompt."""
+    name = GenerationMixin.prepare_inputs_for_generation.__name__
+    return getattr(type(model), name, None) is getattr(GenerationMixin, name) and name not in vars(model)
 
 
 def _own_name(config: Any) -> str:

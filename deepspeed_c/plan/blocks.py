@@ -78,11 +78,7 @@ def _masks_of_host_memory() -> Iterator[None]:
 
 def reads_prompts_once(model: torch.nn.Module, shape: CallShape) -> bool:
     """Whether ``generate`` in blocks reads each prompt in one row, which all its samples share."""
-    from transformers import GenerationMixin
-
-    name = GenerationMixin.prepare_inputs_for_generation.__name__
-    is_plain = getattr(type(model), name) is getattr(GenerationMixin, name)
-    return shape.n_ways > 1 and (shape.n_prompt or 1) > 1 and is_plain
+    return shape.n_ways > 1 and (shape.n_prompt or 1) > 1 and kv.attention.has_plain_inputs(model)
 
 
 def groups_of(layers: list[Any], shape: CallShape, *, is_shared: bool) -> list[GroupBlocks]:

@@ -50,8 +50,11 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
         def available_memory(self) -> int:
             return self.n_bytes
 
+        def device_count(self) -> int:
+            return 1
+
     host = Host()
-    monkeypatch.setattr(cached_generation, "get_accelerator", lambda: host)
+    monkeypatch.setattr(cached_generation, "Accelerator", lambda kind: host)
     return host
 
 
