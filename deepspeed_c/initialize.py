@@ -26,7 +26,7 @@ from deepspeed_c.config.source import GivenConfig, source_of_engine
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.build import OptimizerFactory, build_optimizer
 from deepspeed_c.engine.consistency import broadcast_model, check_same_model, check_same_text
-from deepspeed_c.engine.edits import EditContext, Edits
+from deepspeed_c.engine.edits import EditContext, Edits, need_of_plain_weights
 from deepspeed_c.engine.engine import DeepSpeedEngine
 from deepspeed_c.engine.host import take_from_others
 from deepspeed_c.engine.hybrid import DeepSpeedHybridEngine
@@ -152,7 +152,7 @@ def initialize(
         model,
         dtype_of_weights(settings.fp16, settings.bf16),
         scales_loss=settings.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16"),
-        why_plain=_need_of_plain_weights(mesh, settings.tensor_parallel, settings.hybrid_engine),
+        why_plain=need_of_plain_weights(mesh, settings.tensor_parallel, settings.hybrid_engine),
     )
     device = torch.device(get_accelerator().current_device_name())
     sharding = settings.zero.sharding
@@ -207,16 +207,6 @@ def _is_cut(tensors: TensorParallel, hybrid: HybridEngine) -> bool:
     """Whether the configuration cuts the model over tensor-parallel ranks, or a copy of it."""
     of_copy = hybrid.inference_tp_size if hybrid.enabled else 1
     return max(tensors.autotp_size, tensors.tp.tp_size, of_copy) > 1
-
-
-def _need_of_plain_weights(mesh: Mesh, tensors: TensorParallel, hybrid: HybridEngine) -> str:
-    """The setting that reads weights as plain tensors before they are laid out; "" for none."""
-    settings = {
-        "tensor parallelism": mesh.size(TP) > 1,
-        "replace_with_kernel_inject": tensors.replace_with_kernel_inject,
-        "inference_tp_size": hybrid.enabled and hybrid.inference_tp_size > 1,
-    }
-    return next((name for name, is_on in settings.items() if is_on), "")
 
 
 def _engine_class(section: HybridEngine, *, is_pipeline: bool) -> type[TrainingHost]:

@@ -205,11 +205,14 @@ DSC_API dsc_status stream_resize(int32_t n_threads)
     return dsc_pool_resize(n_threads);
 }
 
-/* Cuts the parts into chunks. DSC_ENOMEM if there is no memory for the plan of 16 bytes a chunk. */
-static dsc_status open_pass(struct pass *pass, int64_t *out_n_chunks)
+/* Finds the pool, and cuts the parts into chunks. DSC_ENOMEM if there is no memory for the plan of 16 bytes a chunk. */
+static dsc_status open_pass(struct pass *pass, struct dsc_par *out_par, int64_t *out_n_chunks)
 {
     int64_t n_chunks = 0;
+    dsc_status status = dsc_pool_par(out_par);
 
+    if (status != DSC_OK)
+        return status;
     pass->first_chunk = malloc((size_t)(pass->n_parts + 1) * sizeof *pass->first_chunk);
     if (pass->first_chunk == NULL)
         return DSC_ENOMEM;
@@ -243,10 +246,8 @@ DSC_API dsc_status stream_read(const struct stream_part *parts, int64_t n_parts,
     struct pass pass = {.parts = parts, .n_parts = n_parts};
     struct dsc_par par;
     int64_t n_chunks;
-    dsc_status status = dsc_pool_par(&par);
+    dsc_status status = open_pass(&pass, &par, &n_chunks);
 
-    if (status == DSC_OK)
-        status = open_pass(&pass, &n_chunks);
     if (status != DSC_OK)
         return status;
     if (n_chunks > 0)
@@ -272,10 +273,8 @@ DSC_API dsc_status stream_step(const struct stream_part *parts, int64_t n_parts,
     struct pass pass = {.parts = parts, .n_parts = n_parts, .one = one, .zero = zero};
     struct dsc_par par;
     int64_t n_chunks;
-    dsc_status status = dsc_pool_par(&par);
+    dsc_status status = open_pass(&pass, &par, &n_chunks);
 
-    if (status == DSC_OK)
-        status = open_pass(&pass, &n_chunks);
     if (status != DSC_OK)
         return status;
     if (with_norm && n_chunks > 0)

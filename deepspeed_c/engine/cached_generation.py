@@ -117,8 +117,8 @@ def generate_in_blocks(
             kwargs["streamer"].begin_anew()
         return generate(**kwargs)
     finally:
-        if kept is not None and type(cache) is kv.cache.BlockCache:
-            kept.give(cache)
+        if kept is not None and cache is not None:
+            kept.give(getattr(cache, "self_attention_cache", cache))
 
 
 class _Streamer:
@@ -195,8 +195,7 @@ def _cache_of(model: torch.nn.Module, kwargs: dict[str, Any], kept: KeptCache | 
     n_tokens = max(n_new, _DEFAULT_TOKENS) + (1 if has_encoder(model) else n_prompt)
     if kwargs.get("assistant_model") is not None or setting_of(model, kwargs, "prompt_lookup_num_tokens"):
         n_tokens += _ASSISTED_TOKENS
-    n_rows = len(prompts_of((), kwargs)) * _n_ways(model, kwargs)
+    n_ways = _n_ways(model, kwargs)
     config = model.config.get_text_config(decoder=True)
-    if has_encoder(model):
-        return kv.cache.EncodedCache(config, _n_blocks(n_rows, n_tokens), _n_ways(model, kwargs))
-    return _new_cache(config, n_rows, n_tokens) if kept is None else kept.take(config, n_rows, n_tokens)
+    cache = (kept or KeptCache()).take(config, len(prompts_of((), kwargs)) * n_ways, n_tokens)
+    return kv.cache.EncodedCache(cache, n_ways) if has_encoder(model) else cache

@@ -16,6 +16,7 @@ from deepspeed_c.comm.axes import SP, TP, WITHIN_STAGE
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
+from deepspeed_c.config.parallel import HybridEngine, TensorParallel
 from deepspeed_c.engine.generate import Generation
 from deepspeed_c.engine.group_generation import GroupGeneration
 from deepspeed_c.engine.precision import DTYPES, dtype_of_weights
@@ -37,7 +38,7 @@ from deepspeed_c.zero.weights.code_layers import take_over_layers
 from deepspeed_c.zero.weights.hooks import ModuleHooks
 from deepspeed_c.zero.weights.wrappers import unwrap_weights
 
-__all__ = ["EDITS", "EditContext", "Edits", "ModelEdit"]
+__all__ = ["EDITS", "EditContext", "Edits", "ModelEdit", "need_of_plain_weights"]
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,16 @@ def _take_over_codes(model: torch.nn.Module, context: EditContext) -> Made:
     return _Undo(take_over_layers(model, torch.device(get_accelerator().current_device_name())))
 
 
+def need_of_plain_weights(mesh: Mesh, tensors: TensorParallel, hybrid: HybridEngine) -> str:
+    """The setting that reads weights as plain tensors before they are laid out; "" for none."""
+    settings = {
+        "tensor parallelism": mesh.size(TP) > 1,
+        "replace_with_kernel_inject": tensors.replace_with_kernel_inject,
+        "inference_tp_size": hybrid.enabled and hybrid.inference_tp_size > 1,
+    }
+    return next((name for name, is_on in settings.items() if is_on), "")
+
+
 EDITS: tuple[ModelEdit, ...] = (
     ModelEdit("codes", wanted=lambda context: True, apply=_take_over_codes, needs_layout=False),
     ModelEdit("wrapper weights", wanted=lambda context: True, apply=_unwrap_weights, needs_layout=False),
@@ -237,11 +248,11 @@ EDITS: tuple[ModelEdit, ...] = (
         after=("tensor cut", "attention"),
     ),
 )
-"""Wrapper weights come first, because all else works on plain memory. The copy for group generation is made before
-other edits of forwards, because an edited forward refers to the model that was edited. Kernels are injected before
-weights are cut, because they compare a module's own forward with theirs. Recomputation comes after tiles and shared
-attention, because it runs everything within a layer again. Gathers are outermost: they happen once for each run of a
-layer."""
+"""Codes and wrapper weights come first, because all else works on plain memory. The copy for group generation is made
+before other edits of forwards, because an edited forward refers to the model that was edited. Kernels are injected
+before weights are cut, because they compare a module's own forward with theirs. Recomputation comes after tiles and
+shared attention, because it runs everything within a layer again. Gathers are outermost: they happen once for each run
+of a layer."""
 
 
 class Edits:

@@ -17,7 +17,7 @@ from deepspeed_c.config import Config, read_config
 from deepspeed_c.config.inference import DeepSpeedInferenceConfig, load_inference_config
 from deepspeed_c.config.source import GivenConfig, copy_plain
 from deepspeed_c.engine.consistency import check_same_model
-from deepspeed_c.engine.edits import EditContext, Edits
+from deepspeed_c.engine.edits import EditContext, Edits, need_of_plain_weights
 from deepspeed_c.engine.host import ModelHost, take_from_others
 from deepspeed_c.engine.packed_models import dequantize_packed
 from deepspeed_c.engine.precision import Precision
@@ -92,9 +92,7 @@ class InferenceEngine(WholeModel, ModelHost):
         check_wrappers(
             model,
             config.dtype,
-            why_plain="tensor parallelism"
-            if n_ranks > 1
-            else "replace_with_kernel_inject" * config.replace_with_kernel_inject,
+            why_plain=need_of_plain_weights(mesh, settings.tensor_parallel, settings.hybrid_engine),
         )
         device = torch.device("cpu" if config.keep_module_on_host else get_accelerator().current_device_name())
         edits = Edits(model)

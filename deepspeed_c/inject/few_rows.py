@@ -87,7 +87,7 @@ class _Products(threading.local):
         return found[0]
 
     def _note_follower(self, layer: Linear, weight: torch.Tensor) -> None:
-        if self._first is None or self._first in (layer, *self._alone) or not _is_ready(layer, weight):
+        if self._first in (None, layer) or self._first in self._alone or not _is_ready(layer, weight):
             return
         followers = self._followers.setdefault(self._first, [])
         if layer not in followers and len(followers) + 1 < _MOST_LAYERS:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ def _mask(
 ) -> torch.Tensor | None:
     """None for a causal mask, which a block cache knows by itself; bool [batch, tokens], as it came, where rows are
     padded; the model's own mask for any other rule."""
-    rule = (mask_function, batch_size, q_length, kv_length, q_offset, kv_offset, local_size, kwargs.get("device"))
+    rule = (mask_function, batch_size, q_length, kv_length, q_offset, kv_offset, local_size)
     if (
         _is_here.get() and not kwargs.get("use_vmap") and _is_causal(*rule)
     ):  # a rule of somebody else may not take tensors of places
@@ -129,14 +130,15 @@ def _is_causal(
     q_offset: int,
     kv_offset: int,
     window: int | None,
-    device: Any,
 ) -> bool:
-    """Whether a rule is that each query sees the keys before it and its own, within the window."""
+    """Whether a rule is that each query sees the keys before it and its own, within the window. It is compared in host
+    memory, also for a model on the meta device."""
     if mask_function is causal_mask_function:
         return True
-    key = kv_offset + torch.arange(kv_length, device=device).view(1, 1, 1, -1)
-    batch, head = torch.arange(batch_size, device=device).view(-1, 1, 1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.long)
-    queries = q_offset + torch.arange(q_length, device=device).view(1, 1, -1, 1)
+    arange = partial(torch.arange, device="cpu")
+    key = kv_offset + arange(kv_length).view(1, 1, 1, -1)
+    batch, head = arange(batch_size).view(-1, 1, 1, 1), arange(1).view(1, 1, 1, 1)
+    queries = q_offset + arange(q_length).view(1, 1, -1, 1)
     for query in queries.split(max(_MASK_PLACES // max(batch_size * kv_length, 1), 1), dim=2):
         seen = mask_function(batch, head, query, key)
         rule = (key <= query) if window is None else (key <= query) & (key > query - window)

@@ -432,12 +432,12 @@ def _pieces(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class EncodedCache(EncoderDecoderCache):
     """The caches of a decoder behind an encoder: of its own tokens, and of the encoder's.
 
-    n_blocks: of the first of them. n_ways: rows that come from the same prompt, one after the other.
+    cache: the first of them. n_ways: rows that come from the same prompt, one after the other.
     """
 
-    def __init__(self, config: Any, n_blocks: int, n_ways: int = 1) -> None:
+    def __init__(self, cache: BlockCache, n_ways: int = 1) -> None:
         self._n_ways = n_ways
-        super().__init__(BlockCache(config, n_blocks), CrossCache())
+        super().__init__(cache, CrossCache())
 
     @property
     def cross_attention_cache(self) -> CrossCache:

@@ -6,8 +6,6 @@ blocks comes from the tables that ``generate`` itself uses, which hold no tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -55,25 +53,11 @@ def layers_in_blocks(model: torch.nn.Module, shape: CallShape) -> list[Any]:
     if config.is_encoder_decoder:
         raise own_cache("blocks are not counted for a model with an encoder")
     ids = torch.zeros(shape.n_rows, min(_TRIAL_TOKENS, shape.n_tokens), dtype=torch.long, device="meta")
-    with kv.attention.attention_in_blocks(model), _masks_of_host_memory(), torch.no_grad():
+    with kv.attention.attention_in_blocks(model), torch.no_grad():
         model(input_ids=ids, past_key_values=cache, use_cache=True)
     if cache.awaited is not None:
         raise own_cache("its attention is part of its layers")
     return cache.layers
-
-
-@contextmanager
-def _masks_of_host_memory() -> Iterator[None]:
-    """The rule of a mask is compared in host memory within this context. Tensors of the meta device have no values."""
-    from transformers import AttentionMaskInterface
-
-    name = kv.attention.NAME
-    mask_of = AttentionMaskInterface()[name]
-    AttentionMaskInterface.register(name, lambda **given: mask_of(**{**given, "device": torch.device("cpu")}))
-    try:
-        yield
-    finally:
-        AttentionMaskInterface.register(name, mask_of)
 
 
 def reads_prompts_once(model: torch.nn.Module, shape: CallShape) -> bool:

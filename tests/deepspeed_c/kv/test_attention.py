@@ -30,7 +30,7 @@ def test_a_rule_is_compared_at_each_pair(window: int | None, places: int, monkey
     own = windowed(window)
 
     def is_causal(rule: Rule) -> bool:
-        return attention._is_causal(rule, BATCH, QUERIES, KEYS, KEYS - QUERIES, 0, window, "cpu")
+        return attention._is_causal(rule, BATCH, QUERIES, KEYS, KEYS - QUERIES, 0, window)
 
     assert is_causal(own)
     for place in [(b, q, k) for b in range(BATCH) for q in range(KEYS - QUERIES, KEYS) for k in range(KEYS)]:

@@ -212,7 +212,7 @@ N_ENCODED = 19
 
 def encoded(n_prompts: int, n_ways: int = 1) -> tuple[EncodedCache, Any]:
     """A cache with an encoder's tokens in two layers, each prompt ``n_ways`` times, and transformers' own."""
-    cache, plain = EncodedCache(config(), 20, n_ways), transformers.DynamicCache()
+    cache, plain = EncodedCache(BlockCache(config(), 20), n_ways), transformers.DynamicCache()
     for layer in range(2):
         k, v = (torch.randn(n_prompts, N_HEADS, N_ENCODED, DIM).repeat_interleave(n_ways, 0) for _ in "kv")
         plain.update(k, v, layer)
@@ -254,7 +254,7 @@ def test_rows_share_the_tokens_of_an_encoder(n_ways: int) -> None:
 
 def test_another_cache_for_the_tokens_of_an_encoder() -> None:
     """T5Gemma puts one of the same class in the place of the empty one, and it knows how many rows a prompt has."""
-    cache = EncodedCache(config(), 20, n_ways=3)
+    cache = EncodedCache(BlockCache(config(), 20), n_ways=3)
     cache.cross_attention_cache = type(cache.cross_attention_cache)(config=config(), offloading=False)
     k = torch.randn(1, N_HEADS, N_ENCODED, DIM).repeat(3, 1, 1, 1)
     cache.cross_attention_cache.update(k, k, 0)
