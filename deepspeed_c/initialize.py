@@ -39,6 +39,7 @@ from deepspeed_c.engine.training import Training, TrainingHost
 from deepspeed_c.errors import CommError, ConfigError, FeatureError, ModelError, OptimizerError
 from deepspeed_c.logging import log_dist, set_level
 from deepspeed_c.moe.connect import connect_experts
+from deepspeed_c.moe.spread import spread_experts
 from deepspeed_c.pipe import PipelineModule
 from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.layout import Layout, gather_for_good, mesh_of_config
@@ -145,6 +146,8 @@ def initialize(
     others_train = pipeline is not None and connect_pipeline(pipeline, mesh)
     dequantize_packed(model)
     check_same_model(model, mesh.stage)
+    device = torch.device(get_accelerator().current_device_name())
+    spread_experts(model, settings.expert_parallel, mesh, device)
     connect_experts(model, mesh)
     take_from_others(model)
     autocast = settings.torch_autocast
@@ -154,7 +157,6 @@ def initialize(
         scales_loss=settings.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16"),
         why_plain=need_of_plain_weights(mesh, settings.tensor_parallel, settings.hybrid_engine),
     )
-    device = torch.device(get_accelerator().current_device_name())
     sharding = settings.zero.sharding
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         if sharding.parameters:  # shard by shard

@@ -37,13 +37,14 @@ PERMITTED: dict[str, str] = {
     "data/workers.py: batches._worker_pids_set": "torch's own: its loader has no switch for its handler of SIGCHLD",
     "engine/boundary.py: ctx.on_enter": "torch's own: the context of an autograd function",
     **dict.fromkeys(
-        ("moe/dispatch.py: ctx.is_return", "moe/dispatch.py: ctx.way", "moe/mappings.py: ctx.dim"),
+        ("moe/dispatch.py: ctx.is_return", "moe/dispatch.py: ctx.way", "moe/mappings.py: ctx.dim")
+        + ("moe/grouped.py: ctx.counts", "moe/grouped.py: ctx.has_bias", "moe/grouped.py: ctx.is_in_out"),
         "torch's own: the context of an autograd function",
     ),
     **dict.fromkeys(
         (
             f"{file}: param.{mark}"
-            for file in ("moe/experts.py", "plan/sizes.py")
+            for file in ("moe/experts.py", "plan/sizes.py", "zero/layout/experts.py")
             for mark in ("allreduce", "group_name")
         ),
         "DeepSpeed's marks of an expert's parameter",
@@ -78,6 +79,10 @@ PERMITTED: dict[str, str] = {
     "zero/weights/init.py: torch.nn.Module.__init_subclass__": "torch's own: constructors make sharded parameters within zero.Init",
     "zero/states/access.py: setattr(slot.param, HANDLE)": "torch's own: what a tensor is marked with",
     "zero/weights/param.py: tensor._dsc_shard_of": "torch's own: what a tensor is marked with",
+    "zero/layout/experts.py: param.expert_cut": "torch's own: what a tensor is marked with",
+    "moe/spread.py: adapter.num_experts": "peft's own: the sizes of an adapter on a stack of experts, which is cut",
+    "moe/spread.py: adapter.lora_A[key].out_features": "peft's own: the sizes of an adapter on a stack of experts, which is cut",
+    "moe/spread.py: adapter.lora_B[key].in_features": "peft's own: the sizes of an adapter on a stack of experts, which is cut",
     "zero/layout/cuts.py: param.tp_cut": "torch's own: what a tensor is marked with",
     "pipe/module.py: tensor.pipe_tied_ranks": "torch's own: what a tensor is marked with",
     "inject/ranks.py: param.tp_sum_gradients": "torch's own: what a tensor is marked with",

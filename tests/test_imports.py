@@ -117,7 +117,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "compression",
     },
     "compile": {"config", "logging", "_C", "script"},
-    "moe": {"config", "logging", "comm", "ops", "_C", "zero", "recompute", "utils"},
+    "moe": {"config", "logging", "comm", "ops", "_C", "zero", "recompute", "utils", "inject"},
     "inference": {
         *("config", "logging", "comm", "accelerator", "ops", "_C", "zero", "engine", "inject", "utils", "checkpoint"),
         *("offload", "weights", "compression"),

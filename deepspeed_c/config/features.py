@@ -136,9 +136,11 @@ AREAS: dict[str, dict[str, Feature]] = {
         "tensor_parallel_variants": _later(
             "cuts of embeddings by dimension, whole output layers, Liger's loss, models loaded to host memory", _REMOVE
         ),
-        "expert_parallel": _later(
-            "expert parallelism of models that were not written for it (AutoEP)",
-            'set "enabled": false, and use deepspeed_c.moe.layer.MoE',
+        "expert_parallel": Feature(
+            "expert parallelism of a model's own mixtures (AutoEP)",
+            True,
+            'set "enabled": false',
+            is_on=lambda root: root.expert_parallel.enabled,
         ),
         "hybrid_engine": Feature(
             "the hybrid (train and generate) engine",

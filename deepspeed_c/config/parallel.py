@@ -210,51 +210,91 @@ class Pipeline(Section, kw_only=True):
     ] = True
 
 
-class ExpertParallel(Section, kw_only=True):
-    """Expert parallelism without changes to the model."""
+_MODELS_ROUTER = "the model's own router decides, by the rules of its family"
+_ROWS = "exactly the rows of each expert are sent, multiplied and added up"
 
-    enabled: Annotated[bool, asks("Switch of the section.", _EP)] = False
-    autoep_size: Annotated[Positive, tunes("Ranks that share the experts.", _EP)] = 1
-    expert_tensor_parallel_size: Annotated[Positive, tunes("Ranks that share one expert.", _EP)] = 1
-    validate_folding_routing: Annotated[bool, tunes("Check the routing over ranks.", _EP)] = False
-    preset_model: Annotated[str | None, tunes("Built-in names of a model family.", _EP)] = None
-    use_grouped_mm: Annotated[bool, tunes("Grouped matrix product.", _EP)] = True
-    disable_triton_grouped_mm: Annotated[bool, tunes("Never use the Triton kernel.", _EP)] = False
+
+class ExpertParallel(Section, kw_only=True):
+    """Experts of a model's own mixtures over ranks, without changes to the model."""
+
+    enabled: Annotated[bool, asks("Spread the experts of the model's mixtures over ranks.", _EP)] = False
+    autoep_size: Annotated[Positive, tunes("Ranks that hold the experts of a layer together.", _EP)] = 1
+    expert_tensor_parallel_size: Annotated[
+        Positive, tunes("Ranks that share one expert; other values than 1 are refused.", _EP)
+    ] = 1
+    validate_folding_routing: Annotated[
+        bool, tunes("Compare the choices of tensor-parallel ranks in each forward.", _EP)
+    ] = False
+    preset_model: Annotated[
+        str | None, tunes("The model's family (`model_type`); another one than the model's is an error.", _EP)
+    ] = None
+    use_grouped_mm: Annotated[bool, inherent("Grouped matrix product.", _ROWS)] = True
+    disable_triton_grouped_mm: Annotated[bool, inherent("Never use the Triton kernel.", "there is none")] = False
     combine_impl: Annotated[
         Literal["auto", "weighted_sum", "fused_weighted_sum", "legacy_bmm"],
-        tunes("How outputs are combined.", _EP, auto="value"),
+        inherent("How outputs are combined.", "a kernel adds a token's rows up in fp32", auto="value"),
     ] = "auto"
-    async_split_plan: Annotated[bool, tunes("Exchange sizes while something is computed.", _EP)] = False
+    async_split_plan: Annotated[
+        bool, inherent("Exchange sizes while something is computed.", "rows are gathered by size first")
+    ] = False
     row_weighting_impl: Annotated[
-        Literal["auto", "eager", "fused"], tunes("How rows are weighted.", _EP, auto="value")
+        Literal["auto", "eager", "fused"],
+        inherent("How rows are weighted.", "in the pass that adds them up", auto="value"),
     ] = "auto"
-    gate_up_impl: Annotated[Literal["separate", "fused"], tunes("Gate and up products: two, or one.", _EP)] = "separate"
-    comm_backend: Annotated[Literal["comm", "deepep"], tunes("Transport of tokens.", _EP)] = "comm"
-    comm_num_sm: Annotated[Positive, tunes("Multiprocessors for the transport.", _EP)] = 12
-    comm_qp_margin: Annotated[NonNeg, tunes("Spare queue pairs of the transport.", _EP)] = 4
-    comm_max_tokens_per_rank: Annotated[NonNeg, tunes("Most tokens a rank sends.", _EP)] = 0
-    expert_activation: Annotated[str | None, tunes("Name of the experts' activation.", _EP)] = None
-    moe_layer_pattern: Annotated[str | None, tunes("Regular expression of MoE modules.", _EP)] = None
-    router_pattern: Annotated[str | None, tunes("Name of the router child.", _EP)] = None
-    expert_pattern: Annotated[str | None, tunes("Name of the experts child.", _EP)] = None
-    score_func: Annotated[Literal["auto", "softmax", "sigmoid"], tunes("Router scores.", _EP, auto="value")] = "auto"
+    gate_up_impl: Annotated[
+        Literal["separate", "fused"],
+        inherent("Gate and up products: two, or one.", "as the model stores them: one for a joined stack"),
+    ] = "separate"
+    comm_backend: Annotated[
+        Literal["comm", "deepep"], inherent("Transport of tokens.", "the transport of the ranks' group is used")
+    ] = "comm"
+    comm_num_sm: Annotated[Positive, inherent("Multiprocessors for DeepEP.", "DeepEP is not used")] = 12
+    comm_qp_margin: Annotated[NonNeg, inherent("Spare queue pairs of DeepEP.", "DeepEP is not used")] = 4
+    comm_max_tokens_per_rank: Annotated[
+        NonNeg, inherent("Most tokens a rank sends by DeepEP.", "buffers have the size of the rows")
+    ] = 0
+    expert_activation: Annotated[
+        str | None, tunes("Function of torch.nn.functional, for experts without an `act_fn`.", _EP)
+    ] = None
+    moe_layer_pattern: Annotated[
+        str | None, tunes("Regular expression of whole names of MoE modules that no rule knows.", _EP)
+    ] = None
+    router_pattern: Annotated[str | None, tunes("Name of the router in a MoE module.", _EP)] = None
+    expert_pattern: Annotated[
+        str | None, tunes("Name of the experts in a module that moe_layer_pattern names (`experts`).", _EP)
+    ] = None
+    score_func: Annotated[
+        Literal["auto", "softmax", "sigmoid"], inherent("Router scores.", _MODELS_ROUTER, auto="value")
+    ] = "auto"
     score_apply: Annotated[
-        Literal["auto", "pre", "post"], tunes("Scores applied before or after the experts.", _EP, auto="value")
+        Literal["auto", "pre", "post"],
+        inherent("Scores applied before or after the experts.", "after them, as the families do", auto="value"),
     ] = "auto"
-    route_norm: Annotated[bool | None, tunes("Normalise the chosen scores.", _EP)] = None
-    route_scale: Annotated[float, tunes("Factor on the scores.", _EP)] = 1.0
-    top_k: Annotated[Literal["auto"] | Positive, tunes("Experts per token.", _EP, auto="value")] = "auto"
-    routed_scaling_factor: Annotated[float | Literal["auto"], tunes("Factor on the output.", _EP, auto="value")] = (
-        "auto"
-    )
-    num_expert_groups: Annotated[Positive | None, tunes("Groups of experts.", _EP)] = None
-    num_limited_groups: Annotated[Positive | None, tunes("Groups a token may use.", _EP)] = None
-    load_balance_coeff: Annotated[float | None, asks("Reserved.", _EP)] = None
-    expert_w1: Annotated[str | None, tunes("Name of the gate weight.", _EP)] = None
-    expert_w2: Annotated[str | None, tunes("Name of the down weight.", _EP)] = None
-    expert_w3: Annotated[str | None, tunes("Name of the up weight.", _EP)] = None
-    num_experts_attr: Annotated[str | None, tunes("Model attribute: number of experts.", _EP)] = None
-    top_k_attr: Annotated[str | None, tunes("Model attribute: experts per token.", _EP)] = None
-    has_shared_experts: Annotated[bool | None, tunes("Shared experts exist.", _EP)] = None
-    shared_experts_pattern: Annotated[str | None, tunes("Name of the shared child.", _EP)] = None
-    shared_experts_gate_pattern: Annotated[str | None, tunes("Name of the shared gate.", _EP)] = None
+    route_norm: Annotated[bool | None, inherent("Normalise the chosen scores.", _MODELS_ROUTER)] = None
+    route_scale: Annotated[float, inherent("Factor on the scores.", _MODELS_ROUTER)] = 1.0
+    top_k: Annotated[Literal["auto"] | Positive, inherent("Experts per token.", _MODELS_ROUTER, auto="value")] = "auto"
+    routed_scaling_factor: Annotated[
+        float | Literal["auto"], inherent("Factor on the output.", _MODELS_ROUTER, auto="value")
+    ] = "auto"
+    num_expert_groups: Annotated[Positive | None, inherent("Groups of experts.", _MODELS_ROUTER)] = None
+    num_limited_groups: Annotated[Positive | None, inherent("Groups a token may use.", _MODELS_ROUTER)] = None
+    load_balance_coeff: Annotated[
+        float | None,
+        tunes("Step of the routers' correction biases towards an even load, after each optimizer step.", _EP),
+    ] = None
+    expert_w1: Annotated[str | None, tunes("Name of the gate's stack; of gate and up without expert_w3.", _EP)] = None
+    expert_w2: Annotated[str | None, tunes("Name of the down stack.", _EP)] = None
+    expert_w3: Annotated[str | None, tunes("Name of the up stack.", _EP)] = None
+    num_experts_attr: Annotated[
+        str | None, tunes("Attribute of the module of experts: their number (`num_experts`).", _EP)
+    ] = None
+    top_k_attr: Annotated[str | None, inherent("Model attribute: experts per token.", _MODELS_ROUTER)] = None
+    has_shared_experts: Annotated[
+        bool | None, inherent("Shared experts exist.", "they run where the model has them")
+    ] = None
+    shared_experts_pattern: Annotated[
+        str | None, inherent("Name of the shared child.", "shared experts run where the model has them")
+    ] = None
+    shared_experts_gate_pattern: Annotated[
+        str | None, inherent("Name of the shared gate.", "shared experts run where the model has them")
+    ] = None

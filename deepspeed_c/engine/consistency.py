@@ -10,8 +10,8 @@ from deepspeed_c.comm.axes import PP, TOKENS, WITHIN_STAGE
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import RankMismatchError
-from deepspeed_c.zero.layout.cuts import cut_of, tied_over
-from deepspeed_c.zero.layout.experts import ExpertNames, holders_of
+from deepspeed_c.zero.layout.cuts import tensor_cut_of, tied_over
+from deepspeed_c.zero.layout.experts import ExpertNames, expert_ranks_of, holders_of
 from deepspeed_c.zero.weights.kinds import beside_codes, describe_codes
 from deepspeed_c.zero.weights.param import shape_of, state_of
 
@@ -89,11 +89,11 @@ def broadcast_model(model: torch.nn.Module, mesh: Mesh, device: torch.device) ->
         for name, tensor in [*model.named_parameters(), *model.named_buffers(), *beside_codes(model).items()]:
             if state_of(tensor) is not None:
                 continue  # sharded under zero.Init, from rank 0's values
-            comm = mesh.stage if cut_of(tensor) is None else mesh.tokens
-            if (n_ranks := numbered.n_ranks(name)) > 1:
+            comm = mesh.stage if tensor_cut_of(tensor) is None else mesh.tokens
+            if (n_ranks := max(numbered.n_ranks(name), expert_ranks_of(tensor))) > 1:
                 comm = holders_of(mesh, n_ranks, WITHIN_STAGE)
             if tied := tied_over(tensor):
-                comm = mesh.among(tied, PP, *(WITHIN_STAGE if cut_of(tensor) is None else TOKENS))
+                comm = mesh.among(tied, PP, *(WITHIN_STAGE if tensor_cut_of(tensor) is None else TOKENS))
             data = tensor.data
             if data.numel() == 0:
                 continue

@@ -32,7 +32,7 @@ from deepspeed_c.recompute.budget import BudgetRole
 from deepspeed_c.recompute.recomputer import parked
 from deepspeed_c.sequence.adopt import SharedAttention, take_over_attention
 from deepspeed_c.sequence.tiles_auto import TiledModel, tile_model
-from deepspeed_c.zero.layout.cuts import check_cuts, cut_of, read_marks, take_sums_over
+from deepspeed_c.zero.layout.cuts import check_cuts, read_marks, take_sums_over, tensor_cut_of
 from deepspeed_c.zero.layout.layout import Layout, gather_for_good
 from deepspeed_c.zero.weights.code_layers import take_over_layers
 from deepspeed_c.zero.weights.hooks import ModuleHooks
@@ -121,7 +121,7 @@ def _cut_tensors(model: torch.nn.Module, context: EditContext) -> None:
     with raised_on_all(stages, "cuts of parameters"):
         check_cuts(model, tp)
     # A model may be cut by hand in some pipeline stages only.
-    is_cut = any(stages.gather_objects(any(cut_of(param) is not None for param in model.parameters())))
+    is_cut = any(stages.gather_objects(any(tensor_cut_of(param) is not None for param in model.parameters())))
     if max(section.autotp_size, section.tp.tp_size) > 1 and not is_cut:
         gather_for_good(model)  # rules need whole weights; the stage shards their parts later
         report = cut_model(model, section, tp, context.injection_policy, stages=stages)

@@ -1,22 +1,30 @@
-"""Puts whole tensors together from the parts of tensor-parallel ranks, brings together the experts of all ranks, and
-takes a rank's own from them."""
+"""Puts whole tensors together from the parts of ranks, brings together the experts of all ranks, and takes a rank's own
+from them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from deepspeed_c.comm.axes import EP
+from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import StateError
 from deepspeed_c.inject.cut import Cut
-from deepspeed_c.zero.layout.cuts import cut_of
-from deepspeed_c.zero.layout.experts import ExpertNames
+from deepspeed_c.zero.layout.cuts import cut_of, tensor_cut_of
+from deepspeed_c.zero.layout.experts import ExpertNames, expert_ranks_of
 from deepspeed_c.zero.weights.param import shape_of
 
 __all__ = ["Parts", "take_parts"]
+
+
+class _Holders(NamedTuple):
+    """The ranks that together hold a logical tensor, and the part of each."""
+
+    comm: Collectives
+    cuts: list[Cut]
 
 
 class Parts:
@@ -24,12 +32,21 @@ class Parts:
     experts. The constructor is collective."""
 
     def __init__(self, module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> None:
-        self._mesh, self._tp = mesh, mesh.tensors
+        self._mesh = mesh
         self._experts = ExpertNames(module)
-        tp = self._tp
-        mine = {name: cut for name, tensor in tensors.items() if (cut := cut_of(tensor)) is not None}
-        everyone = tp.gather_objects(mine, label="cuts of parameters")
-        self._cuts: dict[str, list[Cut]] = {name: [cuts[name] for cuts in everyone] for name in mine}
+        self._holders: dict[str, _Holders] = {}
+        mine = {name: cut for name, tensor in tensors.items() if (cut := tensor_cut_of(tensor)) is not None}
+        self._add(mesh.tensors, mine)
+        sizes = {name: expert_ranks_of(tensor) for name, tensor in tensors.items() if name not in mine}
+        for n_ranks in sorted(set(sizes.values()) - {1}):
+            stacks = {
+                name: cut for name in sizes if sizes[name] == n_ranks and (cut := cut_of(tensors[name])) is not None
+            }
+            self._add(mesh.with_experts(n_ranks).along(EP), stacks)
+
+    def _add(self, comm: Collectives, mine: Mapping[str, Cut]) -> None:
+        everyone = comm.gather_objects(mine, label="cuts of parameters")
+        self._holders |= {name: _Holders(comm, [cuts[name] for cuts in everyone]) for name in mine}
 
     def names(self, name: str) -> list[str]:
         """The names of the tensors that ``everyone`` yields for ``name``: one for each rank that holds another expert
@@ -56,19 +73,20 @@ class Parts:
 
     def shape(self, name: str, tensor: torch.Tensor) -> torch.Size:
         """The shape of the whole tensor."""
-        cuts = self._cuts.get(name)
-        return torch.Size(shape_of(tensor)) if cuts is None else cuts[0].logical_shape
+        holders = self._holders.get(name)
+        return torch.Size(shape_of(tensor)) if holders is None else holders.cuts[0].logical_shape
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """The whole tensor that this rank's ``part`` belongs to, in the part's dtype; ``part`` itself if it is whole.
         Collective over the ranks that hold the model together."""
-        cuts = self._cuts.get(name)
-        if cuts is None:
+        holders = self._holders.get(name)
+        if holders is None:
             return part
+        comm, cuts = holders
         sent = part.new_zeros(max(cut.local_shape.numel() for cut in cuts))
         sent.narrow(0, 0, part.numel()).copy_(part.reshape(-1))
         whole = part.new_empty(cuts[0].logical_shape)
-        for cut, flat in zip(cuts, self._tp.all_gather_list(sent, label=f"parts of {name}")):
+        for cut, flat in zip(cuts, comm.all_gather_list(sent, label=f"parts of {name}")):
             cut.put(flat.narrow(0, 0, cut.local_shape.numel()).view(cut.local_shape), whole)
         return whole
 

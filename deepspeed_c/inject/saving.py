@@ -42,23 +42,23 @@ def _wrap(module: torch.nn.Module, save: Any, comm: Collectives) -> Any:
 
 
 def whole_state(module: torch.nn.Module, comm: Collectives) -> dict[str, torch.Tensor]:
-    """The state dict of ``module`` with every cut parameter whole. Collective over ``comm``.
+    """The state dict of ``module`` with every cut parameter whole. Collective over ``comm``, and over the ranks that
+    hold a stack of experts together.
 
     Raises StateError, on all ranks, where ZeRO has cut the parts further.
     """
-    state = module.state_dict(keep_vars=True)
-    for name, value in state.items():
-        cut = getattr(value, "tp_cut", None)
+    kept = module.state_dict(keep_vars=True)
+    for name, value in kept.items():
+        cut = getattr(value, "tp_cut", None) or getattr(value, "expert_cut", None)
         if cut is not None and value.shape != cut.local_shape:
             raise StateError(
                 f"its weights are sharded over data-parallel ranks (stage 3): {name}",
                 where="save_pretrained",
                 fix="pass state_dict=engine._zero3_consolidated_16bit_state_dict()",
             )
-    whole: dict[str, torch.Tensor] = {}
-    for name, value in state.items():
+    whole: dict[str, torch.Tensor] = module.state_dict()
+    for name, value in kept.items():
         cut = getattr(value, "tp_cut", None)
-        whole[name] = value.detach()
         if cut is not None:
             whole[name] = value.new_zeros(cut.logical_shape, requires_grad=False)
             if cut.rank == cut.copies[0]:

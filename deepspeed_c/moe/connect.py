@@ -8,7 +8,6 @@ from deepspeed_c.comm.axes import EP, PP, TOKENS
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.moe.experts import Experts, SpreadLayer
 from deepspeed_c.moe.gate import TopKGate
-from deepspeed_c.moe.layer import MOELayer
 from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.experts import check_experts
 
@@ -29,9 +28,9 @@ def connect_experts(model: torch.nn.Module, mesh: Mesh) -> None:
     for n_ranks in sorted(sizes):
         groups.create_expert_groups(n_ranks)
     for name, module in model.named_modules():
-        if isinstance(module, MOELayer) and name:
-            module.rename(name)
         if isinstance(module, SpreadLayer):
+            if name:
+                module.rename(name)
             module.connect(mesh.with_experts(module.ep_size).along(EP))
         if isinstance(module, TopKGate):
             module.draw_as(mesh.index(*TOKENS))

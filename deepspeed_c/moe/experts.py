@@ -22,6 +22,15 @@ class SpreadLayer(nn.Module, ABC):
         ep_size: number of ranks that hold the experts together.
     """
 
+    num_local_experts: int
+    """Experts of this rank."""
+    exp_counts: torch.Tensor | None = None
+    """Tokens of each expert in the last forward, before any was dropped: int64 [experts of all ranks]."""
+    kept_counts: torch.Tensor | None = None
+    """The same, of the tokens that were not dropped."""
+
+    _name = "MoE"
+
     def __init__(self, ep_size: int) -> None:
         super().__init__()
         self.ep_size = ep_size
@@ -29,6 +38,15 @@ class SpreadLayer(nn.Module, ABC):
     @abstractmethod
     def connect(self, ep: Collectives) -> None:
         """Take the ranks that hold the experts together, this rank among them: ``ep_size`` ranks."""
+
+    @property
+    def name(self) -> str:
+        """The layer's name in errors and in the labels of its collectives."""
+        return self._name
+
+    def rename(self, name: str) -> None:
+        """Give the layer another name, the same on all ranks."""
+        self._name = name
 
 
 class Experts(nn.Module):

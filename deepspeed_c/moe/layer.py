@@ -56,10 +56,7 @@ class MOELayer(SpreadLayer):
         self.ep_group_name = ep_group_name
         self.num_local_experts = num_local_experts
         self._ranks: Collectives | None = None
-        self._name = "MoE"
         self.l_aux: torch.Tensor | None = None
-        self.exp_counts: torch.Tensor | None = None
-        self.kept_counts: torch.Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # The loss is a part of a graph, which cannot be copied or pickled; and ranks belong to this process.
@@ -72,14 +69,8 @@ class MOELayer(SpreadLayer):
             "ep_group": None,
         }
 
-    @property
-    def name(self) -> str:
-        """The layer's name in errors and in the labels of its collectives."""
-        return self._name
-
     def rename(self, name: str) -> None:
-        """Give the layer another name, the same on all ranks."""
-        self._name = name
+        super().rename(name)
         if isinstance(self.gate, TopKGate):
             self.gate.rename(name)
 

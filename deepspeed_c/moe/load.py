@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.moe.layer import MOELayer
+from deepspeed_c.moe.experts import SpreadLayer
 
 __all__ = ["ExpertLoad", "expert_load"]
 
@@ -22,9 +22,9 @@ class ExpertLoad(NamedTuple):
 
 
 def expert_load(module: torch.nn.Module, comm: Collectives) -> dict[str, ExpertLoad]:
-    """The load of each ``MOELayer`` within ``module`` in its last forward, summed over ``comm``, the ranks that see
+    """The load of each layer of experts within ``module`` in its last forward, summed over ``comm``, the ranks that see
     different tokens. Layers that have not run on any rank are left out. Collective."""
-    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, MOELayer)}
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, SpreadLayer)}
     numbers: list[int] = []
     for layer in layers.values():
         chosen, kept = layer.exp_counts, layer.kept_counts

@@ -174,8 +174,9 @@ def owned_pieces(
         if id(tensor) in placed or (exclude_frozen and name in named.beside):
             continue
         cut = cut_of(tensor)
-        if name in named.expert_ranks:
-            pieces += _expert_piece(name, tensor, i, holders_of(mesh, named.expert_ranks[name]), mesh, exclude_frozen)
+        n_expert_ranks = named.expert_ranks.get(name) or expert_ranks_of(tensor)
+        if n_expert_ranks > 1:
+            pieces += _expert_pieces(name, tensor, i, holders_of(mesh, n_expert_ranks), mesh, exclude_frozen)
         elif not isinstance(tensor, torch.nn.Parameter):
             if mesh.stage.rank == 0 and _is_first_of_tied(tensor, mesh):
                 pieces.append(files.save.OwnedPiece(BUFFER, name, tuple(tensor.shape), 0, tensor.detach().reshape(-1)))
@@ -194,17 +195,17 @@ def owned_pieces(
     return pieces
 
 
-def _expert_piece(
+def _expert_pieces(
     name: str, tensor: torch.Tensor, index: int, holders: Collectives, mesh: Mesh, exclude_frozen: bool
 ) -> Iterator[OwnedPiece]:
-    """The piece of an expert's tensor outside units, if this is the one of its holders that writes it. The first of
+    """The pieces of experts' tensors outside units, if this is the one of their holders that writes them. The first of
     them writes buffers; they take turns with parameters that are not trained."""
     is_param = isinstance(tensor, torch.nn.Parameter)
     turn = index % holders.world_size if is_param else 0
     is_left_out = is_param and exclude_frozen and not tensor.requires_grad
     if holders.rank == turn and mesh.tensors.rank == 0 and not is_left_out:
         kind = PARAM if is_param else BUFFER
-        yield files.save.OwnedPiece(kind, name, tuple(tensor.shape), 0, tensor.detach().reshape(-1))
+        yield from _cut_pieces(kind, name, tensor.shape, 0, tensor.detach().reshape(-1), cut_of(tensor))
 
 
 def _is_alike(unit: Unit, slot: Slot) -> bool:
@@ -312,9 +313,9 @@ def _add_states(
         elif _writes(unit, slot):
             pieces += _cut_pieces(kind, slot.name, shape, fragment.begin, data, slot.cut)
     for key, value in counts.items():
-        # A state whose shape differs from the parameter's (Adafactor's rows and columns) is saved whole if the unit is
-        # not cut.
-        if torch.is_tensor(value) and value.numel() != 1 and not unit.is_cut:
+        # A state whose shape differs from the parameter's (Adafactor's rows and columns) is saved whole if the
+        # parameter is.
+        if torch.is_tensor(value) and value.numel() != 1 and not unit.is_cut and slot.cut is None:
             if _is_alike(unit, slot):
                 copies.append(_Whole(key, slot.name, value))
             elif _writes(unit, slot):
@@ -364,7 +365,11 @@ def param_infos(
         for slot in unit.slots:
             if slot in unit.fragment_of:
                 counts = optimizer.pieces.kinds(slot)[1]
-                kept = {k: v for k, v in counts.items() if not torch.is_tensor(v) or v.numel() == 1 or unit.is_cut}
+                kept = {
+                    k: v
+                    for k, v in counts.items()
+                    if not torch.is_tensor(v) or v.numel() == 1 or unit.is_cut or slot.cut
+                }
                 infos[slot.name] = ParamInfo(group=unit.group, counts=kept)
             elif rank == 0 or (expert_ranks_of(slot.param) > 1 and unit.comm.rank == unit.copy_index == 0):
                 infos[slot.name] = ParamInfo(group=unit.group)

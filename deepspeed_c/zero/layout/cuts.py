@@ -1,5 +1,6 @@
-"""Parameters that are cut over tensor-parallel ranks: which part a rank holds, and which ranks sum a parameter's
-gradient in addition to the data-parallel ranks."""
+"""A rank may hold a part of a parameter: its place in the logical tensor, and the ranks that sum gradients in addition
+to the data-parallel ranks. Tensor-parallel ranks hold parts of one layer (``tp_cut``), ranks along ep some of the
+experts of a stack (``expert_cut``)."""
 
 from __future__ import annotations
 
@@ -12,11 +13,27 @@ from deepspeed_c.errors import ModelError
 from deepspeed_c.inject.cut import Cut, CutBox
 from deepspeed_c.zero.weights.param import shape_of, state_of
 
-__all__ = ["check_cuts", "cut_of", "numel_alike", "read_marks", "summed_over", "take_sums_over", "tied_over"]
+__all__ = [
+    "check_cuts",
+    "cut_of",
+    "numel_alike",
+    "read_marks",
+    "summed_over",
+    "take_sums_over",
+    "tensor_cut_of",
+    "tied_over",
+]
 
 
 def cut_of(param: torch.Tensor) -> Cut | None:
     """The part of its logical tensor that ``param`` is; None for a whole parameter."""
+    cut = tensor_cut_of(param)
+    return getattr(param, "expert_cut", None) if cut is None else cut
+
+
+def tensor_cut_of(param: torch.Tensor) -> Cut | None:
+    """The part of its logical tensor that ``param`` is on a tensor-parallel rank; None where all these ranks hold the
+    same tensor."""
     return getattr(param, "tp_cut", None)
 
 
@@ -25,7 +42,7 @@ def summed_over(param: torch.Tensor, n_ranks: int) -> Sequence[int]:
     ``n_ranks`` in all. For a cut parameter they are the holders of a copy of the same heads. For a whole parameter that
     each rank uses on a part of the data (``tp_sum_gradients``) they are all ranks. One rank or none: there is nothing
     to sum."""
-    cut = cut_of(param)
+    cut = tensor_cut_of(param)
     if cut is not None:
         return cut.copies
     return range(n_ranks) if getattr(param, "tp_sum_gradients", False) else range(1)
@@ -38,7 +55,7 @@ def tied_over(param: torch.Tensor) -> Sequence[int]:
 
 
 def numel_alike(param: torch.Tensor) -> int:
-    """The average number of elements of ``param`` on a tensor-parallel rank. Tensor-parallel ranks use it for decisions
+    """The average number of elements of ``param`` on a rank that holds a part of it. These ranks use it for decisions
     that they must make alike: it is the same on all of them, even if their parts have different sizes."""
     cut = cut_of(param)
     return shape_of(param).numel() if cut is None else cut.logical_shape.numel() // cut.n_ranks
@@ -47,7 +64,7 @@ def numel_alike(param: torch.Tensor) -> int:
 def check_cuts(model: torch.nn.Module, tp: Collectives) -> None:
     """Raises ModelError if ``model`` has been cut already over other ranks than ``tp``."""
     for name, param in model.named_parameters():
-        cut = cut_of(param)
+        cut = tensor_cut_of(param)
         if cut is not None and (cut.n_ranks, cut.rank) != (tp.world_size, tp.rank):
             raise ModelError(
                 f"is part {cut.rank} of {cut.n_ranks} of a logical tensor, and this is tensor-parallel rank {tp.rank} of"
@@ -77,7 +94,7 @@ def read_marks(model: torch.nn.Module, tp: Collectives) -> None:
     marked = {
         name: param
         for name, param in model.named_parameters()
-        if getattr(param, "tensor_model_parallel", False) and cut_of(param) is None
+        if getattr(param, "tensor_model_parallel", False) and tensor_cut_of(param) is None
     }
     if tp.world_size == 1:
         return

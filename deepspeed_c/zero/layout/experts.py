@@ -2,7 +2,8 @@
 their names by global number.
 
 A rank numbers its own experts from 0, so one name stands for another expert on each rank along ep. Layouts and
-checkpoints use the expert's number among all experts instead. Such a name is the same for any number of ranks.
+checkpoints use the expert's number among all experts instead. Such a name is the same for any number of ranks. Experts
+that lie stacked in one parameter have one name anyway: a rank holds a part of the stack (``cut_of_stack``).
 """
 
 from __future__ import annotations
@@ -17,8 +18,18 @@ from deepspeed_c.comm.axes import COPIES, EP, SHARDS, TOKENS, WITHIN_STAGE
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import CommError, ModelError
+from deepspeed_c.inject.cut import Cut, CutBox
 
-__all__ = ["ExpertNames", "check_experts", "connect_holders", "expert_ranks_of", "holders_of"]
+__all__ = [
+    "ExpertNames",
+    "check_experts",
+    "connect_holders",
+    "cut_of_stack",
+    "cuts_of_all",
+    "expert_ranks_of",
+    "holders_of",
+    "mark_stack",
+]
 
 # DeepSpeed's name for the list of a layer's experts on one rank.
 _LIST = "deepspeed_experts"
@@ -62,6 +73,32 @@ def connect_holders(mesh: Mesh, n_ranks: int) -> None:
     mesh.with_experts(n_ranks).along(EP)
     for axes in (TOKENS, SHARDS, COPIES, WITHIN_STAGE):
         holders_of(mesh, n_ranks, axes)
+
+
+def cut_of_stack(shape: torch.Size, dim: int, n_runs: int, rank: int, n_ranks: int) -> Cut:
+    """The part that rank ``rank`` of ``n_ranks`` holds of a stack of experts: the same share of each of ``n_runs`` runs
+    along ``dim``. A run has an element, or a block, of every expert in turn."""
+    run = shape[dim] // n_runs
+    share = run // n_ranks
+    size = (*shape[:dim], share, *shape[dim + 1 :])
+    boxes = []
+    for i in range(n_runs):
+        local, logical = [0] * len(shape), [0] * len(shape)
+        local[dim], logical[dim] = i * share, i * run + rank * share
+        boxes.append(CutBox(tuple(local), tuple(logical), size))
+    return Cut(shape, tuple(boxes), 1, rank, n_ranks, (rank,))
+
+
+def mark_stack(param: torch.nn.Parameter, cut: Cut) -> None:
+    """Marks ``param`` as the part ``cut`` of a stack of experts."""
+    param.expert_cut, param.allreduce, param.group_name = cut, False, f"ep_size_{cut.n_ranks}"
+
+
+def cuts_of_all(cut: Cut) -> list[Cut]:
+    """The parts of all ranks of the stack that ``cut`` is a part of."""
+    shape, size = cut.logical_shape, cut.boxes[0].size
+    dim = next((dim for dim in range(len(shape)) if shape[dim] != size[dim]), 0)
+    return [cut_of_stack(shape, dim, len(cut.boxes), rank, cut.n_ranks) for rank in range(cut.n_ranks)]
 
 
 class _ExpertList(NamedTuple):

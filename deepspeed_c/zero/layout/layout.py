@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from deepspeed_c.buffers import BufferPool
-from deepspeed_c.comm.axes import DP_SHARD, PP, SHARDS, TOKENS, TP
+from deepspeed_c.comm.axes import DP_SHARD, EP, PP, SHARDS, TOKENS, TP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config.zero import Zero
@@ -200,7 +200,9 @@ def lay_out(
         if n_expert_ranks > 1:
             # Ranks along ep hold other experts: they share no shard, and their gradients belong to other parameters.
             comm, replicas = (holders_of(mesh, n_expert_ranks, some) for some in (axes, others))
-            return UnitGroups(comm, replicas, mesh.tensors, mesh.along())
+            # Stacked experts are one logical tensor, experts apart are tensors of their own.
+            parts = mesh.with_experts(n_expert_ranks).along(EP) if cut_of(param) is not None else mesh.along()
+            return UnitGroups(comm, replicas, mesh.tensors, parts)
         summed = summed_over(param, mesh.size(TP))
         tied = tied_over(param)
         if tied:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 from typing import Any, get_args
 
 import torch
@@ -315,7 +315,8 @@ class Init:
     def _shard_module(self, module: torch.nn.Module, name: str = "") -> None:
         """Shards the module's own parameters, without its submodules' parameters."""
         for key, param in module._parameters.items():
-            if param is not None and state_of(param) is None and not param.is_meta:
+            is_part = getattr(param, "expert_cut", None) is not None  # other ranks hold other experts
+            if param is not None and state_of(param) is None and not param.is_meta and not is_part:
                 self._shard_param(param, f"{name}.{key}" if name else f"{type(module).__name__}.{key}")
 
     def _shard_param(self, param: torch.nn.Parameter, name: str) -> None:
@@ -526,9 +527,11 @@ def materialize(
     model: torch.nn.Module,
     device: torch.device,
     then: Callable[[torch.nn.Module, str], None] = lambda module, name: None,
+    only: Container[torch.nn.Module] | None = None,
 ) -> None:
     """Initialises parameters and buffers that are on the meta device, module by module. It calls each module's own
-    ``reset_parameters``, then Hugging Face's ``_init_weights`` of the model, then ``then(module, name)``.
+    ``reset_parameters``, then Hugging Face's ``_init_weights`` of the model, then ``then(module, name)``. ``only``: the
+    modules whose own tensors are initialised; default: all.
 
     Raises ModelError if a module has no such method, because its values would be uninitialised memory.
     """
@@ -536,7 +539,7 @@ def materialize(
     tied: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for name, module in model.named_modules():
         own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-        if not any(t.is_meta for t in own):
+        if not any(t.is_meta for t in own) or (only is not None and module not in only):
             continue
         reset = getattr(module, "reset_parameters", None)
         if reset is None and init_weights is None:

@@ -50,11 +50,11 @@ class CodeKind(NamedTuple):
     names: tuple[str, ...]
     """How the names of these tensors begin in a layer's state dict."""
     settle: Callable[[torch.nn.Module, torch.device], None]
-    """Moves what lies beside the codes to the device, and drops other references to the codes."""
+    """Moves the tensors beside the codes to the device, and drops other references to the codes."""
     give_back: Callable[[torch.nn.Module], None]
     """Undoes ``settle`` where the library's own forward needs it."""
     dtype: Callable[[torch.nn.Module, torch.Tensor], torch.dtype]
-    """The dtype in which a layer computes with an input."""
+    """A layer computes with an input in this dtype."""
     product: Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
     """The library's product of an input with codes, and the bias."""
     dense: Callable[[torch.nn.Module, torch.Tensor, torch.dtype], torch.Tensor]

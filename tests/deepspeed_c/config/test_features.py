@@ -253,7 +253,6 @@ def test_section_of_a_missing_feature_with_a_wrong_key_is_refused(path, field):
     "path, value",
     [
         ("weight_quantization", {"enabled": False, "num_bits": 4}),
-        ("expert_parallel", {"enabled": False, "load_balance_coeff": 0.5, "autoep_size": 8}),
         ("amp", {"enabled": False, "opt_level": "O2"}),
         ("elasticity", {"enabled": False, "max_train_batch_size": 64}),
     ],
