@@ -5,7 +5,7 @@ Also the section comm: the transport between ranks.
 
 from typing import Annotated, Any, Literal
 
-from .keys import DType, NonNeg, Positive, Section, acts, asks, inherent, tunes
+from .keys import DType, NonNeg, NonNegFloat, Positive, Section, acts, asks, inherent, tunes
 
 __all__ = ["Comm", "ExpertParallel", "HybridEngine", "Inference", "LocalTransport", "Pipeline", "TensorParallel"]
 
@@ -279,7 +279,7 @@ class ExpertParallel(Section, kw_only=True):
     num_expert_groups: Annotated[Positive | None, inherent("Groups of experts.", _MODELS_ROUTER)] = None
     num_limited_groups: Annotated[Positive | None, inherent("Groups a token may use.", _MODELS_ROUTER)] = None
     load_balance_coeff: Annotated[
-        float | None,
+        NonNegFloat | None,
         tunes("Step of the routers' correction biases towards an even load, after each optimizer step.", _EP),
     ] = None
     expert_w1: Annotated[str | None, tunes("Name of the gate's stack; of gate and up without expert_w3.", _EP)] = None

@@ -27,6 +27,7 @@ from deepspeed_c.inject import cut_model
 from deepspeed_c.inject.alike import raised_on_all
 from deepspeed_c.inject.kernels import inject_as_asked, revert_kernels
 from deepspeed_c.logging import log_dist
+from deepspeed_c.moe.balance import LoadBalance
 from deepspeed_c.recompute.blocks import Blocks
 from deepspeed_c.recompute.budget import BudgetRole
 from deepspeed_c.recompute.recomputer import parked
@@ -241,6 +242,15 @@ EDITS: tuple[ModelEdit, ...] = (
     ),
     ModelEdit("recomputation", wanted=lambda context: True, apply=_recompute, after=("attention", "tiles")),
     ModelEdit("gathering", wanted=_has_fetcher, apply=_gather, after=("recomputation",)),
+    ModelEdit(
+        "load balance",
+        wanted=lambda context: (
+            context.config.expert_parallel.enabled and context.config.expert_parallel.load_balance_coeff is not None
+        ),
+        apply=lambda model, context: LoadBalance(
+            model, context.config.expert_parallel.load_balance_coeff, context.mesh.tokens
+        ),
+    ),
     ModelEdit(
         "generation",
         wanted=lambda context: context.generation is not None,

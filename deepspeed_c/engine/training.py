@@ -655,6 +655,8 @@ class TrainingHost(Reductions, ModelHost):
             self._step_applied = not optimizer.overflow
             self._state.end_window(is_skipped=optimizer.overflow)
             self._mesh.enter_phase("")
+        if (balance := self._edits.get("load balance")) is not None:
+            balance.end_window(moves=self._step_applied)
         if self._step_applied and self.lr_scheduler is not None:
             # Torch's schedules warn of a wrong order if ``step`` of their optimizer has not been called. A fused
             # optimizer updates in another method.

@@ -183,9 +183,10 @@ class SmallModel:
             self.model.set_attn_implementation("eager")  # other implementations may need a device
 
     def _stand_in(self, module: torch.nn.Module, step: Planned | None) -> torch.nn.Module | None:
-        if step is not None and step.rule.style == "experts":
-            return _TrialExperts(module)
         own = dict(module.named_parameters(recurse=False))
+        is_spread = any(hasattr(param, "expert_cut") for param in own.values())
+        if is_spread or (step is not None and step.rule.style == "experts"):
+            return _TrialExperts(module)
         if product_of(module) is not None and "weight" in own:
             return _ThinLinear(module, self.weights, is_row=step is not None and step.rule.style == "row")
         if type(module) is torch.nn.Embedding and module.num_embeddings > _TABLE_ROWS and (step is None):

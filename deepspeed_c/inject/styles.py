@@ -74,6 +74,8 @@ class ExpertCut(NamedTuple):
 
 def expert_cuts(experts: torch.nn.Module) -> dict[str, ExpertCut | None] | str:
     """Return the cut of each parameter (None for a bias that stays whole), or the reason why the experts cannot be cut."""
+    if any(hasattr(param, "expert_cut") for param in experts.parameters()):
+        return "each expert lies on one rank as a whole (expert_parallel)"
     # Weights are [experts, out, in], and in some families [experts, in, out].
     out, inner = (2, 1) if _are_transposed(experts) else (1, 2)
     is_mixed = not getattr(experts, "is_concatenated", True)

@@ -70,6 +70,7 @@ class RoutedExperts(SpreadLayer):
         self.ep_size, self.num_local_experts = n_ranks, n_experts // n_ranks
         self._weights, self._activation, self._name = weights, activation, name
         self._ranks = self._twins = self.last_indices = None
+        self.balance_by(None)
 
     def __getstate__(self) -> dict[str, Any]:
         # Ranks belong to this process, and numbers to its last forward.
@@ -87,23 +88,35 @@ class RoutedExperts(SpreadLayer):
         """Compare the indices of each forward over ``twins``, ranks that have the same tokens."""
         self._twins = twins if twins.world_size > 1 else None
 
+    def balance_by(self, bias: Any) -> None:
+        """Count tokens for the steps of ``bias``, the router's ``RouterBias``; None: do not count them."""
+        self.router_bias = bias
+        self._window_counts = None if bias is None else torch.zeros(self.n_experts, dtype=torch.int64)
+
+    def take_window_counts(self) -> Tensor:
+        """Tokens of each expert in the forwards of training since the last call, int64 [experts of all ranks]."""
+        counts, self._window_counts = self._window_counts, torch.zeros_like(self._window_counts)
+        return counts
+
     def forward(self, hidden_states: Tensor, *routing: Any, **named: Any) -> Tensor:
-        if self._ranks is None and self.ep_size > 1:
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        order, inverse, weights, counts = self._sorted(x, (*routing, *named.values()))
+        rows = ops.gather_rows(x, order, inverse.shape[1], inverse)
+        out = ops.combine_rows(self.run_spread(rows, counts), inverse, weights)
+        return out.to(hidden_states.dtype).view(hidden_states.shape)
+
+    def run_spread(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows that are sorted by expert, ``counts`` of each expert, through the experts of all ranks."""
+        if self.ep_size == 1:
+            return self.run_own(rows, counts.tolist())
+        if self._ranks is None:
             raise StateError(
                 f"the experts lie on {self.ep_size} ranks, and this copy of the layer does not have these ranks",
                 where=self._name,
                 fix="run the model of the engine, not a copy of it",
             )
-        x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        order, inverse, weights, counts = self._sorted(x, (*routing, *named.values()))
-        rows = ops.gather_rows(x, order, inverse.shape[1], inverse)
-        if self._ranks is None:
-            rows = self._run(rows, counts.tolist())
-        else:
-            way = find_way(self._ranks, counts, self._name)
-            rows = from_experts(self._run(to_experts(rows, way), way.counts), way)
-        out = ops.combine_rows(rows, inverse, weights)
-        return out.to(hidden_states.dtype).view(hidden_states.shape)
+        way = find_way(self._ranks, counts, self._name)
+        return from_experts(self.run_own(to_experts(rows, way), way.counts), way)
 
     def _sorted(self, x: Tensor, routing: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(order and inverse of the sort by expert, weights float32 [tokens, k], slots of each expert)."""
@@ -121,6 +134,9 @@ class RoutedExperts(SpreadLayer):
                 report_failure(self._ranks, self.n_experts, x.device, self._name)
             raise
         self.exp_counts = self.kept_counts = counts
+        # A layer that runs again within a backward has been counted in its forward.
+        if self._window_counts is not None and self.training and torch._C._current_graph_task_id() == -1:
+            self._window_counts += counts.cpu()
         return order, inverse, weights, counts
 
     def _compare(self, indices: Tensor) -> None:
@@ -136,7 +152,7 @@ class RoutedExperts(SpreadLayer):
                 fix="give tensor-parallel ranks the same batch and the same random numbers",
             )
 
-    def _run(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    def run_own(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """The rows of this rank's experts, sorted by expert, through their experts."""
         weights = self._weights
         hidden = self._product(rows, counts, weights.up)

@@ -22,13 +22,15 @@ from deepspeed_c.config.parallel import ExpertParallel
 from deepspeed_c.errors import CommError, ConfigError, FeatureError, ModelError
 from deepspeed_c.inject.saving import save_whole
 from deepspeed_c.logging import log_dist
+from deepspeed_c.moe.adapters import keep_stacked
 from deepspeed_c.moe.auto import ExpertWeights, RoutedExperts, as_routed
+from deepspeed_c.moe.balance import RouterBias, find_bias
 from deepspeed_c.moe.whole_state import keep_state_whole
 from deepspeed_c.zero.layout.experts import connect_holders, cut_of_stack, mark_stack
 from deepspeed_c.zero.weights.init import materialize
 from deepspeed_c.zero.weights.param import shape_of, state_of, take_over, whole_of
 
-__all__ = ["Spread", "find_experts", "spread_experts"]
+__all__ = ["Spread", "find_experts", "plan_spread", "spread_experts"]
 
 _SECTION = "expert_parallel"
 _MAX_NAMED = 5
@@ -60,6 +62,8 @@ class FoundExperts(NamedTuple):
     stacks: list[Stack]
     adapters: list[nn.Module]
     """peft's wrappers around ``module``."""
+    bias: RouterBias | None
+    """The bias that ``load_balance_coeff`` moves."""
 
 
 def find_experts(model: nn.Module, section: ExpertParallel) -> list[FoundExperts]:
@@ -76,7 +80,7 @@ def find_experts(model: nn.Module, section: ExpertParallel) -> list[FoundExperts
     by_pattern = _by_pattern(named, section)
     for name, module in named.items():
         if name in by_pattern or hasattr(module, "_is_expert_parallel") or isinstance(module, RoutedExperts):
-            found.append(_describe(name, module, wrappers.get(id(module), []), section))
+            found.append(_describe(name, named, wrappers.get(id(module), []), section))
         elif (reason := _unknown_form(module)) and not any(name.startswith(f"{other}.") for other in by_pattern):
             unknown.append(f"{name} ({type(module).__name__}: {reason})")
     if unknown:
@@ -163,7 +167,10 @@ def _wrappers(named: dict[str, nn.Module]) -> dict[int, list[nn.Module]]:
     return found
 
 
-def _describe(name: str, module: nn.Module, adapters: list[nn.Module], section: ExpertParallel) -> FoundExperts:
+def _describe(
+    name: str, named: dict[str, nn.Module], adapters: list[nn.Module], section: ExpertParallel
+) -> FoundExperts:
+    module = named[name]
     own = {key: param for key, param in module._parameters.items() if param is not None}
     if isinstance(module, RoutedExperts):
         raise ModelError(
@@ -190,7 +197,17 @@ def _describe(name: str, module: nn.Module, adapters: list[nn.Module], section: 
     for adapter in adapters:
         stacks += _stacks_of_adapter(name, adapter, n_experts)
     weights = ExpertWeights(up, down, gate, is_joined, is_in_out)
-    return FoundExperts(name, module, n_experts, weights, activation, stacks, adapters)
+    bias = None
+    if section.load_balance_coeff is not None:
+        bias = find_bias(named, _outermost(name, named), n_experts, section.router_pattern)
+    return FoundExperts(name, module, n_experts, weights, activation, stacks, adapters, bias)
+
+
+def _outermost(name: str, named: dict[str, nn.Module]) -> str:
+    """The name under which a layer calls the module ``name``, which adapters may have around it."""
+    while (parent := name.rpartition(".")[0]) and type(named[parent]).__name__ == "ParamWrapper":
+        name = parent
+    return name
 
 
 def _names_of_weights(name: str, own: dict[str, nn.Parameter], section: ExpertParallel) -> tuple[str | None, str, str]:
@@ -312,6 +329,22 @@ def spread_experts(model: nn.Module, section: ExpertParallel, mesh: Mesh, device
     """
     if not section.enabled:
         return None
+    spread = _spread(model, section, mesh, device)
+    if spread.n_ranks > 1:
+        keep_state_whole(model, mesh.with_experts(spread.n_ranks).along(EP))
+        save_whole(model, mesh.stage)
+    log_dist(str(spread), ranks=[0])
+    return spread
+
+
+def plan_spread(model: nn.Module, section: ExpertParallel, mesh: Mesh) -> Spread | None:
+    """``spread_experts`` for a model on the meta device, which stays there: its stacks get the shapes of a rank's part.
+    ``mesh`` may be one of pretended ranks."""
+    return _spread(model, section, mesh, None) if section.enabled else None
+
+
+def _spread(model: nn.Module, section: ExpertParallel, mesh: Mesh, device: torch.device | None) -> Spread:
+    """``device``: see ``spread_experts``; None: weights on the meta device stay there."""
     found = find_experts(model, section)
     _check(found, section, mesh)
     n_ranks = section.autoep_size
@@ -319,18 +352,14 @@ def spread_experts(model: nn.Module, section: ExpertParallel, mesh: Mesh, device
     ep = mesh.with_experts(n_ranks).along(EP)
     for layer in found:
         as_routed(layer.module, layer.weights, layer.activation, layer.n_experts, n_ranks, layer.name)
-        layer.module.rename(layer.name)
+        layer.module.balance_by(layer.bias)
         if section.validate_folding_routing:
             layer.module.compare_over(mesh.tensors)
         if n_ranks > 1:
-            _materialize(model, layer, device)
+            if device is not None:
+                _materialize(model, layer, device)
             _cut(layer, ep, mesh)
-    spread = Spread(found, n_ranks)
-    if n_ranks > 1:
-        keep_state_whole(model, ep)
-        save_whole(model, mesh.stage)
-    log_dist(str(spread), ranks=[0])
-    return spread
+    return Spread(found, n_ranks)
 
 
 def _materialize(model: nn.Module, layer: FoundExperts, device: torch.device) -> None:
@@ -356,3 +385,5 @@ def _cut(layer: FoundExperts, ep: Collectives, mesh: Mesh) -> None:
         for key in adapter.lora_A:
             adapter.lora_A[key].out_features //= ep.world_size
             adapter.lora_B[key].in_features //= ep.world_size
+        if adapter.num_experts == 1:
+            keep_stacked(adapter)

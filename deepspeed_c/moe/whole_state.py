@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +20,10 @@ def keep_state_whole(model: nn.Module, ep: Collectives) -> None:
     ``state_dict()`` is then collective. ``state_dict(keep_vars=True)`` gives this rank's own parameters, and needs no
     other rank; weights that stage 3 has released stay empty, as they do in any model.
     """
+    holders = _Holders(ep)
     for module in model.modules():
         if any(_cut_of(param) is not None for param in module._parameters.values()):
-            module.register_state_dict_post_hook(partial(_make_whole, ep))
+            module.register_state_dict_post_hook(holders)
             module.register_load_state_dict_pre_hook(_take_part)
 
 
@@ -31,18 +31,26 @@ def _cut_of(param: Any) -> Any:
     return getattr(param, "expert_cut", None)
 
 
-def _make_whole(ep: Collectives, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    for key, param in module._parameters.items():
-        cut, value = _cut_of(param), state.get(f"{prefix}{key}")
-        if cut is None or not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
-            continue
-        if value.shape != cut.local_shape:
-            continue
-        whole = value.new_empty(cut.logical_shape)
-        parts = ep.all_gather_list(value.contiguous().view(-1), label=f"experts of {prefix}{key}")
-        for of_rank, part in zip(cuts_of_all(cut), parts, strict=True):
-            of_rank.put(part.view(cut.local_shape), whole)
-        state[f"{prefix}{key}"] = whole
+class _Holders:
+    """The ranks that hold experts together. A copy of a model has none of them: its state dict is that of its parts."""
+
+    def __init__(self, ep: Collectives) -> None:
+        self._ep: Collectives | None = ep
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ep": None}
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for key, param in module._parameters.items():
+            cut, value = _cut_of(param), state.get(f"{prefix}{key}")
+            is_kept = isinstance(value, nn.Parameter) or not isinstance(value, torch.Tensor)
+            if self._ep is None or cut is None or is_kept or value.shape != cut.local_shape:
+                continue
+            whole = value.new_empty(cut.logical_shape)
+            parts = self._ep.all_gather_list(value.contiguous().view(-1), label=f"experts of {prefix}{key}")
+            for of_rank, part in zip(cuts_of_all(cut), parts, strict=True):
+                of_rank.put(part.view(cut.local_shape), whole)
+            state[f"{prefix}{key}"] = whole
 
 
 def _take_part(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
