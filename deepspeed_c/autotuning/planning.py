@@ -87,7 +87,9 @@ class _Models:
             return None
         if isinstance(model.model_parameters, Iterator):  # each plan reads them
             model = model._replace(model_parameters=list(model.model_parameters))
-        if read_config(source).tensor_parallel_size[0] == 1:  # otherwise a plan cuts the model
+        read = read_config(source)
+        is_cut = read.tensor_parallel_size[0] > 1 or read.resolve(world_size=1, batch="skip").expert_parallel.enabled
+        if not is_cut:  # otherwise a plan cuts the model
             self._found[job["group"]] = model, source
         return model, source
 

@@ -21,12 +21,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from deepspeed_c.buffers import BufferPool
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError
 from deepspeed_c.inject.loss import CutLogits
+from deepspeed_c.moe.auto import RoutedExperts
+from deepspeed_c.moe.dispatch import Way, from_experts, to_experts
 from deepspeed_c.moe.layer import MOELayer
+from deepspeed_c.ops import moe as moe_operators
 from deepspeed_c.plan.heap import HeapEvent, heap_peak
+from deepspeed_c.plan.pretended import PretendedRanks, PretendedSharedMemory
 from deepspeed_c.recompute.blocks import find_blocks
 from deepspeed_c.recompute.nests import Arguments
 from deepspeed_c.recompute.operators import MeasuredLayer, Measurement, Meter
@@ -171,8 +176,40 @@ def running_without_data(precision: Precision, device_type: str, ranks: Collecti
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Cut logits are a tensor subclass that gathers itself when it is read. Fake tensors cannot have that class.
         stack.enter_context(mock.patch.object(CutLogits, "of", lambda logits, sizes, ranks: logits))
+        stack.enter_context(_even_experts())
         stack.enter_context(precision.autocast(torch.device("cpu")))
         yield
+
+
+@contextmanager
+def _even_experts() -> Iterator[None]:
+    """Context of a forward in which all experts of spread mixtures get equally many rows, as a router without values
+    cannot say more. A rank then gets as many rows as it sends."""
+    ranks = PretendedRanks(1, BufferPool(), PretendedSharedMemory())
+
+    def sort(indices: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        order = torch.empty(indices.numel(), dtype=torch.int64, device="cpu")
+        return order, torch.empty_like(indices, dtype=torch.int64), torch.empty(n_experts, dtype=torch.int64)
+
+    def run(layer: RoutedExperts, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        of_rank, of_expert = (_even(rows.shape[0], n) for n in (layer.ep_size, layer.num_local_experts))
+        if layer.ep_size == 1:
+            return layer.run_own(rows, of_expert)
+        order = None
+        if layer.num_local_experts > 1:
+            order = torch.empty(rows.shape[0], dtype=torch.int64, device="cpu")
+        way = Way(ranks, "", of_rank, of_rank, of_expert, order, order)
+        return from_experts(layer.run_own(to_experts(rows, way), of_expert), way)
+
+    with (
+        mock.patch.object(moe_operators, "sort_slots", sort),
+        mock.patch.object(RoutedExperts, "run_spread", run),
+    ):
+        yield
+
+
+def _even(n: int, n_parts: int) -> list[int]:
+    return [n * (i + 1) // n_parts - n * i // n_parts for i in range(n_parts)]
 
 
 def refuse_experts(model: torch.nn.Module, flag: str) -> None:

@@ -18,7 +18,6 @@ import torch
 
 from deepspeed_c import _C
 from deepspeed_c.buffers import BufferPool
-from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.comm.transports.gloo import Gloo
 from deepspeed_c.comm.transports.torch_backend import TorchBackend
 from deepspeed_c.comm.transports.transport import Transport
@@ -34,12 +33,12 @@ from deepspeed_c.ops.q8 import BLOCK_ELEMS
 from deepspeed_c.plan.book import Book, Phase
 from deepspeed_c.plan.generation import GenerationMoment
 from deepspeed_c.plan.outline import outline_of
-from deepspeed_c.plan.pretended import PretendedFile, PretendedRanks, PretendedSharedMemory
+from deepspeed_c.plan.pretended import PretendedFile, PretendedRanks, PretendedSharedMemory, pretended_mesh
 from deepspeed_c.plan.sizes import ModelSizes, OptimizerSizes, ParamSize
 from deepspeed_c.zero.gradients.bucket import Bucket, GradientPools
 from deepspeed_c.zero.gradients.reducer import GradientReducer
 from deepspeed_c.zero.layout.experts import check_experts
-from deepspeed_c.zero.layout.layout import lay_out, mesh_of_config
+from deepspeed_c.zero.layout.layout import lay_out
 from deepspeed_c.zero.layout.unit import Dtypes, Slot, Unit
 from deepspeed_c.zero.states.home import MakeZeros, Tagged
 from deepspeed_c.zero.weights.drivers.lease import Lease
@@ -297,9 +296,7 @@ class _Walk:
         )
         scratch = BufferPool(count=book.counter(SCRATCH))
         self._comm = comm = PretendedRanks(n_ranks * sizes.n_tensor, scratch, _transport(config.comm, is_host=is_host))
-        mesh = Mesh(comm, connect=comm.along)
-        mesh = mesh_of_config(config.zero, mesh if sizes.n_tensor == 1 else mesh.split_tensors(sizes.n_tensor))
-        mesh.place_experts(data_first=config.use_data_before_expert_parallelism)
+        mesh = pretended_mesh(comm, config, sizes.n_tensor)
         self._at_end = at_end
         at_end.callback(mesh.close)
         check_experts(self._model, mesh)
@@ -351,7 +348,7 @@ class _Walk:
         return "device" if unit.states.label == "device" else None
 
     def _given_bytes(self, size: ParamSize) -> int:
-        """Bytes of a parameter as given, before it is cut over tensor-parallel ranks."""
+        """Bytes of a parameter as given, before it is cut over ranks."""
         if not self._sizes.is_sharded:
             return size.logical_numel * size.dtype.itemsize
         begin, end = _C.shard_range(size.logical_numel, self._n_ranks * self._sizes.n_tensor, 0)
@@ -369,14 +366,23 @@ class _Walk:
         given = {p.name: self._given_bytes(p) for p in self._sizes.params}
         for nbytes in given.values():
             book.take(GIVEN, nbytes)
+        for p in self._sizes.params:
+            if p.cut is not None and p.n_expert_ranks > 1:  # stack by stack
+                part, whole = p.numel * p.dtype.itemsize, p.logical_numel * p.dtype.itemsize
+                gathered = whole if self._sizes.is_sharded else 0
+                book.take(GIVEN, part + gathered)
+                book.free(GIVEN, given[p.name] + gathered)
+                given[p.name] = part
         if self._sizes.is_sharded and not self._are_given_in_shards:
             for p in self._sizes.params:  # gathered for good: stages and rules that need whole weights
+                if p.cut is not None and p.n_expert_ranks > 1:
+                    continue
                 whole = p.logical_numel * p.dtype.itemsize
                 book.take(GIVEN, whole)
                 book.free(GIVEN, given[p.name])
                 given[p.name] = whole
         for p in self._sizes.params:
-            if p.cut is not None:
+            if p.cut is not None and p.n_expert_ranks == 1:
                 part = p.numel * p.dtype.itemsize
                 book.take(GIVEN, part)
                 book.free(GIVEN, given[p.name])
@@ -389,7 +395,7 @@ class _Walk:
             missing = set(range(unit.n_buckets)) if unit in self._swapped else set()
             for slot in unit.slots:
                 size = self._size_of[slot.name]
-                is_put_together = self._are_given_in_shards
+                is_put_together = self._are_given_in_shards and size.cut is None
                 whole = size.numel * size.dtype.itemsize if is_put_together else 0
                 book.take(GIVEN, whole)
                 if (

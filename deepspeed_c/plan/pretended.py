@@ -12,12 +12,15 @@ from torch.distributed.distributed_c10d import _world
 from deepspeed_c.buffers import BufferPool, ordinary_memory
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.ledger import Ledger
+from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.comm.transports.shared_memory import SharedMemory
 from deepspeed_c.comm.transports.transport import Transport
 from deepspeed_c.comm.work import Work
+from deepspeed_c.config import Config
 from deepspeed_c.offload.swap import SwapFile, SwapSettings
+from deepspeed_c.zero.layout.layout import mesh_of_config
 
-__all__ = ["PretendedFile", "PretendedRanks", "PretendedSharedMemory"]
+__all__ = ["PretendedFile", "PretendedRanks", "PretendedSharedMemory", "pretended_mesh"]
 
 
 class _NoGroup:
@@ -115,6 +118,14 @@ class PretendedRanks(Collectives):
     def sum_numbers(self, numbers: Sequence[float], *, label: str = "") -> list[float]:
         """The sum if all ranks have the same numbers."""
         return [float(number) * self.world_size for number in numbers]
+
+
+def pretended_mesh(comm: PretendedRanks, config: Config, n_tensor: int) -> Mesh:
+    """The mesh of these ranks as ``initialize`` makes it. ``n_tensor``: of them, that hold the model together."""
+    mesh = Mesh(comm, connect=comm.along)
+    mesh = mesh_of_config(config.zero, mesh if n_tensor == 1 else mesh.split_tensors(n_tensor))
+    mesh.place_experts(data_first=config.use_data_before_expert_parallelism)
+    return mesh
 
 
 class PretendedFile(SwapFile):

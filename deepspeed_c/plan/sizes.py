@@ -15,7 +15,7 @@ from deepspeed_c.inject.cut import Cut, keep_part
 from deepspeed_c.ops import q8
 from deepspeed_c.ops.scope import declaration
 from deepspeed_c.zero.layout.cuts import cut_of
-from deepspeed_c.zero.layout.experts import expert_ranks_of
+from deepspeed_c.zero.layout.experts import expert_ranks_of, mark_stack
 from deepspeed_c.zero.layout.leaf import is_leaf
 from deepspeed_c.zero.states.entries import must_see_pieces
 from deepspeed_c.zero.weights.kinds import is_codes
@@ -48,7 +48,7 @@ class ParamSize(NamedTuple):
     comm_dtype: torch.dtype | None = (
         None  # dtype in which its gradient is sent, if the configuration alone does not determine it
     )
-    cut: Cut | None = None  # over tensor-parallel ranks; ``numel`` counts the part of one rank
+    cut: Cut | None = None  # over tensor-parallel ranks, or over those of a stack's experts; ``numel`` counts one part
     n_expert_ranks: int = 1  # ranks that each hold such a parameter of other experts; 1: no expert's
 
     @property
@@ -57,7 +57,7 @@ class ParamSize(NamedTuple):
 
     @property
     def logical_numel(self) -> int:
-        """Elements of all tensor-parallel ranks together."""
+        """Elements of all ranks that hold a part of the cut parameter."""
         return self.numel if self.cut is None else self.cut.logical_shape.numel()
 
 
@@ -190,9 +190,12 @@ def model_of(
         shape = size.numel if size.cut is None else size.cut.logical_shape
         data = torch.empty(shape, dtype=size.dtype, device="meta")
         param = torch.nn.Parameter(data, requires_grad=size.group is not None)
-        if size.cut is not None:
+        if size.cut is not None and size.n_expert_ranks > 1:
+            param.data = size.cut.take(param.data)
+            mark_stack(param, size.cut)
+        elif size.cut is not None:
             keep_part(param, size.cut)
-        if size.n_expert_ranks > 1:
+        elif size.n_expert_ranks > 1:
             param.allreduce, param.group_name = False, f"ep_size_{size.n_expert_ranks}"
         module.register_parameter(last, param)
         if size.group is not None:

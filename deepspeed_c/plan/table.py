@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from deepspeed_c.buffers import BufferPool
-from deepspeed_c.config import ReadConfig, read_config
+from deepspeed_c.config import Config, ReadConfig, read_config
 from deepspeed_c.config.source import GivenConfig, read_source
 from deepspeed_c.config.stages import STAGES
 from deepspeed_c.engine.build import build_optimizer
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError
 from deepspeed_c.inject import cut_model
+from deepspeed_c.moe.spread import plan_spread
 from deepspeed_c.offload.place import place
 from deepspeed_c.ops.scope import declaration
 from deepspeed_c.plan.activations import ForwardShape, Traced, trace_activations
 from deepspeed_c.plan.generation import GenerationMoment, GenerationShape, trace_generation
 from deepspeed_c.plan.memory import KINDS, PHASES, Activations, LeasePlan, MemoryPlan, Offload, plan_memory
-from deepspeed_c.plan.pretended import PretendedRanks, PretendedSharedMemory
+from deepspeed_c.plan.pretended import PretendedRanks, PretendedSharedMemory, pretended_mesh
 from deepspeed_c.plan.sizes import ModelSizes, group_sizes, model_of, sizes_of
 from deepspeed_c.plan.tiers import NVME_PATH, Budgets, Placed, Rates, offload_section, place_states, suggest_ratio
 from deepspeed_c.plan.timeline import Option, options_of
@@ -125,6 +127,8 @@ def plan_table(
     if is_given_sizes:
         model, _ = model_of(sizes)
     ranks = PretendedRanks(n_tensor, BufferPool(), PretendedSharedMemory())
+    if config.expert_parallel.enabled:
+        notes.append(_spread(model, config, n_ranks, n_tensor, has_model=not is_given_sizes))
     if n_tensor > 1:
         notes.append(cut_model(model, config.tensor_parallel, ranks).summary)
     base = build_optimizer(config.optimizer, config.bf16, model, optimizer, model_parameters)
@@ -226,6 +230,20 @@ def _tensor_ranks(
     overrides["tensor_parallel.autotp_size"] = n_tensor
     overrides["tensor_parallel.tp.tp_size"] = n_tensor
     return n_tensor, n_ranks // n_tensor
+
+
+def _spread(model: torch.nn.Module, config: Config, n_ranks: int, n_tensor: int, *, has_model: bool) -> str:
+    """Gives the model the shapes of the first rank's experts. Returns what was spread."""
+    if not has_model:
+        raise ModelError(
+            "sizes alone do not say which of them are experts",
+            where="expert_parallel.enabled",
+            fix="give a script in place of --params",
+        )
+    ranks = PretendedRanks(n_ranks * n_tensor, BufferPool(), PretendedSharedMemory())
+    mesh = pretended_mesh(ranks, config, n_tensor)
+    with closing(mesh):
+        return str(plan_spread(model, config.expert_parallel, mesh))
 
 
 def _activations_of(option: Option, traced: Traced, *, is_host: bool) -> Activations:

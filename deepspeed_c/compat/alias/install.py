@@ -52,6 +52,8 @@ def install_as_deepspeed(force: bool = False) -> None:
             found no DeepSpeed.
     """
     if is_visible():
+        if SHIM not in sys.path:  # a planner puts the path back after each run of a script
+            sys.path.insert(0, SHIM)
         return
     if "deepspeed" in sys.modules and sys.modules["deepspeed"] is not _PACKAGE:
         raise AliasError(
