@@ -15,7 +15,13 @@ class Compile(Section, kw_only=True):
     deepcompile: Annotated[
         bool, asks("Let engine.compile put gathers and reductions into the graphs, at stages 1 to 3.", "deepcompile")
     ] = False
-    autoep_non_moe: Annotated[bool, asks("Compile all but the experts of AutoEP.", "expert_parallel")] = False
+    autoep_non_moe: Annotated[
+        bool,
+        asks(
+            "Leave the experts of expert_parallel, and the exchange of their rows, out of compiled graphs.",
+            "expert_parallel",
+        ),
+    ] = False
     free_activation: Annotated[
         bool, inherent("Free activations early.", "a graph frees each value after its last use")
     ] = False

@@ -16,7 +16,9 @@ from deepspeed_c.compile.schedule import Schedule, register_compile_pass
 from deepspeed_c.config import Config
 from deepspeed_c.config.nearest import nearest
 from deepspeed_c.errors import ConfigError, FeatureError
+from deepspeed_c.inject.swap import swap_forward
 from deepspeed_c.logging import logger
+from deepspeed_c.moe.auto import RoutedExperts
 from deepspeed_c.zero.gradients.reducer import GradientReducer
 from deepspeed_c.zero.weights.fetch import Fetcher
 
@@ -46,6 +48,7 @@ class Compiling:
         self._is_compiled = False
         self._compiled: CompiledModel | None = None
         self._compiled_backward: CompiledBackward | None = None
+        self._eager_experts: list[Callable[[], None]] = []
 
     def compile(
         self,
@@ -112,6 +115,14 @@ class Compiling:
                     fix=f"set tensor_parallel.{key} to false, or do not compile",
                 )
         _leave_collectives_alone()
+        if self._config.compile.autoep_non_moe and not self._eager_experts:
+            self._eager_experts = [
+                swap_forward(module, torch.compiler.disable(module.forward, reason="compile.autoep_non_moe"))
+                for module in self.module.modules()
+                if isinstance(module, RoutedExperts)
+            ]
+            if not self._eager_experts:
+                logger.warning("compile.autoep_non_moe has no effect: expert_parallel has spread no experts")
 
     def _backward_passes(self, is_deep: bool) -> BackwardPass | None:
         """The passes to compile. None if compiled autograd has nothing to do, which is logged. Raises FeatureError."""
@@ -213,6 +224,8 @@ class Compiling:
             if compiled is not None:
                 compiled.close()
                 self._is_compiled = False
+        while self._eager_experts:
+            self._eager_experts.pop()()
         self._compiled = self._compiled_backward = None
 
 
