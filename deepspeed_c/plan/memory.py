@@ -296,7 +296,8 @@ class _Walk:
         )
         scratch = BufferPool(count=book.counter(SCRATCH))
         self._comm = comm = PretendedRanks(n_ranks * sizes.n_tensor, scratch, _transport(config.comm, is_host=is_host))
-        mesh = pretended_mesh(comm, config, sizes.n_tensor)
+        data_first = config.use_data_before_expert_parallelism
+        mesh = pretended_mesh(comm, config.zero, sizes.n_tensor, data_first=data_first)
         self._at_end = at_end
         at_end.callback(mesh.close)
         check_experts(self._model, mesh)

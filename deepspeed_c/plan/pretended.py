@@ -16,7 +16,7 @@ from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.comm.transports.shared_memory import SharedMemory
 from deepspeed_c.comm.transports.transport import Transport
 from deepspeed_c.comm.work import Work
-from deepspeed_c.config import Config
+from deepspeed_c.config.zero import Zero
 from deepspeed_c.offload.swap import SwapFile, SwapSettings
 from deepspeed_c.zero.layout.layout import mesh_of_config
 
@@ -120,11 +120,11 @@ class PretendedRanks(Collectives):
         return [float(number) * self.world_size for number in numbers]
 
 
-def pretended_mesh(comm: PretendedRanks, config: Config, n_tensor: int) -> Mesh:
+def pretended_mesh(comm: PretendedRanks, zero: Zero, n_tensor: int, *, data_first: bool) -> Mesh:
     """The mesh of these ranks as ``initialize`` makes it. ``n_tensor``: of them, that hold the model together."""
     mesh = Mesh(comm, connect=comm.along)
-    mesh = mesh_of_config(config.zero, mesh if n_tensor == 1 else mesh.split_tensors(n_tensor))
-    mesh.place_experts(data_first=config.use_data_before_expert_parallelism)
+    mesh = mesh_of_config(zero, mesh if n_tensor == 1 else mesh.split_tensors(n_tensor))
+    mesh.place_experts(data_first=data_first)
     return mesh
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed_c.buffers import BufferPool
-from deepspeed_c.config import Config, ReadConfig, read_config
+from deepspeed_c.config import ReadConfig, read_config
 from deepspeed_c.config.source import GivenConfig, read_source
 from deepspeed_c.config.stages import STAGES
 from deepspeed_c.engine.build import build_optimizer
@@ -128,7 +128,16 @@ def plan_table(
         model, _ = model_of(sizes)
     ranks = PretendedRanks(n_tensor, BufferPool(), PretendedSharedMemory())
     if config.expert_parallel.enabled:
-        notes.append(_spread(model, config, n_ranks, n_tensor, has_model=not is_given_sizes))
+        if is_given_sizes:
+            raise ModelError(
+                "sizes alone do not say which of them are experts",
+                where="expert_parallel.enabled",
+                fix="give a script in place of --params",
+            )
+        everyone = PretendedRanks(n_ranks * n_tensor, BufferPool(), PretendedSharedMemory())
+        data_first = config.use_data_before_expert_parallelism
+        with closing(pretended_mesh(everyone, config.zero, n_tensor, data_first=data_first)) as mesh:
+            notes.append(str(plan_spread(model, config.expert_parallel, mesh)))
     if n_tensor > 1:
         notes.append(cut_model(model, config.tensor_parallel, ranks).summary)
     base = build_optimizer(config.optimizer, config.bf16, model, optimizer, model_parameters)
@@ -230,20 +239,6 @@ def _tensor_ranks(
     overrides["tensor_parallel.autotp_size"] = n_tensor
     overrides["tensor_parallel.tp.tp_size"] = n_tensor
     return n_tensor, n_ranks // n_tensor
-
-
-def _spread(model: torch.nn.Module, config: Config, n_ranks: int, n_tensor: int, *, has_model: bool) -> str:
-    """Gives the model the shapes of the first rank's experts. Returns what was spread."""
-    if not has_model:
-        raise ModelError(
-            "sizes alone do not say which of them are experts",
-            where="expert_parallel.enabled",
-            fix="give a script in place of --params",
-        )
-    ranks = PretendedRanks(n_ranks * n_tensor, BufferPool(), PretendedSharedMemory())
-    mesh = pretended_mesh(ranks, config, n_tensor)
-    with closing(mesh):
-        return str(plan_spread(model, config.expert_parallel, mesh))
 
 
 def _activations_of(option: Option, traced: Traced, *, is_host: bool) -> Activations:
