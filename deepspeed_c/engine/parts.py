@@ -20,7 +20,7 @@ from deepspeed_c.zero.weights.param import shape_of
 __all__ = ["Parts", "take_parts"]
 
 
-class _Holders(NamedTuple):
+class _HeldParts(NamedTuple):
     """The ranks that together hold a logical tensor, and the part of each."""
 
     comm: Collectives
@@ -34,7 +34,7 @@ class Parts:
     def __init__(self, module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> None:
         self._mesh = mesh
         self._experts = ExpertNames(module)
-        self._holders: dict[str, _Holders] = {}
+        self._holders: dict[str, _HeldParts] = {}
         mine = {name: cut for name, tensor in tensors.items() if (cut := tensor_cut_of(tensor)) is not None}
         self._add(mesh.tensors, mine)
         sizes = {name: expert_ranks_of(tensor) for name, tensor in tensors.items() if name not in mine}
@@ -46,7 +46,7 @@ class Parts:
 
     def _add(self, comm: Collectives, mine: Mapping[str, Cut]) -> None:
         everyone = comm.gather_objects(mine, label="cuts of parameters")
-        self._holders |= {name: _Holders(comm, [cuts[name] for cuts in everyone]) for name in mine}
+        self._holders |= {name: _HeldParts(comm, [cuts[name] for cuts in everyone]) for name in mine}
 
     def names(self, name: str) -> list[str]:
         """The names of the tensors that ``everyone`` yields for ``name``: one for each rank that holds another expert

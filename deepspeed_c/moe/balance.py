@@ -37,7 +37,10 @@ def find_bias(named: dict[str, nn.Module], experts: str, n_experts: int, router:
     Raises ConfigError for a router without one.
     """
     parent = experts.rpartition(".")[0]
-    owners = [named[parent], *(named[parent]._modules.values() if router is None else [named.get(f"{parent}.{router}")])]
+    owners = [
+        named[parent],
+        *(named[parent]._modules.values() if router is None else [named.get(f"{parent}.{router}")]),
+    ]
     if owners[-1] is None and router is not None:
         raise ConfigError(
             f"{parent} has no child {router!r}",
@@ -64,7 +67,9 @@ class LoadBalance:
 
     def __init__(self, model: nn.Module, coeff: float, comm: Collectives) -> None:
         self._coeff, self._comm = coeff, comm
-        self._layers = [module for module in model.modules() if isinstance(module, RoutedExperts) and module.router_bias]
+        self._layers = [
+            module for module in model.modules() if isinstance(module, RoutedExperts) and module.router_bias
+        ]
         for layer in self._layers:
             owner, key = layer.router_bias
             owner._buffers[key] = owner._buffers[key].float()

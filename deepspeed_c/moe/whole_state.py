@@ -20,7 +20,7 @@ def keep_state_whole(model: nn.Module, ep: Collectives) -> None:
     ``state_dict()`` is then collective. ``state_dict(keep_vars=True)`` gives this rank's own parameters, and needs no
     other rank; weights that stage 3 has released stay empty, as they do in any model.
     """
-    holders = _Holders(ep)
+    holders = _StackHolders(ep)
     for module in model.modules():
         if any(_cut_of(param) is not None for param in module._parameters.values()):
             module.register_state_dict_post_hook(holders)
@@ -31,7 +31,7 @@ def _cut_of(param: Any) -> Any:
     return getattr(param, "expert_cut", None)
 
 
-class _Holders:
+class _StackHolders:
     """The ranks that hold experts together. A copy of a model has none of them: its state dict is that of its parts."""
 
     def __init__(self, ep: Collectives) -> None:
