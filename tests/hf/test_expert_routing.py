@@ -273,3 +273,38 @@ def test_tensor_parallel_ranks_that_choose_otherwise_are_named() -> None:
     for text in on_ranks(2, folding_body):
         assert "rank 1 chose other experts than rank 0 for 1 of 2 tokens" in text
         assert EXPERTS in text
+
+
+def sequence_body(rank: int, world: int, stage: int, attention: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    from deepspeed_c.sequence.loader import UlyssesSPDataLoaderAdapter
+
+    more = {"sequence_parallel_size": 2, "sequence_parallel": {"attention": attention}}
+    with engine_of(make("mixtral"), settings(stage, 2, {}, **more)) as engine:
+        group, losses = engine.get_sequence_parallel_group(), []
+        for step in range(STEPS):
+            ids = rows_of(step, 0, 0)["input_ids"][:1]
+            loader = UlyssesSPDataLoaderAdapter(
+                [{"input_ids": ids, "labels": ids.clone()}], rank, group, 2, engine.device, model=engine
+            )
+            batch = next(iter(loader))
+            losses.append(update(engine, engine(**batch, labels=batch["shift_labels"], use_cache=False).loss))
+        whole = engine._zero3_consolidated_16bit_state_dict() if stage == 3 else engine.module.state_dict()
+        return losses, {name: value.clone() for name, value in (whole or {}).items()}
+
+
+def whole_sequence_body(rank: int, world: int) -> dict[str, torch.Tensor]:
+    model = make("mixtral")
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for step in range(STEPS):
+        ids = rows_of(step, 0, 0)["input_ids"][:1]
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(("stage", "attention"), [(1, "ulysses"), (3, "ring")])
+def test_parts_of_a_sequence_go_to_experts_on_all_ranks(stage: int, attention: str) -> None:
+    expected = on_ranks(1, whole_sequence_body)[0]
+    _, whole = on_ranks(2, sequence_body, stage, attention)[0]
+    assert_equal_tensors(whole, expected, rtol=2e-5, atol=2e-5)
