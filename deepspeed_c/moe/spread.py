@@ -277,8 +277,8 @@ def _stacks_of_adapter(name: str, adapter: Any, n_experts: int) -> Iterator[Stac
         yield Stack(last, "weight", f"{name}.lora_B.{key}", 1, rank)
 
 
-def _check(found: list[FoundExperts], section: ExpertParallel, mesh: Mesh) -> None:
-    n_ranks = section.autoep_size
+def _check_settings(section: ExpertParallel, mesh: Mesh) -> None:
+    """Checks what does not depend on the model: a stage of a pipeline may have no experts."""
     if section.expert_tensor_parallel_size != 1:
         raise FeatureError(
             f"an expert cannot be cut over {section.expert_tensor_parallel_size} ranks: each lies on one rank as a whole",
@@ -291,6 +291,9 @@ def _check(found: list[FoundExperts], section: ExpertParallel, mesh: Mesh) -> No
             where=f"{_SECTION}.enabled",
             fix="use deepspeed_c.moe.layer.MoE in the layers, or train the model without a PipelineModule",
         )
+
+
+def _check_numbers(found: list[FoundExperts], n_ranks: int, mesh: Mesh) -> None:
     for layer in found:
         if layer.n_experts % n_ranks:
             raise ConfigError(
@@ -321,8 +324,8 @@ class Spread(NamedTuple):
 def spread_experts(model: nn.Module, section: ExpertParallel, mesh: Mesh, device: torch.device) -> Spread | None:
     """Gives each rank its part of the experts of ``model``, in place, as ``section`` says. None if it is not enabled.
 
-    Values are those of the first rank. One stack at a time is whole: also of a model on the meta device, whose experts
-    are initialised here on ``device``, and of a model that ``zero.Init`` has sharded.
+    Values are those of the first rank. One stack at a time is whole, also of a model that ``zero.Init`` has sharded. Of
+    a model on the meta device, whose experts are initialised here on ``device``, the stacks of one layer are whole.
 
     Collective. Raises the errors of ``find_experts``; ConfigError and FeatureError for numbers that do not fit. The
     model is unchanged then.
@@ -345,9 +348,10 @@ def plan_spread(model: nn.Module, section: ExpertParallel, mesh: Mesh) -> Spread
 
 def _spread(model: nn.Module, section: ExpertParallel, mesh: Mesh, device: torch.device | None) -> Spread:
     """``device``: see ``spread_experts``; None: weights on the meta device stay there."""
+    _check_settings(section, mesh)
     found = find_experts(model, section)
-    _check(found, section, mesh)
     n_ranks = section.autoep_size
+    _check_numbers(found, n_ranks, mesh)
     connect_holders(mesh, n_ranks)
     ep = mesh.with_experts(n_ranks).along(EP)
     for layer in found:
