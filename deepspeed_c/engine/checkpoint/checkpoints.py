@@ -24,6 +24,7 @@ from deepspeed_c.env import read_env
 from deepspeed_c.errors import AioError, CheckpointError, DeepSpeedCError, OffloadError, StateError
 from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.ops.scope import declaration
+from deepspeed_c.weights.names import named_as_in_model
 
 if TYPE_CHECKING:
     from deepspeed_c.checkpoint.native.save import Contents
@@ -329,8 +330,10 @@ class Checkpoints:
         if custom_load_fn is None:
             named = names_of_all(names_of(module), state.mesh)
             try:
+                if source.format == "huggingface":  # names and stacks of the file's own, such as an entry an expert
+                    source = named_as_in_model(source, module, named.names)
                 plan = plan_restore(source, module, named, state.layout, state.optimizer, state.mesh, options)
-            except StateError as raised:
+            except (StateError, CheckpointError) as raised:
                 error = raised
             verdicts = self._ranks.all_gather(str(error) if error else "")
             if any(verdicts):
