@@ -195,12 +195,33 @@ def optimizer_body(rank: int, world: int, cases: list[tuple]) -> list[tuple]:
     return found
 
 
-def test_lamb_has_the_norms_of_whole_stacks() -> None:
-    cases = [(stage, n_ranks, "Lamb", {"lr": 0.02}) for stage, n_ranks in [(0, 1), (0, 4), (1, 2), (2, 4)]]
-    (expected, state), *others = on_ranks(WORLD, optimizer_body, cases)[0]
-    for losses, weights in others:
-        assert [loss for (loss,) in losses] == pytest.approx([loss for (loss,) in expected], abs=1e-5)
-        assert_equal_tensors(weights, state, rtol=1e-5, atol=2e-5)
+HOST = {"device": "cpu"}
+SMALL = {"reduce_bucket_size": 2000, "stage3_prefetch_bucket_size": 1000, "stage3_max_live_parameters": 3000}
+ADAM = {"lr": 0.01, "params": {"eps": 1e-3}}
+# name -> (stage, optimizer, configuration)
+SETTINGS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "lamb 0": (0, "Lamb", {"lr": 0.02}),
+    "lamb 3": (3, "Lamb", {"lr": 0.02}),
+    "muon 1": (1, "Muon", {"params": {"muon_lr": 0.02, "adam_lr": 0.01}}),
+    "muon 3": (3, "Muon", {"params": {"muon_lr": 0.02, "adam_lr": 0.01}}),
+    "host 2": (2, "AdamW", {**ADAM, "zero": {"offload_optimizer": HOST}}),
+    "host 3": (3, "AdamW", {**ADAM, "zero": {"offload_optimizer": HOST, "offload_param": HOST}}),
+    "small 3": (3, "SGD", {"zero": {**SMALL, "stage3_param_persistence_threshold": 0, "sub_group_size": 1500}}),
+    "kept 3": (3, "SGD", {"zero": {"stage3_param_persistence_threshold": 10**6}}),
+    "mics": (3, "SGD", {"zero": {"mics_shard_size": 2, "stage3_param_persistence_threshold": 0}}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_equal_whole_experts(name: str) -> None:
+    """LAMB and Muon need whole stacks for their norms and products."""
+    stage, optimizer, changes = SETTINGS[name]
+    cases = [(stage, n_ranks, optimizer, changes) for n_ranks in SIZES if name != "mics" or n_ranks < 4]
+    of_ranks = on_ranks(WORLD, optimizer_body, cases)
+    for (expected, state), *others in of_ranks:
+        for losses, weights in others:
+            assert [loss for (loss,) in losses] == pytest.approx([loss for (loss,) in expected], abs=2e-5)
+            assert_equal_tensors(weights, state, rtol=1e-5, atol=2e-5)
 
 
 def test_bf16_is_near_to_whole_experts() -> None:
