@@ -64,8 +64,11 @@ class _GroupedLinear(torch.autograd.Function):
         needs_rows, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         matrices = weight.transpose(1, 2) if ctx.is_in_out else weight
         of_rows = torch.empty_like(rows) if needs_rows else None
-        # Experts without rows have the gradient 0.
-        of_weight = torch.zeros_like(weight) if needs_weight else None
+        of_weight = torch.empty_like(weight) if needs_weight else None
+        if of_weight is not None:
+            for expert, count in enumerate(ctx.counts):
+                if not count:
+                    of_weight[expert].zero_()
         of_bias = grad.new_zeros((weight.shape[0], grad.shape[1])) if needs_bias and ctx.has_bias else None
         for expert, part in _parts(ctx.counts):
             if of_rows is not None:
