@@ -2,7 +2,8 @@
 
 A *lease* makes all sharded weights available while a model generates (``drivers/lease.py``). No forward gathers then,
 so each rank ends when it has all of its tokens. A model that is too large for it is gathered for each token, in join
-mode (``drivers/join.py``): a rank that has all of its tokens serves the others.
+mode (``drivers/join.py``): a rank that has all of its tokens serves the others. Where experts lie on other ranks, the
+ranks generate in step: a rank that has all of its tokens runs on until the others have theirs.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.engine.cached_generation import KeptCache, generate_in_blocks
 from deepspeed_c.engine.group_generation import GroupGeneration, generates
 from deepspeed_c.engine.prompts import prompts_of
 from deepspeed_c.errors import DeepSpeedCError, StateError
+from deepspeed_c.zero.layout.experts import expert_ranks_of
 from deepspeed_c.zero.weights.drivers.join import JoinMode
 from deepspeed_c.zero.weights.drivers.lease import Lease
 from deepspeed_c.zero.weights.fetch import Fetcher
 
 __all__ = ["Generation", "GenerationCost"]
+
+_REFUSED = -1
 
 
 class GenerationCost(NamedTuple):
@@ -52,6 +57,7 @@ class Generation:
     fetcher: returns the engine's fetcher, or None if no weights are sharded. require_ready: raises if the engine cannot
     run. check_prompts: raises if the model cannot go on from the arguments of a ``generate``. trains: returns whether
     the engine has an optimizer. group: returns the ranks that generate together; None if each rank generates alone.
+    comm: all ranks of the engine.
     """
 
     def __init__(
@@ -63,7 +69,9 @@ class Generation:
         check_prompts: Callable[[tuple, dict[str, Any]], None],
         trains: Callable[[], bool],
         group: Callable[[], GroupGeneration | None],
+        comm: Collectives,
     ) -> None:
+        self._comm = comm
         self._module, self._fetcher, self._trains, self._group = module, fetcher, trains, group
         self._require_ready, self._check_prompts = require_ready, check_prompts
         self._threads: Counter[int] = Counter()  # calls that have not returned, by thread
@@ -90,6 +98,11 @@ class Generation:
         return self._fetcher()
 
     @property
+    def is_in_step(self) -> bool:
+        """Whether all ranks run the same number of forwards: each of them has experts for the tokens of others."""
+        return any(expert_ranks_of(param) > 1 for param in self._module.parameters())
+
+    @property
     def is_running(self) -> bool:
         return bool(self._threads)
 
@@ -112,16 +125,22 @@ class Generation:
 
         Raises StateError in training mode with gradients enabled, and for prompts that the engine refuses, before a
         gather. Ranks that would wait for a rank that has raised get a StateError; in join mode it serves them first.
+        Where ranks generate in step, a rank without prompts is a StateError on all of them.
         """
         is_outermost = threading.get_ident() not in self._threads
         fetcher, group = self._fetcher(), self._group()
         joins = group is None and fetcher is not None and not fetcher.drivers.of(Lease).can_begin
+        in_step = is_outermost and self.is_in_step
         try:
-            self._check(args, kwargs, is_outermost and not joins)
+            self._check(args, kwargs, is_outermost and (in_step or not joins))
         except DeepSpeedCError as error:
-            if is_outermost:
+            if in_step:
+                self._gather_prompts(_REFUSED)
+            elif is_outermost:
                 self._refuse(error, fetcher, group)
             raise
+        if in_step:
+            self._agree_to_step(args, kwargs)
         began = time.perf_counter()
         try:
             with self.running(), fetcher.drivers.of(JoinMode).running() if joins else nullcontext():
@@ -142,6 +161,24 @@ class Generation:
             prompts = prompts_of(args, kwargs)
             n_prompts = len(prompts) if torch.is_tensor(prompts) and prompts.ndim else 0
             self.cost = self.cost.plus(GenerationCost(n_prompts, lease_s, time.perf_counter() - began))
+
+    def _gather_prompts(self, n_prompts: int) -> list[int]:
+        """The number of prompts of each rank, or ``_REFUSED``. Collective over all ranks of the engine."""
+        return [int(n) for n in self._comm.gather_numbers(n_prompts, label="prompts")]
+
+    def _agree_to_step(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Raises StateError, on all ranks, if a rank runs no forward: the experts of the others would wait for it."""
+        prompts = prompts_of(args, kwargs)
+        n_prompts = len(prompts) if torch.is_tensor(prompts) and prompts.ndim else 1
+        everyone = self._gather_prompts(n_prompts)
+        for rank, n in zip(self._comm.global_ranks, everyone, strict=True):
+            if n <= 0:
+                raise StateError(
+                    f"rank {rank} has {'refused its prompts' if n == _REFUSED else 'no prompts'}, and experts lie on all"
+                    " ranks: each of them runs each forward",
+                    where="generate",
+                    fix="mend the call of that rank" if n == _REFUSED else "give each rank a prompt",
+                )
 
     @staticmethod
     def _refuse(error: DeepSpeedCError, fetcher: Fetcher | None, group: GroupGeneration | None) -> None:
@@ -232,13 +269,17 @@ class _LeasedGenerate:
             prompts = prompts_of(args, kwargs)
             if torch.is_tensor(prompts) and prompts.ndim and len(prompts) == 0:
                 return prompts  # of a rank without prompts, with which models cannot run
-            if may_differ and self._place_of_sync is not None:
-                # Transformers would have the ranks wait for one another at each token.
+            in_step = self._generation.is_in_step
+            if (in_step or may_differ) and self._place_of_sync is not None:
+                # Transformers has the ranks wait for one another at each token, or not.
                 place = self._place_of_sync
                 if place < len(args):
-                    args = (*args[:place], False, *args[place + 1 :])
+                    args = (*args[:place], in_step, *args[place + 1 :])
                 else:
-                    kwargs["synced_gpus"] = False
+                    kwargs["synced_gpus"] = in_step
+            if in_step:
+                # A rank that has all of its tokens goes on writing keys, for which blocks would have no room.
+                return self._generate(*args, **kwargs)
             return generate_in_blocks(self._model, self._generate, args, kwargs, self._generation.kept)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -90,6 +90,7 @@ class ModelHost(Compiling, ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
             check_prompts=self._check_prompts,
             trains=lambda: self._trains,
             group=lambda: self._edits.get("group generation"),
+            comm=comm,
         )
         self._edits = edits
 
