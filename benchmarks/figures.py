@@ -801,6 +801,28 @@ FIGURES = [
         )
     ),
     *(
+        Figure(
+            f"a Mixtral (4 layers, 8 experts) with `expert_parallel` over 2 ranks, stage 2: {what}",
+            goal,
+            "expert_parallel",
+            {"contender": "experts over ranks"},
+            key,
+            why_not=why_not,
+            is_important=key in ("ratio_to_whole", "ratio_to_deepspeed"),
+        )
+        for what, goal, key, why_not in (
+            ("a step over one with all experts on each rank", "<= 0.85", "ratio_to_whole", ""),
+            ("a step over DeepSpeed's AutoEP", "<= 0.9", "ratio_to_deepspeed", ""),
+            ("peak of a rank over the plan", "<= 1.05", "peak_to_plan", ""),
+            (
+                "peak of `from_pretrained` under `zero.Init` over a rank's part and the largest tensor",
+                "<= 1.1",
+                "load_of_part_and_tensor",
+                "transformers puts the stacks of a layer together from a file, and gathers all of a module at once",
+            ),
+        )
+    ),
+    *(
         Figure(f"{what}: over without tiles", goal, "tiled_loss", {"part": part}, key)
         for what, goal, part, key in (
             (

@@ -545,6 +545,14 @@ BENCHMARKS = [
         "--rounds 1 --tokens 128",
         n_ranks=2,
     ),
+    _script(
+        "expert_parallel",
+        "experts",
+        "benchmarks/hf/expert_parallel.py",
+        (*ENGINE, "deepspeed_c/moe", "deepspeed_c/plan", "csrc/moe", "csrc/comm"),
+        600,
+        "--rounds 1 --steps 2 --width 128 --inner 256 --tokens 64",
+    ),
     _script("import_time", "starting", f"{OURS}/import_time.py", ("deepspeed_c", "ops"), 80, "--rounds 1"),
     _script("start_time", "starting", f"{OURS}/start_time.py", ("deepspeed_c", "ops"), 200, "--rounds 1"),
     _script(
