@@ -155,6 +155,9 @@ def save_adapters(rank: int, world: int, folder: str, ep: int, stage: int) -> to
     engine.eval()
     with torch.no_grad():
         logits = engine(input_ids=tokens(9)).logits
+        if stage < 3:
+            engine.module.merge_adapter()
+            torch.testing.assert_close(engine(input_ids=tokens(9)).logits, logits, rtol=0, atol=1e-4)
     engine.destroy()
     return logits
 
