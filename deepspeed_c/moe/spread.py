@@ -324,8 +324,9 @@ class Spread(NamedTuple):
 def spread_experts(model: nn.Module, section: ExpertParallel, mesh: Mesh, device: torch.device) -> Spread | None:
     """Gives each rank its part of the experts of ``model``, in place, as ``section`` says. None if it is not enabled.
 
-    Values are those of the first rank. One stack at a time is whole, also of a model that ``zero.Init`` has sharded. Of
-    a model on the meta device, whose experts are initialised here on ``device``, the stacks of one layer are whole.
+    Values are those of the first rank. One stack at a time is whole, also of a model that ``zero.Init`` has sharded. The
+    experts of a model on the meta device are initialised here on ``device``, those of this rank alone: their random
+    numbers depend on ``autoep_size``.
 
     Collective. Raises the errors of ``find_experts``; ConfigError and FeatureError for numbers that do not fit. The
     model is unchanged then.
@@ -360,16 +361,23 @@ def _spread(model: nn.Module, section: ExpertParallel, mesh: Mesh, device: torch
         if section.validate_folding_routing:
             layer.module.compare_over(mesh.tensors)
         if n_ranks > 1:
-            if device is not None:
-                _materialize(model, layer, device)
             _cut(layer, ep, mesh)
+    if n_ranks > 1 and device is not None:
+        _materialize(model, found, ep, mesh, device)
     return Spread(found, n_ranks)
 
 
-def _materialize(model: nn.Module, layer: FoundExperts, device: torch.device) -> None:
-    if any(stack.param.is_meta for stack in layer.stacks):
-        adapters = (module for each in layer.adapters for module in each.modules())
-        materialize(model, device, only={layer.module, *adapters})
+def _materialize(
+    model: nn.Module, found: list[FoundExperts], ep: Collectives, mesh: Mesh, device: torch.device
+) -> None:
+    owners = {stack.owner for layer in found for stack in layer.stacks if stack.param.is_meta}
+    if not owners:
+        return
+    mine = torch.randint(1 << 31, ()).item()
+    seed = int(mesh.stage.gather_numbers(mine, label="seed of experts")[0]) + ep.rank
+    with torch.random.fork_rng():  # ranks draw other experts here, and the same numbers afterwards
+        torch.manual_seed(seed)
+        materialize(model, device, only=owners)
 
 
 def _cut(layer: FoundExperts, ep: Collectives, mesh: Mesh) -> None:
@@ -379,7 +387,8 @@ def _cut(layer: FoundExperts, ep: Collectives, mesh: Mesh) -> None:
         with torch.no_grad():
             if state_of(param) is None:
                 whole = param.data.contiguous()
-                mesh.stage.broadcast(whole, 0, label=stack.name)
+                if not whole.is_meta:
+                    mesh.stage.broadcast(whole, 0, label=stack.name)
                 param.data = cut.take(whole)
             else:
                 take_over(param, cut.take(whole_of(param)))
