@@ -120,7 +120,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "moe": {"config", "logging", "comm", "ops", "_C", "zero", "recompute", "utils", "inject"},
     "inference": {
         *("config", "logging", "comm", "accelerator", "ops", "_C", "zero", "engine", "inject", "utils", "checkpoint"),
-        *("offload", "weights", "compression"),
+        *("offload", "weights", "compression", "kv"),
     },
     "plan": {
         *("config", "comm", "ops", "_C", "zero", "offload", "engine", "quantity", "inject", "recompute", "inference"),

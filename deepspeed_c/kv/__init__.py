@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["attention", "cache"]
+__all__ = ["attention", "cache", "ragged"]
 
 
 def __getattr__(name: str) -> Any:

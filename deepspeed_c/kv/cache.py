@@ -17,13 +17,14 @@ from transformers.cache_utils import (
 )
 
 from deepspeed_c.errors import StateError
-from deepspeed_c.kv.group import CallNeedsOwnCache, Group, blocks_of, own_cache
+from deepspeed_c.kv.group import CallNeedsOwnCache, Group, Step, blocks_of, own_cache
 from deepspeed_c.ops import kv
 from deepspeed_c.ops.kv import BLOCK_TOKENS
 
 __all__ = [
     "BlockCache",
     "BlockLayer",
+    "CacheInBlocks",
     "CrossCache",
     "CrossLayer",
     "EncodedCache",
@@ -104,6 +105,11 @@ class BlockLayer(CacheLayerMixin):
                 ) from error
             raise own_cache(f"more tokens come than the call asked for ({error})", CallNeedsOwnCache) from error
         self.length += key_states.shape[2]
+        return self._write(step, key_states, value_states)
+
+    def _write(
+        self, step: Step, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if step.copies is not None and step.number != self._last_step:
             source, target = step.copies
             self.keys[target] = self.keys[source]
@@ -196,7 +202,38 @@ class CrossLayer(CacheLayerMixin):
         return self.length + query_length, 0
 
 
-class BlockCache(DynamicCache):
+class CacheInBlocks(DynamicCache):
+    """The base of caches whose keys attention must find by ``view_of``. config: of the model, as ``DynamicCache`` takes
+    it. Raises NeedsOwnCache for a model with layers of another kind (recurrent states)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.awaited: BlockLayer | CrossLayer | None = None
+        """The layer whose keys were written last, until attention has found them."""
+        self.windows = [_window_of(layer) for layer in self.layers]
+        """Tokens that a query of each layer sees; None: all."""
+
+    def expect(self, layer: BlockLayer | CrossLayer) -> None:
+        """Notes that attention must find the keys of ``layer`` next.
+
+        Raises NeedsOwnCache where it has not found the keys of the layer before.
+        """
+        if self.awaited is not None:
+            raise own_cache(
+                f"the keys of layer {self.awaited.index} were read by an attention that does not know blocks"
+            )
+        self.awaited = layer
+
+
+def _window_of(layer: Any) -> int | None:
+    if type(layer) is DynamicLayer:
+        return None
+    if type(layer) is DynamicSlidingWindowLayer:
+        return layer.sliding_window
+    raise own_cache(f"a layer of the model keeps a {type(layer).__name__}")
+
+
+class BlockCache(CacheInBlocks):
     """The keys and values of a model's layers of full and of sliding attention.
 
     Args:
@@ -208,27 +245,16 @@ class BlockCache(DynamicCache):
     """
 
     def __init__(self, config: Any, n_blocks: int, most_bytes: int | None = None) -> None:
-        super().__init__(config=config)
+        super().__init__(config)
         self._config, self._most_bytes = config, most_bytes
         self.is_cut_short = False
         """Whether ``most_bytes`` has left fewer blocks than were asked for."""
         self.groups: dict[int | None, Group] = {}
-        self.awaited: BlockLayer | CrossLayer | None = None
-        """The layer whose keys were written last, until attention has found them."""
         self._first: torch.Tensor | None = None  # behind the padding of each row; None: no row is padded
         self._mask: torch.Tensor | None = None  # whose first tokens these are
-        windows = [self._window_of(layer) for layer in self.layers]
-        for window in windows:
+        for window in self.windows:
             self.groups.setdefault(window, Group(n_blocks, window))
-        self.layers = [BlockLayer(self, self.groups[window], i) for i, window in enumerate(windows)]
-
-    @staticmethod
-    def _window_of(layer: Any) -> int | None:
-        if type(layer) is DynamicLayer:
-            return None
-        if type(layer) is DynamicSlidingWindowLayer:
-            return layer.sliding_window
-        raise own_cache(f"a layer of the model keeps a {type(layer).__name__}")
+        self.layers = [BlockLayer(self, self.groups[window], i) for i, window in enumerate(self.windows)]
 
     def holds(self, config: Any, n_blocks: int) -> bool:
         """Whether a call that needs so many blocks may use this cache."""
@@ -256,17 +282,6 @@ class BlockCache(DynamicCache):
             )
         for group in self.groups.values():
             group.limit(min(group.n_blocks, n_most))
-
-    def expect(self, layer: BlockLayer | CrossLayer) -> None:
-        """Notes that attention must find the keys of ``layer`` next.
-
-        Raises NeedsOwnCache where it has not found the keys of the layer before.
-        """
-        if self.awaited is not None:
-            raise own_cache(
-                f"the keys of layer {self.awaited.index} were read by an attention that does not know blocks"
-            )
-        self.awaited = layer
 
     def first_of(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """The first token of each row that is no padding, int64 [batch]; None where no row is padded.

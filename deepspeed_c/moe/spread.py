@@ -324,9 +324,9 @@ class Spread(NamedTuple):
 def spread_experts(model: nn.Module, section: ExpertParallel, mesh: Mesh, device: torch.device) -> Spread | None:
     """Gives each rank its part of the experts of ``model``, in place, as ``section`` says. None if it is not enabled.
 
-    Values are those of the first rank. One stack at a time is whole, also of a model that ``zero.Init`` has sharded. The
-    experts of a model on the meta device are initialised here on ``device``, those of this rank alone: their random
-    numbers depend on ``autoep_size``.
+    Values are those of the first rank. One stack at a time is whole, also of a model that ``zero.Init`` has sharded.
+    Of the experts of a model on the meta device, those of this rank alone are initialised here on ``device``: their
+    random numbers depend on ``autoep_size``.
 
     Collective. Raises the errors of ``find_experts``; ConfigError and FeatureError for numbers that do not fit. The
     model is unchanged then.

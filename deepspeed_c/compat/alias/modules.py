@@ -128,6 +128,21 @@ _CONFIG, _SECTIONS, _TIMING = (
 )
 _RUNNERS = ("PDSHRunner", "OpenMPIRunner", "MPICHRunner", "IMPIRunner", "SlurmRunner", "MVAPICHRunner")
 _INFERENCE_CONFIG = "deepspeed_c.config.inference"
+_RAGGED = "deepspeed_c.inference.v2"
+_RAGGED_BUILDERS = ("build_engine_from_ds_checkpoint", "build_hf_engine")
+_RAGGED_ENGINE = {
+    "DeepSpeedTPConfig": f"{_INFERENCE_CONFIG}:DeepSpeedTPConfig",
+    "InferenceEngineV2": f"{_RAGGED}.engine:InferenceEngineV2",
+    "RaggedInferenceEngineConfig": f"{_RAGGED}.config:RaggedInferenceEngineConfig",
+    **{name: f"{_RAGGED}.factory:{name}" for name in _RAGGED_BUILDERS},
+}
+_RAGGED_LIMITS = {
+    name: f"{_RAGGED}.config:{name}" for name in ("AllocationMode", "DSStateManagerConfig", "MemoryConfig")
+}
+_RAGGED_STATE = {
+    name: f"{_RAGGED}.state:{name}"
+    for name in ("DSSequenceDescriptor", "DSStateManager", "PlaceholderSequenceDescriptor")
+}
 _BUILDERS = "deepspeed_c.ops.op_builder"
 _GETTERS = "deepspeed_c.compat.config_getters"
 _RUNTIME_GETTERS = {
@@ -447,6 +462,31 @@ _NAMES: dict[str, dict[str, str]] = {
     "deepspeed.runtime.swap_tensor.aio_config": {"get_aio_config": f"{_GETTERS}:get_aio_config"},
     "deepspeed.datastates.config": {"DeepSpeedDataStatesConfig": f"{_SECTIONS}:DeepSpeedDataStatesConfig"},
     "deepspeed.inference.engine": {"InferenceEngine": "deepspeed_c.inference.engine:InferenceEngine"},
+    **dict.fromkeys(("deepspeed.inference", "deepspeed.inference.v2"), _RAGGED_ENGINE),
+    "deepspeed.inference.v2.config_v2": {
+        "DeepSpeedTPConfig": f"{_INFERENCE_CONFIG}:DeepSpeedTPConfig",
+        "QuantizationConfig": f"{_RAGGED}.config:RaggedQuantizationConfig",
+        **{name: f"{_RAGGED}.config:{name}" for name in ("DSStateManagerConfig", "RaggedInferenceEngineConfig")},
+    },
+    "deepspeed.inference.v2.engine_factory": {
+        name: _RAGGED_ENGINE[name] for name in ("InferenceEngineV2", "RaggedInferenceEngineConfig", *_RAGGED_BUILDERS)
+    },
+    "deepspeed.inference.v2.engine_v2": {
+        **{name: _RAGGED_ENGINE[name] for name in ("InferenceEngineV2", "RaggedInferenceEngineConfig")},
+        **{name: f"{_RAGGED}.scheduling:{name}" for name in ("SchedulingError", "SchedulingResult")},
+        **{name: f"{_RAGGED}.state:{name}" for name in ("DSStateManager", "PlaceholderSequenceDescriptor")},
+    },
+    "deepspeed.inference.v2.scheduling_utils": {
+        name: f"{_RAGGED}.scheduling:{name}" for name in ("SchedulingError", "SchedulingResult")
+    },
+    "deepspeed.inference.v2.ragged": {**_RAGGED_LIMITS, **_RAGGED_STATE},
+    "deepspeed.inference.v2.ragged.manager_configs": _RAGGED_LIMITS,
+    "deepspeed.inference.v2.ragged.ragged_manager": {
+        name: _RAGGED_STATE[name] for name in ("DSSequenceDescriptor", "DSStateManager")
+    },
+    "deepspeed.inference.v2.ragged.sequence_descriptor": {
+        name: _RAGGED_STATE[name] for name in ("DSSequenceDescriptor", "PlaceholderSequenceDescriptor")
+    },
     "deepspeed.inference.config": {
         "DtypeEnum": "deepspeed_c.compat.dtype_enum:DtypeEnum",
         **{

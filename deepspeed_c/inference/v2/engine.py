@@ -1,0 +1,299 @@
+"""The ragged engine: sequences come, go on and end by uid, and any of them share a forward.
+
+A prompt, a piece of one and a single new token are all rows of one forward, behind one another. The model is
+transformers' own, made ready by ``init_inference``; keys and values lie in blocks (``kv/ragged.py``). A sequence's
+result does not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed_c import kv
+from deepspeed_c.accelerator import Accelerator
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.errors import DeepSpeedCError, FeatureError, ModelError, StateError
+from deepspeed_c.inference.engine import InferenceEngine
+from deepspeed_c.inference.limits import positions_of
+from deepspeed_c.inference.v2.config import AllocationMode, RaggedInferenceEngineConfig
+from deepspeed_c.inference.v2.scheduling import SchedulingError, SchedulingResult
+from deepspeed_c.inference.v2.state import DSSequenceDescriptor, DSStateManager, PlaceholderSequenceDescriptor
+from deepspeed_c.inject.few_rows import few_row_products
+from deepspeed_c.kv.group import NeedsOwnCache, blocks_of
+from deepspeed_c.logging import log_dist
+from deepspeed_c.weights.configs import save_configs
+
+__all__ = ["FORMAT", "METADATA", "InferenceEngineV2"]
+
+METADATA = "ds_engine_v2.json"
+FORMAT = 1
+# Lengths of the two sequences that a model is tried with, each in two pieces.
+_TRIED = (5, 3)
+
+
+class InferenceEngineV2:
+    """Runs sequences of any lengths in one forward.
+
+    Args:
+        policy: the engine of ``init_inference`` around a model of transformers that generates.
+        engine_config: limits and memory.
+
+    Raises FeatureError for a family whose tokens cannot lie behind one another, StateError where the memory has no room
+    for one sequence.
+    """
+
+    def __init__(self, policy: InferenceEngine, engine_config: RaggedInferenceEngineConfig) -> None:
+        self._host, self._config = policy, engine_config
+        self._module = policy.module
+        limit = positions_of(self._module)[1]
+        manager = engine_config.state_manager
+        self._max_context = manager.max_context if limit is None else min(manager.max_context, limit)
+        self._words = self._module.config.get_text_config(decoder=True).vocab_size
+        takes = inspect.signature(self._module.forward).parameters
+        self._keeps_last = "logits_to_keep" in takes
+        self._undo = ExitStack()
+        self._undo.enter_context(few_row_products(self._module))
+        try:
+            n_bytes = self._try_out(takes)
+            cache = kv.ragged.RaggedCache(self._module.config, self._n_blocks(n_bytes))
+        except BaseException:
+            self._undo.close()
+            raise
+        self._state = DSStateManager(manager, cache)
+        log_dist(
+            f"ragged engine: {cache.groups[0].n_blocks} blocks of {self._state.kv_block_size} tokens in"
+            f" {len(cache.groups)} group(s), {self._max_context} tokens a sequence",
+            ranks=[0],
+        )
+
+    @property
+    def free_blocks(self) -> torch.Tensor:
+        """Free blocks of keys and values, int64 [groups of layers with one window]."""
+        return self._state.free_blocks
+
+    @property
+    def n_kv_cache_groups(self) -> int:
+        """Groups of layers with one window."""
+        return self._state.n_kv_cache_groups
+
+    def model(self) -> torch.nn.Module:
+        """The model."""
+        return self._module
+
+    def put(
+        self, batch_uids: Iterable[int], batch_tokens: Iterable[torch.Tensor], do_checks: bool = True
+    ) -> torch.Tensor:
+        """Runs new tokens of sequences in one forward. A uid that is not known begins a sequence.
+
+        batch_tokens: integers [tokens] of each uid. do_checks: False leaves out the limits of numbers, which
+        ``can_schedule`` has answered; the memory is checked anyway.
+
+        Returns the logits of the last token of each sequence, [sequences, words]. On tensor-parallel ranks all ranks
+        make the same call. Raises SchedulingError for a batch beyond a limit, ModelError for tokens that are no words
+        of the model, an empty batch and a uid that comes twice. Nothing is changed then; after an exception within the
+        forward all sequences are as they were.
+        """
+        uids, tokens = list(batch_uids), [torch.as_tensor(each) for each in batch_tokens]
+        self._check_tokens(uids, tokens)
+        lengths = [each.numel() for each in tokens]
+        if do_checks:
+            self._require(uids, lengths)
+        known = set(self._state.tracked_sequences)
+        try:
+            sequences = [self._state.get_or_create_sequence(uid) for uid in uids]
+            return self._run(sequences, tokens, lengths)
+        except BaseException:
+            for uid in uids:
+                if uid not in known and self._state.get_sequence(uid) is not None:
+                    self._state.flush_sequence(uid)
+            raise
+
+    def query(self, uid: int, max_request_tokens: int, max_request_blocks: Any) -> tuple[int, int]:
+        """(tokens of at most ``max_request_tokens`` that have room, the blocks that they take), for at most
+        ``max_request_blocks`` blocks, a number or a tensor by group. (0, 0) for a new sequence where there are
+        ``max_tracked_sequences`` already."""
+        found = self._state.get_sequence(uid)
+        if found is None and self._state.n_tracked_sequences >= self._config.state_manager.max_tracked_sequences:
+            return 0, 0
+        return self._room(found, max_request_tokens, int(torch.as_tensor(max_request_blocks).min()))
+
+    def can_schedule(self, uids: Iterable[int], lengths: Iterable[int]) -> SchedulingResult:
+        """Whether a ``put`` of so many tokens of each uid fits."""
+        return self._limit_of(list(uids), list(lengths))[0]
+
+    def get_remaining_block_capacity(self, uid: int) -> int:
+        """Tokens that need no further block; 0 for a uid that is not known."""
+        found = self._state.get_sequence(uid)
+        return 0 if found is None else -found.seen_tokens % self._state.kv_block_size
+
+    def flush(self, uid: int) -> None:
+        """Ends a sequence. Raises StateError for a uid that is not known."""
+        self._state.flush_sequence(uid)
+
+    def serialize(self, save_path: str) -> None:
+        """Writes the whole model into the folder ``save_path``: safetensors, and JSON that
+        ``build_engine_from_ds_checkpoint`` reads. On tensor-parallel ranks all ranks call it."""
+        self._host.save_16bit_model(save_path, "model.safetensors")
+        if torch.distributed.get_rank() == 0:
+            architecture = type(self._module).__name__
+            save_configs(self._module.config, self._module.generation_config, architecture, save_path)
+            text = json.dumps({"format": FORMAT, "architecture": architecture}, indent=2)
+            (Path(save_path) / METADATA).write_text(text + "\n", encoding="utf-8")
+
+    def destroy(self) -> None:
+        """Ends the engine, and gives the model its own forward back."""
+        self._undo.close()
+        self._host.destroy()
+
+    def _check_tokens(self, uids: Sequence[int], tokens: Sequence[torch.Tensor]) -> None:
+        what = ""
+        if len(uids) != len(tokens):
+            what = f"{len(uids)} uids came with tokens of {len(tokens)}"
+        elif not uids:
+            what = "the batch has no sequence"
+        elif len(set(uids)) < len(uids):
+            what = f"the uid {next(uid for uid in uids if uids.count(uid) > 1)} comes twice"
+        for uid, each in zip(uids, tokens):
+            if what:
+                break
+            if each.dim() != 1 or not each.numel() or each.is_floating_point():
+                what = f"the tokens of {uid} are {tuple(each.shape)} {each.dtype}; integers [tokens] are expected"
+            elif not bool(((each >= 0) & (each < self._words)).all()):
+                wrong = each[(each < 0) | (each >= self._words)][0]
+                what = f"token {int(wrong)} of {uid} is no word of the model, which has {self._words}"
+        if what:
+            raise ModelError(what, where="put", fix="pass each uid once, with one token or more of the vocabulary")
+
+    def _require(self, uids: Sequence[int], lengths: Sequence[int]) -> None:
+        result, what = self._limit_of(uids, lengths)
+        if result is not SchedulingResult.Success:
+            raise SchedulingError(result, what, fix="put fewer sequences or tokens, or flush sequences that have ended")
+
+    def _limit_of(self, uids: Sequence[int], lengths: Sequence[int]) -> tuple[SchedulingResult, str]:
+        """(the first limit that a batch exceeds, both numbers)."""
+        manager, known = self._config.state_manager, self._state
+        n_sequences = known.n_tracked_sequences + sum(known.get_sequence(uid) is None for uid in set(uids))
+        n_free, n_needed = min(known.cache.n_free), 0
+        for uid, length in zip(uids, lengths, strict=True):
+            found = known.get_sequence(uid)
+            seen = 0 if found is None else found.seen_tokens
+            if seen + length > self._max_context:
+                what = f"sequence {uid} would have {seen + length} tokens, and {self._max_context} are the most"
+                return SchedulingResult.SequenceTokenLimitExceeded, what
+            n_needed += known.cache.n_needed(seen, length)
+        result = SchedulingResult
+        limits = (
+            (result.BatchSequenceLimitExceeded, "sequences", len(uids), manager.max_ragged_sequence_count),
+            (result.KVCacheLimitExceeded, "further blocks of keys and values", n_needed, n_free),
+            (result.EngineSequenceLimitExceeded, "sequences at one time", n_sequences, manager.max_tracked_sequences),
+            (result.BatchTokenLimitExceeded, "tokens", sum(lengths), manager.max_ragged_batch_size),
+        )
+        for found, name, n, most in limits:
+            if n > most:
+                return found, f"the batch needs {n} {name}, and {most} are the most"
+        return SchedulingResult.Success, ""
+
+    def _room(self, found: DSSequenceDescriptor | None, n_tokens: int, n_blocks: int) -> tuple[int, int]:
+        sequence = PlaceholderSequenceDescriptor() if found is None else found
+        seen = sequence.seen_tokens
+        n_tokens = min(n_tokens, self._max_context - seen)
+        in_blocks = (n_blocks + sequence.cur_allocated_blocks) * self._state.kv_block_size - seen
+        n_tokens = max(min(n_tokens, in_blocks), 0)
+        return n_tokens, self._state.cache.n_needed(seen, n_tokens)
+
+    def _run(
+        self, sequences: Sequence[DSSequenceDescriptor], tokens: Sequence[torch.Tensor], lengths: Sequence[int]
+    ) -> torch.Tensor:
+        try:
+            return self._forward(self._state.cache, [each.cached for each in sequences], tokens, lengths)
+        except MemoryError as error:
+            raise SchedulingError(
+                SchedulingResult.KVCacheLimitExceeded, str(error), fix="flush sequences that have ended"
+            ) from error
+
+    def _forward(
+        self, cache: Any, sequences: Sequence[Any], tokens: Sequence[torch.Tensor], lengths: Sequence[int]
+    ) -> torch.Tensor:
+        device = self._host.device
+        begins = [sequence.length for sequence in sequences]
+        places = [torch.arange(begin, begin + n) for begin, n in zip(begins, lengths, strict=True)]
+        last = torch.tensor(lengths).cumsum(0) - 1
+        keeps = {"logits_to_keep": last.to(device)} if self._keeps_last else {}
+        with torch.no_grad(), cache.step(sequences, lengths), kv.attention.attention_in_blocks(self._module):
+            logits = self._host(
+                input_ids=torch.cat(list(tokens)).long()[None].to(device),
+                position_ids=torch.cat(places)[None].to(device),
+                past_key_values=cache,
+                use_cache=True,
+                **keeps,
+            ).logits[0]
+        return logits if self._keeps_last else logits[last.to(device)]
+
+    def _try_out(self, takes: Iterable[str]) -> int:
+        """Compares two short sequences in pieces, behind one another, with each alone. Returns the bytes that one block
+        of keys and values takes in all layers.
+
+        Raises FeatureError where the results differ, or where the model cannot run so.
+        """
+        family, where = type(self._module).__name__, "InferenceEngineV2"
+        if missing := [name for name in ("input_ids", "position_ids", "past_key_values") if name not in takes]:
+            raise FeatureError(
+                f"the forward of {family} takes no {', '.join(missing)}: its tokens cannot lie behind one another",
+                where=where,
+                fix="use deepspeed_c.init_inference and generate",
+            )
+        rng = torch.Generator().manual_seed(0)
+        sequences = [torch.randint(0, self._words, (n,), generator=rng) for n in _TRIED]
+        try:
+            cache = kv.ragged.RaggedCache(self._module.config, sum(map(blocks_of, _TRIED)))
+            cached = [cache.open() for _ in sequences]
+            for piece in (slice(0, 2), slice(2, None)):
+                pieces = [each[piece] for each in sequences]
+                found = self._forward(cache, cached, pieces, [len(each) for each in pieces])
+            with torch.no_grad():
+                alone = [self._host(input_ids=each[None].to(self._host.device)).logits[0, -1] for each in sequences]
+        except (NeedsOwnCache, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+            if isinstance(error, DeepSpeedCError) and not isinstance(error, NeedsOwnCache):
+                raise
+            raise FeatureError(
+                f"the tokens of {family} cannot lie behind one another: {error}",
+                where=where,
+                fix="use deepspeed_c.init_inference and generate",
+            ) from error
+        expected = torch.stack(alone).float()
+        off = float((found.float() - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+        if not off < (1e-4 if found.dtype == torch.float32 else 0.05):
+            raise FeatureError(
+                f"two sequences of {family} in one forward differ from each alone by {off:.2g} of the largest logit",
+                where=where,
+                fix="use deepspeed_c.init_inference and generate",
+            )
+        keys = [each for layer in cache.layers for each in (layer.keys, layer.values)]
+        return sum(each[0].numel() * each.itemsize for each in keys)
+
+    def _n_blocks(self, block_bytes: int) -> int:
+        """The blocks of each group, the same on all ranks.
+
+        Raises StateError where there is no room for one sequence of one block.
+        """
+        memory, manager = self._config.state_manager.memory_config, self._config.state_manager
+        if AllocationMode(memory.mode) is AllocationMode.ALLOCATE:
+            return memory.size
+        host = Accelerator("cpu")  # blocks of a model in host memory, also on a machine with an accelerator
+        n_free = (host.available_memory() - memory.size) // host.device_count()
+        n_blocks = min(Collectives().gather_numbers(max(n_free // block_bytes, 0)))
+        if n_blocks < 1:
+            raise StateError(
+                f"a block of keys and values takes {block_bytes} bytes, and {n_free} are left beside"
+                f" memory_config.size ({memory.size})",
+                where="state_manager.memory_config",
+                fix="reserve less, or free memory",
+            )
+        return int(min(n_blocks, manager.max_tracked_sequences * blocks_of(self._max_context)))

@@ -1,0 +1,103 @@
+"""The sequences of the ragged engine, and what they hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from deepspeed_c.errors import StateError
+from deepspeed_c.inference.v2.config import DSStateManagerConfig
+from deepspeed_c.ops.kv import BLOCK_TOKENS
+
+__all__ = ["DSSequenceDescriptor", "DSStateManager", "PlaceholderSequenceDescriptor"]
+
+
+class PlaceholderSequenceDescriptor:
+    """A sequence that the engine does not know yet."""
+
+    def __init__(self, seen_tokens: int = 0, cur_allocated_blocks: int = 0, kv_blocks_ptr: int = 0) -> None:
+        self._seen_tokens, self._n_blocks, self._pointer = seen_tokens, cur_allocated_blocks, kv_blocks_ptr
+
+    @property
+    def seen_tokens(self) -> int:
+        return self._seen_tokens
+
+    @property
+    def cur_allocated_blocks(self) -> int:
+        return self._n_blocks
+
+    @property
+    def kv_blocks_ptr(self) -> int:
+        return self._pointer
+
+
+class DSSequenceDescriptor:
+    """A sequence that the engine holds. cached: its keys and values (``kv.ragged.CachedSequence``)."""
+
+    def __init__(self, uid: int, cached: Any) -> None:
+        self.uid, self.cached = uid, cached
+
+    @property
+    def seen_tokens(self) -> int:
+        """Tokens whose forward has ended."""
+        return self.cached.length
+
+    @property
+    def cur_allocated_blocks(self) -> int:
+        """Blocks of one group that its tokens take, those that a window has given back among them."""
+        return -(-self.cached.length // BLOCK_TOKENS)
+
+
+class DSStateManager:
+    """The sequences by uid, over one cache (``kv.ragged.RaggedCache``)."""
+
+    def __init__(self, config: DSStateManagerConfig, cache: Any) -> None:
+        self.config, self.cache = config, cache
+        self._sequences: dict[int, DSSequenceDescriptor] = {}
+
+    @property
+    def tracked_sequences(self) -> dict[int, DSSequenceDescriptor]:
+        """The sequences by uid."""
+        return self._sequences
+
+    @property
+    def n_tracked_sequences(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def kv_block_size(self) -> int:
+        """Tokens of a block."""
+        return BLOCK_TOKENS
+
+    @property
+    def n_kv_cache_groups(self) -> int:
+        """Groups of layers with one window."""
+        return len(self.cache.groups)
+
+    @property
+    def free_blocks(self) -> torch.Tensor:
+        """Free blocks, int64 [groups]."""
+        return torch.tensor(self.cache.n_free)
+
+    def get_sequence(self, uid: int) -> DSSequenceDescriptor | None:
+        """The sequence; None if the engine does not know it."""
+        return self._sequences.get(uid)
+
+    def get_or_create_sequence(self, uid: int) -> DSSequenceDescriptor:
+        """The sequence, which is made without tokens if the engine does not know it."""
+        found = self._sequences.get(uid)
+        if found is None:
+            found = self._sequences[uid] = DSSequenceDescriptor(uid, self.cache.open())
+        return found
+
+    def flush_sequence(self, uid: int) -> None:
+        """Ends a sequence. Its blocks are free. Raises StateError for a uid that the engine does not know."""
+        found = self._sequences.pop(uid, None)
+        if found is None:
+            raise StateError(
+                f"the engine knows no sequence {uid}; it holds {len(self._sequences)} others",
+                where="flush",
+                fix="flush a uid once, after a put",
+            )
+        self.cache.close(found.cached)

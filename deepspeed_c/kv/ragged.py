@@ -1,0 +1,172 @@
+"""A cache in blocks for sequences of any lengths, whose new tokens lie behind one another in one forward.
+
+Importing this module imports transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from deepspeed_c import _C
+from deepspeed_c.errors import StateError
+from deepspeed_c.kv.cache import BlockLayer, CacheInBlocks, View
+from deepspeed_c.kv.group import Step, blocks_of, own_cache
+from deepspeed_c.ops.kv import BLOCK_TOKENS, KvRows
+
+__all__ = ["CachedSequence", "RaggedCache"]
+
+
+class CachedSequence:
+    """A sequence of a cache: the number of its tokens, and its number in the pool of each group."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.length = 0
+        """Tokens of forwards that have ended."""
+        self._numbers = numbers
+
+    def number(self, group: int) -> int:
+        return self._numbers[group]
+
+
+class _RaggedGroup:
+    """The blocks of the layers that have one window."""
+
+    def __init__(self, n_blocks: int, window: int | None, index: int) -> None:
+        self.window, self.index = window, index
+        self.pool = _C.KvPool(n_blocks)
+        self.step: Step | None = None
+        """Of the forward that runs."""
+
+    @property
+    def n_blocks(self) -> int:
+        return self.pool.n_blocks
+
+    def numbers(self, sequences: Sequence[CachedSequence]) -> list[int]:
+        return [sequence.number(self.index) for sequence in sequences]
+
+    def grow(self, sequences: Sequence[CachedSequence], n_new: Sequence[int], number: int) -> None:
+        """Makes room. Raises MemoryError where the pool has none; nothing is changed then."""
+        numbers = self.numbers(sequences)
+        copies = self.pool.grow(numbers, n_new)
+        lengths = [sequence.length + n for sequence, n in zip(sequences, n_new, strict=True)]
+        n_columns = max(map(blocks_of, lengths), default=0)
+        memory = self.pool.tables(numbers, n_columns)
+        tables = torch.frombuffer(memory, dtype=torch.int32) if memory else torch.empty(0, dtype=torch.int32)
+        rows = KvRows(torch.tensor(n_new), torch.tensor(lengths), tables.view(len(numbers), n_columns))
+        moved = torch.tensor(copies).T if copies else None
+        self.step = Step(number, rows, None if moved is None else (moved[0], moved[1]))
+
+    def shrink(self, sequences: Sequence[CachedSequence]) -> None:
+        """Takes back the tokens of a forward that has failed."""
+        self.pool.cut(self.numbers(sequences), [sequence.length for sequence in sequences])
+        self.step = None
+
+    def slide(self, sequences: Sequence[CachedSequence]) -> None:
+        """Gives back the blocks that the next token of each sequence does not see."""
+        self.step = None
+        if self.window is not None:
+            first = [max(sequence.length - self.window + 1, 0) for sequence in sequences]
+            self.pool.slide(self.numbers(sequences), first)
+
+
+class _RaggedLayer(BlockLayer):
+    """The keys and values of one layer. Its batch has one row, of the new tokens of all sequences."""
+
+    is_croppable = False
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.cache.expect(self)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        step = self.group.step
+        if step is None:
+            raise StateError(
+                "a forward came outside of RaggedCache.step",
+                where="cache of keys and values",
+                fix="call put of the engine",
+            )
+        return self._write(step, key_states, value_states)
+
+    def seen(self, view: View, mask: torch.Tensor | None, n_new: int) -> tuple[KvRows, None]:
+        if mask is not None:
+            raise own_cache(f"a layer has a mask of its own {tuple(mask.shape)}")
+        return view.rows, None
+
+    def get_seq_length(self) -> int:
+        return 0  # positions come with the tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+class RaggedCache(CacheInBlocks):
+    """The keys and values of sequences of any lengths.
+
+    Args:
+        config: of the model, as ``DynamicCache`` takes it.
+        n_blocks: blocks of each group of layers with one window. Memory is taken when a block is written.
+
+    Raises NeedsOwnCache for a model with layers of another kind (recurrent states).
+    """
+
+    def __init__(self, config: Any, n_blocks: int) -> None:
+        super().__init__(config)
+        windows = list(dict.fromkeys(self.windows)) or [None]
+        self.groups = [_RaggedGroup(n_blocks, window, i) for i, window in enumerate(windows)]
+        self.layers = [_RaggedLayer(self, self.groups[windows.index(w)], i) for i, w in enumerate(self.windows)]
+        self._n_steps = 0
+
+    def fit(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """The number of blocks stays as it was given."""
+
+    @property
+    def n_free(self) -> list[int]:
+        """Free blocks of each group."""
+        return [group.pool.n_free for group in self.groups]
+
+    def n_needed(self, length: int, n_new: int) -> int:
+        """The blocks of a group that ``n_new`` tokens behind ``length`` ones take."""
+        return blocks_of(length + n_new) - blocks_of(length)
+
+    @staticmethod
+    def room_in_last_block(length: int) -> int:
+        """The tokens that need no further block behind ``length`` ones."""
+        return -length % BLOCK_TOKENS
+
+    def open(self) -> CachedSequence:
+        """A sequence without tokens."""
+        return CachedSequence([group.pool.add(1)[0] for group in self.groups])
+
+    def close(self, sequence: CachedSequence) -> None:
+        """Ends a sequence. Its blocks are free."""
+        for group in self.groups:
+            group.pool.drop(group.numbers([sequence]))
+
+    @contextmanager
+    def step(self, sequences: Sequence[CachedSequence], n_new: Sequence[int]) -> Iterator[None]:
+        """Context of a forward with so many new tokens of each sequence, behind one another.
+
+        Raises MemoryError where a pool has no room. After an exception all sequences are as they were.
+        """
+        grown: list[_RaggedGroup] = []
+        try:
+            for group in self.groups:
+                group.grow(sequences, n_new, self._n_steps)
+                grown.append(group)
+            self._n_steps += 1
+            yield
+        except BaseException:
+            for group in grown:
+                group.shrink(sequences)
+            self.awaited = None
+            raise
+        for sequence, n in zip(sequences, n_new, strict=True):
+            sequence.length += n
+        for group in self.groups:
+            group.slide(sequences)
