@@ -818,7 +818,8 @@ FIGURES = [
                 "peak of `from_pretrained` under `zero.Init` over a rank's part and the largest tensor",
                 "<= 1.1",
                 "load_of_part_and_tensor",
-                "transformers puts the stacks of a layer together from a file, and gathers all of a module at once",
+                "transformers gathers both stacks of a layer at once, which alone is 1.1, and on rank 0 puts them together"
+                " from entries of the file",
             ),
         )
     ),
