@@ -818,8 +818,7 @@ FIGURES = [
                 "peak of `from_pretrained` under `zero.Init` over a rank's part and the largest tensor",
                 "<= 1.1",
                 "load_of_part_and_tensor",
-                "transformers gathers both stacks of a layer at once, which alone is 1.1, and on rank 0 puts them together"
-                " from entries of the file",
+                "transformers gathers both stacks of a layer at once (1.1 alone); rank 0 joins them from entries of the file",
             ),
         )
     ),
