@@ -685,6 +685,21 @@ FIGURES = [
         {"contender": "kernels", "prompt": 512},
         "ratio_to_transformers",
     ),
+    *(
+        Figure(
+            f"the ragged engine, a 350M Llama in bf16: {what}",
+            goal,
+            "ragged",
+            {"contender": contender},
+            key,
+            is_important=key != "ratio_to_one_piece",
+        )
+        for what, goal, contender, key in (
+            ("16 sequences together over one after another", "<= 0.5", "together", "ratio_to_apart"),
+            ("16 sequences over transformers' `generate_batch`", "<= 0.7", "together", "ratio_to_transformers"),
+            ("a prompt of 512 tokens in four pieces over one piece", "<= 1.1", "four pieces", "ratio_to_one_piece"),
+        )
+    ),
     Figure(
         "the choice of one of 128,256 words with top-k 50 and top-p 0.9, 1 thread: over transformers' processors and `torch.multinomial`",
         "<= 0.2",

@@ -359,6 +359,14 @@ BENCHMARKS = [
         "--rounds 1 --layers 2 --width 128",
     ),
     _script(
+        "ragged",
+        "inference",
+        "benchmarks/hf/ragged.py",
+        (*CORES, *GENERATION, "ops", "deepspeed_c/inference", "deepspeed_c/inject/kernels.py"),
+        400,
+        "--rounds 1 --layers 2 --width 128",
+    ),
+    _script(
         "prompt",
         "inference",
         "benchmarks/hf/prompt.py",
