@@ -10,12 +10,19 @@ from deepspeed_c import _C
 from deepspeed_c.errors import FeatureError, StateError
 from deepspeed_c.ops.kv import BLOCK_TOKENS, KvRows
 
-__all__ = ["CallNeedsOwnCache", "Group", "NeedsOwnCache", "Step", "blocks_of", "own_cache"]
+__all__ = ["CallNeedsOwnCache", "Group", "NeedsOwnCache", "Step", "blocks_of", "own_cache", "tables_of"]
 
 
 def blocks_of(n_tokens: int) -> int:
     """The blocks of so many tokens."""
     return -(-n_tokens // BLOCK_TOKENS)
+
+
+def tables_of(pool: _C.KvPool, sequences: list[int], n_columns: int) -> torch.Tensor:
+    """The blocks of some sequences of ``pool``, int32 [sequences, n_columns]."""
+    memory = pool.tables(sequences, n_columns)
+    tables = torch.frombuffer(memory, dtype=torch.int32) if memory else torch.empty(0, dtype=torch.int32)
+    return tables.view(len(sequences), n_columns)
 
 
 class NeedsOwnCache(FeatureError):
@@ -111,10 +118,8 @@ class Group:
     def rows(self, n_new: int = 0) -> KvRows:
         """The rows as they are now. Their last ``n_new`` tokens count as new."""
         if self._is_changed:
-            shape = (self.n_rows, blocks_of(self.length))
-            memory = self._pool.tables(self._sequences, shape[1])
-            tables = torch.frombuffer(memory, dtype=torch.int32) if memory else torch.empty(0, dtype=torch.int32)
-            self._tables, self._is_changed = tables.view(shape), False
+            self._tables = tables_of(self._pool, self._sequences, blocks_of(self.length))
+            self._is_changed = False
         lengths = (torch.full((self.n_rows,), n) for n in (n_new, self.length))
         return KvRows(*lengths, self._tables)
 

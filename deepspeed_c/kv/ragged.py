@@ -14,8 +14,8 @@ import torch
 from deepspeed_c import _C
 from deepspeed_c.errors import StateError
 from deepspeed_c.kv.cache import BlockLayer, CacheInBlocks, View
-from deepspeed_c.kv.group import Step, blocks_of, own_cache
-from deepspeed_c.ops.kv import BLOCK_TOKENS, KvRows
+from deepspeed_c.kv.group import Step, blocks_of, own_cache, tables_of
+from deepspeed_c.ops.kv import KvRows
 
 __all__ = ["CachedSequence", "RaggedCache"]
 
@@ -54,9 +54,7 @@ class _RaggedGroup:
         copies = self.pool.grow(numbers, n_new)
         lengths = [sequence.length + n for sequence, n in zip(sequences, n_new, strict=True)]
         n_columns = max(map(blocks_of, lengths), default=0)
-        memory = self.pool.tables(numbers, n_columns)
-        tables = torch.frombuffer(memory, dtype=torch.int32) if memory else torch.empty(0, dtype=torch.int32)
-        rows = KvRows(torch.tensor(n_new), torch.tensor(lengths), tables.view(len(numbers), n_columns))
+        rows = KvRows(torch.tensor(n_new), torch.tensor(lengths), tables_of(self.pool, numbers, n_columns))
         moved = torch.tensor(copies).T if copies else None
         self.step = Step(number, rows, None if moved is None else (moved[0], moved[1]))
 
@@ -133,11 +131,6 @@ class RaggedCache(CacheInBlocks):
     def n_needed(self, length: int, n_new: int) -> int:
         """The blocks of a group that ``n_new`` tokens behind ``length`` ones take."""
         return blocks_of(length + n_new) - blocks_of(length)
-
-    @staticmethod
-    def room_in_last_block(length: int) -> int:
-        """The tokens that need no further block behind ``length`` ones."""
-        return -length % BLOCK_TOKENS
 
     def open(self) -> CachedSequence:
         """A sequence without tokens."""

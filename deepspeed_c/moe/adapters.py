@@ -1,7 +1,8 @@
-"""peft's adapters of a stack of experts (``ParamWrapper``), on a rank that has one expert of the stack."""
+"""peft's adapters of a stack of experts: modules of its class ``ParamWrapper`` around the experts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -9,7 +10,19 @@ import torch
 
 from deepspeed_c.inject.swap import swap_class
 
-__all__ = ["keep_stacked"]
+__all__ = ["is_adapter", "keep_stacked", "outermost"]
+
+
+def is_adapter(module: torch.nn.Module) -> bool:
+    """Whether ``module`` is a ``ParamWrapper``, or one that ``keep_stacked`` has changed."""
+    return any(base.__name__ == "ParamWrapper" for base in type(module).__mro__)
+
+
+def outermost(name: str, named: Mapping[str, torch.nn.Module]) -> str:
+    """The name under which a layer calls the experts ``name`` of the modules ``named``, with adapters around them."""
+    while (parent := name.rpartition(".")[0]) and is_adapter(named[parent]):
+        name = parent
+    return name
 
 
 def keep_stacked(adapter: torch.nn.Module) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from deepspeed_c.errors import ModelError, StateError
+from deepspeed_c.moe.adapters import outermost
 from deepspeed_c.moe.auto import RoutedExperts
 
 __all__ = ["record_routing", "replay_routing"]
@@ -83,11 +84,9 @@ def _is_within(indices: Tensor, n_experts: int) -> bool:
 
 def _block_of(model: nn.Module, layer: nn.Module) -> nn.Module:
     """The module that calls router and experts: the closest one around ``layer`` that is no adapter."""
-    paths = [name for name, module in model.named_modules() if module is layer]
-    path = paths[0].rpartition(".")[0]
-    while path and type(model.get_submodule(path)).__name__ == "ParamWrapper":
-        path = path.rpartition(".")[0]
-    return model.get_submodule(path)
+    named = dict(model.named_modules())
+    path = next(name for name, module in named.items() if module is layer)
+    return named[outermost(path, named).rpartition(".")[0]]
 
 
 class _Replay(TorchFunctionMode):

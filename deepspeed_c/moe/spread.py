@@ -22,7 +22,7 @@ from deepspeed_c.config.parallel import ExpertParallel
 from deepspeed_c.errors import CommError, ConfigError, FeatureError, ModelError
 from deepspeed_c.inject.saving import save_whole
 from deepspeed_c.logging import log_dist
-from deepspeed_c.moe.adapters import keep_stacked
+from deepspeed_c.moe.adapters import is_adapter, keep_stacked, outermost
 from deepspeed_c.moe.auto import ExpertWeights, RoutedExperts, as_routed
 from deepspeed_c.moe.balance import RouterBias, find_bias
 from deepspeed_c.moe.whole_state import keep_state_whole
@@ -162,7 +162,7 @@ def _wrappers(named: dict[str, nn.Module]) -> dict[int, list[nn.Module]]:
     """peft's wrappers of single parameters, by the id of the module that has the parameters."""
     found: dict[int, list[nn.Module]] = {}
     for module in named.values():
-        if type(module).__name__ == "ParamWrapper" and type(module).__module__.startswith("peft."):
+        if is_adapter(module):
             found.setdefault(id(module.get_base_layer()), []).append(module)
     return found
 
@@ -199,15 +199,8 @@ def _describe(
     weights = ExpertWeights(up, down, gate, is_joined, is_in_out)
     bias = None
     if section.load_balance_coeff is not None:
-        bias = find_bias(named, _outermost(name, named), n_experts, section.router_pattern)
+        bias = find_bias(named, outermost(name, named), n_experts, section.router_pattern)
     return FoundExperts(name, module, n_experts, weights, activation, stacks, adapters, bias)
-
-
-def _outermost(name: str, named: dict[str, nn.Module]) -> str:
-    """The name under which a layer calls the module ``name``, which adapters may have around it."""
-    while (parent := name.rpartition(".")[0]) and type(named[parent]).__name__ == "ParamWrapper":
-        name = parent
-    return name
 
 
 def _names_of_weights(name: str, own: dict[str, nn.Parameter], section: ExpertParallel) -> tuple[str | None, str, str]:

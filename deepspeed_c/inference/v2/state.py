@@ -8,6 +8,7 @@ import torch
 
 from deepspeed_c.errors import StateError
 from deepspeed_c.inference.v2.config import DSStateManagerConfig
+from deepspeed_c.kv.group import blocks_of
 from deepspeed_c.ops.kv import BLOCK_TOKENS
 
 __all__ = ["DSSequenceDescriptor", "DSStateManager", "PlaceholderSequenceDescriptor"]
@@ -46,7 +47,7 @@ class DSSequenceDescriptor:
     @property
     def cur_allocated_blocks(self) -> int:
         """Blocks of one group that its tokens take, those that a window has given back among them."""
-        return -(-self.cached.length // BLOCK_TOKENS)
+        return blocks_of(self.cached.length)
 
 
 class DSStateManager:
