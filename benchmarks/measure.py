@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ __all__ = [
     "ratios",
     "require",
     "require_equal",
+    "result_of",
     "time_alternately",
 ]
 
@@ -144,6 +145,16 @@ def results_of_example(command: Sequence[str], file: str) -> Any:
         done = subprocess.run([*command, "--out", folder], check=False, capture_output=True, text=True)
         require(done.returncode == 0, f"the example ends with exit code 0: {done.stderr[-2000:]}")
         return json.loads((Path(folder) / file).read_text())
+
+
+def result_of(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> Any:
+    """Runs the ranks of one contender; returns the JSON behind "result " in the only such line that they print. Ends
+    the benchmark if there is none."""
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=timeout_s)
+    lines = [line.removeprefix("result ") for line in done.stdout.splitlines() if line.startswith("result ")]
+    if len(lines) != 1:
+        raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}, no result\n{done.stderr[-4000:]}")
+    return json.loads(lines[0])
 
 
 def require_equal(what: str, values: dict[str, float], relative: float) -> None:

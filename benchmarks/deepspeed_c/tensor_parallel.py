@@ -18,7 +18,6 @@ import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -178,6 +177,8 @@ def run_rank(contender: str, steps: int, layers: int) -> None:
 
 
 def measure(python: str, contender: str, options: argparse.Namespace, extensions: str) -> dict[str, Any]:
+    from benchmarks.measure import result_of
+
     command = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), str(Path(__file__).resolve())]
     command += ["--rank-of", contender, "--steps", str(options.steps), "--layers", str(options.layers)]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -185,13 +186,7 @@ def measure(python: str, contender: str, options: argparse.Namespace, extensions
     environment.pop("PYTHONPATH", None)
     if contender != "deepspeed":
         environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        command, env=environment, check=False, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
-    )
-    lines = [line.removeprefix("result ") for line in done.stdout.splitlines() if line.startswith("result ")]
-    if len(lines) != 1:
-        raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}, no result\n{done.stderr[-4000:]}")
-    return json.loads(lines[0])
+    return result_of(command, environment, TIMEOUT_SECONDS)
 
 
 def check(runs: dict[str, list[dict[str, Any]]], layers: int) -> int:

@@ -21,7 +21,6 @@ import importlib.metadata
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -234,7 +233,7 @@ def run_rank(options: argparse.Namespace) -> None:
 
 def run(python: str, contender: str, part: str, options: argparse.Namespace, folder: str = "") -> dict[str, Any]:
     """Run all ranks of one contender."""
-    from benchmarks.measure import peer_extensions
+    from benchmarks.measure import peer_extensions, result_of
 
     command = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), str(Path(__file__).resolve())]
     command += ["--rank-of", contender, "--part", part, "--folder", folder]
@@ -245,13 +244,7 @@ def run(python: str, contender: str, part: str, options: argparse.Namespace, fol
     environment.pop("PYTHONPATH", None)
     if contender != THEIRS:
         environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        command, env=environment, check=False, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
-    )
-    lines = [line.removeprefix("result ") for line in done.stdout.splitlines() if line.startswith("result ")]
-    if len(lines) != 1:
-        raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}, no result\n{done.stderr[-4000:]}")
-    return json.loads(lines[0])
+    return result_of(command, environment, TIMEOUT_SECONDS)
 
 
 def compare(options: argparse.Namespace) -> None:

@@ -16,7 +16,6 @@ import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -115,6 +114,8 @@ def train(is_ours: bool, stage: int, steps: int, width: int) -> None:
 
 def measure(python: str, is_ours: bool, stage: int, options: argparse.Namespace, extensions: str) -> dict[str, Any]:
     """Run all ranks of one contender. ``extensions``: a folder for DeepSpeed's compiled extensions."""
+    from benchmarks.measure import result_of
+
     command = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), str(Path(__file__).resolve())]
     command += ["--rank-of", "ours" if is_ours else "theirs", "--stage", str(stage)]
     command += ["--steps", str(options.steps), "--width", str(options.width)]
@@ -123,13 +124,7 @@ def measure(python: str, is_ours: bool, stage: int, options: argparse.Namespace,
     environment.pop("PYTHONPATH", None)
     if is_ours:
         environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        command, env=environment, check=False, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
-    )
-    lines = [line.removeprefix("result ") for line in done.stdout.splitlines() if line.startswith("result ")]
-    if len(lines) != 1:
-        raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}, no result\n{done.stderr[-4000:]}")
-    return json.loads(lines[0])
+    return result_of(command, environment, TIMEOUT_SECONDS)
 
 
 def check(runs: dict[str, list[dict[str, Any]]], stage: int) -> None:

@@ -16,7 +16,6 @@ import importlib.metadata
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -124,6 +123,8 @@ def train(contender: str, steps: int, tokens: int) -> None:
 
 def measure(python: str, contender: str, options: argparse.Namespace, extensions: str) -> dict[str, Any]:
     """Run all ranks of one contender. ``extensions``: a folder for DeepSpeed's compiled extensions."""
+    from benchmarks.measure import result_of
+
     start = [] if contender == ALONE else ["-m", "torch.distributed.run", "--nproc-per-node", str(WORLD)]
     command = [python, *start, str(Path(__file__).resolve()), "--rank-of", contender]
     command += ["--steps", str(options.steps), "--tokens", str(options.tokens)]
@@ -132,13 +133,7 @@ def measure(python: str, contender: str, options: argparse.Namespace, extensions
     environment.pop("PYTHONPATH", None)
     if contender in (OURS, OVER_GLOO, HALVES):
         environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        command, env=environment, check=False, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
-    )
-    lines = [line.removeprefix("result ") for line in done.stdout.splitlines() if line.startswith("result ")]
-    if len(lines) != 1:
-        raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}, no result\n{done.stderr[-4000:]}")
-    return json.loads(lines[0])
+    return result_of(command, environment, TIMEOUT_SECONDS)
 
 
 def compare(options: argparse.Namespace) -> None:
