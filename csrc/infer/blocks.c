@@ -1,6 +1,6 @@
-/* Tables of blocks over one pool: reference counts, a stack of free blocks, and copies before a shared block is
- * written. */
-#include "dsc/infer.h"
+/* Tables of blocks over one pool: reference counts, a stack of free blocks, copies before a shared block is
+ * written, and idle blocks, whose contents somebody may ask for again. */
+#include "infer/pool.h"
 
 #include "base/fail.h"
 
@@ -16,10 +16,21 @@ struct sequence {
     int64_t n_tokens;
 };
 
+/* Neighbours of an idle block. The list is a ring around entry n_blocks; the longest idle block comes first. */
+struct links {
+    int32_t before;
+    int32_t after;
+};
+
 struct dsc_kv_pool {
     int32_t n_blocks;
     int32_t *n_references; /* of each block */
-    int32_t *free;         /* a stack: the block that was freed last is used first, because its memory is in use */
+    bool *is_kept;         /* with a keeper */
+    struct links *idle;
+    int32_t n_idle;
+    void (*forget)(void *arg, int32_t block);
+    void *keeper;
+    int32_t *free; /* a stack: the block that was freed last is used first, because its memory is in use */
     int32_t n_free;
     struct sequence *sequences;
     int32_t n_sequences; /* slots */
@@ -64,13 +75,20 @@ void dsc_kv_close(struct dsc_kv_pool *pool)
     free(pool->sequences);
     free(pool->seen);
     free(pool->n_references);
+    free(pool->is_kept);
+    free(pool->idle);
     free(pool->free);
     free(pool);
 }
 
+static int32_t n_available(const struct dsc_kv_pool *pool)
+{
+    return pool->n_free + pool->n_idle;
+}
+
 void dsc_kv_count(const struct dsc_kv_pool *pool, struct dsc_kv_counts *out)
 {
-    *out = (struct dsc_kv_counts){pool->n_blocks, pool->n_free, pool->n_live};
+    *out = (struct dsc_kv_counts){pool->n_blocks, n_available(pool), pool->n_live};
 }
 
 static bool is_live(const struct dsc_kv_pool *pool, int32_t sequence)
@@ -160,18 +178,61 @@ dsc_status dsc_kv_add(struct dsc_kv_pool *pool, int32_t n, int32_t *out_sequence
     return DSC_OK;
 }
 
+static bool is_kept(const struct dsc_kv_pool *pool, int32_t block)
+{
+    return pool->forget != NULL && pool->is_kept[block];
+}
+
+static void link_idle(struct dsc_kv_pool *pool, int32_t block)
+{
+    struct links *ring = pool->idle;
+    int32_t last = ring[pool->n_blocks].before;
+
+    ring[block] = (struct links){last, pool->n_blocks};
+    ring[last].after = ring[pool->n_blocks].before = block;
+    pool->n_idle++;
+}
+
+static void unlink_idle(struct dsc_kv_pool *pool, int32_t block)
+{
+    struct links *ring = pool->idle;
+
+    ring[ring[block].before].after = ring[block].after;
+    ring[ring[block].after].before = ring[block].before;
+    pool->n_idle--;
+}
+
 static void release(struct dsc_kv_pool *pool, int32_t block)
 {
-    if (block != DSC_KV_GONE && --pool->n_references[block] == 0)
+    if (block == DSC_KV_GONE || --pool->n_references[block] > 0)
+        return;
+    if (is_kept(pool, block))
+        link_idle(pool, block);
+    else
         pool->free[pool->n_free++] = block;
 }
 
 static int32_t take(struct dsc_kv_pool *pool)
 {
-    int32_t block = pool->free[--pool->n_free];
+    int32_t block;
 
+    if (pool->n_free > 0) {
+        block = pool->free[--pool->n_free];
+    } else {
+        block = pool->idle[pool->n_blocks].after;
+        unlink_idle(pool, block);
+        pool->is_kept[block] = false;
+        pool->forget(pool->keeper, block);
+    }
     pool->n_references[block] = 1;
     return block;
+}
+
+/* Whether a sequence that writes to one of its blocks needs a copy of it. Somebody may ask for a kept block's contents,
+ * which are those of a full block. */
+static bool needs_copy(const struct dsc_kv_pool *pool, int32_t block)
+{
+    return pool->n_references[block] > 1 || is_kept(pool, block);
 }
 
 static void release_from(struct dsc_kv_pool *pool, struct sequence *sequence, int32_t n_blocks)
@@ -219,8 +280,10 @@ static dsc_status count_needed(struct dsc_kv_pool *pool, int32_t n, const int32_
     for (int32_t i = 0; i < n; i++) {
         int32_t block = open_block(&pool->sequences[sequences[i]]);
 
-        if (n_tokens[i] > 0 && block != DSC_KV_GONE && pool->n_references[block]-- > 1)
-            needed++;
+        if (n_tokens[i] > 0 && block != DSC_KV_GONE) {
+            needed += needs_copy(pool, block);
+            pool->n_references[block]--;
+        }
     }
     for (int32_t i = 0; i < n; i++) {
         int32_t block = open_block(&pool->sequences[sequences[i]]);
@@ -240,9 +303,9 @@ dsc_status dsc_kv_grow(struct dsc_kv_pool *pool, int32_t n, const int32_t *seque
 
     DSC_TRY(check_sequences(pool, n, sequences));
     DSC_TRY(count_needed(pool, n, sequences, n_tokens, &needed));
-    if (needed > pool->n_free)
+    if (needed > n_available(pool))
         return dsc_fail(DSC_ENOSPC, "%lld blocks of %d tokens are needed, and %d of %d are free", (long long)needed,
-                        DSC_KV_TOKENS, (int)pool->n_free, (int)pool->n_blocks);
+                        DSC_KV_TOKENS, (int)n_available(pool), (int)pool->n_blocks);
     for (int32_t i = 0; i < n; i++) {
         struct sequence *sequence = &pool->sequences[sequences[i]];
 
@@ -252,7 +315,7 @@ dsc_status dsc_kv_grow(struct dsc_kv_pool *pool, int32_t n, const int32_t *seque
         struct sequence *sequence = &pool->sequences[sequences[i]];
         int32_t block = open_block(sequence);
 
-        if (n_tokens[i] > 0 && block != DSC_KV_GONE && pool->n_references[block] > 1) {
+        if (n_tokens[i] > 0 && block != DSC_KV_GONE && needs_copy(pool, block)) {
             int32_t own = take(pool);
 
             release(pool, block);
@@ -365,4 +428,78 @@ dsc_status dsc_kv_tables(const struct dsc_kv_pool *pool, int32_t n, const int32_
             out[i * n_columns + j] = j < sequence->n_blocks ? sequence->blocks[j] : DSC_KV_GONE;
     }
     return DSC_OK;
+}
+
+dsc_status dsc_kv_set_keeper(struct dsc_kv_pool *pool, void (*forget)(void *arg, int32_t block), void *arg)
+{
+    int32_t end = pool->n_blocks;
+
+    if (pool->forget != NULL)
+        return dsc_fail(DSC_ESTATE, "the pool serves an index of prefixes already");
+    free(pool->is_kept);
+    free(pool->idle);
+    pool->is_kept = calloc((size_t)end + 1, sizeof *pool->is_kept);
+    pool->idle = calloc((size_t)end + 1, sizeof *pool->idle);
+    if (pool->is_kept == NULL || pool->idle == NULL)
+        return dsc_fail(DSC_ENOMEM, "no memory for the marks of %d blocks", (int)end);
+    pool->idle[end] = (struct links){end, end};
+    pool->forget = forget;
+    pool->keeper = arg;
+    return DSC_OK;
+}
+
+void dsc_kv_clear_keeper(struct dsc_kv_pool *pool)
+{
+    while (pool->n_idle > 0) {
+        int32_t block = pool->idle[pool->n_blocks].after;
+
+        unlink_idle(pool, block);
+        pool->free[pool->n_free++] = block;
+    }
+    pool->forget = NULL;
+}
+
+void dsc_kv_keep(struct dsc_kv_pool *pool, int32_t block)
+{
+    pool->is_kept[block] = true;
+}
+
+dsc_status dsc_kv_check_live(const struct dsc_kv_pool *pool, int32_t sequence)
+{
+    return check_live(pool, 0, sequence, "sequences");
+}
+
+int64_t dsc_kv_n_full(const struct dsc_kv_pool *pool, int32_t sequence)
+{
+    return pool->sequences[sequence].n_tokens / DSC_KV_TOKENS;
+}
+
+int32_t dsc_kv_block(const struct dsc_kv_pool *pool, int32_t sequence, int64_t i)
+{
+    return pool->sequences[sequence].blocks[i];
+}
+
+dsc_status dsc_kv_reserve(struct dsc_kv_pool *pool, int32_t sequence, int64_t n)
+{
+    struct sequence *grown = &pool->sequences[sequence];
+
+    if (n > INT32_MAX - grown->n_blocks)
+        return dsc_fail(DSC_EOVERFLOW, "%lld more blocks are more than a table can name", (long long)n);
+    return reserve_entries(grown, grown->n_blocks + (int32_t)n);
+}
+
+void dsc_kv_attach(struct dsc_kv_pool *pool, int32_t sequence, int64_t n, const int32_t *blocks)
+{
+    struct sequence *grown = &pool->sequences[sequence];
+
+    for (int64_t i = 0; i < n; i++) {
+        int32_t block = blocks[i];
+
+        grown->blocks[grown->n_blocks++] = block;
+        if (block == DSC_KV_GONE)
+            grown->n_gone++;
+        else if (pool->n_references[block]++ == 0)
+            unlink_idle(pool, block);
+    }
+    grown->n_tokens += n * DSC_KV_TOKENS;
 }

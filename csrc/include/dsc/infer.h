@@ -91,6 +91,59 @@ DSC_API dsc_status dsc_kv_tables(const struct dsc_kv_pool *pool, int32_t n, cons
                                  int32_t *out);
 
 /*
+ * Prefixes: the full blocks of tokens that were computed stay when their sequences end, and a sequence that begins with
+ * the same tokens takes them instead of computing. A block is found by a hash of all tokens up to its end and of a
+ * *salt*, and is confirmed by the tokens and the salt themselves. Sequences of different salts share nothing.
+ *
+ * An index serves one pool, or several that hold the same sequences for layers of different windows. Blocks that it
+ * keeps, and that no table has, count as free: a pool takes them when it has no others, the one that no table
+ * has had for the longest time first.
+ *
+ * A *chain* is the index's view of a sequence. The caller tells it the tokens whose keys and values were written. Calls
+ * on an index and on its pools must not overlap in time. The pools must outlive the index.
+ */
+struct dsc_kv_prefixes;
+
+struct dsc_kv_prefix_counts {
+    int64_t n_nodes; /* blocks of tokens that the index knows, and salts */
+    int32_t n_chains;
+};
+
+/* windows: tokens that a query of each pool's layers sees; 0: all. seed: of the hash, so that no stranger can prepare
+ * tokens that collide. DSC_ESTATE where a pool has an index already. */
+DSC_API dsc_status dsc_kv_prefixes_open(int32_t n_pools, struct dsc_kv_pool *const *pools, const int64_t *windows,
+                                        uint64_t seed, struct dsc_kv_prefixes **out);
+
+/* Frees the index. Idle blocks become free. NULL is allowed. */
+DSC_API void dsc_kv_prefixes_close(struct dsc_kv_prefixes *prefixes);
+
+DSC_API void dsc_kv_prefixes_count(const struct dsc_kv_prefixes *prefixes, struct dsc_kv_prefix_counts *out);
+
+/* Begins the chain of an empty sequence, which has the number sequences[i] in pool i. */
+DSC_API dsc_status dsc_kv_prefixes_begin(struct dsc_kv_prefixes *prefixes, const int32_t *sequences, const void *salt,
+                                         size_t n_salt, int32_t *out_chain);
+
+/* Ends a chain, before its sequences are dropped or after. */
+DSC_API dsc_status dsc_kv_prefixes_end(struct dsc_kv_prefixes *prefixes, int32_t chain);
+
+/* The tokens at the front of n_tokens that a new sequence would find. */
+DSC_API dsc_status dsc_kv_prefixes_find(const struct dsc_kv_prefixes *prefixes, const void *salt, size_t n_salt,
+                                        int64_t n_tokens, const int64_t *tokens, int64_t *out_found);
+
+/*
+ * Puts blocks of the first *out_found of n_tokens that come next behind the chain's sequences. They are
+ * found where the sequences end with a full block, or have none; the last token is never among them. dsc_kv_cut takes
+ * them back.
+ */
+DSC_API dsc_status dsc_kv_prefixes_take(struct dsc_kv_prefixes *prefixes, int32_t chain, int64_t n_tokens,
+                                        const int64_t *tokens, int64_t *out_found);
+
+/* Tells the chain its next tokens, those that were found too. Their keys and values are written to the blocks of the
+ * tables. */
+DSC_API dsc_status dsc_kv_prefixes_note(struct dsc_kv_prefixes *prefixes, int32_t chain, int64_t n_tokens,
+                                        const int64_t *tokens);
+
+/*
  * The contents of blocks. Keys of a block lie by element, so that one element of all its tokens is a vector; values lie
  * by token:
  *   keys [n_blocks, n_kv_heads, head_dim, DSC_KV_TOKENS], values [n_blocks, n_kv_heads, DSC_KV_TOKENS, value_dim]
@@ -163,6 +216,48 @@ struct dsc_kv_attention {
 DSC_API size_t dsc_kv_attention_scratch_bytes(const struct dsc_kv_attention *call);
 
 DSC_API dsc_status dsc_kv_attention(const struct dsc_kv_attention *call, const struct dsc_par *par);
+
+/*
+ * A batch: new tokens of some sequences, row after row. Row i has n_new[i] >= 0 tokens, behind the n_seen[i] >= 0 ones
+ * that its sequence has already.
+ */
+struct dsc_kv_batch {
+    int32_t n_rows;
+    const int64_t *n_seen;
+    const int64_t *n_new;
+};
+
+/* Sizes of a batch. */
+struct dsc_kv_batch_counts {
+    int64_t n_tokens;  /* new ones of all rows */
+    int64_t n_blocks;  /* of one pool that the new tokens take, beside the blocks that their sequences have */
+    int64_t n_columns; /* of dsc_kv_tables, with room for each row */
+    int32_t long_row;  /* the first row with more than max_tokens tokens; -1: none */
+};
+
+/*
+ * Counts the rows before long_row, or all of them. 0 <= max_tokens <= INT32_MAX. DSC_EINVAL names the row with a
+ * negative number.
+ */
+DSC_API dsc_status dsc_kv_batch_count(const struct dsc_kv_batch *batch, int64_t max_tokens,
+                                      struct dsc_kv_batch_counts *out);
+
+/* Where the tokens of a batch are: arrays of the caller. */
+struct dsc_kv_batch_places {
+    int64_t *positions; /* [n_tokens]: of each token in its sequence: n_seen[i] and on */
+    int64_t *last;      /* [n_rows]: of a row's last token in the batch; without tokens: of the last one before it */
+    int64_t *n_keys;    /* [n_rows]: n_seen[i] + n_new[i], for dsc_kv_rows */
+};
+
+/* The first token that is not one of the n_words words 0, 1, ... of a vocabulary. */
+struct dsc_kv_wrong_token {
+    int64_t index; /* in the batch; -1: all tokens are words */
+    int32_t row;
+};
+
+/* Writes the places of a batch without a long_row, and compares its tokens [n_tokens] with the vocabulary. */
+DSC_API void dsc_kv_batch_place(const struct dsc_kv_batch *batch, const int64_t *tokens, int64_t n_words,
+                                const struct dsc_kv_batch_places *out, struct dsc_kv_wrong_token *out_wrong);
 
 #ifdef __cplusplus
 }
