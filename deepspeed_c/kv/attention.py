@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 from transformers.masking_utils import causal_mask_function
 
-from deepspeed_c.kv.cache import by_token, view_of
+from deepspeed_c.kv.cache import by_token, expands, view_of
 from deepspeed_c.kv.group import CallNeedsOwnCache, own_cache
 from deepspeed_c.ops import kv
 
@@ -26,6 +26,8 @@ __all__ = ["attention_in_blocks", "has_plain_inputs"]
 NAME = "deepspeed_c_blocks"
 # Pairs of query and key that are compared at once: a mask of a long prompt would take gigabytes.
 _MASK_PLACES = 1 << 22
+# The method of a layer of transformers that caches latents, and makes keys and values of them.
+_EXPANDS = "expand_kv"
 _is_here: ContextVar[bool] = ContextVar("is_here", default=False)  # whether this thread runs in such a context
 # The own attention of each configuration in a context, by its id, and the number of its contexts: threads may generate
 # with one model at a time.
@@ -50,7 +52,8 @@ def attention_in_blocks(model: torch.nn.Module) -> Iterator[None]:
             config._attn_implementation_internal = NAME
     token = _is_here.set(True)
     try:
-        yield
+        with expands() if any(hasattr(module, _EXPANDS) for module in model.modules()) else nullcontext():
+            yield
     finally:
         _is_here.reset(token)
         with _lock:
@@ -162,7 +165,7 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention of a layer: over blocks where its keys are those of a block cache, else the model's own."""
-    view = view_of(key)
+    view = view_of(key, value)
     if view is None:
         is_ours = getattr(module, "is_causal", True) if attention_mask is None else attention_mask.ndim == 2
         if _is_here.get() and is_ours and query.shape[2] > 1:

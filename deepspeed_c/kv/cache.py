@@ -5,6 +5,9 @@ Importing this module imports transformers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -31,10 +34,12 @@ __all__ = [
     "View",
     "by_token",
     "dense",
+    "expands",
     "view_of",
 ]
 
 _VIEW = "_deepspeed_c_view"
+_waits: ContextVar[_Waiting | None] = ContextVar("waits", default=None)
 
 
 class View(NamedTuple):
@@ -45,8 +50,35 @@ class View(NamedTuple):
     """None: those of the layer's cache."""
 
 
-def view_of(key: torch.Tensor) -> View | None:
-    """The view that keys stand for; None for keys of no block cache. Its layer's keys count as attended to then."""
+class _Waiting:
+    """The latents of a layer between ``update`` and attention."""
+
+    layer: BlockLayer | None = None
+    cached: tuple[torch.Tensor, torch.Tensor]
+
+
+@contextmanager
+def expands() -> Iterator[None]:
+    """Context of a model that caches latents, and makes keys and values of them before attention (DeepSeek,
+    arXiv 2405.04434). Blocks hold these keys and values: each token is expanded once."""
+    token = _waits.set(_Waiting())
+    try:
+        yield
+    finally:
+        _waits.reset(token)
+
+
+def view_of(key: torch.Tensor, value: torch.Tensor | None = None) -> View | None:
+    """The view that keys stand for; None for keys of no block cache. Its layer's keys count as attended to then.
+
+    value: of attention, which within ``expands`` writes both [batch, heads, tokens, dim].
+    """
+    waiting = _waits.get()
+    if value is not None and waiting is not None and waiting.layer is not None:
+        layer, waiting.layer = waiting.layer, None
+        if key.shape[2] != waiting.cached[0].shape[2]:
+            raise own_cache(f"{key.shape[2]} keys were made of {waiting.cached[0].shape[2]} new tokens")
+        key, _ = layer.write(key, value, *(() if key is waiting.cached[0] else waiting.cached))
     view = getattr(key, _VIEW, None)
     if view is not None:
         view.layer.cache.awaited = None
@@ -77,9 +109,12 @@ class BlockLayer(CacheLayerMixin):
         self.length, self.window = 0, group.window
         self.is_sliding = group.window is not None
         self._last_step = -1
+        self._own: tuple[torch.Tensor, ...] = ()  # blocks of latents
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.cache.fit(key_states, value_states)
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor, *cached: torch.Tensor) -> None:
+        self.cache.fit(key_states, value_states, *cached)
+        if cached:
+            self._own = kv.new_blocks(self.group.n_blocks, *cached)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = kv.new_blocks(self.group.n_blocks, key_states, value_states)
         self.is_initialized = True
@@ -87,13 +122,26 @@ class BlockLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the keys and values [batch, heads, tokens, dim] of new tokens.
+        """Writes the keys and values [batch, heads, tokens, dim] of new tokens; within ``expands``, attention does.
 
         Returns them as they are: attention finds all others by ``view_of``.
         """
         self.cache.expect(self)
+        waiting = _waits.get()
+        if waiting is None:
+            return self.write(key_states, value_states)
+        waiting.layer, waiting.cached = self, (key_states, value_states)
+        return key_states, value_states
+
+    def write(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *cached: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes keys and values of new tokens. cached: their latents.
+
+        Returns them, and they stand for all keys and values of their rows.
+        """
         if not self.is_initialized or (not self.length and self.dtype is not key_states.dtype):
-            self.lazy_initialization(key_states, value_states)
+            self.lazy_initialization(key_states, value_states, *cached)
         try:
             step = self.group.reach(self.length + key_states.shape[2], key_states.shape[0])
         except MemoryError as error:
@@ -105,18 +153,30 @@ class BlockLayer(CacheLayerMixin):
                 ) from error
             raise own_cache(f"more tokens come than the call asked for ({error})", CallNeedsOwnCache) from error
         self.length += key_states.shape[2]
-        return self._write(step, key_states, value_states)
+        return self._write(step, key_states, value_states, *cached)
 
     def _write(
-        self, step: Step, key_states: torch.Tensor, value_states: torch.Tensor
+        self, step: Step, key_states: torch.Tensor, value_states: torch.Tensor, *cached: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if step.copies is not None and step.number != self._last_step:
             source, target = step.copies
-            self.keys[target] = self.keys[source]
-            self.values[target] = self.values[source]
+            for blocks in self.tensors:
+                blocks[target] = blocks[source]
         self._last_step = step.number
         kv.write(by_token(key_states), by_token(value_states), self.keys, self.values, step.rows)
+        if cached:
+            keys, values = self._own
+            kv.write(*map(by_token, cached), keys, values, step.rows)
         return _stand_in(key_states, View(self, step.rows)), value_states
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that lies in blocks."""
+        return (*self.blocks, *self._own)
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two tensors [batch, heads, tokens, dim] of the visible tokens, for the model's own cache."""
+        return kv.read(*(self._own or self.blocks), self.group.rows(), self.get_mask_sizes(0)[0])
 
     @property
     def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -261,15 +321,17 @@ class BlockCache(CacheInBlocks):
         n_own = min((group.n_blocks for group in self.groups.values()), default=0)
         return config is self._config and n_blocks <= n_own and not self.is_cut_short
 
-    def fit(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def fit(self, *states: torch.Tensor) -> None:
         """Cuts the pools to ``most_bytes``, before the first layer takes its memory. Layers are taken for equal.
+
+        states: the new tokens of all tensors in blocks, each [batch, heads, tokens, dim].
 
         Raises StateError where not even the tokens that come now have room.
         """
         if self._most_bytes is None or any(layer.is_initialized for layer in self.layers):
             return
-        n_rows, _, n_tokens, _ = key_states.shape
-        tensors = [each[0, :, 0] for each in (key_states, value_states)]
+        n_rows, _, n_tokens, _ = states[0].shape
+        tensors = [each[0, :, 0] for each in states]
         n_bytes = BLOCK_TOKENS * len(self.layers) * sum(each.numel() * each.itemsize for each in tensors)
         n_least, n_most = n_rows * blocks_of(n_tokens), self._most_bytes // n_bytes
         self.is_cut_short = any(group.n_blocks > n_most for group in self.groups.values())
@@ -340,8 +402,7 @@ class BlockCache(CacheInBlocks):
         found = DynamicCache(config=self._config)
         for layer, own in zip(self.layers, found.layers, strict=True):
             if layer.length:
-                n_kept = layer.get_mask_sizes(0)[0]
-                own.update(*kv.read(layer.keys, layer.values, layer.group.rows(), n_kept))
+                own.update(*layer.dense())
                 if own.is_sliding:
                     own.cumulative_length = layer.length
         return found

@@ -76,10 +76,9 @@ class _RaggedLayer(BlockLayer):
 
     is_croppable = False
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    def write(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *cached: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.cache.expect(self)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         step = self.group.step
@@ -120,7 +119,7 @@ class RaggedCache(CacheInBlocks):
         self.layers = [_RaggedLayer(self, self.groups[windows.index(w)], i) for i, w in enumerate(self.windows)]
         self._n_steps = 0
 
-    def fit(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def fit(self, *states: torch.Tensor) -> None:
         """The number of blocks stays as it was given."""
 
     @property

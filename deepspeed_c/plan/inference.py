@@ -233,7 +233,7 @@ def _caches_of(
         groups = groups_of(layers, shape, is_shared=reads_prompts_once(model, shape))
         notes.extend(_words_of(groups, shape))
         n_blocks = {group.window: group.n_blocks for group in groups}
-        tensors = [(layer, each) for layer in layers for each in (layer.keys, layer.values)]
+        tensors = [(layer, each) for layer in layers for each in layer.tensors]
         return [
             _Cached(layer.index, torch.Size((n_blocks[layer.group.window], *each.shape[1:])), each.dtype)
             for layer, each in tensors

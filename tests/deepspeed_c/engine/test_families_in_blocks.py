@@ -63,7 +63,17 @@ WITH_ENCODER: dict[str, Callable[[], Any]] = {
     "t5": lambda: families.make("t5"),
     "whisper": whisper,
 }
-MORE = ("llama_tied_shared", "phi", "gpt_bigcode", "gpt_bigcode_heads", "starcoder2", "granite", "apertus")
+MORE = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "llama_tied_shared",
+    "phi",
+    "gpt_bigcode",
+    "gpt_bigcode_heads",
+    "starcoder2",
+    "granite",
+    "apertus",
+)
 OWN_CACHE = {
     "bloom": "its attention is part of its layers",
     "falcon": "its attention is part of its layers",

@@ -34,6 +34,10 @@ def make(family: str) -> torch.nn.Module:
                "num_experts_per_tok": 2, "kv_lora_rank": 12, "q_lora_rank": 14, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6,
                "first_k_dense_replace": 1, "head_dim": 4}
         ),
+        "deepseek_v2": lambda: t.DeepseekV2Config(
+            **{**llama, "num_key_value_heads": 6, "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "kv_lora_rank": 12,
+               "q_lora_rank": None, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 1}
+        ),
         "phi": lambda: t.PhiConfig(**{**llama, "qk_layernorm": True}),
         "phi3": lambda: t.Phi3Config(**llama),
         "gpt2": lambda: t.GPT2Config(n_embd=48, n_head=6, n_layer=2, vocab_size=VOCAB, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
@@ -47,6 +51,7 @@ def make(family: str) -> torch.nn.Module:
         "opt": lambda: t.OPTConfig(**{**llama, "ffn_dim": 70, "word_embed_proj_dim": 48, "dropout": 0.0}),
         "bloom": lambda: t.BloomConfig(hidden_size=48, n_head=6, n_layer=2, vocab_size=VOCAB),
         "falcon": lambda: t.FalconConfig(hidden_size=48, num_attention_heads=6, num_hidden_layers=2, vocab_size=VOCAB, new_decoder_architecture=True, num_kv_heads=3, alibi=True),
+        "falcon_40b": lambda: t.FalconConfig(hidden_size=48, num_attention_heads=6, num_hidden_layers=2, vocab_size=VOCAB, new_decoder_architecture=True, num_kv_heads=3),
         "falcon_7b": lambda: t.FalconConfig(hidden_size=48, num_attention_heads=6, num_hidden_layers=2, vocab_size=VOCAB, multi_query=True),
         "starcoder2": lambda: t.Starcoder2Config(**{**llama, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
         "cohere": lambda: t.CohereConfig(**llama),

@@ -62,7 +62,7 @@ def generate_counted(model: Any, n_prompt: int, n_ways: int = 1, n_prompts: int 
     layers = caches[0].layers if caches else []
     if not layers or layers[-1].length < TOKENS - 1:
         return 0, {}
-    return sum(most[each.group.window] * (each.keys[0].nbytes + each.values[0].nbytes) for each in layers), most
+    return sum(most[each.group.window] * sum(blocks[0].nbytes for blocks in each.tensors) for each in layers), most
 
 
 def cache_bytes(model: torch.nn.Module, n_samples: int) -> int:

@@ -24,7 +24,7 @@ from deepspeed_c.inference.v2 import (
 )
 from deepspeed_c.inference.v2.config import AllocationMode, MemoryConfig
 from deepspeed_c.ops.kv import BLOCK_TOKENS
-from tests.deepspeed_c.engine.test_families_in_blocks import DECODERS, make
+from tests.deepspeed_c.engine.test_families_in_blocks import DECODERS, MORE, make
 from tests.deepspeed_c.inject import families
 from tests.ranks import on_ranks
 
@@ -82,7 +82,7 @@ def compare_pieces(engine: InferenceEngineV2, model: Any) -> None:
     assert engine.free_blocks.tolist() == [N_BLOCKS] * engine.n_kv_cache_groups
 
 
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", (*DECODERS, *MORE))
 def test_each_sequence_gets_what_it_gets_alone(family: str) -> None:
     engine = engine_of(make(family))
     compare_pieces(engine, make(family))
@@ -91,7 +91,7 @@ def test_each_sequence_gets_what_it_gets_alone(family: str) -> None:
 
 @on_ranks(2)
 def test_tensor_parallel_ranks_get_the_same(rank: int, world: int) -> None:
-    for family in ("llama", "gemma2", "gpt2", "mixtral"):
+    for family in ("llama", "gemma2", "gpt2", "deepseek_v3"):
         engine = engine_of(make(family), tp=2)
         compare_pieces(engine, make(family))
         engine.destroy()
