@@ -40,7 +40,7 @@ __all__ = [
     "swiglu",
 ]
 
-Act = Literal["gelu", "gelu_tanh", "silu", "relu"]
+Act = Literal["gelu", "gelu_tanh", "silu", "relu", "sigmoid"]
 
 _ops = torch.ops.deepspeed_c
 _MAX_SEED = 2**63 - 1

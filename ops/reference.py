@@ -244,7 +244,9 @@ def _act(x: Tensor, act: str) -> Tensor:
         return x * torch.sigmoid(x)
     if act == "relu":
         return torch.relu(x)
-    raise ValueError(f'act is "{act}"; there are gelu, gelu_tanh, silu, relu')
+    if act == "sigmoid":
+        return torch.sigmoid(x)
+    raise ValueError(f'act is "{act}"; there are gelu, gelu_tanh, silu, relu, sigmoid')
 
 
 def nn_bias_act(x: Tensor, bias: Tensor | None, act: str) -> Tensor:

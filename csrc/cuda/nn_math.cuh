@@ -87,6 +87,13 @@ __device__ inline act_value act_relu(float x)
     return {x < 0.0f ? 0.0f : x, x > 0.0f ? 1.0f : 0.0f};
 }
 
+__device__ inline act_value act_sigmoid(float x)
+{
+    const float s = sigmoid(x);
+
+    return {s, s * (1.0f - s)};
+}
+
 __device__ inline act_value act_of(int act, float x)
 {
     switch (act) {

@@ -107,7 +107,7 @@ def test_norm_weights_of_another_dtype():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "silu", "relu"])
+@pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "silu", "relu", "sigmoid"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_activations(dtype, act, shape):
     x, bias = leaf(*shape, seed=1, dtype=dtype, scale=3), leaf(shape[-1], seed=2, dtype=dtype)
@@ -245,7 +245,7 @@ def test_the_same_bits_for_any_thread_count_and_instruction_set():
         (lambda: nn.layer_norm(torch.ones(2, 3), torch.ones(3), torch.ones(3).half()), "bias must have weight's dtype"),
         (
             lambda: nn.bias_act(torch.ones(2, 3), None, "swish"),
-            'no activation "swish"; there are: gelu gelu_tanh silu relu',
+            'no activation "swish"; there are: gelu gelu_tanh silu relu sigmoid',
         ),
         (lambda: nn.swiglu(torch.ones(2, 3)), "rows of 3 elements, which are no two halves"),
         (lambda: nn.swiglu(torch.ones(2, 3), torch.ones(2, 3).half()), "up is of float16, unlike x"),

@@ -37,6 +37,13 @@ static inline struct act silu(wide x)
     return (struct act){x * s, s + x * (s * (1.0f - s))};
 }
 
+static inline struct act sigmoid(wide x)
+{
+    wide s = dsc_wide_sigmoid(x);
+
+    return (struct act){s, s * (1.0f - s)};
+}
+
 /* A NaN stays one. */
 static inline struct act relu(wide x)
 {

@@ -254,6 +254,10 @@ static double act_of(dsc_nn_act act, double x, double *slope)
         s = 1 / (1 + exp(-x));
         *slope = s + x * s * (1 - s);
         return x * s;
+    case DSC_NN_ACT_sigmoid:
+        s = 1 / (1 + exp(-x));
+        *slope = s * (1 - s);
+        return s;
     default:
         *slope = x > 0;
         return x > 0 ? x : 0;
@@ -700,7 +704,7 @@ static void check_refusals(void)
     TEST_CASE("refusals");
     CHECK_STATUS(dsc_nn_act_find("silu", &found), DSC_OK);
     CHECK_EQ(found, DSC_NN_ACT_silu);
-    CHECK_ERROR(dsc_nn_act_find("swish", &found), DSC_EINVAL, "no activation \"swish\"; there are: gelu gelu_tanh silu relu");
+    CHECK_ERROR(dsc_nn_act_find("swish", &found), DSC_EINVAL, "no activation \"swish\"; there are: gelu gelu_tanh silu relu sigmoid");
     CHECK_EQ(found, DSC_NN_ACT_silu);
     CHECK_ERROR(dsc_nn_norm_grad(&norm_grad, NULL), DSC_EINVAL, "scratch");
     CHECK_ERROR(dsc_nn_bias_act(&act, NULL), DSC_EINVAL, "act is ");
