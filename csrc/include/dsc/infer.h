@@ -218,8 +218,8 @@ DSC_API size_t dsc_kv_attention_scratch_bytes(const struct dsc_kv_attention *cal
 DSC_API dsc_status dsc_kv_attention(const struct dsc_kv_attention *call, const struct dsc_par *par);
 
 /*
- * A batch: new tokens of some sequences, row after row. Row i has n_new[i] >= 0 tokens, behind the n_seen[i] >= 0 ones
- * that its sequence has already.
+ * A batch: new tokens of some sequences, row after row. Row i has n_new[i] >= 0 new tokens. Its sequence has
+ * n_seen[i] >= 0 tokens already.
  */
 struct dsc_kv_batch {
     int32_t n_rows;
@@ -229,8 +229,8 @@ struct dsc_kv_batch {
 
 /* Sizes of a batch. */
 struct dsc_kv_batch_counts {
-    int64_t n_tokens;  /* new ones of all rows */
-    int64_t n_blocks;  /* of one pool that the new tokens take, beside the blocks that their sequences have */
+    int64_t n_tokens;  /* new tokens of all rows */
+    int64_t n_blocks;  /* further blocks of one pool for the new tokens */
     int64_t n_columns; /* of dsc_kv_tables, with room for each row */
     int32_t long_row;  /* the first row with more than max_tokens tokens; -1: none */
 };
@@ -249,7 +249,7 @@ struct dsc_kv_batch_places {
     int64_t *n_keys;    /* [n_rows]: n_seen[i] + n_new[i], for dsc_kv_rows */
 };
 
-/* The first token that is not one of the n_words words 0, 1, ... of a vocabulary. */
+/* The first token outside of a vocabulary of n_words words, which are 0 to n_words - 1. */
 struct dsc_kv_wrong_token {
     int64_t index; /* in the batch; -1: all tokens are words */
     int32_t row;
