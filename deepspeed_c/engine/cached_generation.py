@@ -4,7 +4,6 @@ there; with the model's own cache elsewhere."""
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -188,8 +187,7 @@ def _read_prompts_once(model: torch.nn.Module, cache: Any, kwargs: dict[str, Any
 
 def _cache_of(model: torch.nn.Module, kwargs: dict[str, Any], kept: KeptCache | None) -> Any:
     """A cache that has room for all tokens of the call. Raises NeedsOwnCache where the model's layers need another."""
-    file = sys.modules.get(type(model).__module__)
-    if not (getattr(model, "_supports_attention_backend", False) or hasattr(file, "ALL_ATTENTION_FUNCTIONS")):
+    if not kv.attention.finds_blocks(model):
         raise own_cache("its attention is part of its layers")
     n_prompt, n_new = n_tokens_of(model, (), kwargs)
     n_tokens = max(n_new, _DEFAULT_TOKENS) + (1 if has_encoder(model) else n_prompt)

@@ -35,7 +35,7 @@ class SharedKey:
 class _OwnRows:
     """Gives the attention the rows of this rank's heads from arguments that are made for all heads.
 
-    Such arguments are [batch * heads, ...]; with four dimensions they are [batch, heads, ...].
+    Such arguments are [batch * heads, rows, columns], or [batch, heads, rows, columns]. A mask [batch, tokens] is for all.
     """
 
     def __init__(self, names: tuple[str, ...], n_heads: int, queries: tuple[int, int]) -> None:
@@ -44,7 +44,7 @@ class _OwnRows:
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         for name in self.names:
             value = kwargs.get(name)
-            if value is None:
+            if value is None or value.dim() == 2:
                 continue
             if value.dim() == 4:  # a mask may be one for all heads
                 rows = value[:, slice(*self.queries)] if value.shape[1] == self.n_heads else value

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -17,17 +17,20 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 from transformers.masking_utils import causal_mask_function
 
-from deepspeed_c.kv.cache import by_token, expands, view_of
+from deepspeed_c.kv.cache import View, by_token, expands, stands_for, view_of
 from deepspeed_c.kv.group import CallNeedsOwnCache, own_cache
+from deepspeed_c.kv.written_out import Keys
 from deepspeed_c.ops import kv
 
-__all__ = ["attention_in_blocks", "has_plain_inputs"]
+__all__ = ["attention_in_blocks", "finds_blocks", "has_plain_inputs"]
 
 NAME = "deepspeed_c_blocks"
 # Pairs of query and key that are compared at once: a mask of a long prompt would take gigabytes.
 _MASK_PLACES = 1 << 22
 # The method of a layer of transformers that caches latents, and makes keys and values of them.
 _EXPANDS = "expand_kv"
+# The types of models whose layers write their attention out, in operations that ``written_out`` knows.
+_WRITTEN_OUT = frozenset({"bloom", "codegen", "falcon", "gptj"})
 _is_here: ContextVar[bool] = ContextVar("is_here", default=False)  # whether this thread runs in such a context
 # The own attention of each configuration in a context, by its id, and the number of its contexts: threads may generate
 # with one model at a time.
@@ -52,7 +55,11 @@ def attention_in_blocks(model: torch.nn.Module) -> Iterator[None]:
             config._attn_implementation_internal = NAME
     token = _is_here.set(True)
     try:
-        with expands() if any(hasattr(module, _EXPANDS) for module in model.modules()) else nullcontext():
+        with ExitStack() as ways:
+            if any(hasattr(module, _EXPANDS) for module in model.modules()):
+                ways.enter_context(expands())
+            if _writes_out(model):
+                ways.enter_context(stands_for(partial(Keys, attend=_attend_written_out)))
             yield
     finally:
         _is_here.reset(token)
@@ -63,6 +70,17 @@ def attention_in_blocks(model: torch.nn.Module) -> Iterator[None]:
                     _running[key] = own, n_contexts - 1
                 else:
                     config._attn_implementation_internal = own
+
+
+def _writes_out(model: torch.nn.Module) -> bool:
+    return getattr(getattr(model, "config", None), "model_type", None) in _WRITTEN_OUT
+
+
+def finds_blocks(model: torch.nn.Module) -> bool:
+    """Whether the layers of a model may find keys in blocks. A call tells whether they do."""
+    file = sys.modules.get(type(model).__module__)
+    has_interface = getattr(model, "_supports_attention_backend", False) or hasattr(file, "ALL_ATTENTION_FUNCTIONS")
+    return has_interface or _writes_out(model)
 
 
 def has_plain_inputs(model: torch.nn.Module) -> bool:
@@ -176,7 +194,6 @@ def _attend(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **given, **kwargs
         )
     layer = view.layer
-    rows, first = layer.seen(view, attention_mask, query.shape[2])
     if getattr(module, "is_causal", True) != layer.is_causal:
         raise own_cache(
             f"{type(module).__name__} attends to {'later tokens' if layer.is_causal else 'earlier tokens of an encoder'}"
@@ -190,16 +207,32 @@ def _attend(
     for name, given in kwargs.items():
         if torch.is_tensor(given) and given.is_floating_point():
             raise own_cache(f"{type(module).__name__} gives its attention {name}")
-    batch, _, n_tokens, head_dim = query.shape
-    out = kv.attention(
-        by_token(query),
-        *layer.blocks,
-        rows,
-        scale=head_dim**-0.5 if scaling is None else scaling,
-        first=first,
+    out = _over_blocks(
+        view,
+        query,
+        attention_mask,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
         sinks=None if s_aux is None else s_aux.float(),
-        is_causal=layer.is_causal,
         window=sliding_window or 0,
         soft_cap=softcap or 0.0,
     )
-    return out.unflatten(0, (batch, n_tokens)), None
+    return out, None
+
+
+def _attend_written_out(
+    view: View, query: torch.Tensor, mask: torch.Tensor | None, scale: float, slopes: torch.Tensor | None
+) -> torch.Tensor:
+    view.layer.cache.awaited = None
+    return _over_blocks(view, query, mask, scale, slopes=slopes)
+
+
+def _over_blocks(view: View, query: torch.Tensor, mask: torch.Tensor | None, scale: float, **rule: Any) -> torch.Tensor:
+    """Attention of ``query`` [batch, heads, tokens, dim] over blocks, [batch, tokens, heads, dim]. rule: of
+    ``ops.kv.attention``."""
+    layer = view.layer
+    batch, _, n_tokens, _ = query.shape
+    rows, first = layer.seen(view, mask, n_tokens)
+    out = kv.attention(
+        by_token(query), *layer.blocks, rows, scale=scale, first=first, is_causal=layer.is_causal, **rule
+    )
+    return out.unflatten(0, (batch, n_tokens))

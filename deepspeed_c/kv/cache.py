@@ -5,7 +5,7 @@ Importing this module imports transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -35,10 +35,12 @@ __all__ = [
     "by_token",
     "dense",
     "expands",
+    "stands_for",
     "view_of",
 ]
 
 _VIEW = "_deepspeed_c_view"
+_stands: ContextVar[Callable[[torch.Tensor, View], Any] | None] = ContextVar("stands", default=None)
 _waits: ContextVar[_Waiting | None] = ContextVar("waits", default=None)
 
 
@@ -85,8 +87,21 @@ def view_of(key: torch.Tensor, value: torch.Tensor | None = None) -> View | None
     return view
 
 
-def _stand_in(key_states: torch.Tensor, view: View) -> torch.Tensor:
-    """Returns ``key_states``. They stand for the view from now on."""
+@contextmanager
+def stands_for(make: Callable[[torch.Tensor, View], Any]) -> Iterator[None]:
+    """Context of a model whose layers get ``make(keys of new tokens, view)`` in the place of keys."""
+    token = _stands.set(make)
+    try:
+        yield
+    finally:
+        _stands.reset(token)
+
+
+def _stand_in(key_states: torch.Tensor, view: View) -> Any:
+    """Returns ``key_states``, which stand for the view from now on, or what ``stands_for`` makes of them."""
+    make = _stands.get()
+    if make is not None:
+        return make(key_states, view)
     setattr(key_states, _VIEW, view)
     return key_states
 

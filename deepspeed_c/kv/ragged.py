@@ -99,7 +99,7 @@ class _RaggedLayer(BlockLayer):
         return 0  # positions come with the tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
+        return max(query_length, 2), 0  # a bias of positions (ALiBi) tells its slopes from two tokens
 
 
 class RaggedCache(CacheInBlocks):

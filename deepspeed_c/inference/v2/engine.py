@@ -58,6 +58,7 @@ class InferenceEngineV2:
         self._words = self._module.config.get_text_config(decoder=True).vocab_size
         takes = inspect.signature(self._module.forward).parameters
         self._keeps_last = "logits_to_keep" in takes
+        self._takes_positions = "position_ids" in takes
         self._undo = ExitStack()
         self._undo.enter_context(few_row_products(self._module))
         try:
@@ -225,14 +226,15 @@ class InferenceEngineV2:
         begins = [sequence.length for sequence in sequences]
         places = [torch.arange(begin, begin + n) for begin, n in zip(begins, lengths, strict=True)]
         last = torch.tensor(lengths).cumsum(0) - 1
-        keeps = {"logits_to_keep": last.to(device)} if self._keeps_last else {}
+        more = {"logits_to_keep": last.to(device)} if self._keeps_last else {}
+        if self._takes_positions:
+            more["position_ids"] = torch.cat(places)[None].to(device)
         with torch.no_grad(), cache.step(sequences, lengths), kv.attention.attention_in_blocks(self._module):
             logits = self._host(
                 input_ids=torch.cat(list(tokens)).long()[None].to(device),
-                position_ids=torch.cat(places)[None].to(device),
                 past_key_values=cache,
                 use_cache=True,
-                **keeps,
+                **more,
             ).logits[0]
         return logits if self._keeps_last else logits[last.to(device)]
 
@@ -243,7 +245,7 @@ class InferenceEngineV2:
         Raises FeatureError where the results differ, or where the model cannot run so.
         """
         family, where = type(self._module).__name__, "InferenceEngineV2"
-        if missing := [name for name in ("input_ids", "position_ids", "past_key_values") if name not in takes]:
+        if missing := [name for name in ("input_ids", "past_key_values") if name not in takes]:
             raise FeatureError(
                 f"the forward of {family} takes no {', '.join(missing)}: its tokens cannot lie behind one another",
                 where=where,
@@ -259,7 +261,7 @@ class InferenceEngineV2:
                 found = self._forward(cache, cached, pieces, [len(each) for each in pieces])
             with torch.no_grad():
                 alone = [self._host(input_ids=each[None].to(self._host.device)).logits[0, -1] for each in sequences]
-        except (NeedsOwnCache, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        except (NeedsOwnCache, AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
             if isinstance(error, DeepSpeedCError) and not isinstance(error, NeedsOwnCache):
                 raise
             raise FeatureError(

@@ -41,7 +41,7 @@ MORE: dict[str, Callable[[], Any]] = {
     ),
     "bart": lambda: like_bart("bart"),
 }
-WITH_OWN_CACHE = ("codegen", "gptj", "bloom", "falcon", "falcon_7b", "mpt", "llama4", "t5")
+WITH_OWN_CACHE = ("falcon", "mpt", "llama4", "t5")
 # Prompts are longer than windows and than a block, and so are new tokens.
 N_PROMPT, N_NEW = 20, 18
 KEPT: dict[str, Any] = {

@@ -63,6 +63,7 @@ WITH_ENCODER: dict[str, Callable[[], Any]] = {
     "t5": lambda: families.make("t5"),
     "whisper": whisper,
 }
+WRITTEN_OUT = ("gptj", "codegen", "falcon_7b", "falcon_40b", "bloom")
 MORE = (
     "deepseek_v2",
     "deepseek_v3",
@@ -73,14 +74,14 @@ MORE = (
     "starcoder2",
     "granite",
     "apertus",
+    *WRITTEN_OUT,
 )
 OWN_CACHE = {
-    "bloom": "its attention is part of its layers",
-    "falcon": "its attention is part of its layers",
+    "falcon": "its attention is part of its layers, and adds a bias of positions",
     "t5": "T5Attention adds a bias of positions",
     "whisper": None,  # its prompts are sounds
 }
-FAMILIES = (*DECODERS, *MORE, *WITH_ENCODER, "bloom", "falcon")
+FAMILIES = (*DECODERS, *MORE, *WITH_ENCODER, "falcon")
 N_PROMPT, N_NEW = 25, 10
 KEPT: dict[str, Any] = {
     "max_new_tokens": N_NEW, "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True, "output_scores": True

@@ -32,7 +32,7 @@ transformers = pytest.importorskip("transformers")
 
 N_BLOCKS = 30
 LIMITS = {"max_context": 60, "max_ragged_batch_size": 100, "max_ragged_sequence_count": 6, "max_tracked_sequences": 8}
-REFUSED = {"bloom": "position_ids", "falcon": "behind one another", "t5": "position_ids", "gptj": "blocks"}
+REFUSED = {"falcon": "bias of positions", "t5": "behind one another", "mpt": "behind one another"}
 
 
 @pytest.fixture(autouse=True)
