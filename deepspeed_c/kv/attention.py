@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
@@ -22,7 +22,7 @@ from deepspeed_c.kv.group import CallNeedsOwnCache, own_cache
 from deepspeed_c.kv.written_out import Keys
 from deepspeed_c.ops import kv
 
-__all__ = ["attention_in_blocks", "finds_blocks", "has_plain_inputs"]
+__all__ = ["Attending", "attention_in_blocks", "finds_blocks", "has_plain_inputs"]
 
 NAME = "deepspeed_c_blocks"
 # Pairs of query and key that are compared at once: a mask of a long prompt would take gigabytes.
@@ -38,16 +38,36 @@ _running: dict[int, tuple[str | None, int]] = {}
 _lock = threading.Lock()
 
 
+class Attending(NamedTuple):
+    """The parts of a model that ``attention_in_blocks`` needs. A walk over all modules finds them."""
+
+    configs: dict[int, Any]
+    """By id: those that name an attention."""
+    expands: bool
+    """Whether layers cache latents."""
+    writes_out: bool
+    """Whether layers write their attention out."""
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> Attending:
+        configs, expands = {}, False
+        for module in model.modules():
+            config = getattr(module, "config", None)
+            if hasattr(config, "_attn_implementation"):
+                configs[id(config)] = config
+            expands = expands or hasattr(module, _EXPANDS)
+        return cls(configs, expands, _writes_out(model))
+
+
 @contextmanager
-def attention_in_blocks(model: torch.nn.Module) -> Iterator[None]:
+def attention_in_blocks(model: torch.nn.Module | Attending) -> Iterator[None]:
     """Context in which attention in ``model`` finds the keys of a ``BlockCache``.
 
     Attention without such a cache runs as the model's own, and so does all attention of other threads.
     """
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _mask)
-    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    configs = {key: config for key, config in configs.items() if hasattr(config, "_attn_implementation")}
+    configs, is_expanding, writes_out = model if isinstance(model, Attending) else Attending.of(model)
     with _lock:
         for key, config in configs.items():
             own, n_contexts = _running.get(key, (config._attn_implementation, 0))
@@ -56,9 +76,9 @@ def attention_in_blocks(model: torch.nn.Module) -> Iterator[None]:
     token = _is_here.set(True)
     try:
         with ExitStack() as ways:
-            if any(hasattr(module, _EXPANDS) for module in model.modules()):
+            if is_expanding:
                 ways.enter_context(expands())
-            if _writes_out(model):
+            if writes_out:
                 ways.enter_context(stands_for(partial(Keys, attend=_attend_written_out)))
             yield
     finally:

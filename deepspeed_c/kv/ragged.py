@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +17,23 @@ from deepspeed_c.kv.cache import BlockLayer, CacheInBlocks, View
 from deepspeed_c.kv.group import Step, blocks_of, own_cache, tables_of
 from deepspeed_c.ops.kv import KvRows
 
-__all__ = ["CachedSequence", "RaggedCache"]
+__all__ = ["Batch", "CachedSequence", "RaggedCache"]
+
+
+class Batch(Protocol):
+    """The numbers of a forward's new tokens (``inference.v2.batch.RaggedBatchWrapper``)."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """New tokens of each sequence."""
+
+    @property
+    def n_keys(self) -> torch.Tensor:
+        """All tokens of each sequence, int64 [sequences]."""
+
+    @property
+    def n_columns(self) -> int:
+        """Blocks of the longest sequence."""
 
 
 class CachedSequence:
@@ -48,13 +64,11 @@ class _RaggedGroup:
     def numbers(self, sequences: Sequence[CachedSequence]) -> list[int]:
         return [sequence.number(self.index) for sequence in sequences]
 
-    def grow(self, sequences: Sequence[CachedSequence], n_new: Sequence[int], number: int) -> None:
+    def grow(self, sequences: Sequence[CachedSequence], batch: Batch, n_new: torch.Tensor, number: int) -> None:
         """Makes room. Raises MemoryError where the pool has none; nothing is changed then."""
         numbers = self.numbers(sequences)
-        copies = self.pool.grow(numbers, n_new)
-        lengths = [sequence.length + n for sequence, n in zip(sequences, n_new, strict=True)]
-        n_columns = max(map(blocks_of, lengths), default=0)
-        rows = KvRows(torch.tensor(n_new), torch.tensor(lengths), tables_of(self.pool, numbers, n_columns))
+        copies = self.pool.grow(numbers, batch.lengths)
+        rows = KvRows(n_new, batch.n_keys, tables_of(self.pool, numbers, batch.n_columns))
         moved = torch.tensor(copies).T if copies else None
         self.step = Step(number, rows, None if moved is None else (moved[0], moved[1]))
 
@@ -131,6 +145,11 @@ class RaggedCache(CacheInBlocks):
         """The blocks of a group that ``n_new`` tokens behind ``length`` ones take."""
         return blocks_of(length + n_new) - blocks_of(length)
 
+    def table(self, sequence: CachedSequence, group: int) -> torch.Tensor:
+        """The blocks of a sequence in the layers of a group, int32 [blocks]; -1 where a window has given one back."""
+        pool = self.groups[group].pool
+        return tables_of(pool, [sequence.number(group)], blocks_of(sequence.length))[0]
+
     def open(self) -> CachedSequence:
         """A sequence without tokens."""
         return CachedSequence([group.pool.add(1)[0] for group in self.groups])
@@ -141,15 +160,16 @@ class RaggedCache(CacheInBlocks):
             group.pool.drop(group.numbers([sequence]))
 
     @contextmanager
-    def step(self, sequences: Sequence[CachedSequence], n_new: Sequence[int]) -> Iterator[None]:
-        """Context of a forward with so many new tokens of each sequence, behind one another.
+    def step(self, sequences: Sequence[CachedSequence], batch: Batch) -> Iterator[None]:
+        """Context of a forward with the new tokens of each sequence, behind one another.
 
         Raises MemoryError where a pool has no room. After an exception all sequences are as they were.
         """
         grown: list[_RaggedGroup] = []
+        n_new = torch.tensor(batch.lengths)
         try:
             for group in self.groups:
-                group.grow(sequences, n_new, self._n_steps)
+                group.grow(sequences, batch, n_new, self._n_steps)
                 grown.append(group)
             self._n_steps += 1
             yield
@@ -158,7 +178,7 @@ class RaggedCache(CacheInBlocks):
                 group.shrink(sequences)
             self.awaited = None
             raise
-        for sequence, n in zip(sequences, n_new, strict=True):
+        for sequence, n in zip(sequences, batch.lengths, strict=True):
             sequence.length += n
         for group in self.groups:
             group.slide(sequences)

@@ -137,8 +137,12 @@ _RAGGED_ENGINE = {
     **{name: f"{_RAGGED}.factory:{name}" for name in _RAGGED_BUILDERS},
 }
 _RAGGED_LIMITS = {
-    name: f"{_RAGGED}.config:{name}" for name in ("AllocationMode", "DSStateManagerConfig", "MemoryConfig")
+    name: f"{_RAGGED}.config:{name}"
+    for name in ("AllocationMode", "DSStateManagerConfig", "KVCacheConfig", "MemoryConfig")
 }
+_RAGGED_BATCH = {"RaggedBatchWrapper": f"{_RAGGED}.batch:RaggedBatchWrapper"}
+_RAGGED_ALLOCATOR = {"BlockedAllocator": f"{_RAGGED}.blocks:BlockedAllocator"}
+_SPLIT_KV = {"split_kv": f"{_RAGGED}.blocks:split_kv"}
 _RAGGED_STATE = {
     name: f"{_RAGGED}.state:{name}"
     for name in ("DSSequenceDescriptor", "DSStateManager", "PlaceholderSequenceDescriptor")
@@ -475,17 +479,37 @@ _NAMES: dict[str, dict[str, str]] = {
         **{name: _RAGGED_ENGINE[name] for name in ("InferenceEngineV2", "RaggedInferenceEngineConfig")},
         **{name: f"{_RAGGED}.scheduling:{name}" for name in ("SchedulingError", "SchedulingResult")},
         **{name: f"{_RAGGED}.state:{name}" for name in ("DSStateManager", "PlaceholderSequenceDescriptor")},
+        **_RAGGED_BATCH,
     },
     "deepspeed.inference.v2.scheduling_utils": {
         name: f"{_RAGGED}.scheduling:{name}" for name in ("SchedulingError", "SchedulingResult")
     },
-    "deepspeed.inference.v2.ragged": {**_RAGGED_LIMITS, **_RAGGED_STATE},
-    "deepspeed.inference.v2.ragged.manager_configs": _RAGGED_LIMITS,
+    "deepspeed.inference.v2.ragged": {**_RAGGED_LIMITS, **_RAGGED_STATE, **_RAGGED_BATCH, **_SPLIT_KV},
+    "deepspeed.inference.v2.ragged.blocked_allocator": _RAGGED_ALLOCATOR,
+    "deepspeed.inference.v2.ragged.kv_cache": {
+        **{name: _RAGGED_LIMITS[name] for name in ("AllocationMode", "KVCacheConfig", "MemoryConfig")},
+        **_RAGGED_ALLOCATOR,
+        **_SPLIT_KV,
+    },
+    "deepspeed.inference.v2.ragged.manager_configs": {
+        **_RAGGED_LIMITS,
+        "DtypeEnum": "deepspeed_c.compat.dtype_enum:DtypeEnum",
+        "KVCacheType": f"{_RAGGED}.config:KVCacheType",
+    },
     "deepspeed.inference.v2.ragged.ragged_manager": {
-        name: _RAGGED_STATE[name] for name in ("DSSequenceDescriptor", "DSStateManager")
+        **{name: _RAGGED_STATE[name] for name in ("DSSequenceDescriptor", "DSStateManager")},
+        **{name: _RAGGED_LIMITS[name] for name in ("DSStateManagerConfig", "KVCacheConfig")},
+        **_RAGGED_ALLOCATOR,
+    },
+    "deepspeed.inference.v2.ragged.ragged_wrapper": {
+        **{name: _RAGGED_LIMITS[name] for name in ("DSStateManagerConfig",)},
+        **{name: _RAGGED_STATE[name] for name in ("DSSequenceDescriptor",)},
+        **_RAGGED_BATCH,
+        "to_padded": f"{_RAGGED}.batch:to_padded",
     },
     "deepspeed.inference.v2.ragged.sequence_descriptor": {
-        name: _RAGGED_STATE[name] for name in ("DSSequenceDescriptor", "PlaceholderSequenceDescriptor")
+        **{name: _RAGGED_STATE[name] for name in ("DSSequenceDescriptor", "PlaceholderSequenceDescriptor")},
+        "BaseSequenceDescriptor": f"{_RAGGED}.state:BaseSequenceDescriptor",
     },
     "deepspeed.inference.config": {
         "DtypeEnum": "deepspeed_c.compat.dtype_enum:DtypeEnum",
@@ -620,6 +644,7 @@ _EXPERTS = "deepspeed_c.moe.layer.MoE is the layer of experts (docs/concepts/moe
 _SEQUENCE = "UlyssesSPAttentionHF.register_with_transformers cuts sequences of models of transformers over ranks; deepspeed_c.sequence has the attention, tiles and losses for other models (docs/concepts/sequence.md)"
 _TENSOR = "tensor parallelism is set in the configuration, tensor_parallel.autotp_size, or by tp_model_init; docs/concepts/tensor-parallel.md"
 _INFERENCE = "deepspeed_c.inference.v2 has the ragged engine (build_hf_engine, put, query, flush), `deepspeed_c.init_inference` runs any module, with `generate`; kernels and policies of single families are not needed"
+_BLOCKED_CACHE = "deepspeed_c.kv.ragged.RaggedCache holds keys and values in blocks, and is a cache of transformers too"
 _CHECKPOINTING = "what is kept for a backward is packed and given back by deepspeed_c.checkpointing.checkpoint itself"
 _COMPRESSION = "convolutions come with a later version; deepspeed_c.compression.compress.init_compression quantizes linear layers and embeddings, and prunes linear layers (docs/concepts/compression.md)"
 _ONE_BIT = "1-bit optimizers come with a later version; use Adam, AdamW or Lamb of deepspeed_c.ops"
@@ -740,6 +765,7 @@ ABSENT: dict[str, str] = {
     "deepspeed.compression": _COMPRESSION,
     "deepspeed.elasticity": "checkpoints load on any number of ranks; choose the batch by hand",
     "deepspeed.inference": _INFERENCE,
+    "deepspeed.inference.v2.ragged.kv_cache.BlockedKVCache": _BLOCKED_CACHE,
     "deepspeed.io": "deepspeed_c.ops.aio.aio_handle writes and reads files; checkpoints use it by themselves",
     "deepspeed.launcher": "start processes with the command deepspeed_c, or python -m deepspeed_c",
     "deepspeed.linear": "use peft for LoRA; its frozen base may have another dtype",

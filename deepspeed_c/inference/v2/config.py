@@ -5,13 +5,17 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+import torch
+
 from deepspeed_c.config.config_model import DeepSpeedConfigModel, Field
-from deepspeed_c.config.inference import DeepSpeedTPConfig
+from deepspeed_c.config.inference import DeepSpeedTPConfig, dtype_of
 from deepspeed_c.errors import ConfigError
 
 __all__ = [
     "AllocationMode",
     "DSStateManagerConfig",
+    "KVCacheConfig",
+    "KVCacheType",
     "MemoryConfig",
     "RaggedInferenceEngineConfig",
     "RaggedQuantizationConfig",
@@ -25,6 +29,39 @@ class AllocationMode(enum.Enum):
     """``size`` bytes stay free; blocks take the rest."""
     ALLOCATE = "allocate"
     """There are ``size`` blocks."""
+
+
+class KVCacheType(enum.Enum):
+    """Which tokens a query of some layers sees."""
+
+    DENSE = "dense"
+    """All tokens before it."""
+    LOCAL = "local"
+    """Those in a window."""
+
+
+class KVCacheConfig(DeepSpeedConfigModel):
+    """The shape of the keys and values of layers that hold the same tokens. The engine finds it in the model itself."""
+
+    type: KVCacheType = KVCacheType.DENSE
+    block_size: int = Field(128, gt=0)
+    """Tokens of a block; those of the engine have 16."""
+    num_allocation_groups: int = Field(1, gt=0)
+    """Tables of blocks of a sequence."""
+    cache_shape: tuple[int, int, int]
+    """(layers, heads of keys and values, elements of a head)."""
+    cache_dtype: Any = torch.float16
+    """A dtype of torch, its name or a member of ``DtypeEnum``."""
+    max_blocks_per_allocation_group: int = Field(64, gt=0)
+    """Blocks of one table."""
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        super().__init__(strict, **data)
+        self.cache_dtype = dtype_of(self.cache_dtype)
+        if min(self.cache_shape) < 1:
+            raise ConfigError(
+                f"is {self.cache_shape!r}", where="KVCacheConfig.cache_shape", fix="write three numbers above 0"
+            )
 
 
 class MemoryConfig(DeepSpeedConfigModel):

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from deepspeed_c import kv
+from deepspeed_c import _C, kv
 from deepspeed_c.accelerator import Accelerator
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import DeepSpeedCError, FeatureError, ModelError, StateError
 from deepspeed_c.inference.engine import InferenceEngine
 from deepspeed_c.inference.limits import positions_of
+from deepspeed_c.inference.v2.batch import RaggedBatchWrapper
 from deepspeed_c.inference.v2.config import AllocationMode, RaggedInferenceEngineConfig
 from deepspeed_c.inference.v2.scheduling import SchedulingError, SchedulingResult
 from deepspeed_c.inference.v2.state import DSSequenceDescriptor, DSStateManager, PlaceholderSequenceDescriptor
@@ -34,6 +35,8 @@ __all__ = ["FORMAT", "METADATA", "InferenceEngineV2"]
 
 METADATA = "ds_engine_v2.json"
 FORMAT = 1
+# Tokens that the core can number, in one sequence.
+_MOST_TOKENS = (1 << 31) - 1
 # Lengths of the two sequences that a model is tried with, each in two pieces.
 _TRIED = (5, 3)
 
@@ -54,8 +57,10 @@ class InferenceEngineV2:
         self._module = policy.module
         limit = positions_of(self._module)[1]
         manager = engine_config.state_manager
-        self._max_context = manager.max_context if limit is None else min(manager.max_context, limit)
+        self._max_context = min(manager.max_context, _MOST_TOKENS if limit is None else limit)
         self._words = self._module.config.get_text_config(decoder=True).vocab_size
+        self._batch = RaggedBatchWrapper(manager, self._words)
+        self._attending = kv.attention.Attending.of(self._module)
         takes = inspect.signature(self._module.forward).parameters
         self._keeps_last = "logits_to_keep" in takes
         self._takes_positions = "position_ids" in takes
@@ -103,13 +108,12 @@ class InferenceEngineV2:
         """
         uids, tokens = list(batch_uids), [torch.as_tensor(each) for each in batch_tokens]
         self._check_tokens(uids, tokens)
-        lengths = [each.numel() for each in tokens]
         if do_checks:
-            self._require(uids, lengths)
+            self._require(uids, [each.numel() for each in tokens])
         known = set(self._state.tracked_sequences)
         try:
             sequences = [self._state.get_or_create_sequence(uid) for uid in uids]
-            return self._run(sequences, tokens, lengths)
+            return self._run(sequences, tokens)
         except BaseException:
             for uid in uids:
                 if uid not in known and self._state.get_sequence(uid) is not None:
@@ -126,8 +130,13 @@ class InferenceEngineV2:
         return self._room(found, max_request_tokens, int(torch.as_tensor(max_request_blocks).min()))
 
     def can_schedule(self, uids: Iterable[int], lengths: Iterable[int]) -> SchedulingResult:
-        """Whether a ``put`` of so many tokens of each uid fits."""
-        return self._limit_of(list(uids), list(lengths))[0]
+        """Whether a ``put`` of so many tokens of each uid fits. Raises ModelError for a negative length."""
+        lengths = list(lengths)
+        if min(lengths, default=0) < 0:
+            raise ModelError(
+                f"a sequence has {min(lengths)} new tokens", where="can_schedule", fix="pass numbers of new tokens"
+            )
+        return self._limit_of(list(uids), lengths)[0]
 
     def get_remaining_block_capacity(self, uid: int) -> int:
         """Tokens that need no further block; 0 for a uid that is not known."""
@@ -166,9 +175,6 @@ class InferenceEngineV2:
                 break
             if each.dim() != 1 or not each.numel() or each.is_floating_point():
                 what = f"the tokens of {uid} are {tuple(each.shape)} {each.dtype}; integers [tokens] are expected"
-            elif not bool(((each >= 0) & (each < self._words)).all()):
-                wrong = each[(each < 0) | (each >= self._words)][0]
-                what = f"token {int(wrong)} of {uid} is no word of the model, which has {self._words}"
         if what:
             raise ModelError(what, where="put", fix="pass each uid once, with one token or more of the vocabulary")
 
@@ -181,24 +187,23 @@ class InferenceEngineV2:
         """(the first limit that a batch exceeds, both numbers)."""
         manager, known = self._config.state_manager, self._state
         n_sequences = known.n_tracked_sequences + sum(known.get_sequence(uid) is None for uid in set(uids))
-        n_free, n_needed = min(known.cache.n_free), 0
-        for uid, length in zip(uids, lengths, strict=True):
-            found = known.get_sequence(uid)
-            seen = 0 if found is None else found.seen_tokens
-            if seen + length > self._max_context:
-                what = f"sequence {uid} would have {seen + length} tokens, and {self._max_context} are the most"
-                return SchedulingResult.SequenceTokenLimitExceeded, what
-            n_needed += known.cache.n_needed(seen, length)
+        found = map(known.get_sequence, uids)
+        seen = [0 if sequence is None else sequence.seen_tokens for sequence in found]
+        n_needed, row = _C.kv_batch_count(seen, lengths, self._max_context)
         result = SchedulingResult
+        if row >= 0:
+            what = f"sequence {uids[row]} would have {seen[row] + lengths[row]} tokens, and {self._max_context} are the most"
+            return result.SequenceTokenLimitExceeded, what
+        n_free = min(known.cache.n_free)
         limits = (
             (result.BatchSequenceLimitExceeded, "sequences", len(uids), manager.max_ragged_sequence_count),
             (result.KVCacheLimitExceeded, "further blocks of keys and values", n_needed, n_free),
             (result.EngineSequenceLimitExceeded, "sequences at one time", n_sequences, manager.max_tracked_sequences),
             (result.BatchTokenLimitExceeded, "tokens", sum(lengths), manager.max_ragged_batch_size),
         )
-        for found, name, n, most in limits:
+        for exceeded, name, n, most in limits:
             if n > most:
-                return found, f"the batch needs {n} {name}, and {most} are the most"
+                return exceeded, f"the batch needs {n} {name}, and {most} are the most"
         return SchedulingResult.Success, ""
 
     def _room(self, found: DSSequenceDescriptor | None, n_tokens: int, n_blocks: int) -> tuple[int, int]:
@@ -209,34 +214,35 @@ class InferenceEngineV2:
         n_tokens = max(min(n_tokens, in_blocks), 0)
         return n_tokens, self._state.cache.n_needed(seen, n_tokens)
 
-    def _run(
-        self, sequences: Sequence[DSSequenceDescriptor], tokens: Sequence[torch.Tensor], lengths: Sequence[int]
-    ) -> torch.Tensor:
+    def _run(self, sequences: Sequence[DSSequenceDescriptor], tokens: Sequence[torch.Tensor]) -> torch.Tensor:
         try:
-            return self._forward(self._state.cache, [each.cached for each in sequences], tokens, lengths)
+            return self._forward(self._state.cache, sequences, tokens)
         except MemoryError as error:
             raise SchedulingError(
                 SchedulingResult.KVCacheLimitExceeded, str(error), fix="flush sequences that have ended"
             ) from error
 
     def _forward(
-        self, cache: Any, sequences: Sequence[Any], tokens: Sequence[torch.Tensor], lengths: Sequence[int]
+        self, cache: Any, sequences: Sequence[DSSequenceDescriptor], tokens: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        device = self._host.device
-        begins = [sequence.length for sequence in sequences]
-        places = [torch.arange(begin, begin + n) for begin, n in zip(begins, lengths, strict=True)]
-        last = torch.tensor(lengths).cumsum(0) - 1
-        more = {"logits_to_keep": last.to(device)} if self._keeps_last else {}
+        device, batch = self._host.device, self._batch
+        batch.clear()
+        for sequence, each in zip(sequences, tokens, strict=True):
+            batch.insert_sequence(sequence, each, do_checks=False)
+        batch.finalize()
+        last = batch.last_tokens.to(device)
+        more = {"logits_to_keep": last} if self._keeps_last else {}
         if self._takes_positions:
-            more["position_ids"] = torch.cat(places)[None].to(device)
-        with torch.no_grad(), cache.step(sequences, lengths), kv.attention.attention_in_blocks(self._module):
+            more["position_ids"] = batch.positions[None].to(device)
+        cached = [each.cached for each in sequences]
+        with torch.no_grad(), cache.step(cached, batch), kv.attention.attention_in_blocks(self._attending):
             logits = self._host(
-                input_ids=torch.cat(list(tokens)).long()[None].to(device),
+                input_ids=batch.input_ids()[None].to(device),
                 past_key_values=cache,
                 use_cache=True,
                 **more,
             ).logits[0]
-        return logits if self._keeps_last else logits[last.to(device)]
+        return logits if self._keeps_last else logits[last]
 
     def _try_out(self, takes: Iterable[str]) -> int:
         """Compares two short sequences in pieces, behind one another, with each alone. Returns the bytes that one block
@@ -255,10 +261,9 @@ class InferenceEngineV2:
         sequences = [torch.randint(0, self._words, (n,), generator=rng) for n in _TRIED]
         try:
             cache = kv.ragged.RaggedCache(self._module.config, sum(map(blocks_of, _TRIED)))
-            cached = [cache.open() for _ in sequences]
+            known = [DSSequenceDescriptor(uid, cache.open(), cache) for uid in range(len(sequences))]
             for piece in (slice(0, 2), slice(2, None)):
-                pieces = [each[piece] for each in sequences]
-                found = self._forward(cache, cached, pieces, [len(each) for each in pieces])
+                found = self._forward(cache, known, [each[piece] for each in sequences])
             with torch.no_grad():
                 alone = [self._host(input_ids=each[None].to(self._host.device)).logits[0, -1] for each in sequences]
         except (NeedsOwnCache, AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:

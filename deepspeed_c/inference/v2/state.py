@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -11,10 +12,29 @@ from deepspeed_c.inference.v2.config import DSStateManagerConfig
 from deepspeed_c.kv.group import blocks_of
 from deepspeed_c.ops.kv import BLOCK_TOKENS
 
-__all__ = ["DSSequenceDescriptor", "DSStateManager", "PlaceholderSequenceDescriptor"]
+__all__ = ["BaseSequenceDescriptor", "DSSequenceDescriptor", "DSStateManager", "PlaceholderSequenceDescriptor"]
 
 
-class PlaceholderSequenceDescriptor:
+class BaseSequenceDescriptor(ABC):
+    """The numbers of a sequence that schedulers and batches read."""
+
+    @property
+    @abstractmethod
+    def seen_tokens(self) -> int:
+        """Tokens whose forward has ended."""
+
+    @property
+    @abstractmethod
+    def cur_allocated_blocks(self) -> int:
+        """Blocks of one group."""
+
+    @property
+    @abstractmethod
+    def kv_blocks_ptr(self) -> int:
+        """The address of their numbers, int32."""
+
+
+class PlaceholderSequenceDescriptor(BaseSequenceDescriptor):
     """A sequence that the engine does not know yet."""
 
     def __init__(self, seen_tokens: int = 0, cur_allocated_blocks: int = 0, kv_blocks_ptr: int = 0) -> None:
@@ -33,11 +53,12 @@ class PlaceholderSequenceDescriptor:
         return self._pointer
 
 
-class DSSequenceDescriptor:
-    """A sequence that the engine holds. cached: its keys and values (``kv.ragged.CachedSequence``)."""
+class DSSequenceDescriptor(BaseSequenceDescriptor):
+    """A sequence that the engine holds. cached: its keys and values (``kv.ragged.CachedSequence``) in ``cache``."""
 
-    def __init__(self, uid: int, cached: Any) -> None:
-        self.uid, self.cached = uid, cached
+    def __init__(self, uid: int, cached: Any, cache: Any) -> None:
+        self.uid, self.cached, self._cache = uid, cached, cache
+        self._blocks = torch.empty(0, dtype=torch.int32)
 
     @property
     def seen_tokens(self) -> int:
@@ -48,6 +69,17 @@ class DSSequenceDescriptor:
     def cur_allocated_blocks(self) -> int:
         """Blocks of one group that its tokens take, those that a window has given back among them."""
         return blocks_of(self.cached.length)
+
+    @property
+    def kv_blocks_ptr(self) -> int:
+        """The address of ``all_block_ids()``, which is valid until the next call."""
+        self._blocks = self.all_block_ids()
+        return self._blocks.data_ptr()
+
+    def all_block_ids(self, cache_group: int = 0) -> torch.Tensor:
+        """The blocks of a group in the order of their tokens, int32 [blocks]; -1 for a block that a window has given
+        back."""
+        return self._cache.table(self.cached, cache_group)
 
 
 class DSStateManager:
@@ -89,7 +121,7 @@ class DSStateManager:
         """The sequence, which is made without tokens if the engine does not know it."""
         found = self._sequences.get(uid)
         if found is None:
-            found = self._sequences[uid] = DSSequenceDescriptor(uid, self.cache.open())
+            found = self._sequences[uid] = DSSequenceDescriptor(uid, self.cache.open(), self.cache)
         return found
 
     def flush_sequence(self, uid: int) -> None:
